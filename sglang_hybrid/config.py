@@ -1,0 +1,297 @@
+"""The configuration of the package: one frozen, typed object.
+
+Values come from the defaults, then a YAML file, then single ``key=value`` overrides;
+the last one wins and the result is checked as a whole. A new setting is one line in
+``HybridConfig`` (plus its lines in configs/default.yaml); a condition on settings is
+one function in ``_RULES``.
+"""
+
+import difflib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml  # type: ignore[import-untyped,unused-ignore]
+from msgspec import Meta
+from msgspec import inspect as types
+
+from sglang_hybrid import env
+from sglang_hybrid.env import ConfigError
+
+__all__ = ["ConfigError", "HybridConfig", "config_from_environment", "describe", "load_config", "load_with_sources"]
+
+_AUTO_HOST_MEMORY = "70%"
+_HOST_MEMORY_LEGAL = (
+    '"auto", a size such as "40GiB", "512MiB" or "1.5GB", '
+    'or a percentage of the available memory above 0% and up to 100%, such as "60%"'
+)
+
+
+class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the backend. Raises ConfigError when built with values that cannot work."""
+
+    policy: Annotated[
+        Literal["scout", "full"],
+        Meta(
+            description="Who computes attention over what: scout attends to the best-scoring blocks within the budget, "
+            "full attends to everything and is the exact reference."
+        ),
+    ] = "scout"
+    block_tokens: Annotated[
+        Literal[32],
+        Meta(description="Tokens per block, equal to SGLang's page size. Only 32 is supported today."),
+    ] = 32
+    budget_tokens: Annotated[
+        int,
+        Meta(
+            gt=0,
+            description="Tokens attended per (request, layer, KV head) under policy scout. A multiple of block_tokens "
+            "that holds the sink blocks, the recent blocks and the tail (the block being filled).",
+        ),
+    ] = 2048
+    sink_blocks: Annotated[
+        int, Meta(ge=0, description="Blocks at the start of a request that are always selected.")
+    ] = 1
+    recent_blocks: Annotated[
+        int, Meta(ge=0, description="Full blocks right before the tail that are always selected.")
+    ] = 2
+    digest: Annotated[
+        Literal["minmax", "mean"],
+        Meta(description="Summary of a block's keys that selection scores: channel-wise min and max, or mean."),
+    ] = "minmax"
+    host_memory: Annotated[
+        str,
+        Meta(
+            description='Size of the host pool: "auto" (70 % of the available memory), a size such as "40GiB", '
+            'or a percentage of the available memory such as "60%".',
+            extra={"legal": _HOST_MEMORY_LEGAL},
+        ),
+    ] = "auto"
+
+    def __post_init__(self) -> None:
+        problems = _problems(msgspec.structs.asdict(self), sources={})
+        if problems:
+            raise ConfigError(*problems)
+
+    def host_memory_bytes(self, available: int) -> int:
+        """Size of the host pool on a machine with ``available`` bytes free. A fixed size may exceed ``available``."""
+        amount, unit = _split_size(self.host_memory)
+        return int(available * amount / 100) if unit == "%" else int(amount * _UNIT_BYTES[unit])
+
+
+_FIELDS = {field.name: field for field in msgspec.structs.fields(HybridConfig)}
+
+_UNIT_BYTES = {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)} | {
+    f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)
+}
+# Digits are bounded because Python refuses to convert very long runs of them.
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?(%|[kmgt]i?b)", re.IGNORECASE)
+
+
+def _split_size(text: str) -> tuple[Fraction, str]:
+    match = _SIZE.fullmatch(_AUTO_HOST_MEMORY if text == "auto" else text)
+    if match is None:
+        raise ValueError(text)
+    amount, unit = Fraction(match[1]), match[2].lower()
+    if amount == 0 or (unit == "%" and amount > 100):
+        raise ValueError(text)
+    return amount, unit
+
+
+# Rules: conditions a field's type cannot express. The parameters name the fields a rule looks at, so that
+# it is skipped when one of them has the wrong type already. A rule returns what is legal, or None if all is well.
+
+
+def _host_memory_is_a_size(host_memory: str) -> str | None:
+    try:
+        _split_size(host_memory)
+    except ValueError:
+        return f"must be {_HOST_MEMORY_LEGAL}"
+    return None
+
+
+def _budget_is_whole_blocks(budget_tokens: int, block_tokens: int) -> str | None:
+    if budget_tokens % block_tokens == 0:
+        return None
+    rounded_up = -(-budget_tokens // block_tokens) * block_tokens
+    return f"budget_tokens must be a multiple of block_tokens, such as {rounded_up}"
+
+
+def _budget_holds_what_is_always_selected(
+    budget_tokens: int, block_tokens: int, sink_blocks: int, recent_blocks: int
+) -> str | None:
+    needed_blocks = sink_blocks + recent_blocks + 1
+    if budget_tokens // block_tokens >= needed_blocks:
+        return None
+    return (
+        f"budget_tokens must be at least {needed_blocks * block_tokens} to hold the sink blocks, the recent blocks "
+        "and the tail; raise it or lower sink_blocks or recent_blocks"
+    )
+
+
+_RULES: tuple[Callable[..., str | None], ...] = (
+    _host_memory_is_a_size,
+    _budget_is_whole_blocks,
+    _budget_holds_what_is_always_selected,
+)
+
+
+def _problems(values: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
+    """Everything wrong with a full set of values; ``sources`` says where a value came from, if that is known."""
+
+    def given(key: str) -> str:
+        return f"{key}={values[key]!r}" + (f" ({sources[key]})" if key in sources else "")
+
+    problems, mistyped = [], set()
+    for key, field in _FIELDS.items():
+        try:
+            msgspec.convert(values[key], field.type)
+        except msgspec.ValidationError:
+            mistyped.add(key)
+            problems.append(f"{given(key)}: must be {_legal(types.type_info(field.type))}")
+    for rule in _RULES:
+        keys = list(inspect.signature(rule).parameters)
+        if mistyped.isdisjoint(keys) and (broken := rule(*(values[key] for key in keys))):
+            problems.append(f"{', '.join(map(given, keys))}: {broken}")
+    return problems
+
+
+def _legal(kind: types.Type) -> str:
+    """The legal values of a field's type, in words."""
+    match kind:
+        case types.Metadata(type=inner, extra=extra):
+            return str(extra["legal"]) if extra and "legal" in extra else _legal(inner)
+        case types.UnionType(types=members):
+            return " or ".join(map(_legal, members))
+        case types.LiteralType(values=values):
+            return ("one of " if len(values) > 1 else "") + ", ".join(map(str, values))
+        case types.IntType() | types.FloatType():
+            bounds = {">": kind.gt, ">=": kind.ge, "<": kind.lt, "<=": kind.le}
+            limits = [f"{sign} {bound}" for sign, bound in bounds.items() if bound is not None]
+            name = "a whole number" if isinstance(kind, types.IntType) else "a number"
+            return f"{name} {' and '.join(limits)}".rstrip()
+        case types.BoolType():
+            return "true or false"
+        case types.StrType():
+            return "text"
+        case types.NoneType():
+            return "null"
+    raise TypeError(f"a setting has a type without a description in words: {kind}")
+
+
+class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc,unused-ignore]
+    """Safe YAML in which a repeated key is an error: PyYAML would silently keep the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # lists and mappings cannot be keys; the constructor says so
+            if key.value in seen:
+                raise yaml.composer.ComposerError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+            seen.add(key.value)
+        return node
+
+
+# PyYAML follows YAML 1.1, where 1e-3 (no dot) is text; everyone means the number.
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), [*"-+0123456789"]
+)
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _YamlLoader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or number that only looks like one
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        what = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{source}{where}: not valid YAML: {what}") from error
+
+
+def _read_file(file: Path) -> dict[Any, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"file {file}: does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"file {file}: cannot be read: {error}") from error
+    content = _parse_yaml(text, f"file {file}")
+    if content is None:  # empty, or comments only
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"file {file}: must hold lines of the form key: value, not a {type(content).__name__}")
+    return content
+
+
+def _read_override(override: str) -> dict[Any, Any]:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"override {override!r}: must have the form key=value")
+    return {key.strip(): _parse_yaml(text, f"override {override!r}")}
+
+
+def _unknown_key(key: Any, source: str) -> str:
+    nearest = difflib.get_close_matches(str(key), _FIELDS, n=1, cutoff=0.5)
+    hint = f", did you mean {nearest[0]}?" if nearest else ";"
+    return f"unknown key {key!r} ({source}){hint} legal keys: {', '.join(_FIELDS)}"
+
+
+def load_with_sources(file: Path | None, overrides: Sequence[str]) -> tuple[HybridConfig, dict[str, str]]:
+    """The configuration and, per key, where its value came from: "default", "file NAME" or "override".
+
+    Raises ConfigError with every problem of all sources. Values that a later source replaced are not checked.
+    """
+    values: dict[str, Any] = {key: field.default for key, field in _FIELDS.items()}
+    sources = dict.fromkeys(values, "default")
+    problems: list[str] = []
+
+    readers: list[tuple[str, Callable[[], dict[Any, Any]]]] = []
+    if file is not None:
+        readers.append((f"file {file}", partial(_read_file, file)))
+    readers += [("override", partial(_read_override, override)) for override in overrides]
+    for source, read in readers:
+        try:
+            given = read()
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        for key, value in given.items():
+            if key in _FIELDS:
+                values[key], sources[key] = value, source
+            else:
+                problems.append(_unknown_key(key, source))
+    problems += _problems(values, sources)
+    if problems:
+        raise ConfigError(*problems)
+    return msgspec.convert(values, HybridConfig), sources
+
+
+def load_config(file: Path | None, overrides: Sequence[str]) -> HybridConfig:
+    """The configuration from the defaults, then ``file``, then ``key=value`` overrides. Raises ConfigError."""
+    return load_with_sources(file, overrides)[0]
+
+
+def config_from_environment() -> HybridConfig:
+    """The configuration that the environment variables of ``sglang_hybrid.env`` ask for. Raises ConfigError."""
+    return load_config(env.CONFIG.get(), env.SET.get())
+
+
+def describe(config: HybridConfig, sources: Mapping[str, str] | None = None) -> str:
+    """The effective settings as a YAML file that can be loaded again, each with its description and its source."""
+    paragraphs = []
+    for key, value in msgspec.structs.asdict(config).items():
+        kind = types.type_info(_FIELDS[key].type)
+        description = (kind.extra_json_schema or {}).get("description", "") if isinstance(kind, types.Metadata) else ""
+        comment = textwrap.fill(description, width=110, initial_indent="# ", subsequent_indent="# ")
+        setting = yaml.safe_dump({key: value}, width=4096).strip()
+        source = f"  # {sources[key]}" if sources else ""
+        paragraphs.append(f"{comment}\n{setting}{source}\n")
+    return "\n".join(paragraphs)

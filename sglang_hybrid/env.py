@@ -1,0 +1,81 @@
+"""Every environment variable of the package, as a typed object.
+
+Values are read when ``get()`` is called, never at import: a launcher may set a
+variable after this module was loaded and before it starts a child process.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """Settings that cannot be used. Each argument is one problem, told in one line."""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return self.args
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
+
+
+@dataclass(frozen=True)
+class EnvType(Generic[T]):
+    """How the text of a variable becomes a value; ``parse`` raises ValueError on text that is not ``legal``."""
+
+    legal: str
+    parse: Callable[[str], T]
+
+
+@dataclass(frozen=True)
+class EnvVar(Generic[T]):
+    name: str
+    type: EnvType[T]
+    default: T
+    doc: str
+
+    def get(self) -> T:
+        """The value now. An empty variable counts as unset, because container files can empty one but not remove it."""
+        text = os.environ.get(self.name, "")
+        if not text:
+            return self.default
+        try:
+            return self.type.parse(text)
+        except ValueError as error:
+            raise ConfigError(f"environment variable {self.name}={text!r}: must be {self.type.legal}") from error
+
+
+_BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def _parse_bool(text: str) -> bool:
+    value = _BOOLS.get(text.strip().lower())
+    if value is None:
+        raise ValueError(text)
+    return value
+
+
+def _parse_strings(text: str) -> tuple[str, ...]:
+    items = json.loads(text)
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ValueError(text)
+    return tuple(items)
+
+
+BOOL = EnvType[bool](f"one of {', '.join(_BOOLS)}", _parse_bool)
+PATH = EnvType[Path | None]("a path", Path)
+STRINGS = EnvType[tuple[str, ...]]('a JSON list of strings such as ["key=value"]', _parse_strings)
+
+CONFIG = EnvVar("SGLANG_HYBRID_CONFIG", PATH, None, "YAML file with settings, see configs/default.yaml")
+SET = EnvVar("SGLANG_HYBRID_SET", STRINGS, (), "single settings that win over the file: a JSON list of key=value")
+ALLOW_UNTESTED_SGLANG = EnvVar(
+    "SGLANG_HYBRID_ALLOW_UNTESTED_SGLANG", BOOL, False, "start on SGLang versions this package was not tested with"
+)
+
+VARIABLES: tuple[EnvVar[Any], ...] = (CONFIG, SET, ALLOW_UNTESTED_SGLANG)

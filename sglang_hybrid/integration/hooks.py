@@ -1,0 +1,85 @@
+"""The hooks into SGLang: one table, registered together, verified together.
+
+SGLang's hook registry logs a hook that it cannot apply and goes on. A server that half
+works is worse than one that does not start, so ``verify`` looks at what is really there.
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_hybrid.integration import pools, server_args, triton_gates
+from sglang_hybrid.integration.versions import NEWEST_TESTED, OLDEST_TESTED, installed_sglang
+
+_SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+
+
+class HookError(RuntimeError):
+    """A hook is not in place. The server must not start."""
+
+
+@dataclass(frozen=True)
+class Hook:
+    target: str
+    kind: HookType
+    function: Callable[..., Any]
+
+
+@functools.cache
+def all_hooks() -> tuple[Hook, ...]:
+    return (
+        Hook(f"{_SERVER_ARGS}.add_cli_args", HookType.AFTER, server_args.add_flags),
+        Hook(f"{_SERVER_ARGS}.from_cli_args", HookType.BEFORE, server_args.export_flags),
+        Hook(f"{_SERVER_ARGS}.{server_args.resolution_method()}", HookType.AROUND, server_args.resolve),
+        Hook(f"{_CONFIGURATOR}._profile_available_bytes", HookType.AROUND, pools.available_bytes),
+        Hook(f"{_CONFIGURATOR}._build_mha_kv_pool", HookType.AROUND, pools.build_kv_pool),
+        Hook(f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator", HookType.AROUND, pools.build_allocator),
+        Hook("sglang.srt.utils.common.support_triton", HookType.AROUND, triton_gates.support_triton),
+        Hook("sglang.srt.mem_cache.allocation.get_last_loc", HookType.AROUND, triton_gates.get_last_loc),
+    )
+
+
+def register() -> None:
+    for hook in all_hooks():
+        if hook not in _registered():
+            HookRegistry.register(hook.target, hook.function, hook.kind)
+
+
+def verify() -> None:
+    """Raise HookError unless every hook wraps its target now."""
+    missing = [hook.target for hook in all_hooks() if not _in_place(hook)]
+    if missing:
+        raise HookError(
+            f"sglang {installed_sglang()} did not take these hooks of sglang-hybrid: {', '.join(missing)}. "
+            f"Tested versions are {OLDEST_TESTED} to {NEWEST_TESTED}; the log above says why each one failed"
+        )
+
+
+def _registered() -> set[Hook]:
+    return {
+        Hook(target, kind, function)
+        for target, entries in HookRegistry._hooks.items()
+        for kind, function, _source in entries
+    }
+
+
+def _in_place(hook: Hook) -> bool:
+    """Whether calling the target would run the hook: the registry's wrapper closes over both."""
+    try:
+        found = pkgutil.resolve_name(hook.target)
+    except (ImportError, AttributeError):
+        return False
+    found = getattr(found, "__func__", found)
+    while found is not None:
+        cells = getattr(found, "__closure__", None) or ()
+        if any(cell.cell_contents is hook.function for cell in cells):
+            return True
+        found = getattr(found, "__wrapped__", None)
+    return False

@@ -1,0 +1,78 @@
+"""SGLang's KV pool, with its buffers in the shared region."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from sglang_hybrid.config import config_from_environment
+from sglang_hybrid.memory.digests import Digests
+from sglang_hybrid.memory.pages import touched_pages
+from sglang_hybrid.memory.region import SharedRegion
+
+
+class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
+    """The KV cache of all requests, in host memory that other processes can map.
+
+    Per layer one K and one V buffer, page-major, head-major inside a page, so that a block
+    (one page, one KV head) is one contiguous run::
+
+        k_buffer[layer]: [page][KV head][token of the page][head_dim]
+
+    SGLang's token index is the host slot: slot // 32 is the page, slot % 32 the token.
+    Page 0 takes the writes of padding tokens. ``device`` stays the device of the model: keys
+    and values arrive there, and the digests live there.
+    """
+
+    region: SharedRegion
+    digests: Digests
+
+    def _create_buffers_normal(self) -> None:
+        pages = (self.size + self.page_size) // self.page_size
+        key_shape = (pages, self.head_num, self.page_size, self.head_dim)
+        value_shape = (pages, self.head_num, self.page_size, self.v_head_dim)
+        itemsize = self.store_dtype.itemsize
+        sizes = [torch.Size(shape).numel() * itemsize for shape in (key_shape, value_shape)]
+
+        self.region = SharedRegion(SharedRegion.size_for(*sizes * self.layer_num), name="sglang-hybrid-kv")
+        self.k_buffer = [self.region.take(key_shape, self.store_dtype) for _ in range(self.layer_num)]
+        self.v_buffer = [self.region.take(value_shape, self.store_dtype) for _ in range(self.layer_num)]
+        self.digests = Digests(
+            config_from_environment().digest,
+            self.layer_num,
+            pages,
+            self.head_num,
+            self.head_dim,
+            self.store_dtype,
+            self.device,
+        )
+
+    def _store_kv_layer(
+        self, layer_idx: int, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
+    ) -> None:
+        """Write K and V of new tokens, and the digests of the pages they are in."""
+        slots = loc.to("cpu", torch.int64)
+        pages, offsets = slots // self.page_size, slots % self.page_size
+        keys, values = self.k_buffer[layer_idx], self.v_buffer[layer_idx]
+        keys[pages, :, offsets] = cache_k.to("cpu")
+        values[pages, :, offsets] = cache_v.to("cpu")
+        self.digests.refresh(layer_idx, keys, *touched_pages(slots, self.page_size))
+
+    # SGLang takes a request's KV out of the pool and puts it back elsewhere when it retracts a
+    # request on a disaggregated decode instance.
+
+    def get_cpu_copy(self, indices: torch.Tensor, *_args: Any, **_kwargs: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        slots = indices.to("cpu", torch.int64)
+        pages, offsets = slots // self.page_size, slots % self.page_size
+        return [
+            (keys[pages, :, offsets], values[pages, :, offsets])
+            for keys, values in zip(self.k_buffer, self.v_buffer, strict=True)
+        ]
+
+    def load_cpu_copy(
+        self, kv_cache_cpu: list[tuple[torch.Tensor, torch.Tensor]], indices: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> None:
+        for layer, (keys, values) in enumerate(kv_cache_cpu):
+            self._store_kv_layer(layer, indices, keys, values)

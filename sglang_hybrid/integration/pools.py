@@ -1,0 +1,94 @@
+"""SGLang's pools, replaced: capacity from host memory, KV in host memory.
+
+Each hook leaves servers with another attention backend alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+
+from sglang_hybrid.config import config_from_environment
+from sglang_hybrid.integration import BACKEND_NAME
+from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
+from sglang_hybrid.memory.digests import Digests
+
+logger = logging.getLogger("sglang.srt.hybrid")
+
+
+def _is_hybrid(configurator: Any) -> bool:
+    return bool(configurator.server_args.attention_backend == BACKEND_NAME)
+
+
+def _kv_shape(configurator: Any) -> KVShape:
+    from sglang.srt.runtime_context import get_parallel
+
+    model = configurator.model_config
+    return KVShape(
+        layers=configurator.layer_info.num_effective_layers,
+        kv_heads=model.get_num_kv_heads(get_parallel().attn_tp_size),
+        key_dim=model.head_dim,
+        value_dim=model.v_head_dim,
+        itemsize=configurator.kv_cache_dtype.itemsize,
+    )
+
+
+def available_bytes(original: Callable[[Any, int], int], configurator: Any, pre_model_load_memory: int) -> int:
+    """Bytes for the KV cache: what the host gives, as far as the device can hold the digests."""
+    if not _is_hybrid(configurator):
+        return original(configurator, pre_model_load_memory)
+    config = config_from_environment()
+    shape = _kv_shape(configurator)
+    ranks = configurator.server_args.tp_size
+    free = psutil.virtual_memory().available
+    share = host_pool_bytes(config, shape, free, ranks)
+    # SGLang adds the padding page on top of what it is told, and so do buffers' ends
+    share -= config.block_tokens * shape.bytes_per_token + 2 * shape.layers * (2 << 20)
+
+    if configurator.device != "cpu":
+        on_device = original(configurator, pre_model_load_memory)
+        per_page = Digests.bytes_per_page(
+            config.digest, shape.layers, shape.kv_heads, shape.key_dim, configurator.kv_cache_dtype
+        )
+        pages = on_device // per_page
+        if pages * config.block_tokens < config.budget_tokens:
+            raise CapacityError(
+                f"{on_device / GIB:.2f} GiB of device memory are left for digests, {per_page} bytes per page: too "
+                f"little for one budget of {config.budget_tokens} tokens; raise --mem-fraction-static"
+            )
+        share = min(share, pages * config.block_tokens * shape.bytes_per_token)
+    logger.info(
+        "host pool: room for %d tokens in %.2f GiB (%.2f GiB of host memory available, %d rank(s), %d bytes per token)",
+        share // shape.bytes_per_token, share / GIB, free / GIB, ranks, shape.bytes_per_token,
+    )  # fmt: skip
+    return share
+
+
+def build_kv_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any) -> Any:
+    if _is_hybrid(configurator):
+        from sglang_hybrid.integration.host_kv_pool import HostKVPool
+
+        kwargs["mha_pool_class"] = HostKVPool
+    return original(configurator, **kwargs)
+
+
+def build_allocator(
+    original: Callable[..., Any], configurator: Any, *, sizes: Any, token_to_kv_pool: Any, **kwargs: Any
+) -> Any:
+    if not _is_hybrid(configurator) or torch.device(configurator.device).type != "cpu":
+        return original(configurator, sizes=sizes, token_to_kv_pool=token_to_kv_pool, **kwargs)
+    from sglang_hybrid.integration.cpu_allocator import CpuPagedAllocator
+
+    return CpuPagedAllocator(
+        sizes.max_total_num_tokens,
+        page_size=configurator.page_size,
+        dtype=configurator.kv_cache_dtype,
+        device=configurator.device,
+        kvcache=token_to_kv_pool,
+        # as SGLang does: a transfer wants runs of neighbouring pages
+        need_sort=configurator.server_args.disaggregation_mode != "null",
+    )

@@ -1,0 +1,95 @@
+"""What cannot be served, each with one sentence that says what to change.
+
+A refusal is better than a wrong answer: every case here would otherwise read or write the
+KV cache in a way the host pool does not understand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.integration import BACKEND_NAME
+
+
+class Refusal(ValueError):
+    """The server must not start like this. The message is for the person who started it."""
+
+
+# flag test -> sentence. `a` is SGLang's ServerArgs as given on the command line.
+_FLAGS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        lambda a: any(b not in (None, BACKEND_NAME) for b in (a.prefill_attention_backend, a.decode_attention_backend)),
+        "the KV cache is in host memory, where no other attention backend can read it: drop "
+        "--prefill-attention-backend and --decode-attention-backend",
+    ),
+    (lambda a: a.pp_size > 1, "pipeline parallelism is not supported: drop --pp-size, use --tp-size instead"),
+    (lambda a: a.speculative_algorithm is not None, "speculative decoding is not supported: drop --speculative-algorithm"),
+    (
+        lambda a: a.kv_cache_dtype not in ("auto", "bfloat16", "bf16", "float16", "fp16", "float32"),
+        "a quantised KV cache is not supported: use --kv-cache-dtype auto",
+    ),
+    (
+        lambda a: a.enable_hierarchical_cache,
+        "HiCache is not supported, the whole KV cache is in host memory already: drop --enable-hierarchical-cache",
+    ),
+    (lambda a: a.enable_hisparse, "HiSparse is another backend's host offload: drop --enable-hisparse"),
+    (lambda a: a.enable_dp_attention, "data-parallel attention is not supported: drop --enable-dp-attention"),
+    (lambda a: a.dcp_size > 1, "decode context parallelism is not supported: drop --dcp-size"),
+    (lambda a: a.enable_two_batch_overlap, "two-batch overlap is not supported: drop --enable-two-batch-overlap"),
+    (lambda a: a.enable_pdmux, "PD multiplexing is not supported: drop --enable-pdmux"),
+    (lambda a: a.enable_unified_memory, "the unified memory pool is not supported: drop --enable-unified-memory"),
+    (lambda a: a.enable_page_major_kv_layout, "the host pool has its own layout: drop --enable-page-major-kv-layout"),
+)  # fmt: skip
+
+
+def refuse_flags(args: Any, config: HybridConfig) -> None:
+    """Raise Refusal when the command line asks for something the backend cannot do."""
+    for asked_for, sentence in _FLAGS:
+        if asked_for(args):
+            raise Refusal(f"--attention-backend {BACKEND_NAME}: {sentence}")
+    if args.page_size not in (None, config.block_tokens):
+        raise Refusal(
+            f"--attention-backend {BACKEND_NAME}: --page-size {args.page_size} differs from the block size: "
+            f"use --page-size {config.block_tokens} or drop the flag"
+        )
+
+
+def refuse_model_config(model_config: Any) -> None:
+    """Raise Refusal for models whose configuration already says that they do not fit."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    name = _architecture(model_config)
+    if model_config.attention_arch == AttentionArch.MLA:
+        raise Refusal(f"{name} uses multi-head latent attention (MLA), which is not supported: {_OTHER_BACKEND}")
+    if model_config.is_hybrid_swa:
+        raise Refusal(f"{name} has sliding-window layers, which are not supported: {_OTHER_BACKEND}")
+
+
+def refuse_model(model: Any, model_config: Any) -> None:
+    """Raise Refusal for models with a layer that the backend would compute wrongly."""
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+    refuse_model_config(model_config)
+    name = _architecture(model_config)
+    layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    if not layers:
+        raise Refusal(f"{name} has no attention layer of the usual kind: {_OTHER_BACKEND}")
+    for layer in layers:
+        if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
+            raise Refusal(
+                f"{name} has sliding-window layers (layer {layer.layer_id}: {layer.sliding_window_size} tokens), "
+                f"which are not supported: {_OTHER_BACKEND}"
+            )
+        if layer.logit_cap:
+            raise Refusal(f"{name} caps its attention logits, which is not supported: {_OTHER_BACKEND}")
+        if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
+            raise Refusal(f"{name} has attention that is not causal self-attention: {_OTHER_BACKEND}")
+
+
+_OTHER_BACKEND = "serve it with another --attention-backend"
+
+
+def _architecture(model_config: Any) -> str:
+    return ", ".join(model_config.hf_config.architectures or ["this model"])

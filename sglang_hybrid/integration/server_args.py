@@ -1,0 +1,82 @@
+"""The command line: our two flags, defaults that fit the backend, refusals.
+
+SGLang has no way for a plugin to add a setting of its own, so the flags become environment
+variables, which the processes that SGLang spawns inherit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from sglang_hybrid import env
+from sglang_hybrid.config import config_from_environment
+from sglang_hybrid.integration import BACKEND_NAME
+from sglang_hybrid.integration.refusals import refuse_flags, refuse_model_config
+
+logger = logging.getLogger("sglang.srt.hybrid")
+
+
+def resolution_method() -> str:
+    """The method of ServerArgs that turns what was asked for into what will be done."""
+    from sglang.srt.server_args import ServerArgs
+
+    return "resolve_once" if hasattr(ServerArgs, "resolve_once") else "__post_init__"
+
+
+def add_flags(_result: Any, parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sglang-hybrid", f"settings of --attention-backend {BACKEND_NAME}")
+    add_config_flags(group)
+
+
+def add_config_flags(parser: Any) -> None:
+    parser.add_argument("--hybrid-config", metavar="FILE", help="YAML file with settings, see configs/default.yaml")
+    parser.add_argument(
+        "--hybrid",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="one setting, wins over the file; may be repeated. `sglang-hybrid config` lists them",
+    )
+
+
+def export_flags(_cls: Any, args: argparse.Namespace) -> None:
+    """Carry the flags to this process's configuration and to the processes it starts."""
+    if getattr(args, "hybrid_config", None):
+        os.environ[env.CONFIG.name] = os.path.abspath(args.hybrid_config)
+    if getattr(args, "hybrid", None):
+        # what was in the environment stays, what is on the command line comes later and wins
+        os.environ[env.SET.name] = json.dumps([*env.SET.get(), *args.hybrid])
+
+
+def resolve(original: Callable[[Any], None], args: Any) -> None:
+    """Around SGLang's resolution: defaults and refusals of flags before, of models after."""
+    asked = (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend)
+    if BACKEND_NAME not in asked or getattr(args, "_resolution_finished", False):
+        original(args)
+        return
+    args.attention_backend = BACKEND_NAME
+    refuse_flags(args, config_from_environment())
+    _set_defaults(args)
+    original(args)
+    if args.model_path.lower() not in ("none", "dummy"):
+        refuse_model_config(_model_config(args))
+
+
+def _set_defaults(args: Any) -> None:
+    args.page_size = config_from_environment().block_tokens
+    # The decode step is not capturable yet: it copies between host and device as it goes.
+    args.disable_cuda_graph = True
+    args.cuda_graph_backend_prefill = "disabled"
+
+
+def _model_config(args: Any) -> Any:
+    if hasattr(args, "get_model_config"):
+        return args.get_model_config()
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    return model_config_of(args)

@@ -1,0 +1,47 @@
+"""Digests of every page of the host pool, on the device that selects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sglang_hybrid.ops import reference
+
+_KINDS: dict[str, tuple[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    "minmax": (2, reference.minmax_digest),
+    "mean": (1, reference.mean_digest),
+}
+
+
+class Digests:
+    """One digest per (layer, page, KV head), kept up to date by whoever writes keys.
+
+    Layout, one tensor a layer::
+
+        [page][KV head][kind: max, min | mean][head_dim]
+
+    Pages are shared between requests with a common prefix, and so are their digests. A
+    freed page needs no care: the next writer of its first token starts the digest anew.
+    """
+
+    def __init__(
+        self, kind: str, layers: int, pages: int, heads: int, head_dim: int, dtype: torch.dtype, device: str
+    ) -> None:
+        parts, self._build = _KINDS[kind]
+        shape = (pages, heads, parts, head_dim)
+        self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+
+    @staticmethod
+    def bytes_per_page(kind: str, layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        return layers * heads * _KINDS[kind][0] * head_dim * dtype.itemsize
+
+    def of_layer(self, layer: int) -> torch.Tensor:
+        return self._layers[layer]
+
+    def refresh(self, layer: int, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
+        """Recompute the digests of ``pages`` of the pool ``keys``, whose first ``filled`` tokens are valid."""
+        table = self._layers[layer]
+        blocks = keys[pages.to(keys.device)].to(table.device)
+        pages = pages.to(table.device)
+        table[pages] = self._build(blocks, filled.to(table.device)).to(table.dtype)

@@ -1,0 +1,23 @@
+"""Arithmetic between token slots and pages. SGLang's token index is the host slot."""
+
+from __future__ import annotations
+
+import torch
+
+
+def touched_pages(slots: torch.Tensor, page_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages that a write to ``slots`` reaches, and how many of each one's tokens are valid after it.
+
+    A page is filled front to back, so its highest slot written tells how full it is.
+    """
+    pages, owner = torch.unique(slots // page_tokens, return_inverse=True)
+    filled = torch.zeros_like(pages).scatter_reduce_(0, owner, slots % page_tokens + 1, "amax")
+    return pages, filled
+
+
+def page_table(req_to_token: torch.Tensor, rows: torch.Tensor, longest: int, page_tokens: int) -> torch.Tensor:
+    """Pages of each row's sequence, ``[rows, ceil(longest / page_tokens)]``.
+
+    A copy, never a view: the scheduler rewrites ``req_to_token`` while a forward pass runs.
+    """
+    return req_to_token[rows, :longest:page_tokens].to(torch.int64) // page_tokens

@@ -1,0 +1,90 @@
+"""The shared region: host memory that a worker process and a GPU can reach too.
+
+A memfd has no name in any file system: it lives exactly as long as some process has it
+open or mapped, so a killed server leaves nothing behind, and another process gets it by
+being handed the descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+
+import torch
+
+_PREFAULT_CHUNK = 256 << 20
+# every buffer starts on a 2 MiB boundary: huge pages and DMA registration both like it
+_ALIGNMENT = 2 << 20
+
+
+class RegionError(RuntimeError):
+    """The region could not be had; the message says how much was asked for."""
+
+
+class SharedRegion:
+    """One memfd, mapped once, handed out front to back as tensors.
+
+    Memory is taken when the region is made, not when it is first written: what does not
+    fit fails here, with a number, and not under load.
+    """
+
+    def __init__(self, size: int, name: str = "sglang-hybrid") -> None:
+        self.size = _round_up(size)
+        self._used = 0
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, self.size)
+            # backing memory is chosen at first touch, so the advice has to come before it
+            self._map = mmap.mmap(self.fd, self.size)
+            with contextlib.suppress(OSError):  # kernels without huge pages for shared memory
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            self._prefault()
+        except (OSError, ValueError) as e:
+            os.close(self.fd)
+            raise RegionError(f"cannot take {self.size / 2**30:.2f} GiB of shared host memory: {e}") from e
+
+    def _prefault(self) -> None:
+        """Allocate every page, in parallel: zeroing is bound by one core's store rate otherwise."""
+
+        def take(start: int) -> None:
+            os.posix_fallocate(self.fd, start, min(_PREFAULT_CHUNK, self.size - start))
+
+        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+            list(pool.map(take, range(0, self.size, _PREFAULT_CHUNK)))
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The next piece of the region as a zeroed tensor."""
+        count = 1
+        for extent in shape:
+            count *= extent
+        start, end = self._used, self._used + count * dtype.itemsize
+        if end > self.size:
+            raise RegionError(f"the region of {self.size} bytes is used up: {end - self.size} bytes are missing")
+        self._used = _round_up(end)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(shape)
+
+    @staticmethod
+    def size_for(*pieces: int) -> int:
+        """Bytes of a region that can hand out pieces of these sizes."""
+        return sum(_round_up(piece) for piece in pieces)
+
+    def close(self) -> None:
+        """Close the descriptor. The mapping stays as long as tensors of it do."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> SharedRegion:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _round_up(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,193 @@
+"""The operations of hybrid attention in plain torch: the specification of their fast versions.
+
+A fast version has the same name and signature and is tested against the one here; the ones
+here are tested against softmax attention. They run on any device, in any floating dtype,
+and compute in float32.
+
+Shapes: B rows (requests), H KV heads, G query heads per KV head, D head_dim, T tokens per
+block, N blocks listed per (row, KV head). A pool is ``[pages, H, T, D]``: block ``b`` of
+KV head ``h`` is ``pool[b, h]``, contiguous. ``-1`` in a block list means "no block", so
+that lists of different lengths share one tensor. LSE is the natural logarithm.
+"""
+
+from __future__ import annotations
+
+import torch
+
+NO_BLOCK = -1
+
+
+# -- digests ---------------------------------------------------------------------------------
+
+
+def minmax_digest(keys: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
+    """Channel-wise maximum and minimum of the first ``filled`` keys of each page (Quest).
+
+    keys ``[n, H, T, D]``, filled ``[n]`` (at least 1) -> ``[n, H, 2, D]``, maximum first.
+    """
+    empty = _beyond(filled, keys.shape[2])
+    highest = keys.masked_fill(empty, -torch.inf).amax(dim=2)
+    lowest = keys.masked_fill(empty, torch.inf).amin(dim=2)
+    return torch.stack((highest, lowest), dim=2)
+
+
+def mean_digest(keys: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
+    """Mean of the first ``filled`` keys of each page (MoBA): ``[n, H, 1, D]``."""
+    total = keys.float().masked_fill(_beyond(filled, keys.shape[2]), 0.0).sum(dim=2)
+    return (total / filled[:, None, None]).to(keys.dtype).unsqueeze(2)
+
+
+def _beyond(filled: torch.Tensor, block_tokens: int) -> torch.Tensor:
+    return (torch.arange(block_tokens, device=filled.device) >= filled[:, None])[:, None, :, None]
+
+
+def digest_scores(query: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
+    """Score of every block for every KV head, in the unit of ``q . k`` (unscaled logits).
+
+    query ``[B, H * G, D]``, digests ``[B, N, H, kinds, D]`` -> ``[B, H, N]``.
+
+    With (max, min) digests the score is Quest's upper bound of ``q . k`` over the block,
+    ``sum_d max(q_d max_d, q_d min_d)``, written as one dot product of depth 2 D: positive
+    channels of the query meet the maximum, negative ones the minimum. With mean digests it
+    is ``q . mean``. The G queries that share a KV head are reduced by maximum.
+    """
+    rows, _, heads, kinds, dim = digests.shape
+    q = query.float().view(rows, heads, -1, dim)
+    parts = torch.stack((q.clamp(min=0), q.clamp(max=0)), dim=-2) if kinds == 2 else q.unsqueeze(-2)
+    scores = torch.einsum("bhgkd,bnhkd->bhgn", parts, digests.float()).amax(dim=2)
+    # a page that somebody filled with NaN (an aborted transfer) must not win, nor poison the top-k
+    return scores.nan_to_num(nan=-torch.inf)
+
+
+# -- selection -------------------------------------------------------------------------------
+
+
+def select_blocks(
+    scores: torch.Tensor, block_counts: torch.Tensor, limit: int, sink: int, recent: int
+) -> torch.Tensor:
+    """The ``limit`` best blocks of each (row, KV head), as positions in the row's sequence.
+
+    scores ``[B, H, N]``; block_counts ``[B]`` blocks of each row, the last one being the tail
+    (the block that is being filled) -> positions ``[B, H, min(limit, N)]``, ascending, then
+    ``NO_BLOCK``. The tail, the ``recent`` blocks before it and the first ``sink`` blocks are
+    always in, in this order of precedence; ``limit`` must hold them.
+    """
+    position = torch.arange(scores.shape[2], device=scores.device)
+    age = block_counts[:, None] - 1 - position  # 0 is the tail, negative is beyond the end
+    forced = (age <= recent) | (position < sink)
+    ranked = scores.masked_fill(forced[:, None, :], torch.inf).masked_fill((age < 0)[:, None, :], -torch.inf)
+
+    limit = min(limit, scores.shape[2])
+    chosen = ranked.topk(limit, dim=2).indices
+    absent = chosen >= block_counts[:, None, None]
+    # absent ones sort behind every real position
+    chosen = chosen.masked_fill(absent, torch.iinfo(chosen.dtype).max).sort(dim=2).values
+    return chosen.masked_fill(chosen >= block_counts[:, None, None], NO_BLOCK)
+
+
+def is_forced(positions: torch.Tensor, block_counts: torch.Tensor, sink: int, recent: int) -> torch.Tensor:
+    """Which of the selected positions ``[B, H, N]`` are tail, recent or sink blocks."""
+    age = block_counts[:, None, None] - 1 - positions
+    return (positions != NO_BLOCK) & ((age <= recent) | (positions < sink))
+
+
+def split(positions: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split a block list in two by a mask of the same shape; each part keeps its order and shape."""
+    return positions.masked_fill(~first, NO_BLOCK), positions.masked_fill(first, NO_BLOCK)
+
+
+def block_ids(positions: torch.Tensor, page_table: torch.Tensor) -> torch.Tensor:
+    """Positions ``[B, H, N]`` to pages, through each row's page table ``[B, pages]``."""
+    table = page_table[:, None, :].expand(-1, positions.shape[1], -1)
+    pages = table.gather(2, positions.clamp(min=0))
+    return pages.masked_fill(positions == NO_BLOCK, NO_BLOCK)
+
+
+def block_fill(positions: torch.Tensor, lengths: torch.Tensor, block_tokens: int) -> torch.Tensor:
+    """Tokens in each listed block: ``block_tokens``, fewer in the tail, 0 where there is none."""
+    fill = (lengths[:, None, None] - positions * block_tokens).clamp(0, block_tokens)
+    return fill.masked_fill(positions == NO_BLOCK, 0)
+
+
+# -- attention -------------------------------------------------------------------------------
+
+
+def gather_blocks(pool: torch.Tensor, ids: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """The listed blocks of each (row, KV head): ids ``[B, H, N]`` -> ``[B, H, N, T, D]`` on ``device``.
+
+    The pool may be in host memory and ``device`` a GPU. ``NO_BLOCK`` gives some block; its
+    tokens count as none.
+    """
+    heads = torch.arange(pool.shape[1], device=pool.device)[None, :, None]
+    return pool[ids.clamp(min=0).to(pool.device), heads].to(device or ids.device)
+
+
+def attend_blocks(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, fill: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one token per row over a list of blocks.
+
+    query ``[B, H * G, D]``; keys, values: pools; ids and fill ``[B, H, N]``, ``fill`` tokens of
+    block ``ids`` -> output ``[B, H * G, Dv]`` and LSE ``[B, H * G]``, both float32. A row
+    without tokens gives output 0 and LSE ``-inf``: merging it changes nothing.
+    """
+    rows, heads, listed = ids.shape
+    k = gather_blocks(keys, ids, query.device).float().flatten(2, 3)  # [B, H, N * T, D]
+    v = gather_blocks(values, ids, query.device).float().flatten(2, 3)
+    token = torch.arange(keys.shape[2], device=query.device)
+    counted = (token < fill[..., None]).reshape(rows, heads, 1, listed * keys.shape[2])
+
+    q = query.float().view(rows, heads, -1, query.shape[-1])
+    logits = (q @ k.transpose(2, 3) * scale).masked_fill(~counted, -torch.inf)
+    lse = logits.logsumexp(dim=-1)
+    weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    # a weight of 0 does not silence NaN or infinity in a slot that holds no token
+    out = weights @ v.masked_fill(~counted.squeeze(2)[..., None], 0.0)
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def merge(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint token sets, from the attention over each.
+
+    outputs ``[..., Dv]``, LSEs ``[...]`` in natural logarithm. A side with LSE ``-inf`` is
+    empty and leaves the other side's bits as they are.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    out = _weighted(out_a, lse_a, lse) + _weighted(out_b, lse_b, lse)
+    return out, lse
+
+
+def _weighted(out: torch.Tensor, lse: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    weight = torch.exp(lse - total)  # NaN when both are -inf
+    return torch.where((lse == -torch.inf)[..., None], torch.zeros_like(out), out * weight[..., None])
+
+
+def attend_prefill(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, tile: int = 512
+) -> torch.Tensor:
+    """Causal attention of one row's last tokens over all its tokens so far.
+
+    query ``[q, H * G, D]``: the last q of the row's n tokens; key, value ``[H, n, D]`` ->
+    ``[q, H * G, Dv]`` in the query's dtype. Works in tiles of queries, so that the mask of a
+    long context stays small and no tile reads keys beyond its own end.
+    """
+    total, new = key.shape[1], query.shape[0]
+    out = query.new_empty(new, query.shape[1], value.shape[2])
+    group = query.shape[1] != key.shape[0]
+    for first in range(0, new, tile):
+        last = min(first + tile, new)
+        end = total - new + last
+        position = torch.arange(end - (last - first), end, device=query.device)
+        visible = torch.arange(end, device=query.device) <= position[:, None]
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            query[first:last].transpose(0, 1).unsqueeze(0),
+            key[:, :end].unsqueeze(0),
+            value[:, :end].unsqueeze(0),
+            attn_mask=visible,
+            scale=scale,
+            enable_gqa=group,
+        )
+        out[first:last] = attended.squeeze(0).transpose(0, 1)
+    return out

@@ -1,0 +1,34 @@
+"""Entry point ``sglang.srt.plugins``: SGLang calls ``register`` in every process before it reads arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def register() -> None:
+    """Make ``--attention-backend hybrid`` known to this process.
+
+    SGLang only logs an exception raised here. The backend's name is then unknown and its
+    argument parser refuses it, so a failure is never silent.
+    """
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+
+    from sglang_hybrid.integration import BACKEND_NAME, hooks
+    from sglang_hybrid.integration.versions import check_sglang_version
+
+    check_sglang_version()
+    hooks.register()
+    if BACKEND_NAME not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([BACKEND_NAME])
+    if BACKEND_NAME not in ATTENTION_BACKENDS:
+        register_attention_backend(BACKEND_NAME)(create_backend)
+
+
+def create_backend(model_runner: Any) -> Any:
+    """SGLang's factory call, in the process that runs the model."""
+    from sglang_hybrid.integration import hooks
+    from sglang_hybrid.integration.attention_backend import HybridAttnBackend
+
+    hooks.verify()
+    return HybridAttnBackend(model_runner)

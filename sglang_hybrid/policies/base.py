@@ -1,0 +1,42 @@
+"""What a decode policy is: where a block lives, what is selected, who computes it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's part of the KV cache: host pool and digests."""
+
+    keys: torch.Tensor  # [pages, KV heads, block tokens, head_dim], host memory
+    values: torch.Tensor  # likewise
+    digests: torch.Tensor  # [pages, KV heads, kinds, head_dim], on the model's device
+
+    @property
+    def block_tokens(self) -> int:
+        return self.keys.shape[2]
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """One decode step, the same for all its layers. Tensors are on the model's device."""
+
+    page_table: torch.Tensor  # [rows, blocks of the longest row], page of each block
+    lengths: torch.Tensor  # [rows], tokens of each row, the new one included
+    lengths_on_host: list[int]
+
+    def block_counts(self, block_tokens: int) -> torch.Tensor:
+        """Blocks of each row, the last one being the tail."""
+        return -(-self.lengths // block_tokens)
+
+
+class DecodePolicy(ABC):
+    """Computes the attention of one new token per row. Its K and V are in the cache already."""
+
+    @abstractmethod
+    def decode(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
+        """query ``[rows, query heads, head_dim]`` -> output ``[rows, query heads, value dim]``, query's dtype."""
