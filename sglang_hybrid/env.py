@@ -77,5 +77,8 @@ SET = EnvVar("SGLANG_HYBRID_SET", STRINGS, (), "single settings that win over th
 ALLOW_UNTESTED_SGLANG = EnvVar(
     "SGLANG_HYBRID_ALLOW_UNTESTED_SGLANG", BOOL, False, "start on SGLang versions this package was not tested with"
 )
+CACHE = EnvVar(
+    "SGLANG_HYBRID_CACHE", PATH, None, "where converted models are kept (default: sglang-hybrid in the user's cache)"
+)
 
-VARIABLES: tuple[EnvVar[Any], ...] = (CONFIG, SET, ALLOW_UNTESTED_SGLANG)
+VARIABLES: tuple[EnvVar[Any], ...] = (CONFIG, SET, ALLOW_UNTESTED_SGLANG, CACHE)

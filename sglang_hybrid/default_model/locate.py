@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from sglang_hybrid import env
 from sglang_hybrid.default_model.errors import DefaultModelError
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -52,8 +53,8 @@ def packaged_gguf() -> GgufSource:
 
 def default_cache_dir() -> Path:
     """`$SGLANG_HYBRID_CACHE`, else `$XDG_CACHE_HOME/sglang-hybrid`, else `~/.cache/sglang-hybrid`."""
-    if chosen := os.environ.get("SGLANG_HYBRID_CACHE"):
-        return Path(chosen).expanduser()
+    if chosen := env.CACHE.get():
+        return chosen.expanduser()
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg).expanduser() / "sglang-hybrid"
     return Path.home() / ".cache" / "sglang-hybrid"

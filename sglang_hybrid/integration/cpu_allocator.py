@@ -11,6 +11,8 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, al
 class CpuPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     """Same bookkeeping, same results. ``None`` means out of pages, and then nothing changed."""
 
+    free_pages: torch.Tensor
+
     def alloc_extend(
         self,
         prefix_lens: torch.Tensor,

@@ -12,6 +12,8 @@ from sglang_hybrid.memory.digests import Digests
 from sglang_hybrid.memory.pages import touched_pages
 from sglang_hybrid.memory.region import SharedRegion
 
+LayerCopies = list[tuple[torch.Tensor, torch.Tensor]]  # K and V of some tokens, per layer
+
 
 class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
     """The KV cache of all requests, in host memory that other processes can map.
@@ -49,9 +51,7 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
             self.device,
         )
 
-    def _store_kv_layer(
-        self, layer_idx: int, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
-    ) -> None:
+    def _store_kv_layer(self, layer_idx: int, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor) -> None:
         """Write K and V of new tokens, and the digests of the pages they are in."""
         slots = loc.to("cpu", torch.int64)
         pages, offsets = slots // self.page_size, slots % self.page_size
@@ -63,7 +63,9 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
     # SGLang takes a request's KV out of the pool and puts it back elsewhere when it retracts a
     # request on a disaggregated decode instance.
 
-    def get_cpu_copy(self, indices: torch.Tensor, *_args: Any, **_kwargs: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def get_cpu_copy(
+        self, indices: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         slots = indices.to("cpu", torch.int64)
         pages, offsets = slots // self.page_size, slots % self.page_size
         return [
@@ -71,8 +73,6 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
             for keys, values in zip(self.k_buffer, self.v_buffer, strict=True)
         ]
 
-    def load_cpu_copy(
-        self, kv_cache_cpu: list[tuple[torch.Tensor, torch.Tensor]], indices: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> None:
+    def load_cpu_copy(self, kv_cache_cpu: LayerCopies, indices: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
         for layer, (keys, values) in enumerate(kv_cache_cpu):
             self._store_kv_layer(layer, indices, keys, values)

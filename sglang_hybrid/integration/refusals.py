@@ -25,7 +25,7 @@ _FLAGS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--prefill-attention-backend and --decode-attention-backend",
     ),
     (lambda a: a.pp_size > 1, "pipeline parallelism is not supported: drop --pp-size, use --tp-size instead"),
-    (lambda a: a.speculative_algorithm is not None, "speculative decoding is not supported: drop --speculative-algorithm"),
+    (lambda a: a.speculative_algorithm, "speculative decoding is not supported: drop --speculative-algorithm"),
     (
         lambda a: a.kv_cache_dtype not in ("auto", "bfloat16", "bf16", "float16", "fp16", "float32"),
         "a quantised KV cache is not supported: use --kv-cache-dtype auto",

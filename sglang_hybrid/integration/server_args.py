@@ -16,7 +16,7 @@ from typing import Any
 from sglang_hybrid import env
 from sglang_hybrid.config import config_from_environment
 from sglang_hybrid.integration import BACKEND_NAME
-from sglang_hybrid.integration.refusals import refuse_flags, refuse_model_config
+from sglang_hybrid.integration.refusals import Refusal, refuse_flags, refuse_model_config
 
 logger = logging.getLogger("sglang.srt.hybrid")
 
@@ -45,10 +45,18 @@ def add_config_flags(parser: Any) -> None:
 
 
 def export_flags(_cls: Any, args: argparse.Namespace) -> None:
+    """Before SGLang makes its ServerArgs of the command line."""
+    backends = (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend)
+    if (args.hybrid_config or args.hybrid) and BACKEND_NAME not in backends:
+        raise Refusal(f"--hybrid and --hybrid-config are settings of --attention-backend {BACKEND_NAME}: add it")
+    export_config_flags(args)
+
+
+def export_config_flags(args: argparse.Namespace) -> None:
     """Carry the flags to this process's configuration and to the processes it starts."""
-    if getattr(args, "hybrid_config", None):
+    if args.hybrid_config:
         os.environ[env.CONFIG.name] = os.path.abspath(args.hybrid_config)
-    if getattr(args, "hybrid", None):
+    if args.hybrid:
         # what was in the environment stays, what is on the command line comes later and wins
         os.environ[env.SET.name] = json.dumps([*env.SET.get(), *args.hybrid])
 

@@ -21,5 +21,5 @@ def get_last_loc(
     if req_to_token.device.type == "cpu":
         from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
-        return get_last_loc_torch(req_to_token, rows, prefix_lens)
+        original = get_last_loc_torch
     return original(req_to_token, rows, prefix_lens)

@@ -62,9 +62,7 @@ def digest_scores(query: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
 # -- selection -------------------------------------------------------------------------------
 
 
-def select_blocks(
-    scores: torch.Tensor, block_counts: torch.Tensor, limit: int, sink: int, recent: int
-) -> torch.Tensor:
+def select_blocks(scores: torch.Tensor, block_counts: torch.Tensor, limit: int, sink: int, recent: int) -> torch.Tensor:
     """The ``limit`` best blocks of each (row, KV head), as positions in the row's sequence.
 
     scores ``[B, H, N]``; block_counts ``[B]`` blocks of each row, the last one being the tail

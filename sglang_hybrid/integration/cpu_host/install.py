@@ -1,6 +1,6 @@
 """Write (or remove) the ``.pth`` line that makes an environment a CPU environment.
 
-    python -m sglang_hybrid.integration.cpu_host.install [--remove]
+python -m sglang_hybrid.integration.cpu_host.install [--remove]
 """
 
 from __future__ import annotations

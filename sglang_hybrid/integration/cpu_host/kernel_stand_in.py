@@ -98,6 +98,7 @@ def _initialize(_tp_size: int, _tp_rank: int) -> None:
 
 murmur_hash32.default = murmur_hash32  # type: ignore[attr-defined]  # SGLang calls the overload by name
 
-torch.ops.sgl_kernel.init_cpu_threads_env = _init_cpu_threads_env
-torch.ops.sgl_kernel.initialize = _initialize
-torch.ops.sgl_kernel.murmur_hash32_cpu = murmur_hash32
+_ops: Any = torch.ops.sgl_kernel
+_ops.init_cpu_threads_env = _init_cpu_threads_env
+_ops.initialize = _initialize
+_ops.murmur_hash32_cpu = murmur_hash32

@@ -45,9 +45,7 @@ class _TorchvisionFinder(importlib.abc.MetaPathFinder):
     the operators to exist, not to run.
     """
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> None:
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         if name == "torchvision":
             sys.meta_path.remove(self)
             importlib.import_module("sglang_hybrid.integration.cpu_host.torchvision_ops")

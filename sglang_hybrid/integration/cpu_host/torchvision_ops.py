@@ -1,8 +1,13 @@
-"""Schemas of the torchvision operators that its Python code refers to at import time."""
+"""Schemas of the torchvision operators that its Python code refers to at import time.
+
+Needed only beside a CPU build of torch, where torchvision's compiled part cannot load; with
+a CUDA build it loads and declares them itself.
+"""
 
 import torch
 
 _library = torch.library.Library("torchvision", "FRAGMENT")  # the schemas live as long as this object
-for _op in ("nms", "qnms"):
-    if not hasattr(torch.ops.torchvision, _op):
+
+if torch.version.cuda is None and torch.version.hip is None:
+    for _op in ("nms", "qnms"):
         _library.define(f"{_op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -1,0 +1,46 @@
+# make serve        install what is missing and serve the default model (ARGS="..." adds any SGLang flag)
+# make test         install what is missing, then lint, types and all tests
+# make test-fast    the same without the tests that start servers
+# make test-compat  the hook self-test against the oldest and the newest SGLang we know, each in its own venv
+
+# the first Python that is 3.11 or 3.12
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+COMPAT_VERSIONS := 0.5.17 0.5.20
+
+.PHONY: serve test test-fast test-compat lint types install clean help
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
+
+install:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed: make ... PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) tools/install.py --venv $(VENV)
+
+serve: install
+	@$(BIN)/sglang-hybrid serve --hybrid host_memory=4GiB --max-running-requests 16 $(ARGS)
+
+test: lint types
+	$(BIN)/python -m pytest
+
+test-fast: lint types
+	$(BIN)/python -m pytest -m "not server"
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+test-compat:
+	@for version in $(COMPAT_VERSIONS); do \
+		$(PYTHON) tools/install.py --venv .venv-$$version --sglang $$version && \
+		.venv-$$version/bin/python -m pytest tests/compat || exit 1; \
+	done
+
+clean:
+	rm -rf .venv .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

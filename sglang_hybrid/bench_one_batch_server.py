@@ -1,0 +1,14 @@
+"""``python -m sglang_hybrid.bench_one_batch_server``: SGLang's benchmark of that name, with the plugin loaded.
+
+SGLang's own entry point does not load plugins before it reads its arguments. Loading happens
+at import, because the processes it spawns import this module again.
+"""
+
+from sglang_hybrid.integration.loading import load_plugin
+
+load_plugin()
+
+if __name__ == "__main__":
+    from sglang.benchmark.one_batch_server import cli_main
+
+    cli_main()

@@ -1,0 +1,88 @@
+"""``sglang-hybrid``: the command line of the package."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from sglang_hybrid import __version__
+
+_BENCHES = ("one_batch", "offline_throughput", "one_batch_server", "serving")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # these take SGLang's flags, all of them, so SGLang has to parse what follows
+    if arguments[:1] == ["serve"]:
+        from sglang_hybrid.launch_server import main as serve
+
+        serve(arguments[1:])
+    elif arguments[:1] == ["bench"] and arguments[1:2] and arguments[1] in _BENCHES:
+        _bench(arguments[1], arguments[2:])
+    else:
+        options = _parser().parse_args(arguments)
+        options.run(options)
+
+
+def _bench(name: str, arguments: Sequence[str]) -> None:
+    # the benchmark of a running server is a client: it needs no plugin
+    module = "sglang.benchmark.serving" if name == "serving" else f"sglang_hybrid.bench_{name}"
+    # as the main module of a process of its own, which is what the processes it spawns import again
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+def _config(options: argparse.Namespace) -> None:
+    from sglang_hybrid import env
+    from sglang_hybrid.config import ConfigError, describe, load_with_sources
+    from sglang_hybrid.integration.server_args import export_config_flags
+
+    export_config_flags(options)
+    try:
+        print(describe(*load_with_sources(env.CONFIG.get(), env.SET.get())), end="")
+    except ConfigError as error:
+        sys.exit(f"sglang-hybrid: {error}")
+
+
+def _model(_options: argparse.Namespace) -> None:
+    from sglang_hybrid.default_model.__main__ import main as prepare
+
+    sys.exit(prepare([]))
+
+
+def _check(_options: argparse.Namespace) -> None:
+    from sglang_hybrid.integration import hooks
+    from sglang_hybrid.integration.loading import load_plugin
+    from sglang_hybrid.integration.versions import installed_sglang
+
+    load_plugin()
+    print(f"sglang {installed_sglang()}: all hooks of sglang-hybrid {__version__} are in place")
+    for hook in hooks.all_hooks():
+        print(f"  {hook.kind.value:7} {hook.target}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sglang-hybrid", description="KV cache in host memory for SGLang.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    commands.add_parser("serve", help="start an OpenAI-compatible server; takes every SGLang flag (serve --help)")
+    bench = commands.add_parser("bench", help="run one of SGLang's benchmarks with the plugin loaded")
+    bench.add_argument("name", choices=_BENCHES, help="followed by the benchmark's own flags")
+
+    config = commands.add_parser("config", help="print the effective configuration and where each value comes from")
+    from sglang_hybrid.integration.server_args import add_config_flags
+
+    add_config_flags(config)
+    config.set_defaults(run=_config)
+
+    model = commands.add_parser("model", help="prepare the default model and print its directory")
+    model.set_defaults(run=_model)
+    check = commands.add_parser("check", help="verify that this SGLang takes all our hooks")
+    check.set_defaults(run=_check)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Load the plugin now and be sure of it: for our launchers, where SGLang's own loading would only log a failure."""
+
+from __future__ import annotations
+
+import sys
+
+
+def load_plugin() -> None:
+    """Register with SGLang, let it load all plugins, verify our hooks. Ends the process with one line on failure."""
+    from sglang.srt.plugins import load_plugins
+
+    from sglang_hybrid import plugin
+    from sglang_hybrid.integration import hooks
+    from sglang_hybrid.integration.versions import UntestedSGLang
+
+    try:
+        plugin.register()
+        load_plugins()
+        hooks.verify()
+    except (UntestedSGLang, hooks.HookError) as error:
+        sys.exit(f"sglang-hybrid: {error}")

@@ -1,0 +1,106 @@
+"""``python -m sglang_hybrid.launch_server``: SGLang's server with the hybrid backend.
+
+Takes every flag of ``python -m sglang.launch_server``. What is not given and has an obvious
+value here is filled in: the backend, the default model, and a device that exists.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_hybrid.integration import BACKEND_NAME
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    from sglang_hybrid.env import ConfigError
+    from sglang_hybrid.integration.loading import load_plugin
+    from sglang_hybrid.memory.capacity import CapacityError
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    load_plugin()
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    from sglang_hybrid.integration.refusals import Refusal
+
+    try:
+        server_args = prepare_server_args(with_defaults(arguments))
+        _announce_when_ready(server_args.url())
+        run_server(server_args)
+    except (ConfigError, Refusal, CapacityError) as error:
+        sys.exit(f"sglang-hybrid: {error}")
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def with_defaults(arguments: Sequence[str]) -> list[str]:
+    """The arguments, completed."""
+    completed = list(arguments)
+    asks_for_help = _given(completed, "-h", "--help")
+    if not _given(completed, "--attention-backend"):
+        completed += ["--attention-backend", BACKEND_NAME]
+    if not _given(completed, "--model-path", "--model", "--config") and not asks_for_help:
+        completed += ["--model-path", _default_model()]
+    if not _has_gpu():
+        if not _given(completed, "--device"):
+            completed += ["--device", "cpu"]
+        if not _given(completed, "--dtype"):
+            # bf16 needs instructions that many CPUs lack; without them it is slower than fp32 by an order
+            completed += ["--dtype", "float32"]
+    return completed
+
+
+def _given(arguments: Sequence[str], *flags: str) -> bool:
+    return any(argument.split("=", 1)[0] in flags for argument in arguments)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _default_model() -> str:
+    from sglang_hybrid.default_model import DefaultModelError, prepare_default_model
+
+    try:
+        return str(prepare_default_model(report=lambda line: print(line, file=sys.stderr, flush=True)))
+    except DefaultModelError as error:
+        sys.exit(f"sglang-hybrid: {error}")
+
+
+def _announce_when_ready(url: str) -> None:
+    """Print where the server is and how to try it, once it answers."""
+    threading.Thread(target=_announce, args=(url,), daemon=True).start()
+
+
+def _announce(url: str) -> None:
+    waiting = threading.Event()
+    while not (models := _get_json(f"{url}/v1/models")):
+        waiting.wait(0.5)
+    body = json.dumps({"model": models["data"][0]["id"], "prompt": "The capital of France is", "max_tokens": 8})
+    print(
+        f"\nsglang-hybrid is serving at {url} (OpenAI-compatible: {url}/v1). Try it:\n"
+        f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n",
+        flush=True,
+    )
+
+
+def _get_json(url: str) -> Any:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return json.load(reply)
+    except (urllib.error.URLError, ValueError, OSError):
+        return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+"""Settings of all unit tests: one thread, and the same random cases on every run."""
+
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for each other
+
+settings.register_profile("unit", deadline=None, derandomize=True, max_examples=40)
+settings.load_profile("unit")
