@@ -13,7 +13,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 from sglang_hybrid.integration import BACKEND_NAME
 
@@ -48,7 +48,10 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
     if not _given(completed, "--attention-backend"):
         completed += ["--attention-backend", BACKEND_NAME]
     if not _given(completed, "--model-path", "--model", "--config") and not asks_for_help:
-        completed += ["--model-path", _default_model()]
+        model = _default_model()
+        completed += ["--model-path", str(model)]
+        if not _given(completed, "--served-model-name"):
+            completed += ["--served-model-name", model.name]
     if not _has_gpu():
         if not _given(completed, "--device"):
             completed += ["--device", "cpu"]
@@ -68,11 +71,11 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _default_model() -> str:
+def _default_model() -> Path:
     from sglang_hybrid.default_model import DefaultModelError, prepare_default_model
 
     try:
-        return str(prepare_default_model(report=lambda line: print(line, file=sys.stderr, flush=True)))
+        return prepare_default_model(report=lambda line: print(line, file=sys.stderr, flush=True))
     except DefaultModelError as error:
         sys.exit(f"sglang-hybrid: {error}")
 
@@ -84,21 +87,22 @@ def _announce_when_ready(url: str) -> None:
 
 def _announce(url: str) -> None:
     waiting = threading.Event()
-    while not (models := _get_json(f"{url}/v1/models")):
+    while _get(f"{url}/health") is None:  # answers once SGLang's own warm-up is over
         waiting.wait(0.5)
-    body = json.dumps({"model": models["data"][0]["id"], "prompt": "The capital of France is", "max_tokens": 8})
+    model = json.loads(_get(f"{url}/v1/models") or "{}")["data"][0]["id"]
+    body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 8})
     print(
-        f"\nsglang-hybrid is serving at {url} (OpenAI-compatible: {url}/v1). Try it:\n"
+        f"\nsglang-hybrid is serving {model} at {url} (OpenAI-compatible: {url}/v1). Try it:\n"
         f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n",
         flush=True,
     )
 
 
-def _get_json(url: str) -> Any:
+def _get(url: str) -> bytes | None:
     try:
         with urllib.request.urlopen(url, timeout=5) as reply:
-            return json.load(reply)
-    except (urllib.error.URLError, ValueError, OSError):
+            return bytes(reply.read())
+    except (urllib.error.URLError, OSError):
         return None
 
 

@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, al
 
 
 class CpuPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
-    """Same bookkeeping, same results. ``None`` means out of pages, and then nothing changed."""
+    """Same bookkeeping, in torch. ``None`` means out of pages, and then nothing changed."""
 
     free_pages: torch.Tensor
 

@@ -46,8 +46,6 @@ def available_bytes(original: Callable[[Any, int], int], configurator: Any, pre_
     ranks = configurator.server_args.tp_size
     free = psutil.virtual_memory().available
     share = host_pool_bytes(config, shape, free, ranks)
-    # SGLang adds the padding page on top of what it is told, and so do buffers' ends
-    share -= config.block_tokens * shape.bytes_per_token + 2 * shape.layers * (2 << 20)
 
     if configurator.device != "cpu":
         on_device = original(configurator, pre_model_load_memory)

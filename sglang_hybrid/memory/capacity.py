@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.memory.region import ALIGNMENT
 
+MIB = 1 << 20
 GIB = 1 << 30
 
 
@@ -29,11 +32,11 @@ class KVShape:
 
 
 def host_pool_bytes(config: HybridConfig, shape: KVShape, available: int, ranks: int) -> int:
-    """Bytes of host memory for this rank's pool.
+    """Bytes that tokens can take in this rank's pool.
 
     ``available``: memory of this host that is free now; ``ranks``: processes that share it.
     Raises CapacityError when the configuration asks for more than there is, or when what
-    it gives is less than one attention budget per request.
+    it gives is less than one attention budget.
     """
     asked = config.host_memory_bytes(available)
     if asked > available:
@@ -41,15 +44,17 @@ def host_pool_bytes(config: HybridConfig, shape: KVShape, available: int, ranks:
             f"host_memory={config.host_memory} asks for {asked / GIB:.2f} GiB, but only {available / GIB:.2f} GiB "
             "of host memory are available: lower host_memory or free memory"
         )
-    share = asked // ranks
-    needed = (config.budget_tokens + 2 * config.block_tokens) * shape.bytes_per_token
+    # one page takes the writes of padding tokens; each layer's two buffers end on an alignment boundary
+    overhead = config.block_tokens * shape.bytes_per_token + 2 * shape.layers * ALIGNMENT
+    share = asked // ranks - overhead
+    needed = config.budget_tokens * shape.bytes_per_token
     if share < needed:
+        at_least = math.ceil((needed + overhead) * ranks / MIB)
         raise CapacityError(
-            f"the host pool would hold {share // shape.bytes_per_token} tokens ({share / GIB:.3f} GiB per rank, "
-            f"{shape.bytes_per_token} bytes per token: {shape.layers} layers x {shape.kv_heads} KV heads x "
-            f"{shape.key_dim} + {shape.value_dim} channels x {shape.itemsize} bytes), less than one budget of "
-            f"{config.budget_tokens} tokens: raise host_memory (now {config.host_memory}; "
-            f"{available / GIB:.2f} GiB are available, shared by {ranks} rank(s)) to at least "
-            f"{needed * ranks / GIB:.3f} GiB, or lower budget_tokens"
+            f"host_memory={config.host_memory} gives a pool of {max(share, 0) // shape.bytes_per_token} tokens, less "
+            f"than one budget of {config.budget_tokens}: raise host_memory to at least {at_least}MiB or lower "
+            f"budget_tokens. A token takes {shape.bytes_per_token} bytes ({shape.layers} layers x {shape.kv_heads} KV "
+            f"heads x {shape.key_dim} + {shape.value_dim} channels x {shape.itemsize} bytes); "
+            f"{available / GIB:.2f} GiB of host memory are available, shared by {ranks} rank(s)"
         )
     return share

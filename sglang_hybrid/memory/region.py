@@ -16,8 +16,8 @@ from types import TracebackType
 import torch
 
 _PREFAULT_CHUNK = 256 << 20
-# every buffer starts on a 2 MiB boundary: huge pages and DMA registration both like it
-_ALIGNMENT = 2 << 20
+# every piece starts on a 2 MiB boundary of the file: huge pages and DMA registration both like it
+ALIGNMENT = 2 << 20
 
 
 class RegionError(RuntimeError):
@@ -42,7 +42,7 @@ class SharedRegion:
             with contextlib.suppress(OSError):  # kernels without huge pages for shared memory
                 self._map.madvise(mmap.MADV_HUGEPAGE)
             self._prefault()
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, OverflowError) as e:
             os.close(self.fd)
             raise RegionError(f"cannot take {self.size / 2**30:.2f} GiB of shared host memory: {e}") from e
 
@@ -87,4 +87,4 @@ class SharedRegion:
 
 
 def _round_up(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -55,8 +55,9 @@ def digest_scores(query: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
     q = query.float().view(rows, heads, -1, dim)
     parts = torch.stack((q.clamp(min=0), q.clamp(max=0)), dim=-2) if kinds == 2 else q.unsqueeze(-2)
     scores = torch.einsum("bhgkd,bnhkd->bhgn", parts, digests.float()).amax(dim=2)
-    # a page that somebody filled with NaN (an aborted transfer) must not win, nor poison the top-k
-    return scores.nan_to_num(nan=-torch.inf)
+    # A page that somebody filled with NaN (an aborted transfer) must not win, nor poison the top-k; it is
+    # still a block of its row, better than the -inf of "no block".
+    return scores.nan_to_num(nan=torch.finfo(scores.dtype).min)
 
 
 # -- selection -------------------------------------------------------------------------------
@@ -150,16 +151,14 @@ def merge(
     """Attention over the union of two disjoint token sets, from the attention over each.
 
     outputs ``[..., Dv]``, LSEs ``[...]`` in natural logarithm. A side with LSE ``-inf`` is
-    empty and leaves the other side's bits as they are.
+    empty and leaves the other side's bits as they are; two empty sides give 0 and ``-inf``.
     """
     lse = torch.logaddexp(lse_a, lse_b)
-    out = _weighted(out_a, lse_a, lse) + _weighted(out_b, lse_b, lse)
-    return out, lse
-
-
-def _weighted(out: torch.Tensor, lse: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    weight = torch.exp(lse - total)  # NaN when both are -inf
-    return torch.where((lse == -torch.inf)[..., None], torch.zeros_like(out), out * weight[..., None])
+    weight_a, weight_b = (torch.exp(side - lse)[..., None] for side in (lse_a, lse_b))  # NaN when both are -inf
+    empty_a, empty_b = ((side == -torch.inf)[..., None] for side in (lse_a, lse_b))
+    # chosen, not computed, where a side is empty: its output may be anything
+    out = torch.where(empty_a, out_b, torch.where(empty_b, out_a, out_a * weight_a + out_b * weight_b))
+    return out.masked_fill(empty_a & empty_b, 0.0), lse
 
 
 def attend_prefill(

@@ -56,5 +56,5 @@ def attention_over_blocks(
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
-def tensors(seed: int) -> torch.Generator:
+def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)

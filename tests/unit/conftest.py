@@ -5,5 +5,5 @@ from hypothesis import settings
 
 torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for each other
 
-settings.register_profile("unit", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("unit", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile("unit")

@@ -1,0 +1,37 @@
+"""The model and the text that tests with real servers share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_hybrid.default_model import prepare_default_model
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.server)
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return prepare_default_model()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model, local_files_only=True)
+
+
+@pytest.fixture(scope="session")
+def english(tokenizer: Any) -> list[int]:
+    """Token ids of half a megabyte of English that every CPython has."""
+    from pydoc_data.topics import topics
+
+    return list(tokenizer("\n\n".join(topics[key] for key in sorted(topics)))["input_ids"])

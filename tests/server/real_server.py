@@ -1,0 +1,114 @@
+"""Real SGLang servers for tests: started as a person would, spoken to over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+
+START_SECONDS = 300
+STOP_SECONDS = 30
+
+# flags that make a server small and its arithmetic comparable between backends
+_COMMON = ("--device", "cpu", "--dtype", "float32", "--random-seed", "1", "--max-running-requests", "8")
+
+
+class Server:
+    """One server process with everything it starts, in a session of its own. Use as a context."""
+
+    def __init__(self, model: Path, backend: str, *flags: str, log: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        self._command = [
+            sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(self.port),
+            "--attention-backend", backend, *_COMMON, *flags,
+        ]  # fmt: skip
+
+    def __enter__(self) -> Server:
+        with self.log.open("wb") as log:
+            environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+            self.process = subprocess.Popen(
+                self._command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _wait_until_healthy(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended with status {self.process.returncode}:\n{self.log_tail()}")
+            try:
+                if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            except requests.RequestException:
+                pass
+            time.sleep(0.5)  # no event to wait for: another program starts
+        raise RuntimeError(f"the server was not healthy after {START_SECONDS} s:\n{self.log_tail()}")
+
+    def family(self) -> list[psutil.Process]:
+        """The server's process and all below it."""
+        main = psutil.Process(self.process.pid)
+        return [main, *main.children(recursive=True)]
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def generate(self, ids: list[int], new_tokens: int = 16, **more: Any) -> dict[str, Any]:
+        """Greedy continuation of a prompt given as token ids, with the logprobs of what was chosen."""
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+            "return_logprob": True,
+        } | more
+        reply = requests.post(f"{self.url}/generate", json=body, timeout=600)
+        reply.raise_for_status()
+        answer: dict[str, Any] = reply.json()
+        return answer
+
+    def generate_together(self, prompts: list[list[int]], new_tokens: int = 16) -> list[dict[str, Any]]:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda ids: self.generate(ids, new_tokens), prompts))
+
+    def flush_cache(self) -> None:
+        requests.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
+
+    def info(self) -> dict[str, Any]:
+        answer: dict[str, Any] = requests.get(f"{self.url}/server_info", timeout=30).json()
+        return answer
+
+    def log_tail(self, lines: int = 60) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,101 @@
+"""Gate 1: the same answers as stock SGLang, on a real model, both servers real.
+
+Stock is SGLang's ``torch_native`` backend. The servers run one after the other with the same
+requests: prompts of 10 to 6,000 tokens alone, prompts that continue cached ones, and eight
+different ones at once, all with chunked prefill.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_server import Server
+
+LENGTHS = (10, 20, 31, 32, 33, 64, 96, 150, 200, 300, 400, 512, 700, 900, 1200, 1600, 2200, 3000, 4500, 6000)
+CONCURRENT_LENGTHS = (15, 31, 70, 150, 333, 600, 1000, 1500)
+CONTINUED = (12, 14, 16)  # of LENGTHS: long enough to leave whole pages in the radix cache
+CHUNK = 1024
+SCORED_TOKENS = 16  # at the end of each prompt
+TOLERANCE = 1e-3
+
+HYBRID = {
+    "full": ("--hybrid", "policy=full"),
+    # above the model's context of 8,192 tokens: everything is selected
+    "scout": ("--hybrid", "policy=scout", "--hybrid", "budget_tokens=8192"),
+}
+
+
+@dataclass
+class Answers:
+    alone: list[dict[str, Any]] = field(default_factory=list)
+    continued: list[dict[str, Any]] = field(default_factory=list)
+    together: list[dict[str, Any]] = field(default_factory=list)
+
+    def all(self) -> list[dict[str, Any]]:
+        return [*self.alone, *self.continued, *self.together]
+
+
+def ask(server: Server, english: list[int]) -> Answers:
+    prompts = []
+    start = 0
+    for length in (*LENGTHS, *CONCURRENT_LENGTHS):
+        prompts.append(english[start : start + length])
+        start += length
+    alone, together = prompts[: len(LENGTHS)], prompts[len(LENGTHS) :]
+    continued = [alone[n][: len(alone[n]) // 2] + english[start : start + 100] for n in CONTINUED]
+
+    def scored(ids: list[int]) -> dict[str, Any]:
+        return server.generate(ids, logprob_start_len=len(ids) - SCORED_TOKENS if len(ids) > SCORED_TOKENS else 0)
+
+    return Answers(
+        alone=[scored(ids) for ids in alone],
+        continued=[server.generate(ids) for ids in continued],
+        together=server.generate_together(together),
+    )
+
+
+@pytest.fixture(scope="module")
+def stock(model: Path, english: list[int], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    log = tmp_path_factory.mktemp("stock") / "server.log"
+    flags = ("--max-total-tokens", "40000", "--chunked-prefill-size", str(CHUNK))
+    with Server(model, "torch_native", *flags, log=log) as server:
+        return ask(server, english)
+
+
+@pytest.fixture(scope="module", params=HYBRID)
+def hybrid(request: pytest.FixtureRequest, model: Path, english: list[int], tmp_path_factory: Any) -> Answers:
+    log = tmp_path_factory.mktemp("hybrid") / "server.log"
+    flags = (*HYBRID[request.param], "--hybrid", "host_memory=2GiB", "--chunked-prefill-size", str(CHUNK))
+    with Server(model, "hybrid", *flags, log=log) as server:
+        return ask(server, english)
+
+
+def test_greedy_text_is_identical_to_stock(stock: Answers, hybrid: Answers) -> None:
+    assert [answer["text"] for answer in hybrid.all()] == [answer["text"] for answer in stock.all()]
+
+
+def test_token_logprobs_agree_with_stock(stock: Answers, hybrid: Answers, record_property: Any) -> None:
+    worst = 0.0
+    for ours, theirs in zip(hybrid.all(), stock.all(), strict=True):
+        pairs = list(zip(logprobs(ours), logprobs(theirs), strict=True))
+        assert [token for (_, token), _ in pairs] == [token for _, (_, token) in pairs]
+        worst = max([worst, *(abs(a - b) for (a, _), (b, _) in pairs)])
+    record_property("worst_logprob_difference", worst)
+    print(f"worst logprob difference to stock: {worst:.2e}")
+    assert worst <= TOLERANCE
+
+
+def test_continued_prompts_were_served_from_the_radix_cache(hybrid: Answers) -> None:
+    cached = [answer["meta_info"]["cached_tokens"] for answer in hybrid.continued]
+    halves = [LENGTHS[n] // 2 for n in CONTINUED]
+    assert cached == [half // 32 * 32 for half in halves]
+
+
+def logprobs(answer: dict[str, Any]) -> list[tuple[float, int]]:
+    """(logprob, token) of the scored prompt tokens and of all generated ones."""
+    meta = answer["meta_info"]
+    entries = [*meta.get("input_token_logprobs", []), *meta["output_token_logprobs"]]
+    return [(entry[0], entry[1]) for entry in entries if entry[0] is not None]

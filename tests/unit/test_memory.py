@@ -1,0 +1,356 @@
+"""Host memory: the shared region, page arithmetic, digests kept up to date, and capacity."""
+
+import gc
+import mmap
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from attention_oracle import seeded
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
+from sglang_hybrid.memory.digests import Digests
+from sglang_hybrid.memory.pages import page_table, touched_pages
+from sglang_hybrid.memory.region import RegionError, SharedRegion
+
+MIB = 1 << 20
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def open_descriptors() -> set[str]:
+    """What this process has open, as the targets of its descriptors: a number may be used again."""
+    targets = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            targets.add(f"{entry.name} {os.readlink(entry)}")
+        except FileNotFoundError:
+            continue  # the listing's own descriptor
+    return targets
+
+
+# Shared region
+
+
+def test_pieces_are_zeroed_aligned_and_apart():
+    shapes = [((3, 5), torch.float32), ((2 * MIB,), torch.bfloat16), ((1,), torch.uint8), ((7, 2, 2), torch.int64)]
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes]
+    with SharedRegion(SharedRegion.size_for(*sizes)) as region:
+        pieces = [region.take(shape, dtype) for shape, dtype in shapes]
+        for piece, (shape, dtype) in zip(pieces, shapes, strict=True):
+            assert (piece.shape, piece.dtype) == (torch.Size(shape), dtype)
+            assert not piece.any()
+            assert (piece.data_ptr() - pieces[0].data_ptr()) % (2 * MIB) == 0
+        for number, piece in enumerate(pieces, start=1):
+            piece.fill_(number)
+        for number, piece in enumerate(pieces, start=1):
+            assert (piece == number).all()
+
+
+def test_a_piece_starts_on_a_2_mib_boundary_of_the_file():
+    with SharedRegion(6 * MIB) as region:
+        for _ in range(3):
+            region.take((5,), torch.uint8).fill_(9)
+        with mmap.mmap(region.fd, region.size) as whole:
+            marked = [offset for offset in range(0, region.size, MIB) if whole[offset] == 9]
+    assert marked == [0, 2 * MIB, 4 * MIB]
+
+
+def test_size_for_is_just_enough():
+    pieces = (1, 2 * MIB, 2 * MIB + 1)
+    with SharedRegion(SharedRegion.size_for(*pieces)) as region:
+        for size in pieces:
+            region.take((size,), torch.uint8)
+        with pytest.raises(RegionError):
+            region.take((1,), torch.uint8)
+
+
+_CHILD = """
+import mmap, sys
+with mmap.mmap(int(sys.argv[1]), int(sys.argv[2])) as region:
+    assert region[4 << 20 : (4 << 20) + 8] == (42).to_bytes(8, sys.byteorder), "the parent's write"
+    region[0:8] = (7).to_bytes(8, sys.byteorder)
+"""
+
+
+def test_another_process_with_the_descriptor_sees_the_same_memory():
+    with SharedRegion(6 * MIB) as region:
+        first, second = region.take((4 * MIB // 8,), torch.int64), region.take((3,), torch.int64)
+        second[0] = 42
+        child = [sys.executable, "-S", "-c", _CHILD, str(region.fd), str(region.size)]
+        subprocess.run(child, pass_fds=[region.fd], check=True)
+        assert first[:2].tolist() == [7, 0]
+
+
+def test_the_descriptor_is_not_inherited_by_accident():
+    with SharedRegion(MIB) as region:
+        assert not os.get_inheritable(region.fd)
+
+
+def test_a_tensor_outlives_its_closed_region():
+    region = SharedRegion(2 * MIB)
+    piece = region.take((1000,), torch.int64)
+    region.close()
+    region.close()  # twice is fine
+    del region
+    gc.collect()
+    piece.copy_(torch.arange(1000))
+    assert piece.sum() == 499500
+
+
+def test_nothing_stays_open_once_region_and_tensors_are_gone():
+    before = open_descriptors()
+    with SharedRegion(2 * MIB) as region:
+        piece = region.take((10,), torch.int64)
+        assert open_descriptors() != before
+    del region, piece
+    gc.collect()
+    assert open_descriptors() == before
+
+
+def test_a_region_has_no_name_in_shared_memory():
+    before = set(os.listdir("/dev/shm"))
+    with SharedRegion(2 * MIB, name="test-has-no-name"):
+        assert not any("test-has-no-name" in name for name in set(os.listdir("/dev/shm")) - before)
+
+
+def test_memory_is_taken_when_the_region_is_made():
+    with SharedRegion(6 * MIB) as region:
+        assert os.fstat(region.fd).st_blocks * 512 >= 6 * MIB
+
+
+def test_taking_too_much_says_how_many_bytes_are_missing_and_takes_nothing():
+    with SharedRegion(4 * MIB) as region:
+        region.take((1,), torch.uint8)
+        with pytest.raises(RegionError, match=r"4194304 bytes .* 96 bytes are missing"):
+            region.take((2 * MIB + 96,), torch.uint8)
+        assert region.take((2 * MIB,), torch.uint8).numel() == 2 * MIB
+
+
+@pytest.mark.parametrize(
+    "size",
+    [0, 2**60, 2**62, 2**63],
+)
+def test_an_impossible_size_is_refused_with_the_number_and_leaves_nothing_open(size: int):
+    before = open_descriptors()
+    with pytest.raises(RegionError, match=rf"{size / 2**30:.2f} GiB"):
+        SharedRegion(size)
+    gc.collect()
+    assert open_descriptors() == before
+
+
+def test_a_host_without_room_for_the_region_is_refused_with_the_number(monkeypatch: pytest.MonkeyPatch):
+    def no_room(fd: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    before = open_descriptors()
+    with pytest.raises(RegionError, match=r"0\.50 GiB .* No space left on device"):
+        SharedRegion(512 * MIB)
+    gc.collect()
+    assert open_descriptors() == before
+
+
+# Pages
+
+
+@given(SEEDS, st.sampled_from([4, 32]), st.integers(1, 4))
+def test_touched_pages_are_the_pages_written_and_how_full_they_are(seed: int, page_tokens: int, requests: int):
+    random = seeded(seed)
+    pages = (torch.randperm(50, generator=random)[: requests * 3]).view(requests, 3)
+    slots, filled = [], {}
+    for own in pages:
+        # a request continues somewhere in its first page and ends somewhere in one of the three
+        start = int(torch.randint(0, page_tokens, (1,), generator=random))
+        end = int(torch.randint(start + 1, 3 * page_tokens + 1, (1,), generator=random))
+        for position in range(start, end):
+            page = int(own[position // page_tokens])
+            slots.append(page * page_tokens + position % page_tokens)
+            filled[page] = position % page_tokens + 1
+    found, counts = touched_pages(torch.tensor(slots), page_tokens)
+    assert dict(zip(found.tolist(), counts.tolist(), strict=True)) == filled
+
+
+def test_padding_tokens_that_share_slot_0_touch_page_0_once():
+    pages, filled = touched_pages(torch.tensor([0, 0, 64, 0]), 32)
+    assert (pages.tolist(), filled.tolist()) == ([0, 2], [1, 1])
+
+
+def request_table(rows: list[list[int]], page_tokens: int, width: int) -> torch.Tensor:
+    """SGLang's req_to_token: the slot of each token of each request, int32."""
+    table = torch.zeros(len(rows), width, dtype=torch.int32)
+    for row, pages in enumerate(rows):
+        for position, page in enumerate(pages):
+            first = position * page_tokens
+            table[row, first : first + page_tokens] = torch.arange(page_tokens) + page * page_tokens
+    return table
+
+
+@pytest.mark.parametrize(("longest", "columns"), [(1, 1), (4, 1), (5, 2), (8, 2), (12, 3)])
+def test_a_page_table_has_one_column_per_started_page_of_the_longest_row(longest: int, columns: int):
+    requests = request_table([[5, 9, 1], [7, 2, 3], [4, 8, 6]], page_tokens=4, width=16)
+    table = page_table(requests, torch.tensor([2, 0]), longest, 4)
+    assert table.dtype == torch.int64
+    assert table.tolist() == [[4, 8, 6][:columns], [5, 9, 1][:columns]]
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [1]])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("page_tokens", [1, 4])
+def test_a_page_table_is_a_copy(rows: list[int], dtype: torch.dtype, page_tokens: int):
+    requests = request_table([[5, 9], [7, 2]], page_tokens, width=2 * page_tokens).to(dtype)
+    table = page_table(requests, torch.tensor(rows), 2 * page_tokens, page_tokens)
+    before = table.clone()
+    requests.zero_()
+    assert torch.equal(table, before)
+    table.fill_(1)
+    assert not requests.any()
+
+
+# Digests
+
+
+def digest_by_definition(kind: str, keys: torch.Tensor) -> torch.Tensor:
+    """Digest of one page's keys ``[H, n, D]``: ``[H, kinds, D]``."""
+    if kind == "mean":
+        return keys.double().mean(dim=1, keepdim=True)
+    return torch.stack((keys.amax(dim=1), keys.amin(dim=1)), dim=1).double()
+
+
+def assert_digest(table: torch.Tensor, page: int, kind: str, keys: torch.Tensor) -> None:
+    tolerance = 0.0 if kind == "minmax" else {torch.float32: 1e-6, torch.bfloat16: 1e-2}[table.dtype]
+    torch.testing.assert_close(table[page].double(), digest_by_definition(kind, keys), rtol=tolerance, atol=tolerance)
+
+
+KINDS = st.sampled_from(["minmax", "mean"])
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+@given(KINDS, DTYPES, st.integers(1, 3), SEEDS)
+def test_a_refresh_builds_the_digests_of_its_pages_and_of_no_others(
+    kind: str, dtype: torch.dtype, heads: int, seed: int
+):
+    random = seeded(seed)
+    keys = torch.randn(10, heads, 8, 16, generator=random).to(dtype)
+    digests = Digests(kind, layers=2, pages=10, heads=heads, head_dim=16, dtype=dtype, device="cpu")
+    pages = torch.randperm(10, generator=random)[:4]
+    filled = torch.randint(1, 9, (4,), generator=random)
+    digests.refresh(1, keys, pages, filled)
+    for page, count in zip(pages.tolist(), filled.tolist(), strict=True):
+        assert_digest(digests.of_layer(1), page, kind, keys[page, :, :count])
+    untouched = [page for page in range(10) if page not in pages.tolist()]
+    assert not digests.of_layer(1)[untouched].any()
+    assert not digests.of_layer(0).any()
+
+
+@given(KINDS, DTYPES, st.integers(1, 3), SEEDS, st.integers(1, 40))
+def test_writing_token_by_token_ends_at_the_same_digests_as_writing_at_once(
+    kind: str, dtype: torch.dtype, heads: int, seed: int, tokens: int
+):
+    page_tokens, random = 8, seeded(seed)
+    pages = torch.randperm(10, generator=random)[:5]
+    slots = (pages[:, None] * page_tokens + torch.arange(page_tokens)).flatten()[:tokens]
+    new_keys = torch.randn(tokens, heads, 16, generator=random).to(dtype)
+    keys = torch.full((10, heads, page_tokens, 16), float("nan"), dtype=dtype)  # nobody cleaned the pages
+
+    digests = Digests(kind, layers=1, pages=10, heads=heads, head_dim=16, dtype=dtype, device="cpu")
+    for slot, key in zip(slots, new_keys, strict=True):
+        keys[slot // page_tokens, :, slot % page_tokens] = key
+        digests.refresh(0, keys, *touched_pages(slot[None], page_tokens))
+
+    at_once = Digests(kind, layers=1, pages=10, heads=heads, head_dim=16, dtype=dtype, device="cpu")
+    at_once.refresh(0, keys, *touched_pages(slots, page_tokens))
+    assert torch.equal(digests.of_layer(0), at_once.of_layer(0))
+    for number, page in enumerate(pages.tolist()):
+        own = new_keys[number * page_tokens : (number + 1) * page_tokens]
+        if len(own):
+            assert_digest(digests.of_layer(0), page, kind, own.transpose(0, 1))
+
+
+@pytest.mark.parametrize("kind", ["minmax", "mean"])
+def test_the_next_user_of_a_page_starts_its_digest_anew(kind: str):
+    keys = torch.full((2, 1, 4, 8), 100.0)
+    digests = Digests(kind, layers=1, pages=2, heads=1, head_dim=8, dtype=torch.float32, device="cpu")
+    digests.refresh(0, keys, torch.tensor([1]), torch.tensor([4]))
+    keys[1, :, 0] = 2.0  # the other three keys are the old ones
+    digests.refresh(0, keys, *touched_pages(torch.tensor([4]), 4))
+    assert (digests.of_layer(0)[1] == 2.0).all()
+
+
+@pytest.mark.parametrize(("kind", "kinds"), [("minmax", 2), ("mean", 1)])
+def test_bytes_per_page_is_what_a_page_of_all_layers_takes(kind: str, kinds: int):
+    digests = Digests(kind, layers=3, pages=7, heads=2, head_dim=16, dtype=torch.bfloat16, device="cpu")
+    taken = sum(digests.of_layer(layer).nbytes for layer in range(3))
+    assert taken == 7 * Digests.bytes_per_page(kind, 3, 2, 16, torch.bfloat16) == 7 * 3 * 2 * kinds * 16 * 2
+
+
+# Capacity
+
+SMALL_MODEL = KVShape(layers=30, kv_heads=3, key_dim=64, value_dim=64, itemsize=2)  # 23,040 bytes per token
+LEAST = 2048 * 23040  # the default budget
+OVERHEAD = 32 * 23040 + 2 * 30 * (2 << 20)  # the padding page, and the ends of the buffers
+
+
+def test_a_token_costs_its_keys_and_values_in_all_layers():
+    assert SMALL_MODEL.bytes_per_token == 23040
+    assert KVShape(layers=2, kv_heads=3, key_dim=5, value_dim=7, itemsize=4).bytes_per_token == 2 * 3 * 12 * 4
+
+
+@pytest.mark.parametrize(("host_memory", "share"), [("auto", 7 * GIB // 2), ("50%", 5 * GIB // 2), ("4GiB", 2 * GIB)])
+def test_ranks_share_the_host_memory_evenly(host_memory: str, share: int):
+    config = HybridConfig(host_memory=host_memory)
+    assert host_pool_bytes(config, SMALL_MODEL, available=10 * GIB, ranks=1) == 2 * share - OVERHEAD
+    assert host_pool_bytes(config, SMALL_MODEL, available=10 * GIB, ranks=2) == share - OVERHEAD
+
+
+def test_asking_for_more_than_there_is_is_refused_with_both_numbers():
+    with pytest.raises(CapacityError, match=r"host_memory=40GiB asks for 40\.00 GiB, but only 10\.00 GiB"):
+        host_pool_bytes(HybridConfig(host_memory="40GiB"), SMALL_MODEL, available=10 * GIB, ranks=1)
+
+
+def test_all_of_the_available_memory_may_be_asked_for():
+    assert host_pool_bytes(HybridConfig(host_memory="100%"), SMALL_MODEL, available=GIB, ranks=1) == GIB - OVERHEAD
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_pool_below_one_budget_is_refused_and_one_byte_more_is_not(ranks: int):
+    config = HybridConfig(host_memory="100%")
+    assert host_pool_bytes(config, SMALL_MODEL, available=(LEAST + OVERHEAD) * ranks, ranks=ranks) == LEAST
+    with pytest.raises(CapacityError):
+        host_pool_bytes(config, SMALL_MODEL, available=(LEAST + OVERHEAD) * ranks - 1, ranks=ranks)
+
+
+def test_the_refusal_of_a_small_pool_carries_every_number_that_led_to_it():
+    with pytest.raises(CapacityError) as caught:
+        host_pool_bytes(HybridConfig(host_memory="272MiB"), SMALL_MODEL, available=10 * GIB, ranks=2)
+    message = str(caught.value)
+    for part in (
+        "host_memory=272MiB",
+        "a pool of 696 tokens",  # (136 MiB - 120 MiB) per rank / 23,040, less the padding page
+        "one budget of 2048",
+        "at least 332MiB",
+        "or lower budget_tokens",
+        "23040 bytes (30 layers x 3 KV heads x 64 + 64 channels x 2 bytes)",
+        "10.00 GiB of host memory are available",
+        "2 rank(s)",
+    ):
+        assert part in message
+
+
+def advised_size(refusal: CapacityError) -> str:
+    found = re.search(r"to at least ([0-9]+MiB)", str(refusal))
+    assert found is not None
+    return found[1]
+
+
+def test_doing_what_the_refusal_says_is_enough():
+    with pytest.raises(CapacityError) as caught:
+        host_pool_bytes(HybridConfig(host_memory="1MiB"), SMALL_MODEL, available=10 * GIB, ranks=1)
+    advised = HybridConfig(host_memory=advised_size(caught.value))
+    assert host_pool_bytes(advised, SMALL_MODEL, available=10 * GIB, ranks=1) >= LEAST
