@@ -14,6 +14,7 @@ import torch
 
 from sglang_hybrid.config import config_from_environment
 from sglang_hybrid.integration import BACKEND_NAME
+from sglang_hybrid.integration.refusals import refuse_model
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
 from sglang_hybrid.memory.digests import Digests
 
@@ -41,6 +42,7 @@ def available_bytes(original: Callable[[Any, int], int], configurator: Any, pre_
     """Bytes for the KV cache: what the host gives, as far as the device can hold the digests."""
     if not _is_hybrid(configurator):
         return original(configurator, pre_model_load_memory)
+    refuse_model(configurator.model, configurator.model_config)
     config = config_from_environment()
     shape = _kv_shape(configurator)
     ranks = configurator.server_args.tp_size

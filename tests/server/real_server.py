@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,20 +27,30 @@ _COMMON = ("--device", "cpu", "--dtype", "float32", "--random-seed", "1", "--max
 class Server:
     """One server process with everything it starts, in a session of its own. Use as a context."""
 
-    def __init__(self, model: Path, backend: str, *flags: str, log: Path) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+    def __init__(
+        self, model: Path, backend: str, *flags: str, log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        command = (sys.executable, "-m", "sglang.launch_server", "--model-path", str(model))
+        self._prepare([*command, "--attention-backend", backend, *_COMMON, *flags], log, environment or {})
+
+    @classmethod
+    def of_command(cls, program: str, *arguments: str, log: Path) -> Server:
+        """A server started by one of this environment's programs."""
+        server = cls.__new__(cls)
+        server._prepare([str(Path(sys.executable).with_name(program)), *arguments], log, {})
+        return server
+
+    def _prepare(self, command: list[str], log: Path, environment: Mapping[str, str]) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        self._command = [
-            sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(self.port),
-            "--attention-backend", backend, *_COMMON, *flags,
-        ]  # fmt: skip
+        self._command = [*command, "--port", str(port)]
+        self._environment = os.environ | {"HF_HUB_OFFLINE": "1"} | environment
 
     def __enter__(self) -> Server:
         with self.log.open("wb") as log:
-            environment = os.environ | {"HF_HUB_OFFLINE": "1"}
             self.process = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                self._command, stdout=log, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
             )
         try:
             self._wait_until_healthy()

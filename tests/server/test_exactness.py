@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from real_server import Server
 
-LENGTHS = (10, 20, 31, 32, 33, 64, 96, 150, 200, 300, 400, 512, 700, 900, 1200, 1600, 2200, 3000, 4500, 6000)
+LENGTHS = (10, 20, 31, 32, 33, 48, 64, 80, 96, 150, 200, 256, 300, 400, 512, 700, 1000, 1500, 3000, 6000)
 CONCURRENT_LENGTHS = (15, 31, 70, 150, 333, 600, 1000, 1500)
-CONTINUED = (12, 14, 16)  # of LENGTHS: long enough to leave whole pages in the radix cache
-CHUNK = 1024
+CONTINUED = (12, 15, 17)  # of LENGTHS: long enough to leave whole pages in the radix cache
+CHUNK = 2048  # the last two of LENGTHS are longer
 SCORED_TOKENS = 16  # at the end of each prompt
 TOLERANCE = 1e-3
 
@@ -48,7 +48,9 @@ def ask(server: Server, english: list[int]) -> Answers:
     continued = [alone[n][: len(alone[n]) // 2] + english[start : start + 100] for n in CONTINUED]
 
     def scored(ids: list[int]) -> dict[str, Any]:
-        return server.generate(ids, logprob_start_len=len(ids) - SCORED_TOKENS if len(ids) > SCORED_TOKENS else 0)
+        # stock takes most of a second for each token after the longest prompts
+        new_tokens = 16 if len(ids) < CHUNK else 8
+        return server.generate(ids, new_tokens, logprob_start_len=max(0, len(ids) - SCORED_TOKENS))
 
     return Answers(
         alone=[scored(ids) for ids in alone],

@@ -1,0 +1,156 @@
+"""The command line as SGLang parses it: our flags, our defaults, our refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_hybrid.config import ConfigError, config_from_environment
+from sglang_hybrid.integration.refusals import Refusal
+
+# a model directory needs no weights to be refused or resolved
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "vocab_size": 128,
+    "torch_dtype": "float32",
+}
+MLA = LLAMA | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path, LLAMA)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SGLANG_HYBRID_CONFIG", "SGLANG_HYBRID_SET"):
+        monkeypatch.setenv(name, "")  # and restored afterwards, whatever the flags export
+
+
+def write_model(directory: Path, config: dict[str, Any]) -> Path:
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def resolve(model: Path, *flags: str) -> Any:
+    from sglang.srt.server_args import prepare_server_args
+
+    common = ("--model-path", str(model), "--device", "cpu", "--skip-tokenizer-init")
+    args = prepare_server_args([*common, "--attention-backend", "hybrid", *flags])
+    if hasattr(args, "resolve_once"):
+        args.resolve_once()
+    return args
+
+
+def test_the_page_size_is_the_block_size_without_being_asked(model: Path) -> None:
+    assert resolve(model).page_size == 32
+    assert resolve(model, "--page-size", "32").page_size == 32
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--pp-size", "2"], "drop --pp-size"),
+        (["--speculative-algorithm", "NGRAM"], "drop --speculative-algorithm"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "use --kv-cache-dtype auto"),
+        (["--enable-hierarchical-cache"], "drop --enable-hierarchical-cache"),
+        (["--enable-dp-attention"], "drop --enable-dp-attention"),
+        (["--page-size", "16"], "use --page-size 32"),
+        (["--enable-hisparse"], "drop --enable-hisparse"),
+        (["--prefill-attention-backend", "torch_native"], "drop --prefill-attention-backend"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_served_is_refused_with_what_to_change(model: Path, flags: list[str], sentence: str) -> None:
+    with pytest.raises(Refusal, match=sentence) as caught:
+        resolve(model, *flags)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_with_latent_attention_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=r"DeepseekV2ForCausalLM uses multi-head latent attention \(MLA\)"):
+        resolve(write_model(tmp_path, MLA))
+
+
+def test_layers_that_would_be_computed_wrongly_are_refused() -> None:
+    import torch
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from sglang_hybrid.integration.refusals import refuse_model
+
+    class ModelConfig:
+        attention_arch = None
+        is_hybrid_swa = False
+        hf_config = type("HF", (), {"architectures": ["SomeModel"]})
+
+    def model_with(**attention: Any) -> torch.nn.Module:
+        return torch.nn.ModuleList([RadixAttention(4, 16, 0.25, num_kv_heads=2, layer_id=7, **attention)])
+
+    class SlidingWindowConfig(ModelConfig):
+        is_hybrid_swa = True
+
+    refuse_model(model_with(), ModelConfig)
+    with pytest.raises(Refusal, match="SomeModel has sliding-window layers, which are not supported"):
+        refuse_model(model_with(), SlidingWindowConfig)
+    with pytest.raises(Refusal, match=r"SomeModel has sliding-window layers \(layer 7: 128 tokens\)"):
+        refuse_model(model_with(sliding_window_size=128), ModelConfig)
+    with pytest.raises(Refusal, match="SomeModel caps its attention logits"):
+        refuse_model(model_with(logit_cap=50.0), ModelConfig)
+    with pytest.raises(Refusal, match="not causal self-attention"):
+        refuse_model(model_with(is_cross_attention=True), ModelConfig)
+    with pytest.raises(Refusal, match="SomeModel has no attention layer"):
+        refuse_model(torch.nn.ModuleList(), ModelConfig)
+
+
+def test_flags_override_the_file_and_reach_child_processes_through_the_environment(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "hybrid.yaml"
+    file.write_text("budget_tokens: 4096\nrecent_blocks: 5\n")
+    resolve(model, "--hybrid-config", str(file), "--hybrid", "budget_tokens=1024", "--hybrid", "policy=full")
+    config = config_from_environment()
+    assert (config.budget_tokens, config.recent_blocks, config.policy) == (1024, 5, "full")
+
+
+def test_an_unknown_setting_stops_the_start_and_names_the_nearest(model: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean budget_tokens"):
+        resolve(model, "--hybrid", "budget_token=1024")
+
+
+def test_settings_without_the_backend_are_refused(model: Path) -> None:
+    from sglang.srt.server_args import prepare_server_args
+
+    with pytest.raises(Refusal, match="--attention-backend hybrid: add it"):
+        prepare_server_args(["--model-path", str(model), "--device", "cpu", "--hybrid", "policy=full"])
+
+
+def test_other_backends_are_left_alone(model: Path) -> None:
+    from sglang.srt.server_args import prepare_server_args
+
+    flags = ["--model-path", str(model), "--device", "cpu", "--attention-backend", "torch_native", "--page-size", "1"]
+    args = prepare_server_args([*flags, "--skip-tokenizer-init"])
+    if hasattr(args, "resolve_once"):
+        args.resolve_once()
+    assert args.page_size == 1
+    assert args.attention_backend == "torch_native"

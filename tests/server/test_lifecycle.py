@@ -1,0 +1,125 @@
+"""Nothing leaks: not pages or rows in a server that lives on, not processes or memory of one that is killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+from real_server import Server
+
+POOL_TOKENS = 2048
+# SGLang looks through its own books at every step and when it is idle, and dies when they do not add up
+STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("lifecycle") / "server.log"
+    flags = (
+        "--hybrid", "host_memory=1GiB", "--hybrid", "budget_tokens=256", "--max-total-tokens", str(POOL_TOKENS),
+        "--chunked-prefill-size", "256", "--enable-metrics", "--schedule-conservativeness", "0.01",
+    )  # fmt: skip
+    with Server(model, "hybrid", *flags, log=log, environment=STRICT) as running:
+        yield running
+
+
+def in_use(server: Server) -> tuple[int, int]:
+    """Tokens in the pool that are not free, and requests that run, as SGLang reports them."""
+    load = requests.get(f"{server.url}/v1/loads", timeout=30).json()["loads"][0]
+    return load["num_used_tokens"], load["num_running_reqs"]
+
+
+def wait_until_idle(server: Server) -> None:
+    deadline = time.monotonic() + 60
+    while in_use(server)[1]:
+        assert time.monotonic() < deadline, "requests still run a minute after they were dropped"
+        time.sleep(0.2)  # nothing tells a client that the scheduler is idle
+
+
+def assert_nothing_leaked(server: Server) -> None:
+    wait_until_idle(server)
+    server.flush_cache()
+    assert in_use(server) == (0, 0)
+    # a page or row that was lost would now be missing: the whole pool can be filled, by all rows at once
+    answers = server.generate_together([[n + 3] * (POOL_TOKENS // 8 - 40) for n in range(8)], new_tokens=2)
+    assert len(answers) == 8
+    wait_until_idle(server)
+    server.flush_cache()
+    assert in_use(server) == (0, 0)
+    assert "leak" not in server.log.read_text()
+    assert server.process.poll() is None
+
+
+def test_requests_aborted_mid_stream_leave_no_page_and_no_row(server: Server, english: list[int]) -> None:
+    def start_and_drop(n: int) -> None:
+        body = {
+            "input_ids": english[n * 300 : n * 300 + 150],
+            "sampling_params": {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True},
+            "stream": True,
+        }
+        with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=60) as reply:
+            for seen, _ in enumerate(reply.iter_lines()):
+                if seen > n:  # some in prefill, some after a few tokens
+                    return
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(start_and_drop, range(12)))
+    assert_nothing_leaked(server)
+
+
+def test_retracted_requests_are_answered_as_if_alone_and_leave_nothing(server: Server, english: list[int]) -> None:
+    # together they want 8 x (150 + 160) tokens, more than the pool has
+    prompts = [english[5000 + n * 400 : 5000 + n * 400 + 150] for n in range(8)]
+    together = server.generate_together(prompts, new_tokens=160)
+    assert retractions(server) > 0
+    server.flush_cache()
+    alone = server.generate(prompts[3], new_tokens=160)
+    assert together[3]["text"] == alone["text"]
+    assert [len(answer["meta_info"]["output_token_logprobs"]) for answer in together] == [160] * 8
+    assert_nothing_leaked(server)
+
+
+def test_flushing_the_cache_frees_what_finished_requests_left(server: Server, english: list[int]) -> None:
+    server.generate(english[9000:9500])
+    wait_until_idle(server)
+    cached = server.generate(english[9000:9500])["meta_info"]["cached_tokens"]
+    assert cached == 480
+    server.flush_cache()
+    assert server.generate(english[9000:9500])["meta_info"]["cached_tokens"] == 0
+    assert_nothing_leaked(server)
+
+
+def test_a_killed_server_leaves_no_process_and_nothing_in_shared_memory(server: Server) -> None:
+    """Last in this module: it takes the server away."""
+    family = server.family()
+    assert any("memfd:sglang-hybrid-kv" in maps(process) for process in family)
+    before = set(os.listdir("/dev/shm"))
+    server.process.send_signal(signal.SIGKILL)
+    server.process.wait(30)
+    _gone, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive, [(process.pid, process.cmdline()) for process in alive]
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "sglang" in name]
+    assert not [process for process in psutil.process_iter() if "memfd:sglang-hybrid-kv" in maps(process)]
+
+
+def retractions(server: Server) -> int:
+    return len(re.findall(r"KV cache pool is full\. Retract requests|retract", server.log.read_text(), re.IGNORECASE))
+
+
+def maps(process: psutil.Process) -> str:
+    try:
+        return Path(f"/proc/{process.pid}/maps").read_text()
+    except (OSError, psutil.Error):
+        return ""
