@@ -65,6 +65,15 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["minmax", "mean"],
         Meta(description="Summary of a block's keys that selection scores: channel-wise min and max, or mean."),
     ] = "minmax"
+    digest_spread: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="How far a minmax score trusts the block's extremes: 1 is Quest's upper bound, 0 the middle of "
+            "each channel's range. Has no effect on mean digests.",
+        ),
+    ] = 0.5
     host_memory: Annotated[
         str,
         Meta(

@@ -2,12 +2,15 @@
 
     versions             which SGLang this code is tested with
     hooks                the table of hooks, their registration and verification
-    server_args          command line, defaults and refusals
+    loading              the plugin, loaded and verified: for our own launchers
+    server_args          command line and defaults
+    refusals             what cannot be served, and what to change
     pools                capacity, host pool and allocator, in place of SGLang's
     host_kv_pool         SGLang's KV pool, in host memory
     cpu_allocator        SGLang's page allocator, without Triton
     triton_gates         SGLang's "may I use Triton" questions, answered for a CPU
     attention_backend    SGLang's attention interface, handing over to ``sglang_hybrid.backend``
+    teacher_forcing      SGLang's model runner, decoding a given text
     cpu_host/            what SGLang lacks on a host without a GPU
 
 The rest of the package knows tensors, pages and rows, not SGLang.

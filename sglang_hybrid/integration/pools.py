@@ -25,27 +25,31 @@ def _is_hybrid(configurator: Any) -> bool:
     return bool(configurator.server_args.attention_backend == BACKEND_NAME)
 
 
-def _kv_shape(configurator: Any) -> KVShape:
-    from sglang.srt.runtime_context import get_parallel
-
-    model = configurator.model_config
+def kv_shape(model_config: Any, tp_size: int, kv_dtype: torch.dtype) -> KVShape:
     return KVShape(
-        layers=configurator.layer_info.num_effective_layers,
-        kv_heads=model.get_num_kv_heads(get_parallel().attn_tp_size),
-        key_dim=model.head_dim,
-        value_dim=model.v_head_dim,
-        itemsize=configurator.kv_cache_dtype.itemsize,
+        layers=model_config.num_hidden_layers,
+        kv_heads=model_config.get_num_kv_heads(tp_size),
+        key_dim=model_config.head_dim,
+        value_dim=model_config.v_head_dim,
+        itemsize=kv_dtype.itemsize,
     )
+
+
+def check_capacity(model_config: Any, tp_size: int, nnodes: int) -> None:
+    """Raise CapacityError early, in the process that a person started, if the host pool cannot fit."""
+    shape = kv_shape(model_config, tp_size, model_config.dtype)
+    host_pool_bytes(config_from_environment(), shape, psutil.virtual_memory().available, tp_size // nnodes)
 
 
 def available_bytes(original: Callable[[Any, int], int], configurator: Any, pre_model_load_memory: int) -> int:
     """Bytes for the KV cache: what the host gives, as far as the device can hold the digests."""
     if not _is_hybrid(configurator):
         return original(configurator, pre_model_load_memory)
-    refuse_model(configurator.model, configurator.model_config)
+    refuse_model(configurator.model, configurator.model_config, configurator.kv_cache_dtype)
     config = config_from_environment()
-    shape = _kv_shape(configurator)
-    ranks = configurator.server_args.tp_size
+    args = configurator.server_args
+    shape = kv_shape(configurator.model_config, args.tp_size, configurator.kv_cache_dtype)
+    ranks = args.tp_size // args.nnodes  # on this host
     free = psutil.virtual_memory().available
     share = host_pool_bytes(config, shape, free, ranks)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.integration import BACKEND_NAME
 
@@ -33,6 +35,11 @@ _FLAGS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda a: a.enable_hierarchical_cache,
         "HiCache is not supported, the whole KV cache is in host memory already: drop --enable-hierarchical-cache",
+    ),
+    (
+        lambda a: a.disaggregation_mode != "null",
+        "prefill/decode disaggregation is not supported yet, peers write pages in another layout: drop "
+        "--disaggregation-mode",
     ),
     (lambda a: a.enable_hisparse, "HiSparse is another backend's host offload: drop --enable-hisparse"),
     (lambda a: a.enable_dp_attention, "data-parallel attention is not supported: drop --enable-dp-attention"),
@@ -67,11 +74,16 @@ def refuse_model_config(model_config: Any) -> None:
         raise Refusal(f"{name} has sliding-window layers, which are not supported: {_OTHER_BACKEND}")
 
 
-def refuse_model(model: Any, model_config: Any) -> None:
+def refuse_model(model: Any, model_config: Any, kv_dtype: torch.dtype) -> None:
     """Raise Refusal for models with a layer that the backend would compute wrongly."""
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
     refuse_model_config(model_config)
+    if kv_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise Refusal(
+            f"the checkpoint asks for a KV cache of {str(kv_dtype).removeprefix('torch.')}, and a quantised KV cache "
+            "is not supported: add --kv-cache-dtype bfloat16"
+        )
     name = _architecture(model_config)
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
     if not layers:

@@ -16,6 +16,7 @@ from typing import Any
 from sglang_hybrid import env
 from sglang_hybrid.config import config_from_environment
 from sglang_hybrid.integration import BACKEND_NAME
+from sglang_hybrid.integration.pools import check_capacity
 from sglang_hybrid.integration.refusals import Refusal, refuse_flags, refuse_model_config
 
 logger = logging.getLogger("sglang.srt.hybrid")
@@ -72,7 +73,9 @@ def resolve(original: Callable[[Any], None], args: Any) -> None:
     _set_defaults(args)
     original(args)
     if args.model_path.lower() not in ("none", "dummy"):
-        refuse_model_config(_model_config(args))
+        model_config = _model_config(args)
+        refuse_model_config(model_config)
+        check_capacity(model_config, args.tp_size, args.nnodes)
 
 
 def _set_defaults(args: Any) -> None:

@@ -8,6 +8,7 @@ does, one request at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class TeacherForcedDecode:
 
         _, logits, batch = self._runner.extend(requests)
         scored = [_score(logits, continuation[0])]
-        for step, (token, following) in enumerate(zip(continuation, continuation[1:], strict=False)):
+        for step, (token, following) in enumerate(pairwise(continuation)):
             _, logits = self._runner.decode(torch.tensor([token], device=logits.device), batch)
             scored.append(_score(logits, following))
             if progress:

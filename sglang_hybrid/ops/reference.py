@@ -1,8 +1,8 @@
 """The operations of hybrid attention in plain torch: the specification of their fast versions.
 
 A fast version has the same name and signature and is tested against the one here; the ones
-here are tested against softmax attention. They run on any device, in any floating dtype,
-and compute in float32.
+here are tested against softmax attention. They run on any device and compute in float32,
+except for ``attend_prefill``, which computes as torch's own attention does.
 
 Shapes: B rows (requests), H KV heads, G query heads per KV head, D head_dim, T tokens per
 block, N blocks listed per (row, KV head). A pool is ``[pages, H, T, D]``: block ``b`` of
@@ -41,23 +41,45 @@ def _beyond(filled: torch.Tensor, block_tokens: int) -> torch.Tensor:
     return (torch.arange(block_tokens, device=filled.device) >= filled[:, None])[:, None, :, None]
 
 
-def digest_scores(query: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
-    """Score of every block for every KV head, in the unit of ``q . k`` (unscaled logits).
+def digest_logits(query: torch.Tensor, digests: torch.Tensor, spread: float) -> torch.Tensor:
+    """Estimate, for every query head, of the highest ``q . k`` in every block.
 
-    query ``[B, H * G, D]``, digests ``[B, N, H, kinds, D]`` -> ``[B, H, N]``.
+    query ``[B, H * G, D]``, digests ``[B, N, H, kinds, D]`` -> ``[B, H, G, N]``.
 
-    With (max, min) digests the score is Quest's upper bound of ``q . k`` over the block,
-    ``sum_d max(q_d max_d, q_d min_d)``, written as one dot product of depth 2 D: positive
-    channels of the query meet the maximum, negative ones the minimum. With mean digests it
-    is ``q . mean``. The G queries that share a KV head are reduced by maximum.
+    (max, min) digests: per channel the keys of a block lie in an interval, and the estimate is
+    the query's dot product with the interval's middle, plus ``spread`` times the most that the
+    rest of the interval can add. ``spread`` 1 is Quest's upper bound, which assumes that one key
+    has the best value of every channel at once; 0 is the middle. Either way it is one dot
+    product of depth 2 D. Mean digests: ``q . mean``.
     """
     rows, _, heads, kinds, dim = digests.shape
     q = query.float().view(rows, heads, -1, dim)
-    parts = torch.stack((q.clamp(min=0), q.clamp(max=0)), dim=-2) if kinds == 2 else q.unsqueeze(-2)
-    scores = torch.einsum("bhgkd,bnhkd->bhgn", parts, digests.float()).amax(dim=2)
-    # A page that somebody filled with NaN (an aborted transfer) must not win, nor poison the top-k; it is
-    # still a block of its row, better than the -inf of "no block".
-    return scores.nan_to_num(nan=torch.finfo(scores.dtype).min)
+    if kinds == 2:
+        toward, away = (1 + spread) / 2, (1 - spread) / 2
+        up, down = q.clamp(min=0), q.clamp(max=0)
+        parts = torch.stack((toward * up + away * down, away * up + toward * down), dim=-2)
+    else:
+        parts = q.unsqueeze(-2)
+    return torch.einsum("bhgkd,bnhkd->bhgn", parts, digests.float())
+
+
+def block_scores(logits: torch.Tensor, block_counts: torch.Tensor, scale: float) -> torch.Tensor:
+    """Score of every block for every KV head: the logarithm of its estimated share of attention.
+
+    logits ``[B, H, G, N]`` of ``digest_logits``, block_counts ``[B]`` -> ``[B, H, N]``.
+
+    Each query head's estimates become shares of its attention, by softmax over the row's blocks,
+    and the G heads that read the same KV head add up. So a head that cares about few blocks
+    gets them, whatever the size of its logits; a maximum over the logits would not do that.
+    Blocks beyond a row's end get ``-inf``.
+    """
+    lowest = torch.finfo(logits.dtype).min
+    # A page that somebody filled with NaN or infinity (an aborted transfer) must not win, nor poison the others; it
+    # is still a block of its row, better than the -inf of "no block".
+    estimates = (logits * scale).nan_to_num(nan=lowest, posinf=lowest, neginf=lowest)
+    beyond = torch.arange(logits.shape[3], device=logits.device) >= block_counts[:, None]
+    shares = estimates.masked_fill(beyond[:, None, None, :], -torch.inf).log_softmax(dim=3)
+    return shares.logsumexp(dim=2).clamp(min=lowest).masked_fill(beyond[:, None, :], -torch.inf)
 
 
 # -- selection -------------------------------------------------------------------------------
@@ -69,7 +91,7 @@ def select_blocks(scores: torch.Tensor, block_counts: torch.Tensor, limit: int, 
     scores ``[B, H, N]``; block_counts ``[B]`` blocks of each row, the last one being the tail
     (the block that is being filled) -> positions ``[B, H, min(limit, N)]``, ascending, then
     ``NO_BLOCK``. The tail, the ``recent`` blocks before it and the first ``sink`` blocks are
-    always in, in this order of precedence; ``limit`` must hold them.
+    always in; ``limit`` must hold them.
     """
     position = torch.arange(scores.shape[2], device=scores.device)
     age = block_counts[:, None] - 1 - position  # 0 is the tail, negative is beyond the end

@@ -29,18 +29,22 @@ class ScoutPolicy(DecodePolicy):
         self._budget_blocks = config.budget_tokens // config.block_tokens
         self._sink = config.sink_blocks
         self._recent = config.recent_blocks
+        self._spread = config.digest_spread
 
     def decode(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
-        always, misses = self.select(query, cache, batch)
+        always, misses = self.select(query, cache, batch, scale)
         local = reference.attend_blocks(query, cache.keys, cache.values, always.ids, always.fill, scale)
         remote = reference.attend_blocks(query, cache.keys, cache.values, misses.ids, misses.fill, scale)
         out, _ = reference.merge(*local, *remote)
         return out.to(query.dtype)
 
-    def select(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch) -> tuple[BlockList, BlockList]:
+    def select(
+        self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float
+    ) -> tuple[BlockList, BlockList]:
         """The blocks that are always in, and the ones that earned it by score."""
-        scores = reference.digest_scores(query, cache.digests[batch.page_table])
         counts = batch.block_counts(cache.block_tokens)
+        logits = reference.digest_logits(query, cache.digests[batch.page_table], self._spread)
+        scores = reference.block_scores(logits, counts, scale)
         chosen = reference.select_blocks(scores, counts, self._budget_blocks, self._sink, self._recent)
         forced = reference.is_forced(chosen, counts, self._sink, self._recent)
         always, misses = (

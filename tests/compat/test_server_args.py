@@ -10,6 +10,7 @@ import pytest
 
 from sglang_hybrid.config import ConfigError, config_from_environment
 from sglang_hybrid.integration.refusals import Refusal
+from sglang_hybrid.memory.capacity import CapacityError
 
 # a model directory needs no weights to be refused or resolved
 LLAMA = {
@@ -80,6 +81,7 @@ def test_the_page_size_is_the_block_size_without_being_asked(model: Path) -> Non
         (["--enable-dp-attention"], "drop --enable-dp-attention"),
         (["--page-size", "16"], "use --page-size 32"),
         (["--enable-hisparse"], "drop --enable-hisparse"),
+        (["--disaggregation-mode", "decode"], "drop --disaggregation-mode"),
         (["--prefill-attention-backend", "torch_native"], "drop --prefill-attention-backend"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -112,17 +114,19 @@ def test_layers_that_would_be_computed_wrongly_are_refused() -> None:
     class SlidingWindowConfig(ModelConfig):
         is_hybrid_swa = True
 
-    refuse_model(model_with(), ModelConfig)
+    refuse_model(model_with(), ModelConfig, torch.float32)
     with pytest.raises(Refusal, match="SomeModel has sliding-window layers, which are not supported"):
-        refuse_model(model_with(), SlidingWindowConfig)
+        refuse_model(model_with(), SlidingWindowConfig, torch.float32)
     with pytest.raises(Refusal, match=r"SomeModel has sliding-window layers \(layer 7: 128 tokens\)"):
-        refuse_model(model_with(sliding_window_size=128), ModelConfig)
+        refuse_model(model_with(sliding_window_size=128), ModelConfig, torch.float32)
     with pytest.raises(Refusal, match="SomeModel caps its attention logits"):
-        refuse_model(model_with(logit_cap=50.0), ModelConfig)
+        refuse_model(model_with(logit_cap=50.0), ModelConfig, torch.float32)
     with pytest.raises(Refusal, match="not causal self-attention"):
-        refuse_model(model_with(is_cross_attention=True), ModelConfig)
+        refuse_model(model_with(is_cross_attention=True), ModelConfig, torch.float32)
     with pytest.raises(Refusal, match="SomeModel has no attention layer"):
-        refuse_model(torch.nn.ModuleList(), ModelConfig)
+        refuse_model(torch.nn.ModuleList(), ModelConfig, torch.float32)
+    with pytest.raises(Refusal, match=r"KV cache of float8_e4m3fn.*add --kv-cache-dtype bfloat16"):
+        refuse_model(model_with(), ModelConfig, torch.float8_e4m3fn)
 
 
 def test_flags_override_the_file_and_reach_child_processes_through_the_environment(model: Path, tmp_path: Path) -> None:
@@ -136,6 +140,14 @@ def test_flags_override_the_file_and_reach_child_processes_through_the_environme
 def test_an_unknown_setting_stops_the_start_and_names_the_nearest(model: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean budget_tokens"):
         resolve(model, "--hybrid", "budget_token=1024")
+
+
+def test_a_pool_that_does_not_fit_is_refused_with_the_numbers_before_anything_is_loaded(model: Path) -> None:
+    # 2 layers x 2 KV heads x 16 + 16 channels x 4 bytes
+    with pytest.raises(CapacityError, match=r"host_memory=1MiB gives a pool of 0 tokens.*512 bytes"):
+        resolve(model, "--dtype", "float32", "--hybrid", "host_memory=1MiB")
+    with pytest.raises(CapacityError, match=r"host_memory=900TiB asks for .* GiB, but only .* GiB"):
+        resolve(model, "--hybrid", "host_memory=900TiB")
 
 
 def test_settings_without_the_backend_are_refused(model: Path) -> None:

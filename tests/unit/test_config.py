@@ -71,6 +71,7 @@ def test_defaults_are_the_documented_ones():
         "sink_blocks": 1,
         "recent_blocks": 2,
         "digest": "minmax",
+        "digest_spread": 0.5,
         "host_memory": "auto",
     }
 

@@ -159,12 +159,15 @@ def best_positions(requests: Requests, config: HybridConfig, row: int, head: int
     group, blocks = requests.shape.group, requests.row_keys[row][head].double().split(T)
     queries = requests.last_queries()[row, head * group : (head + 1) * group].double()
     if config.digest == "minmax":
-        bounds = [torch.maximum(queries * b.amax(dim=0), queries * b.amin(dim=0)).sum(dim=1).max() for b in blocks]
+        middles = torch.stack([(b.amax(dim=0) + b.amin(dim=0)) / 2 for b in blocks])
+        radii = torch.stack([(b.amax(dim=0) - b.amin(dim=0)) / 2 for b in blocks])
+        estimates = queries @ middles.T + config.digest_spread * queries.abs() @ radii.T
     else:
-        bounds = [(queries @ b.mean(dim=0)).max() for b in blocks]
+        estimates = queries @ torch.stack([b.mean(dim=0) for b in blocks]).T
+    shares = torch.softmax(estimates * requests.shape.scale, dim=1).sum(dim=0)
     newest = len(blocks) - 1 - config.recent_blocks
     always = {p for p in range(len(blocks)) if p >= newest or p < config.sink_blocks}
-    others = sorted(set(range(len(blocks))) - always, key=lambda p: bounds[p], reverse=True)
+    others = sorted(set(range(len(blocks))) - always, key=lambda p: float(shares[p]), reverse=True)
     return always, set(others[: config.budget_tokens // T - len(always)])
 
 
@@ -172,7 +175,13 @@ def best_positions(requests: Requests, config: HybridConfig, row: int, head: int
 def small_budgets(draw: st.DrawFn, digest: str) -> HybridConfig:
     sink, recent = draw(st.integers(0, 2)), draw(st.integers(0, 2))
     blocks = sink + recent + 1 + draw(st.integers(0, 3))
-    return HybridConfig(budget_tokens=blocks * T, sink_blocks=sink, recent_blocks=recent, digest=digest)
+    return HybridConfig(
+        budget_tokens=blocks * T,
+        sink_blocks=sink,
+        recent_blocks=recent,
+        digest=digest,
+        digest_spread=draw(st.sampled_from([0.0, 0.5, 1.0])),
+    )
 
 
 @st.composite
@@ -210,7 +219,7 @@ def test_scout_is_softmax_over_exactly_the_blocks_within_the_budget(case: tuple[
 def test_scout_tells_the_blocks_that_are_always_in_from_those_that_earned_it(case: tuple[HybridConfig, Requests]):
     config, requests = case
     batch = requests.decode_batch()
-    lists = ScoutPolicy(config).select(requests.last_queries(), requests.cache, batch)
+    lists = ScoutPolicy(config).select(requests.last_queries(), requests.cache, batch, requests.shape.scale)
     for row, length in enumerate(requests.lengths):
         for head in range(requests.shape.heads):
             for found, positions in zip(lists, best_positions(requests, config, row, head), strict=True):

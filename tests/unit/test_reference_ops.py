@@ -108,50 +108,72 @@ def queries_and_blocks(draw: st.DrawFn) -> Scored:
     )
 
 
-@given(queries_and_blocks())
-def test_a_minmax_score_is_quests_bound_of_the_best_query_of_the_group(case: Scored):
-    scores = reference.digest_scores(case.query, case.digests(reference.minmax_digest))
-    expected = torch.empty_like(scores, dtype=torch.float64)
-    for where, queries, keys in case.each_query_and_block():
-        highest, lowest = keys.amax(dim=0), keys.amin(dim=0)
-        expected[where] = torch.maximum(queries * highest, queries * lowest).sum(dim=1).max()
-    torch.testing.assert_close(scores.double(), expected, **CLOSE)
+SPREADS = st.sampled_from([0.0, 0.25, 0.5, 1.0])
+
+
+@given(queries_and_blocks(), SPREADS)
+def test_a_minmax_estimate_is_the_middle_plus_the_spread_times_what_the_rest_can_add(case: Scored, spread: float):
+    logits = reference.digest_logits(case.query, case.digests(reference.minmax_digest), spread)
+    expected = torch.empty_like(logits, dtype=torch.float64)
+    for (row, head, block), queries, keys in case.each_query_and_block():
+        middle, radius = (keys.amax(dim=0) + keys.amin(dim=0)) / 2, (keys.amax(dim=0) - keys.amin(dim=0)) / 2
+        expected[row, head, :, block] = queries @ middle + spread * queries.abs() @ radius
+    torch.testing.assert_close(logits.double(), expected, **CLOSE)
 
 
 @given(queries_and_blocks())
-def test_no_token_of_a_block_beats_the_blocks_minmax_score(case: Scored):
-    scores = reference.digest_scores(case.query, case.digests(reference.minmax_digest))
-    for where, queries, keys in case.each_query_and_block():
-        best = float((queries @ keys.T).max())
-        assert scores[where] >= best - 1e-4 * (1 + abs(best))
-        if len(keys) == 1 and len(queries) == 1:
-            assert scores[where] == pytest.approx(best, rel=1e-4, abs=1e-4), "one token: nothing to overestimate"
+def test_no_token_of_a_block_beats_the_minmax_estimate_with_full_spread(case: Scored):
+    logits = reference.digest_logits(case.query, case.digests(reference.minmax_digest), spread=1.0)
+    for (row, head, block), queries, keys in case.each_query_and_block():
+        best = (queries @ keys.T).amax(dim=1)
+        assert (logits[row, head, :, block] >= best - 1e-4 * (1 + best.abs())).all()
+        if len(keys) == 1:  # one token: nothing to overestimate
+            torch.testing.assert_close(logits[row, head, :, block].double(), best, **CLOSE)
 
 
-@given(queries_and_blocks())
-def test_a_mean_score_is_the_best_querys_dot_product_with_the_mean(case: Scored):
+@given(queries_and_blocks(), SPREADS)
+def test_a_mean_estimate_is_the_dot_product_with_the_mean(case: Scored, spread: float):
     digests = case.digests(reference.mean_digest)
-    scores = reference.digest_scores(case.query, digests)
-    expected = torch.empty_like(scores, dtype=torch.float64)
+    logits = reference.digest_logits(case.query, digests, spread)
+    expected = torch.empty_like(logits, dtype=torch.float64)
     for (row, head, block), queries, _ in case.each_query_and_block():
-        expected[row, head, block] = (queries @ digests[row, block, head, 0].double()).max()
-    torch.testing.assert_close(scores.double(), expected, **CLOSE)
+        expected[row, head, :, block] = queries @ digests[row, block, head, 0].double()
+    torch.testing.assert_close(logits.double(), expected, **CLOSE)
+
+
+@given(queries_and_blocks(), SEEDS)
+def test_a_score_is_the_log_of_the_attention_that_the_group_is_estimated_to_give(case: Scored, seed: int):
+    logits = reference.digest_logits(case.query, case.digests(reference.minmax_digest), spread=0.5)
+    counts = torch.randint(1, logits.shape[3] + 1, (logits.shape[0],), generator=seeded(seed))
+    scores = reference.block_scores(logits, counts, scale=0.125)
+    for row, count in enumerate(counts.tolist()):
+        shares = torch.softmax(logits[row, :, :, :count].double() * 0.125, dim=-1).sum(dim=1)
+        torch.testing.assert_close(scores[row, :, :count].double(), shares.log(), **CLOSE)
+        assert (scores[row, :, count:] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("build", [reference.minmax_digest, reference.mean_digest])
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf")])
 @given(case=queries_and_blocks(), data=st.data())
-def test_a_page_with_a_nan_scores_lowest_and_only_for_its_own_kv_head(build, case: Scored, data: st.DataObject):
+def test_a_page_with_garbage_scores_lowest_and_only_for_its_own_kv_head(
+    build, garbage: float, case: Scored, data: st.DataObject
+):
     rows, blocks, heads, _, dim = case.keys.shape
     row, block, head, channel = (data.draw(st.integers(0, n - 1)) for n in (rows, blocks, heads, dim))
-    clean = reference.digest_scores(case.query, case.digests(build))
-    case.keys[row, block, head, 0, channel] = float("nan")
-    scores = reference.digest_scores(case.query, case.digests(build))
 
-    assert not scores.isnan().any()
+    def scores() -> torch.Tensor:
+        logits = reference.digest_logits(case.query, case.digests(build), spread=0.5)
+        return reference.block_scores(logits, torch.full((rows,), blocks), scale=0.125)
+
+    clean = scores()
+    case.keys[row, block, head, 0, channel] = garbage
+    found = scores()
+    assert found.isfinite().all()
     others = torch.arange(blocks) != block
-    assert (scores[row, head, block] < scores[row, head, others]).all()
-    clean[row, head, block] = scores[row, head, block]
-    assert torch.equal(scores, clean)
+    assert (found[row, head, block] < found[row, head, others]).all()
+    unharmed = torch.ones(rows, heads, dtype=torch.bool)
+    unharmed[row, head] = False
+    assert torch.equal(found[unharmed], clean[unharmed])
 
 
 # Selection
@@ -247,7 +269,8 @@ def scores_with_odd_pages(value: float, pages: list[int]) -> torch.Tensor:
     keys = torch.randn(8, 1, 4, 8, generator=random)
     keys[pages, :, 1] = value
     digests = reference.minmax_digest(keys, torch.full((8,), 4))
-    return reference.digest_scores(torch.randn(1, 2, 8, generator=random).abs(), digests[None])
+    logits = reference.digest_logits(torch.randn(1, 2, 8, generator=random).abs(), digests[None], spread=0.5)
+    return reference.block_scores(logits, torch.tensor([8]), scale=0.125)
 
 
 def test_a_page_with_a_nan_is_not_selected_while_there_are_others():
