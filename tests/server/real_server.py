@@ -16,12 +16,14 @@ from typing import Any
 
 import psutil
 import requests
+import torch
 
 START_SECONDS = 300
 STOP_SECONDS = 30
 
 # flags that make a server small and its arithmetic comparable between backends
-_COMMON = ("--device", "cpu", "--dtype", "float32", "--random-seed", "1", "--max-running-requests", "8")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+_COMMON = ("--device", DEVICE, "--dtype", "float32", "--random-seed", "1", "--max-running-requests", "8")
 
 
 class Server:

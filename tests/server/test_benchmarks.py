@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from real_server import DEVICE
 
 
 @pytest.mark.parametrize("policy", ["scout"])
 def test_bench_one_batch_runs_with_the_hybrid_backend(model: Path, tmp_path: Path, policy: str) -> None:
     done = subprocess.run(
         [
-            sys.executable, "-m", "sglang_hybrid.bench_one_batch", "--model-path", str(model), "--device", "cpu",
+            sys.executable, "-m", "sglang_hybrid.bench_one_batch", "--model-path", str(model), "--device", DEVICE,
             "--dtype", "float32", "--attention-backend", "hybrid", "--hybrid", f"policy={policy}", "--hybrid",
             "budget_tokens=128", "--hybrid", "host_memory=512MiB", "--batch-size", "2", "--input-len", "256",
             "--output-len", "4", "--result-filename", str(tmp_path / "result.jsonl"),

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from real_server import DEVICE
+
 PROMPT_TOKENS = 6000
 DECODED_TOKENS = 96
 STARTS = (2000, 40000)  # two places in the text
@@ -16,7 +18,7 @@ SCRIPT = Path(__file__).with_name("forced_perplexity.py")
 
 
 def perplexity(model: Path, texts: Path, *hybrid: str) -> float:
-    flags = [f"--model-path={model}", "--attention-backend=hybrid", "--device=cpu", "--dtype=float32"]
+    flags = [f"--model-path={model}", "--attention-backend=hybrid", f"--device={DEVICE}", "--dtype=float32"]
     settings = [f"--hybrid={setting}" for setting in (*hybrid, "host_memory=1GiB")]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(texts), str(PROMPT_TOKENS), *flags, *settings],

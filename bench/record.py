@@ -1,0 +1,51 @@
+"""Results that say where they come from: command, commit, machine, date."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+
+def write_result(name: str, result: dict[str, Any], out: Path | None = None) -> Path:
+    """Write ``result`` with its origin to ``out``, by default ``bench/results/<name>.json``."""
+    path = out or RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"origin": origin(), **result}, indent=1) + "\n")
+    return path
+
+
+def origin() -> dict[str, Any]:
+    command = [Path(sys.executable).name, *(os.path.relpath(a) if os.path.isabs(a) else a for a in sys.argv)]
+    return {
+        "command": shlex.join(command),
+        "commit": _git("rev-parse", "--short", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "date": datetime.date.today().isoformat(),
+        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "architecture": platform.machine()},
+        "python": platform.python_version(),
+    }
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
