@@ -14,7 +14,7 @@ import pytest
 import requests
 from real_server import Server
 
-POOL_TOKENS = 2048
+POOL_TOKENS = 1024
 # SGLang looks through its own books at every step and when it is idle, and dies when they do not add up
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -52,7 +52,7 @@ def assert_nothing_leaked(server: Server) -> None:
     server.flush_cache()
     assert in_use(server) == (0, 0)
     # a page or row that was lost would now be missing: the whole pool can be filled, by all rows at once
-    answers = server.generate_together([[n + 3] * (POOL_TOKENS // 8 - 40) for n in range(8)], new_tokens=2)
+    answers = server.generate_together([[n + 3] * (POOL_TOKENS // 8 - 32) for n in range(8)], new_tokens=2)
     assert len(answers) == 8
     wait_until_idle(server)
     server.flush_cache()
@@ -64,8 +64,8 @@ def assert_nothing_leaked(server: Server) -> None:
 def test_requests_aborted_mid_stream_leave_no_page_and_no_row(server: Server, english: list[int]) -> None:
     def start_and_drop(n: int) -> None:
         body = {
-            "input_ids": english[n * 300 : n * 300 + 150],
-            "sampling_params": {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True},
+            "input_ids": english[n * 300 : n * 300 + 100],
+            "sampling_params": {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True},
             "stream": True,
         }
         with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=60) as reply:
@@ -79,14 +79,14 @@ def test_requests_aborted_mid_stream_leave_no_page_and_no_row(server: Server, en
 
 
 def test_retracted_requests_are_answered_as_if_alone_and_leave_nothing(server: Server, english: list[int]) -> None:
-    # together they want 8 x (150 + 160) tokens, more than the pool has
-    prompts = [english[5000 + n * 400 : 5000 + n * 400 + 150] for n in range(8)]
-    together = server.generate_together(prompts, new_tokens=160)
+    # together they want 8 x (100 + 64) tokens, more than the pool has
+    prompts = [english[5000 + n * 400 : 5000 + n * 400 + 100] for n in range(8)]
+    together = server.generate_together(prompts, new_tokens=64)
     assert retractions(server) > 0
     server.flush_cache()
-    alone = server.generate(prompts[3], new_tokens=160)
+    alone = server.generate(prompts[3], new_tokens=64)
     assert together[3]["text"] == alone["text"]
-    assert [len(answer["meta_info"]["output_token_logprobs"]) for answer in together] == [160] * 8
+    assert [len(answer["meta_info"]["output_token_logprobs"]) for answer in together] == [64] * 8
     assert_nothing_leaked(server)
 
 
