@@ -117,6 +117,12 @@ class Server:
         answer: dict[str, Any] = requests.get(f"{self.url}/server_info", timeout=30).json()
         return answer
 
+    def wait_for_log(self, text: str, seconds: float = 30) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in self.log.read_text(errors="replace"):
+            assert time.monotonic() < deadline, f"{text!r} is not in the log:\n{self.log_tail()}"
+            time.sleep(0.2)
+
     def log_tail(self, lines: int = 60) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 

@@ -29,9 +29,8 @@ def client(server: Server) -> OpenAI:
 
 
 def test_the_start_says_where_the_server_is_and_how_to_try_it(server: Server) -> None:
-    log = server.log.read_text()
-    assert f"sglang-hybrid is serving {MODEL} at {server.url}" in log
-    assert f"curl {server.url}/v1/completions" in log
+    server.wait_for_log(f"sglang-hybrid is serving {MODEL} at {server.url}")
+    server.wait_for_log(f"curl {server.url}/v1/completions")
 
 
 def test_models_are_listed(client: OpenAI) -> None:
