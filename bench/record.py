@@ -28,10 +28,11 @@ def origin() -> dict[str, Any]:
     command = [Path(sys.executable).name, *(os.path.relpath(a) if os.path.isabs(a) else a for a in sys.argv)]
     return {
         "command": shlex.join(command),
-        "commit": _git("rev-parse", "--short", "HEAD"),
+        # a host that gets the files without the repository is told the commit
+        "commit": os.environ.get("RESULT_COMMIT") or _git("rev-parse", "--short", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "date": datetime.date.today().isoformat(),
-        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "architecture": platform.machine()},
+        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "architecture": platform.machine(), "gpu": _gpu()},
         "python": platform.python_version(),
     }
 
@@ -49,3 +50,11 @@ def _cpu() -> str:
     return next(
         (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
     )
+
+
+def _gpu() -> str | None:
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))  # real_server and the exactness questions
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / "tests" / "server"), str(ROOT / "bench")]  # real servers, their questions, result files
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,7 +3,7 @@
 SGLang's CUDA kernels have no float32, so both servers run in float16 and rounding decides near
 ties: texts are compared up to the first difference, and logprobs on what they share.
 
-SGLANG_HYBRID_TEST_MODEL=DIR python -m pytest tests/gpu -s
+SGLANG_HYBRID_TEST_MODEL=DIR [SGLANG_HYBRID_RESULTS=DIR] python -m pytest tests/gpu -s
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from real_server import Server
+from record import write_result
 
 TOLERANCE = 0.05
 MODEL = os.environ.get("SGLANG_HYBRID_TEST_MODEL")
@@ -52,6 +53,9 @@ def test_answers_agree_with_stock_up_to_rounding(policy: str, stock: list[dict[s
         shared = next((n for n, ((_, a), (_, b)) in enumerate(pairs) if a != b), len(pairs))
         identical += shared == len(pairs)
         worst = max([worst, *(abs(a - b) for (a, _), (b, _) in pairs[:shared])])
-    print(f"{policy}: {identical} of {len(stock)} texts identical to stock, worst logprob difference {worst:.4f}")
+    measured = {"requests": len(stock), "identical_texts": identical, "worst_logprob_difference": round(worst, 5)}
+    print(f"\n{policy}: {measured}")
+    if results := os.environ.get("SGLANG_HYBRID_RESULTS"):
+        write_result("gpu-exactness", measured, Path(results) / f"gpu-exactness-{policy}.json")
     assert worst < TOLERANCE
     assert identical >= 0.9 * len(stock)
