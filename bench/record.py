@@ -25,9 +25,8 @@ def write_result(name: str, result: dict[str, Any], out: Path | None = None) -> 
 
 
 def origin() -> dict[str, Any]:
-    command = [Path(sys.executable).name, *(os.path.relpath(a) if os.path.isabs(a) else a for a in sys.argv)]
     return {
-        "command": shlex.join(command),
+        "command": _command(),
         # a host that gets the files without the repository is told the commit
         "commit": os.environ.get("RESULT_COMMIT") or _git("rev-parse", "--short", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
@@ -35,6 +34,13 @@ def origin() -> dict[str, Any]:
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "architecture": platform.machine(), "gpu": _gpu()},
         "python": platform.python_version(),
     }
+
+
+def _command() -> str:
+    program, *arguments = sys.argv
+    # `python -m module` has the path of module/__main__.py here
+    run = ["-m", Path(program).parent.name] if Path(program).name == "__main__.py" else [os.path.relpath(program, ROOT)]
+    return shlex.join(["python", *run, *arguments])
 
 
 def _git(*arguments: str) -> str:
