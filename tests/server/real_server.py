@@ -127,6 +127,20 @@ class Server:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
+def run_module(module: str, *arguments: str) -> str:
+    """Run ``python -m module`` to its end and return what it printed; fail with its last lines if it failed."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

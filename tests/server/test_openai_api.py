@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from openai import OpenAI
-from real_server import Server
+from real_server import Server, run_module
 
 MODEL = "SmolLM2-135M-Instruct"
 
@@ -68,17 +65,9 @@ def test_sampling_with_a_seed_works(client: OpenAI) -> None:
 
 
 def test_sglangs_serving_benchmark_runs_against_it(server: Server, model: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang", "--base-url", server.url,
-            "--model", str(model), "--tokenizer", str(model), "--dataset-name", "random-ids", "--num-prompts", "6",
-            "--random-input-len", "64", "--random-output-len", "8", "--output-file", str(tmp_path / "result.jsonl"),
-        ],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
+    printed = run_module(
+        "sglang.benchmark.serving", "--backend", "sglang", "--base-url", server.url, "--model", str(model),
+        "--tokenizer", str(model), "--dataset-name", "random-ids", "--num-prompts", "6", "--random-input-len", "64",
+        "--random-output-len", "8", "--output-file", str(tmp_path / "result.jsonl"),
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "Successful requests:                     6" in done.stdout
+    assert "Successful requests:                     6" in printed
