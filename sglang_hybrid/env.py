@@ -80,5 +80,6 @@ ALLOW_UNTESTED_SGLANG = EnvVar(
 CACHE = EnvVar(
     "SGLANG_HYBRID_CACHE", PATH, None, "where converted models are kept (default: sglang-hybrid in the user's cache)"
 )
+LOAD_FILE = EnvVar("SGLANG_HYBRID_LOAD_FILE", PATH, None, "internal: where SGLang's processes share their load figures")
 
-VARIABLES: tuple[EnvVar[Any], ...] = (CONFIG, SET, ALLOW_UNTESTED_SGLANG, CACHE)
+VARIABLES: tuple[EnvVar[Any], ...] = (CONFIG, SET, ALLOW_UNTESTED_SGLANG, CACHE, LOAD_FILE)

@@ -8,6 +8,7 @@
     pools                capacity, host pool and allocator, in place of SGLang's
     host_kv_pool         SGLang's KV pool, in host memory
     cpu_allocator        SGLang's page allocator, without Triton
+    load_file            SGLang's load file in /dev/shm, replaced by one that leaves nothing behind
     triton_gates         SGLang's "may I use Triton" questions, answered for a CPU
     attention_backend    SGLang's attention interface, handing over to ``sglang_hybrid.backend``
     teacher_forcing      SGLang's model runner, decoding a given text

@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_hybrid.integration import pools, server_args, triton_gates
+from sglang_hybrid.integration import load_file, pools, server_args, triton_gates
 from sglang_hybrid.integration.versions import NEWEST_TESTED, OLDEST_TESTED, installed_sglang
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
@@ -41,6 +41,7 @@ def all_hooks() -> tuple[Hook, ...]:
         Hook(f"{_CONFIGURATOR}._profile_available_bytes", HookType.AROUND, pools.available_bytes),
         Hook(f"{_CONFIGURATOR}._build_mha_kv_pool", HookType.AROUND, pools.build_kv_pool),
         Hook(f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator", HookType.AROUND, pools.build_allocator),
+        Hook("sglang.srt.managers.load_snapshot.shm_path_for", HookType.AROUND, load_file.shm_path_for),
         Hook("sglang.srt.utils.common.support_triton", HookType.AROUND, triton_gates.support_triton),
         Hook("sglang.srt.mem_cache.allocation.get_last_loc", HookType.AROUND, triton_gates.get_last_loc),
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang_hybrid import env
 from sglang_hybrid.config import config_from_environment
-from sglang_hybrid.integration import BACKEND_NAME
+from sglang_hybrid.integration import BACKEND_NAME, load_file
 from sglang_hybrid.integration.pools import check_capacity
 from sglang_hybrid.integration.refusals import Refusal, refuse_flags, refuse_model_config
 
@@ -65,7 +65,11 @@ def export_config_flags(args: argparse.Namespace) -> None:
 def resolve(original: Callable[[Any], None], args: Any) -> None:
     """Around SGLang's resolution: defaults and refusals of flags before, of models after."""
     asked = (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend)
-    if BACKEND_NAME not in asked or getattr(args, "_resolution_finished", False):
+    if BACKEND_NAME not in asked:
+        load_file.withdraw()
+        original(args)
+        return
+    if getattr(args, "_resolution_finished", False):  # by the process that spawned this one
         original(args)
         return
     args.attention_backend = BACKEND_NAME
@@ -76,6 +80,7 @@ def resolve(original: Callable[[Any], None], args: Any) -> None:
         model_config = _model_config(args)
         refuse_model_config(model_config)
         check_capacity(model_config, args.tp_size, args.nnodes)
+    load_file.provide()
 
 
 def _set_defaults(args: Any) -> None:

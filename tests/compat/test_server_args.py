@@ -47,7 +47,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SGLANG_HYBRID_CONFIG", "SGLANG_HYBRID_SET"):
+    for name in ("SGLANG_HYBRID_CONFIG", "SGLANG_HYBRID_SET", "SGLANG_HYBRID_LOAD_FILE"):
         monkeypatch.setenv(name, "")  # and restored afterwards, whatever the flags export
 
 

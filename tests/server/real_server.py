@@ -29,6 +29,8 @@ _COMMON = ("--device", DEVICE, "--dtype", "float32", "--random-seed", "1", "--ma
 class Server:
     """One server process with everything it starts, in a session of its own. Use as a context."""
 
+    shared_memory_before: frozenset[str] | set[str] = frozenset()  # for tests of what a server leaves behind
+
     def __init__(
         self, model: Path, backend: str, *flags: str, log: Path, environment: Mapping[str, str] | None = None
     ) -> None:

@@ -30,8 +30,14 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         "--hybrid", "host_memory=1GiB", "--hybrid", "budget_tokens=256", "--max-total-tokens", str(POOL_TOKENS),
         "--chunked-prefill-size", "256", "--enable-metrics", "--schedule-conservativeness", "0.01",
     )  # fmt: skip
+    before = shared_memory_files()
     with Server(model, "hybrid", *flags, log=log, environment=STRICT) as running:
+        running.shared_memory_before = before
         yield running
+
+
+def shared_memory_files() -> set[str]:
+    return set(os.listdir("/dev/shm"))
 
 
 def in_use(server: Server) -> tuple[int, int]:
@@ -104,12 +110,11 @@ def test_a_killed_server_leaves_no_process_and_nothing_in_shared_memory(server: 
     """Last in this module: it takes the server away."""
     family = server.family()
     assert any("memfd:sglang-hybrid-kv" in maps(process) for process in family)
-    before = set(os.listdir("/dev/shm"))
     server.process.send_signal(signal.SIGKILL)
     server.process.wait(30)
     _gone, alive = psutil.wait_procs(family, timeout=30)
     assert not alive, [(process.pid, process.cmdline()) for process in alive]
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if "sglang" in name]
+    assert shared_memory_files() <= server.shared_memory_before
     assert not [process for process in psutil.process_iter() if "memfd:sglang-hybrid-kv" in maps(process)]
 
 
