@@ -29,7 +29,8 @@ def origin() -> dict[str, Any]:
         "command": _command(),
         # a host that gets the files without the repository is told the commit
         "commit": os.environ.get("RESULT_COMMIT") or _git("rev-parse", "--short", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        # null where there is no repository to ask
+        "uncommitted_changes": bool(_git("status", "--porcelain", "-uno")) if _git("rev-parse", "HEAD") else None,
         "date": datetime.date.today().isoformat(),
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "architecture": platform.machine(), "gpu": _gpu()},
         "python": platform.python_version(),

@@ -1,4 +1,8 @@
-"""A budget below the context costs little: perplexity of decode steps behind 6,000-token prompts."""
+"""A budget below the context costs little on ordinary text: perplexity of decode steps behind 6,000-token prompts.
+
+The places are spread evenly over the text. There are places where it costs much, such as token 2,000, where the model
+copies from far back: see "Selection" in docs/design.md and bench/results/perplexity-copying.json.
+"""
 
 from __future__ import annotations
 
