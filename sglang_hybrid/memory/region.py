@@ -8,6 +8,7 @@ being handed the descriptor.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ class SharedRegion:
     def __init__(self, size: int, name: str = "sglang-hybrid") -> None:
         self.size = _round_up(size)
         self._used = 0
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, self.size)
             # backing memory is chosen at first touch, so the advice has to come before it
@@ -42,6 +43,8 @@ class SharedRegion:
             with contextlib.suppress(OSError):  # kernels without huge pages for shared memory
                 self._map.madvise(mmap.MADV_HUGEPAGE)
             self._prefault()
+            # nobody can shrink it from here on, so no process that maps it can be killed by reading beyond its end
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         except (OSError, ValueError, OverflowError) as e:
             os.close(self.fd)
             raise RegionError(f"cannot take {self.size / 2**30:.2f} GiB of shared host memory: {e}") from e
@@ -65,6 +68,11 @@ class SharedRegion:
             raise RegionError(f"the region of {self.size} bytes is used up: {end - self.size} bytes are missing")
         self._used = _round_up(end)
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(shape)
+
+    @property
+    def address(self) -> int:
+        """Where the region is mapped in this process."""
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
 
     @staticmethod
     def size_for(*pieces: int) -> int:

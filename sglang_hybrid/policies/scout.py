@@ -1,41 +1,39 @@
 """Policy ``scout``: every (row, KV head) attends to its best blocks, as many as the budget holds.
 
 Tail, recent and sink blocks are always attended; the rest of the budget goes to the blocks
-with the best digest scores. The two parts are computed apart and merged, as they will be
-computed by different processors.
+with the best digest scores: the misses, which are served by the CPU worker while this process
+attends to what is always in. The two parts are merged.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.misses.base import MissServer
 from sglang_hybrid.ops import reference
-from sglang_hybrid.policies.base import DecodeBatch, DecodePolicy, LayerCache
-
-
-@dataclass(frozen=True)
-class BlockList:
-    """Blocks to attend, per (row, KV head)."""
-
-    ids: torch.Tensor  # [rows, KV heads, n] pages, reference.NO_BLOCK where the list is shorter
-    fill: torch.Tensor  # [rows, KV heads, n] tokens in each
+from sglang_hybrid.policies.base import BlockList, DecodeBatch, DecodePolicy, LayerCache
 
 
 class ScoutPolicy(DecodePolicy):
-    def __init__(self, config: HybridConfig) -> None:
+    def __init__(self, config: HybridConfig, misses: MissServer) -> None:
+        self._misses = misses
         self._budget_blocks = config.budget_tokens // config.block_tokens
+        self._block_tokens = config.block_tokens
         self._sink = config.sink_blocks
         self._recent = config.recent_blocks
         self._spread = config.digest_spread
 
+    def begin_step(self, batch: DecodeBatch) -> None:
+        always = self._sink + self._recent + 1
+        if max(batch.lengths_on_host, default=0) > always * self._block_tokens:
+            self._misses.work_is_near()
+
     def decode(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
         always, misses = self.select(query, cache, batch, scale)
+        posted = self._misses.post(query, cache, misses, scale, batch.step)
         local = reference.attend_blocks(query, cache.keys, cache.values, always.ids, always.fill, scale)
-        remote = reference.attend_blocks(query, cache.keys, cache.values, misses.ids, misses.fill, scale)
-        out, _ = reference.merge(*local, *remote)
+        out, _ = reference.merge(*local, *posted.collect())
         return out.to(query.dtype)
 
     def select(

@@ -73,6 +73,15 @@ def test_defaults_are_the_documented_ones():
         "digest": "minmax",
         "digest_spread": 0.5,
         "host_memory": "auto",
+        "worker": "start",
+        "worker_provider": "native",
+        "worker_threads": "auto",
+        "worker_group_threads": "auto",
+        "worker_cores": "auto",
+        "worker_task_blocks": 8,
+        "worker_spin_us": 200,
+        "worker_deadline_ms": 500,
+        "worker_restart_seconds": 5.0,
     }
 
 
@@ -460,3 +469,20 @@ def test_importing_the_configuration_imports_neither_torch_nor_sglang():
     )
     done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# The worker's settings
+
+
+@pytest.mark.parametrize("value", ["start", "none", "/run/worker", "./worker-{rank}"])
+def test_a_worker_is_started_left_out_or_named_by_its_directory(value: str):
+    assert load_config(None, [f"worker={value}"]).worker == value
+
+
+def test_a_misspelled_worker_is_refused_with_the_legal_values():
+    assert '"start", "none"' in problem_of(overrides=["worker=statr"])
+
+
+@pytest.mark.parametrize("setting", ["worker_threads=0", "worker_threads=2000", "worker_group_threads=-1"])
+def test_thread_counts_out_of_range_are_refused(setting: str):
+    assert "from 1 to 1024" in problem_of(overrides=[setting])

@@ -13,6 +13,7 @@ from sglang_hybrid.backend import HybridAttention, PrefillBatch
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.memory.digests import Digests
 from sglang_hybrid.memory.pages import page_table, touched_pages
+from sglang_hybrid.misses.reference import ReferenceMisses
 from sglang_hybrid.ops.reference import NO_BLOCK
 from sglang_hybrid.policies import create_policy
 from sglang_hybrid.policies.base import DecodeBatch, LayerCache
@@ -209,7 +210,7 @@ def test_scout_is_softmax_over_exactly_the_blocks_within_the_budget(case: tuple[
     expected, _ = attention_over_blocks(
         requests.last_queries(), requests.cache.keys, requests.cache.values, blocks, requests.shape.scale
     )
-    out = ScoutPolicy(config).decode(
+    out = ScoutPolicy(config, ReferenceMisses()).decode(
         requests.last_queries(), requests.cache, requests.decode_batch(), requests.shape.scale
     )
     requests.assert_close(out, expected)
@@ -219,7 +220,8 @@ def test_scout_is_softmax_over_exactly_the_blocks_within_the_budget(case: tuple[
 def test_scout_tells_the_blocks_that_are_always_in_from_those_that_earned_it(case: tuple[HybridConfig, Requests]):
     config, requests = case
     batch = requests.decode_batch()
-    lists = ScoutPolicy(config).select(requests.last_queries(), requests.cache, batch, requests.shape.scale)
+    policy = ScoutPolicy(config, ReferenceMisses())
+    lists = policy.select(requests.last_queries(), requests.cache, batch, requests.shape.scale)
     for row, length in enumerate(requests.lengths):
         for head in range(requests.shape.heads):
             for found, positions in zip(lists, best_positions(requests, config, row, head), strict=True):

@@ -1,0 +1,37 @@
+"""One line a message, to stderr, with the process's name in front; a client's mistakes cannot fill the log."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def set_up(level: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"sglang-hybrid worker[{os.getpid()}]: %(message)s"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
+class LimitedLog:
+    """Warnings, at most one in ``interval_s``; the next one says how many were left out."""
+
+    def __init__(self, log: logging.Logger, interval_s: float = 1.0) -> None:
+        self._log, self._interval_s = log, interval_s
+        self._last = -float("inf")
+        self._left_out = 0
+
+    def warning(self, message: str) -> None:
+        now = time.monotonic()
+        if now - self._last < self._interval_s:
+            self._left_out += 1
+            return
+        more = f" (and {self._left_out} more since the last message)" if self._left_out else ""
+        # what a client sent may be part of the message: it stays on one line, and short
+        self._log.warning("%s%s", message[:500].encode("unicode_escape").decode("ascii"), more)
+        self._last, self._left_out = now, 0

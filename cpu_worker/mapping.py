@@ -1,0 +1,65 @@
+"""A memory file mapped into this process, by address: for code that takes pointers."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
+_CHUNK = 64 << 20  # small enough to notice soon that somebody wants us to stop
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
+]  # fmt: skip
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class Mapping:
+    """``size`` bytes of ``fd`` from its start, shared with whoever else has it. The descriptor may be closed then.
+
+    Nobody may use an address of it after ``close``: whoever computes on it is stopped first.
+    """
+
+    def __init__(self, fd: int, size: int, *, writable: bool) -> None:
+        """Raises OSError."""
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, fd, 0)
+        if address is None or address == _FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        self.address: int = address
+        self.size = size
+        self._populate_advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
+
+    def populate(self, threads: int, cancelled: Callable[[], bool]) -> None:
+        """Enter every page into this process's page table, so that no later access waits for that.
+
+        Ends early when ``cancelled``. Raises OSError where the file cannot be backed by memory (an access would be
+        fatal). Does nothing on kernels that cannot do it.
+        """
+
+        def enter(start: int) -> None:
+            if cancelled():
+                return
+            bytes_ = min(_CHUNK, self.size - start)
+            if _libc.madvise(self.address + start, bytes_, self._populate_advice):
+                number = ctypes.get_errno()
+                if number != errno.EINVAL:
+                    raise OSError(number, os.strerror(number))
+
+        with ThreadPoolExecutor(max_workers=max(1, threads)) as pool:
+            list(pool.map(enter, range(0, self.size, _CHUNK)))
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.address:
+            _libc.munmap(self.address, self.size)
+            self.address = 0

@@ -1,0 +1,39 @@
+"""Intel's extension for PyTorch as a provider: the same as ``torch`` with its flash attention."""
+
+from __future__ import annotations
+
+import importlib
+
+from cpu_worker.providers.base import ProviderError
+from cpu_worker.providers.torch import Kernel, TorchProvider  # before torch: says what to do where it is missing
+
+import torch  # isort: skip
+
+
+class IpexProvider(TorchProvider):
+    name = "ipex"
+
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            importlib.import_module("intel_extension_for_pytorch")  # registers torch.ops.torch_ipex
+        except Exception as error:  # it fails in many ways next to a torch it was not built for
+            raise ProviderError(
+                f"provider ipex cannot be loaded ({type(error).__name__}: {error}). It is an optional extra, for x86 "
+                "only, that needs torch 2.8 in an environment of the worker's own (requirements/ipex.txt has the "
+                "commands); start the worker there by hand. Intel archived the project in March 2026, with known "
+                "security issues: prefer provider=native"
+            ) from error
+        if not hasattr(torch.ops.torch_ipex, "flash_attention"):
+            raise ProviderError("this intel_extension_for_pytorch has no flash_attention: use provider=native")
+
+    def kernel(self) -> Kernel:
+        def flash_attention(
+            query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            result: tuple[torch.Tensor, torch.Tensor] = torch.ops.torch_ipex.flash_attention(
+                query, keys, values, 0.0, False, scale=scale
+            )
+            return result
+
+        return flash_attention

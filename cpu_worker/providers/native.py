@@ -1,0 +1,77 @@
+"""The default: the engine's own threads run the C++ kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from cpu_worker.cores import Placement
+from cpu_worker.engine import Engine, Regions
+from cpu_worker.providers.base import Provider
+from sglang_hybrid.native.library import checked, library
+from sglang_hybrid.native.structs import ITEMSIZES, BlockAttention
+from sglang_hybrid.transport.messages import Plan, Planned, StatsReport
+
+_ALIGNMENT = 64  # of queries, see block_attention.h
+
+
+class NativeProvider(Provider):
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._regions: Regions | None = None
+        self._threads = 0
+
+    def start(self, regions: Regions, plan: Plan, placement: Placement, failed: Callable[[str], None]) -> Planned:
+        self._engine = Engine(regions, plan, placement)
+        self._regions, self._threads = regions, placement.threads
+        variant = library().sh_variant_name(regions.geometry.dtype, regions.geometry.head_dim, None)
+        return Planned(
+            provider="native",
+            variant=variant.decode(),  # the engine would not have started without one
+            threads=placement.threads,
+            group_threads=placement.group_threads,
+            cores=list(placement.cores),
+        )
+
+    def warm_up(self, cancelled: Callable[[], bool]) -> None:
+        assert self._regions is not None
+        self._regions.mailbox.populate(1, cancelled)
+        self._regions.pool.populate(self._threads, cancelled)
+        _run_kernel_once(self._regions)
+
+    def stats(self) -> StatsReport:
+        assert self._engine is not None
+        return self._engine.stats()
+
+    def drain(self, timeout_s: float) -> bool:
+        assert self._engine is not None
+        return self._engine.drain(timeout_s)
+
+    def stop(self) -> None:
+        if self._engine is not None:
+            self._engine.stop()
+            self._engine = None
+
+
+def _run_kernel_once(regions: Regions) -> None:
+    """A query of zeros over page 0, which holds no tokens of anybody: loads the kernel's code."""
+    shape, pool = regions.geometry, regions.pool.address
+    query = ctypes.create_string_buffer(shape.group * shape.head_dim * ITEMSIZES[shape.dtype] + _ALIGNMENT)
+    out = (ctypes.c_float * (shape.group * shape.head_dim))()
+    lse = (ctypes.c_float * shape.group)()
+    task = BlockAttention(
+        query=-(-ctypes.addressof(query) // _ALIGNMENT) * _ALIGNMENT,
+        keys=pool + shape.keys,
+        values=pool + shape.values,
+        page_stride=shape.kv_heads * 32 * shape.head_dim * ITEMSIZES[shape.dtype],
+        pages=(ctypes.c_uint32 * 1)(0),
+        count=1,
+        last_fill=32,
+        group=shape.group,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+        scale=1.0,
+        out=out,
+        lse=lse,
+    )
+    checked(library().sh_attend, ctypes.byref(task), None)

@@ -1,0 +1,192 @@
+"""Torch's own CPU attention as a provider: the yardstick for the native kernels, and for hosts they do not know.
+
+A Python thread takes posts from the engine, gathers their blocks and calls flash attention.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+from cpu_worker.cores import Placement
+from cpu_worker.engine import Engine, Regions
+from cpu_worker.providers.base import Provider, ProviderError
+from sglang_hybrid.native.structs import Job
+from sglang_hybrid.transport.messages import Plan, Planned, StatsReport
+
+try:
+    import torch
+except ImportError as error:
+    raise ProviderError(
+        f"provider torch needs torch in the worker's environment ({error}): install it there, or use provider=native"
+    ) from error
+
+_BLOCK_TOKENS = 32
+_TAKE_US = 100_000  # how late the thread may notice that it shall stop
+_CHUNK_BYTES = 16 << 20  # of gathered keys and values: what stays in cache between gather and attention
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # by the number of structs.DTYPES
+
+log = logging.getLogger(__name__)
+
+# query, keys, values [n, 1, tokens, D] and a scale -> output [n, 1, G, D] and natural-log LSE [n, 1, G]
+Kernel: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, float],
+    tuple[torch.Tensor, torch.Tensor],
+]
+
+
+def flash_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, False, scale=scale
+    )
+    return result
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: torch.Tensor,
+    count: torch.Tensor,
+    last_fill: torch.Tensor,
+    scale: float,
+    kernel: Kernel = flash_attention,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``attend_blocks`` of the reference, with block lists as a post has them.
+
+    query ``[B, H, G, D]``; keys, values: pools ``[pages, H, 32, D]``; pages ``[B, H, N]``, of which the first
+    ``count[b, h]`` are the list and ``last_fill[b, h]`` the tokens of its last block -> out ``[B, H, G, D]`` (0 where a
+    list is empty) and lse ``[B, H, G]`` (``-inf`` there), both float32. Pages are not checked.
+
+    The G query heads of a (row, KV head) are the sequence of one batch entry, so that its blocks are read once; entries
+    with equally many tokens are computed together.
+    """
+    out = torch.zeros(query.shape, dtype=torch.float32)
+    lse = torch.full(query.shape[:3], -torch.inf)
+    tokens = torch.where(count > 0, (count - 1) * _BLOCK_TOKENS + last_fill, 0)
+    pair_bytes = 2 * _BLOCK_TOKENS * query.shape[3] * query.element_size()
+    for length in tokens.unique().tolist():
+        if length == 0:
+            continue
+        blocks = -(-length // _BLOCK_TOKENS)
+        rows, heads = (tokens == length).nonzero(as_tuple=True)
+        # at least as many pairs as threads, or some would have nothing to do
+        chunk = max(torch.get_num_threads(), _CHUNK_BYTES // (pair_bytes * blocks))
+        for row, head in zip(rows.split(chunk), heads.split(chunk), strict=True):
+            listed = pages[row, head, :blocks]
+            k, v = (pool[listed, head[:, None]].flatten(1, 2)[:, None, :length] for pool in (keys, values))
+            partial, sums = kernel(query[row, head][:, None], k, v, scale)
+            out[row, head] = partial.squeeze(1).float()
+            lse[row, head] = sums.reshape(len(row), -1).float()
+    return out, lse
+
+
+class TorchProvider(Provider):
+    name: Literal["torch", "ipex"] = "torch"
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+
+    def kernel(self) -> Kernel:
+        return flash_attention
+
+    def start(self, regions: Regions, plan: Plan, placement: Placement, failed: Callable[[str], None]) -> Planned:
+        self._regions, self._placement, self._failed = regions, placement, failed
+        self._kernel = self.kernel()
+        self._engine = Engine(regions, plan, Placement(threads=0, group_threads=1))
+        self._thread = threading.Thread(target=self._run, name="hybrid-torch", daemon=True)
+        self._thread.start()
+        return Planned(
+            provider=self.name,
+            variant=self.name,
+            threads=placement.threads,
+            group_threads=placement.threads,  # all threads share every post
+            cores=list(placement.cores),
+        )
+
+    def warm_up(self, cancelled: Callable[[], bool]) -> None:
+        self._regions.mailbox.populate(1, cancelled)
+        self._regions.pool.populate(self._placement.threads, cancelled)
+        shape = self._regions.geometry
+        keys, values = self._pools(layer=0)
+        query = torch.zeros(1, shape.kv_heads, shape.group, shape.head_dim, dtype=_DTYPES[shape.dtype])
+        one = torch.ones(1, shape.kv_heads, dtype=torch.long)
+        attend(query, keys, values, torch.zeros_like(one)[:, :, None], one, one, 1.0, self._kernel)
+
+    def stats(self) -> StatsReport:
+        assert self._engine is not None
+        return self._engine.stats()
+
+    def drain(self, timeout_s: float) -> bool:
+        assert self._engine is not None
+        return self._engine.drain(timeout_s)
+
+    def stop(self) -> None:
+        if self._engine is not None and self._thread is not None:
+            self._stopping.set()
+            self._thread.join()
+            self._engine.stop()
+            self._engine = None
+
+    def _run(self) -> None:
+        assert self._engine is not None
+        try:
+            if self._placement.cores:
+                # this thread, and by inheritance torch's threads, which it creates
+                os.sched_setaffinity(0, self._placement.cores)
+            torch.set_num_threads(self._placement.threads)
+            with torch.inference_mode():
+                while not self._stopping.is_set():
+                    job = self._engine.take(_TAKE_US)
+                    if job is not None:
+                        out, lse = self._compute(job)
+                        self._engine.answer(out.data_ptr(), lse.data_ptr())
+        except Exception as error:  # without this thread nobody answers, whatever the reason
+            log.debug("provider %s", self.name, exc_info=True)
+            self._failed(f"provider {self.name} failed: {error}")
+
+    def _compute(self, job: Job) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = self._regions.geometry
+        lists = (job.rows, shape.kv_heads)
+
+        def numbers(pointer: object, *extents: int) -> torch.Tensor:
+            address = ctypes.cast(pointer, ctypes.c_void_p).value  # type: ignore[arg-type]
+            # page numbers fit an int32: a pool of 2^31 pages would take terabytes
+            return _view(address, extents, torch.int32).long()
+
+        query = _view(job.query, (*lists, shape.group, shape.head_dim), _DTYPES[shape.dtype])
+        keys, values = self._pools(job.layer)
+        return attend(
+            query,
+            keys,
+            values,
+            numbers(job.pages, *lists, shape.max_blocks),
+            numbers(job.count, *lists),
+            numbers(job.last_fill, *lists),
+            job.scale,
+            self._kernel,
+        )
+
+    def _pools(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape, pool = self._regions.geometry, self._regions.pool.address
+        extents = (shape.pages, shape.kv_heads, _BLOCK_TOKENS, shape.head_dim)
+        first = pool + layer * shape.layer_stride
+        dtype = _DTYPES[shape.dtype]
+        return _view(first + shape.keys, extents, dtype), _view(first + shape.values, extents, dtype)
+
+
+def _view(address: int | None, extents: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over memory that this process does not own. Torch must not write to it: the pool is mapped read-only."""
+    size = torch.Size(extents).numel()
+    if not address or not size:
+        return torch.empty(extents, dtype=dtype)
+    memory = (ctypes.c_char * (size * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(extents)

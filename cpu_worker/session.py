@@ -1,0 +1,117 @@
+"""What an attach created: the regions of one client, and who computes on them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from cpu_worker import providers
+from cpu_worker.cores import place, read_topology
+from cpu_worker.engine import Regions
+from cpu_worker.mapping import Mapping
+from cpu_worker.providers import Provider
+from cpu_worker.regions import Offer, RegionError, checked_size
+from sglang_hybrid.native.library import checked, library
+from sglang_hybrid.native.structs import Geometry
+from sglang_hybrid.transport.messages import Plan, Planned, StatsReport
+
+
+class SessionError(RuntimeError):
+    """A request that is not possible now. The message says what is missing."""
+
+
+class Session:
+    """The regions of one client, from attach to ``close``. The connection they came over is ``offer.connection``."""
+
+    def __init__(self, offer: Offer, owner: bytes, failed: Callable[[str], None]) -> None:
+        """Map and check the two regions and close their descriptors.
+
+        ``owner`` is the client that attached; ``failed`` is called with a reason, from any thread, when a provider
+        cannot go on. Raises RegionError, NativeError or OSError; nothing is mapped then and the offer is as before.
+        """
+        self.offer, self.owner = offer, owner
+        self._failed = failed
+        self._provider: Provider | None = None
+        self._regions = _map(*offer.descriptors)
+        offer.close_descriptors()
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._regions.geometry
+
+    @property
+    def serving(self) -> bool:
+        return self._provider is not None
+
+    @property
+    def completed(self) -> int:
+        return self._regions.completed
+
+    def plan(self, plan: Plan) -> Planned:
+        """Start computing, in place of what ran before.
+
+        Raises CoresError or ProviderError before anything changed; NativeError when the engine could not be started,
+        and then nobody computes.
+        """
+        placement = place(read_topology(), plan.cores, plan.threads, plan.group_threads)
+        provider = providers.create(plan.provider)
+        self._stop_provider()
+        try:
+            planned = provider.start(self._regions, plan, placement, self._failed)
+        except BaseException:
+            provider.stop()
+            raise
+        self._provider = provider
+        return planned
+
+    def warm_up(self, cancelled: Callable[[], bool]) -> None:
+        self._running("warm-up").warm_up(cancelled)
+
+    def stats(self) -> StatsReport:
+        return self._running("stats").stats()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until what is posted now is answered; True as well where nobody computes."""
+        return self._provider is None or self._provider.drain(timeout_s)
+
+    def close(self) -> None:
+        """Stop computing, then let go of everything. Idempotent."""
+        self._stop_provider()
+        self._regions.mailbox.close()
+        self._regions.pool.close()
+        self.offer.close()
+
+    def _running(self, request: str) -> Provider:
+        if self._provider is None:
+            raise SessionError(f"{request} needs a plan, send one first")
+        return self._provider
+
+    def _stop_provider(self) -> None:
+        if self._provider is not None:
+            self._provider.stop()
+            self._provider = None
+
+
+def _map(mailbox_fd: int, pool_fd: int) -> Regions:
+    mailbox_size, pool_size = checked_size(mailbox_fd, "mailbox"), checked_size(pool_fd, "pool")
+    mailbox = _map_one(mailbox_fd, mailbox_size, "mailbox", writable=True)
+    try:
+        # read-only: whatever goes wrong here, no KV cache is ever damaged by the worker
+        pool = _map_one(pool_fd, pool_size, "pool", writable=False)
+        try:
+            geometry = Geometry()
+            checked(library().sh_mailbox_check, mailbox.address, mailbox_size, pool_size, ctypes.byref(geometry))
+            return Regions(mailbox, pool, geometry)
+        except BaseException:
+            pool.close()
+            raise
+    except BaseException:
+        mailbox.close()
+        raise
+
+
+def _map_one(fd: int, size: int, name: str, *, writable: bool) -> Mapping:
+    try:
+        return Mapping(fd, size, writable=writable)
+    except OSError as error:
+        raise RegionError(f"the {name} of {size} bytes cannot be mapped: {error.strerror}") from error

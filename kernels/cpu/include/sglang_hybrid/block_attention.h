@@ -1,0 +1,51 @@
+// Attention of one token's query heads over a list of KV blocks: the operation that every variant implements.
+//
+// The specification is `attend_blocks` in sglang_hybrid/ops/reference.py; this is that operation for one (row, KV head).
+#pragma once
+
+#include <cstdint>
+
+namespace sglang_hybrid {
+
+enum class DType : uint32_t { bf16 = 0, fp16 = 1, fp32 = 2 };
+
+inline constexpr uint32_t block_tokens = 32;
+inline constexpr uint32_t max_group = 16;
+inline constexpr uint32_t max_head_dim = 256;
+
+constexpr uint32_t bytes_of(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
+
+constexpr bool is_head_dim(uint32_t dim) { return dim == 64 || dim == 96 || dim == 128 || dim == 256; }
+
+// One KV head of one row. Block i of the list is at `keys + pages[i] * page_stride`: 32 tokens of head_dim values,
+// contiguous. Pointers to pools and queries are aligned to 64 bytes; `out` and `lse` to 4.
+struct BlockAttention {
+    const void* query;     // [group][head_dim], of the pool's dtype
+    const char* keys;      // this KV head in page 0
+    const char* values;    // likewise
+    uint64_t page_stride;  // bytes from a page to the next, the same for keys and values
+    const uint32_t* pages; // checked by the caller: a kernel follows them blindly
+    uint32_t count;        // blocks in the list, may be 0
+    uint32_t last_fill;    // tokens in the last block, 1 to 32; what is behind them may be anything, NaN included
+    uint32_t group;        // query heads, 1 to 16
+    uint32_t head_dim;     // of keys and of values
+    DType dtype;
+    float scale;           // of the logits
+    float* out;            // [group][head_dim]; not written when the list is empty
+    float* lse;            // [group], natural logarithm; -inf when the list is empty
+};
+
+using Kernel = void (*)(const BlockAttention&);
+
+// The kernel for a shape. `variant` is a name of `variants()`, or null for the fastest that this machine has (or what
+// the environment variable SGLANG_HYBRID_CPU_VARIANT names). A variant that has nothing special for a dtype uses the
+// next simpler one. Returns null where the shape is not supported or the variant is not available on this machine.
+Kernel find_kernel(DType dtype, uint32_t head_dim, const char* variant);
+
+// The variants that this machine can run, fastest first, separated by commas: such as "amx,avx512,avx2,portable".
+const char* variants();
+
+// The name of the variant that find_kernel(dtype, head_dim, variant) ends up with, null where it returns null.
+const char* variant_name(DType dtype, uint32_t head_dim, const char* variant);
+
+}  // namespace sglang_hybrid

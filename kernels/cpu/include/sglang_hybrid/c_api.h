@@ -1,0 +1,127 @@
+// The library's interface for other languages. Functions that can fail return 0 on success and put a sentence into
+// `error` (may be null) otherwise. No function throws, and none keeps a pointer beyond the call unless it says so.
+#pragma once
+
+#include <cstdint>
+
+#include "sglang_hybrid/block_attention.h"
+#include "sglang_hybrid/mailbox.h"
+
+#define SH_API extern "C" __attribute__((visibility("default")))
+
+// Counts up whenever a function or struct of this file or of mailbox.h changes.
+inline constexpr uint32_t sh_interface = 1;
+inline constexpr uint32_t sh_error_bytes = 256;
+
+SH_API uint32_t sh_interface_version();
+
+// -- kernels -----------------------------------------------------------------------------------------------------------
+
+SH_API const char* sh_variants();
+SH_API const char* sh_variant_name(uint32_t dtype, uint32_t head_dim, const char* variant);
+SH_API int sh_attend(const sglang_hybrid::BlockAttention* task, const char* variant, char* error);
+// Bytes per second that `threads` threads read from memory, each its own part, front to back; best of `repeats`.
+SH_API double sh_read_bandwidth(const void* memory, uint64_t bytes, uint32_t threads, const int32_t* cores,
+                                uint32_t repeats);
+
+// -- mailbox -----------------------------------------------------------------------------------------------------------
+
+struct sh_field {
+    const char* record;
+    const char* name;
+    uint32_t offset;
+    uint32_t bytes;
+};
+SH_API const sh_field* sh_mailbox_fields(uint32_t* count);
+SH_API int sh_mailbox_layout(const sglang_hybrid::Geometry* geometry, sglang_hybrid::MailboxLayout* layout, char* error);
+// Write the header of a zeroed mailbox.
+SH_API int sh_mailbox_create(void* mailbox, uint64_t bytes, const sglang_hybrid::Geometry* geometry, char* error);
+// Read and check the header of a mailbox made by another process; `pool_bytes` is the true size of the pool's region.
+SH_API int sh_mailbox_check(const void* mailbox, uint64_t bytes, uint64_t pool_bytes, sglang_hybrid::Geometry* geometry,
+                            char* error);
+
+// -- client: one thread at a time --------------------------------------------------------------------------------------
+
+struct sh_client;
+// `mailbox` stays in use until sh_client_close.
+SH_API sh_client* sh_client_open(void* mailbox, const sglang_hybrid::Geometry* geometry, char* error);
+SH_API void sh_client_close(sh_client* client);
+// Block lists as `attend_blocks` of the reference has them: pages and fill [rows][KV head][listed] (int64, page -1 where
+// the list is shorter), query [rows][KV head][group][head_dim].
+struct sh_lists {
+    const void* query;
+    const int64_t* pages;
+    const int64_t* fill;
+    uint32_t rows;
+    uint32_t listed;
+    uint32_t layer;
+    float scale;
+};
+// Post one layer. Only the last block of a list may be partial. On success `sequence` is the post's number.
+SH_API int sh_client_post(sh_client* client, const sh_lists* lists, uint32_t generation, uint64_t* sequence, char* error);
+// What became of a row
+enum sh_outcome : uint8_t {
+    sh_late = 0,     // no reply in time
+    sh_served = 1,
+    sh_damaged = 2,  // refused, or a reply that cannot be: a sequence number of the future, another generation
+};
+// Wait until every row of the post is answered, `timeout_ns` are over, or *gone is not 0 (another thread sets it when
+// the worker died). Copies what was answered to out [rows][KV head][group][head_dim] (zeros where a list was empty) and
+// lse [rows][KV head][group], and sets served[row] to an sh_outcome. Returns the number of rows that are not sh_served.
+SH_API uint32_t sh_client_collect(sh_client* client, uint64_t sequence, uint64_t timeout_ns, const uint32_t* gone,
+                                  float* out, float* lse, uint8_t* served);
+SH_API void sh_client_wake(sh_client* client);
+SH_API uint64_t sh_client_completed(const sh_client* client);
+SH_API uint64_t sh_client_heartbeat(const sh_client* client);
+
+// -- without a worker --------------------------------------------------------------------------------------------------
+
+// The same computation in the calling process, to the bit, for the rows that are not sh_served (null: all rows).
+// Uses up to `threads` threads, and only for as long as the call takes.
+SH_API int sh_attend_local(const char* pool, const sglang_hybrid::Geometry* geometry, const sh_lists* lists,
+                           uint32_t task_blocks, uint32_t threads, const uint8_t* served, float* out, float* lse,
+                           char* error);
+
+// -- worker ------------------------------------------------------------------------------------------------------------
+
+struct sh_engine;
+struct sh_engine_options {
+    uint32_t threads;        // that compute; 0: none, the owner answers posts itself with sh_engine_take
+    uint32_t group_threads;  // threads of a group
+    uint32_t task_blocks;    // blocks of one task, the unit of stealing
+    uint32_t spin_us;        // how long to stay awake after the last post or wake
+    const int32_t* cores;    // [threads] core of each thread, or null: not bound
+    const char* variant;     // or null
+};
+struct sh_engine_stats {
+    uint64_t posts;          // answered
+    uint64_t rows;           // answered
+    uint64_t refused_rows;   // out of bounds
+    uint64_t abandoned_posts;  // given up: overtaken by newer ones, or their rows never came
+    uint64_t blocks;         // attended
+    uint64_t stolen_tasks;   // computed outside their own group
+    uint64_t busy_ns;        // from a post's arrival to its last reply
+    uint64_t parks;          // times the worker went to sleep
+    uint64_t tasks;
+};
+// `mailbox` and `pool` stay in use until sh_engine_stop, which ends all threads.
+SH_API sh_engine* sh_engine_start(void* mailbox, const char* pool, const sglang_hybrid::Geometry* geometry,
+                                  const sh_engine_options* options, char* error);
+SH_API void sh_engine_stop(sh_engine* engine);
+SH_API void sh_engine_read_stats(const sh_engine* engine, sh_engine_stats* stats);
+
+// One post, copied and checked, for providers that compute elsewhere. Rows that are out of bounds have been refused
+// already and have empty lists here.
+struct sh_job {
+    uint64_t sequence;
+    uint32_t layer;
+    uint32_t rows;
+    float scale;
+    const void* query;      // [rows][KV head][group][head_dim]
+    const uint32_t* count;  // [rows][KV head]
+    const uint32_t* last_fill;
+    const uint32_t* pages;  // [rows][KV head][max_blocks]
+};
+// Wait for a post: 1 and a job that is valid until sh_engine_answer, or 0 when `timeout_us` are over.
+SH_API int sh_engine_take(sh_engine* engine, uint64_t timeout_us, sh_job* job);
+SH_API void sh_engine_answer(sh_engine* engine, const float* out, const float* lse);

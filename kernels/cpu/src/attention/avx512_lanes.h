@@ -1,0 +1,101 @@
+// AVX-512 (F, BW, DQ, VL) as Lanes of vector_kernel.h.
+//
+// bf16 is computed in fp32 here too. On Sapphire Rapids VDPBF16PS takes two cycles where FMA takes half a one, so that
+// it has half the throughput of fp32 for the same sums, and it would round the weights.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+#include "sglang_hybrid/block_attention.h"
+
+namespace sglang_hybrid {
+namespace {
+
+struct Avx512Lanes {
+    using Vector = __m512;
+    static constexpr uint32_t width = 16;
+    static constexpr uint32_t logit_heads = 1;
+    static constexpr uint32_t output_heads = 6;
+    static constexpr uint32_t output_pairs = 2;
+
+    static Vector zero() { return _mm512_setzero_ps(); }
+    static Vector broadcast(float value) { return _mm512_set1_ps(value); }
+    static Vector load(const float* from) { return _mm512_loadu_ps(from); }
+    static void store(float* to, Vector v) { _mm512_storeu_ps(to, v); }
+    static Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
+    static Vector sub(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
+    static Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
+    static Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+    static Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
+    static Vector round(Vector x) {
+        return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    }
+
+    static Vector scaled_where_at_least(Vector value, Vector power, Vector x, float threshold) {
+        const __mmask16 kept = _mm512_cmp_ps_mask(x, _mm512_set1_ps(threshold), _CMP_GE_OQ);
+        return _mm512_maskz_scalef_ps(kept, value, power);
+    }
+
+    static float highest(Vector v) { return _mm512_reduce_max_ps(v); }
+    static float sum(Vector v) { return _mm512_reduce_add_ps(v); }
+
+    static Vector sum_each(const Vector (&v)[width]) {
+        // each step halves the vectors, and the partial sums that remain of each
+        Vector four[4];
+#pragma GCC unroll 4
+        for (uint32_t i = 0; i < 4; ++i) {
+            const Vector* in = v + 4 * i;
+            const Vector low = add(_mm512_unpacklo_ps(in[0], in[1]), _mm512_unpackhi_ps(in[0], in[1]));
+            const Vector high = add(_mm512_unpacklo_ps(in[2], in[3]), _mm512_unpackhi_ps(in[2], in[3]));
+            const __m512d a = _mm512_castps_pd(low), b = _mm512_castps_pd(high);
+            four[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+        }
+        const Vector low = sum_lanes_of_two(four[0], four[1]);
+        const Vector high = sum_lanes_of_two(four[2], four[3]);
+        return sum_lanes_of_two(low, high);
+    }
+
+    template <DType dtype>
+    static constexpr bool splits = dtype == DType::bf16;
+
+    template <DType dtype>
+    static void load_pair(const char* from, Vector& a, Vector& b) {
+        if constexpr (dtype == DType::bf16) {
+            const __m512i both = _mm512_loadu_si512(from);
+            a = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+            b = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+        } else if constexpr (dtype == DType::fp16) {
+            a = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+            b = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 32)));
+        } else {
+            a = _mm512_loadu_ps(from);
+            b = _mm512_loadu_ps(from + 64);
+        }
+    }
+
+    static void interleave(Vector& even, Vector& odd) {
+        const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+        const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+        const Vector first = _mm512_permutex2var_ps(even, low, odd);
+        odd = _mm512_permutex2var_ps(even, high, odd);
+        even = first;
+    }
+
+    using Weights = __m512;
+    static constexpr uint32_t weight_tokens = 1;
+    static Weights load_weights(const float* from) { return broadcast(*from); }
+    template <uint32_t>
+    static Vector fma_weight(Vector value, Weights weight, Vector sum) {
+        return fma(value, weight, sum);
+    }
+
+private:
+    // of 128-bit lanes: a0+a1, a2+a3, b0+b1, b2+b3
+    static Vector sum_lanes_of_two(Vector a, Vector b) {
+        return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    }
+};
+
+}  // namespace
+}  // namespace sglang_hybrid

@@ -1,0 +1,10 @@
+#include "attention/variants.h"
+
+namespace sglang_hybrid {
+
+VariantList known_variants() {
+    static const Variant portable = {"portable", portable_kernel, true};
+    return {&portable, 1};
+}
+
+}  // namespace sglang_hybrid

@@ -1,0 +1,67 @@
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "attention/variants.h"
+
+namespace sglang_hybrid {
+namespace {
+
+struct Choice {
+    Kernel kernel = nullptr;
+    const char* name = nullptr;
+};
+
+Choice choose(DType dtype, uint32_t head_dim, const char* wanted) {
+    if (wanted == nullptr) {
+        wanted = std::getenv("SGLANG_HYBRID_CPU_VARIANT");
+        if (wanted != nullptr && *wanted == '\0') {
+            wanted = nullptr;
+        }
+    }
+    const VariantList list = known_variants();
+    bool reached = wanted == nullptr;
+    for (const Variant* variant = list.first; variant != list.first + list.count; ++variant) {
+        if (!reached && std::strcmp(variant->name, wanted) == 0) {
+            if (!variant->available) {
+                return {};
+            }
+            reached = true;
+        }
+        if (reached && variant->available) {
+            if (Kernel kernel = variant->kernel(dtype, head_dim)) {
+                return {kernel, variant->name};
+            }
+        }
+    }
+    return {};
+}
+
+std::string available_names() {
+    std::string names;
+    const VariantList list = known_variants();
+    for (const Variant* variant = list.first; variant != list.first + list.count; ++variant) {
+        if (variant->available) {
+            names += names.empty() ? "" : ",";
+            names += variant->name;
+        }
+    }
+    return names;
+}
+
+}  // namespace
+
+Kernel find_kernel(DType dtype, uint32_t head_dim, const char* variant) {
+    return choose(dtype, head_dim, variant).kernel;
+}
+
+const char* variant_name(DType dtype, uint32_t head_dim, const char* variant) {
+    return choose(dtype, head_dim, variant).name;
+}
+
+const char* variants() {
+    static const std::string names = available_names();
+    return names.c_str();
+}
+
+}  // namespace sglang_hybrid

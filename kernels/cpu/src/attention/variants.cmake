@@ -1,0 +1,25 @@
+# ATTENTION_SOURCES: block attention for this processor architecture. Each variant's file is compiled for its own
+# instruction set, and only for that: nothing may need the machine that compiles.
+function(attention_flags file)
+  set_source_files_properties(src/attention/${file} PROPERTIES COMPILE_OPTIONS "-O3;${ARGN}")
+endfunction()
+
+set(ATTENTION_SOURCES src/attention/dispatch.cpp src/attention/portable.cpp)
+attention_flags(portable.cpp)
+
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+  set(AVX512_FLAGS -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512
+      -Wno-uninitialized -Wno-maybe-uninitialized)  # GCC before 13 warns of its own AVX-512 headers (bug 105593)
+  attention_flags(avx2.cpp -mavx2 -mfma -mf16c)
+  attention_flags(avx512.cpp ${AVX512_FLAGS})
+  attention_flags(amx.cpp ${AVX512_FLAGS} -mamx-tile -mamx-bf16)
+  list(APPEND ATTENTION_SOURCES
+       src/attention/detect_x86_64.cpp src/attention/avx2.cpp src/attention/avx512.cpp src/attention/amx.cpp)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
+  attention_flags(neon.cpp -march=armv8-a)
+  attention_flags(neon_bf16.cpp -march=armv8.2-a+bf16)
+  list(APPEND ATTENTION_SOURCES
+       src/attention/detect_aarch64.cpp src/attention/neon.cpp src/attention/neon_bf16.cpp)
+else()
+  list(APPEND ATTENTION_SOURCES src/attention/detect_other.cpp)
+endif()

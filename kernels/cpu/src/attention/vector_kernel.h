@@ -1,0 +1,359 @@
+// Block attention in fp32 vectors, for any instruction set that a Lanes type describes.
+//
+// Lanes has
+//   Vector, width                     fp32 values in a register
+//   logit_heads                       query heads whose logits are computed together, for `width` tokens at a time
+//   output_heads, output_pairs        heads x pairs of vectors of the output that fit the registers
+//   zero broadcast load store add sub mul fma(a, b, c) = a * b + c, max
+//   round(x)                          to the nearest integer
+//   scaled_where_at_least(v, n, x, t) v * 2^n where x >= t, 0 elsewhere; the result is a normal number there
+//   highest(v), sum(v)                over the lanes
+//   sum_each(v[width])                lane i is the sum of v[i]
+//   load_pair<dtype>(p, a, b)         2 * width values as fp32: the first half in a and the rest in b, or, where
+//                                     splits<dtype> says so, those with even index in a and those with odd index in b
+//   interleave(a, b)                  undoes the latter
+//   Weights, weight_tokens, load_weights(p), fma_weight<i>(v, w, acc) = v * p[i] + acc, for i < weight_tokens
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+
+#include "attention/block_list.h"
+#include "attention/exponential.h"
+
+namespace sglang_hybrid {
+namespace {
+
+template <uint32_t number>
+struct Constant {
+    static constexpr uint32_t value = number;
+};
+
+// body(Constant<number>) for a number between 1 and limit that is known only at run time
+template <uint32_t limit, class Body>
+inline void with_constant(uint32_t number, Body body) {
+    if constexpr (limit > 1) {
+        if (number < limit) {
+            return with_constant<limit - 1>(number, body);
+        }
+    }
+    body(Constant<limit>());
+}
+
+// body(first head, Constant<heads>) for the whole group in parts of nearly equal size, each at most `limit`
+template <uint32_t limit, class Body>
+inline void in_parts(uint32_t group, Body body) {
+    uint32_t first = 0;
+    for (uint32_t parts = (group + limit - 1) / limit; parts > 0; --parts) {
+        const uint32_t heads = (group - first + parts - 1) / parts;
+        with_constant<limit>(heads, [&](auto constant) { body(first, constant); });
+        first += heads;
+    }
+}
+
+// What is kept from block to block, and the steps that work on it in fp32 whatever the dtype of the pool. Dimensions are
+// in the order of load_pair everywhere in here. All of it is uninitialised until start().
+template <class Lanes, uint32_t dim>
+class RunningAttention {
+public:
+    using Vector = typename Lanes::Vector;
+    static constexpr uint32_t width = Lanes::width;
+    static constexpr uint32_t pair = 2 * width;
+    static_assert(dim % pair == 0 && block_tokens % width == 0 && max_group % width == 0);
+
+    template <DType dtype>
+    static constexpr uint32_t row_bytes = dim * (dtype == DType::fp32 ? 4 : 2);
+
+    template <DType dtype>
+    static constexpr uint32_t block_lines = block_tokens * row_bytes<dtype> / cache_line;
+
+    template <DType dtype>
+    void start(const BlockAttention& work) {
+        group_ = work.group;
+        const Vector scale = Lanes::broadcast(work.scale);
+        for (uint32_t head = 0; head < group_; ++head) {
+            const char* row = static_cast<const char*>(work.query) + head * row_bytes<dtype>;
+            for (uint32_t i = 0; i < dim; i += pair) {
+                Vector a, b;
+                Lanes::template load_pair<dtype>(row + i * (row_bytes<dtype> / dim), a, b);
+                Lanes::store(&query_[head][i], Lanes::mul(a, scale));
+                Lanes::store(&query_[head][i + width], Lanes::mul(b, scale));
+                Lanes::store(&output_[head][i], Lanes::zero());
+                Lanes::store(&output_[head][i + width], Lanes::zero());
+            }
+            Lanes::store(sums_[head], Lanes::zero());
+        }
+        for (uint32_t head = 0; head < max_group; ++head) {
+            highest_[head] = -__FLT_MAX__;  // not -inf: the difference of two of them must not be NaN
+            rescale_[head] = 0.0f;
+        }
+    }
+
+    // Keys in fp32, `width` tokens at a time. Tokens behind the last one of a block may be among them.
+    template <DType dtype>
+    void compute_logits(const Block& block, LineStream& next_keys) {
+        const uint32_t parts = (group_ + Lanes::logit_heads - 1) / Lanes::logit_heads;
+        const uint32_t requests = parts * (block_tokens / width);
+        const uint32_t lines = (block_lines<dtype> + requests - 1) / requests;
+        alignas(64) float converted[dtype == DType::fp32 ? 1 : width * dim];
+        for (uint32_t token = 0; token < block.tokens; token += width) {
+            const char* rows = block.keys + token * row_bytes<dtype>;
+            const float* keys = converted;
+            if constexpr (dtype == DType::fp32) {
+                keys = reinterpret_cast<const float*>(rows);
+            } else {
+                for (uint32_t i = 0; i < width * dim; i += pair) {
+                    Vector a, b;
+                    Lanes::template load_pair<dtype>(rows + i * 2, a, b);
+                    Lanes::store(converted + i, a);
+                    Lanes::store(converted + i + width, b);
+                }
+            }
+            in_parts<Lanes::logit_heads>(group_, [&](uint32_t head, auto heads) {
+                next_keys.request(lines);
+                compute_logits_of<decltype(heads)::value>(keys, head, token);
+            });
+        }
+        next_keys.request_all();
+    }
+
+    void logits_to_weights(uint32_t tokens) {
+        for (uint32_t head = 0; head < group_; ++head) {
+            for (uint32_t token = tokens; token < block_tokens; ++token) {
+                weights_[head][token] = -INFINITY;
+            }
+            Vector most = Lanes::load(weights_[head]);
+            for (uint32_t t = width; t < block_tokens; t += width) {
+                most = Lanes::max(most, Lanes::load(&weights_[head][t]));
+            }
+            const float before = highest_[head];
+            const float logit = Lanes::highest(most);
+            highest_[head] = logit > before ? logit : before;
+            rescale_[head] = before - highest_[head];
+        }
+        for (uint32_t head = 0; head < group_; head += width) {
+            Lanes::store(&rescale_[head], exponential<Lanes>(Lanes::load(&rescale_[head])));
+        }
+        for (uint32_t head = 0; head < group_; ++head) {
+            const Vector reference = Lanes::broadcast(highest_[head]);
+            Vector sum = Lanes::mul(Lanes::load(sums_[head]), Lanes::broadcast(rescale_[head]));
+#pragma GCC unroll 8
+            for (uint32_t t = 0; t < block_tokens; t += width) {
+                const Vector weight = exponential<Lanes>(Lanes::sub(Lanes::load(&weights_[head][t]), reference));
+                Lanes::store(&weights_[head][t], weight);
+                sum = Lanes::add(sum, weight);
+            }
+            Lanes::store(sums_[head], sum);
+        }
+    }
+
+    template <DType dtype>
+    void add_values(const Block& block, LineStream& next_values) {
+        constexpr uint32_t full = Lanes::output_pairs * pair;
+        constexpr uint32_t whole = dim / full * full;
+        for (uint32_t i = 0; i < whole; i += full) {
+            add_columns<dtype, Lanes::output_pairs>(block, i, next_values);
+        }
+        if constexpr (whole < dim) {
+            add_columns<dtype, (dim - whole) / pair>(block, whole, next_values);
+        }
+        next_values.request_all();
+    }
+
+    template <DType dtype>
+    void finish(const BlockAttention& work) const {
+        for (uint32_t head = 0; head < group_; ++head) {
+            const float sum = Lanes::sum(Lanes::load(sums_[head]));
+            work.lse[head] = highest_[head] + logf(sum);
+            const Vector factor = Lanes::broadcast(1.0f / sum);
+            float* out = work.out + head * dim;
+            for (uint32_t i = 0; i < dim; i += pair) {
+                Vector a = Lanes::mul(Lanes::load(&output_[head][i]), factor);
+                Vector b = Lanes::mul(Lanes::load(&output_[head][i + width]), factor);
+                if constexpr (Lanes::template splits<dtype>) {
+                    Lanes::interleave(a, b);
+                }
+                Lanes::store(out + i, a);
+                Lanes::store(out + i + width, b);
+            }
+        }
+    }
+
+private:
+    template <uint32_t heads>
+    void compute_logits_of(const float* keys, uint32_t head, uint32_t token) {
+        Vector sum[heads][width];
+#pragma GCC unroll 16
+        for (uint32_t h = 0; h < heads; ++h) {
+#pragma GCC unroll 16
+            for (uint32_t t = 0; t < width; ++t) {
+                sum[h][t] = Lanes::zero();
+            }
+        }
+#pragma GCC unroll 1
+        for (uint32_t i = 0; i < dim; i += width) {
+            Vector query[heads];
+#pragma GCC unroll 16
+            for (uint32_t h = 0; h < heads; ++h) {
+                query[h] = Lanes::load(&query_[head + h][i]);
+            }
+#pragma GCC unroll 16
+            for (uint32_t t = 0; t < width; ++t) {
+                const Vector key = Lanes::load(keys + t * dim + i);
+#pragma GCC unroll 16
+                for (uint32_t h = 0; h < heads; ++h) {
+                    sum[h][t] = Lanes::fma(key, query[h], sum[h][t]);
+                }
+            }
+        }
+#pragma GCC unroll 16
+        for (uint32_t h = 0; h < heads; ++h) {
+            Lanes::store(&weights_[head + h][token], Lanes::sum_each(sum[h]));
+        }
+    }
+
+    template <DType dtype, uint32_t pairs>
+    void add_columns(const Block& block, uint32_t column, LineStream& next_values) {
+        in_parts<Lanes::output_heads>(group_, [&](uint32_t head, auto heads) {
+            add_columns_to<dtype, pairs, decltype(heads)::value>(block, column, head, next_values);
+        });
+    }
+
+    // Weights behind the block's last token are 0, but what lies there may be NaN: it must not be used at all.
+    template <DType dtype, uint32_t pairs, uint32_t heads>
+    void add_columns_to(const Block& block, uint32_t column, uint32_t head, LineStream& next_values) {
+        constexpr uint32_t between_requests = 8;  // tokens
+        const uint32_t parts = (group_ + Lanes::output_heads - 1) / Lanes::output_heads;
+        const uint32_t requests = dim / (pairs * pair) * parts * (block_tokens / between_requests);
+        const uint32_t lines = (block_lines<dtype> + requests - 1) / requests;
+        constexpr uint32_t value_bytes = row_bytes<dtype> / dim;
+
+        Vector sum[heads][2 * pairs];
+#pragma GCC unroll 16
+        for (uint32_t h = 0; h < heads; ++h) {
+            const Vector factor = Lanes::broadcast(rescale_[head + h]);
+#pragma GCC unroll 16
+            for (uint32_t i = 0; i < 2 * pairs; ++i) {
+                sum[h][i] = Lanes::mul(Lanes::load(&output_[head + h][column + i * width]), factor);
+            }
+        }
+        const char* row = block.values + column * value_bytes;
+        const auto add_token = [&](auto add_weighted) {
+            Vector value[2 * pairs];
+#pragma GCC unroll 16
+            for (uint32_t i = 0; i < pairs; ++i) {
+                Lanes::template load_pair<dtype>(row + i * pair * value_bytes, value[2 * i], value[2 * i + 1]);
+            }
+#pragma GCC unroll 16
+            for (uint32_t h = 0; h < heads; ++h) {
+#pragma GCC unroll 16
+                for (uint32_t i = 0; i < 2 * pairs; ++i) {
+                    sum[h][i] = add_weighted(h, value[i], sum[h][i]);
+                }
+            }
+            row += row_bytes<dtype>;
+        };
+        uint32_t token = 0;
+        for (; token + between_requests <= block.tokens; token += between_requests) {
+            next_values.request(lines);
+#pragma GCC unroll 1
+            for (uint32_t t = token; t < token + between_requests; t += Lanes::weight_tokens) {
+                typename Lanes::Weights weight[heads];
+#pragma GCC unroll 16
+                for (uint32_t h = 0; h < heads; ++h) {
+                    weight[h] = Lanes::load_weights(&weights_[head + h][t]);
+                }
+                each_weight<0>([&](auto i) {
+                    add_token([&](uint32_t h, Vector value, Vector total) {
+                        return Lanes::template fma_weight<decltype(i)::value>(value, weight[h], total);
+                    });
+                });
+            }
+        }
+        for (; token < block.tokens; ++token) {
+            add_token([&](uint32_t h, Vector value, Vector total) {
+                return Lanes::fma(value, Lanes::broadcast(weights_[head + h][token]), total);
+            });
+        }
+#pragma GCC unroll 16
+        for (uint32_t h = 0; h < heads; ++h) {
+#pragma GCC unroll 16
+            for (uint32_t i = 0; i < 2 * pairs; ++i) {
+                Lanes::store(&output_[head + h][column + i * width], sum[h][i]);
+            }
+        }
+    }
+
+    template <uint32_t first, class Body>
+    static void each_weight(Body body) {
+        body(Constant<first>());
+        if constexpr (first + 1 < Lanes::weight_tokens) {
+            each_weight<first + 1>(body);
+        }
+    }
+
+    alignas(64) float query_[max_group][dim];  // times the scale of the logits
+    alignas(64) float output_[max_group][dim];
+    alignas(64) float weights_[max_group][block_tokens];  // of the current block; its logits at first
+    alignas(64) float sums_[max_group][width];            // of weights, one for each lane
+    alignas(64) float highest_[max_group];                // logit so far, to which all weights are relative
+    alignas(64) float rescale_[max_group];                // of the earlier blocks, when that rises
+    uint32_t group_;
+};
+
+template <class Lanes, DType dtype, uint32_t dim>
+inline void attend_in_vectors(const BlockAttention& work) {
+    using State = RunningAttention<Lanes, dim>;
+    constexpr uint32_t row_bytes = State::template row_bytes<dtype>;
+    if (work.count == 0) {
+        for (uint32_t head = 0; head < work.group; ++head) {
+            work.lse[head] = -INFINITY;
+        }
+        return;
+    }
+    Block block = block_of(work, 0);
+    LineStream(block.keys, block.tokens * row_bytes).request_all();
+    LineStream(block.values, block.tokens * row_bytes).request_all();
+
+    State state;
+    state.template start<dtype>(work);
+    for (uint32_t index = 0; index < work.count; ++index) {
+        LineStream next_keys;
+        LineStream next_values;
+        Block next = block;
+        if (index + 1 < work.count) {
+            next = block_of(work, index + 1);
+            next_keys = LineStream(next.keys, next.tokens * row_bytes);
+            next_values = LineStream(next.values, next.tokens * row_bytes);
+        }
+        state.template compute_logits<dtype>(block, next_keys);
+        state.logits_to_weights(block.tokens);
+        state.template add_values<dtype>(block, next_values);
+        block = next;
+    }
+    state.template finish<dtype>(work);
+}
+
+template <class Lanes, DType dtype>
+inline Kernel vector_kernel_of(uint32_t head_dim) {
+    switch (head_dim) {
+        case 64: return attend_in_vectors<Lanes, dtype, 64>;
+        case 96: return attend_in_vectors<Lanes, dtype, 96>;
+        case 128: return attend_in_vectors<Lanes, dtype, 128>;
+        case 256: return attend_in_vectors<Lanes, dtype, 256>;
+        default: return nullptr;
+    }
+}
+
+template <class Lanes>
+inline Kernel vector_kernel(DType dtype, uint32_t head_dim) {
+    switch (dtype) {
+        case DType::bf16: return vector_kernel_of<Lanes, DType::bf16>(head_dim);
+        case DType::fp16: return vector_kernel_of<Lanes, DType::fp16>(head_dim);
+        case DType::fp32: return vector_kernel_of<Lanes, DType::fp32>(head_dim);
+    }
+    return nullptr;
+}
+
+}  // namespace
+}  // namespace sglang_hybrid

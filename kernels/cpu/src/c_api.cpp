@@ -1,0 +1,256 @@
+#include "sglang_hybrid/c_api.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "worker/engine.h"
+#include "worker/external_jobs.h"
+#include "worker/flags.h"
+#include "worker/local.h"
+#include "worker/mailbox_client.h"
+#include "worker/read_bandwidth.h"
+
+using namespace sglang_hybrid;
+
+struct sh_client {
+    MailboxClient mailbox;
+};
+
+struct sh_engine {
+    std::unique_ptr<Engine> threads;
+    std::unique_ptr<ExternalJobs> jobs;
+};
+
+namespace {
+
+int fail(char* error, const std::string& sentence) {
+    if (error) {
+        const size_t length = std::min<size_t>(sentence.size(), sh_error_bytes - 1);
+        std::memcpy(error, sentence.data(), length);
+        error[length] = 0;
+    }
+    return 1;
+}
+
+// Run what may throw (memory, threads that cannot be had) behind an interface that does not.
+template <class Work>
+int guarded(char* error, Work work) {
+    try {
+        return work();
+    } catch (const std::exception& problem) {
+        return fail(error, problem.what());
+    }
+}
+
+std::string no_kernel(const Geometry& g, const char* variant) {
+    return "no CPU kernel for head_dim " + std::to_string(g.head_dim) + (variant ? " and variant " + std::string(variant) : "") +
+           " on this machine: head_dim must be 64, 96, 128 or 256, variants are " + variants();
+}
+
+#define FIELD(record, name) {#record, #name, offsetof(record, name), sizeof(record::name)}
+#define WHOLE(record) {#record, "", 0, sizeof(record)}  // the field without a name is the record's size
+constexpr sh_field fields[] = {
+    WHOLE(Header), FIELD(Header, magic), FIELD(Header, version), FIELD(Header, header_bytes),
+    FIELD(Header, mailbox_bytes), FIELD(Header, geometry),
+    WHOLE(Geometry), FIELD(Geometry, rows), FIELD(Geometry, kv_heads), FIELD(Geometry, group), FIELD(Geometry, head_dim),
+    FIELD(Geometry, dtype), FIELD(Geometry, max_blocks), FIELD(Geometry, layers), FIELD(Geometry, pages),
+    FIELD(Geometry, keys), FIELD(Geometry, values), FIELD(Geometry, layer_stride), FIELD(Geometry, pool_bytes),
+    WHOLE(Bell), FIELD(Bell, posted),
+    WHOLE(WorkerLine), FIELD(WorkerLine, completed), FIELD(WorkerLine, heartbeat), FIELD(WorkerLine, parked),
+    FIELD(WorkerLine, done),
+    WHOLE(ClientLine), FIELD(ClientLine, wake), FIELD(ClientLine, waiting),
+    WHOLE(Post), FIELD(Post, sequence), FIELD(Post, layer), FIELD(Post, rows), FIELD(Post, scale),
+    WHOLE(Request), FIELD(Request, sequence), FIELD(Request, generation), FIELD(Request, blocks),
+    WHOLE(Reply), FIELD(Reply, sequence), FIELD(Reply, generation), FIELD(Reply, status),
+    WHOLE(List), FIELD(List, count), FIELD(List, last_fill),
+};
+#undef FIELD
+#undef WHOLE
+
+}  // namespace
+
+uint32_t sh_interface_version() { return sh_interface; }
+
+// -- kernels -----------------------------------------------------------------------------------------------------------
+
+const char* sh_variants() { return variants(); }
+
+const char* sh_variant_name(uint32_t dtype, uint32_t head_dim, const char* variant) {
+    return variant_name(static_cast<DType>(dtype), head_dim, variant);
+}
+
+int sh_attend(const BlockAttention* task, const char* variant, char* error) {
+    const Kernel kernel = find_kernel(task->dtype, task->head_dim, variant);
+    if (!kernel) return fail(error, "no such kernel on this machine");
+    if (task->group < 1 || task->group > max_group) return fail(error, "query heads per KV head must be 1 to 16");
+    if (task->count && (task->last_fill < 1 || task->last_fill > block_tokens)) return fail(error, "last_fill must be 1 to 32");
+    kernel(*task);
+    return 0;
+}
+
+double sh_read_bandwidth(const void* memory, uint64_t bytes, uint32_t threads, const int32_t* cores, uint32_t repeats) {
+    return read_bandwidth(memory, bytes, threads, cores, repeats);
+}
+
+// -- mailbox -----------------------------------------------------------------------------------------------------------
+
+const sh_field* sh_mailbox_fields(uint32_t* count) {
+    *count = std::size(fields);
+    return fields;
+}
+
+int sh_mailbox_layout(const Geometry* geometry, MailboxLayout* layout, char* error) {
+    if (const char* const problem = problem_of(*geometry)) return fail(error, problem);
+    *layout = layout_of(*geometry);
+    return 0;
+}
+
+int sh_mailbox_create(void* mailbox, uint64_t bytes, const Geometry* geometry, char* error) {
+    if (const char* const problem = problem_of(*geometry)) return fail(error, problem);
+    const uint64_t needed = layout_of(*geometry).bytes;
+    if (bytes < needed) {
+        return fail(error, "the mailbox has " + std::to_string(bytes) + " bytes and needs " + std::to_string(needed));
+    }
+    const Header header{mailbox_magic, mailbox_version, sizeof(Header), needed, *geometry};
+    std::memcpy(mailbox, &header, sizeof(header));
+    return 0;
+}
+
+int sh_mailbox_check(const void* mailbox, uint64_t bytes, uint64_t pool_bytes, Geometry* geometry, char* error) {
+    Header header;
+    if (bytes < sizeof(header)) return fail(error, "too small for a mailbox");
+    std::memcpy(&header, mailbox, sizeof(header));  // looked at once: shared memory may change
+    if (header.magic != mailbox_magic) return fail(error, "not a mailbox");
+    if (header.version != mailbox_version) {
+        return fail(error, "a mailbox of version " + std::to_string(header.version) + ", this side has version " +
+                               std::to_string(mailbox_version));
+    }
+    if (header.header_bytes != sizeof(Header)) {
+        return fail(error, "the mailbox has a header of " + std::to_string(header.header_bytes) + " bytes, this side has " +
+                               std::to_string(sizeof(Header)));
+    }
+    if (const char* const problem = problem_of(header.geometry)) return fail(error, problem);
+    if (header.geometry.pool_bytes != pool_bytes) {
+        return fail(error, "the mailbox is for a pool of " + std::to_string(header.geometry.pool_bytes) +
+                               " bytes, this one has " + std::to_string(pool_bytes));
+    }
+    const uint64_t needed = layout_of(header.geometry).bytes;
+    if (header.mailbox_bytes != needed || bytes < needed) {
+        return fail(error, "the mailbox has " + std::to_string(std::min(bytes, header.mailbox_bytes)) + " bytes, its geometry needs " +
+                               std::to_string(needed));
+    }
+    *geometry = header.geometry;
+    return 0;
+}
+
+// -- client ------------------------------------------------------------------------------------------------------------
+
+sh_client* sh_client_open(void* mailbox, const Geometry* geometry, char* error) {
+    sh_client* client = nullptr;
+    guarded(error, [&] {
+        if (const char* const problem = problem_of(*geometry)) return fail(error, problem);
+        client = new sh_client{MailboxClient(mailbox, *geometry)};
+        return 0;
+    });
+    return client;
+}
+
+void sh_client_close(sh_client* client) { delete client; }
+
+int sh_client_post(sh_client* client, const sh_lists* lists, uint32_t generation, uint64_t* sequence, char* error) {
+    return guarded(error, [&] {
+        const std::string problem = problem_of(*lists, client->mailbox.view.geometry);
+        if (!problem.empty()) return fail(error, problem);
+        *sequence = client->mailbox.post(*lists, generation);
+        return 0;
+    });
+}
+
+uint32_t sh_client_collect(sh_client* client, uint64_t sequence, uint64_t timeout_ns, const uint32_t* gone, float* out,
+                           float* lse, uint8_t* served) {
+    return client->mailbox.collect(sequence, timeout_ns, gone, out, lse, served);
+}
+
+void sh_client_wake(sh_client* client) { client->mailbox.wake(); }
+
+uint64_t sh_client_completed(const sh_client* client) { return load_acquire(client->mailbox.view.worker().completed); }
+
+uint64_t sh_client_heartbeat(const sh_client* client) { return load_acquire(client->mailbox.view.worker().heartbeat); }
+
+// -- without a worker --------------------------------------------------------------------------------------------------
+
+int sh_attend_local(const char* pool, const Geometry* geometry, const sh_lists* lists, uint32_t task_blocks,
+                    uint32_t threads, const uint8_t* served, float* out, float* lse, char* error) {
+    return guarded(error, [&] {
+        if (const char* const problem = problem_of(*geometry)) return fail(error, problem);
+        const std::string problem = problem_of(*lists, *geometry);
+        if (!problem.empty()) return fail(error, problem);
+        if (task_blocks < 1) return fail(error, "a task must have at least one block");
+        const Kernel kernel = find_kernel(static_cast<DType>(geometry->dtype), geometry->head_dim, nullptr);
+        if (!kernel) return fail(error, no_kernel(*geometry, nullptr));
+        attend_local(pool, *geometry, *lists, task_blocks, threads, served, out, lse, kernel);
+        return 0;
+    });
+}
+
+// -- worker ------------------------------------------------------------------------------------------------------------
+
+sh_engine* sh_engine_start(void* mailbox, const char* pool, const Geometry* geometry, const sh_engine_options* options,
+                           char* error) {
+    sh_engine* engine = nullptr;
+    guarded(error, [&] {
+        if (const char* const problem = problem_of(*geometry)) return fail(error, problem);
+        auto made = std::make_unique<sh_engine>();
+        if (options->threads == 0) {
+            made->jobs = std::make_unique<ExternalJobs>(mailbox, *geometry, options->spin_us);
+        } else {
+            if (options->group_threads < 1 || options->task_blocks < 1) {
+                return fail(error, "threads of a group and blocks of a task must be at least 1");
+            }
+            const Kernel kernel = find_kernel(static_cast<DType>(geometry->dtype), geometry->head_dim, options->variant);
+            if (!kernel) return fail(error, no_kernel(*geometry, options->variant));
+            EngineOptions chosen{options->threads, std::min(options->group_threads, options->threads),
+                                 options->task_blocks, options->spin_us, {}};
+            if (options->cores) chosen.cores.assign(options->cores, options->cores + options->threads);
+            made->threads = std::make_unique<Engine>(mailbox, pool, *geometry, chosen, kernel);
+        }
+        engine = made.release();
+        return 0;
+    });
+    return engine;
+}
+
+void sh_engine_stop(sh_engine* engine) { delete engine; }
+
+void sh_engine_read_stats(const sh_engine* engine, sh_engine_stats* stats) {
+    const PostReader& reader = engine->threads ? engine->threads->reader : engine->jobs->reader;
+    *stats = {};
+    stats->posts = reader.posts;
+    stats->rows = reader.rows;
+    stats->refused_rows = reader.refused;
+    stats->abandoned_posts = reader.abandoned;
+    stats->busy_ns = reader.busy_ns;
+    stats->parks = reader.parks;
+    if (engine->threads) {
+        stats->blocks = engine->threads->blocks;
+        stats->stolen_tasks = engine->threads->stolen;
+        stats->tasks = engine->threads->tasks;
+    } else {
+        stats->blocks = engine->jobs->blocks;
+    }
+}
+
+int sh_engine_take(sh_engine* engine, uint64_t timeout_us, sh_job* job) {
+    ExternalJobs* const jobs = engine->jobs.get();
+    if (!jobs || !jobs->take(timeout_us * 1000)) return 0;
+    *job = {jobs->post.sequence, jobs->post.layer,       jobs->post.rows,         jobs->post.scale,
+            jobs->query.data(),  jobs->count.data(), jobs->last_fill.data(), jobs->pages.data()};
+    return 1;
+}
+
+void sh_engine_answer(sh_engine* engine, const float* out, const float* lse) {
+    if (engine->jobs) engine->jobs->answer(out, lse);
+}

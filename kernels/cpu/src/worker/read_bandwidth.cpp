@@ -1,0 +1,78 @@
+// What this host's memory gives: the ceiling that block attention is measured against.
+#include "worker/read_bandwidth.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "worker/flags.h"
+
+namespace sglang_hybrid {
+namespace {
+
+// The widest vector the compiler splits well on any machine; eight sums hide the latency of adding.
+using Vector __attribute__((vector_size(64))) = uint64_t;
+constexpr uint64_t lanes = 8;
+
+inline __attribute__((always_inline)) uint64_t sum_with(const char* start, uint64_t bytes) {
+    const Vector* const data = reinterpret_cast<const Vector*>(start);
+    Vector sums[lanes] = {};
+    for (uint64_t i = 0; i + lanes <= bytes / sizeof(Vector); i += lanes) {
+        for (uint64_t lane = 0; lane < lanes; ++lane) sums[lane] ^= data[i + lane];
+    }
+    uint64_t sum = 0;
+    for (const Vector& vector : sums) sum ^= vector[0] ^ vector[7];
+    return sum;
+}
+
+// Chosen by hand: the compiler's own dispatch runs before the thread sanitizer is ready for it.
+#if defined(__x86_64__)
+__attribute__((target("avx512f"))) uint64_t sum_avx512(const char* start, uint64_t bytes) { return sum_with(start, bytes); }
+__attribute__((target("avx2"))) uint64_t sum_avx2(const char* start, uint64_t bytes) { return sum_with(start, bytes); }
+#endif
+
+uint64_t sum_of(const char* start, uint64_t bytes) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f")) return sum_avx512(start, bytes);
+    if (__builtin_cpu_supports("avx2")) return sum_avx2(start, bytes);
+#endif
+    return sum_with(start, bytes);
+}
+
+}  // namespace
+
+double read_bandwidth(const void* memory, uint64_t bytes, uint32_t threads, const int32_t* cores, uint32_t repeats) {
+    const uint64_t part = bytes / threads / 4096 * 4096;
+    double best = 0;
+    std::atomic<uint64_t> sink{0};
+    for (uint32_t repeat = 0; repeat < repeats; ++repeat) {
+        std::atomic<uint32_t> ready{0};
+        std::atomic<bool> go{false};
+        std::vector<std::thread> readers;
+        for (uint32_t thread = 0; thread < threads; ++thread) {
+            readers.emplace_back([&, thread] {
+                if (cores) {
+                    cpu_set_t set;
+                    CPU_ZERO(&set);
+                    CPU_SET(cores[thread], &set);
+                    pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
+                }
+                ready.fetch_add(1);
+                while (!go.load(std::memory_order_acquire)) pause_core();
+                sink.fetch_xor(sum_of(static_cast<const char*>(memory) + thread * part, part));
+            });
+        }
+        while (ready.load() < threads) pause_core();
+        const uint64_t start = now_ns();
+        go.store(true, std::memory_order_release);
+        for (std::thread& reader : readers) reader.join();
+        best = std::max(best, double(part) * threads / (double(now_ns() - start) * 1e-9));
+    }
+    return best;
+}
+
+}  // namespace sglang_hybrid

@@ -1,0 +1,10 @@
+#pragma once
+
+#include <cstdint>
+
+namespace sglang_hybrid {
+
+// See sh_read_bandwidth.
+double read_bandwidth(const void* memory, uint64_t bytes, uint32_t threads, const int32_t* cores, uint32_t repeats);
+
+}  // namespace sglang_hybrid

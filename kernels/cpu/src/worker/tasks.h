@@ -1,0 +1,72 @@
+// How one list of blocks becomes tasks, and tasks become one result. Depends on the list alone, never on threads or on
+// time, so that the worker and a process that computes by itself give the same bits.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "sglang_hybrid/block_attention.h"
+#include "sglang_hybrid/mailbox.h"
+
+namespace sglang_hybrid {
+
+inline constexpr uint32_t most_tasks_per_list = 64;
+
+struct Split {
+    uint32_t size;   // blocks of each task but the last
+    uint32_t tasks;
+};
+
+inline Split split_list(uint32_t count, uint32_t task_blocks) {
+    const uint32_t size = std::max(task_blocks, (count + most_tasks_per_list - 1) / most_tasks_per_list);
+    return {size, (count + size - 1) / size};
+}
+
+// Results of a list's tasks, one after the other: [task][group][head_dim] and [task][group].
+struct Partials {
+    float* out;
+    float* lse;
+};
+
+inline uint64_t partial_out_floats(const Geometry& g) { return uint64_t{g.group} * g.head_dim; }
+
+// Attention over the union of the tasks' tokens. No task is empty.
+inline void merge_partials(const Geometry& g, const Partials& parts, uint32_t tasks, float* out, float* lse) {
+    for (uint32_t head = 0; head < g.group; ++head) {
+        float largest = -std::numeric_limits<float>::infinity();
+        for (uint32_t task = 0; task < tasks; ++task) largest = std::max(largest, parts.lse[task * g.group + head]);
+        float* const result = out + uint64_t{head} * g.head_dim;
+        std::fill_n(result, g.head_dim, 0.0f);
+        float sum = 0;
+        for (uint32_t task = 0; task < tasks; ++task) {
+            const float weight = std::exp(parts.lse[task * g.group + head] - largest);
+            const float* const part = parts.out + task * partial_out_floats(g) + uint64_t{head} * g.head_dim;
+            for (uint32_t d = 0; d < g.head_dim; ++d) result[d] += weight * part[d];
+            sum += weight;
+        }
+        const float share = 1 / sum;
+        for (uint32_t d = 0; d < g.head_dim; ++d) result[d] *= share;
+        lse[head] = largest + std::log(sum);
+    }
+}
+
+// The kernel's arguments for blocks of one (layer, KV head); the caller fills in the list and where results go.
+inline BlockAttention attention_of(const Geometry& g, const char* pool, uint32_t layer, uint32_t head, const void* query,
+                                   float scale) {
+    const uint64_t block = uint64_t{block_tokens} * g.head_dim * bytes_of(static_cast<DType>(g.dtype));
+    const uint64_t start = layer * g.layer_stride + head * block;
+    BlockAttention task{};
+    task.query = query;
+    task.keys = pool + g.keys + start;
+    task.values = pool + g.values + start;
+    task.page_stride = block * g.kv_heads;
+    task.group = g.group;
+    task.head_dim = g.head_dim;
+    task.dtype = static_cast<DType>(g.dtype);
+    task.scale = scale;
+    return task;
+}
+
+}  // namespace sglang_hybrid

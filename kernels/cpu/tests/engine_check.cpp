@@ -1,0 +1,179 @@
+// Mailbox and engine under load, in one process, so that the sanitizers see both sides:
+//     engine_check [seconds]
+// Posts random layers, mostly two at a time, and compares every reply with sh_attend_local, bit by bit. Some requests
+// are out of bounds. Exits with 1 and a sentence when something is wrong.
+#include <sys/mman.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "sglang_hybrid/c_api.h"
+#include "worker/flags.h"
+#include "worker/mailbox_view.h"
+
+using namespace sglang_hybrid;
+
+namespace {
+
+constexpr uint64_t patience_ns = 20'000'000'000;
+std::mt19937 random_bits(7);
+
+uint32_t below(uint32_t limit) { return std::uniform_int_distribution<uint32_t>(0, limit - 1)(random_bits); }
+
+void require(bool holds, const std::string& sentence) {
+    if (holds) return;
+    std::fprintf(stderr, "engine_check: %s\n", sentence.c_str());
+    std::exit(1);
+}
+
+char* map(uint64_t bytes) {
+    void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    require(memory != MAP_FAILED, "no memory");
+    return static_cast<char*>(memory);
+}
+
+struct Layer {
+    std::vector<float> query;
+    std::vector<int64_t> pages, fill;
+    sh_lists lists;
+};
+
+Layer random_layer(const Geometry& g) {
+    Layer layer;
+    const uint32_t rows = 1 + below(g.rows), listed = below(g.max_blocks + 1);
+    layer.query.resize(uint64_t{rows} * g.kv_heads * g.group * g.head_dim);
+    for (float& value : layer.query) value = float(below(2000)) / 1000 - 1;
+    layer.pages.assign(uint64_t{rows} * g.kv_heads * listed, -1);
+    layer.fill.assign(layer.pages.size(), 0);
+    for (uint64_t list = 0; listed && list < uint64_t{rows} * g.kv_heads; ++list) {
+        const uint32_t count = below(3) ? below(listed + 1) : 0;
+        for (uint32_t i = 0; i < count; ++i) {
+            layer.pages[list * listed + i] = below(g.pages);
+            layer.fill[list * listed + i] = i + 1 == count ? 1 + below(block_tokens) : block_tokens;
+        }
+    }
+    layer.lists = {layer.query.data(), layer.pages.data(), layer.fill.data(), rows, listed, below(g.layers), 0.125f};
+    return layer;
+}
+
+void check_reply(const Geometry& g, const char* pool, const Layer& layer, sh_client* client, uint64_t sequence,
+                 uint32_t task_blocks) {
+    const uint64_t lses = uint64_t{layer.lists.rows} * g.kv_heads * g.group;
+    std::vector<float> out(lses * g.head_dim, 7.0f), lse(lses, 7.0f), want_out(out), want_lse(lse);
+    std::vector<uint8_t> served(layer.lists.rows);
+    const uint32_t missing = sh_client_collect(client, sequence, patience_ns, nullptr, out.data(), lse.data(), served.data());
+    require(missing == 0, "rows without a reply: " + std::to_string(missing));
+    char error[sh_error_bytes];
+    require(sh_attend_local(pool, &g, &layer.lists, task_blocks, 2, nullptr, want_out.data(), want_lse.data(), error) == 0, error);
+    require(std::memcmp(out.data(), want_out.data(), out.size() * sizeof(float)) == 0, "the worker's output has other bits");
+    require(std::memcmp(lse.data(), want_lse.data(), lse.size() * sizeof(float)) == 0, "the worker's LSE has other bits");
+}
+
+// What a damaged or malicious client could write: counts, fills and pages out of bounds, straight into the mailbox.
+void check_bounds(const Geometry& g, char* mailbox, sh_client* client) {
+    const MailboxView view(mailbox, g);
+    Layer layer = random_layer(g);
+    layer.lists.rows = 1;
+    layer.lists.listed = 0;
+    for (const int damage : {0, 1, 2, 3}) {
+        uint64_t sequence = 0;
+        char error[sh_error_bytes];
+        // an empty post first, to learn the number of the next one and to have the worker idle
+        require(sh_client_post(client, &layer.lists, 1, &sequence, error) == 0, error);
+        std::vector<float> out(view.output_row()), lse(view.lse_row());
+        uint8_t served = 0;
+        require(sh_client_collect(client, sequence, patience_ns, nullptr, out.data(), lse.data(), &served) == 0, "no reply");
+        const uint64_t next = sequence + 1;
+        for (uint32_t head = 0; head < g.kv_heads; ++head) {
+            view.lists(next, 0)[head] = {1, block_tokens};
+            view.pages(next, 0, head)[0] = 0;
+        }
+        if (damage == 0) view.lists(next, 0)[0].count = g.max_blocks + 1;
+        if (damage == 1) view.lists(next, 0)[0].last_fill = 33;
+        if (damage == 2) view.pages(next, 0, 0)[0] = g.pages;
+        view.request(next, 0) = {0, 5, damage == 3 ? 1000u : g.kv_heads};
+        store_release(view.request(next, 0).sequence, next);
+        Post& post = view.post(next);
+        post.layer = 0;
+        post.rows = 1;
+        post.scale = 1;
+        store_release(post.sequence, next);
+        store_ordered(view.bell().posted, next);
+        wake_all(view.client().wake);
+        const uint64_t deadline = now_ns() + patience_ns;
+        while (load_acquire(view.reply(next, 0).sequence) != next) require(now_ns() < deadline, "no reply to a bad request");
+        require(view.reply(next, 0).status == uint32_t(ReplyStatus::refused), "a request out of bounds was not refused");
+        require(view.reply(next, 0).generation == 5, "a reply with another generation");
+        // the client did not make that post: bring its count up to date
+        require(sh_client_post(client, &layer.lists, 1, &sequence, error) == 0, error);
+        require(sequence == next, "the client counts otherwise");
+        require(sh_client_post(client, &layer.lists, 1, &sequence, error) == 0, error);
+        require(sh_client_collect(client, sequence, patience_ns, nullptr, out.data(), lse.data(), &served) == 0, "no reply");
+    }
+}
+
+void run(Geometry g, uint32_t threads, uint32_t group_threads, uint32_t spin_us, double seconds) {
+    const uint64_t block = uint64_t{block_tokens} * g.head_dim * sizeof(float);
+    g.layer_stride = block * g.kv_heads * g.pages;
+    g.keys = 0;
+    g.values = g.layer_stride * g.layers;
+    g.pool_bytes = 2 * g.values;
+    char* const pool = map(g.pool_bytes);
+    for (uint64_t i = 0; i < g.pool_bytes / sizeof(float); ++i) {
+        reinterpret_cast<float*>(pool)[i] = float(below(2000)) / 1000 - 1;
+    }
+    const uint64_t bytes = layout_of(g).bytes;
+    char* const mailbox = map(bytes);
+    char error[sh_error_bytes];
+    require(sh_mailbox_create(mailbox, bytes, &g, error) == 0, error);
+    Geometry read{};
+    require(sh_mailbox_check(mailbox, bytes, g.pool_bytes, &read, error) == 0, error);
+
+    constexpr uint32_t task_blocks = 3;
+    const sh_engine_options options{threads, group_threads, task_blocks, spin_us, nullptr, nullptr};
+    sh_client* const client = sh_client_open(mailbox, &g, error);
+    require(client, error);
+    const uint64_t end = now_ns() + uint64_t(seconds * 1e9);
+    uint64_t posts = 0;
+    for (int life = 0; life < 3; ++life) {  // an engine may be stopped and another started on the same mailbox
+        sh_engine* const engine = sh_engine_start(mailbox, pool, &read, &options, error);
+        require(engine, error);
+        while (posts < 50 || now_ns() < end - uint64_t((2 - life) * seconds / 3 * 1e9)) {
+            const Layer first = random_layer(g), second = random_layer(g);
+            uint64_t a = 0, b = 0;
+            require(sh_client_post(client, &first.lists, uint32_t(posts), &a, error) == 0, error);
+            require(sh_client_post(client, &second.lists, uint32_t(posts), &b, error) == 0, error);
+            check_reply(g, pool, first, client, a, task_blocks);
+            check_reply(g, pool, second, client, b, task_blocks);
+            posts += 2;
+        }
+        sh_engine_stats stats{};
+        sh_engine_read_stats(engine, &stats);
+        require(stats.abandoned_posts == 0, "posts were abandoned");
+        if (life == 2) check_bounds(g, mailbox, client);
+        sh_engine_stop(engine);
+    }
+    sh_client_close(client);
+    munmap(mailbox, bytes);
+    munmap(pool, g.pool_bytes);
+    std::printf("%u threads in groups of %u, spinning %u us: %llu posts\n", threads, group_threads, spin_us,
+                static_cast<unsigned long long>(posts));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const double seconds = argc > 1 ? std::atof(argv[1]) : 1;
+    const Geometry g{5, 2, 3, 64, uint32_t(DType::fp32), 9, 2, 40, 0, 0, 0, 0};
+    run(g, 1, 1, 0, seconds);
+    run(g, 4, 2, 50, seconds);
+    run(g, 3, 1, 1000, seconds);
+    run(g, 4, 4, 0, seconds);
+    return 0;
+}

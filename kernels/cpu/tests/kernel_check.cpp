@@ -1,0 +1,663 @@
+// Every variant of block attention that this machine can run, against attention in fp64.
+//
+//   kernel_check                        exit status 0, or a line that says what went wrong
+//   kernel_check --bench [threads] [group] [variant]   GB/s of keys and values, beside a plain read of the same memory
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "sglang_hybrid/block_attention.h"
+
+using namespace sglang_hybrid;
+
+namespace {
+
+const char* name_of(DType dtype) {
+    return dtype == DType::bf16 ? "bf16" : dtype == DType::fp16 ? "fp16" : "fp32";
+}
+
+std::vector<std::string> available_variants() {
+    std::vector<std::string> names;
+    std::string all = variants();
+    for (size_t begin = 0; begin <= all.size();) {
+        const size_t end = std::min(all.find(',', begin), all.size());
+        names.push_back(all.substr(begin, end - begin));
+        begin = end + 1;
+    }
+    return names;
+}
+
+// -- values of a dtype -------------------------------------------------------------------------------------------------
+
+uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
+float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+uint16_t to_bf16(float value) {
+    const uint32_t bits = bits_of(value);
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+double from_fp16(uint16_t half) {
+    const int exponent = half >> 10 & 31;
+    const double mantissa = half & 1023;
+    const double magnitude = exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25);
+    return half & 0x8000 ? -magnitude : magnitude;
+}
+
+// towards zero, to the largest finite number at most: any fp16 number will do as an input
+uint16_t to_fp16(float value) {
+    const uint16_t sign = value < 0 ? 0x8000 : 0;
+    const double magnitude = std::min(std::fabs(static_cast<double>(value)), 65504.0);
+    int exponent;
+    std::frexp(magnitude, &exponent);
+    exponent = std::max(exponent - 1, -14);
+    const auto steps = static_cast<uint32_t>(std::ldexp(magnitude, 10 - exponent));
+    if (steps < 1024) {
+        return static_cast<uint16_t>(sign | steps);
+    }
+    return static_cast<uint16_t>(sign | (exponent + 15) << 10 | (steps - 1024));
+}
+
+void put(DType dtype, char* to, float value) {
+    const uint16_t half = dtype == DType::bf16 ? to_bf16(value) : to_fp16(value);
+    std::memcpy(to, dtype == DType::fp32 ? static_cast<const void*>(&value) : &half, bytes_of(dtype));
+}
+
+double get(DType dtype, const char* from) {
+    uint16_t half;
+    float value;
+    std::memcpy(&half, from, 2);
+    if (dtype == DType::fp16) {
+        return from_fp16(half);
+    }
+    if (dtype == DType::bf16) {
+        return float_of(uint32_t{half} << 16);
+    }
+    std::memcpy(&value, from, 4);
+    return value;
+}
+
+void put_poison(DType dtype, char* to, uint32_t which) {
+    const bool is_nan = which % 2 == 0;
+    const uint16_t half = dtype == DType::bf16 ? (is_nan ? 0x7fc1 : 0xff80) : (is_nan ? 0x7e01 : 0xfc00);
+    const uint32_t full = is_nan ? 0x7fc00001 : 0xff800000;
+    std::memcpy(to, dtype == DType::fp32 ? static_cast<const void*>(&full) : &half, bytes_of(dtype));
+}
+
+// -- memory ------------------------------------------------------------------------------------------------------------
+
+// Ends right before a page that must not be touched, and begins behind bytes that must not change.
+class Guarded {
+public:
+    explicit Guarded(size_t bytes) : bytes_(bytes) {
+        const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+        mapped_ = (bytes + guard + page - 1) / page * page + page;
+        base_ = static_cast<char*>(mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        if (base_ == MAP_FAILED || mprotect(base_ + mapped_ - page, page, PROT_NONE) != 0) {
+            std::perror("kernel_check: guarded memory");
+            std::exit(2);
+        }
+        data_ = base_ + mapped_ - page - bytes;
+        std::memset(base_, 0xff, static_cast<size_t>(data_ - base_));
+    }
+    Guarded(const Guarded&) = delete;
+    ~Guarded() { munmap(base_, mapped_); }
+
+    char* data() const { return data_; }
+    size_t size() const { return bytes_; }
+    bool intact() const {
+        return std::all_of(base_, data_, [](char byte) { return static_cast<unsigned char>(byte) == 0xff; });
+    }
+
+private:
+    static constexpr size_t guard = 256;
+    size_t bytes_, mapped_;
+    char* base_;
+    char* data_;
+};
+
+// -- one case ----------------------------------------------------------------------------------------------------------
+
+struct Shape {
+    DType dtype;
+    uint32_t dim, group, count, last_fill;
+    float key_size = 1.0f;  // standard deviation of keys; queries and values have 1
+    uint32_t seed = 0;
+};
+
+std::string describe(const Shape& shape) {
+    char text[160];
+    std::snprintf(text, sizeof text, "%s head_dim %u group %u count %u last_fill %u key_size %g seed %u",
+                  name_of(shape.dtype), shape.dim, shape.group, shape.count, shape.last_fill,
+                  static_cast<double>(shape.key_size), shape.seed);
+    return text;
+}
+
+struct Result {
+    std::vector<float> out, lse;
+};
+
+// Blocks of KV head 1 of 2, in pages in random order; everything that is not a listed token is NaN or infinite.
+class Case {
+public:
+    explicit Case(const Shape& shape)
+        : shape_(shape),
+          row_(shape.dim * bytes_of(shape.dtype)),
+          page_stride_(2 * block_tokens * row_),
+          query_(shape.group * row_),
+          keys_((shape.count + 1) * page_stride_),
+          values_((shape.count + 1) * page_stride_),
+          pages_(shape.count + 1) {
+        std::mt19937 random(shape.seed);
+        std::normal_distribution<float> normal;
+        fill(query_, shape.group * shape.dim, [&] { return normal(random); });
+        poison(keys_, 0);
+        poison(values_, 1);
+        std::iota(pages_.begin(), pages_.end(), 0u);
+        std::shuffle(pages_.begin(), pages_.end(), random);
+        for (uint32_t i = 0; i < shape.count; ++i) {
+            for (uint32_t token = 0; token < tokens_of(i); ++token) {
+                for (uint32_t d = 0; d < shape.dim; ++d) {
+                    put(shape.dtype, at(keys_, i, token, d), normal(random) * shape.key_size);
+                    put(shape.dtype, at(values_, i, token, d), normal(random));
+                }
+            }
+        }
+        attend_in_fp64();
+    }
+
+    BlockAttention work(float* out, float* lse) const {
+        return {query_.data(),
+                keys_.data() + block_tokens * row_,
+                values_.data() + block_tokens * row_,
+                page_stride_,
+                pages_.data(),
+                shape_.count,
+                shape_.last_fill,
+                shape_.group,
+                shape_.dim,
+                shape_.dtype,
+                scale(),
+                out,
+                lse};
+    }
+
+    Result run(Kernel kernel, std::string& problem) const {
+        Guarded out(shape_.group * shape_.dim * 4), lse(shape_.group * 4);
+        std::fill_n(reinterpret_cast<float*>(out.data()), shape_.group * shape_.dim, untouched);
+        kernel(work(reinterpret_cast<float*>(out.data()), reinterpret_cast<float*>(lse.data())));
+        if (!out.intact() || !lse.intact()) {
+            problem = "wrote in front of its output";
+        }
+        const auto floats = [](const Guarded& from) {
+            std::vector<float> to(from.size() / 4);
+            std::memcpy(to.data(), from.data(), from.size());
+            return to;
+        };
+        return {floats(out), floats(lse)};
+    }
+
+    struct Errors {
+        double out = 0;  // relative, l2 of a head's vector
+        double lse = 0;
+    };
+
+    Errors errors_of(const Result& result) const {
+        Errors errors;
+        for (uint32_t head = 0; head < shape_.group; ++head) {
+            double difference = 0, norm = 0;
+            for (uint32_t d = 0; d < shape_.dim; ++d) {
+                const double expected = out_[head * shape_.dim + d];
+                const double got = result.out[head * shape_.dim + d];
+                difference += (got - expected) * (got - expected);
+                norm += expected * expected;
+            }
+            const double error = std::sqrt(difference / norm);
+            // comparisons that NaN fails
+            errors.out = error <= errors.out ? errors.out : error;
+            const double lse = std::fabs(result.lse[head] - lse_[head]);
+            errors.lse = lse <= errors.lse ? errors.lse : lse;
+        }
+        return errors;
+    }
+
+    // what rounding the logits to fp32 can do, above what a dtype may cost
+    double logit_error() const { return logit_error_; }
+
+    bool left_empty(const Result& result) const {
+        const auto is_untouched = [](float value) { return bits_of(value) == bits_of(untouched); };
+        const auto is_empty = [](float value) { return value == -std::numeric_limits<float>::infinity(); };
+        return std::all_of(result.out.begin(), result.out.end(), is_untouched) &&
+               std::all_of(result.lse.begin(), result.lse.end(), is_empty);
+    }
+
+private:
+    static constexpr float untouched = 12345.0f;
+
+    float scale() const { return 1.0f / std::sqrt(static_cast<float>(shape_.dim)); }
+
+    uint32_t tokens_of(uint32_t index) const { return index + 1 == shape_.count ? shape_.last_fill : block_tokens; }
+
+    char* at(const Guarded& pool, uint32_t index, uint32_t token, uint32_t d) const {
+        return pool.data() + pages_[index] * page_stride_ + (block_tokens + token) * row_ + d * bytes_of(shape_.dtype);
+    }
+
+    template <class Next>
+    void fill(Guarded& to, uint32_t count, Next next) {
+        for (uint32_t i = 0; i < count; ++i) {
+            put(shape_.dtype, to.data() + i * bytes_of(shape_.dtype), next());
+        }
+    }
+
+    void poison(Guarded& pool, uint32_t which) {
+        for (size_t i = 0; i < pool.size() / bytes_of(shape_.dtype); ++i) {
+            put_poison(shape_.dtype, pool.data() + i * bytes_of(shape_.dtype), which++);
+        }
+    }
+
+    void attend_in_fp64() {
+        out_.assign(shape_.group * shape_.dim, 0.0);
+        lse_.assign(shape_.group, -std::numeric_limits<double>::infinity());
+        if (shape_.count == 0) {
+            return;
+        }
+        const uint32_t dim = shape_.dim;
+        const uint32_t tokens = (shape_.count - 1) * block_tokens + shape_.last_fill;
+        std::vector<double> query(shape_.group * dim), keys(tokens * dim), values(tokens * dim);
+        for (uint32_t i = 0; i < query.size(); ++i) {
+            query[i] = get(shape_.dtype, query_.data() + i * bytes_of(shape_.dtype));
+        }
+        for (uint32_t token = 0; token < tokens; ++token) {
+            for (uint32_t d = 0; d < dim; ++d) {
+                const uint32_t index = token / block_tokens, within = token % block_tokens;
+                keys[token * dim + d] = get(shape_.dtype, at(keys_, index, within, d));
+                values[token * dim + d] = get(shape_.dtype, at(values_, index, within, d));
+            }
+        }
+        std::vector<double> logit(tokens);
+        for (uint32_t head = 0; head < shape_.group; ++head) {
+            double largest_products = 0;
+            for (uint32_t token = 0; token < tokens; ++token) {
+                double sum = 0, products = 0;
+                for (uint32_t d = 0; d < dim; ++d) {
+                    const double product = query[head * dim + d] * keys[token * dim + d];
+                    sum += product;
+                    products += std::fabs(product);
+                }
+                logit[token] = sum * scale();
+                largest_products = std::max(largest_products, products * scale());
+            }
+            logit_error_ = std::max(logit_error_, largest_products * 0x1p-22);
+            const double highest = *std::max_element(logit.begin(), logit.end());
+            double sum = 0;
+            for (uint32_t token = 0; token < tokens; ++token) {
+                const double weight = std::exp(logit[token] - highest);
+                sum += weight;
+                for (uint32_t d = 0; d < dim; ++d) {
+                    out_[head * dim + d] += weight * values[token * dim + d];
+                }
+            }
+            for (uint32_t d = 0; d < dim; ++d) {
+                out_[head * dim + d] /= sum;
+            }
+            lse_[head] = highest + std::log(sum);
+        }
+    }
+
+    Shape shape_;
+    uint32_t row_;
+    uint64_t page_stride_;
+    Guarded query_, keys_, values_;
+    std::vector<uint32_t> pages_;
+    std::vector<double> out_, lse_;
+    double logit_error_ = 0;
+};
+
+// -- checks ------------------------------------------------------------------------------------------------------------
+
+constexpr DType dtypes[] = {DType::bf16, DType::fp16, DType::fp32};
+constexpr uint32_t head_dims[] = {64, 96, 128, 256};
+
+int failures = 0;
+
+void fail(const std::string& variant, const std::string& what, const std::string& where) {
+    std::printf("FAILED %s: %s: %s\n", variant.c_str(), what.c_str(), where.c_str());
+    ++failures;
+}
+
+double allowed_error(DType dtype) { return dtype == DType::bf16 ? 1e-2 : dtype == DType::fp16 ? 2e-3 : 1e-5; }
+
+bool same_bits(const Result& a, const Result& b) {
+    return std::memcmp(a.out.data(), b.out.data(), a.out.size() * 4) == 0 &&
+           std::memcmp(a.lse.data(), b.lse.data(), a.lse.size() * 4) == 0;
+}
+
+struct Worst {
+    std::map<std::string, Case::Errors> of;  // by "variant dtype"
+    uint32_t cases = 0;
+};
+
+void check(const Shape& shape, const std::vector<std::string>& names, Worst& worst) {
+    const Case one(shape);
+    for (const std::string& variant : names) {
+        Kernel kernel = find_kernel(shape.dtype, shape.dim, variant.c_str());
+        if (kernel == nullptr) {
+            fail(variant, "no kernel", describe(shape));
+            continue;
+        }
+        std::string problem;
+        const Result result = one.run(kernel, problem);
+        ++worst.cases;
+        if (!same_bits(result, one.run(kernel, problem))) {
+            problem = "two runs differ";
+        }
+        if (shape.count == 0) {
+            if (!one.left_empty(result)) {
+                problem = "an empty list must give lse -inf and leave out alone";
+            }
+        } else {
+            const Case::Errors errors = one.errors_of(result);
+            // when logits are so large that their rounding decides, what is left to check is that nothing overflows
+            const double slack = one.logit_error();
+            const bool is_finite = std::isfinite(errors.out) && std::isfinite(errors.lse);
+            if (!is_finite || !(errors.out <= allowed_error(shape.dtype) + 4 * slack) ||
+                !(errors.lse <= 1e-3 + 4 * slack)) {
+                char text[100];
+                std::snprintf(text, sizeof text, "out off by %.3g (relative), lse by %.3g", errors.out, errors.lse);
+                problem = text;
+            }
+            if (shape.key_size == 1.0f) {
+                Case::Errors& most = worst.of[variant + " " + name_of(shape.dtype)];
+                most.out = std::max(most.out, errors.out);
+                most.lse = std::max(most.lse, errors.lse);
+            }
+        }
+        if (!problem.empty()) {
+            fail(variant, problem, describe(shape));
+        }
+    }
+}
+
+void check_shapes(const std::vector<std::string>& names, Worst& worst) {
+    std::mt19937 random(1);
+    uint32_t seed = 0;
+    for (DType dtype : dtypes) {
+        for (uint32_t dim : head_dims) {
+            for (uint32_t group = 1; group <= max_group; ++group) {
+                for (uint32_t count = 0; count <= 12; ++count) {
+                    const uint32_t fills[] = {1 + static_cast<uint32_t>(random() % 32), 32, 1, 31, 15, 16, 17};
+                    check({dtype, dim, group, count, fills[0], 1.0f, ++seed}, names, worst);
+                    if (count < 3) {
+                        check({dtype, dim, group, count, fills[1 + random() % 6], 1.0f, ++seed}, names, worst);
+                    }
+                }
+            }
+            for (uint32_t last_fill = 1; last_fill <= block_tokens; ++last_fill) {
+                check({dtype, dim, 5, 2, last_fill, 1.0f, ++seed}, names, worst);
+            }
+        }
+    }
+}
+
+void check_large_logits(const std::vector<std::string>& names, Worst& worst) {
+    uint32_t seed = 1000000;
+    for (DType dtype : dtypes) {
+        for (uint32_t dim : head_dims) {
+            for (float key_size : {1e-30f, 1e-3f, 8.0f, 100.0f, 1e4f, 1e10f, 1e30f, 1e35f}) {
+                if (dtype == DType::fp16 && key_size > 1e4f) {
+                    continue;
+                }
+                for (uint32_t group : {1u, 5u, 11u}) {
+                    check({dtype, dim, group, 3, 7, key_size, ++seed}, names, worst);
+                }
+            }
+        }
+    }
+}
+
+// The same kernel from four threads at once, each of them new to it: bits must be those of one thread.
+void check_threads(const std::vector<std::string>& names) {
+    for (const std::string& variant : names) {
+        for (DType dtype : dtypes) {
+            constexpr uint32_t threads = 4, cases = 6, rounds = 50;
+            Kernel kernel = find_kernel(dtype, 128, variant.c_str());
+            std::vector<std::unique_ptr<Case>> work;
+            std::vector<Result> expected;
+            std::string problem;
+            for (uint32_t i = 0; i < cases; ++i) {
+                work.push_back(std::make_unique<Case>(Shape{dtype, 128, 3 + 2 * i, 1 + i, 32 - i, 1.0f, 77 + i}));
+                expected.push_back(work.back()->run(kernel, problem));
+            }
+            std::atomic<uint32_t> wrong = 0;
+            std::vector<std::thread> running;
+            for (uint32_t thread = 0; thread < threads; ++thread) {
+                running.emplace_back([&, thread] {
+                    std::string ignored;
+                    for (uint32_t i = 0; i < rounds * cases; ++i) {
+                        const uint32_t which = (i + thread) % cases;
+                        wrong += !same_bits(work[which]->run(kernel, ignored), expected[which]);
+                    }
+                });
+            }
+            for (std::thread& thread : running) {
+                thread.join();
+            }
+            if (wrong != 0) {
+                fail(variant, "several threads do not get the bits of one", name_of(dtype));
+            }
+        }
+    }
+}
+
+void check_dispatch(const std::vector<std::string>& names) {
+    const auto expect = [](bool condition, const char* what) {
+        if (!condition) {
+            fail("dispatch", what, variants());
+        }
+    };
+    expect(names.back() == "portable", "portable must be there, as the last one");
+    expect(find_kernel(DType::bf16, 80, nullptr) == nullptr, "head_dim 80 must have no kernel");
+    expect(find_kernel(DType::bf16, 128, "sse9") == nullptr, "an unknown variant must have no kernel");
+    expect(variant_name(DType::bf16, 128, "sse9") == nullptr, "an unknown variant must have no name");
+    for (const std::string& name : names) {
+        const bool is_for_bf16 = name == "amx" || name == "neon-bf16";
+        expect(variant_name(DType::bf16, 128, name.c_str()) == name, "a variant must have bf16");
+        const char* fp32 = variant_name(DType::fp32, 128, name.c_str());
+        expect(fp32 != nullptr && (fp32 == name) != is_for_bf16, "fp32 must be with the next simpler variant");
+    }
+    setenv("SGLANG_HYBRID_CPU_VARIANT", "portable", 1);
+    expect(std::strcmp(variant_name(DType::bf16, 128, nullptr), "portable") == 0, "the environment must choose");
+    expect(variant_name(DType::bf16, 128, names[0].c_str()) == names[0], "an argument must beat the environment");
+    setenv("SGLANG_HYBRID_CPU_VARIANT", "sse9", 1);
+    expect(find_kernel(DType::bf16, 128, nullptr) == nullptr, "an unknown name in the environment must not pass");
+    unsetenv("SGLANG_HYBRID_CPU_VARIANT");
+    expect(variant_name(DType::bf16, 128, nullptr) == names[0], "the first variant must be the default");
+}
+
+int check_everything() {
+    const std::vector<std::string> names = available_variants();
+    Worst worst;
+    check_dispatch(names);
+    check_shapes(names, worst);
+    check_large_logits(names, worst);
+    check_threads(names);
+    for (const auto& [what, errors] : worst.of) {
+        std::printf("%-16s out %.2e  lse %.2e\n", what.c_str(), errors.out, errors.lse);
+    }
+    std::printf("%u cases, %d failures; variants %s\n", worst.cases, failures, variants());
+    return failures == 0 ? 0 : 1;
+}
+
+// -- benchmark ---------------------------------------------------------------------------------------------------------
+
+double seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// body(thread) on all threads at once; the time until the last one is done, best of a few
+template <class Body>
+double best_time(uint32_t threads, Body body) {
+    double best = std::numeric_limits<double>::infinity();
+    for (int repetition = 0; repetition < 5; ++repetition) {
+        std::barrier start(threads + 1), end(threads + 1);
+        std::vector<std::thread> running;
+        for (uint32_t thread = 0; thread < threads; ++thread) {
+            running.emplace_back([&, thread] {
+                start.arrive_and_wait();
+                body(thread);
+                end.arrive_and_wait();
+            });
+        }
+        start.arrive_and_wait();
+        const double begin = seconds();
+        end.arrive_and_wait();
+        best = std::min(best, seconds() - begin);
+        for (std::thread& thread : running) {
+            thread.join();
+        }
+    }
+    return best;
+}
+
+// A pool of one layer of bf16, 8 KV heads, head_dim 128: page p holds keys, then values, of all heads.
+class BenchPool {
+public:
+    static constexpr uint32_t heads = 8, dim = 128, list = 8;
+    static constexpr size_t block = block_tokens * dim * 2, page = 2 * heads * block;
+
+    BenchPool(size_t bytes, int advice) : pages_(static_cast<uint32_t>(bytes / page)) {
+        void* memory =
+            mmap(nullptr, size(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (memory == MAP_FAILED) {
+            std::perror("kernel_check: pool");
+            std::exit(2);
+        }
+        madvise(memory, size(), advice);
+        data_ = static_cast<char*>(memory);
+        std::mt19937_64 random(3);
+        for (size_t i = 0; i < size(); i += 8) {
+            // bf16 of either sign and of magnitude 0.5 to 2
+            const uint64_t bits = (random() & 0x80ff80ff80ff80ff) | 0x3f003f003f003f00;
+            std::memcpy(data_ + i, &bits, 8);
+        }
+        for (uint32_t head = 0; head < heads; ++head) {
+            for (uint32_t i = 0; i < pages_; ++i) {
+                order_.push_back(i);
+            }
+            std::shuffle(order_.end() - pages_, order_.end(), random);
+        }
+    }
+    BenchPool(const BenchPool&) = delete;
+    ~BenchPool() { munmap(data_, size()); }
+
+    size_t size() const { return pages_ * page; }
+
+    // Every block once a pass, so that the pool must be in cache as a whole, or not at all.
+    double attend(Kernel kernel, uint32_t group, uint32_t threads, uint32_t passes) const {
+        const uint32_t lists = static_cast<uint32_t>(order_.size()) / list;
+        const double time = best_time(threads, [&](uint32_t thread) {
+            alignas(64) char query[max_group * dim * 2];
+            std::memcpy(query, data_, sizeof query);
+            std::vector<float> out(max_group * dim), lse(max_group);
+            for (uint32_t pass = 0; pass < passes; ++pass) {
+                for (uint32_t i = lists * thread / threads; i < lists * (thread + 1) / threads; ++i) {
+                    const char* keys = data_ + i * list / pages_ * block;
+                    kernel({query, keys, keys + heads * block, page, &order_[i * list], list, block_tokens, group, dim,
+                            DType::bf16, 0.0884f, out.data(), lse.data()});
+                }
+            }
+        });
+        return static_cast<double>(lists) * list * 2 * block * passes / time / 1e9;
+    }
+
+    double read(uint32_t threads, uint32_t passes) const {
+        std::atomic<uint64_t> sink = 0;
+        const double time = best_time(threads, [&](uint32_t thread) {
+            const size_t words = size() / 8;
+            const auto* data = reinterpret_cast<const uint64_t*>(data_);
+            uint64_t sum[8] = {};
+            for (uint32_t pass = 0; pass < passes; ++pass) {
+                __asm__ volatile("" ::: "memory");
+                for (size_t i = words * thread / threads / 8 * 8; i < words * (thread + 1) / threads / 8 * 8; i += 8) {
+                    for (size_t lane = 0; lane < 8; ++lane) {
+                        sum[lane] ^= data[i + lane];
+                    }
+                }
+            }
+            for (uint64_t part : sum) {
+                sink += part;
+            }
+        });
+        return static_cast<double>(size()) * passes / time / 1e9;
+    }
+
+private:
+    uint32_t pages_;
+    char* data_;
+    std::vector<uint32_t> order_;
+};
+
+int bench(uint32_t threads, uint32_t group, const std::string& only) {
+    const BenchPool in_l2(size_t{1} << 20, MADV_NOHUGEPAGE);
+    const BenchPool small_pages(size_t{2} << 30, MADV_NOHUGEPAGE);
+    const BenchPool huge_pages(size_t{2} << 30, MADV_HUGEPAGE);
+    std::printf("bf16 head_dim 128 group %u, lists of 8 random blocks, %u threads; GB/s, best of 5\n", group, threads);
+    std::printf("%-24s %10s %14s %14s\n", "", "1 MiB", "2 GiB, 4 KiB p.", "2 GiB, huge p.");
+    const auto print = [](const std::string& name, double l2, double small, double huge) {
+        std::printf("%-24s %10.2f %14.2f %14.2f\n", name.c_str(), l2, small, huge);
+    };
+    const auto print_read = [&] {
+        print("sequential read", in_l2.read(1, 200), small_pages.read(threads, 1), huge_pages.read(threads, 1));
+    };
+    print_read();
+    for (const std::string& variant : available_variants()) {
+        if (only.empty() || only == variant) {
+            Kernel kernel = find_kernel(DType::bf16, BenchPool::dim, variant.c_str());
+            print(variant, in_l2.attend(kernel, group, 1, 200), small_pages.attend(kernel, group, threads, 1),
+                  huge_pages.attend(kernel, group, threads, 1));
+        }
+    }
+    print_read();
+    return 0;
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);
+    if (count > 1 && std::strcmp(arguments[1], "--bench") == 0) {
+        const int threads = count > 2 ? std::atoi(arguments[2]) : 1;
+        const int group = count > 3 ? std::atoi(arguments[3]) : 5;
+        if (threads < 1 || group < 1 || group > static_cast<int>(max_group)) {
+            std::fprintf(stderr, "usage: kernel_check [--bench [threads] [group, 1 to 16] [variant]]\n");
+            return 2;
+        }
+        return bench(static_cast<uint32_t>(threads), static_cast<uint32_t>(group), count > 4 ? arguments[4] : "");
+    }
+    return check_everything();
+}

@@ -1,0 +1,109 @@
+"""The miss server that the configuration asks for, over SGLang's pool."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from cpu_worker import cores
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.integration.host_kv_pool import HostKVPool
+from sglang_hybrid.integration.refusals import Refusal
+from sglang_hybrid.metrics import WorkerMetrics
+from sglang_hybrid.misses.base import MissServer
+from sglang_hybrid.misses.native import NativeMisses
+from sglang_hybrid.misses.reference import ReferenceMisses
+from sglang_hybrid.misses.worker import WorkerMisses
+from sglang_hybrid.native import NativeError, library
+from sglang_hybrid.native.local import LocalAttention
+from sglang_hybrid.native.structs import DTYPES, Geometry
+from sglang_hybrid.transport.messages import Plan
+from sglang_hybrid.worker.supervisor import Supervisor, WorkerError, WorkerSettings
+
+_SILENCE_SECONDS = 2.0
+
+
+def create_miss_server(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> MissServer:
+    """Starts the worker where the configuration wants one. Raises Refusal with what to change."""
+    try:
+        library()
+        geometry = geometry_of(config, pool, model_runner)
+    except NativeError as error:
+        raise Refusal(str(error)) from error
+    if not _has_kernel(geometry):
+        if config.worker == "none":
+            return ReferenceMisses()
+        raise Refusal(
+            f"the CPU kernels take head_dim 64, 96, 128 or 256 and at most 16 query heads per KV head, this model has "
+            f"{geometry.head_dim} (values: {pool.v_head_dim}) and {geometry.group}: serve it with --hybrid worker=none"
+        )
+    local = LocalAttention(pool.region.address, geometry, config.worker_task_blocks, len(os.sched_getaffinity(0)))
+    if config.worker == "none":
+        return NativeMisses(local)
+
+    rank, ranks = model_runner.ps.tp_rank, model_runner.server_args.tp_size // model_runner.server_args.nnodes
+    settings = WorkerSettings(
+        directory=None if config.worker == "start" else Path(config.worker.replace("{rank}", str(rank))),
+        plan=plan_of(config, rank % ranks, ranks),
+        longest_pause_s=config.worker_restart_seconds,
+        silence_s=max(_SILENCE_SECONDS, 4 * config.worker_deadline_ms / 1000),
+    )
+    supervisor = Supervisor(settings, geometry, pool.region.fd)
+    metrics = WorkerMetrics(rank)
+    supervisor.on_change = metrics.worker_is
+    try:
+        supervisor.start()
+    except WorkerError as error:
+        raise Refusal(f"{error}; --hybrid worker=none serves without one") from error
+    return WorkerMisses(supervisor, local, config.worker_deadline_ms / 1000, metrics)
+
+
+def geometry_of(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Geometry:
+    """What the worker has to know about the pool. Raises NativeError for a dtype that it does not know."""
+    dtype = str(pool.store_dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise NativeError(f"a KV cache of {dtype} cannot be read by the CPU kernels: use {', '.join(DTYPES)}")
+    query_heads = model_runner.model_config.get_num_attention_heads(model_runner.server_args.tp_size)
+    first_key, start = pool.k_buffer[0].data_ptr(), pool.region.address
+    following = pool.k_buffer[1] if len(pool.k_buffer) > 1 else pool.v_buffer[0]
+    return Geometry(
+        rows=model_runner.req_to_token_pool.size,
+        kv_heads=pool.head_num,
+        group=query_heads // pool.head_num,
+        head_dim=pool.head_dim,
+        dtype=DTYPES[dtype],
+        max_blocks=config.budget_tokens // config.block_tokens,
+        layers=len(pool.k_buffer),
+        pages=pool.k_buffer[0].shape[0],
+        keys=first_key - start,
+        values=pool.v_buffer[0].data_ptr() - start,
+        layer_stride=following.data_ptr() - first_key,
+        pool_bytes=pool.region.size,
+    )
+
+
+def _has_kernel(geometry: Geometry) -> bool:
+    known = library().sh_variant_name(geometry.dtype, geometry.head_dim, None) is not None
+    return known and geometry.group <= 16
+
+
+def plan_of(config: HybridConfig, rank: int, ranks: int) -> Plan:
+    """The thread plan of one rank; ranks on one host share its cores evenly."""
+    chosen = config.worker_cores
+    threads = 0 if config.worker_threads == "auto" else config.worker_threads
+    if ranks > 1 and chosen == "auto":
+        placed = cores.place(cores.read_topology(), "auto", threads * ranks, 0)
+        share = len(placed.cores) // ranks
+        if share:
+            chosen = cores.format_cpus(placed.cores[rank * share : (rank + 1) * share])
+        else:
+            threads = threads or 1
+    return Plan(
+        provider=config.worker_provider,
+        threads=threads,
+        group_threads=0 if config.worker_group_threads == "auto" else config.worker_group_threads,
+        task_blocks=config.worker_task_blocks,
+        spin_us=config.worker_spin_us,
+        cores=chosen,
+    )

@@ -1,0 +1,1 @@
+"""Who computes attention over the misses, and what happens when he cannot."""

@@ -1,0 +1,120 @@
+"""The structs of ``kernels/cpu/include/sglang_hybrid`` as ctypes sees them. ``library.py`` compares the mailbox's."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_float, c_uint32, c_uint64, c_void_p
+
+DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
+ITEMSIZES = {0: 2, 1: 2, 2: 4}
+MAILBOX_VERSION = 1  # mailbox.h: mailbox_version
+
+
+class BlockAttention(ctypes.Structure):
+    """block_attention.h"""
+
+    _fields_ = (
+        ("query", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("page_stride", c_uint64),
+        ("pages", POINTER(c_uint32)),
+        ("count", c_uint32),
+        ("last_fill", c_uint32),
+        ("group", c_uint32),
+        ("head_dim", c_uint32),
+        ("dtype", c_uint32),
+        ("scale", c_float),
+        ("out", POINTER(c_float)),
+        ("lse", POINTER(c_float)),
+    )
+
+
+class Geometry(ctypes.Structure):
+    """mailbox.h: what client and worker must agree on."""
+
+    _fields_ = (
+        ("rows", c_uint32),
+        ("kv_heads", c_uint32),
+        ("group", c_uint32),
+        ("head_dim", c_uint32),
+        ("dtype", c_uint32),
+        ("max_blocks", c_uint32),
+        ("layers", c_uint32),
+        ("pages", c_uint32),
+        ("keys", c_uint64),
+        ("values", c_uint64),
+        ("layer_stride", c_uint64),
+        ("pool_bytes", c_uint64),
+    )
+
+
+class MailboxLayout(ctypes.Structure):
+    """mailbox.h: bytes from the mailbox's start."""
+
+    _fields_ = tuple(
+        (name, c_uint64)
+        for name in (
+            "bell", "worker", "client", "posts", "requests", "replies", "lists", "pages", "queries", "outputs", "lses",
+            "bytes",
+        )
+    )  # fmt: skip
+
+
+class Lists(ctypes.Structure):
+    """c_api.h: sh_lists"""
+
+    _fields_ = (
+        ("query", c_void_p),
+        ("pages", c_void_p),
+        ("fill", c_void_p),
+        ("rows", c_uint32),
+        ("listed", c_uint32),
+        ("layer", c_uint32),
+        ("scale", c_float),
+    )
+
+
+class EngineOptions(ctypes.Structure):
+    """c_api.h: sh_engine_options"""
+
+    _fields_ = (
+        ("threads", c_uint32),
+        ("group_threads", c_uint32),
+        ("task_blocks", c_uint32),
+        ("spin_us", c_uint32),
+        ("cores", POINTER(ctypes.c_int32)),
+        ("variant", c_char_p),
+    )
+
+
+class EngineStats(ctypes.Structure):
+    """c_api.h: sh_engine_stats"""
+
+    _fields_ = tuple(
+        (name, c_uint64)
+        for name in (
+            "posts", "rows", "refused_rows", "abandoned_posts", "blocks", "stolen_tasks", "busy_ns", "parks", "tasks",
+        )
+    )  # fmt: skip
+
+
+class Job(ctypes.Structure):
+    """c_api.h: sh_job"""
+
+    _fields_ = (
+        ("sequence", c_uint64),
+        ("layer", c_uint32),
+        ("rows", c_uint32),
+        ("scale", c_float),
+        ("query", c_void_p),
+        ("count", POINTER(c_uint32)),
+        ("last_fill", POINTER(c_uint32)),
+        ("pages", POINTER(c_uint32)),
+    )
+
+
+class Field(ctypes.Structure):
+    """c_api.h: sh_field, one field of a mailbox record."""
+
+    _fields_ = (("record", c_char_p), ("name", c_char_p), ("offset", c_uint32), ("bytes", c_uint32))

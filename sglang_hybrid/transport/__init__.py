@@ -1,0 +1,1 @@
+"""Where scheduler and worker meet: the mailbox for data, messages for control."""

@@ -1,0 +1,66 @@
+"""The scheduler's end of a mailbox; ``kernels/cpu/include/sglang_hybrid/mailbox.h`` defines what is in it."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+
+from sglang_hybrid.memory.region import SharedRegion
+from sglang_hybrid.native.library import checked, library
+from sglang_hybrid.native.lists import HostLists
+from sglang_hybrid.native.structs import Geometry, MailboxLayout
+
+SERVED, DAMAGED = 1, 2  # sh_outcome of c_api.h; 0 is late
+
+
+class Mailbox:
+    """A mailbox in a region of its own. For one thread at a time.
+
+    Each life of a worker gets a new one: whatever a worker that was given up still writes, it
+    writes where nobody looks.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        """Raises RegionError when there is no memory, NativeError when the geometry cannot be served."""
+        self._library = library()
+        layout = MailboxLayout()
+        checked(self._library.sh_mailbox_layout, ctypes.byref(geometry), ctypes.byref(layout))
+        self.region = SharedRegion(layout.bytes, name="sglang-hybrid-mailbox")
+        address = ctypes.c_void_p(self.region.address)
+        checked(self._library.sh_mailbox_create, address, self.region.size, ctypes.byref(geometry))
+        self._client = checked(self._library.sh_client_open, address, ctypes.byref(geometry))
+        weakref.finalize(self, self._library.sh_client_close, self._client)
+        self.posted = 0  # sequence number of the newest post
+
+    def post(self, lists: HostLists, generation: int) -> int:
+        """Post one layer; its sequence number."""
+        sequence = ctypes.c_uint64()
+        checked(
+            self._library.sh_client_post,
+            self._client, ctypes.byref(lists.struct), generation & 0xFFFFFFFF, ctypes.byref(sequence),
+        )  # fmt: skip
+        self.posted = sequence.value
+        return self.posted
+
+    def collect(self, sequence: int, lists: HostLists, timeout_s: float, gone: ctypes.c_uint32) -> int:
+        """Wait for the replies to a post and copy them to ``lists``; the number of rows that are not served.
+
+        Ends early when another thread sets ``gone``. ``lists.outcome`` says what became of each row.
+        """
+        missing: int = self._library.sh_client_collect(
+            self._client, sequence, int(timeout_s * 1e9), ctypes.byref(gone), *lists.results,
+            ctypes.c_void_p(lists.outcome.data_ptr()),
+        )  # fmt: skip
+        return missing
+
+    def wake(self) -> None:
+        self._library.sh_client_wake(self._client)
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether the worker is through with everything that was posted."""
+        return bool(self._library.sh_client_completed(self._client) == self.posted)
+
+    @property
+    def heartbeat(self) -> int:
+        return int(self._library.sh_client_heartbeat(self._client))

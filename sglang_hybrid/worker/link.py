@@ -1,0 +1,90 @@
+"""One life of a worker, from the scheduler's point of view."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import secrets
+import socket
+import time
+from pathlib import Path
+
+from sglang_hybrid.native.structs import Geometry
+from sglang_hybrid.transport.control_client import ControlClient, ControlError
+from sglang_hybrid.transport.mailbox import Mailbox
+from sglang_hybrid.transport.messages import Attach, Hello, Plan, Stop, WarmUp
+from sglang_hybrid.worker.process import WorkerProcess
+
+logger = logging.getLogger("sglang.srt.hybrid")
+
+START_SECONDS = 60.0  # provider torch imports torch
+_PLAN_SECONDS = 60.0
+_STOP_SECONDS = 1.0
+
+
+class Link:
+    """An attached worker with a mailbox of its own.
+
+    The data plane (one thread) uses ``mailbox`` and ``gone``; everything else belongs to the
+    thread that made the link. The mailbox's memory lives as long as somebody holds the link, so
+    ``close`` may be called while the data plane still waits for a reply.
+    """
+
+    def __init__(self, place: Path | WorkerProcess, geometry: Geometry, pool_fd: int, plan: Plan) -> None:
+        """Connect, attach, plan, warm up. Raises ControlError, RegionError or NativeError; then nothing is left open.
+
+        ``place`` is the directory of a running worker, or a process that was just started and
+        belongs to the link from here on.
+        """
+        self.process = place if isinstance(place, WorkerProcess) else None
+        self.gone = ctypes.c_uint32(0)  # not 0 once the worker is given up
+        self.late = False  # the data plane's note: the newest post was not answered in time
+        self._mailbox: Mailbox | None = None
+        self._connection: socket.socket | None = None
+        self._control: ControlClient | None = None
+        try:
+            self._control = ControlClient(self.process.directory if self.process else Path(str(place)))
+            pidfd = self.process.pidfd if self.process else None
+            self.pid = self._control.ask(Hello(), START_SECONDS, pidfd).pid
+            self.mailbox = self._mailbox = Mailbox(geometry)
+            token = secrets.token_hex(16)
+            self._connection = self._control.send_regions(token, self.mailbox.region.fd, pool_fd)
+            self.mailbox.region.close()  # the worker has its own descriptor, and the mapping stays
+            self._control.ask(Attach(token=token), _PLAN_SECONDS, self._connection)
+            self.planned = self._control.ask(plan, _PLAN_SECONDS, self._connection)
+            self._control.ask(WarmUp(), _PLAN_SECONDS, self._connection)
+            self.connection = self._connection
+        except BaseException:
+            self.close()
+            raise
+        self.since = time.monotonic()
+        self._heartbeat = self.mailbox.heartbeat
+        self._heard = self.since
+
+    def silent_seconds(self) -> float:
+        """How long the worker's heart has not been beating."""
+        heartbeat, now = self.mailbox.heartbeat, time.monotonic()
+        if heartbeat != self._heartbeat:
+            self._heartbeat, self._heard = heartbeat, now
+        return now - self._heard
+
+    def close(self, stop: bool = False) -> str:
+        """Give the worker up: the data plane stops waiting, a process of ours ends. How it ended, in words.
+
+        ``stop`` asks it to first; without, one that has not died by itself is killed.
+        """
+        self.gone.value = 1
+        if stop and self._control and self.process:
+            try:
+                self._control.ask(Stop(), _STOP_SECONDS, self.process.pidfd)
+            except ControlError as error:
+                logger.debug("the worker did not stop by itself: %s", error)
+        if self._mailbox:
+            self._mailbox.region.close()
+        if self._connection:
+            self._connection.close()
+        if self._control:
+            self._control.close()
+        if self.process is None:
+            return "let go of this server"
+        return self.process.end()

@@ -1,0 +1,69 @@
+"""A worker process that this process starts, in a directory of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+
+_PREFIX = "sglang-hybrid-"
+_STOP_SECONDS = 2.0
+
+
+class WorkerProcess:
+    """Starts at once; ``end`` must be called, also when the process has died by itself."""
+
+    def __init__(self) -> None:
+        """Raises OSError when there is no room for a directory or no process to be had."""
+        # the socket's path has to be short, so the directory for temporary files it is; 0700 by mkdtemp
+        self.directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "cpu_worker", "--dir", str(self.directory), "--parent", str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the server, which ends its worker
+            )
+            self.pidfd = os.pidfd_open(self._process.pid)
+        except BaseException:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def end(self, patience_s: float = _STOP_SECONDS) -> str:
+        """End the process if it still runs, wait for it, remove its directory. How it ended, in words."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience_s)
+            self._process.kill()
+        status = self._process.wait()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+        shutil.rmtree(self.directory, ignore_errors=True)
+        if status < 0:
+            return f"was killed by {signal.Signals(-status).name}"
+        return f"ended with status {status}"
+
+    def kill(self) -> None:
+        """For a process that does not answer."""
+        self._process.kill()
+
+
+def remove_leftovers() -> None:
+    """Remove directories of servers that were killed together with their workers and could not do it themselves."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}[0-9]*-*"):
+        owner = directory.name.removeprefix(_PREFIX).split("-")[0]
+        with contextlib.suppress(OSError):
+            if owner.isdigit() and directory.stat().st_uid == os.getuid() and not psutil.pid_exists(int(owner)):
+                shutil.rmtree(directory)

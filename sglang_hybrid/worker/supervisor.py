@@ -1,0 +1,140 @@
+"""Keeps a worker attached: the first one at start, another one whenever it dies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_hybrid.memory.region import RegionError
+from sglang_hybrid.native import NativeError
+from sglang_hybrid.native.structs import Geometry
+from sglang_hybrid.transport.control_client import ControlError
+from sglang_hybrid.transport.messages import Plan
+from sglang_hybrid.worker.link import Link
+from sglang_hybrid.worker.process import WorkerProcess, remove_leftovers
+
+logger = logging.getLogger("sglang.srt.hybrid")
+
+_LOOK_SECONDS = 0.25
+_FIRST_PAUSE_SECONDS = 0.1
+_STEADY_SECONDS = 30.0  # a worker that lived that long did not die of its start
+
+_CONNECT_ERRORS = (ControlError, RegionError, NativeError, OSError)
+
+
+class WorkerError(RuntimeError):
+    """There is no worker and there will be none. The message says why."""
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    directory: Path | None  # of a worker that somebody else started; None: start our own
+    plan: Plan
+    longest_pause_s: float
+    silence_s: float  # a worker whose heart stops that long is given up
+
+
+class Supervisor:
+    """Owns the worker. ``link`` is what the data plane may use now, None while there is no worker."""
+
+    def __init__(self, settings: WorkerSettings, geometry: Geometry, pool_fd: int) -> None:
+        self._settings = settings
+        self._geometry = geometry
+        self._pool_fd = pool_fd
+        self.link: Link | None = None
+        self.restarts = 0
+        self.on_change: Callable[[bool], None] = lambda up: None
+        self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="hybrid-worker-watch", daemon=True)
+
+    def start(self) -> None:
+        """Attach the first worker and begin to watch it. Raises WorkerError: what fails at start is a setting."""
+        remove_leftovers()
+        try:
+            self.link = self._connect()
+        except _CONNECT_ERRORS as error:
+            raise WorkerError(f"the CPU worker cannot be used: {error}") from error
+        self._tell("serves", self.link)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the watch and the worker."""
+        self._stopping = True
+        os.write(self._stop_write, b".")
+        if self._thread.is_alive():
+            self._thread.join()
+        os.close(self._stop_read)
+        os.close(self._stop_write)
+
+    def _connect(self) -> Link:
+        place = self._settings.directory or WorkerProcess()
+        return Link(place, self._geometry, self._pool_fd, self._settings.plan)
+
+    def _run(self) -> None:
+        pause = _FIRST_PAUSE_SECONDS
+        while not self._stopping:
+            if self.link:
+                why = self._watch(self.link)
+                if time.monotonic() - self.link.since > _STEADY_SECONDS:
+                    pause = _FIRST_PAUSE_SECONDS
+                self._give_up(self.link, why, pause)
+            if self._sleep(pause):
+                break
+            pause = min(2 * pause, self._settings.longest_pause_s)
+            try:
+                link = self._connect()
+            except _CONNECT_ERRORS as error:
+                logger.warning("the CPU worker could not be started again: %s; next try in %.1f s", error, pause)
+                continue
+            self.restarts += 1
+            self.link = link
+            self._tell(f"serves again (restart {self.restarts})", link)
+        last, self.link = self.link, None
+        if last:
+            last.close(stop=True)
+
+    def _watch(self, link: Link) -> str:
+        """Until the worker is no more; why, in words. Empty when we shall stop."""
+        while True:
+            ready, _, _ = select.select([link.connection.fileno(), self._stop_read], [], [], _LOOK_SECONDS)
+            if self._stopping:
+                return ""
+            if ready:  # it never sends anything: this is the end of the connection
+                return "is gone"
+            if link.silent_seconds() > self._settings.silence_s:
+                return f"has not answered for {self._settings.silence_s:.1f} s"
+
+    def _give_up(self, link: Link, why: str, pause: float) -> None:
+        self.link = None
+        if self._stopping:
+            link.close(stop=True)
+            return
+        self.on_change(False)
+        if why != "is gone" and link.process:
+            link.process.kill()
+        ended = link.close()
+        logger.warning(
+            "CPU worker %d %s (it %s): this process computes its attention, a new worker starts in %.1f s",
+            link.pid, why, ended, pause,
+        )  # fmt: skip
+
+    def _tell(self, does: str, link: Link) -> None:
+        self.on_change(True)
+        planned = link.planned
+        logger.info(
+            "CPU worker %d %s: provider %s (%s), %d threads in groups of %d, %s",
+            link.pid, does, planned.provider, planned.variant, planned.threads, planned.group_threads,
+            f"on cores {','.join(map(str, planned.cores))}" if planned.cores else "not bound to cores",
+        )  # fmt: skip
+
+    def _sleep(self, seconds: float) -> bool:
+        """Whether we shall stop."""
+        select.select([self._stop_read], [], [], seconds)
+        return self._stopping

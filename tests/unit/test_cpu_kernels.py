@@ -1,0 +1,161 @@
+"""Every kernel variant of this machine against softmax attention in float64, on random shapes."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from attention_oracle import seeded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hybrid.native import NativeError, library, variants
+from sglang_hybrid.native.library import checked
+from sglang_hybrid.native.structs import DTYPES, BlockAttention
+
+T = 32
+PAGES = 24
+# relative error of an output vector, as the issue of the kernels sets it; LSE is in absolute terms
+RELATIVE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+LSE = 1e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    dtype: torch.dtype
+    dim: int
+    group: int
+    heads: int
+    count: int
+    last_fill: int
+    magnitude: float  # of keys
+    seed: int
+
+
+CASES = st.builds(
+    Case,
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    dim=st.sampled_from([64, 96, 128, 256]),
+    group=st.integers(1, 16),
+    heads=st.integers(1, 3),
+    count=st.integers(0, 20),
+    last_fill=st.integers(1, T),
+    magnitude=st.sampled_from([0.1, 1.0, 1.0, 30.0, 1000.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+
+
+class Problem:
+    """One KV head's list in a pool of which everything that must not be read is NaN."""
+
+    def __init__(self, case: Case) -> None:
+        random, self.case = seeded(case.seed), case
+
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(*size, generator=random)
+
+        self.query = normal(case.group, case.dim).to(case.dtype)
+        self.pages = torch.randint(0, PAGES, (case.count,), generator=random)
+        self.head = int(torch.randint(0, case.heads, (1,), generator=random))
+        self.keys = (normal(PAGES, case.heads, T, case.dim) * case.magnitude).to(case.dtype)
+        self.values = normal(PAGES, case.heads, T, case.dim).to(case.dtype)
+        if case.count:
+            self.pages[-1] = PAGES - 1  # its rest is NaN, so it can only be the last one
+            self.pages[:-1] %= PAGES - 1
+        unused = [page for page in range(PAGES) if page not in self.pages.tolist()]
+        for pool in (self.keys, self.values):
+            pool[unused] = torch.nan
+            pool[:, [h for h in range(case.heads) if h != self.head]] = torch.nan
+            pool[PAGES - 1, :, case.last_fill :] = torch.nan
+        self.scale = case.dim**-0.5
+
+    def tokens(self, pool: torch.Tensor) -> torch.Tensor:
+        rows = pool[self.pages, self.head].flatten(0, 1).double()
+        return rows[: len(rows) - T + self.case.last_fill] if len(rows) else rows
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.query.double() @ self.tokens(self.keys).T * self.scale
+        return logits.softmax(dim=1) @ self.tokens(self.values), logits.logsumexp(dim=1)
+
+    def attend(self, variant: str) -> tuple[torch.Tensor, torch.Tensor]:
+        case = self.case
+        out = torch.full((case.group, case.dim), 7.0)
+        lse = torch.full((case.group,), 7.0)
+        pages = (ctypes.c_uint32 * max(1, case.count))(*self.pages.tolist())
+        block = T * case.dim * case.dtype.itemsize
+        task = BlockAttention(
+            query=self.query.data_ptr(),
+            keys=self.keys.data_ptr() + self.head * block,
+            values=self.values.data_ptr() + self.head * block,
+            page_stride=case.heads * block,
+            pages=pages,
+            count=case.count,
+            last_fill=case.last_fill,
+            group=case.group,
+            head_dim=case.dim,
+            dtype=DTYPES[str(case.dtype).removeprefix("torch.")],
+            scale=self.scale,
+            out=ctypes.cast(out.data_ptr(), ctypes.POINTER(ctypes.c_float)),
+            lse=ctypes.cast(lse.data_ptr(), ctypes.POINTER(ctypes.c_float)),
+        )
+        checked(library().sh_attend, ctypes.byref(task), variant.encode())
+        return out, lse
+
+
+@pytest.mark.parametrize("variant", variants())
+@given(case=CASES)
+@settings(max_examples=120, deadline=None)
+def test_attention_over_blocks_equals_softmax_attention(variant: str, case: Case) -> None:
+    problem = Problem(case)
+    out, lse = problem.attend(variant)
+    if case.count == 0:
+        assert lse.tolist() == [-math.inf] * case.group
+        assert (out == 7.0).all(), "an empty list writes no output"
+        return
+    expected, expected_lse = problem.expected()
+    assert out.isfinite().all() and lse.isfinite().all()
+    # logits of large keys have large roundings: what decides is their error relative to their own size
+    allowed = LSE + 2e-6 * expected_lse.abs().max() if case.magnitude > 1 else LSE
+    assert (lse.double() - expected_lse).abs().max() < allowed
+    if case.magnitude <= 1:
+        error = (out.double() - expected).norm(dim=1) / expected.norm(dim=1)
+        assert error.max() < RELATIVE[case.dtype]
+
+
+@pytest.mark.parametrize("variant", variants())
+def test_one_key_far_above_all_others_takes_everything(variant: str) -> None:
+    case = Case(torch.bfloat16, 128, 5, 1, 3, 20, 1.0, 3)
+    problem = Problem(case)
+    problem.keys[problem.pages[1], 0, 5] = problem.query[0] * 100
+    problem.query[:] = problem.query[0]
+    out, lse = problem.attend(variant)
+    assert lse.isfinite().all()
+    torch.testing.assert_close(out, problem.values[problem.pages[1], 0, 5].float().expand_as(out), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("variant", variants())
+def test_the_same_input_gives_the_same_bits(variant: str) -> None:
+    problem = Problem(Case(torch.bfloat16, 128, 8, 2, 9, 17, 1.0, 1))
+    first, again = problem.attend(variant), problem.attend(variant)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_the_fastest_variant_is_used_unless_another_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen() -> str:
+        name: str = library().sh_variant_name(DTYPES["bfloat16"], 128, None).decode()
+        return name
+
+    assert chosen() == variants()[0]
+    monkeypatch.setenv("SGLANG_HYBRID_CPU_VARIANT", "portable")
+    assert chosen() == "portable"
+    monkeypatch.setenv("SGLANG_HYBRID_CPU_VARIANT", "vax")
+    assert library().sh_variant_name(DTYPES["bfloat16"], 128, None) is None
+
+
+def test_a_variant_or_shape_that_does_not_exist_is_an_error_in_words() -> None:
+    problem = Problem(Case(torch.float32, 64, 1, 1, 1, 32, 1.0, 1))
+    with pytest.raises(NativeError, match="no such kernel"):
+        problem.attend("vax")

@@ -1,0 +1,133 @@
+"""Which cores the worker chooses, on machines that are not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpu_worker.cores import Core, CoresError, Placement, Topology, format_cpus, parse_cpus, place, read_topology
+
+
+def machine(nodes: int, cores: int, hyperthreads: bool = True, quota: float | None = None) -> Topology:
+    """CPUs as Linux numbers them: first hardware threads of all cores, then the second ones."""
+    total = nodes * cores
+    siblings = (0, total) if hyperthreads else (0,)
+    return Topology(
+        tuple(Core(tuple(core + other for other in siblings), core // cores) for core in range(total)), quota
+    )
+
+
+def node_of(topology: Topology, cpu: int) -> int:
+    return next(core.node for core in topology.cores if cpu in core.cpus)
+
+
+def test_auto_takes_one_hardware_thread_of_every_core_and_leaves_the_first_core_to_the_scheduler() -> None:
+    assert place(machine(1, 8), "auto", 0, 0) == Placement(7, 4, (1, 2, 3, 4, 5, 6, 7))
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_host_with_few_cores_gets_one_thread_that_is_not_bound(cores: int) -> None:
+    assert place(machine(1, cores), "auto", 0, 0) == Placement(1, 1)
+
+
+def test_more_threads_than_cores_are_not_bound() -> None:
+    assert place(machine(1, 8), "auto", 9, 0) == Placement(9, 4)
+
+
+def test_as_many_threads_as_cores_use_all_of_them() -> None:
+    assert place(machine(1, 4), "auto", 4, 2) == Placement(4, 2, (0, 1, 2, 3))
+
+
+def test_none_binds_nothing() -> None:
+    assert place(machine(1, 8), "none", 0, 0) == Placement(7, 4)
+
+
+def test_a_cpu_quota_bounds_the_default_number_of_threads() -> None:
+    assert place(machine(1, 64, quota=4.5), "auto", 0, 0).threads == 3
+    assert place(machine(1, 64, quota=0.5), "auto", 0, 0).threads == 1
+    assert place(machine(1, 64, quota=4.5), "auto", 16, 0).threads == 16
+
+
+@given(nodes=st.integers(1, 4), cores=st.integers(1, 24), threads=st.integers(0, 100), group_threads=st.integers(0, 16))
+def test_a_placement_is_consistent_and_whole_groups_stay_on_one_node(
+    nodes: int, cores: int, threads: int, group_threads: int
+) -> None:
+    topology = machine(nodes, cores)
+    placed = place(topology, "auto", threads, group_threads)
+    assert placed.threads == (threads or max(1, nodes * cores - 1))
+    assert 1 <= placed.group_threads <= placed.threads
+    assert len(placed.cores) in (0, placed.threads)
+    assert len({core.cpus for core in topology.cores if set(core.cpus) & set(placed.cores)}) == len(placed.cores)
+
+    groups = [
+        {node_of(topology, cpu) for cpu in placed.cores[first : first + placed.group_threads]}
+        for first in range(0, len(placed.cores), placed.group_threads)
+    ]
+    crossing = [len(group) > 1 for group in groups]
+    # left-over cores come last, fewer than a group of each node
+    assert not any(crossing[: len(crossing) - nodes])
+
+
+def test_listed_cores_are_used_in_their_order() -> None:
+    assert place(machine(1, 8), "4-6,0", 0, 2) == Placement(4, 2, (4, 5, 6, 0))
+    assert place(machine(1, 8), "4-6,0", 2, 0) == Placement(2, 2, (4, 5))
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "says"),
+    [
+        ("6-9", 0, "8-9 cannot be used by this process, which may run on 0-7"),
+        ("0-3", 5, "list more cores"),
+        ("", 0, "neither a number nor a range"),
+        ("all", 0, '"auto", "none" or a list'),
+        ("3-1", 0, "not a range"),
+        ("0,0-1", 0, "named twice"),
+        ("0-99999", 0, "not a range"),
+        ("-1", 0, "neither"),
+        ("0,", 0, "neither"),
+        ("٣", 0, "neither"),
+    ],
+)
+def test_cores_that_cannot_be_had_are_refused_with_those_that_can(cores: str, threads: int, says: str) -> None:
+    with pytest.raises(CoresError) as refused:
+        place(machine(1, 8, hyperthreads=False), cores, threads, 0)
+    assert says in str(refused.value)
+
+
+@given(st.sets(st.integers(0, 300), min_size=1))
+def test_a_formatted_list_reads_back_as_the_same_cpus(cpus: set[int]) -> None:
+    assert parse_cpus(format_cpus(cpus)) == sorted(cpus)
+
+
+@given(st.text(alphabet="0123456789-, x", max_size=30))
+def test_any_text_is_a_list_of_cpus_or_refused(text: str) -> None:
+    try:
+        cpus = parse_cpus(text)
+    except ValueError:
+        return
+    assert cpus and len(set(cpus)) == len(cpus)
+
+
+def test_the_topology_is_read_from_sysfs_for_allowed_cpus_only(tmp_path: Path) -> None:
+    for cpu in range(8):
+        directory = tmp_path / f"devices/system/cpu/cpu{cpu}"
+        (directory / "topology").mkdir(parents=True)
+        (directory / "topology/thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+        (directory / f"node{cpu % 4 // 2}").mkdir()
+    (tmp_path / "fs/cgroup").mkdir(parents=True)
+    (tmp_path / "fs/cgroup/cpu.max").write_text("150000 100000\n")
+    assert read_topology({0, 1, 3, 5, 6}, tmp_path) == Topology(
+        (Core((0,), 0), Core((1, 5), 0), Core((3,), 1), Core((6,), 1)), 1.5
+    )
+
+
+def test_where_the_system_tells_nothing_every_cpu_counts_as_a_core(tmp_path: Path) -> None:
+    assert read_topology({2, 3}, tmp_path) == Topology((Core((2,)), Core((3,))))
+
+
+def test_this_machine_has_a_topology_that_can_be_used() -> None:
+    topology = read_topology()
+    assert place(topology, format_cpus(topology.cpus), 0, 0).threads == len(topology.cpus)

@@ -1,0 +1,203 @@
+"""Real worker processes for tests, and a client's side of mailbox and pool."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from sglang_hybrid.native.library import checked, library
+from sglang_hybrid.native.lists import HostLists
+from sglang_hybrid.native.structs import DTYPES, Geometry, MailboxLayout
+from sglang_hybrid.transport.control_client import ControlClient
+from sglang_hybrid.transport.messages import Attach, Hello
+
+ROOT = Path(__file__).resolve().parents[2]
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+PATIENCE_S = 30.0  # for what takes a moment and never this long: a test that waits for all of it has failed
+BLOCK_TOKENS = 32
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@contextlib.contextmanager
+def short_directory() -> Iterator[Path]:
+    """pytest's own directories are too long for a Unix socket."""
+    path = Path(tempfile.mkdtemp(prefix="shw-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class WorkerProcess:
+    """``python -m cpu_worker`` (or ``code``, with the same arguments), killed at the end of the test if it is still there."""
+
+    def __init__(self, *arguments: str, directory: Path | None = None, code: str = "") -> None:
+        given = [] if directory is None else ["--dir", str(directory)]
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, *(["-c", code] if code else ["-m", "cpu_worker"]), *given, *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        self.directory = directory
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def ready(self) -> WorkerProcess:
+        assert self.directory is not None
+        with ControlClient(self.directory) as client:
+            client.ask(Hello(), PATIENCE_S)
+        return self
+
+    def wait(self) -> int:
+        return self.process.wait(PATIENCE_S)
+
+    def log(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self._log.close()
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """For what the kernel or ZMQ does in its own time, and tells nobody."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def ends(pid_descriptor: int) -> bool:
+    waiting = select.poll()
+    waiting.register(pid_descriptor, select.POLLIN)
+    return bool(waiting.poll(PATIENCE_S * 1000))
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+
+
+def memory_file(size: int, seals: int = SEALS, content: bytes = b"") -> int:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    if content:
+        os.pwrite(fd, content, 0)
+    if seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def new_token() -> str:
+    return secrets.token_hex(16)
+
+
+def is_closed_by_worker(connection: socket.socket) -> bool:
+    """Waits for the end of the connection, and for nothing but that."""
+    connection.settimeout(PATIENCE_S)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@dataclass
+class Regions:
+    """Mailbox and pool of a tiny model, with random keys and values; NaN in page 0, which nobody may read."""
+
+    dtype: str = "float32"
+    rows: int = 4
+    kv_heads: int = 2
+    group: int = 3
+    head_dim: int = 64
+    max_blocks: int = 20
+    layers: int = 2
+    pages: int = 32
+    token: str = field(default_factory=new_token)
+
+    def __post_init__(self) -> None:
+        kind = TORCH_DTYPES[self.dtype]
+        shape = (2, self.layers, self.pages, self.kv_heads, BLOCK_TOKENS, self.head_dim)
+        layer = self.pages * self.kv_heads * BLOCK_TOKENS * self.head_dim * kind.itemsize
+        size = 2 * self.layers * layer
+        self.geometry = Geometry(
+            self.rows, self.kv_heads, self.group, self.head_dim, DTYPES[self.dtype], self.max_blocks, self.layers,
+            self.pages, 0, self.layers * layer, layer, size,
+        )  # fmt: skip
+        layout = MailboxLayout()
+        checked(library().sh_mailbox_layout, ctypes.byref(self.geometry), ctypes.byref(layout))
+        self.pool_fd, self.mailbox_fd = memory_file(size), memory_file(layout.bytes)
+        self._pool, self._mailbox = mmap.mmap(self.pool_fd, size), mmap.mmap(self.mailbox_fd, layout.bytes)
+        self.pool = torch.frombuffer(self._pool, dtype=kind).view(shape)  # [key or value][layer][page]...
+        self.pool.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(7)))
+        self.pool[:, :, 0] = torch.nan
+        self._held = ctypes.c_char.from_buffer(self._mailbox)
+        self.mailbox_address = ctypes.addressof(self._held)
+        checked(library().sh_mailbox_create, self.mailbox_address, layout.bytes, ctypes.byref(self.geometry))
+        self.client = checked(library().sh_client_open, self.mailbox_address, ctypes.byref(self.geometry))
+
+    def attach(self, client: ControlClient) -> socket.socket:
+        connection = client.send_regions(self.token, self.mailbox_fd, self.pool_fd)
+        client.ask(Attach(token=self.token), PATIENCE_S)
+        return connection
+
+    def post(self, lists: HostLists) -> int:
+        sequence = ctypes.c_uint64()
+        checked(library().sh_client_post, self.client, ctypes.byref(lists.struct), 1, ctypes.byref(sequence))
+        return sequence.value
+
+    def collect(self, lists: HostLists, sequence: int, timeout_s: float = PATIENCE_S) -> int:
+        """Rows that were not answered; the others are in ``lists``."""
+        gone = ctypes.c_uint32()
+        missing: int = library().sh_client_collect(
+            self.client, sequence, int(timeout_s * 1e9), ctypes.byref(gone), *lists.results,
+            ctypes.c_void_p(lists.outcome.data_ptr()),
+        )  # fmt: skip
+        return missing
+
+    def close(self) -> None:
+        library().sh_client_close(self.client)
+        os.close(self.pool_fd)
+        os.close(self.mailbox_fd)
+
+    def __enter__(self) -> Regions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
