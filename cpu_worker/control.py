@@ -86,8 +86,8 @@ class ControlServer:
             self._wait()
             if not self._interrupted():
                 self._serve_regions()
-                self._watch_client()
                 self._answer_messages()
+                self._watch_client()
         log.log(logging.ERROR if self._failure else logging.INFO, "ending: %s", self._ending)
         self._detach()
         return 1 if self._failure else 0
@@ -152,6 +152,7 @@ class ControlServer:
                 identity, *frames = self._control.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            self._watch_client()  # who closed its connection and then asks has let go
             answer = self._answer_frames(identity, frames)
             with contextlib.suppress(zmq.ZMQError):  # whoever asked is gone
                 self._control.send_multipart([identity, messages.encode(answer)], zmq.NOBLOCK)
@@ -212,7 +213,6 @@ class ControlServer:
 
     def _attach(self, client: bytes, token: str) -> None:
         self._serve_regions()  # the descriptors were sent before the message was, but may not have been read yet
-        self._watch_client()  # and the client before may be gone without our having noticed
         if self._session is not None:
             if client == self._session.owner:
                 raise SessionError("regions are attached already, send drain first")

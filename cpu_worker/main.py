@@ -44,12 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parent = None
         if options.parent is not None:
             parent = stack.enter_context(contextlib.closing(Parent(options.parent)))
-            if parent.is_gone():
-                log.info("ending: process %d is gone", options.parent)
-                return 0
         try:
             library()
-            place = stack.enter_context(_directory(options.dir))
+            place = stack.enter_context(_directory(options.dir, ours=parent is not None))
+            if parent is not None and parent.is_gone():
+                log.info("ending: process %d is gone", parent.pid)
+                return 0
             server = stack.enter_context(ControlServer(place, parent, wakes))
         except (DirectoryError, NativeError) as error:
             log.error("cannot start: %s", error)
@@ -60,8 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _directory(given: Path | None) -> Iterator[MeetingPlace]:
-    """The directory to serve, made if it does not exist; what was made is removed afterwards. Raises DirectoryError."""
+def _directory(given: Path | None, ours: bool) -> Iterator[MeetingPlace]:
+    """The directory to serve, made if it does not exist; what was made is removed afterwards. Raises DirectoryError.
+
+    ``ours``: a server made it for this worker alone, and may be gone when it is to be removed.
+    """
     made = given is None or not given.exists()
     try:
         if given is None:
@@ -74,7 +77,7 @@ def _directory(given: Path | None) -> Iterator[MeetingPlace]:
     try:
         yield MeetingPlace.at(given)
     finally:
-        if made:
+        if made or ours:
             with contextlib.suppress(OSError):  # somebody else put something there, or removed it
                 given.rmdir()
 

@@ -23,6 +23,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         from cpu_worker.main import main as work
 
         sys.exit(work(arguments[1:]))
+    elif arguments[:2] == ["bench", "worker"]:
+        from cpu_worker.bench.main import main as bench_worker
+
+        sys.exit(bench_worker(arguments[2:]))
     elif arguments[:1] == ["bench"] and arguments[1:2] and arguments[1] in _BENCHES:
         _bench(arguments[1], arguments[2:])
     else:
@@ -73,8 +77,13 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("serve", help="start an OpenAI-compatible server; takes every SGLang flag (serve --help)")
     commands.add_parser("worker", help="start a CPU worker by hand; servers start their own (worker --help)")
-    bench = commands.add_parser("bench", help="run one of SGLang's benchmarks with the plugin loaded")
-    bench.add_argument("name", choices=_BENCHES, help="followed by the benchmark's own flags")
+    bench = commands.add_parser("bench", help="measure this host's CPU worker, or run one of SGLang's benchmarks")
+    bench.add_argument(
+        "name",
+        choices=("worker", *_BENCHES),
+        help="worker: GB/s of block attention beside this host's read bandwidth (bench worker --help); the others are "
+        "SGLang's, with the plugin loaded. Followed by the benchmark's own flags",
+    )
 
     config = commands.add_parser("config", help="print the effective configuration and where each value comes from")
     from sglang_hybrid.integration.server_args import add_config_flags

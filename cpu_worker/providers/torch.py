@@ -27,7 +27,7 @@ except ImportError as error:
 
 _BLOCK_TOKENS = 32
 _TAKE_US = 100_000  # how late the thread may notice that it shall stop
-_CHUNK_BYTES = 16 << 20  # of gathered keys and values: what stays in cache between gather and attention
+_CHUNK_BYTES = 4 << 20  # of gathered keys and values per thread: what stays in cache between gather and attention
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # by the number of structs.DTYPES
 
 log = logging.getLogger(__name__)
@@ -76,8 +76,8 @@ def attend(
             continue
         blocks = -(-length // _BLOCK_TOKENS)
         rows, heads = (tokens == length).nonzero(as_tuple=True)
-        # at least as many pairs as threads, or some would have nothing to do
-        chunk = max(torch.get_num_threads(), _CHUNK_BYTES // (pair_bytes * blocks))
+        # at least one pair per thread, or some would have nothing to do
+        chunk = torch.get_num_threads() * max(1, _CHUNK_BYTES // (pair_bytes * blocks))
         for row, head in zip(rows.split(chunk), heads.split(chunk), strict=True):
             listed = pages[row, head, :blocks]
             k, v = (pool[listed, head[:, None]].flatten(1, 2)[:, None, :length] for pool in (keys, values))

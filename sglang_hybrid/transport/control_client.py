@@ -40,6 +40,7 @@ CLIENT_ID_BYTES = 17  # the first bytes of a routing id: whose socket it is
 _RECONNECT_MS = 20
 _LAST_ANSWER_MS = 100  # a worker that is told to stop answers and goes: its answer may be on the way
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
+_TIME = struct.Struct("2l")  # struct timeval
 
 _ANSWERS: dict[type[Request], type[Answer]] = {
     Hello: Welcome,
@@ -121,7 +122,8 @@ class ControlClient:
         self._check_directory()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            connection.settimeout(timeout_s)
+            # Python's own timeout makes connect fail at once where others wait to be accepted
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(*_seconds(timeout_s)))
             connection.connect(str(self.place.regions))
             peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
             _, user, _ = _PEER.unpack(peer)
@@ -132,7 +134,7 @@ class ControlClient:
         except ControlError:
             connection.close()
             raise
-        except (TimeoutError, FileNotFoundError, ConnectionError) as error:
+        except (BlockingIOError, FileNotFoundError, ConnectionError) as error:
             connection.close()
             raise ControlTimeout(f"no worker takes regions in {self.place.path}: {error}") from error
         except OSError as error:
@@ -205,6 +207,11 @@ class ControlClient:
             self.place.check()
         except DirectoryError as error:
             raise ControlError(str(error)) from error
+
+
+def _seconds(timeout_s: float) -> tuple[int, int]:
+    """Whole seconds and microseconds; never 0, which would be for ever."""
+    return divmod(max(1, math.ceil(timeout_s * 1_000_000)), 1_000_000)
 
 
 def _checked(request: Request, data: bytes) -> Answer:

@@ -20,6 +20,7 @@ logger = logging.getLogger("sglang.srt.hybrid")
 START_SECONDS = 60.0  # provider torch imports torch
 _PLAN_SECONDS = 60.0
 _STOP_SECONDS = 1.0
+_LONGEST_LOOK = 0.5
 
 
 class Link:
@@ -59,14 +60,19 @@ class Link:
             raise
         self.since = time.monotonic()
         self._heartbeat = self.mailbox.heartbeat
-        self._heard = self.since
+        self._looked = self.since
+        self._silent = 0.0
 
     def silent_seconds(self) -> float:
-        """How long the worker's heart has not been beating."""
+        """How long the worker's heart has not been beating, as far as that was looked at.
+
+        Time in which nobody looked counts little: if this process did not get to run, the worker
+        may not have either (a suspended or overloaded machine).
+        """
         heartbeat, now = self.mailbox.heartbeat, time.monotonic()
-        if heartbeat != self._heartbeat:
-            self._heartbeat, self._heard = heartbeat, now
-        return now - self._heard
+        self._silent = self._silent + min(now - self._looked, _LONGEST_LOOK) if heartbeat == self._heartbeat else 0.0
+        self._heartbeat, self._looked = heartbeat, now
+        return self._silent
 
     def close(self, stop: bool = False) -> str:
         """Give the worker up: the data plane stops waiting, a process of ours ends. How it ended, in words.

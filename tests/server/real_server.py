@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,9 +34,16 @@ class Server:
     shared_memory_before: frozenset[str] | set[str] = frozenset()  # for tests of what a server leaves behind
 
     def __init__(
-        self, model: Path, backend: str, *flags: str, log: Path, environment: Mapping[str, str] | None = None
+        self,
+        model: Path,
+        backend: str,
+        *flags: str,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
-        command = (sys.executable, "-m", "sglang.launch_server", "--model-path", str(model))
+        """``prefix``: a command that sets something up and then becomes the server."""
+        command = (*prefix, sys.executable, "-m", "sglang.launch_server", "--model-path", str(model))
         self._prepare([*command, "--attention-backend", backend, *_COMMON, *flags], log, environment or {})
 
     @classmethod
@@ -107,6 +116,43 @@ class Server:
         reply.raise_for_status()
         answer: dict[str, Any] = reply.json()
         return answer
+
+    def stream(self, ids: list[int], new_tokens: int) -> Iterator[str]:
+        """The text so far, after every token."""
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+            "stream": True,
+        }
+        with requests.post(f"{self.url}/generate", json=body, stream=True, timeout=600) as reply:
+            reply.raise_for_status()
+            for line in reply.iter_lines():
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[len(b"data: ") :])["text"]
+
+    def worker(self) -> psutil.Process | None:
+        """The CPU worker's process, if there is one now."""
+        for process in self.family():
+            with contextlib.suppress(psutil.Error):
+                if "cpu_worker" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                    return process
+        return None
+
+    def wait_for_worker(self, other_than: int = 0, seconds: float = 60) -> psutil.Process:
+        """A worker that serves, and is not the process ``other_than``."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            worker = self.worker()
+            if worker and worker.pid != other_than and f"CPU worker {worker.pid} serves" in self.log.read_text():
+                return worker
+            time.sleep(0.05)  # no event to wait for: another program starts
+        raise AssertionError(f"no new worker after {seconds} s:\n{self.log_tail()}")
+
+    def miss_rows(self) -> dict[str, float]:
+        """Rows whose misses were served, by whom. Needs --enable-metrics."""
+        text = requests.get(f"{self.url}/metrics", timeout=30).text
+        found = re.findall(r'^sglang_hybrid_miss_rows_total\{by="([^"]+)"[^}]*\} (\S+)', text, re.MULTILINE)
+        return {by: float(rows) for by, rows in found}
 
     def generate_together(self, prompts: list[list[int]], new_tokens: int = 16) -> list[dict[str, Any]]:
         with ThreadPoolExecutor(len(prompts)) as pool:

@@ -1,4 +1,6 @@
-"""Gate 1: the same answers as stock SGLang, on a real model, both servers real.
+"""Gates 1 and 2: the same answers as stock SGLang, on a real model, all servers real.
+
+Gate 1 is policy full. Gate 2 is policy scout with everything but the sink and the tail on the CPU worker.
 
 Stock is SGLang's ``torch_native`` backend. The servers run one after the other with the same
 requests: prompts of 10 to 6,000 tokens alone, prompts that continue cached ones, and eight
@@ -23,9 +25,13 @@ TOLERANCE = 1e-3
 
 HYBRID = {
     "full": ("--hybrid", "policy=full"),
-    # above the model's context of 8,192 tokens: everything is selected
-    "scout": ("--hybrid", "policy=scout", "--hybrid", "budget_tokens=8192"),
-}
+    # above the model's context of 8,192 tokens: everything is selected. The deadline is long, so that a busy machine
+    # does not move work from the worker into the server.
+    "scout": (
+        "--hybrid", "policy=scout", "--hybrid", "budget_tokens=8192", "--hybrid", "recent_blocks=0",
+        "--hybrid", "worker_deadline_ms=2000", "--enable-metrics",
+    ),
+}  # fmt: skip
 
 
 @dataclass
@@ -33,6 +39,7 @@ class Answers:
     alone: list[dict[str, Any]] = field(default_factory=list)
     continued: list[dict[str, Any]] = field(default_factory=list)
     together: list[dict[str, Any]] = field(default_factory=list)
+    miss_rows: dict[str, float] = field(default_factory=dict)  # rows whose misses were served, by whom
 
     def all(self) -> list[dict[str, Any]]:
         return [*self.alone, *self.continued, *self.together]
@@ -72,7 +79,10 @@ def hybrid(request: pytest.FixtureRequest, model: Path, english: list[int], tmp_
     log = tmp_path_factory.mktemp("hybrid") / "server.log"
     flags = (*HYBRID[request.param], "--hybrid", "host_memory=2GiB", "--chunked-prefill-size", str(CHUNK))
     with Server(model, "hybrid", *flags, log=log) as server:
-        return ask(server, english)
+        answers = ask(server, english)
+        if "--enable-metrics" in flags:
+            answers.miss_rows = server.miss_rows()
+        return answers
 
 
 def test_greedy_text_is_identical_to_stock(stock: Answers, hybrid: Answers) -> None:
@@ -94,6 +104,13 @@ def test_continued_prompts_were_served_from_the_radix_cache(hybrid: Answers) -> 
     cached = [answer["meta_info"]["cached_tokens"] for answer in hybrid.continued]
     halves = [LENGTHS[n] // 2 for n in CONTINUED]
     assert cached == [half // 32 * 32 for half in halves]
+
+
+def test_policy_scout_left_everything_but_sink_and_tail_to_the_worker(hybrid: Answers) -> None:
+    if not hybrid.miss_rows:
+        pytest.skip("policy full has no misses")
+    assert set(hybrid.miss_rows) == {"worker"}, "some rows were computed in the server process"
+    assert hybrid.miss_rows["worker"] > 1000
 
 
 def logprobs(answer: dict[str, Any]) -> list[tuple[float, int]]:

@@ -37,6 +37,16 @@ def test_config_ends_with_the_problem_when_a_setting_is_wrong(capsys: pytest.Cap
     assert "did you mean policy?" in str(ended.value)
 
 
+def test_worker_hands_everything_after_it_to_the_worker(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[list[str]] = []
+    monkeypatch.setattr("cpu_worker.main.main", lambda arguments: given.append(arguments) or 3)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["worker", "--dir", "/tmp/x"])
+    assert (given, ended.value.code) == ([["--dir", "/tmp/x"]], 3)
+
+
 @pytest.mark.parametrize("arguments", [[], ["frobnicate"], ["bench", "nothing"]])
 def test_a_command_that_does_not_exist_is_answered_with_those_that_do(
     arguments: list[str], capsys: pytest.CaptureFixture[str]

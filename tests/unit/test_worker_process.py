@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -133,16 +134,16 @@ def test_a_hello_of_another_protocol_is_answered_with_ours(stranger: zmq.Socket[
     assert answer_to(stranger, messages.encode(Hello(protocol=99))).protocol == messages.PROTOCOL
 
 
-def test_a_worker_that_serves_natively_loads_neither_torch_nor_numpy(
-    worker: WorkerProcess, client: ControlClient, regions: Regions
-) -> None:
-    with regions.attach(client):
-        client.ask(PLAN, PATIENCE_S)
-        loaded = Path(f"/proc/{worker.pid}/maps").read_text()
-        client.ask(Drain(), PATIENCE_S)
-    assert "libsglang_hybrid_cpu" in loaded
-    assert "torch" not in loaded and "numpy" not in loaded
-    assert Path(f"/proc/{worker.pid}/comm").read_text() == "hybrid-worker\n"
+def test_a_worker_that_serves_natively_loads_neither_torch_nor_numpy(directory: Path, regions: Regions) -> None:
+    with WorkerProcess(directory=directory) as process, ControlClient(directory) as client:
+        process.ready()
+        with regions.attach(client):
+            client.ask(PLAN, PATIENCE_S)
+            client.ask(WarmUp(), PATIENCE_S)
+            loaded = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "libsglang_hybrid_cpu" in loaded
+        assert "torch" not in loaded and "numpy" not in loaded
+        assert Path(f"/proc/{process.pid}/comm").read_text() == "hybrid-worker\n"
 
 
 # -- messages that nobody should send ----------------------------------------------------------
@@ -177,6 +178,15 @@ def test_a_message_that_is_too_long_ends_its_connection_and_nothing_else(
 ) -> None:
     stranger.send(b"x" * (messages.MAX_MESSAGE_BYTES + 1))
     assert client.ask(Health(), PATIENCE_S).state == "idle"
+
+
+def test_bytes_that_are_not_even_zmq_disturb_nobody(worker: WorkerProcess, client: ControlClient) -> None:
+    for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, bytes(range(256)) * 10):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+            peer.connect(f"{worker.directory}/control.sock")
+            with contextlib.suppress(ConnectionError):  # it may be thrown out before it has said everything
+                peer.sendall(data)
+        assert client.ask(Health(), PATIENCE_S).state == "idle"
 
 
 @pytest.mark.parametrize("request_", [PLAN, WarmUp(), Stats(), Drain()], ids=lambda request: type(request).__name__)
@@ -342,13 +352,17 @@ def test_of_five_connections_that_wait_the_oldest_is_dropped(
 def test_while_one_server_is_attached_another_is_refused(
     client: ControlClient, other_client: ControlClient, regions: Regions
 ) -> None:
-    with regions.attach(client), Regions() as others:
+    with (
+        regions.attach(client),
+        Regions() as others,
+        other_client.send_regions(others.token, others.mailbox_fd, others.pool_fd),
+    ):
         with pytest.raises(ControlError, match="serves another server"):
-            others.attach(other_client)
+            other_client.ask(Attach(token=others.token), PATIENCE_S)
         refused: list[Request] = [PLAN, WarmUp(), Drain(), Stop()]
         for request in refused:
             with pytest.raises(ControlError, match="serves another one"):
-                other_client.ask(request, PATIENCE_S)  # type: ignore[call-overload]
+                other_client.ask(request, PATIENCE_S)
         assert other_client.ask(Hello(), PATIENCE_S).attached
         assert other_client.ask(Health(), PATIENCE_S).state == "attached"
         with pytest.raises(ControlError, match="attached already"):
@@ -363,7 +377,7 @@ def test_when_a_server_goes_its_worker_lets_go_of_everything_and_serves_the_next
     worker: WorkerProcess, client: ControlClient, regions: Regions
 ) -> None:
     client.ask(Hello(), PATIENCE_S)
-    before = worker.descriptors()
+    before, tasks_before = worker.descriptors(), worker.tasks()
     for _ in range(3):
         with regions.attach(client):
             client.ask(PLAN, PATIENCE_S)
@@ -371,7 +385,7 @@ def test_when_a_server_goes_its_worker_lets_go_of_everything_and_serves_the_next
         assert client.ask(Health(), PATIENCE_S).state == "idle"
     assert eventually(lambda: worker.descriptors() == before)
     assert "memfd:test" not in Path(f"/proc/{worker.pid}/maps").read_text()
-    assert len(os.listdir(f"/proc/{worker.pid}/task")) <= 4  # itself and ZMQ's
+    assert worker.tasks() == tasks_before
 
 
 def test_the_pool_is_mapped_for_reading_only(worker: WorkerProcess, client: ControlClient, regions: Regions) -> None:
@@ -386,6 +400,23 @@ def test_a_drained_session_is_closed_by_the_worker(client: ControlClient, region
     with regions.attach(client) as connection:
         client.ask(Drain(), PATIENCE_S, gone=connection)
         assert is_closed_by_worker(connection)
+
+
+def test_a_client_waits_for_its_turn_to_hand_over_regions_but_not_for_ever(
+    worker: WorkerProcess, client: ControlClient, regions: Regions
+) -> None:
+    os.kill(worker.pid, signal.SIGSTOP)
+    connections = []
+    try:
+        with pytest.raises(ControlTimeout, match="no worker takes regions"):
+            for _ in range(100):  # more than can wait to be accepted
+                connections.append(client.send_regions(regions.token, regions.mailbox_fd, regions.pool_fd, 0.05))
+    finally:
+        os.kill(worker.pid, signal.SIGCONT)
+        for connection in connections:
+            connection.close()
+    with regions.attach(client):
+        client.ask(Drain(), PATIENCE_S)
 
 
 def test_a_client_that_gave_up_waiting_gets_the_right_answer_the_next_time(
@@ -558,7 +589,22 @@ def test_it_ends_with_the_process_it_was_given(directory: Path) -> None:
         assert process.wait() == 0
         assert f"process {parent.pid} is gone" in process.log()
     parent.wait()
-    assert list(directory.iterdir()) == []
+    assert not directory.exists()
+
+
+def test_where_the_system_has_no_process_descriptors_it_ends_with_its_parent_all_the_same(directory: Path) -> None:
+    code = (
+        "import os, sys, errno, cpu_worker.main\n"
+        "def missing(pid): raise OSError(errno.ENOSYS, 'no pidfds')\n"
+        "os.pidfd_open = missing\n"
+        "sys.exit(cpu_worker.main.main())"
+    )
+    parent = subprocess.Popen(["sleep", "600"])
+    with WorkerProcess("--parent", str(parent.pid), directory=directory, code=code) as process:
+        process.ready()
+        parent.kill()
+        parent.wait()
+        assert process.wait() == 0
 
 
 def test_it_does_not_start_for_a_process_that_is_gone(directory: Path) -> None:
@@ -566,7 +612,7 @@ def test_it_does_not_start_for_a_process_that_is_gone(directory: Path) -> None:
     parent.wait()
     with WorkerProcess("--parent", str(parent.pid), directory=directory) as process:
         assert process.wait() == 0
-    assert list(directory.iterdir()) == []
+    assert not directory.exists()
 
 
 def test_even_a_stopped_worker_ends_with_its_parent(directory: Path) -> None:
@@ -590,7 +636,7 @@ def test_even_a_stopped_worker_ends_with_its_parent(directory: Path) -> None:
         parent.wait()
         assert ends(process)
         os.close(process)
-    assert list(directory.iterdir()) == []
+    assert not directory.exists()
 
 
 def test_with_a_parent_it_ends_when_its_server_lets_go(directory: Path, regions: Regions) -> None:
@@ -601,7 +647,7 @@ def test_with_a_parent_it_ends_when_its_server_lets_go(directory: Path, regions:
         process.ready()
         regions.attach(client).close()
         assert process.wait() == 0
-    assert list(directory.iterdir()) == []
+    assert not directory.exists()
 
 
 def test_a_provider_that_fails_ends_the_worker_with_its_reason(directory: Path, regions: Regions) -> None:

@@ -45,7 +45,7 @@ def short_directory() -> Iterator[Path]:
 
 
 class WorkerProcess:
-    """``python -m cpu_worker`` (or ``code``, with the same arguments), killed at the end of the test if it is still there."""
+    """``python -m cpu_worker``, or ``code`` with the same arguments; killed at the end if it is still there."""
 
     def __init__(self, *arguments: str, directory: Path | None = None, code: str = "") -> None:
         given = [] if directory is None else ["--dir", str(directory)]
@@ -78,6 +78,9 @@ class WorkerProcess:
 
     def descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def tasks(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/task"))
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -519,27 +519,27 @@ double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// body(thread) on all threads at once; the time until the last one is done, best of a few
+// body(thread) on all threads at once; the time from the first one's begin to the last one's end, best of a few
 template <class Body>
 double best_time(uint32_t threads, Body body) {
     double best = std::numeric_limits<double>::infinity();
     for (int repetition = 0; repetition < 5; ++repetition) {
-        std::barrier start(threads + 1), end(threads + 1);
+        std::barrier start(threads);
+        std::vector<double> begin(threads), end(threads);
         std::vector<std::thread> running;
         for (uint32_t thread = 0; thread < threads; ++thread) {
             running.emplace_back([&, thread] {
                 start.arrive_and_wait();
+                begin[thread] = seconds();
                 body(thread);
-                end.arrive_and_wait();
+                end[thread] = seconds();
             });
         }
-        start.arrive_and_wait();
-        const double begin = seconds();
-        end.arrive_and_wait();
-        best = std::min(best, seconds() - begin);
         for (std::thread& thread : running) {
             thread.join();
         }
+        const double first = *std::min_element(begin.begin(), begin.end());
+        best = std::min(best, *std::max_element(end.begin(), end.end()) - first);
     }
     return best;
 }

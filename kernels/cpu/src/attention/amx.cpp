@@ -63,10 +63,7 @@ class AmxKernel {
 public:
     static void attend(const BlockAttention& work) {
         if (work.count == 0) {
-            for (uint32_t head = 0; head < work.group; ++head) {
-                work.lse[head] = -INFINITY;
-            }
-            return;
+            return answer_empty(work);
         }
         Block block = block_of(work, 0);
         LineStream(block.keys, block.tokens * row_bytes).request_all();
@@ -114,7 +111,7 @@ private:
         alignas(64) float sums[max_group][tile_columns];                 // of weights, one for each lane
         alignas(64) float highest[max_group];                            // logit so far
         alignas(64) float rescale[max_group];                            // of earlier blocks, when that rises
-        alignas(64) char partial_values[block_tokens * row_bytes];       // a block whose missing tokens are 0
+        alignas(64) char padded_values[block_tokens * row_bytes];        // of a block that is not full
         uint32_t group;
         float scale;
 
@@ -291,13 +288,7 @@ private:
         }
 
         void add_values(const Block& block, LineStream next_values) {
-            const char* values = block.values;
-            if (block.tokens < block_tokens) {
-                // a weight of 0 does not silence what lies behind the last token
-                memcpy(partial_values, values, block.tokens * row_bytes);
-                memset(partial_values + block.tokens * row_bytes, 0, (block_tokens - block.tokens) * row_bytes);
-                values = partial_values;
-            }
+            const char* values = values_or_zero(block, row_bytes, padded_values);
             settle_memory();
             if (is_wide()) {
                 add_values_to_wide(values, next_values);

@@ -4,7 +4,9 @@
 // instruction sets, and a function they shared by name would be the linker's pick among them.
 #pragma once
 
+#include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "sglang_hybrid/block_attention.h"
 
@@ -23,6 +25,25 @@ inline Block block_of(const BlockAttention& work, uint32_t index) {
     const uint64_t offset = work.pages[index] * work.page_stride;
     const uint32_t tokens = index + 1 == work.count ? work.last_fill : block_tokens;
     return {work.keys + offset, work.values + offset, tokens};
+}
+
+// Of an empty list: merging it changes nothing, so that there is no need for an output.
+inline void answer_empty(const BlockAttention& work) {
+    for (uint32_t head = 0; head < work.group; ++head) {
+        work.lse[head] = -INFINITY;
+    }
+}
+
+// A whole block of values for kernels that multiply those behind the last token by 0, which silences neither NaN nor
+// infinity. `padded` has room for a block.
+inline const char* values_or_zero(const Block& block, uint32_t row_bytes, char* padded) {
+    if (block.tokens == block_tokens) {
+        return block.values;
+    }
+    const uint32_t bytes = block.tokens * row_bytes;
+    memcpy(padded, block.values, bytes);
+    memset(padded + bytes, 0, block_tokens * row_bytes - bytes);
+    return padded;
 }
 
 // A range of memory that is requested line by line while something else is computed. Blocks lie at random places and

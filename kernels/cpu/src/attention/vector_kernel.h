@@ -15,41 +15,14 @@
 //   Weights, weight_tokens, load_weights(p), fma_weight<i>(v, w, acc) = v * p[i] + acc, for i < weight_tokens
 #pragma once
 
-#include <math.h>
 #include <stdint.h>
 
 #include "attention/block_list.h"
-#include "attention/exponential.h"
+#include "attention/group_parts.h"
+#include "attention/online_softmax.h"
 
 namespace sglang_hybrid {
 namespace {
-
-template <uint32_t number>
-struct Constant {
-    static constexpr uint32_t value = number;
-};
-
-// body(Constant<number>) for a number between 1 and limit that is known only at run time
-template <uint32_t limit, class Body>
-inline void with_constant(uint32_t number, Body body) {
-    if constexpr (limit > 1) {
-        if (number < limit) {
-            return with_constant<limit - 1>(number, body);
-        }
-    }
-    body(Constant<limit>());
-}
-
-// body(first head, Constant<heads>) for the whole group in parts of nearly equal size, each at most `limit`
-template <uint32_t limit, class Body>
-inline void in_parts(uint32_t group, Body body) {
-    uint32_t first = 0;
-    for (uint32_t parts = (group + limit - 1) / limit; parts > 0; --parts) {
-        const uint32_t heads = (group - first + parts - 1) / parts;
-        with_constant<limit>(heads, [&](auto constant) { body(first, constant); });
-        first += heads;
-    }
-}
 
 // What is kept from block to block, and the steps that work on it in fp32 whatever the dtype of the pool. Dimensions are
 // in the order of load_pair everywhere in here. All of it is uninitialised until start().
@@ -70,6 +43,7 @@ public:
     template <DType dtype>
     void start(const BlockAttention& work) {
         group_ = work.group;
+        softmax_.start(group_);
         const Vector scale = Lanes::broadcast(work.scale);
         for (uint32_t head = 0; head < group_; ++head) {
             const char* row = static_cast<const char*>(work.query) + head * row_bytes<dtype>;
@@ -81,11 +55,6 @@ public:
                 Lanes::store(&output_[head][i], Lanes::zero());
                 Lanes::store(&output_[head][i + width], Lanes::zero());
             }
-            Lanes::store(sums_[head], Lanes::zero());
-        }
-        for (uint32_t head = 0; head < max_group; ++head) {
-            highest_[head] = -__FLT_MAX__;  // not -inf: the difference of two of them must not be NaN
-            rescale_[head] = 0.0f;
         }
     }
 
@@ -117,35 +86,7 @@ public:
         next_keys.request_all();
     }
 
-    void logits_to_weights(uint32_t tokens) {
-        for (uint32_t head = 0; head < group_; ++head) {
-            for (uint32_t token = tokens; token < block_tokens; ++token) {
-                weights_[head][token] = -INFINITY;
-            }
-            Vector most = Lanes::load(weights_[head]);
-            for (uint32_t t = width; t < block_tokens; t += width) {
-                most = Lanes::max(most, Lanes::load(&weights_[head][t]));
-            }
-            const float before = highest_[head];
-            const float logit = Lanes::highest(most);
-            highest_[head] = logit > before ? logit : before;
-            rescale_[head] = before - highest_[head];
-        }
-        for (uint32_t head = 0; head < group_; head += width) {
-            Lanes::store(&rescale_[head], exponential<Lanes>(Lanes::load(&rescale_[head])));
-        }
-        for (uint32_t head = 0; head < group_; ++head) {
-            const Vector reference = Lanes::broadcast(highest_[head]);
-            Vector sum = Lanes::mul(Lanes::load(sums_[head]), Lanes::broadcast(rescale_[head]));
-#pragma GCC unroll 8
-            for (uint32_t t = 0; t < block_tokens; t += width) {
-                const Vector weight = exponential<Lanes>(Lanes::sub(Lanes::load(&weights_[head][t]), reference));
-                Lanes::store(&weights_[head][t], weight);
-                sum = Lanes::add(sum, weight);
-            }
-            Lanes::store(sums_[head], sum);
-        }
-    }
+    void logits_to_weights(uint32_t tokens) { softmax_.logits_to_weights(group_, tokens); }
 
     template <DType dtype>
     void add_values(const Block& block, LineStream& next_values) {
@@ -163,9 +104,8 @@ public:
     template <DType dtype>
     void finish(const BlockAttention& work) const {
         for (uint32_t head = 0; head < group_; ++head) {
-            const float sum = Lanes::sum(Lanes::load(sums_[head]));
-            work.lse[head] = highest_[head] + logf(sum);
-            const Vector factor = Lanes::broadcast(1.0f / sum);
+            work.lse[head] = softmax_.lse(head);
+            const Vector factor = Lanes::broadcast(softmax_.normalisation(head));
             float* out = work.out + head * dim;
             for (uint32_t i = 0; i < dim; i += pair) {
                 Vector a = Lanes::mul(Lanes::load(&output_[head][i]), factor);
@@ -208,7 +148,7 @@ private:
         }
 #pragma GCC unroll 16
         for (uint32_t h = 0; h < heads; ++h) {
-            Lanes::store(&weights_[head + h][token], Lanes::sum_each(sum[h]));
+            Lanes::store(&softmax_.weights[head + h][token], Lanes::sum_each(sum[h]));
         }
     }
 
@@ -231,7 +171,7 @@ private:
         Vector sum[heads][2 * pairs];
 #pragma GCC unroll 16
         for (uint32_t h = 0; h < heads; ++h) {
-            const Vector factor = Lanes::broadcast(rescale_[head + h]);
+            const Vector factor = Lanes::broadcast(softmax_.rescale[head + h]);
 #pragma GCC unroll 16
             for (uint32_t i = 0; i < 2 * pairs; ++i) {
                 sum[h][i] = Lanes::mul(Lanes::load(&output_[head + h][column + i * width]), factor);
@@ -261,7 +201,7 @@ private:
                 typename Lanes::Weights weight[heads];
 #pragma GCC unroll 16
                 for (uint32_t h = 0; h < heads; ++h) {
-                    weight[h] = Lanes::load_weights(&weights_[head + h][t]);
+                    weight[h] = Lanes::load_weights(&softmax_.weights[head + h][t]);
                 }
                 each_weight<0>([&](auto i) {
                     add_token([&](uint32_t h, Vector value, Vector total) {
@@ -272,7 +212,7 @@ private:
         }
         for (; token < block.tokens; ++token) {
             add_token([&](uint32_t h, Vector value, Vector total) {
-                return Lanes::fma(value, Lanes::broadcast(weights_[head + h][token]), total);
+                return Lanes::fma(value, Lanes::broadcast(softmax_.weights[head + h][token]), total);
             });
         }
 #pragma GCC unroll 16
@@ -294,10 +234,7 @@ private:
 
     alignas(64) float query_[max_group][dim];  // times the scale of the logits
     alignas(64) float output_[max_group][dim];
-    alignas(64) float weights_[max_group][block_tokens];  // of the current block; its logits at first
-    alignas(64) float sums_[max_group][width];            // of weights, one for each lane
-    alignas(64) float highest_[max_group];                // logit so far, to which all weights are relative
-    alignas(64) float rescale_[max_group];                // of the earlier blocks, when that rises
+    OnlineSoftmax<Lanes> softmax_;
     uint32_t group_;
 };
 
@@ -306,10 +243,7 @@ inline void attend_in_vectors(const BlockAttention& work) {
     using State = RunningAttention<Lanes, dim>;
     constexpr uint32_t row_bytes = State::template row_bytes<dtype>;
     if (work.count == 0) {
-        for (uint32_t head = 0; head < work.group; ++head) {
-            work.lse[head] = -INFINITY;
-        }
-        return;
+        return answer_empty(work);
     }
     Block block = block_of(work, 0);
     LineStream(block.keys, block.tokens * row_bytes).request_all();

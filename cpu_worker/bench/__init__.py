@@ -1,0 +1,1 @@
+"""``sglang-hybrid bench worker``: what block attention gets out of this host's memory."""

@@ -1,0 +1,106 @@
+"""Results for programs: a JSON file that says where it comes from, as those in ``bench/results`` do."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cpu_worker.bench.arguments import Settings
+from cpu_worker.bench.results import TORCH, Point, Results
+
+# there in a checkout, not in an installed package
+_RECORD = Path(__file__).resolve().parents[2] / "bench" / "record.py"
+
+
+def write(path: Path, results: Results, settings: Settings, host: dict[str, Any], argv: Sequence[str]) -> None:
+    path.write_text(json.dumps(document(results, settings, host, argv), indent=1) + "\n")
+
+
+def document(results: Results, settings: Settings, host: dict[str, Any], argv: Sequence[str]) -> dict[str, Any]:
+    return {
+        "origin": {**_origin(), "command": shlex.join(["sglang-hybrid", "bench", "worker", *argv])},
+        "settings": {**dataclasses.asdict(settings), "out": str(settings.out)},
+        "host": host,
+        "read_bandwidth": {
+            "host_gb_s": round(results.host_read, 2),
+            "by_threads": [
+                {
+                    "threads": threads,
+                    "gb_s": round(results.read(threads), 2),
+                    "before_gb_s": round(before, 2),
+                    "after_gb_s": round(results.read_after.get(threads, 0.0), 2),
+                }
+                for threads, before in results.read_before.items()
+            ],
+        },
+        "attention": [_entry(results, point) for point in results.points if point.variant != TORCH],
+        "torch": [
+            {**_entry(results, point), "native_to_torch": round(results.native_to_torch(point), 2)}
+            for point in results.points
+            if point.variant == TORCH
+        ],
+        "round_trip_us": _rounded(dataclasses.asdict(results.round_trip)) if results.round_trip else None,
+        "notes": results.notes,
+    }
+
+
+def _entry(results: Results, point: Point) -> dict[str, Any]:
+    rate = point.rate
+    entry: dict[str, Any] = _rounded(
+        {
+            "dtype": point.dtype,
+            "variant": point.variant,
+            "threads": point.threads,
+            "blocks_per_task": point.blocks,
+            "median_gb_s": rate.median,
+            "best_gb_s": rate.best,
+            "percent_of_read_with_same_threads": 100 * rate.median / results.read(point.threads),
+            "percent_of_host_read": 100 * rate.median / results.host_read,
+            "engine_gb_s": rate.engine,
+            "stolen_tasks": rate.stolen,
+            "posts": rate.posts,
+            "rows": point.rows,
+            "post_bytes": point.post_bytes,
+        }
+    )
+    return entry
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def _origin() -> dict[str, Any]:
+    if _RECORD.is_file() and (spec := importlib.util.spec_from_file_location("bench_record", _RECORD)) and spec.loader:
+        record = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(record)
+        recorded: dict[str, Any] = record.origin()
+        return recorded
+    return {
+        "commit": os.environ.get("RESULT_COMMIT"),
+        "uncommitted_changes": None,
+        "date": datetime.date.today().isoformat(),
+        "machine": {
+            "cpu": _cpu(), "cores": os.cpu_count(), "architecture": platform.machine(), "gpu": None,
+        },
+        "python": platform.python_version(),
+    }  # fmt: skip
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor())

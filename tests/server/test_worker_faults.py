@@ -1,0 +1,376 @@
+"""Faults of the CPU worker that nobody notices: a real server under load, and something breaks.
+
+In every case the text is that of the undisturbed run, no stream pauses for more than two seconds, nothing is leaked
+in the server's processes, and the log says what happened in words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import random
+import re
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+import zmq
+from real_server import Server
+
+from sglang_hybrid.native.library import library, mailbox_fields
+from sglang_hybrid.native.structs import Geometry, MailboxLayout
+from sglang_hybrid.transport.control_client import ControlClient
+from sglang_hybrid.transport.messages import Health, Plan, Stats, encode
+
+LONGEST_PAUSE = 2.0
+NEW_TOKENS = 40
+PROMPTS = (1000, 850, 700, 550)  # tokens; beyond the sink and the tail all of it is the worker's
+# the server gets small file systems of its own for what other programs could fill up
+OWN_FILE_SYSTEMS = 'mount -t tmpfs -o size=64m,nr_inodes=1k tmpfs /dev/shm && mount -t tmpfs -o size=256k,nr_inodes=64 tmpfs "$TMPDIR" && exec "$@"'
+
+
+def may_mount() -> bool:
+    probe = ["unshare", "--mount", "sh", "-c", "mount -t tmpfs tmpfs /dev/shm"]
+    return os.geteuid() == 0 and subprocess.run(probe, capture_output=True).returncode == 0
+
+
+@dataclass
+class Faulty:
+    """The server, its load, and the texts of the undisturbed run."""
+
+    server: Server
+    prompts: list[list[int]]
+    texts: list[str]
+    temporary: Path  # the server's directory for temporary files
+    ended: bool = False
+
+    @property
+    def scheduler(self) -> psutil.Process:
+        worker = self.server.wait_for_worker()
+        parent = worker.parent()
+        assert parent
+        return parent
+
+    def run(self, disturb: Callable[[], None] = lambda: None) -> None:
+        """All prompts at once; ``disturb`` while every one of them gets tokens. Texts and pauses are checked."""
+        begun = threading.Barrier(len(self.prompts) + 1)
+        pauses = [0.0] * len(self.prompts)
+
+        def follow(n: int) -> str:
+            text, last = "", 0.0
+            for count, so_far in enumerate(self.server.stream(self.prompts[n], NEW_TOKENS)):
+                text = so_far
+                if count == 1:
+                    begun.wait(120)
+                elif count > 1:
+                    pauses[n] = max(pauses[n], time.monotonic() - last)
+                last = time.monotonic()
+            return text
+
+        with ThreadPoolExecutor(len(self.prompts)) as pool:
+            running = [pool.submit(follow, n) for n in range(len(self.prompts))]
+            begun.wait(120)
+            disturb()
+            texts = [answer.result() for answer in running]
+        assert texts == self.texts
+        assert max(pauses) < LONGEST_PAUSE, self.server.log_tail(20)
+
+    def holdings(self) -> dict[str, int]:
+        """What a scheduler process could leak."""
+        process = self.scheduler
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        return {
+            "threads": process.num_threads(),
+            "descriptors": process.num_fds(),
+            "mailboxes": len(re.findall("memfd:sglang-hybrid-mailbox", maps)),
+            "pools": len(re.findall("memfd:sglang-hybrid-kv", maps)),
+            "children": len(process.children(recursive=True)),
+        }
+
+
+@pytest.fixture(scope="module")
+def faulty(model: Path, english: list[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
+    log = tmp_path_factory.mktemp("faults") / "server.log"
+    flags = (
+        "--hybrid", "host_memory=1GiB", "--hybrid", "budget_tokens=2048", "--hybrid", "recent_blocks=0",
+        "--hybrid", "worker_restart_seconds=0.3", "--enable-metrics", "--max-total-tokens", "8192",
+    )  # fmt: skip
+    own = tmp_path_factory.mktemp("own")
+    prefix = ("unshare", "--mount", "sh", "-c", OWN_FILE_SYSTEMS, "sh") if may_mount() else ()
+    prompts = [english[n * 2000 : n * 2000 + length] for n, length in enumerate(PROMPTS)]
+    environment = {"TMPDIR": str(own)}
+    with Server(model, "hybrid", *flags, log=log, environment=environment, prefix=prefix) as server:
+        for ids in prompts:  # into the radix cache, so that load is decode
+            server.generate(ids, 1)
+        texts = [answer["text"] for answer in server.generate_together(prompts, NEW_TOKENS)]
+        yield Faulty(server, prompts, texts, own)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_leaked(faulty: Faulty) -> Iterator[None]:
+    before = faulty.holdings()
+    yield
+    if faulty.ended:
+        return
+    # what goes away goes by itself; give the supervisor's last steps a moment
+    deadline = time.monotonic() + 20
+    while faulty.holdings() != before and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert faulty.holdings() == before
+    assert faulty.server.process.poll() is None
+
+
+def test_undisturbed_the_worker_serves_every_miss(faulty: Faulty) -> None:
+    before = faulty.server.miss_rows()
+    faulty.run()
+    after = faulty.server.miss_rows()
+    # one row for each prompt, layer and decode step; a late reply on a busy machine is allowed, but not the rule
+    assert after["worker"] - before.get("worker", 0) > 0.9 * len(PROMPTS) * 30 * (NEW_TOKENS - 1)
+
+
+def test_an_idle_worker_sleeps(faulty: Faulty) -> None:
+    worker = faulty.server.wait_for_worker()
+    before, started = worker.cpu_times(), time.monotonic()
+    time.sleep(4)  # this is what is measured
+    after = worker.cpu_times()
+    used = after.user + after.system - before.user - before.system
+    assert used / (time.monotonic() - started) < 0.01
+
+
+def test_a_killed_worker_costs_no_token_and_is_replaced(faulty: Faulty) -> None:
+    worker = faulty.server.wait_for_worker()
+    before = faulty.server.miss_rows()
+    faulty.run(worker.kill)
+    faulty.server.wait_for_worker(other_than=worker.pid)
+    after = faulty.server.miss_rows()
+    assert after["process-no-worker"] > before.get("process-no-worker", 0)
+    faulty.server.wait_for_log(f"CPU worker {worker.pid} is gone (it was killed by SIGKILL): this process computes")
+    faulty.server.wait_for_log("rows were computed in the server process")
+
+
+def test_a_stopped_worker_is_given_up_and_replaced(faulty: Faulty) -> None:
+    worker = faulty.server.wait_for_worker()
+    faulty.run(lambda: worker.send_signal(signal.SIGSTOP))
+    faulty.server.wait_for_log(f"CPU worker {worker.pid} has not answered for 2.0 s")
+    faulty.server.wait_for_worker(other_than=worker.pid)
+    assert not worker.is_running()
+
+
+def test_a_worker_that_was_only_slow_is_used_again(faulty: Faulty) -> None:
+    worker = faulty.server.wait_for_worker()
+
+    def pause() -> None:
+        worker.send_signal(signal.SIGSTOP)
+        time.sleep(1.0)  # longer than the deadline of a layer, shorter than what a worker is given up for
+        worker.send_signal(signal.SIGCONT)
+
+    faulty.run(pause)
+    before = faulty.server.miss_rows()["worker"]
+    faulty.run()
+    assert faulty.server.miss_rows()["worker"] > before
+    current = faulty.server.worker()
+    assert current and current.pid == worker.pid
+
+
+def test_twenty_crashes_in_a_row_cost_no_token(faulty: Faulty) -> None:
+    crashes = 0
+    last = 0
+
+    def crash_until(done: threading.Event) -> None:
+        nonlocal crashes, last
+        while crashes < 20 and not done.is_set():
+            worker = faulty.server.wait_for_worker(other_than=last)
+            worker.kill()
+            last = worker.pid
+            crashes += 1
+
+    while crashes < 20:
+        done = threading.Event()
+        crasher = threading.Thread(target=crash_until, args=(done,))
+        try:
+            faulty.run(crasher.start)
+        finally:
+            done.set()
+            crasher.join()
+    faulty.server.wait_for_worker(other_than=last)
+
+
+def test_a_damaged_sequence_number_is_never_merged(faulty: Faulty) -> None:
+    with WorkerMemory(faulty.server.wait_for_worker()) as memory:
+        done = threading.Event()
+        damages = 0
+
+        def damage() -> None:
+            nonlocal damages
+            while not done.is_set():
+                newest = memory.posted()
+                for number in (newest + 1000, 1 << 63, newest + 2, 0):
+                    memory.write_replies(number)
+                    damages += 1
+                done.wait(0.002)
+
+        damager = threading.Thread(target=damage)
+        try:
+            faulty.run(damager.start)
+        finally:
+            done.set()
+            damager.join()
+    assert damages > 100
+    rows = faulty.server.miss_rows()
+    assert rows.get("process-damaged", 0) + rows.get("process-late", 0) > 0
+
+
+def test_garbage_on_the_control_sockets_changes_nothing(faulty: Faulty) -> None:
+    worker = faulty.server.wait_for_worker()
+    directory = directory_of(worker)
+    chance = random.Random(5)
+
+    def talk() -> None:
+        context = zmq.Context()
+        talker = context.socket(zmq.DEALER)
+        talker.setsockopt(zmq.LINGER, 0)
+        talker.connect(f"ipc://{directory}/control.sock")
+        for _ in range(200):
+            talker.send_multipart([chance.randbytes(chance.randrange(300)) for _ in range(chance.randrange(1, 4))])
+        talker.send(encode(Plan(threads=7)))  # well-formed, but from a stranger
+        for _ in range(200):
+            for name, kind in (("control.sock", socket.SOCK_STREAM), ("regions.sock", socket.SOCK_SEQPACKET)):
+                raw = socket.socket(socket.AF_UNIX, kind)
+                with contextlib.suppress(OSError), raw:
+                    raw.settimeout(1)
+                    raw.connect(f"{directory}/{name}")
+                    raw.send(chance.randbytes(100))
+        context.destroy(linger=0)
+
+    faulty.run(talk)
+    current = faulty.server.worker()
+    assert current and current.pid == worker.pid
+    with ControlClient(directory) as client:
+        assert client.ask(Health(), 10).state == "serving"
+        before = client.ask(Stats(), 10).posts
+        faulty.run()
+        assert client.ask(Stats(), 10).posts > before
+
+
+@pytest.mark.skipif(not may_mount(), reason="only root can give the server small file systems of its own")
+def test_full_file_systems_cost_no_token_and_the_worker_comes_back(faulty: Faulty) -> None:
+    worker = faulty.server.wait_for_worker()
+    root = Path(f"/proc/{faulty.scheduler.pid}/root")
+    places = [root / "dev/shm", root / faulty.temporary.relative_to("/")]
+
+    names = itertools.count()
+
+    def fill() -> None:
+        for place in places:
+            with contextlib.suppress(OSError), (place / "everything").open("wb") as file:
+                while True:
+                    file.write(bytes(1 << 16))
+            with contextlib.suppress(OSError):
+                while True:
+                    (place / f"file-{next(names)}").touch()
+
+    def fill_and_kill() -> None:
+        fill()
+        worker.kill()
+        deadline = time.monotonic() + 30
+        while "the CPU worker could not be started again" not in faulty.server.log.read_text():
+            fill()  # also what the dead worker's sockets leave free
+            assert time.monotonic() < deadline, faulty.server.log_tail(10)
+
+    try:
+        faulty.run(fill_and_kill)
+    finally:
+        for place in places:
+            for file in [place / "everything", *place.glob("file-*")]:
+                file.unlink(missing_ok=True)
+    faulty.server.wait_for_worker(other_than=worker.pid)
+
+
+def test_a_storm_of_aborted_requests_costs_no_token(faulty: Faulty, english: list[int]) -> None:
+    def start_and_drop(n: int) -> None:
+        for seen, _ in enumerate(faulty.server.stream(english[20000 + n * 200 :][: 60 + n], 100)):
+            if seen >= n % 4:
+                return
+
+    def storm() -> None:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(start_and_drop, range(24)))
+
+    faulty.run(storm)
+    deadline = time.monotonic() + 30
+    while running_requests(faulty.server):
+        assert time.monotonic() < deadline, "aborted requests still run"
+        time.sleep(0.2)  # nothing tells a client that the scheduler is idle
+
+
+def test_a_killed_server_takes_its_worker_with_it(faulty: Faulty) -> None:
+    """Last in this module: it takes the server away."""
+    faulty.server.wait_for_worker()
+    family = faulty.server.family()
+    faulty.ended = True
+    faulty.server.process.kill()
+    faulty.server.process.wait(30)
+    _gone, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive, [(process.pid, process.cmdline()) for process in alive]
+
+
+# -- what the tests look at --------------------------------------------------------------------
+
+
+class WorkerMemory:
+    """The worker's mapping of the mailbox, written to behind everybody's back."""
+
+    def __init__(self, worker: psutil.Process) -> None:
+        maps = Path(f"/proc/{worker.pid}/maps").read_text()
+        line = next(line for line in maps.splitlines() if "memfd:sglang-hybrid-mailbox" in line)
+        self._start = int(line.split("-")[0], 16)
+        self._memory = os.open(f"/proc/{worker.pid}/mem", os.O_RDWR)
+        self._fields = mailbox_fields()
+        offset, size = self._fields["Header"]["geometry"]
+        self._geometry = Geometry.from_buffer_copy(self._read(offset, size))
+        self._layout = MailboxLayout()
+        assert library().sh_mailbox_layout(ctypes.byref(self._geometry), ctypes.byref(self._layout), None) == 0
+
+    def posted(self) -> int:
+        offset, size = self._fields["Bell"]["posted"]
+        return int.from_bytes(self._read(self._layout.bell + offset, size), "little")
+
+    def write_replies(self, sequence: int) -> None:
+        """Every reply of both slots gets this sequence number."""
+        offset, _ = self._fields["Reply"]["sequence"]
+        _, size = self._fields["Reply"][""]
+        for record in range(2 * self._geometry.rows):
+            place = self._start + self._layout.replies + record * size + offset
+            os.pwrite(self._memory, struct.pack("<Q", sequence), place)
+
+    def _read(self, offset: int, size: int) -> bytes:
+        return os.pread(self._memory, size, self._start + offset)
+
+    def __enter__(self) -> WorkerMemory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._memory)
+
+
+def directory_of(worker: psutil.Process) -> Path:
+    """The worker's directory as this process can reach it, also where the server has file systems of its own."""
+    arguments = worker.cmdline()
+    return Path(f"/proc/{worker.pid}/root" + arguments[arguments.index("--dir") + 1])
+
+
+def running_requests(server: Server) -> int:
+    load = requests.get(f"{server.url}/v1/loads", timeout=30).json()["loads"][0]
+    return int(load["num_running_reqs"])

@@ -1,0 +1,141 @@
+"""The worker's providers and log, in this process."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attention_oracle import attention_over_blocks, seeded
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpu_worker import logs, providers
+from cpu_worker.logs import LimitedLog
+from cpu_worker.providers import ProviderError
+from cpu_worker.providers.torch import Kernel, attend, flash_attention
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
+
+def assert_attends_like_softmax(
+    dtype: torch.dtype, rows: int, heads: int, group: int, dim: int, listed: int, seed: int, kernel: Kernel
+) -> None:
+    random = seeded(seed)
+    pages = 2 + listed
+    keys, values = (torch.randn(pages, heads, 32, dim, generator=random).to(dtype) for _ in range(2))
+    query = torch.randn(rows, heads, group, dim, generator=random).to(dtype)
+    lists = torch.randint(0, pages, (rows, heads, listed), generator=random)
+    count = torch.randint(0, listed + 1, (rows, heads), generator=random)
+    last_fill = torch.randint(1, 33, (rows, heads), generator=random)
+
+    out, lse = attend(query, keys, values, lists, count, last_fill, 0.2, kernel)
+
+    blocks = [
+        [
+            [
+                (int(lists[row, head, i]), 32 if i < count[row, head] - 1 else int(last_fill[row, head]))
+                for i in range(int(count[row, head]))
+            ]
+            for head in range(heads)
+        ]
+        for row in range(rows)
+    ]
+    expected_out, expected_lse = attention_over_blocks(query, keys, values, blocks, 0.2)
+    assert out.dtype == lse.dtype == torch.float32
+    torch.testing.assert_close(out.flatten(1, 2), expected_out.float(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(lse.flatten(1, 2), expected_lse.float(), rtol=0, atol=1e-3)
+
+
+@given(
+    dtype=st.sampled_from(list(TOLERANCE)),
+    rows=st.integers(1, 4),
+    heads=st.integers(1, 3),
+    group=st.integers(1, 16),
+    dim=st.sampled_from([64, 96, 128, 256]),
+    listed=st.integers(1, 4),
+    seed=st.integers(0, 2**31),
+)
+def test_torch_attends_to_block_lists_like_softmax_attention(
+    dtype: torch.dtype, rows: int, heads: int, group: int, dim: int, listed: int, seed: int
+) -> None:
+    assert_attends_like_softmax(dtype, rows, heads, group, dim, listed, seed, flash_attention)
+
+
+def test_equal_lists_are_computed_together_and_each_gets_its_own_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(len(query))
+        return flash_attention(query, keys, values, scale)
+
+    keys = torch.randn(9, 2, 32, 64, generator=seeded(0))
+    query = torch.randn(4, 2, 3, 64, generator=seeded(1))
+    lists = torch.arange(8).view(4, 2, 1) + 1
+    one = torch.ones(4, 2, dtype=torch.long)
+    together = attend(query, keys, keys, lists, one, one * 32, 1.0, counted)
+    assert calls == [8]
+    # so small that every pair is a chunk of its own
+    monkeypatch.setattr("cpu_worker.providers.torch._CHUNK_BYTES", 1)
+    apart = attend(query, keys, keys, lists, one, one * 32, 1.0, counted)
+    assert calls == [8] + [torch.get_num_threads()] * (8 // torch.get_num_threads())
+    torch.testing.assert_close(apart, together)
+
+
+# -- ipex --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_ipex(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The extension's operator, with torch's own attention behind it."""
+    library = torch.library.Library("torch_ipex", "DEF")
+    library.define(
+        "flash_attention(Tensor query, Tensor key, Tensor value, float dropout_p=0.0, bool is_causal=False, *, "
+        "Tensor? attention_mask=None, float? scale=None) -> (Tensor, Tensor)"
+    )
+    library.impl("flash_attention", torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, "CPU")
+    monkeypatch.setitem(sys.modules, "intel_extension_for_pytorch", types.ModuleType("intel_extension_for_pytorch"))
+    yield
+    library._destroy()
+
+
+def test_ipex_attends_with_the_extensions_operator(fake_ipex: None) -> None:
+    from cpu_worker.providers.ipex import IpexProvider
+
+    provider = providers.create("ipex")
+    assert isinstance(provider, IpexProvider) and provider.name == "ipex"
+    assert_attends_like_softmax(torch.float32, 3, 2, 4, 64, 5, 0, provider.kernel())
+
+
+@pytest.mark.parametrize("module", [None, types.ModuleType("without_operators")])
+def test_without_the_extension_ipex_is_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, module: types.ModuleType | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "intel_extension_for_pytorch", module)
+    with pytest.raises(ProviderError, match="provider=native"):
+        providers.create("ipex")
+
+
+# -- log ---------------------------------------------------------------------------------------
+
+
+def test_mistakes_are_logged_once_a_second_with_the_number_of_those_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now)
+    limited = LimitedLog(logging.getLogger("test"))
+    for now in (100.0, 100.5, 100.9, 101.0, 102.5):
+        limited.warning(f"at {now}")
+    assert caplog.messages == ["at 100.0", "at 101.0 (and 2 more since the last message)", "at 102.5"]
+
+
+def test_what_a_client_sends_cannot_break_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    LimitedLog(logging.getLogger("test")).warning("refused: \n\x1b[31mfake line\x00" + "x" * 10_000)
+    assert "\n" not in caplog.messages[0] and "\x1b" not in caplog.messages[0]
+    assert len(caplog.messages[0]) < 1000
