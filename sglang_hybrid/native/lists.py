@@ -21,7 +21,7 @@ class HostLists:
         self._fill = fill.to("cpu", torch.int64).contiguous()
         rows, heads, dim = query.shape
         self.rows = rows
-        self.out = torch.empty(rows, heads, dim, dtype=torch.float32)
+        self.out = torch.zeros(rows, heads, dim, dtype=torch.float32)  # stays 0 where a list is empty
         self.lse = torch.empty(rows, heads, dtype=torch.float32)
         self.outcome = torch.zeros(rows, dtype=torch.uint8)  # sh_outcome of each row
         self.struct = Lists(

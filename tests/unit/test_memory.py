@@ -1,5 +1,7 @@
 """Host memory: the shared region, page arithmetic, digests kept up to date, and capacity."""
 
+import ctypes
+import errno
 import gc
 import mmap
 import os
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.memory import region
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
 from sglang_hybrid.memory.digests import Digests
 from sglang_hybrid.memory.pages import page_table, touched_pages
@@ -145,16 +148,38 @@ def test_an_impossible_size_is_refused_with_the_number_and_leaves_nothing_open(s
     assert open_descriptors() == before
 
 
-def test_a_host_without_room_for_the_region_is_refused_with_the_number(monkeypatch: pytest.MonkeyPatch):
-    def no_room(fd: int, offset: int, length: int) -> None:
-        raise OSError(28, "No space left on device")
+class NoRoom:
+    """A C library on a host that has no memory left, or an old kernel."""
 
-    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    def __init__(self, error: int) -> None:
+        self._error = error
+
+    def madvise(self, *_: object) -> int:
+        ctypes.set_errno(self._error)
+        return -1
+
+
+def test_a_host_without_room_for_the_region_is_refused_with_the_number(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(region, "_libc", NoRoom(errno.ENOMEM))
     before = open_descriptors()
-    with pytest.raises(RegionError, match=r"0\.50 GiB .* No space left on device"):
+    with pytest.raises(RegionError, match=r"0\.50 GiB .* Cannot allocate memory"):
         SharedRegion(512 * MIB)
     gc.collect()
     assert open_descriptors() == before
+
+
+def test_a_kernel_that_cannot_populate_a_mapping_allocates_the_file(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(region, "_libc", NoRoom(errno.EINVAL))
+    with SharedRegion(16 * MIB) as made:
+        assert os.fstat(made.fd).st_blocks * 512 == 16 * MIB
+
+
+def test_a_region_takes_its_memory_at_once_and_cannot_be_shrunk():
+    with SharedRegion(16 * MIB) as made:
+        assert os.fstat(made.fd).st_blocks * 512 == 16 * MIB
+        for size in (0, 32 * MIB):
+            with pytest.raises(PermissionError):
+                os.ftruncate(made.fd, size)
 
 
 # Pages

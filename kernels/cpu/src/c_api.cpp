@@ -235,9 +235,10 @@ void sh_engine_read_stats(const sh_engine* engine, sh_engine_stats* stats) {
     stats->busy_ns = reader.busy_ns;
     stats->parks = reader.parks;
     if (engine->threads) {
-        stats->blocks = engine->threads->blocks;
-        stats->stolen_tasks = engine->threads->stolen;
-        stats->tasks = engine->threads->tasks;
+        const Engine::Sums sums = engine->threads->sums();
+        stats->blocks = sums.blocks;
+        stats->stolen_tasks = sums.stolen;
+        stats->tasks = sums.tasks;
     } else {
         stats->blocks = engine->jobs->blocks;
     }

@@ -66,7 +66,7 @@ enum sh_outcome : uint8_t {
     sh_damaged = 2,  // refused, or a reply that cannot be: a sequence number of the future, another generation
 };
 // Wait until every row of the post is answered, `timeout_ns` are over, or *gone is not 0 (another thread sets it when
-// the worker died). Copies what was answered to out [rows][KV head][group][head_dim] (zeros where a list was empty) and
+// the worker died). Copies what was answered to out [rows][KV head][group][head_dim] (left alone where a list was empty) and
 // lse [rows][KV head][group], and sets served[row] to an sh_outcome. Returns the number of rows that are not sh_served.
 SH_API uint32_t sh_client_collect(sh_client* client, uint64_t sequence, uint64_t timeout_ns, const uint32_t* gone,
                                   float* out, float* lse, uint8_t* served);

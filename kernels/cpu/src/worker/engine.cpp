@@ -24,10 +24,10 @@ void bind_to_core(int32_t core) {
 }  // namespace
 
 Engine::Engine(void* mailbox, const char* pool, const Geometry& geometry, const EngineOptions& options, Kernel kernel)
-    : reader(mailbox, geometry, options.spin_us), geometry_(geometry), pool_(pool), options_(options), kernel_(kernel),
+    : reader(mailbox, geometry, options.spin_us, options.cores.empty()), geometry_(geometry), pool_(pool), options_(options), kernel_(kernel),
       groups_((options.threads + options.group_threads - 1) / options.group_threads),
       tasks_per_row_(geometry.kv_heads * split_list(geometry.max_blocks, options.task_blocks).tasks), rows_(geometry.rows),
-      lists_(geometry.kv_heads) {
+      lists_(geometry.kv_heads), counts_(options.threads) {
     for (Row& row : rows_) row.heads = std::make_unique<Head[]>(geometry.kv_heads);
     // room for the most tasks there can be; only what is used is ever backed by memory
     scratch_bytes_ = uint64_t{geometry.rows} * tasks_per_row_ * (partial_out_floats(geometry) + geometry.group) * sizeof(float);
@@ -77,7 +77,7 @@ void Engine::lead() {
         }
         // other threads may still work on tasks of this post when there is nothing left to take
         while (rows_left_.load(std::memory_order_acquire)) {
-            if (!compute_what_is_open(0)) pause_core();
+            if (!compute_what_is_open(0)) pause();
         }
         reader.complete(post_);
     }
@@ -116,19 +116,18 @@ bool Engine::claim(Row& row, uint32_t& task) {
 }
 
 uint32_t Engine::compute_what_is_open(uint32_t thread) {
-    thread_local std::vector<uint32_t> pages;
     const uint32_t group = thread / options_.group_threads;
     const uint32_t rows = open_rows_.load(std::memory_order_acquire);
     uint32_t done = 0, task = 0;
     for (uint32_t row = group; row < rows; row += groups_) {
-        for (; claim(rows_[row], task); ++done) compute(row, task, pages);
+        for (; claim(rows_[row], task); ++done) compute(row, task, thread);
     }
     for (uint32_t step = 1; step < groups_ && unclaimed_.load(std::memory_order_relaxed) > 0; ++step) {
         for (uint32_t row = (group + step) % groups_; row < rows; row += groups_) {
             // one at a time: its own group is busy there, and ours may get a row meanwhile
             if (claim(rows_[row], task)) {
-                compute(row, task, pages);
-                stolen.fetch_add(1, std::memory_order_relaxed);
+                compute(row, task, thread);
+                counts_[thread].stolen.fetch_add(1, std::memory_order_relaxed);
                 ++done;
             }
         }
@@ -136,7 +135,8 @@ uint32_t Engine::compute_what_is_open(uint32_t thread) {
     return done;
 }
 
-void Engine::compute(uint32_t index, uint32_t task, std::vector<uint32_t>& pages) {
+void Engine::compute(uint32_t index, uint32_t task, uint32_t thread) {
+    thread_local std::vector<uint32_t> pages;
     Row& row = rows_[index];
     uint32_t h = 0;
     while (task >= row.heads[h].first_task + row.heads[h].split.tasks) ++h;
@@ -166,11 +166,11 @@ void Engine::compute(uint32_t index, uint32_t task, std::vector<uint32_t>& pages
         attention.out = whole ? out : partial.out;
         attention.lse = whole ? lse : partial.lse;
         kernel_(attention);
-        blocks.fetch_add(count, std::memory_order_relaxed);
+        counts_[thread].blocks.fetch_add(count, std::memory_order_relaxed);
     } else {
         row.out_of_bounds.store(true, std::memory_order_relaxed);
     }
-    tasks.fetch_add(1, std::memory_order_relaxed);
+    counts_[thread].tasks.fetch_add(1, std::memory_order_relaxed);
 
     if (head.tasks_left.fetch_sub(1, std::memory_order_acq_rel) == 1 && !whole) {
         merge_partials(geometry_, partials_of(index, head.first_task), head.split.tasks, out, lse);
@@ -192,7 +192,7 @@ void Engine::help(uint32_t thread) {
     while (!stop_.load(std::memory_order_relaxed)) {
         for (uint32_t look = 0; look < looks_per_clock; ++look) {
             if (unclaimed_.load(std::memory_order_relaxed) > 0 && compute_what_is_open(thread)) look = 0;
-            pause_core();
+            pause();
         }
         if (now_ns() < reader.awake_until_ns()) continue;
         const uint32_t seen = load_acquire(rouse_);
@@ -200,6 +200,22 @@ void Engine::help(uint32_t thread) {
         if (unclaimed_.load(std::memory_order_seq_cst) <= 0 && !stop_.load()) sleep_on(rouse_, seen, nap_ns);
         asleep_.fetch_sub(1, std::memory_order_relaxed);
     }
+}
+
+// A thread that shares its core may be in the way of the one it waits for.
+void Engine::pause() {
+    if (options_.cores.empty()) sched_yield();
+    pause_core();
+}
+
+Engine::Sums Engine::sums() const {
+    Sums sums;
+    for (const Counts& counts : counts_) {
+        sums.blocks += counts.blocks;
+        sums.tasks += counts.tasks;
+        sums.stolen += counts.stolen;
+    }
+    return sums;
 }
 
 void Engine::rouse_helpers() {

@@ -30,8 +30,16 @@ class Engine {
     ~Engine();
     Engine(const Engine&) = delete;
 
+    // Of one thread, on a cache line of its own: written after every task.
+    struct alignas(128) Counts {
+        std::atomic<uint64_t> blocks{0}, tasks{0}, stolen{0};
+    };
+    struct Sums {
+        uint64_t blocks = 0, tasks = 0, stolen = 0;
+    };
+    Sums sums() const;
+
     PostReader reader;
-    std::atomic<uint64_t> blocks{0}, tasks{0}, stolen{0};
 
   private:
     struct Head {
@@ -55,7 +63,8 @@ class Engine {
     void open(uint32_t row, const Request& request);
     bool claim(Row& row, uint32_t& task);
     uint32_t compute_what_is_open(uint32_t thread);
-    void compute(uint32_t row, uint32_t task, std::vector<uint32_t>& pages);
+    void compute(uint32_t row, uint32_t task, uint32_t thread);
+    void pause();
     void rouse_helpers();
     Partials partials_of(uint32_t row, uint32_t task) const;
 
@@ -69,12 +78,14 @@ class Engine {
     OpenPost post_;
     std::vector<Row> rows_;
     std::vector<List> lists_;  // the lead's
-    std::atomic<uint32_t> open_rows_{0};   // of the current post
-    std::atomic<uint32_t> rows_left_{0};   // opened and not replied to
-    std::atomic<int32_t> unclaimed_{0};    // tasks that somebody could take
-    std::atomic<uint32_t> asleep_{0};      // helpers
-    uint32_t rouse_ = 0;                   // futex of sleeping helpers
-    float* scratch_ = nullptr;
+    std::vector<Counts> counts_;  // of each thread
+    // what threads write, apart from what they only read and from each other
+    alignas(128) std::atomic<uint32_t> open_rows_{0};  // of the current post
+    alignas(128) std::atomic<uint32_t> rows_left_{0};  // opened and not replied to
+    alignas(128) std::atomic<int32_t> unclaimed_{0};   // tasks that somebody could take
+    alignas(128) std::atomic<uint32_t> asleep_{0};     // helpers
+    uint32_t rouse_ = 0;                               // futex of sleeping helpers
+    alignas(128) float* scratch_ = nullptr;
     uint64_t scratch_bytes_ = 0;
 
     std::atomic<bool> stop_{false};

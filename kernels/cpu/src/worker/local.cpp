@@ -44,7 +44,6 @@ void attend_local(const char* pool, const Geometry& g, const sh_lists& lists, ui
             const uint64_t index = uint64_t{row} * g.kv_heads + head;
             const List list = list_of(lists, g, row, head);
             if (list.count == 0) {
-                std::fill_n(out + index * partial_out_floats(g), partial_out_floats(g), 0.0f);
                 std::fill_n(lse + index * g.group, g.group, -std::numeric_limits<float>::infinity());
                 continue;
             }

@@ -60,37 +60,40 @@ std::string problem_of(const sh_lists& lists, const Geometry& g) {
 }
 
 uint64_t MailboxClient::post(const sh_lists& lists, uint32_t generation) {
-    const Geometry& g = view.geometry;
     const uint64_t sequence = ++posted_;
     posts_[sequence % mailbox_slots] = {sequence, lists.rows, generation};
-    for (uint32_t row = 0; row < lists.rows; ++row) {
-        uint32_t blocks = 0;
-        for (uint32_t head = 0; head < g.kv_heads; ++head) blocks += list_of(lists, g, row, head).count;
-        if (blocks) {
-            for (uint32_t head = 0; head < g.kv_heads; ++head) {
-                const List list = list_of(lists, g, row, head);
-                const int64_t* const from = lists.pages + entry_of(lists, g, row, head);
-                uint32_t* const to = view.pages(sequence, row, head);
-                for (uint32_t i = 0; i < list.count; ++i) __atomic_store_n(&to[i], uint32_t(from[i]), __ATOMIC_RELAXED);
-                store_release(view.lists(sequence, row)[head].count, list.count);
-                store_release(view.lists(sequence, row)[head].last_fill, list.last_fill);
-            }
-            const char* const from = static_cast<const char*>(lists.query) + row * view.query_row_bytes();
-            std::memcpy(view.query(sequence, row, 0), from, view.query_row_bytes());
-        }
-        Request& request = view.request(sequence, row);
-        store_release(request.generation, generation);
-        store_release(request.blocks, blocks);
-        store_release(request.sequence, sequence);
-    }
     Post& post = view.post(sequence);
     store_release(post.layer, lists.layer);
     store_release(post.rows, lists.rows);
     post.scale = lists.scale;
     store_release(post.sequence, sequence);
+    // the bell before the rows: the worker begins with the first row while the others are written
     store_ordered(view.bell().posted, sequence);
     if (load_ordered(view.worker().parked)) wake_all(view.client().wake);
+    for (uint32_t row = 0; row < lists.rows; ++row) write_request(lists, sequence, row, generation);
     return sequence;
+}
+
+void MailboxClient::write_request(const sh_lists& lists, uint64_t sequence, uint32_t row, uint32_t generation) {
+    const Geometry& g = view.geometry;
+    uint32_t blocks = 0;
+    for (uint32_t head = 0; head < g.kv_heads; ++head) blocks += list_of(lists, g, row, head).count;
+    if (blocks) {
+        for (uint32_t head = 0; head < g.kv_heads; ++head) {
+            const List list = list_of(lists, g, row, head);
+            const int64_t* const from = lists.pages + entry_of(lists, g, row, head);
+            uint32_t* const to = view.pages(sequence, row, head);
+            for (uint32_t i = 0; i < list.count; ++i) __atomic_store_n(&to[i], uint32_t(from[i]), __ATOMIC_RELAXED);
+            store_release(view.lists(sequence, row)[head].count, list.count);
+            store_release(view.lists(sequence, row)[head].last_fill, list.last_fill);
+        }
+        const char* const from = static_cast<const char*>(lists.query) + row * view.query_row_bytes();
+        std::memcpy(view.query(sequence, row, 0), from, view.query_row_bytes());
+    }
+    Request& request = view.request(sequence, row);
+    store_release(request.generation, generation);
+    store_release(request.blocks, blocks);
+    store_release(request.sequence, sequence);
 }
 
 bool MailboxClient::is_settled(uint64_t sequence, uint32_t row) const {
@@ -106,19 +109,15 @@ bool MailboxClient::copy_row(uint64_t sequence, uint32_t row, float* out, float*
     out += row * view.output_row();
     lse += row * view.lse_row();
     if (status == ReplyStatus::empty) {
-        std::fill_n(out, view.output_row(), 0.0f);
         std::fill_n(lse, view.lse_row(), -std::numeric_limits<float>::infinity());
         return true;
     }
     if (status != ReplyStatus::answered) return false;
     std::copy_n(view.lse(sequence, row, 0), view.lse_row(), lse);
     for (uint64_t head = 0; head < view.lse_row(); ++head) {
+        if (lse[head] == -std::numeric_limits<float>::infinity()) continue;
         const uint64_t first = head * view.geometry.head_dim;
-        if (lse[head] == -std::numeric_limits<float>::infinity()) {
-            std::fill_n(out + first, view.geometry.head_dim, 0.0f);
-        } else {
-            std::copy_n(view.output(sequence, row, 0) + first, view.geometry.head_dim, out + first);
-        }
+        std::copy_n(view.output(sequence, row, 0) + first, view.geometry.head_dim, out + first);
     }
     return true;
 }
@@ -128,15 +127,19 @@ uint32_t MailboxClient::collect(uint64_t sequence, uint64_t timeout_ns, const ui
     const auto& post = posts_[sequence % mailbox_slots];
     if (post.sequence != sequence) return 0;  // the caller's mistake: nothing of it is left
     const uint64_t start = now_ns();
-    const auto is_gone = [gone] { return gone && load_acquire(*gone); };
-    uint32_t row = 0;  // all before it are answered
+    uint32_t missing = 0;
+    const auto settle = [&](uint32_t row) {
+        served[row] = copy_row(sequence, row, out, lse) ? sh_served : sh_damaged;
+        missing += served[row] != sh_served;
+    };
+    uint32_t row = 0;  // all before it are settled and copied, while the worker computes the others
     while (row < post.rows) {
         for (uint32_t look = 0; look < looks_per_clock && row < post.rows; ++look) {
-            while (row < post.rows && is_settled(sequence, row)) ++row;
+            for (; row < post.rows && is_settled(sequence, row); ++row) settle(row);
             if (row < post.rows) pause_core();
         }
         const uint64_t waited = now_ns() - start;
-        if (row == post.rows || is_gone() || waited >= timeout_ns) break;
+        if (row == post.rows || (gone && load_acquire(*gone)) || waited >= timeout_ns) break;
         if (waited < spin_ns) continue;
         const uint32_t seen = load_acquire(view.worker().done);
         store_ordered(view.client().waiting, 1u);
@@ -145,11 +148,13 @@ uint32_t MailboxClient::collect(uint64_t sequence, uint64_t timeout_ns, const ui
         }
         store_ordered(view.client().waiting, 0u);
     }
-    uint32_t missing = 0;
-    for (uint32_t r = 0; r < post.rows; ++r) {
-        served[r] = sh_late;
-        if (is_settled(sequence, r)) served[r] = copy_row(sequence, r, out, lse) ? sh_served : sh_damaged;
-        missing += served[r] != sh_served;
+    for (; row < post.rows; ++row) {
+        if (is_settled(sequence, row)) {
+            settle(row);
+        } else {
+            served[row] = sh_late;
+            ++missing;
+        }
     }
     return missing;
 }

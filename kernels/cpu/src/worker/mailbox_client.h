@@ -27,6 +27,7 @@ class MailboxClient {
     const MailboxView view;
 
   private:
+    void write_request(const sh_lists& lists, uint64_t sequence, uint32_t row, uint32_t generation);
     bool is_settled(uint64_t sequence, uint32_t row) const;
     bool copy_row(uint64_t sequence, uint32_t row, float* out, float* lse) const;
 

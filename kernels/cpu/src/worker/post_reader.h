@@ -26,7 +26,8 @@ enum class Event {
 
 class PostReader {
   public:
-    PostReader(void* mailbox, const Geometry& geometry, uint32_t spin_us);
+    // `yields`: the thread that waits shares its core with others.
+    PostReader(void* mailbox, const Geometry& geometry, uint32_t spin_us, bool yields);
 
     // Wait for the next post, until `timeout_ns` are over or `stop` is set. Spins for as long as work was near recently,
     // sleeps otherwise.
@@ -57,6 +58,7 @@ class PostReader {
     void stay_awake(uint64_t now) { awake_until_.store(now + spin_ns_, std::memory_order_relaxed); }
 
     const uint64_t spin_ns_;
+    const bool yields_;
     uint64_t next_;
     uint32_t wake_seen_;
     uint64_t last_beat_ns_ = 0;
