@@ -8,6 +8,7 @@ from time import perf_counter_ns
 
 import torch
 
+from cpu_worker.bench.bandwidth import ReadBandwidth
 from cpu_worker.bench.pool import Pool, Posts
 from cpu_worker.bench.running import BenchError, running
 from cpu_worker.cores import Placement, Topology
@@ -23,7 +24,8 @@ class Rate:
     median: float
     best: float
     posts: int
-    engine: float | None = None  # median from the arrival of a post to its last reply: without posting and collecting
+    read: float = 0.0  # what the same threads read right before or after, whichever is more: machines drift
+    engine: float | None = None  # mean, from the arrival of a post to its last reply
     stolen: float | None = None  # share of the tasks that were computed outside their own group
 
 
@@ -33,28 +35,45 @@ def rate_of(post_bytes: int, times_ns: list[int]) -> Rate:
 
 
 def measure_attention(
-    pool: Pool, posts: Posts, dtype: str, variant: str, placement: Placement, topology: Topology, seconds: float
+    pool: Pool,
+    reading: ReadBandwidth,
+    posts: Posts,
+    dtype: str,
+    variant: str,
+    placement: Placement,
+    topology: Topology,
+    seconds: float,
 ) -> Rate:
-    """Time from before a post until its results are copied out, all lists being one task each."""
+    """From results to results, one post being computed while the next one is written: a server's layers.
+
+    All lists are one task each.
+    """
     geometry = pool.geometry(dtype, posts.rows, posts.blocks)
+    before = reading.measure(placement)
     with running(pool, geometry, placement, topology, posts.blocks, variant) as engine:
         walk = posts.walk()
-        lists = engine.lists(posts.query, next(walk))
+        flights = [engine.flight(posts.query, next(walk)) for _ in range(2)]
         for _ in range(WARM_UP_POSTS):
-            lists.struct.pages = next(walk).data_ptr()
-            engine.round_trip(lists)
-        if not torch.isfinite(lists.lse).all():
+            for flight in flights:
+                engine.post(flight, next(walk))
+                engine.collect(flight)
+        if not all(torch.isfinite(flight.lists.lse).all() for flight in flights):
             raise BenchError(f"variant {variant} gave a result that is not finite: its speed means nothing")
-        first = last = engine.stats()
+        first = engine.stats()
         times: list[int] = []
-        busy: list[int] = []
-        end = perf_counter_ns() + int(seconds * 1e9)
-        while perf_counter_ns() < end or len(times) < LEAST_POSTS:
-            lists.struct.pages = next(walk).data_ptr()
-            start = perf_counter_ns()
-            engine.round_trip(lists)
-            times.append(perf_counter_ns() - start)
-            before, last = last, engine.stats()
-            busy.append(last.busy_ns - before.busy_ns)
-    stolen = (last.stolen_tasks - first.stolen_tasks) / (last.tasks - first.tasks)
-    return replace(rate_of(posts.post_bytes, times), engine=rate_of(posts.post_bytes, busy).median, stolen=stolen)
+        engine.post(flights[0], next(walk))
+        started = last = perf_counter_ns()
+        while last - started < seconds * 1e9 or len(times) < LEAST_POSTS:
+            engine.post(flights[1], next(walk))
+            engine.collect(flights[0])
+            flights.reverse()
+            now = perf_counter_ns()
+            times.append(now - last)
+            last = now
+        engine.collect(flights[0])
+        done = engine.stats()
+    stolen = (done.stolen_tasks - first.stolen_tasks) / (done.tasks - first.tasks)
+    busy = (done.busy_ns - first.busy_ns) / (done.posts - first.posts)
+    rate = rate_of(posts.post_bytes, times)
+    read = max(before, reading.measure(placement))
+    return replace(rate, read=read, engine=posts.post_bytes / busy, stolen=stolen)

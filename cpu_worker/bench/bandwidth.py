@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
+
 from cpu_worker.bench.memory import GIB
 from cpu_worker.bench.pool import Pool
 from cpu_worker.bench.running import core_array
@@ -9,13 +12,27 @@ from cpu_worker.cores import Placement
 from sglang_hybrid.native import library
 
 _REPEATS = 3
-_MOST_BYTES = 4 * GIB  # more than a cache holds, and one thread is through with it in less than a second
+_MOST_BYTES = 4 * GIB  # of one repeat
+_MOST_BYTES_PER_THREAD = GIB // 2  # read in less than a tenth of a second
 
 
-def measure_bandwidth(pool: Pool, placement: Placement) -> float:
-    """GB/s of the threads of ``placement`` together, each reading its own part front to back; best of several."""
-    size = min(pool.size, _MOST_BYTES)
-    rate: float = library().sh_read_bandwidth(
-        pool.address, size, placement.threads, core_array(placement.cores), _REPEATS
-    )
-    return rate / 1e9
+class ReadBandwidth:
+    """Reads through the whole pool before it reads any part twice, as the measurements of attention do: the last-level
+    cache of a server holds a good part of what is read again soon."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._position = 0
+
+    def measure(self, placement: Placement) -> float:
+        """GB/s of the threads of ``placement`` together; median of several."""
+        size = min(self._pool.size, _MOST_BYTES, placement.threads * _MOST_BYTES_PER_THREAD)
+        return statistics.median(self._read(size, placement) for _ in itertools.repeat(None, _REPEATS)) / 1e9
+
+    def _read(self, size: int, placement: Placement) -> float:
+        if self._position + size > self._pool.size:
+            self._position = 0
+        start = self._pool.address + self._position
+        self._position += size
+        rate: float = library().sh_read_bandwidth(start, size, placement.threads, core_array(placement.cores))
+        return rate

@@ -80,7 +80,10 @@ class _Run:
         self, settings: Settings, topology: Topology, progress: Progress, pool: Pool, results: Results
     ) -> None:
         self._settings, self._topology, self._progress = settings, topology, progress
+        from cpu_worker.bench.bandwidth import ReadBandwidth
+
         self._pool, self._results = pool, results
+        self._reading = ReadBandwidth(pool)
         self._placements = [place(topology, "auto", threads, 0) for threads in settings.threads]
         # a variant that has nothing for a dtype is another one under a wrong name
         self._kernels = {
@@ -102,11 +105,9 @@ class _Run:
         self._read(self._results.read_after)
 
     def _read(self, measured: dict[int, float]) -> None:
-        from cpu_worker.bench.bandwidth import measure_bandwidth
-
         for placement in self._placements:
             self._progress.step(f"reading, {counted(placement.threads, 'thread')}")
-            measured[placement.threads] = measure_bandwidth(self._pool, placement)
+            measured[placement.threads] = self._reading.measure(placement)
 
     def _round_trip(self) -> None:
         from cpu_worker.bench.round_trip import measure_round_trip
@@ -129,7 +130,7 @@ class _Run:
                     f"{dtype}, {variant}, {counted(placement.threads, 'thread')}, {counted(blocks, 'block')}"
                 )
                 rate = measure_attention(
-                    self._pool, posts, dtype, variant, placement, self._topology, self._settings.seconds
+                    self._pool, self._reading, posts, dtype, variant, placement, self._topology, self._settings.seconds
                 )
                 shape = (posts.rows, posts.post_bytes)
                 self._results.points.append(Point(dtype, variant, placement.threads, blocks, *shape, rate))

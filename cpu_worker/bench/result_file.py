@@ -62,6 +62,8 @@ def _entry(results: Results, point: Point) -> dict[str, Any]:
             "blocks_per_task": point.blocks,
             "median_gb_s": rate.median,
             "best_gb_s": rate.best,
+            "read_beside_gb_s": results.read_beside(point),
+            "percent_of_read_beside": 100 * rate.median / results.read_beside(point),
             "percent_of_read_with_same_threads": 100 * rate.median / results.read(point.threads),
             "percent_of_host_read": 100 * rate.median / results.host_read,
             "engine_gb_s": rate.engine,

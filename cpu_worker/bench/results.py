@@ -34,7 +34,12 @@ class Results:
 
     def read(self, threads: int) -> float:
         """What ``threads`` threads can read, in GB/s."""
-        return max(measured.get(threads, 0.0) for measured in (self.read_before, self.read_after))
+        beside = [point.rate.read for point in self.points if point.threads == threads]
+        return max(self.read_before.get(threads, 0.0), self.read_after.get(threads, 0.0), *beside)
+
+    def read_beside(self, point: Point) -> float:
+        """What the point's threads read next to it in time, or at all where that was not measured, in GB/s."""
+        return point.rate.read or self.read(point.threads)
 
     @property
     def host_read(self) -> float:

@@ -6,6 +6,7 @@ import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -22,6 +23,15 @@ _TIMEOUT_S = 60.0
 
 class BenchError(RuntimeError):
     """A measurement that is none. The message says what happened."""
+
+
+@dataclass
+class Flight:
+    """One post on its way, with the tensors that it points into."""
+
+    lists: HostLists
+    pages: torch.Tensor
+    sequence: int = 0
 
 
 class RunningEngine:
@@ -52,9 +62,24 @@ class RunningEngine:
         scale = float(query.shape[2] ** -0.5)
         return HostLists(query, pages, torch.full_like(pages, BLOCK_TOKENS), 0, scale, query.dtype)
 
+    def flight(self, query: torch.Tensor, pages: torch.Tensor) -> Flight:
+        return Flight(self.lists(query, pages), pages)
+
+    def post(self, flight: Flight, pages: torch.Tensor) -> None:
+        """Post these blocks, of the same shape as the flight's first ones."""
+        flight.pages = pages
+        flight.lists.struct.pages = pages.data_ptr()
+        flight.sequence = self._mailbox.post(flight.lists, generation=1)
+
+    def collect(self, flight: Flight) -> None:
+        """Raises BenchError where a reply does not come."""
+        self._collect(flight.sequence, flight.lists)
+
     def round_trip(self, lists: HostLists) -> None:
-        """Post and wait for all replies, as a server does. Raises BenchError where one does not come."""
-        sequence = self._mailbox.post(lists, generation=1)
+        """Post and wait for all replies. Raises BenchError where one does not come."""
+        self._collect(self._mailbox.post(lists, generation=1), lists)
+
+    def _collect(self, sequence: int, lists: HostLists) -> None:
         if missing := self._mailbox.collect(sequence, lists, _TIMEOUT_S, self._gone):
             raise BenchError(f"the engine did not answer {missing} of {lists.rows} rows within {_TIMEOUT_S:.0f} s")
 

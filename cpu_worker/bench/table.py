@@ -14,12 +14,12 @@ _WIDTH_WITHOUT_TERMINAL = 160
 
 def print_results(results: Results) -> None:
     print_table(
-        "Block attention as its client sees it: GB/s of keys and values, median from before the post until the\n"
-        "results are copied out (percent of what the same number of threads reads)",
+        "Block attention as its client sees it: GB/s of keys and values, posts one after the other, the next one\n"
+        "written while one is computed (percent of what the same threads read right before or after)",
         *attention_table(results, lambda rate: rate.median),
     )
     print_table(
-        "The same inside the worker: from the arrival of a post to its last reply",
+        "Inside the worker, from the arrival of a post to its last reply",
         *attention_table(results, lambda rate: rate.engine),
     )
     if any(point.variant == TORCH for point in results.points):
@@ -39,18 +39,18 @@ def print_results(results: Results) -> None:
 def attention_table(results: Results, rate_of: Callable[[Rate], float | None]) -> tuple[list[str], list[list[str]]]:
     """Header and rows: one column for each number of blocks per task."""
     columns = sorted({point.blocks for point in results.points})
-    series: dict[tuple[str, str, int], dict[int, float]] = {}
+    series: dict[tuple[str, str, int], dict[int, str]] = {}
     for point in results.points:
         if rate := rate_of(point.rate):
-            series.setdefault((point.dtype, point.variant, point.threads), {})[point.blocks] = rate
+            cell = f"{rate:.1f} ({rate / results.read_beside(point):.0%})"
+            series.setdefault((point.dtype, point.variant, point.threads), {})[point.blocks] = cell
     # dtypes and variants in the order of measuring, the most threads at the end
     order = [list(dict.fromkeys(key[part] for key in series)) for part in (0, 1)]
     rows = []
     for key in sorted(series, key=lambda key: (order[0].index(key[0]), order[1].index(key[1]), key[2])):
         dtype, variant, threads = key
-        read, rates = results.read(threads), series[key]
-        cells = [f"{rates[blocks]:.1f} ({rates[blocks] / read:.0%})" if blocks in rates else "" for blocks in columns]
-        rows.append([dtype, variant, str(threads), f"{read:.1f}", *cells])
+        cells = [series[key].get(blocks, "") for blocks in columns]
+        rows.append([dtype, variant, str(threads), f"{results.read(threads):.1f}", *cells])
     return ["dtype", "variant", "threads", "reading", *(counted(blocks, "block") for blocks in columns)], rows
 
 

@@ -21,7 +21,7 @@ from sglang_hybrid.native.structs import (
 )
 
 FILE = Path(__file__).with_name("libsglang_hybrid_cpu.so")
-INTERFACE = 1  # sh_interface of c_api.h
+INTERFACE = 2  # sh_interface of c_api.h
 _ERROR_BYTES = 256
 
 _ERROR = c_char_p
@@ -30,7 +30,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "sh_variants": (c_char_p, []),
     "sh_variant_name": (c_char_p, [c_uint32, c_uint32, c_char_p]),
     "sh_attend": (c_int, [POINTER(BlockAttention), c_char_p, _ERROR]),
-    "sh_read_bandwidth": (c_double, [c_void_p, c_uint64, c_uint32, POINTER(c_int32), c_uint32]),
+    "sh_read_bandwidth": (c_double, [c_void_p, c_uint64, c_uint32, POINTER(c_int32)]),
     "sh_mailbox_fields": (POINTER(Field), [POINTER(c_uint32)]),
     "sh_mailbox_layout": (c_int, [POINTER(Geometry), POINTER(MailboxLayout), _ERROR]),
     "sh_mailbox_create": (c_int, [c_void_p, c_uint64, POINTER(Geometry), _ERROR]),

@@ -27,6 +27,7 @@ class BlockAttention(ctypes.Structure):
         ("scale", c_float),
         ("out", POINTER(c_float)),
         ("lse", POINTER(c_float)),
+        ("next", c_void_p),
     )
 
 

@@ -91,8 +91,8 @@ int sh_attend(const BlockAttention* task, const char* variant, char* error) {
     return 0;
 }
 
-double sh_read_bandwidth(const void* memory, uint64_t bytes, uint32_t threads, const int32_t* cores, uint32_t repeats) {
-    return read_bandwidth(memory, bytes, threads, cores, repeats);
+double sh_read_bandwidth(const void* memory, uint64_t bytes, uint32_t threads, const int32_t* cores) {
+    return read_bandwidth(memory, bytes, threads, cores);
 }
 
 // -- mailbox -----------------------------------------------------------------------------------------------------------

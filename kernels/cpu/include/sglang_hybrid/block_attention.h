@@ -33,6 +33,7 @@ struct BlockAttention {
     float scale;           // of the logits
     float* out;            // [group][head_dim]; not written when the list is empty
     float* lse;            // [group], natural logarithm; -inf when the list is empty
+    const BlockAttention* next;  // the call after this one, or null: its first blocks are fetched while this one ends
 };
 
 using Kernel = void (*)(const BlockAttention&);

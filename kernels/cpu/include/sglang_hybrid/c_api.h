@@ -10,7 +10,7 @@
 #define SH_API extern "C" __attribute__((visibility("default")))
 
 // Counts up whenever a function or struct of this file or of mailbox.h changes.
-inline constexpr uint32_t sh_interface = 1;
+inline constexpr uint32_t sh_interface = 2;
 inline constexpr uint32_t sh_error_bytes = 256;
 
 SH_API uint32_t sh_interface_version();
@@ -20,9 +20,8 @@ SH_API uint32_t sh_interface_version();
 SH_API const char* sh_variants();
 SH_API const char* sh_variant_name(uint32_t dtype, uint32_t head_dim, const char* variant);
 SH_API int sh_attend(const sglang_hybrid::BlockAttention* task, const char* variant, char* error);
-// Bytes per second that `threads` threads read from memory, each its own part, front to back; best of `repeats`.
-SH_API double sh_read_bandwidth(const void* memory, uint64_t bytes, uint32_t threads, const int32_t* cores,
-                                uint32_t repeats);
+// Bytes per second that `threads` threads read together, front to back, in pieces of 1 MiB.
+SH_API double sh_read_bandwidth(const void* memory, uint64_t bytes, uint32_t threads, const int32_t* cores);
 
 // -- mailbox -----------------------------------------------------------------------------------------------------------
 

@@ -73,17 +73,21 @@ public:
         state.start(work);
         // The logits of a block are computed before the weights of the block before it, so that the tile unit has work
         // while the vector units compute weights.
+        LineStream next_keys = keys_stream(work, 1);
         LineStream next_values;
-        state.compute_logits(block, 0, keys_stream(work, 1));
+        state.compute_logits(block, 0, next_keys);
+        next_keys.request_all();
         for (uint32_t index = 0; index < work.count; ++index) {
-            Block next = block;
+            const Block next = block_ahead(work, index + 1);
+            next_values = LineStream(next.values, next.tokens * row_bytes);
+            next_keys = {};
             if (index + 1 < work.count) {
-                next = block_of(work, index + 1);
-                next_values = LineStream(next.values, next.tokens * row_bytes);
-                state.compute_logits(next, (index + 1) % 2, keys_stream(work, index + 2));
+                next_keys = keys_stream(work, index + 2);
+                state.compute_logits(next, (index + 1) % 2, next_keys);
             }
-            state.compute_weights(index % 2, block.tokens);
+            state.compute_weights(index % 2, block.tokens, next_keys, next_values);
             state.add_values(block, next_values);
+            next_values.request_all();
             block = next;
         }
         state.finish(work);
@@ -95,10 +99,7 @@ private:
     static constexpr uint32_t block_lines = block_tokens * row_bytes / cache_line;
 
     static LineStream keys_stream(const BlockAttention& work, uint32_t index) {
-        if (index >= work.count) {
-            return {};
-        }
-        const Block block = block_of(work, index);
+        const Block block = block_ahead(work, index);
         return {block.keys, block.tokens * row_bytes};
     }
 
@@ -161,7 +162,7 @@ private:
             }
         }
 
-        void compute_logits(const Block& block, uint32_t buffer, LineStream next_keys) {
+        void compute_logits(const Block& block, uint32_t buffer, LineStream& next_keys) {
             settle_memory();
             _tile_zero(LOGITS_LOW);
             _tile_zero(LOGITS_HIGH);
@@ -172,18 +173,22 @@ private:
                 _tile_dpbf16ps(LOGITS_LOW, POOL_LOW, QUERY);
                 _tile_loadd(POOL_HIGH, keys + tile_rows * row_bytes, row_bytes);
                 _tile_dpbf16ps(LOGITS_HIGH, POOL_HIGH, QUERY);
-                next_keys.request(block_lines / chunks);
+                next_keys.request(block_lines * 3 / 4 / chunks);
             }
             _tile_stored(LOGITS_LOW, logits[buffer][0], row_stride);
             _tile_stored(LOGITS_HIGH, logits[buffer][tile_rows], row_stride);
             settle_memory();
         }
 
-        void compute_weights(uint32_t buffer, uint32_t tokens) {
+        void compute_weights(uint32_t buffer, uint32_t tokens, LineStream& next_keys, LineStream& next_values) {
             __mmask16 risen = 0;
+            const uint32_t lines = block_lines / 4 / ((group + quad - 1) / quad);
             for (uint32_t head = 0; head < group; head += quad) {
+                next_keys.request(lines);
                 risen |= compute_weights_of_quad(logits[buffer], tokens, head);
+                next_values.request(lines);
             }
+            next_keys.request_all();
             if (risen != 0) {
                 rescale_output();
             }
@@ -287,7 +292,7 @@ private:
             }
         }
 
-        void add_values(const Block& block, LineStream next_values) {
+        void add_values(const Block& block, LineStream& next_values) {
             const char* values = values_or_zero(block, row_bytes, padded_values);
             settle_memory();
             if (is_wide()) {
@@ -298,7 +303,7 @@ private:
             settle_memory();
         }
 
-        void add_values_to_narrow(const char* values, LineStream next_values) {
+        void add_values_to_narrow(const char* values, LineStream& next_values) {
             _tile_loadd(WEIGHTS_LOW, weights[0], row_stride);
             _tile_loadd(WEIGHTS_HIGH, weights[1], row_stride);
             for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
@@ -308,11 +313,11 @@ private:
                 _tile_loadd(POOL_HIGH, values + chunk * row_stride + tile_rows * row_bytes, row_bytes);
                 _tile_dpbf16ps(OUTPUT, WEIGHTS_HIGH, POOL_HIGH);
                 _tile_stored(OUTPUT, output[chunk], row_stride);
-                next_values.request(block_lines / chunks);
+                next_values.request(block_lines * 3 / 4 / chunks);
             }
         }
 
-        void add_values_to_wide(const char* values, LineStream next_values) {
+        void add_values_to_wide(const char* values, LineStream& next_values) {
             for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
                 _tile_loadd(OUTPUT_EVEN, output[chunk][0], row_stride);
                 _tile_loadd(OUTPUT_ODD, output[chunk][group], row_stride);
@@ -328,7 +333,7 @@ private:
                 _tile_dpbf16ps(OUTPUT_ODD, WEIGHTS, POOL_HIGH);
                 _tile_stored(OUTPUT_EVEN, output[chunk][0], row_stride);
                 _tile_stored(OUTPUT_ODD, output[chunk][group], row_stride);
-                next_values.request(block_lines / chunks);
+                next_values.request(block_lines * 3 / 4 / chunks);
             }
         }
 

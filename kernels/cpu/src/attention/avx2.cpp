@@ -11,7 +11,8 @@ namespace {
 struct Avx2Lanes {
     using Vector = __m256;
     static constexpr uint32_t width = 8;
-    static constexpr uint32_t logit_heads = 1;
+    static constexpr uint32_t logit_heads = 3;
+    static constexpr uint32_t logit_tokens = 4;
     static constexpr uint32_t output_heads = 6;
     static constexpr uint32_t output_pairs = 1;
 
@@ -44,10 +45,9 @@ struct Avx2Lanes {
         return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
     }
 
-    static Vector sum_each(const Vector (&v)[width]) {
-        const Vector low = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
-        const Vector high = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
-        return add(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+    static void store_sums(float* to, const Vector (&v)[logit_tokens]) {
+        const Vector halves = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+        _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
     }
 
     template <DType dtype>
@@ -75,13 +75,7 @@ struct Avx2Lanes {
         odd = _mm256_permute2f128_ps(low, high, 0x31);
     }
 
-    using Weights = __m256;
     static constexpr uint32_t weight_tokens = 1;
-    static Weights load_weights(const float* from) { return _mm256_broadcast_ss(from); }
-    template <uint32_t>
-    static Vector fma_weight(Vector value, Weights weight, Vector sum) {
-        return fma(value, weight, sum);
-    }
 };
 
 }  // namespace

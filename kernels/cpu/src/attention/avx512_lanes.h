@@ -15,7 +15,8 @@ namespace {
 struct Avx512Lanes {
     using Vector = __m512;
     static constexpr uint32_t width = 16;
-    static constexpr uint32_t logit_heads = 1;
+    static constexpr uint32_t logit_heads = 3;
+    static constexpr uint32_t logit_tokens = 8;
     static constexpr uint32_t output_heads = 6;
     static constexpr uint32_t output_pairs = 2;
 
@@ -40,20 +41,12 @@ struct Avx512Lanes {
     static float highest(Vector v) { return _mm512_reduce_max_ps(v); }
     static float sum(Vector v) { return _mm512_reduce_add_ps(v); }
 
-    static Vector sum_each(const Vector (&v)[width]) {
+    static void store_sums(float* to, const Vector (&v)[logit_tokens]) {
         // each step halves the vectors, and the partial sums that remain of each
-        Vector four[4];
-#pragma GCC unroll 4
-        for (uint32_t i = 0; i < 4; ++i) {
-            const Vector* in = v + 4 * i;
-            const Vector low = add(_mm512_unpacklo_ps(in[0], in[1]), _mm512_unpackhi_ps(in[0], in[1]));
-            const Vector high = add(_mm512_unpacklo_ps(in[2], in[3]), _mm512_unpackhi_ps(in[2], in[3]));
-            const __m512d a = _mm512_castps_pd(low), b = _mm512_castps_pd(high);
-            four[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-        }
-        const Vector low = sum_lanes_of_two(four[0], four[1]);
-        const Vector high = sum_lanes_of_two(four[2], four[3]);
-        return sum_lanes_of_two(low, high);
+        const Vector low = sum_in_lanes(v), high = sum_in_lanes(v + 4);
+        const Vector two = add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+        const Vector one = add(_mm512_shuffle_f32x4(two, two, 0x08), _mm512_shuffle_f32x4(two, two, 0x0d));
+        _mm256_storeu_ps(to, _mm512_castps512_ps256(one));
     }
 
     template <DType dtype>
@@ -82,18 +75,14 @@ struct Avx512Lanes {
         even = first;
     }
 
-    using Weights = __m512;
     static constexpr uint32_t weight_tokens = 1;
-    static Weights load_weights(const float* from) { return broadcast(*from); }
-    template <uint32_t>
-    static Vector fma_weight(Vector value, Weights weight, Vector sum) {
-        return fma(value, weight, sum);
-    }
 
 private:
-    // of 128-bit lanes: a0+a1, a2+a3, b0+b1, b2+b3
-    static Vector sum_lanes_of_two(Vector a, Vector b) {
-        return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    // 128-bit lanes of four partial sums, one of each vector
+    static Vector sum_in_lanes(const Vector* v) {
+        const __m512d a = _mm512_castps_pd(add(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1])));
+        const __m512d b = _mm512_castps_pd(add(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3])));
+        return add(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
     }
 };
 

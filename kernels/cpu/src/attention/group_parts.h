@@ -22,16 +22,32 @@ inline void with_constant(uint32_t number, Body body) {
     body(Constant<limit>());
 }
 
-// body(first head, Constant<heads>) for the whole group in parts of nearly equal size, each at most `limit`
-template <uint32_t limit, class Body>
-inline void in_parts(uint32_t group, Body body) {
-    uint32_t first = 0;
-    for (uint32_t parts = (group + limit - 1) / limit; parts > 0; --parts) {
-        const uint32_t heads = (group - first + parts - 1) / parts;
-        with_constant<limit>(heads, [&](auto constant) { body(first, constant); });
-        first += heads;
+// A number of heads in parts of nearly equal size, each at most `limit`.
+template <uint32_t limit>
+class GroupParts {
+public:
+    GroupParts() = default;
+    explicit GroupParts(uint32_t group)
+        : count_((group + limit - 1) / limit), size_(group / count_), larger_(group % count_) {}
+
+    uint32_t count() const { return count_; }
+
+    // body(first head, Constant<heads>) for each part
+    template <class Body>
+    void each(Body body) const {
+        uint32_t first = 0;
+        for (uint32_t part = 0; part < count_; ++part) {
+            const uint32_t heads = size_ + (part < larger_);
+            with_constant<limit>(heads, [&](auto constant) { body(first, constant); });
+            first += heads;
+        }
     }
-}
+
+private:
+    uint32_t count_;
+    uint32_t size_;
+    uint32_t larger_;  // the first parts have one head more
+};
 
 }  // namespace
 }  // namespace sglang_hybrid

@@ -64,14 +64,9 @@ public:
         State state;
         state.start(work);
         for (uint32_t index = 0; index < work.count; ++index) {
-            LineStream next_keys;
-            LineStream next_values;
-            Block next = block;
-            if (index + 1 < work.count) {
-                next = block_of(work, index + 1);
-                next_keys = LineStream(next.keys, next.tokens * row_bytes);
-                next_values = LineStream(next.values, next.tokens * row_bytes);
-            }
+            const Block next = block_ahead(work, index + 1);
+            LineStream next_keys(next.keys, next.tokens * row_bytes);
+            LineStream next_values(next.values, next.tokens * row_bytes);
             state.compute_logits(block, next_keys);
             state.softmax.logits_to_weights(work.group, block.tokens);
             state.round_weights();
@@ -94,10 +89,12 @@ private:
         alignas(64) char padded_values[block_tokens * row_bytes];
         OnlineSoftmax<NeonLanes> softmax;
         uint32_t head_pairs;
+        GroupParts<head_pairs_at_once> parts;  // of the pairs
         float scale;
 
         void start(const BlockAttention& work) {
             head_pairs = (work.group + 1) / 2;
+            parts = GroupParts<head_pairs_at_once>(head_pairs);
             scale = work.scale;
             softmax.start(work.group);
             for (uint32_t head = 0; head < 2 * head_pairs; ++head) {
@@ -115,12 +112,11 @@ private:
         }
 
         void compute_logits(const Block& block, LineStream& next_keys) {
-            const uint32_t parts = (head_pairs + head_pairs_at_once - 1) / head_pairs_at_once;
-            const uint32_t requests = parts * (block_tokens / logit_tokens) * (dim / step);
+            const uint32_t requests = parts.count() * (block_tokens / logit_tokens) * (dim / step);
             const uint32_t lines = (block_lines + requests - 1) / requests;
             for (uint32_t token = 0; token < block.tokens; token += logit_tokens) {
                 const char* keys = block.keys + token * row_bytes;
-                in_parts<head_pairs_at_once>(head_pairs, [&](uint32_t first, auto pairs) {
+                parts.each([&](uint32_t first, auto pairs) {
                     compute_logits_of<decltype(pairs)::value>(keys, first, token, next_keys, lines);
                 });
             }
@@ -139,8 +135,9 @@ private:
                     sum[p][t] = vdupq_n_f32(0.0f);
                 }
             }
+            const uint16_t* operands = query[0][first];
 #pragma GCC unroll 1
-            for (uint32_t i = 0; i < dim; i += step) {
+            for (uint32_t i = 0; i < dim; i += step, operands += 2 * sizeof query[0] / sizeof *operands) {
                 next_keys.request(lines);
                 bfloat16x8_t low[token_pairs], high[token_pairs];
 #pragma GCC unroll 16
@@ -152,8 +149,10 @@ private:
                 }
 #pragma GCC unroll 16
                 for (uint32_t p = 0; p < pairs; ++p) {
-                    const bfloat16x8_t query_low = vreinterpretq_bf16_u16(vld1q_u16(query[i / depth][first + p]));
-                    const bfloat16x8_t query_high = vreinterpretq_bf16_u16(vld1q_u16(query[i / depth + 1][first + p]));
+                    const uint16_t* operand = operands + p * 2 * depth;
+                    const bfloat16x8_t query_low = vreinterpretq_bf16_u16(vld1q_u16(operand));
+                    const bfloat16x8_t query_high =
+                        vreinterpretq_bf16_u16(vld1q_u16(operand + sizeof query[0] / sizeof *operand));
 #pragma GCC unroll 16
                     for (uint32_t t = 0; t < token_pairs; ++t) {
                         sum[p][t] = vbfmmlaq_f32(sum[p][t], low[t], query_low);
@@ -188,11 +187,10 @@ private:
 
         void add_values(const Block& block, LineStream& next_values) {
             const char* values = values_or_zero(block, row_bytes, padded_values);
-            const uint32_t parts = (head_pairs + head_pairs_at_once - 1) / head_pairs_at_once;
-            const uint32_t requests = parts * (dim / step);
+            const uint32_t requests = parts.count() * (dim / step);
             const uint32_t lines = (block_lines + requests - 1) / requests;
             for (uint32_t i = 0; i < dim; i += step) {
-                in_parts<head_pairs_at_once>(head_pairs, [&](uint32_t first, auto pairs) {
+                parts.each([&](uint32_t first, auto pairs) {
                     next_values.request(lines);
                     add_columns<decltype(pairs)::value>(values, i, first);
                 });
@@ -213,9 +211,10 @@ private:
                     sum[p][i] = vmulq_f32(vld1q_f32(output[first + p][column / 2 + i]), factor);
                 }
             }
+            const char* rows = values + column * 2;
+            const bfloat16_t* operands = weights[0][first];
 #pragma GCC unroll 1
             for (uint32_t token = 0; token < block_tokens; token += depth) {
-                const char* rows = values + token * row_bytes + column * 2;
                 const uint16x8_t a = load_row(rows), b = load_row(rows + row_bytes);
                 const uint16x8_t c = load_row(rows + 2 * row_bytes), d = load_row(rows + 3 * row_bytes);
                 const uint16x8_t ab_low = vzip1q_u16(a, b), ab_high = vzip2q_u16(a, b);
@@ -228,12 +227,14 @@ private:
                 };
 #pragma GCC unroll 16
                 for (uint32_t p = 0; p < pairs; ++p) {
-                    const bfloat16x8_t weight = vld1q_bf16(weights[token / depth][first + p]);
+                    const bfloat16x8_t weight = vld1q_bf16(operands + p * 2 * depth);
 #pragma GCC unroll 16
                     for (uint32_t i = 0; i < sums; ++i) {
                         sum[p][i] = vbfmmlaq_f32(sum[p][i], weight, value[i]);
                     }
                 }
+                rows += depth * row_bytes;
+                operands += sizeof weights[0] / sizeof *operands;
             }
 #pragma GCC unroll 16
             for (uint32_t p = 0; p < pairs; ++p) {

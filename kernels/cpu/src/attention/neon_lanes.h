@@ -14,6 +14,7 @@ struct NeonLanes {
     static constexpr uint32_t width = 4;
     // 16 sums in flight hide the latency of FMLA on cores with four vector units
     static constexpr uint32_t logit_heads = 4;
+    static constexpr uint32_t logit_tokens = 4;
     static constexpr uint32_t output_heads = 5;
     static constexpr uint32_t output_pairs = 2;
 
@@ -37,8 +38,8 @@ struct NeonLanes {
     static float highest(Vector v) { return vmaxvq_f32(v); }
     static float sum(Vector v) { return vaddvq_f32(v); }
 
-    static Vector sum_each(const Vector (&v)[width]) {
-        return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]));
+    static void store_sums(float* to, const Vector (&v)[logit_tokens]) {
+        vst1q_f32(to, vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3])));
     }
 
     template <DType dtype>
@@ -66,12 +67,10 @@ struct NeonLanes {
         even = first;
     }
 
-    using Weights = float32x4_t;
-    static constexpr uint32_t weight_tokens = 4;
-    static Weights load_weights(const float* from) { return vld1q_f32(from); }
-    template <uint32_t token>
-    static Vector fma_weight(Vector value, Weights weight, Vector sum) {
-        return vfmaq_laneq_f32(sum, value, weight, token);
+    static constexpr uint32_t weight_tokens = width;
+    template <uint32_t lane>
+    static Vector fma_lane(Vector a, Vector b, Vector c) {
+        return vfmaq_laneq_f32(c, a, b, lane);
     }
 };
 

@@ -14,6 +14,7 @@ struct PortableLanes {
     typedef uint32_t Bits __attribute__((vector_size(16)));
     static constexpr uint32_t width = 4;
     static constexpr uint32_t logit_heads = 2;
+    static constexpr uint32_t logit_tokens = 4;
     static constexpr uint32_t output_heads = 5;
     static constexpr uint32_t output_pairs = 1;
 
@@ -48,12 +49,13 @@ struct PortableLanes {
 
     static float sum(Vector v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 
-    static Vector sum_each(const Vector (&v)[width]) {
+    static void store_sums(float* to, const Vector (&v)[logit_tokens]) {
         const Vector low = __builtin_shuffle(v[0], v[1], Integers{0, 4, 1, 5}) +
                            __builtin_shuffle(v[0], v[1], Integers{2, 6, 3, 7});
         const Vector high = __builtin_shuffle(v[2], v[3], Integers{0, 4, 1, 5}) +
                             __builtin_shuffle(v[2], v[3], Integers{2, 6, 3, 7});
-        return __builtin_shuffle(low, high, Integers{0, 1, 4, 5}) + __builtin_shuffle(low, high, Integers{2, 3, 6, 7});
+        store(to, __builtin_shuffle(low, high, Integers{0, 1, 4, 5}) +
+                      __builtin_shuffle(low, high, Integers{2, 3, 6, 7}));
     }
 
     template <DType dtype>
@@ -82,13 +84,7 @@ struct PortableLanes {
         even = first;
     }
 
-    using Weights = Vector;
     static constexpr uint32_t weight_tokens = 1;
-    static Weights load_weights(const float* from) { return broadcast(*from); }
-    template <uint32_t>
-    static Vector fma_weight(Vector value, Weights weight, Vector sum) {
-        return fma(value, weight, sum);
-    }
 
 private:
     template <class To>

@@ -2,17 +2,17 @@
 //
 // Lanes has
 //   Vector, width                     fp32 values in a register
-//   logit_heads                       query heads whose logits are computed together, for `width` tokens at a time
+//   logit_heads, logit_tokens         query heads x tokens whose dot products fit the registers
 //   output_heads, output_pairs        heads x pairs of vectors of the output that fit the registers
 //   zero broadcast load store add sub mul fma(a, b, c) = a * b + c, max
 //   round(x)                          to the nearest integer
 //   scaled_where_at_least(v, n, x, t) v * 2^n where x >= t, 0 elsewhere; the result is a normal number there
 //   highest(v), sum(v)                over the lanes
-//   sum_each(v[width])                lane i is the sum of v[i]
+//   store_sums(p, v[logit_tokens])    p[i] = sum of the lanes of v[i]
 //   load_pair<dtype>(p, a, b)         2 * width values as fp32: the first half in a and the rest in b, or, where
 //                                     splits<dtype> says so, those with even index in a and those with odd index in b
 //   interleave(a, b)                  undoes the latter
-//   Weights, weight_tokens, load_weights(p), fma_weight<i>(v, w, acc) = v * p[i] + acc, for i < weight_tokens
+//   weight_tokens                     1, or `width` where there is fma_lane<i>(a, b, c) = a * b[i] + c
 #pragma once
 
 #include <stdint.h>
@@ -32,7 +32,8 @@ public:
     using Vector = typename Lanes::Vector;
     static constexpr uint32_t width = Lanes::width;
     static constexpr uint32_t pair = 2 * width;
-    static_assert(dim % pair == 0 && block_tokens % width == 0 && max_group % width == 0);
+    static_assert(dim % pair == 0 && block_tokens % width == 0 && block_tokens % Lanes::logit_tokens == 0 &&
+                   max_group % width == 0);
 
     template <DType dtype>
     static constexpr uint32_t row_bytes = dim * (dtype == DType::fp32 ? 4 : 2);
@@ -43,6 +44,11 @@ public:
     template <DType dtype>
     void start(const BlockAttention& work) {
         group_ = work.group;
+        logit_parts_ = GroupParts<Lanes::logit_heads>(group_);
+        output_parts_ = GroupParts<Lanes::output_heads>(group_);
+        key_lines_ = lines_each(block_lines<dtype>, logit_parts_.count() * (block_tokens / tokens_at_once));
+        constexpr uint32_t columns = (dim + output_columns - 1) / output_columns;
+        value_lines_ = lines_each(block_lines<dtype>, output_parts_.count() * columns * (block_tokens / value_tokens));
         softmax_.start(group_);
         const Vector scale = Lanes::broadcast(work.scale);
         for (uint32_t head = 0; head < group_; ++head) {
@@ -58,28 +64,25 @@ public:
         }
     }
 
-    // Keys in fp32, `width` tokens at a time. Tokens behind the last one of a block may be among them.
+    // Works on keys in fp32, some tokens at a time. Tokens behind the last one of a block may be among them.
     template <DType dtype>
     void compute_logits(const Block& block, LineStream& next_keys) {
-        const uint32_t parts = (group_ + Lanes::logit_heads - 1) / Lanes::logit_heads;
-        const uint32_t requests = parts * (block_tokens / width);
-        const uint32_t lines = (block_lines<dtype> + requests - 1) / requests;
-        alignas(64) float converted[dtype == DType::fp32 ? 1 : width * dim];
-        for (uint32_t token = 0; token < block.tokens; token += width) {
+        alignas(64) float converted[dtype == DType::fp32 ? 1 : tokens_at_once * dim];
+        for (uint32_t token = 0; token < block.tokens; token += tokens_at_once) {
             const char* rows = block.keys + token * row_bytes<dtype>;
             const float* keys = converted;
             if constexpr (dtype == DType::fp32) {
                 keys = reinterpret_cast<const float*>(rows);
             } else {
-                for (uint32_t i = 0; i < width * dim; i += pair) {
+                for (uint32_t i = 0; i < tokens_at_once * dim; i += pair) {
                     Vector a, b;
                     Lanes::template load_pair<dtype>(rows + i * 2, a, b);
                     Lanes::store(converted + i, a);
                     Lanes::store(converted + i + width, b);
                 }
             }
-            in_parts<Lanes::logit_heads>(group_, [&](uint32_t head, auto heads) {
-                next_keys.request(lines);
+            logit_parts_.each([&](uint32_t head, auto heads) {
+                next_keys.request(key_lines_);
                 compute_logits_of<decltype(heads)::value>(keys, head, token);
             });
         }
@@ -90,9 +93,8 @@ public:
 
     template <DType dtype>
     void add_values(const Block& block, LineStream& next_values) {
-        constexpr uint32_t full = Lanes::output_pairs * pair;
-        constexpr uint32_t whole = dim / full * full;
-        for (uint32_t i = 0; i < whole; i += full) {
+        constexpr uint32_t whole = dim / output_columns * output_columns;
+        for (uint32_t i = 0; i < whole; i += output_columns) {
             add_columns<dtype, Lanes::output_pairs>(block, i, next_values);
         }
         if constexpr (whole < dim) {
@@ -120,13 +122,20 @@ public:
     }
 
 private:
+    static constexpr uint32_t tokens_at_once = Lanes::logit_tokens;
+    static constexpr uint32_t output_columns = Lanes::output_pairs * pair;
+    static constexpr uint32_t value_tokens = 8;
+
+    static uint32_t lines_each(uint32_t lines, uint32_t requests) { return (lines + requests - 1) / requests; }
+
     template <uint32_t heads>
     void compute_logits_of(const float* keys, uint32_t head, uint32_t token) {
-        Vector sum[heads][width];
+        const float* queries = query_[head];
+        Vector sum[heads][tokens_at_once];
 #pragma GCC unroll 16
         for (uint32_t h = 0; h < heads; ++h) {
 #pragma GCC unroll 16
-            for (uint32_t t = 0; t < width; ++t) {
+            for (uint32_t t = 0; t < tokens_at_once; ++t) {
                 sum[h][t] = Lanes::zero();
             }
         }
@@ -135,10 +144,10 @@ private:
             Vector query[heads];
 #pragma GCC unroll 16
             for (uint32_t h = 0; h < heads; ++h) {
-                query[h] = Lanes::load(&query_[head + h][i]);
+                query[h] = Lanes::load(queries + h * dim + i);
             }
 #pragma GCC unroll 16
-            for (uint32_t t = 0; t < width; ++t) {
+            for (uint32_t t = 0; t < tokens_at_once; ++t) {
                 const Vector key = Lanes::load(keys + t * dim + i);
 #pragma GCC unroll 16
                 for (uint32_t h = 0; h < heads; ++h) {
@@ -148,13 +157,13 @@ private:
         }
 #pragma GCC unroll 16
         for (uint32_t h = 0; h < heads; ++h) {
-            Lanes::store(&softmax_.weights[head + h][token], Lanes::sum_each(sum[h]));
+            Lanes::store_sums(&softmax_.weights[head + h][token], sum[h]);
         }
     }
 
     template <DType dtype, uint32_t pairs>
     void add_columns(const Block& block, uint32_t column, LineStream& next_values) {
-        in_parts<Lanes::output_heads>(group_, [&](uint32_t head, auto heads) {
+        output_parts_.each([&](uint32_t head, auto heads) {
             add_columns_to<dtype, pairs, decltype(heads)::value>(block, column, head, next_values);
         });
     }
@@ -162,11 +171,9 @@ private:
     // Weights behind the block's last token are 0, but what lies there may be NaN: it must not be used at all.
     template <DType dtype, uint32_t pairs, uint32_t heads>
     void add_columns_to(const Block& block, uint32_t column, uint32_t head, LineStream& next_values) {
-        constexpr uint32_t between_requests = 8;  // tokens
-        const uint32_t parts = (group_ + Lanes::output_heads - 1) / Lanes::output_heads;
-        const uint32_t requests = dim / (pairs * pair) * parts * (block_tokens / between_requests);
-        const uint32_t lines = (block_lines<dtype> + requests - 1) / requests;
         constexpr uint32_t value_bytes = row_bytes<dtype> / dim;
+        float* const output = &output_[head][column];
+        const float* weights = softmax_.weights[head];
 
         Vector sum[heads][2 * pairs];
 #pragma GCC unroll 16
@@ -174,11 +181,11 @@ private:
             const Vector factor = Lanes::broadcast(softmax_.rescale[head + h]);
 #pragma GCC unroll 16
             for (uint32_t i = 0; i < 2 * pairs; ++i) {
-                sum[h][i] = Lanes::mul(Lanes::load(&output_[head + h][column + i * width]), factor);
+                sum[h][i] = Lanes::mul(Lanes::load(output + h * dim + i * width), factor);
             }
         }
         const char* row = block.values + column * value_bytes;
-        const auto add_token = [&](auto add_weighted) {
+        const auto add_token = [&](auto weighted_by) {
             Vector value[2 * pairs];
 #pragma GCC unroll 16
             for (uint32_t i = 0; i < pairs; ++i) {
@@ -186,40 +193,52 @@ private:
             }
 #pragma GCC unroll 16
             for (uint32_t h = 0; h < heads; ++h) {
+                const auto add_weighted = weighted_by(h);
 #pragma GCC unroll 16
                 for (uint32_t i = 0; i < 2 * pairs; ++i) {
-                    sum[h][i] = add_weighted(h, value[i], sum[h][i]);
+                    sum[h][i] = add_weighted(value[i], sum[h][i]);
                 }
             }
             row += row_bytes<dtype>;
         };
-        uint32_t token = 0;
-        for (; token + between_requests <= block.tokens; token += between_requests) {
-            next_values.request(lines);
+        const auto by_one_weight = [&](uint32_t h) {
+            const Vector weight = Lanes::broadcast(weights[h * block_tokens]);
+            return [weight](Vector value, Vector total) { return Lanes::fma(value, weight, total); };
+        };
+        uint32_t left = block.tokens;
+        for (; left >= value_tokens; left -= value_tokens) {
+            next_values.request(value_lines_);
+            if constexpr (Lanes::weight_tokens == 1) {
 #pragma GCC unroll 1
-            for (uint32_t t = token; t < token + between_requests; t += Lanes::weight_tokens) {
-                typename Lanes::Weights weight[heads];
-#pragma GCC unroll 16
-                for (uint32_t h = 0; h < heads; ++h) {
-                    weight[h] = Lanes::load_weights(&softmax_.weights[head + h][t]);
+                for (uint32_t t = 0; t < value_tokens; ++t, ++weights) {
+                    add_token(by_one_weight);
                 }
-                each_weight<0>([&](auto i) {
-                    add_token([&](uint32_t h, Vector value, Vector total) {
-                        return Lanes::template fma_weight<decltype(i)::value>(value, weight[h], total);
+            } else {
+#pragma GCC unroll 1
+                for (uint32_t t = 0; t < value_tokens; t += Lanes::weight_tokens, weights += Lanes::weight_tokens) {
+                    Vector weight[heads];
+#pragma GCC unroll 16
+                    for (uint32_t h = 0; h < heads; ++h) {
+                        weight[h] = Lanes::load(weights + h * block_tokens);
+                    }
+                    each_weight<0>([&](auto lane) {
+                        add_token([&](uint32_t h) {
+                            return [w = weight[h]](Vector value, Vector total) {
+                                return Lanes::template fma_lane<decltype(lane)::value>(value, w, total);
+                            };
+                        });
                     });
-                });
+                }
             }
         }
-        for (; token < block.tokens; ++token) {
-            add_token([&](uint32_t h, Vector value, Vector total) {
-                return Lanes::fma(value, Lanes::broadcast(softmax_.weights[head + h][token]), total);
-            });
+        for (; left > 0; --left, ++weights) {
+            add_token(by_one_weight);
         }
 #pragma GCC unroll 16
         for (uint32_t h = 0; h < heads; ++h) {
 #pragma GCC unroll 16
             for (uint32_t i = 0; i < 2 * pairs; ++i) {
-                Lanes::store(&output_[head + h][column + i * width], sum[h][i]);
+                Lanes::store(output + h * dim + i * width, sum[h][i]);
             }
         }
     }
@@ -236,6 +255,10 @@ private:
     alignas(64) float output_[max_group][dim];
     OnlineSoftmax<Lanes> softmax_;
     uint32_t group_;
+    GroupParts<Lanes::logit_heads> logit_parts_;
+    GroupParts<Lanes::output_heads> output_parts_;
+    uint32_t key_lines_;    // to request with each part of the logits
+    uint32_t value_lines_;  // to request with each `value_tokens` of a part of the output
 };
 
 template <class Lanes, DType dtype, uint32_t dim>
@@ -252,14 +275,9 @@ inline void attend_in_vectors(const BlockAttention& work) {
     State state;
     state.template start<dtype>(work);
     for (uint32_t index = 0; index < work.count; ++index) {
-        LineStream next_keys;
-        LineStream next_values;
-        Block next = block;
-        if (index + 1 < work.count) {
-            next = block_of(work, index + 1);
-            next_keys = LineStream(next.keys, next.tokens * row_bytes);
-            next_values = LineStream(next.values, next.tokens * row_bytes);
-        }
+        const Block next = block_ahead(work, index + 1);
+        LineStream next_keys(next.keys, next.tokens * row_bytes);
+        LineStream next_values(next.values, next.tokens * row_bytes);
         state.template compute_logits<dtype>(block, next_keys);
         state.logits_to_weights(block.tokens);
         state.template add_values<dtype>(block, next_values);

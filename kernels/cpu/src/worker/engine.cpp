@@ -115,65 +115,91 @@ bool Engine::claim(Row& row, uint32_t& task) {
     return false;
 }
 
-uint32_t Engine::compute_what_is_open(uint32_t thread) {
-    const uint32_t group = thread / options_.group_threads;
-    const uint32_t rows = open_rows_.load(std::memory_order_acquire);
-    uint32_t done = 0, task = 0;
-    for (uint32_t row = group; row < rows; row += groups_) {
-        for (; claim(rows_[row], task); ++done) compute(row, task, thread);
-    }
-    for (uint32_t step = 1; step < groups_ && unclaimed_.load(std::memory_order_relaxed) > 0; ++step) {
-        for (uint32_t row = (group + step) % groups_; row < rows; row += groups_) {
-            // one at a time: its own group is busy there, and ours may get a row meanwhile
-            if (claim(rows_[row], task)) {
-                compute(row, task, thread);
+bool Engine::claim_next(Search& search, uint32_t rows, uint32_t thread, Claimed& claimed) {
+    uint32_t task = 0;
+    for (; search.others < groups_; ++search.others) {
+        for (; search.row < rows; search.row += groups_) {
+            if (!claim(rows_[search.row], task)) continue;
+            prepare(search.row, task, claimed);
+            if (search.others) {
                 counts_[thread].stolen.fetch_add(1, std::memory_order_relaxed);
-                ++done;
+                search.row += groups_;  // one at a time: its own group is busy there
             }
+            return true;
         }
+        if (unclaimed_.load(std::memory_order_relaxed) <= 0) return false;
+        search.row = (search.group + search.others + 1) % groups_;
     }
-    return done;
+    return false;
 }
 
-void Engine::compute(uint32_t index, uint32_t task, uint32_t thread) {
-    thread_local std::vector<uint32_t> pages;
-    Row& row = rows_[index];
+bool Engine::compute_what_is_open(uint32_t thread) {
+    thread_local Claimed tasks[2];
+    const uint32_t rows = open_rows_.load(std::memory_order_acquire);
+    const uint32_t group = thread / options_.group_threads;
+    Search search{group, 0, group};
+    Claimed* current = &tasks[0];
+    Claimed* next = &tasks[1];
+    if (!claim_next(search, rows, thread, *current)) return false;
+    for (bool more = true; more;) {
+        // Claimed ahead, so that its blocks are requested from memory in time; but not when others would go without.
+        const bool plenty = unclaimed_.load(std::memory_order_relaxed) > int32_t(options_.threads);
+        more = plenty && claim_next(search, rows, thread, *next);
+        compute(*current, more ? next : nullptr, thread);
+        if (!more) more = claim_next(search, rows, thread, *next);
+        std::swap(current, next);
+    }
+    return true;
+}
+
+void Engine::prepare(uint32_t index, uint32_t task, Claimed& claimed) const {
+    const Row& row = rows_[index];
     uint32_t h = 0;
     while (task >= row.heads[h].first_task + row.heads[h].split.tasks) ++h;
-    Head& head = row.heads[h];
+    const Head& head = row.heads[h];
     const uint32_t part = task - head.first_task;
     const uint32_t first = part * head.split.size;
     const uint32_t count = std::min(head.split.size, head.list.count - first);
+    const bool whole = head.split.tasks == 1;
+    claimed.row = index;
+    claimed.head = h;
+    claimed.whole = whole;
 
     // checked on a private copy: shared memory may change between the check and the use
     const uint32_t* const shared = reader.view.pages(post_.sequence, index, h) + first;
-    pages.resize(count);
-    bool in_bounds = true;
+    claimed.pages.resize(count);
+    claimed.in_bounds = true;
     for (uint32_t i = 0; i < count; ++i) {
-        pages[i] = __atomic_load_n(&shared[i], __ATOMIC_RELAXED);
-        in_bounds &= pages[i] < geometry_.pages;
+        claimed.pages[i] = __atomic_load_n(&shared[i], __ATOMIC_RELAXED);
+        claimed.in_bounds &= claimed.pages[i] < geometry_.pages;
     }
-    const bool whole = head.split.tasks == 1;
-    float* const out = reader.view.output(post_.sequence, index, h);
-    float* const lse = reader.view.lse(post_.sequence, index, h);
-    if (in_bounds) {
-        const char* const query = reader.view.query(post_.sequence, index, h);
-        BlockAttention attention = attention_of(geometry_, pool_, post_.layer, h, query, post_.scale);
-        const Partials partial = partials_of(index, task);
-        attention.pages = pages.data();
-        attention.count = count;
-        attention.last_fill = part + 1 == head.split.tasks ? head.list.last_fill : block_tokens;
-        attention.out = whole ? out : partial.out;
-        attention.lse = whole ? lse : partial.lse;
+    const char* const query = reader.view.query(post_.sequence, index, h);
+    const Partials partial = partials_of(index, task);
+    BlockAttention& attention = claimed.attention = attention_of(geometry_, pool_, post_.layer, h, query, post_.scale);
+    attention.pages = claimed.pages.data();
+    attention.count = count;
+    attention.last_fill = part + 1 == head.split.tasks ? head.list.last_fill : block_tokens;
+    attention.out = whole ? reader.view.output(post_.sequence, index, h) : partial.out;
+    attention.lse = whole ? reader.view.lse(post_.sequence, index, h) : partial.lse;
+}
+
+void Engine::compute(Claimed& claimed, const Claimed* next, uint32_t thread) {
+    const uint32_t index = claimed.row, h = claimed.head;
+    Row& row = rows_[index];
+    Head& head = row.heads[h];
+    if (claimed.in_bounds) {
+        BlockAttention& attention = claimed.attention;
+        attention.next = next && next->in_bounds ? &next->attention : nullptr;
         kernel_(attention);
-        counts_[thread].blocks.fetch_add(count, std::memory_order_relaxed);
+        counts_[thread].blocks.fetch_add(attention.count, std::memory_order_relaxed);
     } else {
         row.out_of_bounds.store(true, std::memory_order_relaxed);
     }
     counts_[thread].tasks.fetch_add(1, std::memory_order_relaxed);
 
-    if (head.tasks_left.fetch_sub(1, std::memory_order_acq_rel) == 1 && !whole) {
-        merge_partials(geometry_, partials_of(index, head.first_task), head.split.tasks, out, lse);
+    if (head.tasks_left.fetch_sub(1, std::memory_order_acq_rel) == 1 && !claimed.whole) {
+        merge_partials(geometry_, partials_of(index, head.first_task), head.split.tasks,
+                       reader.view.output(post_.sequence, index, h), reader.view.lse(post_.sequence, index, h));
     }
     if (row.tasks_left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
         for (uint32_t other = 0; other < geometry_.kv_heads; ++other) {

@@ -58,12 +58,28 @@ class Engine {
         std::unique_ptr<Head[]> heads;
     };
 
+    // A task that a thread has claimed, ready to be computed.
+    struct Claimed {
+        uint32_t row, head;
+        bool in_bounds, whole;
+        std::vector<uint32_t> pages;
+        BlockAttention attention;
+    };
+    // Where a thread looks for tasks: the rows of its own group first, then those of the other groups.
+    struct Search {
+        uint32_t group;
+        uint32_t others;  // groups that were left behind, 0: its own
+        uint32_t row;
+    };
+
     void lead();
     void help(uint32_t thread);
     void open(uint32_t row, const Request& request);
     bool claim(Row& row, uint32_t& task);
-    uint32_t compute_what_is_open(uint32_t thread);
-    void compute(uint32_t row, uint32_t task, uint32_t thread);
+    bool claim_next(Search& search, uint32_t rows, uint32_t thread, Claimed& claimed);
+    void prepare(uint32_t row, uint32_t task, Claimed& claimed) const;
+    bool compute_what_is_open(uint32_t thread);
+    void compute(Claimed& claimed, const Claimed* next, uint32_t thread);
     void pause();
     void rouse_helpers();
     Partials partials_of(uint32_t row, uint32_t task) const;

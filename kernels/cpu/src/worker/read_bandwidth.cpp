@@ -4,7 +4,6 @@
 #include <pthread.h>
 #include <sched.h>
 
-#include <algorithm>
 #include <atomic>
 #include <thread>
 #include <vector>
@@ -17,6 +16,7 @@ namespace {
 // The widest vector the compiler splits well on any machine; eight sums hide the latency of adding.
 using Vector __attribute__((vector_size(64))) = uint64_t;
 constexpr uint64_t lanes = 8;
+constexpr uint64_t piece_bytes = 1 << 20;  // of one thread at a time: a thread that is held up does not hold up the result
 
 inline __attribute__((always_inline)) uint64_t sum_with(const char* start, uint64_t bytes) {
     const Vector* const data = reinterpret_cast<const Vector*>(start);
@@ -45,34 +45,35 @@ uint64_t sum_of(const char* start, uint64_t bytes) {
 
 }  // namespace
 
-double read_bandwidth(const void* memory, uint64_t bytes, uint32_t threads, const int32_t* cores, uint32_t repeats) {
-    const uint64_t part = bytes / threads / 4096 * 4096;
-    double best = 0;
-    std::atomic<uint64_t> sink{0};
-    for (uint32_t repeat = 0; repeat < repeats; ++repeat) {
-        std::atomic<uint32_t> ready{0};
-        std::atomic<bool> go{false};
-        std::vector<std::thread> readers;
-        for (uint32_t thread = 0; thread < threads; ++thread) {
-            readers.emplace_back([&, thread] {
-                if (cores) {
-                    cpu_set_t set;
-                    CPU_ZERO(&set);
-                    CPU_SET(cores[thread], &set);
-                    pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
-                }
-                ready.fetch_add(1);
-                while (!go.load(std::memory_order_acquire)) pause_core();
-                sink.fetch_xor(sum_of(static_cast<const char*>(memory) + thread * part, part));
-            });
-        }
-        while (ready.load() < threads) pause_core();
-        const uint64_t start = now_ns();
-        go.store(true, std::memory_order_release);
-        for (std::thread& reader : readers) reader.join();
-        best = std::max(best, double(part) * threads / (double(now_ns() - start) * 1e-9));
+double read_bandwidth(const void* memory, uint64_t bytes, uint32_t threads, const int32_t* cores) {
+    const char* const start_of_memory = static_cast<const char*>(memory);
+    const uint64_t pieces = bytes / piece_bytes;
+    std::atomic<uint64_t> sink{0}, next{0};
+    std::atomic<uint32_t> ready{0};
+    std::atomic<bool> go{false};
+    std::vector<std::thread> readers;
+    for (uint32_t thread = 0; thread < threads; ++thread) {
+        readers.emplace_back([&, thread] {
+            if (cores) {
+                cpu_set_t set;
+                CPU_ZERO(&set);
+                CPU_SET(cores[thread], &set);
+                pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
+            }
+            ready.fetch_add(1);
+            while (!go.load(std::memory_order_acquire)) pause_core();
+            uint64_t sum = 0;
+            for (uint64_t piece; (piece = next.fetch_add(1)) < pieces;) {
+                sum ^= sum_of(start_of_memory + piece * piece_bytes, piece_bytes);
+            }
+            sink.fetch_xor(sum);
+        });
     }
-    return best;
+    while (ready.load() < threads) pause_core();
+    const uint64_t start = now_ns();
+    go.store(true, std::memory_order_release);
+    for (std::thread& reader : readers) reader.join();
+    return double(pieces * piece_bytes) / (double(now_ns() - start) * 1e-9);
 }
 
 }  // namespace sglang_hybrid

@@ -5,6 +5,6 @@
 namespace sglang_hybrid {
 
 // See sh_read_bandwidth.
-double read_bandwidth(const void* memory, uint64_t bytes, uint32_t threads, const int32_t* cores, uint32_t repeats);
+double read_bandwidth(const void* memory, uint64_t bytes, uint32_t threads, const int32_t* cores);
 
 }  // namespace sglang_hybrid
