@@ -68,6 +68,7 @@ def _parse_strings(text: str) -> tuple[str, ...]:
     return tuple(items)
 
 
+TEXT = EnvType[str | None]("text", str)
 BOOL = EnvType[bool](f"one of {', '.join(_BOOLS)}", _parse_bool)
 PATH = EnvType[Path | None]("a path", Path)
 STRINGS = EnvType[tuple[str, ...]]('a JSON list of strings such as ["key=value"]', _parse_strings)
@@ -82,4 +83,9 @@ CACHE = EnvVar(
 )
 LOAD_FILE = EnvVar("SGLANG_HYBRID_LOAD_FILE", PATH, None, "internal: where SGLang's processes share their load figures")
 
-VARIABLES: tuple[EnvVar[Any], ...] = (CONFIG, SET, ALLOW_UNTESTED_SGLANG, CACHE, LOAD_FILE)
+# read by the C++ library itself, wherever a kernel is chosen; here for its documentation
+CPU_VARIANT = EnvVar(
+    "SGLANG_HYBRID_CPU_VARIANT", TEXT, None, "CPU kernel variant to use instead of the fastest that this machine has"
+)
+
+VARIABLES: tuple[EnvVar[Any], ...] = (CONFIG, SET, ALLOW_UNTESTED_SGLANG, CACHE, LOAD_FILE, CPU_VARIANT)
