@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cpu_worker import cores
+from sglang_hybrid import env
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
 from sglang_hybrid.integration.refusals import Refusal
@@ -15,7 +16,7 @@ from sglang_hybrid.misses.base import MissServer
 from sglang_hybrid.misses.native import NativeMisses
 from sglang_hybrid.misses.reference import ReferenceMisses
 from sglang_hybrid.misses.worker import WorkerMisses
-from sglang_hybrid.native import NativeError, library
+from sglang_hybrid.native import NativeError, library, variants
 from sglang_hybrid.native.local import LocalAttention
 from sglang_hybrid.native.structs import DTYPES, Geometry
 from sglang_hybrid.transport.messages import Plan
@@ -31,7 +32,9 @@ def create_miss_server(config: HybridConfig, pool: HostKVPool, model_runner: Any
         geometry = geometry_of(config, pool, model_runner)
     except NativeError as error:
         raise Refusal(str(error)) from error
-    if not _has_kernel(geometry):
+    if (variant := env.CPU_VARIANT.get()) and variant not in variants():
+        raise Refusal(f"{env.CPU_VARIANT.name}={variant}: this machine has {', '.join(variants())}")
+    if not _has_kernel(geometry) or pool.v_head_dim != pool.head_dim:
         if config.worker == "none":
             return ReferenceMisses()
         raise Refusal(

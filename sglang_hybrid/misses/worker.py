@@ -1,7 +1,7 @@
 """Misses served by the CPU worker, and by this process when the worker does not answer in time.
 
-Both compute with the same bits, so nobody can tell from the text which one it was; counters and
-the log tell.
+With provider native both compute with the same bits, so nobody can tell from the text which one it
+was; counters and the log tell.
 """
 
 from __future__ import annotations

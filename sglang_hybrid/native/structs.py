@@ -1,4 +1,4 @@
-"""The structs of ``kernels/cpu/include/sglang_hybrid`` as ctypes sees them. ``library.py`` compares the mailbox's."""
+"""The structs of ``kernels/cpu/include/sglang_hybrid`` as ctypes sees them."""
 
 from __future__ import annotations
 

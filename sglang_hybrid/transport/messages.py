@@ -1,7 +1,8 @@
 """The control plane's messages: what a scheduler asks its worker, and the answers.
 
 One request, one answer, both msgpack with a type tag and the protocol's version. A request that
-is malformed, out of range or not possible now is answered with ``Failed`` and changes nothing.
+is malformed, out of range or not possible now is answered with ``Failed`` and changes nothing
+(but a plan whose threads cannot be started: the threads before it have ended by then).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Plan(_Message, frozen=True, tag="plan"):
 
 
 class WarmUp(_Message, frozen=True, tag="warm-up"):
-    """Touch the pool and run the kernel once on every thread, so that the first token does not pay for it."""
+    """Touch the pool and run the kernel once, so that the first token does not pay for it."""
 
 
 class Health(_Message, frozen=True, tag="health"):
@@ -97,7 +98,7 @@ class Planned(_Message, frozen=True, tag="planned"):
 class HealthReport(_Message, frozen=True, tag="health-report"):
     state: Literal["idle", "attached", "serving"]
     uptime_s: float
-    completed: _Count  # newest post that was answered
+    completed: _Count  # newest post that was answered or given up
 
 
 class StatsReport(_Message, frozen=True, tag="stats-report"):

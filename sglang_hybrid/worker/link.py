@@ -77,7 +77,7 @@ class Link:
     def close(self, stop: bool = False) -> str:
         """Give the worker up: the data plane stops waiting, a process of ours ends. How it ended, in words.
 
-        ``stop`` asks it to first; without, one that has not died by itself is killed.
+        ``stop`` asks it to first. One that has not ended by then is terminated, and killed if it does not react.
         """
         self.gone.value = 1
         if stop and self._control and self.process:

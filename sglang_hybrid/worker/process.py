@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -66,4 +67,14 @@ def remove_leftovers() -> None:
         owner = directory.name.removeprefix(_PREFIX).split("-")[0]
         with contextlib.suppress(OSError):
             if owner.isdigit() and directory.stat().st_uid == os.getuid() and not psutil.pid_exists(int(owner)):
-                shutil.rmtree(directory)
+                _remove_unlocked(directory)
+
+
+def _remove_unlocked(directory: Path) -> None:
+    """A living worker holds a lock on its directory: its server may be one of another container. Raises OSError."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory)
+    finally:
+        os.close(handle)

@@ -78,12 +78,13 @@ class Supervisor:
         return Link(place, self._geometry, self._pool_fd, self._settings.plan)
 
     def _run(self) -> None:
-        pause = _FIRST_PAUSE_SECONDS
+        first = min(_FIRST_PAUSE_SECONDS, self._settings.longest_pause_s)
+        pause = first
         while not self._stopping:
             if self.link:
                 why = self._watch(self.link)
                 if time.monotonic() - self.link.since > _STEADY_SECONDS:
-                    pause = _FIRST_PAUSE_SECONDS
+                    pause = first
                 self._give_up(self.link, why, pause)
             if self._sleep(pause):
                 break
@@ -121,8 +122,8 @@ class Supervisor:
             link.process.kill()
         ended = link.close()
         logger.warning(
-            "CPU worker %d %s (it %s): this process computes its attention, a new worker starts in %.1f s",
-            link.pid, why, ended, pause,
+            "CPU worker %d %s (it %s): this process computes its attention, %s in %.1f s",
+            link.pid, why, ended, "a new worker starts" if link.process else "it is looked for again", pause,
         )  # fmt: skip
 
     def _tell(self, does: str, link: Link) -> None:

@@ -93,7 +93,7 @@ struct sh_engine_options {
     const char* variant;     // or null
 };
 struct sh_engine_stats {
-    uint64_t posts;          // answered
+    uint64_t posts;          // answered, as far as their rows came
     uint64_t rows;           // answered
     uint64_t refused_rows;   // out of bounds
     uint64_t abandoned_posts;  // given up: overtaken by newer ones, or their rows never came

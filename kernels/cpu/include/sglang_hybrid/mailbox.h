@@ -7,7 +7,8 @@
 // that one layer can be posted while the one before is computed. Within a slot each row has a request and a reply.
 //
 // Order of writes (every flag below is written with release and read with acquire, at system scope on a GPU):
-//   client   arrays and fields of row r      then  Request[r].sequence     any row in any order, by any thread or CTA
+//   client   0 to every Reply[r].sequence    then  what follows            what was there is no reply to this post
+//            arrays and fields of row r      then  Request[r].sequence     any row in any order, by any thread or CTA
 //            fields of the post              then  Post.sequence           may come before the rows' requests
 //                                            then  Bell.posted             the worker looks at this word only
 //   worker   out, lse and fields of row r    then  Reply[r].sequence       the reply of row r is complete
@@ -18,7 +19,7 @@
 //
 // Parking (Dekker: each side stores its own word, then loads the other's, sequentially consistent): an idle worker sets
 // `parked` and looks at `posted` again before it sleeps on `wake`; a client stores `posted` and then looks at `parked`.
-// A GPU cannot wake anybody: the host says "work is near" (sh_wake) before it launches, and the worker stays awake for
+// A GPU cannot wake anybody: the host says "work is near" (sh_client_wake) before it launches, and the worker stays awake for
 // its spinning time after every post and every wake.
 #pragma once
 
@@ -81,7 +82,7 @@ struct alignas(64) Post {
 
 struct alignas(16) Request {
     uint64_t sequence;
-    uint32_t generation;  // of the request in this row: changes when the row gets another one
+    uint32_t generation;  // chosen by the client and given back; changes at least when the row gets another request
     uint32_t blocks;      // in all lists of the row; 0: nothing else of the row is written or read
 };
 

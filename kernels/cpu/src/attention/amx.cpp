@@ -79,6 +79,7 @@ public:
         next_keys.request_all();
         for (uint32_t index = 0; index < work.count; ++index) {
             const Block next = block_ahead(work, index + 1);
+            find_pages(block_ahead(work, index + 3), row_bytes);  // keys of index + 2 are requested right now
             next_values = LineStream(next.values, next.tokens * row_bytes);
             next_keys = {};
             if (index + 1 < work.count) {

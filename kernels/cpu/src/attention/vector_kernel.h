@@ -276,6 +276,7 @@ inline void attend_in_vectors(const BlockAttention& work) {
     state.template start<dtype>(work);
     for (uint32_t index = 0; index < work.count; ++index) {
         const Block next = block_ahead(work, index + 1);
+        find_pages(block_ahead(work, index + 2), row_bytes);
         LineStream next_keys(next.keys, next.tokens * row_bytes);
         LineStream next_values(next.values, next.tokens * row_bytes);
         state.template compute_logits<dtype>(block, next_keys);

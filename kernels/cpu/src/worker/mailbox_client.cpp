@@ -62,6 +62,8 @@ std::string problem_of(const sh_lists& lists, const Geometry& g) {
 uint64_t MailboxClient::post(const sh_lists& lists, uint32_t generation) {
     const uint64_t sequence = ++posted_;
     posts_[sequence % mailbox_slots] = {sequence, lists.rows, generation};
+    // whatever is there now is no reply to this post, even if it says so
+    for (uint32_t row = 0; row < lists.rows; ++row) store_release(view.reply(sequence, row).sequence, 0);
     Post& post = view.post(sequence);
     store_release(post.layer, lists.layer);
     store_release(post.rows, lists.rows);

@@ -1,0 +1,628 @@
+"""The mailbox: its layout, and both of its ends in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from attention_oracle import seeded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worker_process import BLOCK_TOKENS, PATIENCE_S, TORCH_DTYPES, eventually
+
+from sglang_hybrid.memory.region import SharedRegion
+from sglang_hybrid.native import NativeError
+from sglang_hybrid.native.library import checked, library, mailbox_fields
+from sglang_hybrid.native.lists import HostLists
+from sglang_hybrid.native.local import LocalAttention
+from sglang_hybrid.native.structs import (
+    DTYPES,
+    MAILBOX_VERSION,
+    EngineOptions,
+    EngineStats,
+    Geometry,
+    Job,
+    MailboxLayout,
+)
+from sglang_hybrid.ops import reference
+from sglang_hybrid.transport.mailbox import DAMAGED, SERVED, Mailbox
+
+LATE = 0
+SLOTS = 2
+TASK_BLOCKS = 2
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
+SCALE = 0.125
+WORDS = {4: ctypes.c_uint32, 8: ctypes.c_uint64}
+
+
+@dataclass(frozen=True)
+class Lists:
+    query: torch.Tensor
+    ids: torch.Tensor
+    fill: torch.Tensor
+
+
+class Host:
+    """A pool with random keys and values of two layers, and who attends to it here."""
+
+    rows, max_blocks, layers, pages = 4, 5, 2, 12
+
+    def __init__(self, dtype: str = "float32", kv_heads: int = 2, group: int = 3, head_dim: int = 64) -> None:
+        self.dtype, self.kv_heads, self.group, self.head_dim = dtype, kv_heads, group, head_dim
+        kind = TORCH_DTYPES[dtype]
+        shape = (2, self.layers, self.pages, kv_heads, BLOCK_TOKENS, head_dim)
+        self.pool = torch.randn(shape, generator=seeded(7)).to(kind)  # [key or value][layer][page]...
+        layer = self.pool[0, 0].numel() * kind.itemsize
+        self.geometry = Geometry(
+            self.rows, kv_heads, group, head_dim, DTYPES[dtype], self.max_blocks, self.layers, self.pages,
+            0, self.layers * layer, layer, 2 * self.layers * layer,
+        )  # fmt: skip
+        self.local = LocalAttention(self.pool.data_ptr(), self.geometry, TASK_BLOCKS, threads=2)
+
+    def random_lists(self, rows: int, listed: int, seed: int) -> Lists:
+        """Lists of every length from 0 on."""
+        random = seeded(seed)
+        query = torch.randn(rows, self.kv_heads * self.group, self.head_dim, generator=random)
+        counts = torch.randint(0, listed + 1, (rows, self.kv_heads, 1), generator=random)
+        last_fill = torch.randint(1, BLOCK_TOKENS + 1, counts.shape, generator=random)
+        ids = torch.randint(0, self.pages, (rows, self.kv_heads, listed), generator=random)
+        position = torch.arange(listed)
+        fill = torch.where(position == counts - 1, last_fill, BLOCK_TOKENS)
+        beyond = position >= counts
+        kind = TORCH_DTYPES[self.dtype]
+        return Lists(query.to(kind), ids.masked_fill(beyond, reference.NO_BLOCK), fill.masked_fill(beyond, 0))
+
+    def full_lists(self, rows: int = 2, seed: int = 1) -> Lists:
+        """Lists of two blocks each: no row is empty."""
+        shape = (rows, self.kv_heads, 2)
+        some = self.random_lists(rows, 2, seed)
+        return Lists(some.query, torch.arange(2).expand(shape), torch.full(shape, BLOCK_TOKENS))
+
+    def on_host(self, lists: Lists, layer: int = 0) -> HostLists:
+        return HostLists(lists.query, lists.ids, lists.fill, layer, SCALE, TORCH_DTYPES[self.dtype])
+
+    def computed_here(self, lists: Lists, layer: int = 0) -> HostLists:
+        computed = self.on_host(lists, layer)
+        self.local.attend(computed)
+        return computed
+
+    @contextlib.contextmanager
+    def engine(self, mailbox: Mailbox, threads: int = 2, spin_us: int = 50) -> Iterator[int]:
+        options = EngineOptions(threads, 1, TASK_BLOCKS, spin_us, None, None)
+        engine = checked(
+            library().sh_engine_start, mailbox.region.address, self.pool.data_ptr(), ctypes.byref(self.geometry),
+            ctypes.byref(options),
+        )  # fmt: skip
+        try:
+            yield engine
+        finally:
+            library().sh_engine_stop(engine)
+
+
+class Behind:
+    """The words of a mailbox, read and written behind its back."""
+
+    def __init__(self, mailbox: Mailbox, geometry: Geometry) -> None:
+        self._rows = geometry.rows
+        self._start = mailbox.region.address
+        self._layout = layout_of(geometry)
+        self._fields = mailbox_fields()
+
+    def word(self, array: str, record: str, name: str, index: int = 0) -> Any:
+        """A field of a record, as a ctypes integer in the mailbox itself."""
+        offset, size = self._fields[record][name]
+        _, stride = self._fields[record][""]
+        return WORDS[size].from_address(self._start + getattr(self._layout, array) + index * stride + offset)
+
+    def reply(self, sequence: int, row: int, name: str) -> Any:
+        return self.word("replies", "Reply", name, sequence % SLOTS * self._rows + row)
+
+    def write_reply(self, sequence: int, row: int, generation: int, status: int = 0) -> None:
+        """Fields first, sequence last, as a worker does."""
+        self.reply(sequence, row, "generation").value = generation
+        self.reply(sequence, row, "status").value = status
+        self.reply(sequence, row, "sequence").value = sequence
+
+
+def layout_of(geometry: Geometry) -> MailboxLayout:
+    layout = MailboxLayout()
+    checked(library().sh_mailbox_layout, ctypes.byref(geometry), ctypes.byref(layout))
+    return layout
+
+
+def collected(mailbox: Mailbox, lists: HostLists, sequence: int, timeout_s: float = PATIENCE_S) -> int:
+    return mailbox.collect(sequence, lists, timeout_s, ctypes.c_uint32())
+
+
+def assert_same_bits(left: HostLists, right: HostLists) -> None:
+    for one, other in ((left.out, right.out), (left.lse, right.lse)):
+        assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+@pytest.fixture(scope="module")
+def host() -> Host:
+    return Host()
+
+
+@pytest.fixture
+def mailbox(host: Host) -> Iterator[Mailbox]:
+    made = Mailbox(host.geometry)
+    yield made
+    made.region.close()
+
+
+@pytest.fixture
+def behind(mailbox: Mailbox, host: Host) -> Behind:
+    return Behind(mailbox, host.geometry)
+
+
+# -- layout ------------------------------------------------------------------------------------
+
+
+def test_records_are_where_the_header_says() -> None:
+    """A change of this table is a new mailbox version: processes of two versions must not meet."""
+    assert MAILBOX_VERSION == 1
+    fields = {record: {name: place for name, place in names.items() if name} for record, names in _fields()}
+    assert fields == {
+        "Header": {
+            "magic": (0, 8), "version": (8, 4), "header_bytes": (12, 4), "mailbox_bytes": (16, 8), "geometry": (24, 64),
+        },
+        "Geometry": {
+            "rows": (0, 4), "kv_heads": (4, 4), "group": (8, 4), "head_dim": (12, 4), "dtype": (16, 4),
+            "max_blocks": (20, 4), "layers": (24, 4), "pages": (28, 4), "keys": (32, 8), "values": (40, 8),
+            "layer_stride": (48, 8), "pool_bytes": (56, 8),
+        },
+        "Bell": {"posted": (0, 8)},
+        "WorkerLine": {"completed": (0, 8), "heartbeat": (8, 8), "parked": (16, 4), "done": (20, 4)},
+        "ClientLine": {"wake": (0, 4), "waiting": (4, 4)},
+        "Post": {"sequence": (0, 8), "layer": (8, 4), "rows": (12, 4), "scale": (16, 4)},
+        "Request": {"sequence": (0, 8), "generation": (8, 4), "blocks": (12, 4)},
+        "Reply": {"sequence": (0, 8), "generation": (8, 4), "status": (12, 4)},
+        "List": {"count": (0, 4), "last_fill": (4, 4)},
+    }  # fmt: skip
+    assert {record: names[""] for record, names in _fields()} == {
+        "Header": (0, 88), "Geometry": (0, 64), "Bell": (0, 128), "WorkerLine": (0, 128), "ClientLine": (0, 128),
+        "Post": (0, 64), "Request": (0, 16), "Reply": (0, 16), "List": (0, 8),
+    }  # fmt: skip
+
+
+def _fields() -> list[tuple[str, dict[str, tuple[int, int]]]]:
+    return list(mailbox_fields().items())
+
+
+def test_python_sees_the_geometry_as_the_header_does() -> None:
+    fields = mailbox_fields()["Geometry"]
+    assert fields.pop("") == (0, ctypes.sizeof(Geometry))
+    assert list(fields) == [name for name, _ in Geometry._fields_]
+    for name, place in fields.items():
+        described = getattr(Geometry, name)
+        assert (described.offset, described.size) == place
+
+
+def test_parts_of_a_mailbox_do_not_overlap(host: Host) -> None:
+    geometry, layout, sizes = host.geometry, layout_of(host.geometry), {name: f[""][1] for name, f in _fields()}
+    rows = SLOTS * geometry.rows
+    values = rows * geometry.kv_heads * geometry.group * geometry.head_dim
+    parts = [
+        (0, sizes["Header"]),
+        (layout.bell, sizes["Bell"]),
+        (layout.worker, sizes["WorkerLine"]),
+        (layout.client, sizes["ClientLine"]),
+        (layout.posts, SLOTS * sizes["Post"]),
+        (layout.requests, rows * sizes["Request"]),
+        (layout.replies, rows * sizes["Reply"]),
+        (layout.lists, rows * geometry.kv_heads * sizes["List"]),
+        (layout.pages, rows * geometry.kv_heads * geometry.max_blocks * 4),
+        (layout.queries, values * 4),
+        (layout.outputs, values * 4),
+        (layout.lses, rows * geometry.kv_heads * geometry.group * 4),
+        (layout.bytes, 0),
+    ]
+    for (start, size), (following, _) in itertools.pairwise(parts):
+        assert start + size <= following
+    for start in (layout.bell, layout.worker, layout.client):  # lines that two processes write
+        assert start % 128 == 0
+
+
+# -- attaching ---------------------------------------------------------------------------------
+
+
+def check(mailbox: Mailbox, geometry: Geometry, size: int | None = None, pool_bytes: int | None = None) -> Geometry:
+    found = Geometry()
+    checked(
+        library().sh_mailbox_check, mailbox.region.address, mailbox.region.size if size is None else size,
+        geometry.pool_bytes if pool_bytes is None else pool_bytes, ctypes.byref(found),
+    )  # fmt: skip
+    return found
+
+
+def test_a_mailbox_tells_its_geometry_to_whoever_attaches(mailbox: Mailbox, host: Host) -> None:
+    assert bytes(check(mailbox, host.geometry)) == bytes(host.geometry)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("magic", 0, "not a mailbox"),
+        ("version", 2, "a mailbox of version 2, this side has version 1"),
+        ("version", 0, "a mailbox of version 0, this side has version 1"),
+        ("header_bytes", 96, "the mailbox has a header of 96 bytes, this side has 88"),
+        ("mailbox_bytes", 4096, "the mailbox has 4096 bytes, its geometry needs {bytes}"),
+        ("mailbox_bytes", 1 << 60, "bytes, its geometry needs {bytes}"),
+    ],
+)
+def test_a_header_of_another_kind_is_refused(
+    mailbox: Mailbox, host: Host, field: str, value: int, sentence: str
+) -> None:
+    offset, size = mailbox_fields()["Header"][field]
+    WORDS[size].from_address(mailbox.region.address + offset).value = value
+    with pytest.raises(NativeError) as refused:
+        check(mailbox, host.geometry)
+    assert sentence.format(bytes=layout_of(host.geometry).bytes) in str(refused.value)
+
+
+@pytest.mark.parametrize(("size", "sentence"), [(0, "too small for a mailbox"), (88, "88 bytes, its")])
+def test_a_mailbox_that_is_too_small_is_refused(mailbox: Mailbox, host: Host, size: int, sentence: str) -> None:
+    with pytest.raises(NativeError, match=sentence):
+        check(mailbox, host.geometry, size=size)
+
+
+def test_a_pool_of_another_size_is_refused(mailbox: Mailbox, host: Host) -> None:
+    true = host.geometry.pool_bytes
+    with pytest.raises(NativeError, match=f"is for a pool of {true} bytes, this one has {true - 1}"):
+        check(mailbox, host.geometry, pool_bytes=true - 1)
+
+
+OUT_OF_RANGE = [
+    ("rows", 0, "rows must be 1 to 65536"),
+    ("rows", 65537, "rows must be 1 to 65536"),
+    ("kv_heads", 0, "KV heads must be 1 to 256"),
+    ("kv_heads", 257, "KV heads must be 1 to 256"),
+    ("group", 0, "query heads per KV head must be 1 to 16"),
+    ("group", 17, "query heads per KV head must be 1 to 16"),
+    ("head_dim", 0, "head_dim must be a multiple of 8 up to 256"),
+    ("head_dim", 63, "head_dim must be a multiple of 8 up to 256"),
+    ("head_dim", 264, "head_dim must be a multiple of 8 up to 256"),
+    ("dtype", 3, "the dtype must be bfloat16, float16 or float32"),
+    ("max_blocks", 0, "blocks of a list must be 1 to 1048576"),
+    ("max_blocks", (1 << 20) + 1, "blocks of a list must be 1 to 1048576"),
+    ("layers", 0, "layers must be 1 to 4096"),
+    ("layers", 4097, "layers must be 1 to 4096"),
+    ("layers", 3, "the pool is smaller than its layers"),
+    ("pages", 0, "the pool has no pages"),
+    ("pages", 13, "layers overlap in the pool"),
+    ("pages", (1 << 32) - 1, "layers overlap in the pool"),
+    ("keys", 4, "keys and values must be aligned to 64 bytes"),
+    ("values", (1 << 64) - 64, "the pool is smaller than its layers"),
+    ("keys", (1 << 64) - 64, "the pool is smaller than its layers"),
+    ("layer_stride", 64, "layers overlap in the pool"),
+    ("layer_stride", (1 << 64) - 64, "the pool is smaller than its layers"),
+    ("pool_bytes", 64, "the pool is smaller than its layers"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "sentence"), OUT_OF_RANGE)
+def test_a_geometry_out_of_range_is_refused_by_both_sides(
+    mailbox: Mailbox, host: Host, field: str, value: int, sentence: str
+) -> None:
+    wrong = Geometry.from_buffer_copy(host.geometry)
+    setattr(wrong, field, value)
+    with pytest.raises(NativeError, match=sentence):
+        Mailbox(wrong)
+    # what a damaged or hostile client could write itself
+    offset, size = mailbox_fields()["Header"]["geometry"]
+    ctypes.memmove(mailbox.region.address + offset, ctypes.byref(wrong), size)
+    with pytest.raises(NativeError, match=sentence):
+        check(mailbox, host.geometry, pool_bytes=wrong.pool_bytes)
+    with SharedRegion(1) as region, pytest.raises(NativeError, match=sentence):
+        checked(library().sh_mailbox_create, region.address, region.size, ctypes.byref(wrong))
+
+
+def test_nothing_is_created_in_a_region_that_is_too_small(host: Host) -> None:
+    needed = layout_of(host.geometry).bytes
+    with SharedRegion(1) as region:
+        with pytest.raises(NativeError, match=f"the mailbox has {needed - 1} bytes and needs {needed}"):
+            checked(library().sh_mailbox_create, region.address, needed - 1, ctypes.byref(host.geometry))
+        assert not region.take((region.size,), torch.uint8).any()
+
+
+# -- posts and replies -------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(
+    dtype=st.sampled_from(list(TOLERANCE)),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 5, 16]),
+    head_dim=st.sampled_from([64, 96, 128, 256]),
+    rows=st.integers(1, Host.rows),
+    listed=st.integers(0, Host.max_blocks),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**31),
+)
+def test_replies_have_the_bits_of_this_process_and_the_values_of_the_reference(
+    dtype: str, kv_heads: int, group: int, head_dim: int, rows: int, listed: int, threads: int, seed: int
+) -> None:
+    host = Host(dtype, kv_heads, group, head_dim)
+    mailbox = Mailbox(host.geometry)
+    with mailbox.region, host.engine(mailbox, threads):
+        for layer in range(host.layers):
+            lists = host.random_lists(rows, listed, seed + layer)
+            replied = host.on_host(lists, layer)
+            assert collected(mailbox, replied, mailbox.post(replied, generation=seed)) == 0
+            assert (replied.outcome == SERVED).all()
+            assert_same_bits(replied, host.computed_here(lists, layer))
+            out, lse = reference.attend_blocks(lists.query, *host.pool[:, layer], lists.ids, lists.fill, SCALE)
+            torch.testing.assert_close(replied.out, out, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+            torch.testing.assert_close(replied.lse, lse, rtol=0, atol=1e-3)
+
+
+def test_empty_lists_give_zero_and_minus_infinity(mailbox: Mailbox, host: Host) -> None:
+    nothing = torch.full((3, host.kv_heads, 2), reference.NO_BLOCK)
+    lists = host.on_host(Lists(host.full_lists(3).query, nothing, torch.zeros_like(nothing)))
+    with host.engine(mailbox):
+        assert collected(mailbox, lists, mailbox.post(lists, 0)) == 0
+    assert not lists.out.any()
+    assert (lists.lse == -torch.inf).all()
+
+
+def test_two_layers_are_on_their_way_at_once_and_may_be_collected_in_any_order(mailbox: Mailbox, host: Host) -> None:
+    with host.engine(mailbox):
+        for step in range(20):
+            sent = [host.random_lists(4, 5, 2 * step + layer) for layer in range(2)]
+            lists = [host.on_host(one, layer) for layer, one in enumerate(sent)]
+            sequences = [mailbox.post(one, step) for one in lists]
+            assert sequences == [2 * step + 1, 2 * step + 2]
+            for layer in (0, 1) if step % 2 else (1, 0):
+                assert collected(mailbox, lists[layer], sequences[layer]) == 0
+                assert_same_bits(lists[layer], host.computed_here(sent[layer], layer))
+
+
+def test_a_parked_worker_is_woken_by_a_post_and_by_the_word_that_work_is_near(
+    mailbox: Mailbox, behind: Behind, host: Host
+) -> None:
+    parked = behind.word("worker", "WorkerLine", "parked")
+    stats = EngineStats()
+    with host.engine(mailbox, spin_us=0) as engine:
+        for _ in range(5):
+            assert eventually(lambda: parked.value == 1)
+            lists = host.on_host(host.full_lists())
+            assert collected(mailbox, lists, mailbox.post(lists, 0)) == 0
+        woken = behind.word("client", "ClientLine", "wake").value
+        mailbox.wake()
+        assert behind.word("client", "ClientLine", "wake").value == woken + 1
+        library().sh_engine_read_stats(engine, ctypes.byref(stats))
+    assert (stats.posts, stats.rows, stats.refused_rows, stats.abandoned_posts) == (5, 10, 0, 0)
+    assert stats.parks >= 5
+
+
+def test_the_heart_beats_while_the_worker_waits(mailbox: Mailbox, host: Host) -> None:
+    assert mailbox.heartbeat == 0
+    with host.engine(mailbox):
+        assert eventually(lambda: mailbox.heartbeat >= 2)
+
+
+# -- replies that must not be taken ------------------------------------------------------------
+
+ANSWERED, REFUSED = 0, 2  # ReplyStatus
+
+
+@pytest.mark.parametrize(
+    ("ahead", "generation", "status", "outcome"),
+    [
+        (0, 7, ANSWERED, SERVED),  # or the others would prove nothing
+        (2, 7, ANSWERED, DAMAGED),  # of the post after the next one, which has the same slot
+        (1 << 40, 7, ANSWERED, DAMAGED),
+        (-2, 7, ANSWERED, LATE),
+        (0, 6, ANSWERED, DAMAGED),
+        (0, 8, ANSWERED, DAMAGED),
+        (0, 7, REFUSED, DAMAGED),
+        (0, 7, 12345, DAMAGED),
+    ],
+)
+def test_a_reply_counts_only_with_the_sequence_and_the_generation_of_its_request(
+    mailbox: Mailbox, behind: Behind, host: Host, ahead: int, generation: int, status: int, outcome: int
+) -> None:
+    for _ in range(2):  # so that there is a past
+        mailbox.post(host.on_host(host.full_lists()), 7)
+    lists = host.on_host(host.full_lists())
+    lists.lse.fill_(5.0)
+    sequence = mailbox.post(lists, 7)
+    behind.write_reply(sequence, 0, 7)
+    behind.write_reply(sequence + ahead, 1, generation, status)
+    # nothing else will come: only damage and completeness end the wait, so a late row must cost its time
+    missing = collected(mailbox, lists, sequence, timeout_s=0.05 if outcome == LATE else PATIENCE_S)
+    assert lists.outcome.tolist() == [SERVED, outcome]
+    assert missing == (outcome != SERVED)
+    assert (lists.lse[1] == (0.0 if outcome == SERVED else 5.0)).all(), "only what counts is copied"
+
+
+def test_a_reply_to_the_post_before_in_the_same_slot_is_never_taken_for_a_new_one(mailbox: Mailbox, host: Host) -> None:
+    with host.engine(mailbox):
+        for _ in range(SLOTS):
+            lists = host.on_host(host.full_lists())
+            assert collected(mailbox, lists, mailbox.post(lists, 1)) == 0
+    lists = host.on_host(host.full_lists())  # nobody is there any more, but both slots hold complete replies
+    assert collected(mailbox, lists, mailbox.post(lists, 1), timeout_s=0.01) == lists.rows
+    assert (lists.outcome == LATE).all()
+
+
+def test_a_worker_that_answers_late_is_not_believed_once_its_slot_is_used_again(mailbox: Mailbox, host: Host) -> None:
+    slow = host.full_lists(seed=3)
+    job = Job()
+    with host.engine(mailbox, threads=0) as engine:  # we answer ourselves, when we like
+        given_up = host.on_host(slow)
+        first = mailbox.post(given_up, 1)
+        assert library().sh_engine_take(engine, int(PATIENCE_S * 1e6), ctypes.byref(job)) == 1
+        assert collected(mailbox, given_up, first, timeout_s=0.01) == given_up.rows
+
+        mailbox.post(host.on_host(slow), 1)
+        waiting = host.on_host(host.full_lists(seed=4))
+        third = mailbox.post(waiting, 2)  # the slot of the first one
+        wrong = host.computed_here(slow)
+        library().sh_engine_answer(engine, *wrong.results)
+        assert collected(mailbox, waiting, third, timeout_s=0.01) == waiting.rows
+        assert (waiting.outcome == LATE).all()
+
+        right = host.computed_here(host.full_lists(seed=4))
+        for sequence in (first + 1, third):
+            assert library().sh_engine_take(engine, int(PATIENCE_S * 1e6), ctypes.byref(job)) == 1
+            assert job.sequence == sequence
+            library().sh_engine_answer(engine, *right.results)
+        assert collected(mailbox, waiting, third) == 0
+        assert_same_bits(waiting, right)
+
+
+def test_what_was_not_served_can_be_computed_here_without_touching_what_was(
+    mailbox: Mailbox, behind: Behind, host: Host
+) -> None:
+    sent = host.full_lists(rows=3)
+    lists = host.on_host(sent)
+    sequence = mailbox.post(lists, 9)
+    behind.write_reply(sequence, 1, generation=9)  # of zeros, by which it can be told
+    assert collected(mailbox, lists, sequence, timeout_s=0.01) == 2
+    host.local.attend(lists, lists.outcome)
+    expected = host.computed_here(sent)
+    for row in (0, 2):
+        assert torch.equal(lists.out[row], expected.out[row]) and torch.equal(lists.lse[row], expected.lse[row])
+    assert not lists.out[1].any() and not lists.lse[1].any()
+
+
+# -- waiting -----------------------------------------------------------------------------------
+
+
+def test_without_a_worker_everything_is_late_after_the_timeout(mailbox: Mailbox, host: Host) -> None:
+    for timeout_s in (0.0, 0.02):
+        lists = host.on_host(host.full_lists(rows=4))
+        assert collected(mailbox, lists, mailbox.post(lists, 0), timeout_s) == 4
+        assert (lists.outcome == LATE).all()
+        assert not lists.out.any()
+
+
+def test_a_wait_ends_early_when_the_worker_is_gone(mailbox: Mailbox, behind: Behind, host: Host) -> None:
+    gone = ctypes.c_uint32(0)
+    lists = host.on_host(host.full_lists())
+    sequence = mailbox.post(lists, 0)
+    missing: list[int] = []
+    waiter = threading.Thread(target=lambda: missing.append(mailbox.collect(sequence, lists, 10 * PATIENCE_S, gone)))
+    waiter.start()
+    asleep = behind.word("client", "ClientLine", "waiting")
+    assert eventually(lambda: asleep.value == 1)
+    assert not missing
+    gone.value = 1
+    waiter.join(PATIENCE_S)
+    assert missing == [2]
+    assert (lists.outcome == LATE).all()
+
+
+def test_what_a_worker_answered_before_it_went_still_counts(mailbox: Mailbox, behind: Behind, host: Host) -> None:
+    lists = host.on_host(host.full_lists(rows=3))
+    sequence = mailbox.post(lists, 4)
+    behind.write_reply(sequence, 2, generation=4)  # not the first: rows are answered in any order
+    assert mailbox.collect(sequence, lists, PATIENCE_S, ctypes.c_uint32(1)) == 2
+    assert lists.outcome.tolist() == [LATE, LATE, SERVED]
+
+
+def test_a_worker_has_caught_up_when_everything_posted_is_completed(
+    mailbox: Mailbox, behind: Behind, host: Host
+) -> None:
+    assert mailbox.caught_up, "nothing was posted"
+    lists = [host.on_host(host.full_lists()) for _ in range(2)]
+    sequences = [mailbox.post(one, 0) for one in lists]
+    assert not mailbox.caught_up
+    behind.word("worker", "WorkerLine", "completed").value = sequences[0]
+    assert not mailbox.caught_up, "one of two"
+    with host.engine(mailbox):  # takes up where the one before was
+        assert collected(mailbox, lists[1], sequences[1]) == 0
+        assert eventually(lambda: mailbox.caught_up)
+    mailbox.post(lists[0], 0)
+    assert not mailbox.caught_up
+
+
+def test_a_worker_that_was_overtaken_catches_up_and_says_what_it_left_out(mailbox: Mailbox, host: Host) -> None:
+    lists = [host.on_host(host.full_lists()) for _ in range(7)]
+    for one in lists:
+        sequence = mailbox.post(one, 0)
+    stats = EngineStats()
+    with host.engine(mailbox) as engine:
+        assert collected(mailbox, lists[-1], sequence) == 0
+        assert eventually(lambda: mailbox.caught_up)
+        library().sh_engine_read_stats(engine, ctypes.byref(stats))
+    assert (stats.posts, stats.abandoned_posts) == (SLOTS, 7 - SLOTS)
+
+
+# -- lists out of bounds -----------------------------------------------------------------------
+
+
+Changes = dict[tuple[int, int, int], int]
+
+
+def _changed(lists: Lists, ids: Changes, fill: Changes) -> Lists:
+    changed = Lists(lists.query, lists.ids.clone(), lists.fill.clone())
+    for tensor, changes in ((changed.ids, ids), (changed.fill, fill)):
+        for place, value in changes.items():
+            tensor[place] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("ids", "fill", "sentence"),
+    [
+        ({(1, 0, 1): 12}, {}, r"page 12 of 12 \(row 1, KV head 0\)"),
+        ({(0, 1, 0): 1 << 40}, {}, r"page 1099511627776 of 12 \(row 0, KV head 1\)"),
+        ({(0, 0, 0): -1}, {}, r"a block behind the end of its list \(row 0, KV head 0\)"),
+        ({}, {(0, 1, 0): 31}, r"31 tokens in a block: 32, or 1 to 32 in the last one \(row 0, KV head 1\)"),
+        ({}, {(0, 1, 1): 0}, r"0 tokens in a block: .* \(row 0, KV head 1\)"),
+        ({}, {(1, 1, 1): 33}, r"33 tokens in a block: .* \(row 1, KV head 1\)"),
+        ({}, {(1, 1, 1): (1 << 32) + 1}, r"4294967297 tokens in a block"),
+        ({}, {(1, 1, 1): -5}, r"-5 tokens in a block"),
+    ],
+)
+def test_a_list_out_of_bounds_is_refused_with_its_place_and_nothing_is_posted(
+    mailbox: Mailbox, behind: Behind, host: Host, ids: Changes, fill: Changes, sentence: str
+) -> None:
+    wrong = host.on_host(_changed(host.full_lists(), ids, fill))
+    with pytest.raises(NativeError, match=sentence):
+        mailbox.post(wrong, 0)
+    assert behind.word("bell", "Bell", "posted").value == mailbox.posted == 0
+    with pytest.raises(NativeError, match=sentence):
+        host.local.attend(wrong)
+
+
+def test_more_than_fits_is_refused(mailbox: Mailbox, host: Host) -> None:
+    with pytest.raises(NativeError, match="5 rows, at most 4 fit"):
+        mailbox.post(host.on_host(host.full_lists(rows=5)), 0)
+    with pytest.raises(NativeError, match="layer 2 of 2"):
+        mailbox.post(host.on_host(host.full_lists(), layer=2), 0)
+    shape = (1, host.kv_heads, 6)
+    many = Lists(host.full_lists(rows=1).query, torch.zeros(shape, dtype=torch.int64), torch.full(shape, BLOCK_TOKENS))
+    with pytest.raises(NativeError, match=r"6 blocks, at most 5 fit \(row 0, KV head 0\)"):
+        mailbox.post(host.on_host(many), 0)
+    assert mailbox.posted == 0
+
+
+def test_what_is_written_past_the_client_is_refused_by_the_worker_and_harms_no_other_row(
+    mailbox: Mailbox, behind: Behind, host: Host
+) -> None:
+    sent = host.full_lists(rows=3)
+    lists = host.on_host(sent)
+    sequence = mailbox.post(lists, 3)
+    pages = layout_of(host.geometry).pages
+    row = sequence % SLOTS * host.rows + 1
+    place = mailbox.region.address + pages + row * host.kv_heads * host.max_blocks * 4
+    ctypes.c_uint32.from_address(place).value = host.pages
+    stats = EngineStats()
+    with host.engine(mailbox) as engine:
+        assert collected(mailbox, lists, sequence) == 1
+        library().sh_engine_read_stats(engine, ctypes.byref(stats))
+    assert lists.outcome.tolist() == [SERVED, DAMAGED, SERVED]
+    assert stats.refused_rows == 1
+    expected = host.computed_here(sent)
+    assert torch.equal(lists.out[0], expected.out[0]) and torch.equal(lists.out[2], expected.out[2])

@@ -1,0 +1,81 @@
+"""Kernels, mailbox and engine under the address and the thread sanitizer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
+# Behind the options of every file, whose -O3 takes the compiler minutes under a sanitizer. What is looked for (memory
+# beyond an end, accesses without order) is there without optimization too.
+COMPILE = "<CMAKE_CXX_COMPILER> <DEFINES> <INCLUDES> <FLAGS> -O0 -o <OBJECT> -c <SOURCE>"
+# Of the kernels' thousands, one in so many. Prime, so that all group sizes and list lengths stay among them.
+SHAPES = "17"
+ENVIRONMENT = {
+    **os.environ,
+    # the CMake of the environment that runs this, if it has one, before the machine's
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    "ASAN_OPTIONS": "detect_leaks=1:halt_on_error=1",
+    "TSAN_OPTIONS": "halt_on_error=1:exitcode=66",
+}
+PATIENCE_S = 600
+
+
+def run(*command: str | Path) -> str:
+    """What it printed. Fails with that when its status is not 0."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    if done.returncode:
+        pytest.fail(f"{' '.join(map(str, command))}\nended with status {done.returncode}\n{done.stdout[-8000:]}")
+    return done.stdout
+
+
+def build(directory: Path, sanitizer: str, *programs: str) -> Path:
+    """The directory of the built programs. Skips where the machine has no such sanitizer."""
+    configure = ("cmake", "-S", SOURCE, "-B", directory, "-DCMAKE_BUILD_TYPE=None", "-DSGLANG_HYBRID_TESTS=ON")
+    run(*configure, f"-DSGLANG_HYBRID_SANITIZER={sanitizer}", f"-DCMAKE_CXX_COMPILE_OBJECT={COMPILE}")
+    _skip_unless_it_runs(directory, sanitizer)
+    run("cmake", "--build", directory, "--parallel", str(min(os.cpu_count() or 1, 8)), "--target", *programs)
+    return directory
+
+
+def _skip_unless_it_runs(directory: Path, sanitizer: str) -> None:
+    """Of the compiler that CMake found: a library may be missing, and some kernels' address space is not for TSan."""
+    cache = (directory / "CMakeCache.txt").read_text().splitlines()
+    (compiler,) = (line.split("=", 1)[1] for line in cache if line.startswith("CMAKE_CXX_COMPILER:"))
+    source, program = directory / "probe.cpp", directory / "probe"
+    source.write_text("int main() { return 0; }\n")
+    for command in ([compiler, f"-fsanitize={sanitizer}", str(source), "-o", str(program)], [str(program)]):
+        tried = subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if tried.returncode:
+            why = (tried.stdout.strip().splitlines() or [f"status {tried.returncode}"])[-1]
+            pytest.skip(f"{compiler} has no {sanitizer} sanitizer that works here: {why}")
+
+
+@pytest.fixture(scope="module")
+def under_address_sanitizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("address"), "address", "kernel_check", "engine_check")
+
+
+def test_kernels_read_and_write_only_what_is_theirs(under_address_sanitizer: Path) -> None:
+    printed = run(under_address_sanitizer / "kernel_check", "--every", SHAPES)
+    assert " 0 failures" in printed
+
+
+def test_mailbox_and_engine_read_and_write_only_what_is_theirs(under_address_sanitizer: Path) -> None:
+    assert "posts" in run(under_address_sanitizer / "engine_check", "0.5")
+
+
+def test_mailbox_and_engine_have_no_data_races(tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = build(tmp_path_factory.mktemp("thread"), "thread", "engine_check")
+    assert "posts" in run(directory / "engine_check", "0.5")

@@ -1,0 +1,454 @@
+"""The scheduler's side of real worker processes: started, joined, killed, replaced, and always answered for."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from attention_oracle import seeded
+from prometheus_client import REGISTRY
+from worker_process import BLOCK_TOKENS, PATIENCE_S, eventually, is_stopped, short_directory
+from worker_process import WorkerProcess as StartedByHand
+
+from sglang_hybrid.memory.region import RegionError, SharedRegion
+from sglang_hybrid.metrics import WorkerMetrics
+from sglang_hybrid.misses.base import Partial, Posted
+from sglang_hybrid.misses.worker import WorkerMisses
+from sglang_hybrid.native.local import LocalAttention
+from sglang_hybrid.native.structs import DTYPES, Geometry
+from sglang_hybrid.ops import reference
+from sglang_hybrid.policies.base import BlockList, LayerCache
+from sglang_hybrid.transport.mailbox import Mailbox
+from sglang_hybrid.transport.messages import Plan
+from sglang_hybrid.worker import link as link_module
+from sglang_hybrid.worker import process as process_module
+from sglang_hybrid.worker.process import remove_leftovers
+from sglang_hybrid.worker.supervisor import Supervisor, WorkerError, WorkerSettings
+
+ROWS, KV_HEADS, GROUP, HEAD_DIM, MAX_BLOCKS, LAYERS, PAGES = 4, 2, 3, 64, 6, 2, 16
+SCALE = 0.125
+# one thread: these tests are not about speed. It may be silent for as long as a test may take, unless that is the test.
+SETTINGS = WorkerSettings(None, Plan(threads=1, cores="none"), longest_pause_s=0.2, silence_s=PATIENCE_S)
+
+
+@dataclass(frozen=True)
+class Pool:
+    region: SharedRegion
+    keys: torch.Tensor  # [layer][page]...
+    values: torch.Tensor
+    geometry: Geometry
+    local: LocalAttention
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    shape = (LAYERS, PAGES, KV_HEADS, BLOCK_TOKENS, HEAD_DIM)
+    size = 4 * torch.Size(shape).numel()
+    with SharedRegion(SharedRegion.size_for(size, size)) as region:
+        keys, values = (region.take(shape, torch.float32) for _ in range(2))
+        for tensor, seed in ((keys, 1), (values, 2)):
+            tensor.copy_(torch.randn(shape, generator=seeded(seed)))
+        geometry = Geometry(
+            ROWS, KV_HEADS, GROUP, HEAD_DIM, DTYPES["float32"], MAX_BLOCKS, LAYERS, PAGES,
+            0, values.data_ptr() - keys.data_ptr(), size // LAYERS, region.size,
+        )  # fmt: skip
+        yield Pool(region, keys, values, geometry, LocalAttention(region.address, geometry, 8, threads=1))
+
+
+class Server:
+    """What a scheduler has: a supervisor, and misses that it serves with it."""
+
+    _ranks = iter(range(1000, 2000))  # one for each server: metrics are of the whole process
+
+    def __init__(self, pool: Pool, settings: WorkerSettings = SETTINGS, deadline_s: float = PATIENCE_S) -> None:
+        self._pool = pool
+        self._rank = next(self._ranks)
+        self._step = 0
+        self.changes: queue.Queue[bool] = queue.Queue()
+        metrics = WorkerMetrics(self._rank)
+
+        def changed(up: bool) -> None:
+            metrics.worker_is(up)
+            self.changes.put(up)
+
+        self.supervisor = Supervisor(settings, pool.geometry, pool.region.fd)
+        self.supervisor.on_change = changed
+        self.misses = WorkerMisses(self.supervisor, pool.local, deadline_s, metrics)
+
+    def __enter__(self) -> Server:
+        try:
+            self.supervisor.start()
+        except BaseException:
+            self.supervisor.stop()
+            raise
+        self.expect(up=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.supervisor.stop()
+
+    @property
+    def pid(self) -> int:
+        assert self.supervisor.link is not None
+        return self.supervisor.link.pid
+
+    def expect(self, *, up: bool) -> None:
+        assert self.changes.get(timeout=PATIENCE_S) is up
+
+    def metric(self, name: str, **labels: str) -> float:
+        value = REGISTRY.get_sample_value(f"sglang_hybrid_{name}", {"rank": str(self._rank), **labels})
+        return value or 0.0
+
+    def served_by(self, whom: str) -> float:
+        return self.metric("miss_rows_total", by=whom)
+
+    def post(self) -> Callable[[], None]:
+        """Post a random layer; what is returned collects it and compares it with the reference."""
+        self._step += 1
+        layer = self._step % LAYERS
+        random = seeded(self._step)
+        query = torch.randn(ROWS, KV_HEADS * GROUP, HEAD_DIM, generator=random)
+        counts = torch.randint(0, MAX_BLOCKS + 1, (ROWS, KV_HEADS, 1), generator=random)
+        beyond = torch.arange(MAX_BLOCKS) >= counts
+        ids = torch.randint(0, PAGES, beyond.shape, generator=random).masked_fill(beyond, reference.NO_BLOCK)
+        fill = torch.full(beyond.shape, BLOCK_TOKENS).masked_fill(beyond, 0)
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        cache = LayerCache(keys, values, torch.empty(0), layer)
+        posted: Posted = self.misses.post(query, cache, BlockList(ids, fill), SCALE, self._step)
+
+        def collect() -> None:
+            result: Partial = posted.collect()
+            expected = reference.attend_blocks(query, keys, values, ids, fill, SCALE)
+            torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+        return collect
+
+    def serve(self) -> str:
+        """One layer, right; "worker" if it served all of it, else why it did not."""
+        before = {whom: self.served_by(whom) for whom in WHOM}
+        self.post()()
+        return [whom for whom in WHOM if self.served_by(whom) > before[whom]][-1]
+
+
+WHOM = ("worker", "process-no-worker", "process-late", "process-damaged")
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "sglang.srt.hybrid")
+    return caplog
+
+
+def our_directories() -> list[Path]:
+    return list(Path(tempfile.gettempdir()).glob(f"sglang-hybrid-{os.getpid()}-*"))
+
+
+def workers() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "cpu_worker" in child.cmdline()]
+
+
+# -- a worker of our own -----------------------------------------------------------------------
+
+
+def test_results_are_right_before_during_and_after_a_kill(pool: Pool, log: pytest.LogCaptureFixture) -> None:
+    with Server(pool) as server:
+        first = server.pid
+        assert server.serve() == "worker"
+
+        os.kill(first, signal.SIGSTOP)  # so that it dies in the middle of a layer
+        assert eventually(lambda: is_stopped(first))
+        collect = server.post()
+        os.kill(first, signal.SIGKILL)
+        collect()
+        assert server.served_by("process-no-worker") > 0
+        server.expect(up=False)
+
+        server.expect(up=True)
+        assert server.pid != first
+        assert server.serve() == "worker"
+        assert server.supervisor.restarts == 1
+        assert (server.metric("worker_up"), server.metric("worker_starts_total")) == (1, 2)
+    assert f"CPU worker {first} is gone (it was killed by SIGKILL): this process computes its attention" in log.text
+    assert "serves again (restart 1): provider native" in log.text
+    assert "rows were computed in the server process: " in log.text and "because there was no worker" in log.text
+
+
+def test_while_there_is_no_worker_this_process_computes(pool: Pool) -> None:
+    with Server(pool) as server:
+        may_restart = threading.Event()
+        tell = server.supervisor.on_change
+
+        def hold(up: bool) -> None:
+            tell(up)
+            assert up or may_restart.wait(PATIENCE_S)
+
+        server.supervisor.on_change = hold
+        os.kill(server.pid, signal.SIGKILL)
+        server.expect(up=False)
+        assert server.supervisor.link is None
+        assert [server.serve() for _ in range(3)] == ["process-no-worker"] * 3
+        assert server.metric("worker_up") == 0
+        server.misses.work_is_near()  # nobody to wake, and no harm
+        may_restart.set()
+        server.expect(up=True)
+        assert server.serve() == "worker"
+
+
+def test_workers_that_die_in_a_row_are_all_replaced(pool: Pool) -> None:
+    with Server(pool) as server:
+        lived = {server.pid}
+        for _ in range(3):
+            os.kill(server.pid, signal.SIGKILL)
+            server.expect(up=False)
+            server.post()()
+            server.expect(up=True)
+            assert server.serve() == "worker"
+            lived.add(server.pid)
+        assert (len(lived), server.supervisor.restarts) == (4, 3)
+        assert [worker.pid for worker in workers()] == [server.pid]
+        assert len(our_directories()) == 1
+
+
+def test_a_worker_that_hangs_is_done_without_and_then_replaced(pool: Pool, log: pytest.LogCaptureFixture) -> None:
+    with Server(pool, replace(SETTINGS, silence_s=0.5), deadline_s=0.01) as server:
+        stuck = server.pid
+        os.kill(stuck, signal.SIGSTOP)
+        assert eventually(lambda: is_stopped(stuck))
+        assert server.serve() != "worker"
+        server.expect(up=False)
+        server.expect(up=True)
+        assert not psutil.pid_exists(stuck)
+        assert eventually(lambda: server.serve() == "worker")
+    assert f"CPU worker {stuck} has not answered for 0.5 s (it was killed by SIGKILL)" in log.text
+
+
+def test_a_worker_that_was_late_gets_nothing_new_until_it_has_caught_up(pool: Pool) -> None:
+    with Server(pool, deadline_s=0.01) as server:
+        link = server.supervisor.link
+        assert link is not None
+        os.kill(link.pid, signal.SIGSTOP)
+        assert eventually(lambda: is_stopped(link.pid))
+        assert [server.serve() for _ in range(3)] == ["process-late"] * 3
+        assert link.mailbox.posted == 1
+        os.kill(link.pid, signal.SIGCONT)
+        assert eventually(lambda: link.mailbox.caught_up)
+        server.post()()
+        assert link.mailbox.posted == 2
+        assert server.supervisor.link is link
+
+
+def test_a_worker_that_cannot_do_what_it_is_told_is_an_error_at_start(pool: Pool) -> None:
+    with pytest.raises(WorkerError, match=r"the CPU worker cannot be used: .*99999") as refused:
+        Server(pool, replace(SETTINGS, plan=Plan(cores="99999"))).__enter__()
+    assert "\n" not in str(refused.value)
+    assert not workers()
+    assert not our_directories()
+
+
+def test_a_worker_that_cannot_even_run_is_an_error_at_start(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module.sys, "executable", "/nowhere/python")
+    with pytest.raises(WorkerError, match=r"the CPU worker cannot be used: .*/nowhere/python"):
+        Server(pool).__enter__()
+    assert not our_directories()
+
+
+def test_a_worker_that_ends_at_once_is_an_error_at_start(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module.sys, "executable", "/bin/false")
+    with pytest.raises(WorkerError, match="the CPU worker cannot be used: the worker went away"):
+        Server(pool).__enter__()
+    assert not our_directories()
+
+
+def test_a_restart_that_fails_is_tried_again_and_told(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    failures = iter(range(2))
+
+    def scarce(geometry: Geometry) -> Mailbox:
+        if next(failures, None) is not None:
+            raise RegionError("cannot take 0.01 GiB of shared host memory: no space left")
+        return Mailbox(geometry)
+
+    with Server(pool) as server:
+        monkeypatch.setattr(link_module, "Mailbox", scarce)
+        os.kill(server.pid, signal.SIGKILL)
+        server.expect(up=False)
+        server.post()()
+        server.expect(up=True)
+        assert server.serve() == "worker"
+        assert server.supervisor.restarts == 1
+        assert [worker.pid for worker in workers()] == [server.pid]
+    told = [message for message in log.messages if "could not be started again" in message]
+    assert len(told) == 2
+    for message in told:
+        assert "cannot take 0.01 GiB of shared host memory: no space left; next try in 0.2 s" in message
+
+
+# -- nothing is left ---------------------------------------------------------------------------
+
+
+def descriptors() -> list[str]:
+    """What they lead to: numbers are used again, and pipes and sockets are told apart by theirs."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:  # the one that lists
+            continue
+    return sorted(found)
+
+
+def test_after_stop_nothing_is_left(pool: Pool) -> None:
+    gc.collect()
+    files, threads, tasks = descriptors(), set(threading.enumerate()), len(os.listdir("/proc/self/task"))
+    with Server(pool) as server:
+        assert server.serve() == "worker"
+        os.kill(server.pid, signal.SIGKILL)  # a life that ended badly leaves nothing either
+        server.expect(up=False)
+        server.expect(up=True)
+        assert server.serve() == "worker"
+        last = server.pid
+        assert len(descriptors()) > len(files)
+    assert server.supervisor.link is None
+    assert not psutil.pid_exists(last)
+    assert not workers()
+    assert not our_directories()
+    assert set(threading.enumerate()) == threads
+    assert eventually(lambda: len(os.listdir("/proc/self/task")) <= tasks)
+    del server
+    gc.collect()
+    assert descriptors() == files
+
+
+def test_a_worker_that_is_stopped_by_a_signal_does_not_outlive_its_server(pool: Pool) -> None:
+    with Server(pool) as server:
+        stuck = server.pid
+        os.kill(stuck, signal.SIGSTOP)
+        assert eventually(lambda: is_stopped(stuck))
+    assert not psutil.pid_exists(stuck)
+    assert not our_directories()
+
+
+# -- a worker of somebody else -----------------------------------------------------------------
+
+
+def test_a_worker_started_by_hand_is_joined_survives_its_server_and_is_joined_again(pool: Pool) -> None:
+    with short_directory() as directory, StartedByHand(directory=directory) as by_hand:
+        by_hand.ready()
+        for _ in range(2):
+            with Server(pool, replace(SETTINGS, directory=directory)) as server:
+                assert server.pid == by_hand.pid
+                assert server.serve() == "worker"
+                assert not our_directories()
+            assert by_hand.process.poll() is None
+        assert directory.is_dir()
+
+
+def test_when_a_worker_started_by_hand_dies_its_successor_in_the_directory_is_joined(
+    pool: Pool, log: pytest.LogCaptureFixture
+) -> None:
+    with (
+        short_directory() as directory,
+        contextlib.ExitStack() as after_the_server,
+        StartedByHand(directory=directory) as first,
+        Server(pool, replace(SETTINGS, directory=directory)) as server,
+    ):
+        assert server.serve() == "worker"
+        first.process.kill()
+        server.expect(up=False)
+        assert server.serve() == "process-no-worker"
+        second = after_the_server.enter_context(StartedByHand(directory=directory))
+        server.expect(up=True)
+        assert server.pid == second.pid
+        assert server.serve() == "worker"
+    assert f"CPU worker {first.pid} is gone (it let go of this server)" in log.text
+
+
+def test_a_worker_serves_one_server_and_the_second_is_told(pool: Pool) -> None:
+    with short_directory() as directory, StartedByHand(directory=directory) as by_hand:
+        by_hand.ready()
+        settings = replace(SETTINGS, directory=directory)
+        with Server(pool, settings) as server:
+            with pytest.raises(WorkerError, match="this worker serves another server; give each server a worker"):
+                Server(pool, settings).__enter__()
+            assert server.serve() == "worker"
+
+
+def test_a_directory_that_is_not_there_is_an_error_at_start(pool: Pool) -> None:
+    with pytest.raises(WorkerError, match="cannot be used: No such file or directory"):
+        Server(pool, replace(SETTINGS, directory=Path("/nowhere/at-all"))).__enter__()
+
+
+# -- leftovers ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def dead() -> int:
+    """The id of a process that is no more."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def leave(temporary: Path, name: str) -> Path:
+    directory = temporary / name
+    directory.mkdir(mode=0o700)
+    (directory / "control.sock").touch()
+    return directory
+
+
+def test_directories_of_dead_servers_are_removed_and_no_others(temporary: Path, dead: int) -> None:
+    left = [leave(temporary, f"sglang-hybrid-{dead}-{end}") for end in ("abc", "x-y")]
+    kept = [
+        leave(temporary, name)
+        for name in (
+            f"sglang-hybrid-{os.getpid()}-abc",
+            f"sglang-hybrid-{os.getppid()}-abc",
+            f"sglang-hybrid-{dead}",  # of a worker started by hand: those have no owner
+            "sglang-hybrid-k2j4-x",
+            f"sglang-hybrid-{dead}x-y",
+            f"sglang-{dead}-abc",
+            f"sglang-hybrid-{'9' * 30}-abc",  # no process was ever called that
+        )
+    ]
+    link = temporary / f"sglang-hybrid-{dead}-link"
+    link.symlink_to(kept[0])
+    remove_leftovers()
+    assert not any(directory.exists() for directory in left)
+    assert all((directory / "control.sock").exists() for directory in kept)
+
+
+def test_directories_of_other_users_are_not_touched(
+    temporary: Path, dead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = leave(temporary, f"sglang-hybrid-{dead}-abc")
+    monkeypatch.setattr(process_module.os, "getuid", lambda: theirs.stat().st_uid + 1)
+    remove_leftovers()
+    assert (theirs / "control.sock").exists()
+
+
+def test_a_server_removes_leftovers_when_it_starts(pool: Pool, dead: int) -> None:
+    left = leave(Path(tempfile.gettempdir()), f"sglang-hybrid-{dead}-test")
+    with pytest.raises(WorkerError):
+        Server(pool, replace(SETTINGS, directory=Path("/nowhere/at-all"))).__enter__()
+    assert not left.exists()
