@@ -13,7 +13,8 @@ from cpu_worker.bench.pool import Pool, Posts
 from cpu_worker.bench.running import BenchError, running
 from cpu_worker.cores import Placement, Topology
 
-LEAST_POSTS = 5
+LEAST_POSTS = 8
+_WINDOW = 8  # posts
 WARM_UP_POSTS = 4  # both slots of the mailbox, twice: what is touched first costs a page fault
 
 
@@ -32,6 +33,11 @@ class Rate:
 def rate_of(post_bytes: int, times_ns: list[int]) -> Rate:
     rates = [post_bytes / time for time in times_ns]
     return Rate(statistics.median(rates), max(rates), len(rates))
+
+
+def windows(times: list[int], size: int) -> list[list[int]]:
+    """Consecutive runs of ``size``; what is left over at the end is dropped."""
+    return [times[start : start + size] for start in range(0, len(times) - size + 1, size)]
 
 
 def measure_attention(
@@ -74,6 +80,8 @@ def measure_attention(
         done = engine.stats()
     stolen = (done.stolen_tasks - first.stolen_tasks) / (done.tasks - first.tasks)
     busy = (done.busy_ns - first.busy_ns) / (done.posts - first.posts)
-    rate = rate_of(posts.post_bytes, times)
+    # of several posts in a row: the two on their way need not end in equal distances
+    rate = rate_of(_WINDOW * posts.post_bytes, [sum(window) for window in windows(times, _WINDOW)])
+    rate = replace(rate, posts=len(times))
     read = max(before, reading.measure(placement))
     return replace(rate, read=read, engine=posts.post_bytes / busy, stolen=stolen)

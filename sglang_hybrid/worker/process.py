@@ -65,7 +65,7 @@ def remove_leftovers() -> None:
     """Remove directories of servers that were killed together with their workers and could not do it themselves."""
     for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}[0-9]*-*"):
         owner = directory.name.removeprefix(_PREFIX).split("-")[0]
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, OverflowError):  # a number that no process can have
             if owner.isdigit() and directory.stat().st_uid == os.getuid() and not psutil.pid_exists(int(owner)):
                 _remove_unlocked(directory)
 

@@ -38,7 +38,11 @@ LONGEST_PAUSE = 2.0
 NEW_TOKENS = 40
 PROMPTS = (1000, 850, 700, 550)  # tokens; beyond the sink and the tail all of it is the worker's
 # the server gets small file systems of its own for what other programs could fill up
-OWN_FILE_SYSTEMS = 'mount -t tmpfs -o size=64m,nr_inodes=1k tmpfs /dev/shm && mount -t tmpfs -o size=256k,nr_inodes=64 tmpfs "$TMPDIR" && exec "$@"'
+OWN_FILE_SYSTEMS = """
+mount -t tmpfs -o size=64m,nr_inodes=1k tmpfs /dev/shm &&
+mount -t tmpfs -o size=256k,nr_inodes=64 tmpfs "$TMPDIR" &&
+exec "$@"
+"""
 
 
 def may_mount() -> bool:

@@ -438,6 +438,24 @@ def test_directories_of_dead_servers_are_removed_and_no_others(temporary: Path, 
     assert all((directory / "control.sock").exists() for directory in kept)
 
 
+def test_a_directory_in_which_a_worker_lives_is_kept_whatever_its_owner(
+    dead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers in other containers have process ids that mean nothing here."""
+    with short_directory() as temporary:
+        directory = temporary / f"sglang-hybrid-{dead}-abc"
+        directory.mkdir(mode=0o700)
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+        with StartedByHand(directory=directory) as worker:
+            worker.ready()
+            remove_leftovers()
+            assert directory.is_dir()
+            worker.process.kill()
+            worker.wait()
+            remove_leftovers()
+            assert not directory.exists()
+
+
 def test_directories_of_other_users_are_not_touched(
     temporary: Path, dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
