@@ -10,6 +10,7 @@ from sglang_hybrid.native.library import checked, library
 from sglang_hybrid.native.lists import HostLists
 from sglang_hybrid.native.structs import Geometry, MailboxLayout
 
+SLOTS = 2  # posts that can be on their way at a time
 SERVED, DAMAGED = 1, 2  # sh_outcome of c_api.h; 0 is late
 
 
@@ -47,6 +48,9 @@ class Mailbox:
 
         Ends early when another thread sets ``gone``. ``lists.outcome`` says what became of each row.
         """
+        if not 0 <= self.posted - sequence < SLOTS:  # overwritten: nothing of it is left
+            lists.outcome.fill_(DAMAGED)
+            return lists.rows
         missing: int = self._library.sh_client_collect(
             self._client, sequence, int(timeout_s * 1e9), ctypes.byref(gone), *lists.results,
             ctypes.c_void_p(lists.outcome.data_ptr()),

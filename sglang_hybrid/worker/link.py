@@ -31,11 +31,14 @@ class Link:
     ``close`` may be called while the data plane still waits for a reply.
     """
 
-    def __init__(self, place: Path | WorkerProcess, geometry: Geometry, pool_fd: int, plan: Plan) -> None:
+    def __init__(
+        self, place: Path | WorkerProcess, geometry: Geometry, pool_fd: int, plan: Plan, interrupt_fd: int | None = None
+    ) -> None:
         """Connect, attach, plan, warm up. Raises ControlError, RegionError or NativeError; then nothing is left open.
 
         ``place`` is the directory of a running worker, or a process that was just started and
-        belongs to the link from here on.
+        belongs to the link from here on. When ``interrupt_fd`` becomes readable, a running worker is
+        no longer waited for.
         """
         self.process = place if isinstance(place, WorkerProcess) else None
         self.gone = ctypes.c_uint32(0)  # not 0 once the worker is given up
@@ -45,8 +48,8 @@ class Link:
         self._control: ControlClient | None = None
         try:
             self._control = ControlClient(self.process.directory if self.process else Path(str(place)))
-            pidfd = self.process.pidfd if self.process else None
-            self.pid = self._control.ask(Hello(), START_SECONDS, pidfd).pid
+            no_more = self.process.pidfd if self.process else interrupt_fd
+            self.pid = self._control.ask(Hello(), START_SECONDS, no_more).pid
             self.mailbox = self._mailbox = Mailbox(geometry)
             token = secrets.token_hex(16)
             self._connection = self._control.send_regions(token, self.mailbox.region.fd, pool_fd)

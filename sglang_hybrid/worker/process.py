@@ -31,9 +31,14 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the server, which ends its worker
             )
-            self.pidfd = os.pidfd_open(self._process.pid)
         except BaseException:
             shutil.rmtree(self.directory, ignore_errors=True)
+            raise
+        self.pidfd = -1
+        try:
+            self.pidfd = os.pidfd_open(self._process.pid)
+        except BaseException:
+            self.end()
             raise
 
     @property

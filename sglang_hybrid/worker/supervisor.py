@@ -75,7 +75,7 @@ class Supervisor:
 
     def _connect(self) -> Link:
         place = self._settings.directory or WorkerProcess()
-        return Link(place, self._geometry, self._pool_fd, self._settings.plan)
+        return Link(place, self._geometry, self._pool_fd, self._settings.plan, self._stop_read)
 
     def _run(self) -> None:
         first = min(_FIRST_PAUSE_SECONDS, self._settings.longest_pause_s)
