@@ -43,7 +43,7 @@ std::vector<std::string> available_variants() {
     return names;
 }
 
-// -- values of a dtype -------------------------------------------------------------------------------------------------
+// -- values of a dtype ------------------------------------------------------------------------------------------------
 
 uint32_t bits_of(float value) {
     uint32_t bits;
@@ -109,7 +109,7 @@ void put_poison(DType dtype, char* to, uint32_t which) {
     std::memcpy(to, dtype == DType::fp32 ? static_cast<const void*>(&full) : &half, bytes_of(dtype));
 }
 
-// -- memory ------------------------------------------------------------------------------------------------------------
+// -- memory -----------------------------------------------------------------------------------------------------------
 
 // Ends right before a page that must not be touched, and begins behind bytes that must not change.
 class Guarded {
@@ -141,7 +141,7 @@ private:
     char* data_;
 };
 
-// -- one case ----------------------------------------------------------------------------------------------------------
+// -- one case ---------------------------------------------------------------------------------------------------------
 
 struct Shape {
     DType dtype;
@@ -342,7 +342,7 @@ private:
     double logit_error_ = 0;
 };
 
-// -- checks ------------------------------------------------------------------------------------------------------------
+// -- checks -----------------------------------------------------------------------------------------------------------
 
 constexpr DType dtypes[] = {DType::bf16, DType::fp16, DType::fp32};
 constexpr uint32_t head_dims[] = {64, 96, 128, 256};
@@ -522,7 +522,7 @@ int check_everything() {
     return failures == 0 ? 0 : 1;
 }
 
-// -- benchmark ---------------------------------------------------------------------------------------------------------
+// -- benchmark --------------------------------------------------------------------------------------------------------
 
 double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();

@@ -1,7 +1,7 @@
 // Block attention for bf16 on AMX tiles.
 //
-// Logits: C[token][head] = K . Q^T. Keys are the left operand (16 tokens x 32 dimensions), loaded from the block as they
-// lie; queries are packed once as the right one.
+// Logits: C[token][head] = K . Q^T. Keys are the left operand (16 tokens x 32 dimensions), loaded from the block as
+// they lie; queries are packed once as the right one.
 //
 // Output: a right operand wants pairs of tokens next to each other, which the values are not. But a tile of values as
 // they lie (16 tokens x 32 dimensions) is a right operand whose pairs are neighbouring *dimensions*. With the left

@@ -84,7 +84,7 @@ private:
     // Heads are in pairs; of an odd group the last one is with a head of zeros, whose results are dropped. All of it is
     // uninitialised until start().
     struct State {
-        alignas(64) uint16_t query[dim / depth][max_head_pairs][2 * depth];  // four dimensions of one head, of the other
+        alignas(64) uint16_t query[dim / depth][max_head_pairs][2 * depth];  // four dims of one head, of the other
         alignas(64) bfloat16_t weights[block_tokens / depth][max_head_pairs][2 * depth];  // four tokens, likewise
         alignas(64) float output[max_head_pairs][dim / 2][4];  // two dimensions of one head, of the other
         alignas(64) char padded_values[block_tokens * row_bytes];

@@ -1,5 +1,5 @@
-// Softmax over blocks as they come: weights are relative to the highest logit so far, and when a block raises that, what
-// came before is scaled down.
+// Softmax over blocks as they come: weights are relative to the highest logit so far, and when a block raises that,
+// what came before is scaled down.
 #pragma once
 
 #include <math.h>

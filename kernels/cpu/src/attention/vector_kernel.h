@@ -24,8 +24,8 @@
 namespace sglang_hybrid {
 namespace {
 
-// What is kept from block to block, and the steps that work on it in fp32 whatever the dtype of the pool. Dimensions are
-// in the order of load_pair everywhere in here. All of it is uninitialised until start().
+// What is kept from block to block, and the steps that work on it in fp32 whatever the dtype of the pool. Dimensions
+// are in the order of load_pair everywhere in here. All of it is uninitialised until start().
 template <class Lanes, uint32_t dim>
 class RunningAttention {
 public:
