@@ -454,6 +454,26 @@ def test_a_reply_to_the_post_before_in_the_same_slot_is_never_taken_for_a_new_on
     assert (lists.outcome == LATE).all()
 
 
+def test_a_reply_that_is_there_before_its_post_is_never_taken(mailbox: Mailbox, behind: Behind, host: Host) -> None:
+    first = mailbox.post(host.on_host(host.full_lists()), 1)
+    for row in range(2):
+        behind.write_reply(first + SLOTS, row, generation=1)  # damage that comes true two posts later
+    mailbox.post(host.on_host(host.full_lists()), 1)
+    lists = host.on_host(host.full_lists())
+    assert mailbox.post(lists, 1) == first + SLOTS
+    assert collected(mailbox, lists, first + SLOTS, timeout_s=0.01) == lists.rows
+    assert (lists.outcome == LATE).all()
+
+
+def test_collecting_a_post_that_was_overwritten_serves_nothing(mailbox: Mailbox, host: Host) -> None:
+    lists = host.on_host(host.full_lists())
+    first = mailbox.post(lists, 1)
+    for _ in range(SLOTS):
+        mailbox.post(host.on_host(host.full_lists()), 1)
+    assert collected(mailbox, lists, first) == lists.rows
+    assert (lists.outcome == DAMAGED).all()
+
+
 def test_a_worker_that_answers_late_is_not_believed_once_its_slot_is_used_again(mailbox: Mailbox, host: Host) -> None:
     slow = host.full_lists(seed=3)
     job = Job()
