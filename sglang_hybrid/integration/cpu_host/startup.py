@@ -54,7 +54,8 @@ class _TorchvisionFinder(importlib.abc.MetaPathFinder):
 def run() -> None:
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     # OpenMP threads that spin while they wait take the cores of what they wait for: the CPU worker, another server.
-    # Measured with four busy processes on two cores: 74 s for 40 decode steps of four rows, 9 s like this.
+    # Seen on two cores that other programs kept busy (load 4 to 6), one run each: 40 decode steps of four rows in 74 s,
+    # and in 9 s like this.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not any(isinstance(finder, _KernelFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TorchvisionFinder())
