@@ -66,29 +66,31 @@ public:
             return answer_empty(work);
         }
         Block block = block_of(work, 0);
-        LineStream(block.keys, block.tokens * row_bytes).request_all();
-        LineStream(block.values, block.tokens * row_bytes).request_all();
+        LineStream(block.keys, block_bytes).request_all();
+        LineStream(block.values, block_bytes).request_all();
 
         State state;
         state.start(work);
-        // The logits of a block are computed before the weights of the block before it, so that the tile unit has work
-        // while the vector units compute weights.
-        LineStream next_keys = keys_stream(work, 1);
-        LineStream next_values;
-        state.compute_logits(block, 0, next_keys);
-        next_keys.request_all();
+        BlockRequests ahead(block_ahead(work, 1).keys, nullptr, block_bytes);
+        NearLines near;
+        state.compute_logits(block, ahead, near);
+        ahead.request_all();
+        // Between the weights of a block and the use of them are the logits of the next one, so that no step waits for
+        // the results of the one before it. Meanwhile lines are requested on two ways: those of the blocks ahead from
+        // memory, and those of the next step from the second level, where a few are missing and are asked for again.
         for (uint32_t index = 0; index < work.count; ++index) {
             const Block next = block_ahead(work, index + 1);
+            const bool more = index + 1 < work.count;
             find_pages(block_ahead(work, index + 3), row_bytes);  // keys of index + 2 are requested right now
-            next_values = LineStream(next.values, next.tokens * row_bytes);
-            next_keys = {};
-            if (index + 1 < work.count) {
-                next_keys = keys_stream(work, index + 2);
-                state.compute_logits(next, (index + 1) % 2, next_keys);
+            ahead = BlockRequests(block_ahead(work, index + 2).keys, next.values, block_bytes);
+            near = more ? NearLines(next.keys, block_bytes) : NearLines();
+            state.compute_weights(block.tokens, ahead, near);
+            near = NearLines(block.values, block.tokens * row_bytes);
+            if (more) {
+                state.compute_logits(next, ahead, near);
             }
-            state.compute_weights(index % 2, block.tokens, next_keys, next_values);
-            state.add_values(block, next_values);
-            next_values.request_all();
+            state.add_values(block, ahead);
+            ahead.request_all();
             block = next;
         }
         state.finish(work);
@@ -97,17 +99,17 @@ public:
 private:
     static constexpr uint32_t chunks = dim / tile_dims;
     static constexpr uint32_t row_bytes = dim * 2;
-    static constexpr uint32_t block_lines = block_tokens * row_bytes / cache_line;
-
-    static LineStream keys_stream(const BlockAttention& work, uint32_t index) {
-        const Block block = block_ahead(work, index);
-        return {block.keys, block.tokens * row_bytes};
-    }
+    static constexpr uint32_t block_bytes = block_tokens * row_bytes;
+    static constexpr uint32_t block_lines = block_bytes / cache_line;
+    // Of the turns that a block takes, 3/8 are requested with its logits, 2/8 with its weights, 3/8 with its values.
+    static constexpr uint32_t block_turns = 2 * block_lines / BlockRequests::lines_of_turn;
+    static constexpr uint32_t turns_of_tile = block_turns * 3 / 8 / (2 * chunks);
+    static constexpr uint32_t turns_of_weights = block_turns * 2 / 8;
 
     // All of it is uninitialised until start().
     struct State {
         alignas(64) uint32_t query[chunks][tile_rows][tile_columns];     // pairs of dimensions x heads
-        alignas(64) float logits[2][block_tokens][max_group];            // of two blocks, unscaled
+        alignas(64) float logits[block_tokens][max_group];               // unscaled
         alignas(64) uint32_t weights[2][2 * max_group][tile_columns];    // halves of a block x rows x tokens
         alignas(64) float output[chunks][2 * max_group][tile_columns];   // rows: even dimensions of each head, then odd
         alignas(64) float sums[max_group][tile_columns];                 // of weights, one for each lane
@@ -151,19 +153,38 @@ private:
 
         uint32_t padded_group() const { return (group + quad - 1) / quad * quad; }
 
+        // Rows of pairs become columns, a quad of heads at a time.
         void pack_query(const char* rows) {
-            for (uint32_t head = 0; head < padded_group(); ++head) {
-                for (uint32_t i = 0; i < dim / 2; ++i) {
-                    uint32_t two = 0;
-                    if (head < group) {
-                        memcpy(&two, rows + head * row_bytes + i * 4, 4);
+            for (uint32_t head = 0; head < group; head += quad) {
+                for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
+                    __m512i row[quad];
+#pragma GCC unroll 4
+                    for (uint32_t i = 0; i < quad; ++i) {
+                        const char* pairs = rows + (head + i) * row_bytes + chunk * row_stride;
+                        row[i] = head + i < group ? _mm512_loadu_si512(pairs) : _mm512_setzero_si512();
                     }
-                    query[i / tile_rows][i % tile_rows][head] = two;
+                    const __m512i ab_low = _mm512_unpacklo_epi32(row[0], row[1]);
+                    const __m512i ab_high = _mm512_unpackhi_epi32(row[0], row[1]);
+                    const __m512i cd_low = _mm512_unpacklo_epi32(row[2], row[3]);
+                    const __m512i cd_high = _mm512_unpackhi_epi32(row[2], row[3]);
+                    store_columns(&query[chunk][0][head], _mm512_unpacklo_epi64(ab_low, cd_low));
+                    store_columns(&query[chunk][1][head], _mm512_unpackhi_epi64(ab_low, cd_low));
+                    store_columns(&query[chunk][2][head], _mm512_unpacklo_epi64(ab_high, cd_high));
+                    store_columns(&query[chunk][3][head], _mm512_unpackhi_epi64(ab_high, cd_high));
                 }
             }
         }
 
-        void compute_logits(const Block& block, uint32_t buffer, LineStream& next_keys) {
+        // Lanes of `four` are pairs 0, 4, 8, 12 behind `first`; in each lane the four heads.
+        static void store_columns(uint32_t* first, __m512i four) {
+            constexpr uint32_t stride = 4 * tile_columns;
+            _mm_store_si128(reinterpret_cast<__m128i*>(first), _mm512_castsi512_si128(four));
+            _mm_store_si128(reinterpret_cast<__m128i*>(first + stride), _mm512_extracti32x4_epi32(four, 1));
+            _mm_store_si128(reinterpret_cast<__m128i*>(first + 2 * stride), _mm512_extracti32x4_epi32(four, 2));
+            _mm_store_si128(reinterpret_cast<__m128i*>(first + 3 * stride), _mm512_extracti32x4_epi32(four, 3));
+        }
+
+        void compute_logits(const Block& block, BlockRequests& ahead, NearLines& near) {
             settle_memory();
             _tile_zero(LOGITS_LOW);
             _tile_zero(LOGITS_HIGH);
@@ -172,31 +193,37 @@ private:
                 _tile_loadd(QUERY, query[chunk], row_stride);
                 _tile_loadd(POOL_LOW, keys, row_bytes);
                 _tile_dpbf16ps(LOGITS_LOW, POOL_LOW, QUERY);
+                ahead.request(turns_of_tile);
                 _tile_loadd(POOL_HIGH, keys + tile_rows * row_bytes, row_bytes);
                 _tile_dpbf16ps(LOGITS_HIGH, POOL_HIGH, QUERY);
-                next_keys.request(block_lines * 3 / 4 / chunks);
+                near.request(block_lines / chunks);
+                ahead.request(turns_of_tile);
             }
-            _tile_stored(LOGITS_LOW, logits[buffer][0], row_stride);
-            _tile_stored(LOGITS_HIGH, logits[buffer][tile_rows], row_stride);
+            _tile_stored(LOGITS_LOW, logits[0], row_stride);
+            _tile_stored(LOGITS_HIGH, logits[tile_rows], row_stride);
             settle_memory();
         }
 
-        void compute_weights(uint32_t buffer, uint32_t tokens, LineStream& next_keys, LineStream& next_values) {
+        void compute_weights(uint32_t tokens, BlockRequests& ahead, NearLines& near) {
+            const uint32_t quads = (group + quad - 1) / quad;
+            const auto request = [&, turns = turns_of_weights / quads / 4, lines = block_lines / quads / 4] {
+                ahead.request(turns);
+                near.request(lines);
+            };
             __mmask16 risen = 0;
-            const uint32_t lines = block_lines / 4 / ((group + quad - 1) / quad);
             for (uint32_t head = 0; head < group; head += quad) {
-                next_keys.request(lines);
-                risen |= compute_weights_of_quad(logits[buffer], tokens, head);
-                next_values.request(lines);
+                risen |= compute_weights_of_quad(tokens, head, request);
             }
-            next_keys.request_all();
+            near.request_all();
             if (risen != 0) {
                 rescale_output();
             }
         }
 
         // Lanes of `part[half][i]` are tokens 16 * half + i, + 4, + 8, + 12; in each lane the four heads.
-        __mmask16 compute_weights_of_quad(const float (*logit)[max_group], uint32_t tokens, uint32_t head) {
+        // Requests four times.
+        template <class Request>
+        __mmask16 compute_weights_of_quad(uint32_t tokens, uint32_t head, Request request) {
             __m512 part[2][4];
             const __m512 factor = _mm512_set1_ps(scale);
 #pragma GCC unroll 2
@@ -204,10 +231,10 @@ private:
 #pragma GCC unroll 4
                 for (uint32_t i = 0; i < 4; ++i) {
                     const uint32_t token = half * tile_rows + i;
-                    __m512 four = _mm512_castps128_ps512(_mm_load_ps(&logit[token][head]));
-                    four = _mm512_insertf32x4(four, _mm_load_ps(&logit[token + 4][head]), 1);
-                    four = _mm512_insertf32x4(four, _mm_load_ps(&logit[token + 8][head]), 2);
-                    four = _mm512_insertf32x4(four, _mm_load_ps(&logit[token + 12][head]), 3);
+                    __m512 four = _mm512_castps128_ps512(_mm_load_ps(&logits[token][head]));
+                    four = _mm512_insertf32x4(four, _mm_load_ps(&logits[token + 4][head]), 1);
+                    four = _mm512_insertf32x4(four, _mm_load_ps(&logits[token + 8][head]), 2);
+                    four = _mm512_insertf32x4(four, _mm_load_ps(&logits[token + 12][head]), 3);
                     part[half][i] = _mm512_mul_ps(four, factor);
                 }
             }
@@ -215,6 +242,7 @@ private:
                 hide_missing(part, tokens);
             }
 
+            request();
             __m512 most = part[0][0];
 #pragma GCC unroll 8
             for (uint32_t i = 1; i < 8; ++i) {
@@ -228,6 +256,7 @@ private:
             _mm_store_ps(&highest[head], _mm512_castps512_ps128(reference));
             _mm_store_ps(&rescale[head], _mm512_castps512_ps128(decay));
 
+            request();
             __m512 x[2][4];  // by head, lanes are tokens in order
 #pragma GCC unroll 2
             for (uint32_t half = 0; half < 2; ++half) {
@@ -246,6 +275,9 @@ private:
             }
 #pragma GCC unroll 4
             for (uint32_t i = 0; i < quad; ++i) {
+                if (i % 2) {
+                    request();
+                }
                 if (head + i < group) {
                     store_weights(head + i, x[0][i], x[1][i]);
                 }
@@ -293,32 +325,33 @@ private:
             }
         }
 
-        void add_values(const Block& block, LineStream& next_values) {
+        void add_values(const Block& block, BlockRequests& ahead) {
             const char* values = values_or_zero(block, row_bytes, padded_values);
             settle_memory();
             if (is_wide()) {
-                add_values_to_wide(values, next_values);
+                add_values_to_wide(values, ahead);
             } else {
-                add_values_to_narrow(values, next_values);
+                add_values_to_narrow(values, ahead);
             }
             settle_memory();
         }
 
-        void add_values_to_narrow(const char* values, LineStream& next_values) {
+        void add_values_to_narrow(const char* values, BlockRequests& ahead) {
             _tile_loadd(WEIGHTS_LOW, weights[0], row_stride);
             _tile_loadd(WEIGHTS_HIGH, weights[1], row_stride);
             for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
                 _tile_loadd(OUTPUT, output[chunk], row_stride);
                 _tile_loadd(POOL_LOW, values + chunk * row_stride, row_bytes);
                 _tile_dpbf16ps(OUTPUT, WEIGHTS_LOW, POOL_LOW);
+                ahead.request(turns_of_tile);
                 _tile_loadd(POOL_HIGH, values + chunk * row_stride + tile_rows * row_bytes, row_bytes);
                 _tile_dpbf16ps(OUTPUT, WEIGHTS_HIGH, POOL_HIGH);
                 _tile_stored(OUTPUT, output[chunk], row_stride);
-                next_values.request(block_lines * 3 / 4 / chunks);
+                ahead.request(turns_of_tile);
             }
         }
 
-        void add_values_to_wide(const char* values, LineStream& next_values) {
+        void add_values_to_wide(const char* values, BlockRequests& ahead) {
             for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
                 _tile_loadd(OUTPUT_EVEN, output[chunk][0], row_stride);
                 _tile_loadd(OUTPUT_ODD, output[chunk][group], row_stride);
@@ -327,6 +360,7 @@ private:
                 _tile_dpbf16ps(OUTPUT_EVEN, WEIGHTS, POOL_LOW);
                 _tile_loadd(WEIGHTS, weights[0][group], row_stride);
                 _tile_dpbf16ps(OUTPUT_ODD, WEIGHTS, POOL_LOW);
+                ahead.request(turns_of_tile);
                 _tile_loadd(POOL_HIGH, values + chunk * row_stride + tile_rows * row_bytes, row_bytes);
                 _tile_loadd(WEIGHTS, weights[1][0], row_stride);
                 _tile_dpbf16ps(OUTPUT_EVEN, WEIGHTS, POOL_HIGH);
@@ -334,7 +368,7 @@ private:
                 _tile_dpbf16ps(OUTPUT_ODD, WEIGHTS, POOL_HIGH);
                 _tile_stored(OUTPUT_EVEN, output[chunk][0], row_stride);
                 _tile_stored(OUTPUT_ODD, output[chunk][group], row_stride);
-                next_values.request(block_lines * 3 / 4 / chunks);
+                ahead.request(turns_of_tile);
             }
         }
 

@@ -21,10 +21,15 @@ void bind_to_core(int32_t core) {
     pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
 }
 
+// Of one writer. A locked instruction would wait until all that was written before it is in the cache.
+void add_to(std::atomic<uint64_t>& sum, uint64_t number) {
+    sum.store(sum.load(std::memory_order_relaxed) + number, std::memory_order_relaxed);
+}
+
 }  // namespace
 
 Engine::Engine(void* mailbox, const char* pool, const Geometry& geometry, const EngineOptions& options, Kernel kernel)
-    : reader(mailbox, geometry, options.spin_us, options.cores.empty()), geometry_(geometry), pool_(pool), options_(options), kernel_(kernel),
+    : reader(mailbox, geometry, options.spin_us), geometry_(geometry), pool_(pool), options_(options), kernel_(kernel),
       groups_((options.threads + options.group_threads - 1) / options.group_threads),
       tasks_per_row_(geometry.kv_heads * split_list(geometry.max_blocks, options.task_blocks).tasks), rows_(geometry.rows),
       lists_(geometry.kv_heads), counts_(options.threads) {
@@ -122,7 +127,7 @@ bool Engine::claim_next(Search& search, uint32_t rows, uint32_t thread, Claimed&
             if (!claim(rows_[search.row], task)) continue;
             prepare(search.row, task, claimed);
             if (search.others) {
-                counts_[thread].stolen.fetch_add(1, std::memory_order_relaxed);
+                add_to(counts_[thread].stolen, 1);
                 search.row += groups_;  // one at a time: its own group is busy there
             }
             return true;
@@ -181,6 +186,13 @@ void Engine::prepare(uint32_t index, uint32_t task, Claimed& claimed) const {
     attention.last_fill = part + 1 == head.split.tasks ? head.list.last_fill : block_tokens;
     attention.out = whole ? reader.view.output(post_.sequence, index, h) : partial.out;
     attention.lse = whole ? reader.view.lse(post_.sequence, index, h) : partial.lse;
+
+    // the client's cache has both: it wrote this query, and read the output that was there before
+    constexpr uint64_t line = 64;
+    const uint64_t query_bytes = partial_out_floats(geometry_) * bytes_of(static_cast<DType>(geometry_.dtype));
+    for (uint64_t at = 0; at < query_bytes; at += line) __builtin_prefetch(query + at);
+    const char* const out = reinterpret_cast<const char*>(attention.out);
+    for (uint64_t at = 0; at < partial_out_floats(geometry_) * sizeof(float); at += line) request_for_writing(out + at);
 }
 
 void Engine::compute(Claimed& claimed, const Claimed* next, uint32_t thread) {
@@ -191,13 +203,13 @@ void Engine::compute(Claimed& claimed, const Claimed* next, uint32_t thread) {
         BlockAttention& attention = claimed.attention;
         attention.next = next && next->in_bounds ? &next->attention : nullptr;
         kernel_(attention);
-        counts_[thread].blocks.fetch_add(attention.count, std::memory_order_relaxed);
+        add_to(counts_[thread].blocks, attention.count);
     } else {
         row.out_of_bounds.store(true, std::memory_order_relaxed);
     }
-    counts_[thread].tasks.fetch_add(1, std::memory_order_relaxed);
+    add_to(counts_[thread].tasks, 1);
 
-    if (head.tasks_left.fetch_sub(1, std::memory_order_acq_rel) == 1 && !claimed.whole) {
+    if (!claimed.whole && head.tasks_left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
         merge_partials(geometry_, partials_of(index, head.first_task), head.split.tasks,
                        reader.view.output(post_.sequence, index, h), reader.view.lse(post_.sequence, index, h));
     }
@@ -220,6 +232,7 @@ void Engine::help(uint32_t thread) {
             if (unclaimed_.load(std::memory_order_relaxed) > 0 && compute_what_is_open(thread)) look = 0;
             pause();
         }
+        sched_yield();  // the client may share this core, and all wait for its next post
         if (now_ns() < reader.awake_until_ns()) continue;
         const uint32_t seen = load_acquire(rouse_);
         asleep_.fetch_add(1, std::memory_order_seq_cst);

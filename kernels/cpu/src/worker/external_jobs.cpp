@@ -6,7 +6,7 @@
 namespace sglang_hybrid {
 
 ExternalJobs::ExternalJobs(void* mailbox, const Geometry& g, uint32_t spin_us)
-    : reader(mailbox, g, spin_us, true), query(g.rows * reader.view.query_row_bytes()), count(uint64_t{g.rows} * g.kv_heads),
+    : reader(mailbox, g, spin_us), query(g.rows * reader.view.query_row_bytes()), count(uint64_t{g.rows} * g.kv_heads),
       last_fill(count.size()), pages(count.size() * g.max_blocks), generations_(g.rows), wanted_(g.rows),
       lists_(g.kv_heads) {
     reader.beat();

@@ -43,6 +43,15 @@ inline void pause_core() {
 #endif
 }
 
+// Fetch a cache line that other cores have, to write to it.
+inline void request_for_writing(const void* line) {
+#if defined(__x86_64__)
+    asm volatile("prefetchw %0" ::"m"(*static_cast<const char*>(line)));  // the builtin becomes a request for reading
+#else
+    __builtin_prefetch(line, 1);
+#endif
+}
+
 inline uint64_t now_ns() {
     timespec time{};
     clock_gettime(CLOCK_MONOTONIC, &time);

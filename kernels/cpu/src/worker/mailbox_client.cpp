@@ -12,6 +12,7 @@ namespace sglang_hybrid {
 namespace {
 
 constexpr uint64_t spin_ns = 100'000;    // then let others have the core: they may be what is waited for
+constexpr uint64_t short_spin_ns = 10'000;  // after a post that took longer than that: the next will be like it
 constexpr uint64_t doze_ns = 2'000'000;  // how late a sleeping client may notice that the worker is gone
 constexpr uint32_t looks_per_clock = 64;
 
@@ -134,6 +135,8 @@ uint32_t MailboxClient::collect(uint64_t sequence, uint64_t timeout_ns, const ui
         served[row] = copy_row(sequence, row, out, lse) ? sh_served : sh_damaged;
         missing += served[row] != sh_served;
     };
+    // on a core that is shared with the worker, spinning holds up what is waited for
+    const uint64_t spin = outlasted_spinning_ ? short_spin_ns : spin_ns;
     uint32_t row = 0;  // all before it are settled and copied, while the worker computes the others
     while (row < post.rows) {
         for (uint32_t look = 0; look < looks_per_clock && row < post.rows; ++look) {
@@ -142,7 +145,7 @@ uint32_t MailboxClient::collect(uint64_t sequence, uint64_t timeout_ns, const ui
         }
         const uint64_t waited = now_ns() - start;
         if (row == post.rows || (gone && load_acquire(*gone)) || waited >= timeout_ns) break;
-        if (waited < spin_ns) continue;
+        if (waited < spin) continue;
         const uint32_t seen = load_acquire(view.worker().done);
         store_ordered(view.client().waiting, 1u);
         if (load_ordered(view.worker().completed) < sequence) {
@@ -150,6 +153,7 @@ uint32_t MailboxClient::collect(uint64_t sequence, uint64_t timeout_ns, const ui
         }
         store_ordered(view.client().waiting, 0u);
     }
+    outlasted_spinning_ = now_ns() - start >= spin_ns;
     for (; row < post.rows; ++row) {
         if (is_settled(sequence, row)) {
             settle(row);

@@ -32,6 +32,7 @@ class MailboxClient {
     bool copy_row(uint64_t sequence, uint32_t row, float* out, float* lse) const;
 
     uint64_t posted_ = 0;
+    bool outlasted_spinning_ = false;  // the last collect waited for longer than it is worth to spin
     struct {
         uint64_t sequence = 0;
         uint32_t rows = 0;

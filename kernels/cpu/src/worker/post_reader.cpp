@@ -16,8 +16,8 @@ constexpr uint32_t looks_per_clock = 64;          // reading the clock costs mor
 
 }  // namespace
 
-PostReader::PostReader(void* mailbox, const Geometry& geometry, uint32_t spin_us, bool yields)
-    : view(mailbox, geometry), spin_ns_(uint64_t{spin_us} * 1000), yields_(yields), next_(load_acquire(view.worker().completed) + 1),
+PostReader::PostReader(void* mailbox, const Geometry& geometry, uint32_t spin_us)
+    : view(mailbox, geometry), spin_ns_(uint64_t{spin_us} * 1000), next_(load_acquire(view.worker().completed) + 1),
       wake_seen_(load_acquire(view.client().wake)) {}
 
 bool PostReader::take(OpenPost& post) {
@@ -62,7 +62,7 @@ Event PostReader::wait(uint64_t timeout_ns, const std::atomic<bool>& stop, OpenP
             if (load_acquire(view.bell().posted) >= next_ && take(post)) return Event::post;
             pause_core();
         }
-        if (yields_) sched_yield();
+        sched_yield();
         if (stop.load(std::memory_order_relaxed)) return Event::none;
         const uint64_t now = now_ns();
         if (now - last_beat_ns_ >= beat_ns) beat();
@@ -92,7 +92,7 @@ bool PostReader::wait_for_row(const OpenPost& post, uint32_t row, Request& reque
             if (load_acquire(shared.sequence) == post.sequence) break;
             pause_core();
         }
-        if (yields_) sched_yield();
+        sched_yield();
         const uint64_t now = now_ns();
         if (!deadline) deadline = now + row_timeout_ns;
         if (now > deadline || load_acquire(view.bell().posted) >= post.sequence + mailbox_slots) return false;

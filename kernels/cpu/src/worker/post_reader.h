@@ -26,11 +26,10 @@ enum class Event {
 
 class PostReader {
   public:
-    // `yields`: the thread that waits shares its core with others.
-    PostReader(void* mailbox, const Geometry& geometry, uint32_t spin_us, bool yields);
+    PostReader(void* mailbox, const Geometry& geometry, uint32_t spin_us);
 
     // Wait for the next post, until `timeout_ns` are over or `stop` is set. Spins for as long as work was near recently,
-    // sleeps otherwise.
+    // sleeps otherwise. All waiting yields now and then: the client, which is waited for, may share the core.
     Event wait(uint64_t timeout_ns, const std::atomic<bool>& stop, OpenPost& post);
 
     // Wait until row's request is there. False: it never came, or a newer post took its place.
@@ -58,7 +57,6 @@ class PostReader {
     void stay_awake(uint64_t now) { awake_until_.store(now + spin_ns_, std::memory_order_relaxed); }
 
     const uint64_t spin_ns_;
-    const bool yields_;
     uint64_t next_;
     uint32_t wake_seen_;
     uint64_t last_beat_ns_ = 0;
