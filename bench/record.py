@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from sglang_hybrid.origin import ROOT, origin
+
 RESULTS = ROOT / "bench" / "results"
 
 
@@ -22,46 +17,3 @@ def write_result(name: str, result: dict[str, Any], out: Path | None = None) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"origin": origin(), **result}, indent=1) + "\n")
     return path
-
-
-def origin() -> dict[str, Any]:
-    return {
-        "command": _command(),
-        # a host that gets the files without the repository is told the commit
-        "commit": os.environ.get("RESULT_COMMIT") or _git("rev-parse", "--short", "HEAD"),
-        # null where there is no repository to ask
-        "uncommitted_changes": bool(_git("status", "--porcelain", "-uno")) if _git("rev-parse", "HEAD") else None,
-        "date": datetime.date.today().isoformat(),
-        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "architecture": platform.machine(), "gpu": _gpu()},
-        "python": platform.python_version(),
-    }
-
-
-def _command() -> str:
-    program, *arguments = sys.argv
-    # `python -m module` has the path of module/__main__.py here
-    run = ["-m", Path(program).parent.name] if Path(program).name == "__main__.py" else [os.path.relpath(program, ROOT)]
-    return shlex.join(["python", *run, *arguments])
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
-
-
-def _gpu() -> str | None:
-    try:
-        import torch
-    except ImportError:
-        return None
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None

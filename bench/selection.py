@@ -21,9 +21,9 @@ from pydoc_data.topics import topics
 import torch
 from record import write_result
 
-from sglang_hybrid import backend
+from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.default_model import prepare_default_model
-from sglang_hybrid.integration.teacher_forcing import TeacherForcedDecode
+from sglang_hybrid.integration.model_session import ModelSession
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.base import DecodeBatch, LayerCache
 from sglang_hybrid.policies.full import FullPolicy, read_row
@@ -93,17 +93,19 @@ class CoverageProbe(FullPolicy):
 def main() -> None:
     args = parse_args()
     probe = CoverageProbe(args.budget // 32)
-    backend.create_policy = lambda _config: probe
-    model = TeacherForcedDecode(
+    model = ModelSession(
         [f"--model-path={args.model_path or prepare_default_model()}", "--attention-backend=hybrid", "--device=cpu",
-         "--dtype=float32", "--hybrid=host_memory=1GiB"]
+         "--dtype=float32", "--hybrid=host_memory=1GiB", "--hybrid=worker=none"]
     )  # fmt: skip
+    model.use_policy(probe, HybridConfig(policy="full"))
     ids = model.tokenizer("\n\n".join(topics[key] for key in sorted(topics)))["input_ids"]
     for window in range(args.windows):
         start = len(ids) * (window + 1) // (args.windows + 1)
         end = start + args.prompt_tokens
         print(f"window {window + 1} of {args.windows}: tokens {start} to {end}", file=sys.stderr, flush=True)
-        model.logprobs(ids[start:end], ids[end : end + args.decode_tokens])
+        prefilled = model.prefill([ids[start:end]])
+        for token in ids[end : end + args.decode_tokens]:
+            prefilled.step([token])
 
     rows = []
     for name, missed in probe.missed.items():

@@ -23,6 +23,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         from cpu_worker.main import main as work
 
         sys.exit(work(arguments[1:]))
+    elif arguments[:1] == ["profile"]:
+        from sglang_hybrid.profiling.main import main as profile
+
+        sys.exit(profile(arguments[1:]))
+    elif arguments[:1] == ["eval"]:
+        from sglang_hybrid.eval.main import main as evaluate
+
+        sys.exit(evaluate(arguments[1:]))
     elif arguments[:2] == ["bench", "worker"]:
         from cpu_worker.bench.main import main as bench_worker
 
@@ -77,6 +85,8 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("serve", help="start an OpenAI-compatible server; takes every SGLang flag (serve --help)")
     commands.add_parser("worker", help="start a CPU worker by hand; servers start their own (worker --help)")
+    commands.add_parser("profile", help="tune prediction, selection and recall for a model (profile --help)")
+    commands.add_parser("eval", help="accuracy of settings against full attention (eval --help)")
     bench = commands.add_parser("bench", help="measure this host's CPU worker, or run one of SGLang's benchmarks")
     bench.add_argument(
         "name",

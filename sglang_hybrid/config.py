@@ -56,6 +56,13 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "that holds the sink blocks, the recent blocks and the tail (the block being filled).",
         ),
     ] = 2048
+    resident_tokens: Annotated[
+        int | Literal["auto"],
+        Meta(
+            description="Tokens per (request, layer, KV head) that are kept resident, sink, recent and tail blocks "
+            "included; those are resident in any case. auto is budget_tokens; 0 leaves all others to the worker.",
+        ),
+    ] = "auto"
     sink_blocks: Annotated[
         int, Meta(ge=0, description="Blocks at the start of a request that are always selected.")
     ] = 1
@@ -75,6 +82,72 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "each channel's range. Has no effect on mean digests.",
         ),
     ] = 0.5
+    profile: Annotated[
+        str,
+        Meta(
+            description="File made by sglang-hybrid profile for this model and budget: the calibrated predictor, and "
+            "per layer the recall interval and the sticky bonus. none serves without one."
+        ),
+    ] = "none"
+    prediction: Annotated[
+        Literal["auto", "calibrated", "raw", "none"],
+        Meta(
+            description="Query that misses are selected and computed with, one layer ahead: calibrated (needs a "
+            "profile), raw (the next layer's own projection on this layer's input), none (the layer's real query, "
+            "computed while the layer waits), or auto (calibrated with a profile, raw without)."
+        ),
+    ] = "auto"
+    selection: Annotated[
+        Literal["head", "layer"],
+        Meta(description="Whether each KV head has its own selection, or all KV heads of a layer share one."),
+    ] = "head"
+    attend: Annotated[
+        Literal["resident", "selected"],
+        Meta(
+            description="What is attended besides misses, sink, recent and tail blocks: all resident blocks, or only "
+            "those that are selected in this step, so that budget_tokens bounds what is attended (ScoutAttention)."
+        ),
+    ] = "resident"
+    sticky_bonus: Annotated[
+        float | Literal["auto"],
+        Meta(
+            description="What resident blocks get on top of their score, in attention logits, so that blocks of nearly "
+            "equal scores do not swap at every token. 0 is none; auto takes the profile's, or 1 without a profile.",
+        ),
+    ] = "auto"
+    recall_interval: Annotated[
+        int | Literal["auto"],
+        Meta(
+            description="Decode steps between two recalls of a layer, which make its selection resident. 0 is never; "
+            "auto takes the profile's, or 8 without a profile.",
+        ),
+    ] = "auto"
+    recall_beta: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="The CPU compute ratio (misses over budget) that recall keeps: profiles choose intervals by "
+            "it, and recall_adapt holds it.",
+        ),
+    ] = 0.12
+    recall_adapt: Annotated[
+        bool,
+        Meta(
+            description="Whether recall intervals follow live traffic when its ratio leaves the band below "
+            "recall_beta. Intervals that are set by recall_interval stay as they are.",
+        ),
+    ] = True
+    sketch_channels: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=256,
+            description="Channels of every key that are kept beside the digests, one byte each, so that selection sees "
+            "single tokens. 0 is none. 16 cost as much memory as the minmax digests of a bfloat16 model with "
+            "head_dim 128.",
+        ),
+    ] = 16
     host_memory: Annotated[
         str,
         Meta(
@@ -192,6 +265,20 @@ def _threads_are_positive(worker_threads: int | str, worker_group_threads: int |
     return 'must each be a whole number from 1 to 1024, or "auto"'
 
 
+def _numbers_are_not_negative(
+    sticky_bonus: float | str, recall_interval: int | str, resident_tokens: int | str
+) -> str | None:
+    if all(value == "auto" or 0 <= float(value) <= 1e9 for value in (sticky_bonus, recall_interval, resident_tokens)):
+        return None
+    return 'must each be "auto" or a number from 0 on'
+
+
+def _calibration_needs_a_profile(prediction: str, profile: str) -> str | None:
+    if prediction != "calibrated" or profile != "none":
+        return None
+    return "calibrated needs a profile: sglang-hybrid profile makes one; or take raw, none or auto"
+
+
 def _budget_is_whole_blocks(budget_tokens: int, block_tokens: int) -> str | None:
     if budget_tokens % block_tokens == 0:
         return None
@@ -215,6 +302,8 @@ _RULES: tuple[Callable[..., str | None], ...] = (
     _host_memory_is_a_size,
     _worker_is_a_choice_or_a_directory,
     _threads_are_positive,
+    _numbers_are_not_negative,
+    _calibration_needs_a_profile,
     _budget_is_whole_blocks,
     _budget_holds_what_is_always_selected,
 )

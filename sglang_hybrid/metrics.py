@@ -25,6 +25,32 @@ class WorkerMetrics:
             self._starts.inc()
 
 
+class ScoutMetrics:
+    """What policy scout leaves to the CPU."""
+
+    _WEIGHT = 0.02  # of a new value: about the last fifty
+
+    def __init__(self, rank: int) -> None:
+        self._gauge = _ratio_gauge().labels(rank=str(rank))
+        self._mean: float | None = None
+
+    def ratio(self, _layer: int, ratio: float) -> None:
+        self._mean = ratio if self._mean is None else self._mean + self._WEIGHT * (ratio - self._mean)
+        self._gauge.set(self._mean)
+
+
+@functools.cache
+def _ratio_gauge() -> Any:
+    from prometheus_client import Gauge
+
+    return Gauge(
+        "sglang_hybrid_cpu_compute_ratio",
+        "Misses over budget, mean over layers and recent decode steps.",
+        ["rank"],
+        multiprocess_mode="mostrecent",
+    )
+
+
 @functools.cache
 def _collectors() -> tuple[Any, Any, Any]:
     from prometheus_client import Counter, Gauge

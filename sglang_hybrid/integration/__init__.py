@@ -11,7 +11,11 @@
     load_file            SGLang's load file in /dev/shm, replaced by one that leaves nothing behind
     triton_gates         SGLang's "may I use Triton" questions, answered for a CPU
     attention_backend    SGLang's attention interface, handing over to ``sglang_hybrid.backend``
-    teacher_forcing      SGLang's model runner, decoding a given text
+    decoder_layers       the decoder layers of Llama-like models: their inputs, what makes their queries
+    scouting             hooks in front of them that look one layer ahead
+    channels             which channels of the keys are worth a sketch
+    model_session        SGLang's model runner, decoding behind one prefill in many ways
+    session_flags        the command line of commands that load a model themselves
     cpu_host/            what SGLang lacks on a host without a GPU
 
 The rest of the package knows tensors, pages and rows, not SGLang.

@@ -10,12 +10,18 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_hybrid.backend import HybridAttention, PrefillBatch
-from sglang_hybrid.config import config_from_environment
+from sglang_hybrid.config import HybridConfig, config_from_environment
+from sglang_hybrid.integration.channels import choose_channels
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
 from sglang_hybrid.integration.miss_server import create_miss_server
 from sglang_hybrid.integration.refusals import Refusal
+from sglang_hybrid.integration.scouting import Scouting, read_profile
 from sglang_hybrid.memory.pages import page_table
+from sglang_hybrid.metrics import ScoutMetrics
 from sglang_hybrid.policies.base import DecodeBatch, LayerCache
+from sglang_hybrid.policies.scout import ScoutPolicy
+from sglang_hybrid.scout.profile import Profile
+from sglang_hybrid.scout.tuning import tuning_of
 
 logger = logging.getLogger("sglang.srt.hybrid")
 
@@ -33,14 +39,43 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             )
         self._pool = pool
         self._req_to_token = model_runner.req_to_token_pool.req_to_token
-        self._config = config_from_environment()
+        self._model_runner = model_runner
+        config = config_from_environment()
+        profile = read_profile(config, model_runner)  # what is wrong with it is said before a worker is started
         # policy full attends to everything in this process
-        misses = create_miss_server(self._config, pool, model_runner) if self._config.policy == "scout" else None
-        self._attention = HybridAttention(self._config, misses)
+        misses = create_miss_server(config, pool, model_runner) if config.policy == "scout" else None
+        self.attention = HybridAttention(config, self._req_to_token.shape[0], pool.layer_num, misses)
+        self.choose_channels(profile)
+        self._scouting = Scouting(model_runner, self._ahead)
+        self.use(config, profile)
+        if isinstance(self.attention.policy, ScoutPolicy) and model_runner.server_args.enable_metrics:
+            self.attention.policy.on_ratio = ScoutMetrics(model_runner.ps.tp_rank).ratio
         self._steps = 0
         self._batch: PrefillBatch | DecodeBatch | None = None
         settings = msgspec.structs.asdict(self._config)
         logger.info("hybrid attention: %s", " ".join(f"{key}={value}" for key, value in settings.items()))
+
+    def use(self, config: HybridConfig, profile: Profile | None = None) -> None:
+        """Decode by these settings from now on, and by ``profile`` or the one that they name.
+
+        Raises Refusal for what this model cannot do.
+        """
+        profile = profile or read_profile(config, self._model_runner)
+        self._scouting.use(config, profile)
+        self.attention.use(config, tuning_of(config, self._pool.layer_num, profile))
+        self._config = config
+
+    def choose_channels(self, profile: Profile | None) -> None:
+        """What sketches hold. Those of keys that are written already become void."""
+        if self._pool.sketches:
+            heads, rank = self._pool.head_num, self._model_runner.ps.tp_rank
+            # with more ranks than KV heads several ranks share one
+            shared = max(
+                1, self._model_runner.server_args.tp_size // self._model_runner.model_config.get_total_num_kv_heads()
+            )
+            first = rank // shared * heads
+            own = slice(first, first + heads)
+            choose_channels(self._pool.sketches, self._pool.start_layer, own, self._model_runner.model, profile)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Take a copy of all that the layers read: the scheduler prepares the next batch meanwhile."""
@@ -48,12 +83,17 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         table = page_table(
             self._req_to_token, forward_batch.req_pool_indices, max(lengths, default=0), self._config.block_tokens
         )
+        rows = forward_batch.req_pool_indices.to(torch.int64)
         if forward_batch.forward_mode.is_decode_or_idle():
             self._steps += 1
-            self._batch = DecodeBatch(table, forward_batch.seq_lens.to(torch.int64), lengths, self._steps)
-            self._attention.begin_decode(self._batch)
+            on_host = rows.tolist()  # on a GPU this waits; rows that come and go are known to the host
+            self._batch = DecodeBatch(
+                table, forward_batch.seq_lens.to(torch.int64), lengths, rows, on_host, self._steps
+            )
+            self.attention.begin_decode(self._batch)
         else:
-            self._batch = PrefillBatch(table, lengths, list(forward_batch.extend_seq_lens_cpu))
+            self.attention.rows_begin(rows.tolist())
+            self._batch = PrefillBatch(table, rows, lengths, list(forward_batch.extend_seq_lens_cpu))
 
     def forward_extend(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any
@@ -62,7 +102,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         query = self._store(q, k, v, layer, forward_batch, save_kv_cache)
         new = sum(self._batch.new_tokens)  # SGLang may pad the batch beyond its real tokens
         out = query.new_zeros(query.shape[0], query.shape[1], layer.v_head_dim)
-        out[:new] = self._attention.prefill(query[:new], self._cache(layer), self._batch, layer.scaling)
+        out[:new] = self.attention.prefill(query[:new], self._cache(layer.layer_id), self._batch, layer.scaling)
         return out.flatten(1)
 
     def forward_decode(
@@ -70,7 +110,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
     ) -> torch.Tensor:
         assert isinstance(self._batch, DecodeBatch)
         query = self._store(q, k, v, layer, forward_batch, save_kv_cache)
-        return self._attention.decode(query, self._cache(layer), self._batch, layer.scaling).flatten(1)
+        return self.attention.decode(query, self._cache(layer.layer_id), self._batch, layer.scaling).flatten(1)
 
     def _store(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool
@@ -84,10 +124,21 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             )
         return q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
 
-    def _cache(self, layer: Any) -> LayerCache:
-        keys, values = self._pool.get_kv_buffer(layer.layer_id)
-        index = layer.layer_id - self._pool.start_layer
-        return LayerCache(keys, values, self._pool.digests.of_layer(index), index)
+    def _ahead(self, layer_id: int, query: torch.Tensor, scale: float) -> None:
+        assert isinstance(self._batch, DecodeBatch)
+        rows = len(self._batch.lengths_on_host)
+        self.attention.ahead(query[:rows], self._cache(layer_id), self._batch, scale)
+
+    def _cache(self, layer_id: int) -> LayerCache:
+        keys, values = self._pool.get_kv_buffer(layer_id)
+        index = layer_id - self._pool.start_layer
+        wanted = self._config.sketch_channels > 0
+        sketch = self._pool.sketches.of_layer(index) if self._pool.sketches and wanted else None
+        return LayerCache(keys, values, self._pool.digests.of_layer(index), index, sketch)
+
+    def rows_begin(self, rows: torch.Tensor) -> None:
+        """These rows go back to the end of their prompts."""
+        self.attention.rows_begin(rows.tolist())
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1

@@ -11,6 +11,7 @@ from sglang_hybrid.config import config_from_environment
 from sglang_hybrid.memory.digests import Digests
 from sglang_hybrid.memory.pages import touched_pages
 from sglang_hybrid.memory.region import SharedRegion
+from sglang_hybrid.memory.sketches import Sketches
 
 LayerCopies = list[tuple[torch.Tensor, torch.Tensor]]  # K and V of some tokens, per layer
 
@@ -30,6 +31,7 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
 
     region: SharedRegion
     digests: Digests
+    sketches: Sketches | None
 
     def _create_buffers_normal(self) -> None:
         pages = (self.size + self.page_size) // self.page_size
@@ -41,14 +43,19 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         self.region = SharedRegion(SharedRegion.size_for(*sizes * self.layer_num), name="sglang-hybrid-kv")
         self.k_buffer = [self.region.take(key_shape, self.store_dtype) for _ in range(self.layer_num)]
         self.v_buffer = [self.region.take(value_shape, self.store_dtype) for _ in range(self.layer_num)]
+        config = config_from_environment()
         self.digests = Digests(
-            config_from_environment().digest,
+            config.digest,
             self.layer_num,
             pages,
             self.head_num,
             self.head_dim,
             self.store_dtype,
             self.device,
+        )
+        channels = min(config.sketch_channels, self.head_dim)
+        self.sketches = (
+            Sketches(channels, self.layer_num, pages, self.head_num, self.page_size, self.device) if channels else None
         )
 
     def _store_kv_layer(self, layer_idx: int, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor) -> None:
@@ -58,7 +65,10 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         keys, values = self.k_buffer[layer_idx], self.v_buffer[layer_idx]
         keys[pages, :, offsets] = cache_k.to("cpu")
         values[pages, :, offsets] = cache_v.to("cpu")
-        self.digests.refresh(layer_idx, keys, *touched_pages(slots, self.page_size))
+        touched = touched_pages(slots, self.page_size)
+        self.digests.refresh(layer_idx, keys, *touched)
+        if self.sketches:
+            self.sketches.refresh(layer_idx, keys, *touched)
 
     # SGLang takes a request's KV out of the pool and puts it back elsewhere when it retracts a
     # request on a disaggregated decode instance.

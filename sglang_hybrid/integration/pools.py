@@ -17,6 +17,7 @@ from sglang_hybrid.integration import BACKEND_NAME
 from sglang_hybrid.integration.refusals import refuse_model
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
 from sglang_hybrid.memory.digests import Digests
+from sglang_hybrid.memory.sketches import Sketches
 
 logger = logging.getLogger("sglang.srt.hybrid")
 
@@ -57,6 +58,9 @@ def available_bytes(original: Callable[[Any, int], int], configurator: Any, pre_
         on_device = original(configurator, pre_model_load_memory)
         per_page = Digests.bytes_per_page(
             config.digest, shape.layers, shape.kv_heads, shape.key_dim, configurator.kv_cache_dtype
+        )
+        per_page += Sketches.bytes_per_page(
+            min(config.sketch_channels, shape.key_dim), shape.layers, shape.kv_heads, config.block_tokens
         )
         pages = on_device // per_page
         if pages * config.block_tokens < config.budget_tokens:

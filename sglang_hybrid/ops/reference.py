@@ -17,6 +17,31 @@ import torch
 NO_BLOCK = -1
 
 
+# -- prediction ------------------------------------------------------------------------------
+
+
+def rms_unit(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x`` divided by the root of its mean square over the last dimension: RMSNorm without its gain, in float32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+
+
+def rotate(heads: torch.Tensor, cos_sin: torch.Tensor, neox: bool) -> torch.Tensor:
+    """Rotary embedding: heads ``[n, heads, D]``, cos_sin ``[n, R]``, cosines then sines -> heads' shape and dtype.
+
+    ``neox`` rotates channel c against c + R / 2, otherwise 2c against 2c + 1. Channels from R on stay as they are.
+    """
+    cos, sin = cos_sin.float().unsqueeze(1).chunk(2, dim=-1)
+    turned, rest = heads.float().split((cos_sin.shape[-1], heads.shape[-1] - cos_sin.shape[-1]), dim=-1)
+    if neox:
+        first, second = turned.chunk(2, dim=-1)
+        pairs = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    else:
+        first, second = turned[..., ::2], turned[..., 1::2]
+        pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    return torch.cat((pairs, rest), dim=-1).to(heads.dtype)
+
+
 # -- digests ---------------------------------------------------------------------------------
 
 
@@ -63,6 +88,27 @@ def digest_logits(query: torch.Tensor, digests: torch.Tensor, spread: float) -> 
     return torch.einsum("bhgkd,bnhkd->bhgn", parts, digests.float())
 
 
+def sketch_logits(
+    query: torch.Tensor,
+    digests: torch.Tensor,
+    sketch: torch.Tensor,
+    channels: torch.Tensor,
+    spread: float,
+    scale: float,
+) -> torch.Tensor:
+    """Estimate, for every query head, of the logarithm of a block's attention mass, in units of ``q . k``.
+
+    As ``digest_logits``, and sketch ``[B, N, H, T, C]``: of every key the ``channels`` ``[H, C]``. In those channels
+    each token has its own logit, and the block gets their log-sum-exp; the others add what the digests estimate.
+    """
+    rows, _, heads, _, dim = digests.shape
+    q = query.float().view(rows, heads, -1, dim)
+    where = channels[None, :, None, :].expand(rows, -1, q.shape[2], -1)
+    tokens = torch.einsum("bhgc,bnhtc->bhgnt", q.gather(3, where), sketch.float()) * scale
+    others = q.scatter(3, where, 0.0)
+    return tokens.logsumexp(dim=4) / scale + digest_logits(others.flatten(1, 2), digests, spread)
+
+
 def block_scores(logits: torch.Tensor, block_counts: torch.Tensor, scale: float) -> torch.Tensor:
     """Score of every block for every KV head: the logarithm of its estimated share of attention.
 
@@ -104,6 +150,14 @@ def select_blocks(scores: torch.Tensor, block_counts: torch.Tensor, limit: int, 
     # absent ones sort behind every real position
     chosen = chosen.masked_fill(absent, torch.iinfo(chosen.dtype).max).sort(dim=2).values
     return chosen.masked_fill(chosen >= block_counts[:, None, None], NO_BLOCK)
+
+
+def is_listed(positions: torch.Tensor, blocks: int) -> torch.Tensor:
+    """Which of a row's ``blocks`` first positions are in the list: ``[B, H, N]`` -> ``[B, H, blocks]``."""
+    # one more place takes NO_BLOCK, and whatever lies beyond
+    place = positions.masked_fill((positions < 0) | (positions >= blocks), blocks)
+    listed = torch.zeros(*positions.shape[:2], blocks + 1, dtype=torch.bool, device=positions.device)
+    return listed.scatter_(2, place, True)[..., :blocks]
 
 
 def is_forced(positions: torch.Tensor, block_counts: torch.Tensor, sink: int, recent: int) -> torch.Tensor:

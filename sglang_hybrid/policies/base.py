@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_hybrid.memory.sketches import LayerSketch
+from sglang_hybrid.ops import reference
+
 
 @dataclass(frozen=True)
 class LayerCache:
@@ -16,10 +19,20 @@ class LayerCache:
     values: torch.Tensor  # likewise
     digests: torch.Tensor  # [pages, KV heads, kinds, head_dim], on the model's device
     layer: int = 0  # of this rank's pool
+    sketch: LayerSketch | None = None  # some channels of every key, on the model's device
 
     @property
     def block_tokens(self) -> int:
         return self.keys.shape[2]
+
+    def estimates(self, query: torch.Tensor, page_table: torch.Tensor, spread: float, scale: float) -> torch.Tensor:
+        """What digests, and the sketch if there is one, tell of each block: ``[rows, KV heads, group, blocks]``."""
+        digests = self.digests[page_table]
+        if self.sketch is None:
+            return reference.digest_logits(query, digests, spread)
+        # as bytes: torch cannot index with float8 on every device
+        tokens = self.sketch.tokens.view(torch.uint8)[page_table].view(self.sketch.tokens.dtype)
+        return reference.sketch_logits(query, digests, tokens, self.sketch.channels, spread, scale)
 
 
 @dataclass(frozen=True)
@@ -29,11 +42,17 @@ class DecodeBatch:
     page_table: torch.Tensor  # [rows, blocks of the longest row], page of each block
     lengths: torch.Tensor  # [rows], tokens of each row, the new one included
     lengths_on_host: list[int]
+    rows: torch.Tensor  # [rows], SGLang's number of each row: whose it stays from step to step
+    rows_on_host: list[int]
     step: int = 0  # counts decode steps: which one a partial result belongs to
 
     def block_counts(self, block_tokens: int) -> torch.Tensor:
         """Blocks of each row, the last one being the tail."""
         return -(-self.lengths // block_tokens)
+
+    def part(self, which: torch.Tensor) -> DecodeBatch:
+        """Some rows of the batch, by index. For looking at them only: it has no lists on the host."""
+        return DecodeBatch(self.page_table[which], self.lengths[which], [], self.rows[which], [], self.step)
 
 
 @dataclass(frozen=True)
@@ -47,8 +66,14 @@ class BlockList:
 class DecodePolicy(ABC):
     """Computes the attention of one new token per row. Its K and V are in the cache already."""
 
+    def rows_begin(self, rows: list[int]) -> None:  # noqa: B027
+        """These rows are other requests from now on, or the same with other tokens."""
+
     def begin_step(self, batch: DecodeBatch) -> None:  # noqa: B027 (most policies have nothing to prepare)
         """Called once before the layers of a decode step."""
+
+    def ahead(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> None:  # noqa: B027
+        """A layer will be decoded soon, with about this query. Its new K and V are not in the cache yet."""
 
     @abstractmethod
     def decode(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:

@@ -68,10 +68,20 @@ def test_defaults_are_the_documented_ones():
         "policy": "scout",
         "block_tokens": 32,
         "budget_tokens": 2048,
+        "resident_tokens": "auto",
         "sink_blocks": 1,
         "recent_blocks": 2,
         "digest": "minmax",
         "digest_spread": 0.5,
+        "profile": "none",
+        "prediction": "auto",
+        "selection": "head",
+        "attend": "resident",
+        "sticky_bonus": "auto",
+        "recall_interval": "auto",
+        "recall_beta": 0.12,
+        "recall_adapt": True,
+        "sketch_channels": 16,
         "host_memory": "auto",
         "worker": "start",
         "worker_provider": "native",
@@ -227,6 +237,13 @@ def test_an_override_with_bad_yaml_is_named():
         ("budget_tokens=-32", "budget_tokens=-32", "a whole number > 0"),
         ("sink_blocks=-1", "sink_blocks=-1", "a whole number >= 0"),
         ("recent_blocks=-1", "recent_blocks=-1", "a whole number >= 0"),
+        ("profile=5", "profile=5", "text"),
+        ("prediction=perfect", "prediction='perfect'", "one of auto, calibrated, none, raw"),
+        ("selection=row", "selection='row'", "one of head, layer"),
+        ("attend=all", "attend='all'", "one of resident, selected"),
+        ("recall_beta=0", "recall_beta=0", "a number > 0 and <= 1"),
+        ("recall_beta=1.5", "recall_beta=1.5", "a number > 0 and <= 1"),
+        ("recall_adapt=maybe", "recall_adapt='maybe'", "true or false"),
         ("host_memory=1024", "host_memory=1024", '"auto", a size such as "40GiB"'),
     ],
 )
@@ -486,3 +503,69 @@ def test_a_misspelled_worker_is_refused_with_the_legal_values():
 @pytest.mark.parametrize("setting", ["worker_threads=0", "worker_threads=2000", "worker_group_threads=-1"])
 def test_thread_counts_out_of_range_are_refused(setting: str):
     assert "from 1 to 1024" in problem_of(overrides=[setting])
+
+
+# The settings of prediction and recall
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("sticky_bonus=0", "sticky_bonus", 0.0),
+        ("sticky_bonus=1.5", "sticky_bonus", 1.5),
+        ("sticky_bonus=auto", "sticky_bonus", "auto"),
+        ("recall_interval=0", "recall_interval", 0),
+        ("resident_tokens=0", "resident_tokens", 0),
+        ("resident_tokens=1024", "resident_tokens", 1024),
+        ("recall_interval=300", "recall_interval", 300),
+        ("recall_interval=auto", "recall_interval", "auto"),
+        ("recall_beta=1", "recall_beta", 1.0),
+        ("recall_adapt=off", "recall_adapt", False),
+        ("prediction=none", "prediction", "none"),
+        ("selection=layer", "selection", "layer"),
+        ("attend=selected", "attend", "selected"),
+        ("profile=configs/profiles/a.safetensors", "profile", "configs/profiles/a.safetensors"),
+    ],
+)
+def test_prediction_and_recall_are_set_by_number_or_left_to_the_profile(override: str, key: str, value: object):
+    assert getattr(load_config(None, [override]), key) == value
+
+
+@pytest.mark.parametrize(
+    ("override", "given"),
+    [
+        ("sticky_bonus=-0.5", "sticky_bonus=-0.5"),
+        ("sticky_bonus=.inf", "sticky_bonus=inf"),
+        ("sticky_bonus=.nan", "sticky_bonus=nan"),
+        ("recall_interval=-1", "recall_interval=-1"),
+        ("resident_tokens=-32", "resident_tokens=-32"),
+    ],
+)
+def test_a_bonus_an_interval_or_a_size_that_is_no_number_from_zero_on_is_refused(override: str, given: str):
+    problem = problem_of(overrides=[override])
+    assert f"{given} (override)" in problem
+    assert problem.endswith(': must each be "auto" or a number from 0 on')
+
+
+@pytest.mark.parametrize("override", ["sticky_bonus=much", "sticky_bonus=true", "sticky_bonus="])
+def test_a_bonus_of_another_type_is_refused_with_what_is_legal(override: str):
+    assert set(problem_of(overrides=[override]).split("must be ")[1].split()) == {"a", "number", "or", "auto"}
+
+
+@pytest.mark.parametrize("override", ["recall_interval=2.5", "recall_interval=often", "recall_interval=false"])
+def test_an_interval_of_another_type_is_refused_with_what_is_legal(override: str):
+    assert set(problem_of(overrides=[override]).split("must be ")[1].split()) == {"a", "whole", "number", "or", "auto"}
+
+
+def test_a_calibrated_prediction_needs_a_profile():
+    problem = problem_of(overrides=["prediction=calibrated"])
+    assert problem.startswith("prediction='calibrated' (override), profile='none' (default): ")
+    assert "sglang-hybrid profile makes one" in problem
+    config = load_config(None, ["prediction=calibrated", "profile=some.safetensors"])
+    assert (config.prediction, config.profile) == ("calibrated", "some.safetensors")
+
+
+@pytest.mark.parametrize("prediction", ["auto", "raw", "none"])
+def test_every_other_prediction_does_with_and_without_a_profile(prediction: str):
+    for profile in ("none", "some.safetensors"):
+        assert load_config(None, [f"prediction={prediction}", f"profile={profile}"]).prediction == prediction

@@ -1,26 +1,30 @@
 """Decode policies and chunked prefill over a paged host pool, against softmax attention over each row's tokens."""
 
+import dataclasses
 import itertools
+import random
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 import torch
-from attention_oracle import attention_over_blocks, causal_attention, seeded, softmax_attention
+from attention_oracle import attention_over_blocks, causal_attention, softmax_attention
+from decoding import CLOSE, Decoding, Life, Requests, Shape, Step, T
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hybrid.backend import HybridAttention, PrefillBatch
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.memory.digests import Digests
-from sglang_hybrid.memory.pages import page_table, touched_pages
+from sglang_hybrid.memory.prompt_queries import PromptQueries
+from sglang_hybrid.misses.base import Posted
 from sglang_hybrid.misses.reference import ReferenceMisses
 from sglang_hybrid.ops.reference import NO_BLOCK
 from sglang_hybrid.policies import create_policy
-from sglang_hybrid.policies.base import DecodeBatch, LayerCache
+from sglang_hybrid.policies.base import BlockList, DecodeBatch, DecodePolicy, LayerCache
 from sglang_hybrid.policies.full import FullPolicy
-from sglang_hybrid.policies.scout import ScoutPolicy
+from sglang_hybrid.policies.scout import ScoutPolicy, Selection
+from sglang_hybrid.scout.tuning import tuning_of
 
-T = 32  # tokens per block
 SEEDS = st.integers(0, 2**32 - 1)
 HEADS = st.integers(1, 3)
 GROUP = st.integers(1, 5)
@@ -29,103 +33,20 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 # one token, both sides of a block boundary, and some blocks: rows of very different lengths in one batch
 LENGTHS = st.one_of(st.sampled_from([1, 2, 31, 32, 33, 64, 65]), st.integers(1, 12 * T))
 SEVERAL_LENGTHS = st.lists(LENGTHS, min_size=1, max_size=4)
-# computed in float32, rounded to the query's dtype at the end
-CLOSE = {
-    torch.float32: {"rtol": 1e-4, "atol": 2e-5},
-    torch.float16: {"rtol": 2e-3, "atol": 2e-3},
-    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
-}
-
-
-@dataclass(frozen=True)
-class Shape:
-    heads: int
-    group: int
-    dim: int
-    value_dim: int
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def scale(self) -> float:
-        return 1.2 * self.dim**-0.5  # not what torch would take by default
-
-
 SHAPES = st.builds(Shape, heads=HEADS, group=GROUP, dim=DIM, value_dim=DIM, dtype=DTYPES)
 
 
-class Requests:
-    """Rows with random keys, values and queries, and a host pool that they are written to bit by bit.
-
-    Everything that no token was written to is NaN: in the pool, and in the digests. Pages are
-    in random order, and a row's table goes on with other rows' pages beyond the row's end.
-    """
-
-    def __init__(self, lengths: list[int], shape: Shape, seed: int, digest: str = "minmax") -> None:
-        random, self.shape, self.lengths = seeded(seed), shape, lengths
-        heads, longest = shape.heads, max(lengths)
-
-        def normal(*size: int) -> torch.Tensor:
-            return torch.randn(*size, generator=random).to(shape.dtype)
-
-        self.row_keys = [normal(heads, n, shape.dim) for n in lengths]
-        self.row_values = [normal(heads, n, shape.value_dim) for n in lengths]
-        self.row_queries = [self._as_part_of_qkv(normal, n) for n in lengths]
-
-        counts = [-(-n // T) for n in lengths]
-        pages = 1 + torch.randperm(sum(counts) + 2, generator=random)  # page 0 is for padding, two stay unused
-        table = pages[torch.randint(0, len(pages), (len(lengths), -(-longest // T)), generator=random)]
-        for row, own in enumerate(pages[: sum(counts)].split(counts)):
-            table[row, : len(own)] = own
-        self._req_to_token = (table[:, :, None] * T + torch.arange(T)).flatten(1).to(torch.int32)
-
-        nan = float("nan")
-        self._digests = Digests(digest, 1, len(pages) + 1, heads, shape.dim, shape.dtype, "cpu")
-        self._digests.of_layer(0).fill_(nan)
-        self.cache = LayerCache(
-            torch.full((len(pages) + 1, heads, T, shape.dim), nan, dtype=shape.dtype),
-            torch.full((len(pages) + 1, heads, T, shape.value_dim), nan, dtype=shape.dtype),
-            self._digests.of_layer(0),
-        )
-
-    def _as_part_of_qkv(self, normal, tokens: int) -> torch.Tensor:
-        """Queries ``[n, H * G, D]`` as a model makes them: one slice of a wider projection."""
-        width = self.shape.heads * self.shape.group * self.shape.dim
-        return normal(tokens, width + 24)[:, :width].unflatten(1, (-1, self.shape.dim))
-
-    def write(self, row: int, first: int, last: int) -> None:
-        """Put the row's tokens ``first`` to ``last`` into the pool, as the KV pool does."""
-        slots = self._req_to_token[row, first:last].to(torch.int64)
-        self.cache.keys[slots // T, :, slots % T] = self.row_keys[row][:, first:last].transpose(0, 1)
-        self.cache.values[slots // T, :, slots % T] = self.row_values[row][:, first:last].transpose(0, 1)
-        self._digests.refresh(0, self.cache.keys, *touched_pages(slots, T))
-
-    def write_all(self) -> None:
-        for row, length in enumerate(self.lengths):
-            self.write(row, 0, length)
-
-    def table(self, rows: list[int], longest: int) -> torch.Tensor:
-        return page_table(self._req_to_token, torch.tensor(rows), longest, T)
-
-    def decode_batch(self) -> DecodeBatch:
-        everyone = list(range(len(self.lengths)))
-        return DecodeBatch(self.table(everyone, max(self.lengths)), torch.tensor(self.lengths), self.lengths)
-
-    def last_queries(self) -> torch.Tensor:
-        return torch.stack([queries[-1] for queries in self.row_queries])
-
-    def full_attention(self) -> torch.Tensor:
-        """Of the last token of each row."""
-        rows = zip(self.last_queries(), self.row_keys, self.row_values, strict=True)
-        return torch.stack([softmax_attention(*row, self.shape.scale)[0] for row in rows])
-
-    def assert_close(self, out: torch.Tensor, expected: torch.Tensor) -> None:
-        assert out.dtype == self.shape.dtype
-        torch.testing.assert_close(out.double(), expected, **CLOSE[self.shape.dtype])
+def decode_once(policy: DecodePolicy, requests: Requests) -> torch.Tensor:
+    """The last token of every row, as the first that is decoded."""
+    batch = requests.decode_batch()
+    policy.rows_begin(batch.rows_on_host)
+    policy.begin_step(batch)
+    return policy.decode(requests.last_queries(), requests.cache, batch, requests.shape.scale)
 
 
 def test_the_configuration_names_the_policy():
-    assert isinstance(create_policy(HybridConfig(policy="full")), FullPolicy)
-    assert isinstance(create_policy(HybridConfig(policy="scout")), ScoutPolicy)
+    assert isinstance(create_policy(HybridConfig(policy="full"), rows=1, layers=1), FullPolicy)
+    assert isinstance(create_policy(HybridConfig(policy="scout"), rows=1, layers=1), ScoutPolicy)
 
 
 # Decode within the budget
@@ -148,7 +69,7 @@ def test_a_budget_that_holds_the_context_gives_full_attention(
 ):
     requests = Requests(lengths, shape, seed, config.digest)
     requests.write_all()
-    out = create_policy(config).decode(requests.last_queries(), requests.cache, requests.decode_batch(), shape.scale)
+    out = decode_once(create_policy(config, len(lengths), layers=1), requests)
     requests.assert_close(out, requests.full_attention())
 
 
@@ -210,24 +131,588 @@ def test_scout_is_softmax_over_exactly_the_blocks_within_the_budget(case: tuple[
     expected, _ = attention_over_blocks(
         requests.last_queries(), requests.cache.keys, requests.cache.values, blocks, requests.shape.scale
     )
-    out = ScoutPolicy(config, ReferenceMisses()).decode(
-        requests.last_queries(), requests.cache, requests.decode_batch(), requests.shape.scale
-    )
-    requests.assert_close(out, expected)
+    # with the first query that is decoded, what scores best is resident: there is nothing beside it
+    requests.assert_close(decode_once(create_policy(config, len(blocks), layers=1), requests), expected)
+
+
+def real(positions: torch.Tensor) -> list[int]:
+    """A list without its empty places, which must come last."""
+    listed = [p for p in positions.tolist() if p != NO_BLOCK]
+    assert positions.tolist() == listed + [NO_BLOCK] * (len(positions) - len(listed))
+    return listed
 
 
 @given(overflowing_requests())
 def test_scout_tells_the_blocks_that_are_always_in_from_those_that_earned_it(case: tuple[HybridConfig, Requests]):
     config, requests = case
-    batch = requests.decode_batch()
-    policy = ScoutPolicy(config, ReferenceMisses())
-    lists = policy.select(requests.last_queries(), requests.cache, batch, requests.shape.scale)
-    for row, length in enumerate(requests.lengths):
+    policy, batch = Watched(config, rows=len(requests.lengths)), requests.decode_batch()
+    policy.rows_begin(batch.rows_on_host)
+    policy.begin_step(batch)
+    chosen = policy.select(requests.last_queries(), requests.cache, batch, requests.shape.scale)
+    for row in range(len(requests.lengths)):
         for head in range(requests.shape.heads):
-            for found, positions in zip(lists, best_positions(requests, config, row, head), strict=True):
-                pages, fill = found.ids[row, head].tolist(), found.fill[row, head].tolist()
-                expected = [(int(batch.page_table[row, p]), min(T, length - p * T)) for p in sorted(positions)]
-                assert list(zip(pages, fill, strict=True)) == expected + [(NO_BLOCK, 0)] * (len(pages) - len(expected))
+            always, earned = best_positions(requests, config, row, head)
+            assert sorted(real(chosen.near[row, head])) == sorted(always | earned)
+            assert sorted(real(chosen.recalled[row, head])) == sorted(earned)
+            assert real(chosen.misses[row, head]) == []
+
+
+# Decode step by step: rows grow, come and go, and leave their numbers to others
+
+
+@st.composite
+def lives(draw: st.DrawFn, longest: int) -> list[Life]:
+    """Of up to three row numbers, each taken by one or two requests in turn; nobody exceeds ``longest`` tokens."""
+    choice = random.Random(draw(SEEDS))  # evenly: what is interesting here is long rows that cross boundaries
+    drawn = []
+    for number in choice.choice([[0], [1, 0], [2, 0, 1]]):
+        first = choice.randint(0, 3)
+        for _ in range(choice.randint(1, 2)):
+            steps = choice.choice([1, 5, 12, 20, 38])
+            prompt = choice.randint(1, longest - steps)
+            if choice.random() < 0.5:  # a new block within the first few steps
+                prompt = max(1, prompt // T * T - choice.randint(0, 3))
+            drawn.append(Life(number, prompt, first, steps))
+            first += steps + choice.randint(0, 2)
+    return drawn
+
+
+class RecordedMisses(ReferenceMisses):
+    def __init__(self) -> None:
+        self.query = torch.empty(0)
+        self.blocks: BlockList | None = None
+        self.steps: list[int] = []
+
+    def post(self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int) -> Posted:
+        self.query, self.blocks = query, blocks
+        self.steps.append(step)
+        return super().post(query, cache, blocks, scale, step)
+
+
+class Watched(ScoutPolicy):
+    """Keeps what it selected last, and what it was told to report."""
+
+    def __init__(self, config: HybridConfig, rows: int, layers: int = 1, prompts: PromptQueries | None = None) -> None:
+        self.misses = RecordedMisses()
+        super().__init__(config, self.misses, tuning_of(config, layers), prompts, rows)
+        self.chosen = Selection(*3 * [torch.empty(0)])
+        self.ratios: list[tuple[int, float]] = []
+        self.on_ratio = lambda layer, ratio: self.ratios.append((layer, ratio))
+
+    def select(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> Selection:
+        self.chosen = super().select(query, cache, batch, scale)
+        return self.chosen
+
+
+SMALL_SHAPES = st.builds(Shape, heads=st.integers(1, 2), group=st.integers(1, 3), dim=st.just(8), value_dim=st.just(8))
+
+
+@pytest.mark.parametrize("selection", ["head", "layer"])
+@pytest.mark.parametrize("bonus", [0.0, 2.0])
+@pytest.mark.parametrize("interval", [0, 1, 3])
+@pytest.mark.parametrize("predicted", [True, False], ids=["wrong predictions", "no prediction"])
+@settings(max_examples=4)
+@given(
+    plan=lives(longest=8 * T),
+    shape=SMALL_SHAPES,
+    seed=SEEDS,
+    always=st.sampled_from([(0, 0), (1, 2), (2, 1)]),
+    attend=st.sampled_from(["resident", "selected"]),
+)
+def test_a_budget_that_holds_the_context_gives_full_attention_at_every_step(
+    selection: str,
+    bonus: float,
+    interval: int,
+    predicted: bool,
+    plan: list[Life],
+    shape: Shape,
+    seed: int,
+    always: tuple[int, int],
+    attend: str,
+):
+    config = HybridConfig(
+        budget_tokens=8 * T,
+        sink_blocks=always[0],
+        recent_blocks=always[1],
+        selection=selection,
+        attend=attend,
+        sticky_bonus=bonus,
+        recall_interval=interval,
+    )
+    decoding, policy = Decoding(plan, shape, seed), Watched(config, rows=3)
+    requests = decoding.requests
+
+    def check(step: Step) -> None:
+        for row, (request, length) in enumerate(zip(step.requests, step.lengths, strict=True)):
+            keys, values = (tokens[request][:, :length] for tokens in (requests.row_keys, requests.row_values))
+            requests.assert_close(step.out[row], softmax_attention(step.queries[row], keys, values, shape.scale)[0])
+
+    decoding.run(policy, check, lambda _: predicted)
+    assert {ratio for _, ratio in policy.ratios} == {0.0}
+
+
+class PlainScout:
+    """Policy scout from its description, in plain Python: sets of positions, one (request, KV head) at a time."""
+
+    def __init__(self, config: HybridConfig, decoding: Decoding, from_prompts: bool) -> None:
+        self.config = config
+        self._decoding = decoding
+        self._from_prompts = from_prompts
+        self.resident: dict[tuple[int, int], set[int]] = {}
+
+    def always(self, length: int) -> set[int]:
+        tail = (length - 1) // T
+        return {
+            p for p in range(tail + 1) if p < self.config.sink_blocks or tail - self.config.recent_blocks <= p <= tail
+        }
+
+    def scores(self, request: int, head: int, query: torch.Tensor, known: int, length: int) -> dict[int, float]:
+        """Of the blocks that are not always in. ``known`` tokens are in the cache."""
+        requests, config = self._decoding.requests, self.config
+        group, total = requests.shape.group, torch.zeros(-(-known // T), dtype=torch.float64)
+        for h in range(requests.shape.heads) if config.selection == "layer" else [head]:
+            blocks = requests.row_keys[request][h, :known].double().split(T)
+            own = query[h * group : (h + 1) * group].double()
+            if config.digest == "minmax":
+                tops, bottoms = (torch.stack([f(b, dim=0) for b in blocks]) for f in (torch.amax, torch.amin))
+                estimates = own @ (tops + bottoms).T / 2 + config.digest_spread * own.abs() @ (tops - bottoms).T / 2
+            else:
+                estimates = own @ torch.stack([b.mean(dim=0) for b in blocks]).T
+            total += torch.softmax(estimates * requests.shape.scale, dim=1).sum(dim=0)
+        return {p: float(total[p].log()) for p in range(len(total)) if p not in self.always(length)}
+
+    def attend(
+        self, request: int, head: int, length: int, fresh: bool, query: torch.Tensor, known: int
+    ) -> tuple[set[int], set[int]]:
+        """What is near and what is missed in this step; recall, if its time has come, is for the steps after it."""
+        config = self.config
+        always, scores = self.always(length), self.scores(request, head, query, known, length)
+        kept = config.budget_tokens if config.resident_tokens == "auto" else config.resident_tokens
+        slots = max(0, kept // T - config.sink_blocks - config.recent_blocks - 1)
+        room = config.budget_tokens // T - len(always)
+
+        def best(of: dict[int, float], count: int) -> set[int]:
+            return set(sorted(of, key=of.__getitem__, reverse=True)[:count])
+
+        resident = self.resident.get((request, head), set())
+        if fresh:
+            asked = self._decoding.prompt_query(request) if self._from_prompts else query
+            resident = best(self.scores(request, head, asked, known, length), min(room, slots))
+        elif length % T == 1:
+            left = (length - 1) // T - config.recent_blocks - 1
+            if left >= config.sink_blocks and slots:
+                resident = resident | {left}
+                if len(resident) > slots:
+                    resident = resident - {min(resident - {left}, key=scores.__getitem__)}
+        selected = best({p: s + config.sticky_bonus * (p in resident) for p, s in scores.items()}, room)
+        near, misses = always | resident, selected - resident
+        if config.attend == "selected":
+            near = always | (resident & selected)
+        steps = length - self._decoding.plan[request].prompt
+        due = config.recall_interval and steps % config.recall_interval == 0
+        self.resident[request, head] = best({p: scores[p] for p in selected}, slots) if due else resident
+        return near, misses
+
+
+def attention_by_two_queries(
+    decoding: Decoding, step: Step, row: int, head: int, near: set[int], misses: set[int]
+) -> torch.Tensor:
+    """One softmax over all tokens of both sets; those of the misses have logits by the predicted query."""
+    requests, request, length = decoding.requests, step.requests[row], step.lengths[row]
+    group = requests.shape.group
+    own = slice(head * group, (head + 1) * group)
+    real_query = step.queries[row, own].double()
+    guess = real_query if step.guesses is None else step.guesses[row, own].double()
+    logits, values = [], []
+    for query, blocks in ((real_query, near), (guess, misses)):
+        for p in sorted(blocks):
+            tokens = slice(p * T, min((p + 1) * T, length))
+            logits.append(query @ requests.row_keys[request][head, tokens].double().T * requests.shape.scale)
+            values.append(requests.row_values[request][head, tokens].double())
+    return torch.softmax(torch.cat(logits, dim=1), dim=1) @ torch.cat(values)
+
+
+@st.composite
+def scouting(draw: st.DrawFn) -> HybridConfig:
+    config = draw(small_budgets(draw(st.sampled_from(["minmax", "mean"]))))
+    return msgspec.structs.replace(
+        config,
+        selection=draw(st.sampled_from(["head", "layer"])),
+        attend=draw(st.sampled_from(["resident", "selected"])),
+        resident_tokens=draw(st.sampled_from(["auto", 0, 4 * T, 5 * T, 20 * T])),
+        sticky_bonus=draw(st.sampled_from([0.0, 0.5, 2.0])),
+        recall_interval=draw(st.sampled_from([0, 1, 2, 3, 7])),
+    )
+
+
+@settings(max_examples=60)
+@given(
+    config=scouting(),
+    plan=lives(longest=12 * T),
+    shape=SMALL_SHAPES,
+    seed=SEEDS,
+    predicted_one_in=st.sampled_from([0, 1, 2]),
+    from_prompts=st.booleans(),
+)
+def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_its_query(
+    config: HybridConfig, plan: list[Life], shape: Shape, seed: int, predicted_one_in: int, from_prompts: bool
+):
+    decoding = Decoding(plan, shape, seed, config.digest)
+    prompts = PromptQueries(3) if from_prompts else None
+    policy, plain = Watched(config, rows=3, prompts=prompts), PlainScout(config, decoding, from_prompts)
+
+    def check(step: Step) -> None:
+        missed = 0
+        for row, (request, length) in enumerate(zip(step.requests, step.lengths, strict=True)):
+            query, known = (step.queries, length) if step.guesses is None else (step.guesses, length - 1)
+            for head in range(shape.heads):
+                near, misses = plain.attend(request, head, length, step.fresh[row], query[row], known)
+                missed += len(misses)
+                # lists, not sets: a block that is listed twice would count twice
+                assert sorted(real(policy.chosen.near[row, head])) == sorted(near)
+                assert sorted(real(policy.chosen.misses[row, head])) == sorted(misses)
+                assert near.isdisjoint(misses)
+                expected = attention_by_two_queries(decoding, step, row, head, near, misses)
+                out = step.out[row].unflatten(0, (shape.heads, -1))[head]
+                torch.testing.assert_close(out.double(), expected, **CLOSE[torch.float32])
+        ratio = missed / (len(step.requests) * shape.heads * (config.budget_tokens // T))
+        assert policy.ratios.pop() == (0, pytest.approx(ratio))
+        assert not policy.ratios
+
+    decoding.run(policy, check, lambda now: bool(predicted_one_in) and now % predicted_one_in == 0, prompts)
+
+
+# Parts of the same, one by one
+
+SMALL = Shape(heads=2, group=2, dim=8, value_dim=8)
+
+
+@dataclass
+class Run:
+    """One request that is decoded for long, and what the policy chose at each step."""
+
+    config: HybridConfig
+    decoding: Decoding
+    policy: Watched
+    chosen: list[Selection]
+    lengths: list[int]
+
+    def always(self, step: int) -> set[int]:
+        return PlainScout(self.config, self.decoding, from_prompts=False).always(self.lengths[step])
+
+    def resident(self, step: int, head: int) -> set[int]:
+        return set(real(self.chosen[step].near[0, head])) - self.always(step)
+
+    def selected(self, step: int, head: int) -> set[int]:
+        """As recall would take it over: all of it, because there are as many slots."""
+        return set(real(self.chosen[step].recalled[0, head]))
+
+    def opens_a_block(self, step: int) -> bool:
+        return self.lengths[step] % T == 1
+
+
+def long_run(steps: int = 70, predicted: bool = True, prompt: int = 9 * T + 20, **settings: object) -> Run:
+    config = HybridConfig(budget_tokens=6 * T, sink_blocks=1, recent_blocks=1, **settings)  # 3 slots
+    decoding = Decoding([Life(0, prompt, 0, steps)], SMALL, seed=5)
+    run = Run(config, decoding, Watched(config, rows=1), [], [])
+
+    def check(step: Step) -> None:
+        run.chosen.append(run.policy.chosen)
+        run.lengths.append(step.lengths[0])
+
+    decoding.run(run.policy, check, lambda _: predicted)
+    return run
+
+
+@pytest.mark.parametrize("predicted", [True, False])
+@pytest.mark.parametrize("bonus", [0.0, 0.5])
+def test_recall_makes_a_selection_resident_from_the_next_step_on_and_not_before(predicted: bool, bonus: float):
+    run = long_run(recall_interval=1, sticky_bonus=bonus, predicted=predicted)
+    moved = 0
+    for step in range(len(run.chosen) - 1):
+        for head in range(SMALL.heads):
+            if not run.opens_a_block(step + 1):
+                assert run.resident(step + 1, head) == run.selected(step, head)
+            missed = set(real(run.chosen[step].misses[0, head]))
+            assert missed.isdisjoint(run.resident(step, head))
+            moved += len(missed)
+    assert moved, "otherwise nothing was recalled"
+
+
+def test_between_two_recalls_the_resident_blocks_stay():
+    run = long_run(recall_interval=4, sticky_bonus=0.0)
+    changed = {head: [] for head in range(SMALL.heads)}
+    for step in range(1, len(run.chosen)):
+        for head in range(SMALL.heads):
+            if run.resident(step, head) != run.resident(step - 1, head) and not run.opens_a_block(step):
+                changed[head].append(step)
+    for steps in changed.values():
+        assert steps
+        assert all(step % 4 == 0 for step in steps)  # the fourth step recalls for the one after it, and so on
+
+
+def test_interval_0_never_recalls():
+    run = long_run(recall_interval=0, sticky_bonus=0.0)
+    first = run.resident(0, 0)
+    for step in range(len(run.chosen)):
+        if any(map(run.opens_a_block, range(step + 1))):
+            break
+        assert run.resident(step, 0) == first
+    assert step > 10
+    # beyond that, only what leaves the recent window comes in
+    for step in range(1, len(run.chosen)):
+        came = run.resident(step, 0) - run.resident(step - 1, 0)
+        assert came == ({run.lengths[step] // T - 2} if run.opens_a_block(step) else set())
+
+
+@pytest.mark.parametrize("interval", [0, 1, 3])
+def test_what_is_always_in_is_never_among_the_resident_or_recalled_blocks(interval: int):
+    run = long_run(recall_interval=interval)
+    for step in range(len(run.chosen)):
+        for head in range(SMALL.heads):
+            near = real(run.chosen[step].near[0, head])
+            assert len(near) == len(set(near))  # a sink block with a slot of its own would be listed twice
+            assert len(near) <= 6
+            assert run.selected(step, head).isdisjoint(run.always(step))
+            assert run.always(step) <= set(near)
+
+
+@pytest.mark.parametrize("interval", [0, 1, 3])
+def test_a_block_that_leaves_the_recent_window_is_resident_at_once(interval: int):
+    run = long_run(recall_interval=interval, sticky_bonus=0.0)
+    opened = [step for step in range(1, len(run.chosen)) if run.opens_a_block(step)]
+    assert len(opened) > 1
+    for step in opened:
+        left = run.lengths[step] // T - 2  # the tail, and the one recent block before it
+        assert left in run.always(step - 1)
+        for head in range(SMALL.heads):
+            assert left in run.resident(step, head)
+
+
+@pytest.mark.parametrize("interval", [0, 1, 3])
+def test_what_gives_way_to_it_is_the_resident_block_that_scores_worst(interval: int):
+    run = long_run(recall_interval=interval, sticky_bonus=0.0, predicted=False)
+    plain = PlainScout(run.config, run.decoding, from_prompts=False)
+    for step in (step for step in range(1, len(run.chosen)) if run.opens_a_block(step)):
+        length = run.lengths[step]
+        query = run.decoding.requests.row_queries[0][length - 1]
+        for head in range(SMALL.heads):
+            scores = plain.scores(0, head, query, length, length)
+            before = run.selected(step - 1, head) if interval == 1 else run.resident(step - 1, head)
+            if interval == 3 and step % 3 == 0:
+                before = run.selected(step - 1, head)
+            (gone,) = before - run.resident(step, head)
+            assert gone == min(before, key=scores.__getitem__)
+
+
+def test_a_larger_bonus_keeps_more_of_what_is_resident():
+    missed = {
+        bonus: sum(
+            len(real(chosen.misses[0, head]))
+            for chosen in long_run(recall_interval=1, sticky_bonus=bonus, predicted=False).chosen
+            for head in range(SMALL.heads)
+        )
+        for bonus in (0.0, 1.0, 1e6)
+    }
+    assert missed[0.0] > missed[1.0] > missed[1e6] == 0
+
+
+def test_attending_to_what_is_selected_bounds_what_is_attended_by_the_budget():
+    bounded, all_resident = (long_run(recall_interval=4, attend=attend) for attend in ("selected", "resident"))
+    more = 0
+    for step, (chosen, other) in enumerate(zip(bounded.chosen, all_resident.chosen, strict=True)):
+        for head in range(SMALL.heads):
+            near, misses = real(chosen.near[0, head]), real(chosen.misses[0, head])
+            assert set(near) | set(misses) == bounded.always(step) | bounded.selected(step, head)
+            assert len(near) + len(misses) == 6
+            # what is resident, and recalled, does not depend on it
+            assert torch.equal(chosen.recalled, other.recalled)
+            assert misses == real(other.misses[0, head])
+            more += len(real(other.near[0, head])) - len(near)
+    assert more > 0
+
+
+@pytest.mark.parametrize(("tokens", "slots"), [(0, 0), (3 * T, 0), (4 * T, 1), (5 * T, 2), (20 * T, 17)])
+def test_residents_are_as_many_as_asked_for_and_the_rest_of_the_selection_is_missed(tokens: int, slots: int):
+    run = long_run(recall_interval=1, sticky_bonus=0.0, resident_tokens=tokens)
+    for step, chosen in enumerate(run.chosen):
+        for head in range(SMALL.heads):
+            resident, misses = run.resident(step, head), real(chosen.misses[0, head])
+            assert len(resident) <= slots
+            assert len(misses) >= 3 - slots, "three blocks are selected beside those that are always in"
+    if slots > 3:  # what leaves the recent window finds room beside what was recalled
+        opened = [step for step in range(1, len(run.chosen)) if run.opens_a_block(step)]
+        assert all(run.resident(step, 0) > run.selected(step - 1, 0) for step in opened)
+
+
+def test_what_a_request_gets_does_not_depend_on_which_others_run_beside_it():
+    plan = [Life(0, 9 * T + 20, 2, 30), Life(1, 5 * T + 1, 0, 7), Life(2, 12 * T - 2, 9, 10), Life(1, 9 * T, 9, 30)]
+    config = HybridConfig(budget_tokens=6 * T, recall_interval=3, sticky_bonus=0.0)
+
+    def run(lives: list[Life]) -> list[tuple[list[int], list[int], torch.Tensor]]:
+        decoding, policy, seen = Decoding(plan, SMALL, seed=13), Watched(config, rows=3), []
+        decoding.plan = lives  # the same requests, but only these are decoded
+
+        def check(step: Step) -> None:
+            if 0 in step.requests:
+                row = step.requests.index(0)
+                chosen = policy.chosen
+                seen.append((real(chosen.near[row, 0]), real(chosen.misses[row, 0]), step.out[row]))
+
+        decoding.run(policy, check, lambda _: False)
+        return seen
+
+    alone, beside = run(plan[:1]), run(plan)
+    assert len(alone) == len(beside) == 30
+    for (near, misses, out), (other_near, other_misses, other_out) in zip(alone, beside, strict=True):
+        assert sorted(near) == sorted(other_near)
+        assert misses == other_misses
+        torch.testing.assert_close(out, other_out, **CLOSE[torch.float32])
+
+
+def test_heads_that_share_a_selection_choose_the_same_blocks_and_heads_that_do_not_choose_others():
+    together, alone = (long_run(selection=selection, recall_interval=2) for selection in ("layer", "head"))
+    for chosen in together.chosen:
+        assert torch.equal(chosen.near[0, 0], chosen.near[0, 1])
+        assert torch.equal(chosen.recalled[0, 0], chosen.recalled[0, 1])
+    assert any(alone.selected(step, 0) != alone.selected(step, 1) for step in range(len(alone.chosen)))
+
+
+@pytest.mark.parametrize("computed_here", [True, False])
+def test_the_first_resident_blocks_are_the_best_for_the_last_token_of_the_prompt(computed_here: bool):
+    # of a prompt that was computed elsewhere there is no query: the first one that is decoded has to do
+    config = HybridConfig(budget_tokens=6 * T, sink_blocks=1, recent_blocks=1, recall_interval=0, sticky_bonus=0.0)
+    decoding = Decoding([Life(2, 20 * T, 0, 1)], SMALL, seed=7)
+    prompts = PromptQueries(3)
+    prompts.store(0, torch.tensor([1]), torch.ones(1, 4, 8))  # somebody else's
+    policy = Watched(config, rows=3, prompts=prompts)
+    plain = PlainScout(config, decoding, from_prompts=True)
+    length = 20 * T + 1
+
+    def check(step: Step) -> None:
+        asked = decoding.prompt_query(0) if computed_here else step.queries[0]
+        other = step.queries[0] if computed_here else decoding.prompt_query(0)
+        for head in range(SMALL.heads):
+            best, of_other = (
+                set(sorted(scores, key=scores.__getitem__)[-3:])
+                for scores in (plain.scores(0, head, query, length, length) for query in (asked, other))
+            )
+            assert set(real(policy.chosen.near[0, head])) - plain.always(length) == best != of_other
+
+    decoding.run(policy, check, lambda _: False, prompts if computed_here else None)
+
+
+def decode_one(requests: Requests, policy: Watched, query: torch.Tensor, cache: LayerCache | None = None) -> Selection:
+    batch = requests.decode_batch()
+    policy.begin_step(batch)
+    policy.decode(query, cache or requests.cache, batch, requests.shape.scale)
+    return policy.chosen
+
+
+def begun(**settings: object) -> tuple[Requests, Watched]:
+    """One long request whose resident blocks were chosen for zero queries: what is asked for later is missed."""
+    requests = Requests([12 * T], SMALL, seed=3)
+    requests.write_all()
+    config = HybridConfig(budget_tokens=6 * T, sink_blocks=1, recent_blocks=1, sticky_bonus=0.0, **settings)
+    policy = Watched(config, rows=1, layers=2)
+    policy.rows_begin([0])
+    decode_one(requests, policy, torch.zeros(1, 4, 8))
+    return requests, policy
+
+
+def test_an_announcement_is_not_used_in_a_later_step():
+    requests, policy = begun(recall_interval=0)
+    batch, query, guess = requests.decode_batch(), requests.last_queries(), torch.full((1, 4, 8), 9.0)
+    policy.begin_step(batch)
+    policy.ahead(guess, requests.cache, batch, SMALL.scale)
+    assert torch.equal(policy.misses.query, guess)
+    # that step was never finished
+    decode_one(requests, policy, query)
+    assert torch.equal(policy.misses.query, query)
+
+
+def test_an_announcement_is_for_one_layer():
+    requests, policy = begun(recall_interval=0)
+    other = LayerCache(requests.cache.keys, requests.cache.values, requests.cache.digests, layer=1)
+    batch, query, guess = requests.decode_batch(), requests.last_queries(), torch.full((1, 4, 8), 9.0)
+    policy.rows_begin([0])
+    policy.begin_step(batch)
+    policy.ahead(guess, other, batch, SMALL.scale)
+    policy.decode(query, requests.cache, batch, SMALL.scale)
+    assert torch.equal(policy.misses.query, query)
+    posted = len(policy.misses.steps)
+    policy.decode(query, other, batch, SMALL.scale)
+    assert len(policy.misses.steps) == posted, "what was announced is on its way already"
+
+
+def test_layers_have_resident_blocks_of_their_own():
+    requests, policy = begun(recall_interval=1)
+    other = LayerCache(requests.cache.keys, requests.cache.values, requests.cache.digests, layer=1)
+    policy.rows_begin([0])
+    batch = requests.decode_batch()
+    policy.begin_step(batch)
+    queries = {0: requests.last_queries(), 1: -requests.last_queries()}
+    for _ in range(2):
+        for layer, cache in enumerate((requests.cache, other)):
+            policy.decode(queries[layer], cache, batch, SMALL.scale)
+            assert real(policy.chosen.misses[0, 0]) == []
+        policy.begin_step(batch)
+
+
+def test_misses_are_posted_with_their_pages_and_the_step_they_belong_to():
+    requests, policy = begun(recall_interval=0)
+    batch = dataclasses.replace(requests.decode_batch(), step=41)
+    policy.begin_step(batch)
+    policy.decode(requests.last_queries(), requests.cache, batch, SMALL.scale)
+    assert policy.misses.steps[-1] == 41
+    blocks = policy.misses.blocks
+    assert blocks is not None
+    for head in range(SMALL.heads):
+        positions = real(policy.chosen.misses[0, head])
+        assert positions
+        assert real(blocks.ids[0, head]) == batch.page_table[0, positions].tolist()
+        assert blocks.fill[0, head, : len(positions)].tolist() == [T] * len(positions)
+
+
+def test_the_ratio_is_misses_over_budget_of_all_rows_and_heads():
+    requests, policy = begun(recall_interval=0)
+    policy.ratios.clear()
+    chosen = decode_one(requests, policy, requests.last_queries())
+    missed = sum(len(real(chosen.misses[0, head])) for head in range(SMALL.heads))
+    assert missed
+    assert policy.ratios == [(0, missed / (6 * SMALL.heads))]
+
+
+def test_a_row_number_that_is_reused_starts_with_blocks_of_its_own():
+    # the second request is shorter: blocks of the first would lie beyond its end
+    plan = [Life(0, 20 * T, 0, 3), Life(0, 7 * T, 3, 3)]
+    decoding = Decoding(plan, SMALL, seed=11)
+    policy = Watched(HybridConfig(budget_tokens=6 * T, recall_interval=0, sticky_bonus=0.0), rows=1)
+    seen = []
+
+    def check(step: Step) -> None:
+        seen.append(max(real(policy.chosen.near[0, 0])))
+        assert len(real(policy.chosen.near[0, 0])) == 6
+
+    decoding.run(policy, check, lambda _: False)
+    assert seen == [20] * 3 + [7] * 3
+
+
+def test_settings_that_change_start_the_rows_anew_from_their_prompts():
+    requests = Requests([12 * T + 1], SMALL, seed=3)
+    few = HybridConfig(budget_tokens=5 * T, recent_blocks=1, sticky_bonus=0.0, recall_interval=0)
+    attention = HybridAttention(few, rows=1, layers=1)
+    prefill(requests, attention, {0: (0, 12 * T)})
+    requests.write(0, 12 * T, 12 * T + 1)
+    batch, outputs = requests.decode_batch(), []
+    for config in (few, HybridConfig(policy="full"), few):
+        attention.use(config)
+        assert attention.config is config
+        attention.begin_decode(batch)
+        outputs.append(attention.decode(requests.last_queries(), requests.cache, batch, SMALL.scale))
+    assert torch.equal(outputs[0], outputs[2])
+    requests.assert_close(outputs[1], requests.full_attention())
+    assert not torch.allclose(outputs[0], outputs[1])
 
 
 # Prefill
@@ -249,7 +734,7 @@ def prefill(requests: Requests, attention: HybridAttention, spans: dict[int, tup
     for row, span in spans.items():
         requests.write(row, *span)
     lengths, new = [last for _, last in spans.values()], [last - first for first, last in spans.values()]
-    batch = PrefillBatch(requests.table(list(spans), max(lengths)), lengths, new)
+    batch = PrefillBatch(requests.table(list(spans), max(lengths)), torch.tensor(list(spans)), lengths, new)
     query = torch.cat([requests.row_queries[row][first:last] for row, (first, last) in spans.items()])
     return list(attention.prefill(query, requests.cache, batch, requests.shape.scale).split(new))
 
@@ -265,7 +750,7 @@ def causal(requests: Requests, row: int) -> torch.Tensor:
 def test_prefill_in_chunks_is_causal_softmax_over_the_whole_row(
     lengths: list[int], shape: Shape, seed: int, data: st.DataObject
 ):
-    requests, attention = Requests(lengths, shape, seed), HybridAttention(HybridConfig())
+    requests, attention = Requests(lengths, shape, seed), HybridAttention(HybridConfig(), len(lengths), layers=1)
     left = [data.draw(chunks(length)) for length in lengths]
     outputs: list[list[torch.Tensor]] = [[] for _ in lengths]
     while any(left):
@@ -286,14 +771,15 @@ def test_prefill_and_then_decode_is_causal_softmax_over_the_whole_row(
     policy: str, prompts: list[int], shape: Shape, seed: int, steps: int
 ):
     requests = Requests([n + steps for n in prompts], shape, seed)
-    attention = HybridAttention(HybridConfig(policy=policy, budget_tokens=4 * T))
-    rows = range(len(prompts))
+    attention = HybridAttention(HybridConfig(policy=policy, budget_tokens=4 * T), len(prompts), layers=1)
+    rows = list(range(len(prompts)))
     outputs = [[part] for part in prefill(requests, attention, {row: (0, prompts[row]) for row in rows})]
     for step in range(1, steps + 1):
         now = [n + step for n in prompts]
         for row in rows:
             requests.write(row, now[row] - 1, now[row])
-        batch = DecodeBatch(requests.table(list(rows), max(now)), torch.tensor(now), now)
+        batch = requests.decode_batch(rows, now)
+        attention.begin_decode(batch)
         query = torch.stack([requests.row_queries[row][now[row] - 1] for row in rows])
         out = attention.decode(query, requests.cache, batch, shape.scale)
         for row in rows:

@@ -38,6 +38,78 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(actual.view(integer), expected.view(integer))
 
 
+# Prediction
+
+
+@given(SEEDS, st.lists(st.integers(1, 4), max_size=2), DIM, DTYPES, st.sampled_from([0.0, 1e-6, 0.1]))
+def test_rms_unit_divides_by_the_root_of_the_mean_square(
+    seed: int, shape: list[int], dim: int, dtype: torch.dtype, eps: float
+):
+    x = (3 * torch.randn(*shape, dim, generator=seeded(seed))).to(dtype)
+    unit = reference.rms_unit(x, eps)
+    assert (unit.dtype, unit.shape) == (torch.float32, x.shape)
+    expected = x.double() / (x.double().square().mean(dim=-1, keepdim=True) + eps).sqrt()
+    torch.testing.assert_close(unit.double(), expected, **CLOSE)
+
+
+def test_rms_unit_of_zeros_is_zero_and_of_large_half_precision_inputs_is_finite():
+    assert not reference.rms_unit(torch.zeros(2, 8), 1e-6).any()
+    # their squares are beyond float16
+    assert torch.equal(reference.rms_unit(torch.full((1, 8), 6e4, dtype=torch.float16), 1e-6), torch.ones(1, 8))
+
+
+@dataclass(frozen=True)
+class Rotation:
+    heads: torch.Tensor  # [n, heads, D]
+    angles: torch.Tensor  # [n, R / 2]
+    neox: bool
+
+    def rotate(self) -> torch.Tensor:
+        return reference.rotate(self.heads, torch.cat((self.angles.cos(), self.angles.sin()), dim=1), self.neox)
+
+    def pair(self, number: int) -> tuple[int, int]:
+        half = self.angles.shape[1]
+        return (number, number + half) if self.neox else (2 * number, 2 * number + 1)
+
+
+@st.composite
+def rotations(draw: st.DrawFn, dtypes: st.SearchStrategy[torch.dtype] = DTYPES) -> Rotation:
+    tokens, heads, dim, random = draw(ROWS), draw(HEADS), draw(DIM), seeded(draw(SEEDS))
+    pairs = draw(st.sampled_from([1, dim // 4, dim // 2]))  # a part of the channels, or all of them
+    content = torch.randn(tokens, heads, dim, generator=random).to(draw(dtypes))
+    return Rotation(content, 10 * torch.randn(tokens, pairs, generator=random), draw(st.booleans()))
+
+
+@given(rotations())
+def test_rotation_turns_each_pair_of_channels_as_a_complex_number_and_leaves_the_rest(case: Rotation):
+    rotated = case.rotate()
+    assert rotated.dtype == case.heads.dtype
+    expected = case.heads.double()
+    for number in range(case.angles.shape[1]):
+        a, b = case.pair(number)
+        before = torch.complex(case.heads[..., a].double(), case.heads[..., b].double())
+        angle = case.angles[:, number].double()[:, None]
+        after = before * torch.polar(torch.ones_like(angle), angle)
+        expected[..., a], expected[..., b] = after.real, after.imag
+    torch.testing.assert_close(rotated.double(), expected, **ROUNDED[case.heads.dtype])
+    untouched = slice(2 * case.angles.shape[1], None)
+    assert torch.equal(rotated[..., untouched], case.heads[..., untouched])
+
+
+@given(rotations(st.just(torch.float32)))
+def test_rotation_keeps_lengths_and_is_undone_by_the_opposite_one(case: Rotation):
+    rotated = case.rotate()
+    torch.testing.assert_close(rotated.norm(dim=2), case.heads.norm(dim=2), **CLOSE)
+    torch.testing.assert_close(Rotation(rotated, -case.angles, case.neox).rotate(), case.heads, **CLOSE)
+
+
+@given(rotations())
+def test_rotation_leaves_its_input_alone(case: Rotation):
+    before = case.heads.clone()
+    case.rotate()
+    assert torch.equal(case.heads, before)
+
+
 # Digests
 
 
@@ -138,6 +210,30 @@ def test_a_mean_estimate_is_the_dot_product_with_the_mean(case: Scored, spread: 
     expected = torch.empty_like(logits, dtype=torch.float64)
     for (row, head, block), queries, _ in case.each_query_and_block():
         expected[row, head, :, block] = queries @ digests[row, block, head, 0].double()
+    torch.testing.assert_close(logits.double(), expected, **CLOSE)
+
+
+@given(queries_and_blocks(), SPREADS, st.sampled_from([0.0, 0.25, 1.0]), SCALES, SEEDS)
+def test_a_sketch_gives_each_token_its_own_logit_in_its_channels_and_the_rest_is_estimated(
+    case: Scored, spread: float, part: float, scale: float, seed: int
+):
+    heads, dim = case.keys.shape[2], case.keys.shape[4]
+    orders = [torch.randperm(dim, generator=seeded(seed + head)) for head in range(heads)]
+    channels = torch.stack(orders)[:, : round(part * dim)]
+    whole = Scored(case.query, case.keys, torch.full_like(case.filled, case.keys.shape[3]))
+    sketch = case.keys.gather(4, channels[None, None, :, None, :].expand(*case.keys.shape[:4], -1))
+    digests = whole.digests(reference.minmax_digest)
+    logits = reference.sketch_logits(case.query, digests, sketch, channels, spread, scale)
+    expected = torch.empty_like(logits, dtype=torch.float64)
+    for (row, head, block), queries, keys in whole.each_query_and_block():
+        own, other = (
+            channels[head],
+            torch.tensor(sorted(set(range(dim)) - set(channels[head].tolist())), dtype=torch.int64),
+        )
+        tops, bottoms = keys[:, other].amax(dim=0), keys[:, other].amin(dim=0)
+        rest = queries[:, other] @ (tops + bottoms) / 2 + spread * queries[:, other].abs() @ (tops - bottoms) / 2
+        mass = torch.logsumexp(queries[:, own] @ keys[:, own].T * scale, dim=1)
+        expected[row, head, :, block] = mass / scale + rest
     torch.testing.assert_close(logits.double(), expected, **CLOSE)
 
 
@@ -301,6 +397,22 @@ def test_is_forced_tells_tail_recent_and_sink_from_the_rest(case: Selection):
         for positions, flags in zip(chosen[row], forced[row], strict=True):
             expected = [p in case.forced(row) for p in positions.tolist()]
             assert flags.tolist() == expected
+
+
+@given(selections(), st.integers(0, 14))
+def test_is_listed_tells_which_positions_are_in_the_list(case: Selection, blocks: int):
+    chosen = case.chosen()
+    listed = reference.is_listed(chosen, blocks)
+    assert listed.shape == (*chosen.shape[:2], blocks)
+    for row in range(len(case.counts)):
+        for positions, flags in zip(chosen[row].tolist(), listed[row].tolist(), strict=True):
+            assert flags == [p in positions for p in range(blocks)]
+
+
+def test_is_listed_ignores_order_repetition_empty_places_and_what_lies_beyond():
+    positions = torch.tensor([[[3, NO_BLOCK, 0, 3, 7], [NO_BLOCK] * 5]])
+    assert reference.is_listed(positions, 5).tolist() == [[[True, False, False, True, False], [False] * 5]]
+    assert not reference.is_listed(positions[..., :0], 5).any()
 
 
 @given(selections(), SEEDS)

@@ -1,0 +1,42 @@
+"""What an evaluation leaves behind. Plain values, so that they go to a file and come back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    task: str
+    metric: str  # "found", "contains" or "F1"
+    scores: tuple[float, ...]  # one for each prompt, 0 to 1; all runs have the same prompts in the same order
+    by_length: dict[int, float] = field(default_factory=dict)  # mean score; empty where lengths are not nominal
+
+    @property
+    def score(self) -> float:
+        return math.fsum(self.scores) / len(self.scores)
+
+
+@dataclass(frozen=True)
+class NeedleGrid:
+    lengths: tuple[int, ...]  # ascending
+    depths: tuple[float, ...]  # ascending
+    accuracy: tuple[tuple[float | None, ...], ...]  # [depth][length]; None: not asked
+
+
+@dataclass(frozen=True)
+class Run:
+    """One configuration. None, or nothing in a tuple: not measured."""
+
+    name: str
+    settings: dict[str, object] = field(default_factory=dict)
+    tasks: tuple[TaskResult, ...] = ()
+    perplexity: float | None = None
+    loss_by_prompt: tuple[float, ...] = ()  # mean of -logprob, in the order of the prompts: for the paired interval
+    # against the first run, on the same text
+    kl_mean: float | None = None
+    kl_p95: float | None = None
+    top1_agreement: float | None = None  # 0 to 1
+    cpu_ratio: float | None = None  # misses / budget, in blocks: what the CPU computes
+    needle: NeedleGrid | None = None

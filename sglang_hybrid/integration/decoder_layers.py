@@ -1,0 +1,105 @@
+"""The decoder layers of SGLang's Llama-like models: what goes in, and what makes their queries.
+
+Llama, Mistral, Qwen2 and Qwen3 are built alike: ``layer(positions, hidden_states, forward_batch, residual)`` with an
+``input_layernorm`` and ``self_attn.{qkv_proj, rotary_emb, attn}``. Nothing of the model is changed: hooks in front of
+the layers read their inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_hybrid.scout.predictor import QueryWeights
+
+# layer id, the layer's input [tokens, hidden], positions [tokens], SGLang's forward batch
+LayerInput = Callable[[int, torch.Tensor, torch.Tensor, Any], None]
+
+
+class UnknownLayers(Exception):
+    """This model's layers are built in a way that queries cannot be predicted for. Says how."""
+
+
+class DecoderLayers:
+    def __init__(self, model: torch.nn.Module) -> None:
+        modules: list[Any] = [module for module in model.modules() if _is_decoder_layer(module)]
+        self._layers: dict[int, Any] = {int(module.self_attn.attn.layer_id): module for module in modules}
+        if not self._layers:
+            raise UnknownLayers(f"{type(model).__name__} has no decoder layers with self_attn.attn and input_layernorm")
+
+    @property
+    def ids(self) -> list[int]:
+        return sorted(self._layers)
+
+    def query_weights(self, layer: int) -> QueryWeights:
+        """Raises UnknownLayers for weights that cannot be read as a plain matrix."""
+        module = self._layers[layer]
+        attention, norm = module.self_attn, module.input_layernorm
+        projection = getattr(attention.qkv_proj, "weight", None)
+        hidden = norm.weight.shape[0]
+        if projection is None or not projection.is_floating_point() or projection.shape[1:] != (hidden,):
+            raise UnknownLayers(f"layer {layer}'s qkv_proj is quantised or packed, not a plain matrix")
+        if type(norm).__name__ != "RMSNorm" or not hasattr(norm, "variance_epsilon"):
+            raise UnknownLayers(f"layer {layer}'s input_layernorm is a {type(norm).__name__}")
+        rotary = attention.rotary_emb
+        if not hasattr(rotary, "cos_sin_cache") or getattr(rotary, "mrope_section", None):
+            raise UnknownLayers(f"layer {layer}'s rotary embedding is a {type(rotary).__name__}")
+        head_norm = getattr(attention, "q_norm", None)
+        bias = getattr(attention.qkv_proj, "bias", None)
+        return QueryWeights(
+            norm=norm.weight.data,
+            norm_eps=float(norm.variance_epsilon),
+            projection=projection.data[: attention.q_size],
+            bias=None if bias is None else bias.data[: attention.q_size],
+            head_dim=int(attention.head_dim),
+            head_norm=None if head_norm is None else head_norm.weight.data,
+            head_norm_eps=0.0 if head_norm is None else float(head_norm.variance_epsilon),
+            rotary=rotary.cos_sin_cache,
+            neox=bool(rotary.is_neox_style),
+        )
+
+    def key_projection(self, layer: int) -> torch.Tensor:
+        """``[KV heads * head_dim, hidden]`` of this rank."""
+        attention = self._layers[layer].self_attn
+        rows: torch.Tensor = attention.qkv_proj.weight.data[attention.q_size : attention.q_size + attention.kv_size]
+        return rows
+
+    def scale(self, layer: int) -> float:
+        """What the layer multiplies attention logits with."""
+        return float(self._layers[layer].self_attn.attn.scaling)
+
+    def on_input(self, callback: LayerInput) -> Callable[[], None]:
+        """Call ``callback`` before each layer runs. Returns what ends that."""
+        handles = [
+            module.register_forward_pre_hook(_Input(layer, callback), with_kwargs=True)
+            for layer, module in self._layers.items()
+        ]
+
+        def stop() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return stop
+
+
+class _Input:
+    """A hook that puts a layer's input together before the layer's norm changes its parts in place."""
+
+    _NAMES = ("positions", "hidden_states", "forward_batch", "residual")
+
+    def __init__(self, layer: int, callback: LayerInput) -> None:
+        self._layer = layer
+        self._callback = callback
+
+    def __call__(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = dict(zip(self._NAMES, args, strict=False)) | kwargs
+        hidden, residual = given["hidden_states"], given.get("residual")
+        inputs = hidden if residual is None else hidden + residual
+        self._callback(self._layer, inputs, given["positions"], given["forward_batch"])
+
+
+def _is_decoder_layer(module: torch.nn.Module) -> bool:
+    attention = getattr(module, "self_attn", None)
+    return hasattr(module, "input_layernorm") and hasattr(attention, "attn") and hasattr(attention, "qkv_proj")

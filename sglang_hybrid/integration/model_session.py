@@ -1,0 +1,119 @@
+"""A loaded model that prefills prompts once and decodes behind them again and again, each time in another way.
+
+A server cannot do that: it scores a prompt in prefill, where attention is exact, and samples in decode. This drives
+SGLang's model runner with our backend in it, as ``sglang.benchmark.one_batch`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.policies.base import DecodePolicy
+from sglang_hybrid.scout.profile import Profile
+
+
+class ModelSession:
+    """One per process: SGLang's runtime state is global."""
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        """``flags``: SGLang's command line, such as ``--model-path DIR --attention-backend hybrid``."""
+        from sglang_hybrid.integration.loading import load_plugin
+
+        load_plugin()
+        from sglang.benchmark import one_batch
+        from sglang.srt.server_args import PortArgs, prepare_server_args
+
+        args = prepare_server_args([*flags])
+        if hasattr(args, "resolve_once"):  # newer SGLang resolves in a step of its own, and publishes the result
+            args.resolve_once()
+            one_batch.publish(args, role="scheduler")
+        one_batch._set_envs_and_config(args)
+        self._one_batch = one_batch
+        self._bench, self.tokenizer = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
+        self.runner = self._bench.torch_runner
+
+    @property
+    def model(self) -> torch.nn.Module:
+        module: torch.nn.Module = self.runner.model
+        return module
+
+    @property
+    def model_config(self) -> Any:
+        return self.runner.model_config
+
+    @property
+    def capacity_tokens(self) -> int:
+        return int(self.runner.max_total_num_tokens)
+
+    def use(self, config: HybridConfig, profile: Profile | None = None) -> None:
+        """Decode by other settings from now on, and by ``profile`` instead of the one they name."""
+        self.runner.attn_backend.use(config, profile)
+
+    def use_policy(self, policy: DecodePolicy, config: HybridConfig, profile: Profile | None = None) -> None:
+        """The same, but by another policy than the settings name."""
+        self.use(config, profile)
+        self.runner.attn_backend.attention.policy = policy
+
+    def choose_channels(self, profile: Profile) -> None:
+        """What sketches hold, from now on: before prompts are prefilled."""
+        self.runner.attn_backend.choose_channels(profile)
+
+    def keys(self, layer: int, tokens: int) -> torch.Tensor:
+        """Of the only prompt that is prefilled: ``[KV heads, tokens, head_dim]``."""
+        pool, page_tokens = self.runner.token_to_kv_pool, self.runner.token_to_kv_pool.page_size
+        row = self.runner.req_to_token_pool.req_to_token[self._only_row, :tokens:page_tokens]
+        keys: torch.Tensor = pool.get_key_buffer(layer)[(row // page_tokens).cpu().long()]
+        return keys.transpose(0, 1).flatten(1, 2)[:, :tokens]
+
+    def watch_ratio(self, watcher: Callable[[int, float], None] | None) -> None:
+        """Tell ``watcher`` every layer's CPU compute ratio at every decode step, until settings change."""
+        policy = self.runner.attn_backend.attention.policy
+        if hasattr(policy, "on_ratio"):
+            policy.on_ratio = watcher
+
+    def text(self, ids: Sequence[int]) -> str:
+        decoded: str = self.tokenizer.decode(list(ids))
+        return decoded
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
+        """Forgets all prompts before these."""
+        self._bench.clear()
+        longest = max(map(len, prompts))
+        requests = self._one_batch.prepare_synthetic_inputs_for_latency_test(
+            len(prompts), longest, [list(prompt) for prompt in prompts]
+        )
+        _, logits, batch = self._bench.extend(requests)
+        self._only_row = int(batch.req_pool_indices[0])
+        return Prefilled(self._bench, self.runner, batch, logits)
+
+
+class Prefilled:
+    """Prompts in the cache. Decoding behind them can begin again any number of times."""
+
+    def __init__(self, bench: Any, runner: Any, batch: Any, logits: torch.Tensor) -> None:
+        self._bench = bench
+        self._runner = runner
+        self._batch = batch
+        self.logits = logits.float()  # [prompts, vocabulary], of the token behind each prompt
+        self._lengths = {name: getattr(batch, name).clone() for name in ("seq_lens", "seq_lens_cpu", "orig_seq_lens")}
+        allocator = runner.token_to_kv_pool_allocator
+        self._pages = (allocator.free_pages, allocator.release_pages)
+
+    def rewind(self) -> None:
+        """Back to the end of the prompts."""
+        for name, value in self._lengths.items():
+            setattr(self._batch, name, value.clone())
+        self._batch.seq_lens_sum = None
+        allocator = self._runner.token_to_kv_pool_allocator
+        allocator.free_pages, allocator.release_pages = self._pages
+        self._runner.attn_backend.rows_begin(self._batch.req_pool_indices)
+
+    def step(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Decode one given token of each prompt: the logits of what follows, ``[prompts, vocabulary]``."""
+        given = torch.as_tensor(tokens, device=self.logits.device)
+        logits: torch.Tensor = self._bench.decode(given, self._batch)[1]
+        return logits.float()

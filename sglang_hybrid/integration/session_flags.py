@@ -1,0 +1,35 @@
+"""The command line that commands which load a model themselves give to SGLang, and their flags for it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--model-path", type=Path, help="directory of a Hugging Face model (default: the default model)")
+    group.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
+    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
+    group.add_argument("--host-memory", default="4GiB", metavar="SIZE", help="of the KV cache (default: 4GiB)")
+    group.add_argument(
+        "--server-flag", action="append", default=[], metavar="FLAG", help="any further flag of SGLang's, such as "
+        "--server-flag=--trust-remote-code",
+    )  # fmt: skip
+
+
+def session_flags(options: argparse.Namespace, settings: Sequence[str]) -> list[str]:
+    """``settings``: of the backend, as key=value."""
+    import torch
+
+    from sglang_hybrid.default_model import prepare_default_model
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = options.model_path or prepare_default_model()
+    everything = [f"host_memory={options.host_memory}", "worker=none", *settings]
+    return [
+        f"--model-path={model}", "--attention-backend=hybrid", f"--device={device}", f"--dtype={options.dtype}",
+        "--log-level=error", "--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled",
+        *(f"--hybrid={setting}" for setting in everything), *options.server_flag,
+    ]  # fmt: skip

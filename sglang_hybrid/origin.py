@@ -1,0 +1,62 @@
+"""Where a result comes from: command, commit, machine, date."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def origin() -> dict[str, Any]:
+    return {
+        "command": _command(),
+        # a host that gets the files without the repository is told the commit
+        "commit": os.environ.get("RESULT_COMMIT") or _git("rev-parse", "--short", "HEAD"),
+        # null where there is no repository to ask
+        "uncommitted_changes": bool(_git("status", "--porcelain", "-uno")) if _git("rev-parse", "HEAD") else None,
+        "date": datetime.date.today().isoformat(),
+        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "architecture": platform.machine(), "gpu": _gpu()},
+        "python": platform.python_version(),
+    }
+
+
+def _command() -> str:
+    program, *arguments = sys.argv
+    # `python -m module` has the path of module/__main__.py here
+    run = ["-m", Path(program).parent.name] if Path(program).name == "__main__.py" else [os.path.relpath(program, ROOT)]
+    return shlex.join(["python", *run, *arguments])
+
+
+def _git(*arguments: str) -> str:
+    if not (ROOT / "pyproject.toml").is_file():  # installed: a repository around site-packages is somebody else's
+        return ""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:  # no git on this host
+        return ""
+    return done.stdout.strip()
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def _gpu() -> str | None:
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None

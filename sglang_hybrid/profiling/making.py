@@ -1,0 +1,260 @@
+"""All steps of a profile, in order, with one progress bar over all of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from sglang_hybrid.config import HybridConfig, load_config
+from sglang_hybrid.eval.errors import InputError
+from sglang_hybrid.integration.decoder_layers import DecoderLayers
+from sglang_hybrid.integration.model_session import ModelSession, Prefilled
+from sglang_hybrid.integration.scouting import identity
+from sglang_hybrid.integration.session_flags import session_flags
+from sglang_hybrid.profiling.calibrating import Calibrator, LayerCalibration, LayerInputs
+from sglang_hybrid.profiling.channels import ChannelSpread
+from sglang_hybrid.profiling.choosing import block_change, choose_bonus, choose_interval
+from sglang_hybrid.profiling.rates import measure_rates
+from sglang_hybrid.profiling.recording import LayerRecord, RecordingPolicy
+from sglang_hybrid.profiling.simulation import Budget
+from sglang_hybrid.profiling.texts import Kind, kinds
+from sglang_hybrid.scout.profile import Curve, HostRates, ModelIdentity, Profile, ProfileFacts, load_profile
+
+# Relative cost of a prefilled token and of a decode step of one row: what the time that is left is estimated by.
+_STEP_COST = 60.0
+WITHOUT_RECALL, WITH_RECALL = "without recall", "with recall at the profiled intervals"
+
+
+class Steps:
+    """The progress bar. Costs are in prefilled tokens."""
+
+    def __init__(self, progress: Progress, total: float) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=total)
+
+    def say(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+        if not self._progress.console.is_terminal:  # where no bar is drawn, a line says how far it is
+            done = self._progress.tasks[self._task].percentage
+            self._progress.console.print(f"{done:3.0f} % {text}")
+
+    def advance(self, cost: float) -> None:
+        self._progress.advance(self._task, cost)
+
+
+@contextmanager
+def steps(console: Console, total: float) -> Iterator[Steps]:
+    columns = (TextColumn("{task.description:45}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        yield Steps(progress, total)
+
+
+def make_profile(options: argparse.Namespace, notes: dict[str, object], console: Console) -> tuple[Profile, Path]:
+    """Raises InputError, ConfigError or ProfileError for what a person can change."""
+    config = load_config(None, [*options.hybrid, f"budget_tokens={options.budget}", f"recall_beta={options.beta}"])
+    console.print("loading the model")
+    session = ModelSession(session_flags(options, [*options.hybrid, f"budget_tokens={options.budget}"]))
+    model = identity(session.runner)
+    _check_lengths(options, session, config)
+    texts = kinds(session.tokenizer, options.text, options.windows, options.window_tokens)
+    windows = sum(len(kind.fit) + 1 for kind in texts)
+    fit_cost = 0 if options.predictor_of else windows * options.window_tokens
+    decode_cost = options.prompts * (options.prompt_tokens + 3 * options.steps * _STEP_COST)
+    with steps(console, fit_cost + decode_cost) as bar:
+        if options.predictor_of:
+            fitted, channels = _reuse(options.predictor_of, model)
+        else:
+            fitted, channels = _fit(session, texts, options.rank, bar)
+        corrections = {layer: one.correction for layer, one in fitted.items()}
+        draft = Profile(_facts(model, config, fitted, notes), corrections, channels)
+        profile = _decode(session, draft, config, _prompts(texts, options), options, bar)
+    console.print("measuring this host")
+    rates = measure_rates(
+        model.kv_heads, model.query_heads // model.kv_heads, model.head_dim, session.runner.kv_cache_dtype
+    )
+    profile = profile.with_facts(rates=rates)
+    path = options.out or Path("configs/profiles") / f"{_model_name(options)}-{options.budget}.safetensors"
+    profile.save(path)
+    return profile, path
+
+
+def _model_name(options: argparse.Namespace) -> str:
+    if options.model_path:
+        return str(options.model_path.resolve().name)
+    from sglang_hybrid.default_model.locate import MODEL_NAME
+
+    return MODEL_NAME
+
+
+def _check_lengths(options: argparse.Namespace, session: ModelSession, config: HybridConfig) -> None:
+    longest = options.prompt_tokens + options.steps
+    if longest > session.model_config.context_len:
+        raise InputError(
+            f"{options.prompt_tokens} prompt tokens and {options.steps} steps are more than the model's context of "
+            f"{session.model_config.context_len}: lower --prompt-tokens or --steps"
+        )
+    if options.prompt_tokens <= config.budget_tokens:
+        raise InputError(
+            f"prompts of {options.prompt_tokens} tokens fit into the budget of {config.budget_tokens}: there is "
+            "nothing to select; raise --prompt-tokens or lower --budget"
+        )
+    needed = max(options.window_tokens, options.prompts * (longest + 2 * config.block_tokens))
+    if needed > session.capacity_tokens:
+        raise InputError(
+            f"{options.prompts} prompts need room for {needed} tokens, the KV cache has {session.capacity_tokens}: "
+            "raise --host-memory or lower --prompts"
+        )
+
+
+# -- the predictor -----------------------------------------------------------------------------------------------------
+
+
+Fitted = tuple[dict[int, LayerCalibration], dict[int, torch.Tensor]]  # and the order of the keys' channels
+
+
+def _fit(session: ModelSession, texts: Sequence[Kind], rank: int | str, bar: Steps) -> Fitted:
+    layers = DecoderLayers(session.model)
+    weights = {layer: layers.query_weights(layer) for layer in layers.ids}
+    calibrator = Calibrator(weights)
+    spreads = {layer: ChannelSpread(of_layer) for layer, of_layer in weights.items()}
+    inputs: LayerInputs = {}
+    stop = layers.on_input(lambda layer, seen, _positions, _batch: inputs.__setitem__(layer, seen.clone()))
+    unseen = []
+    try:
+        for kind in texts:
+            bar.say(f"fitting the predictor on {kind.name}")
+            for window in kind.fit:
+                session.prefill([window])
+                calibrator.add(inputs)
+                for layer, spread in spreads.items():
+                    spread.add(inputs[layer], session.keys(layer, len(window)))
+                bar.advance(len(window))
+            session.prefill([kind.unseen])
+            unseen.append(dict(inputs))
+            bar.advance(len(kind.unseen))
+    finally:
+        stop()
+    bar.say("choosing penalties and ranks")
+    return calibrator.calibrate(unseen, rank), {layer: spread.order() for layer, spread in spreads.items()}
+
+
+def _reuse(path: Path, model: ModelIdentity) -> Fitted:
+    other = load_profile(path)
+    other.check(model, other.facts.block_tokens, other.facts.budget_tokens)
+    facts = other.facts
+    fitted = {
+        layer: LayerCalibration(correction, facts.ranks[layer], facts.cosine_raw[layer], facts.cosine_calibrated[layer])
+        for layer, correction in other.corrections.items()
+    }
+    return fitted, other.channels
+
+
+def _facts(
+    model: ModelIdentity, config: HybridConfig, fitted: dict[int, LayerCalibration], notes: dict[str, object]
+) -> ProfileFacts:
+    layers = model.layers
+
+    def per_layer(read: Callable[[LayerCalibration], float], first: float) -> list[float]:
+        return [round(read(fitted[layer]), 4) if layer in fitted else first for layer in range(layers)]
+
+    return ProfileFacts(
+        model=model,
+        block_tokens=config.block_tokens,
+        budget_tokens=config.budget_tokens,
+        beta=config.recall_beta,
+        intervals=[1] * layers,
+        bonus=[0.0] * layers,
+        ranks=[fitted[layer].rank if layer in fitted else 0 for layer in range(layers)],
+        cosine_raw=per_layer(lambda one: one.cosine_raw, 1.0),
+        cosine_calibrated=per_layer(lambda one: one.cosine, 1.0),
+        block_change=[0.0] * layers,
+        curves=[],
+        rates=HostRates(cpu="", threads=0, read_gb_s=0.0, attention_gb_s=0.0),
+        notes=notes,
+    )
+
+
+# -- bonus and intervals -----------------------------------------------------------------------------------------------
+
+
+def _prompts(texts: Sequence[Kind], options: argparse.Namespace) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Prompt and what follows, from windows of text glued together: kinds in turn, as traffic is mixed."""
+    length = options.prompt_tokens + options.steps
+    pairs = []
+    for number in range(options.prompts):
+        kind = texts[number % len(texts)]
+        pieces = [kind.unseen, *kind.fit[number // len(texts) :]]
+        ids = tuple(token for piece in pieces for token in piece)
+        while len(ids) < length:
+            ids += ids
+        pairs.append((ids[: options.prompt_tokens], ids[options.prompt_tokens : length]))
+    return pairs
+
+
+def _decode(
+    session: ModelSession,
+    draft: Profile,
+    config: HybridConfig,
+    prompts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    options: argparse.Namespace,
+    bar: Steps,
+) -> Profile:
+    bar.say("prefilling prompts")
+    session.choose_channels(draft)
+    prefilled = session.prefill([prompt for prompt, _ in prompts])
+    bar.advance(sum(len(prompt) for prompt, _ in prompts))
+    following = torch.tensor([behind for _, behind in prompts])
+    cost = len(prompts) * _STEP_COST
+
+    bar.say("decoding exactly, recording scores")
+    recorder = RecordingPolicy(config)
+    session.use_policy(recorder, config, draft)
+    _teacher_force(prefilled, following, lambda: bar.advance(cost))
+
+    budget = Budget(config.budget_tokens // config.block_tokens, config.sink_blocks, config.recent_blocks)
+    intervals, bonuses, changes = [], [], []
+    for layer in range(draft.facts.model.layers):
+        bar.say(f"choosing bonus and interval of layer {layer}")
+        records: list[LayerRecord] = [recorder.record(layer)]
+        bonuses.append(choose_bonus(records, budget))
+        intervals.append(choose_interval(records, budget, bonuses[-1], config.recall_beta))
+        changes.append(round(block_change(records, budget), 4))
+    profile = draft.with_facts(intervals=intervals, bonus=bonuses, block_change=changes)
+
+    curves = []
+    for name, every in ((WITHOUT_RECALL, [0] * len(intervals)), (WITH_RECALL, intervals)):
+        bar.say(f"decoding {name}")
+        served = profile.with_facts(intervals=every)
+        curves.append(Curve(name=name, ratios=_ratios(session, config, served, prefilled, following, bar, cost)))
+    return profile.with_facts(curves=curves)
+
+
+def _ratios(
+    session: ModelSession,
+    config: HybridConfig,
+    profile: Profile,
+    prefilled: Prefilled,
+    following: torch.Tensor,
+    bar: Steps,
+    cost: float,
+) -> list[list[float]]:
+    """CPU compute ratio of each layer at each step, by the policy as it is served."""
+    seen: list[list[float]] = [[] for _ in range(profile.facts.model.layers)]
+    session.use(msgspec.structs.replace(config, recall_adapt=False), profile)
+    session.watch_ratio(lambda layer, ratio: seen[layer].append(round(ratio, 4)))
+    _teacher_force(prefilled, following, lambda: bar.advance(cost))
+    return seen
+
+
+def _teacher_force(prefilled: Prefilled, following: torch.Tensor, advance: Callable[[], None]) -> None:
+    prefilled.rewind()
+    for step in range(following.shape[1]):
+        prefilled.step(following[:, step])
+        advance()

@@ -1,0 +1,1 @@
+"""What happens one layer ahead, and what it is tuned with: predictor, recall, calibration, profile."""

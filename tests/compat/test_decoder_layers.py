@@ -1,0 +1,380 @@
+"""Queries read off the real layers of tiny random models: the predictor's formula is the model's own.
+
+SGLang can be started once per process, so each architecture runs this file as a program of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from sglang_hybrid.integration.decoder_layers import DecoderLayers, UnknownLayers
+
+LAYERS, HIDDEN, VOCABULARY = 3, 64, 128
+PROMPTS = [[(7 * i + 3) % VOCABULARY for i in range(200)], [(5 * i + 1) % VOCABULARY for i in range(71)]]
+STEPS = 4  # decoded behind each prompt
+
+COMMON = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "vocab_size": VOCABULARY,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+ARCHITECTURES = {
+    # rotation as of Llama 3.1, whose cosines are not those of the plain formula
+    "LlamaForCausalLM": {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE},
+    # heads of another size than hidden / heads
+    "MistralForCausalLM": {"model_type": "mistral", "rope_theta": 10000.0, "head_dim": 32, "sliding_window": None},
+    # a bias on the projection
+    "Qwen2ForCausalLM": {"model_type": "qwen2", "rope_theta": 1000000.0, "use_sliding_window": False},
+    # a norm on every head
+    "Qwen3ForCausalLM": {
+        "model_type": "qwen3",
+        "rope_theta": 1000000.0,
+        "head_dim": 32,
+        "use_sliding_window": False,
+        "attention_bias": False,
+    },
+}
+
+
+def write_model(directory: Path, architecture: str) -> None:
+    config = COMMON | ARCHITECTURES[architecture] | {"architectures": [architecture]}
+    (directory / "config.json").write_text(json.dumps(config))
+    # some tokenizer, because SGLang's loader reads one
+    vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the program at the end of this file found out about one architecture."""
+    directory = tmp_path_factory.mktemp(request.param)
+    write_model(directory, request.param)
+    done = subprocess.run(
+        [sys.executable, __file__, str(directory)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1]) | {"architecture": request.param}
+
+
+def test_the_predictor_on_a_layers_own_input_is_the_query_that_reaches_attention(found: dict[str, Any]) -> None:
+    assert len(found["queries"]) == LAYERS * (1 + STEPS)
+    for query in found["queries"]:
+        assert query["spread"] > 0.1, "zeros would agree with anything"
+        assert query["difference"] < 1e-5 * max(1.0, query["spread"]), query
+    assert {query["mode"] for query in found["queries"]} == {"extend", "decode"}
+
+
+def test_weights_are_read_as_each_architecture_has_them(found: dict[str, Any]) -> None:
+    assert found["layers"] == list(range(LAYERS))
+    assert found["has_bias"] == (found["architecture"] == "Qwen2ForCausalLM")
+    assert found["has_head_norm"] == (found["architecture"] == "Qwen3ForCausalLM")
+    assert found["scale"] == pytest.approx(found["head_dim"] ** -0.5)
+
+
+def test_hooks_leave_the_models_output_as_it_is_bit_for_bit(found: dict[str, Any]) -> None:
+    assert found["same_with_hooks"] == [True] * (1 + STEPS)
+    assert found["same_without_hooks_again"] == [True] * (1 + STEPS)
+
+
+def test_a_budget_that_holds_the_context_makes_prediction_invisible_bit_for_bit(found: dict[str, Any]) -> None:
+    assert found["same_with_raw_prediction"] == [True] * STEPS
+
+    assert found["same_with_calibrated_prediction"] == [True] * STEPS
+
+
+def test_every_layer_but_the_first_is_announced_one_layer_ahead_in_decode_only(found: dict[str, Any]) -> None:
+    assert found["announced"] == found["announced_calibrated"] == list(range(1, LAYERS)) * STEPS
+    assert found["announced_without_prediction"] == []
+
+
+def test_a_raw_announcement_is_the_next_layers_formula_and_a_calibrated_one_adds_the_correction(
+    found: dict[str, Any],
+) -> None:
+    assert found["raw_difference"] < 1e-5
+    assert found["calibrated_difference"] < 1e-5
+    assert found["correction_changes"] > 0.1
+
+
+def test_decoding_behind_a_prompt_can_begin_again(found: dict[str, Any]) -> None:
+    assert found["same_after_rewind"] == [True] * STEPS
+
+
+def test_a_model_is_known_by_its_shape_and_its_norms(found: dict[str, Any]) -> None:
+    identity = found["identity"]
+    assert len(identity.pop("weights")) == 16
+    assert identity == {
+        "architecture": found["architecture"],
+        "layers": LAYERS,
+        "hidden": HIDDEN,
+        "query_heads": 4,
+        "kv_heads": 2,
+        "head_dim": found["head_dim"],
+    }
+
+
+# Layers that are built in another way
+
+
+class Norm(torch.nn.Module):
+    variance_epsilon = 1e-6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+
+Norm.__name__ = "RMSNorm"  # as the norm of SGLang's layers is called
+
+
+class Rotary(torch.nn.Module):
+    is_neox_style = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cos_sin_cache", torch.zeros(16, 4))
+
+
+class Attention(torch.nn.Module):
+    q_size, head_dim = 8, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_proj = torch.nn.Linear(8, 16)
+        self.rotary_emb = Rotary()
+        self.attn = torch.nn.Module()
+        self.attn.layer_id, self.attn.scaling = 5, 0.25
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm = Norm()
+        self.self_attn = Attention()
+
+
+def refusal(layer: Layer) -> str:
+    with pytest.raises(UnknownLayers) as caught:
+        DecoderLayers(torch.nn.ModuleList([layer])).query_weights(5)
+    return str(caught.value)
+
+
+def test_a_layer_of_the_known_structure_is_read_whatever_its_model_is_called() -> None:
+    layers = DecoderLayers(torch.nn.Sequential(torch.nn.Linear(2, 2), Layer()))
+    assert layers.ids == [5]
+    weights = layers.query_weights(5)
+    assert weights.projection.shape == (8, 8)
+    assert weights.bias is not None
+    assert weights.bias.shape == (8,)
+    assert weights.head_norm is None
+    assert layers.scale(5) == 0.25
+
+
+def test_a_model_without_such_layers_is_refused_by_its_name() -> None:
+    class SomeModel(torch.nn.Module):
+        pass
+
+    with pytest.raises(UnknownLayers, match=r"SomeModel has no decoder layers with self_attn\.attn and"):
+        DecoderLayers(SomeModel())
+
+
+def test_a_projection_that_is_no_plain_matrix_is_refused_with_the_layer() -> None:
+    packed, missing, transposed = Layer(), Layer(), Layer()
+    packed.self_attn.qkv_proj.weight = torch.nn.Parameter(torch.zeros(16, 8, dtype=torch.int8), requires_grad=False)
+    del missing.self_attn.qkv_proj.weight
+    transposed.self_attn.qkv_proj.weight = torch.nn.Parameter(torch.zeros(8, 16))
+    for layer in (packed, missing, transposed):
+        assert refusal(layer) == "layer 5's qkv_proj is quantised or packed, not a plain matrix"
+
+
+def test_another_norm_or_another_rotation_is_refused_with_its_class() -> None:
+    other_norm, other_rotary, none = Layer(), Layer(), Layer()
+    other_norm.input_layernorm = torch.nn.LayerNorm(8)
+    other_rotary.self_attn.rotary_emb.mrope_section = [1, 1, 2]
+    none.self_attn.rotary_emb = torch.nn.Identity()
+    assert refusal(other_norm) == "layer 5's input_layernorm is a LayerNorm"
+    assert refusal(other_rotary) == "layer 5's rotary embedding is a Rotary"
+    assert refusal(none) == "layer 5's rotary embedding is a Identity"
+
+
+# The program: one architecture
+
+
+def main(directory: str) -> None:
+    from sglang_hybrid.config import HybridConfig
+    from sglang_hybrid.integration.model_session import ModelSession, Prefilled
+    from sglang_hybrid.integration.scouting import identity
+    from sglang_hybrid.scout.predictor import Correction, QueryPredictor
+
+    torch.set_num_threads(1)
+    session = ModelSession([
+        f"--model-path={directory}", "--load-format=dummy", "--attention-backend=hybrid", "--device=cpu",
+        "--dtype=float32", "--log-level=error", "--max-running-requests=4", "--max-total-tokens=2048",
+        "--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled",
+        "--hybrid=host_memory=256MiB", "--hybrid=worker=none", "--hybrid=policy=full",
+    ])  # fmt: skip
+    randomise(session.model)
+    layers = DecoderLayers(session.model)
+    predictors = {layer: QueryPredictor(layers.query_weights(layer)) for layer in layers.ids}
+    backend = session.runner.attn_backend
+
+    def run() -> list[torch.Tensor]:
+        prefilled = session.prefill(PROMPTS)
+        return [prefilled.logits.clone(), *decode(prefilled)]
+
+    def decode(prefilled: Prefilled) -> list[torch.Tensor]:
+        return [prefilled.step([(11 * i) % VOCABULARY, (13 * i) % VOCABULARY]).clone() for i in range(STEPS)]
+
+    plain = run()
+
+    predicted: dict[int, torch.Tensor] = {}
+    queries: list[dict[str, Any]] = []
+
+    def on_input(layer: int, inputs: torch.Tensor, positions: torch.Tensor, _batch: Any) -> None:
+        predicted[layer] = predictors[layer].query(inputs, positions)
+
+    def watched(mode: str) -> Any:
+        forward = getattr(backend, f"forward_{mode}")
+
+        def call(q: torch.Tensor, k: Any, v: Any, layer: Any, *rest: Any, **more: Any) -> Any:
+            expected = predicted.pop(layer.layer_id)
+            difference = (q.reshape(expected.shape) - expected).abs().max()
+            queries.append({"mode": mode, "layer": layer.layer_id, "difference": float(difference)})
+            queries[-1]["spread"] = float(q.std())
+            return forward(q, k, v, layer, *rest, **more)
+
+        return call
+
+    stop = layers.on_input(on_input)
+    backend.forward_extend, backend.forward_decode = watched("extend"), watched("decode")
+    hooked = run()
+    stop()
+    del backend.forward_extend, backend.forward_decode
+    again = run()
+
+    weights = {layer: layers.query_weights(layer) for layer in layers.ids}
+    random = torch.Generator().manual_seed(2)
+    corrections = {
+        layer: Correction(*(torch.randn(size, generator=random) for size in ((width, 5), (5, HIDDEN), (width,))))
+        for layer in layers.ids[1:]
+        for width in [weights[layer].projection.shape[0]]
+    }
+
+    calibrated = SimpleNamespace(bonus=(1.0,) * LAYERS, intervals=(2,) * LAYERS, corrections=corrections)
+
+    def with_prediction(prediction: str, profile: Any = None) -> tuple[list[torch.Tensor], list[int], float]:
+        """What follows the prompts, which layers were announced, how far announced queries are from the formula."""
+        config = HybridConfig(worker="none", prediction=prediction)
+        session.use(config, profile)
+        announced: list[int] = []
+        differences = [0.0]
+        formulas = {n: QueryPredictor(weights[n], corrections[n] if profile else None) for n in corrections}
+        policy = backend.attention.policy
+        ahead = policy.ahead
+
+        def announce(query: torch.Tensor, cache: Any, *rest: Any) -> None:
+            announced.append(cache.layer)
+            announcements[prediction] = query.clone()
+            ahead(query, cache, *rest)
+
+        def look_ahead(layer: int, inputs: torch.Tensor, positions: torch.Tensor, batch: Any) -> None:
+            # runs after the backend's hook, which was there before
+            if layer + 1 in formulas and batch.forward_mode.is_decode() and announced:
+                expected = formulas[layer + 1].query(inputs, positions)
+                differences.append(float((announcements[prediction] - expected).abs().max()))
+
+        policy.ahead = announce
+        stop = layers.on_input(look_ahead)
+        out = run()[1:]
+        stop()
+        return out, announced, max(differences)
+
+    announcements: dict[str, torch.Tensor] = {}
+    by_none, announced_without, _ = with_prediction("none")
+    by_raw, announced, raw_difference = with_prediction("raw")
+    by_calibrated, announced_calibrated, calibrated_difference = with_prediction("auto", calibrated)
+
+    # a small budget, where there is something to forget
+    session.use(HybridConfig(worker="none", budget_tokens=160, recall_interval=2))
+    prefilled = session.prefill(PROMPTS)
+    once = decode(prefilled)
+    prefilled.rewind()
+    twice = decode(prefilled)
+
+    report = {
+        "layers": layers.ids,
+        "head_dim": weights[1].head_dim,
+        "has_bias": weights[1].bias is not None,
+        "has_head_norm": weights[1].head_norm is not None,
+        "scale": layers.scale(1),
+        "queries": queries,
+        "same_with_hooks": same(plain, hooked),
+        "same_without_hooks_again": same(plain, again),
+        "same_with_raw_prediction": same(by_none, by_raw),
+        "same_with_calibrated_prediction": same(by_none, by_calibrated),
+        "same_after_rewind": same(once, twice),
+        "raw_difference": raw_difference,
+        "calibrated_difference": calibrated_difference,
+        "correction_changes": float((announcements["raw"] - announcements["auto"]).abs().max()),
+        "identity": msgspec.structs.asdict(identity(session.runner)),
+        "announced": announced,
+        "announced_calibrated": announced_calibrated,
+        "announced_without_prediction": announced_without,
+    }
+    print("\n" + json.dumps(report))
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Weights of the size that trained ones have; dummy ones are so small that every query is about zero."""
+    random = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=random)
+        if parameter.ndim == 1:  # gains of norms, and biases
+            parameter.data.copy_(0.3 * noise + (0.0 if name.endswith("bias") else 1.0))
+        else:
+            parameter.data.copy_(noise * parameter.shape[-1] ** -0.5)
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[bool]:
+    return [torch.equal(x, y) for x, y in zip(a, b, strict=True)]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,416 @@
+"""Profiling without a model: recordings, the simulation against plain Python and the policy, what is chosen by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from attention_oracle import seeded, softmax_attention
+from decoding import CLOSE, Decoding, Life, Shape, Step, T
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.misses.reference import ReferenceMisses
+from sglang_hybrid.ops import reference
+from sglang_hybrid.policies.base import DecodeBatch, LayerCache
+from sglang_hybrid.policies.scout import ScoutPolicy, Selection
+from sglang_hybrid.profiling import choosing
+from sglang_hybrid.profiling.calibrating import RANK_PARTS, Calibrator, LayerInputs
+from sglang_hybrid.profiling.choosing import BONUSES, INTERVALS, block_change, choose_bonus, choose_interval
+from sglang_hybrid.profiling.recording import LayerRecord, RecordingPolicy
+from sglang_hybrid.profiling.simulation import Budget, Choice, simulate
+from sglang_hybrid.scout.calibration import LayerFit, cosines
+from sglang_hybrid.scout.predictor import QueryPredictor, QueryWeights
+from sglang_hybrid.scout.recall import LONGEST
+from sglang_hybrid.scout.tuning import tuning_of
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def some_record(seed: int, steps: int, rows: int, heads: int, wobble: float, first: int = 6, opens: float = 0.2):
+    """Blocks with scores that wobble around their means, and rows that open blocks now and then.
+
+    Attention follows the scores of another query than the one that was asked for.
+    """
+    random = seeded(seed)
+    counts = torch.randint(1, first + 1, (rows,), generator=random) + torch.cat(
+        (torch.zeros(1, rows, dtype=torch.int64), (torch.rand(steps - 1, rows, generator=random) < opens).long())
+    ).cumsum(0)
+    blocks = int(counts.max())
+    mean = 2 * torch.randn(rows, heads, blocks, generator=random)
+
+    def scores() -> torch.Tensor:
+        beyond = torch.arange(blocks) >= counts[:, :, None, None]
+        wobbling = mean + wobble * torch.randn(steps, rows, heads, blocks, generator=random)
+        return wobbling.masked_fill(beyond, -torch.inf).log_softmax(dim=3)
+
+    return LayerRecord(scores(), scores().exp(), counts)
+
+
+BUDGETS = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 4)).map(
+    lambda drawn: Budget(blocks=sum(drawn) + 1, sink=drawn[0], recent=drawn[1])
+)
+RECORDS = st.builds(
+    some_record,
+    seed=SEEDS,
+    steps=st.integers(1, 25),
+    rows=st.integers(1, 3),
+    heads=st.integers(1, 2),
+    wobble=st.sampled_from([0.0, 0.3, 2.0]),
+    first=st.integers(1, 14),
+    opens=st.sampled_from([0.0, 0.2, 0.9]),
+)
+CHOICES = [Choice(bonus, interval) for bonus in (0.0, 0.7, 3.0) for interval in (0, 1, 3, 8)]
+
+
+# The simulation
+
+
+def best(scores: dict[int, float], room: int) -> set[int]:
+    return set(sorted(scores, key=scores.__getitem__, reverse=True)[:room])
+
+
+def simulated_in_plain_python(record: LayerRecord, choice: Choice, budget: Budget) -> list[tuple[float, float, float]]:
+    """Ratio, attention missed and change at every step: one row and one head at a time, with sets."""
+    steps, rows, heads, blocks = record.scores.shape
+    limit = min(budget.blocks, blocks)
+    slots = budget.blocks - budget.sink - budget.recent - 1
+    found = [[0.0, 0.0, 0.0] for _ in range(steps)]
+    for row in range(rows):
+        for head in range(heads):
+            resident: set[int] = set()
+            before: set[int] = set()
+            for step in range(steps):
+                count = int(record.counts[step, row])
+                always = {p for p in range(count) if p < budget.sink or p >= count - 1 - budget.recent}
+                score = dict(enumerate(record.scores[step, row, head, :count].tolist()))
+                room = limit - len(always)
+                if step == 0:
+                    resident = best({p: score[p] for p in set(score) - always}, room)
+                elif count > int(record.counts[step - 1, row]):
+                    left = count - 1 - budget.recent - 1
+                    if left >= budget.sink and slots:
+                        worst = sorted(resident, key=score.__getitem__)[: max(0, len(resident) + 1 - slots)]
+                        resident = resident - set(worst) | {left}
+                ranked = {p: score[p] + choice.bonus * (p in resident) for p in set(score) - always}
+                earned = best(ranked, room)
+                attended = always | resident | earned
+                found[step][0] += len(earned - resident) / budget.blocks
+                found[step][1] += 1 - sum(float(record.shares[step, row, head, p]) for p in attended)
+                found[step][2] += len((earned | always) - before) / limit
+                before = earned | always
+                if choice.interval and (step + 1) % choice.interval == 0:
+                    resident = earned
+    return [tuple(value / (rows * heads) for value in step) for step in found]  # type: ignore[misc]
+
+
+@settings(max_examples=60)
+@given(RECORDS, BUDGETS)
+def test_the_simulation_is_what_plain_python_finds_for_every_choice_at_once(record: LayerRecord, budget: Budget):
+    simulated = simulate(record, CHOICES, budget)
+    steps = record.scores.shape[0]
+    assert simulated.ratio.shape == simulated.missed.shape == (len(CHOICES), steps)
+    for number, choice in enumerate(CHOICES):
+        expected = torch.tensor(simulated_in_plain_python(record, choice, budget))
+        torch.testing.assert_close(simulated.ratio[number], expected[:, 0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(simulated.missed[number], expected[:, 1], rtol=0, atol=1e-5)
+        # at the first step everything is new
+        torch.testing.assert_close(simulated.change[number], expected[min(1, steps - 1) :, 2], rtol=0, atol=1e-5)
+
+
+@settings(max_examples=60)
+@given(RECORDS, BUDGETS)
+def test_nothing_is_missed_of_rows_within_the_budget(record: LayerRecord, budget: Budget):
+    roomy = Budget(budget.blocks + record.scores.shape[3], budget.sink, budget.recent)
+    simulated = simulate(record, CHOICES, roomy)
+    assert not simulated.ratio.any()
+    torch.testing.assert_close(simulated.missed, torch.zeros_like(simulated.missed), rtol=0, atol=1e-5)
+
+
+@settings(max_examples=60)
+@given(RECORDS, BUDGETS)
+def test_without_recall_a_larger_bonus_never_misses_more_blocks(record: LayerRecord, budget: Budget):
+    # what is resident does not depend on the bonus then: only whether something else is worth fetching
+    ratios = simulate(record, [Choice(bonus, 0) for bonus in BONUSES], budget).ratio
+    assert (ratios[1:] <= ratios[:-1] + 1e-6).all()
+    assert not simulate(record, [Choice(1e6, interval) for interval in (0, 1, 8)], budget).ratio.any()
+
+
+# Recordings
+
+
+class Watched(ScoutPolicy):
+    chosen: Selection
+
+    def select(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> Selection:
+        self.chosen = super().select(query, cache, batch, scale)
+        return self.chosen
+
+
+SHAPE = Shape(heads=2, group=2, dim=8, value_dim=8)
+PLAN = [Life(0, 9 * T - 3, 0, 40), Life(1, 3 * T - 20, 0, 40)]  # both open a block, at different steps
+
+
+def recorded(config: HybridConfig, predicted: bool, seed: int) -> tuple[LayerRecord, Decoding, list[Step]]:
+    decoding, policy, steps = Decoding(PLAN, SHAPE, seed), RecordingPolicy(config), []
+    decoding.run(policy, steps.append, lambda _: predicted, shuffled=False)
+    return policy.record(0), decoding, steps
+
+
+@pytest.mark.parametrize("predicted", [True, False])
+def test_a_recording_decodes_exactly_and_notes_scores_of_the_prediction_and_true_shares(predicted: bool):
+    config = HybridConfig(budget_tokens=5 * T, recent_blocks=1)
+    record, decoding, steps = recorded(config, predicted, seed=1)
+    requests = decoding.requests
+    blocks = -(-(PLAN[0].prompt + 40) // T)
+    assert record.scores.shape == record.shares.shape == (40, 2, SHAPE.heads, blocks)
+    for now, step in enumerate(steps):
+        asked = step.queries if step.guesses is None else step.guesses
+        for row, length in enumerate(step.lengths):
+            count = -(-length // T)
+            assert int(record.counts[now, row]) == count
+            assert (record.scores[now, row, :, count:] == -torch.inf).all()
+            assert not record.shares[now, row, :, count:].any()
+            keys, values = (tokens[row][:, :length] for tokens in (requests.row_keys, requests.row_values))
+            exact, _ = softmax_attention(step.queries[row], keys, values, SHAPE.scale)
+            torch.testing.assert_close(step.out[row].double(), exact, **CLOSE[torch.float32])
+            known = length - 1 if predicted else length
+            for head in range(SHAPE.heads):
+                own = slice(2 * head, 2 * head + 2)
+                weights = torch.softmax(step.queries[row, own].double() @ keys[head].double().T * SHAPE.scale, dim=1)
+                shares = torch.stack([w.sum(dim=1) for w in weights.split(T, dim=1)], dim=1).mean(dim=0)
+                torch.testing.assert_close(
+                    record.shares[now, row, head, :count].double(), shares, **CLOSE[torch.float32]
+                )
+                estimates = []
+                for block in keys[head, :known].double().split(T):
+                    middle, radius = (block.amax(0) + block.amin(0)) / 2, (block.amax(0) - block.amin(0)) / 2
+                    query = asked[row, own].double()
+                    estimates.append(query @ middle + config.digest_spread * query.abs() @ radius)
+                scores = torch.softmax(torch.stack(estimates, dim=1) * SHAPE.scale, dim=1).sum(dim=0).log()
+                found = record.scores[now, row, head, : len(scores)].double()
+                torch.testing.assert_close(found, scores, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("predicted", [True, False], ids=["predicted", "not predicted"])
+@pytest.mark.parametrize(("sink", "recent", "slots"), [(1, 1, 3), (0, 0, 2), (2, 1, 1), (1, 2, 0)])
+def test_the_simulation_of_a_recording_is_what_the_policy_does(predicted: bool, sink: int, recent: int, slots: int):
+    budget = Budget(sink + recent + 1 + slots, sink, recent)
+    base = HybridConfig(budget_tokens=budget.blocks * T, sink_blocks=sink, recent_blocks=recent)
+    record, _, _ = recorded(base, predicted, seed=2)
+    simulated = simulate(record, CHOICES, budget)
+    for number, choice in enumerate(CHOICES):
+        config = HybridConfig(
+            budget_tokens=budget.blocks * T,
+            sink_blocks=sink,
+            recent_blocks=recent,
+            sticky_bonus=choice.bonus,
+            recall_interval=choice.interval,
+        )
+        policy = Watched(config, ReferenceMisses(), tuning_of(config, layers=1), rows=2)
+        ratios: list[float] = []
+        missed: list[float] = []
+        policy.on_ratio = lambda _, ratio, seen=ratios: seen.append(ratio)
+
+        def check(_: Step, policy: Watched = policy, missed: list[float] = missed) -> None:
+            chosen = torch.cat((policy.chosen.near, policy.chosen.misses), dim=2)
+            attended = reference.is_listed(chosen, record.shares.shape[3])
+            missed.append(1 - float((record.shares[len(missed)] * attended).sum(dim=2).mean()))
+
+        Decoding(PLAN, SHAPE, seed=2).run(policy, check, lambda _: predicted, shuffled=False)
+        assert ratios == pytest.approx(simulated.ratio[number].tolist(), abs=1e-5), choice
+        assert missed == pytest.approx(simulated.missed[number].tolist(), abs=1e-4), choice
+    assert simulated.ratio.any() == bool(slots), "otherwise there was nothing to compare"
+
+
+# Choosing
+
+
+def long_record(seed: int, wobble: float) -> LayerRecord:
+    return some_record(seed, steps=64, rows=2, heads=2, wobble=wobble, first=20, opens=0.03)
+
+
+BUDGET = Budget(blocks=7, sink=1, recent=2)
+WOBBLES = st.sampled_from([0.02, 0.1, 0.3, 1.0, 3.0])
+
+
+def ratio_at(records: Sequence[LayerRecord], bonus: float, interval: int) -> float:
+    return float(torch.stack([simulate(r, [Choice(bonus, interval)], BUDGET).ratio.mean() for r in records]).mean())
+
+
+def missed_at(records: Sequence[LayerRecord], bonus: float) -> float:
+    choice = Choice(bonus, choosing._BONUS_INTERVAL)
+    return float(torch.stack([simulate(r, [choice], BUDGET).missed.mean() for r in records]).mean())
+
+
+@settings(max_examples=20)
+@given(st.lists(st.tuples(SEEDS, WOBBLES), min_size=1, max_size=2), st.floats(0.005, 0.6))
+def test_an_interval_keeps_the_mean_ratio_under_beta_and_is_the_longest_that_does(
+    kinds: list[tuple[int, float]], beta: float
+):
+    records = [long_record(*kind) for kind in kinds]
+    chosen = choose_interval(records, BUDGET, 0.5, beta)
+    assert chosen in INTERVALS
+    if chosen > 1:
+        assert ratio_at(records, 0.5, chosen) < beta
+    for longer in (interval for interval in INTERVALS if interval > chosen):
+        assert ratio_at(records, 0.5, longer) > choosing._MARGIN * beta
+
+
+@settings(max_examples=20)
+@given(SEEDS, WOBBLES, st.lists(st.floats(0.001, 1), min_size=2, max_size=5))
+def test_a_larger_beta_never_shortens_an_interval(seed: int, wobble: float, betas: list[float]):
+    record = long_record(seed, wobble)
+    chosen = [choose_interval([record], BUDGET, 0.0, beta) for beta in sorted(betas)]
+    assert chosen == sorted(chosen)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.tuples(SEEDS, WOBBLES), min_size=1, max_size=2))
+def test_a_bonus_costs_hardly_any_attention_and_the_next_would(kinds: list[tuple[int, float]]):
+    records = [long_record(*kind) for kind in kinds]
+    chosen = choose_bonus(records, BUDGET)
+    allowed = missed_at(records, 0.0) * choosing._WORSE + choosing._WORSE_SHARE
+    for bonus in BONUSES:
+        if bonus <= chosen:
+            assert missed_at(records, bonus) <= allowed + 1e-6
+    if chosen < BONUSES[-1]:
+        assert missed_at(records, BONUSES[BONUSES.index(chosen) + 1]) > allowed - 1e-6
+
+
+def test_scores_that_never_change_need_no_recall_and_bear_any_bonus():
+    record = some_record(3, steps=40, rows=2, heads=2, wobble=0.0, first=20, opens=0.0)
+    assert choose_interval([record], BUDGET, 0.0, beta=0.01) == LONGEST
+    assert choose_bonus([record], BUDGET) == BONUSES[-1]
+    assert block_change([record], BUDGET) == 0.0
+
+
+def test_scores_that_always_change_are_recalled_at_every_step_under_a_small_beta():
+    record = some_record(4, steps=40, rows=2, heads=2, wobble=50.0, first=20, opens=0.0)
+    assert choose_interval([record], BUDGET, 0.0, beta=0.01) == 1
+    assert block_change([record], BUDGET) > 0.2
+
+
+def test_intervals_and_bonuses_begin_at_what_is_safest():
+    assert BONUSES[0] == 0.0
+    assert INTERVALS[0] == 1
+    assert list(BONUSES) == sorted(set(BONUSES))
+    assert list(INTERVALS) == sorted(set(INTERVALS))
+    assert INTERVALS[-1] == LONGEST
+
+
+# Calibrating
+
+HIDDEN, HEAD_DIM, WIDTH = 64, 8, 16
+RANKS = [round(part * HIDDEN) for part in RANK_PARTS]  # 4, 8, 16, 32
+
+
+def weights_of_layers(layers: int) -> dict[int, QueryWeights]:
+    random = seeded(20)
+    return {
+        layer: QueryWeights(
+            norm=torch.ones(HIDDEN),
+            norm_eps=0.0,
+            projection=torch.randn(4 * WIDTH, HIDDEN, generator=random) * HIDDEN**-0.5,
+            bias=None,
+            head_dim=HEAD_DIM,
+            head_norm=None,
+            head_norm_eps=0.0,
+            rotary=torch.zeros(1, HEAD_DIM),
+            neox=True,
+        )
+        for layer in range(layers)
+    }
+
+
+def reflection(rank: int, seed: int = 21) -> torch.Tensor:
+    """An orthogonal matrix that differs from the identity by this rank: it keeps the rms, so that errors are linear."""
+    basis = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=seeded(seed))).Q[:, :rank]
+    return torch.eye(HIDDEN) - 2 * basis @ basis.T
+
+
+def inputs_of_layers(seed: int, ranks: Sequence[int], noise: float = 0.0, tokens: int = 600) -> LayerInputs:
+    """Layer i + 1 sees layer i's input with ``ranks[i]`` directions turned around."""
+    random = seeded(seed)
+    inputs = {0: torch.randn(tokens, HIDDEN, generator=random)}
+    for layer, rank in enumerate(ranks):
+        changed = inputs[layer] @ reflection(rank, seed=30 + layer)
+        inputs[layer + 1] = changed + noise * torch.randn(tokens, HIDDEN, generator=random)
+    return inputs
+
+
+def calibrator(ranks: Sequence[int], noise: float = 0.0) -> Calibrator:
+    made = Calibrator(weights_of_layers(len(ranks) + 1))
+    for seed in range(3):
+        made.add(inputs_of_layers(seed, ranks, noise))
+    return made
+
+
+def test_every_layer_takes_the_smallest_rank_that_keeps_the_gain():
+    turned = [2, 4, 7, 30, 60]
+    made = calibrator(turned)
+    calibrated = made.calibrate([inputs_of_layers(9, turned)], "auto")
+    assert made.layers == list(calibrated) == [1, 2, 3, 4, 5]
+    assert [calibrated[layer].rank for layer in made.layers] == [4, 4, 8, 32, HIDDEN]
+    for one in calibrated.values():
+        assert one.cosine > 0.995
+        assert one.cosine_raw < one.cosine - 0.01
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.5])
+def test_a_smaller_rank_than_the_chosen_one_would_lose_some_of_the_gain(noise: float):
+    turned = [3, 12, 50]
+    made, unseen = calibrator(turned, noise), [inputs_of_layers(seed, turned, noise) for seed in (8, 9)]
+    chosen, full = made.calibrate(unseen, "auto"), made.calibrate(unseen, "full")
+    for rank in RANKS:
+        for layer, one in made.calibrate(unseen, rank).items():
+            enough = one.cosine >= full[layer].cosine - 0.002
+            assert one.rank == rank
+            if rank < chosen[layer].rank:
+                assert not enough
+            elif rank == chosen[layer].rank:
+                assert enough
+    for layer, one in chosen.items():
+        assert one.cosine_raw == full[layer].cosine_raw < one.cosine
+
+
+def test_a_rank_that_is_given_is_taken_and_bounded_by_the_hidden_size():
+    made, unseen = calibrator([3]), [inputs_of_layers(9, [3])]
+    for asked, taken in ((1, 1), (5, 5), (HIDDEN, HIDDEN), (1000, HIDDEN)):
+        one = made.calibrate(unseen, asked)[1]
+        assert one.rank == taken
+        assert one.correction.right is not None
+        assert one.correction.right.shape == (taken, HIDDEN)
+    full = made.calibrate(unseen, "full")[1]
+    assert full.rank == HIDDEN
+    assert full.correction.right is None
+
+
+def test_corrections_are_stored_in_half_precision_on_the_host():
+    for rank in ("auto", "full", 3):
+        correction = calibrator([3]).calibrate([inputs_of_layers(9, [3])], rank)[1].correction
+        for part in vars(correction).values():
+            assert part is None or (part.dtype, part.device.type) == (torch.float16, "cpu")
+
+
+def test_progress_is_told_after_every_layer():
+    told = []
+    calibrator([3, 3]).calibrate([inputs_of_layers(9, [3, 3])], "full", lambda: told.append(len(told)))
+    assert told == [0, 1]
+
+
+def test_the_penalty_is_chosen_on_text_that_the_fit_has_not_seen():
+    # few tokens and much noise: a fit without penalty would learn the noise
+    turned, noise = [6], 1.0
+    made = Calibrator(weights_of_layers(2))
+    made.add(inputs_of_layers(0, turned, noise, tokens=80))
+    unseen = inputs_of_layers(9, turned, noise)
+    one = made.calibrate([unseen], "full")[1]
+    weights = weights_of_layers(2)[1]
+    fit = LayerFit(weights)
+    fit.add(*inputs_of_layers(0, turned, noise, tokens=80).values())
+    real = QueryPredictor(weights).project(unseen[1])
+    without = cosines(real, QueryPredictor(weights, fit.solve(1e-9).full()).project(unseen[0]), HEAD_DIM).mean()
+    assert one.cosine > float(without) + 0.005
