@@ -9,6 +9,8 @@ import torch
 # Three bits of mantissa do not change which blocks are selected, and keys are far from this format's limits.
 DTYPE = torch.float8_e4m3fn
 
+_VALUES = torch.arange(256, dtype=torch.uint8).view(DTYPE).float()
+
 
 @dataclass(frozen=True)
 class LayerSketch:
@@ -16,6 +18,15 @@ class LayerSketch:
 
     tokens: torch.Tensor
     channels: torch.Tensor
+
+    def of_pages(self, pages: torch.Tensor) -> torch.Tensor:
+        """pages ``[...]`` -> ``[..., KV heads, block tokens, channels]``, as float32."""
+        # as bytes: torch cannot index with float8 on every device
+        chosen = self.tokens.view(torch.uint8)[pages]
+        if chosen.is_cuda:
+            return chosen.view(DTYPE).float()
+        # a table of all 256 values is several times as fast as torch's conversion on a CPU
+        return _VALUES.index_select(0, chosen.flatten().int()).view(chosen.shape)
 
 
 class Sketches:

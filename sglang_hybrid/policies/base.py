@@ -30,8 +30,7 @@ class LayerCache:
         digests = self.digests[page_table]
         if self.sketch is None:
             return reference.digest_logits(query, digests, spread)
-        # as bytes: torch cannot index with float8 on every device
-        tokens = self.sketch.tokens.view(torch.uint8)[page_table].view(self.sketch.tokens.dtype)
+        tokens = self.sketch.of_pages(page_table)
         return reference.sketch_logits(query, digests, tokens, self.sketch.channels, spread, scale)
 
 

@@ -14,31 +14,41 @@ BONUSES = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
 INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, LONGEST)
 _BONUS_INTERVAL = 8  # at which bonuses are compared
 
-# What a bonus may cost: attention missed, relative to no bonus, and in parts of all attention.
-_WORSE, _WORSE_SHARE = 1.02, 0.0005
+_ROUNDING = 1e-6
 
 # Other text than the profile's has other ratios.
 _MARGIN = 0.8
 
+# A recall that does not bring the CPU's work well below half of what it is without one is hardly worth its copies.
+_OF_NO_RECALL = 0.4
+
 
 def choose_bonus(records: Sequence[LayerRecord], budget: Budget) -> float:
-    """The largest bonus whose selection misses hardly more attention than without one."""
+    """The largest bonus with which no more attention is missed than by exactly the best blocks of every step.
+
+    Those are what a budget promises. Resident blocks that are not selected are attended as well, and what they add
+    pays for the blocks that a bonus keeps out.
+    """
     choices = [Choice(bonus, _BONUS_INTERVAL) for bonus in BONUSES]
-    missed = torch.stack([simulate(record, choices, budget).missed.mean(dim=1) for record in records]).mean(dim=0)
-    allowed = float(missed[0]) * _WORSE + _WORSE_SHARE
+    simulated = [simulate(record, choices, budget) for record in records]
+    missed = torch.stack([one.missed.mean(dim=1) for one in simulated]).mean(dim=0)
+    allowed = float(torch.stack([one.unselected[0].mean() for one in simulated]).mean())
     best = 0.0
     for bonus, loss in zip(BONUSES, missed.tolist(), strict=True):
-        if loss > allowed:
+        if loss > allowed + _ROUNDING:
             break
         best = bonus
     return best
 
 
 def choose_interval(records: Sequence[LayerRecord], budget: Budget, bonus: float, beta: float) -> int:
-    """The largest interval that keeps the mean CPU compute ratio under beta, with some room."""
-    choices = [Choice(bonus, interval) for interval in INTERVALS]
-    ratio = torch.stack([simulate(record, choices, budget).ratio.mean(dim=1) for record in records]).mean(dim=0)
-    fitting = [interval for interval, seen in zip(INTERVALS, ratio.tolist(), strict=True) if seen <= _MARGIN * beta]
+    """The largest interval that keeps the mean CPU compute ratio under beta, with some room, and well below what it
+    is without recall."""
+    choices = [Choice(bonus, interval) for interval in (*INTERVALS, 0)]
+    ratios = torch.stack([simulate(record, choices, budget).ratio.mean(dim=1) for record in records]).mean(dim=0)
+    *of_intervals, never = ratios.tolist()
+    most = min(_MARGIN * beta, _OF_NO_RECALL * never)
+    fitting = [interval for interval, ratio in zip(INTERVALS, of_intervals, strict=True) if ratio <= most]
     return max(fitting, default=INTERVALS[0])
 
 

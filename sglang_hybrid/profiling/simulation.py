@@ -20,6 +20,7 @@ class Choice:
 class Simulated:
     ratio: torch.Tensor  # [choices, steps] CPU compute ratio: misses over budget
     missed: torch.Tensor  # [choices, steps] share of attention that is neither resident nor selected
+    unselected: torch.Tensor  # [choices, steps] share of attention that is not selected, resident or not
     change: torch.Tensor  # [choices, steps] part of the selection that the step before did not have
 
 
@@ -39,7 +40,7 @@ def simulate(record: LayerRecord, choices: Sequence[Choice], budget: Budget) -> 
     position = torch.arange(blocks)
     resident = torch.zeros(len(choices), rows, heads, blocks, dtype=torch.bool)
     before = resident
-    ratios, misses_of, changes = [], [], []
+    ratios, misses_of, unselected, changes = [], [], [], []
     for step in range(steps):
         age = record.counts[step][:, None] - 1 - position  # [rows, blocks]
         forced = (((age <= budget.recent) | (position < budget.sink)) & (age >= 0))[:, None, :]
@@ -57,11 +58,12 @@ def simulate(record: LayerRecord, choices: Sequence[Choice], budget: Budget) -> 
         attended = selected | resident | forced
         ratios.append(missing.float().sum(dim=3).mean(dim=(1, 2)) / budget.blocks)
         misses_of.append(1 - (record.shares[step] * attended).sum(dim=3).mean(dim=(1, 2)))
+        unselected.append(1 - (record.shares[step] * (selected | forced)).sum(dim=3).mean(dim=(1, 2)))
         changes.append((selected & ~before).float().sum(dim=3).mean(dim=(1, 2)) / limit)
         before = selected
         due = (intervals > 0) & ((step + 1) % intervals.clamp(min=1) == 0)
         resident = torch.where(due[:, None, None, None], selected & ~forced, resident)
-    return Simulated(torch.stack(ratios, 1), torch.stack(misses_of, 1), torch.stack(changes[1:] or changes, 1))
+    return Simulated(*(torch.stack(one, 1) for one in (ratios, misses_of, unselected, changes[1:] or changes)))
 
 
 def _best(scores: torch.Tensor, limit: int) -> torch.Tensor:

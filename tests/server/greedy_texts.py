@@ -1,6 +1,6 @@
 """Greedy tokens of one backend under many settings, in one process: what a server would say, without its start.
 
-    python greedy_texts.py MODEL BACKEND < {"prompts": [[token, ...], ...], "steps": 40, "settings": [["key=value", ...], ...]}
+    python greedy_texts.py MODEL BACKEND < {"prompts": [[token, ...]], "steps": 40, "settings": [["key=value", ...]]}
 
 Prints {"tokens": [settings][prompts][steps]} as the last line. A setting ``profile=random`` means a profile whose
 predictor is noise: with a budget above the context nothing may depend on it.

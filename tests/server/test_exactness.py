@@ -28,8 +28,8 @@ HYBRID = {
     # above the model's context of 8,192 tokens: everything is selected. The deadline is long, so that a busy machine
     # does not move work from the worker into the server.
     "scout": (
-        "--hybrid", "policy=scout", "--hybrid", "budget_tokens=8192", "--hybrid", "recent_blocks=0", "--hybrid", "resident_tokens=0",
-        "--hybrid", "prediction=none",
+        "--hybrid", "policy=scout", "--hybrid", "budget_tokens=8192", "--hybrid", "recent_blocks=0",
+        "--hybrid", "resident_tokens=0", "--hybrid", "prediction=none",
         "--hybrid", "worker_deadline_ms=2000", "--enable-metrics",
     ),
 }  # fmt: skip
