@@ -94,7 +94,7 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             description="Query that misses are selected and computed with, one layer ahead: calibrated (needs a "
             "profile), raw (the next layer's own projection on this layer's input), none (the layer's real query, "
-            "computed while the layer waits), or auto (calibrated with a profile, raw without)."
+            "computed while the layer waits), or auto (calibrated with a profile, none without)."
         ),
     ] = "auto"
     selection: Annotated[

@@ -41,6 +41,10 @@ class Scouting:
         self._predictors = {}
         if config.policy != "scout" or config.prediction == "none":
             return
+        if config.prediction == "auto" and profile is None:
+            # raw predictions are fast and cost accuracy: nobody gets them without asking
+            logger.info("queries are not predicted without a profile: sglang-hybrid profile makes one")
+            return
         try:
             self._layers = self._layers or DecoderLayers(self._runner.model)
             following = self._layers.ids[1:]
