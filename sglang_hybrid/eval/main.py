@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ _BASELINE = "full attention"
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     try:
-        return _evaluate(options, " ".join(["sglang-hybrid", "eval", *argv]))
+        return _evaluate(options, shlex.join(["sglang-hybrid", "eval", *argv]))
     except (InputError, ConfigError) as error:
         print(f"sglang-hybrid eval: {error}", file=sys.stderr)
         return 2

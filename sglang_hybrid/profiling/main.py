@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import date
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _notes(argv: Sequence[str]) -> dict[str, object]:
-    command = " ".join(["sglang-hybrid", "profile", *argv])
+    command = shlex.join(["sglang-hybrid", "profile", *argv])
     return {"command": command, "release": __version__, "date": date.today().isoformat()}
 
 
