@@ -47,8 +47,7 @@ class Scouting:
             return
         try:
             self._layers = self._layers or DecoderLayers(self._runner.model)
-            following = self._layers.ids[1:]
-            weights = {layer: self._layers.query_weights(layer) for layer in following}
+            weights = {layer: self._layers.query_weights(layer) for layer in self._layers.ids}
         except UnknownLayers as unknown:
             if config.prediction != "auto":
                 raise Refusal(f"prediction={config.prediction}: {unknown}; serve it with prediction=none") from unknown
@@ -56,7 +55,8 @@ class Scouting:
             return
         corrections = profile.corrections if profile and config.prediction != "raw" else {}
         for layer, of_layer in weights.items():
-            correction = corrections.get(layer)
+            # the first layer's query is computed from its own input: there is nothing to correct
+            correction = corrections.get(layer) if layer != self._layers.ids[0] else None
             if correction is not None:
                 correction = self._of_rank(correction, of_layer.projection)
             self._predictors[layer] = QueryPredictor(of_layer, correction)
@@ -69,10 +69,14 @@ class Scouting:
         return own.to(projection.device, projection.dtype)
 
     def _on_input(self, layer: int, inputs: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> None:
-        predictor = self._predictors.get(layer + 1)
-        if predictor is None or not forward_batch.forward_mode.is_decode() or self._layers is None:
+        if self._layers is None or not forward_batch.forward_mode.is_decode():
             return
-        self._ahead(layer + 1, predictor.query(inputs, positions), self._layers.scale(layer + 1))
+        # The first layer has none before it, but these inputs are its own, so this is its real query. It is posted before
+        # the second: the worker holds two posts, and a third would take the place of one that nobody has collected.
+        announced = (layer, layer + 1) if layer == self._layers.ids[0] else (layer + 1,)
+        for number in announced:
+            if predictor := self._predictors.get(number):
+                self._ahead(number, predictor.query(inputs, positions), self._layers.scale(number))
 
 
 def read_profile(config: HybridConfig, model_runner: Any) -> Profile | None:
