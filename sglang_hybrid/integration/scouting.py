@@ -71,8 +71,8 @@ class Scouting:
     def _on_input(self, layer: int, inputs: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> None:
         if self._layers is None or not forward_batch.forward_mode.is_decode():
             return
-        # The first layer has none before it, but these inputs are its own, so this is its real query. It is posted before
-        # the second: the worker holds two posts, and a third would take the place of one that nobody has collected.
+        # The first layer has none before it, but these inputs are its own, so this is its real query. It is posted
+        # before the second: the worker holds two posts, and a third would take the place of one not collected yet.
         announced = (layer, layer + 1) if layer == self._layers.ids[0] else (layer + 1,)
         for number in announced:
             if predictor := self._predictors.get(number):
