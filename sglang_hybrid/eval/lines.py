@@ -12,7 +12,13 @@ from random import Random
 
 from sglang_hybrid.eval.errors import InputError
 from sglang_hybrid.eval.haystack import Haystack, insert
-from sglang_hybrid.eval.needle import answer_tokens, filling, question
+from sglang_hybrid.eval.needle import (
+    answer_tokens,
+    cities_and_numbers,
+    filling,
+    question,
+    spread_depths,
+)
 from sglang_hybrid.eval.prompts import RetrievalPrompt
 from sglang_hybrid.eval.tokenizer import beginning, tokens
 from sglang_hybrid.eval.words import CITIES
@@ -41,10 +47,7 @@ def lines_prompts(
 
 def _prompt(haystack: Haystack, length: int, count: int, depth: float, random: Random) -> RetrievalPrompt:
     tokenizer = haystack.tokenizer
-    numbers: dict[str, str] = {}
-    for city in random.sample(CITIES, count):
-        numbers[city] = haystack.number(random, numbers.values())
-    depths = [(n + 0.5) / count for n in range(count)]
+    numbers, depths = cities_and_numbers(haystack, count, random), spread_depths(count)
     asked = min(int(depth * count), count - 1)
     key = list(numbers)[asked]
     lines = [tokens(tokenizer, line(city, number)) for city, number in numbers.items()]

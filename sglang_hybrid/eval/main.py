@@ -28,17 +28,17 @@ def main(argv: Sequence[str]) -> int:
 
 def _evaluate(options: argparse.Namespace, command: str) -> int:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from sglang_hybrid.eval.prompts import TextPrompt
     from sglang_hybrid.eval.report import print_report, write_report
     from sglang_hybrid.eval.running import Evaluation, Variant, batches
     from sglang_hybrid.integration.model_session import ModelSession
     from sglang_hybrid.integration.refusals import Refusal
+    from sglang_hybrid.progress import steps
 
     console = Console(stderr=True)
     variants = [Variant(_BASELINE, {"policy": "full"}, load_config(None, ["policy=full"]))]
-    variants += [Variant(*_named(text)) for text in options.run or ["scout="]]
+    variants += [Variant(*_named(text)) for text in options.run or [""]]
     if len({variant.name for variant in variants}) < len(variants):
         raise InputError(
             "two runs have the same name: begin each with a name of its own, as in --run 'raw: prediction=raw'"
@@ -60,19 +60,16 @@ def _evaluate(options: argparse.Namespace, command: str) -> int:
             f"a prompt of {longest} tokens does not fit the KV cache of {session.capacity_tokens}: raise --host-memory"
         )
     groups = batches(prompts, session.capacity_tokens)
-    columns = (TextColumn("{task.description:50}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=len(groups) * (len(variants) + 1))
+    with steps(console, len(groups) * len(variants)) as bar:
 
         def say(name: str) -> None:
-            progress.update(task, description=f"{kind}: {name}", advance=1)
-            if not console.is_terminal:  # where no bar is drawn, a line says how far it is
-                console.print(f"{progress.tasks[task].percentage:3.0f} % {kind}: {name}")
+            bar.say(f"{kind}: {name}")
+            bar.advance()
 
         evaluation = Evaluation(session, variants, say)
         for group in groups:
             kind = getattr(group[0], "task", "text")
-            progress.update(task, description=f"{kind}: prefill")
+            bar.say(f"{kind}: prefill")
             try:
                 if isinstance(group[0], TextPrompt):
                     evaluation.texts([one for one in group if isinstance(one, TextPrompt)])
@@ -80,7 +77,6 @@ def _evaluate(options: argparse.Namespace, command: str) -> int:
                     evaluation.retrieval([one for one in group if not isinstance(one, TextPrompt)])
             except Refusal as refusal:
                 raise InputError(str(refusal)) from refusal
-            progress.update(task, advance=1)
     runs = evaluation.runs()
     print_report(runs, Console())
     for path in write_report(options.out, runs, command):
@@ -137,7 +133,7 @@ def _named(text: str) -> tuple[str, dict[str, object], HybridConfig]:
     name, colon, rest = text.partition(":")
     if not colon or "=" in name:
         name, rest = "", text
-    settings = [setting for setting in rest.replace(",", " ").split() if setting != "scout="]
+    settings = rest.replace(",", " ").split()
     given: dict[str, object] = dict(setting.partition("=")[::2] for setting in settings)
     return name.strip() or " ".join(settings) or "defaults", given, load_config(None, settings)
 

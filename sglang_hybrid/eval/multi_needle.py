@@ -7,7 +7,14 @@ from random import Random
 
 from sglang_hybrid.eval.errors import InputError
 from sglang_hybrid.eval.haystack import Haystack, insert
-from sglang_hybrid.eval.needle import answer_tokens, filling, question, sentence
+from sglang_hybrid.eval.needle import (
+    answer_tokens,
+    cities_and_numbers,
+    filling,
+    question,
+    sentence,
+    spread_depths,
+)
 from sglang_hybrid.eval.prompts import RetrievalPrompt
 from sglang_hybrid.eval.tokenizer import beginning, tokens
 from sglang_hybrid.eval.words import CITIES
@@ -30,10 +37,7 @@ def multi_needle_prompts(
 
 def _of_one_haystack(haystack: Haystack, length: int, count: int, random: Random) -> list[RetrievalPrompt]:
     tokenizer = haystack.tokenizer
-    numbers: dict[str, str] = {}
-    for city in random.sample(CITIES, count):
-        numbers[city] = haystack.number(random, numbers.values())
-    depths = [(n + 0.5) / count for n in range(count)]
+    numbers, depths = cities_and_numbers(haystack, count, random), spread_depths(count)
     needles = [tokens(tokenizer, sentence(city, number)) for city, number in numbers.items()]
     questions = [tokens(tokenizer, question(city)) for city in numbers]
     begin = beginning(tokenizer)

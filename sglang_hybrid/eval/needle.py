@@ -36,6 +36,18 @@ def filling(task: str, length: int, frame: int) -> int:
     return length - frame
 
 
+def cities_and_numbers(haystack: Haystack, count: int, random: Random) -> dict[str, str]:
+    """Different cities with different numbers, for prompts that hide several."""
+    numbers: dict[str, str] = {}
+    for city in random.sample(CITIES, count):
+        numbers[city] = haystack.number(random, numbers.values())
+    return numbers
+
+
+def spread_depths(count: int) -> list[float]:
+    return [(n + 0.5) / count for n in range(count)]
+
+
 def needle_prompts(
     haystack: Haystack,
     lengths: Sequence[int],

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from sglang_hybrid.config import HybridConfig, load_config
 from sglang_hybrid.eval.errors import InputError
@@ -25,35 +23,12 @@ from sglang_hybrid.profiling.rates import measure_rates
 from sglang_hybrid.profiling.recording import LayerRecord, RecordingPolicy
 from sglang_hybrid.profiling.simulation import Budget
 from sglang_hybrid.profiling.texts import Kind, kinds
+from sglang_hybrid.progress import Steps, steps
 from sglang_hybrid.scout.profile import Curve, HostRates, ModelIdentity, Profile, ProfileFacts, load_profile
 
 # Relative cost of a prefilled token and of a decode step of one row: what the time that is left is estimated by.
 _STEP_COST = 60.0
 WITHOUT_RECALL, WITH_RECALL = "without recall", "with recall at the profiled intervals"
-
-
-class Steps:
-    """The progress bar. Costs are in prefilled tokens."""
-
-    def __init__(self, progress: Progress, total: float) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=total)
-
-    def say(self, text: str) -> None:
-        self._progress.update(self._task, description=text)
-        if not self._progress.console.is_terminal:  # where no bar is drawn, a line says how far it is
-            done = self._progress.tasks[self._task].percentage
-            self._progress.console.print(f"{done:3.0f} % {text}")
-
-    def advance(self, cost: float) -> None:
-        self._progress.advance(self._task, cost)
-
-
-@contextmanager
-def steps(console: Console, total: float) -> Iterator[Steps]:
-    columns = (TextColumn("{task.description:45}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        yield Steps(progress, total)
 
 
 def make_profile(options: argparse.Namespace, notes: dict[str, object], console: Console) -> tuple[Profile, Path]:

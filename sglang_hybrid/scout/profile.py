@@ -57,7 +57,7 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     read_gb_s: float
     attention_gb_s: float  # block attention by the CPU kernels
-    transfer_gb_s: float | None = None  # gather over PCIe; null on a host without a GPU
+    transfer_gb_s: float | None = None  # copies over PCIe, a bound for the gather; null without a GPU
 
 
 class ProfileFacts(msgspec.Struct, frozen=True, kw_only=True):

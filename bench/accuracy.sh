@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# The commands behind docs/accuracy.md, from the repository's root, in an environment that has the package.
+# About an hour on two cores. Results go to configs/profiles and bench/results/eval-*.
+set -euo pipefail
+P=configs/profiles/SmolLM2-135M-Instruct
+SMALL="budget_tokens=1024 profile=$P-1024.safetensors recall_interval=8"
+DEFAULT="budget_tokens=2048 profile=$P-2048.safetensors"
+EVERY8="$DEFAULT recall_interval=8"
+
+sglang-hybrid profile --dtype float32 --prompts 2
+sglang-hybrid profile --dtype float32 --prompts 1 --steps 96 --predictor-of "$P-2048.safetensors" --budget 1024
+
+sglang-hybrid eval --dtype float32 --tasks text --windows 4 --decode-tokens 64 --out bench/results/eval-text \
+    --run "1024, real query: $SMALL prediction=none" \
+    --run "1024, raw: $SMALL prediction=raw" \
+    --run "1024, calibrated: $SMALL" \
+    --run "2048, as profiled: $DEFAULT" \
+    --run "2048, every 8: $EVERY8" \
+    --run "2048, every 8, no bonus: $EVERY8 sticky_bonus=0" \
+    --run "2048, every 8, no bonus, selected only: $EVERY8 sticky_bonus=0 attend=selected" \
+    --run "2048, every 8, selected only: $EVERY8 attend=selected" \
+    --run "2048, every 8, per layer: $EVERY8 selection=layer"
+
+sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 4096 6144 --out bench/results/eval-retrieval \
+    --run "1024, calibrated: $SMALL" \
+    --run "1024, without sketches: $SMALL sketch_channels=0"
