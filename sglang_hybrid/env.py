@@ -79,7 +79,10 @@ ALLOW_UNTESTED_SGLANG = EnvVar(
     "SGLANG_HYBRID_ALLOW_UNTESTED_SGLANG", BOOL, False, "start on SGLang versions this package was not tested with"
 )
 CACHE = EnvVar(
-    "SGLANG_HYBRID_CACHE", PATH, None, "where converted models are kept (default: sglang-hybrid in the user's cache)"
+    "SGLANG_HYBRID_CACHE",
+    PATH,
+    None,
+    "where converted models and compiled CUDA kernels are kept (default: sglang-hybrid in the user's cache)",
 )
 LOAD_FILE = EnvVar("SGLANG_HYBRID_LOAD_FILE", PATH, None, "internal: where SGLang's processes share their load figures")
 

@@ -6,12 +6,19 @@ import ctypes
 import weakref
 
 from sglang_hybrid.memory.region import SharedRegion
-from sglang_hybrid.native.library import checked, library
+from sglang_hybrid.native.library import checked, library, mailbox_fields
 from sglang_hybrid.native.lists import HostLists
 from sglang_hybrid.native.structs import Geometry, MailboxLayout
 
 SLOTS = 2  # posts that can be on their way at a time
 SERVED, DAMAGED = 1, 2  # sh_outcome of c_api.h; 0 is late
+
+
+def layout_of(geometry: Geometry) -> MailboxLayout:
+    """Where things are in a mailbox. Raises NativeError when the geometry cannot be served."""
+    layout = MailboxLayout()
+    checked(library().sh_mailbox_layout, ctypes.byref(geometry), ctypes.byref(layout))
+    return layout
 
 
 class Mailbox:
@@ -24,9 +31,8 @@ class Mailbox:
     def __init__(self, geometry: Geometry) -> None:
         """Raises RegionError when there is no memory, NativeError when the geometry cannot be served."""
         self._library = library()
-        layout = MailboxLayout()
-        checked(self._library.sh_mailbox_layout, ctypes.byref(geometry), ctypes.byref(layout))
-        self.region = SharedRegion(layout.bytes, name="sglang-hybrid-mailbox")
+        self.geometry, self.layout = geometry, layout_of(geometry)
+        self.region = SharedRegion(self.layout.bytes, name="sglang-hybrid-mailbox")
         address = ctypes.c_void_p(self.region.address)
         checked(self._library.sh_mailbox_create, address, self.region.size, ctypes.byref(geometry))
         self._client = checked(self._library.sh_client_open, address, ctypes.byref(geometry))
@@ -64,6 +70,12 @@ class Mailbox:
     def caught_up(self) -> bool:
         """Whether the worker is through with everything that was posted."""
         return bool(self._library.sh_client_completed(self._client) == self.posted)
+
+    @property
+    def bell(self) -> int:
+        """Sequence number of the newest post, whoever posted it: this client, or a GPU."""
+        offset, _ = mailbox_fields()["Bell"]["posted"]
+        return ctypes.c_uint64.from_address(self.region.address + self.layout.bell + offset).value
 
     @property
     def heartbeat(self) -> int:

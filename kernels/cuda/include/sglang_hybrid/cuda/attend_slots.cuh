@@ -1,0 +1,429 @@
+// Attention of one token over the blocks that are in device memory: resident slots and staged ones.
+//
+// Reading keys and values is all that takes time, so everything is about having enough of it on its way:
+//   unit   (batch entry, KV head, split): what a CTA does. Few entries are split over more CTAs, see splits_of.
+//   warp   takes every n-th slot of its unit and is on its own until the end: no barrier in the loop. It has room for
+//          three tiles (32 tokens of keys or of values), and while it computes with one the other two are under way.
+//   group  the G query heads are the 16 rows of a tensor core product, zeros where there are fewer. The arithmetic that
+//          wastes is free here.
+// Partial results of warps are merged in shared memory, those of units by the CTA of a (batch entry, KV head) that comes
+// last, in the order of the splits. So results depend on the number of active rows, but not on who comes when.
+#pragma once
+
+#include "sglang_hybrid/block_attention.h"
+#include "sglang_hybrid/cuda/c_api.h"
+#include "sglang_hybrid/cuda/elements.cuh"
+#include "sglang_hybrid/cuda/memory.cuh"
+
+namespace sglang_hybrid::cuda {
+
+inline constexpr uint32_t warp_size = 32;
+inline constexpr uint32_t attend_warps = 4;  // at most
+inline constexpr uint32_t attend_tiles = 3;  // of a warp
+inline constexpr uint32_t most_splits = warp_size;
+inline constexpr uint32_t unit_overhead = 3;  // of starting and ending a unit, in slots that could be read meanwhile
+inline constexpr uint32_t query_rows = 16;
+inline constexpr float log2_e = 1.4426950408889634f;
+inline constexpr float ln_2 = 0.6931471805599453f;
+
+// -- tiles in shared memory --------------------------------------------------------------------------------------------
+
+// [rows][kDim] of 16-bit values, as chunks of 16 bytes. Chunks of a row change places, so that eight rows of one column
+// of chunks, which is what a matrix load reads, lie in different banks.
+template <int kDim>
+struct Tile {
+    static constexpr uint32_t row_chunks = kDim / 8;
+    static constexpr uint32_t bytes = block_tokens * kDim * 2;
+
+    static __device__ uint32_t place(uint32_t row, uint32_t chunk) {
+        // rows of 96 channels begin at two different banks already, and have no eight chunks to change places among
+        const uint32_t turn = kDim % 64 == 0 ? row & 7 : (row >> 1) & 3;
+        return (row * row_chunks + (chunk ^ turn)) * 16;
+    }
+
+    // A block from device memory, by one warp; tokens from `tokens` on become zeros, whatever is there.
+    static __device__ void request(uint32_t tile, const void* block, uint32_t tokens, uint32_t lane) {
+#pragma unroll
+        for (uint32_t i = 0; i < row_chunks; ++i) {
+            const uint32_t chunk = i * warp_size + lane;
+            const uint32_t token = chunk / row_chunks;
+            copy_async(tile + place(token, chunk % row_chunks), static_cast<const char*>(block) + chunk * 16, token < tokens);
+        }
+    }
+};
+
+struct SharedMemory {
+    uint32_t query;   // [16][kDim]
+    uint32_t maxima;  // [warps][16] float
+    uint32_t sums;    // [warps][16] float
+    uint32_t tiles;   // [warps][3]
+    uint32_t bytes;
+
+    __host__ __device__ SharedMemory(uint32_t head_dim, uint32_t warps) {
+        query = 0;
+        maxima = query + query_rows * head_dim * 2;
+        sums = maxima + warps * query_rows * sizeof(float);
+        tiles = sums + warps * query_rows * sizeof(float);
+        bytes = tiles + warps * attend_tiles * block_tokens * head_dim * 2;
+    }
+};
+
+// -- which slots -------------------------------------------------------------------------------------------------------
+
+// Splits of every (batch entry, KV head) with which `pairs` of them are done soonest, when the device runs `at_once`
+// units at a time. Lane i estimates i + 1 splits. `units` is what there is workspace for.
+__device__ inline uint32_t splits_of(uint32_t pairs, uint32_t slots, uint32_t at_once, uint32_t units, uint32_t warps) {
+    const uint32_t lane = threadIdx.x % warp_size;
+    const uint32_t splits = lane + 1;
+    const uint32_t share = (slots + splits - 1) / splits;
+    const uint32_t turns = (pairs * splits + at_once - 1) / at_once;
+    const bool possible = splits == 1 || (pairs * splits <= units && share >= warps);
+    const uint32_t cost = possible ? min(turns * (share + unit_overhead), 0x3FFFFFFu) * warp_size + lane : UINT32_MAX;
+    return __reduce_min_sync(0xFFFFFFFF, cost) % warp_size + 1;
+}
+
+// The slots of a warp that hold tokens, one after the other. Lane i knows the i-th of the next 32.
+class WarpSlots {
+  public:
+    struct Slot {
+        const char* keys;
+        const char* values;
+        uint32_t tokens;  // 0: there is no slot left
+    };
+
+    __device__ WarpSlots(const sh_attend_slots& args, uint32_t entry, uint32_t row, uint32_t head, int32_t length,
+                         uint32_t first, uint32_t step, uint32_t end)
+        : args_(args), resident_(list(row, head, args.resident.slots)), staged_(list(entry, head, args.staged.slots)),
+          length_(length), next_(first), step_(step), end_(end) {
+        look();
+    }
+
+    __device__ Slot take(uint32_t block_bytes) {
+        while (!held_) {
+            if (next_ >= end_) return {nullptr, nullptr, 0};
+            look();
+        }
+        const uint32_t lane = __ffs(held_) - 1;
+        held_ &= held_ - 1;
+        const uint32_t slot = base_ + lane * step_;
+        const uint32_t tokens = __shfl_sync(0xFFFFFFFF, tokens_, lane);
+        const bool is_resident = slot < args_.resident.slots;
+        const sh_slots& slots = is_resident ? args_.resident : args_.staged;
+        const uint64_t at = (is_resident ? resident_ + slot : staged_ + (slot - args_.resident.slots)) * block_bytes;
+        return {static_cast<const char*>(slots.keys) + at, static_cast<const char*>(slots.values) + at, tokens};
+    }
+
+  private:
+    __device__ uint64_t list(uint32_t owner, uint32_t head, uint64_t slots) const {
+        return (uint64_t{owner} * args_.kv_heads + head) * slots;
+    }
+
+    __device__ void look() {
+        const uint32_t slot = next_ + threadIdx.x % warp_size * step_;
+        int64_t position = -1;
+        if (slot < end_) {
+            position = slot < args_.resident.slots ? args_.resident.positions[resident_ + slot]
+                                                   : args_.staged.positions[staged_ + (slot - args_.resident.slots)];
+        }
+        const int64_t behind = length_ - position * block_tokens;
+        tokens_ = position < 0 || behind <= 0 ? 0 : static_cast<uint32_t>(min(behind, int64_t{block_tokens}));
+        held_ = __ballot_sync(0xFFFFFFFF, tokens_ != 0);
+        base_ = next_;
+        next_ += warp_size * step_;
+    }
+
+    const sh_attend_slots& args_;
+    const uint64_t resident_, staged_;  // the first slot of this list
+    const int64_t length_;
+    uint32_t next_, base_ = 0;
+    const uint32_t step_, end_;
+    uint32_t held_ = 0, tokens_ = 0;
+};
+
+// -- computation of a warp ---------------------------------------------------------------------------------------------
+
+// Online softmax over the tiles that were added. Logits are in units of log2. A lane has two rows of the product.
+template <class Element, int kDim>
+class WarpAttention {
+  public:
+    static constexpr uint32_t dim_steps = kDim / 16;  // of a product over channels
+    static constexpr uint32_t token_tiles = block_tokens / 8;
+
+    __device__ WarpAttention(uint32_t query, float scale) : query_(query), scale_(scale * log2_e) {}
+
+    __device__ void add_keys(uint32_t tile, uint32_t tokens) {
+        const uint32_t lane = threadIdx.x % warp_size;
+        const uint32_t query_row = (lane & 7) + (lane >> 3 & 1) * 8, query_chunk = lane >> 4;
+        const uint32_t token = (lane & 7) + (lane >> 4) * 8, key_chunk = lane >> 3 & 1;
+#pragma unroll
+        for (uint32_t i = 0; i < token_tiles; ++i) weights_[i][0] = weights_[i][1] = weights_[i][2] = weights_[i][3] = 0;
+#pragma unroll
+        for (uint32_t step = 0; step < dim_steps; ++step) {
+            uint32_t query[4];
+            load_matrices(query, query_ + Tile<kDim>::place(query_row, 2 * step + query_chunk));
+#pragma unroll
+            for (uint32_t half = 0; half < 2; ++half) {
+                uint32_t keys[4];
+                load_matrices(keys, tile + Tile<kDim>::place(half * 16 + token, 2 * step + key_chunk));
+                Element::multiply_add(weights_[2 * half], query, keys[0], keys[1]);
+                Element::multiply_add(weights_[2 * half + 1], query, keys[2], keys[3]);
+            }
+        }
+        to_weights(tokens, lane % 4 * 2);
+    }
+
+    __device__ void add_values(uint32_t tile) {
+        const uint32_t lane = threadIdx.x % warp_size;
+        const uint32_t token = (lane & 7) + (lane >> 3 & 1) * 8, chunk = lane >> 4;
+#pragma unroll
+        for (uint32_t step = 0; step < block_tokens / 16; ++step) {
+            const float(&left)[4] = weights_[2 * step];
+            const float(&right)[4] = weights_[2 * step + 1];
+            const uint32_t weights[4] = {Element::pack(left[0], left[1]), Element::pack(left[2], left[3]),
+                                         Element::pack(right[0], right[1]), Element::pack(right[2], right[3])};
+#pragma unroll
+            for (uint32_t pair = 0; pair < kDim / 16; ++pair) {
+                uint32_t values[4];
+                load_matrices_transposed(values, tile + Tile<kDim>::place(step * 16 + token, 2 * pair + chunk));
+                Element::multiply_add(out_[2 * pair], weights, values[0], values[1]);
+                Element::multiply_add(out_[2 * pair + 1], weights, values[2], values[3]);
+            }
+        }
+    }
+
+    // Maximum and sum of each row to [16], where the output is weighted by that maximum.
+    __device__ void write_sums(float* maxima, float* sums) {
+        const uint32_t lane = threadIdx.x % warp_size;
+#pragma unroll
+        for (uint32_t side = 0; side < 2; ++side) {
+            float sum = sum_[side];
+            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
+            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+            if (lane % 4) continue;
+            maxima[lane / 4 + 8 * side] = maximum_[side];
+            sums[lane / 4 + 8 * side] = sum;
+        }
+    }
+
+    // To [16][kDim], rows weighted by factor(row).
+    template <class Factor>
+    __device__ void write_out(float* out, Factor factor) const {
+        const uint32_t lane = threadIdx.x % warp_size;
+#pragma unroll
+        for (uint32_t side = 0; side < 2; ++side) {
+            const uint32_t row = lane / 4 + 8 * side;
+            const float weight = factor(row);
+#pragma unroll
+            for (uint32_t i = 0; i < kDim / 8; ++i) {
+                *reinterpret_cast<float2*>(out + row * kDim + i * 8 + lane % 4 * 2) =
+                    make_float2(out_[i][2 * side] * weight, out_[i][2 * side + 1] * weight);
+            }
+        }
+    }
+
+  private:
+    __device__ void to_weights(uint32_t tokens, uint32_t column) {
+        float highest[2] = {maximum_[0], maximum_[1]};
+#pragma unroll
+        for (uint32_t i = 0; i < token_tiles; ++i) {
+#pragma unroll
+            for (uint32_t j = 0; j < 4; ++j) {
+                const bool counts = i * 8 + column + j % 2 < tokens;
+                weights_[i][j] = counts ? weights_[i][j] * scale_ : -INFINITY;
+                highest[j / 2] = fmaxf(highest[j / 2], weights_[i][j]);
+            }
+        }
+        bool raised = false;
+        float factor[2];
+#pragma unroll
+        for (uint32_t side = 0; side < 2; ++side) {
+            highest[side] = fmaxf(highest[side], __shfl_xor_sync(0xFFFFFFFF, highest[side], 1));
+            highest[side] = fmaxf(highest[side], __shfl_xor_sync(0xFFFFFFFF, highest[side], 2));
+            raised |= highest[side] != maximum_[side];
+            // a row whose logits are all -inf (its keys overflowed) has no weights
+            factor[side] = highest[side] == -INFINITY ? 1.0f : exp2f(maximum_[side] - highest[side]);
+            sum_[side] *= factor[side];
+            maximum_[side] = highest[side];
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < token_tiles; ++i) {
+#pragma unroll
+            for (uint32_t j = 0; j < 4; ++j) {
+                weights_[i][j] = highest[j / 2] == -INFINITY ? 0.0f : exp2f(weights_[i][j] - highest[j / 2]);
+                sum_[j / 2] += weights_[i][j];
+            }
+        }
+        if (!__any_sync(0xFFFFFFFF, raised)) return;  // the usual case after the first few blocks
+#pragma unroll
+        for (uint32_t i = 0; i < kDim / 8; ++i) {
+#pragma unroll
+            for (uint32_t j = 0; j < 4; ++j) out_[i][j] *= factor[j / 2];
+        }
+    }
+
+    const uint32_t query_;
+    const float scale_;
+    float weights_[token_tiles][4];
+    float out_[kDim / 8][4] = {};
+    float maximum_[2] = {-INFINITY, -INFINITY};
+    float sum_[2] = {0, 0};  // of this lane's columns
+};
+
+// -- results -----------------------------------------------------------------------------------------------------------
+
+// The maxima and sums of several softmaxes over parts, seen as one.
+struct Union {
+    float maximum = -INFINITY, sum = 0;
+
+    __device__ Union(const float* maxima, const float* sums, uint32_t count, uint32_t stride) {
+        for (uint32_t i = 0; i < count; ++i) maximum = fmaxf(maximum, maxima[i * stride]);
+        for (uint32_t i = 0; i < count; ++i) sum += weight(maxima[i * stride]) * sums[i * stride];
+    }
+    __device__ float weight(float of) const { return of == -INFINITY ? 0.0f : exp2f(of - maximum); }
+    __device__ float share(float of) const { return sum > 0 ? of / sum : 0.0f; }
+    __device__ float lse() const { return sum > 0 ? (maximum + log2f(sum)) * ln_2 : -INFINITY; }
+};
+
+template <int kDim>
+__device__ void merge_warps(char* shared, const SharedMemory& at, uint32_t warps, uint32_t group, float* out, float* lse) {
+    const auto* const maxima = reinterpret_cast<const float*>(shared + at.maxima);
+    const auto* const sums = reinterpret_cast<const float*>(shared + at.sums);
+    for (uint32_t i = threadIdx.x; i < group * kDim / 4; i += blockDim.x) {
+        const uint32_t row = i / (kDim / 4);
+        const Union all(maxima + row, sums + row, warps, query_rows);
+        float4 total = make_float4(0, 0, 0, 0);
+        for (uint32_t warp = 0; warp < warps; ++warp) {
+            const float4 one = reinterpret_cast<const float4*>(shared + at.tiles + warp * attend_tiles * Tile<kDim>::bytes)[i];
+            total.x += one.x, total.y += one.y, total.z += one.z, total.w += one.w;
+        }
+        reinterpret_cast<float4*>(out)[i] =
+            make_float4(all.share(total.x), all.share(total.y), all.share(total.z), all.share(total.w));
+        if (i % (kDim / 4) == 0) lse[row] = all.lse();
+    }
+}
+
+// By the CTA that comes last: the partial results of all splits. Those of other CTAs are not in this one's L1 cache.
+template <int kDim>
+__device__ void merge_splits(const float* outs, const float* lses, uint32_t splits, uint32_t group, float* out, float* lse) {
+    for (uint32_t i = threadIdx.x; i < group * kDim / 4; i += blockDim.x) {
+        const uint32_t row = i / (kDim / 4);
+        float highest = -INFINITY, sum = 0;
+        for (uint32_t split = 0; split < splits; ++split) highest = fmaxf(highest, __ldcg(lses + split * group + row));
+        float4 total = make_float4(0, 0, 0, 0);
+        for (uint32_t split = 0; split < splits; ++split) {
+            const float part = __ldcg(lses + split * group + row);
+            if (part == -INFINITY) continue;
+            const float weight = exp2f((part - highest) * log2_e);
+            const float4 one = __ldcg(reinterpret_cast<const float4*>(outs) + split * (group * kDim / 4) + i);
+            sum += weight;
+            total.x += weight * one.x, total.y += weight * one.y, total.z += weight * one.z, total.w += weight * one.w;
+        }
+        const float share = sum > 0 ? 1.0f / sum : 0.0f;
+        reinterpret_cast<float4*>(out)[i] = make_float4(total.x * share, total.y * share, total.z * share, total.w * share);
+        if (i % (kDim / 4) == 0) lse[row] = sum > 0 ? highest + logf(sum) : -INFINITY;
+    }
+}
+
+// Whether this CTA is the last of `count` to come here; what the others wrote before can be read then.
+__device__ inline bool is_last(uint32_t& arrived, uint32_t count) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(&arrived, 1u) == count - 1;
+        if (last) arrived = 0;  // for the next launch
+    }
+    __syncthreads();
+    __threadfence();
+    return last;
+}
+
+// -- kernel ------------------------------------------------------------------------------------------------------------
+
+template <class Element, int kDim>
+__global__ void __launch_bounds__(attend_warps* warp_size)
+    attend_slots(const __grid_constant__ sh_attend_slots args, const uint32_t at_once) {
+    extern __shared__ __align__(128) char shared[];
+    const uint32_t warps = blockDim.x / warp_size, warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
+    const SharedMemory at(kDim, warps);
+
+    const uint32_t slots = static_cast<uint32_t>(args.resident.slots + args.staged.slots);
+    const uint32_t pairs = active_of(args.active_rows, args.batch) * args.kv_heads;
+    const uint32_t splits = splits_of(pairs, slots, at_once, args.units, warps);
+    const uint32_t pair = blockIdx.x / splits, split = blockIdx.x % splits;
+    if (pair >= pairs) return;
+    const uint32_t entry = pair / args.kv_heads, head = pair % args.kv_heads;
+
+    // the query's rows, zeros behind the last head
+    for (uint32_t i = threadIdx.x; i < query_rows * Tile<kDim>::row_chunks; i += blockDim.x) {
+        const uint32_t row = i / Tile<kDim>::row_chunks;
+        const auto* const query = static_cast<const char*>(args.query) + uint64_t{pair} * args.group * kDim * 2;
+        copy_async(shared_address(shared + at.query) + Tile<kDim>::place(row, i % Tile<kDim>::row_chunks),
+                   row < args.group ? query + i * 16 : query, row < args.group);
+    }
+    commit_copies();
+
+    const int32_t row = args.row_of[entry];
+    const bool exists = row >= 0 && static_cast<uint32_t>(row) < args.rows;
+    const uint32_t share = (slots + splits - 1) / splits;
+    const uint32_t first = split * share, end = exists ? min(first + share, slots) : 0;
+    WarpSlots mine(args, entry, exists ? row : 0, head, exists ? args.lengths[row] : 0, first + warp, warps, end);
+
+    constexpr uint32_t block_bytes = Tile<kDim>::bytes;
+    const uint32_t tiles = shared_address(shared + at.tiles) + warp * attend_tiles * block_bytes;
+    uint32_t key_tile = tiles, value_tile = tiles + block_bytes, next_tile = tiles + 2 * block_bytes;
+    const auto request = [&](uint32_t tile, const char* block, uint32_t tokens) {
+        if (tokens) Tile<kDim>::request(tile, block, tokens, lane);
+        commit_copies();  // an empty group too: waiting counts groups
+    };
+    WarpSlots::Slot slot = mine.take(block_bytes);
+    request(key_tile, slot.keys, slot.tokens);
+    request(value_tile, slot.values, slot.tokens);
+    WarpSlots::Slot next = mine.take(block_bytes);
+    request(next_tile, next.keys, next.tokens);
+    wait_for_copies<3>();
+    __syncthreads();  // the query is there
+
+    WarpAttention<Element, kDim> attention(shared_address(shared + at.query), args.scale);
+    while (slot.tokens) {
+        wait_for_copies<2>();
+        __syncwarp();
+        attention.add_keys(key_tile, slot.tokens);
+        __syncwarp();  // all lanes are through with the tile
+        request(key_tile, next.values, next.tokens);
+        wait_for_copies<2>();
+        __syncwarp();
+        attention.add_values(value_tile);
+        __syncwarp();
+        slot = next;
+        next = mine.take(block_bytes);
+        request(value_tile, next.keys, next.tokens);
+        // the keys requested first are in next_tile, their values in what was key_tile
+        const uint32_t freed = value_tile;
+        value_tile = key_tile;
+        key_tile = next_tile;
+        next_tile = freed;
+    }
+    wait_for_copies<0>();
+    __syncwarp();
+
+    auto* const maxima = reinterpret_cast<float*>(shared + at.maxima);
+    auto* const sums = reinterpret_cast<float*>(shared + at.sums);
+    attention.write_sums(maxima + warp * query_rows, sums + warp * query_rows);
+    __syncthreads();
+    // [16][kDim] floats are as large as one tile, and this warp's are free
+    attention.write_out(reinterpret_cast<float*>(shared + at.tiles + warp * attend_tiles * block_bytes), [&](uint32_t r) {
+        return Union(maxima + r, sums + r, warps, query_rows).weight(maxima[warp * query_rows + r]);
+    });
+    __syncthreads();
+
+    float* const out = args.out + uint64_t{pair} * args.group * kDim;
+    float* const lse = args.lse + uint64_t{pair} * args.group;
+    if (splits == 1) return merge_warps<kDim>(shared, at, warps, args.group, out, lse);
+    float* const outs = args.partial_out + uint64_t{pair} * splits * args.group * kDim;
+    float* const lses = args.partial_lse + uint64_t{pair} * splits * args.group;
+    merge_warps<kDim>(shared, at, warps, args.group, outs + split * args.group * kDim, lses + split * args.group);
+    if (is_last(args.arrived[pair], splits)) merge_splits<kDim>(outs, lses, splits, args.group, out, lse);
+}
+
+}  // namespace sglang_hybrid::cuda

@@ -1,0 +1,256 @@
+// The GPU as the mailbox's client: posting a layer, and waiting for its replies. mailbox.h says what is written in which
+// order, and why.
+//
+// One CTA per row, so that the worker begins with the first row while others are written, and one more that announces
+// the post. Numbers that change from post to post (sequence, generation, the mailbox's address) are in device memory and
+// are advanced by the CTA that finishes last: a CUDA graph that is replayed posts new ones.
+//
+// A worker that is late once gets no new posts until it is through with all old ones, as with the CPU's client: otherwise
+// every layer of a step would wait for its whole deadline in vain. wait_for_replies says so in `late`; post_layer looks
+// at it at its end and decides about the next post. So all CTAs of a post see one decision, whatever runs beside them.
+#pragma once
+
+#include "sglang_hybrid/block_attention.h"
+#include "sglang_hybrid/cuda/c_api.h"
+#include "sglang_hybrid/cuda/memory.cuh"
+
+namespace sglang_hybrid::cuda {
+
+inline constexpr uint32_t post_threads = 256;
+inline constexpr uint32_t wait_threads = 256;
+inline constexpr uint32_t wait_loads = 5;  // of one thread on their way over PCIe, before it stores the first
+inline constexpr uint32_t most_kv_heads = 256;  // as layout_of's geometry may have
+inline constexpr uint32_t impossible_blocks = UINT32_MAX;  // of a row: no lists add up to it, so the worker refuses it
+inline constexpr uint32_t pause_ns = 100;  // between two looks at a reply; a look itself crosses PCIe
+
+// -- where things are --------------------------------------------------------------------------------------------------
+
+class DeviceMailbox {
+  public:
+    __device__ DeviceMailbox(uint64_t address, const Geometry& geometry, const MailboxLayout& layout)
+        : geometry_(geometry), at_(layout), base_(reinterpret_cast<char*>(address)) {}
+
+    __device__ Bell& bell() const { return *reinterpret_cast<Bell*>(base_ + at_.bell); }
+    __device__ WorkerLine& worker() const { return *reinterpret_cast<WorkerLine*>(base_ + at_.worker); }
+    __device__ Post& post(uint64_t sequence) const {
+        return reinterpret_cast<Post*>(base_ + at_.posts)[sequence % mailbox_slots];
+    }
+    __device__ Request& request(uint64_t sequence, uint32_t row) const {
+        return *of_row<Request>(at_.requests, sequence, row, 1);
+    }
+    __device__ Reply& reply(uint64_t sequence, uint32_t row) const { return *of_row<Reply>(at_.replies, sequence, row, 1); }
+    __device__ List* lists(uint64_t sequence, uint32_t row) const {
+        return of_row<List>(at_.lists, sequence, row, geometry_.kv_heads);
+    }
+    __device__ uint32_t* pages(uint64_t sequence, uint32_t row, uint32_t head) const {
+        const uint64_t per_row = uint64_t{geometry_.kv_heads} * geometry_.max_blocks;
+        return of_row<uint32_t>(at_.pages, sequence, row, per_row) + uint64_t{head} * geometry_.max_blocks;
+    }
+    __device__ uint4* query(uint64_t sequence, uint32_t row) const {
+        return reinterpret_cast<uint4*>(of_row<char>(at_.queries, sequence, row, query_row_bytes()));
+    }
+    __device__ const float4* output(uint64_t sequence, uint32_t row) const {
+        return reinterpret_cast<const float4*>(of_row<float>(at_.outputs, sequence, row, heads() * geometry_.head_dim));
+    }
+    __device__ const float* lse(uint64_t sequence, uint32_t row) const {
+        return of_row<float>(at_.lses, sequence, row, heads());
+    }
+
+    __device__ uint64_t heads() const { return uint64_t{geometry_.kv_heads} * geometry_.group; }
+    __device__ uint64_t query_row_bytes() const {
+        return heads() * geometry_.head_dim * (static_cast<DType>(geometry_.dtype) == DType::fp32 ? 4 : 2);
+    }
+
+  private:
+    template <class T>
+    __device__ T* of_row(uint64_t array, uint64_t sequence, uint32_t row, uint64_t per_row) const {
+        const uint64_t index = sequence % mailbox_slots * geometry_.rows + row;
+        return reinterpret_cast<T*>(base_ + array) + index * per_row;
+    }
+
+    const Geometry& geometry_;
+    const MailboxLayout& at_;
+    char* const base_;
+};
+
+__device__ inline uint32_t* blocks_of(sh_receipt* receipt) { return reinterpret_cast<uint32_t*>(receipt + 1); }
+__device__ inline const uint32_t* blocks_of(const sh_receipt* receipt) {
+    return reinterpret_cast<const uint32_t*>(receipt + 1);
+}
+
+// -- post --------------------------------------------------------------------------------------------------------------
+
+// Blocks of a row; each list's count, made safe to follow, goes to `counts`. By the whole CTA.
+__device__ inline uint32_t count_blocks(const sh_mailbox_post& args, uint32_t row, uint32_t (&counts)[most_kv_heads]) {
+    __shared__ uint32_t total;
+    if (threadIdx.x == 0) total = 0;
+    __syncthreads();
+    bool wrong = false;
+    for (uint32_t head = threadIdx.x; head < args.geometry.kv_heads; head += post_threads) {
+        const int32_t count = args.counts[row * args.geometry.kv_heads + head];
+        wrong = count < 0 || static_cast<uint32_t>(count) > args.listed;
+        counts[head] = wrong ? 0 : static_cast<uint32_t>(count);
+        atomicAdd(&total, counts[head]);
+    }
+    wrong = __syncthreads_or(wrong);
+    return wrong ? impossible_blocks : total;
+}
+
+__device__ inline void write_request(const sh_mailbox_post& args, const DeviceMailbox& mailbox, uint64_t sequence,
+                                     uint32_t generation, uint32_t row, uint32_t blocks,
+                                     const uint32_t (&counts)[most_kv_heads]) {
+    // whatever is there now is no reply to this post, even if it says so
+    if (threadIdx.x == 0) store_relaxed(mailbox.reply(sequence, row).sequence, 0);
+    if (blocks) {
+        const uint32_t kv_heads = args.geometry.kv_heads;
+        for (uint32_t head = threadIdx.x; head < kv_heads; head += post_threads) {
+            List& list = mailbox.lists(sequence, row)[head];
+            const uint32_t last_fill = counts[head] ? uint32_t(args.last_fill[row * kv_heads + head]) : block_tokens;
+            *reinterpret_cast<uint2*>(&list) = make_uint2(counts[head], last_fill);
+        }
+        const uint64_t listed = uint64_t{kv_heads} * args.listed;
+        for (uint32_t i = threadIdx.x; i < listed; i += post_threads) {
+            const uint32_t head = i / args.listed, place = i % args.listed;
+            if (place < counts[head]) mailbox.pages(sequence, row, head)[place] = uint32_t(args.pages[row * listed + i]);
+        }
+        const uint32_t chunks = mailbox.query_row_bytes() / sizeof(uint4);
+        const uint4* const query = static_cast<const uint4*>(args.query) + uint64_t{row} * chunks;
+        for (uint32_t i = threadIdx.x; i < chunks; i += post_threads) mailbox.query(sequence, row)[i] = query[i];
+    }
+    __syncthreads();
+    if (threadIdx.x) return;
+    Request& request = mailbox.request(sequence, row);
+    store_relaxed(request.generation, generation);
+    store_relaxed(request.blocks, blocks);
+    store_release(request.sequence, sequence);
+}
+
+__device__ inline void announce(const sh_mailbox_post& args, const DeviceMailbox& mailbox, uint64_t sequence, uint32_t rows) {
+    Post& post = mailbox.post(sequence);
+    store_relaxed(post.layer, args.layer);
+    store_relaxed(post.rows, rows);
+    store_relaxed(post.scale, args.scale);
+    store_release(post.sequence, sequence);
+    store_release(mailbox.bell().posted, sequence);
+}
+
+// By one thread of the CTA that finishes last: state for the next launch.
+__device__ inline void finish_post(sh_mailbox_state& state, const DeviceMailbox& mailbox, uint64_t newest, uint32_t generation) {
+    state.finished = 0;
+    state.sequence = newest;
+    state.generation = generation;
+    auto* const late = reinterpret_cast<unsigned long long*>(&state.late);
+    const unsigned long long seen = atomicAdd(late, 0ull);
+    if (!seen || !state.mailbox) return;
+    // if the word changed meanwhile, another post is late
+    const bool through = load_acquire(mailbox.worker().completed) >= newest && atomicCAS(late, seen, 0ull) == seen;
+    state.withheld = !through;
+}
+
+// A CTA for each batch entry behind the one that announces.
+__global__ void __launch_bounds__(post_threads) post_layer(const __grid_constant__ sh_mailbox_post args) {
+    __shared__ uint32_t counts[most_kv_heads];
+    sh_mailbox_state& state = *args.state;
+    const uint32_t rows = active_of(args.active_rows, args.batch);
+    const bool posts = state.mailbox && !state.withheld && rows;
+    const uint64_t before = state.sequence, sequence = before + 1;
+    const uint32_t generation = state.generation + args.begins_step;
+    const DeviceMailbox mailbox(state.mailbox, args.geometry, args.layout);
+
+    if (blockIdx.x == 0) {
+        if (threadIdx.x == 0) {
+            if (posts) announce(args, mailbox, sequence, rows);
+            *args.receipt = {posts ? sequence : 0, generation, rows};
+        }
+    } else if (blockIdx.x - 1 < rows) {
+        const uint32_t row = blockIdx.x - 1;
+        const uint32_t blocks = count_blocks(args, row, counts);
+        if (threadIdx.x == 0) blocks_of(args.receipt)[row] = blocks;
+        if (posts) write_request(args, mailbox, sequence, generation, row, blocks, counts);
+    }
+
+    __syncthreads();  // every thread has read the state
+    if (threadIdx.x) return;
+    __threadfence();
+    if (atomicAdd(&state.finished, 1u) == gridDim.x - 1) finish_post(state, mailbox, posts ? sequence : before, generation);
+}
+
+// -- wait --------------------------------------------------------------------------------------------------------------
+
+// By one thread: a row's reply, looked at until it is there or the time is over.
+__device__ inline sh_mailbox_outcome look_for_reply(const sh_mailbox_wait& args, const Reply& reply) {
+    auto* const late = reinterpret_cast<unsigned long long*>(&args.state->late);
+    const uint64_t sequence = args.receipt->sequence, start = now_ns();
+    const uint64_t patience = atomicAdd(late, 0ull) ? 0 : args.deadline_ns;
+    uint64_t found;
+    // nobody answers a post that does not exist yet: a larger number is damage, and waiting would not repair it
+    while ((found = load_acquire(reply.sequence)) < sequence) {
+        if (now_ns() - start >= patience) {
+            atomicExch(late, sequence);
+            return sh_row_late;
+        }
+        __nanosleep(pause_ns);
+    }
+    if (found != sequence) return sh_row_damaged;
+    const uint32_t generation = load_relaxed(reply.generation), status = load_relaxed(reply.status);
+    if (generation != args.receipt->generation) return sh_row_damaged;
+    switch (static_cast<ReplyStatus>(status)) {
+        case ReplyStatus::answered: return sh_row_served;
+        case ReplyStatus::empty: return sh_row_empty;
+        default: return sh_row_refused;
+    }
+}
+
+// A CTA for each batch entry.
+__global__ void __launch_bounds__(wait_threads) wait_for_replies(const __grid_constant__ sh_mailbox_wait args) {
+    extern __shared__ float lses[];  // of the row's heads
+    __shared__ sh_mailbox_outcome outcome;
+    const uint32_t row = blockIdx.x;
+    if (row >= args.receipt->rows) return;
+    const uint64_t sequence = args.receipt->sequence;
+    const DeviceMailbox mailbox(args.state->mailbox, args.geometry, args.layout);
+
+    if (threadIdx.x == 0) {
+        if (blocks_of(args.receipt)[row] == 0) outcome = sh_row_empty;
+        else if (sequence == 0) outcome = sh_row_withheld;
+        else outcome = look_for_reply(args, mailbox.reply(sequence, row));
+        args.served[row] = outcome == sh_row_served || outcome == sh_row_empty;
+        atomicAdd(reinterpret_cast<unsigned long long*>(&args.state->outcomes[outcome]), 1ull);
+    }
+    __syncthreads();
+    const bool served = outcome == sh_row_served;
+    const uint32_t heads = mailbox.heads();
+    for (uint32_t head = threadIdx.x; head < heads; head += wait_threads) {
+        lses[head] = served ? load_relaxed(mailbox.lse(sequence, row)[head]) : -INFINITY;
+        args.lse[uint64_t{row} * heads + head] = lses[head];
+    }
+    __syncthreads();
+    const uint32_t quads = args.geometry.head_dim / 4;
+    float4* const out = reinterpret_cast<float4*>(args.out) + uint64_t{row} * heads * quads;
+    for (uint32_t first = threadIdx.x; first < heads * quads; first += wait_loads * wait_threads) {
+        float4 loaded[wait_loads];
+#pragma unroll
+        for (uint32_t i = 0; i < wait_loads; ++i) {
+            const uint32_t quad = first + i * wait_threads;
+            // the worker leaves alone what has no tokens
+            const bool holds = quad < heads * quads && lses[quad / quads] != -INFINITY;
+            loaded[i] = holds ? load_relaxed(mailbox.output(sequence, row)[quad]) : make_float4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < wait_loads; ++i) {
+            if (first + i * wait_threads < heads * quads) out[first + i * wait_threads] = loaded[i];
+        }
+    }
+}
+
+// -- attaching ---------------------------------------------------------------------------------------------------------
+
+// A worker's mailbox takes the place of the one before; steps and outcomes are counted on.
+__global__ void attach_mailbox(sh_mailbox_state* state, uint64_t mailbox, uint64_t sequence) {
+    state->mailbox = mailbox;
+    state->sequence = sequence;
+    state->late = 0;
+    state->withheld = 0;
+}
+
+}  // namespace sglang_hybrid::cuda

@@ -1,0 +1,111 @@
+// How kernels reach memory: copies that run beside computation, matrices for the tensor cores, flags that a host sees.
+#pragma once
+
+#include <cstdint>
+
+namespace sglang_hybrid::cuda {
+
+// -- shared memory -----------------------------------------------------------------------------------------------------
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes from device to shared memory. Where it does not count, nothing is read and zeros are written.
+__device__ inline void copy_async(uint32_t to, const void* from, bool counts) {
+    const uint32_t bytes = counts ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most `kPending` of the groups committed last are on their way.
+template <int kPending>
+__device__ inline void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit values; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ inline void load_matrices(uint32_t (&to)[4], uint32_t row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+__device__ inline void load_matrices_transposed(uint32_t (&to)[4], uint32_t row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+// -- host memory -------------------------------------------------------------------------------------------------------
+
+// 16 bytes that nobody writes while the kernel runs and that are read once: no room in the L1 cache.
+__device__ inline uint4 load_once(const uint4* from) {
+    uint4 value;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(from));
+    return value;
+}
+
+// Words that the host writes while the kernel runs.
+__device__ inline uint64_t load_acquire(const uint64_t& word) {
+    uint64_t value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(&word) : "memory");
+    return value;
+}
+
+__device__ inline uint32_t load_relaxed(const uint32_t& word) {
+    uint32_t value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(&word) : "memory");
+    return value;
+}
+
+__device__ inline float load_relaxed(const float& word) {
+    return __uint_as_float(load_relaxed(reinterpret_cast<const uint32_t&>(word)));
+}
+
+__device__ inline float4 load_relaxed(const float4& words) {
+    float4 value;
+    asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "l"(&words)
+                 : "memory");
+    return value;
+}
+
+__device__ inline void store_release(uint64_t& word, uint64_t value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&word), "l"(value) : "memory");
+}
+
+__device__ inline void store_relaxed(uint64_t& word, uint64_t value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(&word), "l"(value) : "memory");
+}
+
+__device__ inline void store_relaxed(uint32_t& word, uint32_t value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(&word), "r"(value) : "memory");
+}
+
+__device__ inline void store_relaxed(float& word, float value) {
+    store_relaxed(reinterpret_cast<uint32_t&>(word), __float_as_uint(value));
+}
+
+__device__ inline uint64_t now_ns() {
+    uint64_t time;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+    return time;
+}
+
+// -- launches ----------------------------------------------------------------------------------------------------------
+
+// How many of `batch` entries are real; the number in device memory is never trusted beyond that.
+__device__ inline uint32_t active_of(const int32_t* active_rows, uint32_t batch) {
+    if (!active_rows) return batch;
+    const int32_t active = *active_rows;
+    return active < 0 ? 0 : min(static_cast<uint32_t>(active), batch);
+}
+
+}  // namespace sglang_hybrid::cuda

@@ -1,0 +1,94 @@
+// Attention over slots, merging and gathering: launchers.
+#include <algorithm>
+
+#include "launching.h"
+#include "sglang_hybrid/cuda/attend_slots.cuh"
+#include "sglang_hybrid/cuda/gather_blocks.cuh"
+#include "sglang_hybrid/cuda/merge.cuh"
+
+using namespace sglang_hybrid;
+using namespace sglang_hybrid::cuda;
+
+namespace {
+
+// How attend_slots is launched on the current device.
+struct AttendPlan {
+    cudaError_t error;
+    uint32_t warps;
+    uint32_t at_once;  // CTAs that the device runs at a time
+    uint32_t shared_bytes;
+};
+
+AttendPlan plan_attend(uint32_t head_dim) {
+    int device = 0, processors = 0, of_cta = 0, of_processor = 0;
+    AttendPlan plan{};
+    plan.error = first_error({
+        cudaGetDevice(&device),
+        cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
+        cudaDeviceGetAttribute(&of_cta, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+        cudaDeviceGetAttribute(&of_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
+    });
+    plan.warps = attend_warps;
+    while (plan.warps > 1 && SharedMemory(head_dim, plan.warps).bytes > uint32_t(of_cta)) plan.warps /= 2;
+    plan.shared_bytes = SharedMemory(head_dim, plan.warps).bytes;
+    const uint32_t reserved = 1024;  // of every CTA, by CUDA
+    plan.at_once = processors * std::clamp(of_processor / (plan.shared_bytes + reserved), 1u, 4u);
+    return plan;
+}
+
+template <class Element, int kDim>
+cudaError_t launch_attend(const sh_attend_slots& args, cudaStream_t stream) {
+    const AttendPlan plan = plan_attend(kDim);
+    if (plan.error) return plan.error;
+    const auto kernel = attend_slots<Element, kDim>;
+    const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(plan.shared_bytes));
+    if (error) return error;
+    const uint32_t ctas = std::max(args.units, args.batch * args.kv_heads);
+    kernel<<<ctas, plan.warps * warp_size, plan.shared_bytes, stream>>>(args, plan.at_once);
+    return cudaGetLastError();
+}
+
+template <class Element>
+cudaError_t launch_attend(const sh_attend_slots& args, cudaStream_t stream) {
+    switch (args.head_dim) {
+        case 64: return launch_attend<Element, 64>(args, stream);
+        case 96: return launch_attend<Element, 96>(args, stream);
+        case 128: return launch_attend<Element, 128>(args, stream);
+        case 256: return launch_attend<Element, 256>(args, stream);
+        default: return cudaErrorInvalidValue;
+    }
+}
+
+}  // namespace
+
+// Partial results that attend_slots wants room for: enough to keep the device busy when few rows are active.
+SH_CUDA_API int sh_cuda_attend_units(uint32_t batch, uint32_t kv_heads, uint32_t head_dim, uint32_t* units) {
+    const AttendPlan plan = plan_attend(head_dim);
+    *units = std::max(batch * kv_heads, 4 * plan.at_once);
+    return plan.error;
+}
+
+SH_CUDA_API int sh_cuda_attend_slots(const sh_attend_slots* args, cudaStream_t stream) {
+    if (args->batch == 0 || args->kv_heads == 0) return cudaSuccess;
+    if (args->group < 1 || args->group > query_rows) return cudaErrorInvalidValue;
+    switch (static_cast<DType>(args->dtype)) {
+        case DType::bf16: return launch_attend<BFloat16>(*args, stream);
+        case DType::fp16: return launch_attend<Float16>(*args, stream);
+        default: return cudaErrorInvalidValue;
+    }
+}
+
+SH_CUDA_API int sh_cuda_merge(const sh_merge* args, cudaStream_t stream) {
+    if (args->head_dim % 4) return cudaErrorInvalidValue;
+    const uint64_t quads = uint64_t{args->batch} * args->heads * (args->head_dim / 4);
+    if (quads == 0) return cudaSuccess;
+    merge_sides<<<uint32_t((quads + merge_threads - 1) / merge_threads), merge_threads, 0, stream>>>(*args);
+    return cudaGetLastError();
+}
+
+SH_CUDA_API int sh_cuda_gather_blocks(const sh_gather_blocks* args, cudaStream_t stream) {
+    if (args->block_bytes % 16 || args->slots == 0 || args->kv_heads == 0 || args->ctas == 0) return cudaErrorInvalidValue;
+    if (args->capacity == 0) return cudaSuccess;
+    gather_blocks<<<std::min(args->ctas, args->capacity), gather_threads, 0, stream>>>(*args);
+    return cudaGetLastError();
+}

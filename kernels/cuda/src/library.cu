@@ -1,0 +1,44 @@
+// What is no kernel: registered host memory, errors, and the sizes by which Python checks its structs.
+#include <cstring>
+
+#include "launching.h"
+#include "sglang_hybrid/cuda/c_api.h"
+
+// Make host memory readable and writable for the device, and say where the device sees it.
+SH_CUDA_API int sh_cuda_register(void* memory, uint64_t bytes, void** device_address) {
+    const cudaError_t error = cudaHostRegister(memory, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
+    if (error) {
+        cudaGetLastError();  // or the next launch would report it
+        return error;
+    }
+    return cudaHostGetDevicePointer(device_address, memory, 0);
+}
+
+SH_CUDA_API int sh_cuda_unregister(void* memory) {
+    const cudaError_t error = cudaHostUnregister(memory);
+    if (error) cudaGetLastError();
+    return error;
+}
+
+SH_CUDA_API const char* sh_cuda_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+
+// Bytes of a struct of c_api.h, 0 if there is none of that name.
+SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
+    const struct {
+        const char* name;
+        uint64_t bytes;
+    } structs[] = {
+        {"sh_slots", sizeof(sh_slots)},
+        {"sh_attend_slots", sizeof(sh_attend_slots)},
+        {"sh_merge", sizeof(sh_merge)},
+        {"sh_gather_blocks", sizeof(sh_gather_blocks)},
+        {"sh_mailbox_state", sizeof(sh_mailbox_state)},
+        {"sh_receipt", sizeof(sh_receipt)},
+        {"sh_mailbox_post", sizeof(sh_mailbox_post)},
+        {"sh_mailbox_wait", sizeof(sh_mailbox_wait)},
+    };
+    for (const auto& one : structs) {
+        if (!std::strcmp(one.name, name)) return one.bytes;
+    }
+    return 0;
+}

@@ -1,0 +1,152 @@
+"""Attention over the blocks in device memory, and merging of partial attentions.
+
+    resident  keys, values  [rows, H, S, 32, D]      slots belong to rows, whatever batch they are in
+              positions     [rows, H, S]             block of the row's sequence, -1: empty
+    staged    keys, values  [B, H, M, 32, D]         gathered for this step: they belong to batch entries
+              positions     [B, H, M]
+
+Nothing here allocates or waits when results are passed in, so that all of it can be captured in a CUDA graph. Call each
+operation once before capturing: CUDA loads a kernel when it is first launched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from sglang_hybrid.cuda.library import checked, launch, library
+from sglang_hybrid.cuda.structs import AttendSlots, Merge, Side, Slots
+from sglang_hybrid.cuda.tensors import BLOCK_TOKENS, HALVES, active_address, address, dtype_code
+
+
+@dataclass(frozen=True)
+class BlockSlots:
+    """Blocks in device memory and where in their sequences they are."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+
+
+class AttendWorkspace:
+    """Partial results of ``attend_slots``. One for all launches that do not run beside each other."""
+
+    def __init__(self, batch: int, heads: int, group: int, head_dim: int, device: torch.device | str = "cuda") -> None:
+        units = ctypes.c_uint32()
+        checked(library().sh_cuda_attend_units, batch, heads, head_dim, ctypes.byref(units))
+        self.units = units.value
+        self.shape = (batch, heads, group, head_dim)
+        self.out = torch.empty(self.units, group, head_dim, dtype=torch.float32, device=device)
+        self.lse = torch.empty(self.units, group, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(batch, heads, dtype=torch.int32, device=device)
+
+
+def attend_slots(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    row_of: torch.Tensor,
+    scale: float,
+    *,
+    staged: BlockSlots | None = None,
+    active_rows: torch.Tensor | None = None,
+    workspace: AttendWorkspace | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``reference.attend_blocks`` over slots: output ``[B, H * G, D]`` and natural-log LSE ``[B, H * G]``, float32.
+
+    query ``[B, H * G, D]``; lengths ``[rows]``: tokens of each row; row_of ``[B]``: the row of each batch entry. A
+    block at position p has ``min(32, length - 32 p)`` tokens that count. Batch entries from ``active_rows`` on are
+    left alone.
+    """
+    batch, query_heads, dim = query.shape
+    rows, heads, slots = positions.shape
+    group = query_heads // heads
+    if out is None:
+        out = torch.empty(batch, query_heads, dim, dtype=torch.float32, device=query.device)
+    if lse is None:
+        lse = torch.empty(batch, query_heads, dtype=torch.float32, device=query.device)
+    if workspace is None:
+        workspace = AttendWorkspace(batch, heads, group, dim, query.device)
+    if workspace.shape != (batch, heads, group, dim):
+        raise ValueError(f"the workspace is for {workspace.shape}, not for {(batch, heads, group, dim)}")
+    arguments = AttendSlots(
+        query=address("query", query, HALVES, (batch, heads * group, dim)),
+        resident=_slots("slots", BlockSlots(keys, values, positions), (rows, heads, slots), dim, query.dtype),
+        staged=Slots()
+        if staged is None
+        else _slots("staged slots", staged, (batch, heads, staged.positions.shape[2]), dim, query.dtype),
+        row_of=address("row_of", row_of, torch.int32, (batch,)),
+        lengths=address("lengths", lengths, torch.int32, (rows,)),
+        active_rows=active_address(active_rows),
+        out=address("out", out, torch.float32, (batch, query_heads, dim)),
+        lse=address("lse", lse, torch.float32, (batch, query_heads)),
+        partial_out=workspace.out.data_ptr(),
+        partial_lse=workspace.lse.data_ptr(),
+        arrived=workspace.arrived.data_ptr(),
+        scale=scale,
+        rows=rows,
+        batch=batch,
+        kv_heads=heads,
+        group=group,
+        head_dim=dim,
+        dtype=dtype_code(query.dtype),
+        units=workspace.units,
+    )
+    launch(library().sh_cuda_attend_slots, arguments)
+    return out, lse
+
+
+def _slots(name: str, blocks: BlockSlots, shape: tuple[int, int, int], dim: int, dtype: torch.dtype) -> Slots:
+    of_blocks = (*shape, BLOCK_TOKENS, dim)
+    return Slots(
+        keys=address(f"keys of {name}", blocks.keys, dtype, of_blocks),
+        values=address(f"values of {name}", blocks.values, dtype, of_blocks),
+        positions=address(f"positions of {name}", blocks.positions, torch.int32, shape),
+        slots=shape[2],
+    )
+
+
+Partial = tuple[torch.Tensor, torch.Tensor]  # output [B, heads, D] and LSE [B, heads], float32
+
+
+def merge3(
+    first: Partial,
+    second: Partial | None,
+    third: Partial | None,
+    *,
+    active_rows: torch.Tensor | None = None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``reference.merge(*reference.merge(*first, *second), *third)`` to ``out``, in its dtype.
+
+    None is an empty side. ``lse`` gets the LSE of the union, if it is wanted.
+    """
+    batch, heads, dim = out.shape
+    sides = [Side() if partial is None else _side(partial, (batch, heads, dim)) for partial in (first, second, third)]
+    arguments = Merge(
+        sides=(Side * 3)(*sides),
+        out=address("out", out, (*HALVES, torch.float32), (batch, heads, dim)),
+        lse=address("lse", lse, torch.float32, (batch, heads)),
+        active_rows=active_address(active_rows),
+        batch=batch,
+        heads=heads,
+        head_dim=dim,
+        dtype=dtype_code(out.dtype),
+    )
+    launch(library().sh_cuda_merge, arguments)
+    return out
+
+
+def _side(partial: Partial, shape: tuple[int, int, int]) -> Side:
+    out, lse = partial
+    return Side(
+        out=address("a side's output", out, torch.float32, shape),
+        lse=address("a side's LSE", lse, torch.float32, shape[:2]),
+    )

@@ -1,0 +1,67 @@
+"""Loads the library for the current device and gives its functions their types."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, c_char_p, c_int, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_hybrid.cuda.build import built
+from sglang_hybrid.cuda.errors import CudaError
+from sglang_hybrid.cuda.structs import BY_NAME, AttendSlots, GatherBlocks, MailboxPost, MailboxWait, Merge
+
+_STREAM = c_void_p
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "sh_cuda_error": (c_char_p, [c_int]),
+    "sh_cuda_bytes_of": (c_uint64, [c_char_p]),
+    "sh_cuda_register": (c_int, [c_void_p, c_uint64, POINTER(c_void_p)]),
+    "sh_cuda_unregister": (c_int, [c_void_p]),
+    "sh_cuda_attend_units": (c_int, [c_uint32, c_uint32, c_uint32, POINTER(c_uint32)]),
+    "sh_cuda_attend_slots": (c_int, [POINTER(AttendSlots), _STREAM]),
+    "sh_cuda_merge": (c_int, [POINTER(Merge), _STREAM]),
+    "sh_cuda_gather_blocks": (c_int, [POINTER(GatherBlocks), _STREAM]),
+    "sh_cuda_mailbox_attach": (c_int, [c_void_p, c_uint64, c_uint64, _STREAM]),
+    "sh_cuda_mailbox_post": (c_int, [POINTER(MailboxPost), _STREAM]),
+    "sh_cuda_mailbox_wait": (c_int, [POINTER(MailboxWait), _STREAM]),
+}
+
+
+@functools.cache
+def library() -> Any:
+    """The library for the current device, compiled if need be, which takes a few seconds. Raises CudaError."""
+    if not torch.cuda.is_available():
+        raise CudaError("the CUDA kernels need a CUDA device, and torch sees none")
+    major, minor = torch.cuda.get_device_capability()
+    return load(built(10 * major + minor))
+
+
+def load(path: Path) -> Any:
+    """The library in a file, its functions typed and its structs compared with Python's."""
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CudaError(f"the CUDA kernels cannot be loaded: {error}; remove {path} and start again") from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    for name, struct in BY_NAME.items():
+        found = loaded.sh_cuda_bytes_of(name.encode())
+        if found != ctypes.sizeof(struct):
+            raise CudaError(f"{name} has {found} bytes in C++ and {ctypes.sizeof(struct)} in Python")
+    return loaded
+
+
+def checked(function: Any, *arguments: Any) -> None:
+    """Call a function that returns a cudaError_t; raise CudaError with CUDA's sentence when it fails."""
+    error = function(*arguments)
+    if error:
+        raise CudaError(f"{function.__name__}: {library().sh_cuda_error(error).decode()} (CUDA error {error})")
+
+
+def launch(function: Any, arguments: ctypes.Structure) -> None:
+    """Launch on torch's current stream."""
+    checked(function, ctypes.byref(arguments), torch.cuda.current_stream().cuda_stream)

@@ -1,0 +1,124 @@
+"""The GPU as the mailbox's client: kernels post a layer and wait for its replies.
+
+The host's part: make the mailbox and attach it (again for each life of a worker), and wake the worker before it
+launches work that posts, since a GPU can wake nobody. What changes from post to post is in device memory, so a CUDA
+graph with posts and waits can be replayed, across lives of workers too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from sglang_hybrid.cuda.host_memory import RegisteredRegion
+from sglang_hybrid.cuda.library import checked, launch, library
+from sglang_hybrid.cuda.structs import OUTCOMES, MailboxPost, MailboxState, MailboxWait, Receipt
+from sglang_hybrid.cuda.tensors import active_address, address
+from sglang_hybrid.native.structs import DTYPES, Geometry
+from sglang_hybrid.transport.mailbox import Mailbox, layout_of
+
+_TORCH_DTYPES = {code: getattr(torch, name) for name, code in DTYPES.items()}
+
+
+class DeviceMailboxClient:
+    """Posts and waits on one device, one post after the other; a wait may run beside the next post.
+
+    All mailboxes that are attached must have the same geometry.
+    """
+
+    def __init__(self, geometry: Geometry, device: torch.device | str = "cuda") -> None:
+        """Raises NativeError when the geometry cannot be served."""
+        self._geometry = geometry
+        self._layout = layout_of(geometry)
+        self._state = torch.zeros(ctypes.sizeof(MailboxState), dtype=torch.uint8, device=device)
+        self._registered: RegisteredRegion | None = None
+        self._heads = geometry.kv_heads * geometry.group
+        self._dtype: torch.dtype = _TORCH_DTYPES[geometry.dtype]
+
+    def attach(self, mailbox: Mailbox | None) -> None:
+        """From the next launch on this mailbox, or nobody: then all rows are withheld. Waits for the current stream."""
+        if mailbox is not None and bytes(mailbox.geometry) != bytes(self._geometry):
+            raise ValueError("the mailbox has another geometry")
+        registered = None if mailbox is None else RegisteredRegion(mailbox.region)
+        where = 0 if registered is None else registered.device_address
+        newest = 0 if mailbox is None else mailbox.bell
+        stream = torch.cuda.current_stream()
+        checked(library().sh_cuda_mailbox_attach, self._state.data_ptr(), where, newest, stream.cuda_stream)
+        stream.synchronize()  # nothing that was launched before uses the old mailbox any more
+        if self._registered is not None:
+            self._registered.close()
+        self._registered = registered
+
+    def new_receipt(self, batch: int) -> torch.Tensor:
+        """Room for what ``wait`` has to know about its ``post``. One for each post that can be on its way."""
+        return torch.zeros(ctypes.sizeof(Receipt) + 4 * batch, dtype=torch.uint8, device=self._state.device)
+
+    def post(
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        counts: torch.Tensor,
+        last_fill: torch.Tensor,
+        layer: int,
+        scale: float,
+        receipt: torch.Tensor,
+        *,
+        begins_step: bool,
+        active_rows: torch.Tensor | None = None,
+    ) -> None:
+        """Post one layer. Lists: pages ``[B, H, N]``, counts and last_fill ``[B, H]``, int32; query ``[B, H * G, D]``.
+
+        ``last_fill``: tokens in a list's last block; all others are full. ``begins_step`` belongs to the first post
+        of a decode step. Lists are not checked here: the worker refuses rows that are out of bounds.
+        """
+        g = self._geometry
+        batch, listed = query.shape[0], pages.shape[2]
+        arguments = MailboxPost(
+            state=self._state.data_ptr(),
+            receipt=address("receipt", receipt, torch.uint8, (ctypes.sizeof(Receipt) + 4 * batch,)),
+            query=address("query", query, self._dtype, (batch, self._heads, g.head_dim)),
+            pages=address("pages", pages, torch.int32, (batch, g.kv_heads, listed)),
+            counts=address("counts", counts, torch.int32, (batch, g.kv_heads)),
+            last_fill=address("last_fill", last_fill, torch.int32, (batch, g.kv_heads)),
+            active_rows=active_address(active_rows),
+            geometry=g,
+            layout=self._layout,
+            batch=batch,
+            listed=listed,
+            layer=layer,
+            begins_step=begins_step,
+            scale=scale,
+        )
+        launch(library().sh_cuda_mailbox_post, arguments)
+
+    def wait(
+        self, receipt: torch.Tensor, deadline_s: float, out: torch.Tensor, lse: torch.Tensor, served: torch.Tensor
+    ) -> None:
+        """Wait for the replies to a post: out ``[B, H * G, D]`` and lse ``[B, H * G]`` float32, served ``[B]`` int32.
+
+        A row that is not served by then has LSE -inf and ``served`` 0; what it misses is the caller's to get
+        otherwise. A row without blocks is served, with LSE -inf. Rows that were not active in the post are left alone.
+        """
+        g = self._geometry
+        batch = out.shape[0]
+        arguments = MailboxWait(
+            state=self._state.data_ptr(),
+            receipt=address("receipt", receipt, torch.uint8, (ctypes.sizeof(Receipt) + 4 * batch,)),
+            out=address("out", out, torch.float32, (batch, self._heads, g.head_dim)),
+            lse=address("lse", lse, torch.float32, (batch, self._heads)),
+            served=address("served", served, torch.int32, (batch,)),
+            deadline_ns=int(deadline_s * 1e9),
+            geometry=g,
+            layout=self._layout,
+            batch=batch,
+        )
+        launch(library().sh_cuda_mailbox_wait, arguments)
+
+    def read_state(self) -> MailboxState:
+        """A copy of what the kernels keep; waits for the current stream."""
+        return MailboxState.from_buffer_copy(self._state.cpu().numpy().tobytes())
+
+    def outcomes(self) -> dict[str, int]:
+        """Rows so far, by what became of them; waits for the current stream."""
+        return dict(zip(OUTCOMES, self.read_state().outcomes, strict=True))

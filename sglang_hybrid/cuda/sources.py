@@ -1,0 +1,32 @@
+"""The kernels' source files, and a number that changes with any of them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+from sglang_hybrid.cuda.errors import CudaError
+
+_KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+# mailbox.h is the CPU library's: there is one definition of the layout
+INCLUDES = (_KERNELS / "cuda" / "include", _KERNELS / "cpu" / "include")
+FLAGS = ("-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-shared")
+
+
+def translation_units() -> list[Path]:
+    units = sorted((_KERNELS / "cuda" / "src").glob("*.cu"))
+    if not units:
+        raise CudaError(f"the CUDA sources are not in {_KERNELS / 'cuda'}: use a checkout or an editable installation")
+    return units
+
+
+@functools.cache
+def source_hash() -> str:
+    """Of every file that can be included and of the flags: twelve hexadecimal digits."""
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    folders = (_KERNELS / "cuda" / "src", *INCLUDES)
+    for path in sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()):
+        digest.update(str(path.relative_to(_KERNELS)).encode() + b"\0")
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]

@@ -1,0 +1,85 @@
+"""The CUDA kernels compile for every architecture that is served, are compiled once, and say what is missing."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sglang_hybrid.cuda import CudaError, build
+from sglang_hybrid.cuda.library import load
+from sglang_hybrid.cuda.toolchain import Nvcc, find_nvcc
+
+ARCHITECTURES = (80, 90, 100)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SGLANG_HYBRID_CACHE", str(tmp_path))
+    return tmp_path / "cuda"
+
+
+def with_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> None:
+    fake = tmp_path / "nvcc"
+    fake.write_text(f"#!/bin/sh\n{script}\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(build, "find_nvcc", lambda: Nvcc(fake, "1.2.3"))
+
+
+@pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
+def test_every_architecture_compiles_and_python_has_the_same_structs(cache: Path) -> None:
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        libraries = list(pool.map(build.built, ARCHITECTURES))
+    for library in libraries:
+        load(library)  # compares them; needs no GPU
+    assert sorted(path.name for path in cache.glob("*.so")) == sorted(path.name for path in libraries)
+
+
+def test_a_library_is_compiled_once_even_by_two(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the last argument is where the library goes
+    with_compiler(
+        monkeypatch, tmp_path, f'echo compiled >> {tmp_path}/log; for last; do :; done; echo library > "$last"'
+    )
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        first, second = pool.map(build.built, (90, 90))
+    assert first == second == build.built(90)
+    assert (tmp_path / "log").read_text().splitlines() == ["compiled"]
+    assert "-sm90-nvcc1.2.3" in first.name
+    assert build.built(80) != first
+
+
+def test_what_the_compiler_said_is_told_and_nothing_is_left_behind(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_compiler(monkeypatch, tmp_path, "echo 'error: no such thing' >&2; exit 1")
+    with pytest.raises(CudaError, match=r"nvcc 1\.2\.3 failed for sm_90(.|\n)*no such thing"):
+        build.built(90)
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
+def test_a_host_without_a_compiler_uses_what_was_compiled_elsewhere(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    with pytest.raises(CudaError, match="CUDA_HOME"):
+        build.built(90)
+    with monkeypatch.context() as elsewhere:
+        with_compiler(elsewhere, tmp_path, 'for last; do :; done; echo library > "$last"')
+        compiled = build.built(90)
+    assert build.built(90) == compiled
+    with pytest.raises(CudaError, match="--arch 100"):
+        build.built(100)
+
+
+def test_old_devices_are_refused_with_what_is_needed(cache: Path) -> None:
+    with pytest.raises(CudaError, match=r"8\.0 or newer, not 7\.5"):
+        build.built(75)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SGLANG_HYBRID_CACHE", str(tmp_path / "file"))
+    with_compiler(monkeypatch, tmp_path, "exit 0")
+    with pytest.raises(CudaError, match="SGLANG_HYBRID_CACHE"):
+        build.built(90)
