@@ -40,15 +40,18 @@ class DeviceMailboxClient:
         """From the next launch on this mailbox, or nobody: then all rows are withheld. Waits for the current stream."""
         if mailbox is not None and bytes(mailbox.geometry) != bytes(self._geometry):
             raise ValueError("the mailbox has another geometry")
-        registered = None if mailbox is None else RegisteredRegion(mailbox.region)
-        where = 0 if registered is None else registered.device_address
-        newest = 0 if mailbox is None else mailbox.bell
-        stream = torch.cuda.current_stream()
-        checked(library().sh_cuda_mailbox_attach, self._state.data_ptr(), where, newest, stream.cuda_stream)
-        stream.synchronize()  # nothing that was launched before uses the old mailbox any more
         if self._registered is not None:
+            self._tell(0, 0)
+            torch.cuda.current_stream().synchronize()  # nothing that was launched before uses the old one any more
             self._registered.close()
-        self._registered = registered
+            self._registered = None
+        if mailbox is not None:
+            self._registered = RegisteredRegion(mailbox.region)
+            self._tell(self._registered.device_address, mailbox.bell)
+
+    def _tell(self, device_address: int, sequence: int) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        checked(library().sh_cuda_mailbox_attach, self._state.data_ptr(), device_address, sequence, stream)
 
     def new_receipt(self, batch: int) -> torch.Tensor:
         """Room for what ``wait`` has to know about its ``post``. One for each post that can be on its way."""

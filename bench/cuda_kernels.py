@@ -1,0 +1,293 @@
+#!/usr/bin/env python3
+"""Times of the CUDA kernels, inside a CUDA graph and with a cold L2 cache.
+
+    python bench/cuda_kernels.py [--out FILE] [--pool 4] [--threads N]
+
+Shapes of a Qwen3-14B layer: 8 KV heads, 5 query heads each, head_dim 128, bfloat16. A graph holds many launches, each
+on buffers of its own, together several times the L2 cache, as the layers of a step are. Rates count each byte once.
+
+Ceilings, measured here: copying device memory to device memory (read and written bytes), and copying registered host
+memory to the device with the copy engine, in one piece.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from record import write_result
+
+from sglang_hybrid.cuda.attention import AttendWorkspace, BlockSlots, attend_slots, merge3
+from sglang_hybrid.cuda.gathering import gather_blocks
+from sglang_hybrid.cuda.host_memory import RegisteredRegion
+from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.memory.region import SharedRegion
+from sglang_hybrid.native.library import checked, library, variants
+from sglang_hybrid.native.structs import DTYPES, EngineOptions, Geometry
+from sglang_hybrid.transport.mailbox import Mailbox
+
+HEADS, GROUP, DIM, TOKENS, SLOTS = 8, 5, 128, 32, 64
+BLOCK_BYTES = 2 * TOKENS * DIM * 2  # keys and values
+COLD_BYTES = 320 << 20  # of all launches of a graph: five times an H200's L2 cache
+SCALE = DIM**-0.5
+DTYPE = torch.bfloat16
+
+Row = dict[str, Any]
+
+
+def timed(launches: list[Callable[[], None]], repeats: int = 15, before: Callable[[], None] = lambda: None) -> float:
+    """Median seconds of one launch, all of them being in one graph."""
+    for launch in launches[:2]:
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    times = []
+    for _ in range(repeats + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / len(launches))
+    return sorted(times[2:])[repeats // 2]
+
+
+def row(name: str, seconds: float, moved: int, ceiling: float | None, **more: Any) -> Row:
+    rate = moved / seconds
+    share = None if ceiling is None else round(rate / ceiling, 3)
+    result = {"kernel": name, **more, "us": round(seconds * 1e6, 2), "GB/s": round(rate / 1e9, 1), "share": share}
+    extra = " ".join(f"{key} {value}" for key, value in more.items())
+    percent = "" if share is None else f"{share:6.0%}"
+    print(f"{name:18s} {extra:44s} {seconds * 1e6:9.2f} us {rate / 1e9:8.1f} GB/s {percent}", flush=True)
+    return result
+
+
+# -- attention and merging -------------------------------------------------------------------
+
+
+def copy_rate() -> float:
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    seconds = timed([lambda: target.copy_(source)] * 2)
+    return 2 * source.numel() / seconds
+
+
+def random_blocks(owners: int, slots: int, first: int) -> BlockSlots:
+    shape = (owners, HEADS, slots, TOKENS, DIM)
+    keys, values = (torch.randn(shape, dtype=DTYPE, device="cuda") for _ in range(2))
+    positions = torch.arange(first, first + slots, dtype=torch.int32, device="cuda").expand(owners, HEADS, slots)
+    return BlockSlots(keys, values, positions.contiguous())
+
+
+def attention(batch: int, active: int, staged: int, ceiling: float) -> Row:
+    moved = active * HEADS * (SLOTS + staged) * BLOCK_BYTES
+    layers = max(2, -(-COLD_BYTES // moved))
+    workspace = AttendWorkspace(batch, HEADS, GROUP, DIM)
+    query = torch.randn(batch, HEADS * GROUP, DIM, dtype=DTYPE, device="cuda")
+    out, lse = torch.empty(query.shape, device="cuda"), torch.empty(query.shape[:2], device="cuda")
+    lengths = torch.full((batch,), (SLOTS + staged) * TOKENS - 5, dtype=torch.int32, device="cuda")
+    row_of = torch.arange(batch, dtype=torch.int32, device="cuda")
+    count = torch.tensor([active], dtype=torch.int32, device="cuda")
+
+    def launch_on(kept: BlockSlots, gathered: BlockSlots | None) -> Callable[[], None]:
+        def launch() -> None:
+            attend_slots(
+                query, kept.keys, kept.values, kept.positions, lengths, row_of, SCALE,
+                staged=gathered, active_rows=count, workspace=workspace, out=out, lse=lse,
+            )  # fmt: skip
+
+        return launch
+
+    launches = [
+        launch_on(random_blocks(batch, SLOTS, 0), random_blocks(batch, staged, SLOTS) if staged else None)
+        for _ in range(layers)
+    ]
+    return row("attend_slots", timed(launches), moved, ceiling, batch=batch, active=active, slots=SLOTS, staged=staged)
+
+
+def merging(batch: int, ceiling: float) -> Row:
+    shape = (batch, HEADS * GROUP, DIM)
+    values = batch * HEADS * GROUP * DIM
+    moved = 3 * 4 * values + 2 * values
+    launches = []
+    for _ in range(max(2, min(256, -(-COLD_BYTES // moved)))):
+        sides = [(torch.randn(shape, device="cuda"), torch.randn(shape[:2], device="cuda")) for _ in range(3)]
+        out = torch.empty(shape, dtype=DTYPE, device="cuda")
+        launches.append(lambda sides=sides, out=out: merge3(*sides, out=out))
+    return row("merge3", timed(launches), moved, ceiling, batch=batch)
+
+
+# -- host memory -----------------------------------------------------------------------------
+
+
+class HostPool:
+    """Keys and values of one layer in registered host memory."""
+
+    def __init__(self, gigabytes: int) -> None:
+        self.pages = (gigabytes << 30) // (HEADS * BLOCK_BYTES)
+        shape = (self.pages, HEADS, TOKENS, DIM)
+        half = self.pages * HEADS * BLOCK_BYTES // 2
+        self.memory = SharedRegion(SharedRegion.size_for(half, half))
+        self.keys, self.values = (self.memory.take(shape, DTYPE) for _ in range(2))
+        for part in (self.keys, self.values):  # random numbers of a few pages, again and again
+            some = torch.randn(64, *shape[1:]).to(DTYPE)
+            part.view(torch.int16)[:] = some.view(torch.int16).repeat(-(-self.pages // 64), 1, 1, 1)[: self.pages]
+        self.region = RegisteredRegion(self.memory)
+
+
+def host_copy_rate(pool: HostPool) -> float:
+    source = pool.keys[: (1 << 30) // (HEADS * BLOCK_BYTES // 2)]
+    target = torch.empty(source.shape, dtype=DTYPE, device="cuda")
+    times = []
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return target.numel() * target.itemsize / sorted(times)[2]
+
+
+def gathering(pool: HostPool, batch: int, listed: int, ctas: int, ceiling: float) -> Row:
+    shape = (batch, HEADS, listed)
+    keys, values = (torch.empty(*shape, TOKENS, DIM, dtype=DTYPE, device="cuda") for _ in range(2))
+    launches = []
+    for _ in range(4):
+        pages = torch.randint(0, pool.pages, shape, dtype=torch.int32, device="cuda")
+        launches.append(
+            lambda pages=pages: gather_blocks(pool.region, pool.keys, pool.values, pages, keys, values, ctas=ctas)
+        )
+    moved = batch * HEADS * listed * BLOCK_BYTES
+    return row("gather_blocks", timed(launches, repeats=7), moved, ceiling, batch=batch, blocks=listed, ctas=ctas)
+
+
+# -- mailbox ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def worker(pool: HostPool, rows: int, most: int, threads: int) -> Iterator[tuple[DeviceMailboxClient, Mailbox]]:
+    half = pool.values.data_ptr() - pool.keys.data_ptr()
+    geometry = Geometry(
+        rows, HEADS, GROUP, DIM, DTYPES["bfloat16"], most, 1, pool.pages, 0, half, half, pool.memory.size
+    )
+    mailbox = Mailbox(geometry)
+    client = DeviceMailboxClient(geometry)
+    client.attach(mailbox)
+    options = EngineOptions(threads, 4, 8, 1_000_000, None, None)
+    engine = checked(
+        library().sh_engine_start, mailbox.region.address, pool.memory.address, ctypes.byref(geometry),
+        ctypes.byref(options),
+    )  # fmt: skip
+    try:
+        yield client, mailbox
+    finally:
+        torch.cuda.synchronize()
+        library().sh_engine_stop(engine)
+        client.attach(None)
+        mailbox.region.close()
+
+
+def round_trips(pool: HostPool, batch: int, threads: int) -> list[Row]:
+    most = 8
+    shape = (batch, HEADS * GROUP, DIM)
+    query = torch.randn(shape, dtype=DTYPE, device="cuda")
+    out, lse = torch.empty(shape, device="cuda"), torch.empty(shape[:2], device="cuda")
+    served = torch.empty(batch, dtype=torch.int32, device="cuda")
+    last_fill = torch.full((batch, HEADS), TOKENS, dtype=torch.int32, device="cuda")
+    kept = random_blocks(batch, SLOTS, 0)
+    attended = torch.empty(shape, device="cuda"), torch.empty(shape[:2], device="cuda")
+    merged = torch.empty(shape, dtype=DTYPE, device="cuda")
+    lengths = torch.full((batch,), SLOTS * TOKENS, dtype=torch.int32, device="cuda")
+    row_of = torch.arange(batch, dtype=torch.int32, device="cuda")
+    workspace = AttendWorkspace(batch, HEADS, GROUP, DIM)
+    rows = []
+    with worker(pool, batch, most, threads) as (client, mailbox):
+        receipt = client.new_receipt(batch)
+
+        def layer_of(counts: torch.Tensor, attends: bool) -> Callable[[], None]:
+            pages = torch.randint(0, pool.pages, (batch, HEADS, most), dtype=torch.int32, device="cuda")
+
+            def layer() -> None:
+                client.post(query, pages, counts, last_fill, 0, SCALE, receipt, begins_step=False)
+                if attends:
+                    attend_slots(
+                        query, kept.keys, kept.values, kept.positions, lengths, row_of, SCALE,
+                        workspace=workspace, out=attended[0], lse=attended[1],
+                    )  # fmt: skip
+                client.wait(receipt, 1.0, out, lse, served)
+                if attends:
+                    merge3(attended, None, (out, lse), out=merged)
+
+            return layer
+
+        for name, blocks, heads, attends in (
+            ("post+wait", 0, HEADS, False),
+            ("post+wait", 1, 1, False),
+            ("post+wait", 1, HEADS, False),
+            ("post+wait", 8, HEADS, False),
+            ("a layer", 0, HEADS, True),
+            ("a layer", 4, HEADS, True),
+        ):
+            counts = torch.zeros(batch, HEADS, dtype=torch.int32, device="cuda")
+            counts[:, :heads] = blocks
+            seconds = timed([layer_of(counts, attends) for _ in range(8)], before=mailbox.wake)
+            read = batch * heads * blocks * BLOCK_BYTES
+            rows.append(row(name, seconds, read, None, batch=batch, blocks=blocks, lists=heads, threads=threads))
+        outcomes = client.outcomes()
+    print(f"rows by outcome: {outcomes}", flush=True)
+    for one in rows:
+        one["rows by outcome, of all with this batch"] = outcomes
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="default: bench/results/cuda-kernels-1.json")
+    parser.add_argument("--pool", type=int, default=4, help="GiB of host memory for keys and values of a layer")
+    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="of the CPU worker")
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    copied = copy_rate()
+    print(f"device to device: {copied / 1e9:.0f} GB/s", flush=True)
+    rows = [attention(batch, batch, 0, copied) for batch in (64, 40, 32, 16, 8, 4, 1)]
+    rows += [attention(64, 64, 8, copied), attention(64, 8, 0, copied), attention(64, 1, 0, copied)]
+    rows += [merging(batch, copied) for batch in (64, 8)]
+    torch.cuda.empty_cache()
+
+    pool = HostPool(args.pool)
+    from_host = host_copy_rate(pool)
+    print(f"registered host memory to device, in one piece: {from_host / 1e9:.1f} GB/s", flush=True)
+    rows += [gathering(pool, 64, 4, ctas, from_host) for ctas in (8, 16, 32, 64)]
+    rows += [gathering(pool, batch, listed, 32, from_host) for batch, listed in ((64, 1), (8, 4), (1, 4))]
+    for batch in (8, 32, 64):
+        rows += round_trips(pool, batch, args.threads)
+
+    result = {
+        "ceilings": {"device copy GB/s": round(copied / 1e9), "host to device copy GB/s": round(from_host / 1e9, 1)},
+        "shape": {"kv_heads": HEADS, "group": GROUP, "head_dim": DIM, "dtype": "bfloat16", "block_bytes": BLOCK_BYTES},
+        "pool_gib": args.pool,
+        "cpu_variant": variants()[0],
+        "torch": torch.__version__,
+        "rows": rows,
+    }
+    print(f"written to {write_result('cuda-kernels-1', result, args.out)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Random slots, pools and lists for the CUDA kernels' tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_hybrid.cuda.attention import BlockSlots
+from sglang_hybrid.ops import reference
+
+BLOCK_TOKENS = 32
+Result = tuple[torch.Tensor, torch.Tensor]
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads: int
+    group: int
+    dim: int
+    slots: int
+    staged: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    rows: int = 0  # of the slot pool; 0: a few more than the batch has
+
+    @property
+    def pool_rows(self) -> int:
+        return self.rows or self.batch + 3
+
+    @property
+    def scale(self) -> float:
+        return self.dim**-0.5
+
+
+@dataclass(frozen=True)
+class SlotCase:
+    """What ``attend_slots`` gets. Tokens that do not count are NaN, in keys and in values."""
+
+    shape: Shape
+    query: torch.Tensor
+    resident: BlockSlots
+    staged: BlockSlots | None
+    lengths: torch.Tensor
+    row_of: torch.Tensor
+
+    def expected(self) -> Result:
+        """By the reference, on one pool that has the slots of both kinds as its pages."""
+        entries = torch.arange(self.shape.batch, device="cuda")
+        parts = [(self.resident, self.row_of.long())] + ([(self.staged, entries)] if self.staged else [])
+        keys, values, ids, fills, first = [], [], [], [], 0
+        for blocks, owner in parts:
+            owners, _, slots = blocks.positions.shape
+            pages = torch.arange(owners * slots, device="cuda").view(owners, 1, slots) + first
+            first += owners * slots
+            positions = blocks.positions[owner]
+            fill = reference.block_fill(positions.long(), self.lengths[self.row_of.long()].long(), BLOCK_TOKENS)
+            ids.append(pages[owner].expand_as(positions).masked_fill(fill == 0, reference.NO_BLOCK))
+            fills.append(fill)
+            keys.append(blocks.keys.transpose(1, 2).flatten(0, 1))
+            values.append(blocks.values.transpose(1, 2).flatten(0, 1))
+        pools = torch.cat(keys), torch.cat(values)
+        listed = torch.cat(ids, dim=2), torch.cat(fills, dim=2)
+        # NaN in keys of tokens that do not count is masked by the reference, after the product
+        return reference.attend_blocks(self.query, *pools, *listed, self.shape.scale)
+
+
+def random_slots(shape: Shape, seed: int) -> SlotCase:
+    random = seeded(seed)
+    blocks_of_a_row = 2 * (shape.slots + shape.staged) + 1
+    lengths = torch.randint(1, blocks_of_a_row * BLOCK_TOKENS, (shape.pool_rows,), generator=random)
+    row_of = torch.randperm(shape.pool_rows, generator=random)[: shape.batch]
+    query = torch.randn(shape.batch, shape.heads * shape.group, shape.dim, generator=random)
+    resident = _random_blocks(shape, shape.pool_rows, shape.slots, blocks_of_a_row, lengths, random)
+    staged = None
+    if shape.staged:
+        of_entries = lengths[row_of]
+        staged = _random_blocks(shape, shape.batch, shape.staged, blocks_of_a_row, of_entries, random)
+    return SlotCase(shape, query.to("cuda", shape.dtype), resident, staged, lengths.int().cuda(), row_of.int().cuda())
+
+
+def _random_blocks(
+    shape: Shape, owners: int, slots: int, blocks: int, lengths: torch.Tensor, random: torch.Generator
+) -> BlockSlots:
+    """Different positions in each list, among them the tail's, some beyond the end, and empty slots."""
+    order = torch.rand(owners, shape.heads, blocks, generator=random).argsort(dim=2)
+    positions = order[..., :slots].clone()
+    positions[torch.rand(positions.shape, generator=random) < 0.2] = reference.NO_BLOCK
+    if slots:
+        tail = (lengths - 1) // BLOCK_TOKENS
+        positions = positions.masked_fill(positions == tail[:, None, None], reference.NO_BLOCK)
+        positions[:, :, slots // 2] = tail[:, None]
+    fill = reference.block_fill(positions, lengths, BLOCK_TOKENS)
+    beyond = (torch.arange(BLOCK_TOKENS) >= fill[..., None])[..., None].cuda()
+    on_device = torch.Generator("cuda").manual_seed(random.initial_seed())
+    tokens = (2, owners, shape.heads, slots, BLOCK_TOKENS, shape.dim)
+    both = torch.randn(tokens, generator=on_device, device="cuda", dtype=shape.dtype).masked_fill(beyond, torch.nan)
+    return BlockSlots(*both, positions.int().cuda())
+
+
+def random_partial(shape: tuple[int, int, int], seed: int, empty: float = 0.3) -> Result:
+    """Output and LSE of which some heads are empty, with NaN where nobody should look."""
+    random = seeded(seed)
+    out, lse = torch.randn(shape, generator=random), torch.randn(shape[:2], generator=random) * 5
+    nothing = torch.rand(shape[:2], generator=random) < empty
+    lse = lse.masked_fill(nothing, -torch.inf)
+    return out.masked_fill(nothing[..., None], torch.nan).cuda(), lse.cuda()
