@@ -55,7 +55,10 @@ class DeviceMailboxClient:
 
     def new_receipt(self, batch: int) -> torch.Tensor:
         """Room for what ``wait`` has to know about its ``post``. One for each post that can be on its way."""
-        return torch.zeros(ctypes.sizeof(Receipt) + 4 * batch, dtype=torch.uint8, device=self._state.device)
+        return torch.zeros(self._receipt_bytes(batch), dtype=torch.uint8, device=self._state.device)
+
+    def _receipt_bytes(self, batch: int) -> int:
+        return ctypes.sizeof(Receipt) + 4 * batch * (1 + self._geometry.kv_heads)
 
     def post(
         self,
@@ -79,7 +82,7 @@ class DeviceMailboxClient:
         batch, listed = query.shape[0], pages.shape[2]
         arguments = MailboxPost(
             state=self._state.data_ptr(),
-            receipt=address("receipt", receipt, torch.uint8, (ctypes.sizeof(Receipt) + 4 * batch,)),
+            receipt=address("receipt", receipt, torch.uint8, (self._receipt_bytes(batch),)),
             query=address("query", query, self._dtype, (batch, self._heads, g.head_dim)),
             pages=address("pages", pages, torch.int32, (batch, g.kv_heads, listed)),
             counts=address("counts", counts, torch.int32, (batch, g.kv_heads)),
@@ -107,7 +110,7 @@ class DeviceMailboxClient:
         batch = out.shape[0]
         arguments = MailboxWait(
             state=self._state.data_ptr(),
-            receipt=address("receipt", receipt, torch.uint8, (ctypes.sizeof(Receipt) + 4 * batch,)),
+            receipt=address("receipt", receipt, torch.uint8, (self._receipt_bytes(batch),)),
             out=address("out", out, torch.float32, (batch, self._heads, g.head_dim)),
             lse=address("lse", lse, torch.float32, (batch, self._heads)),
             served=address("served", served, torch.int32, (batch,)),

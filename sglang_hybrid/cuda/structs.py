@@ -92,7 +92,7 @@ class MailboxState(ctypes.Structure):
 
 
 class Receipt(ctypes.Structure):
-    """Lives in device memory, followed by a word for every batch entry."""
+    """Lives in device memory, followed by ``1 + KV heads`` words for every batch entry."""
 
     _fields_ = (("sequence", c_uint64), ("generation", c_uint32), ("rows", c_uint32))
 

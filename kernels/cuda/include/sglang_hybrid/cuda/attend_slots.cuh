@@ -22,7 +22,9 @@ inline constexpr uint32_t attend_warps = 4;  // at most
 inline constexpr uint32_t attend_tiles = 3;  // of a warp
 inline constexpr uint32_t most_splits = warp_size;
 inline constexpr uint32_t unit_overhead = 3;  // of starting and ending a unit, in slots that could be read meanwhile
+inline constexpr uint32_t highest_cost = UINT32_MAX / warp_size;
 inline constexpr uint32_t query_rows = 16;
+inline constexpr float lowest_logit = -3.0e38f;
 inline constexpr float log2_e = 1.4426950408889634f;
 inline constexpr float ln_2 = 0.6931471805599453f;
 
@@ -70,16 +72,40 @@ struct SharedMemory {
 
 // -- which slots -------------------------------------------------------------------------------------------------------
 
-// Splits of every (batch entry, KV head) with which `pairs` of them are done soonest, when the device runs `at_once`
-// units at a time. Lane i estimates i + 1 splits. `units` is what there is workspace for.
-__device__ inline uint32_t splits_of(uint32_t pairs, uint32_t slots, uint32_t at_once, uint32_t units, uint32_t warps) {
+// How a launch is spread over the device.
+struct Spread {
+    uint32_t slots;    // of each (batch entry, KV head), resident and staged
+    uint32_t at_once;  // units that the device runs at a time
+    uint32_t units;    // that there is workspace for
+    uint32_t warps;    // of a CTA
+};
+
+// How long `pairs` of (batch entry, KV head) take with so many splits, in slots that a CTA reads meanwhile.
+__host__ __device__ inline uint32_t split_cost(const Spread& spread, uint32_t pairs, uint32_t splits) {
+    const uint32_t share = (spread.slots + splits - 1) / splits;
+    const uint32_t turns = (pairs * splits + spread.at_once - 1) / spread.at_once;
+    const bool possible = splits == 1 || (pairs * splits <= spread.units && share >= spread.warps);
+    const uint32_t cost = turns * (share + unit_overhead);
+    return possible ? (cost < highest_cost ? cost : highest_cost - 1) : highest_cost;
+}
+
+// The number of splits with the least cost; lane i looks at i + 1.
+__device__ inline uint32_t splits_of(const Spread& spread, uint32_t pairs) {
     const uint32_t lane = threadIdx.x % warp_size;
-    const uint32_t splits = lane + 1;
-    const uint32_t share = (slots + splits - 1) / splits;
-    const uint32_t turns = (pairs * splits + at_once - 1) / at_once;
-    const bool possible = splits == 1 || (pairs * splits <= units && share >= warps);
-    const uint32_t cost = possible ? min(turns * (share + unit_overhead), 0x3FFFFFFu) * warp_size + lane : UINT32_MAX;
-    return __reduce_min_sync(0xFFFFFFFF, cost) % warp_size + 1;
+    return __reduce_min_sync(0xFFFFFFFF, split_cost(spread, pairs, lane + 1) * warp_size + lane) % warp_size + 1;
+}
+
+// CTAs that are enough for any number of active rows up to `batch`.
+inline uint32_t most_units(const Spread& spread, uint32_t batch, uint32_t kv_heads) {
+    uint32_t most = 1;
+    for (uint32_t pairs = kv_heads; pairs <= batch * kv_heads; pairs += kv_heads) {
+        uint32_t best = 1;
+        for (uint32_t splits = 2; splits <= most_splits; ++splits) {
+            if (split_cost(spread, pairs, splits) < split_cost(spread, pairs, best)) best = splits;
+        }
+        most = pairs * best > most ? pairs * best : most;
+    }
+    return most;
 }
 
 // The slots of a warp that hold tokens, one after the other. Lane i knows the i-th of the next 32.
@@ -303,24 +329,28 @@ __device__ void merge_warps(char* shared, const SharedMemory& at, uint32_t warps
 }
 
 // By the CTA that comes last: the partial results of all splits. Those of other CTAs are not in this one's L1 cache.
+// Loads do not depend on each other: the latency of one after the other would be most of a small launch.
 template <int kDim>
-__device__ void merge_splits(const float* outs, const float* lses, uint32_t splits, uint32_t group, float* out, float* lse) {
+__device__ void merge_splits(const float* outs, const float* lses, uint32_t splits, uint32_t group, float* out, float* lse,
+                             float* shared_lses) {
+    for (uint32_t i = threadIdx.x; i < splits * group; i += blockDim.x) shared_lses[i] = __ldcg(lses + i) * log2_e;
+    __syncthreads();
     for (uint32_t i = threadIdx.x; i < group * kDim / 4; i += blockDim.x) {
         const uint32_t row = i / (kDim / 4);
-        float highest = -INFINITY, sum = 0;
-        for (uint32_t split = 0; split < splits; ++split) highest = fmaxf(highest, __ldcg(lses + split * group + row));
+        float highest = lowest_logit;  // finite, so that an empty split has weight 0; its output is 0 too
+        for (uint32_t split = 0; split < splits; ++split) highest = fmaxf(highest, shared_lses[split * group + row]);
+        float sum = 0;
         float4 total = make_float4(0, 0, 0, 0);
+#pragma unroll 8
         for (uint32_t split = 0; split < splits; ++split) {
-            const float part = __ldcg(lses + split * group + row);
-            if (part == -INFINITY) continue;
-            const float weight = exp2f((part - highest) * log2_e);
             const float4 one = __ldcg(reinterpret_cast<const float4*>(outs) + split * (group * kDim / 4) + i);
+            const float weight = exp2f(shared_lses[split * group + row] - highest);
             sum += weight;
             total.x += weight * one.x, total.y += weight * one.y, total.z += weight * one.z, total.w += weight * one.w;
         }
         const float share = sum > 0 ? 1.0f / sum : 0.0f;
         reinterpret_cast<float4*>(out)[i] = make_float4(total.x * share, total.y * share, total.z * share, total.w * share);
-        if (i % (kDim / 4) == 0) lse[row] = sum > 0 ? highest + logf(sum) : -INFINITY;
+        if (i % (kDim / 4) == 0) lse[row] = sum > 0 ? (highest + log2f(sum)) * ln_2 : -INFINITY;
     }
 }
 
@@ -342,14 +372,13 @@ __device__ inline bool is_last(uint32_t& arrived, uint32_t count) {
 
 template <class Element, int kDim>
 __global__ void __launch_bounds__(attend_warps* warp_size)
-    attend_slots(const __grid_constant__ sh_attend_slots args, const uint32_t at_once) {
+    attend_slots(const __grid_constant__ sh_attend_slots args, const __grid_constant__ Spread spread) {
     extern __shared__ __align__(128) char shared[];
     const uint32_t warps = blockDim.x / warp_size, warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
     const SharedMemory at(kDim, warps);
 
-    const uint32_t slots = static_cast<uint32_t>(args.resident.slots + args.staged.slots);
     const uint32_t pairs = active_of(args.active_rows, args.batch) * args.kv_heads;
-    const uint32_t splits = splits_of(pairs, slots, at_once, args.units, warps);
+    const uint32_t splits = splits_of(spread, pairs);
     const uint32_t pair = blockIdx.x / splits, split = blockIdx.x % splits;
     if (pair >= pairs) return;
     const uint32_t entry = pair / args.kv_heads, head = pair % args.kv_heads;
@@ -365,8 +394,8 @@ __global__ void __launch_bounds__(attend_warps* warp_size)
 
     const int32_t row = args.row_of[entry];
     const bool exists = row >= 0 && static_cast<uint32_t>(row) < args.rows;
-    const uint32_t share = (slots + splits - 1) / splits;
-    const uint32_t first = split * share, end = exists ? min(first + share, slots) : 0;
+    const uint32_t share = (spread.slots + splits - 1) / splits;
+    const uint32_t first = split * share, end = exists ? min(first + share, spread.slots) : 0;
     WarpSlots mine(args, entry, exists ? row : 0, head, exists ? args.lengths[row] : 0, first + warp, warps, end);
 
     constexpr uint32_t block_bytes = Tile<kDim>::bytes;
@@ -423,7 +452,9 @@ __global__ void __launch_bounds__(attend_warps* warp_size)
     float* const outs = args.partial_out + uint64_t{pair} * splits * args.group * kDim;
     float* const lses = args.partial_lse + uint64_t{pair} * splits * args.group;
     merge_warps<kDim>(shared, at, warps, args.group, outs + split * args.group * kDim, lses + split * args.group);
-    if (is_last(args.arrived[pair], splits)) merge_splits<kDim>(outs, lses, splits, args.group, out, lse);
+    if (!is_last(args.arrived[pair], splits)) return;
+    // all tiles are free by now, and one has room for the LSEs of 32 splits
+    merge_splits<kDim>(outs, lses, splits, args.group, out, lse, reinterpret_cast<float*>(shared + at.tiles));
 }
 
 }  // namespace sglang_hybrid::cuda

@@ -111,12 +111,12 @@ struct sh_mailbox_state {
     uint64_t outcomes[sh_row_outcomes];  // rows, added up
 };
 
-// What a wait has to know about its post; followed by `blocks` of every batch entry.
+// What a wait has to know about its post; followed by what it asked for of every batch entry.
 struct sh_receipt {
     uint64_t sequence;  // 0: nothing was posted
     uint32_t generation;
     uint32_t rows;
-    // uint32_t blocks[batch]
+    // uint32_t lists[batch][1 + KV heads]: blocks of the row, then of each list
 };
 
 struct sh_mailbox_post {

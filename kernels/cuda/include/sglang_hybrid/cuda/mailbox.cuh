@@ -73,14 +73,17 @@ class DeviceMailbox {
     char* const base_;
 };
 
-__device__ inline uint32_t* blocks_of(sh_receipt* receipt) { return reinterpret_cast<uint32_t*>(receipt + 1); }
-__device__ inline const uint32_t* blocks_of(const sh_receipt* receipt) {
-    return reinterpret_cast<const uint32_t*>(receipt + 1);
+// Of a row, behind the receipt: blocks in all lists, then blocks of each list.
+__device__ inline uint32_t* lists_of(sh_receipt* receipt, uint32_t row, uint32_t kv_heads) {
+    return reinterpret_cast<uint32_t*>(receipt + 1) + uint64_t{row} * (1 + kv_heads);
+}
+__device__ inline const uint32_t* lists_of(const sh_receipt* receipt, uint32_t row, uint32_t kv_heads) {
+    return reinterpret_cast<const uint32_t*>(receipt + 1) + uint64_t{row} * (1 + kv_heads);
 }
 
 // -- post --------------------------------------------------------------------------------------------------------------
 
-// Blocks of a row; each list's count, made safe to follow, goes to `counts`. By the whole CTA.
+// Blocks of a row; each list's count, made safe to follow, goes to `counts` and the receipt. By the whole CTA.
 __device__ inline uint32_t count_blocks(const sh_mailbox_post& args, uint32_t row, uint32_t (&counts)[most_kv_heads]) {
     __shared__ uint32_t total;
     if (threadIdx.x == 0) total = 0;
@@ -90,10 +93,13 @@ __device__ inline uint32_t count_blocks(const sh_mailbox_post& args, uint32_t ro
         const int32_t count = args.counts[row * args.geometry.kv_heads + head];
         wrong = count < 0 || static_cast<uint32_t>(count) > args.listed;
         counts[head] = wrong ? 0 : static_cast<uint32_t>(count);
+        lists_of(args.receipt, row, args.geometry.kv_heads)[1 + head] = counts[head];
         atomicAdd(&total, counts[head]);
     }
     wrong = __syncthreads_or(wrong);
-    return wrong ? impossible_blocks : total;
+    const uint32_t blocks = wrong ? impossible_blocks : total;
+    if (threadIdx.x == 0) *lists_of(args.receipt, row, args.geometry.kv_heads) = blocks;
+    return blocks;
 }
 
 __device__ inline void write_request(const sh_mailbox_post& args, const DeviceMailbox& mailbox, uint64_t sequence,
@@ -113,9 +119,11 @@ __device__ inline void write_request(const sh_mailbox_post& args, const DeviceMa
             const uint32_t head = i / args.listed, place = i % args.listed;
             if (place < counts[head]) mailbox.pages(sequence, row, head)[place] = uint32_t(args.pages[row * listed + i]);
         }
-        const uint32_t chunks = mailbox.query_row_bytes() / sizeof(uint4);
+        const uint32_t chunks = mailbox.query_row_bytes() / sizeof(uint4), chunks_of_head = chunks / kv_heads;
         const uint4* const query = static_cast<const uint4*>(args.query) + uint64_t{row} * chunks;
-        for (uint32_t i = threadIdx.x; i < chunks; i += post_threads) mailbox.query(sequence, row)[i] = query[i];
+        for (uint32_t i = threadIdx.x; i < chunks; i += post_threads) {
+            if (counts[i / chunks_of_head]) mailbox.query(sequence, row)[i] = query[i];
+        }
     }
     __syncthreads();
     if (threadIdx.x) return;
@@ -165,7 +173,6 @@ __global__ void __launch_bounds__(post_threads) post_layer(const __grid_constant
     } else if (blockIdx.x - 1 < rows) {
         const uint32_t row = blockIdx.x - 1;
         const uint32_t blocks = count_blocks(args, row, counts);
-        if (threadIdx.x == 0) blocks_of(args.receipt)[row] = blocks;
         if (posts) write_request(args, mailbox, sequence, generation, row, blocks, counts);
     }
 
@@ -177,8 +184,8 @@ __global__ void __launch_bounds__(post_threads) post_layer(const __grid_constant
 
 // -- wait --------------------------------------------------------------------------------------------------------------
 
-// By one thread: a row's reply, looked at until it is there or the time is over.
-__device__ inline sh_mailbox_outcome look_for_reply(const sh_mailbox_wait& args, const Reply& reply) {
+// By one thread: until there is a reply to this post or the time is over. What it says is not looked at.
+__device__ inline sh_mailbox_outcome wait_for_sequence(const sh_mailbox_wait& args, const Reply& reply) {
     auto* const late = reinterpret_cast<unsigned long long*>(&args.state->late);
     const uint64_t sequence = args.receipt->sequence, start = now_ns();
     const uint64_t patience = atomicAdd(late, 0ull) ? 0 : args.deadline_ns;
@@ -191,54 +198,87 @@ __device__ inline sh_mailbox_outcome look_for_reply(const sh_mailbox_wait& args,
         }
         __nanosleep(pause_ns);
     }
-    if (found != sequence) return sh_row_damaged;
-    const uint32_t generation = load_relaxed(reply.generation), status = load_relaxed(reply.status);
-    if (generation != args.receipt->generation) return sh_row_damaged;
-    switch (static_cast<ReplyStatus>(status)) {
+    return found == sequence ? sh_row_served : sh_row_damaged;
+}
+
+// generation and status
+__device__ inline uint2 load_fields(const Reply& reply) {
+    return make_uint2(load_relaxed(reply.generation), load_relaxed(reply.status));
+}
+
+__device__ inline sh_mailbox_outcome outcome_of(uint2 fields, uint32_t generation) {
+    if (fields.x != generation) return sh_row_damaged;
+    switch (static_cast<ReplyStatus>(fields.y)) {
         case ReplyStatus::answered: return sh_row_served;
         case ReplyStatus::empty: return sh_row_empty;
         default: return sh_row_refused;
     }
 }
 
-// A CTA for each batch entry.
+// A CTA for each batch entry. Everything of a reply is read in one round trip over PCIe, its fields and its arrays alike;
+// the fields decide afterwards whether the arrays count.
 __global__ void __launch_bounds__(wait_threads) wait_for_replies(const __grid_constant__ sh_mailbox_wait args) {
     extern __shared__ float lses[];  // of the row's heads
     __shared__ sh_mailbox_outcome outcome;
     const uint32_t row = blockIdx.x;
     if (row >= args.receipt->rows) return;
     const uint64_t sequence = args.receipt->sequence;
+    const uint32_t* const lists = lists_of(args.receipt, row, args.geometry.kv_heads);
     const DeviceMailbox mailbox(args.state->mailbox, args.geometry, args.layout);
+    const uint32_t heads = mailbox.heads(), head_quads = args.geometry.head_dim / 4, quads = heads * head_quads;
+    const uint32_t group_quads = args.geometry.group * head_quads;
+    float4* const out = reinterpret_cast<float4*>(args.out) + uint64_t{row} * quads;
 
     if (threadIdx.x == 0) {
-        if (blocks_of(args.receipt)[row] == 0) outcome = sh_row_empty;
+        if (lists[0] == 0) outcome = sh_row_empty;
         else if (sequence == 0) outcome = sh_row_withheld;
-        else outcome = look_for_reply(args, mailbox.reply(sequence, row));
+        else outcome = wait_for_sequence(args, mailbox.reply(sequence, row));
+    }
+    __syncthreads();
+    const bool is_there = outcome == sh_row_served;
+
+    float4 loaded[wait_loads];
+    const auto load = [&](uint32_t first) {
+        bool listed[wait_loads];  // before the first load over PCIe: nothing overtakes those
+#pragma unroll
+        for (uint32_t i = 0; i < wait_loads; ++i) {
+            const uint32_t quad = first + i * wait_threads;
+            listed[i] = quad < quads && lists[1 + quad / group_quads];
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < wait_loads; ++i) {
+            if (listed[i]) loaded[i] = load_relaxed(mailbox.output(sequence, row)[first + i * wait_threads]);
+        }
+    };
+    uint2 fields{};
+    if (is_there) {
+        load(threadIdx.x);
+        if (threadIdx.x == 0) fields = load_fields(mailbox.reply(sequence, row));
+    }
+    for (uint32_t head = threadIdx.x; head < heads; head += wait_threads) {
+        const bool holds = is_there && lists[1 + head / args.geometry.group];
+        lses[head] = holds ? load_relaxed(mailbox.lse(sequence, row)[head]) : -INFINITY;
+    }
+    __syncthreads();  // every thread knows is_there
+    if (threadIdx.x == 0) {
+        if (is_there) outcome = outcome_of(fields, args.receipt->generation);
         args.served[row] = outcome == sh_row_served || outcome == sh_row_empty;
         atomicAdd(reinterpret_cast<unsigned long long*>(&args.state->outcomes[outcome]), 1ull);
     }
     __syncthreads();
+
     const bool served = outcome == sh_row_served;
-    const uint32_t heads = mailbox.heads();
     for (uint32_t head = threadIdx.x; head < heads; head += wait_threads) {
-        lses[head] = served ? load_relaxed(mailbox.lse(sequence, row)[head]) : -INFINITY;
-        args.lse[uint64_t{row} * heads + head] = lses[head];
+        args.lse[uint64_t{row} * heads + head] = served ? lses[head] : -INFINITY;
     }
-    __syncthreads();
-    const uint32_t quads = args.geometry.head_dim / 4;
-    float4* const out = reinterpret_cast<float4*>(args.out) + uint64_t{row} * heads * quads;
-    for (uint32_t first = threadIdx.x; first < heads * quads; first += wait_loads * wait_threads) {
-        float4 loaded[wait_loads];
+    for (uint32_t first = threadIdx.x; first < quads; first += wait_loads * wait_threads) {
+        if (served && first != threadIdx.x) load(first);
 #pragma unroll
         for (uint32_t i = 0; i < wait_loads; ++i) {
             const uint32_t quad = first + i * wait_threads;
-            // the worker leaves alone what has no tokens
-            const bool holds = quad < heads * quads && lses[quad / quads] != -INFINITY;
-            loaded[i] = holds ? load_relaxed(mailbox.output(sequence, row)[quad]) : make_float4(0, 0, 0, 0);
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < wait_loads; ++i) {
-            if (first + i * wait_threads < heads * quads) out[first + i * wait_threads] = loaded[i];
+            if (quad >= quads) continue;
+            const bool holds = served && lses[quad / head_quads] != -INFINITY;  // else the worker left it alone
+            out[quad] = holds ? loaded[i] : make_float4(0, 0, 0, 0);
         }
     }
 }
