@@ -73,7 +73,7 @@ def row(name: str, seconds: float, moved: int, ceiling: float | None, **more: An
     result = {"kernel": name, **more, "us": round(seconds * 1e6, 2), "GB/s": round(rate / 1e9, 1), "share": share}
     extra = " ".join(f"{key} {value}" for key, value in more.items())
     percent = "" if share is None else f"{share:6.0%}"
-    print(f"{name:18s} {extra:44s} {seconds * 1e6:9.2f} us {rate / 1e9:8.1f} GB/s {percent}", flush=True)
+    print(f"{name:22s} {extra:44s} {seconds * 1e6:9.2f} us {rate / 1e9:8.1f} GB/s {percent}", flush=True)
     return result
 
 
@@ -86,7 +86,14 @@ def copy_rate() -> float:
     target = torch.empty_like(source)
     for _ in range(WARM_UP_COPIES):
         target.copy_(source)
-    return 2 * source.numel() / timed([lambda: target.copy_(source)] * 2)
+    # not in a graph, where a copy engine would do it
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(20):
+        target.copy_(source)
+    end.record()
+    end.synchronize()
+    return 20 * 2 * source.numel() / (start.elapsed_time(end) / 1e3)
 
 
 def random_blocks(owners: int, slots: int, first: int) -> BlockSlots:
@@ -119,6 +126,7 @@ def attention(batch: int, active: int, staged: int, ceiling: float) -> Row:
         launch_on(random_blocks(batch, SLOTS, 0), random_blocks(batch, staged, SLOTS) if staged else None)
         for _ in range(layers)
     ]
+    launches *= max(1, 16 // layers)  # starting a graph takes time too; buffers are read again after all others
     return row("attend_slots", timed(launches), moved, ceiling, batch=batch, active=active, slots=SLOTS, staged=staged)
 
 
@@ -206,13 +214,17 @@ def worker(pool: HostPool, rows: int, most: int, threads: int) -> Iterator[tuple
 
 
 def round_trips(pool: HostPool, batch: int, threads: int) -> list[Row]:
+    """A post and the wait for it, alone and in a layer: post, attention over 64 slots, wait, merge.
+
+    The wait comes after the attention, or on a stream of its own, so that replies cross PCIe meanwhile.
+    """
     most = 8
     shape = (batch, HEADS * GROUP, DIM)
     query = torch.randn(shape, dtype=DTYPE, device="cuda")
     out, lse = torch.empty(shape, device="cuda"), torch.empty(shape[:2], device="cuda")
     served = torch.empty(batch, dtype=torch.int32, device="cuda")
     last_fill = torch.full((batch, HEADS), TOKENS, dtype=torch.int32, device="cuda")
-    kept = random_blocks(batch, SLOTS, 0)
+    layers = [random_blocks(batch, SLOTS, 0) for _ in range(8)]
     attended = torch.empty(shape, device="cuda"), torch.empty(shape[:2], device="cuda")
     merged = torch.empty(shape, dtype=DTYPE, device="cuda")
     lengths = torch.full((batch,), SLOTS * TOKENS, dtype=torch.int32, device="cuda")
@@ -221,36 +233,52 @@ def round_trips(pool: HostPool, batch: int, threads: int) -> list[Row]:
     rows = []
     with worker(pool, batch, most, threads) as (client, mailbox):
         receipt = client.new_receipt(batch)
+        beside = torch.cuda.Stream()
 
-        def layer_of(counts: torch.Tensor, attends: bool) -> Callable[[], None]:
+        def layer_of(kept: BlockSlots, counts: torch.Tensor, attends: str) -> Callable[[], None]:
             pages = torch.randint(0, pool.pages, (batch, HEADS, most), dtype=torch.int32, device="cuda")
 
+            def attend() -> None:
+                attend_slots(
+                    query, kept.keys, kept.values, kept.positions, lengths, row_of, SCALE,
+                    workspace=workspace, out=attended[0], lse=attended[1],
+                )  # fmt: skip
+
             def layer() -> None:
+                main = torch.cuda.current_stream()
                 client.post(query, pages, counts, last_fill, 0, SCALE, receipt, begins_step=False)
-                if attends:
-                    attend_slots(
-                        query, kept.keys, kept.values, kept.positions, lengths, row_of, SCALE,
-                        workspace=workspace, out=attended[0], lse=attended[1],
-                    )  # fmt: skip
-                client.wait(receipt, 1.0, out, lse, served)
+                if attends == "beside":
+                    beside.wait_stream(main)
+                    with torch.cuda.stream(beside):
+                        client.wait(receipt, 1.0, out, lse, served)
+                    attend()
+                    main.wait_stream(beside)
+                else:
+                    if attends:
+                        attend()
+                    client.wait(receipt, 1.0, out, lse, served)
                 if attends:
                     merge3(attended, None, (out, lse), out=merged)
 
             return layer
 
-        for name, blocks, heads, attends in (
-            ("post+wait", 0, HEADS, False),
-            ("post+wait", 1, 1, False),
-            ("post+wait", 1, HEADS, False),
-            ("post+wait", 8, HEADS, False),
-            ("a layer", 0, HEADS, True),
-            ("a layer", 4, HEADS, True),
+        for attends, blocks, heads in (
+            ("", 0, HEADS),
+            ("", 1, 1),
+            ("", 1, HEADS),
+            ("", 8, HEADS),
+            ("before", 0, HEADS),
+            ("before", 1, HEADS),
+            ("beside", 1, HEADS),
+            ("before", 4, HEADS),
+            ("beside", 4, HEADS),
         ):
             counts = torch.zeros(batch, HEADS, dtype=torch.int32, device="cuda")
             counts[:, :heads] = blocks
-            seconds = timed([layer_of(counts, attends) for _ in range(8)], before=mailbox.wake)
+            seconds = timed([layer_of(kept, counts, attends) for kept in layers], before=mailbox.wake)
             read = batch * heads * blocks * BLOCK_BYTES
-            rows.append(row(name, seconds, read, None, batch=batch, blocks=blocks, lists=heads, threads=threads))
+            name = f"attention {attends} wait" if attends else "post, wait"
+            rows.append(row(name, seconds, read, None, batch=batch, blocks=blocks, lists=heads))
         outcomes = client.outcomes()
     print(f"rows by outcome: {outcomes}", flush=True)
     for one in rows:
@@ -286,6 +314,7 @@ def main() -> None:
         "shape": {"kv_heads": HEADS, "group": GROUP, "head_dim": DIM, "dtype": "bfloat16", "block_bytes": BLOCK_BYTES},
         "pool_gib": args.pool,
         "cpu_variant": variants()[0],
+        "worker_threads": args.threads,
         "torch": torch.__version__,
         "rows": rows,
     }

@@ -35,7 +35,7 @@ class AttendWorkspace:
 
     def __init__(self, batch: int, heads: int, group: int, head_dim: int, device: torch.device | str = "cuda") -> None:
         units = ctypes.c_uint32()
-        checked(library().sh_cuda_attend_units, batch, heads, head_dim, ctypes.byref(units))
+        checked(library().sh_cuda_attend_units, head_dim, ctypes.byref(units))
         self.units = units.value
         self.shape = (batch, heads, group, head_dim)
         self.out = torch.empty(self.units, group, head_dim, dtype=torch.float32, device=device)

@@ -58,7 +58,8 @@ class DeviceMailboxClient:
         return torch.zeros(self._receipt_bytes(batch), dtype=torch.uint8, device=self._state.device)
 
     def _receipt_bytes(self, batch: int) -> int:
-        return ctypes.sizeof(Receipt) + 4 * batch * (1 + self._geometry.kv_heads)
+        kv_heads: int = self._geometry.kv_heads
+        return ctypes.sizeof(Receipt) + 4 * batch * (1 + kv_heads)
 
     def post(
         self,

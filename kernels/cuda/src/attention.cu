@@ -14,8 +14,9 @@ namespace {
 // How attend_slots is launched on the current device.
 struct AttendPlan {
     cudaError_t error;
-    Spread spread;
+    uint32_t warps;
     uint32_t shared_bytes;
+    uint32_t ctas;  // that the device runs at a time
 };
 
 AttendPlan plan_attend(uint32_t head_dim) {
@@ -27,26 +28,27 @@ AttendPlan plan_attend(uint32_t head_dim) {
         cudaDeviceGetAttribute(&of_cta, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
         cudaDeviceGetAttribute(&of_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
     });
-    uint32_t& warps = plan.spread.warps;
-    warps = attend_warps;
-    while (warps > 1 && SharedMemory(head_dim, warps).bytes > uint32_t(of_cta)) warps /= 2;
-    plan.shared_bytes = SharedMemory(head_dim, warps).bytes;
+    plan.warps = attend_warps;
+    while (plan.warps > 1 && SharedMemory(head_dim, plan.warps).bytes > uint32_t(of_cta)) plan.warps /= 2;
+    plan.shared_bytes = SharedMemory(head_dim, plan.warps).bytes;
     const uint32_t reserved = 1024;  // of every CTA, by CUDA
-    plan.spread.at_once = processors * std::clamp(of_processor / (plan.shared_bytes + reserved), 1u, 4u);
+    plan.ctas = processors * std::clamp(of_processor / (plan.shared_bytes + reserved), 1u, 4u);
     return plan;
 }
 
 template <class Element, int kDim>
 cudaError_t launch_attend(const sh_attend_slots& args, cudaStream_t stream) {
-    AttendPlan plan = plan_attend(kDim);
+    const AttendPlan plan = plan_attend(kDim);
     if (plan.error) return plan.error;
-    plan.spread.slots = uint32_t(args.resident.slots + args.staged.slots);
-    plan.spread.units = args.units;
+    const Spread spread{std::max(1u, uint32_t(args.resident.slots + args.staged.slots)), std::min(plan.ctas, args.units / 2)};
+    // a CTA takes at least one slot for each of its warps
+    const uint64_t slots = uint64_t{args.batch} * args.kv_heads * spread.slots;
+    if (slots > UINT32_MAX / 2 || spread.ctas == 0) return cudaErrorInvalidValue;
+    const uint32_t ctas = uint32_t(std::min<uint64_t>(spread.ctas, (slots + plan.warps - 1) / plan.warps));
     const auto kernel = attend_slots<Element, kDim>;
     const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(plan.shared_bytes));
     if (error) return error;
-    const uint32_t ctas = most_units(plan.spread, args.batch, args.kv_heads);
-    kernel<<<ctas, plan.spread.warps * warp_size, plan.shared_bytes, stream>>>(args, plan.spread);
+    kernel<<<ctas, plan.warps * warp_size, plan.shared_bytes, stream>>>(args, spread);
     return cudaGetLastError();
 }
 
@@ -63,10 +65,10 @@ cudaError_t launch_attend(const sh_attend_slots& args, cudaStream_t stream) {
 
 }  // namespace
 
-// Partial results that attend_slots wants room for: enough to keep the device busy when few rows are active.
-SH_CUDA_API int sh_cuda_attend_units(uint32_t batch, uint32_t kv_heads, uint32_t head_dim, uint32_t* units) {
+// Partial results that attend_slots wants room for: two of every CTA that the device runs at a time.
+SH_CUDA_API int sh_cuda_attend_units(uint32_t head_dim, uint32_t* units) {
     const AttendPlan plan = plan_attend(head_dim);
-    *units = std::max(batch * kv_heads, 4 * plan.spread.at_once);
+    *units = 2 * plan.ctas;
     return plan.error;
 }
 

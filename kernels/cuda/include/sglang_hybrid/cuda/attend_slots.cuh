@@ -1,13 +1,15 @@
 // Attention of one token over the blocks that are in device memory: resident slots and staged ones.
 //
 // Reading keys and values is all that takes time, so everything is about having enough of it on its way:
-//   unit   (batch entry, KV head, split): what a CTA does. Few entries are split over more CTAs, see splits_of.
-//   warp   takes every n-th slot of its unit and is on its own until the end: no barrier in the loop. It has room for
-//          three tiles (32 tokens of keys or of values), and while it computes with one the other two are under way.
+//   share  Slots of all (batch entry, KV head) pairs are one long list, and every CTA that the device can run gets an
+//          equally long part of it, whatever the number of active rows. Parts begin and end within pairs, so CTAs change
+//          from pair to pair at different times, and others use the memory meanwhile.
+//   warp   takes every n-th slot of its CTA and is on its own until the end of a pair: no barrier in the loop. It has room
+//          for three tiles (32 tokens of keys or of values), and while it computes with one the other two are under way.
 //   group  the G query heads are the 16 rows of a tensor core product, zeros where there are fewer. The arithmetic that
 //          wastes is free here.
-// Partial results of warps are merged in shared memory, those of units by the CTA of a (batch entry, KV head) that comes
-// last, in the order of the splits. So results depend on the number of active rows, but not on who comes when.
+// Partial results of warps are merged in shared memory; those of CTAs that share a pair by the one that is last, in the
+// order of the slots. So results depend on the number of active rows, but not on who comes when.
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
@@ -20,9 +22,6 @@ namespace sglang_hybrid::cuda {
 inline constexpr uint32_t warp_size = 32;
 inline constexpr uint32_t attend_warps = 4;  // at most
 inline constexpr uint32_t attend_tiles = 3;  // of a warp
-inline constexpr uint32_t most_splits = warp_size;
-inline constexpr uint32_t unit_overhead = 3;  // of starting and ending a unit, in slots that could be read meanwhile
-inline constexpr uint32_t highest_cost = UINT32_MAX / warp_size;
 inline constexpr uint32_t query_rows = 16;
 inline constexpr float lowest_logit = -3.0e38f;
 inline constexpr float log2_e = 1.4426950408889634f;
@@ -74,39 +73,24 @@ struct SharedMemory {
 
 // How a launch is spread over the device.
 struct Spread {
-    uint32_t slots;    // of each (batch entry, KV head), resident and staged
-    uint32_t at_once;  // units that the device runs at a time
-    uint32_t units;    // that there is workspace for
-    uint32_t warps;    // of a CTA
+    uint32_t slots;  // of each pair (batch entry, KV head), resident and staged; at least 1, for the results' sake
+    uint32_t ctas;   // that the device runs at a time
 };
 
-// How long `pairs` of (batch entry, KV head) take with so many splits, in slots that a CTA reads meanwhile.
-__host__ __device__ inline uint32_t split_cost(const Spread& spread, uint32_t pairs, uint32_t splits) {
-    const uint32_t share = (spread.slots + splits - 1) / splits;
-    const uint32_t turns = (pairs * splits + spread.at_once - 1) / spread.at_once;
-    const bool possible = splits == 1 || (pairs * splits <= spread.units && share >= spread.warps);
-    const uint32_t cost = turns * (share + unit_overhead);
-    return possible ? (cost < highest_cost ? cost : highest_cost - 1) : highest_cost;
-}
+// What CTAs have to do with so many active pairs. Slot s of pair p is number p * slots + s.
+struct Shares {
+    uint32_t slots, total, share;
 
-// The number of splits with the least cost; lane i looks at i + 1.
-__device__ inline uint32_t splits_of(const Spread& spread, uint32_t pairs) {
-    const uint32_t lane = threadIdx.x % warp_size;
-    return __reduce_min_sync(0xFFFFFFFF, split_cost(spread, pairs, lane + 1) * warp_size + lane) % warp_size + 1;
-}
+    __device__ Shares(const Spread& spread, uint32_t pairs, uint32_t warps)
+        : slots(spread.slots), total(pairs * spread.slots), share(max(warps, (total + spread.ctas - 1) / spread.ctas)) {}
 
-// CTAs that are enough for any number of active rows up to `batch`.
-inline uint32_t most_units(const Spread& spread, uint32_t batch, uint32_t kv_heads) {
-    uint32_t most = 1;
-    for (uint32_t pairs = kv_heads; pairs <= batch * kv_heads; pairs += kv_heads) {
-        uint32_t best = 1;
-        for (uint32_t splits = 2; splits <= most_splits; ++splits) {
-            if (split_cost(spread, pairs, splits) < split_cost(spread, pairs, best)) best = splits;
-        }
-        most = pairs * best > most ? pairs * best : most;
-    }
-    return most;
-}
+    __device__ uint32_t begin(uint32_t cta) const { return min(cta * share, total); }
+    __device__ uint32_t first_cta(uint32_t pair) const { return pair * slots / share; }
+    __device__ uint32_t last_cta(uint32_t pair) const { return (pair * slots + slots - 1) / share; }
+    // A CTA has at most two partial results: of the pair that it begins with, and of one that it begins and leaves to
+    // the next.
+    __device__ uint32_t partial(uint32_t pair, uint32_t cta) const { return 2 * cta + (cta == first_cta(pair)); }
+};
 
 // The slots of a warp that hold tokens, one after the other. Lane i knows the i-th of the next 32.
 class WarpSlots {
@@ -328,23 +312,27 @@ __device__ void merge_warps(char* shared, const SharedMemory& at, uint32_t warps
     }
 }
 
-// By the CTA that comes last: the partial results of all splits. Those of other CTAs are not in this one's L1 cache.
-// Loads do not depend on each other: the latency of one after the other would be most of a small launch.
+// By the CTA that is last: the partial results of a pair. Those of other CTAs are not in this one's L1 cache. Loads do
+// not depend on each other: the latency of one after the other would be most of a small launch.
 template <int kDim>
-__device__ void merge_splits(const float* outs, const float* lses, uint32_t splits, uint32_t group, float* out, float* lse,
-                             float* shared_lses) {
-    for (uint32_t i = threadIdx.x; i < splits * group; i += blockDim.x) shared_lses[i] = __ldcg(lses + i) * log2_e;
+__device__ void merge_ctas(const sh_attend_slots& args, const Shares& shares, uint32_t pair, float* lses, float* out,
+                           float* lse) {
+    const uint32_t group = args.group, first = shares.first_cta(pair), count = shares.last_cta(pair) - first + 1;
+    for (uint32_t i = threadIdx.x; i < count * group; i += blockDim.x) {
+        lses[i] = __ldcg(args.partial_lse + shares.partial(pair, first + i / group) * group + i % group) * log2_e;
+    }
     __syncthreads();
     for (uint32_t i = threadIdx.x; i < group * kDim / 4; i += blockDim.x) {
         const uint32_t row = i / (kDim / 4);
-        float highest = lowest_logit;  // finite, so that an empty split has weight 0; its output is 0 too
-        for (uint32_t split = 0; split < splits; ++split) highest = fmaxf(highest, shared_lses[split * group + row]);
+        float highest = lowest_logit;  // finite, so that an empty part has weight 0; its output is 0 too
+        for (uint32_t part = 0; part < count; ++part) highest = fmaxf(highest, lses[part * group + row]);
         float sum = 0;
         float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll 8
-        for (uint32_t split = 0; split < splits; ++split) {
-            const float4 one = __ldcg(reinterpret_cast<const float4*>(outs) + split * (group * kDim / 4) + i);
-            const float weight = exp2f(shared_lses[split * group + row] - highest);
+        for (uint32_t part = 0; part < count; ++part) {
+            const uint64_t at = uint64_t{shares.partial(pair, first + part)} * (group * kDim / 4) + i;
+            const float4 one = __ldcg(reinterpret_cast<const float4*>(args.partial_out) + at);
+            const float weight = exp2f(lses[part * group + row] - highest);
             sum += weight;
             total.x += weight * one.x, total.y += weight * one.y, total.z += weight * one.z, total.w += weight * one.w;
         }
@@ -370,33 +358,26 @@ __device__ inline bool is_last(uint32_t& arrived, uint32_t count) {
 
 // -- kernel ------------------------------------------------------------------------------------------------------------
 
+// Slots `from` to `to` of a pair: what each warp has, weighted as parts of one softmax, to its first tile.
 template <class Element, int kDim>
-__global__ void __launch_bounds__(attend_warps* warp_size)
-    attend_slots(const __grid_constant__ sh_attend_slots args, const __grid_constant__ Spread spread) {
-    extern __shared__ __align__(128) char shared[];
+__device__ void attend_part(const sh_attend_slots& args, char* shared, const SharedMemory& at, uint32_t pair, uint32_t from,
+                            uint32_t to) {
     const uint32_t warps = blockDim.x / warp_size, warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
-    const SharedMemory at(kDim, warps);
-
-    const uint32_t pairs = active_of(args.active_rows, args.batch) * args.kv_heads;
-    const uint32_t splits = splits_of(spread, pairs);
-    const uint32_t pair = blockIdx.x / splits, split = blockIdx.x % splits;
-    if (pair >= pairs) return;
     const uint32_t entry = pair / args.kv_heads, head = pair % args.kv_heads;
+    const int32_t row = args.row_of[entry];
 
     // the query's rows, zeros behind the last head
     for (uint32_t i = threadIdx.x; i < query_rows * Tile<kDim>::row_chunks; i += blockDim.x) {
-        const uint32_t row = i / Tile<kDim>::row_chunks;
+        const uint32_t query_row = i / Tile<kDim>::row_chunks;
         const auto* const query = static_cast<const char*>(args.query) + uint64_t{pair} * args.group * kDim * 2;
-        copy_async(shared_address(shared + at.query) + Tile<kDim>::place(row, i % Tile<kDim>::row_chunks),
-                   row < args.group ? query + i * 16 : query, row < args.group);
+        copy_async(shared_address(shared + at.query) + Tile<kDim>::place(query_row, i % Tile<kDim>::row_chunks),
+                   query_row < args.group ? query + i * 16 : query, query_row < args.group);
     }
     commit_copies();
 
-    const int32_t row = args.row_of[entry];
     const bool exists = row >= 0 && static_cast<uint32_t>(row) < args.rows;
-    const uint32_t share = (spread.slots + splits - 1) / splits;
-    const uint32_t first = split * share, end = exists ? min(first + share, spread.slots) : 0;
-    WarpSlots mine(args, entry, exists ? row : 0, head, exists ? args.lengths[row] : 0, first + warp, warps, end);
+    const uint32_t end = exists ? min(to, static_cast<uint32_t>(args.resident.slots + args.staged.slots)) : 0;
+    WarpSlots mine(args, entry, exists ? row : 0, head, exists ? args.lengths[row] : 0, from + warp, warps, end);
 
     constexpr uint32_t block_bytes = Tile<kDim>::bytes;
     const uint32_t tiles = shared_address(shared + at.tiles) + warp * attend_tiles * block_bytes;
@@ -445,16 +426,39 @@ __global__ void __launch_bounds__(attend_warps* warp_size)
         return Union(maxima + r, sums + r, warps, query_rows).weight(maxima[warp * query_rows + r]);
     });
     __syncthreads();
+}
 
-    float* const out = args.out + uint64_t{pair} * args.group * kDim;
-    float* const lse = args.lse + uint64_t{pair} * args.group;
-    if (splits == 1) return merge_warps<kDim>(shared, at, warps, args.group, out, lse);
-    float* const outs = args.partial_out + uint64_t{pair} * splits * args.group * kDim;
-    float* const lses = args.partial_lse + uint64_t{pair} * splits * args.group;
-    merge_warps<kDim>(shared, at, warps, args.group, outs + split * args.group * kDim, lses + split * args.group);
-    if (!is_last(args.arrived[pair], splits)) return;
-    // all tiles are free by now, and one has room for the LSEs of 32 splits
-    merge_splits<kDim>(outs, lses, splits, args.group, out, lse, reinterpret_cast<float*>(shared + at.tiles));
+template <class Element, int kDim>
+__global__ void __launch_bounds__(attend_warps* warp_size)
+    attend_slots(const __grid_constant__ sh_attend_slots args, const __grid_constant__ Spread spread) {
+    extern __shared__ __align__(128) char shared[];
+    const uint32_t warps = blockDim.x / warp_size;
+    const SharedMemory at(kDim, warps);
+    const Shares shares(spread, active_of(args.active_rows, args.batch) * args.kv_heads, warps);
+    const uint32_t end = shares.begin(blockIdx.x + 1);
+
+    for (uint32_t slot = shares.begin(blockIdx.x); slot < end;) {
+        const uint32_t pair = slot / shares.slots, from = slot % shares.slots;
+        const uint32_t to = min(shares.slots, from + (end - slot));
+        attend_part<Element, kDim>(args, shared, at, pair, from, to);
+
+        float* const out = args.out + uint64_t{pair} * args.group * kDim;
+        float* const lse = args.lse + uint64_t{pair} * args.group;
+        if (to - from == shares.slots) {
+            merge_warps<kDim>(shared, at, warps, args.group, out, lse);
+        } else {
+            const uint64_t partial = shares.partial(pair, blockIdx.x);
+            merge_warps<kDim>(shared, at, warps, args.group, args.partial_out + partial * args.group * kDim,
+                              args.partial_lse + partial * args.group);
+            const uint32_t ctas = shares.last_cta(pair) - shares.first_cta(pair) + 1;
+            // the tiles are free by now
+            if (is_last(args.arrived[pair], ctas)) {
+                merge_ctas<kDim>(args, shares, pair, reinterpret_cast<float*>(shared + at.tiles), out, lse);
+            }
+        }
+        slot += to - from;
+        __syncthreads();  // shared memory is free for the next pair
+    }
 }
 
 }  // namespace sglang_hybrid::cuda

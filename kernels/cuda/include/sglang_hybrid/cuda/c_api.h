@@ -42,7 +42,7 @@ struct sh_attend_slots {
     uint32_t group;
     uint32_t head_dim;
     uint32_t dtype;  // DType of query, keys and values
-    uint32_t units;
+    uint32_t units;  // of sh_cuda_attend_units; with fewer the device is not used to the full
 };
 
 // -- merging -----------------------------------------------------------------------------------------------------------
