@@ -213,7 +213,7 @@ def worker(pool: HostPool, rows: int, most: int, threads: int) -> Iterator[tuple
         mailbox.region.close()
 
 
-def round_trips(pool: HostPool, batch: int, threads: int) -> list[Row]:
+def round_trips(pool: HostPool, batch: int, threads: int, from_host: float) -> list[Row]:
     """A post and the wait for it, alone and in a layer: post, attention over 64 slots, wait, merge.
 
     The wait comes after the attention, or on a stream of its own, so that replies cross PCIe meanwhile.
@@ -280,6 +280,16 @@ def round_trips(pool: HostPool, batch: int, threads: int) -> list[Row]:
             name = f"attention {attends} wait" if attends else "post, wait"
             rows.append(row(name, seconds, read, None, batch=batch, blocks=blocks, lists=heads))
         outcomes = client.outcomes()
+        # replies stay where they are until their slot is posted again
+        seconds = timed([lambda: client.wait(receipt, 1.0, out, lse, served)] * 8)
+        moved = batch * HEADS * GROUP * (DIM + 1) * 4
+        rows.append(row("wait, replies there", seconds, moved, from_host, batch=batch, lists=HEADS))
+        pages = torch.zeros(batch, HEADS, most, dtype=torch.int32, device="cuda")
+        seconds = timed(
+            [lambda: client.post(query, pages, counts, last_fill, 0, SCALE, receipt, begins_step=False)] * 8,
+            before=mailbox.wake,
+        )
+        rows.append(row("post", seconds, query.numel() * 2, None, batch=batch, lists=HEADS))
     print(f"rows by outcome: {outcomes}", flush=True)
     for one in rows:
         one["rows by outcome, of all with this batch"] = outcomes
@@ -296,7 +306,7 @@ def main() -> None:
     torch.manual_seed(0)
     copied = copy_rate()
     print(f"device to device: {copied / 1e9:.0f} GB/s", flush=True)
-    rows = [attention(batch, batch, 0, copied) for batch in (64, 40, 32, 16, 8, 4, 1)]
+    rows = [attention(batch, batch, 0, copied) for batch in (64, 48, 40, 32, 24, 16, 8, 4, 1)]
     rows += [attention(64, 64, 8, copied), attention(64, 8, 0, copied), attention(64, 1, 0, copied)]
     rows += [merging(batch, copied) for batch in (64, 8)]
     torch.cuda.empty_cache()
@@ -307,7 +317,7 @@ def main() -> None:
     rows += [gathering(pool, 64, 4, ctas, from_host) for ctas in (8, 16, 32, 64)]
     rows += [gathering(pool, batch, listed, 32, from_host) for batch, listed in ((64, 1), (8, 4), (1, 4))]
     for batch in (8, 32, 64):
-        rows += round_trips(pool, batch, args.threads)
+        rows += round_trips(pool, batch, args.threads, from_host)
 
     result = {
         "ceilings": {"device copy GB/s": round(copied / 1e9), "host to device copy GB/s": round(from_host / 1e9, 1)},

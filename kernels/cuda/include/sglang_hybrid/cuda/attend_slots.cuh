@@ -43,12 +43,13 @@ struct Tile {
     }
 
     // A block from device memory, by one warp; tokens from `tokens` on become zeros, whatever is there.
-    static __device__ void request(uint32_t tile, const void* block, uint32_t tokens, uint32_t lane) {
+    static __device__ void request(uint32_t tile, const void* block, uint32_t tokens, uint32_t lane, uint64_t policy) {
 #pragma unroll
         for (uint32_t i = 0; i < row_chunks; ++i) {
             const uint32_t chunk = i * warp_size + lane;
             const uint32_t token = chunk / row_chunks;
-            copy_async(tile + place(token, chunk % row_chunks), static_cast<const char*>(block) + chunk * 16, token < tokens);
+            copy_async(tile + place(token, chunk % row_chunks), static_cast<const char*>(block) + chunk * 16, token < tokens,
+                       policy);
         }
     }
 };
@@ -82,7 +83,11 @@ struct Shares {
     uint32_t slots, total, share;
 
     __device__ Shares(const Spread& spread, uint32_t pairs, uint32_t warps)
-        : slots(spread.slots), total(pairs * spread.slots), share(max(warps, (total + spread.ctas - 1) / spread.ctas)) {}
+        : slots(spread.slots), total(pairs * spread.slots), share(max(warps, (total + spread.ctas - 1) / spread.ctas)) {
+        // a little more, if CTAs then begin and end with pairs: that saves merging
+        const uint32_t even = share < slots ? (slots + slots / share - 1) / (slots / share) : slots;
+        if (even >= share && slots % even == 0 && even * 16 <= share * 17) share = even;
+    }
 
     __device__ uint32_t begin(uint32_t cta) const { return min(cta * share, total); }
     __device__ uint32_t first_cta(uint32_t pair) const { return pair * slots / share; }
@@ -382,8 +387,10 @@ __device__ void attend_part(const sh_attend_slots& args, char* shared, const Sha
     constexpr uint32_t block_bytes = Tile<kDim>::bytes;
     const uint32_t tiles = shared_address(shared + at.tiles) + warp * attend_tiles * block_bytes;
     uint32_t key_tile = tiles, value_tile = tiles + block_bytes, next_tile = tiles + 2 * block_bytes;
+    // lists and tables, which every layer looks at, stay in the L2 cache
+    const uint64_t policy = read_once_policy();
     const auto request = [&](uint32_t tile, const char* block, uint32_t tokens) {
-        if (tokens) Tile<kDim>::request(tile, block, tokens, lane);
+        if (tokens) Tile<kDim>::request(tile, block, tokens, lane, policy);
         commit_copies();  // an empty group too: waiting counts groups
     };
     WarpSlots::Slot slot = mine.take(block_bytes);

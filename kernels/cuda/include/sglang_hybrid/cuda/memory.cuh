@@ -17,6 +17,20 @@ __device__ inline void copy_async(uint32_t to, const void* from, bool counts) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+// For what is read once in a step: it leaves the L2 cache before anything else does.
+__device__ inline uint64_t read_once_policy() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ inline void copy_async(uint32_t to, const void* from, bool counts, uint64_t policy) {
+    const uint32_t bytes = counts ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes),
+                 "l"(policy)
+                 : "memory");
+}
+
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Until at most `kPending` of the groups committed last are on their way.
