@@ -79,7 +79,7 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ge=0,
             le=1,
             description="How far a minmax score trusts the block's extremes: 1 is Quest's upper bound, 0 the middle of "
-            "each channel's range. Has no effect on mean digests.",
+            "each channel's range. Has no effect on mean digests, nor where there are sketches.",
         ),
     ] = 0.5
     profile: Annotated[
@@ -115,6 +115,23 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "equal scores do not swap at every token. 0 is none; auto takes the profile's, or 1 without a profile.",
         ),
     ] = "auto"
+    miss_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Attention that a selected block must be estimated to get, as a share of its KV head's, to be "
+            "computed by the worker. One that is not resident and gets less is left out until a recall. 0 leaves out "
+            "none.",
+        ),
+    ] = 0.001
+    lse_shift: Annotated[
+        bool,
+        Meta(
+            description="Whether the weight of what was computed with a predicted query is corrected once the real "
+            "query is there, by what digests and sketches tell of both.",
+        ),
+    ] = True
     recall_interval: Annotated[
         int | Literal["auto"],
         Meta(
@@ -143,11 +160,13 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             ge=0,
             le=256,
-            description="Channels of every key that are kept beside the digests, one byte each, so that selection sees "
-            "single tokens. 0 is none. 16 cost as much memory as the minmax digests of a bfloat16 model with "
-            "head_dim 128.",
+            multiple_of=2,
+            description="Channels of every key that are kept beside the minmax digests, four bits each, so that "
+            "selection sees single tokens. 0 is none. 32 cost as much memory as the minmax digests of a bfloat16 model "
+            "with head_dim 128.",
+            extra={"legal": "an even whole number, >= 0 and <= 256"},
         ),
-    ] = 16
+    ] = 32
     host_memory: Annotated[
         str,
         Meta(
@@ -279,6 +298,12 @@ def _calibration_needs_a_profile(prediction: str, profile: str) -> str | None:
     return "calibrated needs a profile: sglang-hybrid profile makes one; or take raw, none or auto"
 
 
+def _sketches_lie_within_extremes(sketch_channels: int, digest: str) -> str | None:
+    if sketch_channels == 0 or digest == "minmax":
+        return None
+    return "sketches need minmax digests: set sketch_channels to 0 with others"
+
+
 def _budget_is_whole_blocks(budget_tokens: int, block_tokens: int) -> str | None:
     if budget_tokens % block_tokens == 0:
         return None
@@ -304,6 +329,7 @@ _RULES: tuple[Callable[..., str | None], ...] = (
     _threads_are_positive,
     _numbers_are_not_negative,
     _calibration_needs_a_profile,
+    _sketches_lie_within_extremes,
     _budget_is_whole_blocks,
     _budget_holds_what_is_always_selected,
 )

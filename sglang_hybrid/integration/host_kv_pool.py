@@ -65,10 +65,10 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         keys, values = self.k_buffer[layer_idx], self.v_buffer[layer_idx]
         keys[pages, :, offsets] = cache_k.to("cpu")
         values[pages, :, offsets] = cache_v.to("cpu")
-        touched = touched_pages(slots, self.page_size)
-        self.digests.refresh(layer_idx, keys, *touched)
+        touched, filled = touched_pages(slots, self.page_size)
+        self.digests.refresh(layer_idx, keys, touched, filled)
         if self.sketches:
-            self.sketches.refresh(layer_idx, keys, *touched)
+            self.sketches.refresh(layer_idx, keys, self.digests.of_layer(layer_idx), touched)
 
     # SGLang takes a request's KV out of the pool and puts it back elsewhere when it retracts a
     # request on a disaggregated decode instance.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 NO_BLOCK = -1
+SKETCH_LEVELS = 16  # of a channel's range in a block: four bits
 
 
 # -- prediction ------------------------------------------------------------------------------
@@ -88,25 +89,69 @@ def digest_logits(query: torch.Tensor, digests: torch.Tensor, spread: float) -> 
     return torch.einsum("bhgkd,bnhkd->bhgn", parts, digests.float())
 
 
+def sketch_codes(keys: torch.Tensor, digests: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
+    """Where each key lies in its block's range, in a few channels, four bits each.
+
+    keys ``[n, H, T, D]``, digests ``[n, H, 2, D]`` (max, min), channels ``[H, C]``, C even -> ``[n, H, T, C / 2]``
+    bytes, of two channels the first in the low bits. The digest holds the range, so that codes need no scale.
+    """
+    where = channels[None, :, None, :].expand(keys.shape[0], -1, -1, -1)
+    highest, lowest = digests.float().gather(3, where.expand(-1, -1, 2, -1)).unsqueeze(3).unbind(2)
+    chosen = keys.float().gather(3, where.expand(-1, -1, keys.shape[2], -1))
+    step = (highest - lowest) / SKETCH_LEVELS
+    # a channel without a range, or a slot behind the last token with anything in it, gives some code
+    codes = ((chosen - lowest) / step).nan_to_num(0.0).clamp(0, SKETCH_LEVELS - 1).to(torch.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
 def sketch_logits(
-    query: torch.Tensor,
-    digests: torch.Tensor,
-    sketch: torch.Tensor,
-    channels: torch.Tensor,
-    spread: float,
-    scale: float,
+    query: torch.Tensor, digests: torch.Tensor, codes: torch.Tensor, channels: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Estimate, for every query head, of the logarithm of a block's attention mass, in units of ``q . k``.
 
-    As ``digest_logits``, and sketch ``[B, N, H, T, C]``: of every key the ``channels`` ``[H, C]``. In those channels
-    each token has its own logit, and the block gets their log-sum-exp; the others add what the digests estimate.
+    query and digests as for ``digest_logits``, (max, min); codes ``[B, N, H, T, C / 2]`` of ``channels`` ``[H, C]``.
+    In those channels each token has a logit of its own: a code stands for the middle of its sixteenth of the range.
+    All tokens of a block have the middle of the range in the others. The block gets the log-sum-exp of its tokens.
     """
     rows, _, heads, _, dim = digests.shape
     q = query.float().view(rows, heads, -1, dim)
-    where = channels[None, :, None, :].expand(rows, -1, q.shape[2], -1)
-    tokens = torch.einsum("bhgc,bnhtc->bhgnt", q.gather(3, where), sketch.float()) * scale
-    others = q.scatter(3, where, 0.0)
-    return tokens.logsumexp(dim=4) / scale + digest_logits(others.flatten(1, 2), digests, spread)
+    of_query = channels[None, :, None, :].expand(rows, -1, q.shape[2], -1)
+    of_block = channels[None, None, :, :].expand(*digests.shape[:3], -1)
+    highest, lowest = digests.float().unbind(3)
+    step = (highest - lowest).gather(3, of_block) / SKETCH_LEVELS
+    # a code of c stands for the middle of the range and (c - 7.5) steps
+    from_middle = _from_middle(codes) * step.unsqueeze(3)
+    tokens = torch.einsum("bhgc,bnhtc->bhgnt", q.gather(3, of_query), from_middle) * scale
+    middle = torch.einsum("bhgd,bnhd->bhgn", q, (highest + lowest) / 2)
+    return tokens.logsumexp(dim=4) / scale + middle
+
+
+def _from_middle(codes: torch.Tensor) -> torch.Tensor:
+    """bytes ``[..., C / 2]`` -> ``[..., C]``, in steps from the middle of the range."""
+    if codes.is_cuda:
+        pairs = torch.stack((codes & 15, codes >> 4), dim=-1).float() - (SKETCH_LEVELS - 1) / 2
+    else:  # a table of all bytes is several times as fast as arithmetic on single ones
+        pairs = _PAIRS.index_select(0, codes.flatten().int()).view(*codes.shape, 2)
+    return pairs.flatten(-2)
+
+
+_BYTES = torch.arange(SKETCH_LEVELS**2)
+_PAIRS = torch.stack((_BYTES % SKETCH_LEVELS, _BYTES // SKETCH_LEVELS), dim=1).float() - (SKETCH_LEVELS - 1) / 2
+
+
+def lse_shift(
+    estimates: torch.Tensor, estimates_ahead: torch.Tensor, listed: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """What to add to an LSE that was computed ahead of time, with a predicted query: ``[B, H * G]``.
+
+    estimates ``[B, H, G, N]`` of the listed blocks' attention mass by the real query and by the predicted one, as
+    ``sketch_logits`` gives them; listed ``[B, H, N]``, whether there is a block. A predicted query that is a little
+    too long or too short changes all logits of a list alike, and with them the weight of the list against all others.
+    Estimates show by how much: their own error is the same on both sides. An empty list shifts by 0.
+    """
+    absent = ~listed[:, :, None, :]
+    real, ahead = ((e * scale).masked_fill(absent, -torch.inf).logsumexp(dim=3) for e in (estimates, estimates_ahead))
+    return (real - ahead).nan_to_num(0.0, posinf=0.0, neginf=0.0).flatten(1)
 
 
 def block_scores(logits: torch.Tensor, block_counts: torch.Tensor, scale: float) -> torch.Tensor:

@@ -25,13 +25,16 @@ class LayerCache:
     def block_tokens(self) -> int:
         return self.keys.shape[2]
 
-    def estimates(self, query: torch.Tensor, page_table: torch.Tensor, spread: float, scale: float) -> torch.Tensor:
-        """What digests, and the sketch if there is one, tell of each block: ``[rows, KV heads, group, blocks]``."""
-        digests = self.digests[page_table]
+    def estimates(self, query: torch.Tensor, pages: torch.Tensor, spread: float, scale: float) -> torch.Tensor:
+        """What digests, and the sketch if there is one, tell of blocks: ``[rows, KV heads, group, N]``.
+
+        pages ``[rows, N]`` for all KV heads alike, or ``[rows, KV heads, N]``; not ``NO_BLOCK``.
+        """
+        heads = torch.arange(self.digests.shape[1], device=self.digests.device)
+        at = (pages,) if pages.dim() == 2 else (pages.transpose(1, 2), heads)
         if self.sketch is None:
-            return reference.digest_logits(query, digests, spread)
-        tokens = self.sketch.of_pages(page_table)
-        return reference.sketch_logits(query, digests, tokens, self.sketch.channels, spread, scale)
+            return reference.digest_logits(query, self.digests[at], spread)
+        return reference.sketch_logits(query, self.digests[at], self.sketch.codes[at], self.sketch.channels, scale)
 
 
 @dataclass(frozen=True)

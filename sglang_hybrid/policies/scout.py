@@ -3,11 +3,13 @@
 Every (row, KV head) attends to its resident blocks with the real query; resident are sink, recent and tail blocks,
 and as many others as the budget holds. Blocks that score well enough to be among them but are not resident are the
 misses of the step: somebody else computes them, begun while the layer before was still running, with a predicted
-query. From time to time a layer recalls: what it selected becomes resident, from the next step on.
+query. What it got wrong about their weight is made up for when the real query is there. From time to time a layer
+recalls: what it selected becomes resident, from the next step on.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,8 +35,12 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class _Ahead:
+class _Begun:
+    """A layer whose misses are on their way."""
+
+    query: torch.Tensor  # that they are computed with
     selection: Selection
+    misses: BlockList
     posted: Posted
 
 
@@ -56,13 +62,15 @@ class ScoutPolicy(DecodePolicy):
         self._per_layer = config.selection == "layer"
         self._only_selected = config.attend == "selected"
         self._bonus = tuning.bonus
+        self._miss_share = config.miss_share
+        self._shifts = config.lse_shift
         resident_tokens = config.budget_tokens if config.resident_tokens == "auto" else config.resident_tokens
         self._slots = max(0, int(resident_tokens) // config.block_tokens - self._always)
         self._rows = rows
         self._prompts = prompts or PromptQueries(rows)
         self.recall = RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt)
         self._resident: dict[int, ResidentSet] = {}
-        self._ahead: dict[int, _Ahead] = {}
+        self._ahead: dict[int, _Begun] = {}
         self._fresh: set[int] = set()  # rows that have not decoded yet
         self._first_length = torch.zeros(rows, dtype=torch.int64)  # of each row, when it began to decode
         self._steps = torch.empty(0, dtype=torch.int64)  # of this batch's rows, this step included
@@ -100,21 +108,30 @@ class ScoutPolicy(DecodePolicy):
         self._ahead[cache.layer] = self._begin_layer(query, cache, batch, scale)
 
     def decode(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
-        ahead = self._ahead.pop(cache.layer, None) or self._begin_layer(query, cache, batch, scale)
-        near = self._block_list(ahead.selection.near, cache, batch)
+        begun = self._ahead.pop(cache.layer, None) or self._begin_layer(query, cache, batch, scale)
+        near = self._block_list(begun.selection.near, cache, batch)
         local = reference.attend_blocks(query, cache.keys, cache.values, near.ids, near.fill, scale)
-        out, _ = reference.merge(*local, *ahead.posted.collect())
+        missed, lse = begun.posted.collect()
+        if self._shifts and begun.query is not query:
+            lse = lse + self._shift(query, begun, cache, scale)
+        out, _ = reference.merge(*local, missed, lse)
         due = self.recall.due(cache.layer, self._steps)
         if due.any():
-            self._resident[cache.layer].replace(batch.rows[due], ahead.selection.recalled[due])
+            self._resident[cache.layer].replace(batch.rows[due], begun.selection.recalled[due])
         return out.to(query.dtype)
 
-    def _begin_layer(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> _Ahead:
+    @staticmethod
+    def _shift(query: torch.Tensor, begun: _Begun, cache: LayerCache, scale: float) -> torch.Tensor:
+        pages, listed = begun.misses.ids.clamp(min=0), begun.misses.ids != reference.NO_BLOCK
+        real, ahead = (cache.estimates(asked, pages, 0.0, scale) for asked in (query, begun.query))
+        return reference.lse_shift(real, ahead, listed, scale)
+
+    def _begin_layer(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> _Begun:
         selection = self.select(query, cache, batch, scale)
         misses = self._block_list(selection.misses, cache, batch)
         if self.on_ratio or self.recall.adapts:
             self._tell_ratio(misses, batch, cache)
-        return _Ahead(selection, self._misses.post(query, cache, misses, scale, batch.step))
+        return _Begun(query, selection, misses, self._misses.post(query, cache, misses, scale, batch.step))
 
     def _tell_ratio(self, misses: BlockList, batch: DecodeBatch, cache: LayerCache) -> None:
         missed = (misses.ids != reference.NO_BLOCK).sum(dim=2).float().mean(dim=1) / self._budget_blocks
@@ -136,7 +153,8 @@ class ScoutPolicy(DecodePolicy):
         forced = reference.is_forced(chosen, counts, self._sink, self._recent)
         always, selected = map(_compact, reference.split(chosen, forced))
         here = is_resident.gather(2, selected.clamp(min=0)) & (selected != reference.NO_BLOCK)
-        both, misses = reference.split(selected, here)
+        both, missing = reference.split(selected, here)
+        misses = self._worth_it(missing, scores, query.shape[1] // scores.shape[1])
         resident_part = both if self._only_selected else listed
         recalled = self._best_for_slots(selected, scores)
         return Selection(_compact(torch.cat((always, resident_part), dim=2)), _compact(misses), recalled)
@@ -178,6 +196,14 @@ class ScoutPolicy(DecodePolicy):
         is_resident = reference.is_listed(listed, scores.shape[2])
         ranked = scores + self._bonus[layer] * is_resident
         return reference.select_blocks(ranked, counts, self._budget_blocks, self._sink, self._recent), is_resident
+
+    def _worth_it(self, missing: torch.Tensor, scores: torch.Tensor, group: int) -> torch.Tensor:
+        """Of the selected positions that are not resident, those that are estimated to get enough attention."""
+        if self._miss_share == 0:
+            return missing
+        heads = group * scores.shape[1] if self._per_layer else group  # whose shares a score adds up
+        worth = scores.gather(2, missing.clamp(min=0)) >= math.log(self._miss_share * heads)
+        return reference.split(missing, worth)[0]
 
     def _best_for_slots(self, selected: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Of the selected positions, as many as there are slots, those with the best scores."""

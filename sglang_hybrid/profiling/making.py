@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -193,7 +194,7 @@ def _decode(
     session.use_policy(recorder, config, draft)
     _teacher_force(prefilled, following, lambda: bar.advance(cost))
 
-    budget = Budget(config.budget_tokens // config.block_tokens, config.sink_blocks, config.recent_blocks)
+    budget = _budget(config, draft.facts.model)
     intervals, bonuses, changes = [], [], []
     for layer in range(draft.facts.model.layers):
         bar.say(f"choosing bonus and interval of layer {layer}")
@@ -209,6 +210,12 @@ def _decode(
         served = profile.with_facts(intervals=every)
         curves.append(Curve(name=name, ratios=_ratios(session, config, served, prefilled, following, bar, cost)))
     return profile.with_facts(curves=curves)
+
+
+def _budget(config: HybridConfig, model: ModelIdentity) -> Budget:
+    group = model.query_heads // model.kv_heads  # whose shares of attention a score adds up
+    worth = math.log(config.miss_share * group) if config.miss_share else -math.inf
+    return Budget(config.budget_tokens // config.block_tokens, config.sink_blocks, config.recent_blocks, worth)
 
 
 def _ratios(

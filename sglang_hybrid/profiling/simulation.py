@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ class Budget:
     blocks: int
     sink: int
     recent: int
+    worth: float = -math.inf  # the lowest score of a block that is computed although it is not resident
 
 
 def simulate(record: LayerRecord, choices: Sequence[Choice], budget: Budget) -> Simulated:
@@ -54,8 +56,8 @@ def simulate(record: LayerRecord, choices: Sequence[Choice], budget: Budget) -> 
             resident = _with_leaving(resident, scores, age, opened, budget)
         ranked = (scores + bonus * resident).masked_fill(forced, torch.inf).masked_fill(beyond, -torch.inf)
         selected = _best(ranked, limit) & ~beyond
-        missing = selected & ~resident & ~forced
-        attended = selected | resident | forced
+        missing = selected & ~resident & ~forced & (scores >= budget.worth)
+        attended = missing | resident | forced
         ratios.append(missing.float().sum(dim=3).mean(dim=(1, 2)) / budget.blocks)
         misses_of.append(1 - (record.shares[step] * attended).sum(dim=3).mean(dim=(1, 2)))
         unselected.append(1 - (record.shares[step] * (selected | forced)).sum(dim=3).mean(dim=(1, 2)))

@@ -29,7 +29,7 @@ HYBRID = {
     # does not move work from the worker into the server.
     "scout": (
         "--hybrid", "policy=scout", "--hybrid", "budget_tokens=8192", "--hybrid", "recent_blocks=0",
-        "--hybrid", "resident_tokens=0", "--hybrid", "prediction=none",
+        "--hybrid", "resident_tokens=0", "--hybrid", "prediction=none", "--hybrid", "miss_share=0",
         "--hybrid", "worker_deadline_ms=2000", "--enable-metrics",
     ),
 }  # fmt: skip

@@ -110,7 +110,7 @@ def faulty(model: Path, english: list[int], tmp_path_factory: pytest.TempPathFac
     flags = (
         "--hybrid", "host_memory=1GiB", "--hybrid", "budget_tokens=2048", "--hybrid", "recent_blocks=0",
         # all of it, one layer ahead: two posts are on their way at a time
-        "--hybrid", "resident_tokens=0", "--hybrid", "prediction=raw",
+        "--hybrid", "resident_tokens=0", "--hybrid", "prediction=raw", "--hybrid", "miss_share=0",
         "--hybrid", "worker_restart_seconds=0.3", "--enable-metrics", "--max-total-tokens", "8192",
     )  # fmt: skip
     own = tmp_path_factory.mktemp("own")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import random
 from dataclasses import dataclass
 
@@ -58,7 +59,9 @@ def test_the_configuration_names_the_policy():
         HybridConfig(policy="full"),
         HybridConfig(policy="scout", budget_tokens=12 * T),
         HybridConfig(policy="scout", budget_tokens=20 * T, sink_blocks=0, recent_blocks=0),
-        HybridConfig(policy="scout", budget_tokens=12 * T, sink_blocks=4, recent_blocks=7, digest="mean"),
+        HybridConfig(
+            policy="scout", budget_tokens=12 * T, sink_blocks=4, recent_blocks=7, digest="mean", sketch_channels=0
+        ),
     ],
     ids=["full", "scout", "scout without always-in blocks", "scout with mean digests"],
 )
@@ -103,6 +106,7 @@ def small_budgets(draw: st.DrawFn, digest: str) -> HybridConfig:
         recent_blocks=recent,
         digest=digest,
         digest_spread=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        sketch_channels=0,
     )
 
 
@@ -305,7 +309,10 @@ class PlainScout:
                 if len(resident) > slots:
                     resident = resident - {min(resident - {left}, key=scores.__getitem__)}
         selected = best({p: s + config.sticky_bonus * (p in resident) for p, s in scores.items()}, room)
-        near, misses = always | resident, selected - resident
+        group = self._decoding.requests.shape.group
+        shared_by = group * (self._decoding.requests.shape.heads if config.selection == "layer" else 1)
+        misses = {p for p in selected - resident if math.exp(scores[p]) >= config.miss_share * shared_by}
+        near = always | resident
         if config.attend == "selected":
             near = always | (resident & selected)
         steps = length - self._decoding.plan[request].prompt
@@ -315,19 +322,27 @@ class PlainScout:
 
 
 def attention_by_two_queries(
-    decoding: Decoding, step: Step, row: int, head: int, near: set[int], misses: set[int]
+    decoding: Decoding, config: HybridConfig, step: Step, row: int, head: int, near: set[int], misses: set[int]
 ) -> torch.Tensor:
-    """One softmax over all tokens of both sets; those of the misses have logits by the predicted query."""
+    """One softmax over all tokens of both sets; those of the misses have logits by the predicted query, shifted by
+    what the middles (or means) of their blocks tell of the mass that the real query gives them."""
     requests, request, length = decoding.requests, step.requests[row], step.lengths[row]
     group = requests.shape.group
     own = slice(head * group, (head + 1) * group)
     real_query = step.queries[row, own].double()
     guess = real_query if step.guesses is None else step.guesses[row, own].double()
+    scale, keys = requests.shape.scale, requests.row_keys[request][head].double()
+    shift = torch.zeros(group, 1, dtype=torch.float64)
+    if config.lse_shift and misses:
+        blocks_of = [keys[p * T : (p + 1) * T] for p in sorted(misses)]
+        told = [b.mean(dim=0) if config.digest == "mean" else (b.amax(dim=0) + b.amin(dim=0)) / 2 for b in blocks_of]
+        masses = [torch.logsumexp(query @ torch.stack(told).T * scale, dim=1) for query in (real_query, guess)]
+        shift = (masses[0] - masses[1])[:, None]
     logits, values = [], []
-    for query, blocks in ((real_query, near), (guess, misses)):
+    for query, blocks, more in ((real_query, near, 0.0), (guess, misses, shift)):
         for p in sorted(blocks):
             tokens = slice(p * T, min((p + 1) * T, length))
-            logits.append(query @ requests.row_keys[request][head, tokens].double().T * requests.shape.scale)
+            logits.append(query @ keys[tokens].T * scale + more)
             values.append(requests.row_values[request][head, tokens].double())
     return torch.softmax(torch.cat(logits, dim=1), dim=1) @ torch.cat(values)
 
@@ -341,6 +356,8 @@ def scouting(draw: st.DrawFn) -> HybridConfig:
         attend=draw(st.sampled_from(["resident", "selected"])),
         resident_tokens=draw(st.sampled_from(["auto", 0, 4 * T, 5 * T, 20 * T])),
         sticky_bonus=draw(st.sampled_from([0.0, 0.5, 2.0])),
+        miss_share=draw(st.sampled_from([0.0, 0.001, 0.1, 0.3])),
+        lse_shift=draw(st.booleans()),
         recall_interval=draw(st.sampled_from([0, 1, 2, 3, 7])),
     )
 
@@ -372,7 +389,7 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
                 assert sorted(real(policy.chosen.near[row, head])) == sorted(near)
                 assert sorted(real(policy.chosen.misses[row, head])) == sorted(misses)
                 assert near.isdisjoint(misses)
-                expected = attention_by_two_queries(decoding, step, row, head, near, misses)
+                expected = attention_by_two_queries(decoding, config, step, row, head, near, misses)
                 out = step.out[row].unflatten(0, (shape.heads, -1))[head]
                 torch.testing.assert_close(out.double(), expected, **CLOSE[torch.float32])
         ratio = missed / (len(step.requests) * shape.heads * (config.budget_tokens // T))
@@ -515,6 +532,20 @@ def test_a_larger_bonus_keeps_more_of_what_is_resident():
         for bonus in (0.0, 1.0, 1e6)
     }
     assert missed[0.0] > missed[1.0] > missed[1e6] == 0
+
+
+def test_a_miss_must_be_worth_its_share_of_attention_and_is_recalled_all_the_same():
+    runs = [long_run(recall_interval=4, sticky_bonus=0.0, miss_share=share) for share in (0.0, 0.12, 1.0)]
+    counts = []
+    for run in runs:
+        counts.append(0)
+        for chosen, other in zip(run.chosen, runs[0].chosen, strict=True):
+            assert torch.equal(chosen.recalled, other.recalled)
+            assert torch.equal(chosen.near, other.near)
+            for head in range(SMALL.heads):
+                assert set(real(chosen.misses[0, head])) <= set(real(other.misses[0, head]))
+                counts[-1] += len(real(chosen.misses[0, head]))
+    assert counts[0] > counts[1] > counts[2] == 0
 
 
 def test_attending_to_what_is_selected_bounds_what_is_attended_by_the_budget():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -197,7 +198,8 @@ def test_a_recording_decodes_exactly_and_notes_scores_of_the_prediction_and_true
 @pytest.mark.parametrize("predicted", [True, False], ids=["predicted", "not predicted"])
 @pytest.mark.parametrize(("sink", "recent", "slots"), [(1, 1, 3), (0, 0, 2), (2, 1, 1), (1, 2, 0)])
 def test_the_simulation_of_a_recording_is_what_the_policy_does(predicted: bool, sink: int, recent: int, slots: int):
-    budget = Budget(sink + recent + 1 + slots, sink, recent)
+    share = 0.05
+    budget = Budget(sink + recent + 1 + slots, sink, recent, worth=math.log(share * SHAPE.group))
     base = HybridConfig(budget_tokens=budget.blocks * T, sink_blocks=sink, recent_blocks=recent)
     record, _, _ = recorded(base, predicted, seed=2)
     simulated = simulate(record, CHOICES, budget)
@@ -208,6 +210,7 @@ def test_the_simulation_of_a_recording_is_what_the_policy_does(predicted: bool, 
             recent_blocks=recent,
             sticky_bonus=choice.bonus,
             recall_interval=choice.interval,
+            miss_share=share,
         )
         policy = Watched(config, ReferenceMisses(), tuning_of(config, layers=1), rows=2)
         ratios: list[float] = []

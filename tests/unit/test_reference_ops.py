@@ -1,11 +1,12 @@
 """The reference operations against their definitions: brute force, and softmax attention in float64."""
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
 import torch
 from attention_oracle import attention_over_blocks, causal_attention, seeded
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_hybrid.ops import reference
@@ -213,28 +214,91 @@ def test_a_mean_estimate_is_the_dot_product_with_the_mean(case: Scored, spread: 
     torch.testing.assert_close(logits.double(), expected, **CLOSE)
 
 
-@given(queries_and_blocks(), SPREADS, st.sampled_from([0.0, 0.25, 1.0]), SCALES, SEEDS)
-def test_a_sketch_gives_each_token_its_own_logit_in_its_channels_and_the_rest_is_estimated(
-    case: Scored, spread: float, part: float, scale: float, seed: int
-):
-    heads, dim = case.keys.shape[2], case.keys.shape[4]
+def some_channels(heads: int, dim: int, part: float, seed: int) -> torch.Tensor:
     orders = [torch.randperm(dim, generator=seeded(seed + head)) for head in range(heads)]
-    channels = torch.stack(orders)[:, : round(part * dim)]
+    return torch.stack(orders)[:, : round(part * dim) // 2 * 2]
+
+
+def sketched(block: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
+    """What a block's digest and sketch tell of its keys ``[tokens, D]``, in float64."""
+    highest, lowest = block.amax(dim=0), block.amin(dim=0)
+    told = ((highest + lowest) / 2).repeat(block.shape[0], 1)
+    for channel in channels.tolist():
+        width = float(highest[channel] - lowest[channel]) / 16
+        for token in range(block.shape[0]):
+            sixteenth = int((float(block[token, channel]) - float(lowest[channel])) / width) if width else 0
+            told[token, channel] = lowest[channel] + (min(sixteenth, 15) + 0.5) * width
+    return told
+
+
+@settings(max_examples=25)
+@given(queries_and_blocks(), st.sampled_from([0.0, 0.25, 1.0]), SCALES, SEEDS)
+def test_a_sketch_gives_each_token_its_own_logit_in_its_channels_and_the_middle_in_the_others(
+    case: Scored, part: float, scale: float, seed: int
+):
     whole = Scored(case.query, case.keys, torch.full_like(case.filled, case.keys.shape[3]))
-    sketch = case.keys.gather(4, channels[None, None, :, None, :].expand(*case.keys.shape[:4], -1))
+    channels = some_channels(case.keys.shape[2], case.keys.shape[4], part, seed)
     digests = whole.digests(reference.minmax_digest)
-    logits = reference.sketch_logits(case.query, digests, sketch, channels, spread, scale)
+    codes = reference.sketch_codes(case.keys.flatten(0, 1), digests.flatten(0, 1), channels)
+    codes = codes.unflatten(0, case.keys.shape[:2])
+    logits = reference.sketch_logits(case.query, digests, codes, channels, scale)
     expected = torch.empty_like(logits, dtype=torch.float64)
+    width = torch.zeros_like(expected)
     for (row, head, block), queries, keys in whole.each_query_and_block():
-        own, other = (
-            channels[head],
-            torch.tensor(sorted(set(range(dim)) - set(channels[head].tolist())), dtype=torch.int64),
-        )
-        tops, bottoms = keys[:, other].amax(dim=0), keys[:, other].amin(dim=0)
-        rest = queries[:, other] @ (tops + bottoms) / 2 + spread * queries[:, other].abs() @ (tops - bottoms) / 2
-        mass = torch.logsumexp(queries[:, own] @ keys[:, own].T * scale, dim=1)
-        expected[row, head, :, block] = mass / scale + rest
-    torch.testing.assert_close(logits.double(), expected, **CLOSE)
+        told = sketched(keys, channels[head])
+        expected[row, head, :, block] = torch.logsumexp(queries @ told.T * scale, dim=1) / scale
+        steps = (keys.amax(dim=0) - keys.amin(dim=0))[channels[head]] / 16
+        width[row, head, :, block] = queries[:, channels[head]].abs() @ steps
+    # a key on the border of two sixteenths may be rounded to either
+    close = torch.isclose(logits.double(), expected, **CLOSE)
+    assert close.float().mean() > 0.95
+    assert ((logits.double() - expected).abs() <= width + 1e-3)[~close].all()
+
+
+def test_codes_of_a_channel_without_a_range_and_of_what_no_token_was_written_to_do_no_harm():
+    keys = torch.randn(1, 1, 4, 6, generator=seeded(3))
+    keys[..., 2] = 0.7
+    digests = reference.minmax_digest(keys, torch.tensor([3]))
+    keys[:, :, 3] = float("nan")  # behind the last token there may be anything
+    channels = torch.tensor([[2, 5, 0, 1]])
+    codes = reference.sketch_codes(keys, digests, channels)
+    query = torch.randn(1, 2, 6, generator=seeded(4))
+    logits = reference.sketch_logits(query, digests[None], codes[None], channels, 0.5)
+    assert logits.isfinite().all()
+
+
+@given(queries_and_blocks(), SCALES, SEEDS)
+def test_a_shift_is_the_difference_of_the_estimated_masses_of_the_list(case: Scored, scale: float, seed: int):
+    digests = case.digests(reference.minmax_digest)
+    real = reference.digest_logits(case.query, digests, 0.0)
+    ahead = real + torch.randn(real.shape, generator=seeded(seed))
+    listed = torch.rand(real.shape[0], real.shape[1], real.shape[3], generator=seeded(seed)) < 0.5
+    shift = reference.lse_shift(real, ahead, listed, scale).view(real.shape[:3])
+    for row, head, query in itertools.product(*map(range, real.shape[:3])):
+        here = listed[row, head]
+        if not here.any():
+            assert float(shift[row, head, query]) == 0.0
+            continue
+        masses = [torch.logsumexp(e[row, head, query, here].double() * scale, dim=0) for e in (real, ahead)]
+        assert float(shift[row, head, query]) == pytest.approx(float(masses[0] - masses[1]), rel=1e-3, abs=1e-3)
+
+
+def test_a_shift_makes_up_for_a_predicted_query_of_the_wrong_length():
+    """Two halves of a row, one attended with a query that is too long: its weight is wrong until it is shifted."""
+    keys, values = (torch.randn(2, 1, 8, 16, generator=seeded(seed)) for seed in (5, 6))
+    query = torch.randn(1, 2, 16, generator=seeded(7))
+    ids = torch.tensor([[[0], [1]]]).transpose(0, 1).unsqueeze(2)  # two lists of one block
+    fill = torch.full((1, 1, 1), 8)
+    whole, _ = reference.attend_blocks(query, keys, values, torch.tensor([[[0, 1]]]), fill.expand(1, 1, 2), 0.5)
+    near = reference.attend_blocks(query, keys, values, ids[0, 0].view(1, 1, 1), fill, 0.5)
+    ahead, lse = reference.attend_blocks(query * 1.5, keys, values, ids[1, 0].view(1, 1, 1), fill, 0.5)
+    digests = reference.minmax_digest(keys, torch.full((2,), 8))[None]
+    channels = torch.arange(16)[None]
+    codes = reference.sketch_codes(keys, digests[0], channels)[None]
+    real, early = (reference.sketch_logits(q, digests, codes, channels, 0.5)[..., 1:] for q in (query, query * 1.5))
+    shifted = lse + reference.lse_shift(real, early, torch.ones(1, 1, 1, dtype=torch.bool), 0.5)
+    errors = [float((reference.merge(*near, ahead, one)[0] - whole).norm()) for one in (lse, shifted)]
+    assert errors[1] < 0.7 * errors[0]
 
 
 @given(queries_and_blocks(), SEEDS)
