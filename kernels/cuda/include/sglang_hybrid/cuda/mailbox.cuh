@@ -10,6 +10,8 @@
 // at it at its end and decides about the next post. So all CTAs of a post see one decision, whatever runs beside them.
 #pragma once
 
+#include <cstddef>
+
 #include "sglang_hybrid/block_attention.h"
 #include "sglang_hybrid/cuda/c_api.h"
 #include "sglang_hybrid/cuda/memory.cuh"
@@ -186,24 +188,28 @@ __global__ void __launch_bounds__(post_threads) post_layer(const __grid_constant
 
 // By one thread: until there is a reply to this post or the time is over. What it says is not looked at.
 __device__ inline sh_mailbox_outcome wait_for_sequence(const sh_mailbox_wait& args, const Reply& reply) {
-    auto* const late = reinterpret_cast<unsigned long long*>(&args.state->late);
-    const uint64_t sequence = args.receipt->sequence, start = now_ns();
-    const uint64_t patience = atomicAdd(late, 0ull) ? 0 : args.deadline_ns;
-    uint64_t found;
+    const uint64_t sequence = args.receipt->sequence;
+    uint64_t found = load_acquire(reply.sequence);
     // nobody answers a post that does not exist yet: a larger number is damage, and waiting would not repair it
-    while ((found = load_acquire(reply.sequence)) < sequence) {
-        if (now_ns() - start >= patience) {
-            atomicExch(late, sequence);
-            return sh_row_late;
+    if (found < sequence) {
+        auto* const late = reinterpret_cast<unsigned long long*>(&args.state->late);
+        const uint64_t start = now_ns(), patience = atomicAdd(late, 0ull) ? 0 : args.deadline_ns;
+        while ((found = load_acquire(reply.sequence)) < sequence) {
+            if (now_ns() - start >= patience) {
+                atomicExch(late, sequence);
+                return sh_row_late;
+            }
+            __nanosleep(pause_ns);
         }
-        __nanosleep(pause_ns);
     }
     return found == sequence ? sh_row_served : sh_row_damaged;
 }
 
-// generation and status
+// Generation and status, which are next to each other, in one load.
 __device__ inline uint2 load_fields(const Reply& reply) {
-    return make_uint2(load_relaxed(reply.generation), load_relaxed(reply.status));
+    static_assert(offsetof(Reply, generation) % sizeof(uint2) == 0);
+    static_assert(offsetof(Reply, status) == offsetof(Reply, generation) + sizeof(uint32_t));
+    return *reinterpret_cast<const uint2*>(&reply.generation);
 }
 
 __device__ inline sh_mailbox_outcome outcome_of(uint2 fields, uint32_t generation) {
@@ -216,7 +222,8 @@ __device__ inline sh_mailbox_outcome outcome_of(uint2 fields, uint32_t generatio
 }
 
 // A CTA for each batch entry. Everything of a reply is read in one round trip over PCIe, its fields and its arrays alike;
-// the fields decide afterwards whether the arrays count.
+// the fields decide afterwards whether the arrays count. These are plain loads, which a warp's threads make together: one
+// thread's acquire and the barrier behind it order them for all, and it emptied the L1 cache.
 __global__ void __launch_bounds__(wait_threads) wait_for_replies(const __grid_constant__ sh_mailbox_wait args) {
     extern __shared__ float lses[];  // of the row's heads
     __shared__ sh_mailbox_outcome outcome;
@@ -239,7 +246,7 @@ __global__ void __launch_bounds__(wait_threads) wait_for_replies(const __grid_co
 
     float4 loaded[wait_loads];
     const auto load = [&](uint32_t first) {
-        bool listed[wait_loads];  // before the first load over PCIe: nothing overtakes those
+        bool listed[wait_loads];  // known before the first load over PCIe
 #pragma unroll
         for (uint32_t i = 0; i < wait_loads; ++i) {
             const uint32_t quad = first + i * wait_threads;
@@ -247,7 +254,7 @@ __global__ void __launch_bounds__(wait_threads) wait_for_replies(const __grid_co
         }
 #pragma unroll
         for (uint32_t i = 0; i < wait_loads; ++i) {
-            if (listed[i]) loaded[i] = load_relaxed(mailbox.output(sequence, row)[first + i * wait_threads]);
+            if (listed[i]) loaded[i] = mailbox.output(sequence, row)[first + i * wait_threads];
         }
     };
     uint2 fields{};
@@ -257,7 +264,7 @@ __global__ void __launch_bounds__(wait_threads) wait_for_replies(const __grid_co
     }
     for (uint32_t head = threadIdx.x; head < heads; head += wait_threads) {
         const bool holds = is_there && lists[1 + head / args.geometry.group];
-        lses[head] = holds ? load_relaxed(mailbox.lse(sequence, row)[head]) : -INFINITY;
+        lses[head] = holds ? mailbox.lse(sequence, row)[head] : -INFINITY;
     }
     __syncthreads();  // every thread knows is_there
     if (threadIdx.x == 0) {

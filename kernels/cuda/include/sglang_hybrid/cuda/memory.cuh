@@ -65,29 +65,10 @@ __device__ inline uint4 load_once(const uint4* from) {
     return value;
 }
 
-// Words that the host writes while the kernel runs.
+// Words that the host reads or writes while the kernel runs.
 __device__ inline uint64_t load_acquire(const uint64_t& word) {
     uint64_t value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(&word) : "memory");
-    return value;
-}
-
-__device__ inline uint32_t load_relaxed(const uint32_t& word) {
-    uint32_t value;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(&word) : "memory");
-    return value;
-}
-
-__device__ inline float load_relaxed(const float& word) {
-    return __uint_as_float(load_relaxed(reinterpret_cast<const uint32_t&>(word)));
-}
-
-__device__ inline float4 load_relaxed(const float4& words) {
-    float4 value;
-    asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "l"(&words)
-                 : "memory");
     return value;
 }
 
