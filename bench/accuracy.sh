@@ -10,17 +10,17 @@ EVERY8="$DEFAULT recall_interval=8"
 sglang-hybrid profile --dtype float32 --prompts 2
 sglang-hybrid profile --dtype float32 --prompts 1 --steps 96 --predictor-of "$P-2048.safetensors" --budget 1024
 
-sglang-hybrid eval --dtype float32 --tasks text --windows 4 --decode-tokens 64 --out bench/results/eval-text \
+# six places: none of the decoded tokens was among those that the predictor was fitted on
+sglang-hybrid eval --dtype float32 --tasks text --windows 6 --decode-tokens 64 --out bench/results/eval-text \
     --run "1024, real query: $SMALL prediction=none" \
-    --run "1024, raw: $SMALL prediction=raw" \
+    --run "1024, raw, no shift: $SMALL prediction=raw lse_shift=false" \
+    --run "1024, calibrated, no shift: $SMALL lse_shift=false" \
     --run "1024, calibrated: $SMALL" \
     --run "2048, as profiled: $DEFAULT" \
     --run "2048, every 8: $EVERY8" \
-    --run "2048, every 8, no bonus: $EVERY8 sticky_bonus=0" \
-    --run "2048, every 8, no bonus, selected only: $EVERY8 sticky_bonus=0 attend=selected" \
-    --run "2048, every 8, selected only: $EVERY8 attend=selected" \
+    --run "2048, every 8, not sticky: $EVERY8 sticky_bonus=0 miss_share=0" \
+    --run "2048, every 8, not sticky, selected only: $EVERY8 sticky_bonus=0 miss_share=0 attend=selected" \
     --run "2048, every 8, per layer: $EVERY8 selection=layer"
 
-sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 4096 6144 --out bench/results/eval-retrieval \
-    --run "1024, calibrated: $SMALL" \
-    --run "1024, without sketches: $SMALL sketch_channels=0"
+sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 4096 6144 --repeats 2 \
+    --out bench/results/eval-retrieval --run "1024, calibrated: $SMALL"

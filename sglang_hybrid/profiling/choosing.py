@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -27,8 +29,10 @@ def choose_bonus(records: Sequence[LayerRecord], budget: Budget) -> float:
     """The largest bonus with which no more attention is missed than by exactly the best blocks of every step.
 
     Those are what a budget promises. Resident blocks that are not selected are attended as well, and what they add
-    pays for the blocks that a bonus keeps out.
+    pays for the blocks that a bonus keeps out. Misses that are not worth their while are another matter: what they
+    would add is spread so thinly that answers do not change with it.
     """
+    budget = dataclasses.replace(budget, worth=-math.inf)
     choices = [Choice(bonus, _BONUS_INTERVAL) for bonus in BONUSES]
     simulated = [simulate(record, choices, budget) for record in records]
     missed = torch.stack([one.missed.mean(dim=1) for one in simulated]).mean(dim=0)

@@ -22,6 +22,10 @@ COMBINATIONS = [
     )
     # what is attended does not depend on who predicts: one of them is enough
     if attend == "resident" or prediction == ("prediction=raw",)
+] + [
+    # without misses there is nothing that these two change, whatever the others say: one each is enough
+    [*prediction, "recall_interval=2", "lse_shift=false", "miss_share=0"]
+    for prediction in PREDICTIONS
 ]
 
 

@@ -34,6 +34,7 @@ from sglang_hybrid.native.structs import Geometry, MailboxLayout
 from sglang_hybrid.transport.control_client import ControlClient
 from sglang_hybrid.transport.messages import Health, Plan, Stats, encode
 
+PROFILE = Path(__file__).parents[2] / "configs/profiles/SmolLM2-135M-Instruct-2048.safetensors"
 LONGEST_PAUSE = 2.0
 NEW_TOKENS = 40
 PROMPTS = (1000, 850, 700, 550)  # tokens; beyond the sink and the tail all of it is the worker's
@@ -109,8 +110,8 @@ def faulty(model: Path, english: list[int], tmp_path_factory: pytest.TempPathFac
     log = tmp_path_factory.mktemp("faults") / "server.log"
     flags = (
         "--hybrid", "host_memory=1GiB", "--hybrid", "budget_tokens=2048", "--hybrid", "recent_blocks=0",
-        # all of it, one layer ahead: two posts are on their way at a time
-        "--hybrid", "resident_tokens=0", "--hybrid", "prediction=raw", "--hybrid", "miss_share=0",
+        # all of it, one layer ahead by calibrated prediction: two posts are on their way at a time
+        "--hybrid", "resident_tokens=0", "--hybrid", f"profile={PROFILE}", "--hybrid", "miss_share=0",
         "--hybrid", "worker_restart_seconds=0.3", "--enable-metrics", "--max-total-tokens", "8192",
     )  # fmt: skip
     own = tmp_path_factory.mktemp("own")
