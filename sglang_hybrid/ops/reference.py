@@ -113,30 +113,18 @@ def sketch_logits(
     In those channels each token has a logit of its own: a code stands for the middle of its sixteenth of the range.
     All tokens of a block have the middle of the range in the others. The block gets the log-sum-exp of its tokens.
     """
-    rows, _, heads, _, dim = digests.shape
+    rows, blocks, heads, _, dim = digests.shape
     q = query.float().view(rows, heads, -1, dim)
-    of_query = channels[None, :, None, :].expand(rows, -1, q.shape[2], -1)
-    of_block = channels[None, None, :, :].expand(*digests.shape[:3], -1)
     highest, lowest = digests.float().unbind(3)
-    step = (highest - lowest).gather(3, of_block) / SKETCH_LEVELS
-    # a code of c stands for the middle of the range and (c - 7.5) steps
-    from_middle = _from_middle(codes) * step.unsqueeze(3)
-    tokens = torch.einsum("bhgc,bnhtc->bhgnt", q.gather(3, of_query), from_middle) * scale
-    middle = torch.einsum("bhgd,bnhd->bhgn", q, (highest + lowest) / 2)
-    return tokens.logsumexp(dim=4) / scale + middle
-
-
-def _from_middle(codes: torch.Tensor) -> torch.Tensor:
-    """bytes ``[..., C / 2]`` -> ``[..., C]``, in steps from the middle of the range."""
-    if codes.is_cuda:
-        pairs = torch.stack((codes & 15, codes >> 4), dim=-1).float() - (SKETCH_LEVELS - 1) / 2
-    else:  # a table of all bytes is several times as fast as arithmetic on single ones
-        pairs = _PAIRS.index_select(0, codes.flatten().int()).view(*codes.shape, 2)
-    return pairs.flatten(-2)
-
-
-_BYTES = torch.arange(SKETCH_LEVELS**2)
-_PAIRS = torch.stack((_BYTES % SKETCH_LEVELS, _BYTES // SKETCH_LEVELS), dim=1).float() - (SKETCH_LEVELS - 1) / 2
+    step = (highest - lowest).gather(3, channels.expand(rows, blocks, -1, -1)).transpose(1, 2) / SKETCH_LEVELS
+    asked = q.gather(3, channels[None, :, None, :].expand(rows, -1, q.shape[2], -1)).transpose(2, 3) * scale
+    packed, tokens = codes.transpose(1, 2), torch.zeros((), device=query.device)
+    for first, part in enumerate((packed & 15, packed >> 4)):
+        # a code of c stands for (c - 7.5) steps from the middle of the range
+        keys = (part.float() - (SKETCH_LEVELS - 1) / 2) * step[..., first::2].unsqueeze(3)
+        tokens = tokens + keys.flatten(2, 3) @ asked[:, :, first::2]  # [B, H, N * T, G]
+    mass: torch.Tensor = tokens.unflatten(2, (blocks, -1)).logsumexp(dim=3).transpose(2, 3)
+    return mass / scale + torch.einsum("bhgd,bnhd->bhgn", q, (highest + lowest) / 2)
 
 
 def lse_shift(
