@@ -1,4 +1,5 @@
 # make serve        install what is missing and serve the default model (ARGS="..." adds any SGLang flag)
+# make pd           install what is missing and serve it disaggregated: prefill, decode and router on this machine
 # make test         install what is missing, then lint, types and all tests
 # make test-fast    the same without the tests that start servers
 # make test-compat  the hook self-test against the oldest and the newest SGLang we know, each in its own venv
@@ -10,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 COMPAT_VERSIONS := 0.5.17 0.5.20
 
-.PHONY: serve test test-fast test-compat lint types install clean help
+.PHONY: serve pd test test-fast test-compat lint types install clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +23,9 @@ install:
 
 serve: install
 	@$(BIN)/sglang-hybrid serve --hybrid host_memory=4GiB --max-running-requests 16 $(ARGS)
+
+pd: install
+	@$(BIN)/sglang-hybrid pd --hybrid host_memory=2GiB --max-running-requests 16 $(ARGS)
 
 test: lint types
 	$(BIN)/python -m pytest

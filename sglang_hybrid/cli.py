@@ -19,6 +19,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         from sglang_hybrid.launch_server import main as serve
 
         serve(arguments[1:])
+    elif arguments[:1] == ["pd"]:
+        from sglang_hybrid.disaggregation.main import main as disaggregate
+
+        sys.exit(disaggregate(arguments[1:]))
     elif arguments[:1] == ["worker"]:
         from cpu_worker.main import main as work
 
@@ -84,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     commands.add_parser("serve", help="start an OpenAI-compatible server; takes every SGLang flag (serve --help)")
+    commands.add_parser("pd", help="start prefill, decode and router on this machine (pd --help)")
     commands.add_parser("worker", help="start a CPU worker by hand; servers start their own (worker --help)")
     commands.add_parser("profile", help="tune prediction, selection and recall for a model (profile --help)")
     commands.add_parser("eval", help="accuracy of settings against full attention (eval --help)")

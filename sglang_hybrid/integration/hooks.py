@@ -14,10 +14,11 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_hybrid.integration import load_file, pools, server_args, triton_gates
+from sglang_hybrid.integration import arrivals, load_file, pools, server_args, triton_gates
 from sglang_hybrid.integration.versions import NEWEST_TESTED, OLDEST_TESTED, installed_sglang
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
+_DECODE = "sglang.srt.disaggregation.decode"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 
 
@@ -41,6 +42,10 @@ def all_hooks() -> tuple[Hook, ...]:
         Hook(f"{_CONFIGURATOR}._profile_available_bytes", HookType.AROUND, pools.available_bytes),
         Hook(f"{_CONFIGURATOR}._build_mha_kv_pool", HookType.AROUND, pools.build_kv_pool),
         Hook(f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator", HookType.AROUND, pools.build_allocator),
+        Hook(f"{_DECODE}.DecodePreallocQueue._create_receiver_and_enqueue", HookType.AROUND, arrivals.create_receiver),
+        Hook(
+            f"{_DECODE}.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch", HookType.AFTER, arrivals.rows_begin
+        ),
         Hook("sglang.srt.managers.load_snapshot.shm_path_for", HookType.AROUND, load_file.shm_path_for),
         Hook("sglang.srt.utils.common.support_triton", HookType.AROUND, triton_gates.support_triton),
         Hook("sglang.srt.mem_cache.allocation.get_last_loc", HookType.AROUND, triton_gates.get_last_loc),

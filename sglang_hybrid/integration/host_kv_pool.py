@@ -9,9 +9,11 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_hybrid.config import config_from_environment
 from sglang_hybrid.memory.digests import Digests
-from sglang_hybrid.memory.pages import touched_pages
+from sglang_hybrid.memory.pages import to_head_major, touched_pages
 from sglang_hybrid.memory.region import SharedRegion
 from sglang_hybrid.memory.sketches import Sketches
+
+_PAGES_AT_A_TIME = 256  # of one layer are copied while pages that arrived are permuted
 
 LayerCopies = list[tuple[torch.Tensor, torch.Tensor]]  # K and V of some tokens, per layer
 
@@ -58,6 +60,19 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
             Sketches(channels, self.layer_num, pages, self.head_num, self.page_size, self.device) if channels else None
         )
 
+    def admit(self, pages: torch.Tensor, last_filled: int) -> None:
+        """Make pages that a prefill instance wrote ours: layout, digests, sketches. Once for every page that arrives.
+
+        All of them are full, but for the last, which has ``last_filled`` tokens; behind those there may be anything.
+        """
+        filled = torch.full_like(pages, self.page_size)
+        filled[-1:] = last_filled
+        for layer, (keys, values) in enumerate(zip(self.k_buffer, self.v_buffer, strict=True)):
+            for some, full in zip(pages.split(_PAGES_AT_A_TIME), filled.split(_PAGES_AT_A_TIME), strict=True):
+                to_head_major(keys, some)
+                to_head_major(values, some)
+                self._summarise(layer, some, full)
+
     def _store_kv_layer(self, layer_idx: int, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor) -> None:
         """Write K and V of new tokens, and the digests of the pages they are in."""
         slots = loc.to("cpu", torch.int64)
@@ -65,10 +80,14 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         keys, values = self.k_buffer[layer_idx], self.v_buffer[layer_idx]
         keys[pages, :, offsets] = cache_k.to("cpu")
         values[pages, :, offsets] = cache_v.to("cpu")
-        touched, filled = touched_pages(slots, self.page_size)
-        self.digests.refresh(layer_idx, keys, touched, filled)
+        self._summarise(layer_idx, *touched_pages(slots, self.page_size))
+
+    def _summarise(self, layer: int, pages: torch.Tensor, filled: torch.Tensor) -> None:
+        """Digests and sketches of pages whose first ``filled`` keys are valid."""
+        keys = self.k_buffer[layer]
+        self.digests.refresh(layer, keys, pages, filled)
         if self.sketches:
-            self.sketches.refresh(layer_idx, keys, self.digests.of_layer(layer_idx), touched)
+            self.sketches.refresh(layer, keys, self.digests.of_layer(layer), pages)
 
     # SGLang takes a request's KV out of the pool and puts it back elsewhere when it retracts a
     # request on a disaggregated decode instance.

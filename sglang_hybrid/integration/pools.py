@@ -87,8 +87,12 @@ def build_kv_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any
 def build_allocator(
     original: Callable[..., Any], configurator: Any, *, sizes: Any, token_to_kv_pool: Any, **kwargs: Any
 ) -> Any:
-    if not _is_hybrid(configurator) or torch.device(configurator.device).type != "cpu":
-        return original(configurator, sizes=sizes, token_to_kv_pool=token_to_kv_pool, **kwargs)
+    """On a CPU SGLang's page allocator cannot run for any backend: a prefill instance there needs ours as well."""
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+
+    allocator = original(configurator, sizes=sizes, token_to_kv_pool=token_to_kv_pool, **kwargs)
+    if torch.device(configurator.device).type != "cpu" or type(allocator) is not PagedTokenToKVPoolAllocator:
+        return allocator
     from sglang_hybrid.integration.cpu_allocator import CpuPagedAllocator
 
     return CpuPagedAllocator(

@@ -14,6 +14,8 @@ import torch
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.integration import BACKEND_NAME
 
+TRANSFER_BACKENDS = ("mooncake", "mooncake_tcp", "fake")  # that write to host memory without being told its kind
+
 
 class Refusal(ValueError):
     """The server must not start like this. The message is for the person who started it."""
@@ -37,9 +39,27 @@ _FLAGS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "HiCache is not supported, the whole KV cache is in host memory already: drop --enable-hierarchical-cache",
     ),
     (
-        lambda a: a.disaggregation_mode != "null",
-        "prefill/decode disaggregation is not supported yet, peers write pages in another layout: drop "
-        "--disaggregation-mode",
+        lambda a: a.disaggregation_mode == "prefill",
+        "a prefill instance sends pages in SGLang's layout, which the host pool does not have: start it with another "
+        "--attention-backend and --page-size 32; this backend is for the decode instance",
+    ),
+    (
+        lambda a: a.disaggregation_mode == "decode" and a.disaggregation_transfer_backend not in TRANSFER_BACKENDS,
+        f"pages are received by {' or '.join(TRANSFER_BACKENDS)}: choose one of them with "
+        "--disaggregation-transfer-backend",
+    ),
+    (
+        lambda a: a.disaggregation_decode_enable_radix_cache,
+        "a radix cache on the decode instance is not tested: drop --disaggregation-decode-enable-radix-cache",
+    ),
+    (
+        lambda a: a.disaggregation_decode_enable_offload_kvcache,
+        "the whole KV cache is in host memory already: drop --disaggregation-decode-enable-offload-kvcache",
+    ),
+    (
+        lambda a: getattr(a, "disaggregation_decode_retraction_backup", None) == "host_pool",
+        "requests that are retracted are copied out of the host pool: use --disaggregation-decode-retraction-backup "
+        "cpu_tensor or drop the flag",
     ),
     (lambda a: a.enable_hisparse, "HiSparse is another backend's host offload: drop --enable-hisparse"),
     (lambda a: a.enable_dp_attention, "data-parallel attention is not supported: drop --enable-dp-attention"),

@@ -88,6 +88,9 @@ def _set_defaults(args: Any) -> None:
     # The decode step is not capturable yet: it copies between host and device as it goes.
     args.disable_cuda_graph = True
     args.cuda_graph_backend_prefill = "disabled"
+    if args.disaggregation_mode == "decode" and hasattr(args, "disaggregation_decode_retraction_backup"):
+        # the other way copies to a second pool in host memory
+        args.disaggregation_decode_retraction_backup = "cpu_tensor"
 
 
 def _model_config(args: Any) -> Any:

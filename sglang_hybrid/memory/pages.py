@@ -21,3 +21,13 @@ def page_table(req_to_token: torch.Tensor, rows: torch.Tensor, longest: int, pag
     A copy, never a view: the scheduler rewrites ``req_to_token`` while a forward pass runs.
     """
     return req_to_token[rows, :longest:page_tokens].to(torch.int64) // page_tokens
+
+
+def to_head_major(pool: torch.Tensor, pages: torch.Tensor) -> None:
+    """Permute, in place, ``pages`` that were written as ``[token][KV head][dim]`` into the pool's layout.
+
+    pool ``[pages, KV heads, tokens of a page, dim]``. To be done once for every page that arrives: done twice, it
+    makes something else of it.
+    """
+    heads, tokens, dim = pool.shape[1:]
+    pool[pages] = pool[pages].view(-1, tokens, heads, dim).transpose(1, 2)

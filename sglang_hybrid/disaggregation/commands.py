@@ -1,0 +1,82 @@
+"""The three command lines of a disaggregated set on one machine: what ``sglang-hybrid pd`` starts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang_hybrid.integration import BACKEND_NAME
+
+# of both instances
+ENVIRONMENT = {
+    "MOONCAKE_PROTOCOL": "tcp",  # mooncake without RDMA
+    "MC_FORCE_TCP": "1",
+    # pages of a request that is aborted half-way are kept until the prefill instance says that it writes no more
+    "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE": "1",
+}
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where everybody listens, all on loopback but the router."""
+
+    router: int
+    prefill: int
+    decode: int
+    bootstrap: int  # where decode instances learn of the prefill instance
+    metrics: int  # of the router
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What is added to the command lines, last and so with the last word."""
+
+    both: Sequence[str] = ()
+    prefill: Sequence[str] = ()
+    decode: Sequence[str] = ()
+    router: Sequence[str] = ()
+
+
+def prefill(ports: Ports, flags: Flags, page_tokens: int, gpu: bool) -> list[str]:
+    """Stock SGLang. Pages must be as large as the decode instance's, whose blocks they become."""
+    # without a GPU: SGLang sizes its pool by all of the machine's memory, and its overlapped prefill wants CUDA events
+    on_cpu = ("--attention-backend", "torch_native", "--max-total-tokens", "16384", "--disable-overlap-schedule")
+    return [
+        *_server("sglang.launch_server", "prefill", ports.prefill, gpu),
+        "--page-size", str(page_tokens),
+        "--disaggregation-bootstrap-port", str(ports.bootstrap),
+        *(() if gpu else on_cpu),
+        *flags.both, *flags.prefill,
+    ]  # fmt: skip
+
+
+def decode(ports: Ports, flags: Flags, gpu: bool) -> list[str]:
+    return [
+        *_server("sglang_hybrid.launch_server", "decode", ports.decode, gpu),
+        "--attention-backend", BACKEND_NAME,
+        *flags.both, *flags.decode,
+    ]  # fmt: skip
+
+
+def router(host: str, ports: Ports, flags: Flags) -> list[str]:
+    return [
+        sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation",
+        "--prefill", f"http://{LOOPBACK}:{ports.prefill}", str(ports.bootstrap),
+        "--decode", f"http://{LOOPBACK}:{ports.decode}",
+        "--host", host, "--port", str(ports.router),
+        "--prometheus-host", LOOPBACK, "--prometheus-port", str(ports.metrics),
+        "--policy", "round_robin", "--log-level", "warn",
+        # a request that failed half-way is the client's to repeat: it may have been answered in part
+        "--disable-retries",
+        *flags.router,
+    ]  # fmt: skip
+
+
+def _server(module: str, role: str, port: int, gpu: bool) -> list[str]:
+    return [
+        sys.executable, "-m", module, "--disaggregation-mode", role, "--disaggregation-transfer-backend", "mooncake",
+        "--host", LOOPBACK, "--port", str(port),
+        *(() if gpu else ("--device", "cpu", "--dtype", "float32")),
+    ]  # fmt: skip

@@ -1,0 +1,94 @@
+"""Processes that live and end together: started, watched, ended with everything below them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_STOP_SECONDS = 20
+
+
+class Ended(RuntimeError):
+    """A process that should serve is gone. The message has the end of its log."""
+
+
+class Member:
+    """One process in a session of its own, so that Ctrl-C reaches us and not it, and we can end all it started."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self.name = name
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | environment,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+
+    def check(self) -> None:
+        """Raises Ended if it is gone."""
+        if (status := self.process.poll()) is not None:
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
+            raise Ended(f"{self.name} ended with status {status}. The end of {self.log}:\n{tail}")
+
+    def ask_to_end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def end(self, deadline: float) -> None:
+        """Wait until ``deadline`` (of time.monotonic), then kill what is left of it and of what it started."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def end_all(members: Sequence[Member]) -> None:
+    """The last one started first, so that nobody is sent what nobody can serve."""
+    for member in reversed(members):
+        member.ask_to_end()
+    deadline = time.monotonic() + _STOP_SECONDS
+    for member in reversed(members):
+        member.end(deadline)
+
+
+def wait_until(members: Sequence[Member], ready: Callable[[], bool], seconds: float, what: str) -> None:
+    """Raises Ended when one of ``members`` is gone, TimeoutError after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        for member in members:
+            member.check()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} after {seconds:.0f} s; logs: {', '.join(str(one.log) for one in members)}")
+        time.sleep(0.5)  # no event to wait for: other programs start
+
+
+def get(url: str) -> bytes | None:
+    """What is there, if it is there and says that all is well."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as reply:
+            return bytes(reply.read()) if reply.status == 200 else None
+    except (urllib.error.URLError, OSError):
+        return None
+
+
+def answers(url: str) -> bool:
+    return get(url) is not None
+
+
+def _end_with_parent() -> None:
+    # a killed parent leaves nothing behind
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

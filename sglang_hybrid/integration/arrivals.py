@@ -1,0 +1,97 @@
+"""Requests that arrive at a decode instance from a prefill instance, their KV cache written straight into the pool.
+
+The peer writes whole pages in SGLang's layout. Before a request may decode, its pages are brought into the pool's
+layout and get digests and sketches; that takes long enough for long prompts to be done beside the decode steps of
+the others. Its first resident blocks are chosen in its first step, by its first query: the query of the prompt's last
+token was never here.
+
+    SGLang's queues:   prealloc ── send_metadata(pages) ── transfer ── poll ──────────── waiting ── first decode step
+    here:                          Arrival learns pages    Arrival says Success once     rows begin
+                                                           the thread admitted them
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from sglang.srt.disaggregation.base import KVPoll
+
+from sglang_hybrid.integration.host_kv_pool import HostKVPool
+
+logger = logging.getLogger("sglang.srt.hybrid")
+
+
+@functools.cache
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="arrivals")
+
+
+class Arrival:
+    """Stands before SGLang's receiver of one request, and holds back its success until the pages are admitted.
+
+    SGLang takes the least of all ranks' answers, so the ranks go on together.
+    """
+
+    def __init__(self, receiver: Any, pool: HostKVPool, tokens: Callable[[], int]) -> None:
+        """``tokens``: how many will arrive, asked when their pages are told to the peer."""
+        self._receiver = receiver
+        self._pool = pool
+        self._tokens = tokens
+        self._pages = torch.empty(0, dtype=torch.int64)
+        self._last_filled = 0
+        self._admission: Future[None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._receiver, name)
+
+    def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
+        """The pages that the peer will write: those of a prefix that is here already are not among them."""
+        self._pages = torch.as_tensor(kv_indices).to(torch.int64)
+        self._last_filled = (self._tokens() - 1) % self._pool.page_size + 1
+        self._receiver.send_metadata(kv_indices, *args, **kwargs)
+
+    def poll(self) -> Any:
+        if self._admission is None:
+            status = self._receiver.poll()
+            if status != KVPoll.Success:
+                return status
+            self._admission = _thread().submit(self._admit)
+        if not self._admission.done():
+            # also for a request that is aborted now: its pages must not be given away while they are permuted
+            return KVPoll.Transferring
+        if error := self._admission.exception():
+            logger.error("pages that arrived could not be admitted, their request fails: %r", error)
+            return KVPoll.Failed
+        return self._receiver.poll()
+
+    def failure_exception(self) -> None:
+        if self._admission and (error := self._admission.exception()):
+            raise error
+        self._receiver.failure_exception()
+
+    def _admit(self) -> None:
+        with torch.no_grad():
+            self._pool.admit(self._pages, self._last_filled)
+        if self._pool.digests.of_layer(0).is_cuda:
+            torch.cuda.current_stream().synchronize()  # other streams read them next
+
+
+def create_receiver(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``DecodePreallocQueue._create_receiver_and_enqueue``."""
+    decode_request = original(queue, req, *args, **kwargs)
+    if isinstance(queue.token_to_kv_pool, HostKVPool):
+        decode_request.kv_receiver = Arrival(
+            decode_request.kv_receiver, queue.token_to_kv_pool, lambda: queue._rebootstrap_prefill_len(req)
+        )
+    return decode_request
+
+
+def rows_begin(batch: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After ``get_new_prebuilt_batch``: these rows decode next, newly arrived or back from being retracted."""
+    if batch is not None and isinstance(scheduler.token_to_kv_pool_allocator.get_kvcache(), HostKVPool):
+        scheduler.tp_worker.model_runner.attn_backend.rows_begin(batch.req_pool_indices)
