@@ -26,7 +26,7 @@ class Rate:
     best: float
     posts: int
     read: float = 0.0  # what the same threads read right before or after, whichever is more: machines drift
-    engine: float | None = None  # mean, from the arrival of a post to its last reply
+    engine: float | None = None  # mean, of the time in which posts were under way
     stolen: float | None = None  # share of the tasks that were computed outside their own group
 
 

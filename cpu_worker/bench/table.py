@@ -19,7 +19,7 @@ def print_results(results: Results) -> None:
         *attention_table(results, lambda rate: rate.median),
     )
     print_table(
-        "Inside the worker, from the arrival of a post to its last reply",
+        "Inside the worker, of the time in which posts were under way",
         *attention_table(results, lambda rate: rate.engine),
     )
     if any(point.variant == TORCH for point in results.points):

@@ -99,7 +99,7 @@ struct sh_engine_stats {
     uint64_t abandoned_posts;  // given up: overtaken by newer ones, or their rows never came
     uint64_t blocks;         // attended
     uint64_t stolen_tasks;   // computed outside their own group
-    uint64_t busy_ns;        // from a post's arrival to its last reply
+    uint64_t busy_ns;        // while posts were under way, from their arrival to their last reply
     uint64_t parks;          // times the worker went to sleep
     uint64_t tasks;
 };

@@ -14,8 +14,9 @@
 //   worker   out, lse and fields of row r    then  Reply[r].sequence       the reply of row r is complete
 //            all replies of the post         then  WorkerLine.completed
 // A reply counts only if both its sequence and its generation are those of the request. A client that gave up waiting
-// may reuse the slot: the worker answers posts strictly one after the other, so nothing it writes for an older post can
-// come after the reply of a newer one.
+// may reuse the slot: the worker answers the posts of a slot strictly one after the other, so nothing it writes for an
+// older post can come after the reply of a newer one there. Replies of the post in the other slot may come before the last
+// ones of an older post; `completed` never does.
 //
 // Parking (Dekker: each side stores its own word, then loads the other's, sequentially consistent): an idle worker sets
 // `parked` and looks at `posted` again before it sleeps on `wake`; a client stores `posted` and then looks at `parked`.

@@ -16,6 +16,7 @@
 #include "attention/avx512_lanes.h"
 #include "attention/block_list.h"
 #include "attention/exponential.h"
+#include "attention/group_parts.h"
 #include "attention/variants.h"
 
 namespace sglang_hybrid {
@@ -26,6 +27,10 @@ constexpr uint32_t tile_columns = 16;  // of 4 bytes
 constexpr uint32_t tile_dims = 32;     // of bf16
 constexpr uint32_t row_stride = 64;    // bytes, of tiles in scratch memory
 constexpr uint32_t quad = 4;           // heads in a 128-bit lane
+
+// A logit may be this much above the one whose weight is 1 before everything is scaled down. Weights of up to e^8 lose no
+// precision, in bf16 neither, and with lists of 8 blocks three of four blocks would raise the highest logit of some head.
+constexpr float most_above_reference = 8.0f;
 
 // The compiler does not know that tile instructions read and write memory.
 inline void settle_memory() { __asm__ volatile("" ::: "memory"); }
@@ -66,34 +71,32 @@ public:
             return answer_empty(work);
         }
         Block block = block_of(work, 0);
-        LineStream(block.keys, block_bytes).request_all();
-        LineStream(block.values, block_bytes).request_all();
-
+        RequestStream ahead(work, block_bytes);
+        ahead.allow(0);
         State state;
-        state.start(work);
-        BlockRequests ahead(block_ahead(work, 1).keys, nullptr, block_bytes);
-        NearLines near;
+        state.start(work, ahead);
+        NearLines near(block.values);
         state.compute_logits(block, ahead, near);
-        ahead.request_all();
         // Between the weights of a block and the use of them are the logits of the next one, so that no step waits for
         // the results of the one before it. Meanwhile lines are requested on two ways: those of the blocks ahead from
         // memory, and those of the next step from the second level, where a few are missing and are asked for again.
         for (uint32_t index = 0; index < work.count; ++index) {
-            const Block next = block_ahead(work, index + 1);
             const bool more = index + 1 < work.count;
-            find_pages(block_ahead(work, index + 3), row_bytes);  // keys of index + 2 are requested right now
-            ahead = BlockRequests(block_ahead(work, index + 2).keys, next.values, block_bytes);
-            near = more ? NearLines(next.keys, block_bytes) : NearLines();
-            state.compute_weights(block.tokens, ahead, near);
-            near = NearLines(block.values, block.tokens * row_bytes);
+            const Block next = more ? block_of(work, index + 1) : Block{};
+            find_pages(block_ahead(work, index + 4), row_bytes);  // keys of index + 3 may be requested right now
+            ahead.allow(index + 1);
+            near = NearLines(next.keys);
+            state.compute_weights(block.tokens, index == 0, ahead, near);
             if (more) {
+                near = NearLines(index == 0 ? nullptr : block.values);
                 state.compute_logits(next, ahead, near);
             }
-            state.add_values(block, ahead);
-            ahead.request_all();
+            state.add_values(block, index == 0, ahead);
             block = next;
         }
-        state.finish(work);
+        ahead.enter_next_list();
+        state.finish(work, ahead);
+        ahead.leave();
     }
 
 private:
@@ -101,39 +104,36 @@ private:
     static constexpr uint32_t row_bytes = dim * 2;
     static constexpr uint32_t block_bytes = block_tokens * row_bytes;
     static constexpr uint32_t block_lines = block_bytes / cache_line;
-    // Of the turns that a block takes, 3/8 are requested with its logits, 2/8 with its weights, 3/8 with its values.
-    static constexpr uint32_t block_turns = 2 * block_lines / BlockRequests::lines_of_turn;
+    // Of the turns that a block takes, 3/8 are requested with its logits, 2/8 with its weights, 3/8 with its values;
+    // about a quarter of a block's each where a list begins and ends.
+    static constexpr uint32_t block_turns = 2 * block_lines / RequestStream::lines_of_turn;
     static constexpr uint32_t turns_of_tile = block_turns * 3 / 8 / (2 * chunks);
     static constexpr uint32_t turns_of_weights = block_turns * 2 / 8;
+    static constexpr uint32_t turns_between = block_turns / 4;
 
     // All of it is uninitialised until start().
     struct State {
         alignas(64) uint32_t query[chunks][tile_rows][tile_columns];     // pairs of dimensions x heads
-        alignas(64) float logits[block_tokens][max_group];               // unscaled
+        alignas(64) float logits[block_tokens * max_group];              // of each token, unscaled
         alignas(64) uint32_t weights[2][2 * max_group][tile_columns];    // halves of a block x rows x tokens
         alignas(64) float output[chunks][2 * max_group][tile_columns];   // rows: even dimensions of each head, then odd
         alignas(64) float sums[max_group][tile_columns];                 // of weights, one for each lane
-        alignas(64) float highest[max_group];                            // logit so far
-        alignas(64) float rescale[max_group];                            // of earlier blocks, when that rises
+        alignas(64) float reference[max_group];                          // logit whose weight is 1, unscaled
         alignas(64) char padded_values[block_tokens * row_bytes];        // of a block that is not full
         uint32_t group;
-        float scale;
+        float scale;             // not negative: the query's sign is changed instead
+        float highest_above;     // a reference, before there is a new one
 
-        void start(const BlockAttention& work) {
+        void start(const BlockAttention& work, RequestStream& ahead) {
             group = work.group;
-            scale = work.scale;
-            pack_query(static_cast<const char*>(work.query));
-            const __m512 zero = _mm512_setzero_ps();
-            for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
-                for (uint32_t row = 0; row < 2 * group; ++row) {
-                    _mm512_store_ps(output[chunk][row], zero);
-                }
-            }
+            scale = fabsf(work.scale);
+            highest_above = fminf(most_above_reference / scale, 1e30f);
+            pack_query(static_cast<const char*>(work.query), work.scale < 0, block_of(work, 0).keys, ahead);
             for (uint32_t head = 0; head < group; ++head) {
-                _mm512_store_ps(sums[head], zero);
+                _mm512_store_ps(sums[head], _mm512_setzero_ps());
             }
             // not -inf: the difference of two of them must not be NaN
-            _mm512_store_ps(highest, _mm512_set1_ps(-__FLT_MAX__));
+            _mm512_store_ps(reference, _mm512_set1_ps(-__FLT_MAX__));
 
             TileConfiguration configuration;
             const uint32_t weight_rows = is_wide() ? group : 2 * group;
@@ -151,17 +151,26 @@ private:
 
         bool is_wide() const { return 2 * group > tile_rows; }
 
-        uint32_t padded_group() const { return (group + quad - 1) / quad * quad; }
+        uint32_t quads() const { return is_wide() ? (group + quad - 1) / quad : 2; }
+
+        uint32_t padded_group() const { return quads() * quad; }
 
         // Rows of pairs become columns, a quad of heads at a time.
-        void pack_query(const char* rows) {
-            for (uint32_t head = 0; head < group; head += quad) {
+        void pack_query(const char* rows, bool negative, const char* first_keys, RequestStream& ahead) {
+            NearLines near(first_keys);
+            const __m512i sign = _mm512_set1_epi16(negative ? static_cast<short>(0x8000) : 0);
+            const uint32_t turns = turns_between / (quads() * chunks);
+            for (uint32_t head = 0; head < padded_group(); head += quad) {
                 for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
+                    ahead.request(turns);
+                    if (head == 0) {
+                        near.request<block_lines / chunks>();
+                    }
                     __m512i row[quad];
 #pragma GCC unroll 4
                     for (uint32_t i = 0; i < quad; ++i) {
                         const char* pairs = rows + (head + i) * row_bytes + chunk * row_stride;
-                        row[i] = head + i < group ? _mm512_loadu_si512(pairs) : _mm512_setzero_si512();
+                        row[i] = head + i < group ? _mm512_xor_si512(_mm512_loadu_si512(pairs), sign) : _mm512_setzero_si512();
                     }
                     const __m512i ab_low = _mm512_unpacklo_epi32(row[0], row[1]);
                     const __m512i ab_high = _mm512_unpackhi_epi32(row[0], row[1]);
@@ -184,7 +193,7 @@ private:
             _mm_store_si128(reinterpret_cast<__m128i*>(first + 3 * stride), _mm512_extracti32x4_epi32(four, 3));
         }
 
-        void compute_logits(const Block& block, BlockRequests& ahead, NearLines& near) {
+        void compute_logits(const Block& block, RequestStream& ahead, NearLines& near) {
             settle_memory();
             _tile_zero(LOGITS_LOW);
             _tile_zero(LOGITS_HIGH);
@@ -196,46 +205,112 @@ private:
                 ahead.request(turns_of_tile);
                 _tile_loadd(POOL_HIGH, keys + tile_rows * row_bytes, row_bytes);
                 _tile_dpbf16ps(LOGITS_HIGH, POOL_HIGH, QUERY);
-                near.request(block_lines / chunks);
+                near.request<block_lines / chunks>();
                 ahead.request(turns_of_tile);
             }
-            _tile_stored(LOGITS_LOW, logits[0], row_stride);
-            _tile_stored(LOGITS_HIGH, logits[tile_rows], row_stride);
+            // without a gap between tokens
+            _tile_stored(LOGITS_LOW, logits, padded_group() * 4);
+            _tile_stored(LOGITS_HIGH, logits + tile_rows * padded_group(), padded_group() * 4);
             settle_memory();
         }
 
-        void compute_weights(uint32_t tokens, BlockRequests& ahead, NearLines& near) {
-            const uint32_t quads = (group + quad - 1) / quad;
-            const auto request = [&, turns = turns_of_weights / quads / 4, lines = block_lines / quads / 4] {
-                ahead.request(turns);
-                near.request(lines);
-            };
-            __mmask16 risen = 0;
-            for (uint32_t head = 0; head < group; head += quad) {
-                risen |= compute_weights_of_quad(tokens, head, request);
+        void compute_weights(uint32_t tokens, bool first, RequestStream& ahead, NearLines& near) {
+            if (!is_wide()) {
+                return compute_weights_of_eight(tokens, first, [&] {
+                    ahead.request(turns_of_weights / 8);
+                    near.request<block_lines / 8>();
+                });
             }
-            near.request_all();
-            if (risen != 0) {
-                rescale_output();
+            with_constant<max_group / quad>(quads(), [&](auto quads) {
+                constexpr uint32_t steps = 4 * quads.value;
+                const auto request = [&] {
+                    ahead.request(turns_of_weights / steps);
+                    near.request<block_lines / steps>();
+                };
+                for (uint32_t head = 0; head < group; head += quad) {
+                    compute_weights_of_quad(tokens, first, head, request);
+                }
+                near.request<block_lines % steps>();
+            });
+        }
+
+        // Of a group up to 8. Lanes of `pair[i]` are tokens 2 * i and 2 * i + 1, eight heads of each. Requests eight times.
+        template <class Request>
+        void compute_weights_of_eight(uint32_t tokens, bool first, Request request) {
+            __m512 pair[16];
+#pragma GCC unroll 16
+            for (uint32_t i = 0; i < 16; ++i) {
+                pair[i] = _mm512_load_ps(logits + i * 16);
             }
+            if (tokens < block_tokens) {
+                const __m512i lanes = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+#pragma GCC unroll 16
+                for (uint32_t i = 0; i < 16; ++i) {
+                    const __m512i end = _mm512_set1_epi32(static_cast<int>(tokens) - static_cast<int>(2 * i));
+                    const __mmask16 missing = _mm512_cmpge_epi32_mask(lanes, end);
+                    pair[i] = _mm512_mask_mov_ps(pair[i], missing, _mm512_set1_ps(-INFINITY));
+                }
+            }
+            request();
+            __m512 most[4];
+#pragma GCC unroll 4
+            for (uint32_t i = 0; i < 4; ++i) {
+                most[i] = _mm512_max_ps(_mm512_max_ps(pair[i], pair[i + 4]), _mm512_max_ps(pair[i + 8], pair[i + 12]));
+            }
+            most[0] = _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
+            most[0] = _mm512_max_ps(most[0], _mm512_shuffle_f32x4(most[0], most[0], 0x4e));
+            raise_reference(first, 0, _mm512_castps512_ps256(most[0]));
+
+            request();
+            // tokens 0, 2, 4, 6 of a head, then of the head that is four further, then 1, 3, 5, 7 likewise: of each
+            // quarter of the block, and for each of four heads
+            __m512 part[4][4];
+#pragma GCC unroll 4
+            for (uint32_t quarter = 0; quarter < 4; ++quarter) {
+                const __m512* four = pair + 4 * quarter;
+                const __m512d ab_low = _mm512_castps_pd(_mm512_unpacklo_ps(four[0], four[1]));
+                const __m512d ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(four[0], four[1]));
+                const __m512d cd_low = _mm512_castps_pd(_mm512_unpacklo_ps(four[2], four[3]));
+                const __m512d cd_high = _mm512_castps_pd(_mm512_unpackhi_ps(four[2], four[3]));
+                part[0][quarter] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab_low, cd_low));
+                part[1][quarter] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab_low, cd_low));
+                part[2][quarter] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab_high, cd_high));
+                part[3][quarter] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab_high, cd_high));
+            }
+            request();
+            const __m512i low = _mm512_set_epi32(27, 19, 26, 18, 25, 17, 24, 16, 11, 3, 10, 2, 9, 1, 8, 0);
+            const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(4));
+#pragma GCC unroll 4
+            for (uint32_t head = 0; head < 4; ++head) {
+                request();
+                const __m512(&quarters)[4] = part[head];
+                if (head < group) {
+                    store_weights(head, _mm512_permutex2var_ps(quarters[0], low, quarters[1]),
+                                  _mm512_permutex2var_ps(quarters[2], low, quarters[3]));
+                }
+                if (head + 4 < group) {
+                    store_weights(head + 4, _mm512_permutex2var_ps(quarters[0], high, quarters[1]),
+                                  _mm512_permutex2var_ps(quarters[2], high, quarters[3]));
+                }
+            }
+            request();
         }
 
         // Lanes of `part[half][i]` are tokens 16 * half + i, + 4, + 8, + 12; in each lane the four heads.
         // Requests four times.
         template <class Request>
-        __mmask16 compute_weights_of_quad(uint32_t tokens, uint32_t head, Request request) {
+        void compute_weights_of_quad(uint32_t tokens, bool first, uint32_t head, Request request) {
             __m512 part[2][4];
-            const __m512 factor = _mm512_set1_ps(scale);
+            const uint32_t stride = padded_group();
 #pragma GCC unroll 2
             for (uint32_t half = 0; half < 2; ++half) {
 #pragma GCC unroll 4
                 for (uint32_t i = 0; i < 4; ++i) {
-                    const uint32_t token = half * tile_rows + i;
-                    __m512 four = _mm512_castps128_ps512(_mm_load_ps(&logits[token][head]));
-                    four = _mm512_insertf32x4(four, _mm_load_ps(&logits[token + 4][head]), 1);
-                    four = _mm512_insertf32x4(four, _mm_load_ps(&logits[token + 8][head]), 2);
-                    four = _mm512_insertf32x4(four, _mm_load_ps(&logits[token + 12][head]), 3);
-                    part[half][i] = _mm512_mul_ps(four, factor);
+                    const float* token = logits + (half * tile_rows + i) * stride + head;
+                    __m512 four = _mm512_castps128_ps512(_mm_load_ps(token));
+                    four = _mm512_insertf32x4(four, _mm_load_ps(token + 4 * stride), 1);
+                    four = _mm512_insertf32x4(four, _mm_load_ps(token + 8 * stride), 2);
+                    part[half][i] = _mm512_insertf32x4(four, _mm_load_ps(token + 12 * stride), 3);
                 }
             }
             if (tokens < block_tokens) {
@@ -250,24 +325,16 @@ private:
             }
             most = _mm512_max_ps(most, _mm512_shuffle_f32x4(most, most, 0x4e));
             most = _mm512_max_ps(most, _mm512_shuffle_f32x4(most, most, 0xb1));
-            const __m512 before = _mm512_broadcast_f32x4(_mm_load_ps(&highest[head]));
-            const __m512 reference = _mm512_max_ps(most, before);
-            const __m512 decay = exponential<Avx512Lanes>(_mm512_sub_ps(before, reference));
-            _mm_store_ps(&highest[head], _mm512_castps512_ps128(reference));
-            _mm_store_ps(&rescale[head], _mm512_castps512_ps128(decay));
+            raise_reference(first, head, _mm512_castps512_ps128(most));
 
             request();
             __m512 x[2][4];  // by head, lanes are tokens in order
 #pragma GCC unroll 2
             for (uint32_t half = 0; half < 2; ++half) {
-                const __m512 a = _mm512_sub_ps(part[half][0], reference);
-                const __m512 b = _mm512_sub_ps(part[half][1], reference);
-                const __m512 c = _mm512_sub_ps(part[half][2], reference);
-                const __m512 d = _mm512_sub_ps(part[half][3], reference);
-                const __m512d ab_low = _mm512_castps_pd(_mm512_unpacklo_ps(a, b));
-                const __m512d ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(a, b));
-                const __m512d cd_low = _mm512_castps_pd(_mm512_unpacklo_ps(c, d));
-                const __m512d cd_high = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
+                const __m512d ab_low = _mm512_castps_pd(_mm512_unpacklo_ps(part[half][0], part[half][1]));
+                const __m512d ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(part[half][0], part[half][1]));
+                const __m512d cd_low = _mm512_castps_pd(_mm512_unpacklo_ps(part[half][2], part[half][3]));
+                const __m512d cd_high = _mm512_castps_pd(_mm512_unpackhi_ps(part[half][2], part[half][3]));
                 x[half][0] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab_low, cd_low));
                 x[half][1] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab_low, cd_low));
                 x[half][2] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab_high, cd_high));
@@ -282,7 +349,36 @@ private:
                     store_weights(head + i, x[0][i], x[1][i]);
                 }
             }
-            return _mm512_cmp_ps_mask(reference, before, _CMP_NEQ_UQ);
+        }
+
+        // `most`: the highest logits of this block, of four or eight heads from `head` on.
+        template <class Vector>
+        void raise_reference(bool first, uint32_t head, Vector most) {
+            constexpr uint32_t heads = sizeof(Vector) / sizeof(float);
+            alignas(sizeof(Vector)) float logit[heads];
+            memcpy(logit, &most, sizeof(most));
+            Vector before;
+            memcpy(&before, &reference[head], sizeof(before));
+            const auto risen = most > before + highest_above;
+            uint64_t bits[sizeof(Vector) / 8];
+            memcpy(bits, &risen, sizeof(risen));
+            uint64_t any = 0;
+            for (const uint64_t word : bits) {
+                any |= word;
+            }
+            if (any == 0) {
+                return;
+            }
+            for (uint32_t i = 0; i < heads && head + i < group; ++i) {
+                const float old = reference[head + i];
+                if (!(logit[i] > old + highest_above)) {
+                    continue;
+                }
+                reference[head + i] = logit[i];
+                if (!first) {
+                    rescale(head + i, _mm512_cvtss_f32(weights_of(_mm512_set1_ps(old), head + i)));
+                }
+            }
         }
 
         static void hide_missing(__m512 (&part)[2][4], uint32_t tokens) {
@@ -296,12 +392,33 @@ private:
             }
         }
 
+        // exp(scale * (logit - reference)), as a power of two: relative error 2e-7 besides that of the product. Exactly 1
+        // at the reference; 0 where it would be denormal, at -inf and for NaN.
+        __m512 weights_of(__m512 logit, uint32_t head) const {
+            const auto constant = [](float value) { return _mm512_set1_ps(value); };
+            const __m512 x = _mm512_sub_ps(logit, constant(reference[head]));
+            const __m512 factor = constant(scale * 1.44269504f);
+            // adding this number rounds to an integer, which is then in the lowest bits
+            const __m512 shift = constant(12582912.0f);
+            const __m512 shifted = _mm512_fmadd_ps(x, factor, shift);
+            const __m512 rest = _mm512_fmsub_ps(x, factor, _mm512_sub_ps(shifted, shift));
+            __m512 value = constant(0.001326472731307149f);
+            value = _mm512_fmadd_ps(value, rest, constant(0.009671512991189957f));
+            value = _mm512_fmadd_ps(value, rest, constant(0.05550733581185341f));
+            value = _mm512_fmadd_ps(value, rest, constant(0.24022242426872253f));
+            value = _mm512_fmadd_ps(value, rest, constant(0.6931470036506653f));
+            value = _mm512_fmadd_ps(value, rest, constant(1.0f));
+            // with powers below -125 it would be denormal
+            const __mmask16 kept = _mm512_cmp_ps_mask(shifted, constant(12582912.0f - 125.0f), _CMP_GE_OQ);
+            return _mm512_castsi512_ps(_mm512_maskz_add_epi32(kept, _mm512_castps_si512(value),
+                                                              _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
+        }
+
         // The sum is of the weights as they are, not as bf16 rounds them: LSE must not inherit that error.
-        void store_weights(uint32_t head, __m512 x_low, __m512 x_high) {
-            const __m512 low = exponential<Avx512Lanes>(x_low);
-            const __m512 high = exponential<Avx512Lanes>(x_high);
-            const __m512 sum = _mm512_mul_ps(_mm512_load_ps(sums[head]), _mm512_set1_ps(rescale[head]));
-            _mm512_store_ps(sums[head], _mm512_add_ps(sum, _mm512_add_ps(low, high)));
+        void store_weights(uint32_t head, __m512 low_logits, __m512 high_logits) {
+            const __m512 low = weights_of(low_logits, head);
+            const __m512 high = weights_of(high_logits, head);
+            _mm512_store_ps(sums[head], _mm512_add_ps(_mm512_load_ps(sums[head]), _mm512_add_ps(low, high)));
             store_rounded(weights[0], head, low);
             store_rounded(weights[1], head, high);
         }
@@ -313,34 +430,40 @@ private:
             _mm512_store_si512(rows[group + head], odd);
         }
 
-        void rescale_output() {
-            for (uint32_t head = 0; head < group; ++head) {
-                const __m512 factor = _mm512_set1_ps(rescale[head]);
-                for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
-                    float* even = output[chunk][head];
-                    float* odd = output[chunk][group + head];
-                    _mm512_store_ps(even, _mm512_mul_ps(_mm512_load_ps(even), factor));
-                    _mm512_store_ps(odd, _mm512_mul_ps(_mm512_load_ps(odd), factor));
-                }
+        // What came before.
+        void rescale(uint32_t head, float by) {
+            const __m512 factor = _mm512_set1_ps(by);
+            const auto scale_down = [&](float* numbers) {
+                _mm512_store_ps(numbers, _mm512_mul_ps(_mm512_load_ps(numbers), factor));
+            };
+            scale_down(sums[head]);
+            for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
+                scale_down(output[chunk][head]);
+                scale_down(output[chunk][group + head]);
             }
         }
 
-        void add_values(const Block& block, BlockRequests& ahead) {
+        // `first`: nothing was added before.
+        void add_values(const Block& block, bool first, RequestStream& ahead) {
             const char* values = values_or_zero(block, row_bytes, padded_values);
             settle_memory();
             if (is_wide()) {
-                add_values_to_wide(values, ahead);
+                add_values_to_wide(values, first, ahead);
             } else {
-                add_values_to_narrow(values, ahead);
+                add_values_to_narrow(values, first, ahead);
             }
             settle_memory();
         }
 
-        void add_values_to_narrow(const char* values, BlockRequests& ahead) {
+        void add_values_to_narrow(const char* values, bool first, RequestStream& ahead) {
             _tile_loadd(WEIGHTS_LOW, weights[0], row_stride);
             _tile_loadd(WEIGHTS_HIGH, weights[1], row_stride);
             for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
-                _tile_loadd(OUTPUT, output[chunk], row_stride);
+                if (first) {
+                    _tile_zero(OUTPUT);
+                } else {
+                    _tile_loadd(OUTPUT, output[chunk], row_stride);
+                }
                 _tile_loadd(POOL_LOW, values + chunk * row_stride, row_bytes);
                 _tile_dpbf16ps(OUTPUT, WEIGHTS_LOW, POOL_LOW);
                 ahead.request(turns_of_tile);
@@ -351,10 +474,15 @@ private:
             }
         }
 
-        void add_values_to_wide(const char* values, BlockRequests& ahead) {
+        void add_values_to_wide(const char* values, bool first, RequestStream& ahead) {
             for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
-                _tile_loadd(OUTPUT_EVEN, output[chunk][0], row_stride);
-                _tile_loadd(OUTPUT_ODD, output[chunk][group], row_stride);
+                if (first) {
+                    _tile_zero(OUTPUT_EVEN);
+                    _tile_zero(OUTPUT_ODD);
+                } else {
+                    _tile_loadd(OUTPUT_EVEN, output[chunk][0], row_stride);
+                    _tile_loadd(OUTPUT_ODD, output[chunk][group], row_stride);
+                }
                 _tile_loadd(POOL_LOW, values + chunk * row_stride, row_bytes);
                 _tile_loadd(WEIGHTS, weights[0][0], row_stride);
                 _tile_dpbf16ps(OUTPUT_EVEN, WEIGHTS, POOL_LOW);
@@ -372,11 +500,13 @@ private:
             }
         }
 
-        void finish(const BlockAttention& work) {
+        void finish(const BlockAttention& work, RequestStream& ahead) {
             _tile_release();  // a thread with tiles in use is slower to switch to
+            const uint32_t turns = turns_between / group;
             for (uint32_t head = 0; head < group; ++head) {
+                ahead.request(turns);
                 const float sum = _mm512_reduce_add_ps(_mm512_load_ps(sums[head]));
-                work.lse[head] = highest[head] + logf(sum);
+                work.lse[head] = reference[head] * scale + logf(sum);
                 const __m512 factor = _mm512_set1_ps(1.0f / sum);
                 float* out = work.out + head * dim;
                 for (uint32_t chunk = 0; chunk < chunks; ++chunk, out += tile_dims) {

@@ -92,21 +92,113 @@ private:
 };
 
 using LineStream = LinesInto<second_level>;
-using NearLines = LinesInto<first_level>;  // for lines that are in the second level already
 
-// The keys of one block and the values of another, requested in turns: a line of each half of both. With one thread
-// that reads 14.6 GB/s instead of 10.7 page by page, perhaps because hardware prefetchers have time to run ahead in
-// each of four pages; with 16 threads it makes no difference.
+// A block that is in the second level already, requested into the first; no address: nothing. Exactly as many lines as
+// it has are to be asked for, in steps that the compiler knows: a loop would cost more than its requests.
+class NearLines {
+public:
+    NearLines() = default;
+    explicit NearLines(const char* block) : next_(block) {}
+
+    template <uint32_t lines>
+    void request() {
+        if (!next_) {
+            return;
+        }
+#pragma GCC unroll 64
+        for (uint32_t line = 0; line < lines; ++line) {
+            __builtin_prefetch(next_ + line * cache_line, 0, first_level);
+        }
+        next_ += lines * cache_line;
+    }
+
+private:
+    const char* next_ = nullptr;
+};
+
+// Requests of the blocks ahead: a stream through a list and on into the caller's next one.
+//
+// The stream is made of units: unit u is the keys of block u + 1 and the values of block u, which are used at about the
+// same time, since logits are computed a block ahead. The keys of block 0 and unit 0 are asked for by the call before,
+// where it knew of this one (BlockAttention::next). Between two lists as within them, something has to be on its way from
+// memory all the time: a core can have only some 48 lines outstanding, which is 0.3 us of its share with 16 threads.
+//
+// Within a unit lines are requested in turns: one of each half of the keys and of the values. With one thread that reads
+// 14.6 GB/s instead of 10.7 page by page, perhaps because hardware prefetchers have time to run ahead in each of four
+// pages; with 16 threads it makes no difference.
 //
 // To be called often for a few turns each: requests that come faster than memory answers seem to get lost. Reading a
 // block 5 us after it was requested took 1600 to 2100 cycles if that was done at once (16 threads, same machine), 1070
 // to 1090 if it was done 16 lines at a time, and 870 to 900 when surely all of it was there.
-class BlockRequests {
+class RequestStream {
 public:
     static constexpr uint32_t lines_of_turn = 4;
 
-    // Null where there is nothing to ask for. `bytes` of each; of a block that is not full there is more than it needs.
-    BlockRequests(const char* keys, const char* values, uint32_t bytes) : end_(keys || values ? bytes / 2 : 0) {
+    RequestStream(const BlockAttention& work, uint32_t bytes)
+        : work_(work), bytes_(bytes), unit_turns_(2 * bytes / cache_line / lines_of_turn) {
+        // between lists of a single block the stream would have to see two lists ahead
+        const bool begun = last_.next == &work && last_.pages == work.pages;
+        if (!begun) {
+            LineStream(block_of(work, 0).keys, bytes).request_all();
+            LineStream(block_of(work, 0).values, bytes).request_all();
+        }
+        turn_ = begun ? last_.turns : 0;
+        enter(turn_ / unit_turns_);
+    }
+
+    // The work is a list's blocks and one step more, between lists. Requests are spread over all of it: up to the end of
+    // step `step` (0 is the one before the first block) they may be that far.
+    void allow(uint32_t step) {
+        const uint64_t turns = uint64_t{step + 1} * unit_turns_ * work_.count / (work_.count + 1);
+        limit_ = unit_turns_ + static_cast<uint32_t>(turns);
+    }
+
+    // A list has ended: what the next one begins with must be asked for now, what it needs later may be.
+    void enter_next_list() {
+        if (work_.count > 1) {
+            request(limit_ - turn_);
+        }
+        limit_ += unit_turns_;
+    }
+
+    void request(uint32_t turns) {
+        const uint32_t stop = turn_ + turns < limit_ ? turn_ + turns : limit_;
+        for (; turn_ < stop; ++turn_) {
+            if (at_ == end_) {
+                enter(unit_ + 1);
+            }
+            if (end_ == 0) {
+                return;
+            }
+#pragma GCC unroll 4
+            for (const char* way : ways_) {
+                __builtin_prefetch(way + at_, 0, second_level);
+            }
+            at_ += cache_line;
+        }
+    }
+
+    // What the next call need not ask for.
+    void leave() {
+        const BlockAttention* const next = work_.next;
+        const uint32_t own = work_.count * unit_turns_;
+        const bool begun = next && next->count > 1 && work_.count > 1 && turn_ >= own + unit_turns_;
+        last_ = begun ? Last{next, next->pages, turn_ - own} : Last{};
+    }
+
+private:
+    struct Last {
+        const BlockAttention* next;
+        const uint32_t* pages;
+        uint32_t turns;
+    };
+
+    void enter(uint32_t unit) {
+        unit_ = unit;
+        const char* const keys = block_ahead(work_, unit + 1).keys;
+        const char* const values = block_ahead(work_, unit).values;
+        end_ = keys || values ? bytes_ / 2 : 0;
+        at_ = end_ ? turn_ % unit_turns_ * cache_line : 0;
         const char* const first = keys ? keys : values;
         const char* const second = values ? values : keys;
         ways_[0] = first;
@@ -115,26 +207,17 @@ public:
         ways_[3] = second + end_;
     }
 
-    void request(uint32_t turns) {
-        const uint32_t stop = at_ + turns * cache_line;
-        request_until(stop < end_ ? stop : end_);
-    }
-
-    void request_all() { request_until(end_); }
-
-private:
-    void request_until(uint32_t stop) {
-        for (; at_ < stop; at_ += cache_line) {
-#pragma GCC unroll 4
-            for (const char* way : ways_) {
-                __builtin_prefetch(way + at_, 0, second_level);
-            }
-        }
-    }
-
+    const BlockAttention& work_;
+    const uint32_t bytes_;  // of a block's keys; of a block that is not full there is more than it needs
+    const uint32_t unit_turns_;
+    uint32_t unit_;
+    uint32_t turn_;       // of the whole stream
+    uint32_t limit_ = 0;  // likewise
     const char* ways_[lines_of_turn];
-    uint32_t at_ = 0;
-    uint32_t end_;
+    uint32_t at_;   // bytes into each way
+    uint32_t end_;  // 0: there is nothing ahead
+
+    static inline thread_local Last last_{};  // call of this thread. If it is mistaken, that costs time and nothing else
 };
 
 // Ask for one line of each page of a block that is requested as a whole a block later. Walking the page table takes as

@@ -1,4 +1,4 @@
-// exp for arguments that are never above 0, over any Lanes (see vector_kernel.h).
+// exp for arguments that are not far above 0, over any Lanes (see vector_kernel.h).
 #pragma once
 
 namespace sglang_hybrid {

@@ -1,5 +1,9 @@
 // The worker's threads. One of them, the lead, waits for posts and opens their rows; all of them compute.
 //
+// Two posts can be under way, one in each slot of the mailbox: tasks of the newer one are taken when the older one has
+// none left, so that nobody waits for its last ones to be computed. A slot's next post is not begun before everything of
+// the one before is done, and posts become complete in their order.
+//
 // Threads form groups. Group n begins with row n, then n + groups, and so on: one sequence at a time, so that its blocks
 // share a cache. A thread that finds no task in the rows of its group takes one of any other row, so that one long
 // sequence does not hold up a layer. Rows are opened as they arrive, and replied to one by one as they finish.
@@ -7,6 +11,7 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -50,39 +55,72 @@ class Engine {
     };
     // Written by the lead before the ticket is, and then left alone until every task of the row is done.
     struct alignas(128) Row {
-        // Tasks to do in the upper half, tasks given out in the lower. Whoever adds one to it owns that task.
+        // Tasks to do in the upper half, tasks given out in the lower. Whoever adds to it owns as many tasks.
         std::atomic<uint64_t> ticket{0};
         std::atomic<uint32_t> tasks_left{0};
         std::atomic<bool> out_of_bounds{false};
         uint32_t generation = 0;
         std::unique_ptr<Head[]> heads;
     };
+    // The post in one slot of the mailbox.
+    struct Slot {
+        OpenPost post;  // written by the lead while there are no tasks
+        std::vector<Row> rows;
+        Partials partials;
+        bool answered = false;  // guarded by completing_
+        alignas(128) std::atomic<uint64_t> sequence{0};
+        std::atomic<uint32_t> open_rows{0};  // so many rows can be searched for tasks
+        alignas(128) std::atomic<uint32_t> rows_left{0};  // opened and not replied to; one more while rows are opened
+    };
 
     // A task that a thread has claimed, ready to be computed.
     struct Claimed {
+        Slot* slot;
         uint32_t row, head;
+        uint32_t finished;  // tasks of the row that are done with this one
         bool in_bounds, whole;
         std::vector<uint32_t> pages;
         BlockAttention attention;
     };
-    // Where a thread looks for tasks: the rows of its own group first, then those of the other groups.
-    struct Search {
-        uint32_t group;
-        uint32_t others;  // groups that were left behind, 0: its own
-        uint32_t row;
+    // Neighbouring tasks of one row, taken at once: what threads share is touched once for all of them.
+    struct Batch {
+        Slot* slot = nullptr;
+        uint32_t row = 0, first = 0, next = 0, end = 0;
+        bool is_empty() const { return next == end; }
+    };
+    // What one thread has to itself.
+    struct Hands {
+        Hands(const Engine& engine, uint32_t thread);
+        const uint32_t thread, group;
+        Batch batch, following;
+        Claimed tasks[2];
+        Claimed* current = &tasks[0];
+        Claimed* next = &tasks[1];
+        bool claimed = false;  // `current` is
+        // Where it looks for tasks of a post: of each group, the rows before this one have none left.
+        struct Search {
+            uint64_t sequence = 0;
+            std::vector<uint32_t> rows;
+        } searches[mailbox_slots];
     };
 
     void lead();
     void help(uint32_t thread);
-    void open(uint32_t row, const Request& request);
-    bool claim(Row& row, uint32_t& task);
-    bool claim_next(Search& search, uint32_t rows, uint32_t thread, Claimed& claimed);
-    void prepare(uint32_t row, uint32_t task, Claimed& claimed) const;
-    bool compute_what_is_open(uint32_t thread);
+    void begin(const OpenPost& post);
+    bool open_what_is_there();
+    void open(Slot& slot, uint32_t row, const Request& request);
+    void close_row(Slot& slot);
+    bool take_batch(Hands& hands, Batch& batch);
+    bool take_batch_of(Slot& slot, Hands& hands, Batch& batch);
+    void request_lists(const Batch& batch) const;
+    int32_t share_of_unclaimed() const;
+    bool claim_next(Hands& hands, Claimed& claimed);
+    void prepare(const Batch& batch, Claimed& claimed) const;
+    bool compute_one(Hands& hands);
     void compute(Claimed& claimed, const Claimed* next, uint32_t thread);
     void pause();
     void rouse_helpers();
-    Partials partials_of(uint32_t row, uint32_t task) const;
+    Partials partials_of(const Slot& slot, uint32_t row, uint32_t task) const;
 
     const Geometry geometry_;
     const char* const pool_;
@@ -91,20 +129,23 @@ class Engine {
     const uint32_t groups_;
     const uint32_t tasks_per_row_;  // at most
 
-    OpenPost post_;
-    std::vector<Row> rows_;
-    std::vector<List> lists_;  // the lead's
+    Slot slots_[mailbox_slots];
     std::vector<Counts> counts_;  // of each thread
+    float* scratch_ = nullptr;
+    uint64_t scratch_bytes_ = 0;
+    // the lead's
+    std::vector<List> lists_;
+    Slot* opening_ = nullptr;  // its rows are being opened
+    uint32_t next_row_ = 0;    // of it
+    std::mutex completing_;
+    uint64_t newest_ = 0;  // post that was begun; written by the lead, guarded by completing_ for the others
     // what threads write, apart from what they only read and from each other
-    alignas(128) std::atomic<uint32_t> open_rows_{0};  // of the current post
-    alignas(128) std::atomic<uint32_t> rows_left_{0};  // opened and not replied to
+    alignas(128) std::atomic<uint64_t> oldest_{1};     // post that is not complete; newest_ + 1 where all are
     alignas(128) std::atomic<int32_t> unclaimed_{0};   // tasks that somebody could take
     alignas(128) std::atomic<uint32_t> asleep_{0};     // helpers
     uint32_t rouse_ = 0;                               // futex of sleeping helpers
-    alignas(128) float* scratch_ = nullptr;
-    uint64_t scratch_bytes_ = 0;
 
-    std::atomic<bool> stop_{false};
+    alignas(128) std::atomic<bool> stop_{false};
     std::vector<std::thread> threads_;
 };
 

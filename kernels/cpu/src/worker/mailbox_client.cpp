@@ -80,10 +80,13 @@ uint64_t MailboxClient::post(const sh_lists& lists, uint32_t generation) {
 void MailboxClient::write_request(const sh_lists& lists, uint64_t sequence, uint32_t row, uint32_t generation) {
     const Geometry& g = view.geometry;
     uint32_t blocks = 0;
-    for (uint32_t head = 0; head < g.kv_heads; ++head) blocks += list_of(lists, g, row, head).count;
+    for (uint32_t head = 0; head < g.kv_heads; ++head) {
+        lists_[head] = list_of(lists, g, row, head);
+        blocks += lists_[head].count;
+    }
     if (blocks) {
         for (uint32_t head = 0; head < g.kv_heads; ++head) {
-            const List list = list_of(lists, g, row, head);
+            const List list = lists_[head];
             const int64_t* const from = lists.pages + entry_of(lists, g, row, head);
             uint32_t* const to = view.pages(sequence, row, head);
             for (uint32_t i = 0; i < list.count; ++i) __atomic_store_n(&to[i], uint32_t(from[i]), __ATOMIC_RELAXED);
@@ -105,6 +108,11 @@ bool MailboxClient::is_settled(uint64_t sequence, uint32_t row) const {
 }
 
 bool MailboxClient::copy_row(uint64_t sequence, uint32_t row, float* out, float* lse) const {
+    // The worker's cores have the output. Copied line by line each one would be waited for; the next row is asked for
+    // meanwhile, once nobody writes to it any more.
+    const bool next_is_there = row + 1 < posts_[sequence % mailbox_slots].rows && is_settled(sequence, row + 1);
+    const char* const next = reinterpret_cast<const char*>(view.output(sequence, row, 0) + view.output_row());
+    const uint64_t head_bytes = view.geometry.head_dim * sizeof(float);
     const Reply& reply = view.reply(sequence, row);
     if (load_acquire(reply.sequence) != sequence) return false;
     if (load_acquire(reply.generation) != posts_[sequence % mailbox_slots].generation) return false;
@@ -118,6 +126,10 @@ bool MailboxClient::copy_row(uint64_t sequence, uint32_t row, float* out, float*
     if (status != ReplyStatus::answered) return false;
     std::copy_n(view.lse(sequence, row, 0), view.lse_row(), lse);
     for (uint64_t head = 0; head < view.lse_row(); ++head) {
+        if (next_is_there) {
+            constexpr uint64_t line = 64;
+            for (uint64_t at = 0; at < head_bytes; at += line) __builtin_prefetch(next + head * head_bytes + at, 0, 2);
+        }
         if (lse[head] == -std::numeric_limits<float>::infinity()) continue;
         const uint64_t first = head * view.geometry.head_dim;
         std::copy_n(view.output(sequence, row, 0) + first, view.geometry.head_dim, out + first);

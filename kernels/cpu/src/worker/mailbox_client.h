@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "sglang_hybrid/c_api.h"
 #include "worker/mailbox_view.h"
@@ -17,7 +18,7 @@ List list_of(const sh_lists& lists, const Geometry& geometry, uint32_t row, uint
 
 class MailboxClient {
   public:
-    MailboxClient(void* mailbox, const Geometry& geometry) : view(mailbox, geometry) {}
+    MailboxClient(void* mailbox, const Geometry& geometry) : view(mailbox, geometry), lists_(geometry.kv_heads) {}
 
     // The lists must have no problem. Returns the post's sequence number.
     uint64_t post(const sh_lists& lists, uint32_t generation);
@@ -31,6 +32,7 @@ class MailboxClient {
     bool is_settled(uint64_t sequence, uint32_t row) const;
     bool copy_row(uint64_t sequence, uint32_t row, float* out, float* lse) const;
 
+    std::vector<List> lists_;  // of the row that is written
     uint64_t posted_ = 0;
     bool outlasted_spinning_ = false;  // the last collect waited for longer than it is worth to spin
     struct {

@@ -30,23 +30,31 @@ bool PostReader::take(OpenPost& post) {
         abandon(oldest - 1);
         next_ = oldest;
     }
-    const Post& shared = view.post(next_);
-    post.sequence = next_;
-    post.arrived_ns = now_ns();
-    stay_awake(post.arrived_ns);
+    const uint64_t sequence = next_;
+    if (read(post)) return true;
     ++next_;
-    if (load_acquire(shared.sequence) != post.sequence) {
-        abandon(post.sequence);
-        return false;
-    }
+    abandon(sequence);
+    return false;
+}
+
+bool PostReader::take_next(OpenPost& post) {
+    const uint64_t posted = load_acquire(view.bell().posted);
+    return posted >= next_ && posted < next_ + mailbox_slots && read(post);
+}
+
+bool PostReader::read(OpenPost& post) {
+    const Post& shared = view.post(next_);
+    if (load_acquire(shared.sequence) != next_) return false;
+    post.sequence = next_;
     post.layer = load_acquire(shared.layer);
     post.rows = load_acquire(shared.rows);
     const float scale = shared.scale;
     post.scale = scale;
-    if (post.rows > view.geometry.rows || post.layer >= view.geometry.layers || !std::isfinite(scale)) {
-        abandon(post.sequence);
-        return false;
-    }
+    post.arrived_ns = now_ns();
+    stay_awake(post.arrived_ns);
+    if (post.rows > view.geometry.rows || post.layer >= view.geometry.layers || !std::isfinite(scale)) return false;
+    ++next_;
+    if (post.arrived_ns - last_beat_ns_ >= beat_ns) beat();
     return true;
 }
 
@@ -84,23 +92,34 @@ Event PostReader::wait(uint64_t timeout_ns, const std::atomic<bool>& stop, OpenP
     }
 }
 
-bool PostReader::wait_for_row(const OpenPost& post, uint32_t row, Request& request) {
+Arrival PostReader::look_for_row(const OpenPost& post, uint32_t row, Request& request) {
     const Request& shared = view.request(post.sequence, row);
-    uint64_t deadline = 0;
-    while (load_acquire(shared.sequence) != post.sequence) {
-        for (uint32_t look = 0; look < looks_per_clock; ++look) {
-            if (load_acquire(shared.sequence) == post.sequence) break;
-            pause_core();
-        }
-        sched_yield();
+    const auto is_there = [&] { return load_acquire(shared.sequence) == post.sequence; };
+    if (!is_there()) {
         const uint64_t now = now_ns();
-        if (!deadline) deadline = now + row_timeout_ns;
-        if (now > deadline || load_acquire(view.bell().posted) >= post.sequence + mailbox_slots) return false;
+        if (!row_deadline_ns_) row_deadline_ns_ = now + row_timeout_ns;
+        const bool late = now > row_deadline_ns_ || load_acquire(view.bell().posted) >= post.sequence + mailbox_slots;
+        if (!late) return Arrival::awaited;
+        // this thread may have been stopped between the two looks, for longer than the client took
+        if (!is_there()) {
+            row_deadline_ns_ = 0;
+            return Arrival::late;
+        }
     }
+    row_deadline_ns_ = 0;
     request.sequence = post.sequence;
     request.generation = load_acquire(shared.generation);
     request.blocks = load_acquire(shared.blocks);
-    return true;
+    return Arrival::there;
+}
+
+bool PostReader::wait_for_row(const OpenPost& post, uint32_t row, Request& request) {
+    for (uint32_t looks = 1;; ++looks) {
+        const Arrival arrival = look_for_row(post, row, request);
+        if (arrival != Arrival::awaited) return arrival == Arrival::there;
+        pause_core();
+        if (looks % looks_per_clock == 0) sched_yield();
+    }
 }
 
 bool PostReader::read_lists(const OpenPost& post, uint32_t row, const Request& request, List* lists) const {
@@ -127,10 +146,10 @@ void PostReader::reply(const OpenPost& post, uint32_t row, uint32_t generation, 
 void PostReader::complete(const OpenPost& post) {
     posts.fetch_add(1, std::memory_order_relaxed);
     const uint64_t now = now_ns();
-    busy_ns.fetch_add(now - post.arrived_ns, std::memory_order_relaxed);
+    busy_ns.fetch_add(now - std::max(post.arrived_ns, completed_ns_), std::memory_order_relaxed);
+    completed_ns_ = now;
     stay_awake(now);
     store_ordered(view.worker().completed, post.sequence);
-    if (now - last_beat_ns_ >= beat_ns) beat();
     if (load_ordered(view.client().waiting)) wake_all(view.worker().done);
 }
 

@@ -24,6 +24,8 @@ enum class Event {
     none,
 };
 
+enum class Arrival { there, awaited, late };
+
 class PostReader {
   public:
     PostReader(void* mailbox, const Geometry& geometry, uint32_t spin_us);
@@ -32,7 +34,14 @@ class PostReader {
     // sleeps otherwise. All waiting yields now and then: the client, which is waited for, may share the core.
     Event wait(uint64_t timeout_ns, const std::atomic<bool>& stop, OpenPost& post);
 
-    // Wait until row's request is there. False: it never came, or a newer post took its place.
+    // Take the post after the last one, if it is there already and nothing is wrong with it. Posts before it may still be
+    // under way: what is wrong is left to wait(), which is called when all of them are complete.
+    bool take_next(OpenPost& post);
+
+    // Row's request, if it is there. Late: it never came, or a newer post took its place.
+    Arrival look_for_row(const OpenPost& post, uint32_t row, Request& request);
+
+    // Wait until row's request is there. False: it is late.
     bool wait_for_row(const OpenPost& post, uint32_t row, Request& request);
 
     // Copy a row's lists to `lists` [KV heads]. False: they are out of bounds.
@@ -40,7 +49,7 @@ class PostReader {
 
     void reply(const OpenPost& post, uint32_t row, uint32_t generation, ReplyStatus status);
 
-    // Every row of the post is answered or given up.
+    // Every row of the post is answered or given up, and every post before it is complete. One thread at a time.
     void complete(const OpenPost& post);
 
     void beat();  // "the worker lives"
@@ -53,6 +62,7 @@ class PostReader {
 
   private:
     bool take(OpenPost& post);
+    bool read(OpenPost& post);
     void abandon(uint64_t sequence);
     void stay_awake(uint64_t now) { awake_until_.store(now + spin_ns_, std::memory_order_relaxed); }
 
@@ -60,6 +70,8 @@ class PostReader {
     uint64_t next_;
     uint32_t wake_seen_;
     uint64_t last_beat_ns_ = 0;
+    uint64_t row_deadline_ns_ = 0;  // of the row that is looked for; 0: it was not missed yet
+    uint64_t completed_ns_ = 0;     // when the last post was
     std::atomic<uint64_t> awake_until_{0};
 };
 
