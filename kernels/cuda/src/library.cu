@@ -3,6 +3,7 @@
 
 #include "launching.h"
 #include "sglang_hybrid/cuda/c_api.h"
+#include "sglang_hybrid/cuda/selection_api.h"
 
 // Make host memory readable and writable for the device, and say where the device sees it.
 SH_CUDA_API int sh_cuda_register(void* memory, uint64_t bytes, void** device_address) {
@@ -22,7 +23,7 @@ SH_CUDA_API int sh_cuda_unregister(void* memory) {
 
 SH_CUDA_API const char* sh_cuda_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
-// Bytes of a struct of c_api.h, 0 if there is none of that name.
+// Bytes of a struct of c_api.h or selection_api.h, 0 if there is none of that name.
 SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
     const struct {
         const char* name;
@@ -36,6 +37,13 @@ SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
         {"sh_receipt", sizeof(sh_receipt)},
         {"sh_mailbox_post", sizeof(sh_mailbox_post)},
         {"sh_mailbox_wait", sizeof(sh_mailbox_wait)},
+        {"sh_append", sizeof(sh_append)},
+        {"sh_digest_pages", sizeof(sh_digest_pages)},
+        {"sh_score_blocks", sizeof(sh_score_blocks)},
+        {"sh_best_blocks", sizeof(sh_best_blocks)},
+        {"sh_select_blocks", sizeof(sh_select_blocks)},
+        {"sh_apply_plan", sizeof(sh_apply_plan)},
+        {"sh_shift_lse", sizeof(sh_shift_lse)},
     };
     for (const auto& one : structs) {
         if (!std::strcmp(one.name, name)) return one.bytes;

@@ -1,0 +1,276 @@
+#!/usr/bin/env python3
+"""Times of digests, scores and selection on the GPU, inside a CUDA graph; and how well two-level scoring agrees.
+
+    python bench/cuda_selection.py [--out FILE]
+
+Shapes as in cuda_kernels.py: 8 KV heads, 5 query heads each, head_dim 128, bfloat16. Digests and codes are read cold:
+the buffers of a graph are several times the L2 cache. Rates count each byte of digests and codes once.
+
+Agreement: of the 64 blocks that one-level scores rank highest, the share that two-level scores rank among the 64
+highest too. `random`: keys and queries of independent normal numbers, where all blocks are nearly alike. `clustered`: a
+text of topics, keys around the middle of their topic, queries toward one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from cuda_kernels import COLD_BYTES, DIM, DTYPE, GROUP, HEADS, SCALE, TOKENS, Row, copy_rate, row, timed
+from record import write_result
+
+from sglang_hybrid.cuda.digests import HostPool, LayerDigests, SlotTable, Step, append, digest_pages
+from sglang_hybrid.cuda.host_memory import RegisteredRegion
+from sglang_hybrid.cuda.scoring import (
+    BestBlocks,
+    ScoreWorkspace,
+    best_blocks,
+    score_blocks,
+    score_in_two_levels,
+    shift_lse,
+)
+from sglang_hybrid.cuda.selection import Misses, RecallPlan, select_blocks
+from sglang_hybrid.memory.region import SharedRegion
+
+BUDGET, SINK, RECENT = 64, 1, 2
+RESIDENT = BUDGET - SINK - RECENT - 1
+DIGEST_BYTES = 2 * DIM * 2
+
+
+def code_bytes(channels: int) -> int:
+    return TOKENS * channels // 2
+
+
+def random_digests(pages: int, channels: int) -> LayerDigests:
+    middle = torch.randn(pages, HEADS, 1, DIM, dtype=DTYPE, device="cuda")
+    radius = torch.rand(pages, HEADS, 1, DIM, dtype=DTYPE, device="cuda")
+    digests = torch.cat((middle + radius, middle - radius), dim=2)
+    if not channels:
+        return LayerDigests(digests)
+    codes = torch.randint(0, 256, (pages, HEADS, TOKENS, channels // 2), dtype=torch.uint8, device="cuda")
+    order = torch.rand(HEADS, DIM, device="cuda").argsort(dim=1)
+    return LayerDigests(digests, codes, order[:, :channels].contiguous())
+
+
+def step_of(batch: int, blocks: int, pages: int) -> Step:
+    order = torch.randperm(pages, device="cuda")[: batch * blocks].view(batch, blocks)
+    lengths = torch.full((batch,), blocks * TOKENS - 5, dtype=torch.int32, device="cuda")
+    return Step(order.int(), lengths, torch.arange(batch, dtype=torch.int32, device="cuda"))
+
+
+def queries(batch: int) -> torch.Tensor:
+    return torch.randn(batch, HEADS * GROUP, DIM, dtype=DTYPE, device="cuda")
+
+
+# -- times -----------------------------------------------------------------------------------
+
+
+def scoring(batch: int, blocks: int, channels: int, ceiling: float, second_level: int = 0) -> Row:
+    moved = batch * HEADS * blocks * (DIGEST_BYTES + code_bytes(channels))
+    layers = [random_digests(batch * blocks, channels) for _ in range(max(1, -(-COLD_BYTES // moved)))]
+    step, query = step_of(batch, blocks, batch * blocks), queries(batch)
+    workspace = ScoreWorkspace(batch, HEADS, GROUP, blocks)
+    scores = torch.empty(batch, HEADS, blocks, device="cuda")
+    shape = {"batch": batch, "blocks": blocks, "channels": channels}
+    if second_level:
+        best = BestBlocks(batch, HEADS, second_level)
+        launches = [
+            lambda layer=layer: score_in_two_levels(query, layer, step, SCALE, workspace, scores, best)
+            for layer in layers
+        ]
+        read = batch * HEADS * (blocks * DIGEST_BYTES + second_level * (DIGEST_BYTES + code_bytes(channels)))
+        return row("score_in_two_levels", timed(several(launches)), read, ceiling, **shape, second_level=second_level)
+    launches = [
+        lambda layer=layer: score_blocks(query, layer, step, SCALE, workspace, scores, spread=0.5) for layer in layers
+    ]
+    return row("score_blocks", timed(several(launches)), moved, ceiling, **shape)
+
+
+def several(launches: list[Callable[[], None]]) -> list[Callable[[], None]]:
+    """Starting a graph takes time too; buffers are read again after all others."""
+    return launches * max(1, 8 // len(launches))
+
+
+def table_of(batch: int, blocks: int, resident: int) -> SlotTable:
+    always = SINK + RECENT + 1
+    positions = torch.full((batch, HEADS, always + resident), -1, dtype=torch.int32)
+    positions[:, :, :SINK] = torch.arange(SINK)
+    positions[:, :, SINK:always] = torch.arange(blocks - 1 - RECENT, blocks)
+    some = torch.rand(batch, HEADS, blocks - always).argsort(dim=2)[..., :resident] + SINK
+    positions[:, :, always:] = some
+    return SlotTable(positions.int().cuda(), SINK, RECENT)
+
+
+def selecting(batch: int, blocks: int, due: bool, most: int = 16) -> Row:
+    """Scores are in the L2 cache, as scoring leaves them there."""
+    step = step_of(batch, blocks, batch * blocks)
+    table = table_of(batch, blocks, RESIDENT)
+    misses, plan = Misses(batch, HEADS, most), RecallPlan(batch * HEADS * table.positions.shape[2])
+    flags = torch.full((batch,), int(due), dtype=torch.int32, device="cuda")
+    launches = []
+    for _ in range(8):
+        scores = torch.randn(batch, HEADS, blocks, device="cuda") * 3 - 6
+        launches.append(
+            lambda scores=scores: select_blocks(
+                scores, table, step, BUDGET, misses, pool_pages=batch * blocks, bonus=1.0, worth=-3.0, plan=plan,
+                recall=flags,
+            )
+        )  # fmt: skip
+    moved = batch * HEADS * blocks * 4
+    return row("select_blocks", timed(launches), moved, None, batch=batch, blocks=blocks, recall=due)
+
+
+def ranking(batch: int, blocks: int, limit: int) -> Row:
+    step, best = step_of(batch, blocks, batch * blocks), BestBlocks(batch, HEADS, limit)
+    launches = []
+    for _ in range(8):
+        scores = torch.randn(batch, HEADS, blocks, device="cuda") * 3 - 6
+        launches.append(lambda scores=scores: best_blocks(scores, step, best))
+    return row(
+        "best_blocks", timed(launches), batch * HEADS * blocks * 4, None, batch=batch, blocks=blocks, limit=limit
+    )
+
+
+def appending(batch: int, blocks: int, channels: int) -> Row:
+    pages = batch * blocks
+    shape = (pages, HEADS, TOKENS, DIM)
+    size = pages * HEADS * TOKENS * DIM * 2
+    memory = SharedRegion(SharedRegion.size_for(size, size))
+    pool = HostPool(RegisteredRegion(memory), *(memory.take(shape, DTYPE) for _ in range(2)))
+    step = step_of(batch, blocks, pages)
+    launches = []
+    for _ in range(8):
+        table = table_of(batch, blocks, 8)
+        slots = [torch.randn(*table.positions.shape, TOKENS, DIM, dtype=DTYPE, device="cuda") for _ in range(2)]
+        new = [torch.randn(batch, HEADS, DIM, dtype=DTYPE, device="cuda") for _ in range(2)]
+        digests = random_digests(pages, channels)
+        launches.append(
+            lambda table=table, slots=slots, new=new, digests=digests: append(digests, table, step, *new, *slots, pool)
+        )
+    moved = batch * HEADS * TOKENS * DIM * 2  # keys of the tails
+    result = row("append", timed(launches), moved, None, batch=batch, channels=channels)
+    pool.region.close()
+    memory.close()
+    return result
+
+
+def digesting(pages: int, channels: int, ceiling: float) -> Row:
+    digests = random_digests(pages, channels)
+    keys = torch.randn(pages, TOKENS, HEADS, DIM, dtype=DTYPE, device="cuda").transpose(1, 2)  # as prefill has them
+    at = torch.randperm(pages, device="cuda").int()
+    filled = torch.full((pages,), TOKENS, dtype=torch.int32, device="cuda")
+    moved = pages * HEADS * (TOKENS * DIM * 2 + DIGEST_BYTES + code_bytes(channels))
+    seconds = timed([lambda: digest_pages(digests, keys, at, filled)] * 2)
+    return row("digest_pages", seconds, moved, ceiling, pages=pages, channels=channels)
+
+
+def shifting(batch: int, misses: int, channels: int) -> Row:
+    pages = 64 * 1024
+    digests = random_digests(pages, channels)
+    real, ahead = queries(batch), queries(batch)
+    counts = torch.full((batch, HEADS), misses, dtype=torch.int32, device="cuda")
+    lse = torch.zeros(batch, HEADS * GROUP, device="cuda")
+    launches = []
+    for _ in range(8):
+        listed = torch.randint(0, pages, (batch, HEADS, misses), dtype=torch.int32, device="cuda")
+        launches.append(lambda listed=listed: shift_lse(real, ahead, digests, listed, counts, SCALE, lse))
+    moved = batch * HEADS * misses * (DIGEST_BYTES + code_bytes(channels))
+    return row("shift_lse", timed(launches), moved, None, batch=batch, misses=misses, channels=channels)
+
+
+# -- agreement of two levels -----------------------------------------------------------------
+
+
+def random_text(batch: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys ``[B * blocks, H, 32, D]`` and queries."""
+    return torch.randn(batch * blocks, HEADS, TOKENS, DIM, dtype=DTYPE, device="cuda"), queries(batch)
+
+
+def clustered_text(batch: int, blocks: int, topics: int = 48) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs of 8 to 96 tokens of a topic; keys lie around its middle, and queries point to one topic or two."""
+    middles = torch.randn(HEADS, topics, DIM, device="cuda") * 0.7
+    tokens = batch * blocks * TOKENS
+    runs = torch.randint(8, 97, (tokens // 8,), device="cuda")
+    topic = torch.randint(0, topics, runs.shape, device="cuda").repeat_interleave(runs)[:tokens]
+    keys = middles[:, topic] + torch.randn(HEADS, tokens, DIM, device="cuda") * 0.7
+    keys = keys.view(HEADS, batch * blocks, TOKENS, DIM).transpose(0, 1).contiguous().to(DTYPE)
+    wanted = torch.randint(0, topics, (2, batch, HEADS, GROUP), device="cuda")
+    heads = torch.arange(HEADS, device="cuda")[None, :, None]
+    toward = middles[heads, wanted[0]] + 0.5 * middles[heads, wanted[1]]
+    query = toward + torch.randn(batch, HEADS, GROUP, DIM, device="cuda")
+    return keys, query.flatten(1, 2).to(DTYPE)
+
+
+def agreement(kind: str, text: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]], channels: int) -> list[Row]:
+    batch, blocks = 4, 1024
+    keys, query = text(batch, blocks)
+    pages = batch * blocks
+    digests = random_digests(pages, channels)
+    filled = torch.full((pages,), TOKENS, dtype=torch.int32, device="cuda")
+    digest_pages(digests, keys, torch.arange(pages, dtype=torch.int32, device="cuda"), filled)
+    step = step_of(batch, blocks, pages)
+    workspace = ScoreWorkspace(batch, HEADS, GROUP, blocks)
+    scores = torch.empty(batch, HEADS, blocks, device="cuda")
+
+    def selected() -> torch.Tensor:
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(2, scores.topk(BUDGET, dim=2).indices, True)
+
+    score_blocks(query, digests, step, SCALE, workspace, scores)
+    one = selected()
+    share = scores.exp().masked_fill(~one, 0.0).sum(dim=2) / GROUP  # of attention, as one level estimates it
+    rows = []
+    for second in (0, 64, 128, 256, 512):
+        if second:
+            score_in_two_levels(query, digests, step, SCALE, workspace, scores, BestBlocks(batch, HEADS, second))
+        else:
+            score_blocks(query, digests, step, SCALE, workspace, scores, sketched=False)
+        two = selected()
+        score_blocks(query, digests, step, SCALE, workspace, scores)
+        kept = scores.exp().masked_fill(~two, 0.0).sum(dim=2) / GROUP
+        rows.append(
+            {
+                "text": kind,
+                "second_level": second,
+                "equal": round(float((one & two).sum() / one.sum()), 4),
+                "attention kept": round(float((kept / share).mean()), 4),
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="default: bench/results/cuda-selection.json")
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    agreements = agreement("random", random_text, 32) + agreement("clustered", clustered_text, 32)
+    copied = copy_rate()
+    print(f"device to device: {copied / 1e9:.0f} GB/s", flush=True)
+    rows = [scoring(batch, 1024, 32, copied) for batch in (64, 32, 8, 1)]
+    rows += [scoring(64, 1024, 0, copied), scoring(64, 1024, 64, copied), scoring(8, 8192, 32, copied)]
+    rows += [scoring(64, 1024, 32, copied, second_level=256), scoring(8, 1024, 32, copied, second_level=256)]
+    rows += [selecting(64, 1024, due) for due in (False, True)] + [selecting(8, 8192, False), selecting(1, 1024, False)]
+    rows += [ranking(64, 1024, 256)]
+    rows += [appending(64, 32, 32), appending(8, 32, 32), appending(64, 32, 0)]
+    rows += [digesting(8192, 32, copied)]
+    rows += [shifting(64, 4, 32), shifting(64, 16, 32)]
+    result = {
+        "ceilings": {"device copy GB/s": round(copied / 1e9)},
+        "shape": {"kv_heads": HEADS, "group": GROUP, "head_dim": DIM, "dtype": "bfloat16", "budget_blocks": BUDGET},
+        "torch": torch.__version__,
+        "agreement of two levels with one": agreements,
+        "rows": rows,
+    }
+    print(f"written to {write_result('cuda-selection', result, args.out)}")
+
+
+if __name__ == "__main__":
+    main()

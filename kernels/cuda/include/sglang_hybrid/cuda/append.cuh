@@ -1,0 +1,86 @@
+// The keys and values of one decode step: to their slots, to the host pool, and into digest and codes of the tail.
+#pragma once
+
+#include "sglang_hybrid/cuda/digest_blocks.cuh"
+#include "sglang_hybrid/cuda/memory.cuh"
+#include "sglang_hybrid/cuda/slot_table.cuh"
+
+namespace sglang_hybrid::cuda {
+
+// Where a (row, KV head) has its tail in the slots, -1: nowhere. A tail without a slot gets one here: usually selection
+// gave it one, and else this is the first token of a block, or of a row whose slots nobody filled.
+struct TailSlot {
+    int32_t slot;
+    bool is_new;  // earlier tokens of the block are not in it yet
+};
+
+__device__ inline TailSlot tail_slot(const sh_append& args, uint32_t entry, uint32_t row, uint32_t head,
+                                     const RowBlocks& blocks) {
+    int32_t* const positions =
+        args.table.positions + (uint64_t{row} * args.digests.kv_heads + head) * args.table.slots;
+    int32_t slot = find_slot(positions, args.table, blocks.tail());
+    if (slot >= 0) return {slot, false};
+    const uint64_t list = uint64_t{entry} * args.digests.kv_heads + head;
+    slot = slot_for_tail(positions, args.table, blocks, args.scores ? args.scores + list * args.step.max_blocks : nullptr);
+    __syncwarp();
+    if (slot >= 0 && threadIdx.x % 32 == 0) positions[slot] = blocks.tail();
+    return {slot, true};
+}
+
+// A CTA for each (batch entry, KV head).
+template <class Element>
+__global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_constant__ sh_append args) {
+    __shared__ __align__(16) SharedBlock block;
+    __shared__ TailSlot tail;
+    const uint32_t heads = args.digests.kv_heads, dim = args.digests.head_dim, row_chunks = dim / 8;
+    const uint32_t entry = blockIdx.x / heads, head = blockIdx.x % heads;
+    if (entry >= active_of(args.step.active_rows, args.step.batch)) return;
+    const int32_t row = args.step.row_of[entry], length = args.step.lengths[entry];
+    const RowBlocks blocks(length, args.table, args.step.max_blocks);
+    const int32_t page = blocks.count > 0 ? args.step.page_table[uint64_t{entry} * args.step.max_blocks + blocks.tail()] : -1;
+    const bool in_pool = page >= 0 && static_cast<uint32_t>(page) < args.digests.pages;
+    if (!in_pool || !row_exists(row, args.table) || length > static_cast<int32_t>(args.step.max_blocks * block_tokens)) {
+        if (threadIdx.x == 0 && head == 0 && args.refused) atomicAdd(reinterpret_cast<unsigned long long*>(args.refused), 1ull);
+        return;
+    }
+    if (threadIdx.x < 32) {
+        const TailSlot found = tail_slot(args, entry, static_cast<uint32_t>(row), head, blocks);
+        if (threadIdx.x == 0) tail = found;
+    }
+    __syncthreads();
+
+    const uint32_t token = static_cast<uint32_t>(length - 1) % block_tokens;
+    const uint64_t in_slots = (uint64_t{static_cast<uint32_t>(row)} * heads + head) * args.table.slots + max(tail.slot, 0);
+    const uint64_t in_pool_block = uint64_t{static_cast<uint32_t>(page)} * heads + head;
+    const uint64_t block_chunks = uint64_t{block_tokens} * row_chunks;
+    const auto chunks_of = [](void* memory, uint64_t first) { return static_cast<uint4*>(memory) + first; };
+    auto* const shared_keys = reinterpret_cast<uint4*>(block.keys);
+    auto* const key_slot = chunks_of(args.key_slots, in_slots * block_chunks);
+    auto* const value_slot = chunks_of(args.value_slots, in_slots * block_chunks);
+    auto* const pool_keys = chunks_of(args.pool_keys, in_pool_block * block_chunks);
+    auto* const pool_values = chunks_of(args.pool_values, in_pool_block * block_chunks);
+
+    // earlier tokens; the pool has them where the slot does not
+    const bool from_pool = tail.slot < 0 || tail.is_new;
+    for (uint32_t i = threadIdx.x; i < token * row_chunks; i += digest_threads) {
+        const uint4 key = (from_pool ? pool_keys : key_slot)[i];
+        shared_keys[i] = key;
+        if (!from_pool || tail.slot < 0) continue;
+        key_slot[i] = key;
+        value_slot[i] = pool_values[i];
+    }
+    for (uint32_t i = threadIdx.x; i < row_chunks; i += digest_threads) {
+        const uint64_t from = (uint64_t{entry} * heads + head) * row_chunks + i;
+        const uint32_t to = token * row_chunks + i;
+        const uint4 key = static_cast<const uint4*>(args.keys)[from], value = static_cast<const uint4*>(args.values)[from];
+        shared_keys[to] = key;
+        pool_keys[to] = key;
+        pool_values[to] = value;
+        if (tail.slot < 0) continue;
+        key_slot[to] = key;
+        value_slot[to] = value;
+    }
+    digest_block<Element>(block, token + 1, args.digests, static_cast<uint32_t>(page), head);
+}
+
+}  // namespace sglang_hybrid::cuda

@@ -1,0 +1,86 @@
+// Digests and codes of blocks whose keys are in shared memory: `minmax_digest` and `sketch_codes` of the reference.
+#pragma once
+
+#include "sglang_hybrid/block_attention.h"
+#include "sglang_hybrid/cuda/halves.cuh"
+#include "sglang_hybrid/cuda/selection_api.h"
+
+namespace sglang_hybrid::cuda {
+
+inline constexpr uint32_t digest_threads = 128;
+inline constexpr uint32_t sketch_levels = 16;
+// Codes of tokens that are not there yet: next to the middle of the range, on either side of it in turn.
+inline constexpr uint8_t middle_codes = 0x87;
+
+struct SharedBlock {
+    uint16_t keys[block_tokens * max_head_dim];
+    float highest[max_head_dim];
+    float lowest[max_head_dim];
+};
+
+// Four bits for a value in [lowest, highest]; 0 for NaN and where there is no range.
+__device__ inline uint32_t code_of(float value, float highest, float lowest) {
+    const float step = (highest - lowest) / float(sketch_levels);
+    return static_cast<uint32_t>(fminf(fmaxf((value - lowest) / step, 0.0f), float(sketch_levels - 1)));
+}
+
+// By a whole CTA: the digest of block.keys [32][head_dim], of which `filled` tokens are there, and its codes.
+template <class Element>
+__device__ void digest_block(SharedBlock& block, uint32_t filled, const sh_digests& to, uint32_t page, uint32_t head) {
+    const uint32_t dim = to.head_dim;
+    const uint64_t index = uint64_t{page} * to.kv_heads + head;
+    __syncthreads();  // the keys are there
+    auto* const digest = static_cast<uint16_t*>(to.digests) + index * 2 * dim;
+    for (uint32_t channel = threadIdx.x; channel < dim; channel += blockDim.x) {
+        uint16_t most = block.keys[channel], least = most;
+        float highest = widened<Element>(most), lowest = highest;
+        for (uint32_t token = 1; token < filled; ++token) {
+            const uint16_t bits = block.keys[token * dim + channel];
+            const float value = widened<Element>(bits);
+            // NaN stays, as torch's maximum has it: the page must be seen to be damaged
+            if (highest == highest && !(value <= highest)) highest = value, most = bits;
+            if (lowest == lowest && !(value >= lowest)) lowest = value, least = bits;
+        }
+        digest[channel] = most;
+        digest[dim + channel] = least;
+        block.highest[channel] = highest;
+        block.lowest[channel] = lowest;
+    }
+    if (!to.channel_count) return;
+    __syncthreads();
+    const uint32_t token_bytes = to.channel_count / 2;
+    uint8_t* const codes = to.codes + index * block_tokens * token_bytes;
+    const int64_t* const channels = to.channels + uint64_t{head} * to.channel_count;
+    for (uint32_t byte = threadIdx.x; byte < block_tokens * token_bytes; byte += blockDim.x) {
+        const uint32_t token = byte / token_bytes, pair = byte % token_bytes;
+        uint32_t both = middle_codes;
+        if (token < filled) {
+            both = 0;
+            for (uint32_t i = 0; i < 2; ++i) {
+                const uint32_t channel = min(static_cast<uint32_t>(channels[2 * pair + i]), dim - 1);
+                const float value = widened<Element>(block.keys[token * dim + channel]);
+                both |= code_of(value, block.highest[channel], block.lowest[channel]) << (4 * i);
+            }
+        }
+        codes[byte] = static_cast<uint8_t>(both);
+    }
+}
+
+// A CTA for each (page of the list, KV head).
+template <class Element>
+__global__ void __launch_bounds__(digest_threads) digest_pages(const __grid_constant__ sh_digest_pages args) {
+    __shared__ __align__(16) SharedBlock block;
+    const uint32_t index = blockIdx.x / args.digests.kv_heads, head = blockIdx.x % args.digests.kv_heads;
+    const int32_t page = args.pages[index];
+    if (page < 0 || static_cast<uint32_t>(page) >= args.digests.pages) return;
+    const uint32_t filled = static_cast<uint32_t>(min(max(args.filled[index], 1), static_cast<int32_t>(block_tokens)));
+    const uint32_t row_chunks = args.digests.head_dim / 8;
+    const auto* const keys = static_cast<const uint16_t*>(args.keys) + index * args.page_stride + head * args.head_stride;
+    for (uint32_t i = threadIdx.x; i < filled * row_chunks; i += digest_threads) {
+        const auto* const from = keys + i / row_chunks * args.token_stride + i % row_chunks * 8;
+        reinterpret_cast<uint4*>(block.keys)[i] = *reinterpret_cast<const uint4*>(from);
+    }
+    digest_block<Element>(block, filled, args.digests, static_cast<uint32_t>(page), head);
+}
+
+}  // namespace sglang_hybrid::cuda

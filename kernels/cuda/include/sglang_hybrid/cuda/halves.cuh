@@ -1,0 +1,54 @@
+// 16-bit values as numbers, the hardware's approximations of exp2 and log2, and numbers that are none.
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+
+#include "sglang_hybrid/cuda/elements.cuh"
+
+namespace sglang_hybrid::cuda {
+
+template <class Element>
+__device__ float widened(uint16_t bits);
+
+template <>
+__device__ inline float widened<BFloat16>(uint16_t bits) {
+    return __uint_as_float(uint32_t{bits} << 16);
+}
+
+template <>
+__device__ inline float widened<Float16>(uint16_t bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+__device__ inline uint16_t to_half(float value) {
+    uint16_t bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+// Two float16 products.
+__device__ inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
+    uint32_t product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+__device__ inline float fast_exp2(float x) {
+    float value;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+
+__device__ inline float fast_log2(float x) {
+    float value;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+
+// Numbers as they are; NaN and infinities are lower than all of them.
+__device__ inline float or_lowest(float value) { return fabsf(value) <= FLT_MAX ? value : -FLT_MAX; }
+
+}  // namespace sglang_hybrid::cuda

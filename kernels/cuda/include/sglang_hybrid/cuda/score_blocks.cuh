@@ -1,0 +1,267 @@
+// Scores of all blocks of a batch: `estimates` of a layer's cache and `block_scores` of the reference.
+//
+// Reading digests and codes is what takes time. All octets of all (batch entry, KV head) pairs are one long list, and
+// every CTA that the device can run gets an equally long part of it, whatever the rows' lengths. A warp takes every n-th
+// octet of its CTA; while it computes with one, the next is under way.
+//
+// A score is a share of the whole row, so the CTA that finishes a pair's last octet turns its estimates into scores.
+#pragma once
+
+#include "sglang_hybrid/cuda/estimates.cuh"
+
+namespace sglang_hybrid::cuda {
+
+inline constexpr uint32_t score_warps = 4;
+inline constexpr uint32_t score_threads = score_warps * 32;
+inline constexpr uint32_t most_score_entries = 1024;  // of a batch: their octet counts are in shared memory
+
+template <int kDim, int kChannels>
+struct ScoreMemory {
+    using Here = Octet<kDim, kChannels>;
+    static constexpr uint32_t stages = kChannels == 0 ? 3 : 2;
+    static constexpr uint32_t warp_bytes = stages * Here::bytes + Here::step_bytes;
+    static constexpr uint32_t octets = 0;
+    static constexpr uint32_t before = score_warps * warp_bytes;  // [batch + 1], then two words
+    static __host__ __device__ uint32_t bytes(uint32_t batch) { return before + (batch + 3) * sizeof(uint32_t); }
+};
+
+// -- which octets ------------------------------------------------------------------------------------------------------
+
+__device__ inline uint32_t blocks_of(const sh_step& step, uint32_t entry) {
+    return min(static_cast<uint32_t>(max(step.lengths[entry], 0) + 31) / 32, step.max_blocks);
+}
+
+// Octets of one KV head of an entry, at least one so that somebody finishes the pair.
+__device__ inline uint32_t octets_of(const sh_score_blocks& args, uint32_t entry) {
+    uint32_t blocks = blocks_of(args.step, entry);
+    if (args.listed) blocks = min(blocks, args.most_listed);
+    return max((blocks + octet_blocks - 1) / octet_blocks, 1u);
+}
+
+// By the first warp: before[e] = octets of one KV head of all entries before e, up to e = active.
+__device__ inline void count_octets(const sh_score_blocks& args, uint32_t active, uint32_t* before) {
+    if (threadIdx.x < 32) {
+        uint32_t total = 0;
+        for (uint32_t base = 0; base < active; base += 32) {
+            const uint32_t entry = base + threadIdx.x;
+            uint32_t sum = entry < active ? octets_of(args, entry) : 0;
+#pragma unroll
+            for (uint32_t step = 1; step < 32; step *= 2) {
+                const uint32_t other = __shfl_up_sync(0xFFFFFFFF, sum, step);
+                if (threadIdx.x >= step) sum += other;
+            }
+            if (entry < active) before[entry + 1] = total + sum;
+            total += __shfl_sync(0xFFFFFFFF, sum, 31);
+        }
+        if (threadIdx.x == 0) before[0] = 0;
+    }
+    __syncthreads();
+}
+
+// The blocks of a pair as octets: all of them, or those that are listed. Lane b knows the b-th of an octet.
+class PairBlocks {
+  public:
+    struct Block {
+        int32_t position, page;  // -1: there is none
+    };
+
+    __device__ PairBlocks(const sh_score_blocks& args, uint32_t entry, uint32_t pair)
+        : args_(args), table_(args.step.page_table + uint64_t{entry} * args.step.max_blocks),
+          list_(args.listed ? args.listed + uint64_t{pair} * args.most_listed : nullptr),
+          blocks_(static_cast<int32_t>(blocks_of(args.step, entry))),
+          listed_(list_ ? min(static_cast<uint32_t>(max(args.list_counts[pair], 0)), args.most_listed) : blocks_) {}
+
+    __device__ Block operator[](uint32_t octet) const {
+        const uint32_t lane = threadIdx.x % 32, index = octet * octet_blocks + lane;
+        if (lane >= octet_blocks || index >= listed_) return {-1, -1};
+        const int32_t position = list_ ? list_[index] : static_cast<int32_t>(index);
+        if (position < 0 || position >= blocks_) return {-1, -1};
+        const int32_t page = table_[position];
+        return {position, page >= 0 && static_cast<uint32_t>(page) < args_.digests.pages ? page : -1};
+    }
+
+  private:
+    const sh_score_blocks& args_;
+    const int32_t* const table_;
+    const int32_t* const list_;
+    const int32_t blocks_;
+    const uint32_t listed_;
+};
+
+// -- estimates ---------------------------------------------------------------------------------------------------------
+
+// By each warp: every n-th octet from `first` to `end` of a pair. A page that somebody filled with NaN has estimates that
+// are lower than all others.
+template <class Element, int kDim, int kChannels, int kTiles>
+__device__ void estimate_octets(const sh_score_blocks& args, char* shared, uint32_t entry, uint32_t pair, uint32_t first,
+                                uint32_t end) {
+    using Memory = ScoreMemory<kDim, kChannels>;
+    using Here = Octet<kDim, kChannels>;
+    using Tile = HeadTile<Element, kDim, kChannels>;
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = pair % args.digests.kv_heads;
+    char* const mine = shared + warp * Memory::warp_bytes;
+    char* const steps = mine + Memory::stages * Here::bytes;
+    const uint64_t policy = read_once_policy();
+    const PairBlocks blocks(args, entry, pair);
+
+    const auto block_of = [&](uint32_t octet) {
+        return octet < end ? blocks[octet] : PairBlocks::Block{-1, -1};
+    };
+    const auto request = [&](uint32_t stage, uint32_t octet, int32_t page) {
+        if (octet < end) Here::request(shared_address(mine + stage * Here::bytes), args.digests, head, page, policy);
+        commit_copies();  // an empty group too: waiting counts groups
+    };
+    PairBlocks::Block block[Memory::stages];
+#pragma unroll
+    for (uint32_t i = 0; i + 1 < Memory::stages; ++i) {
+        block[i] = block_of(first + warp + i * score_warps);
+        request(i, first + warp + i * score_warps, block[i].page);
+    }
+    PairBlocks::Block next = block_of(first + warp + (Memory::stages - 1) * score_warps);
+
+    const auto* const query = static_cast<const char*>(args.query) + uint64_t{pair} * args.group * kDim * 2;
+    const SketchSteps<kDim, kChannels> sketch(args.digests, head, args.scale);
+    const Tile low(query, args.group, args.digests, head, args.scale, args.spread);
+    const uint32_t behind = args.group > tile_heads ? args.group - tile_heads : 0;
+    const Tile high(query + (kTiles > 1 && behind ? tile_heads * kDim * 2 : 0), behind, args.digests, head, args.scale,
+                    args.spread);
+    float* const estimates = args.estimates + uint64_t{pair} * args.group * args.step.max_blocks;
+
+    uint32_t stage = 0, free_stage = Memory::stages - 1;
+    for (uint32_t octet = first + warp; octet < end; octet += score_warps) {
+        const uint32_t ahead = octet + (Memory::stages - 1) * score_warps;
+        request(free_stage, ahead, next.page);
+        const PairBlocks::Block requested = next;
+        next = block_of(ahead + score_warps);  // its latency hides behind the computation
+        wait_for_copies<Memory::stages - 1>();
+        __syncwarp();
+
+        char* const here = mine + stage * Here::bytes;
+        sketch.template write<Element>(here, steps);
+        __syncwarp();
+        const int32_t position = __shfl_sync(0xFFFFFFFF, block[0].position, lane / 4);
+        const bool readable = __shfl_sync(0xFFFFFFFF, block[0].page, lane / 4) >= 0;
+        const auto store = [&](const float2& found, uint32_t first_head) {
+            const uint32_t at = first_head + lane % 4 * 2;
+            if (position < 0) return;
+            float* const to = estimates + uint64_t{at} * args.step.max_blocks + position;
+            if (at < args.group) to[0] = readable ? or_lowest(found.x) : -FLT_MAX;
+            if (at + 1 < args.group) to[args.step.max_blocks] = readable ? or_lowest(found.y) : -FLT_MAX;
+        };
+        store(low.estimate(shared_address(here), steps), 0);
+        if constexpr (kTiles > 1) store(high.estimate(shared_address(here), steps), tile_heads);
+        __syncwarp();  // all lanes are through with the octet and its steps
+
+#pragma unroll
+        for (uint32_t i = 0; i + 2 < Memory::stages; ++i) block[i] = block[i + 1];
+        block[Memory::stages - 2] = requested;
+        free_stage = stage;
+        stage = stage + 1 == Memory::stages ? 0 : stage + 1;
+    }
+    wait_for_copies<0>();
+    __syncwarp();
+}
+
+// -- scores ------------------------------------------------------------------------------------------------------------
+
+// By a whole CTA: the estimates of a pair, some of which other CTAs wrote, become scores.
+template <int kTiles>
+__device__ void finish_pair(const sh_score_blocks& args, uint32_t entry, uint32_t pair, float* scratch) {
+    constexpr uint32_t most = kTiles * tile_heads;
+    const uint32_t count = blocks_of(args.step, entry), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const uint64_t max_blocks = args.step.max_blocks;
+    const float* const estimates = args.estimates + uint64_t{pair} * args.group * max_blocks;
+    Mass row[most];
+#pragma unroll
+    for (uint32_t head = 0; head < most; ++head) row[head] = Mass::none();
+    for (uint32_t block = threadIdx.x; block < count; block += score_threads) {
+#pragma unroll
+        for (uint32_t head = 0; head < most; ++head) {
+            if (head < args.group) row[head].add(__ldcg(estimates + head * max_blocks + block));
+        }
+    }
+#pragma unroll
+    for (uint32_t head = 0; head < most; ++head) {
+#pragma unroll
+        for (uint32_t step = 16; step; step /= 2) row[head] = row[head].with_any(row[head].from_lane(step));
+        if (lane == 0) reinterpret_cast<Mass*>(scratch)[warp * most + head] = row[head];
+    }
+    __syncthreads();
+    float highest_of[most], rest_of[most];  // together the logarithm of the row's mass
+#pragma unroll
+    for (uint32_t head = 0; head < most; ++head) {
+        Mass all = Mass::none();
+        for (uint32_t i = 0; i < score_warps; ++i) all = all.with_any(reinterpret_cast<const Mass*>(scratch)[i * most + head]);
+        highest_of[head] = all.maximum;
+        rest_of[head] = fast_log2(all.sum);
+    }
+    float* const scores = args.scores + uint64_t{pair} * max_blocks;
+    for (uint32_t block = threadIdx.x; block < max_blocks; block += score_threads) {
+        float score = -INFINITY;
+        if (block < count) {
+            float share[most], highest = -FLT_MAX;
+#pragma unroll
+            for (uint32_t head = 0; head < most; ++head) {
+                if (head >= args.group) break;
+                // one after the other: estimates of damaged pages are so large that a sum would swallow the rest
+                share[head] = __ldcg(estimates + head * max_blocks + block) - highest_of[head] - rest_of[head];
+                highest = fmaxf(highest, share[head]);
+            }
+            float sum = 0;
+#pragma unroll
+            for (uint32_t head = 0; head < most; ++head) {
+                if (head < args.group) sum += fast_exp2(share[head] - highest);
+            }
+            // a block that no head can estimate
+            score = highest < -1e37f ? -FLT_MAX : (highest + fast_log2(sum)) * ln_of_2;
+        }
+        scores[block] = score;
+    }
+}
+
+// Whether this CTA brought the last of a pair's octets; what others wrote before can be read then.
+__device__ inline bool completes(uint32_t& arrived, uint32_t brought, uint32_t octets, uint32_t& verdict) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        verdict = atomicAdd(&arrived, brought) + brought == octets;
+        if (verdict) arrived = 0;  // for the next launch
+    }
+    __syncthreads();
+    __threadfence();
+    return verdict;
+}
+
+template <class Element, int kDim, int kChannels, int kTiles>
+__global__ void __launch_bounds__(score_threads) score_blocks(const __grid_constant__ sh_score_blocks args) {
+    using Memory = ScoreMemory<kDim, kChannels>;
+    extern __shared__ __align__(128) char shared[];
+    const uint32_t heads = args.digests.kv_heads, active = active_of(args.step.active_rows, args.step.batch);
+    auto* const before = reinterpret_cast<uint32_t*>(shared + Memory::before);
+    count_octets(args, active, before);
+    const uint32_t total = active ? before[active] * heads : 0;
+    const uint32_t share = max(score_warps, (total + gridDim.x - 1) / gridDim.x);
+    uint32_t at = min(blockIdx.x * share, total);
+    const uint32_t end = min(at + share, total);
+    if (at == end) return;
+    uint32_t entry = 0;
+    for (uint32_t upper = active; entry + 1 < upper;) {
+        const uint32_t middle = (entry + upper) / 2;
+        if (before[middle] * heads <= at) entry = middle;
+        else upper = middle;
+    }
+    while (at < end) {
+        const uint32_t octets = before[entry + 1] - before[entry], in_entry = at - before[entry] * heads;
+        const uint32_t pair = entry * heads + in_entry / octets, first = in_entry % octets;
+        const uint32_t last = min(octets, first + (end - at));
+        estimate_octets<Element, kDim, kChannels, kTiles>(args, shared, entry, pair, first, last);
+        if (completes(args.arrived[pair], last - first, octets, before[args.step.batch + 1])) {
+            finish_pair<kTiles>(args, entry, pair, reinterpret_cast<float*>(shared));  // octets are no longer needed
+        }
+        __syncthreads();
+        at += last - first;
+        if (at == before[entry + 1] * heads) ++entry;
+    }
+}
+
+}  // namespace sglang_hybrid::cuda

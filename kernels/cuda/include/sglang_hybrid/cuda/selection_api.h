@@ -1,0 +1,159 @@
+// What the CUDA library offers for digests, scores and selection; conventions as in c_api.h.
+//
+// Which slot holds what. Slots [row][KV head][slots] of a layer; positions say which block of the row's sequence a slot
+// holds, -1: none.
+//   slot s < sink   block s and no other
+//   all others      recent blocks, the tail and resident blocks, in any order: what a block is follows from its position
+// slots = sink + recent + 1 + resident blocks. When a row opens a block, the new tail takes an empty slot or that of the
+// resident with the lowest score. The block that is recent no more stays where it is and is resident from then on, so
+// nothing is ever copied from slot to slot.
+#pragma once
+
+#include <cstdint>
+
+// Digests and codes of one layer, for every page of the pool.
+struct sh_digests {
+    void* digests;            // [page][KV head][max, min][head_dim] of `dtype`
+    uint8_t* codes;           // [page][KV head][32][channels / 2]; null without sketches
+    const int64_t* channels;  // [KV head][channel_count]
+    uint32_t pages;
+    uint32_t kv_heads;
+    uint32_t head_dim;
+    uint32_t channel_count;  // 0 without sketches
+    uint32_t dtype;          // DType, 16 bits
+    uint32_t unused;
+};
+
+struct sh_slot_table {
+    int32_t* positions;  // [row][KV head][slots]
+    uint32_t rows;
+    uint32_t slots;
+    uint32_t sink;
+    uint32_t recent;
+};
+
+// The rows of a step. Lengths count the token that is being computed; its block is the tail.
+struct sh_step {
+    const int32_t* page_table;  // [batch][max_blocks]
+    const int32_t* lengths;     // [batch]
+    const int32_t* row_of;      // [batch]
+    const int32_t* active_rows;
+    uint32_t batch;
+    uint32_t max_blocks;
+};
+
+// -- keys --------------------------------------------------------------------------------------------------------------
+
+// One token for each (batch entry, KV head): to the tail's slot and to the host pool; digest and codes of the tail.
+struct sh_append {
+    sh_digests digests;
+    sh_slot_table table;
+    sh_step step;
+    const void* keys;    // [batch][KV head][head_dim]
+    const void* values;  // likewise
+    void* key_slots;     // [row][KV head][slots][32][head_dim]
+    void* value_slots;
+    void* pool_keys;  // a layer of the pool, as the device sees it: [page][KV head][32][head_dim]
+    void* pool_values;
+    const float* scores;  // [batch][KV head][max_blocks] of the last selection, or null: who gives up its slot
+    uint64_t* refused;    // tokens whose page is not in the pool, added up; or null
+};
+
+// Digests and codes of whole pages, [count][KV head] blocks.
+struct sh_digest_pages {
+    sh_digests digests;
+    const void* keys;       // block i of head h begins at i * page_stride + h * head_stride, its tokens token_stride apart
+    const int32_t* pages;   // [count]; those that are not in the pool are left out
+    const int32_t* filled;  // [count] tokens, at least 1
+    uint64_t page_stride;   // in values
+    uint64_t head_stride;
+    uint64_t token_stride;
+    uint32_t count;
+    uint32_t unused;
+};
+
+// -- scores ------------------------------------------------------------------------------------------------------------
+
+// Estimates of blocks by queries, and from them scores. With `listed` only those positions are estimated anew; the
+// others keep the estimates that the workspace has from the launch before.
+struct sh_score_blocks {
+    sh_digests digests;
+    sh_step step;                // row_of is not looked at
+    const void* query;           // [batch][KV head][group][head_dim]
+    const int32_t* listed;       // [batch][KV head][most_listed] positions, or null: all blocks of the row
+    const int32_t* list_counts;  // [batch][KV head]
+    float* estimates;            // workspace [batch][KV head][group][max_blocks], in units of log2
+    uint32_t* arrived;           // workspace [batch][KV head], 0 before and after a launch
+    float* scores;               // [batch][KV head][max_blocks], -inf behind the row's end
+    float scale;
+    float spread;  // without sketches
+    uint32_t group;
+    uint32_t most_listed;
+};
+
+// The best positions by score, ascending.
+struct sh_best_blocks {
+    sh_step step;
+    const float* scores;   // [batch][KV head][max_blocks]
+    int32_t* positions;    // [batch][KV head][limit], -1 behind the last
+    int32_t* counts;       // [batch][KV head]
+    uint32_t kv_heads;
+    uint32_t limit;
+};
+
+// -- selection ---------------------------------------------------------------------------------------------------------
+
+// Blocks that become resident: entry i of the list is block `positions[i]` of its row, in `pages[i]`, and goes to slot
+// destinations[i] of [row][KV head][slots]. Positions are written to the slot table after the copies.
+struct sh_plan {
+    int32_t* pages;
+    int32_t* destinations;
+    int32_t* positions;
+    int32_t* count;      // of entries
+    uint32_t* progress;  // [2], 0 before and after a launch
+    uint64_t capacity;
+};
+
+struct sh_select_blocks {
+    sh_slot_table table;
+    sh_step step;
+    const float* scores;          // [batch][KV head][max_blocks]
+    int32_t* miss_pages;          // [batch][KV head][most_misses], -1 behind the last; ascending positions
+    int32_t* miss_positions;      // likewise
+    int32_t* miss_counts;         // [batch][KV head]
+    const int32_t* due;           // [batch]: whether the row recalls; or null
+    const int32_t* interval;      // steps between recalls, one number; or null. 0: never
+    const int32_t* first_lengths; // [rows]: length in the row's first step, with `interval`
+    sh_plan plan;                 // not looked at without due and interval
+    float bonus;                  // of resident blocks
+    float worth;                  // a miss has at least this score
+    uint32_t kv_heads;
+    uint32_t budget;  // blocks
+    uint32_t most_misses;
+    uint32_t layer;  // layers recall at different steps
+    uint32_t pool_pages;
+    uint32_t unused;
+};
+
+struct sh_apply_plan {
+    sh_plan plan;
+    int32_t* positions;  // the slot table's
+    uint64_t slots;      // in the whole table
+};
+
+// -- after the worker's reply ------------------------------------------------------------------------------------------
+
+// lse += `lse_shift` of the reference, for what was computed with the predicted query.
+struct sh_shift_lse {
+    sh_digests digests;
+    const void* query;        // [batch][KV head][group][head_dim], real
+    const void* query_ahead;  // predicted
+    const int32_t* pages;     // [batch][KV head][most_misses]
+    const int32_t* counts;    // [batch][KV head]
+    const int32_t* active_rows;
+    float* lse;  // [batch][KV head][group]
+    float scale;
+    uint32_t batch;
+    uint32_t group;
+    uint32_t most_misses;
+};

@@ -1,0 +1,37 @@
+// From the shape of digests to a kernel that knows it.
+#pragma once
+
+#include <type_traits>
+
+#include "launching.h"
+#include "sglang_hybrid/block_attention.h"
+#include "sglang_hybrid/cuda/elements.cuh"
+#include "sglang_hybrid/cuda/selection_api.h"
+
+template <int kValue>
+using Number = std::integral_constant<int, kValue>;
+
+// use(Element{}, head_dim, channels) for what digests have, the numbers known at compile time.
+template <class Use>
+cudaError_t for_digests(const sh_digests& digests, Use use) {
+    const auto with_channels = [&](auto element, auto dim) {
+        switch (digests.channel_count) {
+            case 0: return use(element, dim, Number<0>{});
+            case 32: return use(element, dim, Number<32>{});
+            case 64: return use(element, dim, Number<64>{});
+            default: return cudaErrorInvalidValue;
+        }
+    };
+    const auto with_dim = [&](auto element) {
+        switch (digests.head_dim) {
+            case 64: return with_channels(element, Number<64>{});
+            case 128: return with_channels(element, Number<128>{});
+            default: return cudaErrorInvalidValue;
+        }
+    };
+    switch (static_cast<sglang_hybrid::DType>(digests.dtype)) {
+        case sglang_hybrid::DType::bf16: return with_dim(sglang_hybrid::cuda::BFloat16{});
+        case sglang_hybrid::DType::fp16: return with_dim(sglang_hybrid::cuda::Float16{});
+        default: return cudaErrorInvalidValue;
+    }
+}

@@ -1,0 +1,37 @@
+// Selection and plans: launchers.
+#include <algorithm>
+
+#include "launching.h"
+#include "sglang_hybrid/cuda/select_blocks.cuh"
+
+using namespace sglang_hybrid;
+using namespace sglang_hybrid::cuda;
+
+SH_CUDA_API int sh_cuda_best_blocks(const sh_best_blocks* args, cudaStream_t stream) {
+    const uint32_t ctas = args->step.batch * args->kv_heads, bytes = args->step.max_blocks * uint32_t(sizeof(uint32_t));
+    if (ctas == 0) return cudaSuccess;
+    if (const auto error = allow_shared(best_blocks, bytes)) return error;
+    best_blocks<<<ctas, select_threads, bytes, stream>>>(*args);
+    return cudaGetLastError();
+}
+
+SH_CUDA_API int sh_cuda_select_blocks(const sh_select_blocks* args, cudaStream_t stream) {
+    const uint32_t ctas = args->step.batch * args->kv_heads, max_blocks = args->step.max_blocks;
+    const uint32_t always = args->table.sink + args->table.recent + 1;
+    if (args->budget > most_selected || args->budget < always || args->table.slots > most_slots || args->table.slots < always) {
+        return cudaErrorInvalidValue;
+    }
+    if (ctas == 0) return cudaSuccess;
+    const uint32_t words = max_blocks + 2 * PositionSet::words(max_blocks);
+    const uint32_t bytes = uint32_t(sizeof(SelectionMemory)) + words * uint32_t(sizeof(uint32_t));
+    if (const auto error = allow_shared(select_blocks, bytes)) return error;
+    select_blocks<<<ctas, select_threads, bytes, stream>>>(*args);
+    return cudaGetLastError();
+}
+
+SH_CUDA_API int sh_cuda_apply_plan(const sh_apply_plan* args, cudaStream_t stream) {
+    if (args->plan.capacity == 0) return cudaSuccess;
+    const uint64_t ctas = (args->plan.capacity + select_threads - 1) / select_threads;
+    apply_plan<<<uint32_t(std::min<uint64_t>(ctas, 64)), select_threads, 0, stream>>>(*args);
+    return cudaGetLastError();
+}

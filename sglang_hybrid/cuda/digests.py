@@ -1,0 +1,182 @@
+"""Keys and values of new tokens: to slots, to the host pool, and into digests and sketches.
+
+What the kernels of a layer share::
+
+    digests  [pages, H, 2, D]        maximum, minimum
+    codes    [pages, H, 32, C / 2]   of channels [H, C]
+    slots    [rows, H, S, 32, D]     and positions [rows, H, S]: block of the row's sequence, -1 for none
+
+Slot s < sink holds block s and no other. All other slots hold recent blocks, the tail and resident blocks in any
+order: what a block is follows from its position. S = sink + recent + 1 + resident blocks. A new tail takes an empty
+slot or that of the resident with the lowest score; a block that is recent no more stays in its slot and is resident.
+
+A row's positions must be -1 before its first step: whoever begins a row writes that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_hybrid.cuda import selection_structs as structs
+from sglang_hybrid.cuda.host_memory import RegisteredRegion
+from sglang_hybrid.cuda.library import launch, library
+from sglang_hybrid.cuda.tensors import BLOCK_TOKENS, HALVES, active_address, address, dtype_code
+
+
+@dataclass(frozen=True)
+class LayerDigests:
+    """One layer's digests and, if there are any, sketches: what ``Digests`` and ``Sketches`` hold."""
+
+    digests: torch.Tensor
+    codes: torch.Tensor | None = None
+    channels: torch.Tensor | None = None  # int64
+
+    @property
+    def heads(self) -> int:
+        return self.digests.shape[1]
+
+    def arguments(self, *, sketched: bool = True) -> structs.Digests:
+        """``sketched`` False leaves the codes out."""
+        pages, heads, _, dim = self.digests.shape
+        codes, channels = (self.codes, self.channels) if sketched else (None, None)
+        count = 0
+        if codes is not None:
+            count = 2 * codes.shape[3]
+            if codes.data_ptr() % 16:
+                raise ValueError("codes must be aligned to 16 bytes")
+        return structs.Digests(
+            digests=address("digests", self.digests, HALVES, (pages, heads, 2, dim)),
+            codes=address("codes", codes, torch.uint8, (pages, heads, BLOCK_TOKENS, count // 2)),
+            channels=address("channels", channels, torch.int64, (heads, count)),
+            pages=pages,
+            kv_heads=heads,
+            head_dim=dim,
+            channel_count=count,
+            dtype=dtype_code(self.digests.dtype),
+        )
+
+
+@dataclass(frozen=True)
+class SlotTable:
+    """Which block each slot of a layer holds, and how many blocks of a row are always in."""
+
+    positions: torch.Tensor  # [rows, H, S] int32
+    sink: int
+    recent: int
+
+    def arguments(self, heads: int) -> structs.SlotTable:
+        rows, _, slots = self.positions.shape
+        if slots < self.sink + self.recent + 1:
+            raise ValueError(f"{slots} slots do not hold {self.sink} sink and {self.recent} recent blocks and the tail")
+        return structs.SlotTable(
+            positions=address("positions", self.positions, torch.int32, (rows, heads, slots)),
+            rows=rows,
+            slots=slots,
+            sink=self.sink,
+            recent=self.recent,
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """The rows of a decode step. Lengths count the token that is being computed: its block is the tail."""
+
+    page_table: torch.Tensor  # [B, max_blocks] int32
+    lengths: torch.Tensor  # [B] int32
+    row_of: torch.Tensor  # [B] int32
+    active_rows: torch.Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.page_table.shape[0]
+
+    @property
+    def max_blocks(self) -> int:
+        return self.page_table.shape[1]
+
+    def arguments(self) -> structs.Step:
+        return structs.Step(
+            page_table=address("page_table", self.page_table, torch.int32, (self.batch, self.max_blocks)),
+            lengths=address("lengths", self.lengths, torch.int32, (self.batch,)),
+            row_of=address("row_of", self.row_of, torch.int32, (self.batch,)),
+            active_rows=active_address(self.active_rows),
+            batch=self.batch,
+            max_blocks=self.max_blocks,
+        )
+
+
+@dataclass(frozen=True)
+class HostPool:
+    """One layer of the pool in registered host memory, ``[pages, H, 32, D]`` each."""
+
+    region: RegisteredRegion
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def append(
+    digests: LayerDigests,
+    table: SlotTable,
+    step: Step,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_slots: torch.Tensor,
+    value_slots: torch.Tensor,
+    pool: HostPool,
+    *,
+    scores: torch.Tensor | None = None,
+    refused: torch.Tensor | None = None,
+) -> None:
+    """The step's new tokens, keys and values ``[B, H, D]``, to the tails' slots and to the host pool.
+
+    The tails' digests and codes are made anew from the slots. Selection has given a slot to a tail that it saw opened;
+    a tail without one gets it here, by ``scores`` ``[B, H, max_blocks]`` of the last selection, and what earlier tokens
+    it has come from the pool. Rows whose page is not in the pool are left out and added to ``refused`` (one int64).
+    """
+    dtype, heads, dim = digests.digests.dtype, digests.heads, digests.digests.shape[3]
+    of_slots = (*table.positions.shape, BLOCK_TOKENS, dim)
+    of_pool = (digests.digests.shape[0], heads, BLOCK_TOKENS, dim)
+    for name, part in (("keys", pool.keys), ("values", pool.values)):
+        if tuple(part.shape) != of_pool or part.dtype != dtype:
+            raise ValueError(f"the pool's {name} are {tuple(part.shape)} of {part.dtype}, not {of_pool} of {dtype}")
+    arguments = structs.Append(
+        digests=digests.arguments(),
+        table=table.arguments(heads),
+        step=step.arguments(),
+        keys=address("keys", keys, dtype, (step.batch, heads, dim)),
+        values=address("values", values, dtype, (step.batch, heads, dim)),
+        key_slots=address("key_slots", key_slots, dtype, of_slots),
+        value_slots=address("value_slots", value_slots, dtype, of_slots),
+        pool_keys=pool.region.address_of("keys of the pool", pool.keys),
+        pool_values=pool.region.address_of("values of the pool", pool.values),
+        scores=address("scores", scores, torch.float32, (step.batch, heads, step.max_blocks)),
+        refused=None if refused is None else address("refused", refused.view(-1), torch.int64, (1,)),
+    )
+    launch(library().sh_cuda_append, arguments)
+
+
+def digest_pages(digests: LayerDigests, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
+    """Digests and codes of ``pages`` ``[n]``, whose first ``filled`` ``[n]`` tokens are there.
+
+    keys ``[n, H, 32, D]`` on the device, any strides: prefill's ``[tokens, H, D]`` can be viewed like that.
+    """
+    count, heads, tokens, dim = keys.shape
+    if (heads, tokens, dim) != (digests.heads, BLOCK_TOKENS, digests.digests.shape[3]):
+        raise ValueError(f"keys {tuple(keys.shape)} do not fit digests {tuple(digests.digests.shape)}")
+    if not keys.is_cuda or keys.dtype != digests.digests.dtype:
+        raise ValueError(f"keys are {keys.dtype} on {keys.device}, must be {digests.digests.dtype} on a CUDA device")
+    if keys.stride(3) != 1 or keys.data_ptr() % 16 or any(stride % 8 for stride in keys.stride()[:3]):
+        raise ValueError(f"channels of keys must be contiguous and aligned to 16 bytes, strides are {keys.stride()}")
+    arguments = structs.DigestPages(
+        digests=digests.arguments(),
+        keys=keys.data_ptr(),
+        pages=address("pages", pages, torch.int32, (count,)),
+        filled=address("filled", filled, torch.int32, (count,)),
+        page_stride=keys.stride(0),
+        head_stride=keys.stride(1),
+        token_stride=keys.stride(2),
+        count=count,
+    )
+    launch(library().sh_cuda_digest_pages, arguments)

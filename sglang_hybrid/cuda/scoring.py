@@ -1,0 +1,136 @@
+"""Scores of all blocks of a batch by a query, and what the real query changes about a predicted one."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_hybrid.cuda import selection_structs as structs
+from sglang_hybrid.cuda.digests import LayerDigests, Step
+from sglang_hybrid.cuda.library import launch, library
+from sglang_hybrid.cuda.tensors import active_address, address
+
+
+class ScoreWorkspace:
+    """Estimates of every query head. One for all launches that do not run beside each other."""
+
+    def __init__(
+        self, batch: int, heads: int, group: int, max_blocks: int, device: torch.device | str = "cuda"
+    ) -> None:
+        self.estimates = torch.empty(batch, heads, group, max_blocks, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(batch, heads, dtype=torch.int32, device=device)
+
+
+class BestBlocks:
+    """Positions ``[B, H, limit]`` of the best blocks, ascending, -1 behind the last; counts ``[B, H]``."""
+
+    def __init__(self, batch: int, heads: int, limit: int, device: torch.device | str = "cuda") -> None:
+        self.positions = torch.empty(batch, heads, limit, dtype=torch.int32, device=device)
+        self.counts = torch.empty(batch, heads, dtype=torch.int32, device=device)
+
+
+def score_blocks(
+    query: torch.Tensor,
+    digests: LayerDigests,
+    step: Step,
+    scale: float,
+    workspace: ScoreWorkspace,
+    scores: torch.Tensor,
+    *,
+    spread: float = 0.0,
+    sketched: bool = True,
+    listed: BestBlocks | None = None,
+) -> torch.Tensor:
+    """``block_scores`` of the reference to ``scores`` ``[B, H, max_blocks]`` float32, by query ``[B, H * G, D]``.
+
+    Estimates by sketches, or by digests alone (``spread``) where there are none or ``sketched`` is False. With
+    ``listed`` only those blocks are estimated; the others keep the estimates that ``workspace`` has from the launch
+    before.
+    """
+    batch, query_heads, _ = query.shape
+    heads = digests.heads
+    group = query_heads // heads
+    most = 0 if listed is None else listed.positions.shape[2]
+    arguments = structs.ScoreBlocks(
+        digests=digests.arguments(sketched=sketched),
+        step=step.arguments(),
+        query=address("query", query, digests.digests.dtype, (step.batch, heads * group, digests.digests.shape[3])),
+        listed=None if listed is None else address("listed", listed.positions, torch.int32, (batch, heads, most)),
+        list_counts=None if listed is None else address("counts", listed.counts, torch.int32, (batch, heads)),
+        estimates=address(
+            "the workspace's estimates", workspace.estimates, torch.float32, (batch, heads, group, step.max_blocks)
+        ),
+        arrived=address("the workspace's counters", workspace.arrived, torch.int32, (batch, heads)),
+        scores=address("scores", scores, torch.float32, (batch, heads, step.max_blocks)),
+        scale=scale,
+        spread=spread,
+        group=group,
+        most_listed=most,
+    )
+    launch(library().sh_cuda_score_blocks, arguments)
+    return scores
+
+
+def best_blocks(scores: torch.Tensor, step: Step, best: BestBlocks) -> None:
+    """The best blocks by ``scores`` ``[B, H, max_blocks]``, as many as there is room for; of equal ones the first."""
+    batch, heads, limit = best.positions.shape
+    arguments = structs.BestBlocks(
+        step=step.arguments(),
+        scores=address("scores", scores, torch.float32, (step.batch, heads, step.max_blocks)),
+        positions=address("positions", best.positions, torch.int32, (step.batch, heads, limit)),
+        counts=address("counts", best.counts, torch.int32, (batch, heads)),
+        kv_heads=heads,
+        limit=limit,
+    )
+    launch(library().sh_cuda_best_blocks, arguments)
+
+
+def score_in_two_levels(
+    query: torch.Tensor,
+    digests: LayerDigests,
+    step: Step,
+    scale: float,
+    workspace: ScoreWorkspace,
+    scores: torch.Tensor,
+    best: BestBlocks,
+) -> torch.Tensor:
+    """As ``score_blocks``, but sketches are read for the best blocks only, by the middles of the digests' ranges.
+
+    The other blocks are scored as if all their tokens were in the middle.
+    """
+    score_blocks(query, digests, step, scale, workspace, scores, sketched=False)
+    best_blocks(scores, step, best)
+    return score_blocks(query, digests, step, scale, workspace, scores, listed=best)
+
+
+def shift_lse(
+    query: torch.Tensor,
+    query_ahead: torch.Tensor,
+    digests: LayerDigests,
+    pages: torch.Tensor,
+    counts: torch.Tensor,
+    scale: float,
+    lse: torch.Tensor,
+    *,
+    active_rows: torch.Tensor | None = None,
+) -> None:
+    """Add ``reference.lse_shift`` to ``lse`` ``[B, H * G]``, which ``query_ahead`` has computed for ``pages``.
+
+    queries ``[B, H * G, D]``; pages ``[B, H, N]`` of which the first ``counts`` ``[B, H]`` are there.
+    """
+    batch, query_heads, dim = query.shape
+    heads = digests.heads
+    dtype = digests.digests.dtype
+    arguments = structs.ShiftLse(
+        digests=digests.arguments(),
+        query=address("query", query, dtype, (batch, query_heads, digests.digests.shape[3])),
+        query_ahead=address("query_ahead", query_ahead, dtype, (batch, query_heads, dim)),
+        pages=address("pages", pages, torch.int32, (batch, heads, pages.shape[2])),
+        counts=address("counts", counts, torch.int32, (batch, heads)),
+        active_rows=active_address(active_rows),
+        lse=address("lse", lse, torch.float32, (batch, query_heads)),
+        scale=scale,
+        batch=batch,
+        group=query_heads // heads,
+        most_misses=pages.shape[2],
+    )
+    launch(library().sh_cuda_shift_lse, arguments)

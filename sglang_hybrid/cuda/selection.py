@@ -1,0 +1,130 @@
+"""Selection on the device: which blocks are misses, and what a recall makes resident.
+
+A step of one layer::
+
+    score_blocks -> select_blocks -> post the misses ...          by the predicted query, before the layer
+    append -> attend_slots -> wait -> shift_lse -> merge3         by the real one
+    gather_blocks (the plan's list) -> apply_plan                 before the layer's next selection
+
+Rows that begin to decode are planned the same way, with ``due`` set and the length of their first step: everything but
+the tail is gathered, which ``append`` brings along.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from sglang_hybrid.cuda import selection_structs as structs
+from sglang_hybrid.cuda.digests import SlotTable, Step
+from sglang_hybrid.cuda.library import launch, library
+from sglang_hybrid.cuda.tensors import address
+
+
+class Misses:
+    """Pages and positions ``[B, H, most]``, ascending, -1 behind the last, and counts ``[B, H]``, int32.
+
+    All of them are full blocks. ``post`` and ``gather_blocks`` read pages, ``attend_slots`` positions of what was
+    gathered.
+    """
+
+    def __init__(self, batch: int, heads: int, most: int, device: torch.device | str = "cuda") -> None:
+        self.pages = torch.full((batch, heads, most), -1, dtype=torch.int32, device=device)
+        self.positions = torch.full_like(self.pages, -1)
+        self.counts = torch.zeros(batch, heads, dtype=torch.int32, device=device)
+
+
+class RecallPlan:
+    """What becomes resident: ``count`` blocks, their pages, slots ``(row * H + head) * S + slot`` and positions.
+
+    ``gather_blocks`` takes pages, destinations and count; ``apply_plan`` writes the positions afterwards.
+    """
+
+    def __init__(self, capacity: int, device: torch.device | str = "cuda") -> None:
+        """``capacity``: B * H * S is always enough."""
+        self.pages, self.destinations, self.positions = torch.zeros(
+            3, capacity, dtype=torch.int32, device=device
+        ).unbind(0)
+        self.count = torch.zeros(1, dtype=torch.int32, device=device)
+        self._progress = torch.zeros(2, dtype=torch.int32, device=device)
+
+    def arguments(self) -> structs.Plan:
+        capacity = self.pages.numel()
+        return structs.Plan(
+            pages=address("the plan's pages", self.pages, torch.int32, (capacity,)),
+            destinations=address("the plan's destinations", self.destinations, torch.int32, (capacity,)),
+            positions=address("the plan's positions", self.positions, torch.int32, (capacity,)),
+            count=address("the plan's count", self.count, torch.int32, (1,)),
+            progress=address("the plan's progress", self._progress, torch.int32, (2,)),
+            capacity=capacity,
+        )
+
+
+@dataclass(frozen=True)
+class RecallInterval:
+    """Rows recall when ``steps + layer`` is a multiple of the interval, steps counted from each row's first one."""
+
+    steps: torch.Tensor  # one int32: between two recalls, 0 for never
+    first_lengths: torch.Tensor  # [rows] int32: each row's length in its first step
+    layer: int = 0
+
+
+def select_blocks(
+    scores: torch.Tensor,
+    table: SlotTable,
+    step: Step,
+    budget: int,
+    misses: Misses,
+    *,
+    pool_pages: int,
+    bonus: float = 0.0,
+    worth: float = -math.inf,
+    plan: RecallPlan | None = None,
+    recall: torch.Tensor | RecallInterval | None = None,
+) -> None:
+    """``reference.select_blocks`` of scores ``[B, H, max_blocks]``, split by residency, as policy ``scout`` does it.
+
+    budget: blocks, at most 256. ``worth``: the score that a miss must have. A tail that was opened by this step gets
+    its slot here; see ``digests``. With ``plan``, rows that are due (``recall``: ``[B]`` int32 or an interval) add what
+    they want to have in their slots.
+    """
+    batch, heads, most = misses.pages.shape
+    rows = table.positions.shape[0]
+    if (plan is None) != (recall is None):
+        raise ValueError("a plan needs to know who recalls, and the other way round")
+    interval = recall if isinstance(recall, RecallInterval) else None
+    due = recall if isinstance(recall, torch.Tensor) else None
+    arguments = structs.SelectBlocks(
+        table=table.arguments(heads),
+        step=step.arguments(),
+        scores=address("scores", scores, torch.float32, (step.batch, heads, step.max_blocks)),
+        miss_pages=address("the misses' pages", misses.pages, torch.int32, (step.batch, heads, most)),
+        miss_positions=address("the misses' positions", misses.positions, torch.int32, (batch, heads, most)),
+        miss_counts=address("the misses' counts", misses.counts, torch.int32, (batch, heads)),
+        due=address("due", due, torch.int32, (batch,)),
+        interval=None if interval is None else address("interval", interval.steps.view(-1), torch.int32, (1,)),
+        first_lengths=None
+        if interval is None
+        else address("first_lengths", interval.first_lengths, torch.int32, (rows,)),
+        plan=structs.Plan() if plan is None else plan.arguments(),
+        bonus=bonus,
+        worth=worth,
+        kv_heads=heads,
+        budget=budget,
+        most_misses=most,
+        layer=0 if interval is None else interval.layer,
+        pool_pages=pool_pages,
+    )
+    launch(library().sh_cuda_select_blocks, arguments)
+
+
+def apply_plan(plan: RecallPlan, table: SlotTable) -> None:
+    """The plan's blocks are in their slots: the table says so from now on."""
+    arguments = structs.ApplyPlan(
+        plan=plan.arguments(),
+        positions=address("positions", table.positions, torch.int32, tuple(table.positions.shape)),
+        slots=table.positions.numel(),
+    )
+    launch(library().sh_cuda_apply_plan, arguments)

@@ -1,0 +1,197 @@
+"""Scores of blocks and the shift of an LSE on the GPU, against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cuda_cases import seeded
+from selection_cases import DEVICE, LayerCase, Shape, numbers, random_layer
+
+from sglang_hybrid.cuda.scoring import (
+    BestBlocks,
+    ScoreWorkspace,
+    best_blocks,
+    score_blocks,
+    score_in_two_levels,
+    shift_lse,
+)
+from sglang_hybrid.ops import reference
+
+UNTOUCHED = 77.0
+TOLERANCE = 0.02  # in attention logits: steps of codes are float16 there
+
+SHAPES = [
+    Shape(batch=1, heads=1, group=1, dim=64, channels=32, max_blocks=1),
+    Shape(batch=1, heads=2, group=5, dim=128, channels=32, max_blocks=37),
+    Shape(batch=4, heads=2, group=5, dim=128, channels=32, max_blocks=64),
+    Shape(batch=3, heads=1, group=8, dim=128, channels=64, max_blocks=20),
+    Shape(batch=3, heads=2, group=16, dim=64, channels=32, max_blocks=33, dtype=torch.float16),
+    Shape(batch=2, heads=2, group=12, dim=128, channels=64, max_blocks=9),
+    Shape(batch=5, heads=2, group=7, dim=128, channels=0, max_blocks=26),
+    Shape(batch=2, heads=1, group=3, dim=64, channels=0, max_blocks=50, dtype=torch.float16),
+    Shape(batch=2, heads=2, group=10, dim=128, channels=0, max_blocks=18),
+    Shape(batch=2, heads=2, group=4, dim=64, channels=64, max_blocks=30),
+]
+LARGE = Shape(batch=33, heads=8, group=5, dim=128, channels=32, max_blocks=300)
+
+
+def scored(case: LayerCase, spread: float = 0.0, **more: object) -> torch.Tensor:
+    shape = case.shape
+    workspace = ScoreWorkspace(shape.batch, shape.heads, shape.group, shape.max_blocks, DEVICE)
+    scores = torch.full((shape.batch, shape.heads, shape.max_blocks), UNTOUCHED, device=DEVICE)
+    score_blocks(case.query, case.digests, case.step, shape.scale, workspace, scores, spread=spread, **more)
+    assert not workspace.arrived.any()
+    return scores
+
+
+def assert_scores(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=1e-3)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_are_scored_as_the_reference_does(shape: Shape) -> None:
+    for seed, spread in ((0, 0.0), (1, 0.5), (2, 1.0)):
+        case = random_layer(shape, seed)
+        assert_scores(scored(case, spread), case.expected_scores(spread))
+
+
+def test_many_rows_of_very_different_lengths_are_scored() -> None:
+    lengths = [1, 32, 33, 9600, 9599, 5000] + [64 * (i + 1) for i in range(27)]
+    case = random_layer(LARGE, 3, lengths)
+    assert_scores(scored(case), case.expected_scores())
+
+
+def test_estimates_are_more_exact_than_the_tolerance_on_average() -> None:
+    case = random_layer(Shape(batch=2, heads=2, group=5, dim=128, channels=32, max_blocks=40), 5)
+    found, expected = scored(case), case.expected_scores()
+    there = expected > -torch.inf
+    assert float((found - expected)[there].abs().mean()) < TOLERANCE / 8
+
+
+@pytest.mark.parametrize("channels", [0, 32])
+@pytest.mark.parametrize("damage", [torch.nan, torch.inf, -torch.inf])
+def test_a_damaged_page_neither_wins_nor_poisons_the_others(channels: int, damage: float) -> None:
+    shape = Shape(batch=2, heads=2, group=5, dim=128, channels=channels, max_blocks=30)
+    case = random_layer(shape, 7, [30 * 32, 20 * 32])
+    for block, channel in ((0, 3), (11, 127), (29, 64)):
+        case.digests.digests[int(case.step.page_table[0, block]), :, 0, channel] = damage
+    found = scored(case)
+    assert_scores(found, case.expected_scores())
+    worst = torch.finfo(torch.float32).min
+    assert (found[0][:, [0, 11, 29]] == worst).all()
+    assert (found[0][:, 1:11] > -1e6).all()
+
+
+def test_a_row_of_damaged_pages_is_scored_like_one_without_preferences() -> None:
+    case = random_layer(Shape(batch=1, heads=1, group=5, dim=64, channels=32, max_blocks=9), 1, [9 * 32])
+    case.digests.digests.fill_(torch.nan)
+    assert_scores(scored(case), case.expected_scores())
+
+
+def test_a_page_that_does_not_exist_scores_lowest() -> None:
+    case = random_layer(Shape(batch=1, heads=2, group=3, dim=64, channels=32, max_blocks=12), 2, [12 * 32])
+    case.step.page_table[0, 4], case.step.page_table[0, 9] = -1, case.keys.shape[0]
+    found = scored(case)
+    assert (found[0][:, [4, 9]] == torch.finfo(torch.float32).min).all() and (found[0][:, 5] > -1e6).all()
+
+
+@pytest.mark.parametrize("active", [0, 1, 3])
+def test_entries_that_are_not_active_are_not_scored(active: int) -> None:
+    case = random_layer(Shape(batch=4, heads=2, group=5, dim=128, channels=32, max_blocks=12), active)
+    found = scored(case.with_active(active))
+    assert_scores(found[:active], case.expected_scores()[:active])
+    assert (found[active:] == UNTOUCHED).all()
+
+
+def test_the_best_blocks_are_listed_in_order() -> None:
+    shape = Shape(batch=4, heads=2, group=1, dim=64, channels=0, max_blocks=700)
+    for seed, limit in ((0, 1), (1, 64), (2, 300), (3, 700), (4, 900)):
+        lengths = [700 * 32, 1, limit * 32 % (700 * 32) + 1, 20 * 32]
+        case = random_layer(replace(shape, max_blocks=700), seed, lengths)
+        scores = torch.randn(shape.batch, shape.heads, 700, generator=seeded(seed)).to(DEVICE) * 5
+        best = BestBlocks(shape.batch, shape.heads, limit, DEVICE)
+        best_blocks(scores, case.step, best)
+        beyond = torch.arange(700, device=DEVICE) >= case.counts[:, None, None]
+        ranked = scores.masked_fill(beyond, -torch.inf)
+        for entry, count in enumerate(case.counts.tolist()):
+            wanted = min(limit, count)
+            expected = ranked[entry].topk(wanted, dim=1).indices.sort(dim=1).values
+            assert torch.equal(best.positions[entry, :, :wanted].long(), expected)
+            assert (best.positions[entry, :, wanted:] == -1).all() and (best.counts[entry] == wanted).all()
+
+
+def test_of_many_equal_scores_exactly_as_many_as_wanted_are_taken() -> None:
+    shape = Shape(batch=1, heads=3, group=1, dim=64, channels=0, max_blocks=513)
+    case = random_layer(shape, 0, [513 * 32])
+    scores = torch.zeros(1, 3, 513, device=DEVICE)
+    scores[0, 1, 500:] = 1.0
+    scores[0, 2, :] = torch.finfo(torch.float32).min
+    best = BestBlocks(1, 3, 40, DEVICE)
+    best_blocks(scores, case.step, best)
+    assert best.positions[0, 0].tolist() == list(range(40)) == best.positions[0, 2].tolist()
+    assert best.positions[0, 1].tolist() == [*range(27), *range(500, 513)]
+
+
+def test_with_all_blocks_on_the_second_level_two_levels_are_one() -> None:
+    case = random_layer(Shape(batch=3, heads=2, group=5, dim=128, channels=32, max_blocks=40), 1)
+    found, best = two_levels(case, limit=40)
+    assert torch.equal(found, scored(case))
+    assert (best.counts == case.counts[:, None].int()).all()
+
+
+def test_the_second_level_has_sketches_and_the_others_the_middle() -> None:
+    case = random_layer(Shape(batch=3, heads=2, group=5, dim=128, channels=32, max_blocks=40), 1)
+    shape = case.shape
+    found, best = two_levels(case, limit=12)
+    table = case.step.page_table.long().clamp(min=0)
+    sketched = case.cache().estimates(case.query, table, 0.0, shape.scale)
+    middle = reference.digest_logits(case.query, case.digests.digests[table], 0.0)
+    middle = middle + torch.tensor(32.0).log() / shape.scale
+    chosen = reference.is_listed(best.positions.long(), shape.max_blocks)
+    mixed = torch.where(chosen[:, :, None, :], sketched, middle)
+    assert_scores(found, reference.block_scores(mixed, case.counts, shape.scale))
+
+
+def two_levels(case: LayerCase, limit: int) -> tuple[torch.Tensor, BestBlocks]:
+    shape = case.shape
+    workspace = ScoreWorkspace(shape.batch, shape.heads, shape.group, shape.max_blocks, DEVICE)
+    scores = torch.empty(shape.batch, shape.heads, shape.max_blocks, device=DEVICE)
+    best = BestBlocks(shape.batch, shape.heads, limit, DEVICE)
+    score_in_two_levels(case.query, case.digests, case.step, shape.scale, workspace, scores, best)
+    return scores, best
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s.max_blocks > 1], ids=str)
+def test_an_lse_is_shifted_as_the_reference_does(shape: Shape) -> None:
+    case = random_layer(shape, 3)
+    listed = 13
+    random = seeded(1)
+    pages = torch.randint(0, case.keys.shape[0], (shape.batch, shape.heads, listed), generator=random)
+    counts = torch.randint(0, listed + 1, (shape.batch, shape.heads), generator=random)
+    counts[0, 0] = listed
+    pages = pages.masked_fill(torch.arange(listed) >= counts[..., None], -1).to(DEVICE)
+    wrong = torch.randn(case.query.shape, generator=random).to(DEVICE) * 0.3
+    ahead = (case.query.float() + wrong).to(shape.dtype)
+    estimates = [case.cache().estimates(q, pages.clamp(min=0), 0.0, shape.scale) for q in (case.query, ahead)]
+    expected = reference.lse_shift(*estimates, pages != -1, shape.scale)
+    before = torch.randn(shape.batch, shape.heads * shape.group, generator=random).to(DEVICE)
+    before[counts.to(DEVICE).repeat_interleave(shape.group, dim=1) == 0] = -torch.inf
+    lse = before.clone()
+    shift_lse(case.query, ahead, case.digests, pages.int(), counts.int().to(DEVICE), shape.scale, lse)
+    torch.testing.assert_close(lse, before + expected, atol=TOLERANCE, rtol=1e-3)
+    shift_lse(case.query, case.query, case.digests, pages.int(), counts.int().to(DEVICE), shape.scale, lse)
+    torch.testing.assert_close(lse, before + expected, atol=TOLERANCE, rtol=1e-3)
+
+
+def test_a_damaged_page_and_inactive_entries_shift_nothing() -> None:
+    shape = Shape(batch=3, heads=2, group=5, dim=128, channels=32, max_blocks=10)
+    case = random_layer(shape, 3)
+    case.digests.digests[4] = torch.nan
+    pages = torch.tensor([4, 5], device=DEVICE).expand(3, 2, 2).contiguous().int()
+    pages[1] = 7
+    counts = torch.full((3, 2), 2, dtype=torch.int32, device=DEVICE)
+    lse = torch.zeros(3, 10, device=DEVICE)
+    shift_lse(case.query, case.query * 2, case.digests, pages, counts, 1.0, lse, active_rows=numbers(2))
+    assert not lse[0].any() and lse[1].all() and not lse[2].any()

@@ -1,0 +1,397 @@
+"""Selection, misses and recall plans on the GPU, against the reference and policy ``scout``'s use of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cuda_cases import BLOCK_TOKENS, seeded
+from selection_cases import DEVICE, LayerCase, Shape, numbers, random_layer, random_table
+from test_cuda_digests import Device, device_layer
+
+from sglang_hybrid.cuda.digests import SlotTable
+from sglang_hybrid.cuda.gathering import gather_blocks
+from sglang_hybrid.cuda.selection import Misses, RecallInterval, RecallPlan, apply_plan, select_blocks
+from sglang_hybrid.memory.resident import ResidentSet
+from sglang_hybrid.ops import reference
+
+SINK, RECENT = 2, 3
+ALWAYS = SINK + RECENT + 1
+
+
+def layer_shape(batch: int, max_blocks: int, heads: int = 2) -> Shape:
+    return Shape(batch=batch, heads=heads, group=1, dim=64, channels=0, max_blocks=max_blocks)
+
+
+def random_scores(shape: Shape, seed: int) -> torch.Tensor:
+    """Log shares: most of them small."""
+    return (torch.randn(shape.batch, shape.heads, shape.max_blocks, generator=seeded(seed)) * 3 - 6).to(DEVICE)
+
+
+class Expected:
+    """What policy ``scout`` makes of scores and slots, for one (row, KV head), in plain Python."""
+
+    def __init__(self, length: int, held: list[int], scores: torch.Tensor, budget: int, bonus: float, worth: float):
+        count = -(-length // BLOCK_TOKENS)
+        counts = torch.tensor([count])
+        scores = scores.cpu()[None, None]
+        opens = length % BLOCK_TOKENS == 1 and count - 1 not in held
+        left = count - 2 - RECENT
+        listed = [p for p in held if SINK <= p < (left if opens else count - 1 - RECENT)]
+        room = len(held) - ALWAYS
+        residents = ResidentSet(1, 1, room, "cpu")
+        residents.positions[0, 0, : len(listed)] = torch.tensor(listed, dtype=torch.int64)
+        if opens and left >= SINK and left in held:
+            residents.admit(torch.zeros(1, dtype=torch.int64), torch.tensor([left]), scores)
+        listed_now = residents.of(torch.zeros(1, dtype=torch.int64))
+        is_resident = reference.is_listed(listed_now, scores.shape[2])
+        chosen = reference.select_blocks(scores + bonus * is_resident, counts, budget, SINK, RECENT)
+        forced = reference.is_forced(chosen, counts, SINK, RECENT)
+        self.selected = [p for p in reference.split(chosen, forced)[1].flatten().tolist() if p >= 0]
+        self.always = [p for p in reference.split(chosen, forced)[0].flatten().tolist() if p >= 0]
+        self.residents = {p for p in listed_now.flatten().tolist() if p >= 0}
+        self.misses = [p for p in self.selected if p not in self.residents and float(scores[0, 0, p]) >= worth]
+        by_score = sorted(self.selected, key=lambda p: -float(scores[0, 0, p]))
+        self.recalled = set(by_score[:room])
+        # near blocks that nobody put into a slot are misses too; the tail's slot is append's affair
+        homeless = [p for p in self.always if p != count - 1 and p not in held]
+        self.misses = sorted(self.misses + homeless)
+
+
+def expected_lists(
+    case: LayerCase, table: SlotTable, scores: torch.Tensor, budget: int, bonus: float, worth: float
+) -> list[list[Expected]]:
+    return [
+        [
+            Expected(int(case.step.lengths[entry]), table.positions[row, head].tolist(), scores[entry, head], budget,
+                     bonus, worth)
+            for head in range(case.shape.heads)
+        ]
+        for entry, row in enumerate(case.step.row_of.tolist())
+    ]  # fmt: skip
+
+
+def assert_misses(case: LayerCase, misses: Misses, expected: list[list[Expected]]) -> None:
+    for entry, lists in enumerate(expected):
+        for head, one in enumerate(lists):
+            count = int(misses.counts[entry, head])
+            assert misses.positions[entry, head, :count].tolist() == one.misses
+            pages = case.step.page_table[entry].long()[torch.tensor(one.misses, dtype=torch.int64, device=DEVICE)]
+            assert misses.pages[entry, head, :count].tolist() == pages.tolist()
+            assert (misses.positions[entry, head, count:] == -1).all()
+            assert (misses.pages[entry, head, count:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("batch", "max_blocks", "budget", "resident"),
+    [(1, 40, 16, 10), (5, 100, 24, 18), (3, 30, 64, 58), (4, 1000, 64, 58), (2, 300, 128, 40), (3, 50, 6, 0)],
+)
+def test_misses_are_what_the_reference_selects_beyond_the_residents(
+    batch: int, max_blocks: int, budget: int, resident: int
+) -> None:
+    shape = layer_shape(batch, max_blocks)
+    for seed, (bonus, worth) in enumerate([(0.0, -math.inf), (1.0, -math.inf), (2.0, math.log(0.01))]):
+        case = random_layer(shape, seed)
+        table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, resident, seed)
+        scores = random_scores(shape, seed)
+        expected = expected_lists(case, table, scores, budget, bonus, worth)
+        misses = Misses(batch, shape.heads, budget, DEVICE)
+        select_blocks(scores, table, case.step, budget, misses, pool_pages=case.keys.shape[0], bonus=bonus, worth=worth)
+        assert_misses(case, misses, expected)
+
+
+def test_of_thousands_of_blocks_the_best_are_selected() -> None:
+    shape = layer_shape(2, 8192, heads=1)
+    small = layer_shape(2, 4, heads=1)
+    case = random_layer(small, 0)
+    table = torch.randint(0, case.keys.shape[0], (2, 8192), generator=seeded(1)).int().to(DEVICE)
+    step = type(case.step)(table, numbers(8192 * 32, 8000 * 32 - 7), case.step.row_of)
+    case = LayerCase(shape, case.keys, case.digests, step, case.query)
+    slots = random_table(shape, step.lengths.cpu(), step.row_of.cpu(), SINK, RECENT, 122, 0)
+    scores = random_scores(shape, 3)
+    misses = Misses(2, 1, 128, DEVICE)
+    expected = expected_lists(case, slots, scores, 128, 1.5, -math.inf)
+    select_blocks(scores, slots, step, 128, misses, pool_pages=case.keys.shape[0], bonus=1.5)
+    assert_misses(case, misses, expected)
+
+
+def test_damaged_blocks_are_selected_last() -> None:
+    shape = layer_shape(1, 30)
+    case = random_layer(shape, 0, [30 * 32])
+    table = SlotTable(torch.full((shape.rows, 2, ALWAYS + 4), -1, dtype=torch.int32, device=DEVICE), SINK, RECENT)
+    scores = random_scores(shape, 0)
+    scores[0, :, 10:20] = torch.finfo(torch.float32).min
+    scores[0, 1, 10:20] = torch.nan
+    misses = Misses(1, 2, 64, DEVICE)
+    select_blocks(scores, table, case.step, 30 - 5, misses, pool_pages=case.keys.shape[0])
+    for head in range(2):
+        found = set(misses.positions[0, head].tolist()) - {-1}
+        # all but the damaged ones and the tail, and as many of those as there is room for
+        assert set(range(29)) - set(range(10, 20)) <= found and len(found) == 24
+
+
+def test_more_misses_than_there_is_room_for_are_cut_by_score() -> None:
+    shape = layer_shape(2, 60)
+    case = random_layer(shape, 1, [60 * 32, 55 * 32])
+    table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, 0, 1)
+    scores = random_scores(shape, 1)
+    expected = expected_lists(case, table, scores, 30, 0.0, -math.inf)
+    misses = Misses(2, 2, 7, DEVICE)
+    select_blocks(scores, table, case.step, 30, misses, pool_pages=case.keys.shape[0])
+    for entry in range(2):
+        for head in range(2):
+            best = sorted(expected[entry][head].misses, key=lambda p: -float(scores[entry, head, p]))[:7]
+            assert misses.positions[entry, head].tolist() == sorted(best)
+
+
+def test_blocks_whose_page_does_not_exist_are_no_misses() -> None:
+    shape = layer_shape(1, 40)
+    case = random_layer(shape, 1, [40 * 32])
+    table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, 4, 1)
+    case.step.page_table[0, 5:15], case.step.page_table[0, 15:20] = -1, case.keys.shape[0]
+    misses = Misses(1, 2, 40, DEVICE)
+    select_blocks(random_scores(shape, 1), table, case.step, 40, misses, pool_pages=case.keys.shape[0])
+    for head in range(2):
+        found = set(misses.positions[0, head].tolist()) - {-1}
+        held = set(table.positions[int(case.step.row_of[0]), head].tolist())
+        assert found == set(range(39)) - set(range(5, 20)) - held
+
+
+@pytest.mark.parametrize("active", [0, 2])
+def test_entries_that_are_not_active_and_rows_that_do_not_exist(active: int) -> None:
+    shape = layer_shape(4, 40)
+    case = random_layer(shape, 1, [1000, 33 * 32 + 1, 1200, 1280]).with_active(active)
+    table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, 4, 1)
+    before = table.positions.clone()
+    case.step.row_of[0] = -1
+    misses = Misses(4, 2, 20, DEVICE)
+    misses.counts.fill_(55)
+    plan = RecallPlan(4 * 2 * 10, DEVICE)
+    plan.count.fill_(9)
+    due = numbers(0, 0, 1, 1)
+    select_blocks(
+        random_scores(shape, 1), table, case.step, 20, misses, pool_pages=case.keys.shape[0], plan=plan, recall=due
+    )
+    assert (misses.counts[active:] == 55).all() and int(plan.count) == 0
+    if active:
+        assert (misses.counts[0] == 0).all() and (misses.counts[1] < 55).all()
+        assert (table.positions != before).any()  # the second row has opened a block
+    else:
+        assert torch.equal(table.positions, before)
+
+
+# -- recall ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("budget", "resident"), [(24, 18), (24, 7), (40, 34), (20, 30)])
+def test_a_plan_makes_the_best_of_the_selection_resident(budget: int, resident: int) -> None:
+    shape = layer_shape(6, 80)
+    for seed in range(3):
+        case = random_layer(shape, seed, [80 * 32, 79 * 32 + 1, 500, 33 * 32 + 1, 7 * 32, 40])
+        table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, resident, seed)
+        scores = random_scores(shape, seed + 50)
+        expected = expected_lists(case, table, scores, budget, 1.0, -math.inf)
+        plan, misses = RecallPlan(shape.batch * shape.heads * (ALWAYS + resident), DEVICE), Misses(6, 2, budget, DEVICE)
+        due = numbers(1, 1, 1, 1, 0, 1)
+        for _ in range(2):  # planned twice without being applied is planned once
+            select_blocks(
+                scores,
+                table,
+                case.step,
+                budget,
+                misses,
+                pool_pages=case.keys.shape[0],
+                bonus=1.0,
+                plan=plan,
+                recall=due,
+            )
+        before = table.positions.clone()
+        apply_plan(plan, table)
+        assert_plan(case, plan, before, table)
+        for entry, row in enumerate(case.step.row_of.tolist()):
+            count = -(-int(case.step.lengths[entry]) // BLOCK_TOKENS)
+            for head in range(shape.heads):
+                one, held = expected[entry][head], table.positions[row, head].tolist()
+                there = {p for p in held if p >= 0}
+                assert len([p for p in held if p >= 0]) == len(there)
+                candidates = {p for p in there if SINK <= p < count - 1 - RECENT}
+                if not int(due[entry]):
+                    assert candidates == one.residents
+                    continue
+                assert one.recalled <= candidates and set(one.always) - {count - 1} <= there
+                # who had to go had the lowest scores of those that were not selected
+                gone = one.residents - candidates
+                kept = candidates - one.recalled
+                assert kept <= one.residents
+                value = scores[entry, head].tolist()
+                assert not gone or not kept or max(value[p] for p in gone) <= min(value[p] for p in kept)
+                if len(one.selected) >= resident:
+                    assert candidates == one.recalled
+
+
+def assert_plan(case: LayerCase, plan: RecallPlan, before: torch.Tensor, table: SlotTable) -> None:
+    """Every entry changes one slot, of a page that holds its block; no other slot changes."""
+    count = int(plan.count)
+    slots, heads = before.shape[2], before.shape[1]
+    flat = before.flatten().clone()
+    destinations = plan.destinations[:count].tolist()
+    assert len(set(destinations)) == count
+    entries = {row: entry for entry, row in enumerate(case.step.row_of.tolist())}
+    for page, slot, position in zip(plan.pages[:count].tolist(), destinations, plan.positions[:count].tolist(),
+                                    strict=True):  # fmt: skip
+        entry = entries[slot // (slots * heads)]
+        assert page == int(case.step.page_table[entry, position])
+        assert slot % slots >= SINK or slot % slots == position
+        flat[slot] = position
+    assert torch.equal(flat, table.positions.flatten())
+
+
+def test_rows_recall_when_their_steps_are_a_multiple_of_the_interval() -> None:
+    shape = layer_shape(4, 40)
+    case = random_layer(shape, 0, [1000, 1001, 1002, 1003])
+    first = torch.full((shape.rows,), 990, dtype=torch.int32, device=DEVICE)
+    scores = random_scores(shape, 0)
+    for interval, layer, expected in ((4, 0, {1}), (4, 2, {3}), (1, 0, {0, 1, 2, 3}), (0, 0, set())):
+        table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, 10, 0)
+        plan, misses = RecallPlan(4 * 2 * 16, DEVICE), Misses(4, 2, 20, DEVICE)
+        select_blocks(
+            scores, table, case.step, 20, misses, pool_pages=case.keys.shape[0], plan=plan,
+            recall=RecallInterval(numbers(interval), first, layer),
+        )  # fmt: skip
+        rows = {slot // (2 * 16) for slot in plan.destinations[: int(plan.count)].tolist()}
+        assert rows == {int(case.step.row_of[entry]) for entry in expected}
+
+
+# -- many steps ------------------------------------------------------------------------------
+
+
+def gather(layer: Device, plan: RecallPlan) -> None:
+    gather_blocks(
+        layer.pool.region, layer.pool.keys, layer.pool.values, plan.pages, layer.key_slots, layer.value_slots,
+        destinations=plan.destinations, count=plan.count,
+    )  # fmt: skip
+
+
+def assert_contents(layer: Device) -> None:
+    """Every slot holds what the pool has of the block that it says it holds."""
+    step = layer.case.step
+    for entry, row in enumerate(step.row_of.tolist()):
+        length = int(step.lengths[entry])
+        for head in range(layer.case.shape.heads):
+            for slot, position in enumerate(layer.table.positions[row, head].tolist()):
+                if position < 0:
+                    continue
+                page, there = int(step.page_table[entry, position]), slice(0, min(32, length - 32 * position))
+                for held, pool in ((layer.key_slots, layer.pool.keys), (layer.value_slots, layer.pool.values)):
+                    assert torch.equal(held[row, head, slot, there].cpu(), pool[page, head, there])
+
+
+def test_slots_stay_those_of_policy_scout_over_many_steps() -> None:
+    budget, resident, interval, steps = 16, 10, 5, 40
+    shape = layer_shape(3, 26)
+    lengths = [20 * 32, 23 * 32 - 9, 15]
+    layer = device_layer(shape, 0, lengths, SINK, RECENT, resident)
+    step = layer.case.step
+    layer.table.positions.fill_(-1)
+    unused = list(set(range(layer.case.keys.shape[0])) - set(step.page_table.flatten().tolist()))
+    plan, misses = RecallPlan(3 * 2 * (ALWAYS + resident), DEVICE), Misses(3, 2, budget, DEVICE)
+    options = {"pool_pages": layer.case.keys.shape[0], "bonus": 1.0, "plan": plan}
+    residents: dict[tuple[int, int], ResidentSet] = {}
+    first = torch.zeros(shape.rows, dtype=torch.int32, device=DEVICE)
+    first[step.row_of.long()] = step.lengths + 1
+    everyone, only = numbers(1, 1, 1), torch.zeros(1, dtype=torch.int64)
+
+    for number in range(steps):
+        step.lengths.add_(1)
+        for entry in range(shape.batch):
+            tail = (int(step.lengths[entry]) - 1) // BLOCK_TOKENS
+            if int(step.page_table[entry, tail]) < 0:
+                step.page_table[entry, tail] = unused.pop()
+        if number == 0:  # by the prompt's query, before the first step
+            scores = random_scores(shape, 1000)
+            select_blocks(scores, layer.table, step, budget, misses, recall=everyone, **options)
+            gather(layer, plan)
+            apply_plan(plan, layer.table)
+        scores_now = random_scores(shape, number)
+        select_blocks(
+            scores_now, layer.table, step, budget, misses,
+            recall=RecallInterval(numbers(interval), first, layer=2), **options,
+        )  # fmt: skip
+        layer.keys.copy_(torch.randn(layer.keys.shape, generator=seeded(number)))
+        layer.values.copy_(layer.keys * 2)
+        layer.append()
+        torch.cuda.synchronize()
+        assert_contents(layer)
+        for entry, row in enumerate(step.row_of.tolist()):
+            length = int(step.lengths[entry])
+            count = -(-length // BLOCK_TOKENS)
+            counts = torch.tensor([count])
+            for head in range(shape.heads):
+                kept = residents.setdefault((row, head), ResidentSet(1, 1, resident, "cpu"))
+                if number == 0:
+                    kept.replace(only, best_of(scores[entry, head].cpu(), counts, budget, resident))
+                of_block = scores_now[entry, head].cpu()[None, None]
+                left = count - 2 - RECENT
+                if number and length % BLOCK_TOKENS == 1 and left >= SINK:
+                    kept.admit(only, torch.tensor([left]), of_block)
+                listed = kept.of(only)
+                is_resident = reference.is_listed(listed, shape.max_blocks)
+                chosen = reference.select_blocks(of_block + 1.0 * is_resident, counts, budget, SINK, RECENT)
+                forced = reference.is_forced(chosen, counts, SINK, RECENT)
+                selected = reference.split(chosen, forced)[1]
+                missed = [p for p in selected.flatten().tolist() if p >= 0 and p not in listed.flatten().tolist()]
+                found = int(misses.counts[entry, head])
+                assert misses.positions[entry, head, :found].tolist() == missed
+                near = {p for p in chosen[forced].tolist() if p >= 0}
+                held = sorted(p for p in layer.table.positions[row, head].tolist() if p >= 0)
+                assert held == sorted(near | {p for p in listed.flatten().tolist() if p >= 0})
+                if (number + 1 + 2) % interval == 0:
+                    best = sorted((p for p in selected.flatten().tolist() if p >= 0), key=lambda p: -of_block[0, 0, p])
+                    kept.replace(only, torch.tensor(best[:resident], dtype=torch.int64)[None, None])
+        gather(layer, plan)
+        apply_plan(plan, layer.table)
+
+
+def best_of(scores: torch.Tensor, counts: torch.Tensor, budget: int, resident: int) -> torch.Tensor:
+    chosen = reference.select_blocks(scores[None, None], counts, budget, SINK, RECENT)
+    forced = reference.is_forced(chosen, counts, SINK, RECENT)
+    selected = [p for p in reference.split(chosen, forced)[1].flatten().tolist() if p >= 0]
+    best = sorted(selected, key=lambda p: -float(scores[p]))[:resident]
+    return torch.tensor(best, dtype=torch.int64)[None, None]
+
+
+def test_a_graph_selects_plans_gathers_and_appends() -> None:
+    shape = layer_shape(4, 40)
+    layer = device_layer(shape, 3, [1000, 33, 1279, 700], SINK, RECENT, 10)
+    case = layer.case
+    scores = random_scores(shape, 0)
+    plan, misses = RecallPlan(4 * 2 * 16, DEVICE), Misses(4, 2, 16, DEVICE)
+    due, active = numbers(1, 0, 1, 1), numbers(4)
+    step = type(case.step)(case.step.page_table, case.step.lengths, case.step.row_of, active)
+    layer.case = LayerCase(shape, case.keys, case.digests, step, case.query)
+
+    def launch() -> None:
+        select_blocks(
+            scores, layer.table, step, 16, misses, pool_pages=case.keys.shape[0], bonus=1.0, plan=plan, recall=due
+        )
+        layer.append()
+        gather(layer, plan)
+        apply_plan(plan, layer.table)
+
+    launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for seed in range(1, 12):
+        scores.copy_(random_scores(shape, seed))
+        active.fill_(seed % 5)
+        expected = expected_lists(layer.case, layer.table, scores, 16, 1.0, -math.inf)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_contents(layer)
+        for entry in range(seed % 5):
+            for head in range(2):
+                count = int(misses.counts[entry, head])
+                assert misses.positions[entry, head, :count].tolist() == expected[entry][head].misses
+    assert int(plan.count) > 0 or seed % 5 == 0
