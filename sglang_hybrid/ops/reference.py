@@ -79,7 +79,7 @@ def digest_logits(query: torch.Tensor, digests: torch.Tensor, spread: float) -> 
     product of depth 2 D. Mean digests: ``q . mean``.
     """
     rows, _, heads, kinds, dim = digests.shape
-    q = query.float().view(rows, heads, -1, dim)
+    q = query.float().view(rows, heads, query.shape[1] // heads, dim)
     if kinds == 2:
         toward, away = (1 + spread) / 2, (1 - spread) / 2
         up, down = q.clamp(min=0), q.clamp(max=0)
@@ -114,7 +114,7 @@ def sketch_logits(
     All tokens of a block have the middle of the range in the others. The block gets the log-sum-exp of its tokens.
     """
     rows, blocks, heads, _, dim = digests.shape
-    q = query.float().view(rows, heads, -1, dim)
+    q = query.float().view(rows, heads, query.shape[1] // heads, dim)
     highest, lowest = digests.float().unbind(3)
     step = (highest - lowest).gather(3, channels.expand(rows, blocks, -1, -1)).transpose(1, 2) / SKETCH_LEVELS
     asked = q.gather(3, channels[None, :, None, :].expand(rows, -1, q.shape[2], -1)).transpose(2, 3) * scale
@@ -123,7 +123,7 @@ def sketch_logits(
         # a code of c stands for (c - 7.5) steps from the middle of the range
         keys = (part.float() - (SKETCH_LEVELS - 1) / 2) * step[..., first::2].unsqueeze(3)
         tokens = tokens + keys.flatten(2, 3) @ asked[:, :, first::2]  # [B, H, N * T, G]
-    mass: torch.Tensor = tokens.unflatten(2, (blocks, -1)).logsumexp(dim=3).transpose(2, 3)
+    mass: torch.Tensor = tokens.unflatten(2, (blocks, codes.shape[3])).logsumexp(dim=3).transpose(2, 3)
     return mass / scale + torch.einsum("bhgd,bnhd->bhgn", q, (highest + lowest) / 2)
 
 

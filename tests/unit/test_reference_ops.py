@@ -267,6 +267,16 @@ def test_codes_of_a_channel_without_a_range_and_of_what_no_token_was_written_to_
     assert logits.isfinite().all()
 
 
+@pytest.mark.parametrize(("rows", "blocks"), [(2, 0), (0, 3), (1, 1)])
+def test_lists_without_blocks_and_batches_without_rows_have_estimates_too(rows: int, blocks: int):
+    query, digests = torch.randn(rows, 6, 8), torch.randn(rows, blocks, 3, 2, 8)
+    codes, channels = torch.zeros(rows, blocks, 3, 32, 2, dtype=torch.uint8), torch.arange(4).expand(3, -1)
+    logits = reference.sketch_logits(query, digests, codes, channels, 0.5)
+    assert logits.shape == reference.digest_logits(query, digests, 0.5).shape == (rows, 3, 2, blocks)
+    shift = reference.lse_shift(logits, logits, torch.ones(rows, 3, blocks, dtype=torch.bool), 0.5)
+    assert torch.equal(shift, torch.zeros(rows, 6))
+
+
 @given(queries_and_blocks(), SCALES, SEEDS)
 def test_a_shift_is_the_difference_of_the_estimated_masses_of_the_list(case: Scored, scale: float, seed: int):
     digests = case.digests(reference.minmax_digest)
