@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disaggregated import CHUNK, texts
+from real_server import Server
 
 from sglang_hybrid.default_model import prepare_default_model
 
@@ -23,6 +25,14 @@ def model() -> Path:
     """The default model; SGLANG_HYBRID_TEST_MODEL names its directory on hosts without its package."""
     given = os.environ.get("SGLANG_HYBRID_TEST_MODEL")
     return Path(given) if given else prepare_default_model()
+
+
+@pytest.fixture(scope="session")
+def stock_texts(model: Path, english: list[int], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What one stock server says to the requests of the tests of disaggregation."""
+    flags = ("--max-total-tokens", "40000", "--chunked-prefill-size", str(CHUNK))
+    with Server(model, "torch_native", *flags, log=tmp_path_factory.mktemp("stock") / "server.log") as server:
+        return texts(server, english)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -166,9 +166,13 @@ class Server:
         return answer
 
     def wait_for_log(self, text: str, seconds: float = 30) -> None:
+        self.wait_for(lambda: text in self.log.read_text(errors="replace"), seconds)
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 30) -> None:
+        """For what only asking tells: another program's state."""
         deadline = time.monotonic() + seconds
-        while text not in self.log.read_text(errors="replace"):
-            assert time.monotonic() < deadline, f"{text!r} is not in the log:\n{self.log_tail()}"
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {seconds} s in vain:\n{self.log_tail()}"
             time.sleep(0.2)
 
     def log_tail(self, lines: int = 60) -> str:

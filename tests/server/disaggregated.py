@@ -1,0 +1,106 @@
+"""A prefill instance, decode instances and a router as real processes, and the requests that go through them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+from real_server import Server, free_port
+
+from sglang_hybrid.disaggregation.commands import ENVIRONMENT
+
+CHUNK = 2048
+# 25 different prompts and five again: whole pages, one token more or less, several chunks
+LENGTHS = (
+    20, 31, 32, 33, 45, 63, 64, 65, 80, 96, 100, 128, 150, 200, 256, 300, 333, 400, 512, 700, 900, 1100, 1500, 3000,
+    6000,
+)  # fmt: skip
+REPEATED = (0, 2, 12, 20, 23)  # of LENGTHS
+PREFILL = (
+    "--page-size", "32", "--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mooncake",
+    "--max-total-tokens", "20000", "--disable-overlap-schedule", "--chunked-prefill-size", str(CHUNK),
+)  # fmt: skip
+DECODE = (
+    "--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mooncake", "--hybrid", "host_memory=1GiB",
+)  # fmt: skip
+
+
+def prompts(english: list[int]) -> list[list[int]]:
+    different, start = [], 0
+    for length in LENGTHS:
+        different.append(english[start : start + length])
+        start += length
+    return different + [different[n] for n in REPEATED]
+
+
+def texts(server: Server, english: list[int]) -> list[str]:
+    """What all prompts are continued with, eight of them at a time."""
+
+    def ask(ids: list[int]) -> str:
+        # stock takes most of a second for each token after the longest prompts
+        return str(server.generate(ids, 16 if len(ids) < CHUNK else 8, return_logprob=False)["text"])
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(ask, prompts(english)))
+
+
+@dataclass
+class Set:
+    """Prefill and router stay; the decode instance behind them can be another one, at the same address."""
+
+    prefill: Server
+    decode: Server
+    router: Server
+
+    def wait_until_ready(self) -> None:
+        self.router.wait_for(lambda: _healthy_workers(self.router) == 2)
+
+
+@contextlib.contextmanager
+def started(model: Path, logs: Path, decode: Server, **prefill_environment: str) -> Iterator[Set]:
+    bootstrap = free_port()
+    prefill = Server(
+        model, "torch_native", *PREFILL, "--disaggregation-bootstrap-port", str(bootstrap), log=logs / "prefill.log",
+        environment=ENVIRONMENT | prefill_environment,
+    )  # fmt: skip
+    router = Server.of_command(
+        "python", "-m", "sglang_router.launch_router", "--pd-disaggregation", "--prefill", prefill.url, str(bootstrap),
+        "--decode", decode.url, "--host", "127.0.0.1", "--prometheus-port", str(free_port()), "--disable-retries",
+        "--health-check-interval-secs", "1", "--health-failure-threshold", "1", "--health-success-threshold", "1",
+        "--disable-circuit-breaker", "--policy", "round_robin", log=logs / "router.log",
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        with ThreadPoolExecutor(2) as pool:  # both start at once
+            for one in pool.map(Server.__enter__, (prefill, decode)):
+                stack.callback(one.stop)
+        stack.enter_context(router)
+        running = Set(prefill, decode, router)
+        running.wait_until_ready()
+        try:
+            yield running
+        finally:
+            running.decode.stop()  # may be another one by now
+
+
+def load(server: Server) -> dict[str, Any]:
+    answer: dict[str, Any] = requests.get(f"{server.url}/v1/loads", timeout=30).json()["loads"][0]
+    return answer
+
+
+def assert_nothing_is_held(server: Server) -> None:
+    """No page and no row of any request is left, also not of those that failed."""
+    server.wait_for(lambda: load(server)["num_running_reqs"] == 0 and load(server)["num_used_tokens"] == 0, seconds=60)
+    assert "leak" not in server.log.read_text(errors="replace")
+    assert server.process.poll() is None
+
+
+def _healthy_workers(router: Server) -> int:
+    try:
+        return int(requests.get(f"{router.url}/readiness", timeout=5).json().get("healthy_workers", 0))
+    except requests.RequestException:
+        return 0

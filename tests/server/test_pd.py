@@ -1,0 +1,58 @@
+"""``sglang-hybrid pd``: one command serves what a single stock server would say, and ends with Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from disaggregated import CHUNK, texts
+from real_server import Server, run_module
+
+# everything is selected, and everything but sink and tail is computed by the worker, from pages that arrived
+ABOVE_CONTEXT = (
+    "budget_tokens=8192", "resident_tokens=0", "recent_blocks=0", "miss_share=0", "prediction=none",
+    "worker_deadline_ms=2000", "host_memory=1GiB",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def disaggregated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    logs = tmp_path_factory.mktemp("pd")
+    hybrid = [part for setting in ABOVE_CONTEXT for part in ("--hybrid", setting)]
+    command = Server.of_command(
+        "sglang-hybrid", "pd", "--model-path", str(model), "--random-seed", "1", "--max-running-requests", "8",
+        "--log-dir", str(logs), f"--prefill=--chunked-prefill-size {CHUNK} --max-total-tokens 20000", *hybrid,
+        log=logs / "pd.log",
+    )  # fmt: skip
+    with command as running:
+        running.wait_for_log("sglang-hybrid is serving at")
+        yield running
+
+
+def test_texts_are_those_of_a_single_stock_server(
+    disaggregated: Server, stock_texts: list[str], english: list[int]
+) -> None:
+    assert texts(disaggregated, english) == stock_texts
+
+
+def test_serving_is_benchmarked_through_the_router(disaggregated: Server, model: Path, tmp_path: Path) -> None:
+    printed = run_module(
+        "sglang.benchmark.serving", "--backend", "sglang-oai", "--base-url", disaggregated.url, "--model", str(model),
+        "--tokenizer", str(model), "--dataset-name", "random-ids", "--num-prompts", "8", "--random-input-len", "128",
+        "--random-output-len", "8", "--random-range-ratio", "1", "--max-concurrency", "4", "--output-file",
+        str(tmp_path / "out.jsonl"),
+    )  # fmt: skip
+    assert "Successful requests:                     8" in printed
+
+
+def test_ctrl_c_ends_all_of_them(disaggregated: Server) -> None:
+    """Last in this module: it takes the servers away."""
+    family = disaggregated.family()
+    assert len(family) > 6  # three programs with what SGLang spawns, and a worker
+    disaggregated.process.send_signal(signal.SIGINT)
+    assert disaggregated.process.wait(60) == 0
+    _gone, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive, [(process.pid, process.cmdline()) for process in alive]
