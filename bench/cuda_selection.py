@@ -1,14 +1,11 @@
 #!/usr/bin/env python3
-"""Times of digests, scores and selection on the GPU, inside a CUDA graph; and how well two-level scoring agrees.
+"""Times of digests, scores and selection on the GPU, inside a CUDA graph.
 
     python bench/cuda_selection.py [--out FILE]
 
 Shapes as in cuda_kernels.py: 8 KV heads, 5 query heads each, head_dim 128, bfloat16. Digests and codes are read cold:
 the buffers of a graph are several times the L2 cache. Rates count each byte of digests and codes once.
-
-Agreement: of the 64 blocks that one-level scores rank highest, the share that two-level scores rank among the 64
-highest too. `random`: keys and queries of independent normal numbers, where all blocks are nearly alike. `clustered`: a
-text of topics, keys around the middle of their topic, queries toward one of them.
+What two levels of scoring cost in agreement is in two_levels.py, which needs no GPU.
 """
 
 from __future__ import annotations
@@ -184,74 +181,12 @@ def shifting(batch: int, misses: int, channels: int) -> Row:
     return row("shift_lse", timed(launches), moved, None, batch=batch, misses=misses, channels=channels)
 
 
-# -- agreement of two levels -----------------------------------------------------------------
-
-
-def random_text(batch: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys ``[B * blocks, H, 32, D]`` and queries."""
-    return torch.randn(batch * blocks, HEADS, TOKENS, DIM, dtype=DTYPE, device="cuda"), queries(batch)
-
-
-def clustered_text(batch: int, blocks: int, topics: int = 48) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs of 8 to 96 tokens of a topic; keys lie around its middle, and queries point to one topic or two."""
-    middles = torch.randn(HEADS, topics, DIM, device="cuda") * 0.7
-    tokens = batch * blocks * TOKENS
-    runs = torch.randint(8, 97, (tokens // 8,), device="cuda")
-    topic = torch.randint(0, topics, runs.shape, device="cuda").repeat_interleave(runs)[:tokens]
-    keys = middles[:, topic] + torch.randn(HEADS, tokens, DIM, device="cuda") * 0.7
-    keys = keys.view(HEADS, batch * blocks, TOKENS, DIM).transpose(0, 1).contiguous().to(DTYPE)
-    wanted = torch.randint(0, topics, (2, batch, HEADS, GROUP), device="cuda")
-    heads = torch.arange(HEADS, device="cuda")[None, :, None]
-    toward = middles[heads, wanted[0]] + 0.5 * middles[heads, wanted[1]]
-    query = toward + torch.randn(batch, HEADS, GROUP, DIM, device="cuda")
-    return keys, query.flatten(1, 2).to(DTYPE)
-
-
-def agreement(kind: str, text: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]], channels: int) -> list[Row]:
-    batch, blocks = 4, 1024
-    keys, query = text(batch, blocks)
-    pages = batch * blocks
-    digests = random_digests(pages, channels)
-    filled = torch.full((pages,), TOKENS, dtype=torch.int32, device="cuda")
-    digest_pages(digests, keys, torch.arange(pages, dtype=torch.int32, device="cuda"), filled)
-    step = step_of(batch, blocks, pages)
-    workspace = ScoreWorkspace(batch, HEADS, GROUP, blocks)
-    scores = torch.empty(batch, HEADS, blocks, device="cuda")
-
-    def selected() -> torch.Tensor:
-        return torch.zeros_like(scores, dtype=torch.bool).scatter_(2, scores.topk(BUDGET, dim=2).indices, True)
-
-    score_blocks(query, digests, step, SCALE, workspace, scores)
-    one = selected()
-    share = scores.exp().masked_fill(~one, 0.0).sum(dim=2) / GROUP  # of attention, as one level estimates it
-    rows = []
-    for second in (0, 64, 128, 256, 512):
-        if second:
-            score_in_two_levels(query, digests, step, SCALE, workspace, scores, BestBlocks(batch, HEADS, second))
-        else:
-            score_blocks(query, digests, step, SCALE, workspace, scores, sketched=False)
-        two = selected()
-        score_blocks(query, digests, step, SCALE, workspace, scores)
-        kept = scores.exp().masked_fill(~two, 0.0).sum(dim=2) / GROUP
-        rows.append(
-            {
-                "text": kind,
-                "second_level": second,
-                "equal": round(float((one & two).sum() / one.sum()), 4),
-                "attention kept": round(float((kept / share).mean()), 4),
-            }
-        )
-        print(rows[-1], flush=True)
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="default: bench/results/cuda-selection.json")
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    agreements = agreement("random", random_text, 32) + agreement("clustered", clustered_text, 32)
     copied = copy_rate()
     print(f"device to device: {copied / 1e9:.0f} GB/s", flush=True)
     rows = [scoring(batch, 1024, 32, copied) for batch in (64, 32, 8, 1)]
@@ -266,7 +201,6 @@ def main() -> None:
         "ceilings": {"device copy GB/s": round(copied / 1e9)},
         "shape": {"kv_heads": HEADS, "group": GROUP, "head_dim": DIM, "dtype": "bfloat16", "budget_blocks": BUDGET},
         "torch": torch.__version__,
-        "agreement of two levels with one": agreements,
         "rows": rows,
     }
     print(f"written to {write_result('cuda-selection', result, args.out)}")

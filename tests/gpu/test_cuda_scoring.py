@@ -34,7 +34,7 @@ SHAPES = [
     Shape(batch=2, heads=2, group=10, dim=128, channels=0, max_blocks=18),
     Shape(batch=2, heads=2, group=4, dim=64, channels=64, max_blocks=30),
 ]
-LARGE = Shape(batch=33, heads=8, group=5, dim=128, channels=32, max_blocks=300)
+LARGE = Shape(batch=33, heads=4, group=5, dim=128, channels=32, max_blocks=120)
 
 
 def scored(case: LayerCase, spread: float = 0.0, **more: object) -> torch.Tensor:
@@ -58,7 +58,7 @@ def test_blocks_are_scored_as_the_reference_does(shape: Shape) -> None:
 
 
 def test_many_rows_of_very_different_lengths_are_scored() -> None:
-    lengths = [1, 32, 33, 9600, 9599, 5000] + [64 * (i + 1) for i in range(27)]
+    lengths = [1, 32, 33, 3840, 3839, 2000] + [64 * (i + 1) for i in range(27)]
     case = random_layer(LARGE, 3, lengths)
     assert_scores(scored(case), case.expected_scores())
 

@@ -229,10 +229,11 @@ class HeadTile {
     // Eight codes of a word become pairs (r, r + 4) of float16, 64 larger than they are: the bits of a code are the
     // last four of the integer part of a number from 64 to 79.
     static __device__ void widen_codes(uint32_t (&pairs)[4], uint32_t word) {
-        pairs[0] = (word << 4 & 0x00F000F0) | 0x54005400;
-        pairs[1] = (word & 0x00F000F0) | 0x54005400;
-        pairs[2] = (word >> 4 & 0x00F000F0) | 0x54005400;
-        pairs[3] = (word >> 8 & 0x00F000F0) | 0x54005400;
+        constexpr uint32_t codes = 0x00F000F0, sixty_four = 0x54005400;
+        pairs[0] = masked_with(word << 4, codes, sixty_four);
+        pairs[1] = masked_with(word, codes, sixty_four);
+        pairs[2] = masked_with(word >> 4, codes, sixty_four);
+        pairs[3] = masked_with(word >> 8, codes, sixty_four);
     }
 
     __device__ float2 by_codes(uint32_t octet, const char* steps) const {
@@ -268,15 +269,18 @@ class HeadTile {
         for (uint32_t part = 0; part < parts; ++part) {
             uint32_t words[4];  // of tokens i, i + 8, i + 16, i + 24
             load_matrices(words, octet + Here::codes + block * Here::code_bytes + lane * Here::token_bytes + part * 16);
+            uint32_t codes[4][4];
 #pragma unroll
-            for (uint32_t half = 0; half < 2; ++half) {
-                uint32_t first[4], second[4];
-                widen_codes(first, words[2 * half]);
-                widen_codes(second, words[2 * half + 1]);
-                const uint32_t left[4] = {first[0], second[0], first[1], second[1]};
-                const uint32_t right[4] = {first[2], second[2], first[3], second[3]};
-                Float16::multiply_add(tokens[half], left, weights[part][0], weights[part][1]);
-                Float16::multiply_add(tokens[half], right, weights[part][2], weights[part][3]);
+            for (uint32_t quarter = 0; quarter < 4; ++quarter) widen_codes(codes[quarter], words[quarter]);
+#pragma unroll
+            for (uint32_t r = 0; r < 4; r += 2) {
+#pragma unroll
+                for (uint32_t half = 0; half < 2; ++half) {  // in turn: a product waits for the one before on its sum
+                    const uint32_t(&first)[4] = codes[2 * half];
+                    const uint32_t(&second)[4] = codes[2 * half + 1];
+                    const uint32_t both[4] = {first[r], second[r], first[r + 1], second[r + 1]};
+                    Float16::multiply_add(tokens[half], both, weights[part][r], weights[part][r + 1]);
+                }
             }
         }
 #pragma unroll

@@ -36,6 +36,13 @@ __device__ inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
     return product;
 }
 
+// (bits & mask) | with in one instruction, which the compiler does not make of it where both are constants.
+__device__ inline uint32_t masked_with(uint32_t bits, uint32_t mask, uint32_t with) {
+    uint32_t value;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(value) : "r"(bits), "r"(mask), "r"(with));
+    return value;
+}
+
 __device__ inline float fast_exp2(float x) {
     float value;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));

@@ -149,8 +149,11 @@ __device__ void estimate_octets(const sh_score_blocks& args, char* shared, uint3
             if (at + 1 < args.group) to[args.step.max_blocks] = readable ? or_lowest(found.y) : -FLT_MAX;
         };
         store(low.estimate(shared_address(here), steps), 0);
-        if constexpr (kTiles > 1) store(high.estimate(shared_address(here), steps), tile_heads);
-        __syncwarp();  // all lanes are through with the octet and its steps
+        __syncwarp();  // all lanes are through with the octet and its steps; tensor cores want them together
+        if constexpr (kTiles > 1) {
+            store(high.estimate(shared_address(here), steps), tile_heads);
+            __syncwarp();
+        }
 
 #pragma unroll
         for (uint32_t i = 0; i + 2 < Memory::stages; ++i) block[i] = block[i + 1];
@@ -232,8 +235,9 @@ __device__ inline bool completes(uint32_t& arrived, uint32_t brought, uint32_t o
     return verdict;
 }
 
+// Shared memory has room for three CTAs on a processor: more registers than they leave would cost one of them.
 template <class Element, int kDim, int kChannels, int kTiles>
-__global__ void __launch_bounds__(score_threads) score_blocks(const __grid_constant__ sh_score_blocks args) {
+__global__ void __launch_bounds__(score_threads, kTiles == 1 ? 3 : 2) score_blocks(const __grid_constant__ sh_score_blocks args) {
     using Memory = ScoreMemory<kDim, kChannels>;
     extern __shared__ __align__(128) char shared[];
     const uint32_t heads = args.digests.kv_heads, active = active_of(args.step.active_rows, args.step.batch);

@@ -45,11 +45,12 @@ __global__ void __launch_bounds__(shift_threads, 3) shift_lse(const __grid_const
             const HeadTile<Element, kDim, kChannels> asked(query + tile * tile_heads * kDim * 2, args.group - tile * tile_heads,
                                                            args.digests, head, args.scale, 0.0f);
             const float2 found = asked.estimate(shared_address(octet), steps);
-            if (!listed) continue;
-            mass[tile][0].add(found.x);
-            mass[tile][1].add(found.y);
+            if (listed) {
+                mass[tile][0].add(found.x);
+                mass[tile][1].add(found.y);
+            }
+            __syncwarp();  // tensor cores want all lanes together
         }
-        __syncwarp();
     }
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) {
