@@ -42,6 +42,8 @@ class LayerDigests:
         pages, heads, _, dim = self.digests.shape
         codes, channels = (self.codes, self.channels) if sketched else (None, None)
         count = 0
+        if (codes is None) != (channels is None):
+            raise ValueError("codes need their channels, and channels codes")
         if codes is not None:
             count = 2 * codes.shape[3]
             if codes.data_ptr() % 16:

@@ -28,6 +28,22 @@ class BestBlocks:
         self.counts = torch.empty(batch, heads, dtype=torch.int32, device=device)
 
 
+_DIMS, _CHANNELS, _MOST_GROUP = (64, 128), (0, 32, 64), 16
+
+
+def _group_of(query: torch.Tensor, digests: LayerDigests, *, sketched: bool = True) -> int:
+    """Query heads per KV head. Raises ValueError for shapes that the kernels do not have."""
+    heads, dim = digests.heads, digests.digests.shape[3]
+    channels = 0 if digests.codes is None or not sketched else 2 * digests.codes.shape[3]
+    group = query.shape[1] // heads
+    if dim not in _DIMS or channels not in _CHANNELS or not 1 <= group <= _MOST_GROUP:
+        raise ValueError(
+            f"blocks are estimated for head_dim {_DIMS}, {_CHANNELS} sketch channels and up to {_MOST_GROUP} query "
+            f"heads per KV head, not for {dim}, {channels} and {group}"
+        )
+    return group
+
+
 def score_blocks(
     query: torch.Tensor,
     digests: LayerDigests,
@@ -46,9 +62,8 @@ def score_blocks(
     ``listed`` only those blocks are estimated; the others keep the estimates that ``workspace`` has from the launch
     before.
     """
-    batch, query_heads, _ = query.shape
-    heads = digests.heads
-    group = query_heads // heads
+    batch, heads = query.shape[0], digests.heads
+    group = _group_of(query, digests, sketched=sketched)
     most = 0 if listed is None else listed.positions.shape[2]
     arguments = structs.ScoreBlocks(
         digests=digests.arguments(sketched=sketched),
@@ -118,8 +133,7 @@ def shift_lse(
     queries ``[B, H * G, D]``; pages ``[B, H, N]`` of which the first ``counts`` ``[B, H]`` are there.
     """
     batch, query_heads, dim = query.shape
-    heads = digests.heads
-    dtype = digests.digests.dtype
+    heads, dtype = digests.heads, digests.digests.dtype
     arguments = structs.ShiftLse(
         digests=digests.arguments(),
         query=address("query", query, dtype, (batch, query_heads, digests.digests.shape[3])),
@@ -130,7 +144,7 @@ def shift_lse(
         lse=address("lse", lse, torch.float32, (batch, query_heads)),
         scale=scale,
         batch=batch,
-        group=query_heads // heads,
+        group=_group_of(query, digests),
         most_misses=pages.shape[2],
     )
     launch(library().sh_cuda_shift_lse, arguments)

@@ -22,6 +22,8 @@ from sglang_hybrid.cuda.digests import SlotTable, Step
 from sglang_hybrid.cuda.library import launch, library
 from sglang_hybrid.cuda.tensors import address
 
+_MOST = 256  # blocks of a selection, and slots of a (row, KV head): a thread has one of each
+
 
 class Misses:
     """Pages and positions ``[B, H, most]``, ascending, -1 behind the last, and counts ``[B, H]``, int32.
@@ -94,6 +96,10 @@ def select_blocks(
     rows = table.positions.shape[0]
     if (plan is None) != (recall is None):
         raise ValueError("a plan needs to know who recalls, and the other way round")
+    if max(budget, table.positions.shape[2]) > _MOST:
+        raise ValueError(f"at most {_MOST} blocks: the budget is {budget}, slots are {table.positions.shape[2]}")
+    if budget < table.sink + table.recent + 1:
+        raise ValueError(f"a budget of {budget} blocks does not hold what is always selected")
     interval = recall if isinstance(recall, RecallInterval) else None
     due = recall if isinstance(recall, torch.Tensor) else None
     arguments = structs.SelectBlocks(

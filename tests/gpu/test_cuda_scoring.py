@@ -195,3 +195,10 @@ def test_a_damaged_page_and_inactive_entries_shift_nothing() -> None:
     lse = torch.zeros(3, 10, device=DEVICE)
     shift_lse(case.query, case.query * 2, case.digests, pages, counts, 1.0, lse, active_rows=numbers(2))
     assert not lse[0].any() and lse[1].all() and not lse[2].any()
+
+
+def test_shapes_that_the_kernels_do_not_have_are_refused_with_what_they_have() -> None:
+    for wrong in ({"dim": 96}, {"channels": 16}, {"group": 17}):
+        case = random_layer(replace(SHAPES[1], **wrong), 0)
+        with pytest.raises(ValueError, match=r"head_dim \(64, 128\), \(0, 32, 64\) sketch channels and up to 16"):
+            scored(case)

@@ -181,6 +181,16 @@ def test_entries_that_are_not_active_and_rows_that_do_not_exist(active: int) -> 
         assert torch.equal(table.positions, before)
 
 
+def test_more_than_a_selection_can_hold_is_refused() -> None:
+    shape = layer_shape(1, 12)
+    case = random_layer(shape, 0)
+    table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, 4, 0)
+    scores, misses = random_scores(shape, 0), Misses(1, 2, 8, DEVICE)
+    for budget, sentence in ((257, "at most 256"), (5, "does not hold what is always selected")):
+        with pytest.raises(ValueError, match=sentence):
+            select_blocks(scores, table, case.step, budget, misses, pool_pages=9)
+
+
 # -- recall ----------------------------------------------------------------------------------
 
 
