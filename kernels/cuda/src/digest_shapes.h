@@ -11,27 +11,30 @@
 template <int kValue>
 using Number = std::integral_constant<int, kValue>;
 
-// use(Element{}, head_dim, channels) for what digests have, the numbers known at compile time.
+// use(head_dim, channels) for what digests have, known at compile time.
 template <class Use>
-cudaError_t for_digests(const sh_digests& digests, Use use) {
-    const auto with_channels = [&](auto element, auto dim) {
+cudaError_t for_shape(const sh_digests& digests, Use use) {
+    const auto with_channels = [&](auto dim) {
         switch (digests.channel_count) {
-            case 0: return use(element, dim, Number<0>{});
-            case 32: return use(element, dim, Number<32>{});
-            case 64: return use(element, dim, Number<64>{});
+            case 0: return use(dim, Number<0>{});
+            case 32: return use(dim, Number<32>{});
+            case 64: return use(dim, Number<64>{});
             default: return cudaErrorInvalidValue;
         }
     };
-    const auto with_dim = [&](auto element) {
-        switch (digests.head_dim) {
-            case 64: return with_channels(element, Number<64>{});
-            case 128: return with_channels(element, Number<128>{});
-            default: return cudaErrorInvalidValue;
-        }
-    };
+    switch (digests.head_dim) {
+        case 64: return with_channels(Number<64>{});
+        case 128: return with_channels(Number<128>{});
+        default: return cudaErrorInvalidValue;
+    }
+}
+
+// use(Element{}) for the dtype of digests.
+template <class Use>
+cudaError_t for_element(const sh_digests& digests, Use use) {
     switch (static_cast<sglang_hybrid::DType>(digests.dtype)) {
-        case sglang_hybrid::DType::bf16: return with_dim(sglang_hybrid::cuda::BFloat16{});
-        case sglang_hybrid::DType::fp16: return with_dim(sglang_hybrid::cuda::Float16{});
+        case sglang_hybrid::DType::bf16: return use(sglang_hybrid::cuda::BFloat16{});
+        case sglang_hybrid::DType::fp16: return use(sglang_hybrid::cuda::Float16{});
         default: return cudaErrorInvalidValue;
     }
 }

@@ -1,0 +1,32 @@
+// Scores of blocks, for one dtype: compiled apart for each, since these are the kernels that take longest to compile.
+#pragma once
+
+#include <algorithm>
+
+#include "digest_shapes.h"
+#include "sglang_hybrid/cuda/score_blocks.cuh"
+
+template <class Element, int kDim, int kChannels, int kTiles>
+cudaError_t launch_score(const sh_score_blocks& args, cudaStream_t stream) {
+    using namespace sglang_hybrid::cuda;
+    const auto kernel = score_blocks<Element, kDim, kChannels, kTiles>;
+    const uint32_t bytes = ScoreMemory<kDim, kChannels>::bytes(args.step.batch);
+    int device = 0, processors = 0, resident = 0;
+    const auto error = first_error({
+        allow_shared(kernel, bytes),
+        cudaGetDevice(&device),
+        cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, int(score_threads), bytes),
+    });
+    if (error) return error;
+    kernel<<<uint32_t(processors * std::max(resident, 1)), score_threads, bytes, stream>>>(args);
+    return cudaGetLastError();
+}
+
+template <class Element>
+cudaError_t launch_score(const sh_score_blocks& args, cudaStream_t stream) {
+    return for_shape(args.digests, [&](auto dim, auto channels) {
+        return args.group > sglang_hybrid::cuda::tile_heads ? launch_score<Element, dim(), channels(), 2>(args, stream)
+                                                            : launch_score<Element, dim(), channels(), 1>(args, stream);
+    });
+}

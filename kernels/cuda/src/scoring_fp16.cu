@@ -1,0 +1,3 @@
+#include "score_launch.h"
+
+template cudaError_t launch_score<sglang_hybrid::cuda::Float16>(const sh_score_blocks&, cudaStream_t);
