@@ -1,0 +1,29 @@
+// In place of halves.cuh.
+#pragma once
+
+#include "sglang_hybrid/cuda/elements.cuh"
+
+namespace sglang_hybrid::cuda {
+
+template <class Element>
+float widened(uint16_t bits);
+template <>
+inline float widened<BFloat16>(uint16_t bits) {
+    return BFloat16Values::widen(bits);
+}
+template <>
+inline float widened<Float16>(uint16_t bits) {
+    return Float16Values::widen(bits);
+}
+
+inline uint16_t to_half(float value) { return static_cast<uint16_t>(Float16Values::narrow(value)); }
+inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
+    const auto product = [](uint32_t x, uint32_t y) { return Float16Values::widen(x) * Float16Values::widen(y); };
+    return Float16::pack(product(a & 0xFFFF, b & 0xFFFF), product(a >> 16, b >> 16));
+}
+inline uint32_t masked_with(uint32_t bits, uint32_t mask, uint32_t with) { return (bits & mask) | with; }
+inline float fast_exp2(float x) { return std::exp2(x); }
+inline float fast_log2(float x) { return std::log2(x); }
+inline float or_lowest(float value) { return std::fabs(value) <= FLT_MAX ? value : -FLT_MAX; }
+
+}  // namespace sglang_hybrid::cuda

@@ -1,0 +1,54 @@
+"""Compiles the CUDA kernels of digests, scores and selection for the CPU: ``cuda_on_cpu.h`` says what that is worth.
+
+Sources are translated by two rules, for launches and for dynamic shared memory; headers with PTX in them are shadowed
+by those in ``include``. What cannot be seen like this: speed, and the memory model of a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+KERNELS = HERE.parents[1] / "kernels"
+UNITS = ("digests", "scoring", "scoring_bf16", "scoring_fp16", "selection", "shift")
+FLAGS = ("-std=c++20", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-w", "-U_FORTIFY_SOURCE")
+
+_LAUNCH = re.compile(r"(\w+)<<<(.*?), (\w+), (\w+), stream>>>\((.*?)\);")
+_SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
+
+
+def translated(source: str) -> str:
+    source = _SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulated::dynamic_shared());", source)
+    source = _LAUNCH.sub(
+        r"{ const auto arguments = \5; const auto launched = \1; "
+        r"emulated::launch(\2, \3, \4, [=] { launched(arguments); }); }",
+        source,
+    )
+    return source.replace("#include <cuda_runtime.h>", '#include "cuda_on_cpu.h"')
+
+
+def built(folder: Path, compiler: str = "c++") -> Path:
+    """The library in ``folder``, compiled now."""
+    shadowed = {path.name for path in (HERE / "include").rglob("*.cuh")}
+    for kind in ("src", "include/sglang_hybrid/cuda"):
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+        for path in (KERNELS / "cuda" / kind).iterdir():
+            if path.is_file() and path.name not in shadowed:
+                (folder / kind / path.name).write_text(translated(path.read_text()))
+    includes = (HERE, HERE / "include", folder / "include", KERNELS / "cpu" / "include")
+    sources = [HERE / "cuda_on_cpu.cpp", *(folder / "src" / f"{unit}.cu" for unit in UNITS)]
+
+    def compile_one(source: Path) -> str:
+        made = folder / f"{source.stem}.o"
+        command = [compiler, *FLAGS, *(f"-I{path}" for path in includes), "-include", "cuda_on_cpu.h"]
+        subprocess.run([*command, "-x", "c++", "-c", str(source), "-o", str(made)], check=True)
+        return str(made)
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        objects = list(pool.map(compile_one, sources))
+    library = folder / "kernels_on_cpu.so"
+    subprocess.run([compiler, "-shared", *objects, "-o", str(library)], check=True)
+    return library
