@@ -70,6 +70,8 @@ def router(host: str, ports: Ports, flags: Flags) -> list[str]:
         "--policy", "round_robin", "--log-level", "warn",
         # a request that failed half-way is the client's to repeat: it may have been answered in part
         "--disable-retries",
+        # an instance that is busy with a long prompt answers late
+        "--health-check-timeout-secs", "60",
         *flags.router,
     ]  # fmt: skip
 

@@ -12,6 +12,7 @@ from sglang_hybrid.config import ConfigError, config_from_environment
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.memory.capacity import CapacityError
 
+CONFIGS = Path(__file__).parents[2] / "configs" / "pd"
 # a model directory needs no weights to be refused or resolved
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -69,6 +70,28 @@ def resolve(model: Path, *flags: str) -> Any:
 def test_the_page_size_is_the_block_size_without_being_asked(model: Path) -> None:
     assert resolve(model).page_size == 32
     assert resolve(model, "--page-size", "32").page_size == 32
+
+
+def test_the_example_of_a_decode_instance_resolves_and_backs_up_retracted_requests_itself(model: Path) -> None:
+    args = resolve(model, "--config", str(CONFIGS / "decode.yaml"))
+    assert (args.disaggregation_mode, args.page_size) == ("decode", 32)
+    assert getattr(args, "disaggregation_decode_retraction_backup", "cpu_tensor") == "cpu_tensor"
+
+
+def test_the_example_of_a_prefill_instance_is_a_stock_server_with_our_page_size(model: Path) -> None:
+    from sglang.srt.server_args import prepare_server_args
+
+    flags = (
+        "--model-path",
+        str(model),
+        "--device",
+        "cpu",
+        "--skip-tokenizer-init",
+        "--attention-backend",
+        "torch_native",
+    )
+    args = prepare_server_args([*flags, "--config", str(CONFIGS / "prefill.yaml")])
+    assert (args.disaggregation_mode, args.page_size) == ("prefill", 32)
 
 
 @pytest.mark.parametrize(

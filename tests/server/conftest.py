@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disaggregated import CHUNK, texts
+from disaggregated import CHUNK, Answer, answers
 from real_server import Server
 
 from sglang_hybrid.default_model import prepare_default_model
@@ -28,11 +28,11 @@ def model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def stock_texts(model: Path, english: list[int], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def stock_answers(model: Path, english: list[int], tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
     """What one stock server says to the requests of the tests of disaggregation."""
     flags = ("--max-total-tokens", "40000", "--chunked-prefill-size", str(CHUNK))
     with Server(model, "torch_native", *flags, log=tmp_path_factory.mktemp("stock") / "server.log") as server:
-        return texts(server, english)
+        return answers(server, english)
 
 
 @pytest.fixture(scope="session")

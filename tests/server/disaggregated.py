@@ -15,12 +15,12 @@ from real_server import Server, free_port
 from sglang_hybrid.disaggregation.commands import ENVIRONMENT
 
 CHUNK = 2048
+NEW_TOKENS = 10
 # 25 different prompts and five again: whole pages, one token more or less, several chunks
 LENGTHS = (
-    20, 31, 32, 33, 45, 63, 64, 65, 80, 96, 100, 128, 150, 200, 256, 300, 333, 400, 512, 700, 900, 1100, 1500, 3000,
-    6000,
+    20, 31, 32, 33, 40, 45, 50, 63, 64, 65, 70, 80, 90, 96, 97, 100, 128, 150, 200, 256, 300, 400, 700, 1100, 6000,
 )  # fmt: skip
-REPEATED = (0, 2, 12, 20, 23)  # of LENGTHS
+REPEATED = (0, 2, 12, 20, 22)  # of LENGTHS
 PREFILL = (
     "--page-size", "32", "--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mooncake",
     "--max-total-tokens", "20000", "--disable-overlap-schedule", "--chunked-prefill-size", str(CHUNK),
@@ -38,12 +38,18 @@ def prompts(english: list[int]) -> list[list[int]]:
     return different + [different[n] for n in REPEATED]
 
 
-def texts(server: Server, english: list[int]) -> list[str]:
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    tokens: list[int]
+
+
+def answers(server: Server, english: list[int]) -> list[Answer]:
     """What all prompts are continued with, eight of them at a time."""
 
-    def ask(ids: list[int]) -> str:
-        # stock takes most of a second for each token after the longest prompts
-        return str(server.generate(ids, 16 if len(ids) < CHUNK else 8, return_logprob=False)["text"])
+    def ask(ids: list[int]) -> Answer:
+        answer = server.generate(ids, NEW_TOKENS, return_logprob=False)
+        return Answer(answer["text"], answer["output_ids"])
 
     with ThreadPoolExecutor(8) as pool:
         return list(pool.map(ask, prompts(english)))
@@ -71,20 +77,22 @@ def started(model: Path, logs: Path, decode: Server, **prefill_environment: str)
     router = Server.of_command(
         "python", "-m", "sglang_router.launch_router", "--pd-disaggregation", "--prefill", prefill.url, str(bootstrap),
         "--decode", decode.url, "--host", "127.0.0.1", "--prometheus-port", str(free_port()), "--disable-retries",
-        "--health-check-interval-secs", "1", "--health-failure-threshold", "1", "--health-success-threshold", "1",
+        "--health-check-interval-secs", "2", "--health-check-timeout-secs", "60", "--health-success-threshold", "1",
         "--disable-circuit-breaker", "--policy", "round_robin", log=logs / "router.log",
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
-        with ThreadPoolExecutor(2) as pool:  # both start at once
-            for one in pool.map(Server.__enter__, (prefill, decode)):
-                stack.callback(one.stop)
+        for one in (prefill, decode):
+            one.start()
+            stack.callback(one.kill)  # SGLang's disaggregated instances take 20 s to end by themselves
+        for one in (prefill, decode):
+            one.wait_until_healthy()
         stack.enter_context(router)
         running = Set(prefill, decode, router)
         running.wait_until_ready()
         try:
             yield running
         finally:
-            running.decode.stop()  # may be another one by now
+            running.decode.kill()  # may be another one by now
 
 
 def load(server: Server) -> dict[str, Any]:

@@ -54,19 +54,26 @@ class Server:
         return server
 
     def _prepare(self, command: list[str], log: Path, environment: Mapping[str, str]) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        self._command = [*command, "--port", str(port)]
+        self._flags = command
+        self.listen_at(free_port())
         self._environment = os.environ | {"HF_HUB_OFFLINE": "1"} | environment
 
-    def __enter__(self) -> Server:
+    def listen_at(self, port: int) -> None:
+        """Before it is started: where another one was, say."""
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [*self._flags, "--port", str(port)]
+
+    def start(self) -> None:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 self._command, stdout=log, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
             )
+
+    def __enter__(self) -> Server:
+        self.start()
         try:
-            self._wait_until_healthy()
+            self.wait_until_healthy()
         except BaseException:
             self.kill()
             raise
@@ -75,7 +82,7 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _wait_until_healthy(self) -> None:
+    def wait_until_healthy(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self.process.poll() is not None:

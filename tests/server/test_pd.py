@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from disaggregated import CHUNK, texts
+from disaggregated import CHUNK, Answer, answers
 from real_server import Server, run_module
 
 # everything is selected, and everything but sink and tail is computed by the worker, from pages that arrived
@@ -33,9 +33,9 @@ def disaggregated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def test_texts_are_those_of_a_single_stock_server(
-    disaggregated: Server, stock_texts: list[str], english: list[int]
+    disaggregated: Server, stock_answers: list[Answer], english: list[int]
 ) -> None:
-    assert texts(disaggregated, english) == stock_texts
+    assert answers(disaggregated, english) == stock_answers
 
 
 def test_serving_is_benchmarked_through_the_router(disaggregated: Server, model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,143 @@
+"""A disaggregated set in which things go wrong: the request concerned gets an error, others do not, no page is lost.
+
+The decode instance serves with policy full and retracts a request every few steps, where there are several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from disaggregated import (
+    CHUNK,
+    DECODE,
+    LENGTHS,
+    NEW_TOKENS,
+    Answer,
+    Set,
+    answers,
+    assert_nothing_is_held,
+    load,
+    prompts,
+    started,
+)
+from real_server import Server, run_module
+
+from sglang_hybrid.disaggregation.commands import ENVIRONMENT
+
+LONG = LENGTHS.index(6000)
+# SGLang looks through its own books and dies when they do not add up
+STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+
+
+def decode_instance(model: Path, log: Path, *flags: str, **environment: str) -> Server:
+    return Server(model, "hybrid", *DECODE, *flags, log=log, environment=ENVIRONMENT | STRICT | environment)
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Set]:
+    logs = tmp_path_factory.mktemp("pd-faults")
+    decode = decode_instance(model, logs / "decode.log", "--hybrid", "policy=full", **RETRACTING)
+    with started(model, logs, decode) as running:
+        yield running
+
+
+def begin(servers: Set, pool: ThreadPoolExecutor, ids: list[int], new_tokens: int = NEW_TOKENS, **more: Any) -> Future:
+    body = {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+    } | more
+    return pool.submit(requests.post, f"{servers.router.url}/generate", json=body, timeout=300)
+
+
+def prefill_again(servers: Set) -> int:
+    """Forget cached prompts, so that the next long one takes a while. Chunks that were computed until now."""
+    flush = f"{servers.prefill.url}/flush_cache"  # refused while anything is under way
+    servers.prefill.wait_for(lambda: requests.post(flush, timeout=30).ok, seconds=60)
+    return chunks(servers)
+
+
+def chunks(servers: Set) -> int:
+    return servers.prefill.log.read_text(errors="replace").count(f"#new-token: {CHUNK}")
+
+
+def test_texts_with_policy_full_are_those_of_a_single_stock_server(
+    servers: Set, stock_answers: list[Answer], english: list[int]
+) -> None:
+    assert answers(servers.router, english) == stock_answers
+    assert_nothing_is_held(servers.decode)
+
+
+def test_retracted_requests_resume_as_if_nothing_had_been(servers: Set, english: list[int]) -> None:
+    asked = prompts(english)[:4]
+    with ThreadPoolExecutor(4) as pool:
+        together = [begun.result() for begun in [begin(servers, pool, ids, new_tokens=40) for ids in asked]]
+        alone = [begin(servers, pool, ids, new_tokens=40).result() for ids in asked[:2]]
+    assert [one.json()["text"] for one in alone] == [one.json()["text"] for one in together[:2]]
+    assert "#retracted_reqs: 1" in servers.decode.log.read_text(errors="replace")
+    assert_nothing_is_held(servers.decode)
+
+
+def test_a_request_aborted_during_transfer_gets_an_error_and_others_go_on(
+    servers: Set, stock_answers: list[Answer], english: list[int]
+) -> None:
+    asked = prompts(english)
+    before = prefill_again(servers)
+    with ThreadPoolExecutor(2) as pool:
+        aborted = begin(servers, pool, asked[LONG], rid="to-be-aborted")
+        servers.prefill.wait_for(lambda: chunks(servers) > before)
+        other = begin(servers, pool, asked[5])
+        requests.post(f"{servers.decode.url}/abort_request", json={"rid": "to-be-aborted"}, timeout=30)
+        failed = aborted.result()
+        assert "abort" in failed.text.lower(), failed.text
+        assert failed.status_code >= 400 or failed.json()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert other.result().json()["text"] == stock_answers[5].text
+    assert_nothing_is_held(servers.decode)
+
+
+def test_a_client_that_leaves_during_transfer_leaves_nothing(servers: Set, english: list[int]) -> None:
+    prefill_again(servers)
+    with pytest.raises(requests.Timeout):
+        requests.post(
+            f"{servers.router.url}/generate",
+            json={"input_ids": prompts(english)[LONG], "sampling_params": {"max_new_tokens": 4}},
+            timeout=0.7,
+        )
+    assert_nothing_is_held(servers.decode)
+
+
+def test_a_prefill_instance_that_dies_fails_its_requests_and_decode_goes_on(servers: Set, english: list[int]) -> None:
+    """Last but one in this module: it takes the prefill instance away."""
+    asked = prompts(english)
+    before = prefill_again(servers)
+    with ThreadPoolExecutor(2) as pool:
+        decoding = begin(servers, pool, asked[7], new_tokens=150)
+        servers.decode.wait_for(lambda: load(servers.decode)["num_running_reqs"] == 1)
+        lost = begin(servers, pool, asked[LONG])
+        servers.prefill.wait_for(lambda: chunks(servers) > before)
+        servers.prefill.kill()
+        failed = lost.result()
+        assert failed.status_code >= 500, failed.text
+        print(f"prefill died: {failed.status_code} {failed.text}")
+        assert decoding.result().json()["meta_info"]["completion_tokens"] == 150
+    assert_nothing_is_held(servers.decode)
+
+
+def test_a_decode_instance_without_prefill_is_benchmarked_on_garbage(servers: Set, model: Path) -> None:
+    """After the prefill instance is gone: pages hold what earlier requests left there."""
+    printed = run_module(
+        "sglang.benchmark.serving", "--fake-prefill", "--backend", "sglang", "--base-url", servers.decode.url,
+        "--model", str(model), "--tokenizer", str(model), "--dataset-name", "random-ids", "--num-prompts", "6",
+        "--random-input-len", "1500", "--random-output-len", "4", "--random-range-ratio", "1", "--max-concurrency", "3",
+    )  # fmt: skip
+    assert "Successful requests:                     6" in printed
+    assert_nothing_is_held(servers.decode)
