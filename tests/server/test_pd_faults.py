@@ -115,6 +115,28 @@ def test_a_client_that_leaves_during_transfer_leaves_nothing(servers: Set, engli
     assert_nothing_is_held(servers.decode)
 
 
+def test_a_killed_decode_instance_fails_its_requests_and_another_takes_its_place(
+    servers: Set, model: Path, english: list[int]
+) -> None:
+    ids = prompts(english)[20]
+    with ThreadPoolExecutor(1) as pool:
+        before = begin(servers, pool, ids).result().json()["text"]
+        begun = begin(servers, pool, ids, new_tokens=2000)
+        servers.decode.wait_for(lambda: load(servers.decode)["num_running_reqs"] == 1)
+        servers.decode.kill()
+        failed = begun.result()
+        assert failed.status_code >= 500, failed.text
+        address = servers.decode.url
+        # policy scout with a budget above this prompt: the same text
+        servers.decode = decode_instance(model, servers.decode.log.with_name("decode-2.log"))
+        servers.decode.listen_at(int(address.rpartition(":")[2]))
+        servers.decode.start()
+        servers.decode.wait_until_healthy()
+        servers.wait_until_ready()
+        assert begin(servers, pool, ids).result().json()["text"] == before
+    assert_nothing_is_held(servers.decode)
+
+
 def test_a_prefill_instance_that_dies_fails_its_requests_and_decode_goes_on(servers: Set, english: list[int]) -> None:
     """Last but one in this module: it takes the prefill instance away."""
     asked = prompts(english)
