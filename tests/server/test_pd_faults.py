@@ -154,12 +154,13 @@ def test_a_prefill_instance_that_dies_fails_its_requests_and_decode_goes_on(serv
     assert_nothing_is_held(servers.decode)
 
 
-def test_a_decode_instance_without_prefill_is_benchmarked_on_garbage(servers: Set, model: Path) -> None:
+def test_a_decode_instance_without_prefill_is_benchmarked_on_garbage(servers: Set, model: Path, tmp_path: Path) -> None:
     """After the prefill instance is gone: pages hold what earlier requests left there."""
     printed = run_module(
         "sglang.benchmark.serving", "--fake-prefill", "--backend", "sglang", "--base-url", servers.decode.url,
         "--model", str(model), "--tokenizer", str(model), "--dataset-name", "random-ids", "--num-prompts", "6",
         "--random-input-len", "1500", "--random-output-len", "4", "--random-range-ratio", "1", "--max-concurrency", "3",
+        "--output-file", str(tmp_path / "out.jsonl"),
     )  # fmt: skip
     assert "Successful requests:                     6" in printed
     assert_nothing_is_held(servers.decode)
