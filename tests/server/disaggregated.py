@@ -9,11 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import requests
 from real_server import Server, free_port
 
 from sglang_hybrid.disaggregation.commands import ENVIRONMENT
 
+
+def _transfer_engine_is_missing() -> str:
+    try:
+        import mooncake.engine  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+# the library that it is linked against comes from the system's packages, which not everybody may install
+needs_transfer_engine = pytest.mark.skipif(
+    bool(missing := _transfer_engine_is_missing()), reason=f"mooncake cannot be loaded: {missing}"
+)
 CHUNK = 2048
 NEW_TOKENS = 10
 # 25 different prompts and five again: whole pages, one token more or less, several chunks

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from disaggregated import CHUNK, Answer, answers
+from disaggregated import CHUNK, Answer, answers, needs_transfer_engine
 from real_server import Server, run_module
+
+pytestmark = needs_transfer_engine
 
 # everything is selected, and everything but sink and tail is computed by the worker, from pages that arrived
 ABOVE_CONTEXT = (

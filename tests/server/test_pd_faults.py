@@ -22,6 +22,7 @@ from disaggregated import (
     answers,
     assert_nothing_is_held,
     load,
+    needs_transfer_engine,
     prompts,
     started,
 )
@@ -29,6 +30,7 @@ from real_server import Server, run_module
 
 from sglang_hybrid.disaggregation.commands import ENVIRONMENT
 
+pytestmark = needs_transfer_engine
 LONG = LENGTHS.index(6000)
 # SGLang looks through its own books and dies when they do not add up
 STRICT = {
