@@ -56,5 +56,7 @@ def test_ctrl_c_ends_all_of_them(disaggregated: Server) -> None:
     assert len(family) > 6  # three programs with what SGLang spawns, and a worker
     disaggregated.process.send_signal(signal.SIGINT)
     assert disaggregated.process.wait(60) == 0
-    _gone, alive = psutil.wait_procs(family, timeout=10)
-    assert not alive, [(process.pid, process.cmdline()) for process in alive]
+    _gone, alive = psutil.wait_procs(family, timeout=20)
+    # what nobody has asked for its status yet has ended all the same
+    left = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not left, [(process.pid, process.cmdline()) for process in left]
