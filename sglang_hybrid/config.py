@@ -116,15 +116,14 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "auto"
     miss_share: Annotated[
-        float,
+        float | Literal["auto"],
         Meta(
-            ge=0,
-            le=1,
             description="Attention that a selected block must be estimated to get, as a share of its KV head's, to be "
             "computed by the worker. One that is not resident and gets less is left out until a recall. 0 leaves out "
-            "none.",
+            "none; auto takes the profile's share of each layer and computes every block that gets it, selected or "
+            "not (with attend resident), or 0.001 without a profile.",
         ),
-    ] = 0.001
+    ] = "auto"
     lse_shift: Annotated[
         bool,
         Meta(
@@ -132,6 +131,14 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "query is there, by what digests and sketches tell of both.",
         ),
     ] = True
+    cpu_share: Annotated[
+        float | Literal["auto"],
+        Meta(
+            description="Share of the misses that the worker computes on a GPU server; the others, those with the best "
+            "scores, are copied to the GPU and attended there with the real query. 1 is ScoutAttention, 0 leaves the "
+            "worker what the GPU has no room for; auto copies only what the worker cannot compute in time.",
+        ),
+    ] = "auto"
     recall_interval: Annotated[
         int | Literal["auto"],
         Meta(
@@ -292,6 +299,14 @@ def _numbers_are_not_negative(
     return 'must each be "auto" or a number from 0 on'
 
 
+def _miss_share_is_a_part(miss_share: float | str) -> str | None:
+    return None if miss_share == "auto" or 0 <= float(miss_share) <= 1 else 'must be "auto" or a number from 0 to 1'
+
+
+def _cpu_share_is_a_part(cpu_share: float | str) -> str | None:
+    return None if cpu_share == "auto" or 0 <= float(cpu_share) <= 1 else 'must be "auto" or a number from 0 to 1'
+
+
 def _calibration_needs_a_profile(prediction: str, profile: str) -> str | None:
     if prediction != "calibrated" or profile != "none":
         return None
@@ -328,6 +343,8 @@ _RULES: tuple[Callable[..., str | None], ...] = (
     _worker_is_a_choice_or_a_directory,
     _threads_are_positive,
     _numbers_are_not_negative,
+    _miss_share_is_a_part,
+    _cpu_share_is_a_part,
     _calibration_needs_a_profile,
     _sketches_lie_within_extremes,
     _budget_is_whole_blocks,

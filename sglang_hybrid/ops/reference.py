@@ -116,15 +116,17 @@ def sketch_logits(
     rows, blocks, heads, _, dim = digests.shape
     q = query.float().view(rows, heads, query.shape[1] // heads, dim)
     highest, lowest = digests.float().unbind(3)
-    step = (highest - lowest).gather(3, channels.expand(rows, blocks, -1, -1)).transpose(1, 2) / SKETCH_LEVELS
-    asked = q.gather(3, channels[None, :, None, :].expand(rows, -1, q.shape[2], -1)).transpose(2, 3) * scale
-    packed, tokens = codes.transpose(1, 2), torch.zeros((), device=query.device)
-    for first, part in enumerate((packed & 15, packed >> 4)):
-        # a code of c stands for (c - 7.5) steps from the middle of the range
-        keys = (part.float() - (SKETCH_LEVELS - 1) / 2) * step[..., first::2].unsqueeze(3)
-        tokens = tokens + keys.flatten(2, 3) @ asked[:, :, first::2]  # [B, H, N * T, G]
-    mass: torch.Tensor = tokens.unflatten(2, (blocks, codes.shape[3])).logsumexp(dim=3).transpose(2, 3)
-    return mass / scale + torch.einsum("bhgd,bnhd->bhgn", q, (highest + lowest) / 2)
+    step = (highest - lowest).gather(3, channels.expand(rows, blocks, -1, -1)) / SKETCH_LEVELS  # [B, N, H, C]
+    asked = q.gather(3, channels[None, :, None, :].expand(rows, -1, q.shape[2], -1)) * scale
+    # the range goes into the query, once for a block and not for each of its tokens; two channels share a byte
+    weights = step[..., None, :] * asked[:, None]  # [B, N, H, G, C]
+    weights = torch.cat((weights[..., ::2], weights[..., 1::2]), dim=-1)
+    levels = torch.cat((codes & 15, codes >> 4), dim=-1).float()
+    tokens = weights @ levels.transpose(3, 4)  # [B, N, H, G, T]
+    # a code of c stands for (c - 7.5) steps from the middle of the range
+    mass = tokens.logsumexp(dim=4) - (SKETCH_LEVELS - 1) / 2 * weights.sum(dim=4)
+    middle: torch.Tensor = torch.einsum("bhgd,bnhd->bhgn", q, (highest + lowest) / 2)
+    return mass.permute(0, 2, 3, 1) / scale + middle
 
 
 def lse_shift(
@@ -185,6 +187,29 @@ def select_blocks(scores: torch.Tensor, block_counts: torch.Tensor, limit: int, 
     return chosen.masked_fill(chosen >= block_counts[:, None, None], NO_BLOCK)
 
 
+def blocks_worth(
+    scores: torch.Tensor,
+    resident: torch.Tensor,
+    block_counts: torch.Tensor,
+    least: float,
+    limit: int,
+    sink: int,
+    recent: int,
+) -> torch.Tensor:
+    """Blocks that score ``least`` or more and are not here: neither resident nor always in; of too many the best.
+
+    scores and ``resident`` (bool) ``[B, H, N]`` -> positions ``[B, H, min(limit, N)]``, ascending, then ``NO_BLOCK``.
+    Unlike ``select_blocks`` it takes from each list what is worth it, however many others are better.
+    """
+    position = torch.arange(scores.shape[2], device=scores.device)
+    age = block_counts[:, None] - 1 - position
+    here = ((age <= recent) | (position < sink))[:, None, :] | resident  # what is beyond a row's end, too
+    best = scores.masked_fill(here | (scores < least), -torch.inf).topk(min(limit, scores.shape[2]), dim=2)
+    absent = torch.iinfo(best.indices.dtype).max
+    positions = best.indices.masked_fill(best.values == -torch.inf, absent).sort(dim=2).values
+    return positions.masked_fill(positions == absent, NO_BLOCK)
+
+
 def is_listed(positions: torch.Tensor, blocks: int) -> torch.Tensor:
     """Which of a row's ``blocks`` first positions are in the list: ``[B, H, N]`` -> ``[B, H, blocks]``."""
     # one more place takes NO_BLOCK, and whatever lies beyond
@@ -227,7 +252,10 @@ def gather_blocks(pool: torch.Tensor, ids: torch.Tensor, device: torch.device | 
     tokens count as none.
     """
     heads = torch.arange(pool.shape[1], device=pool.device)[None, :, None]
-    return pool[ids.clamp(min=0).to(pool.device), heads].to(device or ids.device)
+    blocks = ids.clamp(min=0).to(pool.device) * pool.shape[1] + heads
+    # block by block, which torch copies faster than what two indices select
+    chosen = pool.flatten(0, 1).index_select(0, blocks.flatten())
+    return chosen.view(*ids.shape, *pool.shape[2:]).to(device or ids.device)
 
 
 def attend_blocks(
@@ -249,8 +277,8 @@ def attend_blocks(
     logits = (q @ k.transpose(2, 3) * scale).masked_fill(~counted, -torch.inf)
     lse = logits.logsumexp(dim=-1)
     weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-    # a weight of 0 does not silence NaN or infinity in a slot that holds no token
-    out = weights @ v.masked_fill(~counted.squeeze(2)[..., None], 0.0)
+    # a weight of 0 does not silence NaN or infinity in a slot that holds no token. What was gathered is a copy.
+    out = weights @ v.masked_fill_(~counted.squeeze(2)[..., None], 0.0)
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 

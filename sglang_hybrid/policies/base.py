@@ -30,11 +30,19 @@ class LayerCache:
 
         pages ``[rows, N]`` for all KV heads alike, or ``[rows, KV heads, N]``; not ``NO_BLOCK``.
         """
-        heads = torch.arange(self.digests.shape[1], device=self.digests.device)
-        at = (pages,) if pages.dim() == 2 else (pages.transpose(1, 2), heads)
+        digests = _of_blocks(self.digests, pages)
         if self.sketch is None:
-            return reference.digest_logits(query, self.digests[at], spread)
-        return reference.sketch_logits(query, self.digests[at], self.sketch.codes[at], self.sketch.channels, scale)
+            return reference.digest_logits(query, digests, spread)
+        codes = _of_blocks(self.sketch.codes, pages)
+        return reference.sketch_logits(query, digests, codes, self.sketch.channels, scale)
+
+
+def _of_blocks(table: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """table ``[all pages, KV heads, ...]``, pages as for ``estimates`` -> ``[rows, N, KV heads, ...]``."""
+    if pages.dim() == 3:
+        return reference.gather_blocks(table, pages).transpose(1, 2)
+    # one index along whole pages: torch copies that much faster than what ``table[pages]`` selects
+    return table.index_select(0, pages.flatten()).view(*pages.shape, *table.shape[1:])
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ def read_row(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of the first ``length`` tokens of a row, ``[KV heads, length, dim]`` on ``device``."""
     count = -(-length // cache.block_tokens)
-    on_host = pages[:count].to(cache.keys.device)
+    blocks = pages[:count].expand(1, cache.keys.shape[1], -1)
     key, value = (
-        pool[on_host].to(device).transpose(0, 1).flatten(1, 2)[:, :length] for pool in (cache.keys, cache.values)
+        reference.gather_blocks(pool, blocks, device).squeeze(0).flatten(1, 2)[:, :length]
+        for pool in (cache.keys, cache.values)
     )
     return key, value

@@ -1,10 +1,10 @@
 """Policy ``scout``: a small resident set, and the best blocks beyond it one layer ahead of time.
 
 Every (row, KV head) attends to its resident blocks with the real query; resident are sink, recent and tail blocks,
-and as many others as the budget holds. Blocks that score well enough to be among them but are not resident are the
-misses of the step: somebody else computes them, begun while the layer before was still running, with a predicted
-query. What it got wrong about their weight is made up for when the real query is there. From time to time a layer
-recalls: what it selected becomes resident, from the next step on.
+and as many others as the budget holds. Blocks that score well enough to be among them, or to be worth the while, but
+are not resident are the misses of the step: somebody else computes them, begun while the layer before was still
+running, with a predicted query. What it got wrong about their weight is made up for when the real query is there. From
+time to time a layer recalls: what it selected becomes resident, from the next step on.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class ScoutPolicy(DecodePolicy):
         self._per_layer = config.selection == "layer"
         self._only_selected = config.attend == "selected"
         self._bonus = tuning.bonus
-        self._miss_share = config.miss_share
+        self._miss_shares = tuning.miss_shares
+        self._any_block = tuning.any_block
         self._shifts = config.lse_shift
         resident_tokens = config.budget_tokens if config.resident_tokens == "auto" else config.resident_tokens
         self._slots = max(0, int(resident_tokens) // config.block_tokens - self._always)
@@ -154,7 +155,7 @@ class ScoutPolicy(DecodePolicy):
         always, selected = map(_compact, reference.split(chosen, forced))
         here = is_resident.gather(2, selected.clamp(min=0)) & (selected != reference.NO_BLOCK)
         both, missing = reference.split(selected, here)
-        misses = self._worth_it(missing, scores, query.shape[1] // scores.shape[1])
+        misses = self._worth_it(missing, scores, is_resident, counts, cache.layer, query.shape[1] // scores.shape[1])
         resident_part = both if self._only_selected else listed
         recalled = self._best_for_slots(selected, scores)
         return Selection(_compact(torch.cat((always, resident_part), dim=2)), _compact(misses), recalled)
@@ -197,13 +198,24 @@ class ScoutPolicy(DecodePolicy):
         ranked = scores + self._bonus[layer] * is_resident
         return reference.select_blocks(ranked, counts, self._budget_blocks, self._sink, self._recent), is_resident
 
-    def _worth_it(self, missing: torch.Tensor, scores: torch.Tensor, group: int) -> torch.Tensor:
-        """Of the selected positions that are not resident, those that are estimated to get enough attention."""
-        if self._miss_share == 0:
+    def _worth_it(
+        self,
+        missing: torch.Tensor,
+        scores: torch.Tensor,
+        is_resident: torch.Tensor,
+        counts: torch.Tensor,
+        layer: int,
+        group: int,
+    ) -> torch.Tensor:
+        """Of the selected positions that are not resident, or of all, those that get enough attention by estimate."""
+        if self._miss_shares[layer] == 0:
             return missing
         heads = group * scores.shape[1] if self._per_layer else group  # whose shares a score adds up
-        worth = scores.gather(2, missing.clamp(min=0)) >= math.log(self._miss_share * heads)
-        return reference.split(missing, worth)[0]
+        least = math.log(self._miss_shares[layer] * heads)
+        if self._any_block[layer]:
+            most = self._budget_blocks - self._always
+            return reference.blocks_worth(scores, is_resident, counts, least, most, self._sink, self._recent)
+        return reference.split(missing, scores.gather(2, missing.clamp(min=0)) >= least)[0]
 
     def _best_for_slots(self, selected: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Of the selected positions, as many as there are slots, those with the best scores."""

@@ -1,4 +1,4 @@
-"""From what the simulation shows to what a profile says: bonus and interval of each layer."""
+"""From what the simulation shows to what a profile says: bonus, interval and least share of each layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_hybrid.profiling.recording import LayerRecord
+from sglang_hybrid.profiling.records import LayerRecord
+from sglang_hybrid.profiling.share_costs import SHARES, LayerCost
 from sglang_hybrid.profiling.simulation import Budget, Choice, simulate
 from sglang_hybrid.scout.recall import LONGEST
 
@@ -23,6 +24,37 @@ _MARGIN = 0.8
 
 # A recall that does not bring the CPU's work well below half of what it is without one is hardly worth its copies.
 _OF_NO_RECALL = 0.4
+
+
+# Misses where least shares decide, of all that are selected, without bonus. With one, as served, they are fewer still.
+_OF_NOT_STICKY = 0.43
+
+
+def choose_shares(costs: Sequence[LayerCost], norms: Sequence[float]) -> list[float]:
+    """Per layer the least share of a miss: all layers pay the same price for the next miss that they leave out.
+
+    The price is how far a layer's output moves, squared, over the ``norms`` of the residual streams that it is added
+    to. Neither the change itself nor the change over the squared norm tells what becomes of it at the end: an early
+    layer's is diluted by what is added later, and later layers make more of it. What layers do to the distribution of
+    the next token when they leave blocks out, one at a time, lies between the two.
+    """
+    ratio = torch.stack([cost.ratio for cost in costs])
+    moved = torch.stack([cost.moved / norm for cost, norm in zip(costs, norms, strict=True)])
+    moved = moved / moved.sum()
+    most = _OF_NOT_STICKY * sum(cost.not_sticky for cost in costs)
+    low, high = 1e-9, 1e9
+    for _ in range(100):
+        price = math.sqrt(low * high)
+        if float(ratio.gather(1, _cheapest(moved, ratio, price)).sum()) > most:
+            low = price
+        else:
+            high = price
+    return [SHARES[n] for n in _cheapest(moved, ratio, high).flatten().tolist()]
+
+
+def _cheapest(moved: torch.Tensor, ratio: torch.Tensor, price: float) -> torch.Tensor:
+    # in double precision: the bisection ends where two choices of one layer cost nearly the same
+    return (moved.double() + price * ratio.double()).argmin(dim=1, keepdim=True)
 
 
 def choose_bonus(records: Sequence[LayerRecord], budget: Budget) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,9 +20,11 @@ from sglang_hybrid.integration.scouting import identity
 from sglang_hybrid.integration.session_flags import session_flags
 from sglang_hybrid.profiling.calibrating import Calibrator, LayerCalibration, LayerInputs
 from sglang_hybrid.profiling.channels import ChannelSpread
-from sglang_hybrid.profiling.choosing import block_change, choose_bonus, choose_interval
+from sglang_hybrid.profiling.choosing import block_change, choose_bonus, choose_interval, choose_shares
 from sglang_hybrid.profiling.rates import measure_rates
-from sglang_hybrid.profiling.recording import LayerRecord, RecordingPolicy
+from sglang_hybrid.profiling.recording import RecordingPolicy
+from sglang_hybrid.profiling.records import LayerRecord
+from sglang_hybrid.profiling.share_costs import ShareCosts
 from sglang_hybrid.profiling.simulation import Budget
 from sglang_hybrid.profiling.texts import Kind, kinds
 from sglang_hybrid.progress import Steps, steps
@@ -190,19 +193,31 @@ def _decode(
     cost = len(prompts) * _STEP_COST
 
     bar.say("decoding exactly, recording scores")
-    recorder = RecordingPolicy(config)
-    session.use_policy(recorder, config, draft)
-    _teacher_force(prefilled, following, lambda: bar.advance(cost))
-
     budget = _budget(config, draft.facts.model)
+    costs, norms, stop = _watch_costs(session, budget, draft.facts.model)
+    recorder = RecordingPolicy(config, costs)
+    session.use_policy(recorder, config, draft)
+    try:
+        _teacher_force(prefilled, following, lambda: bar.advance(cost))
+    finally:
+        stop()
+
+    every_layer = range(draft.facts.model.layers)
+    shares = choose_shares([costs.of(layer) for layer in every_layer], [math.sqrt(norms[n]) for n in every_layer])
     intervals, bonuses, changes = [], [], []
-    for layer in range(draft.facts.model.layers):
+    for layer in every_layer:
         bar.say(f"choosing bonus and interval of layer {layer}")
         records: list[LayerRecord] = [recorder.record(layer)]
         bonuses.append(choose_bonus(records, budget))
-        intervals.append(choose_interval(records, budget, bonuses[-1], config.recall_beta))
+        own = _with_share(budget, config, draft.facts.model, shares[layer])
+        intervals.append(choose_interval(records, own, bonuses[-1], config.recall_beta))
         changes.append(round(block_change(records, budget), 4))
-    profile = draft.with_facts(intervals=intervals, bonus=bonuses, block_change=changes)
+    profile = draft.with_facts(
+        intervals=intervals,
+        bonus=bonuses,
+        miss_shares=[float(f"{share:.4g}") for share in shares],
+        block_change=changes,
+    )
 
     curves = []
     for name, every in ((WITHOUT_RECALL, [0] * len(intervals)), (WITH_RECALL, intervals)):
@@ -212,10 +227,34 @@ def _decode(
     return profile.with_facts(curves=curves)
 
 
+def _watch_costs(
+    session: ModelSession, budget: Budget, model: ModelIdentity
+) -> tuple[ShareCosts, dict[int, float], Callable[[], None]]:
+    """For the decode that follows: what least shares cost, each layer's mean squared input, and what ends that."""
+    layers = DecoderLayers(session.model)
+    projections = {layer: layers.output_projection(layer).cpu() for layer in layers.ids}
+    norms: dict[int, float] = dict.fromkeys(layers.ids, 0.0)  # a sum does as well as a mean: all have as many steps
+
+    def watch(layer: int, inputs: torch.Tensor, _positions: torch.Tensor, _batch: object) -> None:
+        norms[layer] += float(inputs.float().square().sum(dim=1).mean())
+
+    costs = ShareCosts(budget, model.query_heads // model.kv_heads, projections)
+    return costs, norms, layers.on_input(watch)
+
+
 def _budget(config: HybridConfig, model: ModelIdentity) -> Budget:
     group = model.query_heads // model.kv_heads  # whose shares of attention a score adds up
-    worth = math.log(config.miss_share * group) if config.miss_share else -math.inf
+    share = 0.0 if config.miss_share == "auto" else float(config.miss_share)
+    worth = math.log(share * group) if share else -math.inf
     return Budget(config.budget_tokens // config.block_tokens, config.sink_blocks, config.recent_blocks, worth)
+
+
+def _with_share(budget: Budget, config: HybridConfig, model: ModelIdentity, share: float) -> Budget:
+    """As the layer will be served: by its own share, unless the settings name one for all."""
+    if config.miss_share != "auto":
+        return budget
+    worth = math.log(share * (model.query_heads // model.kv_heads))
+    return dataclasses.replace(budget, worth=worth, any_block=config.attend == "resident")
 
 
 def _ratios(

@@ -6,29 +6,22 @@ and what it would have missed follows from their true shares of attention (``sim
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.base import DecodeBatch, LayerCache
 from sglang_hybrid.policies.full import FullPolicy, read_row
-
-
-@dataclass(frozen=True)
-class LayerRecord:
-    """One layer over all steps, padded to the blocks of the longest row."""
-
-    scores: torch.Tensor  # [steps, rows, KV heads, blocks], of the predicted query
-    shares: torch.Tensor  # likewise: attention that the block gets with the real query, mean over the query heads
-    counts: torch.Tensor  # [steps, rows] blocks
+from sglang_hybrid.profiling.records import BlockParts, LayerRecord
+from sglang_hybrid.profiling.share_costs import ShareCosts
 
 
 class RecordingPolicy(FullPolicy):
     """Scores by the predicted query where a layer is announced, by the real one where it is not."""
 
-    def __init__(self, config: HybridConfig) -> None:
+    def __init__(self, config: HybridConfig, costs: ShareCosts | None = None) -> None:
+        """``costs`` are told of every step what blocks contribute to it."""
+        self._costs = costs
         self._spread = config.digest_spread
         self._scores: dict[int, list[torch.Tensor]] = {}
         self._shares: dict[int, list[torch.Tensor]] = {}
@@ -44,12 +37,19 @@ class RecordingPolicy(FullPolicy):
         scores = self._ahead.pop(layer, None)
         self._scores.setdefault(layer, []).append(self._score(query, cache, batch, scale) if scores is None else scores)
         self._counts.setdefault(layer, []).append(counts.cpu())
-        rows, shares = [], []
+        rows, shares, outputs = [], [], []
         for row, length in enumerate(batch.lengths_on_host):
             key, value = read_row(cache, batch.page_table[row], length, query.device)
             rows.append(reference.attend_prefill(query[row : row + 1], key, value, scale))
-            shares.append(_block_shares(query[row], key, scale, cache.block_tokens, batch.page_table.shape[1]))
-        self._shares.setdefault(layer, []).append(torch.stack(shares).cpu())
+            weights = _block_weights(query[row], key, scale, cache.block_tokens, batch.page_table.shape[1])
+            shares.append(weights.sum(dim=3).cpu())
+            if self._costs:
+                outputs.append(_block_outputs(weights, value).cpu())
+        grouped = torch.stack(shares)
+        self._shares.setdefault(layer, []).append(grouped.mean(dim=2))
+        if self._costs:
+            parts = BlockParts(grouped, torch.stack(outputs))
+            self._costs.add(layer, self._scores[layer][-1], self._counts[layer][-1], parts)
         return torch.cat(rows)
 
     def _score(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
@@ -65,12 +65,21 @@ class RecordingPolicy(FullPolicy):
         )
 
 
-def _block_shares(query: torch.Tensor, key: torch.Tensor, scale: float, block_tokens: int, blocks: int) -> torch.Tensor:
-    """query ``[query heads, D]``, key ``[KV heads, tokens, D]`` -> ``[KV heads, blocks]``."""
+def _block_weights(
+    query: torch.Tensor, key: torch.Tensor, scale: float, block_tokens: int, blocks: int
+) -> torch.Tensor:
+    """query ``[query heads, D]``, key ``[KV heads, tokens, D]`` -> attention ``[KV heads, group, blocks, T]``."""
     grouped = query.float().view(key.shape[0], -1, query.shape[-1])
-    weights = torch.softmax(grouped @ key.float().transpose(1, 2) * scale, dim=-1).mean(dim=1)
-    padded = torch.nn.functional.pad(weights, (0, blocks * block_tokens - weights.shape[1]))
-    return padded.view(key.shape[0], blocks, block_tokens).sum(dim=2)
+    weights = torch.softmax(grouped @ key.float().transpose(1, 2) * scale, dim=-1)
+    padded = torch.nn.functional.pad(weights, (0, blocks * block_tokens - weights.shape[2]))
+    return padded.view(*weights.shape[:2], blocks, block_tokens)
+
+
+def _block_outputs(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """weights of ``_block_weights``, value ``[KV heads, tokens, Dv]`` -> ``[KV heads, group, blocks, Dv]``."""
+    blocks, block_tokens = weights.shape[2:]
+    padded = torch.nn.functional.pad(value.float(), (0, 0, 0, blocks * block_tokens - value.shape[1]))
+    return (weights.transpose(1, 2) @ padded.view(value.shape[0], blocks, block_tokens, -1)).transpose(1, 2)
 
 
 def _padded(step: torch.Tensor, blocks: int, value: float) -> torch.Tensor:

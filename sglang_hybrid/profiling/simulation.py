@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_hybrid.profiling.recording import LayerRecord
+from sglang_hybrid.profiling.records import LayerRecord
+from sglang_hybrid.scout.tuning import beyond_selection
 
 
 @dataclass(frozen=True)
 class Choice:
     bonus: float
     interval: int  # 0: never
+    worth: float | None = None  # instead of the budget's
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,12 @@ class Budget:
     sink: int
     recent: int
     worth: float = -math.inf  # the lowest score of a block that is computed although it is not resident
+    any_block: bool = False  # whether every block that is worth it is computed where that is so at all, or the selected
+
+    @property
+    def room(self) -> int:
+        """Blocks of a selection that are not always in it."""
+        return max(0, self.blocks - self.sink - self.recent - 1)
 
 
 def simulate(record: LayerRecord, choices: Sequence[Choice], budget: Budget) -> Simulated:
@@ -38,6 +46,10 @@ def simulate(record: LayerRecord, choices: Sequence[Choice], budget: Budget) -> 
     steps, rows, heads, blocks = record.scores.shape
     bonus = torch.tensor([choice.bonus for choice in choices])[:, None, None, None]
     intervals = torch.tensor([choice.interval for choice in choices])
+    worth = torch.tensor([budget.worth if choice.worth is None else choice.worth for choice in choices])
+    worth = worth[:, None, None, None]
+    any_block = torch.tensor([budget.any_block and beyond_selection(choice.interval) for choice in choices])
+    any_block = any_block[:, None, None, None]
     limit = min(budget.blocks, blocks)
     position = torch.arange(blocks)
     resident = torch.zeros(len(choices), rows, heads, blocks, dtype=torch.bool)
@@ -49,14 +61,16 @@ def simulate(record: LayerRecord, choices: Sequence[Choice], budget: Budget) -> 
         beyond = (age < 0)[:, None, :]
         scores = record.scores[step].masked_fill(beyond, -torch.inf)
         if step == 0:
-            resident = _best(scores.masked_fill(forced, torch.inf), limit)[None] & ~forced & ~beyond
+            resident = best(scores.masked_fill(forced, torch.inf), limit)[None] & ~forced & ~beyond
             resident = resident.expand(len(choices), -1, -1, -1).clone()
         else:
             opened = record.counts[step] > record.counts[step - 1]
-            resident = _with_leaving(resident, scores, age, opened, budget)
+            resident = with_leaving(resident, scores, age, opened, budget)
         ranked = (scores + bonus * resident).masked_fill(forced, torch.inf).masked_fill(beyond, -torch.inf)
-        selected = _best(ranked, limit) & ~beyond
-        missing = selected & ~resident & ~forced & (scores >= budget.worth)
+        selected = best(ranked, limit) & ~beyond
+        missing = ~resident & ~forced & ~beyond & (scores >= worth)
+        of_selection, missing = missing & selected, best_of(missing, scores, budget.room)
+        missing = torch.where(any_block, missing, of_selection)
         attended = missing | resident | forced
         ratios.append(missing.float().sum(dim=3).mean(dim=(1, 2)) / budget.blocks)
         misses_of.append(1 - (record.shares[step] * attended).sum(dim=3).mean(dim=(1, 2)))
@@ -68,11 +82,19 @@ def simulate(record: LayerRecord, choices: Sequence[Choice], budget: Budget) -> 
     return Simulated(*(torch.stack(one, 1) for one in (ratios, misses_of, unselected, changes[1:] or changes)))
 
 
-def _best(scores: torch.Tensor, limit: int) -> torch.Tensor:
+def best(scores: torch.Tensor, limit: int) -> torch.Tensor:
+    """Which have the ``limit`` best scores of the last dimension."""
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(limit, dim=-1).indices, True)
 
 
-def _with_leaving(
+def best_of(blocks: torch.Tensor, scores: torch.Tensor, limit: int) -> torch.Tensor:
+    """Of these blocks (bool) all, or of more than ``limit`` the best."""
+    if not (blocks.sum(dim=-1) > limit).any():
+        return blocks
+    return best(scores.expand_as(blocks).masked_fill(~blocks, -torch.inf), min(limit, blocks.shape[-1])) & blocks
+
+
+def with_leaving(
     resident: torch.Tensor, scores: torch.Tensor, age: torch.Tensor, opened: torch.Tensor, budget: Budget
 ) -> torch.Tensor:
     """A block that is recent no more stays, in place of the worst resident where there is no room.
@@ -80,9 +102,5 @@ def _with_leaving(
     ``opened`` ``[rows]``: whose step is the first of a new block.
     """
     leaving = (age == budget.recent + 1) & (torch.arange(age.shape[1]) >= budget.sink) & opened[:, None]
-    slots = max(0, budget.blocks - budget.sink - budget.recent - 1)
     resident = resident | leaving[:, None, :]
-    if not (resident.sum(dim=3) > slots).any():
-        return resident
-    kept = scores.masked_fill(leaving[:, None, :], torch.inf).expand_as(resident).masked_fill(~resident, -torch.inf)
-    return _best(kept, min(slots, kept.shape[3])) & resident
+    return best_of(resident, scores.masked_fill(leaving[:, None, :], torch.inf), budget.room)

@@ -13,7 +13,8 @@ from sglang_hybrid.scout.profile import Profile, ProfileFacts
 def print_summary(profile: Profile, console: Console) -> None:
     facts = profile.facts
     table = Table(title=f"{facts.model.architecture}, budget {facts.budget_tokens} tokens, beta {facts.beta:.0%}")
-    for name in ("layer", "cosine raw", "calibrated", "rank", "blocks new per step", "sticky bonus", "recall every"):
+    names = ("layer", "cosine raw", "calibrated", "rank", "blocks new per step", "sticky bonus", "miss share")
+    for name in (*names, "recall every"):
         table.add_column(name, justify="right")
     without, with_recall = (curve.ratios for curve in facts.curves) if len(facts.curves) == 2 else ([], [])
     if without:
@@ -23,7 +24,7 @@ def print_summary(profile: Profile, console: Console) -> None:
         row = [
             str(layer), f"{facts.cosine_raw[layer]:.3f}", f"{facts.cosine_calibrated[layer]:.3f}",
             str(facts.ranks[layer]), f"{facts.block_change[layer]:.1%}", f"{facts.bonus[layer]:g}",
-            str(facts.intervals[layer]),
+            f"{facts.miss_shares[layer]:.2%}" if facts.miss_shares else "", str(facts.intervals[layer]),
         ]  # fmt: skip
         if without:
             row += [f"{_end(without[layer]):.1%}", f"{_mean(with_recall[layer]):.1%}"]

@@ -70,6 +70,7 @@ class ProfileFacts(msgspec.Struct, frozen=True, kw_only=True):
     beta: float
     intervals: list[int]
     bonus: list[float]
+    miss_shares: list[float] = []  # empty in profiles that are older than this list
     ranks: list[int]  # of the correction; 0: none (the first layer), hidden: full
     cosine_raw: list[float]
     cosine_calibrated: list[float]
@@ -100,6 +101,10 @@ class Profile:
     @property
     def intervals(self) -> tuple[int, ...]:
         return tuple(self.facts.intervals)
+
+    @property
+    def miss_shares(self) -> tuple[float, ...]:
+        return tuple(self.facts.miss_shares)
 
     def save(self, path: Path) -> None:
         """Complete or not at all: an interrupted write leaves what was there before."""
@@ -166,7 +171,8 @@ def _load(path: Path) -> Profile:
     except (OSError, SafetensorError, msgspec.MsgspecError) as error:
         raise ProfileError(f"cannot be read: {error}") from error
     layers = facts.model.layers
-    lists = ("intervals", "bonus", "ranks", "cosine_raw", "cosine_calibrated", "block_change")
+    lists = ["intervals", "bonus", "ranks", "cosine_raw", "cosine_calibrated", "block_change"]
+    lists += ["miss_shares"] if facts.miss_shares else []
     if short := [name for name in lists if len(getattr(facts, name)) != layers]:
         raise ProfileError(f"damaged: {', '.join(short)} must have one value for each of {layers} layers")
     corrections = {}

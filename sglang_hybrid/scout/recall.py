@@ -39,13 +39,13 @@ class RecallSchedule:
             return torch.zeros_like(steps, dtype=torch.bool)
         return (steps + layer) % interval == 0
 
-    def observe(self, layer: int, ratio: float) -> None:
-        """The CPU compute ratio of this step."""
+    def observe(self, layer: int, ratio: float, steps: int = 1) -> None:
+        """The CPU compute ratio of this step, or its mean over so many."""
         interval = self.intervals[layer]
         if not self.adapts or interval == 0:
             return
-        self._sums[layer] += ratio
-        self._counts[layer] += 1
+        self._sums[layer] += ratio * steps
+        self._counts[layer] += steps
         if self._counts[layer] < max(_LOOK_STEPS, 2 * interval):
             return
         mean = self._sums[layer] / self._counts[layer]

@@ -1,4 +1,4 @@
-"""What a profile tunes per layer, or the settings fix: the bonus of resident blocks and the recall intervals."""
+"""What a profile tunes per layer, or the settings fix: bonus of resident blocks, recall intervals, least shares."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from sglang_hybrid.config import HybridConfig
 # the interval is what ScoutAttention's own profiles end up with for most layers.
 DEFAULT_BONUS = 1.0
 DEFAULT_INTERVAL = 8
+DEFAULT_MISS_SHARE = 0.001
 
 
 class Profiled(Protocol):
@@ -22,6 +23,9 @@ class Profiled(Protocol):
     @property
     def intervals(self) -> tuple[int, ...]: ...
 
+    @property
+    def miss_shares(self) -> tuple[float, ...]: ...  # none, if it was made before there were any
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -31,6 +35,17 @@ class Tuning:
     intervals: tuple[int, ...]  # decode steps between two recalls, 0 for never
     beta: float  # the CPU compute ratio that recall keeps
     adapt: bool  # whether live traffic changes the intervals
+    miss_shares: tuple[float, ...]  # of a KV head's attention, that a block must get to be a miss
+    any_block: tuple[bool, ...]  # whether every such block is a miss, or those only that are selected
+
+
+def beyond_selection(interval: int) -> bool:
+    """Whether blocks that are not selected can be misses of a layer with that recall interval.
+
+    They make up for resident blocks that were chosen some steps ago. A layer that recalls at every step has the best
+    ones resident, as many as the budget holds: more would be computed again and again, and no recall would help.
+    """
+    return interval != 1
 
 
 def tuning_of(config: HybridConfig, layers: int, profile: Profiled | None = None) -> Tuning:
@@ -45,4 +60,12 @@ def tuning_of(config: HybridConfig, layers: int, profile: Profiled | None = None
         intervals = profile.intervals if profile else (DEFAULT_INTERVAL,) * layers
     # a fixed interval is meant to stay
     adapt = config.recall_adapt and config.recall_interval == "auto"
-    return Tuning(bonus, intervals, config.recall_beta, adapt)
+    miss_shares, any_block = (DEFAULT_MISS_SHARE,) * layers, (False,) * layers
+    if config.miss_share != "auto":
+        miss_shares = (float(config.miss_share),) * layers
+    elif profile and profile.miss_shares:
+        # One share for all layers needs the limit that a selection is: it says too little about what matters where.
+        # With attend=selected the budget bounds what is attended, so that nothing beyond the selection is.
+        miss_shares = profile.miss_shares
+        any_block = tuple(config.attend == "resident" and beyond_selection(interval) for interval in intervals)
+    return Tuning(bonus, intervals, config.recall_beta, adapt, miss_shares, any_block)

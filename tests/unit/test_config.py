@@ -78,8 +78,9 @@ def test_defaults_are_the_documented_ones():
         "selection": "head",
         "attend": "resident",
         "sticky_bonus": "auto",
-        "miss_share": 0.001,
+        "miss_share": "auto",
         "lse_shift": True,
+        "cpu_share": "auto",
         "recall_interval": "auto",
         "recall_beta": 0.12,
         "recall_adapt": True,
@@ -516,6 +517,9 @@ def test_thread_counts_out_of_range_are_refused(setting: str):
         ("sticky_bonus=0", "sticky_bonus", 0.0),
         ("sticky_bonus=1.5", "sticky_bonus", 1.5),
         ("sticky_bonus=auto", "sticky_bonus", "auto"),
+        ("miss_share=0", "miss_share", 0.0),
+        ("miss_share=0.002", "miss_share", 0.002),
+        ("miss_share=auto", "miss_share", "auto"),
         ("recall_interval=0", "recall_interval", 0),
         ("resident_tokens=0", "resident_tokens", 0),
         ("resident_tokens=1024", "resident_tokens", 1024),
@@ -547,6 +551,15 @@ def test_a_bonus_an_interval_or_a_size_that_is_no_number_from_zero_on_is_refused
     problem = problem_of(overrides=[override])
     assert f"{given} (override)" in problem
     assert problem.endswith(': must each be "auto" or a number from 0 on')
+
+
+@pytest.mark.parametrize(
+    ("override", "given"), [("miss_share=-0.1", "-0.1"), ("miss_share=1.5", "1.5"), ("miss_share=.nan", "nan")]
+)
+def test_a_share_that_is_no_part_of_one_is_refused(override: str, given: str):
+    problem = problem_of(overrides=[override])
+    assert f"miss_share={given} (override)" in problem
+    assert problem.endswith(': must be "auto" or a number from 0 to 1')
 
 
 @pytest.mark.parametrize("override", ["sticky_bonus=much", "sticky_bonus=true", "sticky_bonus="])

@@ -24,7 +24,7 @@ from sglang_hybrid.policies import create_policy
 from sglang_hybrid.policies.base import BlockList, DecodeBatch, DecodePolicy, LayerCache
 from sglang_hybrid.policies.full import FullPolicy
 from sglang_hybrid.policies.scout import ScoutPolicy, Selection
-from sglang_hybrid.scout.tuning import tuning_of
+from sglang_hybrid.scout.tuning import DEFAULT_MISS_SHARE, tuning_of
 
 SEEDS = st.integers(0, 2**32 - 1)
 HEADS = st.integers(1, 3)
@@ -196,9 +196,17 @@ class RecordedMisses(ReferenceMisses):
 class Watched(ScoutPolicy):
     """Keeps what it selected last, and what it was told to report."""
 
-    def __init__(self, config: HybridConfig, rows: int, layers: int = 1, prompts: PromptQueries | None = None) -> None:
+    def __init__(
+        self,
+        config: HybridConfig,
+        rows: int,
+        layers: int = 1,
+        prompts: PromptQueries | None = None,
+        any_block: bool = False,
+    ) -> None:
         self.misses = RecordedMisses()
-        super().__init__(config, self.misses, tuning_of(config, layers), prompts, rows)
+        tuning = dataclasses.replace(tuning_of(config, layers), any_block=(any_block,) * layers)
+        super().__init__(config, self.misses, tuning, prompts, rows)
         self.chosen = Selection(*3 * [torch.empty(0)])
         self.ratios: list[tuple[int, float]] = []
         self.on_ratio = lambda layer, ratio: self.ratios.append((layer, ratio))
@@ -260,6 +268,8 @@ class PlainScout:
 
     def __init__(self, config: HybridConfig, decoding: Decoding, from_prompts: bool) -> None:
         self.config = config
+        self.any_block = False
+        self.miss_share = DEFAULT_MISS_SHARE if config.miss_share == "auto" else float(config.miss_share)
         self._decoding = decoding
         self._from_prompts = from_prompts
         self.resident: dict[tuple[int, int], set[int]] = {}
@@ -311,7 +321,11 @@ class PlainScout:
         selected = best({p: s + config.sticky_bonus * (p in resident) for p, s in scores.items()}, room)
         group = self._decoding.requests.shape.group
         shared_by = group * (self._decoding.requests.shape.heads if config.selection == "layer" else 1)
-        misses = {p for p in selected - resident if math.exp(scores[p]) >= config.miss_share * shared_by}
+        candidates = set(scores) if self.any_block else selected
+        least = self.miss_share * shared_by
+        misses = {p for p in candidates - resident if math.exp(scores[p]) >= least}
+        if self.any_block:
+            misses = best({p: scores[p] for p in misses}, room)
         near = always | resident
         if config.attend == "selected":
             near = always | (resident & selected)
@@ -370,13 +384,23 @@ def scouting(draw: st.DrawFn) -> HybridConfig:
     seed=SEEDS,
     predicted_one_in=st.sampled_from([0, 1, 2]),
     from_prompts=st.booleans(),
+    any_block=st.booleans(),
 )
 def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_its_query(
-    config: HybridConfig, plan: list[Life], shape: Shape, seed: int, predicted_one_in: int, from_prompts: bool
+    config: HybridConfig,
+    plan: list[Life],
+    shape: Shape,
+    seed: int,
+    predicted_one_in: int,
+    from_prompts: bool,
+    any_block: bool,
 ):
     decoding = Decoding(plan, shape, seed, config.digest)
     prompts = PromptQueries(3) if from_prompts else None
-    policy, plain = Watched(config, rows=3, prompts=prompts), PlainScout(config, decoding, from_prompts)
+    plain = PlainScout(config, decoding, from_prompts)
+    # a profile that says so has shares
+    plain.any_block = any_block = any_block and config.attend == "resident" and config.miss_share > 0
+    policy = Watched(config, rows=3, prompts=prompts, any_block=any_block)
 
     def check(step: Step) -> None:
         missed = 0
@@ -428,10 +452,12 @@ class Run:
         return self.lengths[step] % T == 1
 
 
-def long_run(steps: int = 70, predicted: bool = True, prompt: int = 9 * T + 20, **settings: object) -> Run:
+def long_run(
+    steps: int = 70, predicted: bool = True, prompt: int = 9 * T + 20, any_block: bool = False, **settings: object
+) -> Run:
     config = HybridConfig(budget_tokens=6 * T, sink_blocks=1, recent_blocks=1, **settings)  # 3 slots
     decoding = Decoding([Life(0, prompt, 0, steps)], SMALL, seed=5)
-    run = Run(config, decoding, Watched(config, rows=1), [], [])
+    run = Run(config, decoding, Watched(config, rows=1, any_block=any_block), [], [])
 
     def check(step: Step) -> None:
         run.chosen.append(run.policy.chosen)
@@ -546,6 +572,18 @@ def test_a_miss_must_be_worth_its_share_of_attention_and_is_recalled_all_the_sam
                 assert set(real(chosen.misses[0, head])) <= set(real(other.misses[0, head]))
                 counts[-1] += len(real(chosen.misses[0, head]))
     assert counts[0] > counts[1] > counts[2] == 0
+
+
+def test_a_share_that_decides_alone_takes_blocks_beyond_the_selection_and_changes_nothing_else():
+    runs = [long_run(recall_interval=4, sticky_bonus=0.0, miss_share=0.05, any_block=some) for some in (False, True)]
+    more = 0
+    for selected, every in zip(*(run.chosen for run in runs), strict=True):
+        assert torch.equal(selected.recalled, every.recalled)
+        assert torch.equal(selected.near, every.near)
+        for head in range(SMALL.heads):
+            assert set(real(selected.misses[0, head])) <= set(real(every.misses[0, head]))
+            more += len(real(every.misses[0, head])) - len(real(selected.misses[0, head]))
+    assert more > 0
 
 
 def test_attending_to_what_is_selected_bounds_what_is_attended_by_the_budget():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 import torch
 from attention_oracle import seeded, softmax_attention
@@ -19,13 +22,22 @@ from sglang_hybrid.policies.base import DecodeBatch, LayerCache
 from sglang_hybrid.policies.scout import ScoutPolicy, Selection
 from sglang_hybrid.profiling import choosing
 from sglang_hybrid.profiling.calibrating import RANK_PARTS, Calibrator, LayerInputs
-from sglang_hybrid.profiling.choosing import BONUSES, INTERVALS, block_change, choose_bonus, choose_interval
-from sglang_hybrid.profiling.recording import LayerRecord, RecordingPolicy
+from sglang_hybrid.profiling.choosing import (
+    BONUSES,
+    INTERVALS,
+    block_change,
+    choose_bonus,
+    choose_interval,
+    choose_shares,
+)
+from sglang_hybrid.profiling.recording import RecordingPolicy
+from sglang_hybrid.profiling.records import LayerRecord
+from sglang_hybrid.profiling.share_costs import SHARES, LayerCost, ShareCosts
 from sglang_hybrid.profiling.simulation import Budget, Choice, simulate
 from sglang_hybrid.scout.calibration import LayerFit, cosines
 from sglang_hybrid.scout.predictor import QueryPredictor, QueryWeights
 from sglang_hybrid.scout.recall import LONGEST
-from sglang_hybrid.scout.tuning import tuning_of
+from sglang_hybrid.scout.tuning import beyond_selection, tuning_of
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -197,9 +209,13 @@ def test_a_recording_decodes_exactly_and_notes_scores_of_the_prediction_and_true
 
 @pytest.mark.parametrize("predicted", [True, False], ids=["predicted", "not predicted"])
 @pytest.mark.parametrize(("sink", "recent", "slots"), [(1, 1, 3), (0, 0, 2), (2, 1, 1), (1, 2, 0)])
-def test_the_simulation_of_a_recording_is_what_the_policy_does(predicted: bool, sink: int, recent: int, slots: int):
+@pytest.mark.parametrize("any_block", [False, True], ids=["of the selection", "any block"])
+def test_the_simulation_of_a_recording_is_what_the_policy_does(
+    predicted: bool, sink: int, recent: int, slots: int, any_block: bool
+):
     share = 0.05
-    budget = Budget(sink + recent + 1 + slots, sink, recent, worth=math.log(share * SHAPE.group))
+    worth = math.log(share * SHAPE.group)
+    budget = Budget(sink + recent + 1 + slots, sink, recent, worth, any_block)
     base = HybridConfig(budget_tokens=budget.blocks * T, sink_blocks=sink, recent_blocks=recent)
     record, _, _ = recorded(base, predicted, seed=2)
     simulated = simulate(record, CHOICES, budget)
@@ -212,7 +228,9 @@ def test_the_simulation_of_a_recording_is_what_the_policy_does(predicted: bool, 
             recall_interval=choice.interval,
             miss_share=share,
         )
-        policy = Watched(config, ReferenceMisses(), tuning_of(config, layers=1), rows=2)
+        beyond = any_block and beyond_selection(choice.interval)
+        tuning = dataclasses.replace(tuning_of(config, layers=1), any_block=(beyond,))
+        policy = Watched(config, ReferenceMisses(), tuning, rows=2)
         ratios: list[float] = []
         missed: list[float] = []
         policy.on_ratio = lambda _, ratio, seen=ratios: seen.append(ratio)
@@ -226,6 +244,77 @@ def test_the_simulation_of_a_recording_is_what_the_policy_does(predicted: bool, 
         assert ratios == pytest.approx(simulated.ratio[number].tolist(), abs=1e-5), choice
         assert missed == pytest.approx(simulated.missed[number].tolist(), abs=1e-4), choice
     assert simulated.ratio.any() == bool(slots), "otherwise there was nothing to compare"
+
+
+# What it costs to leave misses out
+
+
+@pytest.mark.parametrize("predicted", [True, False])
+@pytest.mark.parametrize(("sink", "recent", "slots"), [(1, 1, 3), (0, 0, 2), (1, 2, 0)])
+def test_costs_of_shares_are_what_the_policy_misses_and_how_far_its_output_is_off(
+    predicted: bool, sink: int, recent: int, slots: int
+):
+    blocks = sink + recent + 1 + slots
+    base = HybridConfig(budget_tokens=blocks * T, sink_blocks=sink, recent_blocks=recent, lse_shift=False)
+    projection = torch.randn(12, SHAPE.heads * SHAPE.group * SHAPE.dim, generator=seeded(3))
+    costs = ShareCosts(Budget(blocks, sink, recent), SHAPE.group, {0: projection})
+    recorder, exact = RecordingPolicy(base, costs), []
+    Decoding(PLAN, SHAPE, seed=2).run(recorder, exact.append, lambda _: predicted, shuffled=False)
+    cost = costs.of(0)
+    # a share of 1 leaves all misses out, so that the policy's output has nothing of a predicted query in it
+    for number, share in [*enumerate(SHARES)][-6:]:
+        config = msgspec.structs.replace(base, sticky_bonus=0.0, recall_interval=8, miss_share=share)
+        tuning = dataclasses.replace(tuning_of(config, layers=1), any_block=(True,))
+        policy, ratios, moved = ScoutPolicy(config, ReferenceMisses(), tuning, rows=2), [], []
+        policy.on_ratio = lambda _, ratio, seen=ratios: seen.append(ratio)
+
+        def check(step: Step, moved: list[float] = moved) -> None:
+            change = (step.out - exact[len(moved)].out).flatten(1) @ projection.T
+            moved.append(float(change.square().sum(dim=1).mean()))
+
+        Decoding(PLAN, SHAPE, seed=2).run(policy, check, lambda _: predicted, shuffled=False)
+        assert sum(ratios) / len(ratios) == pytest.approx(float(cost.ratio[number]), abs=1e-6), share
+        if share == 1.0 or not predicted:
+            assert sum(moved) / len(moved) == pytest.approx(float(cost.moved[number]), rel=1e-3, abs=1e-6), share
+    not_sticky = simulate(recorder.record(0), [Choice(0.0, 8)], Budget(blocks, sink, recent)).ratio.mean()
+    assert cost.not_sticky == pytest.approx(float(not_sticky), abs=1e-6)
+    assert bool(cost.ratio.any()) == bool(slots)
+
+
+def some_cost(seed: int) -> LayerCost:
+    """The larger the share, the fewer misses and the larger the change."""
+    less, more = torch.rand(2, len(SHARES), generator=seeded(seed)).unbind(0)
+    ratio = less.flip(0).cumsum(0).flip(0) / len(SHARES) * 0.5
+    ratio[-1] = 0.0
+    return LayerCost(ratio, more.cumsum(0), float(ratio[3]))
+
+
+@settings(max_examples=40)
+@given(st.lists(SEEDS, min_size=1, max_size=6))
+def test_shares_leave_no_more_misses_than_allowed_and_no_layer_could_swap_with_another(seeds: list[int]):
+    costs, norms = [some_cost(seed) for seed in seeds], [1.0 + n for n in range(len(seeds))]
+    chosen = [SHARES.index(share) for share in choose_shares(costs, norms)]
+    allowed = choosing._OF_NOT_STICKY * sum(cost.not_sticky for cost in costs)
+    ratio = sum(float(cost.ratio[n]) for cost, n in zip(costs, chosen, strict=True))
+    moved = sum(float(cost.moved[n]) / norm for cost, norm, n in zip(costs, norms, chosen, strict=True))
+    assert ratio <= allowed + 1e-6
+    if len(costs) > 3:
+        return  # too many to try all of them
+    for other in itertools.product(range(len(SHARES)), repeat=len(costs)):
+        if sum(float(cost.ratio[n]) for cost, n in zip(costs, other, strict=True)) <= ratio - 1e-6:
+            less = sum(float(cost.moved[n]) / norm for cost, norm, n in zip(costs, norms, other, strict=True))
+            assert less >= moved - 1e-4
+
+
+def test_a_layer_whose_output_hardly_moves_has_the_larger_share():
+    number = torch.arange(len(SHARES))
+    steady = LayerCost(0.3 * 0.8**number, 1.25**number, not_sticky=0.15)
+    moving = LayerCost(steady.ratio, 100 * steady.moved, steady.not_sticky)
+    shares = choose_shares([steady, moving], [1.0, 1.0])
+    assert shares[0] > shares[1]
+    # and so has one that is added to much more
+    shares = choose_shares([steady, steady], [100.0, 1.0])
+    assert shares[0] > shares[1]
 
 
 # Choosing

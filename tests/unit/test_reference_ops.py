@@ -463,6 +463,28 @@ def test_a_limit_that_holds_the_row_takes_every_block_even_one_with_a_nan():
         assert real(chosen[0, 0]) == [0, 1, 2, 3]
 
 
+@given(selections(), st.integers(-6, 8), st.integers(0, 6), st.data())
+def test_blocks_that_are_worth_it_are_those_with_the_score_that_are_not_here(
+    case: Selection, least: int, limit: int, data: st.DataObject
+):
+    resident = torch.rand(case.scores.shape, generator=seeded(data.draw(SEEDS))) < 0.3
+    found = reference.blocks_worth(case.scores, resident, case.counts, float(least), limit, case.sink, case.recent)
+    assert found.shape == (*case.scores.shape[:2], min(limit, case.scores.shape[2]))
+    for row, count in enumerate(case.counts.tolist()):
+        for head in range(case.scores.shape[1]):
+            scores, here = case.scores[row, head].tolist(), resident[row, head].tolist()
+            worth = [p for p in range(count) if p not in case.forced(row) and not here[p] and scores[p] >= least]
+            best = sorted(worth, key=scores.__getitem__, reverse=True)[:limit]
+            assert real(found[row, head]) == sorted(best)
+
+
+def test_a_page_with_a_nan_is_never_worth_it():
+    scores = scores_with_odd_pages(float("nan"), [2, 3])
+    none = torch.zeros(scores.shape, dtype=torch.bool)
+    found = reference.blocks_worth(scores, none, torch.tensor([8]), -1e9, limit=8, sink=0, recent=0)
+    assert real(found[0, 0]) == [0, 1, 4, 5, 6]
+
+
 @given(selections())
 def test_is_forced_tells_tail_recent_and_sink_from_the_rest(case: Selection):
     chosen = case.chosen()

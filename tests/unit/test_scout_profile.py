@@ -49,6 +49,7 @@ FACTS = ProfileFacts(
     beta=0.12,
     intervals=[1, 8, 256],
     bonus=[0.0, 0.5, 4.0],
+    miss_shares=[0.0064, 0.0016, 1.0],
     ranks=[0, HIDDEN, 3],
     cosine_raw=[1.0, 0.8, 0.7],
     cosine_calibrated=[1.0, 0.95, 0.9],
@@ -93,6 +94,7 @@ def test_a_profile_comes_back_as_it_was_saved(path: Path):
     assert loaded.facts == FACTS
     assert loaded.bonus == (0.0, 0.5, 4.0)
     assert loaded.intervals == (1, 8, 256)
+    assert loaded.miss_shares == (0.0064, 0.0016, 1.0)
     assert list(loaded.corrections) == [1, 2]
     for layer, correction in saved.corrections.items():
         for before, after in zip(vars(correction).values(), vars(loaded.corrections[layer]).values(), strict=True):
@@ -269,10 +271,17 @@ def test_metadata_that_is_not_json_cannot_be_read(path: Path):
     assert refusal(path).startswith("cannot be read: ")
 
 
-@pytest.mark.parametrize("name", ["intervals", "bonus", "ranks", "cosine_raw", "cosine_calibrated", "block_change"])
+@pytest.mark.parametrize(
+    "name", ["intervals", "bonus", "miss_shares", "ranks", "cosine_raw", "cosine_calibrated", "block_change"]
+)
 def test_a_list_that_is_not_one_value_per_layer_is_damage(path: Path, name: str):
     save_raw(path, lambda facts: facts[name].pop())
     assert refusal(path) == f"damaged: {name} must have one value for each of 3 layers"
+
+
+def test_a_profile_that_is_older_than_its_least_shares_has_none(path: Path):
+    save_raw(path, lambda facts: facts.pop("miss_shares"))
+    assert load_profile(path).miss_shares == ()
 
 
 LEFT, RIGHT, BIAS = (WIDTH, 3), (3, HIDDEN), (WIDTH,)

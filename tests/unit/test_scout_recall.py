@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.scout.recall import LONGEST, RecallSchedule
-from sglang_hybrid.scout.tuning import DEFAULT_BONUS, DEFAULT_INTERVAL, tuning_of
+from sglang_hybrid.scout.tuning import DEFAULT_BONUS, DEFAULT_INTERVAL, DEFAULT_MISS_SHARE, tuning_of
 
 BETA = 0.12
 INTERVALS = st.lists(st.integers(0, 20), min_size=1, max_size=12)
@@ -152,6 +152,7 @@ def test_layers_that_all_never_recall_need_no_ratios():
 class SomeProfile:
     bonus = (0.5, 2.0)
     intervals = (3, 16)
+    miss_shares = (0.004, 0.0005)
 
 
 def test_without_a_profile_there_are_defaults():
@@ -159,16 +160,42 @@ def test_without_a_profile_there_are_defaults():
     assert tuning.bonus == (DEFAULT_BONUS,) * 2
     assert tuning.intervals == (DEFAULT_INTERVAL,) * 2
     assert (tuning.beta, tuning.adapt) == (0.12, True)
+    assert (tuning.miss_shares, tuning.any_block) == ((DEFAULT_MISS_SHARE,) * 2, (False, False))
 
 
 def test_a_profile_tunes_each_layer():
     tuning = tuning_of(HybridConfig(recall_beta=0.2), 2, SomeProfile())
     assert (tuning.bonus, tuning.intervals) == ((0.5, 2.0), (3, 16))
     assert (tuning.beta, tuning.adapt) == (0.2, True)
+    assert (tuning.miss_shares, tuning.any_block) == ((0.004, 0.0005), (True, True))
+
+
+def test_a_layer_that_recalls_at_every_step_misses_nothing_beyond_its_selection():
+    class Often(SomeProfile):
+        intervals = (1, 16)
+
+    assert tuning_of(HybridConfig(), 2, Often()).any_block == (False, True)
+    assert tuning_of(HybridConfig(recall_interval=8), 2, Often()).any_block == (True, True)
+
+
+def test_what_is_selected_bounds_the_misses_where_it_bounds_what_is_attended():
+    tuning = tuning_of(HybridConfig(attend="selected"), 2, SomeProfile())
+    assert (tuning.miss_shares, tuning.any_block) == ((0.004, 0.0005), (False, False))
+
+
+def test_a_profile_without_shares_has_the_default_ones():
+    class Older(SomeProfile):
+        miss_shares = ()
+
+    tuning = tuning_of(HybridConfig(), 2, Older())
+    assert (tuning.miss_shares, tuning.any_block) == ((DEFAULT_MISS_SHARE,) * 2, (False, False))
 
 
 @pytest.mark.parametrize("profile", [None, SomeProfile()])
 def test_settings_win_over_a_profile_and_a_fixed_interval_is_meant_to_stay(profile: SomeProfile | None):
     tuning = tuning_of(HybridConfig(sticky_bonus=0, recall_interval=0), 2, profile)
     assert (tuning.bonus, tuning.intervals, tuning.adapt) == ((0.0, 0.0), (0, 0), False)
+    for share in (0.0, 0.002):
+        tuning = tuning_of(HybridConfig(miss_share=share), 2, profile)
+        assert (tuning.miss_shares, tuning.any_block) == ((share, share), (False, False))
     assert not tuning_of(HybridConfig(recall_adapt=False), 2, profile).adapt
