@@ -129,7 +129,10 @@ def merge3(
     None is an empty side. ``lse`` gets the LSE of the union, if it is wanted.
     """
     batch, heads, dim = out.shape
-    sides = [Side() if partial is None else _side(partial, (batch, heads, dim)) for partial in (first, second, third)]
+    sides = [
+        Side() if partial is None else side_arguments(partial, (batch, heads, dim))
+        for partial in (first, second, third)
+    ]
     arguments = Merge(
         sides=(Side * 3)(*sides),
         out=address("out", out, (*HALVES, torch.float32), (batch, heads, dim)),
@@ -144,7 +147,7 @@ def merge3(
     return out
 
 
-def _side(partial: Partial, shape: tuple[int, int, int]) -> Side:
+def side_arguments(partial: Partial, shape: tuple[int, int, int]) -> Side:
     out, lse = partial
     return Side(
         out=address("a side's output", out, torch.float32, shape),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from sglang_hybrid.cuda import selection_structs as structs
@@ -18,6 +20,12 @@ class ScoreWorkspace:
     ) -> None:
         self.estimates = torch.empty(batch, heads, group, max_blocks, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(batch, heads, dtype=torch.int32, device=device)
+
+    def of_batch(self, count: int) -> ScoreWorkspace:
+        """The part that a smaller batch needs, in the same memory."""
+        part = copy.copy(self)
+        part.estimates, part.arrived = self.estimates[:count], self.arrived[:count]
+        return part
 
 
 class BestBlocks:
@@ -126,11 +134,13 @@ def shift_lse(
     scale: float,
     lse: torch.Tensor,
     *,
+    overwrite: bool = False,
     active_rows: torch.Tensor | None = None,
 ) -> None:
     """Add ``reference.lse_shift`` to ``lse`` ``[B, H * G]``, which ``query_ahead`` has computed for ``pages``.
 
-    queries ``[B, H * G, D]``; pages ``[B, H, N]`` of which the first ``counts`` ``[B, H]`` are there.
+    queries ``[B, H * G, D]``; pages ``[B, H, N]`` of which the first ``counts`` ``[B, H]`` are there. With
+    ``overwrite`` the shift itself is written, 0 where a list is empty.
     """
     batch, query_heads, dim = query.shape
     heads, dtype = digests.heads, digests.digests.dtype
@@ -146,5 +156,6 @@ def shift_lse(
         batch=batch,
         group=_group_of(query, digests),
         most_misses=pages.shape[2],
+        overwrites=overwrite,
     )
     launch(library().sh_cuda_shift_lse, arguments)

@@ -3,6 +3,7 @@
 A step of one layer::
 
     score_blocks -> select_blocks -> post the misses ...          by the predicted query, before the layer
+                                  -> gather_blocks (a share)      to staged slots
     append -> attend_slots -> wait -> shift_lse -> merge3         by the real one
     gather_blocks (the plan's list) -> apply_plan                 before the layer's next selection
 
@@ -12,6 +13,7 @@ the tail is gathered, which ``append`` brings along.
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 
@@ -20,7 +22,7 @@ import torch
 from sglang_hybrid.cuda import selection_structs as structs
 from sglang_hybrid.cuda.digests import SlotTable, Step
 from sglang_hybrid.cuda.library import launch, library
-from sglang_hybrid.cuda.tensors import address
+from sglang_hybrid.cuda.tensors import address, scalar_address
 
 _MOST = 256  # blocks of a selection, and slots of a (row, KV head): a thread has one of each
 
@@ -36,6 +38,12 @@ class Misses:
         self.pages = torch.full((batch, heads, most), -1, dtype=torch.int32, device=device)
         self.positions = torch.full_like(self.pages, -1)
         self.counts = torch.zeros(batch, heads, dtype=torch.int32, device=device)
+
+    def of_batch(self, count: int) -> Misses:
+        """The part that a smaller batch needs, in the same memory."""
+        part = copy.copy(self)
+        part.pages, part.positions, part.counts = self.pages[:count], self.positions[:count], self.counts[:count]
+        return part
 
 
 class RecallPlan:
@@ -83,25 +91,40 @@ def select_blocks(
     pool_pages: int,
     bonus: float = 0.0,
     worth: float = -math.inf,
+    any_block: bool = False,
     plan: RecallPlan | None = None,
     recall: torch.Tensor | RecallInterval | None = None,
+    due: torch.Tensor | None = None,
+    gathered: Misses | None = None,
+    gather_share: torch.Tensor | None = None,
+    totals: torch.Tensor | None = None,
 ) -> None:
     """``reference.select_blocks`` of scores ``[B, H, max_blocks]``, split by residency, as policy ``scout`` does it.
 
-    budget: blocks, at most 256. ``worth``: the score that a miss must have. A tail that was opened by this step gets
-    its slot here; see ``digests``. With ``plan``, rows that are due (``recall``: ``[B]`` int32 or an interval) add what
-    they want to have in their slots.
+    budget: blocks, at most 256. ``worth``: the score that a miss must have; with ``any_block`` every block that has it
+    is one (``reference.blocks_worth``), as many as a selection holds, otherwise those only that are selected. A tail
+    that was opened by this step gets its slot here; see ``digests``. With ``plan``, rows that are due (``recall``:
+    ``[B]`` int32 or an interval; ``due`` beside an interval: these rows too) add what they want to have in their slots.
+
+    ``gather_share`` (one float32 in device memory) of each list's misses go to ``gathered``, those with the best
+    scores, rounded up or down so that it is that share on average. It also takes what ``misses`` has no room for.
+    To ``totals`` (two int64) are added the number of all misses, also of those that find no room at all, and of the
+    plan's entries.
     """
     batch, heads, most = misses.pages.shape
     rows = table.positions.shape[0]
-    if (plan is None) != (recall is None):
+    if isinstance(recall, torch.Tensor):
+        if due is not None:
+            raise ValueError("rows that are due are given twice")
+        recall, due = None, recall
+    if (plan is None) != (recall is None and due is None):
         raise ValueError("a plan needs to know who recalls, and the other way round")
+    if (gathered is None) != (gather_share is None):
+        raise ValueError("a second list needs a share, and a share a second list")
     if max(budget, table.positions.shape[2]) > _MOST:
         raise ValueError(f"at most {_MOST} blocks: the budget is {budget}, slots are {table.positions.shape[2]}")
     if budget < table.sink + table.recent + 1:
         raise ValueError(f"a budget of {budget} blocks does not hold what is always selected")
-    interval = recall if isinstance(recall, RecallInterval) else None
-    due = recall if isinstance(recall, torch.Tensor) else None
     arguments = structs.SelectBlocks(
         table=table.arguments(heads),
         step=step.arguments(),
@@ -109,21 +132,35 @@ def select_blocks(
         miss_pages=address("the misses' pages", misses.pages, torch.int32, (step.batch, heads, most)),
         miss_positions=address("the misses' positions", misses.positions, torch.int32, (batch, heads, most)),
         miss_counts=address("the misses' counts", misses.counts, torch.int32, (batch, heads)),
+        **_second_list(gathered, batch, heads),
+        gather_share=scalar_address("gather_share", gather_share, torch.float32),
+        totals=address("totals", totals, torch.int64, (2,)),
         due=address("due", due, torch.int32, (batch,)),
-        interval=None if interval is None else address("interval", interval.steps.view(-1), torch.int32, (1,)),
-        first_lengths=None
-        if interval is None
-        else address("first_lengths", interval.first_lengths, torch.int32, (rows,)),
+        interval=None if recall is None else scalar_address("interval", recall.steps, torch.int32),
+        first_lengths=None if recall is None else address("first_lengths", recall.first_lengths, torch.int32, (rows,)),
         plan=structs.Plan() if plan is None else plan.arguments(),
         bonus=bonus,
         worth=worth,
         kv_heads=heads,
         budget=budget,
         most_misses=most,
-        layer=0 if interval is None else interval.layer,
+        layer=0 if recall is None else recall.layer,
         pool_pages=pool_pages,
+        any_block=any_block,
     )
     launch(library().sh_cuda_select_blocks, arguments)
+
+
+def _second_list(gathered: Misses | None, batch: int, heads: int) -> dict[str, int | None]:
+    if gathered is None:
+        return {}
+    most = gathered.pages.shape[2]
+    return {
+        "gathered_pages": address("gathered pages", gathered.pages, torch.int32, (batch, heads, most)),
+        "gathered_positions": address("gathered positions", gathered.positions, torch.int32, (batch, heads, most)),
+        "gathered_counts": address("gathered counts", gathered.counts, torch.int32, (batch, heads)),
+        "most_gathered": most,
+    }
 
 
 def apply_plan(plan: RecallPlan, table: SlotTable) -> None:

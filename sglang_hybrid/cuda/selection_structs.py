@@ -118,6 +118,11 @@ class SelectBlocks(ctypes.Structure):
         ("miss_pages", c_void_p),
         ("miss_positions", c_void_p),
         ("miss_counts", c_void_p),
+        ("gathered_pages", c_void_p),
+        ("gathered_positions", c_void_p),
+        ("gathered_counts", c_void_p),
+        ("gather_share", c_void_p),
+        ("totals", c_void_p),
         ("due", c_void_p),
         ("interval", c_void_p),
         ("first_lengths", c_void_p),
@@ -129,7 +134,8 @@ class SelectBlocks(ctypes.Structure):
         ("most_misses", c_uint32),
         ("layer", c_uint32),
         ("pool_pages", c_uint32),
-        ("unused", c_uint32),
+        ("most_gathered", c_uint32),
+        ("any_block", c_uint32),
     )
 
 
@@ -154,6 +160,8 @@ class ShiftLse(ctypes.Structure):
         ("batch", c_uint32),
         ("group", c_uint32),
         ("most_misses", c_uint32),
+        ("overwrites", c_uint32),
+        ("unused", c_uint32),
     )
 
 

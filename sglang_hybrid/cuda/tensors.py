@@ -32,6 +32,16 @@ def address(
     return pointer
 
 
+def scalar_address(name: str, number: torch.Tensor | None, dtype: torch.dtype) -> int | None:
+    """Of one number in device memory, any shape; it may lie between others."""
+    if number is None:
+        return None
+    if number.dtype != dtype or number.numel() != 1 or not number.is_cuda:
+        raise ValueError(f"{name} must be one {dtype} on a CUDA device, not {tuple(number.shape)} of {number.dtype}")
+    pointer: int = number.data_ptr()
+    return pointer
+
+
 def dtype_code(dtype: torch.dtype) -> int:
     return DTYPES[str(dtype).removeprefix("torch.")]
 

@@ -49,6 +49,12 @@ class Correction:
         )
 
 
+def merged_projection(weights: QueryWeights, correction: Correction) -> torch.Tensor:
+    """W_Q with the norm's gain and a full correction in it: a matrix for ``rms(x)`` that costs as much time as W_Q."""
+    gain = weights.norm.float()
+    return (weights.projection.float() * gain + correction.left.float()).to(weights.projection.dtype)
+
+
 class QueryPredictor:
     """The queries of one layer, before it runs."""
 
@@ -57,11 +63,8 @@ class QueryPredictor:
         self._merged: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._correction = correction
         if correction is not None and correction.right is None:
-            # a full matrix costs as much time as W_Q, so the two become one
-            gain = weights.norm.float()
-            merged = (weights.projection.float() * gain + correction.left.float()).to(weights.projection.dtype)
             bias = correction.bias if weights.bias is None else correction.bias + weights.bias
-            self._merged = (merged, bias.to(weights.projection.dtype))
+            self._merged = (merged_projection(weights, correction), bias.to(weights.projection.dtype))
 
     def query(self, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """inputs ``[n, hidden]`` of the layer before, positions ``[n]`` -> ``[n, query heads, head_dim]``."""

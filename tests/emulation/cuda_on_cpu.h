@@ -26,6 +26,14 @@
 struct uint4 {
     uint32_t x, y, z, w;
 };
+struct uint2 {
+    uint32_t x, y;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+struct float4 {
+    float x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct float2 {
     float x, y;
 };
@@ -48,6 +56,7 @@ constexpr uint32_t most_bytes = 32;  // that a lane shows the others at a time
 // What all lanes of this warp show, `most_bytes` apart; valid until the next but one.
 const char* show(const void* mine, uint32_t bytes);
 int barrier(bool counts);  // of the CTA; how many threads came with true
+void barrier_of_some(uint32_t which, uint32_t threads);
 
 void copy_later(uint32_t to, const void* from, bool counts);
 void commit();
@@ -91,6 +100,8 @@ inline uint32_t __ballot_sync(uint32_t, bool vote) {
 inline void __syncwarp() { __ballot_sync(0xFFFFFFFF, true); }
 inline void __syncthreads() { emulated::barrier(false); }
 inline int __syncthreads_count(bool counts) { return emulated::barrier(counts); }
+inline bool __syncthreads_or(bool vote) { return emulated::barrier(vote); }
+inline bool __any_sync(uint32_t mask, bool vote) { return __ballot_sync(mask, vote); }
 inline void __threadfence() {}
 
 // -- memory and numbers ------------------------------------------------------------------------------------------------
@@ -100,7 +111,14 @@ T atomicAdd(T* word, U value) {
     return std::exchange(*word, static_cast<T>(*word + value));
 }
 inline uint32_t atomicOr(uint32_t* word, uint32_t value) { return std::exchange(*word, *word | value); }
-inline uint32_t atomicExch(uint32_t* word, uint32_t value) { return std::exchange(*word, value); }
+template <class T>
+T atomicExch(T* word, std::type_identity_t<T> value) {
+    return std::exchange(*word, value);
+}
+template <class T>
+T atomicCAS(T* word, std::type_identity_t<T> expected, std::type_identity_t<T> value) {
+    return *word == expected ? std::exchange(*word, value) : *word;
+}
 template <class T>
 T __ldcg(const T* from) {
     return *from;
@@ -128,16 +146,32 @@ auto max(A a, B b) {
     return T(a) < T(b) ? T(b) : T(a);
 }
 using std::isfinite;
+// rounded one by one: compiled without contraction
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
+inline float __fmul_rn(float a, float b) { return a * b; }
 
 // -- runtime -----------------------------------------------------------------------------------------------------------
 
 enum cudaError_t : int { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
 using cudaStream_t = void*;
-enum { cudaDevAttrMultiProcessorCount, cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum {
+    cudaDevAttrMultiProcessorCount,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin,
+    cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+    cudaFuncAttributeMaxDynamicSharedMemorySize,
+};
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 // few, so that small launches are spread over CTAs as large ones are on a GPU
-inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) { return *value = 23, cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, int which, int) {
+    return *value = which == cudaDevAttrMultiProcessorCount ? 23 : 227 << 10, cudaSuccess;
+}
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, uint64_t bytes, cudaMemcpyKind, cudaStream_t) {
+    return std::memcpy(to, from, bytes), cudaSuccess;
+}
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, int, int) {
     return cudaSuccess;

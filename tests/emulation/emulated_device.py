@@ -18,11 +18,32 @@ from typing import Any
 import selection_cases
 import torch
 
-from sglang_hybrid.cuda import digests, gathering, scoring, selection, selection_structs
+from sglang_hybrid.cuda import (
+    attention,
+    copying,
+    digests,
+    gathering,
+    lane_structs,
+    mailbox,
+    missed,
+    placing,
+    prediction,
+    prefill_structs,
+    scattering,
+    scoring,
+    selection,
+    selection_structs,
+    structs,
+)
+from sglang_hybrid.memory.region import SharedRegion
 
 _library = ctypes.CDLL(os.environ["KERNELS_ON_CPU"])
-for _name, _struct in selection_structs.BY_NAME.items():
-    getattr(_library, _name.replace("sh_", "sh_cuda_")).argtypes = [ctypes.POINTER(_struct), ctypes.c_void_p]
+for _name, _struct in (selection_structs.BY_NAME | lane_structs.BY_NAME | prefill_structs.BY_NAME).items():
+    getattr(_library, "sh_cuda_" + _name.removeprefix("sh_")).argtypes = [ctypes.POINTER(_struct), ctypes.c_void_p]
+for _name in ("attend_slots", "gather_blocks", "merge", "mailbox_post", "mailbox_wait"):
+    _struct = structs.BY_NAME[f"sh_{_name}"]
+    getattr(_library, f"sh_cuda_{_name}").argtypes = [ctypes.POINTER(_struct), ctypes.c_void_p]
+_library.sh_cuda_mailbox_attach.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p]
 
 
 class Graph:
@@ -57,6 +78,17 @@ def launch(function: Any, arguments: ctypes.Structure) -> None:
     run(work)
 
 
+def checked(function: Any, *arguments: Any) -> None:
+    assert function(*arguments) == 0
+
+
+class Stream:
+    cuda_stream = None
+
+    def synchronize(self) -> None:
+        pass
+
+
 def address(name: str, tensor: torch.Tensor | None, dtype: Any, shape: tuple[int, ...]) -> int | None:
     if tensor is None:
         return None
@@ -68,35 +100,29 @@ def address(name: str, tensor: torch.Tensor | None, dtype: Any, shape: tuple[int
 class HostMemory:
     """In place of RegisteredRegion."""
 
-    def __init__(self, region: object) -> None:
+    def __init__(self, region: SharedRegion) -> None:
         self.region = region
+        self.device_address = region.address
 
     def address_of(self, name: str, tensor: torch.Tensor) -> int:
         return tensor.data_ptr()
 
-
-def gather_blocks(
-    region: object, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, key_slots: torch.Tensor,
-    value_slots: torch.Tensor, *, destinations: torch.Tensor, count: torch.Tensor,
-) -> None:  # fmt: skip
-    heads, slots = key_slots.shape[1:3]
-
-    def work() -> None:
-        listed = slice(0, int(count))
-        for page, slot in zip(pages[listed].tolist(), destinations[listed].tolist(), strict=True):
-            head = slot // slots % heads
-            key_slots.flatten(0, 2)[slot], value_slots.flatten(0, 2)[slot] = keys[page, head], values[page, head]
-
-    run(work)
+    def close(self) -> None:
+        pass
 
 
-for _module in (digests, scoring, selection):
+_LAUNCHING = (
+    attention, copying, digests, gathering, mailbox, missed, placing, prediction, scattering, scoring, selection,
+)  # fmt: skip
+for _module in _LAUNCHING:
     _module.launch, _module.library, _module.address = launch, lambda: _library, address
-for _module in (digests, scoring):
+for _module in (attention, mailbox):
+    _module.checked = checked
+for _module in (digests, scoring, prediction, attention, mailbox, missed):
     _module.active_address = lambda active: None if active is None else active.data_ptr()
-digests.RegisteredRegion = HostMemory
-gathering.gather_blocks = gather_blocks
+digests.RegisteredRegion = mailbox.RegisteredRegion = HostMemory
 selection_cases.DEVICE = "cpu"
 torch.Tensor.is_cuda = property(lambda _: True)
 torch.cuda.synchronize = lambda *_: None
+torch.cuda.current_stream = lambda *_: Stream()
 torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capture

@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels of digests, scores and selection for the CPU: ``cuda_on_cpu.h`` says what that is worth.
+"""Compiles the CUDA kernels for the CPU: ``cuda_on_cpu.h`` says what that is worth.
 
 Sources are translated by two rules, for launches and for dynamic shared memory; headers with PTX in them are shadowed
 by those in ``include``. What cannot be seen like this: speed, and the memory model of a GPU.
@@ -13,18 +13,31 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "kernels"
-UNITS = ("digests", "scoring", "scoring_bf16", "scoring_fp16", "selection", "shift")
-FLAGS = ("-std=c++20", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-w", "-U_FORTIFY_SOURCE")
+UNITS = (
+    "digests",
+    "scoring",
+    "scoring_bf16",
+    "scoring_fp16",
+    "selection",
+    "shift",
+    "predict",
+    "attention",
+    "missed",
+    "mailbox",
+    "finish",
+    "prefill",
+)
+FLAGS = ("-std=c++20", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off")
 
-_LAUNCH = re.compile(r"(\w+)<<<(.*?), (\w+), (\w+), stream>>>\((.*?)\);")
+_LAUNCH = re.compile(r"(\w+)<<<(.*?), stream>>>\((.*?)\);")
 _SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
 
 
 def translated(source: str) -> str:
     source = _SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulated::dynamic_shared());", source)
+    # launches are over when they return, so what arguments point to is there
     source = _LAUNCH.sub(
-        r"{ const auto arguments = \5; const auto launched = \1; "
-        r"emulated::launch(\2, \3, \4, [=] { launched(arguments); }); }",
+        r"{ const auto launched = \1; emulated::launch(\2, [=] { launched(\3); }); }",
         source,
     )
     return source.replace("#include <cuda_runtime.h>", '#include "cuda_on_cpu.h"')

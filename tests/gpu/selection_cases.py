@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,11 @@ from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.base import LayerCache
 
 DEVICE = "cuda"
+
+
+def later(work: Callable[[], object]) -> None:
+    """In the order of the current stream: on a GPU torch does that by itself."""
+    work()
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import BLOCK_TOKENS, seeded
+from selection_cases import DEVICE
 
 from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.memory.region import SharedRegion
 from sglang_hybrid.native.library import checked, library, mailbox_fields
 from sglang_hybrid.native.lists import HostLists
 from sglang_hybrid.native.local import LocalAttention
@@ -52,9 +55,9 @@ class Lists:
 
 class Results:
     def __init__(self, rows: int, heads: int, dim: int) -> None:
-        self.out = torch.full((rows, heads, dim), UNTOUCHED, device="cuda")
-        self.lse = torch.full((rows, heads), UNTOUCHED, device="cuda")
-        self.served = torch.full((rows,), 7, dtype=torch.int32, device="cuda")
+        self.out = torch.full((rows, heads, dim), UNTOUCHED, device=DEVICE)
+        self.lse = torch.full((rows, heads), UNTOUCHED, device=DEVICE)
+        self.served = torch.full((rows,), 7, dtype=torch.int32, device=DEVICE)
 
 
 class Host:
@@ -65,7 +68,10 @@ class Host:
     def __init__(self, dtype: str = "bfloat16", kv_heads: int = 2, group: int = 3, head_dim: int = 64) -> None:
         self.dtype, self.kv_heads, self.group, self.head_dim = TORCH_DTYPES[dtype], kv_heads, group, head_dim
         shape = (2, self.layers, self.pages, kv_heads, BLOCK_TOKENS, head_dim)
-        self.pool = torch.randn(shape, generator=seeded(7)).to(self.dtype)  # [key or value][layer][page]...
+        size = math.prod(shape) * self.dtype.itemsize
+        self.memory = SharedRegion(SharedRegion.size_for(size))
+        self.pool = self.memory.take(shape, self.dtype)  # [key or value][layer][page]...
+        self.pool.copy_(torch.randn(shape, generator=seeded(7)))
         layer = self.pool[0, 0].numel() * self.dtype.itemsize
         self.geometry = Geometry(
             self.rows, kv_heads, group, head_dim, DTYPES[dtype], self.max_blocks, self.layers, self.pages,
@@ -73,7 +79,7 @@ class Host:
         )  # fmt: skip
         self.local = LocalAttention(self.pool.data_ptr(), self.geometry, TASK_BLOCKS, threads=2)
         self.mailbox = Mailbox(self.geometry)
-        self.client = DeviceMailboxClient(self.geometry)
+        self.client = DeviceMailboxClient(self.geometry, DEVICE)
         self.client.attach(self.mailbox)
         self.receipt = self.client.new_receipt(self.rows)
         self.results = self.new_results()
@@ -89,10 +95,10 @@ class Host:
         if shortest == 0:
             counts[seed % self.rows] = 0  # a row without blocks
         return Lists(
-            query.to("cuda", self.dtype),
-            torch.randint(0, self.pages, (*shape, self.max_blocks), generator=random).int().cuda(),
-            counts.int().cuda(),
-            torch.randint(1, BLOCK_TOKENS + 1, shape, generator=random).int().cuda(),
+            query.to(DEVICE, self.dtype),
+            torch.randint(0, self.pages, (*shape, self.max_blocks), generator=random).int().to(DEVICE),
+            counts.int().to(DEVICE),
+            torch.randint(1, BLOCK_TOKENS + 1, shape, generator=random).int().to(DEVICE),
         )
 
     @contextlib.contextmanager
@@ -185,7 +191,7 @@ def test_a_replayed_graph_posts_new_layers_one_ahead(host: Host) -> None:
     lists = [host.lists(seed) for seed in range(layers)]
     receipts = [host.client.new_receipt(host.rows) for _ in range(2)]
     results = [host.new_results() for _ in range(layers)]
-    active = torch.tensor([host.rows], dtype=torch.int32, device="cuda")
+    active = torch.tensor([host.rows], dtype=torch.int32, device=DEVICE)
     side = torch.cuda.Stream()
 
     def step() -> None:
@@ -242,7 +248,7 @@ def test_a_replayed_graph_posts_new_layers_one_ahead(host: Host) -> None:
 
 
 def test_nothing_is_posted_for_a_batch_without_rows(host: Host) -> None:
-    host.post(host.lists(1), active_rows=torch.zeros(1, dtype=torch.int32, device="cuda"))
+    host.post(host.lists(1), active_rows=torch.zeros(1, dtype=torch.int32, device=DEVICE))
     results = host.wait(SHORT_S)
     assert host.mailbox.bell == 0
     assert (results.out == UNTOUCHED).all() and (results.served == 7).all()

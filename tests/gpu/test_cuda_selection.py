@@ -32,7 +32,16 @@ def random_scores(shape: Shape, seed: int) -> torch.Tensor:
 class Expected:
     """What policy ``scout`` makes of scores and slots, for one (row, KV head), in plain Python."""
 
-    def __init__(self, length: int, held: list[int], scores: torch.Tensor, budget: int, bonus: float, worth: float):
+    def __init__(
+        self,
+        length: int,
+        held: list[int],
+        scores: torch.Tensor,
+        budget: int,
+        bonus: float,
+        worth: float,
+        any_block: bool = False,
+    ):
         count = -(-length // BLOCK_TOKENS)
         counts = torch.tensor([count])
         scores = scores.cpu()[None, None]
@@ -52,6 +61,10 @@ class Expected:
         self.always = [p for p in reference.split(chosen, forced)[0].flatten().tolist() if p >= 0]
         self.residents = {p for p in listed_now.flatten().tolist() if p >= 0}
         self.misses = [p for p in self.selected if p not in self.residents and float(scores[0, 0, p]) >= worth]
+        if any_block:
+            most = budget - ALWAYS
+            missing = reference.blocks_worth(scores, is_resident, counts, worth, most, SINK, RECENT)
+            self.misses = [p for p in missing.flatten().tolist() if p >= 0]
         by_score = sorted(self.selected, key=lambda p: -float(scores[0, 0, p]))
         self.recalled = set(by_score[:room])
         # near blocks that nobody put into a slot are misses too; the tail's slot is append's affair
@@ -60,12 +73,18 @@ class Expected:
 
 
 def expected_lists(
-    case: LayerCase, table: SlotTable, scores: torch.Tensor, budget: int, bonus: float, worth: float
+    case: LayerCase,
+    table: SlotTable,
+    scores: torch.Tensor,
+    budget: int,
+    bonus: float,
+    worth: float,
+    any_block: bool = False,
 ) -> list[list[Expected]]:
     return [
         [
             Expected(int(case.step.lengths[entry]), table.positions[row, head].tolist(), scores[entry, head], budget,
-                     bonus, worth)
+                     bonus, worth, any_block)
             for head in range(case.shape.heads)
         ]
         for entry, row in enumerate(case.step.row_of.tolist())
@@ -99,6 +118,32 @@ def test_misses_are_what_the_reference_selects_beyond_the_residents(
         misses = Misses(batch, shape.heads, budget, DEVICE)
         select_blocks(scores, table, case.step, budget, misses, pool_pages=case.keys.shape[0], bonus=bonus, worth=worth)
         assert_misses(case, misses, expected)
+
+
+@pytest.mark.parametrize(
+    ("batch", "max_blocks", "budget", "resident"),
+    [(2, 40, 16, 10), (5, 100, 24, 18), (3, 30, 64, 58), (4, 1000, 64, 58), (2, 300, 128, 40), (3, 50, 6, 0)],
+)
+def test_every_block_that_is_worth_it_is_a_miss_where_the_score_decides_alone(
+    batch: int, max_blocks: int, budget: int, resident: int
+) -> None:
+    shape = layer_shape(batch, max_blocks)
+    beyond = 0
+    for seed, worth in enumerate((-math.inf, -6.0, math.log(0.01), 1.0, 1e9)):
+        case = random_layer(shape, seed)
+        table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, resident, seed)
+        scores = random_scores(shape, seed)
+        expected = expected_lists(case, table, scores, budget, 1.0, worth, any_block=True)
+        misses = Misses(batch, shape.heads, budget, DEVICE)
+        plan = RecallPlan(batch * shape.heads * table.positions.shape[2], DEVICE)
+        select_blocks(scores, table, case.step, budget, misses, pool_pages=case.keys.shape[0], bonus=1.0, worth=worth,
+                      any_block=True, plan=plan, recall=numbers(*[1] * batch))  # fmt: skip
+        assert_misses(case, misses, expected)
+        beyond += sum(not set(one.misses) <= set(one.selected + one.always) for lists in expected for one in lists)
+        # what becomes resident is the selection all the same
+        positions = plan.positions[: int(plan.count)].tolist()
+        assert set(positions) <= {p for lists in expected for one in lists for p in (*one.recalled, *one.always)}
+    assert beyond or max_blocks < budget or budget == ALWAYS
 
 
 def test_of_thousands_of_blocks_the_best_are_selected() -> None:
@@ -191,6 +236,102 @@ def test_more_than_a_selection_can_hold_is_refused() -> None:
             select_blocks(scores, table, case.step, budget, misses, pool_pages=9)
 
 
+# -- two lists -------------------------------------------------------------------------------
+
+
+def phase_of(row: int, head: int, length: int) -> float:
+    """``rounding_phase`` of the kernel."""
+    mask = 0xFFFFFFFF
+    bits = (row * 0x9E3779B1 ^ head * 0x85EBCA77 ^ length * 0xC2B2AE3D) & mask
+    bits = (bits ^ bits >> 15) * 0x2C1B3C6D & mask
+    bits = (bits ^ bits >> 12) * 0x297A2D39 & mask
+    return ((bits ^ bits >> 15) >> 8) * 2.0**-24
+
+
+def gathered_of(misses: int, share: float, phase: float, most: int, most_gathered: int) -> int:
+    rounded = torch.tensor(float(misses)) * torch.tensor(share) + torch.tensor(phase)
+    wanted = min(int(rounded), most_gathered, misses)
+    return min(wanted + max(misses - wanted - most, 0), most_gathered, misses)
+
+
+@pytest.mark.parametrize(
+    ("share", "most", "most_gathered"),
+    [(0.0, 40, 8), (0.3, 40, 40), (0.55, 40, 6), (1.0, 40, 40), (0.25, 5, 9), (0.5, 3, 2), (0.7, 0, 20), (7.0, 4, 40)],
+)
+def test_misses_are_shared_between_two_lists(share: float, most: int, most_gathered: int) -> None:
+    shape = layer_shape(5, 60, heads=3)
+    for seed in range(2):
+        case = random_layer(shape, seed, [60 * 32, 55 * 32 + 1, 40 * 32 - 3, 300, 20])
+        table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, 4, seed)
+        scores = random_scores(shape, seed)
+        expected = expected_lists(case, table, scores, 30, 0.5, -9.0)
+        misses, gathered = Misses(5, 3, most, DEVICE), Misses(5, 3, most_gathered, DEVICE)
+        total = torch.full((2,), 1000, dtype=torch.int64, device=DEVICE)
+        select_blocks(
+            scores, table, case.step, 30, misses, pool_pages=case.keys.shape[0], bonus=0.5, worth=-9.0,
+            gathered=gathered, gather_share=torch.tensor([9.0, share], device=DEVICE)[1], totals=total,
+        )  # fmt: skip
+        assert int(total[1]) == 1000  # there is no plan
+        assert int(total[0]) == 1000 + sum(len(one.misses) for lists in expected for one in lists)
+        for entry, row in enumerate(case.step.row_of.tolist()):
+            length = int(case.step.lengths[entry])
+            count = -(-length // BLOCK_TOKENS)
+            for head in range(shape.heads):
+                missed = expected[entry][head].misses
+                value = scores[entry, head].tolist()
+                always = [p for p in missed if p < SINK or p >= count - 1 - RECENT]  # before all others
+                by_score = always + sorted((p for p in missed if p not in always), key=lambda p: -value[p])
+                first = gathered_of(len(missed), min(share, 1.0), phase_of(row, head, length), most, most_gathered)
+                for found, positions in (
+                    (gathered, sorted(by_score[:first])),
+                    (misses, sorted(by_score[first : first + most])),
+                ):
+                    pages = [int(case.step.page_table[entry, p]) for p in positions]
+                    behind = [-1] * (found.pages.shape[2] - len(positions))
+                    assert int(found.counts[entry, head]) == len(positions)
+                    assert found.positions[entry, head].tolist() == positions + behind
+                    assert found.pages[entry, head].tolist() == pages + behind
+
+
+def test_a_share_is_kept_on_average_and_can_change_in_a_graph() -> None:
+    shape = layer_shape(4, 60, heads=8)
+    case = random_layer(shape, 0, [50 * 32] * 4)
+    table = SlotTable(torch.full((shape.rows, 8, ALWAYS), -1, dtype=torch.int32, device=DEVICE), SINK, RECENT)
+    scores, share = random_scores(shape, 0), torch.zeros(1, device=DEVICE)
+    misses, gathered = Misses(4, 8, 20, DEVICE), Misses(4, 8, 20, DEVICE)
+
+    def launch() -> None:
+        select_blocks(
+            scores, table, case.step, 13, misses, pool_pages=case.keys.shape[0], gathered=gathered, gather_share=share
+        )
+
+    launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for wanted in (0.03, 0.31, 0.8):
+        share.fill_(wanted)
+        parts = []
+        for step in range(12):
+            case.step.lengths.fill_(50 * 32 - 31 + step * 2 + 1)
+            graph.replay()
+            both = misses.counts + gathered.counts
+            parts.append((gathered.counts.sum() / both.sum()).item())
+            assert (both == 12).all()
+        assert abs(sum(parts) / len(parts) - wanted) < 0.015
+
+
+def test_a_second_list_comes_with_a_share() -> None:
+    shape = layer_shape(1, 12)
+    case = random_layer(shape, 0)
+    table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, 4, 0)
+    scores, misses = random_scores(shape, 0), Misses(1, 2, 8, DEVICE)
+    with pytest.raises(ValueError, match="a share a second list"):
+        select_blocks(scores, table, case.step, 9, misses, pool_pages=9, gather_share=torch.zeros(1, device=DEVICE))
+    with pytest.raises(ValueError, match="given twice"):
+        select_blocks(scores, table, case.step, 9, misses, pool_pages=9, recall=numbers(1), due=numbers(1))
+
+
 # -- recall ----------------------------------------------------------------------------------
 
 
@@ -268,6 +409,22 @@ def test_rows_recall_when_their_steps_are_a_multiple_of_the_interval() -> None:
         select_blocks(
             scores, table, case.step, 20, misses, pool_pages=case.keys.shape[0], plan=plan,
             recall=RecallInterval(numbers(interval), first, layer),
+        )  # fmt: skip
+        rows = {slot // (2 * 16) for slot in plan.destinations[: int(plan.count)].tolist()}
+        assert rows == {int(case.step.row_of[entry]) for entry in expected}
+
+
+def test_rows_that_are_due_recall_beside_those_of_the_interval() -> None:
+    shape = layer_shape(4, 40)
+    case = random_layer(shape, 0, [1000, 1001, 1002, 1003])
+    first = torch.full((shape.rows,), 990, dtype=torch.int32, device=DEVICE)
+    scores = random_scores(shape, 0)
+    for interval, expected in ((4, {1, 2}), (0, {2})):
+        table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, 10, 0)
+        plan, misses = RecallPlan(4 * 2 * 16, DEVICE), Misses(4, 2, 20, DEVICE)
+        select_blocks(
+            scores, table, case.step, 20, misses, pool_pages=case.keys.shape[0], plan=plan,
+            recall=RecallInterval(numbers(interval), first), due=numbers(0, 0, 1, 0),
         )  # fmt: skip
         rows = {slot // (2 * 16) for slot in plan.destinations[: int(plan.count)].tolist()}
         assert rows == {int(case.step.row_of[entry]) for entry in expected}

@@ -1,4 +1,4 @@
-"""The tests of digests, scores and selection on the GPU pass on an emulated one too."""
+"""The tests of digests, scores, selection and prefill on the GPU pass on an emulated one too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ sys.path.append(str(TESTS / "emulation"))
 
 from kernels_on_cpu import built  # noqa: E402
 
-FILES = ("test_cuda_digests.py", "test_cuda_scoring.py", "test_cuda_selection.py")
+FILES = {
+    "test_cuda_copies.py": (),
+    "test_cuda_digests.py": (),
+    "test_cuda_finishing.py": (),
+    "test_cuda_prediction.py": (),
+    "test_cuda_scoring.py": (),
+    "test_cuda_selection.py": (),
+    "test_gpu_prefill.py": ("-p", "emulated_streams"),
+    "test_gpu_scout.py": ("-p", "emulated_streams"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +40,7 @@ def test_kernels_do_on_a_cpu_what_the_reference_does(name: str, library: Path) -
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "KERNELS_ON_CPU": str(library)}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "emulated_device", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "--noconftest", str(TESTS / "gpu" / name)],
+        [*command, *FILES[name], "--noconftest", str(TESTS / "gpu" / name)],
         env=environment,
         capture_output=True,
         text=True,

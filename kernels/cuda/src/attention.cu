@@ -1,8 +1,7 @@
 // Attention over slots, merging and gathering: launchers.
 #include <algorithm>
 
-#include "launching.h"
-#include "sglang_hybrid/cuda/attend_slots.cuh"
+#include "attend_launch.h"
 #include "sglang_hybrid/cuda/gather_blocks.cuh"
 #include "sglang_hybrid/cuda/merge.cuh"
 
@@ -10,31 +9,6 @@ using namespace sglang_hybrid;
 using namespace sglang_hybrid::cuda;
 
 namespace {
-
-// How attend_slots is launched on the current device.
-struct AttendPlan {
-    cudaError_t error;
-    uint32_t warps;
-    uint32_t shared_bytes;
-    uint32_t ctas;  // that the device runs at a time
-};
-
-AttendPlan plan_attend(uint32_t head_dim) {
-    int device = 0, processors = 0, of_cta = 0, of_processor = 0;
-    AttendPlan plan{};
-    plan.error = first_error({
-        cudaGetDevice(&device),
-        cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
-        cudaDeviceGetAttribute(&of_cta, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-        cudaDeviceGetAttribute(&of_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
-    });
-    plan.warps = attend_warps;
-    while (plan.warps > 1 && SharedMemory(head_dim, plan.warps).bytes > uint32_t(of_cta)) plan.warps /= 2;
-    plan.shared_bytes = SharedMemory(head_dim, plan.warps).bytes;
-    const uint32_t reserved = 1024;  // of every CTA, by CUDA
-    plan.ctas = processors * std::clamp(of_processor / (plan.shared_bytes + reserved), 1u, 4u);
-    return plan;
-}
 
 template <class Element, int kDim>
 cudaError_t launch_attend(const sh_attend_slots& args, cudaStream_t stream) {
@@ -52,17 +26,6 @@ cudaError_t launch_attend(const sh_attend_slots& args, cudaStream_t stream) {
     return cudaGetLastError();
 }
 
-template <class Element>
-cudaError_t launch_attend(const sh_attend_slots& args, cudaStream_t stream) {
-    switch (args.head_dim) {
-        case 64: return launch_attend<Element, 64>(args, stream);
-        case 96: return launch_attend<Element, 96>(args, stream);
-        case 128: return launch_attend<Element, 128>(args, stream);
-        case 256: return launch_attend<Element, 256>(args, stream);
-        default: return cudaErrorInvalidValue;
-    }
-}
-
 }  // namespace
 
 // Partial results that attend_slots wants room for: two of every CTA that the device runs at a time.
@@ -74,12 +37,9 @@ SH_CUDA_API int sh_cuda_attend_units(uint32_t head_dim, uint32_t* units) {
 
 SH_CUDA_API int sh_cuda_attend_slots(const sh_attend_slots* args, cudaStream_t stream) {
     if (args->batch == 0 || args->kv_heads == 0) return cudaSuccess;
-    if (args->group < 1 || args->group > query_rows) return cudaErrorInvalidValue;
-    switch (static_cast<DType>(args->dtype)) {
-        case DType::bf16: return launch_attend<BFloat16>(*args, stream);
-        case DType::fp16: return launch_attend<Float16>(*args, stream);
-        default: return cudaErrorInvalidValue;
-    }
+    return for_heads(args->dtype, args->head_dim, args->group, [&](auto element, auto dim) {
+        return launch_attend<decltype(element), dim()>(*args, stream);
+    });
 }
 
 SH_CUDA_API int sh_cuda_merge(const sh_merge* args, cudaStream_t stream) {

@@ -3,6 +3,8 @@
 
 #include "launching.h"
 #include "sglang_hybrid/cuda/c_api.h"
+#include "sglang_hybrid/cuda/lanes_api.h"
+#include "sglang_hybrid/cuda/prefill_api.h"
 #include "sglang_hybrid/cuda/selection_api.h"
 
 // Make host memory readable and writable for the device, and say where the device sees it.
@@ -23,7 +25,7 @@ SH_CUDA_API int sh_cuda_unregister(void* memory) {
 
 SH_CUDA_API const char* sh_cuda_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
-// Bytes of a struct of c_api.h or selection_api.h, 0 if there is none of that name.
+// Bytes of a struct of c_api.h, selection_api.h, lanes_api.h or prefill_api.h, 0 if there is none of that name.
 SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
     const struct {
         const char* name;
@@ -44,6 +46,14 @@ SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
         {"sh_select_blocks", sizeof(sh_select_blocks)},
         {"sh_apply_plan", sizeof(sh_apply_plan)},
         {"sh_shift_lse", sizeof(sh_shift_lse)},
+        {"sh_unit_rms", sizeof(sh_unit_rms)},
+        {"sh_finish_queries", sizeof(sh_finish_queries)},
+        {"sh_place_tokens", sizeof(sh_place_tokens)},
+        {"sh_scatter_blocks", sizeof(sh_scatter_blocks)},
+        {"sh_copy_runs", sizeof(sh_copy_runs)},
+        {"sh_attend_missed", sizeof(sh_attend_missed)},
+        {"sh_finish_layer", sizeof(sh_finish_layer)},
+        {"sh_finish_late", sizeof(sh_finish_late)},
     };
     for (const auto& one : structs) {
         if (!std::strcmp(one.name, name)) return one.bytes;

@@ -6,6 +6,10 @@
 #include "digest_shapes.h"
 #include "sglang_hybrid/cuda/score_blocks.cuh"
 
+// CTAs on a processor. A third one would take its last registers for as long as the launch takes, and the main lane's small
+// kernels, which run beside it, would have to wait for that.
+constexpr int most_resident = 2;
+
 template <class Element, int kDim, int kChannels, int kTiles>
 cudaError_t launch_score(const sh_score_blocks& args, cudaStream_t stream) {
     using namespace sglang_hybrid::cuda;
@@ -19,7 +23,8 @@ cudaError_t launch_score(const sh_score_blocks& args, cudaStream_t stream) {
         cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, int(score_threads), bytes),
     });
     if (error) return error;
-    kernel<<<uint32_t(processors * std::max(resident, 1)), score_threads, bytes, stream>>>(args);
+    resident = std::clamp(resident, 1, most_resident);
+    kernel<<<uint32_t(processors * resident), score_threads, bytes, stream>>>(args);
     return cudaGetLastError();
 }
 

@@ -299,8 +299,9 @@ struct Union {
     __device__ float lse() const { return sum > 0 ? (maximum + log2f(sum)) * ln_2 : -INFINITY; }
 };
 
-template <int kDim>
-__device__ void merge_warps(char* shared, const SharedMemory& at, uint32_t warps, uint32_t group, float* out, float* lse) {
+// What the warps of a CTA have: store(i, row, quad, all) for four channels of a row each, i counting quads of all rows.
+template <int kDim, class Store>
+__device__ void merge_warps(char* shared, const SharedMemory& at, uint32_t warps, uint32_t group, Store store) {
     const auto* const maxima = reinterpret_cast<const float*>(shared + at.maxima);
     const auto* const sums = reinterpret_cast<const float*>(shared + at.sums);
     for (uint32_t i = threadIdx.x; i < group * kDim / 4; i += blockDim.x) {
@@ -311,11 +312,21 @@ __device__ void merge_warps(char* shared, const SharedMemory& at, uint32_t warps
             const float4 one = reinterpret_cast<const float4*>(shared + at.tiles + warp * attend_tiles * Tile<kDim>::bytes)[i];
             total.x += one.x, total.y += one.y, total.z += one.z, total.w += one.w;
         }
-        reinterpret_cast<float4*>(out)[i] =
-            make_float4(all.share(total.x), all.share(total.y), all.share(total.z), all.share(total.w));
-        if (i % (kDim / 4) == 0) lse[row] = all.lse();
+        store(i, row, make_float4(all.share(total.x), all.share(total.y), all.share(total.z), all.share(total.w)), all);
     }
 }
+
+// For merge_warps: output and LSE as they are.
+template <int kDim>
+struct PartialResult {
+    float* out;  // [group][kDim]
+    float* lse;  // [group]
+
+    __device__ void operator()(uint32_t i, uint32_t row, float4 quad, const Union& all) const {
+        reinterpret_cast<float4*>(out)[i] = quad;
+        if (i % (kDim / 4) == 0) lse[row] = all.lse();
+    }
+};
 
 // By the CTA that is last: the partial results of a pair. Those of other CTAs are not in this one's L1 cache. Loads do
 // not depend on each other: the latency of one after the other would be most of a small launch.
@@ -363,27 +374,23 @@ __device__ inline bool is_last(uint32_t& arrived, uint32_t count) {
 
 // -- kernel ------------------------------------------------------------------------------------------------------------
 
-// Slots `from` to `to` of a pair: what each warp has, weighted as parts of one softmax, to its first tile.
-template <class Element, int kDim>
-__device__ void attend_part(const sh_attend_slots& args, char* shared, const SharedMemory& at, uint32_t pair, uint32_t from,
-                            uint32_t to) {
+// Attention over the blocks of a list: what each warp has, weighted as parts of one softmax, to its first tile.
+// begin(warp, warps) gives the blocks of a warp, one after the other, by take().
+template <class Element, int kDim, class Begin>
+__device__ void attend_list(const void* queries, uint32_t group, float scale, char* shared, const SharedMemory& at,
+                            Begin begin) {
     const uint32_t warps = blockDim.x / warp_size, warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
-    const uint32_t entry = pair / args.kv_heads, head = pair % args.kv_heads;
-    const int32_t row = args.row_of[entry];
 
     // the query's rows, zeros behind the last head
     for (uint32_t i = threadIdx.x; i < query_rows * Tile<kDim>::row_chunks; i += blockDim.x) {
         const uint32_t query_row = i / Tile<kDim>::row_chunks;
-        const auto* const query = static_cast<const char*>(args.query) + uint64_t{pair} * args.group * kDim * 2;
+        const auto* const query = static_cast<const char*>(queries);
         copy_async(shared_address(shared + at.query) + Tile<kDim>::place(query_row, i % Tile<kDim>::row_chunks),
-                   query_row < args.group ? query + i * 16 : query, query_row < args.group);
+                   query_row < group ? query + i * 16 : query, query_row < group);
     }
     commit_copies();
 
-    const bool exists = row >= 0 && static_cast<uint32_t>(row) < args.rows;
-    const uint32_t end = exists ? min(to, static_cast<uint32_t>(args.resident.slots + args.staged.slots)) : 0;
-    WarpSlots mine(args, entry, exists ? row : 0, head, exists ? args.lengths[row] : 0, from + warp, warps, end);
-
+    auto mine = begin(warp, warps);
     constexpr uint32_t block_bytes = Tile<kDim>::bytes;
     const uint32_t tiles = shared_address(shared + at.tiles) + warp * attend_tiles * block_bytes;
     uint32_t key_tile = tiles, value_tile = tiles + block_bytes, next_tile = tiles + 2 * block_bytes;
@@ -393,15 +400,15 @@ __device__ void attend_part(const sh_attend_slots& args, char* shared, const Sha
         if (tokens) Tile<kDim>::request(tile, block, tokens, lane, policy);
         commit_copies();  // an empty group too: waiting counts groups
     };
-    WarpSlots::Slot slot = mine.take(block_bytes);
+    auto slot = mine.take(block_bytes);
     request(key_tile, slot.keys, slot.tokens);
     request(value_tile, slot.values, slot.tokens);
-    WarpSlots::Slot next = mine.take(block_bytes);
+    auto next = mine.take(block_bytes);
     request(next_tile, next.keys, next.tokens);
     wait_for_copies<3>();
     __syncthreads();  // the query is there
 
-    WarpAttention<Element, kDim> attention(shared_address(shared + at.query), args.scale);
+    WarpAttention<Element, kDim> attention(shared_address(shared + at.query), scale);
     while (slot.tokens) {
         wait_for_copies<2>();
         __syncwarp();
@@ -435,6 +442,20 @@ __device__ void attend_part(const sh_attend_slots& args, char* shared, const Sha
     __syncthreads();
 }
 
+// Slots `from` to `to` of a pair.
+template <class Element, int kDim>
+__device__ void attend_part(const sh_attend_slots& args, char* shared, const SharedMemory& at, uint32_t pair, uint32_t from,
+                            uint32_t to) {
+    const uint32_t entry = pair / args.kv_heads, head = pair % args.kv_heads;
+    const int32_t row = args.row_of[entry];
+    const auto* const query = static_cast<const char*>(args.query) + uint64_t{pair} * args.group * kDim * 2;
+    attend_list<Element, kDim>(query, args.group, args.scale, shared, at, [&](uint32_t warp, uint32_t warps) {
+        const bool exists = row >= 0 && static_cast<uint32_t>(row) < args.rows;
+        const uint32_t end = exists ? min(to, static_cast<uint32_t>(args.resident.slots + args.staged.slots)) : 0;
+        return WarpSlots(args, entry, exists ? row : 0, head, exists ? args.lengths[row] : 0, from + warp, warps, end);
+    });
+}
+
 template <class Element, int kDim>
 __global__ void __launch_bounds__(attend_warps* warp_size)
     attend_slots(const __grid_constant__ sh_attend_slots args, const __grid_constant__ Spread spread) {
@@ -452,11 +473,12 @@ __global__ void __launch_bounds__(attend_warps* warp_size)
         float* const out = args.out + uint64_t{pair} * args.group * kDim;
         float* const lse = args.lse + uint64_t{pair} * args.group;
         if (to - from == shares.slots) {
-            merge_warps<kDim>(shared, at, warps, args.group, out, lse);
+            merge_warps<kDim>(shared, at, warps, args.group, PartialResult<kDim>{out, lse});
         } else {
             const uint64_t partial = shares.partial(pair, blockIdx.x);
-            merge_warps<kDim>(shared, at, warps, args.group, args.partial_out + partial * args.group * kDim,
-                              args.partial_lse + partial * args.group);
+            merge_warps<kDim>(shared, at, warps, args.group,
+                              PartialResult<kDim>{args.partial_out + partial * args.group * kDim,
+                                                  args.partial_lse + partial * args.group});
             const uint32_t ctas = shares.last_cta(pair) - shares.first_cta(pair) + 1;
             // the tiles are free by now
             if (is_last(args.arrived[pair], ctas)) {

@@ -39,29 +39,36 @@ __device__ inline void copy_entry(const sh_gather_blocks& list, uint64_t block, 
     }
 }
 
+// Lists may be mostly empty: a CTA looks at as many entries as it has threads at once, every gridDim-th of the list, and
+// then copies those that are there.
 __global__ void __launch_bounds__(gather_threads) gather_blocks(const __grid_constant__ sh_gather_blocks list) {
+    __shared__ uint32_t found_pages[gather_threads];
+    __shared__ uint64_t found_slots[gather_threads];
+    __shared__ uint32_t found;
     const uint32_t entries = entries_of(list);
-    const auto page_of = [&](uint32_t entry) { return entry < entries ? list.pages[entry] : -1; };
-    const auto slot_of = [&](uint32_t entry) {
-        if (!list.destinations) return static_cast<int64_t>(entry);
-        return entry < entries ? static_cast<int64_t>(list.destinations[entry]) : int64_t{-1};
-    };
-    int32_t page = page_of(blockIdx.x);
-    int64_t slot = slot_of(blockIdx.x);
-    for (uint32_t entry = blockIdx.x; entry < entries; entry += gridDim.x) {
-        // of the next turn: its latency hides behind the copies of this one
-        const int32_t next_page = page_of(entry + gridDim.x);
-        const int64_t next_slot = slot_of(entry + gridDim.x);
-        const bool in_bounds = page >= 0 && static_cast<uint32_t>(page) < list.pool_pages && slot >= 0 &&
-                               static_cast<uint64_t>(slot) < list.destination_slots;
-        if (in_bounds) {
-            const uint64_t head = static_cast<uint64_t>(slot) / list.slots % list.kv_heads;
-            copy_entry(list, static_cast<uint64_t>(page) * list.kv_heads + head, static_cast<uint64_t>(slot));
-        } else if (page != -1 && threadIdx.x == 0 && list.refused) {
-            atomicAdd(reinterpret_cast<unsigned long long*>(list.refused), 1ull);
+    for (uint64_t first = blockIdx.x; first < entries; first += uint64_t{gather_threads} * gridDim.x) {
+        if (threadIdx.x == 0) found = 0;
+        __syncthreads();
+        const uint64_t entry = first + uint64_t{threadIdx.x} * gridDim.x;
+        const int32_t page = entry < entries ? list.pages[entry] : -1;
+        if (page != -1) {
+            const int64_t slot = list.destinations ? int64_t{list.destinations[entry]} : static_cast<int64_t>(entry);
+            const bool in_bounds = page >= 0 && static_cast<uint32_t>(page) < list.pool_pages && slot >= 0 &&
+                                   static_cast<uint64_t>(slot) < list.destination_slots;
+            if (in_bounds) {
+                const uint32_t place = atomicAdd(&found, 1u);
+                found_pages[place] = static_cast<uint32_t>(page);
+                found_slots[place] = static_cast<uint64_t>(slot);
+            } else if (list.refused) {
+                atomicAdd(reinterpret_cast<unsigned long long*>(list.refused), 1ull);
+            }
         }
-        page = next_page;
-        slot = next_slot;
+        __syncthreads();
+        for (uint32_t i = 0; i < found; ++i) {
+            const uint64_t head = found_slots[i] / list.slots % list.kv_heads;
+            copy_entry(list, uint64_t{found_pages[i]} * list.kv_heads + head, found_slots[i]);
+        }
+        __syncthreads();  // before others overwrite what this one still reads
     }
 }
 

@@ -10,11 +10,7 @@
 // at it at its end and decides about the next post. So all CTAs of a post see one decision, whatever runs beside them.
 #pragma once
 
-#include <cstddef>
-
-#include "sglang_hybrid/block_attention.h"
-#include "sglang_hybrid/cuda/c_api.h"
-#include "sglang_hybrid/cuda/memory.cuh"
+#include "sglang_hybrid/cuda/device_mailbox.cuh"
 
 namespace sglang_hybrid::cuda {
 
@@ -23,65 +19,6 @@ inline constexpr uint32_t wait_threads = 256;
 inline constexpr uint32_t wait_loads = 5;  // of one thread on their way over PCIe, before it stores the first
 inline constexpr uint32_t most_kv_heads = 256;  // as layout_of's geometry may have
 inline constexpr uint32_t impossible_blocks = UINT32_MAX;  // of a row: no lists add up to it, so the worker refuses it
-inline constexpr uint32_t pause_ns = 100;  // between two looks at a reply; a look itself crosses PCIe
-
-// -- where things are --------------------------------------------------------------------------------------------------
-
-class DeviceMailbox {
-  public:
-    __device__ DeviceMailbox(uint64_t address, const Geometry& geometry, const MailboxLayout& layout)
-        : geometry_(geometry), at_(layout), base_(reinterpret_cast<char*>(address)) {}
-
-    __device__ Bell& bell() const { return *reinterpret_cast<Bell*>(base_ + at_.bell); }
-    __device__ WorkerLine& worker() const { return *reinterpret_cast<WorkerLine*>(base_ + at_.worker); }
-    __device__ Post& post(uint64_t sequence) const {
-        return reinterpret_cast<Post*>(base_ + at_.posts)[sequence % mailbox_slots];
-    }
-    __device__ Request& request(uint64_t sequence, uint32_t row) const {
-        return *of_row<Request>(at_.requests, sequence, row, 1);
-    }
-    __device__ Reply& reply(uint64_t sequence, uint32_t row) const { return *of_row<Reply>(at_.replies, sequence, row, 1); }
-    __device__ List* lists(uint64_t sequence, uint32_t row) const {
-        return of_row<List>(at_.lists, sequence, row, geometry_.kv_heads);
-    }
-    __device__ uint32_t* pages(uint64_t sequence, uint32_t row, uint32_t head) const {
-        const uint64_t per_row = uint64_t{geometry_.kv_heads} * geometry_.max_blocks;
-        return of_row<uint32_t>(at_.pages, sequence, row, per_row) + uint64_t{head} * geometry_.max_blocks;
-    }
-    __device__ uint4* query(uint64_t sequence, uint32_t row) const {
-        return reinterpret_cast<uint4*>(of_row<char>(at_.queries, sequence, row, query_row_bytes()));
-    }
-    __device__ const float4* output(uint64_t sequence, uint32_t row) const {
-        return reinterpret_cast<const float4*>(of_row<float>(at_.outputs, sequence, row, heads() * geometry_.head_dim));
-    }
-    __device__ const float* lse(uint64_t sequence, uint32_t row) const {
-        return of_row<float>(at_.lses, sequence, row, heads());
-    }
-
-    __device__ uint64_t heads() const { return uint64_t{geometry_.kv_heads} * geometry_.group; }
-    __device__ uint64_t query_row_bytes() const {
-        return heads() * geometry_.head_dim * (static_cast<DType>(geometry_.dtype) == DType::fp32 ? 4 : 2);
-    }
-
-  private:
-    template <class T>
-    __device__ T* of_row(uint64_t array, uint64_t sequence, uint32_t row, uint64_t per_row) const {
-        const uint64_t index = sequence % mailbox_slots * geometry_.rows + row;
-        return reinterpret_cast<T*>(base_ + array) + index * per_row;
-    }
-
-    const Geometry& geometry_;
-    const MailboxLayout& at_;
-    char* const base_;
-};
-
-// Of a row, behind the receipt: blocks in all lists, then blocks of each list.
-__device__ inline uint32_t* lists_of(sh_receipt* receipt, uint32_t row, uint32_t kv_heads) {
-    return reinterpret_cast<uint32_t*>(receipt + 1) + uint64_t{row} * (1 + kv_heads);
-}
-__device__ inline const uint32_t* lists_of(const sh_receipt* receipt, uint32_t row, uint32_t kv_heads) {
-    return reinterpret_cast<const uint32_t*>(receipt + 1) + uint64_t{row} * (1 + kv_heads);
-}
 
 // -- post --------------------------------------------------------------------------------------------------------------
 
@@ -185,41 +122,6 @@ __global__ void __launch_bounds__(post_threads) post_layer(const __grid_constant
 }
 
 // -- wait --------------------------------------------------------------------------------------------------------------
-
-// By one thread: until there is a reply to this post or the time is over. What it says is not looked at.
-__device__ inline sh_mailbox_outcome wait_for_sequence(const sh_mailbox_wait& args, const Reply& reply) {
-    const uint64_t sequence = args.receipt->sequence;
-    uint64_t found = load_acquire(reply.sequence);
-    // nobody answers a post that does not exist yet: a larger number is damage, and waiting would not repair it
-    if (found < sequence) {
-        auto* const late = reinterpret_cast<unsigned long long*>(&args.state->late);
-        const uint64_t start = now_ns(), patience = atomicAdd(late, 0ull) ? 0 : args.deadline_ns;
-        while ((found = load_acquire(reply.sequence)) < sequence) {
-            if (now_ns() - start >= patience) {
-                atomicExch(late, sequence);
-                return sh_row_late;
-            }
-            __nanosleep(pause_ns);
-        }
-    }
-    return found == sequence ? sh_row_served : sh_row_damaged;
-}
-
-// Generation and status, which are next to each other, in one load.
-__device__ inline uint2 load_fields(const Reply& reply) {
-    static_assert(offsetof(Reply, generation) % sizeof(uint2) == 0);
-    static_assert(offsetof(Reply, status) == offsetof(Reply, generation) + sizeof(uint32_t));
-    return *reinterpret_cast<const uint2*>(&reply.generation);
-}
-
-__device__ inline sh_mailbox_outcome outcome_of(uint2 fields, uint32_t generation) {
-    if (fields.x != generation) return sh_row_damaged;
-    switch (static_cast<ReplyStatus>(fields.y)) {
-        case ReplyStatus::answered: return sh_row_served;
-        case ReplyStatus::empty: return sh_row_empty;
-        default: return sh_row_refused;
-    }
-}
 
 // A CTA for each batch entry. Everything of a reply is read in one round trip over PCIe, its fields and its arrays alike;
 // the fields decide afterwards whether the arrays count. These are plain loads, which a warp's threads make together: one

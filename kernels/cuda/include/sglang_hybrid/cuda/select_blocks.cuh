@@ -1,5 +1,5 @@
-// Selection: which blocks of each (row, KV head) deserve attention, which of them are misses, and what becomes resident.
-// `select_blocks` of the reference and what policy `scout` makes of it.
+// Selection: which blocks of each (row, KV head) deserve attention, which blocks are misses, and what becomes resident.
+// `select_blocks` and `blocks_worth` of the reference and what policy `scout` makes of them.
 #pragma once
 
 #include "sglang_hybrid/cuda/best_blocks.cuh"
@@ -29,7 +29,7 @@ class PositionSet {
 struct SelectionMemory {
     SelectMemory select;
     int32_t slots[most_slots];         // positions of the blocks that they hold
-    int32_t chosen[most_selected];     // candidates that were selected, ascending
+    int32_t chosen[most_selected];     // candidates that were selected, or are worth it, ascending
     float scores[select_threads];      // that are ranked
     uint32_t counted[select_threads];  // whether they take part
     int32_t free_slots[most_slots];    // the first to overwrite first
@@ -57,7 +57,7 @@ __device__ uint32_t place_by_score(SelectionMemory& memory, bool counts, float s
 }
 
 __device__ inline bool is_due(const sh_select_blocks& args, uint32_t entry, int32_t row, int32_t length) {
-    if (args.due) return args.due[entry];
+    if (args.due && args.due[entry]) return true;
     if (!args.interval || *args.interval <= 0) return false;
     return static_cast<uint32_t>(length - args.first_lengths[row] + 1 + static_cast<int32_t>(args.layer)) % *args.interval == 0;
 }
@@ -69,8 +69,10 @@ __device__ inline void finish_plan(const sh_select_blocks& args) {
     if (threadIdx.x) return;
     __threadfence();
     if (atomicAdd(&args.plan.progress[1], 1u) != gridDim.x - 1) return;
-    *args.plan.count = static_cast<int32_t>(atomicExch(&args.plan.progress[0], 0u));
+    const uint32_t entries = atomicExch(&args.plan.progress[0], 0u);
+    *args.plan.count = static_cast<int32_t>(entries);
     args.plan.progress[1] = 0;
+    if (args.totals) args.totals[1] += entries;  // the only one: launches of a layer follow each other
 }
 
 // A block that was selected, or is always in: one for each thread. The tail is not among them: it has its slot and is
@@ -103,27 +105,83 @@ __device__ inline Entry entry_of(const sh_select_blocks& args, const SelectionMe
     return entry;
 }
 
+// From [0, 1), spread evenly over rows, heads and lengths: what a share leaves of a block is rounded up as often as it says.
+__device__ inline float rounding_phase(uint32_t row, uint32_t head, uint32_t length) {
+    uint32_t bits = (row * 0x9E3779B1u) ^ (head * 0x85EBCA77u) ^ (length * 0xC2B2AE3Du);
+    bits = (bits ^ bits >> 15) * 0x2C1B3C6Du;
+    bits = (bits ^ bits >> 12) * 0x297A2D39u;
+    return static_cast<float>((bits ^ bits >> 15) >> 8) * 0x1p-24f;
+}
+
+// How many of `misses` are gathered.
+__device__ inline uint32_t gathered_of(const sh_select_blocks& args, uint32_t misses, float phase) {
+    // whatever is in memory: NaN and negative numbers are no share at all
+    const float share = fminf(fmaxf(*args.gather_share, 0.0f), 1.0f);
+    const uint32_t room = min(args.most_gathered, misses);
+    // rounded one by one, as the tests do it
+    const uint32_t wanted = min(static_cast<uint32_t>(__fadd_rn(__fmul_rn(static_cast<float>(misses), share), phase)), room);
+    const uint32_t beyond = misses - wanted > args.most_misses ? misses - wanted - args.most_misses : 0;
+    return min(wanted + beyond, room);
+}
+
+// By a whole CTA: a list of those that are in it, in the order of their threads, -1 behind the last.
+__device__ inline void write_list(SelectionMemory& memory, bool is_in, const Entry& entry, uint32_t pair, uint32_t most,
+                                  int32_t* pages, int32_t* positions, int32_t* counts) {
+    uint32_t count;
+    const uint32_t place = sum_before(is_in, memory.select, count);
+    const uint64_t list = uint64_t{pair} * most;
+    if (is_in) {
+        pages[list + place] = entry.page;
+        positions[list + place] = entry.position;
+    }
+    for (uint32_t i = count + threadIdx.x; i < most; i += select_threads) {
+        pages[list + i] = -1;
+        positions[list + i] = -1;
+    }
+    if (threadIdx.x == 0) counts[pair] = static_cast<int32_t>(count);
+}
+
+// By a whole CTA: the candidates that are worth it and in no slot to memory.chosen, of more than `most` the best; how many.
+__device__ inline uint32_t choose_worth(const sh_select_blocks& args, SelectionMemory& memory, const RowBlocks& row,
+                                        const PositionSet& in_slots, const float* scores, uint32_t* ranks, uint32_t most) {
+    const uint32_t candidates = static_cast<uint32_t>(row.last - row.first);
+    uint32_t mine = 0, worth;
+    __syncthreads();  // everybody has taken what is in memory.chosen
+    for (uint32_t i = threadIdx.x; i < candidates; i += select_threads) {
+        const int32_t position = row.first + static_cast<int32_t>(i);
+        const bool counts = !in_slots.has(position) && or_lowest(scores[position]) >= args.worth;
+        ranks[i] = counts ? rank_of(scores[position]) : 0;  // below that of any score
+        mine += counts;
+    }
+    sum_before(mine, memory.select, worth);
+    const uint32_t wanted = min(worth, most);
+    if (wanted) {
+        const Threshold threshold =
+            wanted == worth ? Threshold{0, 0} : best_ranks(ranks, candidates, wanted, memory.select);
+        take_best(ranks, candidates, threshold, memory.select,
+                  [&](uint32_t n, uint32_t index) { memory.chosen[n] = row.first + static_cast<int32_t>(index); });
+    }
+    __syncthreads();
+    return wanted;
+}
+
 // Selected, not in a slot, and worth it. A block that is always in and has no slot is a miss whatever its score.
-__device__ inline void write_misses(const sh_select_blocks& args, SelectionMemory& memory, const Entry& entry, uint32_t pair) {
+__device__ inline void write_misses(const sh_select_blocks& args, SelectionMemory& memory, const Entry& entry, uint32_t pair,
+                                    float phase) {
     const bool worth = !entry.is_candidate || entry.score >= args.worth;
-    bool is_miss = entry.position >= 0 && !entry.has_slot && entry.in_pool && worth;
-    uint32_t misses;
-    uint32_t place = sum_before(is_miss, memory.select, misses);
-    if (misses > args.most_misses) {  // the best of them
-        const uint32_t better = place_by_score<false>(memory, is_miss, entry.score);
-        is_miss = is_miss && better < args.most_misses;
-        place = sum_before(is_miss, memory.select, misses);
+    const bool is_miss = entry.position >= 0 && !entry.has_slot && entry.in_pool && worth;
+    const auto misses = static_cast<uint32_t>(__syncthreads_count(is_miss));
+    if (args.totals && misses && threadIdx.x == 0) {
+        atomicAdd(reinterpret_cast<unsigned long long*>(args.totals), static_cast<unsigned long long>(misses));
     }
-    const uint64_t list = uint64_t{pair} * args.most_misses;
-    if (is_miss) {
-        args.miss_pages[list + place] = entry.page;
-        args.miss_positions[list + place] = entry.position;
-    }
-    for (uint32_t i = misses + threadIdx.x; i < args.most_misses; i += select_threads) {
-        args.miss_pages[list + i] = -1;
-        args.miss_positions[list + i] = -1;
-    }
-    if (threadIdx.x == 0) args.miss_counts[pair] = static_cast<int32_t>(misses);
+    const uint32_t gathered = args.gather_share ? gathered_of(args, misses, phase) : 0;
+    uint32_t better = gathered;  // of the other misses; where all of them are in one list it does not matter
+    if (gathered || misses > args.most_misses) better = place_by_score<false>(memory, is_miss, entry.score);
+    const bool is_listed = is_miss && better >= gathered && better - gathered < args.most_misses;
+    write_list(memory, is_listed, entry, pair, args.most_misses, args.miss_pages, args.miss_positions, args.miss_counts);
+    if (!args.gather_share) return;
+    write_list(memory, is_miss && better < gathered, entry, pair, args.most_gathered, args.gathered_pages,
+               args.gathered_positions, args.gathered_counts);
 }
 
 // The best candidates that were selected become resident, as many as there are slots. Those that have one keep it. The
@@ -183,11 +241,15 @@ __device__ inline void select_of_row(const sh_select_blocks& args, SelectionMemo
     recalled.clear(max_blocks);
     if (threadIdx.x < table.slots) memory.slots[threadIdx.x] = table.positions[first_slot + threadIdx.x];
     __syncthreads();
-    if (length % 32 == 1 && threadIdx.x < 32) {  // opens a block
-        int32_t slot = find_slot(memory.slots, table, row.tail());
-        if (slot < 0) slot = slot_for_tail(memory.slots, table, row, scores);
+    // The tail's slot: given now to a tail that this step opens. One that has none for another reason (a row whose slots
+    // nobody filled) gets the same one from `append`, which also loads its earlier tokens; nobody else may have it.
+    if (threadIdx.x < 32 && find_slot(memory.slots, table, row.tail()) < 0) {
+        const int32_t slot = slot_for_tail(memory.slots, table, row, scores);
         __syncwarp();
-        if (slot >= 0 && threadIdx.x == 0) memory.slots[slot] = table.positions[first_slot + slot] = row.tail();
+        if (slot >= 0 && threadIdx.x == 0) {
+            memory.slots[slot] = row.tail();
+            if (length % 32 == 1) table.positions[first_slot + slot] = row.tail();
+        }
     }
     __syncthreads();
     if (threadIdx.x < table.slots) {
@@ -202,7 +264,7 @@ __device__ inline void select_of_row(const sh_select_blocks& args, SelectionMemo
         ranks[i] = rank_of(scores[position] + (in_slots.has(position) ? args.bonus : 0.0f));
     }
     __syncthreads();
-    const uint32_t chosen = min(candidates, args.budget > forced ? args.budget - forced : 0);
+    const uint32_t most = args.budget > forced ? args.budget - forced : 0, chosen = min(candidates, most);
     if (chosen) {
         const Threshold threshold =
             chosen == candidates ? Threshold{0, 0} : best_ranks(ranks, candidates, chosen, memory.select);
@@ -211,7 +273,13 @@ __device__ inline void select_of_row(const sh_select_blocks& args, SelectionMemo
     }
     const int32_t* const pages = args.step.page_table + uint64_t{entry} * max_blocks;
     const Entry mine = entry_of(args, memory, row, in_slots, scores, pages, chosen);
-    write_misses(args, memory, mine, pair);
+    const float phase = rounding_phase(static_cast<uint32_t>(row_index), pair % args.kv_heads, static_cast<uint32_t>(length));
+    if (args.any_block) {
+        const uint32_t worth = choose_worth(args, memory, row, in_slots, scores, ranks, most);
+        write_misses(args, memory, entry_of(args, memory, row, in_slots, scores, pages, worth), pair, phase);
+    } else {
+        write_misses(args, memory, mine, pair, phase);
+    }
     if (args.plan.count && is_due(args, entry, row_index, length)) {
         write_plan(args, memory, row, mine, recalled, scores, chosen, first_slot);
     }
@@ -227,7 +295,7 @@ __global__ void __launch_bounds__(select_threads) select_blocks(const __grid_con
         if (row_exists(row, args.table) && args.step.lengths[entry] > 0) {
             select_of_row(args, memory, reinterpret_cast<uint32_t*>(shared + sizeof(SelectionMemory)), entry, pair, row);
         } else {
-            write_misses(args, memory, Entry{-1, false, false, false, 0, -1}, pair);
+            write_misses(args, memory, Entry{-1, false, false, false, 0, -1}, pair, 0.0f);
         }
     }
     finish_plan(args);

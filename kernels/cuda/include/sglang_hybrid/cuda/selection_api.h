@@ -114,6 +114,9 @@ struct sh_plan {
     uint64_t capacity;
 };
 
+// Of the n misses of a (row, KV head) the best g are gathered and the others go to the first list:
+//   g = floor(n * *gather_share + phase), phase in [0, 1) different from step to step, so that on average g / n is the share
+// What is too much for the first list is gathered too, as far as there is room; of what is left then the worst are dropped.
 struct sh_select_blocks {
     sh_slot_table table;
     sh_step step;
@@ -121,7 +124,12 @@ struct sh_select_blocks {
     int32_t* miss_pages;          // [batch][KV head][most_misses], -1 behind the last; ascending positions
     int32_t* miss_positions;      // likewise
     int32_t* miss_counts;         // [batch][KV head]
-    const int32_t* due;           // [batch]: whether the row recalls; or null
+    int32_t* gathered_pages;      // [batch][KV head][most_gathered], likewise; these three are not looked at without a share
+    int32_t* gathered_positions;
+    int32_t* gathered_counts;
+    const float* gather_share;    // one number; or null: all misses are in the first list
+    uint64_t* totals;         // [2], or null: misses of all lists, also the dropped ones, and entries of the plan are added
+    const int32_t* due;           // [batch]: rows that recall whatever the interval says; or null
     const int32_t* interval;      // steps between recalls, one number; or null. 0: never
     const int32_t* first_lengths; // [rows]: length in the row's first step, with `interval`
     sh_plan plan;                 // not looked at without due and interval
@@ -132,7 +140,8 @@ struct sh_select_blocks {
     uint32_t most_misses;
     uint32_t layer;  // layers recall at different steps
     uint32_t pool_pages;
-    uint32_t unused;
+    uint32_t most_gathered;
+    uint32_t any_block;  // whether every block that is worth it is a miss, or those only that are selected
 };
 
 struct sh_apply_plan {
@@ -143,7 +152,7 @@ struct sh_apply_plan {
 
 // -- after the worker's reply ------------------------------------------------------------------------------------------
 
-// lse += `lse_shift` of the reference, for what was computed with the predicted query.
+// lse += `lse_shift` of the reference, for what was computed with the predicted query; or the shift itself.
 struct sh_shift_lse {
     sh_digests digests;
     const void* query;        // [batch][KV head][group][head_dim], real
@@ -156,4 +165,6 @@ struct sh_shift_lse {
     uint32_t batch;
     uint32_t group;
     uint32_t most_misses;
+    uint32_t overwrites;  // 1: lse = shift, 0 where a list is empty
+    uint32_t unused;
 };

@@ -1,5 +1,9 @@
-// In place of memory.cuh, as far as digests, scores and selection use it.
+// In place of memory.cuh. A host that writes meanwhile is another thread of this process.
 #pragma once
+
+#include <atomic>
+#include <chrono>
+#include <thread>
 
 #include "cuda_on_cpu.h"
 
@@ -21,6 +25,40 @@ inline void load_matrices(uint32_t (&to)[4], uint32_t row) {
         if (address % 16) std::abort();
         std::memcpy(&to[matrix], emulated::at_shared(address) + threadIdx.x % 4 * 4, 4);
     }
+}
+
+// original rows 2j and 2j + 1 of column i
+inline void load_matrices_transposed(uint32_t (&to)[4], uint32_t row) {
+    const char* const rows = emulated::show(&row, sizeof row);
+    for (uint32_t matrix = 0; matrix < 4; ++matrix) {
+        to[matrix] = 0;
+        for (uint32_t k = 0; k < 2; ++k) {
+            const auto address = emulated::of_lane<uint32_t>(rows, matrix * 8 + threadIdx.x % 4 * 2 + k);
+            if (address % 16) std::abort();
+            uint16_t value;
+            std::memcpy(&value, emulated::at_shared(address) + threadIdx.x % 32 / 4 * 2, 2);
+            to[matrix] |= uint32_t{value} << 16 * k;
+        }
+    }
+}
+
+inline uint4 load_once(const uint4* from) { return *from; }
+inline uint64_t load_acquire(const uint64_t& word) {
+    return std::atomic_ref(const_cast<uint64_t&>(word)).load(std::memory_order_acquire);
+}
+inline void store_release(uint64_t& word, uint64_t value) { std::atomic_ref(word).store(value, std::memory_order_release); }
+template <class T>
+void store_relaxed(T& word, std::type_identity_t<T> value) {
+    std::atomic_ref(word).store(value, std::memory_order_relaxed);
+}
+inline uint64_t now_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+inline void __nanosleep(uint32_t) { std::this_thread::yield(); }
+
+template <int kBarrier>
+void sync_some(uint32_t threads) {
+    emulated::barrier_of_some(kBarrier, threads);
 }
 
 inline uint32_t active_of(const int32_t* active_rows, uint32_t batch) {

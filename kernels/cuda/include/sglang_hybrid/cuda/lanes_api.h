@@ -1,0 +1,95 @@
+// What the CUDA library offers for the beginning of the scout lane and the end of the main lane; conventions as in c_api.h.
+#pragma once
+
+#include <cstdint>
+
+#include "sglang_hybrid/cuda/c_api.h"
+#include "sglang_hybrid/cuda/selection_api.h"
+
+// -- prediction --------------------------------------------------------------------------------------------------------
+
+// x = hidden + residual, rounded. unit = x / root of its mean square, rounded; normed = unit * gain, rounded.
+struct sh_unit_rms {
+    const void* hidden;    // [batch][width] of `dtype`, rows hidden_stride apart
+    const void* residual;  // likewise; or null
+    const void* gain;      // [width]; not looked at without `normed`
+    void* unit;            // [batch][width]; or null
+    void* normed;          // likewise
+    const int32_t* active_rows;
+    uint64_t hidden_stride;  // in values
+    uint64_t residual_stride;
+    float eps;
+    uint32_t batch;
+    uint32_t width;
+    uint32_t dtype;  // DType, 16 bits
+};
+
+// From a projection to queries: `finish` of scout/predictor.py.
+struct sh_finish_queries {
+    const void* projected;     // [batch][heads][head_dim] of `dtype`
+    const void* addend;        // likewise, added; or null
+    const float* bias;         // [heads][head_dim], added; or null
+    const float* gain;         // [head_dim] of the norm of every head; or null: there is none
+    const void* rotary;        // [rotary_rows][rotary_dim], cosines then sines, float or `dtype`
+    const int64_t* positions;  // [batch]
+    void* out;                 // [batch][heads][head_dim] of `dtype`
+    const int32_t* active_rows;
+    uint64_t rotary_rows;
+    float eps;
+    uint32_t batch;
+    uint32_t heads;
+    uint32_t head_dim;
+    uint32_t rotary_dim;
+    uint32_t rotary_dtype;  // DType: float or `dtype`
+    uint32_t neox;          // 1: channel c turns against c + rotary_dim / 2; 0: 2c against 2c + 1
+    uint32_t dtype;         // DType, 16 bits
+};
+
+// -- misses that the worker did not compute ----------------------------------------------------------------------------
+
+// Attention of entries that were not served over their lists of full blocks, read from the host pool. Entries that were
+// served are neither read nor written.
+struct sh_attend_missed {
+    const void* query;  // [batch][KV head][group][head_dim], the real one
+    const void* keys;   // a layer of the pool, as the device sees it: [page][KV head][32][head_dim]
+    const void* values;
+    const int32_t* pages;   // [batch][KV head][most_misses]; those that are not in the pool are left out
+    const int32_t* counts;  // [batch][KV head]
+    const int32_t* served;  // [batch]; null: no entry was
+    const int32_t* active_rows;
+    float* out;  // [batch][KV head][group][head_dim]; 0 where a list is empty
+    float* lse;  // [batch][KV head][group], natural logarithm; -inf where a list is empty
+    float scale;
+    uint32_t batch;
+    uint32_t kv_heads;
+    uint32_t group;
+    uint32_t head_dim;
+    uint32_t dtype;  // DType, 16 bits
+    uint32_t most_misses;
+    uint32_t pool_pages;
+};
+
+// -- the end of a layer ------------------------------------------------------------------------------------------------
+
+// Mailbox wait, shift of the LSEs and merging with the local partial, in one launch. An entry that is not served gets the
+// local partial alone, and 0 in `served`: sh_finish_late completes it.
+struct sh_finish_layer {
+    sh_mailbox_wait wait;  // its out and lse are not looked at
+    sh_digests digests;    // of this layer; not looked at without query_ahead
+    sh_side local;         // [batch][KV head][group][head_dim] and [batch][KV head][group]
+    const void* query;        // [batch][KV head][group][head_dim], real
+    const void* query_ahead;  // predicted; null: shifts are not estimated here
+    const float* shifts;      // [batch][KV head][group], added where they are not estimated; or null
+    const int32_t* pages;     // [batch][KV head][most_misses], what was posted
+    const int32_t* counts;    // [batch][KV head]
+    void* out;                // [batch][KV head][group][head_dim] of the mailbox's dtype
+    float scale;
+    uint32_t most_misses;
+};
+
+// For entries that were not served: sh_attend_missed, merged with the local partial.
+struct sh_finish_late {
+    sh_attend_missed missed;  // its out and lse are not looked at
+    sh_side local;
+    void* out;  // [batch][KV head][group][head_dim] of missed.dtype
+};

@@ -1,0 +1,36 @@
+// The end of a layer: launcher.
+#include "digest_shapes.h"
+#include "sglang_hybrid/cuda/finish_layer.cuh"
+
+using namespace sglang_hybrid;
+using namespace sglang_hybrid::cuda;
+
+namespace {
+
+template <class Element, int kDim, int kChannels>
+cudaError_t launch_finish(const sh_finish_layer& args, cudaStream_t stream) {
+    using Memory = LayerMemory<kDim, kChannels>;
+    const Geometry& g = args.wait.geometry;
+    const auto kernel = finish_layer<Element, kDim, kChannels>;
+    const uint32_t bytes = Memory::bytes(g.kv_heads * g.group);
+    if (const auto error = allow_shared(kernel, bytes)) return error;
+    kernel<<<args.wait.batch, Memory::threads, bytes, stream>>>(args);
+    return cudaGetLastError();
+}
+
+}  // namespace
+
+SH_CUDA_API int sh_cuda_finish_layer(const sh_finish_layer* args, cudaStream_t stream) {
+    const Geometry& g = args->wait.geometry;
+    if (args->wait.batch > g.rows || g.group < 1 || g.group > shifted_group) return cudaErrorInvalidValue;
+    if (args->wait.batch == 0) return cudaSuccess;
+    sh_digests shape = args->digests;
+    if (!args->query_ahead) shape.head_dim = g.head_dim, shape.kv_heads = g.kv_heads, shape.dtype = g.dtype, shape.channel_count = 0;
+    if (g.head_dim != shape.head_dim || g.dtype != shape.dtype || g.kv_heads != shape.kv_heads) return cudaErrorInvalidValue;
+    return for_element(shape, [&](auto element) {
+        return for_shape(shape, [&](auto dim, auto channels) {
+            if (!args->query_ahead) return launch_finish<decltype(element), dim(), no_shift>(*args, stream);
+            return launch_finish<decltype(element), dim(), channels()>(*args, stream);
+        });
+    });
+}

@@ -1,0 +1,394 @@
+"""The end of a layer on the GPU: misses that nobody computed, and wait, shift and merge in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from cuda_cases import BLOCK_TOKENS, seeded
+from selection_cases import DEVICE, numbers, summaries
+from selection_cases import Shape as DigestShape
+from test_cuda_digests import region_pool
+from test_cuda_mailbox import PATIENCE_S, SCALE, SHORT_S, Host, Lists
+
+from sglang_hybrid.cuda import digests as device_digests
+from sglang_hybrid.cuda.attention import Partial, merge3
+from sglang_hybrid.cuda.digests import HostPool, LayerDigests
+from sglang_hybrid.cuda.mailbox import Shift
+from sglang_hybrid.cuda.missed import attend_missed, finish_late
+from sglang_hybrid.cuda.scoring import shift_lse
+from sglang_hybrid.memory.sketches import LayerSketch
+from sglang_hybrid.ops import reference
+from sglang_hybrid.policies.base import LayerCache
+
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
+LSE_TOLERANCE = 1e-3
+UNTOUCHED = 77.0
+
+
+def random_local(shape: tuple[int, int, int], seed: int, empty: float = 0.1) -> Partial:
+    """Output and LSE of which some heads are empty, with NaN where nobody should look."""
+    random = seeded(seed)
+    out, lse = torch.randn(shape, generator=random), torch.randn(shape[:2], generator=random) + 4
+    nothing = torch.rand(shape[:2], generator=random) < empty
+    lse = lse.masked_fill(nothing, -torch.inf)
+    return out.masked_fill(nothing[..., None], torch.nan).to(DEVICE), lse.to(DEVICE)
+
+
+# -- misses that the worker did not compute --------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads: int
+    group: int
+    dim: int
+    most: int
+    dtype: torch.dtype = torch.bfloat16
+
+
+SHAPES = [
+    Shape(1, 1, 1, 64, 1),
+    Shape(3, 2, 3, 64, 9),
+    Shape(2, 8, 5, 128, 6),
+    Shape(5, 2, 16, 128, 3, torch.float16),
+    Shape(2, 1, 9, 64, 40, torch.float16),
+    Shape(9, 3, 2, 64, 4),
+    Shape(2, 2, 4, 96, 5),
+    Shape(1, 2, 8, 256, 5),
+]
+
+
+class Missed:
+    """Lists of full blocks in a pool, of which some were served."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        random = seeded(seed)
+        self.shape, pages = shape, 30
+        self.pool = region_pool(pages, shape.heads, shape.dim, shape.dtype)
+        for part in (self.pool.keys, self.pool.values):
+            part.copy_(torch.randn(part.shape, generator=random))
+        query = torch.randn(shape.batch, shape.heads * shape.group, shape.dim, generator=random)
+        self.query = query.to(DEVICE, shape.dtype)
+        listed = (shape.batch, shape.heads, shape.most)
+        self.pages = torch.randint(0, pages, listed, generator=random).int().to(DEVICE)
+        self.counts = torch.randint(0, shape.most + 1, listed[:2], generator=random).int().to(DEVICE)
+        self.counts[0] = shape.most
+        self.served = (torch.rand(shape.batch, generator=random) < 0.4).int().to(DEVICE)
+        self.served[0] = 0
+        self.scale = shape.dim**-0.5
+
+    def attend(self, **more: torch.Tensor | None) -> Partial:
+        out, lse = (torch.full(shape, UNTOUCHED, device=DEVICE) for shape in (self.query.shape, self.query.shape[:2]))
+        options = {"served": self.served, **more}
+        attend_missed(self.query, self.pool, self.pages, self.counts, self.scale, out, lse, **options)
+        return out, lse
+
+    def expected(self) -> Partial:
+        """Of all entries, served or not."""
+        place = torch.arange(self.shape.most, device=DEVICE)
+        absent = (place >= self.counts[..., None]) | (self.pages < 0) | (self.pages >= self.pool.keys.shape[0])
+        ids = self.pages.long().masked_fill(absent, reference.NO_BLOCK)
+        fill = torch.full_like(ids, BLOCK_TOKENS).masked_fill(absent, 0)
+        return reference.attend_blocks(self.query, self.pool.keys, self.pool.values, ids, fill, self.scale)
+
+
+def assert_partial(found: Partial, expected: Partial, dtype: torch.dtype, which: torch.Tensor) -> None:
+    for mine, theirs, tolerance in zip(found, expected, (TOLERANCE[dtype], LSE_TOLERANCE), strict=True):
+        torch.testing.assert_close(mine[which], theirs[which], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_missed_blocks_are_attended_where_they_lie(shape: Shape) -> None:
+    for seed in range(2):
+        case = Missed(shape, seed)
+        found = case.attend()
+        served = case.served.bool()
+        assert_partial(found, case.expected(), shape.dtype, ~served)
+        assert all((part[served] == UNTOUCHED).all() for part in found)
+        everybody = case.attend(served=None)
+        assert_partial(everybody, case.expected(), shape.dtype, torch.ones_like(served))
+
+
+def test_groups_of_every_size_are_attended() -> None:
+    for group in range(1, 17):
+        case = Missed(Shape(2, 2, group, 64, 3), group)
+        assert_partial(case.attend(), case.expected(), torch.bfloat16, ~case.served.bool())
+
+
+def test_lists_that_are_empty_or_wrong_harm_nobody() -> None:
+    case = Missed(Shape(4, 2, 3, 64, 5), 1)
+    case.served.zero_()
+    case.counts[1] = 0
+    case.counts[2, 0], case.counts[2, 1] = -7, 1000
+    case.pages[3, 0, :2], case.pages[3, 1, 1] = numbers(-1, 30), 1 << 30
+    out, lse = case.attend()
+    assert not out[1].any() and (lse[1] == -torch.inf).all()
+    assert not out[2, :3].any() and (lse[2, :3] == -torch.inf).all()
+    case.counts.clamp_(0, 5)
+    assert_partial((out, lse), case.expected(), torch.bfloat16, torch.ones(4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("active", [0, 2])
+def test_entries_that_are_not_active_are_left_alone(active: int) -> None:
+    case = Missed(Shape(4, 2, 3, 64, 5), 1)
+    case.served.zero_()
+    found = case.attend(active_rows=numbers(active))
+    assert_partial(found, case.expected(), torch.bfloat16, torch.arange(4) < active)
+    assert all((part[active:] == UNTOUCHED).all() for part in found)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_was_late_is_merged_with_what_is_local(shape: Shape) -> None:
+    case = Missed(shape, 3)
+    local = random_local((shape.batch, shape.heads * shape.group, shape.dim), 4)
+    out = torch.full(case.query.shape, UNTOUCHED, dtype=shape.dtype, device=DEVICE)
+    finish_late(case.query, case.pool, case.pages, case.counts, case.scale, local, out, served=case.served)
+    served = case.served.bool()
+    assert (out[served] == UNTOUCHED).all()
+    expected = reference.merge(*local, *case.expected())[0].to(shape.dtype)
+    tolerance = 2 * TOLERANCE[shape.dtype]
+    torch.testing.assert_close(out[~served], expected[~served], atol=tolerance, rtol=tolerance)
+    in_two_launches = torch.full_like(out, UNTOUCHED)
+    merge3(local, case.attend(), None, out=in_two_launches)
+    assert torch.equal(out[~served], in_two_launches[~served])
+
+
+def test_a_pool_of_another_shape_is_refused() -> None:
+    case = Missed(Shape(2, 2, 3, 64, 5), 1)
+    for query in (case.query.half(), torch.cat((case.query, case.query), dim=2)):
+        with pytest.raises(ValueError, match="the pool's keys are"):
+            attend_missed(query, case.pool, case.pages, case.counts, 1.0, *case.attend())
+
+
+# -- the end of a layer ----------------------------------------------------------------------
+
+
+class Layer:
+    """One layer of a host with a mailbox: its digests, the local partial and both queries."""
+
+    number = 1
+
+    def __init__(self, dtype: str, kv_heads: int, group: int, dim: int, channels: int) -> None:
+        self.host = Host(dtype, kv_heads, group, dim)
+        self.shape = (self.host.rows, kv_heads * group, dim)
+        keys, values = self.host.pool[0, self.number], self.host.pool[1, self.number]
+        self.pool = HostPool(device_digests.RegisteredRegion(self.host.memory), keys, values)
+        of_digests = DigestShape(1, kv_heads, group, dim, channels, 1, self.host.dtype)
+        self.digests: LayerDigests = summaries(keys, of_digests, 0)
+        self.lists = self.new_lists(0)
+        self.query = torch.zeros(self.shape, dtype=self.host.dtype, device=DEVICE)
+        self.local = random_local(self.shape, 0)
+        self.out = torch.zeros_like(self.query)
+        self.served = torch.zeros(self.host.rows, dtype=torch.int32, device=DEVICE)
+        self.begin(0)
+
+    def new_lists(self, seed: int, shortest: int = 0) -> Lists:
+        lists = self.host.lists(seed, shortest)
+        return replace(lists, last_fill=torch.full_like(lists.last_fill, BLOCK_TOKENS))
+
+    def begin(self, seed: int, shortest: int = 0) -> None:
+        """Other lists, queries and local partials, in the same memory."""
+        self.lists.copy_(self.new_lists(seed, shortest))
+        wrong = torch.randn(self.shape, generator=seeded(seed)).to(DEVICE) * 0.3
+        self.query.copy_(self.lists.query + wrong)
+        for mine, other in zip(self.local, random_local(self.shape, seed), strict=True):
+            mine.copy_(other)
+        self.out.fill_(UNTOUCHED)
+        self.served.fill_(7)
+
+    def post(self, **more: torch.Tensor) -> None:
+        self.host.post(self.lists, self.number, **more)
+
+    def finish(self, deadline_s: float = PATIENCE_S, shifted: bool = True) -> None:
+        lists = self.lists
+        shift = Shift(self.digests, self.query, lists.query, lists.pages, lists.counts, SCALE) if shifted else None
+        self.host.client.finish_layer(self.host.receipt, deadline_s, self.local, self.out, self.served, shift=shift)
+
+    def finish_late(self, **more: torch.Tensor) -> None:
+        lists = self.lists
+        finish_late(
+            self.query, self.pool, lists.pages, lists.counts, SCALE, self.local, self.out, served=self.served, **more
+        )
+
+    def attended(self, query: torch.Tensor) -> Partial:
+        ids, fill = (part.to(DEVICE) for part in self.lists.as_reference())
+        return reference.attend_blocks(query, self.pool.keys, self.pool.values, ids, fill, SCALE)
+
+    def expected(self, shifted: bool = True) -> torch.Tensor:
+        """Of rows that the worker serves."""
+        out, lse = self.attended(self.lists.query)
+        if shifted:
+            codes, channels = self.digests.codes, self.digests.channels
+            sketch = None if codes is None or channels is None else LayerSketch(codes, channels)
+            cache = LayerCache(self.pool.keys, self.pool.values, self.digests.digests, sketch=sketch)
+            ids = self.lists.as_reference()[0].to(DEVICE)
+            estimates = [cache.estimates(q, ids.clamp(min=0), 0.0, SCALE) for q in (self.query, self.lists.query)]
+            lse = lse + reference.lse_shift(*estimates, ids != reference.NO_BLOCK, SCALE)
+        return reference.merge(*self.local, out, lse)[0].to(self.out.dtype)
+
+    def expected_late(self) -> torch.Tensor:
+        return reference.merge(*self.local, *self.attended(self.query))[0].to(self.out.dtype)
+
+    def expected_alone(self) -> torch.Tensor:
+        out, lse = self.local
+        return out.masked_fill((lse == -torch.inf)[..., None], 0.0).to(self.out.dtype)
+
+    def assert_rows(self, expected: torch.Tensor, rows: list[int] | slice = slice(None)) -> None:
+        tolerance = 2 * TOLERANCE[self.out.dtype]
+        torch.testing.assert_close(self.out[rows], expected[rows], atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture
+def layer() -> Iterator[Layer]:
+    made = Layer("bfloat16", 2, 3, 64, 32)
+    yield made
+    made.host.client.attach(None)
+
+
+LAYERS = [
+    ("bfloat16", 2, 3, 64, 32),
+    ("bfloat16", 8, 5, 128, 32),
+    ("float16", 3, 16, 128, 64),
+    ("float16", 9, 1, 64, 0),
+    ("bfloat16", 4, 12, 64, 64),
+    ("bfloat16", 1, 8, 128, 0),
+]
+
+
+@pytest.mark.parametrize("shape", LAYERS, ids=str)
+def test_a_layer_is_finished_as_by_three_kernels(shape: tuple[str, int, int, int, int]) -> None:
+    layer = Layer(*shape)
+    host, lists = layer.host, layer.lists
+    with host.engine():
+        for seed in range(4):
+            layer.begin(seed)
+            shifted = seed != 3
+            layer.post()
+            layer.finish(shifted=shifted)
+            assert layer.served.tolist() == [1] * host.rows
+            layer.assert_rows(layer.expected(shifted))
+            finished = layer.out.clone()
+            layer.finish_late()
+            assert torch.equal(layer.out, finished)  # nobody was late
+
+            host.post(lists, layer.number)
+            replies = host.wait()
+            if shifted:
+                shift_lse(layer.query, lists.query, layer.digests, lists.pages, lists.counts, SCALE, replies.lse)
+            merge3(layer.local, (replies.out, replies.lse), None, out=layer.out)
+            layer.assert_rows(finished)
+            if not shifted:
+                assert torch.equal(layer.out, finished)
+                continue
+            in_three, shifts = layer.out.clone(), torch.full(layer.shape[:2], torch.nan, device=DEVICE)
+            shift_lse(layer.query, lists.query, layer.digests, lists.pages, lists.counts, SCALE, shifts, overwrite=True)
+            layer.post()
+            host.client.finish_layer(host.receipt, PATIENCE_S, layer.local, layer.out, layer.served, shift=shifts)
+            assert torch.equal(layer.out, in_three)
+    outcomes = host.client.outcomes()
+    assert outcomes["served"] + outcomes["empty"] == 11 * host.rows and outcomes["empty"] >= 11
+    host.client.attach(None)
+
+
+def test_a_worker_that_is_late_leaves_its_rows_to_the_gpu(layer: Layer) -> None:
+    for seed in range(4):
+        layer.begin(seed, shortest=1)
+        layer.post()
+        layer.finish(SHORT_S)
+        assert layer.served.tolist() == [0] * layer.host.rows
+        assert torch.equal(layer.out, layer.expected_alone())
+        layer.finish_late()
+        layer.assert_rows(layer.expected_late())
+    outcomes = layer.host.client.outcomes()
+    assert outcomes["late"] == outcomes["withheld"] == 2 * layer.host.rows
+    layer.begin(9)
+    layer.lists.counts.zero_()
+    layer.post()
+    layer.finish(SHORT_S)
+    assert layer.served.all()  # there was nothing to do
+    assert torch.equal(layer.out, layer.expected_alone())
+
+
+def test_only_a_reply_to_this_post_counts(layer: Layer) -> None:
+    layer.begin(3, shortest=1)
+    host = layer.host
+    layer.post()
+    torch.cuda.synchronize()
+    generation = host.client.read_state().generation
+    host.write_reply(1, 0, claimed=3, generation=generation)  # of the future
+    host.write_reply(1, 1, claimed=1, generation=generation + 1)  # somebody else's row
+    host.write_reply(1, 2, claimed=1, generation=generation, status=2)
+    host.write_reply(1, 3, claimed=1, generation=generation)
+    layer.finish(SHORT_S)
+    assert layer.served.tolist() == [0, 0, 0, 1, 0, 0]
+    others = [0, 1, 2, 4, 5]
+    assert torch.equal(layer.out[others], layer.expected_alone()[others])
+    assert host.client.outcomes() == {"served": 1, "empty": 0, "late": 2, "damaged": 2, "refused": 1, "withheld": 0}
+    finished = layer.out.clone()
+    layer.finish_late()
+    layer.assert_rows(layer.expected_late(), others)
+    assert torch.equal(layer.out[3], finished[3])
+
+
+def test_rows_that_the_worker_refuses_are_finished_late(layer: Layer) -> None:
+    layer.begin(3, shortest=1)
+    pages = layer.lists.pages[1, 0, 0].item()
+    layer.lists.pages[1, 0, 0] = layer.host.pages  # for the worker out of bounds, here left out
+    with layer.host.engine():
+        layer.post()
+        layer.finish(shifted=False)
+    assert layer.served.tolist() == [1, 0, 1, 1, 1, 1]
+    layer.finish_late()
+    layer.lists.pages[1, 0, 0] = pages
+    layer.assert_rows(layer.expected(shifted=False), [0, 2, 3, 4, 5])
+    tolerance = 2 * TOLERANCE[layer.out.dtype]
+    expected = layer.expected_late()[1, 3:]  # of the list that is as it should be
+    torch.testing.assert_close(layer.out[1, 3:], expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_graph_finishes_layers_with_a_worker_and_without(layer: Layer) -> None:
+    host, active = layer.host, numbers(layer.host.rows)
+
+    def step(deadline_s: float = PATIENCE_S) -> None:
+        layer.post(active_rows=active)
+        layer.finish(deadline_s)
+        layer.finish_late(active_rows=active)
+
+    step(SHORT_S)  # loads the kernels
+    host.client.attach(host.mailbox)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    with host.engine():
+        for replay in range(12):
+            rows = 1 + replay % host.rows
+            layer.begin(replay)
+            active.fill_(rows)
+            host.mailbox.wake()
+            graph.replay()
+            assert layer.served[:rows].all() and (layer.served[rows:] == 7).all()
+            layer.assert_rows(layer.expected(), slice(0, rows))
+            assert (layer.out[rows:] == UNTOUCHED).all()
+    host.client.attach(None)
+    for replay in range(6):
+        rows = 1 + replay % host.rows
+        layer.begin(replay, shortest=1)
+        active.fill_(rows)
+        graph.replay()
+        assert not layer.served[:rows].any()
+        layer.assert_rows(layer.expected_late(), slice(0, rows))
+        assert (layer.out[rows:] == UNTOUCHED).all()
+
+
+def test_shapes_that_the_kernel_does_not_have_are_refused() -> None:
+    host = Host("bfloat16", 1, 1, 96)
+    out = torch.zeros(host.rows, 1, 96, dtype=torch.bfloat16, device=DEVICE)
+    with pytest.raises(ValueError, match=r"finished for head_dim \(64, 128\)"):
+        host.client.finish_layer(
+            host.receipt, SHORT_S, random_local((host.rows, 1, 96), 0), out, numbers(*[0] * host.rows)
+        )
+    host.client.attach(None)
