@@ -11,7 +11,9 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_hybrid.backend import HybridAttention, PrefillBatch
 from sglang_hybrid.config import HybridConfig, config_from_environment
+from sglang_hybrid.gpu.settings import why_not
 from sglang_hybrid.integration.channels import choose_channels
+from sglang_hybrid.integration.device_attention import DeviceAttention, why_not_on_device
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
 from sglang_hybrid.integration.miss_server import create_miss_server
 from sglang_hybrid.integration.refusals import Refusal
@@ -42,27 +44,49 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._model_runner = model_runner
         config = config_from_environment()
         profile = read_profile(config, model_runner)  # what is wrong with it is said before a worker is started
-        # policy full attends to everything in this process
-        misses = create_miss_server(config, pool, model_runner) if config.policy == "scout" else None
-        self.attention = HybridAttention(config, self._req_to_token.shape[0], pool.layer_num, misses)
         self.choose_channels(profile)
-        self._scouting = Scouting(model_runner, self._ahead)
+        self._on_device = self._device_attention(config, profile)
+        self._device = self._on_device  # None while settings are used that the CUDA kernels do not have
+        # policy full attends to everything in this process
+        alone = config.policy != "scout" or self._device is not None
+        misses = None if alone else create_miss_server(config, pool, model_runner)
+        self.attention = HybridAttention(config, self._req_to_token.shape[0], pool.layer_num, misses)
+        self._scouting = Scouting(model_runner)
+        self._config = config
         self.use(config, profile)
         if isinstance(self.attention.policy, ScoutPolicy) and model_runner.server_args.enable_metrics:
-            self.attention.policy.on_ratio = ScoutMetrics(model_runner.ps.tp_rank).ratio
+            teller = self._device.watch if self._device else self.attention.policy
+            teller.on_ratio = ScoutMetrics(model_runner.ps.tp_rank).ratio
         self._steps = 0
         self._batch: PrefillBatch | DecodeBatch | None = None
         settings = msgspec.structs.asdict(self._config)
         logger.info("hybrid attention: %s", " ".join(f"{key}={value}" for key, value in settings.items()))
 
+    def _device_attention(self, config: HybridConfig, profile: Profile | None) -> DeviceAttention | None:
+        """Raises Refusal where CUDA graphs are wanted and cannot be had."""
+        if (why := why_not_on_device(config, self._pool, self._model_runner)) is None:
+            tuning = tuning_of(config, self._pool.layer_num, profile)
+            rates = profile.facts.rates if profile else None
+            return DeviceAttention(config, tuning, rates, self._pool, self._model_runner)
+        if torch.device(self._pool.device).type == "cuda":
+            if not self._model_runner.server_args.disable_cuda_graph:
+                raise Refusal(f"the CUDA kernels do not have {why}: serve it in plain torch with --disable-cuda-graph")
+            logger.warning("attention is computed in plain torch, which is slow: the CUDA kernels do not have %s", why)
+        return None
+
     def use(self, config: HybridConfig, profile: Profile | None = None) -> None:
-        """Decode by these settings from now on, and by ``profile`` or the one that they name.
+        """Decode by these settings from now on, and by ``profile`` or the one that they name. Not behind CUDA graphs.
 
         Raises Refusal for what this model cannot do.
         """
         profile = profile or read_profile(config, self._model_runner)
-        self._scouting.use(config, profile)
-        self.attention.use(config, tuning_of(config, self._pool.layer_num, profile))
+        tuning = tuning_of(config, self._pool.layer_num, profile)
+        if self._on_device:
+            self._device = None if why_not(config) else self._on_device
+            if self._device:
+                self._device.use(config, tuning)
+        self._scouting.use(config, profile, self._device.scout if self._device else self._ahead)
+        self.attention.use(config, tuning)
         self._config = config
 
     def choose_channels(self, profile: Profile | None) -> None:
@@ -77,27 +101,40 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             own = slice(first, first + heads)
             choose_channels(self._pool.sketches, self._pool.start_layer, own, self._model_runner.model, profile)
 
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Everything that a graph needs is there already, for all rows."""
+
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Take a copy of all that the layers read: the scheduler prepares the next batch meanwhile."""
+        decodes = forward_batch.forward_mode.is_decode_or_idle()
+        if decodes and self._device:
+            self._device.begin_decode(forward_batch, in_capture)
+            return
         lengths = forward_batch.seq_lens_cpu.tolist()
         table = page_table(
             self._req_to_token, forward_batch.req_pool_indices, max(lengths, default=0), self._config.block_tokens
         )
         rows = forward_batch.req_pool_indices.to(torch.int64)
-        if forward_batch.forward_mode.is_decode_or_idle():
+        if decodes:
             self._steps += 1
             on_host = rows.tolist()  # on a GPU this waits; rows that come and go are known to the host
             self._batch = DecodeBatch(
                 table, forward_batch.seq_lens.to(torch.int64), lengths, rows, on_host, self._steps
             )
             self.attention.begin_decode(self._batch)
+            return
+        new_tokens = list(forward_batch.extend_seq_lens_cpu)
+        if self._device:
+            self._device.begin_prefill(rows, table, lengths, new_tokens)
         else:
+            self._batch = PrefillBatch(table, rows, lengths, new_tokens)
             self.attention.rows_begin(rows.tolist())
-            self._batch = PrefillBatch(table, rows, lengths, list(forward_batch.extend_seq_lens_cpu))
 
     def forward_extend(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any
     ) -> torch.Tensor:
+        if self._device:
+            return self._device.prefill(*self._parts(q, k, v, layer)).flatten(1)
         assert isinstance(self._batch, PrefillBatch)
         query = self._store(q, k, v, layer, forward_batch, save_kv_cache)
         new = sum(self._batch.new_tokens)  # SGLang may pad the batch beyond its real tokens
@@ -108,9 +145,22 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
     def forward_decode(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any
     ) -> torch.Tensor:
+        if self._device:
+            return self._device.decode(*self._parts(q, k, v, layer)).flatten(1)
         assert isinstance(self._batch, DecodeBatch)
         query = self._store(q, k, v, layer, forward_batch, save_kv_cache)
         return self.attention.decode(query, self._cache(layer.layer_id), self._batch, layer.scaling).flatten(1)
+
+    def _parts(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any
+    ) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, float]:
+        return (
+            layer.layer_id - self._pool.start_layer,
+            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+            v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+            layer.scaling,
+        )
 
     def _store(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool
@@ -138,7 +188,10 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def rows_begin(self, rows: torch.Tensor) -> None:
         """These rows go back to the end of their prompts."""
-        self.attention.rows_begin(rows.tolist())
+        if self._device:
+            self._device.rows_begin(rows.to(self._req_to_token.device))
+        else:
+            self.attention.rows_begin(rows.tolist())
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1

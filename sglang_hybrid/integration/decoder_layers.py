@@ -16,6 +16,8 @@ from sglang_hybrid.scout.predictor import QueryWeights
 
 # layer id, the layer's input [tokens, hidden], positions [tokens], SGLang's forward batch
 LayerInput = Callable[[int, torch.Tensor, torch.Tensor, Any], None]
+# the same, with the input in two parts: hidden states, and the residual that is added to them, if there is one
+LayerParts = Callable[[int, torch.Tensor, torch.Tensor | None, torch.Tensor, Any], None]
 
 
 class UnknownLayers(Exception):
@@ -66,12 +68,31 @@ class DecoderLayers:
         rows: torch.Tensor = attention.qkv_proj.weight.data[attention.q_size : attention.q_size + attention.kv_size]
         return rows
 
+    def output_projection(self, layer: int) -> torch.Tensor:
+        """``[hidden, query heads * head_dim]``: from attention to the residual stream. Raises UnknownLayers."""
+        attention = self._layers[layer].self_attn
+        projection = getattr(getattr(attention, "o_proj", None), "weight", None)
+        if projection is None or not projection.is_floating_point() or projection.shape[1:] != (attention.q_size,):
+            raise UnknownLayers(f"layer {layer}'s o_proj is quantised or packed, not a plain matrix")
+        matrix: torch.Tensor = projection.data
+        return matrix
+
     def scale(self, layer: int) -> float:
         """What the layer multiplies attention logits with."""
         return float(self._layers[layer].self_attn.attn.scaling)
 
     def on_input(self, callback: LayerInput) -> Callable[[], None]:
         """Call ``callback`` before each layer runs. Returns what ends that."""
+
+        def summed(
+            layer: int, hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, batch: Any
+        ) -> None:
+            callback(layer, hidden if residual is None else hidden + residual, positions, batch)
+
+        return self.on_parts(summed)
+
+    def on_parts(self, callback: LayerParts) -> Callable[[], None]:
+        """The same, before anything is added. The layer's norm changes both parts in place afterwards."""
         handles = [
             module.register_forward_pre_hook(_Input(layer, callback), with_kwargs=True)
             for layer, module in self._layers.items()
@@ -85,19 +106,19 @@ class DecoderLayers:
 
 
 class _Input:
-    """A hook that puts a layer's input together before the layer's norm changes its parts in place."""
+    """A hook that finds the parts of a layer's input among its arguments."""
 
     _NAMES = ("positions", "hidden_states", "forward_batch", "residual")
 
-    def __init__(self, layer: int, callback: LayerInput) -> None:
+    def __init__(self, layer: int, callback: LayerParts) -> None:
         self._layer = layer
         self._callback = callback
 
     def __call__(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(self._NAMES, args, strict=False)) | kwargs
-        hidden, residual = given["hidden_states"], given.get("residual")
-        inputs = hidden if residual is None else hidden + residual
-        self._callback(self._layer, inputs, given["positions"], given["forward_batch"])
+        self._callback(
+            self._layer, given["hidden_states"], given.get("residual"), given["positions"], given["forward_batch"]
+        )
 
 
 def _is_decoder_layer(module: torch.nn.Module) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_hybrid.integration import arrivals, load_file, pools, server_args, triton_gates
+from sglang_hybrid.integration import arrivals, load_file, memory_kinds, pools, server_args, triton_gates
 from sglang_hybrid.integration.versions import NEWEST_TESTED, OLDEST_TESTED, installed_sglang
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
@@ -45,6 +45,11 @@ def all_hooks() -> tuple[Hook, ...]:
         Hook(f"{_DECODE}.DecodePreallocQueue._create_receiver_and_enqueue", HookType.AROUND, arrivals.create_receiver),
         Hook(
             f"{_DECODE}.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch", HookType.AFTER, arrivals.rows_begin
+        ),
+        Hook(
+            "sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__",
+            HookType.BEFORE,
+            memory_kinds.tell_memory_kinds,
         ),
         Hook("sglang.srt.managers.load_snapshot.shm_path_for", HookType.AROUND, load_file.shm_path_for),
         Hook("sglang.srt.utils.common.support_triton", HookType.AROUND, triton_gates.support_triton),

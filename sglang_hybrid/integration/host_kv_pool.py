@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -31,11 +31,13 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
     and values arrive there, and the digests live there.
     """
 
+    in_this_process: ClassVar[bool] = False  # whether there is one
     region: SharedRegion
     digests: Digests
     sketches: Sketches | None
 
     def _create_buffers_normal(self) -> None:
+        HostKVPool.in_this_process = True
         pages = (self.size + self.page_size) // self.page_size
         key_shape = (pages, self.head_num, self.page_size, self.head_dim)
         value_shape = (pages, self.head_num, self.page_size, self.v_head_dim)

@@ -27,6 +27,18 @@ _SILENCE_SECONDS = 2.0
 
 def create_miss_server(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> MissServer:
     """Starts the worker where the configuration wants one. Raises Refusal with what to change."""
+    geometry = checked_geometry(config, pool, model_runner)
+    if geometry is None:
+        return ReferenceMisses()
+    local = LocalAttention(pool.region.address, geometry, config.worker_task_blocks, len(os.sched_getaffinity(0)))
+    if config.worker == "none":
+        return NativeMisses(local)
+    supervisor, metrics = start_worker(config, pool, model_runner, geometry)
+    return WorkerMisses(supervisor, local, config.worker_deadline_ms / 1000, metrics)
+
+
+def checked_geometry(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Geometry | None:
+    """None: the CPU kernels do not have this shape, and need not have it. Raises Refusal where they need to."""
     try:
         library()
         geometry = geometry_of(config, pool, model_runner)
@@ -34,21 +46,27 @@ def create_miss_server(config: HybridConfig, pool: HostKVPool, model_runner: Any
         raise Refusal(str(error)) from error
     if (variant := env.CPU_VARIANT.get()) and variant not in variants():
         raise Refusal(f"{env.CPU_VARIANT.name}={variant}: this machine has {', '.join(variants())}")
-    if not _has_kernel(geometry) or pool.v_head_dim != pool.head_dim:
-        if config.worker == "none":
-            return ReferenceMisses()
-        raise Refusal(
-            f"the CPU kernels take head_dim 64, 96, 128 or 256 and at most 16 query heads per KV head, this model has "
-            f"{geometry.head_dim} (values: {pool.v_head_dim}) and {geometry.group}: serve it with --hybrid worker=none"
-        )
-    local = LocalAttention(pool.region.address, geometry, config.worker_task_blocks, len(os.sched_getaffinity(0)))
+    if _has_kernel(geometry) and pool.v_head_dim == pool.head_dim:
+        return geometry
     if config.worker == "none":
-        return NativeMisses(local)
+        return None
+    raise Refusal(
+        f"the CPU kernels take head_dim 64, 96, 128 or 256 and at most 16 query heads per KV head, this model has "
+        f"{geometry.head_dim} (values: {pool.v_head_dim}) and {geometry.group}: serve it with --hybrid worker=none"
+    )
 
+
+def start_worker(
+    config: HybridConfig, pool: HostKVPool, model_runner: Any, geometry: Geometry, spin_us: int | None = None
+) -> tuple[Supervisor, WorkerMetrics]:
+    """The worker of this rank, attached. Raises Refusal when there can be none.
+
+    ``spin_us``: how long it stays awake after a post, at least.
+    """
     rank, ranks = model_runner.ps.tp_rank, model_runner.server_args.tp_size // model_runner.server_args.nnodes
     settings = WorkerSettings(
         directory=None if config.worker == "start" else Path(config.worker.replace("{rank}", str(rank))),
-        plan=plan_of(config, rank % ranks, ranks),
+        plan=plan_of(config, rank % ranks, ranks, spin_us or 0),
         longest_pause_s=config.worker_restart_seconds,
         silence_s=max(_SILENCE_SECONDS, 4 * config.worker_deadline_ms / 1000),
     )
@@ -59,7 +77,7 @@ def create_miss_server(config: HybridConfig, pool: HostKVPool, model_runner: Any
         supervisor.start()
     except WorkerError as error:
         raise Refusal(f"{error}; --hybrid worker=none serves without one") from error
-    return WorkerMisses(supervisor, local, config.worker_deadline_ms / 1000, metrics)
+    return supervisor, metrics
 
 
 def geometry_of(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Geometry:
@@ -91,7 +109,7 @@ def _has_kernel(geometry: Geometry) -> bool:
     return known and geometry.group <= 16
 
 
-def plan_of(config: HybridConfig, rank: int, ranks: int) -> Plan:
+def plan_of(config: HybridConfig, rank: int, ranks: int, spin_us: int = 0) -> Plan:
     """The thread plan of one rank; ranks on one host share its cores evenly."""
     chosen = config.worker_cores
     threads = 0 if config.worker_threads == "auto" else config.worker_threads
@@ -107,6 +125,6 @@ def plan_of(config: HybridConfig, rank: int, ranks: int) -> Plan:
         threads=threads,
         group_threads=0 if config.worker_group_threads == "auto" else config.worker_group_threads,
         task_blocks=config.worker_task_blocks,
-        spin_us=config.worker_spin_us,
+        spin_us=max(config.worker_spin_us, spin_us),
         cores=chosen,
     )

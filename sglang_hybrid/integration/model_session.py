@@ -32,6 +32,8 @@ class ModelSession:
             args.resolve_once()
             one_batch.publish(args, role="scheduler")
         one_batch._set_envs_and_config(args)
+        if args.skip_tokenizer_init:  # one_batch does not know the flag
+            one_batch.get_tokenizer = lambda *_args, **_kwargs: None
         self._one_batch = one_batch
         self._bench, self.tokenizer = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
         self.runner = self._bench.torch_runner

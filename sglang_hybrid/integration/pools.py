@@ -12,7 +12,10 @@ from typing import Any
 import psutil
 import torch
 
-from sglang_hybrid.config import config_from_environment
+from sglang_hybrid.config import HybridConfig, config_from_environment
+from sglang_hybrid.gpu.prefill import DevicePrefill
+from sglang_hybrid.gpu.settings import slots_of, why_not
+from sglang_hybrid.gpu.slots import ResidentSlots
 from sglang_hybrid.integration import BACKEND_NAME
 from sglang_hybrid.integration.refusals import refuse_model
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
@@ -56,24 +59,43 @@ def available_bytes(original: Callable[[Any, int], int], configurator: Any, pre_
 
     if configurator.device != "cpu":
         on_device = original(configurator, pre_model_load_memory)
-        per_page = Digests.bytes_per_page(
-            config.digest, shape.layers, shape.kv_heads, shape.key_dim, configurator.kv_cache_dtype
+        share = min(
+            share,
+            _pages_on_device(on_device, config, shape, configurator) * config.block_tokens * shape.bytes_per_token,
         )
-        per_page += Sketches.bytes_per_page(
-            min(config.sketch_channels, shape.key_dim), shape.layers, shape.kv_heads, config.block_tokens
-        )
-        pages = on_device // per_page
-        if pages * config.block_tokens < config.budget_tokens:
-            raise CapacityError(
-                f"{on_device / GIB:.2f} GiB of device memory are left for digests, {per_page} bytes per page: too "
-                f"little for one budget of {config.budget_tokens} tokens; raise --mem-fraction-static"
-            )
-        share = min(share, pages * config.block_tokens * shape.bytes_per_token)
     logger.info(
         "host pool: room for %d tokens in %.2f GiB (%.2f GiB of host memory available, %d rank(s), %d bytes per token)",
         share // shape.bytes_per_token, share / GIB, free / GIB, ranks, shape.bytes_per_token,
     )  # fmt: skip
     return share
+
+
+def _pages_on_device(available: int, config: HybridConfig, shape: KVShape, configurator: Any) -> int:
+    """Pages whose digests and sketches the device holds, beside the resident blocks of all rows."""
+    dtype, args = configurator.kv_cache_dtype, configurator.server_args
+    per_page = Digests.bytes_per_page(config.digest, shape.layers, shape.kv_heads, shape.key_dim, dtype)
+    channels = min(config.sketch_channels, shape.key_dim)
+    per_page += Sketches.bytes_per_page(channels, shape.layers, shape.kv_heads, config.block_tokens)
+    rows = resident = staging = 0
+    if why_not(config) is None and not args.disable_cuda_graph:
+        rows = args.max_running_requests + 1
+        per_row = ResidentSlots.bytes_per_row(shape.layers, shape.kv_heads, slots_of(config), shape.key_dim, dtype)
+        resident = rows * per_row
+        longest = -(-configurator.model_config.context_len // config.block_tokens)
+        staging = DevicePrefill.device_bytes(longest, shape.kv_heads, shape.key_dim, dtype)
+    pages = (available - resident - staging) // per_page
+    if pages * config.block_tokens < config.budget_tokens:
+        raise CapacityError(
+            f"{available / GIB:.2f} GiB of device memory are left for the KV cache, of which the resident blocks of "
+            f"{rows} rows take {resident / GIB:.2f} GiB, one context during prefill {staging / GIB:.2f} GiB and the "
+            f"digests {per_page} bytes per page: too little for one "
+            f"budget of {config.budget_tokens} tokens; lower --max-running-requests or raise --mem-fraction-static"
+        )
+    logger.info(
+        "device memory: %.2f GiB for the resident blocks of %d rows, digests for at most %d tokens",
+        resident / GIB, rows, pages * config.block_tokens,
+    )  # fmt: skip
+    return pages
 
 
 def build_kv_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,8 @@ import torch
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.integration import BACKEND_NAME
 
-TRANSFER_BACKENDS = ("mooncake", "mooncake_tcp", "fake")  # that write to host memory without being told its kind
+# that write to host memory: nixl is told its kind, the others need not be
+TRANSFER_BACKENDS = ("mooncake", "mooncake_tcp", "nixl", "fake")
 
 
 class Refusal(ValueError):

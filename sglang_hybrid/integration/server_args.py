@@ -13,8 +13,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from sglang_hybrid import env
 from sglang_hybrid.config import config_from_environment
+from sglang_hybrid.gpu.settings import why_not
 from sglang_hybrid.integration import BACKEND_NAME, load_file
 from sglang_hybrid.integration.pools import check_capacity
 from sglang_hybrid.integration.refusals import Refusal, refuse_flags, refuse_model_config
@@ -83,10 +86,19 @@ def resolve(original: Callable[[Any], None], args: Any) -> None:
     load_file.provide()
 
 
+_ROWS_ON_DEVICE = 64
+
+
 def _set_defaults(args: Any) -> None:
-    args.page_size = config_from_environment().block_tokens
-    # The decode step is not capturable yet: it copies between host and device as it goes.
-    args.disable_cuda_graph = True
+    config = config_from_environment()
+    args.page_size = config.block_tokens
+    if not (args.device in (None, "cuda") and torch.cuda.is_available()) or why_not(config):
+        # the plain torch version of a decode step copies between host and device as it goes
+        args.disable_cuda_graph = True
+    elif args.max_running_requests is None:
+        # every row has its resident blocks in device memory: SGLang's own default, in the thousands, would not fit
+        args.max_running_requests = _ROWS_ON_DEVICE
+    # prefill streams pages from host memory, as many as there happen to be
     args.cuda_graph_backend_prefill = "disabled"
     if args.disaggregation_mode == "decode" and hasattr(args, "disaggregation_decode_retraction_backup"):
         # the other way copies to a second pool in host memory

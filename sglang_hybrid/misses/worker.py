@@ -6,29 +6,17 @@ was; counters and the log tell.
 
 from __future__ import annotations
 
-import logging
-import time
-
 import torch
 
 from sglang_hybrid.metrics import WorkerMetrics
 from sglang_hybrid.misses.base import MissServer, Partial, Posted, Ready
+from sglang_hybrid.misses.fallback_log import FallbackLog
 from sglang_hybrid.native.lists import HostLists
 from sglang_hybrid.native.local import LocalAttention
 from sglang_hybrid.policies.base import BlockList, LayerCache
 from sglang_hybrid.transport.mailbox import DAMAGED
 from sglang_hybrid.worker.link import Link
 from sglang_hybrid.worker.supervisor import Supervisor
-
-logger = logging.getLogger("sglang.srt.hybrid")
-
-_LOG_SECONDS = 10.0
-
-_WHY = {
-    "no-worker": "there was no worker",
-    "late": "the worker did not answer in time",
-    "damaged": "the worker's answer was refused or did not fit the request",
-}
 
 
 class WorkerMisses(MissServer):
@@ -39,7 +27,7 @@ class WorkerMisses(MissServer):
         self._local = local
         self._deadline_s = deadline_s
         self._metrics = metrics
-        self._log = _FallbackLog()
+        self._log = FallbackLog()
 
     def work_is_near(self) -> None:
         if link := self._supervisor.link:
@@ -88,21 +76,3 @@ class _PostedLayer:
     def collect(self) -> Partial:
         self._misses.collect(self._lists, self._link, self._sequence)
         return self._lists.out.to(self._device), self._lists.lse.to(self._device)
-
-
-class _FallbackLog:
-    """One line when it begins, then one for every ten seconds in which it goes on."""
-
-    def __init__(self) -> None:
-        self._rows = dict.fromkeys(_WHY, 0)
-        self._told = -_LOG_SECONDS
-
-    def note(self, why: str, rows: int) -> None:
-        self._rows[why] += rows
-        now = time.monotonic()
-        if now - self._told < _LOG_SECONDS:
-            return
-        self._told = now
-        reasons = ", ".join(f"{count} because {_WHY[why]}" for why, count in self._rows.items() if count)
-        logger.warning("misses of %d rows were computed in the server process: %s", sum(self._rows.values()), reasons)
-        self._rows = dict.fromkeys(_WHY, 0)

@@ -179,6 +179,7 @@ class Attention(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv_proj = torch.nn.Linear(8, 16)
+        self.o_proj = torch.nn.Linear(8, 6)
         self.rotary_emb = Rotary()
         self.attn = torch.nn.Module()
         self.attn.layer_id, self.attn.scaling = 5, 0.25
@@ -206,6 +207,16 @@ def test_a_layer_of_the_known_structure_is_read_whatever_its_model_is_called() -
     assert weights.bias.shape == (8,)
     assert weights.head_norm is None
     assert layers.scale(5) == 0.25
+    assert layers.output_projection(5).shape == (6, 8)
+
+
+def test_an_output_projection_that_is_no_plain_matrix_is_refused() -> None:
+    packed, absent = Layer(), Layer()
+    packed.self_attn.o_proj.weight = torch.nn.Parameter(torch.zeros(6, 1, dtype=torch.int32), requires_grad=False)
+    del absent.self_attn.o_proj
+    for layer in (packed, absent):
+        with pytest.raises(UnknownLayers, match=r"layer 5's o_proj is quantised or packed"):
+            DecoderLayers(torch.nn.ModuleList([layer])).output_projection(5)
 
 
 def test_a_model_without_such_layers_is_refused_by_its_name() -> None:
@@ -298,7 +309,9 @@ def main(directory: str) -> None:
         for width in [weights[layer].projection.shape[0]]
     }
 
-    calibrated = SimpleNamespace(bonus=(1.0,) * LAYERS, intervals=(2,) * LAYERS, corrections=corrections)
+    calibrated = SimpleNamespace(
+        bonus=(1.0,) * LAYERS, intervals=(2,) * LAYERS, miss_shares=(0.001,) * LAYERS, corrections=corrections
+    )
 
     def with_prediction(prediction: str, profile: Any = None) -> tuple[list[torch.Tensor], list[int], float]:
         """What follows the prompts, which layers were announced, how far announced queries are from the formula."""

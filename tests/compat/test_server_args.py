@@ -78,6 +78,13 @@ def test_the_example_of_a_decode_instance_resolves_and_backs_up_retracted_reques
     assert getattr(args, "disaggregation_decode_retraction_backup", "cpu_tensor") == "cpu_tensor"
 
 
+@pytest.mark.parametrize("transfer", ["mooncake", "mooncake_tcp", "nixl", "fake"])
+def test_a_decode_instance_receives_by_any_of_these(model: Path, transfer: str) -> None:
+    args = resolve(model, "--disaggregation-mode", "decode", "--disaggregation-transfer-backend", transfer)
+    # SGLang makes mooncake of mooncake_tcp
+    assert transfer.startswith(args.disaggregation_transfer_backend)
+
+
 def test_the_example_of_a_prefill_instance_is_a_stock_server_with_our_page_size(model: Path) -> None:
     from sglang.srt.server_args import prepare_server_args
 

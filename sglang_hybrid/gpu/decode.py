@@ -1,0 +1,232 @@
+"""Policy ``scout`` on a GPU, layer by layer: which kernel runs on which lane, and who waits for whom.
+
+    scout lane    predicted query -> scores -> selection -> post                          of the next layer
+    gather lane   a share of its misses -> staging
+    main lane     append -> attention over slots -> replies, shifted and merged -> what is late
+    recall lane   copies of the plan -> slot table                                        of the layer just attended
+
+Everything is launched with static shapes on persistent buffers, so a whole step can be recorded in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from sglang_hybrid.cuda.attention import attend_slots
+from sglang_hybrid.cuda.digests import Step, append
+from sglang_hybrid.cuda.gathering import gather_blocks
+from sglang_hybrid.cuda.mailbox import DeviceMailboxClient, Shift
+from sglang_hybrid.cuda.missed import finish_late
+from sglang_hybrid.cuda.scoring import score_blocks
+from sglang_hybrid.cuda.selection import RecallInterval, apply_plan, select_blocks
+from sglang_hybrid.gpu.buffers import LaneBuffers, MainBuffers, plan_for
+from sglang_hybrid.gpu.lanes import Lane
+from sglang_hybrid.gpu.layers import DeviceLayer, DeviceShape
+from sglang_hybrid.gpu.settings import ScoutSettings
+from sglang_hybrid.gpu.slots import ResidentSlots
+from sglang_hybrid.gpu.step import ARRIVED, PREFILLED, StepBuffers
+
+
+class DeviceScout:
+    """The state of all rows and the order of kernels."""
+
+    def __init__(
+        self,
+        layers: Sequence[DeviceLayer],
+        shape: DeviceShape,
+        settings: ScoutSettings,
+        intervals: Sequence[int],
+        mailbox: DeviceMailboxClient | None,
+    ) -> None:
+        """``mailbox``: of the worker that computes misses; None: this device reads them from the pool itself."""
+        digests = layers[0].digests.digests
+        device, dtype = digests.device, digests.dtype
+        self._layers, self._shape, self._settings, self._mailbox = list(layers), shape, settings, mailbox
+        self.slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, dtype, device)
+        self._tables = [self.slots.table(n, settings.sink, settings.recent) for n in range(len(layers))]
+        self.step = StepBuffers(shape.rows, shape.most, shape.max_blocks, device)
+        gathers = settings.gather_share != 0
+        self._lanes = [LaneBuffers(shape, settings.budget, gathers, dtype, device) for _ in range(2)]
+        self.gather_share = torch.full((1,), settings.gather_share or 0.0, device=device) if gathers else None
+        self._main = MainBuffers(shape, dtype, device)
+        self._receipts = [mailbox.new_receipt(shape.most) for _ in range(2)] if mailbox else []
+        # one plan for each layer: copies of one may still be under way when the next but one is selected
+        self._plans = [plan_for(shape, settings.slots, device) for _ in layers]
+        self.intervals = torch.tensor(list(intervals), dtype=torch.int32, device=device)
+        # misses and recalled blocks of each layer, added up over all steps
+        self.counted = torch.zeros(len(layers), 2, dtype=torch.int64, device=device)
+        self.refused = torch.zeros(1, dtype=torch.int64, device=device)  # numbers that were out of bounds
+        self._everybody = torch.ones(shape.most, dtype=torch.int32, device=device)
+        self._scout, self._gather, self._recall = Lane(device), Lane(device), Lane(device)
+        self._ahead: set[int] = set()  # layers of this step whose misses are on their way, by a predicted query
+        self._posted = False  # whether this step has posted
+
+    @property
+    def most(self) -> int:
+        """Rows of a step, at most."""
+        return self._shape.most
+
+    @property
+    def block_bytes(self) -> int:
+        """Keys and values of a block."""
+        slots = self.slots.keys[0]
+        return 2 * slots.shape[3] * slots.shape[4] * slots.itemsize
+
+    # -- settings that change while graphs are replayed ----------------------------------------
+
+    def set_intervals(self, intervals: Sequence[int]) -> None:
+        """Steps between two recalls of each layer."""
+        self.intervals.copy_(torch.tensor(list(intervals), dtype=torch.int32).pin_memory(), non_blocking=True)
+
+    def set_gather_share(self, share: float) -> None:
+        """Of the misses, that are copied to the device. Only where it did not begin as a fixed 0."""
+        if self.gather_share is not None:
+            self.gather_share.fill_(share)
+
+    # -- steps and rows ----------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Before the layers of a step are launched or recorded."""
+        self._ahead.clear()
+        self._posted = False
+
+    def rows_begin(self, rows: torch.Tensor, prefilled: bool = False) -> None:
+        """These rows ``[n]`` are other requests from now on, or go back to the end of their prompts.
+
+        ``prefilled``: their prompts are being computed here, and ``settle`` follows.
+        """
+        rows = rows.to(torch.int64)
+        self.slots.forget(rows)
+        self.step.rows_begin(rows, PREFILLED if prefilled else ARRIVED)
+
+    # -- lanes -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def scout_lane(self) -> Iterator[None]:
+        with self._scout.fork():
+            yield
+
+    def query_ahead(self, layer: int, count: int) -> torch.Tensor:
+        """Where the predicted query of a layer goes: ``[count, query heads, head_dim]``."""
+        return self._lanes[layer % 2].query(count)
+
+    def ahead(self, layer: int, count: int, scale: float) -> None:
+        """On the scout lane: begin with a layer whose predicted query is in its place."""
+        self._begin_layer(layer, self.query_ahead(layer, count), scale)
+        self._scout.mark(layer)
+        self._ahead.add(layer)
+
+    def decode(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """One token of each row: query ``[B, query heads, D]``, keys and values ``[B, KV heads, D]``.
+
+        The result is in a buffer that the next layer overwrites.
+        """
+        count = query.shape[0]
+        step, lane = self.step.of_batch(count), self._lanes[layer % 2]
+        predicted = layer in self._ahead
+        if predicted:
+            self._scout.wait_for(layer)
+        else:
+            self._begin_layer(layer, query, scale)
+        of_layer, table, misses = self._layers[layer], self._tables[layer], lane.misses(count)
+        key_slots, value_slots = self.slots.keys[layer], self.slots.values[layer]
+        append(
+            of_layer.digests, table, step, keys, values, key_slots, value_slots, of_layer.pool,
+            scores=lane.scores(count), refused=self.refused,
+        )  # fmt: skip
+        if lane.gathered(count):
+            self._gather.wait_for(layer)
+        local, served, out = self._main.local(count), self._main.served(count), self._main.out(count)
+        attend_slots(
+            query, key_slots, value_slots, table.positions, self.step.lengths_by_row, step.row_of, scale,
+            staged=lane.staged(count), active_rows=step.active_rows, workspace=self._main.attending(count),
+            out=local[0], lse=local[1],
+        )  # fmt: skip
+        with self._recall.fork():
+            self._copy(layer)
+            apply_plan(self._plans[layer], table)
+            self._recall.mark(layer)
+        if self._mailbox is not None:
+            # on the recorded path these two are all that waits for the worker, whoever computes in the end
+            shift = None
+            if predicted and self._settings.shifts:
+                shift = Shift(of_layer.digests, query, lane.query(count), misses.pages, misses.counts, scale)
+            self._mailbox.finish_layer(
+                self._receipt(layer, count), self._settings.deadline_s, local, out, served, shift=shift
+            )
+        finish_late(
+            query, of_layer.pool, misses.pages, misses.counts, scale, local, out,
+            served=served, active_rows=step.active_rows,
+        )  # fmt: skip
+        if layer == len(self._layers) - 1:
+            self._recall.wait_for(layer)  # and so for all before it
+        return out
+
+    # -- prompts -----------------------------------------------------------------------------
+
+    def settle(self, layer: int, step: Step, query: torch.Tensor, scale: float) -> None:
+        """Choose and load the first resident blocks of rows by the query of their last prompt token.
+
+        step: these rows as their first decode step will see them, one token longer. query ``[B, query heads, D]``.
+        The layer's pages and digests are written.
+        """
+        self._select(layer, step, query, scale, self._everybody[: step.batch], counts=False)
+        self._copy(layer)
+        apply_plan(self._plans[layer], self._tables[layer])
+
+    # -- kernels -----------------------------------------------------------------------------
+
+    def _begin_layer(self, layer: int, query: torch.Tensor, scale: float) -> None:
+        count = query.shape[0]
+        lane, step = self._lanes[layer % 2], self.step.of_batch(count)
+        self._select(layer, step, query, scale, self.step.begins(count))
+        if self._mailbox is not None:
+            misses = lane.misses(count)
+            self._mailbox.post(
+                query, misses.pages, misses.counts, self._main.full(count), layer, scale,
+                self._receipt(layer, count), begins_step=not self._posted, active_rows=step.active_rows,
+            )  # fmt: skip
+            self._posted = True
+        gathered, staged = lane.gathered(count), lane.staged(count)
+        if gathered and staged:
+            pool = self._layers[layer].pool
+            with self._gather.fork():
+                gather_blocks(
+                    pool.region, pool.keys, pool.values, gathered.pages, staged.keys, staged.values,
+                    active_rows=step.active_rows, refused=self.refused,
+                )  # fmt: skip
+                self._gather.mark(layer)
+
+    def _select(
+        self, layer: int, step: Step, query: torch.Tensor, scale: float, due: torch.Tensor, counts: bool = True
+    ) -> None:
+        settings, lane, count = self._settings, self._lanes[layer % 2], step.batch
+        scores = lane.scores(count)
+        score_blocks(
+            query, self._layers[layer].digests, step, scale, self._main.scoring(count), scores, spread=settings.spread
+        )
+        select_blocks(
+            scores, self._tables[layer], step, settings.budget, lane.misses(count),
+            pool_pages=self._shape.pool_pages, bonus=settings.bonus[layer], worth=settings.worth[layer],
+            any_block=settings.any_block[layer],
+            plan=self._plans[layer], due=due,
+            recall=RecallInterval(self.intervals[layer : layer + 1], self.step.first_lengths, layer),
+            gathered=lane.gathered(count), gather_share=self.gather_share,
+            totals=self.counted[layer] if counts else None,
+        )  # fmt: skip
+
+    def _copy(self, layer: int) -> None:
+        plan, pool = self._plans[layer], self._layers[layer].pool
+        gather_blocks(
+            pool.region, pool.keys, pool.values, plan.pages, self.slots.keys[layer], self.slots.values[layer],
+            destinations=plan.destinations, count=plan.count, refused=self.refused,
+        )  # fmt: skip
+
+    def _receipt(self, layer: int, count: int) -> torch.Tensor:
+        assert self._mailbox is not None
+        return self._mailbox.receipt_of_batch(self._receipts[layer % 2], count)

@@ -1,0 +1,198 @@
+"""Policy ``scout`` on a GPU: SGLang's batches for ``gpu.DeviceScout``, and the worker it posts to."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.cuda.digests import HostPool, LayerDigests, Step
+from sglang_hybrid.cuda.host_memory import RegisteredRegion
+from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.gpu.decode import DeviceScout
+from sglang_hybrid.gpu.lanes import Lane
+from sglang_hybrid.gpu.layers import DeviceLayer, DeviceShape
+from sglang_hybrid.gpu.prefill import DevicePrefill, PrefillLayer, PrefillRows
+from sglang_hybrid.gpu.settings import path_rates, settings_of, why_not, why_not_model
+from sglang_hybrid.integration.device_watch import DeviceWatch
+from sglang_hybrid.integration.host_kv_pool import HostKVPool
+from sglang_hybrid.integration.miss_server import checked_geometry, start_worker
+from sglang_hybrid.integration.refusals import Refusal
+from sglang_hybrid.memory.pages import page_table
+from sglang_hybrid.metrics import WorkerMetrics
+from sglang_hybrid.scout.profile import HostRates
+from sglang_hybrid.scout.recall import RecallSchedule
+from sglang_hybrid.scout.tuning import Tuning
+from sglang_hybrid.worker.link import Link
+from sglang_hybrid.worker.supervisor import Supervisor
+
+logger = logging.getLogger("sglang.srt.hybrid")
+
+
+# A GPU cannot wake a worker that sleeps. The host does so before every step, which it launches a step ahead, so the
+# worker has to stay awake for two steps, long ones too: it would find the next post only 0.1 s later.
+_SPIN_US = 200_000
+
+
+def why_not_on_device(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> str | None:
+    """Why this server computes in plain torch, in words; None where the CUDA kernels do it."""
+    if torch.device(pool.device).type != "cuda":
+        return "the model is not on a GPU"
+    return why_not(config) or why_not_model(
+        pool.head_dim, pool.v_head_dim, _group(pool, model_runner), pool.store_dtype.itemsize
+    )
+
+
+def _group(pool: HostKVPool, model_runner: Any) -> int:
+    heads: int = model_runner.model_config.get_num_attention_heads(model_runner.server_args.tp_size)
+    return heads // int(pool.head_num)
+
+
+class DeviceAttention:
+    """One per model runner on a GPU."""
+
+    def __init__(
+        self, config: HybridConfig, tuning: Tuning, rates: HostRates | None, pool: HostKVPool, model_runner: Any
+    ) -> None:
+        """Raises Refusal when a worker is wanted and cannot be had."""
+        req_to_token: torch.Tensor = model_runner.req_to_token_pool.req_to_token
+        self._req_to_token = req_to_token
+        self._block_tokens = config.block_tokens
+        group = _group(pool, model_runner)
+        self._shape = DeviceShape(
+            rows=req_to_token.shape[0],
+            most=req_to_token.shape[0],
+            max_blocks=-(-req_to_token.shape[1] // config.block_tokens),
+            heads=pool.head_num,
+            group=group,
+            dim=pool.head_dim,
+            pool_pages=pool.k_buffer[0].shape[0],
+        )
+        region = RegisteredRegion(pool.region)
+        self._group = group
+        self._layers = [
+            DeviceLayer(HostPool(region, keys, values), _digests(pool, layer))
+            for layer, (keys, values) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True))
+        ]
+        self._supervisor: Supervisor | None = None
+        self._link: Link | None = None  # whose mailbox the device posts to
+        self._mailbox: DeviceMailboxClient | None = None
+        self._metrics: WorkerMetrics | None = None
+        if config.worker != "none":
+            geometry = checked_geometry(config, pool, model_runner)
+            assert geometry is not None  # the device's kernels have fewer shapes than the CPU's
+            self._supervisor, self._metrics = start_worker(config, pool, model_runner, geometry, _SPIN_US)
+            self._mailbox = DeviceMailboxClient(geometry, pool.device)
+            self._follow_worker()
+        self._used: tuple[HybridConfig, Tuning] | None = None
+        self._rates = rates
+        self.use(config, tuning)
+        self._scale = _scale(model_runner.model)
+        self._prefill = DevicePrefill(
+            [PrefillLayer(layer.pool, layer.digests) for layer in self._layers],
+            self._shape.max_blocks, group * pool.head_num, pool.store_dtype, pool.device,
+        )  # fmt: skip
+        self._settling_lane = Lane(pool.device)
+        self._settling: Step | None = None
+        self._last_tokens = torch.empty(0, dtype=torch.int64)
+
+    def use(self, config: HybridConfig, tuning: Tuning) -> None:
+        """Decode by these settings from now on. Rows that are decoding begin anew, graphs must be recorded anew."""
+        if (config, tuning) != self._used:
+            settings = settings_of(config, tuning, self._group)
+            self.scout = DeviceScout(self._layers, self._shape, settings, tuning.intervals, self._mailbox)
+            self._used = config, tuning
+            self._budget_tokens = config.budget_tokens
+            recall = RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt)
+            outcomes = self._mailbox.outcome_counts if self._mailbox else None
+            cores = len(self._link.planned.cores or os.sched_getaffinity(0)) if self._link else 0
+            rates = path_rates(self._rates, cores) if settings.gather_share is None else None
+            self.watch = DeviceWatch(self.scout, recall, self._shape.heads * settings.budget, outcomes, rates)
+            self.watch.metrics = self._metrics
+
+    # -- decode ------------------------------------------------------------------------------
+
+    def begin_decode(self, batch: Any, in_capture: bool) -> None:
+        """Before a step is launched, replayed or recorded. Takes a copy of what the layers read."""
+        self.scout.begin_step()
+        if in_capture:
+            self.scout.step.load_nothing()
+            return
+        rows, count = batch.req_pool_indices, batch.batch_size
+        table = page_table(self._req_to_token, rows, int(batch.seq_lens_cpu.max()), self._block_tokens)
+        self.scout.step.load(table, batch.seq_lens, rows, count - getattr(batch, "num_padding", 0))
+        self._follow_worker()
+        if self._link is not None:
+            self._link.mailbox.wake()
+        self.watch.step(int((batch.seq_lens_cpu > self._budget_tokens).sum()))
+
+    def _follow_worker(self) -> None:
+        """Post to the worker that is there now."""
+        link = self._supervisor.link if self._supervisor else None
+        if self._mailbox is None or link is self._link:
+            return
+        self._mailbox.attach(link.mailbox if link else None)
+        self._link = link
+
+    def decode(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        return self.scout.decode(layer, query.contiguous(), keys.contiguous(), values.contiguous(), scale)
+
+    # -- prefill -----------------------------------------------------------------------------
+
+    def begin_prefill(self, rows: torch.Tensor, table: torch.Tensor, lengths: list[int], new_tokens: list[int]) -> None:
+        """These rows bring more of their prompts."""
+        self._prefill.begin(PrefillRows(table.cpu(), lengths, new_tokens), self._scale)
+        self.scout.rows_begin(rows, prefilled=True)
+        device = rows.device
+        pages = torch.zeros(len(lengths), self._shape.max_blocks, dtype=torch.int32, device=device)
+        pages[:, : table.shape[1]] = table
+        # as the first decode step will see them
+        longer = torch.tensor(lengths, dtype=torch.int32, device=device) + 1
+        self._settling = Step(pages, longer, rows.to(torch.int32))
+        self._last_tokens = torch.tensor(new_tokens, device=device).cumsum(0) - 1
+
+    def prefill(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """query ``[T, query heads, dim]``, keys and values ``[T, KV heads, dim]`` of the rows' prompts, padded perhaps.
+
+        Beside the layers that follow, the rows' first resident blocks are chosen and loaded.
+        """
+        assert self._settling is not None
+        out = self._prefill.attend(layer, query, keys, values)
+        last = query[self._last_tokens]
+        with self._settling_lane.fork():
+            lane = torch.cuda.current_stream()
+            lane.wait_event(self._prefill.written(layer))
+            last.record_stream(lane)
+            self.scout.settle(layer, self._settling, last, scale)
+            self._settling_lane.mark(layer)
+        if layer == len(self._layers) - 1:
+            self._prefill.finish()
+            self._settling_lane.wait_for(layer)
+        return out
+
+    def rows_begin(self, rows: torch.Tensor) -> None:
+        """These rows arrived from elsewhere, or go back to the end of their prompts."""
+        self.scout.rows_begin(rows)
+
+
+def _scale(model: torch.nn.Module) -> float:
+    """What all layers multiply attention logits with. Raises Refusal where they differ: prefill is planned once."""
+    scales = {float(module.scaling) for module in model.modules() if isinstance(module, RadixAttention)}
+    if len(scales) != 1:
+        raise Refusal(f"layers that scale attention differently ({scales}) need --disable-cuda-graph")
+    return scales.pop()
+
+
+def _digests(pool: HostKVPool, layer: int) -> LayerDigests:
+    if pool.sketches is None:
+        return LayerDigests(pool.digests.of_layer(layer))
+    sketch = pool.sketches.of_layer(layer)
+    return LayerDigests(pool.digests.of_layer(layer), sketch.codes, sketch.channels)

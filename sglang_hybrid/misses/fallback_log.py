@@ -1,0 +1,36 @@
+"""Tells that misses were served by somebody else than the worker, without flooding the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+logger = logging.getLogger("sglang.srt.hybrid")
+
+_LOG_SECONDS = 10.0
+
+_WHY = {
+    "no-worker": "there was no worker",
+    "late": "the worker did not answer in time",
+    "damaged": "the worker's answer was refused or did not fit the request",
+}
+
+
+class FallbackLog:
+    """One line when it begins, then one for every ten seconds in which it goes on."""
+
+    def __init__(self, did: str = "were computed in the server process") -> None:
+        """``did``: what became of the misses."""
+        self._did = did
+        self._rows = dict.fromkeys(_WHY, 0)
+        self._told = -_LOG_SECONDS
+
+    def note(self, why: str, rows: int) -> None:
+        self._rows[why] += rows
+        now = time.monotonic()
+        if now - self._told < _LOG_SECONDS:
+            return
+        self._told = now
+        reasons = ", ".join(f"{count} because {_WHY[why]}" for why, count in self._rows.items() if count)
+        logger.warning("misses of %d rows %s: %s", sum(self._rows.values()), self._did, reasons)
+        self._rows = dict.fromkeys(_WHY, 0)

@@ -1,0 +1,175 @@
+"""A model's pool, rows with prefixes in it, and what prefill must make of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from cuda_cases import BLOCK_TOKENS, seeded
+from selection_cases import DEVICE
+
+from sglang_hybrid.cuda import digests as device_digests
+from sglang_hybrid.cuda.digests import HostPool, LayerDigests
+from sglang_hybrid.gpu.prefill import DevicePrefill, PrefillLayer, PrefillRows
+from sglang_hybrid.memory.region import SharedRegion
+from sglang_hybrid.ops import reference
+
+UNTOUCHED = 77.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 2
+    group: int = 2
+    dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    layers: int = 3
+    pages: int = 40
+    channels: int = 32
+
+    @property
+    def scale(self) -> float:
+        return 0.9 * self.dim**-0.5  # not FlashInfer's default
+
+
+@dataclass(frozen=True)
+class Row:
+    pages: list[int]
+    length: int
+    new: int
+
+    @property
+    def touched(self) -> list[int]:
+        """Blocks that get new tokens."""
+        return list(range((self.length - self.new) // BLOCK_TOKENS, -(-self.length // BLOCK_TOKENS)))
+
+
+@dataclass(frozen=True)
+class Result:
+    rows: list[Row]
+    queries: list[torch.Tensor]  # of each layer
+    outs: list[torch.Tensor]
+    inputs: list[torch.Tensor]  # held until they are compared
+
+
+class Model:
+    """Keys and values of all pages are decided beforehand; a row's tokens are those of its pages.
+
+    What is not in the pool yet is NaN there: whoever attends to it, or digests it, shows it.
+    """
+
+    def __init__(self, shape: Shape, staging_pages: int, seed: int = 0) -> None:
+        self.shape = shape
+        of_pool = (shape.pages, shape.heads, BLOCK_TOKENS, shape.dim)
+        size = torch.Size(of_pool).numel() * shape.dtype.itemsize
+        memory = SharedRegion(SharedRegion.size_for(*[size] * 2 * shape.layers))
+        region = device_digests.RegisteredRegion(memory)
+        self.truth: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.layers: list[PrefillLayer] = []
+        random = seeded(seed)
+        for _ in range(shape.layers):
+            keys, values = torch.randn(2, *of_pool, generator=random).to(shape.dtype)
+            self.truth.append((keys, values))
+            pool = HostPool(region, *(memory.take(of_pool, shape.dtype).fill_(torch.nan) for _ in range(2)))
+            digests = torch.full((*of_pool[:2], 2, shape.dim), UNTOUCHED, dtype=shape.dtype, device=DEVICE)
+            codes = channels = None
+            if shape.channels:
+                codes = torch.full((*of_pool[:3], shape.channels // 2), 0xEE, dtype=torch.uint8, device=DEVICE)
+                order = torch.rand(shape.heads, shape.dim, generator=random).argsort(dim=1)
+                channels = order[:, : shape.channels].contiguous().to(DEVICE)
+            self.layers.append(PrefillLayer(pool, LayerDigests(digests, codes, channels)))
+        self.prefill = DevicePrefill(self.layers, staging_pages, shape.heads * shape.group, shape.dtype, DEVICE)
+
+    def have_prefixes(self, rows: list[Row]) -> None:
+        """In the pool, as an earlier pass left them."""
+        for row in rows:
+            position = torch.arange(row.length - row.new)
+            pages = torch.tensor(row.pages, dtype=torch.int64)[position // BLOCK_TOKENS]
+            for layer, truth in zip(self.layers, self.truth, strict=True):
+                for part, kept in zip((layer.pool.keys, layer.pool.values), truth, strict=True):
+                    part[pages, :, position % BLOCK_TOKENS] = kept[pages, :, position % BLOCK_TOKENS]
+
+    def run(self, rows: list[Row], *, padding: int = 0, seed: int = 1, fused: bool = True) -> Result:
+        """One pass over all layers; the device may still be at work when it returns."""
+        shape = self.shape
+        longest = max(len(row.pages) for row in rows)
+        table = [row.pages + [-1] * (longest - len(row.pages)) for row in rows]
+        batch = PrefillRows(torch.tensor(table), [row.length for row in rows], [row.new for row in rows])
+        tokens = sum(row.new for row in rows) + padding
+        random, queries, outs, inputs = seeded(seed), [], [], []
+        for layer in range(shape.layers):
+            query = torch.randn(tokens, shape.heads * shape.group, shape.dim, generator=random) * 2
+            keys, values = (torch.cat([self.new_tokens(row, part) for row in rows]) for part in self.truth[layer])
+            together = torch.full((tokens, 2 * shape.heads, shape.dim), torch.nan, dtype=shape.dtype)
+            together[: tokens - padding] = torch.cat((keys, values), dim=1)
+            if not fused:  # strides that no kernel takes
+                together = together.transpose(0, 1).contiguous().transpose(0, 1)
+            queries.append(query.to(DEVICE, shape.dtype))
+            inputs.append(together.to(DEVICE))
+        self.prefill.begin(batch, shape.scale)
+        for layer in range(shape.layers):
+            keys, values = inputs[layer].split(shape.heads, dim=1)
+            outs.append(self.prefill.attend(layer, queries[layer], keys, values))
+        self.prefill.finish()
+        return Result(rows, queries, outs, inputs)
+
+    def new_tokens(self, row: Row, part: torch.Tensor) -> torch.Tensor:
+        return self.tokens(row, part)[row.length - row.new :]
+
+    @staticmethod
+    def tokens(row: Row, part: torch.Tensor) -> torch.Tensor:
+        return part[row.pages].transpose(1, 2).flatten(0, 1)[: row.length]
+
+    def check(self, result: Result) -> None:
+        """Outputs, and of every token of the rows: that it is in the pool; digests and codes of pages with new ones."""
+        torch.cuda.synchronize()
+        assert self.prefill.refused() == 0
+        for layer in range(self.shape.layers):
+            self._check_outputs(layer, result)
+            self._check_pool(layer, result)
+
+    def check_outputs(self, result: Result) -> None:
+        torch.cuda.synchronize()
+        for layer in range(self.shape.layers):
+            self._check_outputs(layer, result)
+
+    def _check_outputs(self, layer: int, result: Result) -> None:
+        most = 2e-2 if self.shape.dtype == torch.bfloat16 else 4e-3
+        first = 0
+        for row in result.rows:
+            part = slice(first, first + row.new)
+            first += row.new
+            keys, values = (self.tokens(row, part).transpose(0, 1).to(DEVICE).float() for part in self.truth[layer])
+            query = result.queries[layer][part].float()
+            expected = reference.attend_prefill(query, keys, values, self.shape.scale)
+            torch.testing.assert_close(result.outs[layer][part].float(), expected, atol=most, rtol=most)
+        assert not result.outs[layer][first:].any()  # padding
+
+    def _check_pool(self, layer: int, result: Result) -> None:
+        pool, digests = self.layers[layer].pool, self.layers[layer].digests
+        for row in result.rows:
+            for part, truth in zip((pool.keys, pool.values), self.truth[layer], strict=True):
+                assert torch.equal(self.tokens(row, part), self.tokens(row, truth))
+            if not row.new:
+                continue
+            pages = torch.tensor(row.pages)[row.touched]
+            filled = torch.tensor([min(BLOCK_TOKENS, row.length - BLOCK_TOKENS * block) for block in row.touched])
+            keys = self.truth[layer][0][pages]
+            expected = reference.minmax_digest(keys, filled)
+            assert torch.equal(digests.digests[pages.to(DEVICE)].cpu(), expected)
+            if digests.codes is not None and digests.channels is not None:
+                absent = (torch.arange(BLOCK_TOKENS) >= filled[:, None])[:, None, :, None]
+                codes = reference.sketch_codes(keys, expected, digests.channels.cpu())
+                found = digests.codes[pages.to(DEVICE)].cpu()
+                assert torch.equal(found.masked_fill(absent, 0), codes.masked_fill(absent, 0))
+
+    def untouched(self) -> list[torch.Tensor]:
+        """Of every layer the pages that nobody wrote, by what their digests and their keys say."""
+        torch.cuda.synchronize()
+        found = []
+        for layer in self.layers:
+            no_digest = (layer.digests.digests == UNTOUCHED).flatten(1).all(dim=1).cpu()
+            no_keys = layer.pool.keys.isnan().flatten(1).all(dim=1) & layer.pool.values.isnan().flatten(1).all(dim=1)
+            assert torch.equal(no_digest, no_keys)
+            found.append(no_keys.nonzero().flatten())
+        return found

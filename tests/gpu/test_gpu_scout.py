@@ -1,0 +1,234 @@
+"""A few layers of decoding on the GPU, without SGLang: slots hold what the pool holds, and attention what it should."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from cuda_cases import BLOCK_TOKENS, seeded
+from selection_cases import DEVICE, later
+
+from sglang_hybrid.cuda import digests as device_digests
+from sglang_hybrid.cuda.digests import HostPool, LayerDigests, Step, digest_pages
+from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.gpu.decode import DeviceScout
+from sglang_hybrid.gpu.layers import DeviceLayer, DeviceShape
+from sglang_hybrid.gpu.settings import ScoutSettings
+from sglang_hybrid.memory.region import SharedRegion
+from sglang_hybrid.native.library import checked, library
+from sglang_hybrid.native.structs import DTYPES, EngineOptions, Geometry
+from sglang_hybrid.ops import reference
+from sglang_hybrid.transport.mailbox import Mailbox
+
+LAYERS, HEADS, GROUP, DIM, CHANNELS = 2, 2, 3, 64, 32  # two layers: the lanes' buffers still tell of both after a step
+ROWS, MAX_BLOCKS, PAGES = 6, 40, 150
+LENGTHS = {3: 650, 1: 33, 4: 96, 2: 1000}  # tokens of each row's prompt
+DTYPE, SCALE = torch.bfloat16, DIM**-0.5
+SINK, RECENT = 1, 2
+STEPS = 40 if DEVICE == "cuda" else 4  # the third row opens a block at once
+
+
+class Decoding:
+    """A pool with prompts in it, their rows settled, and decode steps with random tokens."""
+
+    def __init__(
+        self, budget: int, interval: int, slots: int | None = None, worker: bool = False, share: float = 0.0
+    ) -> None:
+        self.random = seeded(3)
+        self._settled: list[object] = []
+        shape = (PAGES, HEADS, BLOCK_TOKENS, DIM)
+        size = math.prod(shape) * DTYPE.itemsize
+        region = SharedRegion(SharedRegion.size_for(*[size] * 2 * LAYERS))
+        self.keys = [region.take(shape, DTYPE) for _ in range(LAYERS)]
+        self.values = [region.take(shape, DTYPE) for _ in range(LAYERS)]
+        self.region, registered = region, device_digests.RegisteredRegion(region)
+        order = torch.rand(HEADS, DIM, generator=self.random).argsort(dim=1)
+        channels = order[:, :CHANNELS].contiguous().to(DEVICE)
+        layers = []
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys.copy_(self.blocks(PAGES))
+            values.copy_(torch.randn(shape, generator=self.random))
+            digests = LayerDigests(
+                torch.zeros(PAGES, HEADS, 2, DIM, dtype=DTYPE, device=DEVICE),
+                torch.zeros(PAGES, HEADS, BLOCK_TOKENS, CHANNELS // 2, dtype=torch.uint8, device=DEVICE),
+                channels,
+            )
+            every = torch.arange(PAGES, dtype=torch.int32, device=DEVICE)
+            digest_pages(digests, keys.to(DEVICE), every, torch.full_like(every, BLOCK_TOKENS))
+            layers.append(DeviceLayer(HostPool(registered, keys, values), digests))
+        self.geometry = Geometry(
+            ROWS, HEADS, GROUP, DIM, DTYPES["bfloat16"], budget, LAYERS, PAGES,
+            self.keys[0].data_ptr() - region.address,
+            self.values[0].data_ptr() - region.address, self.keys[1].data_ptr() - self.keys[0].data_ptr(), region.size,
+        )  # fmt: skip
+        self.mailbox = Mailbox(self.geometry) if worker else None
+        client = DeviceMailboxClient(self.geometry, DEVICE) if worker else None
+        if client:
+            client.attach(self.mailbox)
+        settings = ScoutSettings(
+            budget=budget, slots=slots or budget, sink=SINK, recent=RECENT, bonus=(0.5,) * LAYERS,
+            worth=(-math.inf,) * LAYERS, any_block=(False,) * LAYERS,
+            spread=0.5, shifts=True, gather_share=share, deadline_s=20.0,
+        )  # fmt: skip
+        self.shape = DeviceShape(ROWS, ROWS, MAX_BLOCKS, HEADS, GROUP, DIM, PAGES)
+        self.scout = DeviceScout(layers, self.shape, settings, (interval,) * LAYERS, client)
+        self.rows = torch.tensor(list(LENGTHS), device=DEVICE)
+        self.lengths = torch.tensor(list(LENGTHS.values()))
+        self.pages = torch.randperm(PAGES, generator=self.random)[: len(LENGTHS) * 36].view(len(LENGTHS), 36)
+        shape = (LAYERS, len(LENGTHS) + 1)  # and one that is padding
+        self.query = torch.zeros(*shape, HEADS * GROUP, DIM, dtype=DTYPE, device=DEVICE)
+        self.new_keys, self.new_values = torch.zeros(2, *shape, HEADS, DIM, dtype=DTYPE, device=DEVICE)
+        self.out = torch.zeros_like(self.query)
+
+    def blocks(self, pages: int) -> torch.Tensor:
+        keys = torch.randn(pages, HEADS, BLOCK_TOKENS, DIM, generator=self.random)
+        return (keys + 1.5 * torch.randn(pages, HEADS, 1, DIM, generator=self.random)).to(DTYPE)
+
+    @contextlib.contextmanager
+    def engine(self) -> Iterator[None]:
+        if self.mailbox is None:
+            yield
+            return
+        options = EngineOptions(2, 1, 8, 5_000_000, None, None)
+        engine = checked(
+            library().sh_engine_start, self.mailbox.region.address, self.region.address,
+            ctypes.byref(self.geometry), ctypes.byref(options),
+        )  # fmt: skip
+        try:
+            yield
+        finally:
+            torch.cuda.synchronize()
+            library().sh_engine_stop(engine)
+
+    def settle(self) -> None:
+        self.scout.rows_begin(self.rows, prefilled=True)
+        table = torch.zeros(len(LENGTHS), MAX_BLOCKS, dtype=torch.int32, device=DEVICE)
+        table[:, : self.pages.shape[1]] = self.pages.to(DEVICE)
+        step = Step(table, self.lengths.int().to(DEVICE) + 1, self.rows.int())
+        for layer in range(LAYERS):
+            query = torch.randn(len(LENGTHS), HEADS * GROUP, DIM, generator=self.random).to(DEVICE, DTYPE)
+            self.scout.settle(layer, step, query, SCALE)
+            self._settled.append((step, query))  # whoever runs this later than torch would, finds them
+
+    def next_tokens(self) -> None:
+        for part, drift in ((self.query, 0.3), (self.new_keys, 1.0), (self.new_values, 1.0)):
+            noise = torch.randn(part.shape, generator=self.random).to(DEVICE, DTYPE)
+            part.copy_(part * math.sqrt(1 - drift**2) + drift * noise)
+        self.lengths += 1
+        count = self.query.shape[1]
+        table = torch.zeros(count, 36, dtype=torch.int64, device=DEVICE)
+        table[:-1] = self.pages.to(DEVICE)
+        lengths, rows = torch.ones(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
+        lengths[:-1], rows[:-1] = self.lengths, self.rows.cpu()
+        self.scout.step.load(table, lengths.to(DEVICE), rows.to(DEVICE), count - 1)
+
+    def run(self, predicts: bool) -> None:
+        """Launch, or record, the layers of a step."""
+        scout, count = self.scout, self.query.shape[1]
+        scout.begin_step()
+        for layer in range(LAYERS):
+            if predicts:
+                with scout.scout_lane():
+                    for number in (0, 1) if layer == 0 else ():
+                        later(partial(scout.query_ahead(number, count).copy_, self.query[number]))
+                        scout.ahead(number, count, SCALE)
+            out = scout.decode(layer, self.query[layer], self.new_keys[layer], self.new_values[layer], SCALE)
+            later(partial(self.out[layer].copy_, out))
+
+    def attended(self, layer: int, everything: bool) -> torch.Tensor:
+        """What each (row, KV head) attends to: positions, -1 for none."""
+        counts = -(-self.lengths // BLOCK_TOKENS)
+        if everything:
+            every = torch.arange(MAX_BLOCKS).expand(len(LENGTHS), HEADS, -1)
+            return every.masked_fill(every >= counts[:, None, None], reference.NO_BLOCK)
+        held = self.scout.slots.positions(layer)[self.rows].cpu().long()
+        held = held.masked_fill(held >= counts[:, None, None], reference.NO_BLOCK)
+        lane, count = self.scout._lanes[layer % 2], self.query.shape[1]
+        lists = [found for found in (lane.misses(count), lane.gathered(count)) if found]
+        return torch.cat((held, *(found.positions[:-1].cpu().long() for found in lists)), dim=2)
+
+    def expected(self, layer: int, everything: bool) -> torch.Tensor:
+        positions = self.attended(layer, everything)
+        ids = reference.block_ids(positions, self.pages)
+        fill = reference.block_fill(positions, self.lengths, BLOCK_TOKENS)
+        query = self.query[layer, :-1].cpu().float()
+        keys, values = self.keys[layer].float(), self.values[layer].float()
+        return reference.attend_blocks(query, keys, values, ids, fill, SCALE)[0]
+
+    def check_slots(self) -> None:
+        token = torch.arange(BLOCK_TOKENS)
+        entry, head = torch.arange(len(LENGTHS))[:, None, None], torch.arange(HEADS)[:, None]
+        for layer in range(LAYERS):
+            positions = self.scout.slots.positions(layer)[self.rows].cpu().long()
+            tokens = self.lengths[:, None, None] - positions * BLOCK_TOKENS
+            holds = (positions >= 0) & (tokens > 0)
+            counts = torch.zeros(len(LENGTHS), HEADS, MAX_BLOCKS, dtype=torch.int64)
+            counts.scatter_add_(2, positions.clamp(min=0), holds.long())
+            assert counts.max() <= 1, "a block is in two slots"
+            valid = holds[..., None] & (token < tokens[..., None])
+            pages = self.pages[entry, positions.clamp(0, self.pages.shape[1] - 1)]
+            for slots, pool in ((self.scout.slots.keys, self.keys), (self.scout.slots.values, self.values)):
+                held, there = slots[layer][self.rows].cpu(), pool[layer][pages, head]
+                differs = ((held != there).any(dim=-1) & valid).nonzero()
+                assert not len(differs), f"layer {layer}: entry, head, slot, token {differs[:4].tolist()}"
+
+
+# in the emulation, which is slow, some of all combinations
+ON_GPU = DEVICE == "cuda"
+WORKERS = [(False, 0.0), (True, 0.0), (True, 0.4), (False, 1.0)] if ON_GPU else [(False, 0.0), (True, 0.4)]
+BUDGETS = [(36, None, 4), (36, 4, 0), (9, None, 0), (9, None, 3), (9, 6, 0), (6, 4, 2)]
+
+
+@pytest.mark.parametrize("recorded", [False, True] if ON_GPU else [False])
+@pytest.mark.parametrize("predicts", [False, True] if ON_GPU else [True])
+@pytest.mark.parametrize(("worker", "share"), WORKERS)
+@pytest.mark.parametrize(("budget", "slots", "interval"), BUDGETS if ON_GPU else BUDGETS[1:5])
+def test_decoding_attends_to_slots_and_misses(
+    budget: int, slots: int | None, interval: int, worker: bool, share: float, predicts: bool, recorded: bool
+) -> None:
+    decoding = Decoding(budget, interval, slots, worker, share)
+    everything = budget == 36
+    with decoding.engine():
+        decoding.settle()
+        torch.cuda.synchronize()
+        decoding.check_slots()
+        if recorded:
+            decoding.scout.step.load_nothing()
+            decoding.run(predicts)  # loads the kernels
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                decoding.run(predicts)
+        for _ in range(STEPS):
+            decoding.next_tokens()
+            if recorded:
+                graph.replay()
+            else:
+                decoding.run(predicts)
+            torch.cuda.synchronize()
+            decoding.check_slots()
+            for layer in range(LAYERS):
+                if everything or interval == 0:
+                    expected = decoding.expected(layer, everything)
+                    torch.testing.assert_close(decoding.out[layer, :-1].cpu().float(), expected, rtol=2e-2, atol=2e-2)
+    assert int(decoding.scout.refused) == 0
+
+
+def test_a_row_that_arrived_is_resident_after_its_first_step() -> None:
+    decoding = Decoding(36, 0)
+    decoding.scout.rows_begin(decoding.rows)
+    decoding.next_tokens()
+    decoding.run(predicts=False)
+    torch.cuda.synchronize()
+    decoding.check_slots()
+    torch.testing.assert_close(
+        decoding.out[0, :-1].cpu().float(), decoding.expected(0, everything=True), rtol=2e-2, atol=2e-2
+    )
+    held = decoding.scout.slots.positions(0)[decoding.rows].cpu()
+    blocks = -(-decoding.lengths // BLOCK_TOKENS)
+    assert torch.equal((held >= 0).sum(dim=2), blocks[:, None].expand(-1, HEADS))

@@ -1,0 +1,120 @@
+"""Numbers that a device has counted some steps ago: ratios, intervals, and who serves misses."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_hybrid.cuda.structs import OUTCOMES
+from sglang_hybrid.gpu.settings import PathRates
+from sglang_hybrid.integration.device_watch import DeviceWatch
+from sglang_hybrid.scout.recall import RecallSchedule
+
+LAYERS, PER_ROW = 2, 100
+
+
+class Scout:
+    """What a watch knows of the device."""
+
+    block_bytes = 1000
+
+    def __init__(self) -> None:
+        self.counted = torch.zeros(LAYERS, 2, dtype=torch.int64)
+        self.intervals: list[int] = []
+        self.shares: list[float] = []
+
+    def set_intervals(self, intervals: list[int]) -> None:
+        self.intervals = list(intervals)
+
+    def set_gather_share(self, share: float) -> None:
+        self.shares.append(share)
+
+
+class Late:
+    """Counters whose numbers arrive one look later."""
+
+    def __init__(self, counted: torch.Tensor) -> None:
+        self._counted, self._taken = counted, None
+
+    def look(self) -> torch.Tensor | None:
+        taken, self._taken = self._taken, None
+        return taken
+
+    def begin(self) -> None:
+        self._taken = self._counted.clone()
+
+    @property
+    def is_looking(self) -> bool:
+        return self._taken is not None
+
+
+def watch_of(scout: Scout, outcomes: torch.Tensor | None = None, rates: PathRates | None = None) -> DeviceWatch:
+    return DeviceWatch(scout, RecallSchedule([8, 8], 0.12, True), PER_ROW, outcomes, rates, Late)  # type: ignore[arg-type]
+
+
+def test_ratios_are_misses_over_what_rows_beyond_the_budget_may_hold() -> None:
+    scout = Scout()
+    watch = watch_of(scout)
+    seen: list[tuple[int, float]] = []
+    watch.on_ratio = lambda layer, ratio: seen.append((layer, ratio))
+    for _ in range(32):
+        scout.counted += torch.tensor([[30, 0], [60, 0]])  # of 3 rows a step
+        watch.step(3)
+    assert seen == [(0, 0.1), (1, 0.2)]  # of the first 16 steps; those of the others have not arrived
+
+
+def test_a_ratio_above_the_band_shortens_an_interval_and_one_below_lengthens_it() -> None:
+    scout = Scout()
+    watch = watch_of(scout)
+    for _ in range(80):
+        scout.counted += torch.tensor([[60, 0], [3, 0]])
+        watch.step(3)
+    assert scout.intervals[0] < 8 < scout.intervals[1]
+
+
+def test_rows_within_the_budget_say_nothing() -> None:
+    watch = watch_of(scout := Scout())
+    for _ in range(80):
+        watch.step(0)
+    assert scout.intervals == [] and scout.shares == []
+
+
+def test_what_became_of_rows_is_told_once() -> None:
+    outcomes = torch.zeros(len(OUTCOMES), dtype=torch.int64)
+    watch = watch_of(Scout(), outcomes)
+    told: list[tuple[str, int]] = []
+
+    class Metrics:
+        def served(self, by: str, rows: int) -> None:
+            told.append((by, rows))
+
+    watch.metrics = Metrics()  # type: ignore[assignment]
+    outcomes[OUTCOMES.index("served")], outcomes[OUTCOMES.index("late")] = 40, 2
+    for _ in range(96):
+        watch.step(1)
+    assert told == [("worker", 40), ("device-late", 2)]
+
+
+def test_the_worker_gets_everything_that_it_computes_before_it_is_waited_for() -> None:
+    rates = PathRates(gathers=50e9, computes=100e9)
+    assert rates.gather_share(missed=50e6, recalled=0, layer_seconds=1e-3) == 0.0
+
+
+def test_beyond_that_both_ways_end_at_the_same_time() -> None:
+    rates = PathRates(gathers=50e9, computes=100e9)
+    for recalled in (0.0, 10e6):
+        share = rates.gather_share(missed=90e6, recalled=recalled, layer_seconds=1e-3)
+        gathering, computing = (share * 90e6 + recalled) / 50e9, (1 - share) * 90e6 / 100e9
+        assert abs(gathering - computing) < 1e-9
+
+
+def test_recalls_that_fill_the_link_leave_nothing_to_gather() -> None:
+    assert PathRates(50e9, 100e9).gather_share(missed=90e6, recalled=100e6, layer_seconds=1e-3) == 0.0
+
+
+def test_a_share_follows_what_is_missed() -> None:
+    scout = Scout()
+    watch = watch_of(scout, rates=PathRates(gathers=1.0, computes=1.0))  # slow: nothing is hidden
+    for _ in range(32):
+        scout.counted += torch.tensor([[100, 20], [100, 20]])
+        watch.step(3)
+    assert scout.shares == [0.4]  # 0.4 * 100 + 20 blocks over PCIe, 60 computed
