@@ -1,0 +1,199 @@
+#!/usr/bin/env python3
+"""Times of prefill and of decode steps in one process: no server, no scheduler, what the GPU does and nothing else.
+
+    python bench/decode_steps.py --model DIR --points 32k:8,8k:32 --out FILE -- --attention-backend flashinfer ...
+    python bench/decode_steps.py --model DIR --points 32k:64 --variants "cpu_share=1;cpu_share=1,prediction=none" \\
+        --out FILE -- --attention-backend hybrid --hybrid prediction=raw ...
+
+What follows `--` are SGLang's flags. A point is tokens:rows; every row has a prompt of its own (side_by_side.prompts),
+prefilled in one piece. A step is timed by CUDA events around SGLang's forward pass, so that the scheduler, which a
+server runs beside it, does not count. Variants change settings of the hybrid backend behind the same prompts; the
+first measurement is always that of the flags. throughput.py measures whole servers and takes longer.
+
+`--turn FILE`: load the model, then wait until no other run holds the file: runs can start together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from record import write_result
+from side_by_side.prompts import Prompts
+
+from sglang_hybrid.config import config_from_environment, load_config
+from sglang_hybrid.integration.model_session import ModelSession
+
+NAME = "decode-steps"
+
+
+def point_of(text: str) -> tuple[int, int]:
+    tokens, rows = text.split(":")
+    return int(tokens[:-1]) * 1024 if tokens.endswith("k") else int(tokens), int(rows)
+
+
+@contextlib.contextmanager
+def turn(path: Path | None) -> Iterator[None]:
+    if path is None:
+        yield
+        return
+    with path.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+class Rows:
+    """Rows behind their prompts, decoding together."""
+
+    def __init__(self, session: ModelSession, prompts: list[list[int]]) -> None:
+        from sglang.benchmark import one_batch
+
+        self._session, self.prefill_seconds = session, []
+        session._bench.clear()
+        for number, prompt in enumerate(prompts):
+            requests = one_batch.prepare_synthetic_inputs_for_latency_test(1, len(prompt), [prompt])
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            token, _, batch = session._bench.extend(requests)
+            torch.cuda.synchronize()
+            self.prefill_seconds.append(time.perf_counter() - begun)
+            if number == 0:
+                self._batch, self._tokens = batch, token
+            else:
+                self._batch.merge_batch(batch)
+                self._tokens = torch.cat((self._tokens, token))
+
+    def steps(self, count: int) -> list[float]:
+        """Milliseconds of each."""
+        runner, forward = self._session.runner, self._session.runner.forward
+        events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            result = forward(*args, **kwargs)
+            end.record()
+            events.append((begin, end))
+            return result
+
+        runner.forward = timed
+        try:
+            for _ in range(count):
+                self._tokens, _ = self._session._bench.decode(self._tokens, self._batch)
+            torch.cuda.synchronize()
+        finally:
+            runner.forward = forward
+        return [begin.elapsed_time(end) for begin, end in events]
+
+
+class Counts:
+    """What the hybrid backend has counted, between two looks. Nothing for other backends."""
+
+    def __init__(self, session: ModelSession) -> None:
+        self._device = getattr(session.runner.attn_backend, "_device", None)
+        self._before = self._now()
+
+    def _now(self) -> dict[str, Any]:
+        if self._device is None:
+            return {}
+        scout, mailbox = self._device.scout, self._device._mailbox
+        misses, recalled = scout.counted.cpu().unbind(1)
+        return {"misses": misses, "recalled": recalled, "rows": mailbox.outcomes() if mailbox else {}}
+
+    def since(self, steps: int, rows: int) -> dict[str, Any]:
+        if self._device is None:
+            return {}
+        now, shape, scout = self._now(), self._device._shape, self._device.scout
+        lists = steps * rows * shape.heads
+        misses, recalled = ((now[name] - self._before[name]).double() / lists for name in ("misses", "recalled"))
+        budget = config_from_environment().budget_tokens // 32
+        share = scout.gather_share
+        outcomes = {name: value - self._before["rows"].get(name, 0) for name, value in now["rows"].items()}
+        return {
+            "cpu_compute_ratio": round(float(misses.mean()) / budget, 4),
+            "misses_per_list": [round(value, 2) for value in misses.tolist()],
+            "recalled_per_list": round(float(recalled.mean()), 3),
+            "gather_share": None if share is None else round(float(share), 3),
+            "rows_by_outcome": {name: value for name, value in outcomes.items() if value},
+            "refused": int(scout.refused),
+        }
+
+
+def measure(session: ModelSession, rows: Rows, tokens: int, count: int, label: str, args: Any) -> dict[str, Any]:
+    rows.steps(args.warm)
+    counts = Counts(session)
+    milliseconds = sorted(rows.steps(args.steps))
+    median = statistics.median(milliseconds)
+    point = {
+        "tokens": tokens,
+        "rows": count,
+        "variant": label,
+        "step_ms": round(median, 3),
+        "step_ms_p10": round(milliseconds[len(milliseconds) // 10], 3),
+        "step_ms_p90": round(milliseconds[-1 - len(milliseconds) // 10], 3),
+        "tokens_per_second": round(1000 * count / median, 1),
+        "prefill_s": round(statistics.median(rows.prefill_seconds), 4),
+        "prefill_tokens_per_second": round(tokens / statistics.median(rows.prefill_seconds)),
+        "gpu_gb_allocated": round(torch.cuda.memory_allocated() / 1e9, 2),
+        **counts.since(args.steps, count),
+    }
+    print(point, flush=True)
+    return point
+
+
+def trace(rows: Rows, path: Path) -> None:
+    """Three steps, every kernel on its stream: side_by_side.trace reads it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        rows.steps(3)
+    profiled.export_chrome_trace(str(path))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--points", required=True, help="tokens:rows, separated by commas, such as 32k:64,8k:100")
+    parser.add_argument("--variants", default="", help="settings behind the first point: key=value,... ; key=value,...")
+    parser.add_argument("--warm", type=int, default=32, help="steps before those that are measured (default 32)")
+    parser.add_argument("--steps", type=int, default=48, help="measured steps (default 48)")
+    parser.add_argument("--turn", type=Path)
+    parser.add_argument("--trace", type=Path, help="write a trace of three steps of the first point, such as x.json.gz")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("flags", nargs="*", help="SGLang's, after --")
+    args = parser.parse_args()
+
+    fixed = ("--skip-tokenizer-init", "--sampling-backend", "pytorch", "--cuda-graph-backend-prefill", "disabled")
+    session = ModelSession(["--model-path", str(args.model), *fixed, *args.flags])
+    prompts, points = Prompts(args.model, seed=0), []
+    with turn(args.turn):
+        for number, (tokens, count) in enumerate(map(point_of, args.points.split(","))):
+            rows = Rows(session, prompts.rows(tokens, count, count))
+            points.append(measure(session, rows, tokens, count, "", args))
+            if args.trace and number == 0:
+                trace(rows, args.trace)
+            for variant in filter(None, args.variants.split(";") if number == 0 else []):
+                settings = [
+                    value for flag, value in zip(args.flags, args.flags[1:], strict=False) if flag == "--hybrid"
+                ]
+                session.use(load_config(None, [*settings, *variant.split(",")]))
+                session.runner.init_cuda_graphs()
+                points.append(measure(session, rows, tokens, count, variant, args))
+            if args.variants and number == 0:
+                session.use(config_from_environment())
+                session.runner.init_cuda_graphs()
+            write_result(NAME, {"flags": args.flags, "points": points}, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Decode throughput of two servers: what bench/throughput.py is made of."""

@@ -1,0 +1,66 @@
+"""What the design aims at, and what the points say about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from side_by_side.capacity import GB, KVModel
+
+Point = dict[str, Any]
+
+# aims hold for Qwen3-14B's shape with 10 layers
+AIMED_MODEL = KVModel(layers=10, kv_heads=8, head_dim=128, itemsize=2)
+AIMED_GPU_BYTES = 11 * GB
+# input length -> aim, best batch of each side
+SPEED_UP_AIMS = {8192: 1.2, 32768: 4.0, 65536: 5.1}
+SINGLE_ROW_AIM = 0.97
+
+
+def best(points: list[Point], configuration: str, length: int) -> Point | None:
+    """The batch with the highest throughput."""
+    found = [one for one in points if one["configuration"] == configuration and one["length"] == length]
+    return max(found, key=lambda one: one["tokens_per_s"], default=None)
+
+
+def lengths_of(points: list[Point]) -> list[int]:
+    return sorted({one["length"] for one in points})
+
+
+def speed_ups(points: list[Point]) -> list[dict[str, Any]]:
+    """Best batch against best batch, at every length that both have."""
+    found = []
+    for length in lengths_of(points):
+        theirs, ours = best(points, "stock", length), best(points, "hybrid", length)
+        if theirs and ours:
+            found.append(
+                {
+                    "length": length,
+                    "stock_rows": theirs["rows"],
+                    "hybrid_rows": ours["rows"],
+                    "speed_up": round(ours["tokens_per_s"] / theirs["tokens_per_s"], 3),
+                }
+            )
+    return found
+
+
+def claims(points: list[Point]) -> list[dict[str, Any]]:
+    """What was measured of the aims, for a model and a limit that they are for; None where it was not."""
+    measured = {one["length"]: one["speed_up"] for one in speed_ups(points)}
+    found = [
+        _claim(f"{tokens_label(length)}, best batch of each: hybrid / stock", aim, measured.get(length))
+        for length, aim in SPEED_UP_AIMS.items()
+    ]
+    for length in lengths_of(points):
+        alone = {one["configuration"]: one for one in points if one["length"] == length and one["rows"] == 1}
+        if "stock" in alone and "hybrid" in alone:
+            ratio = alone["hybrid"]["tokens_per_s"] / alone["stock"]["tokens_per_s"]
+            found.append(_claim(f"{tokens_label(length)}, one row: hybrid / stock", SINGLE_ROW_AIM, round(ratio, 3)))
+    return found
+
+
+def _claim(what: str, aim: float, measured: float | None) -> dict[str, Any]:
+    return {"what": what, "aim": aim, "measured": measured, "reached": None if measured is None else measured >= aim}
+
+
+def tokens_label(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens and tokens % 1024 == 0 else str(tokens)

@@ -1,0 +1,87 @@
+"""A client that sends all rows of a batch at once and notes when their tokens arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+
+from side_by_side.statistics import Arrivals
+
+_TIMEOUT = aiohttp.ClientTimeout(total=1800)
+Beside = Callable[[aiohttp.ClientSession], Awaitable[None]]  # runs once all rows have their first token
+
+
+class LoadError(RuntimeError):
+    """A request failed; the message has the server's words."""
+
+
+def send_together(url: str, prompts: list[list[int]], new_tokens: int, beside: Beside | None = None) -> list[Arrivals]:
+    """Greedy answers of exactly ``new_tokens`` tokens to all prompts, at the same time."""
+    return asyncio.run(_send_together(url, prompts, new_tokens, beside))
+
+
+async def _send_together(url: str, prompts: list[list[int]], new_tokens: int, beside: Beside | None) -> list[Arrivals]:
+    rows = [Arrivals() for _ in prompts]
+    waiting = set(range(len(rows)))
+    all_began = asyncio.Event()
+
+    async def one(index: int) -> None:
+        row = rows[index]
+        async for tokens, ids in _stream(session, url, prompts[index], new_tokens):
+            row.times.append(time.monotonic())
+            row.tokens.append(tokens)
+            # SGLang sends all ids so far, or with another setting the new ones
+            row.ids = ids if len(ids) == tokens else row.ids + ids
+            waiting.discard(index)
+            if not waiting:
+                all_began.set()
+
+    async def other(action: Beside) -> None:
+        await all_began.wait()
+        await action(session)
+
+    async with aiohttp.ClientSession(timeout=_TIMEOUT, connector=aiohttp.TCPConnector(limit=0)) as session:
+        begin = time.monotonic()
+        for row in rows:
+            row.sent = begin
+        tasks = [asyncio.create_task(one(index)) for index in range(len(rows))]
+        if beside is not None:
+            tasks.append(asyncio.create_task(other(beside)))
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*tasks, return_exceptions=True)
+    return rows
+
+
+async def _stream(session: aiohttp.ClientSession, url: str, ids: list[int], new_tokens: int) -> Any:
+    """The number of tokens so far and ids, whenever there are more."""
+    body = {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+        "stream": True,
+    }
+    had = 0
+    async with session.post(f"{url}/generate", json=body) as reply:
+        if reply.status != 200:
+            raise LoadError(f"status {reply.status}: {(await reply.text())[:500]}")
+        async for line in reply.content:
+            if not line.startswith(b"data: {"):
+                continue
+            answer = json.loads(line[len(b"data: ") :])
+            if "error" in answer:
+                raise LoadError(str(answer["error"])[:500])
+            if (tokens := answer["meta_info"]["completion_tokens"]) > had:
+                had = tokens
+                yield tokens, answer.get("output_ids", [])
+    if had < new_tokens:
+        raise LoadError(f"an answer ended after {had} of {new_tokens} tokens")

@@ -1,0 +1,107 @@
+"""Measures points of a running server: one input length, one batch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from side_by_side import metrics
+from side_by_side.load import send_together
+from side_by_side.prompts import Prompts
+from side_by_side.server import Server
+from side_by_side.statistics import Slice, steady_slices, summary
+from side_by_side.trace import EmptyTrace, breakdown, read_trace
+
+Point = dict[str, Any]
+_TRACE_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How each point is measured."""
+
+    new_tokens: int
+    warm_tokens: int
+    repeats: int
+    slices: int
+    different: int | None  # prompts that have nothing in common; None: all
+    device: str
+    profile_steps: int = 10
+
+    def different_of(self, rows: int) -> int:
+        return rows if self.different is None else min(self.different, rows)
+
+
+def measure(server: Server, prompts: Prompts, plan: Plan, length: int, rows: int) -> Point:
+    """All rows are sent together, ``repeats`` times; from the second time on their prompts are cached."""
+    different = plan.different_of(rows)
+    ids = prompts.rows(length, rows, different)
+    begin = time.monotonic()
+    if different < rows:
+        # so that rows find what they share: sent together, each would compute it for itself
+        send_together(server.url, prompts.beginnings(length, different), 1)
+    before = server.metrics()
+    slices: list[Slice] = []
+    first_tokens = []
+    expected: list[float] = []
+    for _ in range(plan.repeats):
+        arrivals = send_together(server.url, ids, plan.new_tokens)
+        first_tokens.append(max(row.times[0] - row.sent for row in arrivals))
+        shares = [prompts.expected_share(asked, row.ids) for asked, row in zip(ids, arrivals, strict=True)]
+        expected += [share for share in shares if share is not None]
+        slices += steady_slices(arrivals, plan.warm_tokens, plan.slices)
+    return {
+        "length": length,
+        "rows": rows,
+        "different_prompts": different,
+        **summary(slices, rows),
+        "expected_tokens_share": round(sum(expected) / len(expected), 4) if expected else None,
+        "seconds_to_all_first_tokens": [round(seconds, 2) for seconds in first_tokens],
+        "seconds": round(time.monotonic() - begin, 1),
+        "metrics": metrics.during(before, server.metrics()),
+    }
+
+
+def profile(server: Server, prompts: Prompts, plan: Plan, length: int, rows: int) -> dict[str, Any]:
+    """Where the time of a step goes, from a trace of a few steps of the same batch. Profiling slows steps down."""
+
+    async def start(session: aiohttp.ClientSession) -> None:
+        body = {
+            "output_dir": str(server.trace_directory),
+            "num_steps": plan.profile_steps,
+            "activities": ["CPU" if plan.device == "cpu" else "GPU"],
+            "with_stack": False,
+            "record_shapes": False,
+        }
+        async with session.post(f"{server.url}/start_profile", json=body) as reply:
+            reply.raise_for_status()
+
+    server.trace_directory.mkdir(parents=True, exist_ok=True)
+    seen = set(_traces(server.trace_directory))
+    send_together(server.url, prompts.rows(length, rows, plan.different_of(rows)), plan.new_tokens, beside=start)
+    deadline = time.monotonic() + _TRACE_SECONDS
+    while not (new := set(_traces(server.trace_directory)) - seen):
+        server.check()
+        if time.monotonic() > deadline:
+            return {"error": f"no trace after {_TRACE_SECONDS} s"}
+        time.sleep(0.5)  # no event to wait for: another program writes
+    trace = max(new)
+    _wait_until_written(trace, deadline)
+    try:
+        return {"trace": trace.name, **breakdown(read_trace(trace), plan.profile_steps)}
+    except (EmptyTrace, ValueError, EOFError) as error:
+        return {"error": f"{trace.name}: {error}"}
+
+
+def _traces(directory: Path) -> list[Path]:
+    return [*directory.rglob("*.trace.json.gz"), *directory.rglob("*.trace.json")]
+
+
+def _wait_until_written(path: Path, deadline: float) -> None:
+    size = -1
+    while size != (size := path.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(1.0)  # another program writes

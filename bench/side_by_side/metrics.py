@@ -1,0 +1,28 @@
+"""What a server's /metrics says about the hybrid backend."""
+
+from __future__ import annotations
+
+import re
+
+PREFIX = "sglang_hybrid_"
+_SAMPLE = re.compile(r"^(\w+(?:\{[^}]*\})?) (\S+)", re.MULTILINE)
+
+
+def parse(text: str, prefix: str = PREFIX) -> dict[str, float]:
+    """Samples whose names begin with ``prefix``, by name and labels."""
+    return {name: float(value) for name, value in _SAMPLE.findall(text) if name.startswith(prefix)}
+
+
+def during(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Counters by how much they rose, everything else as it was last."""
+    return {name: round(value - before.get(name, 0.0) if _counts(name) else value, 6) for name, value in after.items()}
+
+
+def _counts(name: str) -> bool:
+    return name.split("{", 1)[0].endswith(("_total", "_count", "_sum", "_bucket"))
+
+
+def named(metrics: dict[str, float], name: str) -> float | None:
+    """The mean over labels (ranks) of one metric."""
+    values = [value for key, value in metrics.items() if key.split("{", 1)[0] == PREFIX + name]
+    return sum(values) / len(values) if values else None

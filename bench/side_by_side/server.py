@@ -1,0 +1,81 @@
+"""One server of a configuration, from start to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_hybrid.disaggregation.processes import Member, answers, end_all, get, wait_until
+from sglang_hybrid.origin import ROOT
+from side_by_side import metrics
+from side_by_side.configurations import Configuration
+
+START_SECONDS = 400  # kernels may be compiled on the way
+STREAM_INTERVAL = 8  # tokens a message: a message for every token of 64 rows keeps SGLang's HTTP process busy
+
+
+class Server:
+    """Use as a context: healthy inside, gone with everything it started afterwards."""
+
+    def __init__(self, configuration: Configuration, flags: Sequence[str], log: Path, trace_directory: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{port}"
+        self.log, self.trace_directory = log, trace_directory
+        settings = [word for setting in configuration.settings for word in ("--hybrid", setting)]
+        self.command = [
+            sys.executable, "-m", "sglang.launch_server", "--attention-backend", configuration.backend, *settings,
+            "--port", str(port), *flags,
+        ]  # fmt: skip
+        self._environment: dict[str, str] = {"HF_HUB_OFFLINE": "1"}
+        if not configuration.is_hybrid:
+            self._environment["SGLANG_PLUGINS"] = "none"  # stock is stock: no plugin is loaded
+        self._name = configuration.name
+        self.start_seconds = 0.0
+
+    def __enter__(self) -> Server:
+        begin = time.monotonic()
+        paths = {"PYTHONPATH": _path_with_root()}
+        self._member = Member(self._name, self.command, self.log, self._environment | paths)
+        try:
+            ready = lambda: answers(f"{self.url}/health")  # noqa: E731
+            wait_until([self._member], ready, START_SECONDS, f"{self._name} did not serve")
+        except BaseException:
+            end_all([self._member])
+            raise
+        self.start_seconds = time.monotonic() - begin
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end_all([self._member])
+
+    def check(self) -> None:
+        self._member.check()
+
+    def metrics(self) -> dict[str, float]:
+        return metrics.parse((get(f"{self.url}/metrics") or b"").decode())
+
+    def flush_cache(self, seconds: float = 60) -> None:
+        """SGLang refuses while anything runs."""
+        wait_until([self._member], lambda: _post(f"{self.url}/flush_cache", {}), seconds, "the cache was not flushed")
+
+
+def _path_with_root() -> str:
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
+def _post(url: str, body: Mapping[str, Any]) -> bool:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False

@@ -1,0 +1,109 @@
+"""Where a decode step's time goes on the GPU: a Chrome trace of torch's profiler, summed by what kernels are for.
+
+Kernels of different streams overlap, so each category has two numbers: `busy`, the time in which at least one of its
+kernels ran, and `alone`, the part of it in which nothing of another category ran, which is what removing it could save
+at most. The wait for the worker is a kernel too. `idle` is when nothing ran.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+# The first match counts. Names of this package's kernels first: they are exact, the others are families.
+CATEGORIES: tuple[tuple[str, str], ...] = (
+    ("wait", r"wait_for_replies"),
+    ("scout lane", r"score_blocks|shares_of|block_scores|select_blocks|best_blocks|post_layer|shift_lse|predict"),
+    ("gather", r"gather_blocks|apply_plan"),
+    ("append", r"append_tokens|digest_pages|set_kv|store_cache|store_kv"),
+    (
+        "attention",
+        r"attend_slots|merge_sides|flash|BatchDecode|BatchPrefill|paged|MergeState|VariableLength|attention|fmha",
+    ),
+    ("GEMM", r"gemm|gemv|cutlass|cublas|nvjet|splitKreduce|wgmma"),
+    ("copy", r"memcpy|memset"),
+)
+OTHER, IDLE = "other", "idle"
+_GPU_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}
+_PATTERNS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in CATEGORIES)
+
+Interval = tuple[float, float]  # microseconds
+
+
+class EmptyTrace(ValueError):
+    """No kernel in it."""
+
+
+def category_of(kernel: str) -> str:
+    return next((name for name, pattern in _PATTERNS if pattern.search(kernel)), OTHER)
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace file, compressed or not."""
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        data = gzip.decompress(data)
+    loaded = json.loads(data)
+    events: list[dict[str, Any]] = loaded["traceEvents"] if isinstance(loaded, dict) else loaded
+    return events
+
+
+def breakdown(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
+    """Milliseconds a step, by category."""
+    by_category: dict[str, list[Interval]] = {}
+    kernels: dict[str, list[float]] = {}
+    streams: dict[str, set[Any]] = {}
+    for event in events:
+        if event.get("ph") != "X" or event.get("cat") not in _GPU_EVENTS:
+            continue
+        category, begin = category_of(event["name"]), float(event["ts"])
+        by_category.setdefault(category, []).append((begin, begin + float(event["dur"])))
+        kernels.setdefault(event["name"], []).append(float(event["dur"]))
+        streams.setdefault(category, set()).add(event.get("args", {}).get("stream", event.get("tid")))
+    if not by_category:
+        raise EmptyTrace("the trace has no GPU events")
+    busy = {name: union(intervals) for name, intervals in by_category.items()}
+    everything = union([interval for intervals in busy.values() for interval in intervals])
+    window = everything[-1][1] - everything[0][0]
+
+    def per_step(microseconds: float) -> float:
+        return round(microseconds / steps / 1e3, 4)
+
+    categories = {}
+    for name, intervals in sorted(busy.items(), key=lambda item: -length(item[1])):
+        others = union([one for other, theirs in busy.items() if other != name for one in theirs])
+        categories[name] = {
+            "busy_ms": per_step(length(intervals)),
+            "alone_ms": per_step(length(everything) - length(others)),
+            "kernels": len(by_category[name]),
+            "streams": len(streams[name]),
+        }
+    longest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:12]
+    return {
+        "steps": steps,
+        "step_ms": per_step(window),
+        "idle_ms": per_step(window - length(everything)),
+        "categories": categories,
+        "longest_kernels": [
+            {"name": name[:120], "category": category_of(name), "ms": per_step(sum(times)), "calls": len(times)}
+            for name, times in longest
+        ],
+    }
+
+
+def union(intervals: list[Interval]) -> list[Interval]:
+    """The same time as intervals that do not touch, in order."""
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def length(separate: list[Interval]) -> float:
+    return sum(end - begin for begin, end in separate)

@@ -1,0 +1,390 @@
+#!/usr/bin/env python3
+"""Decode throughput of hybrid against stock full attention: same model, same GPU, same GPU memory for the KV cache.
+
+    python bench/throughput.py [--model DIR] [--lengths 8k,16k,32k,64k] [--ablation] [--profile] [--out FILE]
+    python bench/throughput.py --quick                    a smoke test on a CPU, in a minute
+    python bench/throughput.py --from FILE                tables and figures of a result
+
+Each configuration is one server, started here and spoken to over HTTP. For every input length its batch is what fits
+`--gpu-limit`, by arithmetic that the result repeats (`capacity`); `--batches 1,max` also measures a single row. All
+rows of a batch are sent at once, and throughput counts the time in which all of them decode.
+
+`--prompts N` lets rows share N prompts, for their prefill takes long: 64 rows of 32k are 2 million tokens. Rows that
+share a prompt share its pages in SGLang's radix cache: batches are still those that fit without sharing, and attention
+reads as much for every row, but caches help. That is little for stock (a layer of 32k tokens is 134 MB) and more for
+hybrid (digests and sketches of 1,024 pages are 8 MB, and the worker finds blocks of other rows in its caches). So the
+default is that no two rows share anything.
+
+The default model is synthetic (synthetic_model.py): Qwen3-14B's shape with 10 layers, made once in --model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from record import write_result
+from side_by_side import claims, configurations
+from side_by_side.capacity import (
+    GB,
+    Capacity,
+    KVModel,
+    Limits,
+    Selected,
+    hybrid_capacity,
+    hybrid_server_bytes,
+    stock_capacity,
+    stock_tokens,
+)
+from side_by_side.configurations import Configuration
+from side_by_side.measuring import Plan, measure, profile
+from side_by_side.prompts import Prompts
+from side_by_side.server import STREAM_INTERVAL, Server
+from side_by_side.statistics import NotSteady
+from synthetic_model import TINY, Character, Shape, ensure_model, read_model
+
+NAME = "throughput"
+MAX = "max"
+
+
+def tokens_of(text: str) -> int:
+    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
+
+
+class Benchmark:
+    def __init__(self, args: argparse.Namespace, workspace: Path) -> None:
+        self.args, self._workspace = args, workspace
+        self._model = model_of(args)
+        self._kv = KVModel.of(self._model, itemsize=4 if args.device == "cpu" else 2)
+        self._limits = Limits(int(args.gpu_limit * GB), int(args.host_limit * GB), args.most_rows)
+        self._prompts = Prompts(self._model, seed=0)
+        self._plan = Plan(
+            args.new_tokens, args.warm_tokens, args.repeats, args.slices, args.prompts or None, args.device
+        )
+        self.result: dict[str, Any] = {
+            "model": {"directory": self._model.name, **asdict(self._kv), "token_bytes": self._kv.token_bytes},
+            "limits": asdict(self._limits),
+            "plan": asdict(self._plan),
+            "notes": notes(args, read_model(self._model) is not None),
+            "servers": [],
+            "points": [],
+            "ablation": [],
+            "claims": [],
+        }
+        if args.earlier:
+            self._take_over(json.loads(args.earlier.read_text()))
+
+    def run(self) -> None:
+        """The result file is written after every point, so that a run that is cut off leaves what it has."""
+        hybrid = configurations.hybrid(self.args.hybrid)
+        if self.args.runs != ["stock"] and not is_installed():
+            sys.exit("SGLang will not find the plugin: install the package, pip install --no-deps --editable .")
+        if "stock" in self.args.runs:
+            for lengths in self._together():
+                self._serve(configurations.stock(self.args.stock_backend), lengths, self.args.batches)
+        if "hybrid" in self.args.runs:
+            for lengths in self._together():
+                self._serve(hybrid, lengths, self.args.batches)
+                for tokens in self.args.blocks:
+                    self._serve(configurations.with_blocks(hybrid, tokens), lengths, [MAX])
+        if "ablation" in self.args.runs:
+            for configuration in configurations.ablation(self.args.hybrid):
+                self._serve(configuration, [self.args.ablation_length], [MAX])
+        self._save()
+
+    def _together(self) -> list[list[int]]:
+        """Lengths that one server serves."""
+        return [[length] for length in self.args.lengths] if self.args.server_per_length else [self.args.lengths]
+
+    def _take_over(self, earlier: dict[str, Any]) -> None:
+        """Of a run with the same model and limits, what is not measured again now."""
+        for key in ("model", "limits"):
+            if earlier[key] != self.result[key]:
+                sys.exit(f"--with: {key} was {earlier[key]}, now it is {self.result[key]}")
+        again = {name for name in ("stock", "hybrid") if name in self.args.runs}
+        if "ablation" in self.args.runs:
+            again |= {one.name for one in configurations.ablation(self.args.hybrid)}
+        kept = [one for one in earlier["points"] if one["configuration"] not in again]
+        self.result["points"] += kept
+        self.result["earlier"] = earlier["origin"]
+        names = ", ".join(dict.fromkeys(one["configuration"] for one in kept))
+        self.result["notes"].append(f"From an earlier run (`earlier` has its origin): {names}.")
+
+    def _serve(self, configuration: Configuration, lengths: list[int], batches: list[int | str]) -> None:
+        capacities = {length: self._capacity(configuration, length) for length in lengths}
+        rows = {length: _rows(batches, capacities[length]) for length in lengths}
+        for length, capacity in capacities.items():
+            fits = f"{capacity.rows} rows fit, limited by {capacity.limited_by} ({capacity.why})"
+            (self._say if rows[length] else self._note)(f"{configuration.name}, {length} tokens: {fits}")
+        if not any(rows.values()):
+            return
+        taken = self._gpu_bytes(configuration, rows)
+        if len(lengths) > 1 and taken > self._limits.gpu_bytes:
+            self._note(
+                f"{configuration.name}: one server for all of {lengths} takes {taken / GB:.2f} GB by arithmetic, more "
+                "than the limit, though each batch alone is within it; --server-per-length keeps servers within it too"
+            )
+        number = len(self.result["servers"])
+        log = self._workspace / f"server-{number}.log"
+        server = Server(configuration, self._flags(configuration, rows), log, self._workspace / f"trace-{number}")
+        try:
+            with server:
+                shown = {"configuration": configuration.name, "settings": configuration.settings}
+                self.result["servers"].append(
+                    {
+                        **shown,
+                        "gpu_bytes_by_arithmetic": taken,
+                        "start_seconds": round(server.start_seconds, 1),
+                        "command": server.command[1:],
+                    }
+                )
+                self._say(f"{configuration.name} serves after {server.start_seconds:.0f} s")
+                for length in lengths:
+                    self._measure(server, configuration, length, rows[length], capacities[length])
+        except Exception as error:  # a configuration that fails must not cost the results of the others
+            self.result["servers"].append({"configuration": configuration.name, "error": str(error)[-2000:]})
+            self._note(f"{configuration.name} failed: {str(error)[:300]}")
+            print(error, file=sys.stderr)
+            self._save()
+
+    def _measure(
+        self, server: Server, configuration: Configuration, length: int, batches: list[int], capacity: Capacity
+    ) -> None:
+        for rows in batches:  # the largest first: smaller ones find their prompts cached
+            begin = time.monotonic()
+            point = {
+                "configuration": configuration.name,
+                "settings": configuration.settings,
+                "capacity": asdict(capacity),
+                **self._measure_about(server, configuration, length, rows),
+            }
+            self.result["points"].append(point)
+            self._save()
+            self._say(
+                f"{configuration.name}, {length} tokens, {point['rows']} rows: {point['tokens_per_s']:,.1f} tokens/s, "
+                f"{point['step_ms']:.2f} ms a step ({time.monotonic() - begin:.0f} s)"
+            )
+            if self.args.profile and length == self.args.ablation_length and rows == max(batches):
+                # after the point is safe: a profiler may take the server down with it
+                point["breakdown"] = profile(server, self._prompts, self._plan, length, point["rows"])
+                self._save()
+        server.flush_cache()
+
+    def _measure_about(self, server: Server, configuration: Configuration, length: int, rows: int) -> dict[str, Any]:
+        """With one row less, or two, where SGLang does not run as many at once as there is room for."""
+        for fewer in range(min(3, rows)):
+            try:
+                return measure(server, self._prompts, self._plan, length, rows - fewer)
+            except NotSteady as error:
+                self._note(f"{configuration.name}, {length} tokens, {rows - fewer} rows: {error}")
+        raise NotSteady(f"{configuration.name} does not run {rows} rows of {length} tokens at once, nor a few less")
+
+    def _capacity(self, configuration: Configuration, length: int) -> Capacity:
+        tokens = length + self._plan.new_tokens
+        if not configuration.is_hybrid:
+            return stock_capacity(self._kv, self._limits, tokens)
+        return hybrid_capacity(self._kv, self._limits, selected_of(configuration), tokens)
+
+    def _gpu_bytes(self, configuration: Configuration, rows: dict[int, list[int]]) -> int:
+        """What the server takes by the same arithmetic, for the largest batch and the longest input at once."""
+        if not configuration.is_hybrid:
+            return stock_tokens(self._kv, self._limits) * self._kv.token_bytes
+        most = max(one for many in rows.values() for one in many)
+        tokens = (self._pool_mib(rows) << 20) // self._kv.token_bytes
+        return hybrid_server_bytes(self._kv, selected_of(configuration), most, tokens)
+
+    def _flags(self, configuration: Configuration, rows: dict[int, list[int]]) -> list[str]:
+        batches = sorted({one for many in rows.values() for one in many})
+        flags = [
+            "--model-path", str(self._model), "--skip-tokenizer-init", "--device", self.args.device,
+            "--max-running-requests", str(batches[-1]), "--stream-interval", str(STREAM_INTERVAL),
+            "--sampling-backend", "pytorch", "--random-seed", "1",
+        ]  # fmt: skip
+        if importlib.util.find_spec("prometheus_client"):
+            flags.append("--enable-metrics")
+        if self.args.device == "cpu":
+            flags += ["--dtype", "float32"]
+        else:
+            flags += ["--cuda-graph-bs-decode", *map(str, batches), "--cuda-graph-backend-prefill", "disabled"]
+        if configuration.is_hybrid:
+            flags += ["--hybrid", f"host_memory={self._pool_mib(rows)}MiB"]
+        else:
+            flags += ["--max-total-tokens", str(stock_tokens(self._kv, self._limits))]
+        return [*flags, *self.args.flag]
+
+    def _pool_mib(self, rows: dict[int, list[int]]) -> int:
+        """For the most that any length needs, and a little: SGLang keeps some pages free, and rounds up."""
+        most = 0
+        for length, batches in rows.items():
+            for one in batches:
+                different = self._plan.different_of(one)
+                most = max(most, different * length + one * (self._plan.new_tokens + 4 * 32))
+        least = configurations.hybrid(self.args.hybrid).parsed().budget_tokens
+        return int(1.02 * max(most, least) * self._kv.token_bytes / 2**20) + 4 * self._kv.layers + 64
+
+    def _note(self, note: str) -> None:
+        self.result["notes"].append(note)
+        self._say(note)
+
+    def _say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def _save(self) -> None:
+        points = self.result["points"]
+        self.result["speed_ups"] = claims.speed_ups(points)
+        aimed = (self._kv, self._limits.gpu_bytes) == (claims.AIMED_MODEL, claims.AIMED_GPU_BYTES)
+        self.result["claims"] = claims.claims(points) if aimed else []
+        self.result["ablation"] = ablation_of(points, self.args.ablation_length)
+        self.path = write_result(NAME, self.result, self.args.out)
+
+
+def ablation_of(points: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
+    """Points of the same length and batch, from nothing on to everything on."""
+    parts = [one for one in points if one["configuration"] not in ("stock", "hybrid") and one["length"] == length]
+    if not parts:
+        return []
+    whole = [
+        one
+        for one in points
+        if one["configuration"] == "hybrid" and one["length"] == length and one["rows"] == parts[0]["rows"]
+    ]
+    kept = ("length", "rows", "settings", "tokens_per_s", "step_ms", "metrics")
+    named = [(one["configuration"], one) for one in parts] + [(configurations.last_part(), one) for one in whole]
+    return [{"part": name, **{key: one[key] for key in kept}} for name, one in named]
+
+
+def selected_of(configuration: Configuration) -> Selected:
+    settings = configuration.parsed()
+    resident = settings.budget_tokens if settings.resident_tokens == "auto" else int(settings.resident_tokens)
+    return Selected(resident, settings.sketch_channels, settings.block_tokens)
+
+
+def _rows(batches: list[int | str], capacity: Capacity) -> list[int]:
+    """The largest first; batches that do not fit are left out."""
+    wanted = {capacity.rows if one == MAX else int(one) for one in batches}
+    return sorted((one for one in wanted if 0 < one <= capacity.rows), reverse=True)
+
+
+def is_installed() -> bool:
+    """Whether the processes that SGLang spawns will load the plugin."""
+    return any(one.name == "sglang_hybrid" for one in importlib.metadata.entry_points(group="sglang.srt.plugins"))
+
+
+def model_of(args: argparse.Namespace) -> Path:
+    if args.model and (args.model / "config.json").is_file():
+        return Path(args.model)
+    shape = TINY if args.quick else Shape(layers=args.layers)
+    target = args.model or Path(tempfile.gettempdir()) / f"sglang-hybrid-synthetic-{shape.layers}x{shape.hidden}"
+    begin = time.monotonic()
+    ensure_model(target, shape, Character())
+    print(f"model: {target} ({time.monotonic() - begin:.0f} s)", flush=True)
+    return Path(target)
+
+
+def notes(args: argparse.Namespace, synthetic: bool) -> list[str]:
+    """What a reader of the numbers must know."""
+    found = [
+        f"GPU memory for what grows with rows or tokens: {args.gpu_limit} GB on both sides. Batches follow from that "
+        "by arithmetic (capacity); hybrid's memory was not measured.",
+    ]
+    if synthetic:
+        found.append(
+            "Weights are synthetic. A small model of their kind changes 12 % of its selection of 16 of 256 blocks at a "
+            "step and 16 % in 8 steps (python bench/synthetic_model.py --check)."
+        )
+    if args.prompts:
+        found.append(
+            f"Rows share {args.prompts} different prompts: caches (L2 of the GPU, last-level cache of the CPU) help "
+            "both sides, hybrid more."
+        )
+    if not configurations.has_gather():
+        found.append("There is no gather yet: every miss goes to the CPU worker.")
+    return found
+
+
+def parsed(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="model directory; made there if it does not exist")
+    parser.add_argument("--layers", type=int, default=10, help="of the model that is made")
+    parser.add_argument("--lengths", default="8k,16k,32k,64k", help="input tokens")
+    parser.add_argument("--batches", default="1,max", help="rows; max is what fits")
+    parser.add_argument("--blocks", default="", help="more block sizes of hybrid beside the default, such as 64,128")
+    parser.add_argument("--gpu-limit", type=float, default=11.0, help="GB of GPU memory for the KV cache, both sides")
+    parser.add_argument("--host-limit", type=float, default=100.0, help="GB of host memory for hybrid's pool")
+    parser.add_argument("--most-rows", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=0, help="different prompts of a batch; 0: all are different")
+    parser.add_argument("--new-tokens", type=int, default=128, help="of every answer")
+    parser.add_argument("--warm-tokens", type=int, default=24, help="of every answer that are not measured")
+    parser.add_argument("--repeats", type=int, default=3, help="of each batch")
+    parser.add_argument("--slices", type=int, default=4, help="of a repeat, for median and spread")
+    parser.add_argument("--runs", default="stock,hybrid", help="of stock, hybrid, ablation")
+    parser.add_argument("--ablation", action="store_true", help="short for --runs stock,hybrid,ablation")
+    parser.add_argument("--ablation-length", default="32k", help="also the length that is profiled")
+    parser.add_argument("--profile", action="store_true", help="trace ten steps and sum kernels by what they are for")
+    parser.add_argument("--stock-backend", default="flashinfer")
+    parser.add_argument("--hybrid", metavar="KEY=VALUE", action="append", default=[], help="setting; may be repeated")
+    parser.add_argument("--server-per-length", action="store_true", help="a server of its own for every input length")
+    parser.add_argument("--flag", action="append", default=[], help="flag of all servers, as --flag=--log-level=debug")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quick", action="store_true", help="tiny model, CPU, short prompts")
+    parser.add_argument("--out", type=Path, help=f"default: bench/results/{NAME}.json; figures go beside it")
+    parser.add_argument("--with", dest="earlier", type=Path, help="earlier result whose other runs are taken over")
+    parser.add_argument("--logs", type=Path, help="where servers' logs and traces stay; default: nowhere")
+    parser.add_argument("--from", dest="source", type=Path, help="a result file to show, without measuring")
+    args = parser.parse_args(argv)
+    if args.quick:
+        # 2 and 4 rows of stock
+        parser.set_defaults(
+            lengths="256,512", gpu_limit=0.005, host_limit=0.1, most_rows=6, new_tokens=32, warm_tokens=8, repeats=1,
+            ablation_length="512", stock_backend="torch_native", device="cpu", batches=MAX,
+            hybrid=["budget_tokens=256"],
+        )  # fmt: skip
+        args = parser.parse_args(argv)
+    args.lengths = [tokens_of(one) for one in args.lengths.split(",")]
+    args.ablation_length = tokens_of(args.ablation_length)
+    args.batches = [MAX if one == MAX else int(one) for one in args.batches.split(",")]
+    args.blocks = [int(one) for one in args.blocks.split(",") if one]
+    args.runs = ["stock", "hybrid", "ablation"] if args.ablation else args.runs.split(",")
+    return args
+
+
+def show(result: dict[str, Any], path: Path) -> None:
+    """Tables and figures, as far as this host has what draws them; ``--from`` does it elsewhere."""
+    try:
+        from rich.console import Console
+        from side_by_side import plots, report
+
+        report.print_result(result, Console(width=150))
+
+        for figure in plots.draw(result, path):
+            print(f"drawn: {figure}")
+    except ImportError as error:
+        print(f"{error}: python bench/throughput.py --from {path} shows the rest where it is installed")
+
+
+def main() -> None:
+    args = parsed()
+    if args.source:
+        show(json.loads(args.source.read_text()), args.source)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        workspace = args.logs or Path(temporary)
+        workspace.mkdir(parents=True, exist_ok=True)
+        benchmark = Benchmark(args, workspace)
+        benchmark.run()
+    print(f"written to {benchmark.path}")
+    show(benchmark.result, benchmark.path)
+
+
+if __name__ == "__main__":
+    main()

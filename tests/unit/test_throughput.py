@@ -1,0 +1,300 @@
+"""bench/throughput.py without servers: capacity, statistics, traces, metrics, tables, the synthetic model."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import throughput
+import torch
+from rich.console import Console
+from side_by_side import claims, configurations, metrics, plots, report, trace
+from side_by_side.capacity import KVModel, Limits, Selected, hybrid_capacity, hybrid_server_bytes, stock_capacity
+from side_by_side.prompts import OWN_TOKENS, Prompts
+from side_by_side.statistics import Arrivals, NotSteady, Slice, steady_slices, summary
+from side_by_side.synthetic_check import check
+from synthetic_model import TINY, Character, Shape, next_token, parts, read_model, write_model
+
+QWEN3_14B_10_LAYERS = KVModel(layers=10, kv_heads=8, head_dim=128, itemsize=2)
+LIMITS = Limits(gpu_bytes=11 * 10**9, host_bytes=100 * 10**9, most_rows=64)
+SELECTED = Selected(resident_tokens=2048, sketch_channels=32)
+
+
+# -- capacity ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "rows"), [(8192, 32), (16384, 16), (32768, 8), (65536, 4)])
+def test_stock_holds_what_its_pool_has_tokens_for(length: int, rows: int) -> None:
+    assert QWEN3_14B_10_LAYERS.token_bytes == 40960
+    assert stock_capacity(QWEN3_14B_10_LAYERS, LIMITS, length + 128).rows == rows
+
+
+def test_hybrid_holds_slots_digests_and_sketches_in_the_same_memory() -> None:
+    no_cap = Limits(LIMITS.gpu_bytes, host_bytes=10**15, most_rows=10**6)
+    capacity = hybrid_capacity(QWEN3_14B_10_LAYERS, no_cap, SELECTED, 32768)
+    slots = 10 * 8 * 64 * 16384
+    digests = 10 * 8 * 1024 * (512 + 512)
+    staging = 2 * 8 * 8 * 16384
+    row = slots + digests + staging
+    assert capacity.limited_by == "GPU memory"
+    assert capacity.rows * row + slots <= LIMITS.gpu_bytes < (capacity.rows + 1) * row + slots
+
+
+def test_hybrid_is_limited_by_host_memory_too() -> None:
+    capacity = hybrid_capacity(QWEN3_14B_10_LAYERS, LIMITS, SELECTED, 65536)
+    assert (capacity.rows, capacity.limited_by) == (100 * 10**9 // (65536 * 40960), "host memory")
+
+
+def test_a_server_for_one_length_is_within_the_limit_and_one_for_two_need_not_be() -> None:
+    rows = {length: hybrid_capacity(QWEN3_14B_10_LAYERS, LIMITS, SELECTED, length).rows for length in (32768, 65536)}
+
+    def taken(most: int, length: int) -> int:
+        return hybrid_server_bytes(QWEN3_14B_10_LAYERS, SELECTED, most, rows[length] * length)
+
+    assert all(taken(rows[length], length) <= LIMITS.gpu_bytes for length in rows)
+    assert taken(max(rows.values()), 65536) > LIMITS.gpu_bytes
+
+
+def test_a_limit_that_holds_nothing_gives_no_rows() -> None:
+    nothing = Limits(gpu_bytes=10**6, host_bytes=10**9, most_rows=64)
+    assert hybrid_capacity(QWEN3_14B_10_LAYERS, nothing, SELECTED, 32768).rows == 0
+    assert stock_capacity(QWEN3_14B_10_LAYERS, nothing, 32768).rows == 0
+
+
+def test_batches_that_do_not_fit_are_left_out_and_the_largest_comes_first() -> None:
+    capacity = stock_capacity(QWEN3_14B_10_LAYERS, LIMITS, 32768)
+    assert throughput._rows([1, "max", 4, 999], capacity) == [8, 4, 1]
+
+
+# -- statistics --------------------------------------------------------------------------------------------------------
+
+
+def arriving(first: float, every: float, tokens: int, interval: int = 1) -> Arrivals:
+    counts = list(range(interval, tokens + 1, interval))
+    return Arrivals(0.0, [first + every * count for count in counts], counts)
+
+
+def test_throughput_counts_the_time_in_which_all_rows_decode() -> None:
+    # the second row comes a second later, and both make 100 tokens a second
+    slices = steady_slices([arriving(0, 0.01, 300, 8), arriving(1, 0.01, 300, 8)], warm_tokens=8, slices=4)
+    assert [one.rate for one in slices] == pytest.approx([200] * 4)
+    assert sum(one.seconds for one in slices) == pytest.approx(2.96 - 1.08)
+
+
+def test_rows_that_never_ran_together_are_not_a_batch() -> None:
+    with pytest.raises(NotSteady, match="done before"):
+        steady_slices([arriving(0, 0.01, 20), arriving(5, 0.01, 20)], warm_tokens=2, slices=2)
+    with pytest.raises(NotSteady, match="fewer than 30"):
+        steady_slices([arriving(0, 0.01, 20)], warm_tokens=30, slices=2)
+
+
+def test_summary_has_the_median_and_the_spread() -> None:
+    found = summary([Slice(1.0, tokens) for tokens in (100, 110, 120, 130, 500)], rows=12)
+    assert (found["tokens_per_s"], found["step_ms"]) == (120, 100)
+    assert (found["tokens_per_s_p10"], found["tokens_per_s_p90"]) == (104, 352)
+
+
+# -- traces ------------------------------------------------------------------------------------------------------------
+
+
+def kernel(name: str, begin: float, duration: float, stream: int = 7) -> dict[str, Any]:
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": begin, "dur": duration, "args": {"stream": stream}}
+
+
+def two_steps() -> list[dict[str, Any]]:
+    """Each: 100 us of GEMM, 50 of attention, 20 of waiting; 60 of scores beside the GEMM; 30 of nothing."""
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}, {"ph": "X", "cat": "cpu_op", "name": "x"}]
+    for begin in (1000.0, 1200.0):
+        events += [
+            kernel("nvjet_tst_128x64_gemm", begin, 100),
+            kernel("void sglang_hybrid::score_blocks<128, 32>(sh_score_blocks)", begin + 20, 60, stream=9),
+            kernel("attend_slots(sh_attend_slots, Spread)", begin + 100, 50),
+            kernel("wait_for_replies(sh_mailbox_wait)", begin + 150, 20),
+        ]
+    return events
+
+
+def test_a_trace_is_summed_by_what_kernels_are_for() -> None:
+    found = trace.breakdown(two_steps(), steps=2)
+    busy = {name: (one["busy_ms"], one["alone_ms"]) for name, one in found["categories"].items()}
+    assert busy["GEMM"] == (0.1, 0.04)
+    assert busy["scout lane"] == (0.06, 0.0)
+    assert busy["attention"] == (0.05, 0.05)
+    assert busy["wait"] == (0.02, 0.02)
+    assert found["idle_ms"] == 0.015  # what follows the last kernel of the last step is not in the trace
+    assert found["step_ms"] == 0.185
+    assert found["categories"]["scout lane"]["streams"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "category"),
+    [
+        ("void flashinfer::BatchDecodeWithPagedKVCacheKernel<...>", "attention"),
+        ("merge_sides(sh_merge)", "attention"),
+        ("gather_blocks(sh_gather_blocks)", "gather"),
+        ("Memcpy HtoD (Pinned -> Device)", "copy"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16>", "GEMM"),
+        ("act_and_mul_kernel", "other"),
+    ],
+)
+def test_kernels_have_a_category_by_their_names(name: str, category: str) -> None:
+    assert trace.category_of(name) == category
+
+
+def test_traces_are_read_compressed_or_not(tmp_path: Path) -> None:
+    text = json.dumps({"traceEvents": two_steps()})
+    (tmp_path / "a.trace.json").write_text(text)
+    (tmp_path / "a.trace.json.gz").write_bytes(gzip.compress(text.encode()))
+    assert trace.read_trace(tmp_path / "a.trace.json") == trace.read_trace(tmp_path / "a.trace.json.gz") == two_steps()
+    with pytest.raises(trace.EmptyTrace):
+        trace.breakdown([], steps=1)
+
+
+# -- metrics, configurations -------------------------------------------------------------------------------------------
+
+
+def test_counters_count_what_happened_meanwhile_and_gauges_are_as_they_are() -> None:
+    text = (
+        '# HELP x y\nsglang_hybrid_rows_total{by="worker"} %d\nsglang_hybrid_cpu_compute_ratio{rank="0"} %s\nother 1\n'
+    )
+    before, after = metrics.parse(text % (5, 0.5)), metrics.parse(text % (25, 0.1))
+    found = metrics.during(before, after)
+    assert found == {'sglang_hybrid_rows_total{by="worker"}': 20, 'sglang_hybrid_cpu_compute_ratio{rank="0"}': 0.1}
+    assert metrics.named(found, "cpu_compute_ratio") == 0.1
+    assert metrics.named(found, "unknown") is None
+
+
+def test_all_configurations_are_legal_and_the_ablation_adds_one_part_at_a_time() -> None:
+    given = ["budget_tokens=1024", "recall_interval=4"]
+    runs = [*configurations.ablation(given), configurations.hybrid(given)]
+    parsed = [run.parsed() for run in runs]
+    assert {one.budget_tokens for one in parsed} == {1024}
+    assert (parsed[0].prediction, parsed[0].recall_interval) == ("none", 0)
+    assert (parsed[1].prediction, parsed[1].recall_interval) == ("raw", 0)
+    assert (parsed[-1].prediction, parsed[-1].recall_interval) == ("raw", 4)
+
+
+# -- tables and figures ------------------------------------------------------------------------------------------------
+
+
+def point(configuration: str, length: int, rows: int, rate: float, **more: Any) -> dict[str, Any]:
+    return {
+        "configuration": configuration,
+        "settings": ("prediction=raw",),
+        "capacity": {"rows": rows, "limited_by": "GPU memory", "why": ""},
+        "length": length,
+        "rows": rows,
+        **summary([Slice(1.0, rate)], rows),
+        "metrics": {'sglang_hybrid_cpu_compute_ratio{rank="0"}': 0.082},
+        **more,
+    }
+
+
+def result() -> dict[str, Any]:
+    points = [
+        point("stock", 32768, 8, 800.0),
+        point("stock", 32768, 1, 200.0),
+        point("hybrid", 32768, 64, 4000.0, breakdown=trace.breakdown(two_steps(), 2)),
+        point("hybrid", 32768, 1, 190.0),
+        point("no prediction", 32768, 64, 1000.0),
+    ]
+    return {
+        "points": points,
+        "ablation": throughput.ablation_of(points, 32768),
+        "claims": claims.claims(points),
+        "notes": ["[note]"],
+    }
+
+
+def test_claims_compare_the_best_batch_of_each_side() -> None:
+    found = {one["what"]: one for one in result()["claims"]}
+    assert found["32k, best batch of each: hybrid / stock"]["measured"] == 5.0
+    assert found["32k, best batch of each: hybrid / stock"]["reached"]
+    assert found["64k, best batch of each: hybrid / stock"]["reached"] is None
+    assert found["32k, one row: hybrid / stock"]["reached"] is False
+
+
+def test_tables_show_ratios_parts_and_aims() -> None:
+    console = Console(width=150, record=True, file=io.StringIO())
+    report.print_result(result(), console)
+    text = console.export_text()
+    for expected in ("5.00x", "8.2%", "no prediction", "+ ", "0.05 (0.05)", "not measured", "[note]"):
+        assert expected in text
+
+
+def test_figures_are_drawn_beside_the_result(tmp_path: Path) -> None:
+    drawn = plots.draw(result(), tmp_path / "run.json")
+    assert [one.name for one in drawn] == ["run-throughput.png", "run-breakdown.png"]
+    assert all(one.stat().st_size > 5000 for one in drawn)
+
+
+def test_quick_is_small_and_what_is_given_wins() -> None:
+    args = throughput.parsed(["--quick", "--lengths", "1k", "--batches", "max,2"])
+    assert (args.device, args.lengths, args.batches) == ("cpu", [1024], ["max", 2])
+
+
+def test_what_is_not_measured_again_is_taken_over_from_an_earlier_run(tmp_path: Path, tiny: Path) -> None:
+    def benchmark(*more: str) -> throughput.Benchmark:
+        return throughput.Benchmark(throughput.parsed(["--quick", "--model", str(tiny), *more]), tmp_path)
+
+    old = {**benchmark().result, "origin": {}, "points": [point("stock", 512, 2, 9.0), point("hybrid", 512, 3, 9.0)]}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    result = benchmark("--runs", "hybrid", "--with", str(tmp_path / "old.json")).result
+    assert [one["configuration"] for one in result["points"]] == ["stock"]
+    with pytest.raises(SystemExit, match="limits"):
+        benchmark("--gpu-limit", "1", "--with", str(tmp_path / "old.json"))
+
+
+# -- the synthetic model -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("models") / "tiny"
+    write_model(target, TINY, Character(), seed=3)
+    return target
+
+
+def test_a_synthetic_model_says_what_it_was_made_with(tiny: Path) -> None:
+    assert read_model(tiny) == (TINY, Character())
+    assert KVModel.of(tiny, itemsize=2) == KVModel(TINY.layers, TINY.kv_heads, TINY.head_dim, 2)
+
+
+def test_every_token_has_the_next_one_that_is_expected() -> None:
+    first, *_, last = parts(TINY, Character(), 0, "cpu", torch.float32)
+    told = first["model.embed_tokens.weight"][:, TINY.half :]
+    chosen = (told @ last["lm_head.weight"][:, TINY.half :].T).argmax(dim=1).tolist()
+    assert chosen == [next_token(token, TINY.vocabulary) for token in range(TINY.vocabulary)]
+    assert len(set(chosen)) == TINY.vocabulary
+
+
+def test_transformers_decodes_the_walk_of_a_synthetic_model(tiny: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    asked = Prompts(tiny, seed=0).rows(64, 1, 1)
+    with torch.inference_mode():
+        answer = model.generate(torch.tensor(asked), max_new_tokens=8, do_sample=False, eos_token_id=-1)[
+            0, 64:
+        ].tolist()
+    token = asked[0][-1]
+    assert answer == [token := next_token(token, TINY.vocabulary) for _ in range(8)]
+
+
+def test_rows_that_share_a_prompt_differ_in_their_last_tokens(tiny: Path) -> None:
+    rows = Prompts(tiny, seed=0).rows(256, rows=5, different=2)
+    assert len({tuple(row) for row in rows}) == 5 and {len(row) for row in rows} == {256}
+    assert len({tuple(row[:-OWN_TOKENS]) for row in rows}) == 2
+    assert max(map(max, rows)) < TINY.vocabulary
+
+
+def test_queries_drift_slowly_from_step_to_step_and_layer_to_layer() -> None:
+    shape = Shape(layers=3, hidden=256, heads=4, kv_heads=2, head_dim=128, intermediate=512, vocabulary=1024)
+    found = check(shape, Character(), seed=0, tokens=4096, steps=4)
+    assert 0 < found["block_change_in_steps"][1] < 0.3  # 100 % with random weights; --check has the numbers
+    assert found["raw_prediction_cosine"] > 0.85
+    assert found["steps_on_the_walk"] == "4 of 4"
