@@ -11,6 +11,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 COMPAT_VERSIONS := 0.5.17 0.5.20
 
+# Two processes run the tests that may run at the same time: most of them wait for one thread of another program. Each
+# gets half of the cores; a GPU would be too small for both.
+PROCESSES ?= $(if $(shell command -v nvidia-smi),0,2)
+TOGETHER := $(if $(filter 2,$(PROCESSES)),OMP_NUM_THREADS=$(shell expr \( $$(nproc) + 1 \) / 2)) \
+	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile
+ALONE := $(BIN)/python -m pytest
+
 .PHONY: serve pd test test-fast test-compat lint types install clean help
 .DEFAULT_GOAL := help
 
@@ -28,10 +35,11 @@ pd: install
 	@$(BIN)/sglang-hybrid pd --hybrid host_memory=2GiB --max-running-requests 16 $(ARGS)
 
 test: lint types
-	$(BIN)/python -m pytest
+	$(TOGETHER) -m "not alone"
+	$(ALONE) -m alone
 
 test-fast: lint types
-	$(BIN)/python -m pytest -m "not server"
+	$(TOGETHER) -m "not alone and not server"
 
 lint: install
 	$(BIN)/ruff check .

@@ -14,6 +14,8 @@ ENVIRONMENT = {
     "MC_FORCE_TCP": "1",
     # pages of a request that is aborted half-way are kept until the prefill instance says that it writes no more
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE": "1",
+    # seconds: an instance that computes a long prompt is not ill. The router waits longer, see below.
+    "SGLANG_HEALTH_CHECK_TIMEOUT": "50",
 }
 LOOPBACK = "127.0.0.1"
 
@@ -80,5 +82,6 @@ def _server(module: str, role: str, port: int, gpu: bool) -> list[str]:
     return [
         sys.executable, "-m", module, "--disaggregation-mode", role, "--disaggregation-transfer-backend", "mooncake",
         "--host", LOOPBACK, "--port", str(port),
-        *(() if gpu else ("--device", "cpu", "--dtype", "float32")),
+        # without a GPU the other instance, the router and the worker need the core that an idle scheduler would spin on
+        *(() if gpu else ("--device", "cpu", "--dtype", "float32", "--sleep-on-idle")),
     ]  # fmt: skip

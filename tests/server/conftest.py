@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from disaggregated import CHUNK, Answer, answers
+from disaggregated import Answer, answers
 from real_server import Server
 
 from sglang_hybrid.default_model import prepare_default_model
@@ -28,11 +29,19 @@ def model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def stock_answers(model: Path, english: list[int], tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
-    """What one stock server says to the requests of the tests of disaggregation."""
-    flags = ("--max-total-tokens", "40000", "--chunked-prefill-size", str(CHUNK))
+def stock_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Stock SGLang, which everything is compared with. It sleeps while nobody asks."""
+    # its prefill without a GPU computes all tokens before a chunk again: one chunk for every prompt
+    flags = ("--max-total-tokens", "40000", "--chunked-prefill-size", "8192")
     with Server(model, "torch_native", *flags, log=tmp_path_factory.mktemp("stock") / "server.log") as server:
-        return answers(server, english)
+        yield server
+
+
+@pytest.fixture(scope="session")
+def stock_answers(stock_server: Server, english: list[int]) -> list[Answer]:
+    """What it says to the requests of the tests of disaggregation."""
+    stock_server.flush_cache()
+    return answers(stock_server, english)
 
 
 @pytest.fixture(scope="session")

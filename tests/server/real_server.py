@@ -22,10 +22,18 @@ import torch
 
 START_SECONDS = 300
 STOP_SECONDS = 30
+# SGLang looks through its own books at every step and when it is idle, and dies when they do not add up
+STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
 
-# flags that make a server small and its arithmetic comparable between backends
+# flags that make a server small and its arithmetic comparable between backends, and let it sleep while another works
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-_COMMON = ("--device", DEVICE, "--dtype", "float32", "--random-seed", "1", "--max-running-requests", "8")
+_COMMON = (
+    "--device", DEVICE, "--dtype", "float32", "--random-seed", "1", "--max-running-requests", "8", "--sleep-on-idle",
+)  # fmt: skip
 
 
 class Server:

@@ -2,9 +2,8 @@
 
 Gate 1 is policy full. Gate 2 is policy scout with everything but the sink and the tail on the CPU worker.
 
-Stock is SGLang's ``torch_native`` backend. The servers run one after the other with the same
-requests: prompts of 10 to 6,000 tokens alone, prompts that continue cached ones, and eight
-different ones at once, all with chunked prefill.
+Stock is SGLang's ``torch_native`` backend. All servers get the same requests: prompts of 10 to 6,000 tokens alone,
+prompts that continue cached ones, and eight different ones at once. Ours chunk prefill.
 """
 
 from __future__ import annotations
@@ -68,11 +67,9 @@ def ask(server: Server, english: list[int]) -> Answers:
 
 
 @pytest.fixture(scope="module")
-def stock(model: Path, english: list[int], tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    log = tmp_path_factory.mktemp("stock") / "server.log"
-    flags = ("--max-total-tokens", "40000", "--chunked-prefill-size", str(CHUNK))
-    with Server(model, "torch_native", *flags, log=log) as server:
-        return ask(server, english)
+def stock(stock_server: Server, english: list[int]) -> Answers:
+    stock_server.flush_cache()
+    return ask(stock_server, english)
 
 
 @pytest.fixture(scope="module", params=HYBRID)

@@ -26,7 +26,7 @@ def disaggregated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     hybrid = [part for setting in ABOVE_CONTEXT for part in ("--hybrid", setting)]
     command = Server.of_command(
         "sglang-hybrid", "pd", "--model-path", str(model), "--random-seed", "1", "--max-running-requests", "8",
-        "--log-dir", str(logs), f"--prefill=--chunked-prefill-size {CHUNK} --max-total-tokens 20000", *hybrid,
+        "--log-dir", str(logs), f"--prefill=--chunked-prefill-size {CHUNK} --max-total-tokens 10000", *hybrid,
         log=logs / "pd.log",
     )  # fmt: skip
     with command as running:

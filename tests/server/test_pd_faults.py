@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import requests
 from disaggregated import (
     CHUNK,
     DECODE,
+    HEALTH,
     LENGTHS,
     NEW_TOKENS,
     Answer,
@@ -26,23 +28,23 @@ from disaggregated import (
     prompts,
     started,
 )
-from real_server import Server, run_module
+from in_process import greedy
+from real_server import STRICT, Server
 
 from sglang_hybrid.disaggregation.commands import ENVIRONMENT
+from sglang_hybrid.eval.haystack import Haystack
+from sglang_hybrid.eval.lines import lines_prompts
+from sglang_hybrid.eval.needle import needle_prompts
 
 pytestmark = needs_transfer_engine
-LONG = LENGTHS.index(6000)
-# SGLang looks through its own books and dies when they do not add up
-STRICT = {
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-}
+LONG = LENGTHS.index(3000)
+SOME = (0, 2, 3, 9, 12, 15, 20, 22, LONG, 25, 27, 29)  # of the prompts, the last three for the second time
+BELOW_CONTEXT = "budget_tokens=1024"  # of the second decode instance, for requests that are longer
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 
 
 def decode_instance(model: Path, log: Path, *flags: str, **environment: str) -> Server:
-    return Server(model, "hybrid", *DECODE, *flags, log=log, environment=ENVIRONMENT | STRICT | environment)
+    return Server(model, "hybrid", *DECODE, *flags, log=log, environment=ENVIRONMENT | HEALTH | STRICT | environment)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def chunks(servers: Set) -> int:
 def test_texts_with_policy_full_are_those_of_a_single_stock_server(
     servers: Set, stock_answers: list[Answer], english: list[int]
 ) -> None:
-    assert answers(servers.router, english) == stock_answers
+    assert answers(servers.router, english, SOME) == [stock_answers[n] for n in SOME]
     assert_nothing_is_held(servers.decode)
 
 
@@ -130,7 +132,7 @@ def test_a_killed_decode_instance_fails_its_requests_and_another_takes_its_place
         assert failed.status_code >= 500, failed.text
         address = servers.decode.url
         # policy scout with a budget above this prompt: the same text
-        servers.decode = decode_instance(model, servers.decode.log.with_name("decode-2.log"))
+        servers.decode = decode_instance(model, servers.decode.log.with_name("decode-2.log"), "--hybrid", BELOW_CONTEXT)
         servers.decode.listen_at(int(address.rpartition(":")[2]))
         servers.decode.start()
         servers.decode.wait_until_healthy()
@@ -139,8 +141,33 @@ def test_a_killed_decode_instance_fails_its_requests_and_another_takes_its_place
     assert_nothing_is_held(servers.decode)
 
 
+def test_with_a_budget_below_the_context_answers_are_those_of_a_single_hybrid_server(
+    servers: Set, model: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the test above, whose second decode instance has that budget.
+
+    Only the first resident blocks are chosen differently: by the first decoded token's query instead of the prompt's
+    last one, which stayed at the prefill instance. So a token may differ; what was asked for must not.
+    """
+    haystack = Haystack(tokenizer, "\n\n".join(topics[key] for key in sorted(topics)))
+    asked = [*needle_prompts(haystack, [2000], depths=(0.3,)), *lines_prompts(haystack, [2000])]
+    steps = max(prompt.new_tokens for prompt in asked)
+    with ThreadPoolExecutor(len(asked)) as pool:
+        begun = [begin(servers, pool, list(prompt.ids), new_tokens=steps) for prompt in asked]
+        arrived = [one.result().json()["output_ids"] for one in begun]
+    (single,) = greedy(model, "hybrid", [prompt.ids for prompt in asked], steps, [[BELOW_CONTEXT]])
+    pairs = list(zip(single, arrived, strict=True))
+    same = sum(a == b for one, other in pairs for a, b in zip(one, other, strict=True))
+    with capsys.disabled():
+        print(f"\nbudget 1024 behind 2,000 tokens: {same} of {len(asked) * steps} tokens as a single hybrid server's")
+    for prompt, (one, other) in zip(asked, pairs, strict=True):
+        for tokens in (one, other):
+            assert prompt.answers[0] in tokenizer.decode(tokens), (prompt.task, prompt.depth)
+    assert_nothing_is_held(servers.decode)
+
+
 def test_a_prefill_instance_that_dies_fails_its_requests_and_decode_goes_on(servers: Set, english: list[int]) -> None:
-    """Last but one in this module: it takes the prefill instance away."""
+    """Last in this module: it takes the prefill instance away."""
     asked = prompts(english)
     before = prefill_again(servers)
     with ThreadPoolExecutor(2) as pool:
@@ -153,16 +180,4 @@ def test_a_prefill_instance_that_dies_fails_its_requests_and_decode_goes_on(serv
         assert failed.status_code >= 500, failed.text
         print(f"prefill died: {failed.status_code} {failed.text}")
         assert decoding.result().json()["meta_info"]["completion_tokens"] == 150
-    assert_nothing_is_held(servers.decode)
-
-
-def test_a_decode_instance_without_prefill_is_benchmarked_on_garbage(servers: Set, model: Path, tmp_path: Path) -> None:
-    """After the prefill instance is gone: pages hold what earlier requests left there."""
-    printed = run_module(
-        "sglang.benchmark.serving", "--fake-prefill", "--backend", "sglang", "--base-url", servers.decode.url,
-        "--model", str(model), "--tokenizer", str(model), "--dataset-name", "random-ids", "--num-prompts", "6",
-        "--random-input-len", "1500", "--random-output-len", "4", "--random-range-ratio", "1", "--max-concurrency", "3",
-        "--output-file", str(tmp_path / "out.jsonl"),
-    )  # fmt: skip
-    assert "Successful requests:                     6" in printed
     assert_nothing_is_held(servers.decode)

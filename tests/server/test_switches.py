@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
+from in_process import greedy
 from transformers import AutoTokenizer
 
-PROMPT_TOKENS = (40, 333, 900)
-STEPS = 34  # crosses a block boundary behind every prompt
+PROMPT_TOKENS = (58, 187, 507)
+STEPS = 12  # crosses a block boundary behind every prompt, with recalls before and after it
+PROCESSES = 2  # that share the combinations: a second thread would speed up neither of them
 PREDICTIONS = (("prediction=none",), ("prediction=raw",), ("profile=random",))
 COMBINATIONS = [
     [*prediction, f"recall_interval={recall}", f"selection={selection}", f"sticky_bonus={bonus}", f"attend={attend}"]
@@ -29,25 +29,19 @@ COMBINATIONS = [
 ]
 
 
-def greedy(model: Path, backend: str, prompts: list[list[int]], settings: list[list[str]]) -> list[list[list[int]]]:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("greedy_texts.py")), str(model), backend],
-        input=json.dumps({"prompts": prompts, "steps": STEPS, "settings": settings}),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    tokens: list[list[list[int]]] = json.loads(done.stdout.splitlines()[-1])["tokens"]
-    return tokens
-
-
 @pytest.fixture(scope="module")
 def said(model: Path) -> tuple[list[list[int]], list[list[list[int]]]]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = tokenizer.encode("\n\n".join(topics[key] for key in sorted(topics)[:40]))
     prompts = [ids[500 * n : 500 * n + tokens] for n, tokens in enumerate(PROMPT_TOKENS, 1)]
     settings = [["budget_tokens=2048", *combination] for combination in COMBINATIONS]
-    return greedy(model, "torch_native", prompts, [[]])[0], greedy(model, "hybrid", prompts, settings)
+    parts = [settings[n::PROCESSES] for n in range(PROCESSES)]
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        stock = pool.submit(greedy, model, "torch_native", prompts, STEPS, [[]])
+        hybrid: list[list[list[int]]] = [[]] * len(settings)
+        for n, tokens in enumerate(pool.map(lambda part: greedy(model, "hybrid", prompts, STEPS, part), parts)):
+            hybrid[n::PROCESSES] = tokens
+    return stock.result()[0], hybrid
 
 
 @pytest.mark.parametrize("number", range(len(COMBINATIONS)), ids=[" ".join(one) for one in COMBINATIONS])

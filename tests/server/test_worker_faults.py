@@ -36,7 +36,7 @@ from sglang_hybrid.transport.messages import Health, Plan, Stats, encode
 
 PROFILE = Path(__file__).parents[2] / "configs/profiles/SmolLM2-135M-Instruct-2048.safetensors"
 LONGEST_PAUSE = 2.0
-NEW_TOKENS = 40
+NEW_TOKENS = 28
 PROMPTS = (1000, 850, 700, 550)  # tokens; beyond the sink and the tail all of it is the worker's
 # the server gets small file systems of its own for what other programs could fill up
 OWN_FILE_SYSTEMS = """

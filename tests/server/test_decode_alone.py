@@ -1,0 +1,83 @@
+"""A decode instance for measurements: no prefill instance, no transfer, pages hold whatever was there.
+
+That may be NaN, which must neither crash it nor reach a request that comes later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from disaggregated import HEALTH, assert_nothing_is_held
+from real_server import STRICT, Server, run_module
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+NEW_TOKENS = 6
+BLOCK = 1 << 20  # bytes that are overwritten at a time
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = (
+        "--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "fake",
+        "--hybrid", "host_memory=256MiB", "--hybrid", "budget_tokens=256",
+    )  # fmt: skip
+    log = tmp_path_factory.mktemp("decode-alone") / "server.log"
+    running = Server(model, "hybrid", *flags, log=log, environment=STRICT | HEALTH)
+    running.start()
+    try:
+        running.wait_until_healthy()
+        yield running
+    finally:
+        running.kill()  # SGLang's disaggregated instances take 20 s to end by themselves
+
+
+def test_serving_is_benchmarked(server: Server, model: Path, tmp_path: Path) -> None:
+    printed = run_module(
+        "sglang.benchmark.serving", "--fake-prefill", "--backend", "sglang", "--base-url", server.url, "--model",
+        str(model), "--tokenizer", str(model), "--dataset-name", "random-ids", "--num-prompts", "4",
+        "--random-input-len", "1000", "--random-output-len", "4", "--random-range-ratio", "1", "--max-concurrency", "2",
+        "--output-file", str(tmp_path / "out.jsonl"),
+    )  # fmt: skip
+    assert "Successful requests:                     4" in printed
+    assert_nothing_is_held(server)
+
+
+def test_pages_of_nan_crash_nothing_and_are_forgotten(server: Server) -> None:
+    fill_pool(server, b"\xff")  # NaN in every dtype
+    behind_nan = said(server, 1000)
+    assert len(behind_nan["output_ids"]) == NEW_TOKENS
+    assert None in logprobs(behind_nan)  # JSON's NaN: they were read
+    fill_pool(server, b"\0")
+    assert None not in logprobs(said(server, 1000))
+    assert_nothing_is_held(server)
+
+
+def said(server: Server, tokens: int) -> dict[str, Any]:
+    return server.generate([7] * tokens, NEW_TOKENS, bootstrap_host=FAKE_BOOTSTRAP_HOST, bootstrap_room=0)
+
+
+def logprobs(answer: dict[str, Any]) -> list[float | None]:
+    # the first token's is made up: prefill would have said it
+    return [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]][1:]
+
+
+def fill_pool(server: Server, byte: bytes) -> None:
+    """Every byte of the host pool, behind the server's back."""
+    for process in server.family():
+        places = [place for place in process.memory_maps(grouped=False) if "memfd:sglang-hybrid-kv" in place.path]
+        if places and "cpu_worker" not in process.cmdline():  # which may only read it
+            _fill(process, [tuple(int(end, 16) for end in place.addr.split("-")) for place in places], byte)
+            return
+    raise AssertionError("nobody has the pool")
+
+
+def _fill(process: psutil.Process, ranges: list[tuple[int, ...]], byte: bytes) -> None:
+    with Path(f"/proc/{process.pid}/mem").open("r+b", buffering=0) as memory:
+        for start, end in ranges:
+            memory.seek(start)
+            for first in range(start, end, BLOCK):
+                memory.write(byte * min(BLOCK, end - first))
