@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-# they measure time, or look at everything that runs on the machine
-ALONE = ("test_lifecycle", "test_worker_faults")
+# they measure time, look at everything that runs on the machine, or want the worker to be in time for every row
+ALONE = ("test_exactness", "test_lifecycle", "test_worker_faults")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -119,10 +119,10 @@ class DeviceAttention:
     def begin_decode(self, batch: Any, in_capture: bool) -> None:
         """Before a step is launched, replayed or recorded. Takes a copy of what the layers read."""
         self.scout.begin_step()
-        if in_capture:
+        rows, count = batch.req_pool_indices, batch.batch_size
+        if in_capture or count == 0:  # nothing is decoded: a graph is being recorded, or another rank has work
             self.scout.step.load_nothing()
             return
-        rows, count = batch.req_pool_indices, batch.batch_size
         table = page_table(self._req_to_token, rows, int(batch.seq_lens_cpu.max()), self._block_tokens)
         self.scout.step.load(table, batch.seq_lens, rows, count - getattr(batch, "num_padding", 0))
         self._follow_worker()
