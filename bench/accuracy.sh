@@ -15,7 +15,9 @@ sglang-hybrid eval --dtype float32 --tasks text --windows 6 --decode-tokens 64 -
     --run "1024, real query: $SMALL prediction=none" \
     --run "1024, raw, no shift: $SMALL prediction=raw lse_shift=false" \
     --run "1024, calibrated, no shift: $SMALL lse_shift=false" \
-    --run "1024, calibrated: $SMALL" \
+    --run "1024, calibrated: $SMALL"
+
+sglang-hybrid eval --dtype float32 --tasks text --windows 6 --decode-tokens 64 --out bench/results/eval-sticky \
     --run "2048, as profiled: $DEFAULT" \
     --run "2048, every 8: $EVERY8" \
     --run "2048, every 8, not sticky: $EVERY8 sticky_bonus=0 miss_share=0" \

@@ -34,7 +34,7 @@ from sglang_hybrid.cuda.digests import HostPool, LayerDigests
 from sglang_hybrid.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.cuda.placing import place_tokens
 from sglang_hybrid.gpu import staging
-from sglang_hybrid.gpu.prefill import DevicePrefill, PrefillLayer, PrefillRows
+from sglang_hybrid.gpu.prefill import DeviceLayer, DevicePrefill, PrefillRows
 from sglang_hybrid.memory.region import SharedRegion
 
 QUERY_HEADS, HEADS, DIM, TOKENS, CHANNELS = 40, 8, 128, 32, 32
@@ -159,7 +159,7 @@ class HostLayers:
         region = RegisteredRegion(memory)
         channels = torch.arange(CHANNELS, device="cuda").repeat(HEADS, 1)
         self.layers = [
-            PrefillLayer(
+            DeviceLayer(
                 HostPool(region, buffers[2 * layer], buffers[2 * layer + 1]),
                 LayerDigests(
                     torch.zeros(POOL_PAGES, HEADS, 2, DIM, dtype=DTYPE, device="cuda"),

@@ -17,21 +17,16 @@ from typing import Any
 
 import torch
 
-from sglang_hybrid.cuda.digests import HostPool, LayerDigests, digest_pages
+from sglang_hybrid.cuda.digests import digest_pages
 from sglang_hybrid.cuda.placing import place_tokens
 from sglang_hybrid.cuda.tensors import BLOCK_TOKENS, HALVES
+from sglang_hybrid.gpu.layers import DeviceLayer
 from sglang_hybrid.gpu.row_groups import PrefillRows, RowGroup, group_rows
 from sglang_hybrid.gpu.staging import Staging, Transfer, runs_of, suits_engine
 
 WORKSPACE_BYTES = 128 << 20  # of FlashInfer's split attention; its kernels for Hopper do not use it
 
-__all__ = ["DevicePrefill", "PrefillLayer", "PrefillRows"]
-
-
-@dataclass(frozen=True)
-class PrefillLayer:
-    pool: HostPool
-    digests: LayerDigests
+__all__ = ["DevicePrefill", "PrefillRows"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class DevicePrefill:
 
     def __init__(
         self,
-        layers: list[PrefillLayer],
+        layers: list[DeviceLayer],
         staging_pages: int,
         query_heads: int,
         dtype: torch.dtype,

@@ -16,7 +16,7 @@ from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.gpu.decode import DeviceScout
 from sglang_hybrid.gpu.lanes import Lane
 from sglang_hybrid.gpu.layers import DeviceLayer, DeviceShape
-from sglang_hybrid.gpu.prefill import DevicePrefill, PrefillLayer, PrefillRows
+from sglang_hybrid.gpu.prefill import DevicePrefill, PrefillRows
 from sglang_hybrid.gpu.settings import path_rates, settings_of, why_not, why_not_model
 from sglang_hybrid.integration.device_watch import DeviceWatch
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
@@ -93,8 +93,7 @@ class DeviceAttention:
         self.use(config, tuning)
         self._scale = _scale(model_runner.model)
         self._prefill = DevicePrefill(
-            [PrefillLayer(layer.pool, layer.digests) for layer in self._layers],
-            self._shape.max_blocks, group * pool.head_num, pool.store_dtype, pool.device,
+            self._layers, self._shape.max_blocks, group * pool.head_num, pool.store_dtype, pool.device,
         )  # fmt: skip
         self._settling_lane = Lane(pool.device)
         self._settling: Step | None = None

@@ -10,7 +10,7 @@ from selection_cases import DEVICE
 
 from sglang_hybrid.cuda import digests as device_digests
 from sglang_hybrid.cuda.digests import HostPool, LayerDigests
-from sglang_hybrid.gpu.prefill import DevicePrefill, PrefillLayer, PrefillRows
+from sglang_hybrid.gpu.prefill import DeviceLayer, DevicePrefill, PrefillRows
 from sglang_hybrid.memory.region import SharedRegion
 from sglang_hybrid.ops import reference
 
@@ -65,7 +65,7 @@ class Model:
         memory = SharedRegion(SharedRegion.size_for(*[size] * 2 * shape.layers))
         region = device_digests.RegisteredRegion(memory)
         self.truth: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.layers: list[PrefillLayer] = []
+        self.layers: list[DeviceLayer] = []
         random = seeded(seed)
         for _ in range(shape.layers):
             keys, values = torch.randn(2, *of_pool, generator=random).to(shape.dtype)
@@ -77,7 +77,7 @@ class Model:
                 codes = torch.full((*of_pool[:3], shape.channels // 2), 0xEE, dtype=torch.uint8, device=DEVICE)
                 order = torch.rand(shape.heads, shape.dim, generator=random).argsort(dim=1)
                 channels = order[:, : shape.channels].contiguous().to(DEVICE)
-            self.layers.append(PrefillLayer(pool, LayerDigests(digests, codes, channels)))
+            self.layers.append(DeviceLayer(pool, LayerDigests(digests, codes, channels)))
         self.prefill = DevicePrefill(self.layers, staging_pages, shape.heads * shape.group, shape.dtype, DEVICE)
 
     def have_prefixes(self, rows: list[Row]) -> None:
