@@ -70,13 +70,14 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             return DeviceAttention(config, tuning, rates, self._pool, self._model_runner)
         if torch.device(self._pool.device).type == "cuda":
             if not self._model_runner.server_args.disable_cuda_graph:
-                raise Refusal(f"the CUDA kernels do not have {why}: serve it in plain torch with --disable-cuda-graph")
-            logger.warning("attention is computed in plain torch, which is slow: the CUDA kernels do not have %s", why)
+                raise Refusal(f"the CUDA kernels do not do this ({why}): serve it in plain torch, --disable-cuda-graph")
+            logger.warning("attention is computed in plain torch, which is slow: %s", why)
         return None
 
     def use(self, config: HybridConfig, profile: Profile | None = None) -> None:
-        """Decode by these settings from now on, and by ``profile`` or the one that they name. Not behind CUDA graphs.
+        """Decode by these settings from now on, and by ``profile`` or the one that they name.
 
+        CUDA graphs that were recorded before have to be recorded anew.
         Raises Refusal for what this model cannot do.
         """
         profile = profile or read_profile(config, self._model_runner)

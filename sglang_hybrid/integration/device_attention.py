@@ -42,6 +42,8 @@ def why_not_on_device(config: HybridConfig, pool: HostKVPool, model_runner: Any)
     """Why this server computes in plain torch, in words; None where the CUDA kernels do it."""
     if torch.device(pool.device).type != "cuda":
         return "the model is not on a GPU"
+    if model_runner.server_args.disable_cuda_graph:
+        return "CUDA graphs are off"
     return why_not(config) or why_not_model(
         pool.head_dim, pool.v_head_dim, _group(pool, model_runner), pool.store_dtype.itemsize
     )

@@ -77,7 +77,7 @@ def _pages_on_device(available: int, config: HybridConfig, shape: KVShape, confi
     channels = min(config.sketch_channels, shape.key_dim)
     per_page += Sketches.bytes_per_page(channels, shape.layers, shape.kv_heads, config.block_tokens)
     rows = resident = staging = 0
-    if why_not(config) is None:
+    if why_not(config) is None and not args.disable_cuda_graph:
         rows = args.max_running_requests + 1
         per_row = ResidentSlots.bytes_per_row(shape.layers, shape.kv_heads, slots_of(config), shape.key_dim, dtype)
         resident = rows * per_row

@@ -28,8 +28,9 @@ def session_flags(options: argparse.Namespace, settings: Sequence[str]) -> list[
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = options.model_path or prepare_default_model()
     everything = [f"host_memory={options.host_memory}", "worker=none", *settings]
+    # plain torch, on a GPU too: settings change all the time here, and so do policies that only watch
     return [
         f"--model-path={model}", "--attention-backend=hybrid", f"--device={device}", f"--dtype={options.dtype}",
-        "--log-level=error", "--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled",
+        "--log-level=error", "--disable-cuda-graph", "--cuda-graph-backend-prefill=disabled",
         *(f"--hybrid={setting}" for setting in everything), *options.server_flag,
     ]  # fmt: skip
