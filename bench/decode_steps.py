@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import itertools
 import statistics
 import sys
 import time
@@ -151,6 +152,26 @@ def measure(session: ModelSession, rows: Rows, tokens: int, count: int, label: s
     return point
 
 
+@contextlib.contextmanager
+def main_lane_alone(session: ModelSession) -> Iterator[None]:
+    """Nothing is predicted, scored, selected, posted, gathered or recalled: what a layer takes without all that.
+
+    Attention goes on over the blocks that are resident.
+    """
+    scout = session.runner.attn_backend._device.scout
+    kept = scout._begin_layer, scout._mailbox, scout._copy
+    scout._begin_layer, scout._mailbox, scout._copy = lambda *_: None, None, lambda *_: None
+    for lane in scout._lanes:
+        lane._misses.counts.zero_()
+    yield
+    scout._begin_layer, scout._mailbox, scout._copy = kept
+
+
+def settings_of(flags: list[str]) -> list[str]:
+    """Of the hybrid backend, among SGLang's flags."""
+    return [value for flag, value in itertools.pairwise(flags) if flag == "--hybrid"]
+
+
 def trace(rows: Rows, path: Path) -> None:
     """Three steps, every kernel on its stream: side_by_side.trace reads it."""
     from torch.profiler import ProfilerActivity, profile
@@ -168,7 +189,10 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=32, help="steps before those that are measured (default 32)")
     parser.add_argument("--steps", type=int, default=48, help="measured steps (default 48)")
     parser.add_argument("--turn", type=Path)
-    parser.add_argument("--trace", type=Path, help="write a trace of three steps of the first point, such as x.json.gz")
+    parser.add_argument("--trace", type=Path, help="write traces of three steps of each point into this folder")
+    parser.add_argument(
+        "--main-lane", action="store_true", help="measure each point also without scout, gather and recall lanes"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("flags", nargs="*", help="SGLang's, after --")
     args = parser.parse_args()
@@ -180,16 +204,21 @@ def main() -> None:
         for number, (tokens, count) in enumerate(map(point_of, args.points.split(","))):
             rows = Rows(session, prompts.rows(tokens, count, count))
             points.append(measure(session, rows, tokens, count, "", args))
-            if args.trace and number == 0:
-                trace(rows, args.trace)
+            if args.trace:
+                trace(rows, args.trace / f"trace-{tokens}-{count}.json.gz")
             for variant in filter(None, args.variants.split(";") if number == 0 else []):
-                settings = [
-                    value for flag, value in zip(args.flags, args.flags[1:], strict=False) if flag == "--hybrid"
-                ]
-                session.use(load_config(None, [*settings, *variant.split(",")]))
+                session.use(load_config(None, [*settings_of(args.flags), *variant.split(",")]))
                 session.runner.init_cuda_graphs()
                 points.append(measure(session, rows, tokens, count, variant, args))
-            if args.variants and number == 0:
+            if args.main_lane:
+                settings = [*settings_of(args.flags), "prediction=none", "cpu_share=1", "dense=never"]
+                session.use(load_config(None, settings))
+                session.runner.init_cuda_graphs()
+                rows.steps(2)  # something is resident then
+                with main_lane_alone(session):
+                    session.runner.init_cuda_graphs()
+                    points.append(measure(session, rows, tokens, count, "main lane alone", args))
+            if args.main_lane or (args.variants and number == 0):
                 session.use(config_from_environment())
                 session.runner.init_cuda_graphs()
             write_result(NAME, {"flags": args.flags, "points": points}, args.out)

@@ -131,6 +131,13 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "query is there, by what digests and sketches tell of both.",
         ),
     ] = True
+    dense: Annotated[
+        Literal["auto", "never"],
+        Meta(
+            description="On a GPU server: auto keeps requests in GPU memory as a whole and attends to all of them, "
+            "exactly, while the resident blocks' memory holds all running requests; never selects blocks always."
+        ),
+    ] = "auto"
     cpu_share: Annotated[
         float | Literal["auto"],
         Meta(

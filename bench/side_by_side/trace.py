@@ -15,13 +15,16 @@ from typing import Any
 
 # The first match counts. Names of this package's kernels first: they are exact, the others are families.
 CATEGORIES: tuple[tuple[str, str], ...] = (
-    ("wait", r"wait_for_replies"),
-    ("scout lane", r"score_blocks|shares_of|block_scores|select_blocks|best_blocks|post_layer|shift_lse|predict"),
+    ("wait", r"wait_for_replies|finish_layer"),
+    (
+        "scout lane",
+        r"score_blocks|shares_of|block_scores|select_blocks|best_blocks|post_layer|shift_lse|predict|unit_rms|finish_queries",
+    ),
     ("gather", r"gather_blocks|apply_plan"),
     ("append", r"append_tokens|digest_pages|set_kv|store_cache|store_kv"),
     (
         "attention",
-        r"attend_slots|merge_sides|flash|BatchDecode|BatchPrefill|paged|MergeState|VariableLength|attention|fmha",
+        r"attend_slots|attend_missed|finish_late|merge_sides|flash|BatchDecode|BatchPrefill|paged|MergeState|VariableLength|attention|fmha",
     ),
     ("GEMM", r"gemm|gemv|cutlass|cublas|nvjet|splitKreduce|wgmma"),
     ("copy", r"memcpy|memset"),

@@ -110,6 +110,25 @@ class Step:
 
 
 @dataclass(frozen=True)
+class DenseTable:
+    """Rows that are in device memory as a whole: which page holds which block."""
+
+    pages: torch.Tensor  # [rows, max_blocks] int32
+    held: torch.Tensor  # [rows] int32: blocks that have one
+    device_pages: int  # that there are
+
+    def arguments(self) -> structs.DenseTable:
+        rows, max_blocks = self.pages.shape
+        return structs.DenseTable(
+            pages=address("pages of the dense table", self.pages, torch.int32, (rows, max_blocks)),
+            held=address("held", self.held, torch.int32, (rows,)),
+            rows=rows,
+            max_blocks=max_blocks,
+            device_pages=self.device_pages,
+        )
+
+
+@dataclass(frozen=True)
 class HostPool:
     """One layer of the pool in registered host memory, ``[pages, H, 32, D]`` each."""
 
@@ -129,16 +148,22 @@ def append(
     pool: HostPool,
     *,
     scores: torch.Tensor | None = None,
+    dense: DenseTable | None = None,
     refused: torch.Tensor | None = None,
 ) -> None:
     """The step's new tokens, keys and values ``[B, H, D]``, to the tails' slots and to the host pool.
 
     The tails' digests and codes are made anew from the slots. Selection has given a slot to a tail that it saw opened;
     a tail without one gets it here, by ``scores`` ``[B, H, max_blocks]`` of the last selection, and what earlier tokens
-    it has come from the pool. Rows whose page is not in the pool are left out and added to ``refused`` (one int64).
+    it has come from the pool. With ``dense`` slots are pages ``[pages, H, 32, D]``, and tails are where it says. Rows
+    whose page is not in the pool are left out and added to ``refused`` (one int64).
     """
     dtype, heads, dim = digests.digests.dtype, digests.heads, digests.digests.shape[3]
     of_slots = (*table.positions.shape, BLOCK_TOKENS, dim)
+    if dense is not None:
+        of_slots = (dense.device_pages, heads, BLOCK_TOKENS, dim)
+        if dense.pages.shape[1] != step.max_blocks:
+            raise ValueError(f"the dense table is for {dense.pages.shape[1]} blocks, the step for {step.max_blocks}")
     of_pool = (digests.digests.shape[0], heads, BLOCK_TOKENS, dim)
     for name, part in (("keys", pool.keys), ("values", pool.values)):
         if tuple(part.shape) != of_pool or part.dtype != dtype:
@@ -146,6 +171,7 @@ def append(
     arguments = structs.Append(
         digests=digests.arguments(),
         table=table.arguments(heads),
+        dense=structs.DenseTable() if dense is None else dense.arguments(),
         step=step.arguments(),
         keys=address("keys", keys, dtype, (step.batch, heads, dim)),
         values=address("values", values, dtype, (step.batch, heads, dim)),

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
-from sglang_hybrid.cuda import lane_structs, prefill_structs, selection_structs
+from sglang_hybrid.cuda import dense_structs, lane_structs, prefill_structs, selection_structs
 from sglang_hybrid.cuda.build import built
 from sglang_hybrid.cuda.errors import CudaError
 from sglang_hybrid.cuda.structs import BY_NAME, AttendSlots, GatherBlocks, MailboxPost, MailboxWait, Merge
 
 _STREAM = c_void_p
+# structs that name their launchers
+_LAUNCHED = selection_structs.BY_NAME | lane_structs.BY_NAME | prefill_structs.BY_NAME | dense_structs.BY_NAME
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "sh_cuda_error": (c_char_p, [c_int]),
     "sh_cuda_bytes_of": (c_uint64, [c_char_p]),
@@ -29,8 +31,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "sh_cuda_mailbox_post": (c_int, [POINTER(MailboxPost), _STREAM]),
     "sh_cuda_mailbox_wait": (c_int, [POINTER(MailboxWait), _STREAM]),
     **{
-        "sh_cuda_" + name.removeprefix("sh_"): (c_int, [POINTER(struct), _STREAM])
-        for name, struct in (selection_structs.BY_NAME | lane_structs.BY_NAME | prefill_structs.BY_NAME).items()
+        "sh_cuda_" + name.removeprefix("sh_"): (c_int, [POINTER(struct), _STREAM]) for name, struct in _LAUNCHED.items()
     },
 }
 
@@ -53,7 +54,7 @@ def load(path: Path) -> Any:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
-    for name, struct in (BY_NAME | selection_structs.BY_NAME | lane_structs.BY_NAME | prefill_structs.BY_NAME).items():
+    for name, struct in (BY_NAME | _LAUNCHED).items():
         found = loaded.sh_cuda_bytes_of(name.encode())
         if found != ctypes.sizeof(struct):
             raise CudaError(f"{name} has {found} bytes in C++ and {ctypes.sizeof(struct)} in Python")

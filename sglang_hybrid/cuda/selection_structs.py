@@ -41,10 +41,22 @@ class Step(ctypes.Structure):
     )
 
 
+class DenseTable(ctypes.Structure):
+    _fields_ = (
+        ("pages", c_void_p),
+        ("held", c_void_p),
+        ("rows", c_uint32),
+        ("max_blocks", c_uint32),
+        ("device_pages", c_uint32),
+        ("unused", c_uint32),
+    )
+
+
 class Append(ctypes.Structure):
     _fields_ = (
         ("digests", Digests),
         ("table", SlotTable),
+        ("dense", DenseTable),
         ("step", Step),
         ("keys", c_void_p),
         ("values", c_void_p),

@@ -23,6 +23,7 @@ from sglang_hybrid.cuda.missed import finish_late
 from sglang_hybrid.cuda.scoring import score_blocks
 from sglang_hybrid.cuda.selection import RecallInterval, apply_plan, select_blocks
 from sglang_hybrid.gpu.buffers import LaneBuffers, MainBuffers, plan_for
+from sglang_hybrid.gpu.dense import DenseRows
 from sglang_hybrid.gpu.lanes import Lane
 from sglang_hybrid.gpu.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.gpu.settings import ScoutSettings
@@ -60,6 +61,8 @@ class DeviceScout:
         self.counted = torch.zeros(len(layers), 2, dtype=torch.int64, device=device)
         self.refused = torch.zeros(1, dtype=torch.int64, device=device)  # numbers that were out of bounds
         self._everybody = torch.ones(shape.most, dtype=torch.int32, device=device)
+        self.dense = DenseRows(layers, shape, self.slots, self.step, self._main, self.refused)
+        self.is_dense = False  # whether steps are launched, or recorded, that hold whole rows
         self._scout, self._gather, self._recall = Lane(device), Lane(device), Lane(device)
         self._ahead: set[int] = set()  # layers of this step whose misses are on their way, by a predicted query
         self._posted = False  # whether this step has posted
@@ -100,7 +103,17 @@ class DeviceScout:
         """
         rows = rows.to(torch.int64)
         self.slots.forget(rows)
+        self.dense.rows_begin(rows)
         self.step.rows_begin(rows, PREFILLED if prefilled else ARRIVED)
+
+    def hold_rows(self, whole: bool) -> None:
+        """From this step on rows are held as a whole, or in slots. What is in device memory becomes void."""
+        self.is_dense = whole
+        if whole:
+            self.dense.forget_all()
+        else:
+            self.slots.forget_all()
+            self.step.all_begin()
 
     # -- lanes -------------------------------------------------------------------------------
 
@@ -126,6 +139,8 @@ class DeviceScout:
 
         The result is in a buffer that the next layer overwrites.
         """
+        if self.is_dense:
+            return self.dense.decode(layer, query, keys, values, scale)
         count = query.shape[0]
         step, lane = self.step.of_batch(count), self._lanes[layer % 2]
         predicted = layer in self._ahead

@@ -35,3 +35,6 @@ class ResidentSlots:
     def forget(self, rows: torch.Tensor) -> None:
         """These rows have nothing resident."""
         self._positions.index_fill_(1, rows, NO_BLOCK)
+
+    def forget_all(self) -> None:
+        self._positions.fill_(NO_BLOCK)

@@ -6,9 +6,10 @@ import functools
 
 import torch
 
+from sglang_hybrid.cuda.beginning import begin_step
 from sglang_hybrid.cuda.digests import Step
 
-# instead of a row's first length, before its first step
+# instead of a row's first length, before its first step: sh_first_length
 PREFILLED = -2  # its resident blocks were chosen when its prompt was computed
 ARRIVED = -1  # nothing of it is resident
 
@@ -28,19 +29,13 @@ class StepBuffers:
         self.lengths_by_row = zeros(rows)
         self.first_lengths = torch.full((rows,), ARRIVED, dtype=torch.int32, device=device)
 
-    def load(self, page_table: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, active: int) -> None:
-        """page_table ``[n, blocks]``, lengths and rows ``[n]``, of which the first ``active`` are real."""
-        count, blocks = page_table.shape
-        rows = rows.to(torch.int64)
-        self.active_rows.fill_(active)
-        self._page_table[:count, :blocks].copy_(page_table)
-        self._lengths[:count].copy_(lengths)
-        self._row_of[:count].copy_(rows)
-        # padding has row 0, which is nobody's
-        self.lengths_by_row.index_copy_(0, rows, self._lengths[:count])
-        first = self.first_lengths[rows]
-        self._begins[:count].copy_(first == ARRIVED)
-        self.first_lengths.index_copy_(0, rows, torch.where(first < 0, self._lengths[:count], first))
+    def load(self, req_to_token: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, active: int) -> None:
+        """req_to_token ``[rows, tokens]``: SGLang's table; rows and lengths ``[n]``, the first ``active`` are real."""
+        begin_step(
+            req_to_token, rows, lengths, active,
+            step=self.of_batch(rows.numel()), begins=self.begins(rows.numel()),
+            lengths_by_row=self.lengths_by_row, first_lengths=self.first_lengths,
+        )  # fmt: skip
 
     def load_nothing(self) -> None:
         """A step without rows, for recording."""
@@ -53,6 +48,10 @@ class StepBuffers:
     def begins(self, count: int) -> torch.Tensor:
         """``[count]``: 1 for rows of which nothing is resident yet."""
         return self._begins[:count]
+
+    def all_begin(self) -> None:
+        """Nothing of any row is resident."""
+        self.first_lengths.fill_(ARRIVED)
 
     def rows_begin(self, rows: torch.Tensor, state: int) -> None:
         self.first_lengths.index_fill_(0, rows, state)

@@ -102,6 +102,11 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             own = slice(first, first + heads)
             choose_channels(self._pool.sketches, self._pool.start_layer, own, self._model_runner.model, profile)
 
+    @property
+    def device(self) -> DeviceAttention | None:
+        """Where CUDA kernels decode."""
+        return self._device
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Everything that a graph needs is there already, for all rows."""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,12 +20,12 @@ from sglang_hybrid.gpu.decode import DeviceScout
 from sglang_hybrid.gpu.lanes import Lane
 from sglang_hybrid.gpu.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.gpu.prefill import DevicePrefill, PrefillRows
+from sglang_hybrid.gpu.room import Room
 from sglang_hybrid.gpu.settings import path_rates, settings_of, why_not, why_not_model
 from sglang_hybrid.integration.device_watch import DeviceWatch
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
 from sglang_hybrid.integration.miss_server import checked_geometry, start_worker
 from sglang_hybrid.integration.refusals import Refusal
-from sglang_hybrid.memory.pages import page_table
 from sglang_hybrid.metrics import WorkerMetrics
 from sglang_hybrid.scout.profile import HostRates
 from sglang_hybrid.scout.recall import RecallSchedule
@@ -63,7 +66,6 @@ class DeviceAttention:
         """Raises Refusal when a worker is wanted and cannot be had."""
         req_to_token: torch.Tensor = model_runner.req_to_token_pool.req_to_token
         self._req_to_token = req_to_token
-        self._block_tokens = config.block_tokens
         group = _group(pool, model_runner)
         self._shape = DeviceShape(
             rows=req_to_token.shape[0],
@@ -92,6 +94,9 @@ class DeviceAttention:
             self._follow_worker()
         self._used: tuple[HybridConfig, Tuning] | None = None
         self._rates = rates
+        # rows of other batches would lose their pages at every step
+        args = model_runner.server_args
+        self._one_batch = args.pp_size == 1 and not args.enable_two_batch_overlap and not args.enable_pdmux
         self.use(config, tuning)
         self._scale = _scale(model_runner.model)
         self._prefill = DevicePrefill(
@@ -107,6 +112,10 @@ class DeviceAttention:
             settings = settings_of(config, tuning, self._group)
             self.scout = DeviceScout(self._layers, self._shape, settings, tuning.intervals, self._mailbox)
             self._used = config, tuning
+            self._room: Room | None = None
+            if config.dense == "auto" and self._one_batch:
+                self._room = Room(self.scout.dense.pages, self.scout.dense.block_bytes)
+                self.scout.is_dense = self._room.is_dense
             self._budget_tokens = config.budget_tokens
             recall = RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt)
             outcomes = self._mailbox.outcome_counts if self._mailbox else None
@@ -124,12 +133,48 @@ class DeviceAttention:
         if in_capture or count == 0:  # nothing is decoded: a graph is being recorded, or another rank has work
             self.scout.step.load_nothing()
             return
-        table = page_table(self._req_to_token, rows, int(batch.seq_lens_cpu.max()), self._block_tokens)
-        self.scout.step.load(table, batch.seq_lens, rows, count - getattr(batch, "num_padding", 0))
+        active = count - getattr(batch, "num_padding", 0)
+        self._make_room(batch.seq_lens_cpu[:active].tolist())
+        self.scout.step.load(self._req_to_token, rows, batch.seq_lens, active)
+        if self.scout.is_dense:
+            self.scout.dense.begin_step(count)
+            self.watch.step(0)
+            return
         self._follow_worker()
         if self._link is not None:
             self._link.mailbox.wake()
         self.watch.step(int((batch.seq_lens_cpu > self._budget_tokens).sum()))
+
+    def _make_room(self, lengths: list[int]) -> None:
+        """Hold rows of these lengths as a whole from now on, or no more."""
+        if self._room is None or self._room.look(lengths, time.monotonic()) == self.scout.is_dense:
+            return
+        self.scout.hold_rows(whole=self._room.is_dense)
+        logger.info(
+            "the GPU's memory holds %d running requests as a whole: attention is exact"
+            if self._room.is_dense
+            else "%d running requests are longer than the GPU's memory holds: blocks are selected",
+            len(lengths),
+        )
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the step that begins, or is recorded, holds whole rows."""
+        return self.scout.is_dense
+
+    @property
+    def kinds_of_steps(self) -> tuple[bool, ...]:
+        """Whether rows are held as a whole in the steps that there are graphs for."""
+        return (False,) if self._room is None else (False, True)
+
+    @contextlib.contextmanager
+    def recording(self, whole: bool) -> Iterator[None]:
+        """Steps that are recorded hold whole rows, or do not."""
+        serving, self.scout.is_dense = self.scout.is_dense, whole
+        try:
+            yield
+        finally:
+            self.scout.is_dense = serving
 
     def _follow_worker(self) -> None:
         """Post to the worker that is there now."""
@@ -149,7 +194,11 @@ class DeviceAttention:
     def begin_prefill(self, rows: torch.Tensor, table: torch.Tensor, lengths: list[int], new_tokens: list[int]) -> None:
         """These rows bring more of their prompts."""
         self._prefill.begin(PrefillRows(table.cpu(), lengths, new_tokens), self._scale)
-        self.scout.rows_begin(rows, prefilled=True)
+        # where whole rows are held, their first decode step loads them
+        self._settling = None
+        self.scout.rows_begin(rows, prefilled=not self.scout.is_dense)
+        if self.scout.is_dense:
+            return
         device = rows.device
         pages = torch.zeros(len(lengths), self._shape.max_blocks, dtype=torch.int32, device=device)
         pages[:, : table.shape[1]] = table
@@ -165,19 +214,22 @@ class DeviceAttention:
 
         Beside the layers that follow, the rows' first resident blocks are chosen and loaded.
         """
-        assert self._settling is not None
         out = self._prefill.attend(layer, query, keys, values)
-        last = query[self._last_tokens]
+        if self._settling is not None:
+            self._settle(layer, query[self._last_tokens], self._settling, scale)
+        if layer == len(self._layers) - 1:
+            self._prefill.finish()
+            if self._settling is not None:
+                self._settling_lane.wait_for(layer)
+        return out
+
+    def _settle(self, layer: int, last: torch.Tensor, rows: Step, scale: float) -> None:
         with self._settling_lane.fork():
             lane = torch.cuda.current_stream()
             lane.wait_event(self._prefill.written(layer))
             last.record_stream(lane)
-            self.scout.settle(layer, self._settling, last, scale)
+            self.scout.settle(layer, rows, last, scale)
             self._settling_lane.mark(layer)
-        if layer == len(self._layers) - 1:
-            self._prefill.finish()
-            self._settling_lane.wait_for(layer)
-        return out
 
     def rows_begin(self, rows: torch.Tensor) -> None:
         """These rows arrived from elsewhere, or go back to the end of their prompts."""

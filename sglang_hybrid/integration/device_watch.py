@@ -44,15 +44,13 @@ class DeviceWatch:
         self._seen_counted = torch.zeros_like(scout.counted, device="cpu")
         self._seen_outcomes = torch.zeros(len(OUTCOMES), dtype=torch.int64)
         self._steps = self._rows = self._looked_steps = self._looked_rows = 0
-        self._began, self._shortest = 0.0, float("inf")
+        self._window_began, self._seconds_per_step = time.monotonic(), 0.0
         self._log = FallbackLog("were read from host memory by the GPU")
         self.metrics: WorkerMetrics | None = None
         self.on_ratio: Callable[[int, float], None] | None = None  # told every layer's CPU compute ratio
 
     def step(self, longer_rows: int) -> None:
         """Before a decode step, of which so many rows are longer than the budget: only they can miss."""
-        now = time.monotonic()
-        self._shortest, self._began = min(self._shortest, now - self._began), now
         self._steps += 1
         self._rows += longer_rows
         if self._steps % _LOOK_STEPS:
@@ -60,6 +58,9 @@ class DeviceWatch:
         self._look()
         if not self._counted.is_looking:
             self._looked_steps, self._looked_rows = self._steps, self._rows
+            # pauses count too; a device that has time is left to itself
+            now = time.monotonic()
+            self._seconds_per_step, self._window_began = (now - self._window_began) / self._steps, now
             self._counted.begin()
             if self._outcomes:
                 self._outcomes.begin()
@@ -72,7 +73,6 @@ class DeviceWatch:
             if rows:
                 self._tell_ratios((new[:, 0].double() / (rows * self._per_row)).tolist(), steps)
                 self._balance(new.double().mean(dim=0) / steps)
-            self._shortest = float("inf")
         if self._outcomes and (outcomes := self._outcomes.look()) is not None:
             new, self._seen_outcomes = outcomes - self._seen_outcomes, outcomes
             self._tell_outcomes(dict(zip(OUTCOMES, new.tolist(), strict=True)))
@@ -90,7 +90,7 @@ class DeviceWatch:
         """``blocks`` that a layer misses and recalls in a step."""
         if self._rates and blocks[0]:
             missed, recalled = (blocks * self._scout.block_bytes).tolist()
-            layer_seconds = self._shortest / len(self._recall.intervals)
+            layer_seconds = self._seconds_per_step / len(self._recall.intervals)
             self._scout.set_gather_share(self._rates.gather_share(missed, recalled, layer_seconds))
 
     def _tell_outcomes(self, rows: dict[str, int]) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_hybrid.integration import arrivals, load_file, memory_kinds, pools, server_args, triton_gates
+from sglang_hybrid.integration import arrivals, decode_graphs, load_file, memory_kinds, pools, server_args, triton_gates
 from sglang_hybrid.integration.versions import NEWEST_TESTED, OLDEST_TESTED, installed_sglang
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _DECODE = "sglang.srt.disaggregation.decode"
+_DECODE_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 
 
@@ -46,6 +47,8 @@ def all_hooks() -> tuple[Hook, ...]:
         Hook(
             f"{_DECODE}.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch", HookType.AFTER, arrivals.rows_begin
         ),
+        Hook(f"{_DECODE_GRAPHS}.capture_one_shape", HookType.AROUND, decode_graphs.capture_one_shape),
+        Hook(f"{_DECODE_GRAPHS}._make_graph_key", HookType.AROUND, decode_graphs.make_graph_key),
         Hook(
             "sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__",
             HookType.BEFORE,

@@ -112,7 +112,7 @@ class Scouting:
         positions: torch.Tensor,
         forward_batch: Any,
     ) -> None:
-        if self._layers is None or not forward_batch.forward_mode.is_decode():
+        if self._layers is None or device.is_dense or not forward_batch.forward_mode.is_decode():
             return
         announced, count, first = self._announced(layer), hidden.shape[0], self._layers.ids[0]
         if not announced:

@@ -20,7 +20,10 @@ import torch
 
 from sglang_hybrid.cuda import (
     attention,
+    beginning,
     copying,
+    dense,
+    dense_structs,
     digests,
     gathering,
     lane_structs,
@@ -38,7 +41,9 @@ from sglang_hybrid.cuda import (
 from sglang_hybrid.memory.region import SharedRegion
 
 _library = ctypes.CDLL(os.environ["KERNELS_ON_CPU"])
-for _name, _struct in (selection_structs.BY_NAME | lane_structs.BY_NAME | prefill_structs.BY_NAME).items():
+for _name, _struct in (
+    selection_structs.BY_NAME | lane_structs.BY_NAME | prefill_structs.BY_NAME | dense_structs.BY_NAME
+).items():
     getattr(_library, "sh_cuda_" + _name.removeprefix("sh_")).argtypes = [ctypes.POINTER(_struct), ctypes.c_void_p]
 for _name in ("attend_slots", "gather_blocks", "merge", "mailbox_post", "mailbox_wait"):
     _struct = structs.BY_NAME[f"sh_{_name}"]
@@ -112,13 +117,14 @@ class HostMemory:
 
 
 _LAUNCHING = (
-    attention, copying, digests, gathering, mailbox, missed, placing, prediction, scattering, scoring, selection,
+    attention, beginning, copying, dense, digests, gathering, mailbox, missed, placing, prediction, scattering, scoring,
+    selection,
 )  # fmt: skip
 for _module in _LAUNCHING:
     _module.launch, _module.library, _module.address = launch, lambda: _library, address
 for _module in (attention, mailbox):
     _module.checked = checked
-for _module in (digests, scoring, prediction, attention, mailbox, missed):
+for _module in (beginning, digests, scoring, prediction, attention, mailbox, missed):
     _module.active_address = lambda active: None if active is None else active.data_ptr()
 digests.RegisteredRegion = mailbox.RegisteredRegion = HostMemory
 selection_cases.DEVICE = "cpu"

@@ -14,6 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "kernels"
 UNITS = (
+    "dense",
     "digests",
     "scoring",
     "scoring_bf16",

@@ -80,6 +80,11 @@ class Decoding:
         self.rows = torch.tensor(list(LENGTHS), device=DEVICE)
         self.lengths = torch.tensor(list(LENGTHS.values()))
         self.pages = torch.randperm(PAGES, generator=self.random)[: len(LENGTHS) * 36].view(len(LENGTHS), 36)
+        self.req_to_token = torch.zeros(ROWS, MAX_BLOCKS * BLOCK_TOKENS, dtype=torch.int32)
+        for row, pages in zip(LENGTHS, self.pages, strict=True):
+            tokens = pages[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
+            self.req_to_token[row, : tokens.numel()] = tokens.flatten()
+        self.req_to_token = self.req_to_token.to(DEVICE)
         shape = (LAYERS, len(LENGTHS) + 1)  # and one that is padding
         self.query = torch.zeros(*shape, HEADS * GROUP, DIM, dtype=DTYPE, device=DEVICE)
         self.new_keys, self.new_values = torch.zeros(2, *shape, HEADS, DIM, dtype=DTYPE, device=DEVICE)
@@ -121,11 +126,10 @@ class Decoding:
             part.copy_(part * math.sqrt(1 - drift**2) + drift * noise)
         self.lengths += 1
         count = self.query.shape[1]
-        table = torch.zeros(count, 36, dtype=torch.int64, device=DEVICE)
-        table[:-1] = self.pages.to(DEVICE)
         lengths, rows = torch.ones(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
         lengths[:-1], rows[:-1] = self.lengths, self.rows.cpu()
-        self.scout.step.load(table, lengths.to(DEVICE), rows.to(DEVICE), count - 1)
+        self._step_rows = rows.to(DEVICE), lengths.to(DEVICE)
+        self.scout.step.load(self.req_to_token, *self._step_rows, count - 1)
 
     def run(self, predicts: bool) -> None:
         """Launch, or record, the layers of a step."""

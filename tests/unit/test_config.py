@@ -80,6 +80,7 @@ def test_defaults_are_the_documented_ones():
         "sticky_bonus": "auto",
         "miss_share": "auto",
         "lse_shift": True,
+        "dense": "auto",
         "cpu_share": "auto",
         "recall_interval": "auto",
         "recall_beta": 0.12,

@@ -3,6 +3,7 @@
 
 #include "launching.h"
 #include "sglang_hybrid/cuda/c_api.h"
+#include "sglang_hybrid/cuda/dense_api.h"
 #include "sglang_hybrid/cuda/lanes_api.h"
 #include "sglang_hybrid/cuda/prefill_api.h"
 #include "sglang_hybrid/cuda/selection_api.h"
@@ -25,7 +26,7 @@ SH_CUDA_API int sh_cuda_unregister(void* memory) {
 
 SH_CUDA_API const char* sh_cuda_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
-// Bytes of a struct of c_api.h, selection_api.h, lanes_api.h or prefill_api.h, 0 if there is none of that name.
+// Bytes of a struct of c_api.h, selection_api.h, lanes_api.h, prefill_api.h or dense_api.h, 0 if there is none of that name.
 SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
     const struct {
         const char* name;
@@ -54,6 +55,9 @@ SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
         {"sh_attend_missed", sizeof(sh_attend_missed)},
         {"sh_finish_layer", sizeof(sh_finish_layer)},
         {"sh_finish_late", sizeof(sh_finish_late)},
+        {"sh_begin_step", sizeof(sh_begin_step)},
+        {"sh_hold_rows", sizeof(sh_hold_rows)},
+        {"sh_attend_pages", sizeof(sh_attend_pages)},
     };
     for (const auto& one : structs) {
         if (!std::strcmp(one.name, name)) return one.bytes;

@@ -43,14 +43,24 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
         if (threadIdx.x == 0 && head == 0 && args.refused) atomicAdd(reinterpret_cast<unsigned long long*>(args.refused), 1ull);
         return;
     }
-    if (threadIdx.x < 32) {
-        const TailSlot found = tail_slot(args, entry, static_cast<uint32_t>(row), head, blocks);
-        if (threadIdx.x == 0) tail = found;
+    uint64_t in_slots;
+    if (args.dense.pages) {
+        // the row is held as a whole: its tail has a page, and earlier tokens are in it
+        const int32_t held = args.dense.pages[uint64_t{static_cast<uint32_t>(row)} * args.dense.max_blocks + blocks.tail()];
+        const bool has_page = blocks.tail() < args.dense.held[row] && held >= 0 && static_cast<uint32_t>(held) < args.dense.device_pages;
+        if (threadIdx.x == 0) tail = {has_page ? 0 : -1, false};
+        in_slots = has_page ? uint64_t{static_cast<uint32_t>(held)} * heads + head : 0;
+        __syncthreads();
+    } else {
+        if (threadIdx.x < 32) {
+            const TailSlot found = tail_slot(args, entry, static_cast<uint32_t>(row), head, blocks);
+            if (threadIdx.x == 0) tail = found;
+        }
+        __syncthreads();
+        in_slots = (uint64_t{static_cast<uint32_t>(row)} * heads + head) * args.table.slots + max(tail.slot, 0);
     }
-    __syncthreads();
 
     const uint32_t token = static_cast<uint32_t>(length - 1) % block_tokens;
-    const uint64_t in_slots = (uint64_t{static_cast<uint32_t>(row)} * heads + head) * args.table.slots + max(tail.slot, 0);
     const uint64_t in_pool_block = uint64_t{static_cast<uint32_t>(page)} * heads + head;
     const uint64_t block_chunks = uint64_t{block_tokens} * row_chunks;
     const auto chunks_of = [](void* memory, uint64_t first) { return static_cast<uint4*>(memory) + first; };

@@ -316,26 +316,29 @@ __device__ void merge_warps(char* shared, const SharedMemory& at, uint32_t warps
     }
 }
 
-// For merge_warps: output and LSE as they are.
+// For merge_warps and merge_ctas: output and LSE as they are.
 template <int kDim>
 struct PartialResult {
     float* out;  // [group][kDim]
     float* lse;  // [group]
 
-    __device__ void operator()(uint32_t i, uint32_t row, float4 quad, const Union& all) const {
+    __device__ void operator()(uint32_t i, uint32_t row, float4 quad, float of_row) const {
         reinterpret_cast<float4*>(out)[i] = quad;
-        if (i % (kDim / 4) == 0) lse[row] = all.lse();
+        if (i % (kDim / 4) == 0) lse[row] = of_row;
+    }
+    __device__ void operator()(uint32_t i, uint32_t row, float4 quad, const Union& all) const {
+        (*this)(i, row, quad, all.lse());
     }
 };
 
-// By the CTA that is last: the partial results of a pair. Those of other CTAs are not in this one's L1 cache. Loads do
-// not depend on each other: the latency of one after the other would be most of a small launch.
-template <int kDim>
-__device__ void merge_ctas(const sh_attend_slots& args, const Shares& shares, uint32_t pair, float* lses, float* out,
-                           float* lse) {
-    const uint32_t group = args.group, first = shares.first_cta(pair), count = shares.last_cta(pair) - first + 1;
+// By the CTA that is last: the partial results of a pair, place(i) of the i-th of `count`; store(i, row, quad, lse) as in
+// merge_warps. Those of other CTAs are not in this one's L1 cache. Loads do not depend on each other: the latency of one
+// after the other would be most of a small launch.
+template <int kDim, class Place, class Store>
+__device__ void merge_ctas(const float* partial_out, const float* partial_lse, uint32_t group, uint32_t count, Place place,
+                           float* lses, Store store) {
     for (uint32_t i = threadIdx.x; i < count * group; i += blockDim.x) {
-        lses[i] = __ldcg(args.partial_lse + shares.partial(pair, first + i / group) * group + i % group) * log2_e;
+        lses[i] = __ldcg(partial_lse + place(i / group) * group + i % group) * log2_e;
     }
     __syncthreads();
     for (uint32_t i = threadIdx.x; i < group * kDim / 4; i += blockDim.x) {
@@ -346,15 +349,15 @@ __device__ void merge_ctas(const sh_attend_slots& args, const Shares& shares, ui
         float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll 8
         for (uint32_t part = 0; part < count; ++part) {
-            const uint64_t at = uint64_t{shares.partial(pair, first + part)} * (group * kDim / 4) + i;
-            const float4 one = __ldcg(reinterpret_cast<const float4*>(args.partial_out) + at);
+            const uint64_t at = place(part) * (group * kDim / 4) + i;
+            const float4 one = __ldcg(reinterpret_cast<const float4*>(partial_out) + at);
             const float weight = exp2f(lses[part * group + row] - highest);
             sum += weight;
             total.x += weight * one.x, total.y += weight * one.y, total.z += weight * one.z, total.w += weight * one.w;
         }
         const float share = sum > 0 ? 1.0f / sum : 0.0f;
-        reinterpret_cast<float4*>(out)[i] = make_float4(total.x * share, total.y * share, total.z * share, total.w * share);
-        if (i % (kDim / 4) == 0) lse[row] = sum > 0 ? (highest + log2f(sum)) * ln_2 : -INFINITY;
+        store(i, row, make_float4(total.x * share, total.y * share, total.z * share, total.w * share),
+              sum > 0 ? (highest + log2f(sum)) * ln_2 : -INFINITY);
     }
 }
 
@@ -482,7 +485,10 @@ __global__ void __launch_bounds__(attend_warps* warp_size)
             const uint32_t ctas = shares.last_cta(pair) - shares.first_cta(pair) + 1;
             // the tiles are free by now
             if (is_last(args.arrived[pair], ctas)) {
-                merge_ctas<kDim>(args, shares, pair, reinterpret_cast<float*>(shared + at.tiles), out, lse);
+                const uint32_t first = shares.first_cta(pair);
+                merge_ctas<kDim>(args.partial_out, args.partial_lse, args.group, ctas,
+                                 [&](uint32_t i) { return uint64_t{shares.partial(pair, first + i)}; },
+                                 reinterpret_cast<float*>(shared + at.tiles), PartialResult<kDim>{out, lse});
             }
         }
         slot += to - from;

@@ -42,12 +42,23 @@ struct sh_step {
     uint32_t max_blocks;
 };
 
+// Rows that are in device memory as a whole: keys and values [page][KV head][32][head_dim] in every layer.
+struct sh_dense_table {
+    int32_t* pages;  // [row][max_blocks]: of each block of the row
+    int32_t* held;   // [row]: how many blocks have one
+    uint32_t rows;
+    uint32_t max_blocks;
+    uint32_t device_pages;
+    uint32_t unused;
+};
+
 // -- keys --------------------------------------------------------------------------------------------------------------
 
 // One token for each (batch entry, KV head): to the tail's slot and to the host pool; digest and codes of the tail.
 struct sh_append {
     sh_digests digests;
-    sh_slot_table table;
+    sh_slot_table table;   // positions are not looked at where `dense` has pages
+    sh_dense_table dense;  // the tail is in a page of its row instead of a slot; no pages: it is not
     sh_step step;
     const void* keys;    // [batch][KV head][head_dim]
     const void* values;  // likewise

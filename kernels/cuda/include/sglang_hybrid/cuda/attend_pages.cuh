@@ -1,0 +1,161 @@
+// Attention of one token over all blocks of its row, which are in device memory as pages. The warps are those of
+// attend_slots.cuh; what is different is that rows are as long as they are, so that every CTA first adds up their lengths.
+#pragma once
+
+#include "sglang_hybrid/cuda/attend_slots.cuh"
+#include "sglang_hybrid/cuda/dense_api.h"
+
+namespace sglang_hybrid::cuda {
+
+// The blocks of all (batch entry, KV head) pairs as one long list, of which every CTA gets an equal part.
+class PageShares {
+  public:
+    // By a whole CTA. ends [active]: blocks of a KV head up to and with this entry. An entry without tokens counts as one
+    // block, for the results' sake.
+    __device__ PageShares(const sh_attend_pages& args, uint32_t active, uint32_t* ends) : ends_(ends), heads_(args.kv_heads) {
+        if (threadIdx.x < warp_size) {
+            uint32_t sum = 0;
+            for (uint32_t base = 0; base < active; base += warp_size) {
+                const uint32_t entry = base + threadIdx.x;
+                uint32_t blocks = entry < active ? blocks_of(args, args.step.lengths[entry]) : 0;
+#pragma unroll
+                for (uint32_t step = 1; step < warp_size; step *= 2) {
+                    const uint32_t before = __shfl_up_sync(0xFFFFFFFF, blocks, step);
+                    if (threadIdx.x >= step) blocks += before;
+                }
+                if (entry < active) ends[entry] = sum + blocks;
+                sum += __shfl_sync(0xFFFFFFFF, blocks, warp_size - 1);
+            }
+        }
+        __syncthreads();
+        total_ = active ? ends[active - 1] * heads_ : 0;
+        share_ = max(blockDim.x / warp_size, (total_ + gridDim.x - 1) / gridDim.x);
+        active_ = active;
+    }
+
+    static __device__ uint32_t blocks_of(const sh_attend_pages& args, int32_t length) {
+        const int32_t blocks = (length + static_cast<int32_t>(block_tokens) - 1) / static_cast<int32_t>(block_tokens);
+        return static_cast<uint32_t>(min(max(blocks, 1), static_cast<int32_t>(args.table.max_blocks)));
+    }
+
+    __device__ uint32_t begin(uint32_t cta) const {
+        return static_cast<uint32_t>(min(uint64_t{cta} * share_, uint64_t{total_}));
+    }
+
+    struct Part {
+        uint32_t entry, head, first, blocks;  // the pair's first number in the list, and how many it has
+    };
+    __device__ Part part_at(uint32_t number) const {
+        uint32_t low = 0, high = active_ - 1;
+        while (low < high) {
+            const uint32_t middle = (low + high) / 2;
+            if (number < ends_[middle] * heads_) high = middle;
+            else low = middle + 1;
+        }
+        const uint32_t before = low ? ends_[low - 1] : 0, blocks = ends_[low] - before;
+        const uint32_t head = (number - before * heads_) / blocks;
+        return {low, head, before * heads_ + head * blocks, blocks};
+    }
+    __device__ uint32_t first_cta(const Part& part) const { return part.first / share_; }
+    __device__ uint32_t last_cta(const Part& part) const { return (part.first + part.blocks - 1) / share_; }
+
+  private:
+    const uint32_t* const ends_;
+    const uint32_t heads_;
+    uint32_t total_, share_, active_;
+};
+
+// The blocks of a warp, one after the other. Lane i knows the page of the i-th of the next 32.
+class WarpPages {
+  public:
+    using Slot = WarpSlots::Slot;
+
+    __device__ WarpPages(const sh_attend_pages& args, const int32_t* pages, uint32_t head, int32_t length, uint32_t first,
+                         uint32_t step, uint32_t end)
+        : args_(args), pages_(pages), length_(length), head_(head), next_(first), step_(step), end_(end) {}
+
+    __device__ Slot take(uint32_t block_bytes) {
+        while (next_ < end_) {
+            const uint32_t lane = taken_++ % warp_size;
+            if (lane == 0) {
+                const uint32_t block = next_ + threadIdx.x % warp_size * step_;
+                page_ = block < end_ ? pages_[block] : -1;
+            }
+            const int32_t page = __shfl_sync(0xFFFFFFFF, page_, lane);
+            const int32_t behind = length_ - static_cast<int32_t>(next_ * block_tokens);
+            next_ += step_;
+            if (page < 0 || static_cast<uint32_t>(page) >= args_.table.device_pages || behind <= 0) continue;
+            const uint64_t at = (uint64_t{static_cast<uint32_t>(page)} * args_.kv_heads + head_) * block_bytes;
+            const auto tokens = static_cast<uint32_t>(min(behind, static_cast<int32_t>(block_tokens)));
+            return {static_cast<const char*>(args_.keys) + at, static_cast<const char*>(args_.values) + at, tokens};
+        }
+        return {nullptr, nullptr, 0};
+    }
+
+  private:
+    const sh_attend_pages& args_;
+    const int32_t* const pages_;
+    const int32_t length_;
+    const uint32_t head_;
+    uint32_t next_, taken_ = 0;
+    const uint32_t step_, end_;
+    int32_t page_ = -1;
+};
+
+// Results in the dtype of the model.
+template <class Element>
+struct RoundedResult {
+    uint32_t* out;  // [group][kDim] of 16 bits
+
+    __device__ void operator()(uint32_t i, uint32_t, float4 quad, float) const {
+        reinterpret_cast<uint2*>(out)[i] = make_uint2(Element::pack(quad.x, quad.y), Element::pack(quad.z, quad.w));
+    }
+    __device__ void operator()(uint32_t i, uint32_t row, float4 quad, const Union&) const { (*this)(i, row, quad, 0.0f); }
+};
+
+template <class Element, int kDim>
+__global__ void __launch_bounds__(attend_warps* warp_size) attend_pages(const __grid_constant__ sh_attend_pages args) {
+    extern __shared__ __align__(128) char shared[];
+    const uint32_t warps = blockDim.x / warp_size;
+    const SharedMemory at(kDim, warps);
+    const uint32_t active = active_of(args.step.active_rows, args.step.batch);
+    const PageShares shares(args, active, reinterpret_cast<uint32_t*>(shared + at.bytes));
+    const uint32_t end = shares.begin(blockIdx.x + 1);
+
+    for (uint32_t number = shares.begin(blockIdx.x); number < end;) {
+        const PageShares::Part part = shares.part_at(number);
+        const uint32_t from = number - part.first, to = min(part.blocks, from + (end - number));
+        const uint32_t pair = part.entry * args.kv_heads + part.head;
+        const int32_t row = args.step.row_of[part.entry];
+        const bool exists = row >= 0 && static_cast<uint32_t>(row) < args.table.rows;
+        const auto* const query = static_cast<const char*>(args.query) + uint64_t{pair} * args.group * kDim * 2;
+        attend_list<Element, kDim>(query, args.group, args.scale, shared, at, [&](uint32_t warp, uint32_t of_warps) {
+            const int32_t* const pages = args.table.pages + uint64_t{exists ? static_cast<uint32_t>(row) : 0} * args.table.max_blocks;
+            const uint32_t stop = exists ? min(to, static_cast<uint32_t>(max(args.table.held[row], 0))) : 0;
+            return WarpPages(args, pages, part.head, args.step.lengths[part.entry], from + warp, of_warps, stop);
+        });
+
+        const RoundedResult<Element> result{static_cast<uint32_t*>(args.out) + uint64_t{pair} * args.group * kDim / 2};
+        if (to - from == part.blocks) {
+            merge_warps<kDim>(shared, at, warps, args.group, result);
+        } else {
+            // a CTA has at most two partial results: of the pair that it begins with, and of one that it leaves to the next
+            const uint32_t first = shares.first_cta(part), ctas = shares.last_cta(part) - first + 1;
+            const auto place = [&](uint32_t cta) { return uint64_t{2} * cta + (cta == first); };
+            const uint64_t mine = place(blockIdx.x);
+            merge_warps<kDim>(shared, at, warps, args.group,
+                              PartialResult<kDim>{args.partial_out + mine * args.group * kDim,
+                                                  args.partial_lse + mine * args.group});
+            // the tiles are free by now
+            if (is_last(args.arrived[pair], ctas)) {
+                merge_ctas<kDim>(args.partial_out, args.partial_lse, args.group, ctas,
+                                 [&](uint32_t i) { return place(first + i); },
+                                 reinterpret_cast<float*>(shared + at.tiles), result);
+            }
+        }
+        number += to - from;
+        __syncthreads();  // shared memory is free for the next pair
+    }
+}
+
+}  // namespace sglang_hybrid::cuda

@@ -1,0 +1,51 @@
+// The beginning of a step, and steps in which all rows are held as a whole: launchers.
+#include <algorithm>
+
+#include "attend_launch.h"
+#include "sglang_hybrid/cuda/attend_pages.cuh"
+#include "sglang_hybrid/cuda/begin_step.cuh"
+#include "sglang_hybrid/cuda/hold_rows.cuh"
+
+using namespace sglang_hybrid;
+using namespace sglang_hybrid::cuda;
+
+namespace {
+
+constexpr uint32_t most_rows = 1 << 18;   // a bit for each in shared memory
+constexpr uint32_t most_entries = 4096;  // of a step, whose lengths are added up in shared memory
+
+template <class Element, int kDim>
+cudaError_t launch_pages(const sh_attend_pages& args, cudaStream_t stream) {
+    const AttendPlan plan = plan_attend(kDim);
+    if (plan.error) return plan.error;
+    const uint64_t blocks = uint64_t{args.step.batch} * args.kv_heads * args.table.max_blocks;
+    const uint32_t ctas = std::min(plan.ctas, args.units / 2);
+    if (blocks > UINT32_MAX / 2 || ctas == 0 || args.step.batch > most_entries) return cudaErrorInvalidValue;
+    const auto kernel = attend_pages<Element, kDim>;
+    const uint32_t bytes = plan.shared_bytes + args.step.batch * uint32_t(sizeof(uint32_t));
+    if (const auto error = allow_shared(kernel, bytes)) return error;
+    kernel<<<ctas, plan.warps * warp_size, bytes, stream>>>(args);
+    return cudaGetLastError();
+}
+
+}  // namespace
+
+SH_CUDA_API int sh_cuda_begin_step(const sh_begin_step* args, cudaStream_t stream) {
+    if (args->batch == 0) return cudaSuccess;
+    begin_step<<<args->batch, begin_threads, 0, stream>>>(*args);
+    return cudaGetLastError();
+}
+
+SH_CUDA_API int sh_cuda_hold_rows(const sh_hold_rows* args, cudaStream_t stream) {
+    if (args->table.rows > most_rows || args->kv_heads == 0) return cudaErrorInvalidValue;
+    const uint32_t bytes = (args->table.rows + 31) / 32 * uint32_t(sizeof(uint32_t));
+    hold_rows<<<1, hold_threads, bytes, stream>>>(*args);
+    return cudaGetLastError();
+}
+
+SH_CUDA_API int sh_cuda_attend_pages(const sh_attend_pages* args, cudaStream_t stream) {
+    if (args->step.batch == 0 || args->kv_heads == 0) return cudaSuccess;
+    return for_heads(args->dtype, args->head_dim, args->group, [&](auto element, auto dim) {
+        return launch_pages<decltype(element), dim()>(*args, stream);
+    });
+}

@@ -1,0 +1,89 @@
+"""Steps in which every running row is in device memory as a whole: exact attention, as fast as without a host pool.
+
+The slots' memory is used as pages then. The host pool is written as always, and so are digests: whenever rows no
+longer fit, they go on with slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_hybrid.cuda.dense import PageAllocator, attend_pages
+from sglang_hybrid.cuda.digests import DenseTable, append
+from sglang_hybrid.cuda.gathering import gather_blocks
+from sglang_hybrid.cuda.tensors import BLOCK_TOKENS
+from sglang_hybrid.gpu.buffers import MainBuffers
+from sglang_hybrid.gpu.layers import DeviceLayer, DeviceShape
+from sglang_hybrid.gpu.slots import ResidentSlots
+from sglang_hybrid.gpu.step import StepBuffers
+
+
+class DenseRows:
+    def __init__(
+        self,
+        layers: Sequence[DeviceLayer],
+        shape: DeviceShape,
+        slots: ResidentSlots,
+        step: StepBuffers,
+        main: MainBuffers,
+        refused: torch.Tensor,
+    ) -> None:
+        """Shares the memory of ``slots`` and the buffers of ``step`` and ``main`` with steps of the other kind."""
+        device = slots.keys[0].device
+        self._layers, self._step, self._main, self._refused = list(layers), step, main, refused
+        self._keys, self._values = (
+            [part.view(-1, shape.heads, BLOCK_TOKENS, shape.dim) for part in parts]
+            for parts in (slots.keys, slots.values)
+        )
+        self.pages = self._keys[0].shape[0]
+        self._no_slots = slots.table(0, 0, 0)
+        table = torch.full((shape.rows, shape.max_blocks), -1, dtype=torch.int32, device=device)
+        held = torch.zeros(shape.rows, dtype=torch.int32, device=device)
+        self._allocator = PageAllocator(DenseTable(table, held, self.pages), shape.heads)
+        self._something_new = True  # rows that have not been loaded
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block of a row in all layers and KV heads."""
+        return len(self._layers) * 2 * self._keys[0][0].numel() * self._keys[0].itemsize
+
+    def forget_all(self) -> None:
+        """The memory was used as slots in between."""
+        self._allocator.forget_all()
+        self._something_new = True
+
+    def rows_begin(self, rows: torch.Tensor) -> None:
+        """These rows ``[n]`` int64 are other requests from now on."""
+        self._allocator.rows_begin(rows)
+        self._something_new = True
+
+    def begin_step(self, count: int) -> None:
+        """Before the layers, never recorded: rows that are new in this step are loaded. The step's rows are there."""
+        step, list_ = self._step.of_batch(count), self._allocator
+        list_.hold_rows(step, self._refused)
+        if not self._something_new:  # a new tail has nothing to load
+            return
+        self._something_new = False
+        for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
+            gather_blocks(
+                layer.pool.region, layer.pool.keys, layer.pool.values, list_.load_pages,
+                keys.unsqueeze(2), values.unsqueeze(2),
+                destinations=list_.load_destinations, count=list_.load_count, refused=self._refused,
+            )  # fmt: skip
+
+    def decode(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """One token of each row, as ``DeviceScout.decode``: attention over the whole row."""
+        count, of_layer, table = query.shape[0], self._layers[layer], self._allocator.table
+        step, out = self._step.of_batch(count), self._main.out(count)
+        append(
+            of_layer.digests, self._no_slots, step, keys, values, self._keys[layer], self._values[layer],
+            of_layer.pool, dense=table, refused=self._refused,
+        )  # fmt: skip
+        return attend_pages(
+            query, self._keys[layer], self._values[layer], table, step, scale,
+            workspace=self._main.attending(count), out=out,
+        )  # fmt: skip

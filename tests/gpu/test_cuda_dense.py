@@ -1,0 +1,175 @@
+"""Whole rows in device memory: who holds which page, and attention over all of a row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cuda_cases import BLOCK_TOKENS, seeded
+from selection_cases import DEVICE
+
+from sglang_hybrid.cuda.attention import AttendWorkspace
+from sglang_hybrid.cuda.dense import PageAllocator, attend_pages
+from sglang_hybrid.cuda.digests import DenseTable, Step
+from sglang_hybrid.ops import reference
+
+ROWS, MAX_BLOCKS, HEADS = 9, 20, 2
+
+
+def table_of(pages: int, max_blocks: int = MAX_BLOCKS, rows: int = ROWS) -> DenseTable:
+    entries = torch.full((rows, max_blocks), -1, dtype=torch.int32, device=DEVICE)
+    return DenseTable(entries, torch.zeros(rows, dtype=torch.int32, device=DEVICE), pages)
+
+
+def step_of(lengths: dict[int, int], active: int | None = None, max_blocks: int = MAX_BLOCKS) -> Step:
+    """Row r has pages r * 100, r * 100 + 1, ... in the pool."""
+    rows = torch.tensor(list(lengths), dtype=torch.int32)
+    table = rows[:, None] * 100 + torch.arange(max_blocks, dtype=torch.int32)
+    of_step = torch.tensor(list(lengths.values()), dtype=torch.int32)
+    count = torch.tensor([len(lengths) if active is None else active], dtype=torch.int32, device=DEVICE)
+    return Step(table.to(DEVICE), of_step.to(DEVICE), rows.to(DEVICE), count)
+
+
+def held(allocator: PageAllocator) -> dict[int, list[int]]:
+    table = allocator.table
+    return {row: table.pages[row, :count].tolist() for row, count in enumerate(table.held.tolist()) if count}
+
+
+def loaded(allocator: PageAllocator) -> set[tuple[int, int]]:
+    """Pages of the pool and where they go, of which every KV head must be listed."""
+    count = int(allocator.load_count)
+    pages, destinations = allocator.load_pages[:count].tolist(), allocator.load_destinations[:count].tolist()
+    heads: dict[tuple[int, int], list[int]] = {}
+    for page, destination in zip(pages, destinations, strict=True):
+        heads.setdefault((page, destination // HEADS), []).append(destination % HEADS)
+    assert all(sorted(found) == list(range(HEADS)) for found in heads.values())
+    return set(heads)
+
+
+def check(allocator: PageAllocator, lengths: dict[int, int]) -> None:
+    found = held(allocator)
+    assert {row: len(pages) for row, pages in found.items()} == {
+        row: -(-length // BLOCK_TOKENS) for row, length in lengths.items()
+    }
+    pages = [page for of_row in found.values() for page in of_row]
+    assert len(set(pages)) == len(pages), "two blocks have one page"
+    free = allocator._free_pages[: int(allocator._free_count)].tolist()
+    assert sorted(free + pages) == list(range(allocator.table.device_pages)), "pages are lost"
+
+
+def test_rows_get_pages_when_they_come_and_give_them_back_when_they_leave() -> None:
+    allocator = PageAllocator(table_of(30), HEADS)
+    first = {3: 100, 5: 32, 1: 1}
+    allocator.hold_rows(step_of(first))
+    torch.cuda.synchronize()
+    check(allocator, first)
+    where = held(allocator)
+    # a block whose only token is the newest has nothing to load
+    wanted = {(row * 100 + n, page) for row in (3, 5) for n, page in enumerate(where[row])}
+    assert loaded(allocator) == wanted
+
+    second = {5: 33, 8: 640, 3: 101}  # row 1 left, row 8 came, row 5 opens a block
+    allocator.hold_rows(step_of(second))
+    torch.cuda.synchronize()
+    check(allocator, second)
+    now = held(allocator)
+    assert now[3] == where[3] and now[5][:1] == where[5], "rows that stay keep their pages"
+    assert loaded(allocator) == {(800 + n, page) for n, page in enumerate(now[8])}
+
+
+def test_a_row_of_another_request_is_loaded_anew() -> None:
+    allocator = PageAllocator(table_of(10), HEADS)
+    for _ in range(3):
+        allocator.rows_begin(torch.tensor([2], device=DEVICE))
+        allocator.hold_rows(step_of({2: 200, 4: 64}))
+        torch.cuda.synchronize()
+        check(allocator, {2: 200, 4: 64})
+        assert {page // 100 for page, _ in loaded(allocator)} >= {2}
+    assert {page // 100 for page, _ in loaded(allocator)} == {2}
+
+
+def test_rows_that_find_no_pages_are_counted_and_lose_nothing() -> None:
+    refused = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    allocator = PageAllocator(table_of(5), HEADS)
+    allocator.hold_rows(step_of({2: 100}), refused)
+    allocator.hold_rows(step_of({2: 100, 3: 70}), refused)
+    torch.cuda.synchronize()
+    assert int(refused) == 1
+    check(allocator, {2: 100})
+    allocator.forget_all()
+    allocator.hold_rows(step_of({3: 160}), refused)
+    torch.cuda.synchronize()
+    check(allocator, {3: 160})
+
+
+def test_padding_and_rows_that_are_not_active_hold_nothing() -> None:
+    allocator = PageAllocator(table_of(10), HEADS)
+    allocator.hold_rows(step_of({4: 40, 0: 1}))
+    torch.cuda.synchronize()
+    check(allocator, {4: 40})
+    allocator.hold_rows(step_of({5: 70, 4: 40}, active=1))
+    torch.cuda.synchronize()
+    check(allocator, {5: 70})
+
+
+def test_many_steps_of_random_traffic_lose_no_page() -> None:
+    random = seeded(5)
+    allocator, rows = PageAllocator(table_of(60), HEADS), {}
+    for _ in range(40):
+        for row in list(rows):
+            rows[row] += 1
+            if torch.rand((), generator=random) < 0.2:
+                del rows[row]
+        row = int(torch.randint(1, ROWS, (), generator=random))
+        if row not in rows and sum(-(-length // 32) for length in rows.values()) < 45:
+            rows[row] = int(torch.randint(1, 300, (), generator=random))
+            allocator.rows_begin(torch.tensor([row], device=DEVICE))
+        if not rows:
+            continue
+        allocator.hold_rows(step_of(rows))
+        torch.cuda.synchronize()
+        check(allocator, rows)
+
+
+SHAPES = [  # heads, group, dim, lengths
+    (1, 1, 64, [1]),
+    (2, 5, 128, [33, 4000, 1, 640]),
+    (2, 3, 64, [31, 32, 64, 900, 5]),
+    (8, 5, 128, [8192]),
+    (8, 5, 128, [700] * 40),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "group", "dim", "lengths"), SHAPES if DEVICE == "cuda" else SHAPES[:3])
+def test_all_tokens_of_a_row_are_attended(
+    heads: int, group: int, dim: int, lengths: list[int], dtype: torch.dtype
+) -> None:
+    random = seeded(len(lengths))
+    batch, max_blocks = len(lengths), max(-(-length // BLOCK_TOKENS) for length in lengths) + 3
+    pages = sum(-(-length // BLOCK_TOKENS) for length in lengths) + 7
+    keys, values = (torch.randn(pages, heads, BLOCK_TOKENS, dim, generator=random).to(DEVICE, dtype) for _ in range(2))
+    query = torch.randn(batch + 1, heads * group, dim, generator=random).to(DEVICE, dtype)
+    table = table_of(pages, max_blocks, batch + 2)
+    order = torch.randperm(pages, generator=random).int()
+    rows, at = torch.randperm(batch + 1, generator=random)[:batch] + 1, 0
+    for row, length in zip(rows.tolist(), lengths, strict=True):
+        blocks = -(-length // BLOCK_TOKENS)
+        table.pages[row, :blocks] = order[at : at + blocks].to(DEVICE)
+        table.held[row] = blocks
+        at += blocks
+    padded = torch.cat([rows, torch.zeros(1, dtype=torch.int64)]).int().to(DEVICE)
+    of_step = torch.tensor([*lengths, 1], dtype=torch.int32, device=DEVICE)
+    no_table = torch.zeros(batch + 1, max_blocks, dtype=torch.int32, device=DEVICE)
+    step = Step(no_table, of_step, padded, torch.tensor([batch], dtype=torch.int32, device=DEVICE))
+    out = torch.full_like(query, 7.0)
+    workspace = AttendWorkspace(batch + 1, heads, group, dim, DEVICE)
+    for _ in range(2):  # the workspace is as it was
+        attend_pages(query, keys, values, table, step, dim**-0.5, workspace=workspace, out=out)
+    torch.cuda.synchronize()
+    assert (out[batch] == 7.0).all()
+    for entry, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):
+        held_pages = table.pages[row, : -(-length // BLOCK_TOKENS)].long()
+        of_row = [part[held_pages].transpose(0, 1).flatten(1, 2)[:, :length].float() for part in (keys, values)]
+        expected = reference.attend_prefill(query[entry : entry + 1].float(), *of_row, dim**-0.5)
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 4e-3
+        torch.testing.assert_close(out[entry : entry + 1].float(), expected, rtol=tolerance, atol=tolerance)

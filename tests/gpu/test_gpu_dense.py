@@ -1,0 +1,82 @@
+"""Decoding while whole rows are in device memory, and what happens when they no longer fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from selection_cases import DEVICE
+from test_gpu_scout import LAYERS, LENGTHS, Decoding
+
+STEPS = 40 if DEVICE == "cuda" else 3
+
+
+def check_exact(decoding: Decoding) -> None:
+    for layer in range(LAYERS):
+        expected = decoding.expected(layer, everything=True)
+        torch.testing.assert_close(decoding.out[layer, :-1].cpu().float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def begin(decoding: Decoding) -> None:
+    decoding.next_tokens()
+    decoding.scout.dense.begin_step(decoding.query.shape[1])
+
+
+# slots of 6 rows hold 6 * slots blocks: 62 are needed at first
+@pytest.mark.parametrize("recorded", [False, True] if DEVICE == "cuda" else [False])
+def test_attention_is_exact_while_whole_rows_are_held(recorded: bool) -> None:
+    decoding = Decoding(12, 0, slots=12)
+    decoding.scout.rows_begin(decoding.rows)
+    decoding.scout.hold_rows(whole=True)
+    if recorded:
+        decoding.scout.step.load_nothing()
+        decoding.run(predicts=False)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            decoding.run(predicts=False)
+    for _ in range(STEPS):
+        begin(decoding)
+        if recorded:
+            graph.replay()
+        else:
+            decoding.run(predicts=False)
+        torch.cuda.synchronize()
+        check_exact(decoding)
+    assert int(decoding.scout.refused) == 0
+
+
+def test_rows_go_on_with_slots_and_come_back() -> None:
+    decoding = Decoding(36, 4, slots=36)  # a budget above the context: both ways are exact
+    decoding.scout.rows_begin(decoding.rows)
+    for whole in (True, False, True, False):
+        decoding.scout.hold_rows(whole)
+        for _ in range(2):
+            if whole:
+                begin(decoding)
+            else:
+                decoding.next_tokens()
+            decoding.run(predicts=False)
+            torch.cuda.synchronize()
+            check_exact(decoding)
+            if not whole:
+                decoding.check_slots()
+    assert int(decoding.scout.refused) == 0
+
+
+def test_a_row_that_begins_anew_is_loaded_anew() -> None:
+    decoding = Decoding(12, 0, slots=12)
+    decoding.scout.rows_begin(decoding.rows)
+    decoding.scout.hold_rows(whole=True)
+    begin(decoding)
+    decoding.run(predicts=False)
+    torch.cuda.synchronize()
+    # another request has the row now, of the same length: what the pool has of it is different
+    entry = 3
+    row = list(LENGTHS)[entry]
+    for part in (*decoding.keys, *decoding.values):
+        part[decoding.pages[entry, :8]] = part[decoding.pages[entry, :8]].flip(0)
+    decoding.scout.rows_begin(torch.tensor([row], device=DEVICE))
+    begin(decoding)
+    decoding.run(predicts=False)
+    torch.cuda.synchronize()
+    check_exact(decoding)
