@@ -141,8 +141,8 @@ def append(
     digests: LayerDigests,
     table: SlotTable,
     step: Step,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: torch.Tensor | None,
+    values: torch.Tensor | None,
     key_slots: torch.Tensor,
     value_slots: torch.Tensor,
     pool: HostPool,
@@ -153,10 +153,13 @@ def append(
 ) -> None:
     """The step's new tokens, keys and values ``[B, H, D]``, to the tails' slots and to the host pool.
 
+    Entries may lie apart. None: there are no new tokens yet, digests and codes of the tails are made of what the pool
+    has of them.
+
     The tails' digests and codes are made anew from the slots. Selection has given a slot to a tail that it saw opened;
     a tail without one gets it here, by ``scores`` ``[B, H, max_blocks]`` of the last selection, and what earlier tokens
-    it has come from the pool. With ``dense`` slots are pages ``[pages, H, 32, D]``, and tails are where it says. Rows
-    whose page is not in the pool are left out and added to ``refused`` (one int64).
+    it has come from the pool. With ``dense`` slots are pages ``[pages, H, 32, D]``, and tails are where it says; they are
+    digested when they are full, since nobody looks at them before. Rows whose page is not in the pool are left out and added to ``refused`` (one int64).
     """
     dtype, heads, dim = digests.digests.dtype, digests.heads, digests.digests.shape[3]
     of_slots = (*table.positions.shape, BLOCK_TOKENS, dim)
@@ -173,8 +176,10 @@ def append(
         table=table.arguments(heads),
         dense=structs.DenseTable() if dense is None else dense.arguments(),
         step=step.arguments(),
-        keys=address("keys", keys, dtype, (step.batch, heads, dim)),
-        values=address("values", values, dtype, (step.batch, heads, dim)),
+        keys=None if keys is None else _entries("keys", keys, dtype, (step.batch, heads, dim)),
+        values=None if values is None else _entries("values", values, dtype, (step.batch, heads, dim)),
+        key_stride=0 if keys is None else keys.stride(0),
+        value_stride=0 if values is None else values.stride(0),
         key_slots=address("key_slots", key_slots, dtype, of_slots),
         value_slots=address("value_slots", value_slots, dtype, of_slots),
         pool_keys=pool.region.address_of("keys of the pool", pool.keys),
@@ -183,6 +188,18 @@ def append(
         refused=None if refused is None else address("refused", refused.view(-1), torch.int64, (1,)),
     )
     launch(library().sh_cuda_append, arguments)
+
+
+def _entries(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int, int]) -> int:
+    """Of a tensor whose entries may lie apart, as parts of one projection do."""
+    apart = tensor.stride(0)
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_cuda:
+        raise ValueError(
+            f"{name} are {tuple(tensor.shape)} of {tensor.dtype}, must be {shape} of {dtype} on the device"
+        )
+    if tensor.stride()[1:] != (shape[2], 1) or apart % 8 or tensor.data_ptr() % 16:
+        raise ValueError(f"{name} must be contiguous in each entry and aligned, their strides are {tensor.stride()}")
+    return tensor.data_ptr()
 
 
 def digest_pages(digests: LayerDigests, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:

@@ -60,6 +60,8 @@ class Append(ctypes.Structure):
         ("step", Step),
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("key_stride", c_uint64),
+        ("value_stride", c_uint64),
         ("key_slots", c_void_p),
         ("value_slots", c_void_p),
         ("pool_keys", c_void_p),

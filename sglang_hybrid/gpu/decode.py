@@ -106,8 +106,13 @@ class DeviceScout:
         self.dense.rows_begin(rows)
         self.step.rows_begin(rows, PREFILLED if prefilled else ARRIVED)
 
-    def hold_rows(self, whole: bool) -> None:
-        """From this step on rows are held as a whole, or in slots. What is in device memory becomes void."""
+    def hold_rows(self, whole: bool, count: int = 0) -> None:
+        """From this step on rows are held as a whole, or in slots. What is in device memory becomes void.
+
+        ``count``: rows that are loaded for this step; they have to be loaded again.
+        """
+        if self.is_dense and count:
+            self.dense.digest_tails(count)
         self.is_dense = whole
         if whole:
             self.dense.forget_all()

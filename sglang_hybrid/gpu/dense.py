@@ -73,6 +73,15 @@ class DenseRows:
                 destinations=list_.load_destinations, count=list_.load_count, refused=self._refused,
             )  # fmt: skip
 
+    def digest_tails(self, count: int) -> None:
+        """Before rows go on with slots: what was put off while nobody looked. The step's rows are there."""
+        step = self._step.of_batch(count)
+        for number, layer in enumerate(self._layers):
+            append(
+                layer.digests, self._no_slots, step, None, None, self._keys[number], self._values[number], layer.pool,
+                dense=self._allocator.table, refused=self._refused,
+            )  # fmt: skip
+
     def decode(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:

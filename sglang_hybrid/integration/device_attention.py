@@ -134,8 +134,10 @@ class DeviceAttention:
             self.scout.step.load_nothing()
             return
         active = count - getattr(batch, "num_padding", 0)
-        self._make_room(batch.seq_lens_cpu[:active].tolist())
         self.scout.step.load(self._req_to_token, rows, batch.seq_lens, active)
+        if self._makes_room(batch.seq_lens_cpu[:active].tolist()):
+            self.scout.hold_rows(not self.scout.is_dense, count)
+            self.scout.step.load(self._req_to_token, rows, batch.seq_lens, active)
         if self.scout.is_dense:
             self.scout.dense.begin_step(count)
             self.watch.step(0)
@@ -145,17 +147,17 @@ class DeviceAttention:
             self._link.mailbox.wake()
         self.watch.step(int((batch.seq_lens_cpu > self._budget_tokens).sum()))
 
-    def _make_room(self, lengths: list[int]) -> None:
-        """Hold rows of these lengths as a whole from now on, or no more."""
+    def _makes_room(self, lengths: list[int]) -> bool:
+        """Whether rows of these lengths are held as a whole from now on, or no more."""
         if self._room is None or self._room.look(lengths, time.monotonic()) == self.scout.is_dense:
-            return
-        self.scout.hold_rows(whole=self._room.is_dense)
+            return False
         logger.info(
             "the GPU's memory holds %d running requests as a whole: attention is exact"
             if self._room.is_dense
             else "%d running requests are longer than the GPU's memory holds: blocks are selected",
             len(lengths),
         )
+        return True
 
     @property
     def is_dense(self) -> bool:
@@ -187,7 +189,7 @@ class DeviceAttention:
     def decode(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        return self.scout.decode(layer, query.contiguous(), keys.contiguous(), values.contiguous(), scale)
+        return self.scout.decode(layer, query.contiguous(), keys, values, scale)
 
     # -- prefill -----------------------------------------------------------------------------
 

@@ -49,12 +49,16 @@ def test_rows_go_on_with_slots_and_come_back() -> None:
     decoding = Decoding(36, 4, slots=36)  # a budget above the context: both ways are exact
     decoding.scout.rows_begin(decoding.rows)
     for whole in (True, False, True, False):
-        decoding.scout.hold_rows(whole)
-        for _ in range(2):
+        for step in range(2):
+            decoding.next_tokens()
+            if step == 0:
+                decoding.scout.hold_rows(whole, decoding.query.shape[1])
+                decoding.load_rows()
+                torch.cuda.synchronize()
+                if not whole:
+                    decoding.check_digests(decoding.lengths - 1)
             if whole:
-                begin(decoding)
-            else:
-                decoding.next_tokens()
+                decoding.scout.dense.begin_step(decoding.query.shape[1])
             decoding.run(predicts=False)
             torch.cuda.synchronize()
             check_exact(decoding)

@@ -59,7 +59,9 @@ class Decoding:
                 channels,
             )
             every = torch.arange(PAGES, dtype=torch.int32, device=DEVICE)
-            digest_pages(digests, keys.to(DEVICE), every, torch.full_like(every, BLOCK_TOKENS))
+            full, on_device = torch.full_like(every, BLOCK_TOKENS), keys.to(DEVICE)
+            self._settled.append((every, full, on_device))
+            digest_pages(digests, on_device, every, full)
             layers.append(DeviceLayer(HostPool(registered, keys, values), digests))
         self.geometry = Geometry(
             ROWS, HEADS, GROUP, DIM, DTYPES["bfloat16"], budget, LAYERS, PAGES,
@@ -75,6 +77,7 @@ class Decoding:
             worth=(-math.inf,) * LAYERS, any_block=(False,) * LAYERS,
             spread=0.5, shifts=True, gather_share=share, deadline_s=20.0,
         )  # fmt: skip
+        self.digests = [layer.digests.digests for layer in layers]
         self.shape = DeviceShape(ROWS, ROWS, MAX_BLOCKS, HEADS, GROUP, DIM, PAGES)
         self.scout = DeviceScout(layers, self.shape, settings, (interval,) * LAYERS, client)
         self.rows = torch.tensor(list(LENGTHS), device=DEVICE)
@@ -125,11 +128,15 @@ class Decoding:
             noise = torch.randn(part.shape, generator=self.random).to(DEVICE, DTYPE)
             part.copy_(part * math.sqrt(1 - drift**2) + drift * noise)
         self.lengths += 1
+        self.load_rows()
+
+    def load_rows(self) -> None:
         count = self.query.shape[1]
         lengths, rows = torch.ones(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
         lengths[:-1], rows[:-1] = self.lengths, self.rows.cpu()
-        self._step_rows = rows.to(DEVICE), lengths.to(DEVICE)
-        self.scout.step.load(self.req_to_token, *self._step_rows, count - 1)
+        of_step = rows.to(DEVICE), lengths.to(DEVICE)
+        self._settled.append(of_step)
+        self.scout.step.load(self.req_to_token, *of_step, count - 1)
 
     def run(self, predicts: bool) -> None:
         """Launch, or record, the layers of a step."""
@@ -180,6 +187,15 @@ class Decoding:
                 held, there = slots[layer][self.rows].cpu(), pool[layer][pages, head]
                 differs = ((held != there).any(dim=-1) & valid).nonzero()
                 assert not len(differs), f"layer {layer}: entry, head, slot, token {differs[:4].tolist()}"
+
+    def check_digests(self, lengths: torch.Tensor) -> None:
+        """Of all blocks with tokens, if rows are that long."""
+        for digests, keys in zip(self.digests, self.keys, strict=True):
+            for pages, length in zip(self.pages, lengths.tolist(), strict=True):
+                for block, page in enumerate(pages[: -(-length // BLOCK_TOKENS)].tolist()):
+                    held = keys[page, :, : length - block * BLOCK_TOKENS]
+                    expected = torch.stack((held.amax(dim=1), held.amin(dim=1)), dim=1)
+                    assert torch.equal(digests[page].cpu(), expected), f"block {block} of a row with {length} tokens"
 
 
 # in the emulation, which is slow, some of all combinations

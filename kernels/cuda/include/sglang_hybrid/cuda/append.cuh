@@ -43,8 +43,11 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
         if (threadIdx.x == 0 && head == 0 && args.refused) atomicAdd(reinterpret_cast<unsigned long long*>(args.refused), 1ull);
         return;
     }
-    uint64_t in_slots;
-    if (args.dense.pages) {
+    uint64_t in_slots = 0;
+    if (!args.keys) {
+        if (threadIdx.x == 0) tail = {-1, false};
+        __syncthreads();
+    } else if (args.dense.pages) {
         // the row is held as a whole: its tail has a page, and earlier tokens are in it
         const int32_t held = args.dense.pages[uint64_t{static_cast<uint32_t>(row)} * args.dense.max_blocks + blocks.tail()];
         const bool has_page = blocks.tail() < args.dense.held[row] && held >= 0 && static_cast<uint32_t>(held) < args.dense.device_pages;
@@ -70,19 +73,22 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
     auto* const pool_keys = chunks_of(args.pool_keys, in_pool_block * block_chunks);
     auto* const pool_values = chunks_of(args.pool_values, in_pool_block * block_chunks);
 
-    // earlier tokens; the pool has them where the slot does not
+    // digests of tails are not looked at while whole rows are held: the block's last token is soon enough
+    const bool digests = !args.keys || !args.dense.pages || token + 1 == block_tokens;
+    const uint32_t earlier = digests ? token : 0;
+    // the pool has them where the slot does not
     const bool from_pool = tail.slot < 0 || tail.is_new;
-    for (uint32_t i = threadIdx.x; i < token * row_chunks; i += digest_threads) {
+    for (uint32_t i = threadIdx.x; i < earlier * row_chunks; i += digest_threads) {
         const uint4 key = (from_pool ? pool_keys : key_slot)[i];
         shared_keys[i] = key;
         if (!from_pool || tail.slot < 0) continue;
         key_slot[i] = key;
         value_slot[i] = pool_values[i];
     }
-    for (uint32_t i = threadIdx.x; i < row_chunks; i += digest_threads) {
-        const uint64_t from = (uint64_t{entry} * heads + head) * row_chunks + i;
-        const uint32_t to = token * row_chunks + i;
-        const uint4 key = static_cast<const uint4*>(args.keys)[from], value = static_cast<const uint4*>(args.values)[from];
+    for (uint32_t i = threadIdx.x; args.keys && i < row_chunks; i += digest_threads) {
+        const uint32_t in_row = head * row_chunks + i, to = token * row_chunks + i;
+        const uint4 key = static_cast<const uint4*>(args.keys)[entry * args.key_stride / 8 + in_row];
+        const uint4 value = static_cast<const uint4*>(args.values)[entry * args.value_stride / 8 + in_row];
         shared_keys[to] = key;
         pool_keys[to] = key;
         pool_values[to] = value;
@@ -90,7 +96,8 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
         key_slot[to] = key;
         value_slot[to] = value;
     }
-    digest_block<Element>(block, token + 1, args.digests, static_cast<uint32_t>(page), head);
+    const uint32_t tokens = args.keys ? token + 1 : token;
+    if (digests && tokens) digest_block<Element>(block, tokens, args.digests, static_cast<uint32_t>(page), head);
 }
 
 }  // namespace sglang_hybrid::cuda

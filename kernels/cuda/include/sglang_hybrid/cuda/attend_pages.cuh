@@ -10,6 +10,8 @@ namespace sglang_hybrid::cuda {
 // The blocks of all (batch entry, KV head) pairs as one long list, of which every CTA gets an equal part.
 class PageShares {
   public:
+    static constexpr uint32_t least_blocks = 4;  // of a warp
+
     // By a whole CTA. ends [active]: blocks of a KV head up to and with this entry. An entry without tokens counts as one
     // block, for the results' sake.
     __device__ PageShares(const sh_attend_pages& args, uint32_t active, uint32_t* ends) : ends_(ends), heads_(args.kv_heads) {
@@ -29,7 +31,8 @@ class PageShares {
         }
         __syncthreads();
         total_ = active ? ends[active - 1] * heads_ : 0;
-        share_ = max(blockDim.x / warp_size, (total_ + gridDim.x - 1) / gridDim.x);
+        // not too little: what CTAs have of a pair has to be merged
+        share_ = max(least_blocks * blockDim.x / warp_size, (total_ + gridDim.x - 1) / gridDim.x);
         active_ = active;
     }
 
@@ -70,9 +73,10 @@ class WarpPages {
   public:
     using Slot = WarpSlots::Slot;
 
-    __device__ WarpPages(const sh_attend_pages& args, const int32_t* pages, uint32_t head, int32_t length, uint32_t first,
-                         uint32_t step, uint32_t end)
-        : args_(args), pages_(pages), length_(length), head_(head), next_(first), step_(step), end_(end) {}
+    // The first `held` blocks of the row have pages. That is looked at last: it comes from memory like the pages.
+    __device__ WarpPages(const sh_attend_pages& args, const int32_t* pages, int32_t held, uint32_t head, int32_t length,
+                         uint32_t first, uint32_t step, uint32_t end)
+        : args_(args), pages_(pages), held_(held), length_(length), head_(head), next_(first), step_(step), end_(end) {}
 
     __device__ Slot take(uint32_t block_bytes) {
         while (next_ < end_) {
@@ -83,8 +87,9 @@ class WarpPages {
             }
             const int32_t page = __shfl_sync(0xFFFFFFFF, page_, lane);
             const int32_t behind = length_ - static_cast<int32_t>(next_ * block_tokens);
+            const bool is_held = static_cast<int32_t>(next_) < held_;
             next_ += step_;
-            if (page < 0 || static_cast<uint32_t>(page) >= args_.table.device_pages || behind <= 0) continue;
+            if (page < 0 || static_cast<uint32_t>(page) >= args_.table.device_pages || behind <= 0 || !is_held) continue;
             const uint64_t at = (uint64_t{static_cast<uint32_t>(page)} * args_.kv_heads + head_) * block_bytes;
             const auto tokens = static_cast<uint32_t>(min(behind, static_cast<int32_t>(block_tokens)));
             return {static_cast<const char*>(args_.keys) + at, static_cast<const char*>(args_.values) + at, tokens};
@@ -95,7 +100,7 @@ class WarpPages {
   private:
     const sh_attend_pages& args_;
     const int32_t* const pages_;
-    const int32_t length_;
+    const int32_t held_, length_;
     const uint32_t head_;
     uint32_t next_, taken_ = 0;
     const uint32_t step_, end_;
@@ -131,8 +136,8 @@ __global__ void __launch_bounds__(attend_warps* warp_size) attend_pages(const __
         const auto* const query = static_cast<const char*>(args.query) + uint64_t{pair} * args.group * kDim * 2;
         attend_list<Element, kDim>(query, args.group, args.scale, shared, at, [&](uint32_t warp, uint32_t of_warps) {
             const int32_t* const pages = args.table.pages + uint64_t{exists ? static_cast<uint32_t>(row) : 0} * args.table.max_blocks;
-            const uint32_t stop = exists ? min(to, static_cast<uint32_t>(max(args.table.held[row], 0))) : 0;
-            return WarpPages(args, pages, part.head, args.step.lengths[part.entry], from + warp, of_warps, stop);
+            const int32_t held = exists ? args.table.held[row] : 0;
+            return WarpPages(args, pages, held, part.head, args.step.lengths[part.entry], from + warp, of_warps, to);
         });
 
         const RoundedResult<Element> result{static_cast<uint32_t*>(args.out) + uint64_t{pair} * args.group * kDim / 2};
@@ -150,7 +155,7 @@ __global__ void __launch_bounds__(attend_warps* warp_size) attend_pages(const __
             if (is_last(args.arrived[pair], ctas)) {
                 merge_ctas<kDim>(args.partial_out, args.partial_lse, args.group, ctas,
                                  [&](uint32_t i) { return place(first + i); },
-                                 reinterpret_cast<float*>(shared + at.tiles), result);
+                                 shared + at.tiles, result);
             }
         }
         number += to - from;

@@ -332,28 +332,45 @@ struct PartialResult {
 };
 
 // By the CTA that is last: the partial results of a pair, place(i) of the i-th of `count`; store(i, row, quad, lse) as in
-// merge_warps. Those of other CTAs are not in this one's L1 cache. Loads do not depend on each other: the latency of one
-// after the other would be most of a small launch.
+// merge_warps. Those of other CTAs are not in this one's L1 cache. Every warp takes every n-th part, so that many loads are
+// under way: the latency of one after the other would be most of a small launch.
 template <int kDim, class Place, class Store>
 __device__ void merge_ctas(const float* partial_out, const float* partial_lse, uint32_t group, uint32_t count, Place place,
-                           float* lses, Store store) {
+                           char* scratch, Store store) {
+    const uint32_t quads = group * kDim / 4, warps = blockDim.x / warp_size, warp = threadIdx.x / warp_size;
+    auto* const sums = reinterpret_cast<float4*>(scratch);                  // [warps][quads]
+    auto* const lses = reinterpret_cast<float*>(sums + warps * quads);      // [count][group]
     for (uint32_t i = threadIdx.x; i < count * group; i += blockDim.x) {
         lses[i] = __ldcg(partial_lse + place(i / group) * group + i % group) * log2_e;
     }
     __syncthreads();
-    for (uint32_t i = threadIdx.x; i < group * kDim / 4; i += blockDim.x) {
-        const uint32_t row = i / (kDim / 4);
+    const auto highest_of = [&](uint32_t row) {
         float highest = lowest_logit;  // finite, so that an empty part has weight 0; its output is 0 too
         for (uint32_t part = 0; part < count; ++part) highest = fmaxf(highest, lses[part * group + row]);
-        float sum = 0;
+        return highest;
+    };
+    for (uint32_t i = threadIdx.x % warp_size; i < quads; i += warp_size) {
+        const uint32_t row = i / (kDim / 4);
+        const float highest = highest_of(row);
         float4 total = make_float4(0, 0, 0, 0);
-#pragma unroll 8
-        for (uint32_t part = 0; part < count; ++part) {
-            const uint64_t at = place(part) * (group * kDim / 4) + i;
-            const float4 one = __ldcg(reinterpret_cast<const float4*>(partial_out) + at);
+#pragma unroll 4
+        for (uint32_t part = warp; part < count; part += warps) {
+            const float4 one = __ldcg(reinterpret_cast<const float4*>(partial_out) + place(part) * quads + i);
             const float weight = exp2f(lses[part * group + row] - highest);
-            sum += weight;
             total.x += weight * one.x, total.y += weight * one.y, total.z += weight * one.z, total.w += weight * one.w;
+        }
+        sums[warp * quads + i] = total;
+    }
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < quads; i += blockDim.x) {
+        const uint32_t row = i / (kDim / 4);
+        const float highest = highest_of(row);
+        float sum = 0;
+        for (uint32_t part = 0; part < count; ++part) sum += exp2f(lses[part * group + row] - highest);
+        float4 total = make_float4(0, 0, 0, 0);
+        for (uint32_t one = 0; one < warps; ++one) {
+            const float4 of_warp = sums[one * quads + i];
+            total.x += of_warp.x, total.y += of_warp.y, total.z += of_warp.z, total.w += of_warp.w;
         }
         const float share = sum > 0 ? 1.0f / sum : 0.0f;
         store(i, row, make_float4(total.x * share, total.y * share, total.z * share, total.w * share),
@@ -488,7 +505,7 @@ __global__ void __launch_bounds__(attend_warps* warp_size)
                 const uint32_t first = shares.first_cta(pair);
                 merge_ctas<kDim>(args.partial_out, args.partial_lse, args.group, ctas,
                                  [&](uint32_t i) { return uint64_t{shares.partial(pair, first + i)}; },
-                                 reinterpret_cast<float*>(shared + at.tiles), PartialResult<kDim>{out, lse});
+                                 shared + at.tiles, PartialResult<kDim>{out, lse});
             }
         }
         slot += to - from;

@@ -60,8 +60,10 @@ struct sh_append {
     sh_slot_table table;   // positions are not looked at where `dense` has pages
     sh_dense_table dense;  // the tail is in a page of its row instead of a slot; no pages: it is not
     sh_step step;
-    const void* keys;    // [batch][KV head][head_dim]
+    const void* keys;    // [batch][KV head][head_dim], entries key_stride values apart; null: only digests of what is there
     const void* values;  // likewise
+    uint64_t key_stride;
+    uint64_t value_stride;
     void* key_slots;     // [row][KV head][slots][32][head_dim]
     void* value_slots;
     void* pool_keys;  // a layer of the pool, as the device sees it: [page][KV head][32][head_dim]
