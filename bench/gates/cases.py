@@ -1,0 +1,40 @@
+"""What all backends are asked: prompts that decode together, and some of them alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+# below a page, at its edges, a tail alone, many pages, longer than a chunk of prefill
+LENGTHS = (10, 31, 32, 33, 64, 97, 150, 333, 700, 1500, 3000, 6000)
+ALONE = (33, 700, 6000)
+
+Cases = dict[str, list[list[int]]]
+
+
+def cases(model: Path, lengths: Sequence[int], alone: Sequence[int]) -> Cases:
+    ids, start, prompts = _ids(model, sum(lengths)), 0, []
+    for length in lengths:
+        prompts.append(ids[start : start + length])
+        start += length
+    of_length = dict(zip(lengths, prompts, strict=True))
+    return {"together": prompts} | {f"alone-{length}": [of_length[length]] for length in alone}
+
+
+def _ids(model: Path, count: int) -> list[int]:
+    """English where there is a tokenizer, otherwise random."""
+    if not (model / "tokenizer_config.json").is_file():
+        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        return random.Random(0).choices(range(vocabulary), k=count)
+    from pydoc_data.topics import topics  # every CPython has it
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    text = "\n\n".join(topics[key] for key in sorted(topics))
+    ids: list[int] = tokenizer(text[: 12 * count])["input_ids"]
+    if len(ids) < count:
+        raise ValueError(f"there is text for {len(ids)} tokens only, not for {count}")
+    return ids[:count]

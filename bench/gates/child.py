@@ -1,0 +1,153 @@
+"""One process of gpu_gates.py: loads the model with one backend, then reads logits of every case and variant.
+
+    python -m gates.child SPEC     what to do, as gates.spec.Spec in JSON
+
+Stock goes first and writes the tokens that all others are fed. The others load meanwhile, wait for that file, and take
+turns: loading takes longest and can be done by all at once, but nobody shares the GPU or the cores while it computes.
+Lines that begin with MARK are for the parent's terminal.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gates.spec import MARK, Spec, write_whole
+
+Case = dict[str, Any]
+
+
+def say(text: str) -> None:
+    print(f"{MARK}{text}", flush=True)
+
+
+def wait_for(path: Path, seconds: float) -> Any:
+    """Another process writes it."""
+    deadline = time.monotonic() + seconds
+    while not path.is_file():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path.name} was not there after {seconds:.0f} s")
+        time.sleep(0.2)
+    return json.loads(path.read_text())
+
+
+def read_case(session: Any, prompts: list[list[int]], steps: int, reference: Case | None) -> Case:
+    """Greedy where there is no reference, otherwise with its tokens."""
+    prefilled = session.prefill(prompts)
+    logits, columns = prefilled.logits, []
+    for position in range(steps):
+        # everything is taken out of the logits at once: a recorded graph writes the next ones to the same place
+        if reference is None:
+            top = logits.topk(2, dim=1)
+            token, second, best = top.indices[:, 0], top.indices[:, 1], top.indices[:, 0]
+        else:
+            token, second = (
+                torch.tensor([row[position] for row in reference[name]], device=logits.device)
+                for name in ("best", "second")
+            )
+            best = logits.argmax(dim=1)
+        ours, theirs = (logits.gather(1, one[:, None])[:, 0] for one in (token, second))
+        logprob = ours - logits.logsumexp(dim=1)
+        columns.append([one.tolist() for one in (best, second, logprob, ours - theirs, ours)])
+        if position + 1 < steps:
+            logits = prefilled.step(token)
+    names = ("best", "second", "logprob", "gap", "logit")
+    return {name: [list(row) for row in zip(*(one[n] for one in columns), strict=True)] for n, name in enumerate(names)}
+
+
+def read_cases(session: Any, spec: Spec, cases: dict[str, Any], reference: dict[str, Case] | None) -> dict[str, Case]:
+    begun, read = time.monotonic(), {}
+    for name, prompts in cases.items():
+        read[name] = read_case(session, prompts, spec.steps, reference and reference[name])
+    say(f"{spec.role}: {len(cases)} cases read in {time.monotonic() - begun:.1f} s")
+    return read
+
+
+def rows_counter(session: Any) -> Callable[[], dict[str, int]]:
+    """Rows of which misses were served so far, by whom."""
+    device = session.runner.attn_backend._device
+    if device is not None:
+        mailbox = device._mailbox
+        return lambda: mailbox.outcomes() if mailbox else {}
+
+    def counted() -> dict[str, int]:
+        from prometheus_client import REGISTRY
+
+        samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
+        return {
+            sample.labels["by"]: int(sample.value)
+            for sample in samples
+            if sample.name == "sglang_hybrid_miss_rows_total"
+        }
+
+    return counted
+
+
+def use_variant(session: Any, settings: list[str]) -> None:
+    from sglang_hybrid.config import load_config
+
+    config = load_config(None, settings)
+    device = session.runner.attn_backend._on_device
+    if config.worker == "none" and device is not None:
+        # settings alone do not take the worker away from a process that began with one; nothing brings it back
+        device._mailbox = None
+    session.use(config)
+    if device is not None:
+        session.runner.init_cuda_graphs()
+
+
+def read_variants(session: Any, spec: Spec, cases: dict[str, Any], reference: dict[str, Case]) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, settings in spec.variants:
+        begun = time.monotonic()
+        try:
+            use_variant(session, settings)
+            say(f"{name}: ready after {time.monotonic() - begun:.1f} s")
+            counter = rows_counter(session)
+            before = counter()
+            results[name] = {"cases": read_cases(session, spec, cases, reference)}
+            after = counter()
+            rows = {key: value - before.get(key, 0) for key, value in after.items()}
+            results[name]["rows"] = {key: value for key, value in rows.items() if value}
+            if device := session.runner.attn_backend._device:
+                results[name]["refused"] = int(device.scout.refused)
+        except Exception as error:  # the next variant may work
+            say(f"{name} failed: {type(error).__name__}: {str(error)[:300]}")
+            results[name] = {"error": f"{type(error).__name__}: {str(error)[:1000]}"}
+            if spec.device == "cuda":
+                torch.cuda.synchronize()  # raises where the device is lost, which ends this process
+    return results
+
+
+def main() -> None:
+    spec = Spec(**json.loads(Path(sys.argv[1]).read_text()))
+    begun = time.monotonic()
+    from sglang_hybrid.integration import loading
+
+    if spec.role != "hybrid" and spec.device == "cuda":
+        loading.load_plugin = lambda: None  # stock is stock. Without a GPU it needs ours for its page allocator
+    from sglang_hybrid.integration.model_session import ModelSession
+
+    session = ModelSession(spec.flags)
+    say(f"{spec.role}: model loaded after {time.monotonic() - begun:.0f} s")
+    cases = json.loads(Path(spec.cases).read_text())
+    reference = None if spec.role == "stock" else wait_for(Path(spec.reference), spec.timeout)["stock"]["cases"]
+    with Path(spec.turn).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        if spec.role == "hybrid":
+            assert reference is not None
+            found = read_variants(session, spec, cases, reference)
+        else:
+            found = {spec.role: {"cases": read_cases(session, spec, cases, reference)}}
+        write_whole(Path(spec.out), found | {"layers": session.model_config.num_hidden_layers})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+#!/usr/bin/env python3
+"""Gates 1 and 2 in one go: logits of the hybrid backend beside those of stock SGLang, in few processes, no server.
+
+    python bench/gpu_gates.py --model DIR [--dtype float16] --out FILE
+    python bench/gpu_gates.py --random-qwen3 --out FILE           a small random Qwen3: head_dim 128, query-key norms
+    python bench/gpu_gates.py --model DIR --device cpu --lengths 10,33,150 --steps 6 --out FILE
+
+One process for each of: stock (FlashInfer), a control (Triton, another stock kernel), hybrid. Stock decodes greedily;
+all others are fed its tokens, so that logits can be compared at every step. The log probability of stock's token may
+differ by 1.5 times what control differs by, and another arg max must be a near tie by the same measure
+(gates.comparing).
+
+    gate1-budget      the budget is above the context: everything is resident
+    gate2-worker      everything but sink and tail is computed by the CPU worker, with real queries; by nobody else
+    gate2-gather      the same, but the best 16 misses of a list are copied to the GPU (cpu_share=0)
+    too-small         a budget of 128 tokens: must differ by more than rounding, or the comparison sees nothing
+    gate2-no-worker   gate2-gather without a worker: the rest is read from host memory by the GPU
+
+Without a GPU stock is torch_native, there is no control, and TOLERANCE takes its place. Exit status 1: a gate is red.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from gates.cases import ALONE, LENGTHS, cases
+from gates.comparing import Comparison, Reading, compare, judge, rows_with_misses, served_by_worker
+from gates.spec import MARK, Spec, write_whole
+from gates.variants import ALL_ON_WORKER, MUST_DIFFER, ON_CPU, START, VARIANTS
+from record import write_result
+from side_by_side.telling import log_tail, say
+
+from sglang_hybrid.disaggregation.processes import Member, end_all
+from sglang_hybrid.origin import ROOT
+
+NAME = "gpu-gates"
+BENCH = Path(__file__).resolve().parent
+
+
+def free_port() -> int:
+    """SGLang looks for one itself, but processes that look at the same time may find the same."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Run:
+    """The processes of one model and dtype, and what they read."""
+
+    def __init__(self, args: argparse.Namespace, workspace: Path, model: Path) -> None:
+        self._args, self._workspace, self._model = args, workspace, model
+        self._shown: dict[str, int] = {}  # lines of each log that were passed on
+        self.failures: dict[str, str] = {}
+
+    def _flags(self, role: str) -> list[str]:
+        args = self._args
+        backend = {"stock": args.stock, "control": args.control, "hybrid": "hybrid"}[role]
+        rows = max(16, len(args.lengths))
+        flags = [
+            "--model-path", str(self._model), "--attention-backend", backend, "--device", args.device,
+            "--dtype", args.dtype, "--skip-tokenizer-init", "--random-seed", "1", "--log-level", "warning",
+            "--max-running-requests", str(rows), "--sampling-backend", "pytorch", "--nccl-port", str(free_port()),
+        ]  # fmt: skip
+        tokens = sum(args.lengths) + rows * (args.steps + 64)
+        if role == "hybrid":
+            settings = (*START, f"host_memory={args.host_memory}")
+            flags += [word for setting in settings for word in ("--hybrid", setting)]
+        else:
+            flags += ["--max-total-tokens", str(tokens + 4096), "--page-size", "1"]
+        if args.device == "cuda":
+            # a batch that is padded, and one row alone; processes that load at the same time leave each other room
+            flags += ["--cuda-graph-bs-decode", "1", str(rows), "--cuda-graph-backend-prefill", "disabled"]
+            flags += ["--mem-fraction-static", "0.4"]
+        return [*flags, *args.flag]
+
+    def _spec(self, role: str) -> Spec:
+        args, folder = self._args, self._workspace
+        return Spec(
+            role=role, device=args.device, flags=self._flags(role),
+            variants=[(name, list(VARIANTS[name])) for name in args.variants], steps=args.steps,
+            cases=str(folder / "cases.json"), reference=str(folder / "stock.json"),
+            out=str(folder / f"{role}.json"), turn=str(args.turn or folder / "turn"), timeout=args.timeout,
+        )  # fmt: skip
+
+    def _start(self, role: str) -> Member:
+        spec = self._workspace / f"{role}.spec.json"
+        spec.write_text(json.dumps(asdict(self._spec(role))))
+        path = os.pathsep.join(filter(None, (str(BENCH), str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        if role != "hybrid" and self._args.device == "cuda":
+            environment["SGLANG_PLUGINS"] = "none"
+        return Member(
+            role, [sys.executable, "-m", "gates.child", str(spec)], self._workspace / f"{role}.log", environment
+        )
+
+    def run(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """What each of them wrote, by role or variant."""
+        write_whole(self._workspace / "cases.json", asked)
+        roles = ["stock", *(["control"] if self._args.control else []), "hybrid"]
+        groups = [[role] for role in roles] if self._args.one_by_one else [roles]
+        for group in groups:
+            members = [self._start(role) for role in group]
+            try:
+                self._watch(members)
+            finally:
+                end_all(members)
+        found: dict[str, Any] = {}
+        for role in roles:
+            with contextlib.suppress(FileNotFoundError):
+                found |= json.loads((self._workspace / f"{role}.json").read_text())
+        return found
+
+    def _watch(self, members: list[Member]) -> None:
+        deadline, left = time.monotonic() + self._args.timeout, list(members)
+        while left:
+            for member in list(left):
+                status = member.process.poll()
+                self._pass_on(member)
+                if status is None and time.monotonic() < deadline:
+                    continue
+                left.remove(member)
+                if status != 0:
+                    self._failed(member, "timed out" if status is None else f"ended with status {status}")
+                    if member.name == "stock":
+                        return  # nobody can be compared with anything
+            time.sleep(0.3)  # no event to wait for: other programs work
+
+    def _pass_on(self, member: Member) -> None:
+        lines = [line for line in member.log.read_text(errors="replace").splitlines() if line.startswith(MARK)]
+        for line in lines[self._shown.get(member.name, 0) :]:
+            say(line.removeprefix(MARK))
+        self._shown[member.name] = len(lines)
+
+    def _failed(self, member: Member, why: str) -> None:
+        self.failures[member.name] = why
+        say(f"{member.name} {why}")
+        print("\n".join(log_tail(member.log)), flush=True)
+
+
+def readings(read: dict[str, Any]) -> list[Reading]:
+    return [Reading(name, one["best"], one["logprob"], one["gap"]) for name, one in read["cases"].items()]
+
+
+def judged(found: dict[str, Any], asked: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The result, without where it comes from."""
+    if "stock" not in found:
+        return {"passed": False, "error": "stock read nothing"}
+    stock = readings(found["stock"])
+    highest = max(abs(logit) for one in found["stock"]["cases"].values() for row in one["logit"] for logit in row)
+    control: Comparison | None = compare(stock, readings(found["control"])) if "control" in found else None
+    variants: dict[str, Any] = {}
+    for name in args.variants:
+        read = found.get(name, {"error": "read nothing"})
+        if "error" in read:
+            variants[name] = {"passed": False, "error": read["error"]}
+            continue
+        comparison = compare(stock, readings(read))
+        shown = judge(comparison, control, args.dtype, highest) | comparison.summary()
+        shown |= {key: read[key] for key in ("rows", "refused") if key in read}
+        if name == MUST_DIFFER:
+            shown["passed"] = not shown["passed"]
+        if name == ALL_ON_WORKER:
+            lengths = [len(prompt) for prompts in asked.values() for prompt in prompts]
+            arithmetic = rows_with_misses(lengths, args.steps - 1, found["layers"])
+            shown["worker"] = served_by_worker(read["rows"], arithmetic if args.device == "cuda" else None)
+            shown["passed"] = shown["passed"] and shown["worker"]["passed"]
+        variants[name] = shown
+    return {
+        # a control that was asked for and failed leaves nothing to measure rounding by
+        "passed": all(one["passed"] for one in variants.values()) and bool(control) == bool(args.control),
+        "highest_stock_logit": round(highest, 3),
+        "control": control.summary() if control else None,
+        "variants": variants,
+    }
+
+
+def tell(result: dict[str, Any]) -> None:
+    keys = ("positions", "equal_best_share", "worst_logprob", "mean_logprob", "worst_gap_change", "flips")
+    if result.get("control"):
+        print("control          ", {key: result["control"][key] for key in keys})
+    for name, one in result.get("variants", {}).items():
+        shown = {key: one[key] for key in (*keys, "allowed_logprob", "near_tie_below", "worker") if key in one}
+        print(f"{name:17}", "green" if one["passed"] else "RED", one.get("error", shown))
+    print("all green" if result["passed"] else f"RED: {result.get('error', 'see above')}", flush=True)
+
+
+def parsed(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="directory of a Hugging Face model")
+    parser.add_argument("--random-qwen3", action="store_true", help="make a small random Qwen3 and take that")
+    parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
+    parser.add_argument("--dtype", default="", help="float16 (default), bfloat16; float32 (default) on a CPU")
+    parser.add_argument("--stock", default="", help="backend to compare with (flashinfer; torch_native on a CPU)")
+    parser.add_argument("--control", default="", help="another stock backend (triton; none on a CPU); none: without")
+    parser.add_argument("--variants", default="", help=f"of {', '.join(VARIANTS)} (default: all that there are)")
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="of the prompts that decode together")
+    parser.add_argument("--alone", default="", help="which of them also decode alone (default: 33,700,6000)")
+    parser.add_argument("--steps", type=int, default=40, help="greedy tokens behind each prompt (default 40)")
+    parser.add_argument("--host-memory", default="4GiB", help="of hybrid's pool (default 4GiB)")
+    parser.add_argument("--one-by-one", action="store_true", help="start processes after each other, for small hosts")
+    parser.add_argument("--timeout", type=float, default=420, help="seconds for processes that run together")
+    parser.add_argument("--flag", action="append", default=[], help="flag of all processes, as --flag=--log-level=info")
+    parser.add_argument("--turn", type=Path, help="file of several runs that start together and compute in turns")
+    parser.add_argument("--logs", type=Path, help="where logs and readings stay; default: nowhere")
+    parser.add_argument("--out", type=Path, help=f"default: bench/results/{NAME}.json")
+    args = parser.parse_args(argv)
+    if bool(args.model) == args.random_qwen3:
+        parser.error("give either --model or --random-qwen3")
+    on_cpu = args.device == "cpu"
+    args.dtype = args.dtype or ("float32" if on_cpu else "float16")
+    args.stock = args.stock or ("torch_native" if on_cpu else "flashinfer")
+    args.control = args.control or ("none" if on_cpu else "triton")
+    args.control = None if args.control == "none" else args.control
+    args.variants = args.variants.split(",") if args.variants else [*(ON_CPU if on_cpu else VARIANTS)]
+    if unknown := set(args.variants) - set(VARIANTS):
+        parser.error(f"unknown variants: {', '.join(sorted(unknown))}")
+    # without a worker comes last: nothing brings it back
+    args.variants = [name for name in VARIANTS if name in args.variants]
+    args.lengths = [int(one) for one in args.lengths.split(",")]
+    args.alone = [int(one) for one in args.alone.split(",")] if args.alone else [n for n in ALONE if n in args.lengths]
+    if strange := set(args.alone) - set(args.lengths):
+        parser.error(f"--alone has lengths that --lengths has not: {strange}")
+    return args
+
+
+def main() -> None:
+    args = parsed()
+    with contextlib.ExitStack() as stack:
+        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        workspace = args.logs or temporary
+        workspace.mkdir(parents=True, exist_ok=True)
+        for old in workspace.glob("*.json"):
+            old.unlink()  # children would take them for new ones
+        model = args.model
+        if args.random_qwen3:
+            from gates.random_qwen3 import write_random_qwen3
+
+            model = write_random_qwen3(temporary / "random-qwen3")
+        asked = cases(model, args.lengths, args.alone)
+        say(f"{model.name}, {args.dtype}: {len(asked)} cases of {args.steps} tokens; processes start")
+        run = Run(args, workspace, model)
+        result = judged(run.run(asked), asked, args)
+    result["passed"] = result["passed"] and not run.failures
+    shown = {
+        "model": model.name, "dtype": args.dtype, "device": args.device, "stock": args.stock,
+        "control_backend": args.control, "lengths": args.lengths, "alone": args.alone, "steps": args.steps,
+        "failures": run.failures, **result,
+    }  # fmt: skip
+    path = write_result(NAME, shown, args.out)
+    tell(result)
+    say(f"written to {path}")
+    sys.exit(not result["passed"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""What a benchmark says while it runs: short lines with the time, and the end of a log when something failed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+_BEGUN = time.monotonic()
+_LINES, _WIDTH = 25, 400
+
+
+def say(text: str) -> None:
+    print(f"[{time.monotonic() - _BEGUN:6.1f} s] {text}", flush=True)
+
+
+def log_tail(log: Path, lines: int = _LINES) -> list[str]:
+    """Without SGLang's line of all its settings, which is longer than all others together."""
+    if not log.is_file():
+        return []
+    kept = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and "ServerArgs(" not in line]
+    return [line[:_WIDTH] for line in kept[-lines:]]
