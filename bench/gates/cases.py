@@ -15,7 +15,7 @@ Cases = dict[str, list[list[int]]]
 
 
 def cases(model: Path, lengths: Sequence[int], alone: Sequence[int]) -> Cases:
-    ids, start, prompts = _ids(model, sum(lengths)), 0, []
+    ids, start, prompts = token_ids(model, sum(lengths)), 0, []
     for length in lengths:
         prompts.append(ids[start : start + length])
         start += length
@@ -23,7 +23,7 @@ def cases(model: Path, lengths: Sequence[int], alone: Sequence[int]) -> Cases:
     return {"together": prompts} | {f"alone-{length}": [of_length[length]] for length in alone}
 
 
-def _ids(model: Path, count: int) -> list[int]:
+def token_ids(model: Path, count: int) -> list[int]:
     """English where there is a tokenizer, otherwise random."""
     if not (model / "tokenizer_config.json").is_file():
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]

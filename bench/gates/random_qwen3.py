@@ -22,7 +22,7 @@ def write_random_qwen3(target: Path, seed: int = 0, shape: Shape = SHAPE) -> Pat
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(outputs: int, inputs: int, gain: float = 1.0) -> torch.Tensor:
-        return torch.randn(outputs, inputs, generator=generator) * (gain * inputs**-0.5)
+        return torch.randn(outputs, inputs, generator=generator).mul_(gain * inputs**-0.5)
 
     def norm(size: int, gain: float = 1.0) -> torch.Tensor:
         return gain * (0.5 + torch.rand(size, generator=generator))

@@ -6,39 +6,61 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
 
 from side_by_side.statistics import Arrivals
 
-_TIMEOUT = aiohttp.ClientTimeout(total=1800)
-Beside = Callable[[aiohttp.ClientSession], Awaitable[None]]  # runs once all rows have their first token
+Beside = Callable[[aiohttp.ClientSession], Awaitable[None]]  # runs once all rows have their first tokens
+_NOTHING: Mapping[str, Any] = {}
 
 
 class LoadError(RuntimeError):
     """A request failed; the message has the server's words."""
 
 
-def send_together(url: str, prompts: list[list[int]], new_tokens: int, beside: Beside | None = None) -> list[Arrivals]:
-    """Greedy answers of exactly ``new_tokens`` tokens to all prompts, at the same time."""
-    return asyncio.run(_send_together(url, prompts, new_tokens, beside))
+def send_together(
+    url: str,
+    prompts: list[list[int]],
+    new_tokens: int,
+    beside: Beside | None = None,
+    *,
+    beside_after: int = 1,
+    seconds: float = 1800,
+    more: Mapping[str, Any] = _NOTHING,
+) -> list[Arrivals]:
+    """Greedy answers of exactly ``new_tokens`` tokens to all prompts, at the same time.
+
+    ``beside_after``: tokens that every row has when ``beside`` runs. ``seconds``: for all of it. ``more``: further
+    fields of every request.
+    """
+    return asyncio.run(_send_together(url, prompts, new_tokens, beside, beside_after, seconds, more))
 
 
-async def _send_together(url: str, prompts: list[list[int]], new_tokens: int, beside: Beside | None) -> list[Arrivals]:
+async def _send_together(
+    url: str,
+    prompts: list[list[int]],
+    new_tokens: int,
+    beside: Beside | None,
+    beside_after: int,
+    seconds: float,
+    more: Mapping[str, Any],
+) -> list[Arrivals]:
     rows = [Arrivals() for _ in prompts]
     waiting = set(range(len(rows)))
     all_began = asyncio.Event()
 
     async def one(index: int) -> None:
         row = rows[index]
-        async for tokens, ids in _stream(session, url, prompts[index], new_tokens):
+        async for tokens, ids in _stream(session, url, prompts[index], new_tokens, more):
             row.times.append(time.monotonic())
             row.tokens.append(tokens)
             # SGLang sends all ids so far, or with another setting the new ones
             row.ids = ids if len(ids) == tokens else row.ids + ids
-            waiting.discard(index)
+            if tokens >= beside_after:
+                waiting.discard(index)
             if not waiting:
                 all_began.set()
 
@@ -46,7 +68,8 @@ async def _send_together(url: str, prompts: list[list[int]], new_tokens: int, be
         await all_began.wait()
         await action(session)
 
-    async with aiohttp.ClientSession(timeout=_TIMEOUT, connector=aiohttp.TCPConnector(limit=0)) as session:
+    timeout = aiohttp.ClientTimeout(total=seconds)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         begin = time.monotonic()
         for row in rows:
             row.sent = begin
@@ -63,12 +86,15 @@ async def _send_together(url: str, prompts: list[list[int]], new_tokens: int, be
     return rows
 
 
-async def _stream(session: aiohttp.ClientSession, url: str, ids: list[int], new_tokens: int) -> Any:
+async def _stream(
+    session: aiohttp.ClientSession, url: str, ids: list[int], new_tokens: int, more: Mapping[str, Any]
+) -> Any:
     """The number of tokens so far and ids, whenever there are more."""
     body = {
         "input_ids": ids,
         "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
         "stream": True,
+        **more,
     }
     had = 0
     async with session.post(f"{url}/generate", json=body) as reply:

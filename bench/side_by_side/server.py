@@ -24,7 +24,14 @@ STREAM_INTERVAL = 8  # tokens a message: a message for every token of 64 rows ke
 class Server:
     """Use as a context: healthy inside, gone with everything it started afterwards."""
 
-    def __init__(self, configuration: Configuration, flags: Sequence[str], log: Path, trace_directory: Path) -> None:
+    def __init__(
+        self,
+        configuration: Configuration,
+        flags: Sequence[str],
+        log: Path,
+        trace_directory: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
@@ -35,7 +42,7 @@ class Server:
             sys.executable, "-m", "sglang.launch_server", "--attention-backend", configuration.backend, *settings,
             "--port", str(port), *flags,
         ]  # fmt: skip
-        self._environment: dict[str, str] = {"HF_HUB_OFFLINE": "1"}
+        self._environment: dict[str, str] = {"HF_HUB_OFFLINE": "1"} | dict(environment or {})
         if not configuration.is_hybrid:
             self._environment["SGLANG_PLUGINS"] = "none"  # stock is stock: no plugin is loaded
         self._name = configuration.name
@@ -56,6 +63,10 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         end_all([self._member])
+
+    @property
+    def pid(self) -> int:
+        return self._member.process.pid
 
     def check(self) -> None:
         self._member.check()

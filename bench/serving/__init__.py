@@ -1,0 +1,1 @@
+"""What bench/gpu_serving.py does to one running server."""

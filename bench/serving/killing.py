@@ -1,0 +1,138 @@
+"""The CPU worker killed under load: what it costs, and whether the answers are those of undisturbed runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import psutil
+from side_by_side import metrics
+from side_by_side.load import send_together
+from side_by_side.server import Server
+from side_by_side.statistics import Arrivals
+from side_by_side.telling import say
+
+_BY = re.compile(r'^sglang_hybrid_miss_rows_total\{.*\bby="([^"]+)"')
+
+
+def worker_of(pid: int) -> psutil.Process | None:
+    """The CPU worker below a server's process, if there is one now."""
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "cpu_worker" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                    return process
+    return None
+
+
+def first_differences(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> list[int | None]:
+    """Of each answer, where two runs differ first. None: nowhere."""
+    found: list[int | None] = []
+    for a, b in zip(one, other, strict=True):
+        shared = min(len(a), len(b))
+        different = next((n for n in range(shared) if a[n] != b[n]), shared)
+        found.append(None if different == len(a) == len(b) else different)
+    return found
+
+
+def decode_rate(rows: Sequence[Arrivals]) -> float | None:
+    """Tokens a second while all rows decode."""
+    begin, end = max(row.times[0] for row in rows), min(row.times[-1] for row in rows)
+    if end <= begin:
+        return None
+    return round(sum(row.at(end) - row.at(begin) for row in rows) / (end - begin), 1)
+
+
+def longest_pause(rows: Sequence[Arrivals], since: float = 0.0) -> float:
+    """Between two messages of one answer."""
+    gaps = [b - a for row in rows for a, b in zip(row.times, row.times[1:], strict=False) if b >= since]
+    return round(max(gaps, default=0.0), 3)
+
+
+def served(counted: dict[str, float]) -> dict[str, int]:
+    """Rows whose misses were served, by whom."""
+    found: dict[str, int] = {}
+    for name, value in counted.items():
+        if (match := _BY.match(name)) and value:
+            found[match[1]] = found.get(match[1], 0) + int(value)
+    return found
+
+
+class Load:
+    """The same requests, again and again."""
+
+    def __init__(self, server: Server, prompts: list[list[int]], new_tokens: int, seconds: float) -> None:
+        self._server, self._prompts, self._new, self._seconds = server, prompts, new_tokens, seconds
+
+    def prime(self) -> None:
+        """Into the radix cache: from then on every run computes its prompts in the same way."""
+        for prompt in self._prompts:
+            send_together(self._server.url, [prompt], 1, seconds=self._seconds)
+
+    def run(self, name: str, kill_after: int = 0) -> tuple[list[list[int]], dict[str, Any]]:
+        """Answers, and figures. ``kill_after``: tokens that every answer has when the worker is killed."""
+        before, when, replaced = self._server.metrics(), 0.0, None
+
+        async def kill(_session: aiohttp.ClientSession) -> None:
+            nonlocal when, replaced
+            if (worker := worker_of(self._server.pid)) is None:
+                raise RuntimeError("there is no worker to kill")
+            when = time.monotonic()
+            os.kill(worker.pid, signal.SIGKILL)
+            replaced = await self._seconds_until_replaced(worker.pid)
+
+        rows = send_together(
+            self._server.url, self._prompts, self._new, kill if kill_after else None,
+            beside_after=max(1, kill_after), seconds=self._seconds,
+        )  # fmt: skip
+        time.sleep(1.0)  # a GPU server tells its metrics some steps later
+        counted = metrics.during(before, self._server.metrics())
+        figures: dict[str, Any] = {
+            "finished": sum(len(row.ids) == self._new for row in rows),
+            "tokens_per_s": decode_rate(rows),
+            "longest_pause_s": longest_pause(rows),
+            "miss_rows_by": served(counted),
+            "metrics": counted,
+        }
+        if when:
+            figures["killed_after_s"] = round(when - rows[0].sent, 2)
+            figures["longest_pause_after_kill_s"] = longest_pause(rows, when)
+            figures["new_worker_after_s"] = replaced
+        say(f"{name}: {figures['finished']} of {len(rows)} finished, {figures['tokens_per_s']} tokens/s")
+        return [row.ids for row in rows], figures
+
+    async def _seconds_until_replaced(self, killed: int, seconds: float = 30) -> float | None:
+        """By the server's log; None: no other worker served."""
+        begun = time.monotonic()
+        while time.monotonic() < begun + seconds:
+            worker, log = worker_of(self._server.pid), self._server.log.read_text(errors="replace")
+            if worker and worker.pid != killed and f"CPU worker {worker.pid} serves" in log:
+                return round(time.monotonic() - begun, 1)
+            await asyncio.sleep(0.1)  # no event to wait for: another program starts
+        return None
+
+
+def kill_worker_under_load(load: Load, new_tokens: int) -> dict[str, Any]:
+    """Two undisturbed runs, of which the second is the control, and one with a kill after a third of the tokens."""
+    load.prime()
+    found: dict[str, Any] = {}
+    said: dict[str, list[list[int]]] = {}
+    for name, kill_after in (("undisturbed", 0), ("control", 0), ("killed", max(1, new_tokens // 3))):
+        said[name], found[name] = load.run(name, kill_after)
+    for name in ("control", "killed"):
+        differences = first_differences(said["undisturbed"], said[name])
+        found[name]["equal_answers"] = differences.count(None)
+        found[name]["first_differences"] = differences
+    killed = found["killed"]
+    rows = len(said["killed"])
+    everybody = all(found[name]["finished"] == rows for name in said)
+    found["passed"] = everybody and killed["new_worker_after_s"] is not None
+    found["texts_as_equal_as_control"] = killed["equal_answers"] >= found["control"]["equal_answers"]
+    return found

@@ -1,0 +1,82 @@
+"""What a server holds while something is done to it: GPU memory by nvidia-smi, host pages by its own report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+from sglang_hybrid.disaggregation.processes import get
+
+
+def gpu_mib() -> int | None:
+    """Used on the first GPU, by everybody. None where there is none."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return int(done.stdout.split()[0])
+    return None
+
+
+def held(url: str) -> dict[str, int]:
+    """Tokens of the pool that are not free, and requests, as SGLang reports them."""
+    load = json.loads(get(f"{url}/v1/loads") or b'{"loads": [{}]}')["loads"][0]
+    names = {"tokens": "num_used_tokens", "running": "num_running_reqs", "pool_tokens": "max_total_num_tokens"}
+    return {name: int(load[key]) for name, key in names.items() if key in load}
+
+
+def wait_until_idle(url: str, seconds: float = 60) -> dict[str, int]:
+    """What is held once nothing runs. Raises TimeoutError."""
+    deadline = time.monotonic() + seconds
+    while (now := held(url)).get("running") != 0:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"requests still run after {seconds:.0f} s: {now}")
+        time.sleep(0.2)  # nothing tells a client that the scheduler is idle
+    return now
+
+
+class Watch:
+    """Looks once a second while it is open. Use as a context."""
+
+    def __init__(self, url: str, interval: float = 1.0) -> None:
+        self._url, self._interval = url, interval
+        self._over = threading.Event()
+        self._samples: list[dict[str, Any]] = []
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def _look(self) -> None:
+        while True:
+            self.sample()
+            if self._over.wait(self._interval):
+                return
+
+    def sample(self) -> None:
+        found: dict[str, Any] = {}
+        with contextlib.suppress(ValueError, KeyError, OSError):
+            found = held(self._url)
+        self._samples.append({"gpu_mib": gpu_mib(), **found})
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join(30)
+
+    def summary(self) -> dict[str, Any]:
+        """The least and the most of everything."""
+        found: dict[str, Any] = {"samples": len(self._samples)}
+        for name in ("gpu_mib", "tokens", "running"):
+            values = [sample[name] for sample in self._samples if sample.get(name) is not None]
+            found[name] = {"least": min(values), "most": max(values)} if values else None
+        return found

@@ -1,0 +1,74 @@
+"""bench/gpu_serving.py without a server: how runs are compared, what a log and memory samples say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gpu_serving
+import pytest
+from serving.alone import memory_verdict
+from serving.killing import decode_rate, first_differences, longest_pause, served
+from serving.tokenizer import tokenizer_of
+from side_by_side.statistics import Arrivals
+
+
+def test_first_differences_are_found_for_each_answer() -> None:
+    assert first_differences([[1, 2, 3], [1, 2], [5]], [[1, 2, 3], [1, 7], [5]]) == [None, 1, None]
+    assert first_differences([[1, 2]], [[1, 2, 3]]) == [2]  # one is shorter
+
+
+def test_the_rate_counts_the_time_in_which_all_rows_decode() -> None:
+    rows = [Arrivals(times=[0.0, 10.0], tokens=[1, 101]), Arrivals(times=[5.0, 12.0], tokens=[1, 71])]
+    assert decode_rate(rows) == pytest.approx((50 + 50) / 5)
+    apart = [Arrivals(times=[0.0, 1.0], tokens=[1, 2]), Arrivals(times=[2.0, 3.0], tokens=[1, 2])]
+    assert decode_rate(apart) is None
+
+
+def test_pauses_can_be_counted_from_some_moment_on() -> None:
+    rows = [Arrivals(times=[0.0, 3.0, 3.5], tokens=[1, 2, 3])]
+    assert (longest_pause(rows), longest_pause(rows, since=3.2), longest_pause([Arrivals()])) == (3.0, 0.5, 0.0)
+
+
+def test_rows_are_counted_by_who_served_their_misses() -> None:
+    counted = {
+        'sglang_hybrid_miss_rows_total{by="worker",rank="0"}': 40.0,
+        'sglang_hybrid_miss_rows_total{by="worker",rank="1"}': 2.0,
+        'sglang_hybrid_miss_rows_total{by="device-late",rank="0"}': 0.0,
+        "sglang_hybrid_worker_up": 1.0,
+    }
+    assert served(counted) == {"worker": 42}
+
+
+def point(gpu: int | None, tokens: int) -> dict[str, Any]:
+    return {"held": {"gpu_mib": gpu and {"least": gpu, "most": gpu}, "tokens": {"least": 0, "most": tokens}}}
+
+
+def test_gpu_memory_is_flat_while_host_pages_grow() -> None:
+    verdict = memory_verdict([point(9000, 100), point(9100, 800), {"error": "no room"}])
+    assert (verdict["gpu_stays_flat"], verdict["gpu_grew_by_mib"], verdict["host_pages_grow"]) == (True, 100, True)
+    assert memory_verdict([point(9000, 100), point(12000, 800)])["gpu_stays_flat"] is False
+    without = memory_verdict([point(None, 100), point(None, 100)])
+    assert (without["gpu_stays_flat"], without["host_pages_grow"]) == (None, False)
+
+
+def test_a_log_is_searched_for_leaks_and_retractions(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "server_args=ServerArgs(leak=1)\nCPU worker 12 serves\nRetract requests. #1\nmemory leak detected!\n"
+    )
+    found = gpu_serving.read_log(log)
+    assert (found["leaks"], found["retractions"]) == (["memory leak detected!"], 1)
+    assert found["of_the_worker"] == ["CPU worker 12 serves"]
+    assert gpu_serving.read_log(tmp_path / "none")["leaks"]
+
+
+def test_a_model_without_a_tokenizer_gets_one_word_for_every_token(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50}))
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of(tmp_path, tmp_path), local_files_only=True)
+    assert tokenizer.vocab_size == 50
+    ids = [0, 49, 7, 7]
+    assert tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) == ids
