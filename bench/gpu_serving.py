@@ -118,7 +118,7 @@ class Session:
         def benchmark() -> dict[str, Any]:
             assert self._benchmark is not None
             done = self._benchmark.run(args.timeout)
-            return {"passed": done["errors"] == 0, **done}
+            return {"passed": done["answered"] == done["completed"] == done["asked"], **done}
 
         def kill() -> dict[str, Any]:
             load = Load(server, self._kill_prompts(), args.kill_output, args.timeout)
@@ -278,7 +278,16 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
 def tell(result: dict[str, Any]) -> None:
     parts = result["parts"]
     if "completed" in (one := parts.get("benchmark", {})):
-        keys = ("asked", "completed", "output_throughput", "median_ttft_ms", "median_itl_ms", "p99_itl_ms", "left")
+        keys = (
+            "asked",
+            "completed",
+            "answered",
+            "output_throughput",
+            "median_ttft_ms",
+            "median_itl_ms",
+            "p99_itl_ms",
+            "left",
+        )
         print("benchmark", {key: one.get(key) for key in keys})
     for name in ("undisturbed", "control", "killed"):
         if name in (one := parts.get("kill", {})):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -103,7 +104,14 @@ def use_variant(session: Any, settings: list[str]) -> None:
         session.runner.init_cuda_graphs()
 
 
-def read_variants(session: Any, spec: Spec, cases: dict[str, Any], reference: dict[str, Case]) -> dict[str, Any]:
+def read_variants(
+    session: Any,
+    spec: Spec,
+    cases: dict[str, Any],
+    reference: dict[str, Case],
+    write: Callable[[dict[str, Any]], None],
+) -> None:
+    """Writes what there is after every variant: the next one may take the process with it."""
     results: dict[str, Any] = {}
     for name, settings in spec.variants:
         begun = time.monotonic()
@@ -123,7 +131,8 @@ def read_variants(session: Any, spec: Spec, cases: dict[str, Any], reference: di
             results[name] = {"error": f"{type(error).__name__}: {str(error)[:1000]}"}
             if spec.device == "cuda":
                 torch.cuda.synchronize()  # raises where the device is lost, which ends this process
-    return results
+        finally:
+            write(results)
 
 
 def main() -> None:
@@ -139,14 +148,20 @@ def main() -> None:
     say(f"{spec.role}: model loaded after {time.monotonic() - begun:.0f} s")
     cases = json.loads(Path(spec.cases).read_text())
     reference = None if spec.role == "stock" else wait_for(Path(spec.reference), spec.timeout)["stock"]["cases"]
+
+    def write(found: dict[str, Any]) -> None:
+        write_whole(Path(spec.out), found | {"layers": session.model_config.num_hidden_layers})
+
     with Path(spec.turn).open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         if spec.role == "hybrid":
             assert reference is not None
-            found = read_variants(session, spec, cases, reference)
+            read_variants(session, spec, cases, reference, write)
         else:
-            found = {spec.role: {"cases": read_cases(session, spec, cases, reference)}}
-        write_whole(Path(spec.out), found | {"layers": session.model_config.num_hidden_layers})
+            write({spec.role: {"cases": read_cases(session, spec, cases, reference)}})
+    # everything is written: no need to take a model and a GPU's state apart, which takes seconds and may fail
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
 _BEGUN = time.monotonic()
 _LINES, _WIDTH = 25, 400
+_DULL = re.compile(r'ServerArgs\(|HTTP/1\.1" 200 OK')
 
 
 def say(text: str) -> None:
@@ -14,8 +16,8 @@ def say(text: str) -> None:
 
 
 def log_tail(log: Path, lines: int = _LINES) -> list[str]:
-    """Without SGLang's line of all its settings, which is longer than all others together."""
+    """Without requests that went well and SGLang's line of all its settings, longer than all others together."""
     if not log.is_file():
         return []
-    kept = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and "ServerArgs(" not in line]
+    kept = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and not _DULL.search(line)]
     return [line[:_WIDTH] for line in kept[-lines:]]

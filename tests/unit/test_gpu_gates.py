@@ -7,6 +7,8 @@ from typing import Any
 
 import gpu_gates
 import pytest
+import torch
+from gates import child
 from gates.comparing import Comparison, Reading, compare, judge, rows_with_misses, served_by_worker
 
 
@@ -75,6 +77,40 @@ def test_rows_have_misses_once_a_block_lies_between_sink_and_tail() -> None:
     assert rows_with_misses([63], steps=1, layers=5) == 0  # 64 tokens: sink and a full tail
     assert rows_with_misses([63], steps=3, layers=5) == 10
     assert rows_with_misses([64, 100], steps=1, layers=5) == 10
+
+
+class OneStep:
+    """Prefilled prompts whose next logits depend on the token that was fed, and are overwritten in place."""
+
+    def __init__(self, rows: int) -> None:
+        self.fed: list[list[int]] = []
+        self.logits = torch.zeros(rows, 8)
+        self.logits[:, 3] = 2.0
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.fed.append(tokens.tolist())
+        self.logits.zero_()
+        self.logits[torch.arange(len(tokens)), (tokens + 1) % 8] = 1.0
+        return self.logits
+
+
+class OneSession:
+    def prefill(self, prompts: list[list[int]]) -> OneStep:
+        self.last = OneStep(len(prompts))
+        return self.last
+
+
+def test_stock_decodes_greedily_and_others_are_fed_its_tokens() -> None:
+    session = OneSession()
+    stock = child.read_case(session, [[1], [2]], 3, None)
+    assert stock["best"] == [[3, 4, 5]] * 2
+    assert session.last.fed == [[3, 3], [4, 4]]
+    forced = stock | {"best": [[3, 6, 1], [3, 4, 5]]}
+    other = child.read_case(session, [[1], [2]], 3, forced)
+    assert session.last.fed == [[3, 3], [6, 4]]
+    assert other["best"] == [[3, 4, 7], [3, 4, 5]]
+    assert other["logit"] == [[2.0, 0.0, 0.0], [2.0, 1.0, 1.0]]  # of the tokens that were fed
+    assert stock["logprob"][0][1] == pytest.approx(1 - math.log(math.e + 7))
 
 
 def test_a_budget_that_is_too_small_must_be_seen() -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import gpu_serving
 import pytest
 from serving.alone import memory_verdict
+from serving.benchmark import figures
 from serving.killing import decode_rate, first_differences, longest_pause, served
 from serving.tokenizer import tokenizer_of
 from side_by_side.statistics import Arrivals
+from side_by_side.telling import log_tail
 
 
 def test_first_differences_are_found_for_each_answer() -> None:
@@ -39,6 +41,18 @@ def test_rows_are_counted_by_who_served_their_misses() -> None:
         "sglang_hybrid_worker_up": 1.0,
     }
     assert served(counted) == {"worker": 42}
+
+
+def test_a_stream_that_only_told_an_error_is_no_answer() -> None:
+    said = {"completed": 3, "ttfts": [0.5, 0.0, 0.4], "generated_texts": ["a", "", "b"], "mean_ttft_ms": 300.123}
+    assert figures(said) == {"answered": 2, "completed": 3, "mean_ttft_ms": 300.12}
+
+
+def test_the_end_of_a_log_has_nothing_dull(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text('server_args=ServerArgs(x)\n\nfirst\nINFO: "GET /health HTTP/1.1" 200 OK\nlast\n')
+    assert log_tail(log) == ["first", "last"]
+    assert log_tail(log, lines=1) == ["last"]
 
 
 def point(gpu: int | None, tokens: int) -> dict[str, Any]:
