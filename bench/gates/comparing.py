@@ -14,7 +14,7 @@ from typing import Any
 Numbers = list[list[float]]  # [rows][positions]
 FACTOR = 1.5  # of what the control shows: the worst of some hundred positions is not the same in two runs
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-# where there is no control: measured, doubled and rounded up (docs/design.md); float32 is what gate 1 allows
+# where there is no control: what gate 1 allows in float32, and estimates for 16 bits
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.4}
 
 
