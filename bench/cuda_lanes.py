@@ -44,7 +44,7 @@ from sglang_hybrid.cuda.mailbox import Shift
 from sglang_hybrid.cuda.missed import attend_missed, finish_late
 from sglang_hybrid.cuda.prediction import finish_queries, unit_rms
 from sglang_hybrid.cuda.scoring import shift_lse
-from sglang_hybrid.cuda.selection import Misses, select_blocks
+from sglang_hybrid.cuda.selection import Misses, RecallPlan, select_blocks
 from sglang_hybrid.gpu.predicting import DevicePredictor
 from sglang_hybrid.native.library import variants
 from sglang_hybrid.scout.predictor import Correction, QueryWeights
@@ -120,7 +120,10 @@ def selecting(batch: int, blocks: int, split: bool, most: int = 16) -> Row:
     step, table = step_of(batch, blocks, batch * blocks), table_of(batch, blocks, RESIDENT)
     misses, total = Misses(batch, HEADS, most), torch.zeros(2, dtype=torch.int64, device="cuda")
     share = torch.full((1,), 0.4, device="cuda")
-    more = {"gathered": Misses(batch, HEADS, 4), "gather_share": share, "totals": total} if split else {}
+    more = {}
+    if split:
+        gathered = RecallPlan(batch * HEADS * 4)
+        more = {"gathered": gathered, "gather_share": share, "most_gathered": 4, "totals": total}
     launches = []
     for _ in range(LAYERS):
         scores = torch.randn(batch, HEADS, blocks, device="cuda") * 3 - 6

@@ -1,7 +1,7 @@
 """How many rows fit: what each side keeps in GPU memory for a row, against one limit for both.
 
-Stock keeps every token's keys and values on the GPU. Hybrid keeps resident slots and staging for a row, digests and
-sketches for every block of it, and all keys and values in host memory. Model weights are the same on both sides and do
+Stock keeps every token's keys and values on the GPU. Hybrid keeps resident slots for a row, digests and sketches for
+every block of it, and all keys and values in host memory. Model weights are the same on both sides and do
 not count.
 """
 
@@ -11,8 +11,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-STAGED_BLOCKS = 8  # per KV head, for blocks that a layer gathers; two layers are under way at a time
-STAGED_LAYERS = 2
 GB = 10**9
 
 
@@ -88,15 +86,15 @@ def stock_tokens(model: KVModel, limits: Limits) -> int:
 
 def hybrid_capacity(model: KVModel, limits: Limits, selected: Selected, tokens: int) -> Capacity:
     blocks = -(-tokens // selected.block_tokens)
-    resident, staged = _slot_bytes(model, selected), _staging_bytes(model, selected)
+    resident = _slot_bytes(model, selected)
     digests = model.layers * model.kv_heads * blocks * selected.digest_bytes(model)
-    row = resident + staged + digests
+    row = resident + digests
     on_gpu = (limits.gpu_bytes - resident) // row  # one row's slots take what padding writes
     in_host = limits.host_bytes // (blocks * selected.block_tokens * model.token_bytes)
     return _least(
         {"GPU memory": max(on_gpu, 0), "host memory": in_host, "--most-rows": limits.most_rows},
-        f"a row: {resident / 1e6:.1f} MB of resident slots + {staged / 1e6:.1f} MB of staging + {digests / 1e6:.1f} MB "
-        f"of digests and sketches; {limits.gpu_bytes / GB:.4g} GB hold {on_gpu} (and one for padding); "
+        f"a row: {resident / 1e6:.1f} MB of resident slots + {digests / 1e6:.1f} MB of digests and sketches; "
+        f"{limits.gpu_bytes / GB:.4g} GB hold {on_gpu} (and one for padding); "
         f"{limits.host_bytes / GB:.4g} GB of host memory hold {in_host}",
     )
 
@@ -104,16 +102,12 @@ def hybrid_capacity(model: KVModel, limits: Limits, selected: Selected, tokens: 
 def hybrid_server_bytes(model: KVModel, selected: Selected, rows: int, pool_tokens: int) -> int:
     """What a server takes at its start, which has slots for ``rows`` and digests for its whole pool."""
     digests = model.layers * model.kv_heads * (pool_tokens // selected.block_tokens) * selected.digest_bytes(model)
-    return (rows + 1) * _slot_bytes(model, selected) + rows * _staging_bytes(model, selected) + digests
+    return (rows + 1) * _slot_bytes(model, selected) + digests
 
 
 def _slot_bytes(model: KVModel, selected: Selected) -> int:
     blocks = selected.resident_tokens // selected.block_tokens
     return model.layers * model.kv_heads * blocks * selected.block_bytes(model)
-
-
-def _staging_bytes(model: KVModel, selected: Selected) -> int:
-    return STAGED_LAYERS * model.kv_heads * STAGED_BLOCKS * selected.block_bytes(model)
 
 
 def _least(rows: dict[str, int], why: str) -> Capacity:

@@ -2,7 +2,7 @@
 
     resident  keys, values  [rows, H, S, 32, D]      slots belong to rows, whatever batch they are in
               positions     [rows, H, S]             block of the row's sequence, -1: empty
-    staged    keys, values  [B, H, M, 32, D]         gathered for this step: they belong to batch entries
+    staged    keys, values  [B, H, M, 32, D]         there for this step only: they belong to batch entries
               positions     [B, H, M]
 
 Nothing here allocates or waits when results are passed in, so that all of it can be captured in a CUDA graph. Call each

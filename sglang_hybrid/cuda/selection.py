@@ -3,9 +3,9 @@
 A step of one layer::
 
     score_blocks -> select_blocks -> post the misses ...          by the predicted query, before the layer
-                                  -> gather_blocks (a share)      to staged slots
+                                  -> gather_blocks -> apply_plan  a share of them, before attend_slots
     append -> attend_slots -> wait -> shift_lse -> merge3         by the real one
-    gather_blocks (the plan's list) -> apply_plan                 before the layer's next selection
+    gather_blocks -> apply_plan                                   the plan, before the layer's next selection
 
 Rows that begin to decode are planned the same way, with ``due`` set and the length of their first step: everything but
 the tail is gathered, which ``append`` brings along.
@@ -30,8 +30,7 @@ _MOST = 256  # blocks of a selection, and slots of a (row, KV head): a thread ha
 class Misses:
     """Pages and positions ``[B, H, most]``, ascending, -1 behind the last, and counts ``[B, H]``, int32.
 
-    All of them are full blocks. ``post`` and ``gather_blocks`` read pages, ``attend_slots`` positions of what was
-    gathered.
+    All of them are full blocks.
     """
 
     def __init__(self, batch: int, heads: int, most: int, device: torch.device | str = "cuda") -> None:
@@ -53,7 +52,7 @@ class RecallPlan:
     """
 
     def __init__(self, capacity: int, device: torch.device | str = "cuda") -> None:
-        """``capacity``: B * H * S is always enough."""
+        """``capacity``: B * H * S is always enough; of gathered blocks, B * H * ``most_gathered``."""
         self.pages, self.destinations, self.positions = torch.zeros(
             3, capacity, dtype=torch.int32, device=device
         ).unbind(0)
@@ -95,8 +94,9 @@ def select_blocks(
     plan: RecallPlan | None = None,
     recall: torch.Tensor | RecallInterval | None = None,
     due: torch.Tensor | None = None,
-    gathered: Misses | None = None,
+    gathered: RecallPlan | None = None,
     gather_share: torch.Tensor | None = None,
+    most_gathered: int | None = None,
     totals: torch.Tensor | None = None,
 ) -> None:
     """``reference.select_blocks`` of scores ``[B, H, max_blocks]``, split by residency, as policy ``scout`` does it.
@@ -107,7 +107,11 @@ def select_blocks(
     ``[B]`` int32 or an interval; ``due`` beside an interval: these rows too) add what they want to have in their slots.
 
     ``gather_share`` (one float32 in device memory) of each list's misses go to ``gathered``, those with the best
-    scores, rounded up or down so that it is that share on average. It also takes what ``misses`` has no room for.
+    scores, rounded up or down so that it is that share on average. It also takes what ``misses`` has no room for. They
+    become resident before the layer is attended: in empty slots, then in those of residents that are not selected and,
+    with ``any_block``, would not be misses without them, lowest score first. At most ``most_gathered`` (or a budget) of
+    a list, and as many as there are such slots; the others are misses. ``plan`` is for slots that have these blocks.
+
     To ``totals`` (two int64) are added the number of all misses, also of those that find no room at all, and of the
     plan's entries.
     """
@@ -121,6 +125,9 @@ def select_blocks(
         raise ValueError("a plan needs to know who recalls, and the other way round")
     if (gathered is None) != (gather_share is None):
         raise ValueError("a second list needs a share, and a share a second list")
+    most_gathered = budget if most_gathered is None else most_gathered
+    if gathered is not None and gathered.pages.numel() < batch * heads * most_gathered:
+        raise ValueError(f"{gathered.pages.numel()} entries are too few for {batch * heads} times {most_gathered}")
     if max(budget, table.positions.shape[2]) > _MOST:
         raise ValueError(f"at most {_MOST} blocks: the budget is {budget}, slots are {table.positions.shape[2]}")
     if budget < table.sink + table.recent + 1:
@@ -132,8 +139,8 @@ def select_blocks(
         miss_pages=address("the misses' pages", misses.pages, torch.int32, (step.batch, heads, most)),
         miss_positions=address("the misses' positions", misses.positions, torch.int32, (batch, heads, most)),
         miss_counts=address("the misses' counts", misses.counts, torch.int32, (batch, heads)),
-        **_second_list(gathered, batch, heads),
         gather_share=scalar_address("gather_share", gather_share, torch.float32),
+        gathered=structs.Plan() if gathered is None else gathered.arguments(),
         totals=address("totals", totals, torch.int64, (2,)),
         due=address("due", due, torch.int32, (batch,)),
         interval=None if recall is None else scalar_address("interval", recall.steps, torch.int32),
@@ -146,21 +153,10 @@ def select_blocks(
         most_misses=most,
         layer=0 if recall is None else recall.layer,
         pool_pages=pool_pages,
+        most_gathered=most_gathered,
         any_block=any_block,
     )
     launch(library().sh_cuda_select_blocks, arguments)
-
-
-def _second_list(gathered: Misses | None, batch: int, heads: int) -> dict[str, int | None]:
-    if gathered is None:
-        return {}
-    most = gathered.pages.shape[2]
-    return {
-        "gathered_pages": address("gathered pages", gathered.pages, torch.int32, (batch, heads, most)),
-        "gathered_positions": address("gathered positions", gathered.positions, torch.int32, (batch, heads, most)),
-        "gathered_counts": address("gathered counts", gathered.counts, torch.int32, (batch, heads)),
-        "most_gathered": most,
-    }
 
 
 def apply_plan(plan: RecallPlan, table: SlotTable) -> None:

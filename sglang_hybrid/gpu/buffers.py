@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from sglang_hybrid.cuda.attention import AttendWorkspace, BlockSlots
+from sglang_hybrid.cuda.attention import AttendWorkspace
 from sglang_hybrid.cuda.scoring import ScoreWorkspace
 from sglang_hybrid.cuda.selection import Misses, RecallPlan
 from sglang_hybrid.cuda.tensors import BLOCK_TOKENS
@@ -24,11 +24,8 @@ class LaneBuffers:
         self._query = torch.zeros(shape.most, shape.heads * shape.group, shape.dim, dtype=dtype, device=device)
         self._scores = torch.zeros(shape.most, shape.heads, shape.max_blocks, device=device)
         self._misses = Misses(shape.most, shape.heads, budget, device)
-        self._gathered = Misses(shape.most, shape.heads, min(budget, MOST_GATHERED), device) if gathers else None
-        if self._gathered:
-            of_staging = (*self._gathered.pages.shape, BLOCK_TOKENS, shape.dim)
-            self._staged_keys = torch.zeros(of_staging, dtype=dtype, device=device)
-            self._staged_values = torch.zeros(of_staging, dtype=dtype, device=device)
+        # misses that get slots before the layer is attended
+        self.gathered = RecallPlan(shape.most * shape.heads * MOST_GATHERED, device) if gathers else None
 
     def query(self, count: int) -> torch.Tensor:
         return self._query[:count]
@@ -39,17 +36,6 @@ class LaneBuffers:
     @functools.cache  # noqa: B019 (lives as long as the backend)
     def misses(self, count: int) -> Misses:
         return self._misses.of_batch(count)
-
-    @functools.cache  # noqa: B019
-    def gathered(self, count: int) -> Misses | None:
-        """What is copied to ``staged``."""
-        return self._gathered.of_batch(count) if self._gathered else None
-
-    @functools.cache  # noqa: B019
-    def staged(self, count: int) -> BlockSlots | None:
-        if not self._gathered:
-            return None
-        return BlockSlots(self._staged_keys[:count], self._staged_values[:count], self._gathered.positions[:count])
 
 
 class MainBuffers:

@@ -1,7 +1,7 @@
 """Policy ``scout`` on a GPU, layer by layer: which kernel runs on which lane, and who waits for whom.
 
     scout lane    predicted query -> scores -> selection -> post                          of the next layer
-    gather lane   a share of its misses -> staging
+    gather lane   a share of its misses -> slots -> slot table
     main lane     append -> attention over slots -> replies, shifted and merged -> what is late
     recall lane   copies of the plan -> slot table                                        of the layer just attended
 
@@ -21,8 +21,8 @@ from sglang_hybrid.cuda.gathering import gather_blocks
 from sglang_hybrid.cuda.mailbox import DeviceMailboxClient, Shift
 from sglang_hybrid.cuda.missed import finish_late
 from sglang_hybrid.cuda.scoring import score_blocks
-from sglang_hybrid.cuda.selection import RecallInterval, apply_plan, select_blocks
-from sglang_hybrid.gpu.buffers import LaneBuffers, MainBuffers, plan_for
+from sglang_hybrid.cuda.selection import RecallInterval, RecallPlan, apply_plan, select_blocks
+from sglang_hybrid.gpu.buffers import MOST_GATHERED, LaneBuffers, MainBuffers, plan_for
 from sglang_hybrid.gpu.dense import DenseRows
 from sglang_hybrid.gpu.lanes import Lane
 from sglang_hybrid.gpu.layers import DeviceLayer, DeviceShape
@@ -159,17 +159,16 @@ class DeviceScout:
             of_layer.digests, table, step, keys, values, key_slots, value_slots, of_layer.pool,
             scores=lane.scores(count), refused=self.refused,
         )  # fmt: skip
-        if lane.gathered(count):
+        if lane.gathered:
+            # append did not have to wait: the tail's slot is none that selection gives to others
             self._gather.wait_for(layer)
         local, served, out = self._main.local(count), self._main.served(count), self._main.out(count)
         attend_slots(
             query, key_slots, value_slots, table.positions, self.step.lengths_by_row, step.row_of, scale,
-            staged=lane.staged(count), active_rows=step.active_rows, workspace=self._main.attending(count),
-            out=local[0], lse=local[1],
+            active_rows=step.active_rows, workspace=self._main.attending(count), out=local[0], lse=local[1],
         )  # fmt: skip
         with self._recall.fork():
-            self._copy(layer)
-            apply_plan(self._plans[layer], table)
+            self._make_resident(layer, self._plans[layer])
             self._recall.mark(layer)
         if self._mailbox is not None:
             # on the recorded path these two are all that waits for the worker, whoever computes in the end
@@ -195,9 +194,8 @@ class DeviceScout:
         step: these rows as their first decode step will see them, one token longer. query ``[B, query heads, D]``.
         The layer's pages and digests are written.
         """
-        self._select(layer, step, query, scale, self._everybody[: step.batch], counts=False)
-        self._copy(layer)
-        apply_plan(self._plans[layer], self._tables[layer])
+        self._select(layer, step, query, scale, self._everybody[: step.batch], first=True)
+        self._make_resident(layer, self._plans[layer])
 
     # -- kernels -----------------------------------------------------------------------------
 
@@ -212,19 +210,15 @@ class DeviceScout:
                 self._receipt(layer, count), begins_step=not self._posted, active_rows=step.active_rows,
             )  # fmt: skip
             self._posted = True
-        gathered, staged = lane.gathered(count), lane.staged(count)
-        if gathered and staged:
-            pool = self._layers[layer].pool
+        if lane.gathered:
             with self._gather.fork():
-                gather_blocks(
-                    pool.region, pool.keys, pool.values, gathered.pages, staged.keys, staged.values,
-                    active_rows=step.active_rows, refused=self.refused,
-                )  # fmt: skip
+                self._make_resident(layer, lane.gathered)
                 self._gather.mark(layer)
 
     def _select(
-        self, layer: int, step: Step, query: torch.Tensor, scale: float, due: torch.Tensor, counts: bool = True
+        self, layer: int, step: Step, query: torch.Tensor, scale: float, due: torch.Tensor, first: bool = False
     ) -> None:
+        """``first``: of rows that do not decode yet. Nobody attends to misses, and the plan has all that they want."""
         settings, lane, count = self._settings, self._lanes[layer % 2], step.batch
         scores = lane.scores(count)
         score_blocks(
@@ -236,16 +230,17 @@ class DeviceScout:
             any_block=settings.any_block[layer],
             plan=self._plans[layer], due=due,
             recall=RecallInterval(self.intervals[layer : layer + 1], self.step.first_lengths, layer),
-            gathered=lane.gathered(count), gather_share=self.gather_share,
-            totals=self.counted[layer] if counts else None,
+            gathered=None if first else lane.gathered, gather_share=None if first else self.gather_share,
+            most_gathered=MOST_GATHERED, totals=None if first else self.counted[layer],
         )  # fmt: skip
 
-    def _copy(self, layer: int) -> None:
-        plan, pool = self._plans[layer], self._layers[layer].pool
+    def _make_resident(self, layer: int, plan: RecallPlan) -> None:
+        pool = self._layers[layer].pool
         gather_blocks(
             pool.region, pool.keys, pool.values, plan.pages, self.slots.keys[layer], self.slots.values[layer],
             destinations=plan.destinations, count=plan.count, refused=self.refused,
         )  # fmt: skip
+        apply_plan(plan, self._tables[layer])
 
     def _receipt(self, layer: int, count: int) -> torch.Tensor:
         assert self._mailbox is not None

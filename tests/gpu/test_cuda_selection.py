@@ -65,11 +65,19 @@ class Expected:
             most = budget - ALWAYS
             missing = reference.blocks_worth(scores, is_resident, counts, worth, most, SINK, RECENT)
             self.misses = [p for p in missing.flatten().tolist() if p >= 0]
-        by_score = sorted(self.selected, key=lambda p: -float(scores[0, 0, p]))
+        value = scores[0, 0].tolist()
+        by_score = sorted(self.selected, key=lambda p: -value[p])
         self.recalled = set(by_score[:room])
+        # who gives up slots to gathered blocks, the first one first; and how many slots are empty
+        victims = {p for p in self.residents - set(self.selected) if not (any_block and value[p] >= worth)}
+        self.victims = sorted(victims, key=lambda p: value[p])
+        near = {p for p in held if max(SINK, count - 1 - RECENT) <= p < count} | {count - 1} - set(range(SINK))
+        self.empty = len(held) - SINK - len(near) - len(self.residents)
         # near blocks that nobody put into a slot are misses too; the tail's slot is append's affair
         homeless = [p for p in self.always if p != count - 1 and p not in held]
         self.misses = sorted(self.misses + homeless)
+        self.best_misses = homeless + sorted((p for p in self.misses if p not in homeless), key=lambda p: -value[p])
+        self.room_to_gather = sum(p < SINK for p in homeless) + self.empty + len(self.victims)
 
 
 def expected_lists(
@@ -254,51 +262,68 @@ def gathered_of(misses: int, share: float, phase: float, most: int, most_gathere
     return min(wanted + max(misses - wanted - most, 0), most_gathered, misses)
 
 
+@pytest.mark.parametrize("any_block", [False, True])
 @pytest.mark.parametrize(
     ("share", "most", "most_gathered"),
     [(0.0, 40, 8), (0.3, 40, 40), (0.55, 40, 6), (1.0, 40, 40), (0.25, 5, 9), (0.5, 3, 2), (0.7, 0, 20), (7.0, 4, 40)],
 )
-def test_misses_are_shared_between_two_lists(share: float, most: int, most_gathered: int) -> None:
+def test_misses_are_shared_between_worker_and_gather(
+    share: float, most: int, most_gathered: int, any_block: bool
+) -> None:
     shape = layer_shape(5, 60, heads=3)
-    for seed in range(2):
+    beyond = 0  # lists with fewer slots than gathered blocks
+    for seed, resident in ((0, 4), (1, 24), (2, 18)):
         case = random_layer(shape, seed, [60 * 32, 55 * 32 + 1, 40 * 32 - 3, 300, 20])
-        table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, 4, seed)
+        table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, resident, seed)
+        if seed == 2:  # rows that nobody filled, and one without its sinks
+            table.positions[case.step.row_of[0].long(), :, :SINK] = -1
+            table.positions[case.step.row_of[1].long()] = -1
         scores = random_scores(shape, seed)
-        expected = expected_lists(case, table, scores, 30, 0.5, -9.0)
-        misses, gathered = Misses(5, 3, most, DEVICE), Misses(5, 3, most_gathered, DEVICE)
+        expected = expected_lists(case, table, scores, 30, 0.5, -9.0, any_block)
+        misses, gathered = Misses(5, 3, most, DEVICE), RecallPlan(5 * 3 * most_gathered, DEVICE)
         total = torch.full((2,), 1000, dtype=torch.int64, device=DEVICE)
         select_blocks(
             scores, table, case.step, 30, misses, pool_pages=case.keys.shape[0], bonus=0.5, worth=-9.0,
-            gathered=gathered, gather_share=torch.tensor([9.0, share], device=DEVICE)[1], totals=total,
+            any_block=any_block, gathered=gathered, gather_share=torch.tensor([9.0, share], device=DEVICE)[1],
+            most_gathered=most_gathered, totals=total,
         )  # fmt: skip
         assert int(total[1]) == 1000  # there is no plan
         assert int(total[0]) == 1000 + sum(len(one.misses) for lists in expected for one in lists)
+        before = table.positions.clone()
+        apply_plan(gathered, table)
+        assert_plan(case, gathered, before, table)
         for entry, row in enumerate(case.step.row_of.tolist()):
             length = int(case.step.lengths[entry])
-            count = -(-length // BLOCK_TOKENS)
             for head in range(shape.heads):
-                missed = expected[entry][head].misses
-                value = scores[entry, head].tolist()
-                always = [p for p in missed if p < SINK or p >= count - 1 - RECENT]  # before all others
-                by_score = always + sorted((p for p in missed if p not in always), key=lambda p: -value[p])
-                first = gathered_of(len(missed), min(share, 1.0), phase_of(row, head, length), most, most_gathered)
-                for found, positions in (
-                    (gathered, sorted(by_score[:first])),
-                    (misses, sorted(by_score[first : first + most])),
-                ):
-                    pages = [int(case.step.page_table[entry, p]) for p in positions]
-                    behind = [-1] * (found.pages.shape[2] - len(positions))
-                    assert int(found.counts[entry, head]) == len(positions)
-                    assert found.positions[entry, head].tolist() == positions + behind
-                    assert found.pages[entry, head].tolist() == pages + behind
+                one = expected[entry][head]
+                first = gathered_of(len(one.misses), min(share, 1.0), phase_of(row, head, length), most, most_gathered)
+                beyond += first > one.room_to_gather
+                first = min(first, one.room_to_gather)
+                positions = sorted(one.best_misses[first : first + most])
+                pages = [int(case.step.page_table[entry, p]) for p in positions]
+                behind = [-1] * (most - len(positions))
+                assert int(misses.counts[entry, head]) == len(positions)
+                assert misses.positions[entry, head].tolist() == positions + behind
+                assert misses.pages[entry, head].tolist() == pages + behind
+                assert_gathered(one, one.best_misses[:first], before[row, head].tolist(), table.positions[row, head])
+    assert beyond or share < 0.5 or most_gathered < 9
+
+
+def assert_gathered(one: Expected, gathered: list[int], before: list[int], positions: torch.Tensor) -> None:
+    """These blocks have slots, and nobody lost one but the worst that were not selected, nor they without need."""
+    now = [p for p in positions.tolist() if p >= 0]
+    assert len(now) == len(set(now))
+    assert set(now) - set(before) == set(gathered)
+    others = sum(p >= SINK for p in gathered)  # sinks have slots of their own
+    assert set(before) - set(now) - {-1} == set(one.victims[: max(0, others - one.empty)])
 
 
 def test_a_share_is_kept_on_average_and_can_change_in_a_graph() -> None:
     shape = layer_shape(4, 60, heads=8)
     case = random_layer(shape, 0, [50 * 32] * 4)
-    table = SlotTable(torch.full((shape.rows, 8, ALWAYS), -1, dtype=torch.int32, device=DEVICE), SINK, RECENT)
+    table = SlotTable(torch.full((shape.rows, 8, 20), -1, dtype=torch.int32, device=DEVICE), SINK, RECENT)
     scores, share = random_scores(shape, 0), torch.zeros(1, device=DEVICE)
-    misses, gathered = Misses(4, 8, 20, DEVICE), Misses(4, 8, 20, DEVICE)
+    misses, gathered = Misses(4, 8, 20, DEVICE), RecallPlan(4 * 8 * 13, DEVICE)
 
     def launch() -> None:
         select_blocks(
@@ -315,19 +340,22 @@ def test_a_share_is_kept_on_average_and_can_change_in_a_graph() -> None:
         for step in range(12):
             case.step.lengths.fill_(50 * 32 - 31 + step * 2 + 1)
             graph.replay()
-            both = misses.counts + gathered.counts
-            parts.append((gathered.counts.sum() / both.sum()).item())
-            assert (both == 12).all()
+            found = int(gathered.count)
+            assert int(misses.counts.sum()) + found == 4 * 8 * 12
+            parts.append(found / (4 * 8 * 12))
         assert abs(sum(parts) / len(parts) - wanted) < 0.015
 
 
-def test_a_second_list_comes_with_a_share() -> None:
+def test_gathered_blocks_come_with_a_share_and_room() -> None:
     shape = layer_shape(1, 12)
     case = random_layer(shape, 0)
     table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, 4, 0)
     scores, misses = random_scores(shape, 0), Misses(1, 2, 8, DEVICE)
     with pytest.raises(ValueError, match="a share a second list"):
         select_blocks(scores, table, case.step, 9, misses, pool_pages=9, gather_share=torch.zeros(1, device=DEVICE))
+    with pytest.raises(ValueError, match="too few"):
+        select_blocks(scores, table, case.step, 9, misses, pool_pages=9, gather_share=torch.zeros(1, device=DEVICE),
+                      gathered=RecallPlan(9, DEVICE), most_gathered=5)  # fmt: skip
     with pytest.raises(ValueError, match="given twice"):
         select_blocks(scores, table, case.step, 9, misses, pool_pages=9, recall=numbers(1), due=numbers(1))
 
@@ -379,6 +407,55 @@ def test_a_plan_makes_the_best_of_the_selection_resident(budget: int, resident: 
                 assert not gone or not kept or max(value[p] for p in gone) <= min(value[p] for p in kept)
                 if len(one.selected) >= resident:
                     assert candidates == one.recalled
+
+
+@pytest.mark.parametrize("any_block", [False, True])
+@pytest.mark.parametrize(("budget", "resident"), [(24, 18), (24, 7), (40, 34), (20, 30)])
+def test_a_plan_is_made_for_slots_that_have_the_gathered_blocks(budget: int, resident: int, any_block: bool) -> None:
+    shape = layer_shape(6, 80)
+    slots, gathered_selected = ALWAYS + resident, 0
+    for seed, share in enumerate((0.2, 0.5, 1.0)):
+        case = random_layer(shape, seed, [80 * 32, 79 * 32 + 1, 500, 33 * 32 + 1, 7 * 32, 40])
+        table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, resident, seed)
+        table.positions[case.step.row_of[seed].long()] = -1  # a row that nobody filled
+        alone = SlotTable(table.positions.clone(), SINK, RECENT)
+        scores, due = random_scores(shape, seed + 50), numbers(1, 1, 1, 1, 0, 1)
+        expected = expected_lists(case, table, scores, budget, 1.0, -8.0, any_block)
+        plan, gathered = RecallPlan(6 * 2 * slots, DEVICE), RecallPlan(6 * 2 * 5, DEVICE)
+        misses, totals = Misses(6, 2, budget, DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+        options = {"pool_pages": case.keys.shape[0], "bonus": 1.0, "worth": -8.0, "any_block": any_block}
+        options |= {"plan": plan, "recall": due}
+        select_blocks(scores, alone, case.step, budget, misses, **options)
+        apply_plan(plan, alone)
+        for _ in range(2):  # planned twice without being applied is planned once
+            select_blocks(
+                scores, table, case.step, budget, misses, gathered=gathered, most_gathered=5,
+                gather_share=torch.full((1,), share, device=DEVICE), totals=totals.zero_(), **options,
+            )  # fmt: skip
+        both = [set(part.destinations[: int(part.count)].tolist()) for part in (gathered, plan)]
+        assert both[0] and not both[0] & both[1]
+        assert totals.tolist() == [sum(len(one.misses) for lists in expected for one in lists), int(plan.count)]
+        for part in (gathered, plan):
+            before = table.positions.clone()
+            apply_plan(part, table)
+            assert_plan(case, part, before, table)
+        for entry, row in enumerate(case.step.row_of.tolist()):
+            for head in range(shape.heads):
+                one = expected[entry][head]
+                now, other = ({p for p in part.positions[row, head].tolist() if p >= 0} for part in (table, alone))
+                assert len(now) == int((table.positions[row, head] >= 0).sum())
+                assert one.residents & set(one.selected) <= now or (int(due[entry]) and len(one.selected) > resident)
+                first = row * shape.heads + head
+                brought = [
+                    position
+                    for position, slot in zip(gathered.positions.tolist(), gathered.destinations.tolist(), strict=True)
+                    if slot in both[0] and slot // slots == first
+                ]
+                assert set(brought) <= now
+                if int(due[entry]) and set(brought) <= set(one.selected + one.always):
+                    assert now == other  # whoever brings them, the same blocks are resident
+                    gathered_selected += len(brought)
+    assert gathered_selected
 
 
 def assert_plan(case: LayerCase, plan: RecallPlan, before: torch.Tensor, table: SlotTable) -> None:
@@ -518,6 +595,62 @@ def test_slots_stay_those_of_policy_scout_over_many_steps() -> None:
                     kept.replace(only, torch.tensor(best[:resident], dtype=torch.int64)[None, None])
         gather(layer, plan)
         apply_plan(plan, layer.table)
+
+
+@pytest.mark.parametrize("appends_first", [False, True])  # beside each other on a GPU
+@pytest.mark.parametrize(("share", "worth", "any_block"), [(1.0, -math.inf, False), (0.6, -6.0, True)])
+def test_gathered_blocks_are_resident_from_their_step_on(
+    share: float, worth: float, any_block: bool, appends_first: bool
+) -> None:
+    budget, resident, steps, interval = 16, 10, 36, 7
+    shape = layer_shape(3, 26)
+    layer = device_layer(shape, 0, [20 * 32, 23 * 32 - 9, 15], SINK, RECENT, resident)
+    step, slots = layer.case.step, ALWAYS + resident
+    layer.table.positions.fill_(-1)
+    unused = list(set(range(layer.case.keys.shape[0])) - set(step.page_table.flatten().tolist()))
+    plan, gathered = RecallPlan(3 * 2 * slots, DEVICE), RecallPlan(3 * 2 * 4, DEVICE)
+    misses, scores = Misses(3, 2, budget, DEVICE), random_scores(shape, 999)
+    first = torch.zeros(shape.rows, dtype=torch.int32, device=DEVICE)
+    first[step.row_of.long()] = step.lengths + 1
+    found = left = 0
+    for number in range(steps):
+        step.lengths.add_(1)
+        for entry in range(shape.batch):
+            tail = (int(step.lengths[entry]) - 1) // BLOCK_TOKENS
+            if int(step.page_table[entry, tail]) < 0:
+                step.page_table[entry, tail] = unused.pop()
+        scores = scores * 0.8 + (random_scores(shape, number) + 6) * 0.6 - 1.2
+        expected = expected_lists(layer.case, layer.table, scores, budget, 0.5, worth, any_block)
+        select_blocks(
+            scores, layer.table, step, budget, misses, pool_pages=layer.case.keys.shape[0], bonus=0.5, worth=worth,
+            any_block=any_block, plan=plan, recall=RecallInterval(numbers(interval), first),
+            gathered=gathered, gather_share=torch.full((1,), share, device=DEVICE), most_gathered=4,
+        )  # fmt: skip
+        layer.keys.copy_(torch.randn(layer.keys.shape, generator=seeded(number)))
+        layer.values.copy_(layer.keys * 2)
+        if appends_first:
+            layer.append(scores=scores)
+        gather(layer, gathered)
+        apply_plan(gathered, layer.table)
+        if not appends_first:
+            layer.append(scores=scores)
+        torch.cuda.synchronize()
+        assert_contents(layer)
+        for entry, row in enumerate(step.row_of.tolist()):
+            for head in range(shape.heads):
+                one, held = expected[entry][head], layer.table.positions[row, head].tolist()
+                there = [p for p in held if p >= 0]
+                assert len(there) == len(set(there))
+                count = int(misses.counts[entry, head])
+                missed = misses.positions[entry, head, :count].tolist()
+                # every miss is in a slot now or in the list, and no block became one
+                assert set(one.misses) <= set(there + missed) and not set(there) & set(missed)
+                assert (one.residents & set(one.selected)) <= set(there)
+                found += len(one.misses) - count
+                left += count
+        gather(layer, plan)
+        apply_plan(plan, layer.table)
+    assert found > 100 and left > 0
 
 
 def best_of(scores: torch.Tensor, counts: torch.Tensor, budget: int, resident: int) -> torch.Tensor:

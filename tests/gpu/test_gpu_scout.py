@@ -37,8 +37,10 @@ class Decoding:
     """A pool with prompts in it, their rows settled, and decode steps with random tokens."""
 
     def __init__(
-        self, budget: int, interval: int, slots: int | None = None, worker: bool = False, share: float = 0.0
-    ) -> None:
+        self, budget: int, interval: int, slots: int | None = None, worker: bool = False, share: float = 0.0,
+        worth: float | None = None,
+    ) -> None:  # fmt: skip
+        """``worth``: with it, every block that has such a score is a miss."""
         self.random = seeded(3)
         self._settled: list[object] = []
         shape = (PAGES, HEADS, BLOCK_TOKENS, DIM)
@@ -74,7 +76,7 @@ class Decoding:
             client.attach(self.mailbox)
         settings = ScoutSettings(
             budget=budget, slots=slots or budget, sink=SINK, recent=RECENT, bonus=(0.5,) * LAYERS,
-            worth=(-math.inf,) * LAYERS, any_block=(False,) * LAYERS,
+            worth=(-math.inf if worth is None else worth,) * LAYERS, any_block=(worth is not None,) * LAYERS,
             spread=0.5, shifts=True, gather_share=share, deadline_s=20.0,
         )  # fmt: skip
         self.digests = [layer.digests.digests for layer in layers]
@@ -157,11 +159,34 @@ class Decoding:
         if everything:
             every = torch.arange(MAX_BLOCKS).expand(len(LENGTHS), HEADS, -1)
             return every.masked_fill(every >= counts[:, None, None], reference.NO_BLOCK)
+        held = self.held(layer)
+        misses = self.misses(layer)
+        assert not (self.is_held(held) & self.is_held(misses)).any(), "a miss is in a slot"
+        return torch.cat((held, misses), dim=2)
+
+    @staticmethod
+    def is_held(positions: torch.Tensor) -> torch.Tensor:
+        return reference.is_listed(positions, MAX_BLOCKS)
+
+    def misses(self, layer: int) -> torch.Tensor:
+        """Of the worker, or read from the pool: positions ``[rows, KV heads, n]``."""
+        return self.scout._lanes[layer % 2].misses(self.query.shape[1]).positions[:-1].cpu().long()
+
+    def gathered(self, layer: int) -> torch.Tensor:
+        """``[rows, KV heads, blocks]``: whether this step has gathered the block."""
+        plan, slots = self.scout._lanes[layer % 2].gathered, self.scout.slots.positions(layer).shape[2]
+        found = torch.zeros(ROWS, HEADS, MAX_BLOCKS, dtype=torch.bool)
+        if plan:
+            count = int(plan.count)
+            owners = plan.destinations[:count].cpu().long() // slots
+            found.view(-1, MAX_BLOCKS)[owners, plan.positions[:count].cpu().long()] = True
+        return found[self.rows.cpu()]
+
+    def held(self, layer: int) -> torch.Tensor:
+        """Positions of the blocks in slots, ``[rows, KV heads, slots]``."""
         held = self.scout.slots.positions(layer)[self.rows].cpu().long()
-        held = held.masked_fill(held >= counts[:, None, None], reference.NO_BLOCK)
-        lane, count = self.scout._lanes[layer % 2], self.query.shape[1]
-        lists = [found for found in (lane.misses(count), lane.gathered(count)) if found]
-        return torch.cat((held, *(found.positions[:-1].cpu().long() for found in lists)), dim=2)
+        counts = -(-self.lengths // BLOCK_TOKENS)
+        return held.masked_fill(held >= counts[:, None, None], reference.NO_BLOCK)
 
     def expected(self, layer: int, everything: bool) -> torch.Tensor:
         positions = self.attended(layer, everything)
@@ -200,7 +225,7 @@ class Decoding:
 
 # in the emulation, which is slow, some of all combinations
 ON_GPU = DEVICE == "cuda"
-WORKERS = [(False, 0.0), (True, 0.0), (True, 0.4), (False, 1.0)] if ON_GPU else [(False, 0.0), (True, 0.4)]
+WORKERS = [(False, 0.0), (True, 0.4), (False, 1.0), *([(True, 0.0), (True, 1.0)] if ON_GPU else [])]
 BUDGETS = [(36, None, 4), (36, 4, 0), (9, None, 0), (9, None, 3), (9, 6, 0), (6, 4, 2)]
 
 
@@ -239,8 +264,46 @@ def test_decoding_attends_to_slots_and_misses(
     assert int(decoding.scout.refused) == 0
 
 
-def test_a_row_that_arrived_is_resident_after_its_first_step() -> None:
-    decoding = Decoding(36, 0)
+@pytest.mark.parametrize("predicts", [False, True])
+@pytest.mark.parametrize(
+    ("worker", "share", "worth", "interval"), [(False, 1.0, None, 0), (True, 0.5, -3.5, 0), (False, 1.0, -2.5, 2)]
+)
+def test_gathered_blocks_stay_in_their_slots(
+    worker: bool, share: float, worth: float | None, interval: int, predicts: bool
+) -> None:
+    decoding = Decoding(9, interval, None, worker, share, worth)
+    gathered = 0
+    with decoding.engine():
+        decoding.settle()
+        torch.cuda.synchronize()
+        for _ in range(STEPS):
+            before = [decoding.is_held(decoding.held(layer)) for layer in range(LAYERS)]
+            decoding.next_tokens()
+            decoding.run(predicts)
+            torch.cuda.synchronize()
+            decoding.check_slots()
+            for layer in range(LAYERS):
+                new, now = decoding.gathered(layer), decoding.is_held(decoding.held(layer))
+                gathered += int(new.sum())
+                if interval:
+                    continue
+                assert (new <= now).all()
+                tails = (decoding.lengths - 1) // BLOCK_TOKENS
+                opened = decoding.is_held(tails[:, None, None].expand(-1, HEADS, 1))
+                assert ((now & ~before[layer]) <= (new | opened)).all()
+                expected = decoding.expected(layer, everything=False)
+                torch.testing.assert_close(decoding.out[layer, :-1].cpu().float(), expected, rtol=2e-2, atol=2e-2)
+                if share == 1.0 and worth is None:
+                    assert (decoding.misses(layer) < 0).all()  # as many slots as a selection has blocks
+    misses, recalled = decoding.scout.counted.sum(dim=0).tolist()
+    assert 0 < gathered <= misses and (gathered < misses or share == 1.0)
+    assert bool(recalled) == bool(interval)
+    assert int(decoding.scout.refused) == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_row_that_arrived_is_resident_after_its_first_step(share: float) -> None:
+    decoding = Decoding(36, 0, share=share)
     decoding.scout.rows_begin(decoding.rows)
     decoding.next_tokens()
     decoding.run(predicts=False)

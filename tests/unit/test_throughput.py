@@ -38,8 +38,7 @@ def test_hybrid_holds_slots_digests_and_sketches_in_the_same_memory() -> None:
     capacity = hybrid_capacity(QWEN3_14B_10_LAYERS, no_cap, SELECTED, 32768)
     slots = 10 * 8 * 64 * 16384
     digests = 10 * 8 * 1024 * (512 + 512)
-    staging = 2 * 8 * 8 * 16384
-    row = slots + digests + staging
+    row = slots + digests
     assert capacity.limited_by == "GPU memory"
     assert capacity.rows * row + slots <= LIMITS.gpu_bytes < (capacity.rows + 1) * row + slots
 

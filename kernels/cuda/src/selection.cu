@@ -21,6 +21,8 @@ SH_CUDA_API int sh_cuda_select_blocks(const sh_select_blocks* args, cudaStream_t
     if (args->budget > most_selected || args->budget < always || args->table.slots > most_slots || args->table.slots < always) {
         return cudaErrorInvalidValue;
     }
+    // what is gathered is in no other list: it must find room in this one
+    if (args->gather_share && args->gathered.capacity < uint64_t{ctas} * args->most_gathered) return cudaErrorInvalidValue;
     if (ctas == 0) return cudaSuccess;
     const uint32_t words = max_blocks + 2 * PositionSet::words(max_blocks);
     const uint32_t bytes = uint32_t(sizeof(SelectionMemory)) + words * uint32_t(sizeof(uint32_t));

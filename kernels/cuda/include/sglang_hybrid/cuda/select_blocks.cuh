@@ -2,89 +2,15 @@
 // `select_blocks` and `blocks_worth` of the reference and what policy `scout` makes of them.
 #pragma once
 
-#include "sglang_hybrid/cuda/best_blocks.cuh"
-#include "sglang_hybrid/cuda/slot_table.cuh"
+#include "sglang_hybrid/cuda/slot_plans.cuh"
 
 namespace sglang_hybrid::cuda {
-
-inline constexpr uint32_t most_selected = select_threads;  // a thread for each
-inline constexpr uint32_t most_slots = select_threads;
-
-// Positions of a row, one bit each.
-class PositionSet {
-  public:
-    __device__ explicit PositionSet(uint32_t* words) : words_(words) {}
-    static __host__ __device__ uint32_t words(uint32_t max_blocks) { return (max_blocks + 31) / 32; }
-    __device__ void clear(uint32_t max_blocks) {
-        for (uint32_t i = threadIdx.x; i < words(max_blocks); i += blockDim.x) words_[i] = 0;
-    }
-    __device__ void add(int32_t position) { atomicOr(&words_[position / 32], 1u << position % 32); }
-    __device__ bool has(int32_t position) const { return words_[position / 32] >> position % 32 & 1; }
-
-  private:
-    uint32_t* const words_;
-};
-
-// What the CTA of one (row, KV head) shares. Behind it in dynamic memory: ranks [max_blocks], and two sets of positions.
-struct SelectionMemory {
-    SelectMemory select;
-    int32_t slots[most_slots];         // positions of the blocks that they hold
-    int32_t chosen[most_selected];     // candidates that were selected, or are worth it, ascending
-    float scores[select_threads];      // that are ranked
-    uint32_t counted[select_threads];  // whether they take part
-    int32_t free_slots[most_slots];    // the first to overwrite first
-    uint32_t plan_first;
-    uint32_t unused[3];
-};
-
-// By a whole CTA, each thread with an entry or none: how many of those that count are before this one, by score
-// (ascending or descending) and then by thread.
-template <bool kAscending>
-__device__ uint32_t place_by_score(SelectionMemory& memory, bool counts, float score) {
-    __syncthreads();
-    memory.scores[threadIdx.x] = score;
-    memory.counted[threadIdx.x] = counts;
-    __syncthreads();
-    uint32_t before = 0;
-    if (counts) {
-        for (uint32_t i = 0; i < select_threads; ++i) {
-            const float other = memory.scores[i];
-            const bool better = kAscending ? other < score : other > score;
-            before += memory.counted[i] && (better || (other == score && i < threadIdx.x));
-        }
-    }
-    return before;
-}
 
 __device__ inline bool is_due(const sh_select_blocks& args, uint32_t entry, int32_t row, int32_t length) {
     if (args.due && args.due[entry]) return true;
     if (!args.interval || *args.interval <= 0) return false;
     return static_cast<uint32_t>(length - args.first_lengths[row] + 1 + static_cast<int32_t>(args.layer)) % *args.interval == 0;
 }
-
-// By the CTA that finishes last: how many entries the plan has.
-__device__ inline void finish_plan(const sh_select_blocks& args) {
-    if (!args.plan.count) return;
-    __syncthreads();
-    if (threadIdx.x) return;
-    __threadfence();
-    if (atomicAdd(&args.plan.progress[1], 1u) != gridDim.x - 1) return;
-    const uint32_t entries = atomicExch(&args.plan.progress[0], 0u);
-    *args.plan.count = static_cast<int32_t>(entries);
-    args.plan.progress[1] = 0;
-    if (args.totals) args.totals[1] += entries;  // the only one: launches of a layer follow each other
-}
-
-// A block that was selected, or is always in: one for each thread. The tail is not among them: it has its slot and is
-// attended there.
-struct Entry {
-    int32_t position;  // -1: this thread has none
-    bool is_candidate;
-    bool has_slot;
-    bool in_pool;
-    float score;
-    int32_t page;
-};
 
 __device__ inline Entry entry_of(const sh_select_blocks& args, const SelectionMemory& memory, const RowBlocks& row,
                                  const PositionSet& in_slots, const float* scores, const int32_t* table, uint32_t chosen) {
@@ -113,7 +39,7 @@ __device__ inline float rounding_phase(uint32_t row, uint32_t head, uint32_t len
     return static_cast<float>((bits ^ bits >> 15) >> 8) * 0x1p-24f;
 }
 
-// How many of `misses` are gathered.
+// How many of `misses` are gathered, if they all find slots.
 __device__ inline uint32_t gathered_of(const sh_select_blocks& args, uint32_t misses, float phase) {
     // whatever is in memory: NaN and negative numbers are no share at all
     const float share = fminf(fmaxf(*args.gather_share, 0.0f), 1.0f);
@@ -165,23 +91,51 @@ __device__ inline uint32_t choose_worth(const sh_select_blocks& args, SelectionM
     return wanted;
 }
 
-// Selected, not in a slot, and worth it. A block that is always in and has no slot is a miss whatever its score.
-__device__ inline void write_misses(const sh_select_blocks& args, SelectionMemory& memory, const Entry& entry, uint32_t pair,
-                                    float phase) {
-    const bool worth = !entry.is_candidate || entry.score >= args.worth;
-    const bool is_miss = entry.position >= 0 && !entry.has_slot && entry.in_pool && worth;
+// By a whole CTA: slots for blocks that are gathered to memory.free_slots, and how many. `mine`: what is selected keeps its
+// slot. So does what would be a miss without one, where every block that is worth it is.
+__device__ inline uint32_t find_slots_to_gather(const sh_select_blocks& args, SelectionMemory& memory, const RowBlocks& row,
+                                                const Entry& mine, PositionSet selected, const float* scores) {
+    selected.clear(args.step.max_blocks);
+    __syncthreads();
+    if (mine.position >= 0) selected.add(mine.position);
+    __syncthreads();
+    return find_free_slots(memory, args.table, row, selected, scores, args.any_block ? args.worth : INFINITY);
+}
+
+// By a whole CTA: what of `missed` is not in a slot and worth it, to the first list or to that of gathered blocks. A block
+// that is always in and has no slot is a miss whatever its score. Gathered blocks have slots from here on, as memory.slots
+// and `in_slots` say. Returns whether there are any.
+__device__ inline bool write_misses(const sh_select_blocks& args, SelectionMemory& memory, const RowBlocks& row,
+                                    const Entry& mine, const Entry& missed, PositionSet in_slots, PositionSet selected,
+                                    const float* scores, uint32_t pair, uint64_t first_slot, float phase) {
+    const bool worth = !missed.is_candidate || missed.score >= args.worth;
+    const bool is_miss = missed.position >= 0 && !missed.has_slot && missed.in_pool && worth;
+    const bool is_sink = missed.position < row.first;
     const auto misses = static_cast<uint32_t>(__syncthreads_count(is_miss));
     if (args.totals && misses && threadIdx.x == 0) {
         atomicAdd(reinterpret_cast<unsigned long long*>(args.totals), static_cast<unsigned long long>(misses));
     }
-    const uint32_t gathered = args.gather_share ? gathered_of(args, misses, phase) : 0;
+    uint32_t gathered = args.gather_share ? gathered_of(args, misses, phase) : 0, sinks = 0;
+    if (gathered) {
+        sinks = static_cast<uint32_t>(__syncthreads_count(is_miss && is_sink));  // the first of all, with slots of their own
+        gathered = min(gathered, sinks + find_slots_to_gather(args, memory, row, mine, selected, scores));
+    }
     uint32_t better = gathered;  // of the other misses; where all of them are in one list it does not matter
-    if (gathered || misses > args.most_misses) better = place_by_score<false>(memory, is_miss, entry.score);
+    if (gathered || misses > args.most_misses) better = place_by_score<false>(memory, is_miss, missed.score);
     const bool is_listed = is_miss && better >= gathered && better - gathered < args.most_misses;
-    write_list(memory, is_listed, entry, pair, args.most_misses, args.miss_pages, args.miss_positions, args.miss_counts);
-    if (!args.gather_share) return;
-    write_list(memory, is_miss && better < gathered, entry, pair, args.most_gathered, args.gathered_pages,
-               args.gathered_positions, args.gathered_counts);
+    write_list(memory, is_listed, missed, pair, args.most_misses, args.miss_pages, args.miss_positions, args.miss_counts);
+    if (!gathered) return false;
+
+    const bool is_gathered = is_miss && better < gathered;
+    int32_t slot = 0;
+    if (is_gathered) slot = is_sink ? missed.position : memory.free_slots[better - sinks];
+    add_to_plan(args.gathered, memory, is_gathered, missed, first_slot + static_cast<uint32_t>(slot));
+    if (is_gathered) {
+        memory.slots[slot] = missed.position;
+        in_slots.add(missed.position);
+    }
+    __syncthreads();
+    return true;
 }
 
 // The best candidates that were selected become resident, as many as there are slots. Those that have one keep it. The
@@ -198,33 +152,16 @@ __device__ inline void write_plan(const sh_select_blocks& args, SelectionMemory&
     }
     if (stays) recalled.add(entry.position);
     __syncthreads();
+    const uint32_t free_slots = find_free_slots(memory, table, row, recalled, scores, INFINITY);
 
-    const uint32_t slot = threadIdx.x;
-    bool is_free = slot >= table.sink && slot < table.slots;
-    float score = -INFINITY;
-    if (is_free) {
-        const int32_t held = memory.slots[slot];
-        const bool is_candidate = row.is_candidate(held);
-        is_free = !row.is_near(held) && !(is_candidate && recalled.has(held));
-        if (is_free && is_candidate) score = or_lowest(scores[held]);
-    }
-    const uint32_t turn = place_by_score<true>(memory, is_free, score);
-    if (is_free) memory.free_slots[turn] = static_cast<int32_t>(slot);
-    const uint32_t free_slots = __syncthreads_count(is_free);
-
-    const bool is_sink = entry.position >= 0 && entry.position < row.first;
+    const bool is_sink = entry.position < row.first;
     const bool is_new = entry.position >= 0 && entry.in_pool && !entry.has_slot && (stays || !entry.is_candidate);
-    uint32_t planned, fresh;
+    uint32_t fresh;
     const uint32_t which = sum_before(is_new && !is_sink, memory.select, fresh);
     const bool has_place = is_sink || which < free_slots;
-    const uint32_t place = sum_before(is_new && has_place, memory.select, planned);
-    if (threadIdx.x == 0) memory.plan_first = planned ? atomicAdd(&args.plan.progress[0], planned) : 0;
-    __syncthreads();
-    const uint64_t at = uint64_t{memory.plan_first} + place;
-    if (!is_new || !has_place || at >= args.plan.capacity) return;
-    args.plan.pages[at] = entry.page;
-    args.plan.positions[at] = entry.position;
-    args.plan.destinations[at] = static_cast<int32_t>(first_slot + (is_sink ? entry.position : memory.free_slots[which]));
+    int32_t slot = 0;
+    if (is_new && has_place) slot = is_sink ? entry.position : memory.free_slots[which];
+    add_to_plan(args.plan, memory, is_new && has_place, entry, first_slot + static_cast<uint32_t>(slot));
 }
 
 __device__ inline void select_of_row(const sh_select_blocks& args, SelectionMemory& memory, uint32_t* ranks, uint32_t entry,
@@ -242,7 +179,8 @@ __device__ inline void select_of_row(const sh_select_blocks& args, SelectionMemo
     if (threadIdx.x < table.slots) memory.slots[threadIdx.x] = table.positions[first_slot + threadIdx.x];
     __syncthreads();
     // The tail's slot: given now to a tail that this step opens. One that has none for another reason (a row whose slots
-    // nobody filled) gets the same one from `append`, which also loads its earlier tokens; nobody else may have it.
+    // nobody filled) gets the same one from `append`, which also loads its earlier tokens; nobody else may have it. It is the
+    // first empty one then, also for an `append` that finds others filled by the gather meanwhile.
     if (threadIdx.x < 32 && find_slot(memory.slots, table, row.tail()) < 0) {
         const int32_t slot = slot_for_tail(memory.slots, table, row, scores);
         __syncwarp();
@@ -272,15 +210,18 @@ __device__ inline void select_of_row(const sh_select_blocks& args, SelectionMemo
                   [&](uint32_t n, uint32_t index) { memory.chosen[n] = row.first + static_cast<int32_t>(index); });
     }
     const int32_t* const pages = args.step.page_table + uint64_t{entry} * max_blocks;
-    const Entry mine = entry_of(args, memory, row, in_slots, scores, pages, chosen);
-    const float phase = rounding_phase(static_cast<uint32_t>(row_index), pair % args.kv_heads, static_cast<uint32_t>(length));
+    Entry mine = entry_of(args, memory, row, in_slots, scores, pages, chosen), missed = mine;
     if (args.any_block) {
         const uint32_t worth = choose_worth(args, memory, row, in_slots, scores, ranks, most);
-        write_misses(args, memory, entry_of(args, memory, row, in_slots, scores, pages, worth), pair, phase);
-    } else {
-        write_misses(args, memory, mine, pair, phase);
+        missed = entry_of(args, memory, row, in_slots, scores, pages, worth);
     }
+    const float phase = rounding_phase(static_cast<uint32_t>(row_index), pair % args.kv_heads, static_cast<uint32_t>(length));
+    const PositionSet selected(ranks);  // nobody needs the ranks any more
+    const bool gathers =
+        write_misses(args, memory, row, mine, missed, in_slots, selected, scores, pair, first_slot, phase);
     if (args.plan.count && is_due(args, entry, row_index, length)) {
+        // the plan finds the slots as they are when the gathered blocks are there
+        if (gathers && mine.position >= 0) mine.has_slot = in_slots.has(mine.position);
         write_plan(args, memory, row, mine, recalled, scores, chosen, first_slot);
     }
 }
@@ -295,21 +236,15 @@ __global__ void __launch_bounds__(select_threads) select_blocks(const __grid_con
         if (row_exists(row, args.table) && args.step.lengths[entry] > 0) {
             select_of_row(args, memory, reinterpret_cast<uint32_t*>(shared + sizeof(SelectionMemory)), entry, pair, row);
         } else {
-            write_misses(args, memory, Entry{-1, false, false, false, 0, -1}, pair, 0.0f);
+            write_list(memory, false, Entry{}, pair, args.most_misses, args.miss_pages, args.miss_positions, args.miss_counts);
         }
     }
-    finish_plan(args);
-}
-
-// After the blocks of a plan were copied: slots get their new positions.
-__global__ void __launch_bounds__(select_threads) apply_plan(const __grid_constant__ sh_apply_plan args) {
-    const int32_t count = *args.plan.count;
-    const uint64_t entries = count < 0 ? 0 : min(static_cast<uint64_t>(count), args.plan.capacity);
-    const uint64_t step = uint64_t{gridDim.x} * select_threads;
-    for (uint64_t i = uint64_t{blockIdx.x} * select_threads + threadIdx.x; i < entries; i += step) {
-        const int32_t slot = args.plan.destinations[i];
-        if (slot >= 0 && static_cast<uint64_t>(slot) < args.slots) args.positions[slot] = args.plan.positions[i];
-    }
+    __syncthreads();
+    if (threadIdx.x) return;
+    if (args.gather_share) finish_plan(args.gathered);
+    if (!args.plan.count) return;
+    const uint32_t entries = finish_plan(args.plan);
+    if (args.totals && entries) args.totals[1] += entries;  // the last CTA alone: launches of a layer follow each other
 }
 
 }  // namespace sglang_hybrid::cuda

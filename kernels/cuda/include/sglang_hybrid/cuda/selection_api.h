@@ -130,6 +130,10 @@ struct sh_plan {
 // Of the n misses of a (row, KV head) the best g are gathered and the others go to the first list:
 //   g = floor(n * *gather_share + phase), phase in [0, 1) different from step to step, so that on average g / n is the share
 // What is too much for the first list is gathered too, as far as there is room; of what is left then the worst are dropped.
+//
+// Gathered blocks get slots before the layer is attended and stay there: empty ones, then those of resident blocks that are
+// not selected (with any_block: nor worth it), lowest score first. There may be fewer slots than g. The plan is made for
+// slots that have them: it is carried out later, and overwrites none of their blocks that is selected.
 struct sh_select_blocks {
     sh_slot_table table;
     sh_step step;
@@ -137,11 +141,9 @@ struct sh_select_blocks {
     int32_t* miss_pages;          // [batch][KV head][most_misses], -1 behind the last; ascending positions
     int32_t* miss_positions;      // likewise
     int32_t* miss_counts;         // [batch][KV head]
-    int32_t* gathered_pages;      // [batch][KV head][most_gathered], likewise; these three are not looked at without a share
-    int32_t* gathered_positions;
-    int32_t* gathered_counts;
     const float* gather_share;    // one number; or null: all misses are in the first list
-    uint64_t* totals;         // [2], or null: misses of all lists, also the dropped ones, and entries of the plan are added
+    sh_plan gathered;             // with a share; room for batch x KV heads x most_gathered
+    uint64_t* totals;             // [2], or null: misses of all lists, also the dropped ones, and entries of the plan are added
     const int32_t* due;           // [batch]: rows that recall whatever the interval says; or null
     const int32_t* interval;      // steps between recalls, one number; or null. 0: never
     const int32_t* first_lengths; // [rows]: length in the row's first step, with `interval`
@@ -153,7 +155,7 @@ struct sh_select_blocks {
     uint32_t most_misses;
     uint32_t layer;  // layers recall at different steps
     uint32_t pool_pages;
-    uint32_t most_gathered;
+    uint32_t most_gathered;  // of one (row, KV head)
     uint32_t any_block;  // whether every block that is worth it is a miss, or those only that are selected
 };
 
