@@ -159,12 +159,12 @@ def main_lane_alone(session: ModelSession) -> Iterator[None]:
     Attention goes on over the blocks that are resident.
     """
     scout = session.runner.attn_backend._device.scout
-    kept = scout._begin_layer, scout._mailbox, scout._copy
-    scout._begin_layer, scout._mailbox, scout._copy = lambda *_: None, None, lambda *_: None
+    kept = scout._begin_layer, scout._mailbox, scout._make_resident
+    scout._begin_layer, scout._mailbox, scout._make_resident = lambda *_: None, None, lambda *_: None
     for lane in scout._lanes:
         lane._misses.counts.zero_()
     yield
-    scout._begin_layer, scout._mailbox, scout._copy = kept
+    scout._begin_layer, scout._mailbox, scout._make_resident = kept
 
 
 def settings_of(flags: list[str]) -> list[str]:

@@ -47,6 +47,7 @@ class MainBuffers:
         heads = shape.heads * shape.group
         of_query = (shape.most, heads, shape.dim)
         self._local = torch.zeros(of_query, device=device), torch.zeros(of_query[:2], device=device)
+        self._replies = torch.zeros(of_query, device=device), torch.zeros(of_query[:2], device=device)
         self._served = torch.zeros(shape.most, dtype=torch.int32, device=device)
         self._out = torch.zeros(of_query, dtype=dtype, device=device)
         self._estimates = ScoreWorkspace(shape.most, shape.heads, shape.group, shape.max_blocks, device)
@@ -54,6 +55,10 @@ class MainBuffers:
 
     def local(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._local[0][:count], self._local[1][:count]
+
+    def replies(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the worker, on the device."""
+        return self._replies[0][:count], self._replies[1][:count]
 
     def served(self, count: int) -> torch.Tensor:
         """Stays 0 where there is no worker."""

@@ -2,7 +2,8 @@
 
     scout lane    predicted query -> scores -> selection -> post                          of the next layer
     gather lane   a share of its misses -> slots -> slot table
-    main lane     append -> attention over slots -> replies, shifted and merged -> what is late
+    main lane     append -> attention over slots -> merging with replies -> what is late
+    reply lane    replies of the worker, when they are there -> shifted                   beside attention
     recall lane   copies of the plan -> slot table                                        of the layer just attended
 
 Everything is launched with static shapes on persistent buffers, so a whole step can be recorded in a CUDA graph.
@@ -15,12 +16,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from sglang_hybrid.cuda.attention import attend_slots
+from sglang_hybrid.cuda.attention import Partial, attend_slots, merge3
 from sglang_hybrid.cuda.digests import Step, append
 from sglang_hybrid.cuda.gathering import gather_blocks
-from sglang_hybrid.cuda.mailbox import DeviceMailboxClient, Shift
+from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.cuda.missed import finish_late
-from sglang_hybrid.cuda.scoring import score_blocks
+from sglang_hybrid.cuda.scoring import score_blocks, shift_lse
 from sglang_hybrid.cuda.selection import RecallInterval, RecallPlan, apply_plan, select_blocks
 from sglang_hybrid.gpu.buffers import MOST_GATHERED, LaneBuffers, MainBuffers, plan_for
 from sglang_hybrid.gpu.dense import DenseRows
@@ -64,6 +65,8 @@ class DeviceScout:
         self.dense = DenseRows(layers, shape, self.slots, self.step, self._main, self.refused)
         self.is_dense = False  # whether steps are launched, or recorded, that hold whole rows
         self._scout, self._gather, self._recall = Lane(device), Lane(device), Lane(device)
+        # a few small CTAs that must not queue behind those of attention, beside which they wait
+        self._replies = Lane(device, urgent=True)
         self._ahead: set[int] = set()  # layers of this step whose misses are on their way, by a predicted query
         self._posted = False  # whether this step has posted
 
@@ -163,6 +166,7 @@ class DeviceScout:
             # append did not have to wait: the tail's slot is none that selection gives to others
             self._gather.wait_for(layer)
         local, served, out = self._main.local(count), self._main.served(count), self._main.out(count)
+        replies = self._collect(layer, query, scale, predicted)
         attend_slots(
             query, key_slots, value_slots, table.positions, self.step.lengths_by_row, step.row_of, scale,
             active_rows=step.active_rows, workspace=self._main.attending(count), out=local[0], lse=local[1],
@@ -170,14 +174,9 @@ class DeviceScout:
         with self._recall.fork():
             self._make_resident(layer, self._plans[layer])
             self._recall.mark(layer)
-        if self._mailbox is not None:
-            # on the recorded path these two are all that waits for the worker, whoever computes in the end
-            shift = None
-            if predicted and self._settings.shifts:
-                shift = Shift(of_layer.digests, query, lane.query(count), misses.pages, misses.counts, scale)
-            self._mailbox.finish_layer(
-                self._receipt(layer, count), self._settings.deadline_s, local, out, served, shift=shift
-            )
+        if replies is not None:
+            self._replies.wait_for(layer)
+            merge3(local, replies, None, active_rows=step.active_rows, out=out)
         finish_late(
             query, of_layer.pool, misses.pages, misses.counts, scale, local, out,
             served=served, active_rows=step.active_rows,
@@ -185,6 +184,27 @@ class DeviceScout:
         if layer == len(self._layers) - 1:
             self._recall.wait_for(layer)  # and so for all before it
         return out
+
+    def _collect(self, layer: int, query: torch.Tensor, scale: float, predicted: bool) -> Partial | None:
+        """On the lane of replies: wait for the worker, bring its replies to the device, shift them. None without one.
+
+        Replies cross PCIe beside attention, and this is all that waits for the worker, whoever computes in the end.
+        """
+        if self._mailbox is None:
+            return None
+        count = query.shape[0]
+        lane, step, served = self._lanes[layer % 2], self.step.of_batch(count), self._main.served(count)
+        out, lse = self._main.replies(count)
+        with self._replies.fork():
+            self._mailbox.wait(self._receipt(layer, count), self._settings.deadline_s, out, lse, served)
+            if predicted and self._settings.shifts:
+                misses = lane.misses(count)
+                shift_lse(
+                    query, lane.query(count), self._layers[layer].digests, misses.pages, misses.counts, scale, lse,
+                    active_rows=step.active_rows,
+                )  # fmt: skip
+            self._replies.mark(layer)
+        return out, lse
 
     # -- prompts -----------------------------------------------------------------------------
 

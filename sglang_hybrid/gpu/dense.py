@@ -59,10 +59,15 @@ class DenseRows:
         self._allocator.rows_begin(rows)
         self._something_new = True
 
-    def begin_step(self, count: int) -> None:
-        """Before the layers, never recorded: rows that are new in this step are loaded. The step's rows are there."""
+    def begin_step(self, count: int, lengths: Sequence[int]) -> None:
+        """Before the layers, never recorded: rows that are new in this step are loaded. The step's rows are there.
+
+        ``lengths`` of its real rows, on the host.
+        """
         step, list_ = self._step.of_batch(count), self._allocator
-        list_.hold_rows(step, self._refused)
+        # rows that left give their pages back when others need them
+        if self._something_new or any(length % BLOCK_TOKENS == 1 for length in lengths):
+            list_.hold_rows(step, self._refused)
         if not self._something_new:  # a new tail has nothing to load
             return
         self._something_new = False

@@ -11,8 +11,10 @@ import torch
 class Lane:
     """Work that begins when the main lane has come this far, and that the main lane waits for where it needs it."""
 
-    def __init__(self, device: torch.device | str) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
+    def __init__(self, device: torch.device | str, urgent: bool = False) -> None:
+        """``urgent``: its CTAs run before those of other lanes that are not running yet."""
+        priority = -1 if urgent else 0
+        self._stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call, unused-ignore]
         self._marks: dict[int, torch.cuda.Event] = {}
 
     @contextlib.contextmanager

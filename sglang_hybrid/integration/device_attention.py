@@ -135,11 +135,12 @@ class DeviceAttention:
             return
         active = count - getattr(batch, "num_padding", 0)
         self.scout.step.load(self._req_to_token, rows, batch.seq_lens, active)
-        if self._makes_room(batch.seq_lens_cpu[:active].tolist()):
+        lengths = batch.seq_lens_cpu[:active].tolist()
+        if self._makes_room(lengths):
             self.scout.hold_rows(not self.scout.is_dense, count)
             self.scout.step.load(self._req_to_token, rows, batch.seq_lens, active)
         if self.scout.is_dense:
-            self.scout.dense.begin_step(count)
+            self.scout.dense.begin_step(count, lengths)
             self.watch.step(0)
             return
         self._follow_worker()

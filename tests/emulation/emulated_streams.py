@@ -30,7 +30,7 @@ class Stream:
     current: Stream
     cuda_stream = None
 
-    def __init__(self, _device: object = None) -> None:
+    def __init__(self, _device: object = None, _priority: int = 0) -> None:
         self.queue: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()  # is it ready, do it
         Stream.everyone.append(self)
 

@@ -18,7 +18,7 @@ def check_exact(decoding: Decoding) -> None:
 
 def begin(decoding: Decoding) -> None:
     decoding.next_tokens()
-    decoding.scout.dense.begin_step(decoding.query.shape[1])
+    decoding.scout.dense.begin_step(decoding.query.shape[1], decoding.lengths.tolist())
 
 
 # slots of 6 rows hold 6 * slots blocks: 62 are needed at first
@@ -58,7 +58,7 @@ def test_rows_go_on_with_slots_and_come_back() -> None:
                 if not whole:
                     decoding.check_digests(decoding.lengths - 1)
             if whole:
-                decoding.scout.dense.begin_step(decoding.query.shape[1])
+                decoding.scout.dense.begin_step(decoding.query.shape[1], decoding.lengths.tolist())
             decoding.run(predicts=False)
             torch.cuda.synchronize()
             check_exact(decoding)

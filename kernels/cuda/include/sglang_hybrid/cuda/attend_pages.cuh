@@ -10,7 +10,7 @@ namespace sglang_hybrid::cuda {
 // The blocks of all (batch entry, KV head) pairs as one long list, of which every CTA gets an equal part.
 class PageShares {
   public:
-    static constexpr uint32_t least_blocks = 4;  // of a warp
+    static constexpr uint32_t least_blocks = 2;  // of a warp
 
     // By a whole CTA. ends [active]: blocks of a KV head up to and with this entry. An entry without tokens counts as one
     // block, for the results' sake.
