@@ -2,7 +2,7 @@
 
 What the kernels of a layer share::
 
-    digests  [pages, H, 2, D]        maximum, minimum
+    digests  [pages, H, 2, D]        maximum, minimum; or compact [pages, H, bytes], see reference.compact_digest
     codes    [pages, H, 32, C / 2]   of channels [H, C]
     slots    [rows, H, S, 32, D]     and positions [rows, H, S]: block of the row's sequence, -1 for none
 
@@ -23,6 +23,7 @@ from sglang_hybrid.cuda import selection_structs as structs
 from sglang_hybrid.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.cuda.library import launch, library
 from sglang_hybrid.cuda.tensors import BLOCK_TOKENS, HALVES, active_address, address, dtype_code
+from sglang_hybrid.ops.reference import compact_bytes
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,24 @@ class LayerDigests:
     digests: torch.Tensor
     codes: torch.Tensor | None = None
     channels: torch.Tensor | None = None  # int64
+    compact_of: tuple[torch.dtype, int] | None = None  # of compact digests: the model's dtype and head_dim
 
     @property
     def heads(self) -> int:
         return self.digests.shape[1]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and queries."""
+        return self.compact_of[0] if self.compact_of else self.digests.dtype
+
+    @property
+    def dim(self) -> int:
+        return self.compact_of[1] if self.compact_of else self.digests.shape[3]
+
     def arguments(self, *, sketched: bool = True) -> structs.Digests:
-        """``sketched`` False leaves the codes out."""
-        pages, heads, _, dim = self.digests.shape
+        """``sketched`` False leaves the codes out, which compact digests cannot do without."""
+        pages, heads, dim = self.digests.shape[0], self.heads, self.dim
         codes, channels = (self.codes, self.channels) if sketched else (None, None)
         count = 0
         if (codes is None) != (channels is None):
@@ -48,15 +59,22 @@ class LayerDigests:
             count = 2 * codes.shape[3]
             if codes.data_ptr() % 16:
                 raise ValueError("codes must be aligned to 16 bytes")
+        if self.compact_of is None:
+            digests = address("digests", self.digests, HALVES, (pages, heads, 2, dim))
+        elif count == 0 or count % 8 or dim % 32 or self.digests.data_ptr() % 16:
+            raise ValueError("compact digests need sketches, whole words of channels, and alignment to 16 bytes")
+        else:
+            digests = address("digests", self.digests, torch.uint8, (pages, heads, compact_bytes(dim, count)))
         return structs.Digests(
-            digests=address("digests", self.digests, HALVES, (pages, heads, 2, dim)),
+            digests=digests,
             codes=address("codes", codes, torch.uint8, (pages, heads, BLOCK_TOKENS, count // 2)),
             channels=address("channels", channels, torch.int64, (heads, count)),
             pages=pages,
             kv_heads=heads,
             head_dim=dim,
             channel_count=count,
-            dtype=dtype_code(self.digests.dtype),
+            dtype=dtype_code(self.dtype),
+            compact=self.compact_of is not None,
         )
 
 
@@ -161,7 +179,7 @@ def append(
     it has come from the pool. With ``dense`` slots are pages ``[pages, H, 32, D]``, and tails are where it says; they are
     digested when they are full, since nobody looks at them before. Rows whose page is not in the pool are left out and added to ``refused`` (one int64).
     """
-    dtype, heads, dim = digests.digests.dtype, digests.heads, digests.digests.shape[3]
+    dtype, heads, dim = digests.dtype, digests.heads, digests.dim
     of_slots = (*table.positions.shape, BLOCK_TOKENS, dim)
     if dense is not None:
         of_slots = (dense.device_pages, heads, BLOCK_TOKENS, dim)
@@ -208,10 +226,10 @@ def digest_pages(digests: LayerDigests, keys: torch.Tensor, pages: torch.Tensor,
     keys ``[n, H, 32, D]`` on the device, any strides: prefill's ``[tokens, H, D]`` can be viewed like that.
     """
     count, heads, tokens, dim = keys.shape
-    if (heads, tokens, dim) != (digests.heads, BLOCK_TOKENS, digests.digests.shape[3]):
+    if (heads, tokens, dim) != (digests.heads, BLOCK_TOKENS, digests.dim):
         raise ValueError(f"keys {tuple(keys.shape)} do not fit digests {tuple(digests.digests.shape)}")
-    if not keys.is_cuda or keys.dtype != digests.digests.dtype:
-        raise ValueError(f"keys are {keys.dtype} on {keys.device}, must be {digests.digests.dtype} on a CUDA device")
+    if not keys.is_cuda or keys.dtype != digests.dtype:
+        raise ValueError(f"keys are {keys.dtype} on {keys.device}, must be {digests.dtype} on a CUDA device")
     if keys.stride(3) != 1 or keys.data_ptr() % 16 or any(stride % 8 for stride in keys.stride()[:3]):
         raise ValueError(f"channels of keys must be contiguous and aligned to 16 bytes, strides are {keys.stride()}")
     arguments = structs.DigestPages(

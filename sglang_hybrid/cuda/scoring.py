@@ -41,7 +41,7 @@ _DIMS, _CHANNELS, _MOST_GROUP = (64, 128), (0, 32, 64), 16
 
 def _group_of(query: torch.Tensor, digests: LayerDigests, *, sketched: bool = True) -> int:
     """Query heads per KV head. Raises ValueError for shapes that the kernels do not have."""
-    heads, dim = digests.heads, digests.digests.shape[3]
+    heads, dim = digests.heads, digests.dim
     channels = 0 if digests.codes is None or not sketched else 2 * digests.codes.shape[3]
     group = query.shape[1] // heads
     if dim not in _DIMS or channels not in _CHANNELS or not 1 <= group <= _MOST_GROUP:
@@ -76,7 +76,7 @@ def score_blocks(
     arguments = structs.ScoreBlocks(
         digests=digests.arguments(sketched=sketched),
         step=step.arguments(),
-        query=address("query", query, digests.digests.dtype, (step.batch, heads * group, digests.digests.shape[3])),
+        query=address("query", query, digests.dtype, (step.batch, heads * group, digests.dim)),
         listed=None if listed is None else address("listed", listed.positions, torch.int32, (batch, heads, most)),
         list_counts=None if listed is None else address("counts", listed.counts, torch.int32, (batch, heads)),
         estimates=address(
@@ -143,10 +143,10 @@ def shift_lse(
     ``overwrite`` the shift itself is written, 0 where a list is empty.
     """
     batch, query_heads, dim = query.shape
-    heads, dtype = digests.heads, digests.digests.dtype
+    heads, dtype = digests.heads, digests.dtype
     arguments = structs.ShiftLse(
         digests=digests.arguments(),
-        query=address("query", query, dtype, (batch, query_heads, digests.digests.shape[3])),
+        query=address("query", query, dtype, (batch, query_heads, digests.dim)),
         query_ahead=address("query_ahead", query_ahead, dtype, (batch, query_heads, dim)),
         pages=address("pages", pages, torch.int32, (batch, heads, pages.shape[2])),
         counts=address("counts", counts, torch.int32, (batch, heads)),

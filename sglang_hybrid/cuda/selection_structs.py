@@ -16,7 +16,7 @@ class Digests(ctypes.Structure):
         ("head_dim", c_uint32),
         ("channel_count", c_uint32),
         ("dtype", c_uint32),
-        ("unused", c_uint32),
+        ("compact", c_uint32),
     )
 
 

@@ -44,8 +44,7 @@ class DeviceScout:
         mailbox: DeviceMailboxClient | None,
     ) -> None:
         """``mailbox``: of the worker that computes misses; None: this device reads them from the pool itself."""
-        digests = layers[0].digests.digests
-        device, dtype = digests.device, digests.dtype
+        device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
         self._layers, self._shape, self._settings, self._mailbox = list(layers), shape, settings, mailbox
         self.slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, dtype, device)
         self._tables = [self.slots.table(n, settings.sink, settings.recent) for n in range(len(layers))]

@@ -18,6 +18,7 @@ from sglang_hybrid.integration.host_kv_pool import HostKVPool
 from sglang_hybrid.integration.miss_server import create_miss_server
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.integration.scouting import Scouting, read_profile
+from sglang_hybrid.memory.digests import CompactDigests
 from sglang_hybrid.memory.pages import page_table
 from sglang_hybrid.metrics import ScoutMetrics
 from sglang_hybrid.policies.base import DecodeBatch, LayerCache
@@ -188,7 +189,8 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
     def _cache(self, layer_id: int) -> LayerCache:
         keys, values = self._pool.get_kv_buffer(layer_id)
         index = layer_id - self._pool.start_layer
-        wanted = self._config.sketch_channels > 0
+        # compact digests tell nothing without sketches
+        wanted = self._config.sketch_channels > 0 or isinstance(self._pool.digests, CompactDigests)
         sketch = self._pool.sketches.of_layer(index) if self._pool.sketches and wanted else None
         return LayerCache(keys, values, self._pool.digests.of_layer(index), index, sketch)
 

@@ -26,6 +26,7 @@ from sglang_hybrid.integration.device_watch import DeviceWatch
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
 from sglang_hybrid.integration.miss_server import checked_geometry, start_worker
 from sglang_hybrid.integration.refusals import Refusal
+from sglang_hybrid.memory.digests import CompactDigests
 from sglang_hybrid.metrics import WorkerMetrics
 from sglang_hybrid.scout.profile import HostRates
 from sglang_hybrid.scout.recall import RecallSchedule
@@ -250,5 +251,6 @@ def _scale(model: torch.nn.Module) -> float:
 def _digests(pool: HostKVPool, layer: int) -> LayerDigests:
     if pool.sketches is None:
         return LayerDigests(pool.digests.of_layer(layer))
-    sketch = pool.sketches.of_layer(layer)
-    return LayerDigests(pool.digests.of_layer(layer), sketch.codes, sketch.channels)
+    sketch, keys = pool.sketches.of_layer(layer), pool.k_buffer[layer]
+    compact_of = (keys.dtype, pool.head_dim) if isinstance(pool.digests, CompactDigests) else None
+    return LayerDigests(pool.digests.of_layer(layer), sketch.codes, sketch.channels, compact_of)

@@ -8,7 +8,8 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_hybrid.config import config_from_environment
-from sglang_hybrid.memory.digests import Digests
+from sglang_hybrid.integration.refusals import Refusal
+from sglang_hybrid.memory.digests import CompactDigests, Digests
 from sglang_hybrid.memory.pages import to_head_major, touched_pages
 from sglang_hybrid.memory.region import SharedRegion
 from sglang_hybrid.memory.sketches import Sketches
@@ -33,7 +34,7 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
 
     in_this_process: ClassVar[bool] = False  # whether there is one
     region: SharedRegion
-    digests: Digests
+    digests: Digests | CompactDigests
     sketches: Sketches | None
 
     def _create_buffers_normal(self) -> None:
@@ -48,19 +49,17 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         self.k_buffer = [self.region.take(key_shape, self.store_dtype) for _ in range(self.layer_num)]
         self.v_buffer = [self.region.take(value_shape, self.store_dtype) for _ in range(self.layer_num)]
         config = config_from_environment()
-        self.digests = Digests(
-            config.digest,
-            self.layer_num,
-            pages,
-            self.head_num,
-            self.head_dim,
-            self.store_dtype,
-            self.device,
-        )
         channels = min(config.sketch_channels, self.head_dim)
         self.sketches = (
             Sketches(channels, self.layer_num, pages, self.head_num, self.page_size, self.device) if channels else None
         )
+        shape = (self.layer_num, pages, self.head_num, self.head_dim)
+        if config.digest_dtype == "int8" and self.sketches:
+            if self.head_dim % 32:
+                raise Refusal(f"digest_dtype=int8 needs a head_dim that is a multiple of 32, not {self.head_dim}")
+            self.digests = CompactDigests(self.sketches, *shape, self.device)
+        else:
+            self.digests = Digests(config.digest, *shape, self.store_dtype, self.device)
 
     def admit(self, pages: torch.Tensor, last_filled: int) -> None:
         """Make pages that a prefill instance wrote ours: layout, digests, sketches. Once for every page that arrives.

@@ -19,7 +19,7 @@ from sglang_hybrid.gpu.slots import ResidentSlots
 from sglang_hybrid.integration import BACKEND_NAME
 from sglang_hybrid.integration.refusals import refuse_model
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
-from sglang_hybrid.memory.digests import Digests
+from sglang_hybrid.memory.digests import CompactDigests, Digests
 from sglang_hybrid.memory.sketches import Sketches
 
 logger = logging.getLogger("sglang.srt.hybrid")
@@ -73,8 +73,11 @@ def available_bytes(original: Callable[[Any, int], int], configurator: Any, pre_
 def _pages_on_device(available: int, config: HybridConfig, shape: KVShape, configurator: Any) -> int:
     """Pages whose digests and sketches the device holds, beside the resident blocks of all rows."""
     dtype, args = configurator.kv_cache_dtype, configurator.server_args
-    per_page = Digests.bytes_per_page(config.digest, shape.layers, shape.kv_heads, shape.key_dim, dtype)
     channels = min(config.sketch_channels, shape.key_dim)
+    if config.digest_dtype == "int8":
+        per_page = CompactDigests.bytes_per_page(shape.layers, shape.kv_heads, shape.key_dim, channels)
+    else:
+        per_page = Digests.bytes_per_page(config.digest, shape.layers, shape.kv_heads, shape.key_dim, dtype)
     per_page += Sketches.bytes_per_page(channels, shape.layers, shape.kv_heads, config.block_tokens)
     rows = resident = staging = 0
     if why_not(config) is None and not args.disable_cuda_graph:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from sglang_hybrid.memory.sketches import Sketches
 from sglang_hybrid.ops import reference
 
 _KINDS: dict[str, tuple[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
@@ -45,3 +46,31 @@ class Digests:
         blocks = keys[pages.to(keys.device)].to(table.device)
         pages = pages.to(table.device)
         table[pages] = self._build(blocks, filled.to(table.device)).to(table.dtype)
+
+
+class CompactDigests:
+    """Min/max digests as ``reference.compact_digest`` stores them, for what ``sketches`` holds.
+
+    Layout, one tensor a layer::
+
+        [page][KV head][compact_bytes]
+    """
+
+    def __init__(self, sketches: Sketches, layers: int, pages: int, heads: int, head_dim: int, device: str) -> None:
+        size = reference.compact_bytes(head_dim, sketches.channels)
+        self._sketches = sketches
+        self._layers = [torch.zeros(pages, heads, size, dtype=torch.uint8, device=device) for _ in range(layers)]
+
+    @staticmethod
+    def bytes_per_page(layers: int, heads: int, head_dim: int, channels: int) -> int:
+        return layers * heads * reference.compact_bytes(head_dim, channels)
+
+    def of_layer(self, layer: int) -> torch.Tensor:
+        return self._layers[layer]
+
+    def refresh(self, layer: int, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
+        """As ``Digests.refresh``; the sketches of these pages are to be made anew after it."""
+        table, channels = self._layers[layer], self._sketches.of_layer(layer).channels
+        blocks = keys[pages.to(keys.device)].to(table.device)
+        digests = reference.minmax_digest(blocks, filled.to(table.device))
+        table[pages.to(table.device)] = reference.compact_digest(digests, channels)

@@ -28,6 +28,7 @@ class Sketches:
 
     def __init__(self, channels: int, layers: int, pages: int, heads: int, page_tokens: int, device: str) -> None:
         assert channels % 2 == 0  # two share a byte
+        self.channels = channels
         self._shape = (heads, channels)
         self._codes = [
             torch.zeros(pages, heads, page_tokens, channels // 2, dtype=torch.uint8, device=device)

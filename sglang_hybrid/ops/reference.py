@@ -16,6 +16,7 @@ import torch
 
 NO_BLOCK = -1
 SKETCH_LEVELS = 16  # of a channel's range in a block: four bits
+COMPACT_GROUP = 16  # channels of a compact digest that share a scale
 
 
 # -- prediction ------------------------------------------------------------------------------
@@ -93,8 +94,10 @@ def sketch_codes(keys: torch.Tensor, digests: torch.Tensor, channels: torch.Tens
     """Where each key lies in its block's range, in a few channels, four bits each.
 
     keys ``[n, H, T, D]``, digests ``[n, H, 2, D]`` (max, min), channels ``[H, C]``, C even -> ``[n, H, T, C / 2]``
-    bytes, of two channels the first in the low bits. The digest holds the range, so that codes need no scale.
+    bytes, of two channels the first in the low bits. The digest holds the range, so that codes need no scale. Digests
+    may be compact: codes are places in the range that a reader gets.
     """
+    digests = _plain(digests, channels, keys.shape[3])
     where = channels[None, :, None, :].expand(keys.shape[0], -1, -1, -1)
     highest, lowest = digests.float().gather(3, where.expand(-1, -1, 2, -1)).unsqueeze(3).unbind(2)
     chosen = keys.float().gather(3, where.expand(-1, -1, keys.shape[2], -1))
@@ -109,10 +112,12 @@ def sketch_logits(
 ) -> torch.Tensor:
     """Estimate, for every query head, of the logarithm of a block's attention mass, in units of ``q . k``.
 
-    query and digests as for ``digest_logits``, (max, min); codes ``[B, N, H, T, C / 2]`` of ``channels`` ``[H, C]``.
+    query and digests as for ``digest_logits``, (max, min), or compact ones ``[B, N, H, bytes]``; codes
+    ``[B, N, H, T, C / 2]`` of ``channels`` ``[H, C]``.
     In those channels each token has a logit of its own: a code stands for the middle of its sixteenth of the range.
     All tokens of a block have the middle of the range in the others. The block gets the log-sum-exp of its tokens.
     """
+    digests = _plain(digests, channels, query.shape[2])
     rows, blocks, heads, _, dim = digests.shape
     q = query.float().view(rows, heads, query.shape[1] // heads, dim)
     highest, lowest = digests.float().unbind(3)
@@ -127,6 +132,61 @@ def sketch_logits(
     mass = tokens.logsumexp(dim=4) - (SKETCH_LEVELS - 1) / 2 * weights.sum(dim=4)
     middle: torch.Tensor = torch.einsum("bhgd,bnhd->bhgn", q, (highest + lowest) / 2)
     return mass.permute(0, 2, 3, 1) / scale + middle
+
+
+# -- compact digests -------------------------------------------------------------------------
+
+
+def compact_bytes(dim: int, channels: int) -> int:
+    """Bytes of one block's compact digest: a multiple of 32, which GPUs read at a time."""
+    return -(-(dim + 2 * channels + 2 * dim // COMPACT_GROUP) // 32) * 32
+
+
+def compact_digest(digests: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
+    """What sketches need of min/max digests, in fewer bytes: ``[n, H, compact_bytes]`` of uint8.
+
+    digests ``[n, H, 2, D]`` (max, min), channels ``[H, C]`` of the sketch; D a multiple of 16, C of 8. One block has
+
+        middles   [D]       of the channels' ranges: 128 + a whole number from -127 to 127, times the group's scale
+        steps     [C]       float16, a sixteenth of the range of each channel of the sketch; of eight channels the
+                            order is 0, 4, 1, 5, 2, 6, 3, 7, in which kernels use them
+        scales    [D / 16]  float16, of 16 channels each
+
+    and zeros behind. Groups are that small because keys may have a few channels that are much larger than all others.
+    What is not finite makes a group's scale so that its middles are NaN.
+    """
+    highest, lowest = digests.float().unbind(2)
+    middle = ((highest + lowest) / 2).unflatten(2, (-1, COMPACT_GROUP))
+    scale = (middle.abs().amax(dim=3) / 127).half()
+    unit = scale.float().unsqueeze(3)
+    levels = torch.where((unit > 0) & (unit < torch.inf), middle / unit, 0.0).round().clamp(-127, 127) + 128
+    step = ((highest - lowest) / SKETCH_LEVELS).half().gather(2, channels.expand(len(digests), -1, -1))
+    step = step.unflatten(2, (-1, 2, 4)).transpose(3, 4).flatten(2)
+    parts = (levels.flatten(2).to(torch.uint8), step.contiguous().view(torch.uint8), scale.view(torch.uint8))
+    compact = torch.cat(parts, dim=2)
+    room = compact_bytes(digests.shape[3], channels.shape[1]) - compact.shape[2]
+    return torch.nn.functional.pad(compact, (0, room))
+
+
+def expand_digest(compact: torch.Tensor, channels: torch.Tensor, dim: int) -> torch.Tensor:
+    """The digests ``[..., H, 2, dim]`` that ``compact`` ``[..., H, bytes]`` stands for, in float32.
+
+    Channels that are not in the sketch have no range: their maximum and minimum are the middle.
+    """
+    count = channels.shape[1]
+    levels, step, scale, _ = compact.split(
+        (dim, 2 * count, 2 * dim // COMPACT_GROUP, compact.shape[-1] - dim - 2 * count - 2 * dim // COMPACT_GROUP),
+        dim=-1,
+    )
+    unit = scale.contiguous().view(torch.float16).float().unsqueeze(-1)
+    middle = ((levels.float() - 128).unflatten(-1, (-1, COMPACT_GROUP)) * unit).flatten(-2)
+    step = step.contiguous().view(torch.float16).float().unflatten(-1, (-1, 4, 2)).transpose(-1, -2).flatten(-3)
+    radius = torch.zeros_like(middle).scatter_(-1, channels.expand_as(step), step * (SKETCH_LEVELS / 2))
+    return torch.stack((middle + radius, middle - radius), dim=-2)
+
+
+def _plain(digests: torch.Tensor, channels: torch.Tensor, dim: int) -> torch.Tensor:
+    return expand_digest(digests, channels, dim) if digests.dtype == torch.uint8 else digests
 
 
 def lse_shift(

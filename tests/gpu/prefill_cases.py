@@ -26,6 +26,7 @@ class Shape:
     layers: int = 3
     pages: int = 40
     channels: int = 32
+    compact: bool = False  # digests
 
     @property
     def scale(self) -> float:
@@ -77,7 +78,12 @@ class Model:
                 codes = torch.full((*of_pool[:3], shape.channels // 2), 0xEE, dtype=torch.uint8, device=DEVICE)
                 order = torch.rand(shape.heads, shape.dim, generator=random).argsort(dim=1)
                 channels = order[:, : shape.channels].contiguous().to(DEVICE)
-            self.layers.append(DeviceLayer(pool, LayerDigests(digests, codes, channels)))
+            compact_of = None
+            if shape.compact:
+                size = reference.compact_bytes(shape.dim, shape.channels)
+                digests = torch.full((*of_pool[:2], size), UNTOUCHED, dtype=torch.uint8, device=DEVICE)
+                compact_of = (shape.dtype, shape.dim)
+            self.layers.append(DeviceLayer(pool, LayerDigests(digests, codes, channels, compact_of)))
         self.prefill = DevicePrefill(self.layers, staging_pages, shape.heads * shape.group, shape.dtype, DEVICE)
 
     def have_prefixes(self, rows: list[Row]) -> None:
@@ -156,6 +162,8 @@ class Model:
             filled = torch.tensor([min(BLOCK_TOKENS, row.length - BLOCK_TOKENS * block) for block in row.touched])
             keys = self.truth[layer][0][pages]
             expected = reference.minmax_digest(keys, filled)
+            if self.shape.compact and digests.channels is not None:
+                expected = reference.compact_digest(expected, digests.channels.cpu())
             assert torch.equal(digests.digests[pages.to(DEVICE)].cpu(), expected)
             if digests.codes is not None and digests.channels is not None:
                 absent = (torch.arange(BLOCK_TOKENS) >= filled[:, None])[:, None, :, None]

@@ -30,6 +30,7 @@ class Shape:
     channels: int
     max_blocks: int
     dtype: torch.dtype = torch.bfloat16
+    compact: bool = False  # digests
 
     @property
     def rows(self) -> int:
@@ -100,8 +101,11 @@ def summaries(keys: torch.Tensor, shape: Shape, seed: int) -> LayerDigests:
         return LayerDigests(digests.to(DEVICE))
     order = torch.rand(shape.heads, shape.dim, generator=seeded(seed)).argsort(dim=1)
     channels = order[:, : shape.channels].contiguous()
+    if shape.compact:
+        digests = reference.compact_digest(digests, channels)
     codes = reference.sketch_codes(keys, digests, channels)
-    return LayerDigests(digests.to(DEVICE), codes.to(DEVICE), channels.to(DEVICE))
+    compact_of = (shape.dtype, shape.dim) if shape.compact else None
+    return LayerDigests(digests.to(DEVICE), codes.to(DEVICE), channels.to(DEVICE), compact_of)
 
 
 def random_table(shape: Shape, lengths: torch.Tensor, row_of: torch.Tensor, sink: int, recent: int, resident: int,

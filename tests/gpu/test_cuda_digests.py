@@ -23,12 +23,15 @@ SHAPES = [
     Shape(batch=4, heads=3, group=1, dim=64, channels=64, max_blocks=7, dtype=torch.float16),
     Shape(batch=2, heads=2, group=1, dim=96, channels=10, max_blocks=8),
     Shape(batch=2, heads=1, group=1, dim=256, channels=32, max_blocks=5),
+    Shape(batch=5, heads=2, group=1, dim=128, channels=32, max_blocks=6, compact=True),
+    Shape(batch=3, heads=2, group=1, dim=64, channels=64, max_blocks=7, dtype=torch.float16, compact=True),
+    Shape(batch=2, heads=1, group=1, dim=256, channels=8, max_blocks=5, compact=True),
 ]
 
 
 def blank(like: LayerDigests) -> LayerDigests:
     codes = None if like.codes is None else torch.full_like(like.codes, 0xEE)
-    return LayerDigests(torch.full_like(like.digests, UNTOUCHED), codes, like.channels)
+    return replace(like, digests=torch.full_like(like.digests, UNTOUCHED), codes=codes)
 
 
 def assert_summaries(
@@ -36,7 +39,12 @@ def assert_summaries(
 ) -> None:
     """Of ``pages`` with their ``keys`` as the reference makes them, tokens that are not there aside."""
     expected = reference.minmax_digest(keys, filled)
-    assert torch.equal(found.digests[pages].nan_to_num(nan=UNTOUCHED), expected.nan_to_num(nan=UNTOUCHED))
+    if found.compact_of is None:
+        assert torch.equal(found.digests[pages].nan_to_num(nan=UNTOUCHED), expected.nan_to_num(nan=UNTOUCHED))
+    else:
+        assert found.channels is not None
+        expected = reference.compact_digest(expected, found.channels)
+        assert_compact(found.digests[pages], expected, found.channels, found.dim)
     assert (found.digests[untouched] == UNTOUCHED).all()
     if found.codes is not None and found.channels is not None:
         there = torch.arange(BLOCK_TOKENS, device=keys.device) < filled[:, None]
@@ -44,6 +52,14 @@ def assert_summaries(
         absent = ~there[:, None, :, None]
         assert torch.equal(found.codes[pages].masked_fill(absent, 0), codes.masked_fill(absent, 0))
         assert (found.codes[untouched] == 0xEE).all()
+
+
+def assert_compact(found: torch.Tensor, expected: torch.Tensor, channels: torch.Tensor, dim: int) -> None:
+    """Equal, but for the bits of NaN."""
+    plain = [reference.expand_digest(compact, channels, dim) for compact in (found, expected)]
+    assert torch.equal(*(digests.nan_to_num(nan=UNTOUCHED) for digests in plain))
+    finite = plain[1].isfinite().flatten(2).all(dim=2)
+    assert finite.any() and torch.equal(found[finite], expected[finite])
 
 
 @pytest.mark.parametrize("token_major", [False, True])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cuda_cases import seeded
-from selection_cases import DEVICE, LayerCase, Shape, numbers, random_layer
+from selection_cases import DEVICE, LayerCase, Shape, numbers, random_layer, summaries
 
 from sglang_hybrid.cuda.scoring import (
     BestBlocks,
@@ -33,6 +33,11 @@ SHAPES = [
     Shape(batch=2, heads=1, group=3, dim=64, channels=0, max_blocks=50, dtype=torch.float16),
     Shape(batch=2, heads=2, group=10, dim=128, channels=0, max_blocks=18),
     Shape(batch=2, heads=2, group=4, dim=64, channels=64, max_blocks=30),
+    Shape(batch=1, heads=1, group=1, dim=64, channels=32, max_blocks=1, compact=True),
+    Shape(batch=4, heads=2, group=5, dim=128, channels=32, max_blocks=64, compact=True),
+    Shape(batch=3, heads=2, group=16, dim=64, channels=32, max_blocks=33, dtype=torch.float16, compact=True),
+    Shape(batch=2, heads=2, group=12, dim=128, channels=64, max_blocks=9, compact=True),
+    Shape(batch=2, heads=1, group=7, dim=64, channels=64, max_blocks=21, compact=True),
 ]
 LARGE = Shape(batch=33, heads=4, group=5, dim=128, channels=32, max_blocks=120)
 
@@ -82,6 +87,36 @@ def test_a_damaged_page_neither_wins_nor_poisons_the_others(channels: int, damag
     worst = torch.finfo(torch.float32).min
     assert (found[0][:, [0, 11, 29]] == worst).all()
     assert (found[0][:, 1:11] > -1e6).all()
+
+
+@pytest.mark.parametrize("damage", [torch.nan, torch.inf, -torch.inf])
+def test_a_damaged_page_with_a_compact_digest_neither_wins_nor_poisons_the_others(damage: float) -> None:
+    shape = Shape(batch=1, heads=2, group=5, dim=128, channels=32, max_blocks=30, compact=True)
+    case = random_layer(shape, 7, [30 * 32])
+    for block, channel in ((0, 3), (11, 127), (29, 64)):
+        case.keys[int(case.step.page_table[0, block]), :, 5, channel] = damage
+    case = replace(case, digests=summaries(case.keys.cpu(), shape, 7))
+    found = scored(case)
+    assert_scores(found, case.expected_scores())
+    assert (found[0][:, [0, 11, 29]] == torch.finfo(torch.float32).min).all()
+    assert (found[0][:, 1:11] > -1e6).all()
+
+
+def test_large_channels_cost_compact_digests_little() -> None:
+    shape = Shape(batch=1, heads=2, group=5, dim=128, channels=32, max_blocks=60, compact=True)
+    case = random_layer(shape, 4, [60 * 32])
+    case.keys[..., 77] += 50
+    case = replace(case, digests=summaries(case.keys.cpu(), shape, 4))
+    assert_scores(scored(case), case.expected_scores())
+    whole = replace(case, digests=summaries(case.keys.cpu(), replace(shape, compact=False), 4))
+    error = (case.expected_scores() - whole.expected_scores()).std()
+    assert float(error) < 0.05 * float(whole.expected_scores().std())
+
+
+def test_compact_digests_are_not_read_without_sketches() -> None:
+    case = random_layer(Shape(batch=1, heads=1, group=1, dim=64, channels=32, max_blocks=3, compact=True), 1)
+    with pytest.raises(ValueError, match="compact digests need sketches"):
+        scored(case, sketched=False)
 
 
 def test_a_row_of_damaged_pages_is_scored_like_one_without_preferences() -> None:

@@ -15,6 +15,7 @@ from sglang_hybrid.gpu.prefill import PrefillRows
 SHAPES = [  # few kinds of (head_dim, dtype): FlashInfer compiles its kernels for each
     Shape(),
     Shape(heads=8, group=5, dim=128),
+    Shape(heads=2, group=5, dim=128, compact=True),
     Shape(heads=1, group=1, dim=128, dtype=torch.float16),
     Shape(heads=2, group=8, dim=128, dtype=torch.float16, channels=0),
     Shape(heads=4, group=7, dim=128),

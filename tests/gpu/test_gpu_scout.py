@@ -38,9 +38,9 @@ class Decoding:
 
     def __init__(
         self, budget: int, interval: int, slots: int | None = None, worker: bool = False, share: float = 0.0,
-        worth: float | None = None,
+        worth: float | None = None, compact: bool = False,
     ) -> None:  # fmt: skip
-        """``worth``: with it, every block that has such a score is a miss."""
+        """``worth``: with it, every block that has such a score is a miss. ``compact``: digests."""
         self.random = seeded(3)
         self._settled: list[object] = []
         shape = (PAGES, HEADS, BLOCK_TOKENS, DIM)
@@ -55,11 +55,14 @@ class Decoding:
         for keys, values in zip(self.keys, self.values, strict=True):
             keys.copy_(self.blocks(PAGES))
             values.copy_(torch.randn(shape, generator=self.random))
-            digests = LayerDigests(
-                torch.zeros(PAGES, HEADS, 2, DIM, dtype=DTYPE, device=DEVICE),
-                torch.zeros(PAGES, HEADS, BLOCK_TOKENS, CHANNELS // 2, dtype=torch.uint8, device=DEVICE),
-                channels,
-            )
+            codes = torch.zeros(PAGES, HEADS, BLOCK_TOKENS, CHANNELS // 2, dtype=torch.uint8, device=DEVICE)
+            if compact:
+                size = reference.compact_bytes(DIM, CHANNELS)
+                empty = torch.zeros(PAGES, HEADS, size, dtype=torch.uint8, device=DEVICE)
+                digests = LayerDigests(empty, codes, channels, (DTYPE, DIM))
+            else:
+                empty = torch.zeros(PAGES, HEADS, 2, DIM, dtype=DTYPE, device=DEVICE)
+                digests = LayerDigests(empty, codes, channels)
             every = torch.arange(PAGES, dtype=torch.int32, device=DEVICE)
             full, on_device = torch.full_like(every, BLOCK_TOKENS), keys.to(DEVICE)
             self._settled.append((every, full, on_device))
@@ -236,7 +239,8 @@ BUDGETS = [(36, None, 4), (36, 4, 0), (9, None, 0), (9, None, 3), (9, 6, 0), (6,
 def test_decoding_attends_to_slots_and_misses(
     budget: int, slots: int | None, interval: int, worker: bool, share: float, predicts: bool, recorded: bool
 ) -> None:
-    decoding = Decoding(budget, interval, slots, worker, share)
+    # with a worker, so that shifts read compact digests too
+    decoding = Decoding(budget, interval, slots, worker, share, compact=worker and interval == 0)
     everything = budget == 36
     with decoding.engine():
         decoding.settle()

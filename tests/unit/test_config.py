@@ -73,6 +73,7 @@ def test_defaults_are_the_documented_ones():
         "recent_blocks": 2,
         "digest": "minmax",
         "digest_spread": 0.5,
+        "digest_dtype": "auto",
         "profile": "none",
         "prediction": "auto",
         "selection": "head",

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.memory.digests import Digests
+from sglang_hybrid.memory.digests import CompactDigests, Digests
 from sglang_hybrid.memory.pages import touched_pages
 from sglang_hybrid.memory.sketches import Sketches, channel_order
 from sglang_hybrid.ops import reference
@@ -132,3 +132,73 @@ def test_the_memory_of_a_page_is_what_is_taken():
     sketches = Sketches(8, 3, PAGES, HEADS, TOKENS, "cpu")
     taken = sum(sketches.of_layer(layer).codes.nbytes for layer in range(3))
     assert Sketches.bytes_per_page(8, 3, HEADS, TOKENS) * PAGES == taken
+
+
+# -- compact digests -------------------------------------------------------------------------
+
+
+def wide_keys(seed: int = 0) -> torch.Tensor:
+    """Blocks that differ, and a channel that is larger than all others."""
+    random = torch.Generator().manual_seed(seed)
+    keys = torch.randn(PAGES, HEADS, TOKENS, 64, generator=random)
+    keys += 2 * torch.randn(PAGES, HEADS, 1, 64, generator=random)
+    keys[..., 5] *= 20
+    return keys
+
+
+def test_compact_digests_tell_middles_to_half_a_unit_and_ranges_of_the_sketch():
+    keys, channels = wide_keys(), torch.stack([torch.randperm(64)[:16] for _ in range(HEADS)])
+    exact = extremes(keys)
+    compact = reference.compact_digest(exact, channels)
+    assert compact.shape == (PAGES, HEADS, reference.compact_bytes(64, 16)) and compact.dtype == torch.uint8
+    told = reference.expand_digest(compact, channels, 64)
+    middle = exact.mean(dim=2)
+    largest = middle.unflatten(2, (-1, reference.COMPACT_GROUP)).abs().amax(dim=3)
+    unit = (largest / 127).repeat_interleave(reference.COMPACT_GROUP, dim=2)
+    assert ((told.mean(dim=2) - middle).abs() <= unit * 0.51 + largest.max() * 1e-6).all()
+    ranges, true_ranges = told[:, :, 0] - told[:, :, 1], exact[:, :, 0] - exact[:, :, 1]
+    where = channels.expand(PAGES, -1, -1)
+    torch.testing.assert_close(ranges.gather(2, where), true_ranges.gather(2, where), rtol=1e-3, atol=1e-4)
+    others = torch.ones_like(ranges, dtype=torch.bool).scatter_(2, where, False)
+    assert not ranges[others].any()
+
+
+def test_a_block_that_is_not_finite_is_seen_to_be_damaged_and_others_are_not():
+    keys, channels = wide_keys(), torch.arange(8).expand(HEADS, -1)
+    for page, value in ((1, float("nan")), (2, float("inf")), (4, float("-inf"))):
+        keys[page, 0, 3, 40] = value
+    told = reference.expand_digest(reference.compact_digest(extremes(keys), channels), channels, 64)
+    damaged = ~told.isfinite().flatten(2).all(dim=2)
+    assert damaged.nonzero().tolist() == [[1, 0], [2, 0], [4, 0]]
+
+
+def test_estimates_by_compact_digests_are_nearly_those_by_the_whole_ones():
+    keys, pages = wide_keys(2), torch.arange(PAGES)
+    sketches = Sketches(32, 1, PAGES, HEADS, TOKENS, "cpu")
+    compact = CompactDigests(sketches, 1, PAGES, HEADS, 64, "cpu")
+    query, table = torch.randn(1, 2 * HEADS, 64), pages[None]
+    estimates = []
+    for digests in (extremes(keys), compact.of_layer(0)):
+        compact.refresh(0, keys, pages, torch.full((PAGES,), TOKENS))
+        sketches.refresh(0, keys, digests, pages)
+        cache = LayerCache(keys, keys, digests, 0, sketches.of_layer(0))
+        assert torch.equal(
+            cache.estimates(query, table, 0.5, 0.2),
+            cache.estimates(query, pages.expand(1, HEADS, -1), 0.5, 0.2),
+        )
+        estimates.append(cache.estimates(query, table, 0.5, 0.2))
+    assert float((estimates[1] - estimates[0]).std()) < 0.03 * float(estimates[0].std())
+
+
+def test_compact_digests_of_pages_that_grow_are_those_of_the_whole_page():
+    keys = wide_keys(3)
+    sketches = Sketches(8, 1, PAGES, HEADS, TOKENS, "cpu")
+    written = []
+    for filled in (range(1, TOKENS + 1), [TOKENS]):
+        digests = CompactDigests(sketches, 1, PAGES, HEADS, 64, "cpu")
+        for count in filled:
+            digests.refresh(0, keys, torch.tensor([2]), torch.tensor([count]))
+        written.append(digests.of_layer(0))
+    assert torch.equal(*written) and written[0][2].any() and not written[0][[0, 1, 3, 4, 5]].any()
+    taken = CompactDigests.bytes_per_page(1, HEADS, 64, 8)
+    assert taken * PAGES == written[0].nbytes

@@ -11,14 +11,18 @@
 template <int kValue>
 using Number = std::integral_constant<int, kValue>;
 
-// use(head_dim, channels) for what digests have, known at compile time.
+// use(head_dim, channels, whether they are compact) for what digests have, known at compile time.
 template <class Use>
 cudaError_t for_shape(const sh_digests& digests, Use use) {
+    const auto with_format = [&](auto dim, auto channels) {
+        return digests.compact ? use(dim, channels, std::true_type{}) : use(dim, channels, std::false_type{});
+    };
     const auto with_channels = [&](auto dim) {
         switch (digests.channel_count) {
-            case 0: return use(dim, Number<0>{});
-            case 32: return use(dim, Number<32>{});
-            case 64: return use(dim, Number<64>{});
+            // there are no compact digests without sketches
+            case 0: return digests.compact ? cudaErrorInvalidValue : use(dim, Number<0>{}, std::false_type{});
+            case 32: return with_format(dim, Number<32>{});
+            case 64: return with_format(dim, Number<64>{});
             default: return cudaErrorInvalidValue;
         }
     };

@@ -7,11 +7,11 @@ using namespace sglang_hybrid::cuda;
 
 namespace {
 
-template <class Element, int kDim, int kChannels>
+template <class Element, int kDim, int kChannels, bool kCompact>
 cudaError_t launch_finish(const sh_finish_layer& args, cudaStream_t stream) {
-    using Memory = LayerMemory<kDim, kChannels>;
+    using Memory = LayerMemory<kDim, kChannels, kCompact>;
     const Geometry& g = args.wait.geometry;
-    const auto kernel = finish_layer<Element, kDim, kChannels>;
+    const auto kernel = finish_layer<Element, kDim, kChannels, kCompact>;
     const uint32_t bytes = Memory::bytes(g.kv_heads * g.group);
     if (const auto error = allow_shared(kernel, bytes)) return error;
     kernel<<<args.wait.batch, Memory::threads, bytes, stream>>>(args);
@@ -25,12 +25,12 @@ SH_CUDA_API int sh_cuda_finish_layer(const sh_finish_layer* args, cudaStream_t s
     if (args->wait.batch > g.rows || g.group < 1 || g.group > shifted_group) return cudaErrorInvalidValue;
     if (args->wait.batch == 0) return cudaSuccess;
     sh_digests shape = args->digests;
-    if (!args->query_ahead) shape.head_dim = g.head_dim, shape.kv_heads = g.kv_heads, shape.dtype = g.dtype, shape.channel_count = 0;
+    if (!args->query_ahead) shape = {.kv_heads = g.kv_heads, .head_dim = g.head_dim, .dtype = g.dtype};
     if (g.head_dim != shape.head_dim || g.dtype != shape.dtype || g.kv_heads != shape.kv_heads) return cudaErrorInvalidValue;
     return for_element(shape, [&](auto element) {
-        return for_shape(shape, [&](auto dim, auto channels) {
-            if (!args->query_ahead) return launch_finish<decltype(element), dim(), no_shift>(*args, stream);
-            return launch_finish<decltype(element), dim(), channels()>(*args, stream);
+        return for_shape(shape, [&](auto dim, auto channels, auto compact) {
+            if (!args->query_ahead) return launch_finish<decltype(element), dim(), no_shift, false>(*args, stream);
+            return launch_finish<decltype(element), dim(), channels(), compact()>(*args, stream);
         });
     });
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
+#include "sglang_hybrid/cuda/compact.cuh"
 #include "sglang_hybrid/cuda/halves.cuh"
 #include "sglang_hybrid/cuda/selection_api.h"
 
@@ -24,6 +25,43 @@ __device__ inline uint32_t code_of(float value, float highest, float lowest) {
     return static_cast<uint32_t>(fminf(fmaxf((value - lowest) / step, 0.0f), float(sketch_levels - 1)));
 }
 
+// By a whole CTA: the compact digest of a block whose extremes are known. They become what a reader will make of it: codes
+// are places in that range. head_dim is a multiple of 32, so that warps have no idle lanes.
+__device__ inline void write_compact(SharedBlock& block, const sh_digests& to, uint64_t index, uint32_t head) {
+    const uint32_t dim = to.head_dim, bytes = compact_bytes(dim, to.channel_count);
+    auto* const compact = static_cast<uint8_t*>(to.digests) + index * bytes;
+    auto* const steps = reinterpret_cast<uint16_t*>(compact + compact_steps(dim));
+    auto* const scales = reinterpret_cast<uint16_t*>(compact + compact_scales(dim, to.channel_count));
+    const int64_t* const channels = to.channels + uint64_t{head} * to.channel_count;
+    __syncthreads();  // the extremes are there
+    for (uint32_t i = threadIdx.x; i < to.channel_count; i += blockDim.x) {
+        const uint32_t channel = min(static_cast<uint32_t>(channels[i]), dim - 1);
+        steps[step_place(i)] = to_half((block.highest[channel] - block.lowest[channel]) / float(sketch_levels));
+    }
+    __syncthreads();  // the extremes were read
+    for (uint32_t channel = threadIdx.x; channel < dim; channel += blockDim.x) {
+        const float highest = block.highest[channel], lowest = block.lowest[channel], middle = (highest + lowest) / 2;
+        // as bits, since NaN is larger than infinity there, and that than all numbers
+        uint32_t largest = __float_as_uint(fabsf(middle));
+#pragma unroll
+        for (uint32_t step = compact_group / 2; step; step /= 2) {
+            largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
+        }
+        const uint16_t scale = to_half(__uint_as_float(largest) / 127.0f);
+        const float unit = widened<Float16>(scale);
+        const float level = unit > 0 && unit < INFINITY ? fminf(fmaxf(rintf(middle / unit), -127.0f), 127.0f) : 0.0f;
+        compact[channel] = static_cast<uint8_t>(level + 128.0f);
+        if (channel % compact_group == 0) scales[channel / compact_group] = scale;
+        const float radius = widened<Float16>(to_half((highest - lowest) / float(sketch_levels))) * (sketch_levels / 2);
+        block.highest[channel] = level * unit + radius;
+        block.lowest[channel] = level * unit - radius;
+    }
+    for (uint32_t at = compact_scales(dim, to.channel_count) + dim / compact_group * 2 + threadIdx.x; at < bytes;
+         at += blockDim.x) {
+        compact[at] = 0;
+    }
+}
+
 // By a whole CTA: the digest of block.keys [32][head_dim], of which `filled` tokens are there, and its codes.
 template <class Element>
 __device__ void digest_block(SharedBlock& block, uint32_t filled, const sh_digests& to, uint32_t page, uint32_t head) {
@@ -41,12 +79,12 @@ __device__ void digest_block(SharedBlock& block, uint32_t filled, const sh_diges
             if (highest == highest && !(value <= highest)) highest = value, most = bits;
             if (lowest == lowest && !(value >= lowest)) lowest = value, least = bits;
         }
-        digest[channel] = most;
-        digest[dim + channel] = least;
+        if (!to.compact) digest[channel] = most, digest[dim + channel] = least;
         block.highest[channel] = highest;
         block.lowest[channel] = lowest;
     }
     if (!to.channel_count) return;
+    if (to.compact) write_compact(block, to, index, head);
     __syncthreads();
     const uint32_t token_bytes = to.channel_count / 2;
     uint8_t* const codes = to.codes + index * block_tokens * token_bytes;

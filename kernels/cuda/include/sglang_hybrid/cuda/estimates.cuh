@@ -11,10 +11,16 @@
 // Each lane keeps the log-sum-exp of its tokens for all eight blocks. Then lanes of equal j exchange them, so that lane i
 // ends up with the sum of block i: the place where the product with the digests has that block.
 //
+// Compact digests (compact.cuh) have the middles in bytes and the steps ready. Of A the lower half is zeros then:
+//
+//   middles   A (16 x 16)  rows 0 to 7 are a group of channels of blocks 0 to 7, turned into float16
+//             B (16 x 8)   the queries              -> C: lane has block i's products, which are scaled and added up
+//
 // Logits are in units of log2, the scale included.
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
+#include "sglang_hybrid/cuda/compact.cuh"
 #include "sglang_hybrid/cuda/halves.cuh"
 #include "sglang_hybrid/cuda/memory.cuh"
 #include "sglang_hybrid/cuda/selection_api.h"
@@ -58,39 +64,77 @@ struct Mass {
 
 // -- eight blocks in shared memory -------------------------------------------------------------------------------------
 
-template <int kDim, int kChannels>
+template <int kDim, int kChannels, bool kCompact>
 struct Octet {
     static constexpr uint32_t row_bytes = kDim * 2;  // maxima or minima
-    static constexpr uint32_t digest_bytes = 2 * row_bytes;
+    static constexpr uint32_t digest_bytes = kCompact ? compact_bytes(kDim, kChannels) : 2 * row_bytes;
+    // In shared memory. An odd number of 16-byte chunks, so that a matrix load finds those of eight blocks in different
+    // banks; min/max digests have their chunks in another order for that.
+    static constexpr uint32_t digest_stride = digest_bytes + (kCompact ? 16 : 0);
     static constexpr uint32_t token_bytes = kChannels / 2;
     static constexpr uint32_t code_bytes = block_tokens * token_bytes;
-    static constexpr uint32_t codes = octet_blocks * digest_bytes;  // where they begin
+    static constexpr uint32_t codes = octet_blocks * digest_stride;  // where they begin
     static constexpr uint32_t bytes = codes + octet_blocks * code_bytes;
-    static constexpr uint32_t step_bytes = octet_blocks * kChannels * 2;  // of a warp, beside its octets
+    static constexpr uint32_t step_bytes = kCompact ? 0 : octet_blocks * kChannels * 2;  // of a warp, beside its octets
+    static constexpr uint32_t step_stride = kCompact ? digest_stride : kChannels * 2;    // from block to block
+    static_assert(!kCompact || (kChannels > 0 && digest_stride / 16 % 2 == 1));
 
-    // Chunks of 16 bytes in a row change places, so that a matrix load finds those of eight blocks in different banks.
     static __device__ uint32_t place(uint32_t block, uint32_t in_digest) {
-        return block * digest_bytes + (in_digest ^ block * 16);
+        return block * digest_stride + (kCompact ? in_digest : in_digest ^ block * 16);
+    }
+
+    // Where the steps of the codes are: in the digests, or where `SketchSteps` writes them.
+    static __device__ const char* steps(const char* octet, const char* written) {
+        return kCompact ? octet + compact_steps(kDim) : written;
     }
 
     // By one warp. Lane b has the page of block b, -1: zeros.
     static __device__ void request(uint32_t octet, const sh_digests& from, uint32_t head, int32_t page, uint64_t policy) {
         const uint32_t lane = threadIdx.x % 32;
         constexpr uint32_t digest_chunks = digest_bytes / 16, code_chunks = code_bytes / 16;
+        const auto index_of = [&](int32_t of) { return uint64_t{static_cast<uint32_t>(max(of, 0))} * from.kv_heads + head; };
+        const auto copy_digest = [&](uint32_t block, uint32_t in_block, int32_t of, uint64_t index) {
+            const auto* const digest = static_cast<const char*>(from.digests) + index * digest_bytes;
+            copy_async(octet + place(block, in_block), digest + in_block, of >= 0, policy);
+        };
+        const auto copy_codes = [&](uint32_t block, uint32_t in_block, int32_t of, uint64_t index) {
+            copy_async(octet + codes + block * code_bytes + in_block, from.codes + index * code_bytes + in_block, of >= 0, policy);
+        };
+        if constexpr (!kCompact && digest_chunks % 32 == 0 && code_chunks % 32 == 0) {
+            // whole warps copy of one block at a time, and its address is found once
 #pragma unroll
-        for (uint32_t i = 0; i < octet_blocks * digest_chunks / 32; ++i) {
-            const uint32_t chunk = i * 32 + lane, block = chunk / digest_chunks, in_block = chunk % digest_chunks * 16;
+            for (uint32_t block = 0; block < octet_blocks; ++block) {
+                const int32_t of = __shfl_sync(0xFFFFFFFF, page, block);
+                const uint64_t index = index_of(of);
+#pragma unroll
+                for (uint32_t i = 0; i < digest_chunks; i += 32) copy_digest(block, (i + lane) * 16, of, index);
+#pragma unroll
+                for (uint32_t i = 0; i < code_chunks; i += 32) copy_codes(block, (i + lane) * 16, of, index);
+            }
+            return;
+        }
+        if constexpr (kCompact) {  // a lane copies every fourth chunk of one block
+            const uint32_t block = lane % octet_blocks, first = lane / octet_blocks;
             const int32_t of = __shfl_sync(0xFFFFFFFF, page, block);
-            const uint64_t at = (uint64_t{static_cast<uint32_t>(max(of, 0))} * from.kv_heads + head) * digest_bytes;
-            copy_async(octet + place(block, in_block), static_cast<const char*>(from.digests) + at + in_block, of >= 0, policy);
+            const uint64_t index = index_of(of);
+#pragma unroll
+            for (uint32_t i = 0; i < digest_chunks; i += 4) {
+                if (i + first < digest_chunks) copy_digest(block, (i + first) * 16, of, index);
+            }
+        } else {
+#pragma unroll
+            for (uint32_t i = 0; i < octet_blocks * digest_chunks / 32; ++i) {
+                const uint32_t chunk = i * 32 + lane, block = chunk / digest_chunks;
+                const int32_t of = __shfl_sync(0xFFFFFFFF, page, block);
+                copy_digest(block, chunk % digest_chunks * 16, of, index_of(of));
+            }
         }
         if constexpr (kChannels > 0) {
 #pragma unroll
             for (uint32_t i = 0; i < octet_blocks * code_chunks / 32; ++i) {
-                const uint32_t chunk = i * 32 + lane, block = chunk / code_chunks, in_block = chunk % code_chunks * 16;
+                const uint32_t chunk = i * 32 + lane, block = chunk / code_chunks;
                 const int32_t of = __shfl_sync(0xFFFFFFFF, page, block);
-                const uint64_t at = (uint64_t{static_cast<uint32_t>(max(of, 0))} * from.kv_heads + head) * code_bytes;
-                copy_async(octet + codes + chunk * 16, from.codes + at + in_block, of >= 0, policy);
+                copy_codes(block, chunk % code_chunks * 16, of, index_of(of));
             }
         }
     }
@@ -99,12 +143,12 @@ struct Octet {
 // -- steps of the codes ------------------------------------------------------------------------------------------------
 
 // The channels of a KV head's sketch; lane c has the c-th, and the c + 32-th.
-template <int kDim, int kChannels>
+template <int kDim, int kChannels, bool kCompact>
 class SketchSteps {
   public:
     __device__ SketchSteps(const sh_digests& digests, uint32_t head, float scale)
         : factor_(scale * log2_of_e / 16.0f) {  // sixteen steps in a range
-        if constexpr (kChannels > 0) {
+        if constexpr (kChannels > 0 && !kCompact) {
 #pragma unroll
             for (uint32_t part = 0; part < kChannels / 32; ++part) {
                 const int64_t channel = digests.channels[uint64_t{head} * kChannels + part * 32 + threadIdx.x % 32];
@@ -113,14 +157,12 @@ class SketchSteps {
         }
     }
 
-    // Of an octet, in float16, in the order in which `add_tokens` reads them. `octet` and `steps` in shared memory.
+    // Of an octet of min/max digests, in float16, in the order in which `add_tokens` reads them; both in shared memory.
     template <class Element>
     __device__ void write(const char* octet, char* steps) const {
-        if constexpr (kChannels > 0) {
-            using Here = Octet<kDim, kChannels>;
-            const uint32_t lane = threadIdx.x % 32;
-            // channels r and r + 4 of eight are a pair
-            const uint32_t to = (lane / 8 * 8 + lane % 4 * 2 + lane % 8 / 4) * 2;
+        if constexpr (kChannels > 0 && !kCompact) {
+            using Here = Octet<kDim, kChannels, kCompact>;
+            const uint32_t to = step_place(threadIdx.x % 32) * 2;
 #pragma unroll
             for (uint32_t part = 0; part < kChannels / 32; ++part) {
 #pragma unroll
@@ -141,9 +183,9 @@ class SketchSteps {
 
 // -- eight query heads -------------------------------------------------------------------------------------------------
 
-template <class Element, int kDim, int kChannels>
+template <class Element, int kDim, int kChannels, bool kCompact>
 class HeadTile {
-    using Here = Octet<kDim, kChannels>;
+    using Here = Octet<kDim, kChannels, kCompact>;
     static constexpr uint32_t dim_steps = kDim / 16;
     static constexpr uint32_t parts = kChannels / 32;
 
@@ -159,13 +201,17 @@ class HeadTile {
 #pragma unroll
         for (uint32_t step = 0; step < dim_steps; ++step) {
 #pragma unroll
-            for (uint32_t half = 0; half < 2; ++half) query_[step][half] = exists ? words[step * 8 + half * 4 + j] : 0;
+            for (uint32_t half = 0; half < 2; ++half) {
+                // a lane has four bytes of a group of middles in a row, so its products take channels in that order
+                const uint32_t word = words[step * 8 + (kCompact ? 2 * j + half : half * 4 + j)];
+                query_[step][half] = !exists ? 0 : kCompact ? as_float16(word) : word;
+            }
         }
         if constexpr (kChannels > 0) {
             const int64_t* const channels = digests.channels + uint64_t{kv_head} * kChannels;
             const auto value = [&](uint32_t index) {
                 const float wide = widened<Element>(row[static_cast<uint32_t>(channels[index]) & (kDim - 1)]);
-                return exists ? fminf(fmaxf(wide, -65504.0f), 65504.0f) : 0.0f;
+                return exists ? within_float16(kCompact ? wide * scale_ : wide) : 0.0f;  // other steps are scaled already
             };
 #pragma unroll
             for (uint32_t part = 0; part < parts; ++part) {
@@ -183,20 +229,27 @@ class HeadTile {
         if constexpr (kChannels == 0) {
             return by_digests(octet);
         } else {
-            const float2 middle = middles(octet);
+            const float2 middle = middles(octet, steps);
             const float2 tokens = by_codes(octet, steps);
             return make_float2(tokens.x + middle.x, tokens.y + middle.y);
         }
     }
 
   private:
+    static __device__ float within_float16(float value) { return fminf(fmaxf(value, -65504.0f), 65504.0f); }
+    static __device__ uint32_t as_float16(uint32_t pair) {
+        return Float16::pack(within_float16(widened<Element>(static_cast<uint16_t>(pair))),
+                             within_float16(widened<Element>(static_cast<uint16_t>(pair >> 16))));
+    }
+
     // maxima and minima of eight blocks, 16 channels
     static __device__ void load_digests(uint32_t (&to)[4], uint32_t octet, uint32_t step) {
         const uint32_t lane = threadIdx.x % 32, block = lane & 7, kind = lane >> 3 & 1, half = lane >> 4;
         load_matrices(to, octet + Here::place(block, kind * Here::row_bytes + (2 * step + half) * 16));
     }
 
-    __device__ float2 middles(uint32_t octet) const {
+    __device__ float2 middles(uint32_t octet, const char* steps) const {
+        if constexpr (kCompact) return compact_middles(octet, steps);
         float product[4] = {};
 #pragma unroll
         for (uint32_t step = 0; step < dim_steps; ++step) {
@@ -205,6 +258,28 @@ class HeadTile {
             Element::multiply_add(product, digests, query_[step][0], query_[step][1]);
         }
         return make_float2((product[0] + product[2]) * 0.5f * scale_, (product[1] + product[3]) * 0.5f * scale_);
+    }
+
+    // `steps` are in the same octet: what follows them are the scales.
+    __device__ float2 compact_middles(uint32_t octet, const char* steps) const {
+        const uint32_t lane = threadIdx.x % 32;
+        const auto* const scales = reinterpret_cast<const uint16_t*>(steps + lane / 4 * Here::digest_stride + kChannels * 2);
+        float2 middle{};
+#pragma unroll
+        for (uint32_t four = 0; four < dim_steps; four += 4) {
+            uint32_t bytes[4];  // channels 4j to 4j + 3 of four groups
+            load_matrices(bytes, octet + Here::place(lane & 7, (four + (lane >> 3)) * 16));
+#pragma unroll
+            for (uint32_t i = 0; i < 4; ++i) {
+                const uint32_t group[4] = {halves_of_bytes<0>(bytes[i]), 0, halves_of_bytes<2>(bytes[i]), 0};
+                float product[4] = {};
+                Float16::multiply_add(product, group, query_[four + i][0], query_[four + i][1]);
+                const float scale = widened<Float16>(scales[four + i]);
+                middle.x += product[0] * scale;
+                middle.y += product[1] * scale;
+            }
+        }
+        return make_float2(middle.x * scale_, middle.y * scale_);
     }
 
     // As if all 32 tokens of a block had the estimate. Positive and negative parts of a query want opposite extremes.
@@ -255,7 +330,7 @@ class HeadTile {
         float tokens[2][4] = {};
 #pragma unroll
         for (uint32_t part = 0; part < parts; ++part) {
-            const uint4 step = *reinterpret_cast<const uint4*>(steps + block * kChannels * 2 + part * 64 + lane % 4 * 16);
+            const uint4 step = *reinterpret_cast<const uint4*>(steps + block * Here::step_stride + part * 64 + lane % 4 * 16);
             weights[part][0] = multiply_halves(sketch_[part][0], step.x);
             weights[part][1] = multiply_halves(sketch_[part][1], step.y);
             weights[part][2] = multiply_halves(sketch_[part][2], step.z);

@@ -23,9 +23,10 @@ inline constexpr int no_shift = -1;
 inline constexpr uint32_t shifted_group = 2 * tile_heads;  // most query heads of a KV head
 
 // Dynamic shared memory: an octet and its steps for each shifting warp, then LSE and shift of every query head.
-template <int kDim, int kChannels>
+template <int kDim, int kChannels, bool kCompact>
 struct LayerMemory {
-    static constexpr uint32_t warp_bytes = Octet<kDim, kChannels>::bytes + Octet<kDim, kChannels>::step_bytes;
+    using Here = Octet<kDim, kChannels, kCompact>;
+    static constexpr uint32_t warp_bytes = Here::bytes + Here::step_bytes;
     static constexpr uint32_t shifting_threads = shifting_warps * 32;
     static constexpr uint32_t threads = shifting_threads + waiting_threads;
     static constexpr uint32_t lses = shifting_warps * warp_bytes;
@@ -33,7 +34,7 @@ struct LayerMemory {
 };
 
 template <int kDim>
-struct LayerMemory<kDim, no_shift> {
+struct LayerMemory<kDim, no_shift, false> {
     static constexpr uint32_t shifting_threads = 0, threads = waiting_threads, lses = 0;
     static constexpr uint32_t bytes(uint32_t heads) { return 2 * heads * uint32_t(sizeof(float)); }
 };
@@ -41,19 +42,20 @@ struct LayerMemory<kDim, no_shift> {
 // -- shift -------------------------------------------------------------------------------------------------------------
 
 // By one warp: `lse_shift` of the reference for one list, to shifts [group]. `octet`: room for one and its steps.
-template <class Element, int kDim, int kChannels>
+template <class Element, int kDim, int kChannels, bool kCompact>
 __device__ void shift_of_list(const sh_finish_layer& args, uint32_t pair, char* octet, float* shifts) {
-    using Here = Octet<kDim, kChannels>;
+    using Here = Octet<kDim, kChannels, kCompact>;
     const uint32_t lane = threadIdx.x % 32, group = args.wait.geometry.group, head = pair % args.digests.kv_heads;
     const auto count = static_cast<uint32_t>(min(max(args.counts[pair], 0), static_cast<int32_t>(args.most_misses)));
     if (count == 0) {
         if (lane < group) shifts[lane] = 0;
         return;
     }
-    char* const steps = octet + Here::bytes;
+    char* const written = octet + Here::bytes;
+    const char* const steps = Here::steps(octet, written);
     const int32_t* const list = args.pages + uint64_t{pair} * args.most_misses;
     const uint64_t query = uint64_t{pair} * group * kDim * 2;
-    const SketchSteps<kDim, kChannels> sketch(args.digests, head, args.scale);
+    const SketchSteps<kDim, kChannels, kCompact> sketch(args.digests, head, args.scale);
 
     // [real, predicted][tile][head 2j, 2j + 1]
     Mass mass[2][2][2];
@@ -66,7 +68,7 @@ __device__ void shift_of_list(const sh_finish_layer& args, uint32_t pair, char* 
         commit_copies();
         wait_for_copies<0>();
         __syncwarp();
-        sketch.template write<Element>(octet, steps);
+        sketch.template write<Element>(octet, written);
         __syncwarp();
         const bool listed = __shfl_sync(0xFFFFFFFF, page, lane / 4) >= 0;
 #pragma unroll
@@ -74,8 +76,8 @@ __device__ void shift_of_list(const sh_finish_layer& args, uint32_t pair, char* 
             const uint32_t tile = i / 2, kind = i % 2;
             if (tile * tile_heads >= group) break;
             const auto* const asks = static_cast<const char*>(kind ? args.query_ahead : args.query) + query;
-            const HeadTile<Element, kDim, kChannels> asked(asks + tile * tile_heads * kDim * 2, group - tile * tile_heads,
-                                                           args.digests, head, args.scale, 0.0f);
+            const HeadTile<Element, kDim, kChannels, kCompact> asked(
+                asks + tile * tile_heads * kDim * 2, group - tile * tile_heads, args.digests, head, args.scale, 0.0f);
             const float2 found = asked.estimate(shared_address(octet), steps);
             if (listed) {
                 mass[kind][tile][0].add(found.x);
@@ -100,10 +102,10 @@ __device__ void shift_of_list(const sh_finish_layer& args, uint32_t pair, char* 
 
 // -- kernel ------------------------------------------------------------------------------------------------------------
 
-template <class Element, int kDim, int kChannels>
-__global__ void __launch_bounds__(LayerMemory<kDim, kChannels>::threads, 1)
+template <class Element, int kDim, int kChannels, bool kCompact>
+__global__ void __launch_bounds__(LayerMemory<kDim, kChannels, kCompact>::threads, 1)
     finish_layer(const __grid_constant__ sh_finish_layer args) {
-    using Memory = LayerMemory<kDim, kChannels>;
+    using Memory = LayerMemory<kDim, kChannels, kCompact>;
     extern __shared__ __align__(128) char shared[];
     __shared__ sh_mailbox_outcome outcome;
     const sh_mailbox_wait& wait = args.wait;
@@ -117,8 +119,8 @@ __global__ void __launch_bounds__(LayerMemory<kDim, kChannels>::threads, 1)
         if (threadIdx.x < Memory::shifting_threads) {
             const uint32_t warp = threadIdx.x / 32;
             for (uint32_t head = warp; head < kv_heads; head += shifting_warps) {
-                shift_of_list<Element, kDim, kChannels>(args, row * kv_heads + head, shared + warp * Memory::warp_bytes,
-                                                        shifts + head * group);
+                shift_of_list<Element, kDim, kChannels, kCompact>(
+                    args, row * kv_heads + head, shared + warp * Memory::warp_bytes, shifts + head * group);
             }
             sync_some<2>(Memory::threads);
             return;

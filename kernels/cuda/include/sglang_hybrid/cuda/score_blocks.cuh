@@ -15,9 +15,9 @@ inline constexpr uint32_t score_warps = 4;
 inline constexpr uint32_t score_threads = score_warps * 32;
 inline constexpr uint32_t most_score_entries = 1024;  // of a batch: their octet counts are in shared memory
 
-template <int kDim, int kChannels>
+template <int kDim, int kChannels, bool kCompact>
 struct ScoreMemory {
-    using Here = Octet<kDim, kChannels>;
+    using Here = Octet<kDim, kChannels, kCompact>;
     static constexpr uint32_t stages = kChannels == 0 ? 3 : 2;
     static constexpr uint32_t warp_bytes = stages * Here::bytes + Here::step_bytes;
     static constexpr uint32_t octets = 0;
@@ -92,15 +92,15 @@ class PairBlocks {
 
 // By each warp: every n-th octet from `first` to `end` of a pair. A page that somebody filled with NaN has estimates that
 // are lower than all others.
-template <class Element, int kDim, int kChannels, int kTiles>
+template <class Element, int kDim, int kChannels, bool kCompact, int kTiles>
 __device__ void estimate_octets(const sh_score_blocks& args, char* shared, uint32_t entry, uint32_t pair, uint32_t first,
                                 uint32_t end) {
-    using Memory = ScoreMemory<kDim, kChannels>;
-    using Here = Octet<kDim, kChannels>;
-    using Tile = HeadTile<Element, kDim, kChannels>;
+    using Memory = ScoreMemory<kDim, kChannels, kCompact>;
+    using Here = Octet<kDim, kChannels, kCompact>;
+    using Tile = HeadTile<Element, kDim, kChannels, kCompact>;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = pair % args.digests.kv_heads;
     char* const mine = shared + warp * Memory::warp_bytes;
-    char* const steps = mine + Memory::stages * Here::bytes;
+    char* const written = mine + Memory::stages * Here::bytes;
     const uint64_t policy = read_once_policy();
     const PairBlocks blocks(args, entry, pair);
 
@@ -120,7 +120,7 @@ __device__ void estimate_octets(const sh_score_blocks& args, char* shared, uint3
     PairBlocks::Block next = block_of(first + warp + (Memory::stages - 1) * score_warps);
 
     const auto* const query = static_cast<const char*>(args.query) + uint64_t{pair} * args.group * kDim * 2;
-    const SketchSteps<kDim, kChannels> sketch(args.digests, head, args.scale);
+    const SketchSteps<kDim, kChannels, kCompact> sketch(args.digests, head, args.scale);
     const Tile low(query, args.group, args.digests, head, args.scale, args.spread);
     const uint32_t behind = args.group > tile_heads ? args.group - tile_heads : 0;
     const Tile high(query + (kTiles > 1 && behind ? tile_heads * kDim * 2 : 0), behind, args.digests, head, args.scale,
@@ -137,8 +137,11 @@ __device__ void estimate_octets(const sh_score_blocks& args, char* shared, uint3
         __syncwarp();
 
         char* const here = mine + stage * Here::bytes;
-        sketch.template write<Element>(here, steps);
-        __syncwarp();
+        const char* const steps = Here::steps(here, written);
+        if constexpr (!kCompact) {
+            sketch.template write<Element>(here, written);
+            __syncwarp();
+        }
         const int32_t position = __shfl_sync(0xFFFFFFFF, block[0].position, lane / 4);
         const bool readable = __shfl_sync(0xFFFFFFFF, block[0].page, lane / 4) >= 0;
         const auto store = [&](const float2& found, uint32_t first_head) {
@@ -236,9 +239,9 @@ __device__ inline bool completes(uint32_t& arrived, uint32_t brought, uint32_t o
 }
 
 // Shared memory has room for three CTAs on a processor: more registers than they leave would cost one of them.
-template <class Element, int kDim, int kChannels, int kTiles>
+template <class Element, int kDim, int kChannels, bool kCompact, int kTiles>
 __global__ void __launch_bounds__(score_threads, kTiles == 1 ? 3 : 2) score_blocks(const __grid_constant__ sh_score_blocks args) {
-    using Memory = ScoreMemory<kDim, kChannels>;
+    using Memory = ScoreMemory<kDim, kChannels, kCompact>;
     extern __shared__ __align__(128) char shared[];
     const uint32_t heads = args.digests.kv_heads, active = active_of(args.step.active_rows, args.step.batch);
     auto* const before = reinterpret_cast<uint32_t*>(shared + Memory::before);
@@ -258,7 +261,7 @@ __global__ void __launch_bounds__(score_threads, kTiles == 1 ? 3 : 2) score_bloc
         const uint32_t octets = before[entry + 1] - before[entry], in_entry = at - before[entry] * heads;
         const uint32_t pair = entry * heads + in_entry / octets, first = in_entry % octets;
         const uint32_t last = min(octets, first + (end - at));
-        estimate_octets<Element, kDim, kChannels, kTiles>(args, shared, entry, pair, first, last);
+        estimate_octets<Element, kDim, kChannels, kCompact, kTiles>(args, shared, entry, pair, first, last);
         if (completes(args.arrived[pair], last - first, octets, before[args.step.batch + 1])) {
             finish_pair<kTiles>(args, entry, pair, reinterpret_cast<float*>(shared));  // octets are no longer needed
         }

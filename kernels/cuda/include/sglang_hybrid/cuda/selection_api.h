@@ -13,15 +13,15 @@
 
 // Digests and codes of one layer, for every page of the pool.
 struct sh_digests {
-    void* digests;            // [page][KV head][max, min][head_dim] of `dtype`
+    void* digests;            // [page][KV head][max, min][head_dim] of `dtype`; or compact, see compact.cuh
     uint8_t* codes;           // [page][KV head][32][channels / 2]; null without sketches
     const int64_t* channels;  // [KV head][channel_count]
     uint32_t pages;
     uint32_t kv_heads;
     uint32_t head_dim;
     uint32_t channel_count;  // 0 without sketches
-    uint32_t dtype;          // DType, 16 bits
-    uint32_t unused;
+    uint32_t dtype;          // DType of the model, 16 bits
+    uint32_t compact;        // whether digests are; needs sketches
 };
 
 struct sh_slot_table {
