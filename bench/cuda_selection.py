@@ -34,6 +34,7 @@ from sglang_hybrid.cuda.scoring import (
 )
 from sglang_hybrid.cuda.selection import Misses, RecallPlan, select_blocks
 from sglang_hybrid.memory.region import SharedRegion
+from sglang_hybrid.ops import reference
 
 BUDGET, SINK, RECENT = 64, 1, 2
 RESIDENT = BUDGET - SINK - RECENT - 1
@@ -44,7 +45,11 @@ def code_bytes(channels: int) -> int:
     return TOKENS * channels // 2
 
 
-def random_digests(pages: int, channels: int) -> LayerDigests:
+def digest_bytes(channels: int, compact: bool) -> int:
+    return reference.compact_bytes(DIM, channels) if compact else DIGEST_BYTES
+
+
+def random_digests(pages: int, channels: int, compact: bool = False) -> LayerDigests:
     middle = torch.randn(pages, HEADS, 1, DIM, dtype=DTYPE, device="cuda")
     radius = torch.rand(pages, HEADS, 1, DIM, dtype=DTYPE, device="cuda")
     digests = torch.cat((middle + radius, middle - radius), dim=2)
@@ -52,7 +57,11 @@ def random_digests(pages: int, channels: int) -> LayerDigests:
         return LayerDigests(digests)
     codes = torch.randint(0, 256, (pages, HEADS, TOKENS, channels // 2), dtype=torch.uint8, device="cuda")
     order = torch.rand(HEADS, DIM, device="cuda").argsort(dim=1)
-    return LayerDigests(digests, codes, order[:, :channels].contiguous())
+    chosen = order[:, :channels].contiguous()
+    if compact:
+        parts = [reference.compact_digest(some, chosen) for some in digests.split(4096)]  # float32 takes room
+        return LayerDigests(torch.cat(parts), codes, chosen, (DTYPE, DIM))
+    return LayerDigests(digests, codes, chosen)
 
 
 def step_of(batch: int, blocks: int, pages: int) -> Step:
@@ -68,9 +77,11 @@ def queries(batch: int) -> torch.Tensor:
 # -- times -----------------------------------------------------------------------------------
 
 
-def scoring(batch: int, blocks: int, channels: int, ceiling: float, second_level: int = 0) -> Row:
-    moved = batch * HEADS * blocks * (DIGEST_BYTES + code_bytes(channels))
-    layers = [random_digests(batch * blocks, channels) for _ in range(max(1, -(-COLD_BYTES // moved)))]
+def scoring(
+    batch: int, blocks: int, channels: int, ceiling: float, second_level: int = 0, compact: bool = False
+) -> Row:
+    moved = batch * HEADS * blocks * (digest_bytes(channels, compact) + code_bytes(channels))
+    layers = [random_digests(batch * blocks, channels, compact) for _ in range(max(1, -(-COLD_BYTES // moved)))]
     step, query = step_of(batch, blocks, batch * blocks), queries(batch)
     workspace = ScoreWorkspace(batch, HEADS, GROUP, blocks)
     scores = torch.empty(batch, HEADS, blocks, device="cuda")
@@ -86,7 +97,7 @@ def scoring(batch: int, blocks: int, channels: int, ceiling: float, second_level
     launches = [
         lambda layer=layer: score_blocks(query, layer, step, SCALE, workspace, scores, spread=0.5) for layer in layers
     ]
-    return row("score_blocks", timed(several(launches)), moved, ceiling, **shape)
+    return row("score_blocks", timed(several(launches)), moved, ceiling, **shape, compact=compact)
 
 
 def several(launches: list[Callable[[], None]]) -> list[Callable[[], None]]:
@@ -134,7 +145,7 @@ def ranking(batch: int, blocks: int, limit: int) -> Row:
     )
 
 
-def appending(batch: int, blocks: int, channels: int) -> Row:
+def appending(batch: int, blocks: int, channels: int, compact: bool = False) -> Row:
     pages = batch * blocks
     shape = (pages, HEADS, TOKENS, DIM)
     size = pages * HEADS * TOKENS * DIM * 2
@@ -146,30 +157,30 @@ def appending(batch: int, blocks: int, channels: int) -> Row:
         table = table_of(batch, blocks, 8)
         slots = [torch.randn(*table.positions.shape, TOKENS, DIM, dtype=DTYPE, device="cuda") for _ in range(2)]
         new = [torch.randn(batch, HEADS, DIM, dtype=DTYPE, device="cuda") for _ in range(2)]
-        digests = random_digests(pages, channels)
+        digests = random_digests(pages, channels, compact)
         launches.append(
             lambda table=table, slots=slots, new=new, digests=digests: append(digests, table, step, *new, *slots, pool)
         )
     moved = batch * HEADS * TOKENS * DIM * 2  # keys of the tails
-    result = row("append", timed(launches), moved, None, batch=batch, channels=channels)
+    result = row("append", timed(launches), moved, None, batch=batch, channels=channels, compact=compact)
     pool.region.close()
     memory.close()
     return result
 
 
-def digesting(pages: int, channels: int, ceiling: float) -> Row:
-    digests = random_digests(pages, channels)
+def digesting(pages: int, channels: int, ceiling: float, compact: bool = False) -> Row:
+    digests = random_digests(pages, channels, compact)
     keys = torch.randn(pages, TOKENS, HEADS, DIM, dtype=DTYPE, device="cuda").transpose(1, 2)  # as prefill has them
     at = torch.randperm(pages, device="cuda").int()
     filled = torch.full((pages,), TOKENS, dtype=torch.int32, device="cuda")
-    moved = pages * HEADS * (TOKENS * DIM * 2 + DIGEST_BYTES + code_bytes(channels))
+    moved = pages * HEADS * (TOKENS * DIM * 2 + digest_bytes(channels, compact) + code_bytes(channels))
     seconds = timed([lambda: digest_pages(digests, keys, at, filled)] * 2)
-    return row("digest_pages", seconds, moved, ceiling, pages=pages, channels=channels)
+    return row("digest_pages", seconds, moved, ceiling, pages=pages, channels=channels, compact=compact)
 
 
-def shifting(batch: int, misses: int, channels: int) -> Row:
+def shifting(batch: int, misses: int, channels: int, compact: bool = False) -> Row:
     pages = 64 * 1024
-    digests = random_digests(pages, channels)
+    digests = random_digests(pages, channels, compact)
     real, ahead = queries(batch), queries(batch)
     counts = torch.full((batch, HEADS), misses, dtype=torch.int32, device="cuda")
     lse = torch.zeros(batch, HEADS * GROUP, device="cuda")
@@ -177,8 +188,9 @@ def shifting(batch: int, misses: int, channels: int) -> Row:
     for _ in range(8):
         listed = torch.randint(0, pages, (batch, HEADS, misses), dtype=torch.int32, device="cuda")
         launches.append(lambda listed=listed: shift_lse(real, ahead, digests, listed, counts, SCALE, lse))
-    moved = batch * HEADS * misses * (DIGEST_BYTES + code_bytes(channels))
-    return row("shift_lse", timed(launches), moved, None, batch=batch, misses=misses, channels=channels)
+    moved = batch * HEADS * misses * (digest_bytes(channels, compact) + code_bytes(channels))
+    shape = {"batch": batch, "misses": misses, "channels": channels, "compact": compact}
+    return row("shift_lse", timed(launches), moved, None, **shape)
 
 
 def main() -> None:
@@ -190,13 +202,16 @@ def main() -> None:
     copied = copy_rate()
     print(f"device to device: {copied / 1e9:.0f} GB/s", flush=True)
     rows = [scoring(batch, 1024, 32, copied) for batch in (64, 32, 8, 1)]
+    rows += [scoring(batch, 1024, 32, copied, compact=True) for batch in (64, 32, 8, 1)]
+    rows += [scoring(8, 8192, 32, copied, compact=True)]
     rows += [scoring(64, 1024, 0, copied), scoring(64, 1024, 64, copied), scoring(8, 8192, 32, copied)]
     rows += [scoring(64, 1024, 32, copied, second_level=256), scoring(8, 1024, 32, copied, second_level=256)]
     rows += [selecting(64, 1024, due) for due in (False, True)] + [selecting(8, 8192, False), selecting(1, 1024, False)]
     rows += [ranking(64, 1024, 256)]
     rows += [appending(64, 32, 32), appending(8, 32, 32), appending(64, 32, 0)]
-    rows += [digesting(8192, 32, copied)]
-    rows += [shifting(64, 4, 32), shifting(64, 16, 32)]
+    rows += [appending(64, 32, 32, compact=True)]
+    rows += [digesting(8192, 32, copied, compact) for compact in (False, True)]
+    rows += [shifting(64, 4, 32), shifting(64, 16, 32), shifting(64, 16, 32, compact=True)]
     result = {
         "ceilings": {"device copy GB/s": round(copied / 1e9)},
         "shape": {"kv_heads": HEADS, "group": GROUP, "head_dim": DIM, "dtype": "bfloat16", "budget_blocks": BUDGET},

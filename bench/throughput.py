@@ -266,7 +266,8 @@ def ablation_of(points: list[dict[str, Any]], length: int) -> list[dict[str, Any
 def selected_of(configuration: Configuration) -> Selected:
     settings = configuration.parsed()
     resident = settings.budget_tokens if settings.resident_tokens == "auto" else int(settings.resident_tokens)
-    return Selected(resident, settings.sketch_channels, settings.block_tokens)
+    compact = settings.digest_dtype == "int8"
+    return Selected(resident, settings.sketch_channels, settings.block_tokens, compact)
 
 
 def _rows(batches: list[int | str], capacity: Capacity) -> list[int]:

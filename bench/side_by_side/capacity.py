@@ -11,6 +11,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_hybrid.ops.reference import compact_bytes
+
 GB = 10**9
 
 
@@ -53,6 +55,7 @@ class Selected:
     resident_tokens: int
     sketch_channels: int
     block_tokens: int = 32
+    compact: bool = False  # digest_dtype=int8
 
     def block_bytes(self, model: KVModel) -> int:
         """Of one layer and one KV head."""
@@ -61,7 +64,9 @@ class Selected:
     def digest_bytes(self, model: KVModel) -> int:
         """Of one block: minimum and maximum, and four bits a token for each channel of the sketch."""
         channels = min(self.sketch_channels, model.head_dim)
-        return 2 * model.head_dim * model.itemsize + self.block_tokens * channels // 2
+        whole = 2 * model.head_dim * model.itemsize
+        digest = compact_bytes(model.head_dim, channels) if self.compact else whole
+        return digest + self.block_tokens * channels // 2
 
 
 @dataclass(frozen=True)
