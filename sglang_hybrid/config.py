@@ -155,6 +155,16 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "worker what the GPU has no room for; auto copies only what the worker cannot compute in time.",
         ),
     ] = "auto"
+    score_interval: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=16,
+            description="Decode steps between two scorings of a layer's blocks. In between, misses are chosen by the "
+            "scores of before, so a block that becomes important is noticed that much later; resident blocks are "
+            "attended to anyway, with the real query.",
+        ),
+    ] = 1
     recall_interval: Annotated[
         int | Literal["auto"],
         Meta(

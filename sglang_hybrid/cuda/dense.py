@@ -81,9 +81,9 @@ def attend_pages(
     workspace: AttendWorkspace,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention over all tokens of each row: query and ``out`` ``[B, H * G, D]``, keys and values ``[pages, H, 32, D]``.
+    """Attention over all tokens of each row: query and ``out`` ``[B, H * G, D]``.
 
-    Blocks that have no page are left out.
+    keys and values ``[pages, H, 32, D]``. Blocks that have no page are left out.
     """
     batch, query_heads, dim = query.shape
     pages, heads = keys.shape[:2]

@@ -166,6 +166,7 @@ def append(
     pool: HostPool,
     *,
     scores: torch.Tensor | None = None,
+    by_row: bool = False,
     dense: DenseTable | None = None,
     refused: torch.Tensor | None = None,
 ) -> None:
@@ -175,12 +176,14 @@ def append(
     has of them.
 
     The tails' digests and codes are made anew from the slots. Selection has given a slot to a tail that it saw opened;
-    a tail without one gets it here, by ``scores`` ``[B, H, max_blocks]`` of the last selection, and what earlier tokens
-    it has come from the pool. With ``dense`` slots are pages ``[pages, H, 32, D]``, and tails are where it says; they are
-    digested when they are full, since nobody looks at them before. Rows whose page is not in the pool are left out and added to ``refused`` (one int64).
+    a tail without one gets it here, by ``scores`` of the last selection (``[B, H, max_blocks]``, or with ``by_row``
+    ``[rows, H, max_blocks]``), and what earlier tokens it has come from the pool. With ``dense`` slots are pages
+    ``[pages, H, 32, D]``, and tails are where it says; they are digested when they are full, since nobody looks at
+    them before. Rows whose page is not in the pool are left out and added to ``refused`` (one int64).
     """
     dtype, heads, dim = digests.dtype, digests.heads, digests.dim
     of_slots = (*table.positions.shape, BLOCK_TOKENS, dim)
+    owners = table.positions.shape[0] if by_row else step.batch
     if dense is not None:
         of_slots = (dense.device_pages, heads, BLOCK_TOKENS, dim)
         if dense.pages.shape[1] != step.max_blocks:
@@ -202,7 +205,8 @@ def append(
         value_slots=address("value_slots", value_slots, dtype, of_slots),
         pool_keys=pool.region.address_of("keys of the pool", pool.keys),
         pool_values=pool.region.address_of("values of the pool", pool.values),
-        scores=address("scores", scores, torch.float32, (step.batch, heads, step.max_blocks)),
+        scores=address("scores", scores, torch.float32, (owners, heads, step.max_blocks)),
+        scores_by_row=by_row,
         refused=None if refused is None else address("refused", refused.view(-1), torch.int64, (1,)),
     )
     launch(library().sh_cuda_append, arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import torch
 
@@ -26,6 +27,16 @@ class ScoreWorkspace:
         part = copy.copy(self)
         part.estimates, part.arrived = self.estimates[:count], self.arrived[:count]
         return part
+
+
+@dataclass(frozen=True)
+class ScoreInterval:
+    """Rows are scored when ``steps + layer`` is a multiple of the interval, steps counted from each row's first one."""
+
+    steps: int
+    first_lengths: torch.Tensor  # [rows] int32: each row's length in its first step; negative: it has not begun
+    due: torch.Tensor  # [B] int32: 1 for entries that are scored in any case
+    layer: int = 0
 
 
 class BestBlocks:
@@ -63,8 +74,13 @@ def score_blocks(
     spread: float = 0.0,
     sketched: bool = True,
     listed: BestBlocks | None = None,
+    by_row: bool = False,
+    interval: ScoreInterval | None = None,
 ) -> torch.Tensor:
     """``block_scores`` of the reference to ``scores`` ``[B, H, max_blocks]`` float32, by query ``[B, H * G, D]``.
+
+    With ``by_row`` scores are ``[rows, H, max_blocks]``, and with an ``interval`` those of rows whose turn it is not
+    stay as they are.
 
     Estimates by sketches, or by digests alone (``spread``) where there are none or ``sketched`` is False. With
     ``listed`` only those blocks are estimated; the others keep the estimates that ``workspace`` has from the launch
@@ -73,6 +89,9 @@ def score_blocks(
     batch, heads = query.shape[0], digests.heads
     group = _group_of(query, digests, sketched=sketched)
     most = 0 if listed is None else listed.positions.shape[2]
+    owners = scores.shape[0] if by_row else batch
+    if interval is not None and not by_row:
+        raise ValueError("an interval needs scores by row: batch entries are others in the next step")
     arguments = structs.ScoreBlocks(
         digests=digests.arguments(sketched=sketched),
         step=step.arguments(),
@@ -83,11 +102,18 @@ def score_blocks(
             "the workspace's estimates", workspace.estimates, torch.float32, (batch, heads, group, step.max_blocks)
         ),
         arrived=address("the workspace's counters", workspace.arrived, torch.int32, (batch, heads)),
-        scores=address("scores", scores, torch.float32, (batch, heads, step.max_blocks)),
+        scores=address("scores", scores, torch.float32, (owners, heads, step.max_blocks)),
+        due=None if interval is None else address("due", interval.due, torch.int32, (batch,)),
+        first_lengths=None
+        if interval is None
+        else address("first_lengths", interval.first_lengths, torch.int32, (owners,)),
         scale=scale,
         spread=spread,
         group=group,
         most_listed=most,
+        interval=0 if interval is None else interval.steps,
+        layer=0 if interval is None else interval.layer,
+        by_row=owners if by_row else 0,
     )
     launch(library().sh_cuda_score_blocks, arguments)
     return scores

@@ -98,8 +98,9 @@ def select_blocks(
     gather_share: torch.Tensor | None = None,
     most_gathered: int | None = None,
     totals: torch.Tensor | None = None,
+    by_row: bool = False,
 ) -> None:
-    """``reference.select_blocks`` of scores ``[B, H, max_blocks]``, split by residency, as policy ``scout`` does it.
+    """``reference.select_blocks`` of scores ``[B, H, max_blocks]``, or with ``by_row`` ``[rows, H, max_blocks]``, split by residency, as policy ``scout`` does it.
 
     budget: blocks, at most 256. ``worth``: the score that a miss must have; with ``any_block`` every block that has it
     is one (``reference.blocks_worth``), as many as a selection holds, otherwise those only that are selected. A tail
@@ -135,7 +136,8 @@ def select_blocks(
     arguments = structs.SelectBlocks(
         table=table.arguments(heads),
         step=step.arguments(),
-        scores=address("scores", scores, torch.float32, (step.batch, heads, step.max_blocks)),
+        scores=address("scores", scores, torch.float32, (rows if by_row else step.batch, heads, step.max_blocks)),
+        scores_by_row=by_row,
         miss_pages=address("the misses' pages", misses.pages, torch.int32, (step.batch, heads, most)),
         miss_positions=address("the misses' positions", misses.positions, torch.int32, (batch, heads, most)),
         miss_counts=address("the misses' counts", misses.counts, torch.int32, (batch, heads)),

@@ -68,6 +68,8 @@ class Append(ctypes.Structure):
         ("pool_values", c_void_p),
         ("scores", c_void_p),
         ("refused", c_void_p),
+        ("scores_by_row", c_uint32),
+        ("unused", c_uint32),
     )
 
 
@@ -95,10 +97,16 @@ class ScoreBlocks(ctypes.Structure):
         ("estimates", c_void_p),
         ("arrived", c_void_p),
         ("scores", c_void_p),
+        ("due", c_void_p),
+        ("first_lengths", c_void_p),
         ("scale", c_float),
         ("spread", c_float),
         ("group", c_uint32),
         ("most_listed", c_uint32),
+        ("interval", c_uint32),
+        ("layer", c_uint32),
+        ("by_row", c_uint32),
+        ("unused", c_uint32),
     )
 
 
@@ -147,6 +155,7 @@ class SelectBlocks(ctypes.Structure):
         ("layer", c_uint32),
         ("pool_pages", c_uint32),
         ("most_gathered", c_uint32),
+        ("scores_by_row", c_uint32),
         ("any_block", c_uint32),
     )
 

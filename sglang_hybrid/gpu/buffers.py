@@ -22,16 +22,12 @@ class LaneBuffers:
         self, shape: DeviceShape, budget: int, gathers: bool, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         self._query = torch.zeros(shape.most, shape.heads * shape.group, shape.dim, dtype=dtype, device=device)
-        self._scores = torch.zeros(shape.most, shape.heads, shape.max_blocks, device=device)
         self._misses = Misses(shape.most, shape.heads, budget, device)
         # misses that get slots before the layer is attended
         self.gathered = RecallPlan(shape.most * shape.heads * MOST_GATHERED, device) if gathers else None
 
     def query(self, count: int) -> torch.Tensor:
         return self._query[:count]
-
-    def scores(self, count: int) -> torch.Tensor:
-        return self._scores[:count]
 
     @functools.cache  # noqa: B019 (lives as long as the backend)
     def misses(self, count: int) -> Misses:

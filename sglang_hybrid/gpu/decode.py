@@ -12,6 +12,7 @@ Everything is launched with static shapes on persistent buffers, so a whole step
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -21,7 +22,7 @@ from sglang_hybrid.cuda.digests import Step, append
 from sglang_hybrid.cuda.gathering import gather_blocks
 from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.cuda.missed import finish_late
-from sglang_hybrid.cuda.scoring import score_blocks, shift_lse
+from sglang_hybrid.cuda.scoring import ScoreInterval, score_blocks, shift_lse
 from sglang_hybrid.cuda.selection import RecallInterval, RecallPlan, apply_plan, select_blocks
 from sglang_hybrid.gpu.buffers import MOST_GATHERED, LaneBuffers, MainBuffers, plan_for
 from sglang_hybrid.gpu.dense import DenseRows
@@ -49,6 +50,9 @@ class DeviceScout:
         self.slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, dtype, device)
         self._tables = [self.slots.table(n, settings.sink, settings.recent) for n in range(len(layers))]
         self.step = StepBuffers(shape.rows, shape.most, shape.max_blocks, device)
+        # by row, since they outlive the step where rows are not scored at every one
+        of_scores = (shape.rows, shape.heads, shape.max_blocks)
+        self._scores = [torch.full(of_scores, -math.inf, device=device) for _ in layers]
         gathers = settings.gather_share != 0
         self._lanes = [LaneBuffers(shape, settings.budget, gathers, dtype, device) for _ in range(2)]
         self.gather_share = torch.full((1,), settings.gather_share or 0.0, device=device) if gathers else None
@@ -68,6 +72,10 @@ class DeviceScout:
         self._replies = Lane(device, urgent=True)
         self._ahead: set[int] = set()  # layers of this step whose misses are on their way, by a predicted query
         self._posted = False  # whether this step has posted
+
+    @staticmethod
+    def score_bytes_per_row(layers: int, heads: int, max_blocks: int) -> int:
+        return layers * heads * max_blocks * torch.float32.itemsize
 
     @property
     def most(self) -> int:
@@ -159,7 +167,7 @@ class DeviceScout:
         key_slots, value_slots = self.slots.keys[layer], self.slots.values[layer]
         append(
             of_layer.digests, table, step, keys, values, key_slots, value_slots, of_layer.pool,
-            scores=lane.scores(count), refused=self.refused,
+            scores=self._scores[layer], by_row=True, refused=self.refused,
         )  # fmt: skip
         if lane.gathered:
             # append did not have to wait: the tail's slot is none that selection gives to others
@@ -239,18 +247,19 @@ class DeviceScout:
     ) -> None:
         """``first``: of rows that do not decode yet. Nobody attends to misses, and the plan has all that they want."""
         settings, lane, count = self._settings, self._lanes[layer % 2], step.batch
-        scores = lane.scores(count)
         score_blocks(
-            query, self._layers[layer].digests, step, scale, self._main.scoring(count), scores, spread=settings.spread
-        )
+            query, self._layers[layer].digests, step, scale, self._main.scoring(count), self._scores[layer],
+            spread=settings.spread, by_row=True,
+            interval=ScoreInterval(settings.score_interval, self.step.first_lengths, due, layer),
+        )  # fmt: skip
         select_blocks(
-            scores, self._tables[layer], step, settings.budget, lane.misses(count),
+            self._scores[layer], self._tables[layer], step, settings.budget, lane.misses(count),
             pool_pages=self._shape.pool_pages, bonus=settings.bonus[layer], worth=settings.worth[layer],
             any_block=settings.any_block[layer],
             plan=self._plans[layer], due=due,
             recall=RecallInterval(self.intervals[layer : layer + 1], self.step.first_lengths, layer),
             gathered=None if first else lane.gathered, gather_share=None if first else self.gather_share,
-            most_gathered=MOST_GATHERED, totals=None if first else self.counted[layer],
+            most_gathered=MOST_GATHERED, totals=None if first else self.counted[layer], by_row=True,
         )  # fmt: skip
 
     def _make_resident(self, layer: int, plan: RecallPlan) -> None:

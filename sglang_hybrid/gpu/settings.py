@@ -22,6 +22,7 @@ class ScoutSettings:
     worth: tuple[float, ...]  # the score that a miss of each layer must have
     any_block: tuple[bool, ...]  # whether every block that has it is a miss, or only the selected ones
     spread: float
+    score_interval: int  # steps between two scorings of a layer
     shifts: bool
     gather_share: float | None  # of the misses, that are copied to the device; None: it changes, and begins with 0
     deadline_s: float
@@ -76,6 +77,7 @@ def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettin
         worth=tuple(math.log(share * group) if share else -math.inf for share in tuning.miss_shares),
         any_block=tuning.any_block,
         spread=config.digest_spread,
+        score_interval=config.score_interval,
         shifts=config.lse_shift,
         gather_share=gather_share_of(config),
         deadline_s=config.worker_deadline_ms / 1000,

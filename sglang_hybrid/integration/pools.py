@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from sglang_hybrid.config import HybridConfig, config_from_environment
+from sglang_hybrid.gpu.decode import DeviceScout
 from sglang_hybrid.gpu.prefill import DevicePrefill
 from sglang_hybrid.gpu.settings import slots_of, why_not
 from sglang_hybrid.gpu.slots import ResidentSlots
@@ -83,8 +84,8 @@ def _pages_on_device(available: int, config: HybridConfig, shape: KVShape, confi
     if why_not(config) is None and not args.disable_cuda_graph:
         rows = args.max_running_requests + 1
         per_row = ResidentSlots.bytes_per_row(shape.layers, shape.kv_heads, slots_of(config), shape.key_dim, dtype)
-        resident = rows * per_row
         longest = -(-configurator.model_config.context_len // config.block_tokens)
+        resident = rows * (per_row + DeviceScout.score_bytes_per_row(shape.layers, shape.kv_heads, longest))
         staging = DevicePrefill.device_bytes(longest, shape.kv_heads, shape.key_dim, dtype)
     pages = (available - resident - staging) // per_page
     if pages * config.block_tokens < config.budget_tokens:

@@ -65,12 +65,14 @@ class ScoutPolicy(DecodePolicy):
         self._miss_shares = tuning.miss_shares
         self._any_block = tuning.any_block
         self._shifts = config.lse_shift
+        self._score_interval = config.score_interval
         resident_tokens = config.budget_tokens if config.resident_tokens == "auto" else config.resident_tokens
         self._slots = max(0, int(resident_tokens) // config.block_tokens - self._always)
         self._rows = rows
         self._prompts = prompts or PromptQueries(rows)
         self.recall = RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt)
         self._resident: dict[int, ResidentSet] = {}
+        self._kept_scores: dict[int, torch.Tensor] = {}  # of each layer's last scorings: [rows, KV heads, blocks]
         self._ahead: dict[int, _Begun] = {}
         self._fresh: set[int] = set()  # rows that have not decoded yet
         self._first_length = torch.zeros(rows, dtype=torch.int64)  # of each row, when it began to decode
@@ -144,7 +146,7 @@ class ScoutPolicy(DecodePolicy):
 
     def select(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> Selection:
         counts = batch.block_counts(cache.block_tokens)
-        scores = self._scores(query, cache, batch, scale)
+        scores = self._recent_scores(query, cache, batch, scale)
         listed = self._prepare(query, cache, batch, scale, scores).of(batch.rows)
         listed = listed.masked_fill(
             reference.is_forced(listed, counts, self._sink, self._recent) | (listed >= counts[:, None, None]),
@@ -184,6 +186,26 @@ class ScoutPolicy(DecodePolicy):
             entering = left >= self._sink
             resident.admit(rows.rows[entering], left[entering], scores[self._leave][entering])
         return resident
+
+    def _recent_scores(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
+        """Of this step, where it is a row's turn, or of the last one at which it was."""
+        if self._score_interval == 1:
+            return self._scores(query, cache, batch, scale)
+        begins = torch.zeros_like(self._steps, dtype=torch.bool)
+        begins[self._begin] = True
+        turn = (begins | ((self._steps + cache.layer) % self._score_interval == 0)).nonzero()[:, 0]
+        kept, blocks = self._kept_scores.get(cache.layer), batch.page_table.shape[1]
+        if kept is None or kept.shape[2] < blocks:
+            more = torch.full((self._rows, cache.keys.shape[1], blocks), -torch.inf, device=query.device)
+            if kept is not None:
+                more[..., : kept.shape[2]] = kept
+            self._kept_scores[cache.layer] = kept = more
+        if len(turn):
+            rows = batch.part(turn)
+            scores = self._scores(query[turn], cache, rows, scale)
+            kept[rows.rows] = -torch.inf
+            kept[rows.rows, :, : scores.shape[2]] = scores
+        return kept[batch.rows, :, :blocks]
 
     def _scores(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
         logits = cache.estimates(query, batch.page_table, self._spread, scale)

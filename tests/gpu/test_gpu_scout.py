@@ -38,7 +38,7 @@ class Decoding:
 
     def __init__(
         self, budget: int, interval: int, slots: int | None = None, worker: bool = False, share: float = 0.0,
-        worth: float | None = None, compact: bool = False,
+        worth: float | None = None, compact: bool = False, score_interval: int = 1,
     ) -> None:  # fmt: skip
         """``worth``: with it, every block that has such a score is a miss. ``compact``: digests."""
         self.random = seeded(3)
@@ -80,7 +80,7 @@ class Decoding:
         settings = ScoutSettings(
             budget=budget, slots=slots or budget, sink=SINK, recent=RECENT, bonus=(0.5,) * LAYERS,
             worth=(-math.inf if worth is None else worth,) * LAYERS, any_block=(worth is not None,) * LAYERS,
-            spread=0.5, shifts=True, gather_share=share, deadline_s=20.0,
+            spread=0.5, score_interval=score_interval, shifts=True, gather_share=share, deadline_s=20.0,
         )  # fmt: skip
         self.digests = [layer.digests.digests for layer in layers]
         self.shape = DeviceShape(ROWS, ROWS, MAX_BLOCKS, HEADS, GROUP, DIM, PAGES)
@@ -319,3 +319,24 @@ def test_a_row_that_arrived_is_resident_after_its_first_step(share: float) -> No
     held = decoding.scout.slots.positions(0)[decoding.rows].cpu()
     blocks = -(-decoding.lengths // BLOCK_TOKENS)
     assert torch.equal((held >= 0).sum(dim=2), blocks[:, None].expand(-1, HEADS))
+
+
+def test_scores_stay_between_two_scorings_and_the_text_is_the_same_above_the_budget() -> None:
+    """Every third step: layers take turns, and rows that arrive are scored at once."""
+    decoding = Decoding(36, 2, slots=8, score_interval=3)
+    decoding.scout.rows_begin(decoding.rows)
+    scored = []
+    for _ in range(6):
+        before = [scores.clone() for scores in decoding.scout._scores]
+        decoding.next_tokens()
+        decoding.run(predicts=False)
+        torch.cuda.synchronize()
+        decoding.check_slots()
+        now = decoding.scout._scores
+        scored.append([not torch.equal(now[layer], before[layer]) for layer in range(LAYERS)])
+        for layer in range(LAYERS):
+            expected = decoding.expected(layer, everything=True)
+            torch.testing.assert_close(decoding.out[layer, :-1].cpu().float(), expected, rtol=2e-2, atol=2e-2)
+    steps = range(1, 7)
+    assert scored == [[step == 1 or (step + layer) % 3 == 0 for layer in range(LAYERS)] for step in steps]
+    assert int(decoding.scout.refused) == 0

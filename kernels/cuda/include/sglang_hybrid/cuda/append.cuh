@@ -20,7 +20,7 @@ __device__ inline TailSlot tail_slot(const sh_append& args, uint32_t entry, uint
         args.table.positions + (uint64_t{row} * args.digests.kv_heads + head) * args.table.slots;
     int32_t slot = find_slot(positions, args.table, blocks.tail());
     if (slot >= 0) return {slot, false};
-    const uint64_t list = uint64_t{entry} * args.digests.kv_heads + head;
+    const uint64_t list = uint64_t{args.scores_by_row ? row : entry} * args.digests.kv_heads + head;
     slot = slot_for_tail(positions, args.table, blocks, args.scores ? args.scores + list * args.step.max_blocks : nullptr);
     __syncwarp();
     if (slot >= 0 && threadIdx.x % 32 == 0) positions[slot] = blocks.tail();

@@ -31,8 +31,22 @@ __device__ inline uint32_t blocks_of(const sh_step& step, uint32_t entry) {
     return min(static_cast<uint32_t>(max(step.lengths[entry], 0) + 31) / 32, step.max_blocks);
 }
 
-// Octets of one KV head of an entry, at least one so that somebody finishes the pair.
+__device__ inline bool row_has_scores(const sh_score_blocks& args, int32_t row) {
+    return row >= 0 && static_cast<uint32_t>(row) < args.by_row;
+}
+
+// Whether an entry is scored in this step. Steps are counted from each row's first one, as for recalls.
+__device__ inline bool is_scored(const sh_score_blocks& args, uint32_t entry) {
+    if (args.by_row && !row_has_scores(args, args.step.row_of[entry])) return false;
+    if (args.interval <= 1 || (args.due && args.due[entry])) return true;
+    const int32_t first = args.first_lengths[args.step.row_of[entry]];
+    if (first < 0) return true;
+    return static_cast<uint32_t>(args.step.lengths[entry] - first + 1 + static_cast<int32_t>(args.layer)) % args.interval == 0;
+}
+
+// Octets of one KV head of an entry that is scored, at least one so that somebody finishes the pair.
 __device__ inline uint32_t octets_of(const sh_score_blocks& args, uint32_t entry) {
+    if (!is_scored(args, entry)) return 0;
     uint32_t blocks = blocks_of(args.step, entry);
     if (args.listed) blocks = min(blocks, args.most_listed);
     return max((blocks + octet_blocks - 1) / octet_blocks, 1u);
@@ -201,7 +215,9 @@ __device__ void finish_pair(const sh_score_blocks& args, uint32_t entry, uint32_
         highest_of[head] = all.maximum;
         rest_of[head] = fast_log2(all.sum);
     }
-    float* const scores = args.scores + uint64_t{pair} * max_blocks;
+    const uint32_t heads = args.digests.kv_heads;
+    const uint64_t list = args.by_row ? uint64_t{static_cast<uint32_t>(args.step.row_of[entry])} * heads + pair % heads : pair;
+    float* const scores = args.scores + list * max_blocks;
     for (uint32_t block = threadIdx.x; block < max_blocks; block += score_threads) {
         float score = -INFINITY;
         if (block < count) {
@@ -267,7 +283,7 @@ __global__ void __launch_bounds__(score_threads, kTiles == 1 ? 3 : 2) score_bloc
         }
         __syncthreads();
         at += last - first;
-        if (at == before[entry + 1] * heads) ++entry;
+        while (at < end && at == before[entry + 1] * heads) ++entry;  // entries that are not scored have no octets
     }
 }
 

@@ -170,7 +170,8 @@ __device__ inline void select_of_row(const sh_select_blocks& args, SelectionMemo
     const uint32_t max_blocks = args.step.max_blocks;
     const int32_t length = args.step.lengths[entry];
     const RowBlocks row(length, table, max_blocks);
-    const float* const scores = args.scores + uint64_t{pair} * max_blocks;
+    const uint64_t of_row = uint64_t{static_cast<uint32_t>(row_index)} * args.kv_heads + pair % args.kv_heads;
+    const float* const scores = args.scores + (args.scores_by_row ? of_row : pair) * max_blocks;
     const uint64_t first_slot = (uint64_t{static_cast<uint32_t>(row_index)} * args.kv_heads + pair % args.kv_heads) * table.slots;
     PositionSet in_slots(ranks + max_blocks), recalled(ranks + max_blocks + PositionSet::words(max_blocks));
 

@@ -68,8 +68,10 @@ struct sh_append {
     void* value_slots;
     void* pool_keys;  // a layer of the pool, as the device sees it: [page][KV head][32][head_dim]
     void* pool_values;
-    const float* scores;  // [batch][KV head][max_blocks] of the last selection, or null: who gives up its slot
+    const float* scores;  // of the last selection, as sh_select_blocks has them, or null: who gives up its slot
     uint64_t* refused;    // tokens whose page is not in the pool, added up; or null
+    uint32_t scores_by_row;
+    uint32_t unused;
 };
 
 // Digests and codes of whole pages, [count][KV head] blocks.
@@ -91,17 +93,23 @@ struct sh_digest_pages {
 // others keep the estimates that the workspace has from the launch before.
 struct sh_score_blocks {
     sh_digests digests;
-    sh_step step;                // row_of is not looked at
+    sh_step step;                // row_of is looked at with by_row and interval only
     const void* query;           // [batch][KV head][group][head_dim]
     const int32_t* listed;       // [batch][KV head][most_listed] positions, or null: all blocks of the row
     const int32_t* list_counts;  // [batch][KV head]
     float* estimates;            // workspace [batch][KV head][group][max_blocks], in units of log2
     uint32_t* arrived;           // workspace [batch][KV head], 0 before and after a launch
-    float* scores;               // [batch][KV head][max_blocks], -inf behind the row's end
+    float* scores;               // [batch][KV head][max_blocks], -inf behind the row's end; with by_row [rows][..][..]
+    const int32_t* due;            // [batch]: entries that are scored whatever the interval says; or null
+    const int32_t* first_lengths;  // [rows]: length in the row's first step, with `interval`
     float scale;
     float spread;  // without sketches
     uint32_t group;
     uint32_t most_listed;
+    uint32_t interval;  // steps between two scorings of a row, whose scores stay as they are in between; 0 and 1: none
+    uint32_t layer;     // layers score at different steps
+    uint32_t by_row;    // how many rows have scores; 0: batch entries have them
+    uint32_t unused;
 };
 
 // The best positions by score, ascending.
@@ -137,7 +145,7 @@ struct sh_plan {
 struct sh_select_blocks {
     sh_slot_table table;
     sh_step step;
-    const float* scores;          // [batch][KV head][max_blocks]
+    const float* scores;          // [batch][KV head][max_blocks]; with scores_by_row [rows][KV head][max_blocks]
     int32_t* miss_pages;          // [batch][KV head][most_misses], -1 behind the last; ascending positions
     int32_t* miss_positions;      // likewise
     int32_t* miss_counts;         // [batch][KV head]
@@ -156,6 +164,7 @@ struct sh_select_blocks {
     uint32_t layer;  // layers recall at different steps
     uint32_t pool_pages;
     uint32_t most_gathered;  // of one (row, KV head)
+    uint32_t scores_by_row;
     uint32_t any_block;  // whether every block that is worth it is a miss, or those only that are selected
 };
 
