@@ -54,12 +54,16 @@ def turn(path: Path | None) -> Iterator[None]:
 
 
 class Rows:
-    """Rows behind their prompts, decoding together."""
+    """Rows behind their prompts, decoding together.
+
+    They join one by one with a step in between, as in a server, so they do not all recall in the same step.
+    """
 
     def __init__(self, session: ModelSession, prompts: list[list[int]]) -> None:
         from sglang.benchmark import one_batch
 
-        self._session, self.prefill_seconds = session, []
+        self._session = session
+        self.prefill_seconds: list[float] = []
         session._bench.clear()
         for number, prompt in enumerate(prompts):
             requests = one_batch.prepare_synthetic_inputs_for_latency_test(1, len(prompt), [prompt])
@@ -73,6 +77,7 @@ class Rows:
             else:
                 self._batch.merge_batch(batch)
                 self._tokens = torch.cat((self._tokens, token))
+            self.steps(1)
 
     def steps(self, count: int) -> list[float]:
         """Milliseconds of each."""

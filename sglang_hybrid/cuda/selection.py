@@ -100,8 +100,9 @@ def select_blocks(
     totals: torch.Tensor | None = None,
     by_row: bool = False,
 ) -> None:
-    """``reference.select_blocks`` of scores ``[B, H, max_blocks]``, or with ``by_row`` ``[rows, H, max_blocks]``, split by residency, as policy ``scout`` does it.
+    """``reference.select_blocks`` of scores ``[B, H, max_blocks]``, split by residency, as policy ``scout`` does it.
 
+    ``by_row``: scores are ``[rows, H, max_blocks]``.
     budget: blocks, at most 256. ``worth``: the score that a miss must have; with ``any_block`` every block that has it
     is one (``reference.blocks_worth``), as many as a selection holds, otherwise those only that are selected. A tail
     that was opened by this step gets its slot here; see ``digests``. With ``plan``, rows that are due (``recall``:
