@@ -5,7 +5,6 @@ Never waits for the device: numbers are those of some steps ago.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -44,7 +43,6 @@ class DeviceWatch:
         self._seen_counted = torch.zeros_like(scout.counted, device="cpu")
         self._seen_outcomes = torch.zeros(len(OUTCOMES), dtype=torch.int64)
         self._steps = self._rows = self._looked_steps = self._looked_rows = 0
-        self._window_began, self._seconds_per_step = time.monotonic(), 0.0
         self._log = FallbackLog("were read from host memory by the GPU")
         self.metrics: WorkerMetrics | None = None
         self.on_ratio: Callable[[int, float], None] | None = None  # told every layer's CPU compute ratio
@@ -58,9 +56,6 @@ class DeviceWatch:
         self._look()
         if not self._counted.is_looking:
             self._looked_steps, self._looked_rows = self._steps, self._rows
-            # pauses count too; a device that has time is left to itself
-            now = time.monotonic()
-            self._seconds_per_step, self._window_began = (now - self._window_began) / self._steps, now
             self._counted.begin()
             if self._outcomes:
                 self._outcomes.begin()
@@ -72,7 +67,7 @@ class DeviceWatch:
             self._steps, self._rows = self._steps - steps, self._rows - rows
             if rows:
                 self._tell_ratios((new[:, 0].double() / (rows * self._per_row)).tolist(), steps)
-                self._balance(new.double().mean(dim=0) / steps)
+                self._balance(new.double().mean(dim=0) / steps, steps)
         if self._outcomes and (outcomes := self._outcomes.look()) is not None:
             new, self._seen_outcomes = outcomes - self._seen_outcomes, outcomes
             self._tell_outcomes(dict(zip(OUTCOMES, new.tolist(), strict=True)))
@@ -86,11 +81,13 @@ class DeviceWatch:
         if self._recall.intervals != before:
             self._scout.set_intervals(self._recall.intervals)
 
-    def _balance(self, blocks: torch.Tensor) -> None:
+    def _balance(self, blocks: torch.Tensor, steps: int) -> None:
         """``blocks`` that a layer misses and recalls in a step."""
-        if self._rates and blocks[0]:
+        # Time on the device: the host may run ahead of it. Pauses count too, a device that has time is left to itself.
+        seconds = self._counted.seconds
+        if self._rates and blocks[0] and seconds is not None:
             missed, recalled = (blocks * self._scout.block_bytes).tolist()
-            layer_seconds = self._seconds_per_step / len(self._recall.intervals)
+            layer_seconds = seconds / steps / len(self._recall.intervals)
             self._scout.set_gather_share(self._rates.gather_share(missed, recalled, layer_seconds))
 
     def _tell_outcomes(self, rows: dict[str, int]) -> None:

@@ -34,6 +34,7 @@ class Late:
 
     def __init__(self, counted: torch.Tensor) -> None:
         self._counted, self._taken = counted, None
+        self.seconds = 1e-6
 
     def look(self) -> torch.Tensor | None:
         taken, self._taken = self._taken, None
