@@ -16,6 +16,7 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.cuda.digests import HostPool, LayerDigests, Step
 from sglang_hybrid.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.gpu.admission import PageAdmission
 from sglang_hybrid.gpu.decode import DeviceScout
 from sglang_hybrid.gpu.lanes import Lane
 from sglang_hybrid.gpu.layers import DeviceLayer, DeviceShape
@@ -83,6 +84,8 @@ class DeviceAttention:
             DeviceLayer(HostPool(region, keys, values), _digests(pool, layer))
             for layer, (keys, values) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True))
         ]
+        if model_runner.server_args.disaggregation_mode == "decode":
+            pool.admission = PageAdmission(self._layers, pool.head_num, pool.head_dim, pool.store_dtype, pool.device)
         self._supervisor: Supervisor | None = None
         self._link: Link | None = None  # whose mailbox the device posts to
         self._mailbox: DeviceMailboxClient | None = None

@@ -8,6 +8,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_hybrid.config import config_from_environment
+from sglang_hybrid.gpu.admission import PageAdmission
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.memory.digests import CompactDigests, Digests
 from sglang_hybrid.memory.pages import to_head_major, touched_pages
@@ -36,6 +37,7 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
     region: SharedRegion
     digests: Digests | CompactDigests
     sketches: Sketches | None
+    admission: PageAdmission | None = None  # by the GPU, where CUDA kernels decode
 
     def _create_buffers_normal(self) -> None:
         HostKVPool.in_this_process = True
@@ -68,6 +70,9 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         """
         filled = torch.full_like(pages, self.page_size)
         filled[-1:] = last_filled
+        if self.admission is not None:
+            self.admission.admit(pages, filled)
+            return
         for layer, (keys, values) in enumerate(zip(self.k_buffer, self.v_buffer, strict=True)):
             for some, full in zip(pages.split(_PAGES_AT_A_TIME), filled.split(_PAGES_AT_A_TIME), strict=True):
                 to_head_major(keys, some)

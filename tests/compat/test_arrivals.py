@@ -104,6 +104,7 @@ class SlowPool:
 
     page_size = PAGE
     digests = SimpleNamespace(of_layer=lambda _: torch.empty(0))
+    admission = None
 
     def __init__(self) -> None:
         self.go_on = threading.Event()

@@ -23,6 +23,7 @@ FILES = {
     "test_cuda_scoring.py": (),
     "test_cuda_selection.py": (),
     "test_cuda_dense.py": (),
+    "test_gpu_admission.py": (),
     "test_gpu_dense.py": ("-p", "emulated_streams"),
     "test_gpu_prefill.py": ("-p", "emulated_streams"),
     "test_gpu_scout.py": ("-p", "emulated_streams"),
