@@ -2,12 +2,14 @@
 
 Kernels of different streams overlap, so each category has two numbers: `busy`, the time in which at least one of its
 kernels ran, and `alone`, the part of it in which nothing of another category ran, which is what removing it could save
-at most. The wait for the worker is a kernel too. `idle` is when nothing ran.
+at most. The wait for the worker is a kernel too. `idle` is when nothing ran, `waiting` when nothing ran but waits for
+the worker and copies over PCIe.
 """
 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import re
 from pathlib import Path
@@ -24,12 +26,15 @@ CATEGORIES: tuple[tuple[str, str], ...] = (
     ("append", r"append_tokens|digest_pages|set_kv|store_cache|store_kv"),
     (
         "attention",
-        r"attend_slots|attend_missed|finish_late|merge_sides|flash|BatchDecode|BatchPrefill|paged|MergeState|VariableLength|attention|fmha",
+        r"attend_slots|attend_pages|attend_missed|finish_late|merge_sides|flash|BatchDecode|BatchPrefill|paged|MergeState|VariableLength|attention|fmha",
     ),
     ("GEMM", r"gemm|gemv|cutlass|cublas|nvjet|splitKreduce|wgmma"),
     ("copy", r"memcpy|memset"),
 )
 OTHER, IDLE = "other", "idle"
+_WAITING = {"wait", "gather"}  # for the CPU and for PCIe
+# Microseconds: longer gaps are no part of a step. The host had nothing launched; the profiler had just begun, perhaps.
+_PAUSE = 60
 _GPU_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}
 _PATTERNS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in CATEGORIES)
 
@@ -70,7 +75,10 @@ def breakdown(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
         raise EmptyTrace("the trace has no GPU events")
     busy = {name: union(intervals) for name, intervals in by_category.items()}
     everything = union([interval for intervals in busy.values() for interval in intervals])
-    window = everything[-1][1] - everything[0][0]
+    gaps = [begin - end for (_, end), (begin, _) in itertools.pairwise(everything)]
+    pauses = sum(gap for gap in gaps if gap > _PAUSE)
+    window = everything[-1][1] - everything[0][0] - pauses
+    working = [one for name, theirs in busy.items() if name not in _WAITING for one in theirs]
 
     def per_step(microseconds: float) -> float:
         return round(microseconds / steps / 1e3, 4)
@@ -88,7 +96,9 @@ def breakdown(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
     return {
         "steps": steps,
         "step_ms": per_step(window),
+        "pauses_ms": per_step(pauses),
         "idle_ms": per_step(window - length(everything)),
+        "waiting_ms": per_step(length(everything) - length(union(working))),
         "categories": categories,
         "longest_kernels": [
             {"name": name[:120], "category": category_of(name), "ms": per_step(sum(times)), "calls": len(times)}
