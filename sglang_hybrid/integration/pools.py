@@ -83,6 +83,8 @@ def _pages_on_device(available: int, config: HybridConfig, shape: KVShape, confi
     rows = resident = staging = 0
     if why_not(config) is None and not args.disable_cuda_graph:
         rows = args.max_running_requests + 1
+        if args.disaggregation_mode == "decode":  # rows of requests whose KV cache is on its way
+            rows += args.disaggregation_decode_extra_slots or 0
         per_row = ResidentSlots.bytes_per_row(shape.layers, shape.kv_heads, slots_of(config), shape.key_dim, dtype)
         longest = -(-configurator.model_config.context_len // config.block_tokens)
         resident = rows * (per_row + DeviceScout.score_bytes_per_row(shape.layers, shape.kv_heads, longest))
