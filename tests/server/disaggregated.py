@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,15 +61,15 @@ class Answer:
     tokens: list[int]
 
 
-def answers(server: Server, english: list[int], which: Sequence[int] = range(len(LENGTHS + REPEATED))) -> list[Answer]:
-    """What these of the prompts are continued with, eight of them at a time."""
+def answers(server: Server, english: list[int]) -> list[Answer]:
+    """What the prompts are continued with, eight of them at a time."""
 
     def ask(ids: list[int]) -> Answer:
         answer = server.generate(ids, NEW_TOKENS, return_logprob=False)
         return Answer(answer["text"], answer["output_ids"])
 
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(ask, [prompts(english)[n] for n in which]))
+        return list(pool.map(ask, prompts(english)))
 
 
 @dataclass

@@ -172,7 +172,7 @@ __device__ inline void select_of_row(const sh_select_blocks& args, SelectionMemo
     const RowBlocks row(length, table, max_blocks);
     const uint64_t of_row = uint64_t{static_cast<uint32_t>(row_index)} * args.kv_heads + pair % args.kv_heads;
     const float* const scores = args.scores + (args.scores_by_row ? of_row : pair) * max_blocks;
-    const uint64_t first_slot = (uint64_t{static_cast<uint32_t>(row_index)} * args.kv_heads + pair % args.kv_heads) * table.slots;
+    const uint64_t first_slot = of_row * table.slots;
     PositionSet in_slots(ranks + max_blocks), recalled(ranks + max_blocks + PositionSet::words(max_blocks));
 
     in_slots.clear(max_blocks);
