@@ -18,6 +18,8 @@ cudaError_t launch_attend(const sh_attend_slots& args, cudaStream_t stream) {
     // a CTA takes at least one slot for each of its warps
     const uint64_t slots = uint64_t{args.batch} * args.kv_heads * spread.slots;
     if (slots > UINT32_MAX / 2 || spread.ctas == 0) return cudaErrorInvalidValue;
+    // what CTAs have of a list finds room when it is merged
+    if (spread.slots / plan.warps + 2 > most_parts(kDim, plan.warps, args.group)) return cudaErrorInvalidValue;
     const uint32_t ctas = uint32_t(std::min<uint64_t>(spread.ctas, (slots + plan.warps - 1) / plan.warps));
     const auto kernel = attend_slots<Element, kDim>;
     const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(plan.shared_bytes));

@@ -31,8 +31,9 @@ class PageShares {
         }
         __syncthreads();
         total_ = active ? ends[active - 1] * heads_ : 0;
-        // not too little: what CTAs have of a pair has to be merged
-        share_ = max(least_blocks * blockDim.x / warp_size, (total_ + gridDim.x - 1) / gridDim.x);
+        // not too little: what CTAs have of a pair has to be merged, and there must be room for all of that
+        const uint32_t warps = blockDim.x / warp_size, parts = most_parts(args.head_dim, warps, args.group) - 2;
+        share_ = max(max(least_blocks * warps, args.table.max_blocks / parts + 1), (total_ + gridDim.x - 1) / gridDim.x);
         active_ = active;
     }
 

@@ -331,50 +331,86 @@ struct PartialResult {
     }
 };
 
+// How many partial results of a pair merge_ctas has room for, where the tiles were.
+__host__ __device__ inline uint32_t most_parts(uint32_t head_dim, uint32_t warps, uint32_t group) {
+    const uint32_t tiles = warps * attend_tiles * block_tokens * head_dim * 2, sums = warps * group * head_dim * 4;
+    return (tiles - sums) / (group * uint32_t(sizeof(float))) - 1;
+}
+
 // By the CTA that is last: the partial results of a pair, place(i) of the i-th of `count`; store(i, row, quad, lse) as in
-// merge_warps. Those of other CTAs are not in this one's L1 cache. Every warp takes every n-th part, so that many loads are
-// under way: the latency of one after the other would be most of a small launch.
+// merge_warps. Those of other CTAs are not in this one's L1 cache. Warps share the parts, and a lane has many loads under
+// way: the latency of one after the other would be most of a small launch.
 template <int kDim, class Place, class Store>
 __device__ void merge_ctas(const float* partial_out, const float* partial_lse, uint32_t group, uint32_t count, Place place,
                            char* scratch, Store store) {
-    const uint32_t quads = group * kDim / 4, warps = blockDim.x / warp_size, warp = threadIdx.x / warp_size;
-    auto* const sums = reinterpret_cast<float4*>(scratch);                  // [warps][quads]
-    auto* const lses = reinterpret_cast<float*>(sums + warps * quads);      // [count][group]
+    constexpr uint32_t of_lane = 4, at_once = 4;  // quads, and parts of each
+    const uint32_t quads = group * kDim / 4, warps = blockDim.x / warp_size;
+    const uint32_t warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
+    auto* const sums = reinterpret_cast<float4*>(scratch);                 // [warps][quads]
+    auto* const weights = reinterpret_cast<float*>(sums + warps * quads);  // [count][group], LSEs at first
+    auto* const lses = weights + count * group;                            // [group] of the union
     for (uint32_t i = threadIdx.x; i < count * group; i += blockDim.x) {
-        lses[i] = __ldcg(partial_lse + place(i / group) * group + i % group) * log2_e;
+        weights[i] = __ldcg(partial_lse + place(i / group) * group + i % group) * log2_e;
     }
     __syncthreads();
-    const auto highest_of = [&](uint32_t row) {
-        float highest = lowest_logit;  // finite, so that an empty part has weight 0; its output is 0 too
-        for (uint32_t part = 0; part < count; ++part) highest = fmaxf(highest, lses[part * group + row]);
-        return highest;
-    };
-    for (uint32_t i = threadIdx.x % warp_size; i < quads; i += warp_size) {
-        const uint32_t row = i / (kDim / 4);
-        const float highest = highest_of(row);
-        float4 total = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-        for (uint32_t part = warp; part < count; part += warps) {
-            const float4 one = __ldcg(reinterpret_cast<const float4*>(partial_out) + place(part) * quads + i);
-            const float weight = exp2f(lses[part * group + row] - highest);
-            total.x += weight * one.x, total.y += weight * one.y, total.z += weight * one.z, total.w += weight * one.w;
+    for (uint32_t row = warp; row < group; row += warps) {
+        float highest = lowest_logit, sum = 0;  // finite, so that an empty part has weight 0; its output is 0 too
+        for (uint32_t part = lane; part < count; part += warp_size) highest = fmaxf(highest, weights[part * group + row]);
+#pragma unroll
+        for (uint32_t step = 16; step; step /= 2) highest = fmaxf(highest, __shfl_xor_sync(0xFFFFFFFF, highest, step));
+        for (uint32_t part = lane; part < count; part += warp_size) sum += exp2f(weights[part * group + row] - highest);
+#pragma unroll
+        for (uint32_t step = 16; step; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
+        for (uint32_t part = lane; part < count; part += warp_size) {
+            float& weight = weights[part * group + row];
+            weight = sum > 0 ? exp2f(weight - highest) / sum : 0.0f;
         }
-        sums[warp * quads + i] = total;
+        if (lane == 0) lses[row] = sum > 0 ? (highest + log2f(sum)) * ln_2 : -INFINITY;
+    }
+    __syncthreads();
+    for (uint32_t first = lane; first < quads; first += of_lane * warp_size) {
+        float4 total[of_lane] = {};
+        for (uint32_t from = warp; from < count; from += at_once * warps) {
+            float4 loaded[at_once][of_lane] = {};
+#pragma unroll
+            for (uint32_t p = 0; p < at_once; ++p) {
+                const uint32_t part = from + p * warps;
+                if (part >= count) continue;
+                const auto* const of_part = reinterpret_cast<const float4*>(partial_out) + place(part) * quads;
+#pragma unroll
+                for (uint32_t q = 0; q < of_lane; ++q) {
+                    const uint32_t quad = first + q * warp_size;
+                    if (quad < quads) loaded[p][q] = __ldcg(of_part + quad);
+                }
+            }
+#pragma unroll
+            for (uint32_t p = 0; p < at_once; ++p) {
+                const uint32_t part = from + p * warps;
+                if (part >= count) continue;
+#pragma unroll
+                for (uint32_t q = 0; q < of_lane; ++q) {
+                    const uint32_t quad = first + q * warp_size;
+                    if (quad >= quads) continue;
+                    const float weight = weights[part * group + quad / (kDim / 4)];
+                    total[q].x += weight * loaded[p][q].x, total[q].y += weight * loaded[p][q].y;
+                    total[q].z += weight * loaded[p][q].z, total[q].w += weight * loaded[p][q].w;
+                }
+            }
+        }
+#pragma unroll
+        for (uint32_t q = 0; q < of_lane; ++q) {
+            if (first + q * warp_size < quads) sums[warp * quads + first + q * warp_size] = total[q];
+        }
     }
     __syncthreads();
     for (uint32_t i = threadIdx.x; i < quads; i += blockDim.x) {
-        const uint32_t row = i / (kDim / 4);
-        const float highest = highest_of(row);
-        float sum = 0;
-        for (uint32_t part = 0; part < count; ++part) sum += exp2f(lses[part * group + row] - highest);
         float4 total = make_float4(0, 0, 0, 0);
         for (uint32_t one = 0; one < warps; ++one) {
             const float4 of_warp = sums[one * quads + i];
             total.x += of_warp.x, total.y += of_warp.y, total.z += of_warp.z, total.w += of_warp.w;
         }
-        const float share = sum > 0 ? 1.0f / sum : 0.0f;
-        store(i, row, make_float4(total.x * share, total.y * share, total.z * share, total.w * share),
-              sum > 0 ? (highest + log2f(sum)) * ln_2 : -INFINITY);
+        const uint32_t row = i / (kDim / 4);
+        store(i, row, total, lses[row]);
     }
 }
 
