@@ -24,5 +24,12 @@ sglang-hybrid eval --dtype float32 --tasks text --windows 6 --decode-tokens 64 -
     --run "2048, every 8, not sticky, selected only: $EVERY8 sticky_bonus=0 miss_share=0 attend=selected" \
     --run "2048, every 8, per layer: $EVERY8 selection=layer"
 
+sglang-hybrid eval --dtype float32 --tasks text --windows 4 --decode-tokens 64 --out bench/results/eval-scoring \
+    --run "2048: $DEFAULT" \
+    --run "2048, every 2nd step: $DEFAULT score_interval=2" \
+    --run "2048, every 4th step: $DEFAULT score_interval=4" \
+    --run "1024: $SMALL" \
+    --run "1024, every 4th step: $SMALL score_interval=4"
+
 sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 4096 6144 --repeats 2 \
     --out bench/results/eval-retrieval --run "1024, calibrated: $SMALL"
