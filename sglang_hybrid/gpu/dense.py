@@ -64,18 +64,18 @@ class DenseRows:
 
         ``lengths`` of its real rows, on the host.
         """
-        step, list_ = self._step.of_batch(count), self._allocator
+        step, pages = self._step.of_batch(count), self._allocator
         # rows that left give their pages back when others need them
         if self._something_new or any(length % BLOCK_TOKENS == 1 for length in lengths):
-            list_.hold_rows(step, self._refused)
+            pages.hold_rows(step, self._refused)
         if not self._something_new:  # a new tail has nothing to load
             return
         self._something_new = False
         for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
             gather_blocks(
-                layer.pool.region, layer.pool.keys, layer.pool.values, list_.load_pages,
+                layer.pool.region, layer.pool.keys, layer.pool.values, pages.load_pages,
                 keys.unsqueeze(2), values.unsqueeze(2),
-                destinations=list_.load_destinations, count=list_.load_count, refused=self._refused,
+                destinations=pages.load_destinations, count=pages.load_count, refused=self._refused,
             )  # fmt: skip
 
     def digest_tails(self, count: int) -> None:
