@@ -43,6 +43,7 @@ class DenseRows:
         held = torch.zeros(shape.rows, dtype=torch.int32, device=device)
         self._allocator = PageAllocator(DenseTable(table, held, self.pages), shape.heads)
         self._something_new = True  # rows that have not been loaded
+        self._expected: list[int] = []  # lengths of the next step, if it has the same rows
 
     @property
     def block_bytes(self) -> int:
@@ -65,6 +66,9 @@ class DenseRows:
         ``lengths`` of its real rows, on the host.
         """
         step, pages = self._step.of_batch(count), self._allocator
+        # a row may join later than in the step after it began
+        self._something_new |= list(lengths) != self._expected
+        self._expected = [length + 1 for length in lengths]
         # rows that left give their pages back when others need them
         if self._something_new or any(length % BLOCK_TOKENS == 1 for length in lengths):
             pages.hold_rows(step, self._refused)

@@ -84,3 +84,21 @@ def test_a_row_that_begins_anew_is_loaded_anew() -> None:
     decoding.run(predicts=False)
     torch.cuda.synchronize()
     check_exact(decoding)
+
+
+def test_a_row_that_joins_later_than_it_began_is_loaded() -> None:
+    """Of a step with fewer real rows: the last one waits, having begun with the others."""
+    decoding = Decoding(12, 0, slots=12)
+    decoding.scout.rows_begin(decoding.rows)
+    decoding.scout.hold_rows(whole=True)
+    count = decoding.query.shape[1]
+    for waiting in (1, 0):
+        decoding.next_tokens()
+        torch.cuda.synchronize()
+        decoding.scout.step.active_rows.fill_(len(LENGTHS) - waiting)
+        decoding.scout.dense.begin_step(count, decoding.lengths[: len(LENGTHS) - waiting].tolist())
+        if waiting:  # its tokens so far are in the pool, by whoever computed them
+            decoding.lengths[-1] -= 1
+        decoding.run(predicts=False)
+        torch.cuda.synchronize()
+    check_exact(decoding)
