@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sglang_hybrid.integration import BACKEND_NAME
 
-# of both instances
+# of both instances, unless the user's environment says otherwise
 ENVIRONMENT = {
     "MOONCAKE_PROTOCOL": "tcp",  # mooncake without RDMA
     "MC_FORCE_TCP": "1",
@@ -16,6 +16,10 @@ ENVIRONMENT = {
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE": "1",
     # seconds: an instance that computes a long prompt is not ill. The router waits longer, see below.
     "SGLANG_HEALTH_CHECK_TIMEOUT": "50",
+    # seconds, 300 by default: without a GPU requests wait longer than that behind a few long prompts. An instance that
+    # died is found out by its heartbeat.
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "1800",
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "1800",
 }
 LOOPBACK = "127.0.0.1"
 

@@ -32,7 +32,7 @@ class Member:
                 command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | environment,
+                env={**environment, **os.environ},
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
             )

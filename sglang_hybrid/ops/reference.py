@@ -12,10 +12,13 @@ that lists of different lengths share one tensor. LSE is the natural logarithm.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 NO_BLOCK = -1
 SKETCH_LEVELS = 16  # of a channel's range in a block: four bits
+SKETCH_REACH = 126 * math.log(2)  # e to that power, and to its opposite, are numbers of float32
 COMPACT_GROUP = 16  # channels of a compact digest that share a scale
 
 
@@ -115,7 +118,8 @@ def sketch_logits(
     query and digests as for ``digest_logits``, (max, min), or compact ones ``[B, N, H, bytes]``; codes
     ``[B, N, H, T, C / 2]`` of ``channels`` ``[H, C]``.
     In those channels each token has a logit of its own: a code stands for the middle of its sixteenth of the range.
-    All tokens of a block have the middle of the range in the others. The block gets the log-sum-exp of its tokens.
+    All tokens of a block have the middle of the range in the others. The block gets the log-sum-exp of its tokens,
+    which is told from e^-87 to e^87 times the mass of a token at the middle: what float32 holds.
     """
     digests = _plain(digests, channels, query.shape[2])
     rows, blocks, heads, _, dim = digests.shape
@@ -130,6 +134,7 @@ def sketch_logits(
     tokens = weights @ levels.transpose(3, 4)  # [B, N, H, G, T]
     # a code of c stands for (c - 7.5) steps from the middle of the range
     mass = tokens.logsumexp(dim=4) - (SKETCH_LEVELS - 1) / 2 * weights.sum(dim=4)
+    mass = mass.clamp(-SKETCH_REACH, SKETCH_REACH)
     middle: torch.Tensor = torch.einsum("bhgd,bnhd->bhgn", q, (highest + lowest) / 2)
     return mass.permute(0, 2, 3, 1) / scale + middle
 

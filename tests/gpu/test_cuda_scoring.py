@@ -113,6 +113,16 @@ def test_large_channels_cost_compact_digests_little() -> None:
     assert float(error) < 0.05 * float(whole.expected_scores().std())
 
 
+@pytest.mark.parametrize("compact", [False, True])
+def test_tokens_very_far_from_the_middle_of_their_block_are_told_as_far_as_float32_reaches(compact: bool) -> None:
+    case = random_layer(Shape(batch=2, heads=2, group=5, dim=128, channels=32, max_blocks=40, compact=compact), 6)
+    case = replace(case, query=case.query * 60)
+    logits = torch.einsum("hgd,htd->hgt", case.query[0].float().unflatten(0, (2, -1)), case.keys[0].float())
+    assert float(logits.std(dim=2).max()) * case.shape.scale > 100  # e^100 is none
+    # lanes tell up to a factor of 8 less than a block may have, and a row's other blocks are relative to that
+    torch.testing.assert_close(scored(case), case.expected_scores(), atol=6.0, rtol=1e-2)
+
+
 def test_compact_digests_are_not_read_without_sketches() -> None:
     case = random_layer(Shape(batch=1, heads=1, group=1, dim=64, channels=32, max_blocks=3, compact=True), 1)
     with pytest.raises(ValueError, match="compact digests need sketches"):

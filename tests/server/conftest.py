@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +40,19 @@ def stock_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield server
 
 
-@pytest.fixture(scope="session")
-def stock_answers(stock_server: Server, english: list[int]) -> list[Answer]:
-    """What it says to the requests of the tests of disaggregation."""
-    stock_server.flush_cache()
-    return answers(stock_server, english)
+@pytest.fixture(scope="module")  # so that a module's own servers start first, while another process asks
+def stock_answers(request: pytest.FixtureRequest, english: list[int], tmp_path_factory: Any) -> list[Answer]:
+    """What it says to the requests of the tests of disaggregation. Of two processes that run tests one asks."""
+    base: Path = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    kept = shared / "stock-answers.json"
+    with (shared / "stock-answers.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            server: Server = request.getfixturevalue("stock_server")
+            server.flush_cache()
+            kept.write_text(json.dumps([asdict(answer) for answer in answers(server, english)]))
+    return [Answer(**answer) for answer in json.loads(kept.read_text())]
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ needs_transfer_engine = pytest.mark.skipif(
 # The router asks every two seconds, and an instance without a GPU would be busy with the answers. One that computes a
 # long prompt would not answer in time at all.
 HEALTH = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-CHUNK = 1024
+CHUNK = 2048  # stock prefill without a GPU attends to all tokens before a chunk anew, with every chunk
 NEW_TOKENS = 10
 # 25 different prompts and five again: whole pages, one token more or less, several chunks
 LENGTHS = (

@@ -127,8 +127,8 @@ class Server:
             "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
             "return_logprob": True,
         } | more
-        reply = requests.post(f"{self.url}/generate", json=body, timeout=600)
-        reply.raise_for_status()
+        reply = requests.post(f"{self.url}/generate", json=body, timeout=1800)
+        assert reply.ok, f"{reply.status_code}: {reply.text}"  # which says more than the status
         answer: dict[str, Any] = reply.json()
         return answer
 

@@ -26,6 +26,7 @@ cudaError_t for_shape(const sh_digests& digests, Use use) {
             default: return cudaErrorInvalidValue;
         }
     };
+    if (uint64_t{digests.pages} * digests.kv_heads > UINT32_MAX) return cudaErrorInvalidValue;  // kernels count blocks in 32 bits
     switch (digests.head_dim) {
         case 64: return with_channels(Number<64>{});
         case 128: return with_channels(Number<128>{});

@@ -8,15 +8,22 @@
 //             B (C x 8)    the queries, times the block's steps in those channels
 //                          -> C: lane has tokens i, i + 8 of heads 2j, 2j + 1; twice for the 32 tokens of a block
 //
-// Each lane keeps the log-sum-exp of its tokens for all eight blocks. Then lanes of equal j exchange them, so that lane i
-// ends up with the sum of block i: the place where the product with the digests has that block.
+// Of products that fill rows 0 to 7 only, the others are anything.
 //
-// Compact digests (compact.cuh) have the middles in bytes and the steps ready. Of A the lower half is zeros then:
+// Each lane adds up the powers of its tokens. One more product adds the lanes of a block, and has block i where the product
+// with the digests has it:
+//
+//   sums      A (16 x 16)  row b: ones in columns 0 to 7 for an even block b, 8 to 15 for an odd one; zeros elsewhere
+//             B (16 x 8)   the lanes' sums of two blocks, turned: row = i, column = head
+//
+// Compact digests (compact.cuh) have the middles in bytes and the steps ready:
 //
 //   middles   A (16 x 16)  rows 0 to 7 are a group of channels of blocks 0 to 7, turned into float16
 //             B (16 x 8)   the queries              -> C: lane has block i's products, which are scaled and added up
 //
-// Logits are in units of log2, the scale included.
+// Logits are in units of log2, the scale included. Tokens count relative to the middle of their block, without looking for
+// the largest one first: a block's mass is told between 2^-126 and 2^126 times that of its middle, and as the nearest of
+// these beyond.
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
@@ -32,6 +39,22 @@ inline constexpr uint32_t tile_heads = 8;
 inline constexpr float log2_of_e = 1.4426950408889634f;
 inline constexpr float ln_of_2 = 0.6931471805599453f;
 
+// pairs of constants
+inline constexpr uint32_t bfloat16_ones = 0x3F803F80, bfloat16_2_to_123 = 0x7D007D00;
+inline constexpr uint32_t one_half = 0x38003800, minus_71_5 = 0xD478D478, minus_1032 = 0xE408E408, minus_1152 = 0xE480E480;
+
+// Matrices that have one value everywhere. From memory, since the compiler makes what it knows anew for every product.
+static __device__ const uint4 constant_matrices[3] = {
+    {one_half, one_half, one_half, one_half},
+    {minus_1032, minus_1032, minus_1032, minus_1032},
+    {minus_71_5, minus_71_5, minus_71_5, minus_71_5},
+};
+
+__device__ inline void load_constants(uint32_t (&to)[4], uint32_t which) {
+    const uint4 values = load_once(&constant_matrices[which]);
+    to[0] = values.x, to[1] = values.y, to[2] = values.z, to[3] = values.w;
+}
+
 // The maximum of some logits, and the sum of their powers relative to it.
 struct Mass {
     float maximum, sum;
@@ -41,11 +64,6 @@ struct Mass {
         const float highest = fmaxf(maximum, logit);
         sum = sum * relative(maximum, highest) + relative(logit, highest);
         maximum = highest;
-    }
-    // of two masses that are not empty
-    __device__ Mass with(const Mass& other) const {
-        const float highest = fmaxf(maximum, other.maximum);
-        return {highest, sum * fast_exp2(maximum - highest) + other.sum * fast_exp2(other.maximum - highest)};
     }
     __device__ Mass with_any(const Mass& other) const {
         const float highest = fmaxf(maximum, other.maximum);
@@ -69,72 +87,41 @@ struct Octet {
     static constexpr uint32_t row_bytes = kDim * 2;  // maxima or minima
     static constexpr uint32_t digest_bytes = kCompact ? compact_bytes(kDim, kChannels) : 2 * row_bytes;
     // In shared memory. An odd number of 16-byte chunks, so that a matrix load finds those of eight blocks in different
-    // banks; min/max digests have their chunks in another order for that.
-    static constexpr uint32_t digest_stride = digest_bytes + (kCompact ? 16 : 0);
+    // banks.
+    static constexpr uint32_t digest_stride = digest_bytes + 16;
     static constexpr uint32_t token_bytes = kChannels / 2;
     static constexpr uint32_t code_bytes = block_tokens * token_bytes;
     static constexpr uint32_t codes = octet_blocks * digest_stride;  // where they begin
     static constexpr uint32_t bytes = codes + octet_blocks * code_bytes;
     static constexpr uint32_t step_bytes = kCompact ? 0 : octet_blocks * kChannels * 2;  // of a warp, beside its octets
     static constexpr uint32_t step_stride = kCompact ? digest_stride : kChannels * 2;    // from block to block
-    static_assert(!kCompact || (kChannels > 0 && digest_stride / 16 % 2 == 1));
+    static_assert((!kCompact || kChannels > 0) && digest_stride / 16 % 2 == 1 && code_bytes % 128 == 0);
 
-    static __device__ uint32_t place(uint32_t block, uint32_t in_digest) {
-        return block * digest_stride + (kCompact ? in_digest : in_digest ^ block * 16);
-    }
+    static __device__ uint32_t place(uint32_t block, uint32_t in_digest) { return block * digest_stride + in_digest; }
 
     // Where the steps of the codes are: in the digests, or where `SketchSteps` writes them.
     static __device__ const char* steps(const char* octet, const char* written) {
         return kCompact ? octet + compact_steps(kDim) : written;
     }
 
-    // By one warp. Lane b has the page of block b, -1: zeros.
+    // By one warp. Lane b has the page of block b, -1: zeros. Eight lanes copy 128 bytes of a block at a time, whose address
+    // is found once.
     static __device__ void request(uint32_t octet, const sh_digests& from, uint32_t head, int32_t page, uint64_t policy) {
-        const uint32_t lane = threadIdx.x % 32;
-        constexpr uint32_t digest_chunks = digest_bytes / 16, code_chunks = code_bytes / 16;
-        const auto index_of = [&](int32_t of) { return uint64_t{static_cast<uint32_t>(max(of, 0))} * from.kv_heads + head; };
-        const auto copy_digest = [&](uint32_t block, uint32_t in_block, int32_t of, uint64_t index) {
-            const auto* const digest = static_cast<const char*>(from.digests) + index * digest_bytes;
-            copy_async(octet + place(block, in_block), digest + in_block, of >= 0, policy);
-        };
-        const auto copy_codes = [&](uint32_t block, uint32_t in_block, int32_t of, uint64_t index) {
-            copy_async(octet + codes + block * code_bytes + in_block, from.codes + index * code_bytes + in_block, of >= 0, policy);
-        };
-        if constexpr (!kCompact && digest_chunks % 32 == 0 && code_chunks % 32 == 0) {
-            // whole warps copy of one block at a time, and its address is found once
+        const uint32_t lane = threadIdx.x % 32, first = lane % 8 * 16;
 #pragma unroll
-            for (uint32_t block = 0; block < octet_blocks; ++block) {
-                const int32_t of = __shfl_sync(0xFFFFFFFF, page, block);
-                const uint64_t index = index_of(of);
-#pragma unroll
-                for (uint32_t i = 0; i < digest_chunks; i += 32) copy_digest(block, (i + lane) * 16, of, index);
-#pragma unroll
-                for (uint32_t i = 0; i < code_chunks; i += 32) copy_codes(block, (i + lane) * 16, of, index);
-            }
-            return;
-        }
-        if constexpr (kCompact) {  // a lane copies every fourth chunk of one block
-            const uint32_t block = lane % octet_blocks, first = lane / octet_blocks;
+        for (uint32_t four = 0; four < octet_blocks; four += 4) {
+            const uint32_t block = four + lane / 8;
             const int32_t of = __shfl_sync(0xFFFFFFFF, page, block);
-            const uint64_t index = index_of(of);
+            const uint32_t index = static_cast<uint32_t>(max(of, 0)) * from.kv_heads + head;  // launchers check its range
+            const auto* const digest = static_cast<const char*>(from.digests) + uint64_t{index} * digest_bytes + first;
 #pragma unroll
-            for (uint32_t i = 0; i < digest_chunks; i += 4) {
-                if (i + first < digest_chunks) copy_digest(block, (i + first) * 16, of, index);
+            for (uint32_t i = 0; i < digest_bytes; i += 128) {
+                if (i + first < digest_bytes) copy_async(octet + place(block, first) + i, digest + i, of >= 0, policy);
             }
-        } else {
+            const uint8_t* const code = from.codes + uint64_t{index} * code_bytes + first;
 #pragma unroll
-            for (uint32_t i = 0; i < octet_blocks * digest_chunks / 32; ++i) {
-                const uint32_t chunk = i * 32 + lane, block = chunk / digest_chunks;
-                const int32_t of = __shfl_sync(0xFFFFFFFF, page, block);
-                copy_digest(block, chunk % digest_chunks * 16, of, index_of(of));
-            }
-        }
-        if constexpr (kChannels > 0) {
-#pragma unroll
-            for (uint32_t i = 0; i < octet_blocks * code_chunks / 32; ++i) {
-                const uint32_t chunk = i * 32 + lane, block = chunk / code_chunks;
-                const int32_t of = __shfl_sync(0xFFFFFFFF, page, block);
-                copy_codes(block, chunk % code_chunks * 16, of, index_of(of));
+            for (uint32_t i = 0; i < code_bytes; i += 128) {
+                copy_async(octet + codes + block * code_bytes + first + i, code + i, of >= 0, policy);
             }
         }
     }
@@ -206,8 +193,16 @@ class HeadTile {
                 const uint32_t word = words[step * 8 + (kCompact ? 2 * j + half : half * 4 + j)];
                 query_[step][half] = !exists ? 0 : kCompact ? as_float16(word) : word;
             }
+            if constexpr (kCompact) {
+                const uint32_t zeros[4] = {minus_1152, minus_1152, minus_1152, minus_1152};
+                const float nothing[4] = {};
+                Float16::multiply_add(zeros_[step], zeros, query_[step][0], query_[step][1], nothing);
+            }
         }
         if constexpr (kChannels > 0) {
+            load_constants(half_, 0);
+            load_constants(from_1024_, 1);
+            load_constants(from_64_, 2);
             const int64_t* const channels = digests.channels + uint64_t{kv_head} * kChannels;
             const auto value = [&](uint32_t index) {
                 const float wide = widened<Element>(row[static_cast<uint32_t>(channels[index]) & (kDim - 1)]);
@@ -217,7 +212,7 @@ class HeadTile {
             for (uint32_t part = 0; part < parts; ++part) {
 #pragma unroll
                 for (uint32_t r = 0; r < 4; ++r) {
-                    const uint32_t first = part * 32 + j * 8 + r;
+                    const uint32_t first = part * 32 + j * 8 + code_of_pair(r);
                     sketch_[part][r] = Float16::pack(value(first), value(first + 4));
                 }
             }
@@ -263,18 +258,20 @@ class HeadTile {
     // `steps` are in the same octet: what follows them are the scales.
     __device__ float2 compact_middles(uint32_t octet, const char* steps) const {
         const uint32_t lane = threadIdx.x % 32;
-        const auto* const scales = reinterpret_cast<const uint16_t*>(steps + lane / 4 * Here::digest_stride + kChannels * 2);
+        const char* const scales = steps + lane / 4 * Here::digest_stride + kChannels * 2;
         float2 middle{};
 #pragma unroll
         for (uint32_t four = 0; four < dim_steps; four += 4) {
             uint32_t bytes[4];  // channels 4j to 4j + 3 of four groups
             load_matrices(bytes, octet + Here::place(lane & 7, (four + (lane >> 3)) * 16));
+            const uint2 pairs = *reinterpret_cast<const uint2*>(scales + four * 2);
 #pragma unroll
             for (uint32_t i = 0; i < 4; ++i) {
-                const uint32_t group[4] = {halves_of_bytes<0>(bytes[i]), 0, halves_of_bytes<2>(bytes[i]), 0};
-                float product[4] = {};
-                Float16::multiply_add(product, group, query_[four + i][0], query_[four + i][1]);
-                const float scale = widened<Float16>(scales[four + i]);
+                const uint32_t group[4] = {halves_of_bytes<0>(bytes[i]), any_value(), halves_of_bytes<2>(bytes[i]), any_value()};
+                float product[4];
+                Float16::multiply_add(product, group, query_[four + i][0], query_[four + i][1], zeros_[four + i]);
+                const uint32_t pair = i < 2 ? pairs.x : pairs.y;
+                const float scale = widened<Float16>(static_cast<uint16_t>(i % 2 ? pair >> 16 : pair));
                 middle.x += product[0] * scale;
                 middle.y += product[1] * scale;
             }
@@ -301,45 +298,50 @@ class HeadTile {
         return make_float2(both(0), both(1));
     }
 
-    // Eight codes of a word become pairs (r, r + 4) of float16, 64 larger than they are: the bits of a code are the
-    // last four of the integer part of a number from 64 to 79.
+    // Of eight codes the pairs (0, 4), (2, 6), (1, 5), (3, 7), in this order: the first two begin at the end of a byte.
+    static constexpr __device__ uint32_t code_of_pair(uint32_t r) { return r % 2 * 2 + r / 2; }
+
+    // Eight codes of a word become pairs of float16. The bits of a code are the end of a number: of one from 1024 on, or of
+    // the integer part of one from 64 on.
     static __device__ void widen_codes(uint32_t (&pairs)[4], uint32_t word) {
-        constexpr uint32_t codes = 0x00F000F0, sixty_four = 0x54005400;
-        pairs[0] = masked_with(word << 4, codes, sixty_four);
-        pairs[1] = masked_with(word, codes, sixty_four);
-        pairs[2] = masked_with(word >> 4, codes, sixty_four);
-        pairs[3] = masked_with(word >> 8, codes, sixty_four);
+        constexpr uint32_t even = 0x000F000F, odd = 0x00F000F0, from_1024 = 0x64006400, from_64 = 0x54005400;
+        pairs[0] = masked_with(word, even, from_1024);
+        pairs[1] = masked_with(word >> 8, even, from_1024);
+        pairs[2] = masked_with(word, odd, from_64);
+        pairs[3] = masked_with(word >> 8, odd, from_64);
     }
 
+    // The logarithms of the blocks' sums.
     __device__ float2 by_codes(uint32_t octet, const char* steps) const {
-        Mass mass[octet_blocks][2];
+        const uint32_t i = threadIdx.x % 32 / 4;
+        float sums[4] = {};
 #pragma unroll
-        for (uint32_t block = 0; block < octet_blocks; ++block) add_tokens(mass[block], octet, steps, block);
-        exchange<octet_blocks / 2>(mass);
-        exchange<octet_blocks / 4>(mass);
-        exchange<octet_blocks / 8>(mass);
-        return make_float2(mass[0][0].log2(), mass[0][1].log2());
+        for (uint32_t block = 0; block < octet_blocks; block += 2) {
+            const uint32_t rows[4] = {i == block ? bfloat16_ones : 0, any_value(), i == block + 1 ? bfloat16_ones : 0,
+                                      any_value()};
+            const uint32_t even = powers(octet, steps, block), odd = powers(octet, steps, block + 1);
+            BFloat16::multiply_add(sums, rows, transposed_matrix(even), transposed_matrix(odd));
+        }
+        return make_float2(fmaxf(fast_log2(sums[0]), -126.0f), fmaxf(fast_log2(sums[1]), -126.0f));
     }
 
-    // This lane's tokens of a block.
-    __device__ void add_tokens(Mass (&mass)[2], uint32_t octet, const char* steps, uint32_t block) const {
+    // Of this lane's tokens of a block: the sum of their powers, two heads in bfloat16, which has the range of float32. At
+    // most 2^123, so that eight lanes have a sum, and a number: zeros times anything else would reach the other blocks.
+    __device__ uint32_t powers(uint32_t octet, const char* steps, uint32_t block) const {
         const uint32_t lane = threadIdx.x % 32;
-        // codes are 64 too large, and their middle is 7.5
-        const uint32_t offsets[4] = {0xD478D478, 0xD478D478, 0xD478D478, 0xD478D478};  // -71.5
         uint32_t weights[parts][4];
-        float tokens[2][4] = {};
+        float tokens[2][4], middle[4] = {};
 #pragma unroll
         for (uint32_t part = 0; part < parts; ++part) {
             const uint4 step = *reinterpret_cast<const uint4*>(steps + block * Here::step_stride + part * 64 + lane % 4 * 16);
             weights[part][0] = multiply_halves(sketch_[part][0], step.x);
-            weights[part][1] = multiply_halves(sketch_[part][1], step.y);
-            weights[part][2] = multiply_halves(sketch_[part][2], step.z);
+            weights[part][1] = multiply_halves(sketch_[part][1], step.z);
+            weights[part][2] = multiply_halves(sketch_[part][2], step.y);
             weights[part][3] = multiply_halves(sketch_[part][3], step.w);
-            Float16::multiply_add(tokens[0], offsets, weights[part][0], weights[part][1]);
-            Float16::multiply_add(tokens[0], offsets, weights[part][2], weights[part][3]);
+            Float16::multiply_add(middle, half_, weights[part][0], weights[part][1]);
+            Float16::multiply_add(middle, from_1024_, weights[part][0], weights[part][1]);
+            Float16::multiply_add(middle, from_64_, weights[part][2], weights[part][3]);
         }
-#pragma unroll
-        for (uint32_t k = 0; k < 4; ++k) tokens[1][k] = tokens[0][k];
 #pragma unroll
         for (uint32_t part = 0; part < parts; ++part) {
             uint32_t words[4];  // of tokens i, i + 8, i + 16, i + 24
@@ -354,37 +356,27 @@ class HeadTile {
                     const uint32_t(&first)[4] = codes[2 * half];
                     const uint32_t(&second)[4] = codes[2 * half + 1];
                     const uint32_t both[4] = {first[r], second[r], first[r + 1], second[r + 1]};
-                    Float16::multiply_add(tokens[half], both, weights[part][r], weights[part][r + 1]);
+                    const bool begins = part == 0 && r == 0;
+                    Float16::multiply_add(tokens[half], both, weights[part][r], weights[part][r + 1],
+                                          begins ? middle : tokens[half]);
                 }
             }
         }
-#pragma unroll
-        for (uint32_t head = 0; head < 2; ++head) {
-            const float a = tokens[0][head], b = tokens[0][head + 2], c = tokens[1][head], d = tokens[1][head + 2];
-            const float highest = fmaxf(fmaxf(a, b), fmaxf(c, d));
-            mass[head] = {highest, fast_exp2(a - highest) + fast_exp2(b - highest) + fast_exp2(c - highest) +
-                                       fast_exp2(d - highest)};
-        }
-    }
-
-    // Of 2 * kKept blocks each lane keeps one half and gives the other to the lane that keeps that one.
-    template <uint32_t kKept>
-    static __device__ void exchange(Mass (&mass)[octet_blocks][2]) {
-        const bool upper = threadIdx.x & 4 * kKept;
-#pragma unroll
-        for (uint32_t block = 0; block < kKept; ++block) {
-#pragma unroll
-            for (uint32_t head = 0; head < 2; ++head) {
-                const Mass kept = upper ? mass[block + kKept][head] : mass[block][head];
-                const Mass given = upper ? mass[block][head] : mass[block + kKept][head];
-                mass[block][head] = kept.with(given.from_lane(4 * kKept));
-            }
-        }
+        const auto sum = [&](uint32_t head) {
+            const float first = fast_exp2(tokens[0][head]) + fast_exp2(tokens[0][head + 2]);
+            const float second = fast_exp2(tokens[1][head]) + fast_exp2(tokens[1][head + 2]);
+            return first + second;
+        };
+        return lower_bfloat16(BFloat16::pack(sum(0), sum(1)), bfloat16_2_to_123);
     }
 
     const float scale_, toward_, away_;
     uint32_t query_[dim_steps][2];
+    float zeros_[kCompact ? dim_steps : 1][4];  // products with bytes of 128, which stand for 0
     uint32_t sketch_[parts > 0 ? parts : 1][4];
+    // What codes are too large by, their middle of 7.5 included. Where they begin at 1024 there is no such number: half of
+    // one is another product.
+    uint32_t half_[4], from_1024_[4], from_64_[4];
 };
 
 }  // namespace sglang_hybrid::cuda

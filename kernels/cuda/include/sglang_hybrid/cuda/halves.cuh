@@ -36,13 +36,26 @@ __device__ inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
     return product;
 }
 
-// Bytes `kFirst` and `kFirst` + 1 of a word, less 128 each, as two float16: a byte is the end of a number from 1024 on.
+// Of two pairs of bfloat16 the lower ones; of NaN and a number the number.
+__device__ inline uint32_t lower_bfloat16(uint32_t a, uint32_t b) {
+    uint32_t lower;
+    asm("min.bf16x2 %0, %1, %2;" : "=r"(lower) : "r"(a), "r"(b));
+    return lower;
+}
+
+// Bytes `kFirst` and `kFirst` + 1 of a word as two float16, 1024 larger than they are: a byte is the end of such a number.
 template <uint32_t kFirst>
 __device__ inline uint32_t halves_of_bytes(uint32_t word) {
     uint32_t both;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(both) : "r"(word), "r"(0x64646464), "n"(0x4140 + kFirst * 0x0101));
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(both) : "r"(both), "r"(0x64806480));  // 1152
     return both;
+}
+
+// For what nobody looks at: no instruction.
+__device__ inline uint32_t any_value() {
+    uint32_t value;
+    asm volatile("" : "=r"(value));
+    return value;
 }
 
 // (bits & mask) | with in one instruction, which the compiler does not make of it where both are constants.

@@ -54,6 +54,15 @@ __device__ inline void load_matrices_transposed(uint32_t (&to)[4], uint32_t row)
                  : "memory");
 }
 
+// -- registers of a warp -----------------------------------------------------------------------------------------------
+
+// An 8 x 8 matrix of 16-bit values, turned: lane 4 * i + j has columns 2j and 2j + 1 of row i, before and after.
+__device__ inline uint32_t transposed_matrix(uint32_t pair) {
+    uint32_t turned;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+    return turned;
+}
+
 // -- host memory -------------------------------------------------------------------------------------------------------
 
 // 16 bytes that nobody writes while the kernel runs and that are read once: no room in the L1 cache.

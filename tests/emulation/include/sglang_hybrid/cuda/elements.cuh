@@ -33,6 +33,9 @@ struct Emulated {
     static uint32_t pack(float low, float high) { return Values::narrow(low) | Values::narrow(high) << 16; }
 
     static void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+        multiply_add(c, a, b0, b1, c);
+    }
+    static void multiply_add(float (&to)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const float (&c)[4]) {
         const uint32_t mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
         const char* const all = emulated::show(mine, sizeof mine);
         struct Registers {
@@ -44,9 +47,10 @@ struct Emulated {
         const uint32_t i = threadIdx.x % 32 / 4, j = threadIdx.x % 4;
         for (uint32_t n = 0; n < 4; ++n) {
             const uint32_t column = 2 * j + n % 2;
+            to[n] = c[n];
             for (uint32_t k = 0; k < 16; ++k) {
                 const uint32_t lane = k % 8 / 2;
-                c[n] += value(4 * i + lane, n / 2 + k / 8 * 2, k) * value(4 * column + lane, 4 + k / 8, k);
+                to[n] += value(4 * i + lane, n / 2 + k / 8 * 2, k) * value(4 * column + lane, 4 + k / 8, k);
             }
         }
     }

@@ -21,11 +21,16 @@ inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
     const auto product = [](uint32_t x, uint32_t y) { return Float16Values::widen(x) * Float16Values::widen(y); };
     return Float16::pack(product(a & 0xFFFF, b & 0xFFFF), product(a >> 16, b >> 16));
 }
+inline uint32_t lower_bfloat16(uint32_t a, uint32_t b) {
+    const auto value = [](uint32_t bits) { return BFloat16Values::widen(bits & 0xFFFF); };
+    return BFloat16::pack(std::fmin(value(a), value(b)), std::fmin(value(a >> 16), value(b >> 16)));
+}
 template <uint32_t kFirst>
 inline uint32_t halves_of_bytes(uint32_t word) {
-    const auto value = [&](uint32_t byte) { return float(word >> 8 * byte & 0xFF) - 128; };
+    const auto value = [&](uint32_t byte) { return float(word >> 8 * byte & 0xFF) + 1024; };
     return Float16::pack(value(kFirst), value(kFirst + 1));
 }
+inline uint32_t any_value() { return 0x7FFF7FFF; }  // NaN
 inline uint32_t masked_with(uint32_t bits, uint32_t mask, uint32_t with) { return (bits & mask) | with; }
 inline float fast_exp2(float x) { return std::exp2(x); }
 inline float fast_log2(float x) { return std::log2(x); }

@@ -42,6 +42,17 @@ inline void load_matrices_transposed(uint32_t (&to)[4], uint32_t row) {
     }
 }
 
+inline uint32_t transposed_matrix(uint32_t pair) {
+    const char* const rows = emulated::show(&pair, sizeof pair);
+    const uint32_t i = threadIdx.x % 32 / 4, j = threadIdx.x % 4;
+    uint32_t turned = 0;
+    for (uint32_t k = 0; k < 2; ++k) {
+        const auto found = emulated::of_lane<uint32_t>(rows, (2 * j + k) * 4 + i / 2);
+        turned |= (found >> i % 2 * 16 & 0xFFFF) << 16 * k;
+    }
+    return turned;
+}
+
 inline uint4 load_once(const uint4* from) { return *from; }
 inline uint64_t load_acquire(const uint64_t& word) {
     return std::atomic_ref(const_cast<uint64_t&>(word)).load(std::memory_order_acquire);
