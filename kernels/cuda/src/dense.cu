@@ -22,7 +22,7 @@ cudaError_t launch_pages(const sh_attend_pages& args, cudaStream_t stream) {
     const uint32_t ctas = std::min(plan.ctas, args.units / 2);
     if (blocks > UINT32_MAX / 2 || ctas == 0 || args.step.batch > most_entries) return cudaErrorInvalidValue;
     const auto kernel = attend_pages<Element, kDim>;
-    const uint32_t bytes = plan.shared_bytes + args.step.batch * uint32_t(sizeof(uint32_t));
+    const uint32_t bytes = plan.shared_bytes + PageShares::bytes(args.step.batch);
     if (const auto error = allow_shared(kernel, bytes)) return error;
     kernel<<<ctas, plan.warps * warp_size, bytes, stream>>>(args);
     return cudaGetLastError();

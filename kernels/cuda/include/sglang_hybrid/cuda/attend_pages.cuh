@@ -1,5 +1,6 @@
 // Attention of one token over all blocks of its row, which are in device memory as pages. The warps are those of
 // attend_slots.cuh; what is different is that rows are as long as they are, so that every CTA first adds up their lengths.
+// With few rows a launch is mostly latency, so whatever can be asked for at the same time is.
 #pragma once
 
 #include "sglang_hybrid/cuda/attend_slots.cuh"
@@ -12,25 +13,33 @@ class PageShares {
   public:
     static constexpr uint32_t least_blocks = 2;  // of a warp
 
-    // By a whole CTA. ends [active]: blocks of a KV head up to and with this entry. An entry without tokens counts as one
-    // block, for the results' sake.
-    __device__ PageShares(const sh_attend_pages& args, uint32_t active, uint32_t* ends) : ends_(ends), heads_(args.kv_heads) {
+    // In shared memory.
+    static __host__ __device__ uint32_t bytes(uint32_t batch) { return 3 * batch * sizeof(uint32_t); }
+
+    // By a whole CTA. An entry without tokens counts as one block, for the results' sake.
+    __device__ PageShares(const sh_attend_pages& args, char* shared)
+        : ends_(reinterpret_cast<uint32_t*>(shared)), rows_(reinterpret_cast<int32_t*>(ends_ + args.step.batch)),
+          lengths_(rows_ + args.step.batch), heads_(args.kv_heads) {
+        const uint32_t active = active_of(args.step.active_rows, args.step.batch);
         if (threadIdx.x < warp_size) {
-            uint32_t sum = 0;
-            for (uint32_t base = 0; base < active; base += warp_size) {
+            uint32_t sum = 0, base = 0;
+            do {  // what is read does not depend on the number of active rows
                 const uint32_t entry = base + threadIdx.x;
-                uint32_t blocks = entry < active ? blocks_of(args, args.step.lengths[entry]) : 0;
+                const bool is_there = entry < args.step.batch;
+                const int32_t length = is_there ? args.step.lengths[entry] : 0, row = is_there ? args.step.row_of[entry] : -1;
+                uint32_t blocks = entry < active ? blocks_of(args, length) : 0;
 #pragma unroll
                 for (uint32_t step = 1; step < warp_size; step *= 2) {
                     const uint32_t before = __shfl_up_sync(0xFFFFFFFF, blocks, step);
                     if (threadIdx.x >= step) blocks += before;
                 }
-                if (entry < active) ends[entry] = sum + blocks;
+                if (is_there) ends_[entry] = sum + blocks, rows_[entry] = row, lengths_[entry] = length;
                 sum += __shfl_sync(0xFFFFFFFF, blocks, warp_size - 1);
-            }
+                base += warp_size;
+            } while (base < active);
         }
         __syncthreads();
-        total_ = active ? ends[active - 1] * heads_ : 0;
+        total_ = active ? ends_[active - 1] * heads_ : 0;
         // not too little: what CTAs have of a pair has to be merged, and there must be room for all of that
         const uint32_t warps = blockDim.x / warp_size, parts = most_parts(args.head_dim, warps, args.group) - 2;
         share_ = max(max(least_blocks * warps, args.table.max_blocks / parts + 1), (total_ + gridDim.x - 1) / gridDim.x);
@@ -48,6 +57,7 @@ class PageShares {
 
     struct Part {
         uint32_t entry, head, first, blocks;  // the pair's first number in the list, and how many it has
+        int32_t row, length;
     };
     __device__ Part part_at(uint32_t number) const {
         uint32_t low = 0, high = active_ - 1;
@@ -58,13 +68,15 @@ class PageShares {
         }
         const uint32_t before = low ? ends_[low - 1] : 0, blocks = ends_[low] - before;
         const uint32_t head = (number - before * heads_) / blocks;
-        return {low, head, before * heads_ + head * blocks, blocks};
+        return {low, head, before * heads_ + head * blocks, blocks, rows_[low], lengths_[low]};
     }
     __device__ uint32_t first_cta(const Part& part) const { return part.first / share_; }
     __device__ uint32_t last_cta(const Part& part) const { return (part.first + part.blocks - 1) / share_; }
 
   private:
-    const uint32_t* const ends_;
+    uint32_t* const ends_;  // [batch]: blocks of a KV head up to and with this entry
+    int32_t* const rows_;   // [batch]
+    int32_t* const lengths_;
     const uint32_t heads_;
     uint32_t total_, share_, active_;
 };
@@ -124,21 +136,20 @@ __global__ void __launch_bounds__(attend_warps* warp_size) attend_pages(const __
     extern __shared__ __align__(128) char shared[];
     const uint32_t warps = blockDim.x / warp_size;
     const SharedMemory at(kDim, warps);
-    const uint32_t active = active_of(args.step.active_rows, args.step.batch);
-    const PageShares shares(args, active, reinterpret_cast<uint32_t*>(shared + at.bytes));
+    const PageShares shares(args, shared + at.bytes);
     const uint32_t end = shares.begin(blockIdx.x + 1);
 
     for (uint32_t number = shares.begin(blockIdx.x); number < end;) {
         const PageShares::Part part = shares.part_at(number);
         const uint32_t from = number - part.first, to = min(part.blocks, from + (end - number));
         const uint32_t pair = part.entry * args.kv_heads + part.head;
-        const int32_t row = args.step.row_of[part.entry];
-        const bool exists = row >= 0 && static_cast<uint32_t>(row) < args.table.rows;
+        const bool exists = part.row >= 0 && static_cast<uint32_t>(part.row) < args.table.rows;
         const auto* const query = static_cast<const char*>(args.query) + uint64_t{pair} * args.group * kDim * 2;
         attend_list<Element, kDim>(query, args.group, args.scale, shared, at, [&](uint32_t warp, uint32_t of_warps) {
-            const int32_t* const pages = args.table.pages + uint64_t{exists ? static_cast<uint32_t>(row) : 0} * args.table.max_blocks;
+            const uint32_t row = exists ? static_cast<uint32_t>(part.row) : 0;
+            const int32_t* const pages = args.table.pages + uint64_t{row} * args.table.max_blocks;
             const int32_t held = exists ? args.table.held[row] : 0;
-            return WarpPages(args, pages, held, part.head, args.step.lengths[part.entry], from + warp, of_warps, to);
+            return WarpPages(args, pages, held, part.head, part.length, from + warp, of_warps, to);
         });
 
         const RoundedResult<Element> result{static_cast<uint32_t*>(args.out) + uint64_t{pair} * args.group * kDim / 2};
@@ -155,8 +166,7 @@ __global__ void __launch_bounds__(attend_warps* warp_size) attend_pages(const __
             // the tiles are free by now
             if (is_last(args.arrived[pair], ctas)) {
                 merge_ctas<kDim>(args.partial_out, args.partial_lse, args.group, ctas,
-                                 [&](uint32_t i) { return place(first + i); },
-                                 shared + at.tiles, result);
+                                 [&](uint32_t i) { return place(first + i); }, shared + at.tiles, result);
             }
         }
         number += to - from;

@@ -339,16 +339,30 @@ __host__ __device__ inline uint32_t most_parts(uint32_t head_dim, uint32_t warps
 
 // By the CTA that is last: the partial results of a pair, place(i) of the i-th of `count`; store(i, row, quad, lse) as in
 // merge_warps. Those of other CTAs are not in this one's L1 cache. Warps share the parts, and a lane has many loads under
-// way: the latency of one after the other would be most of a small launch.
+// way, the first of them before it knows the weights: the latency of one after the other would be most of a small launch.
 template <int kDim, class Place, class Store>
 __device__ void merge_ctas(const float* partial_out, const float* partial_lse, uint32_t group, uint32_t count, Place place,
                            char* scratch, Store store) {
-    constexpr uint32_t of_lane = 4, at_once = 4;  // quads, and parts of each
+    constexpr uint32_t of_lane = 5, at_once = 5;  // quads, and parts of each; five heads of 128 channels take one turn
     const uint32_t quads = group * kDim / 4, warps = blockDim.x / warp_size;
     const uint32_t warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
     auto* const sums = reinterpret_cast<float4*>(scratch);                 // [warps][quads]
     auto* const weights = reinterpret_cast<float*>(sums + warps * quads);  // [count][group], LSEs at first
     auto* const lses = weights + count * group;                            // [group] of the union
+    float4 loaded[at_once][of_lane];
+    const auto load = [&](uint32_t first, uint32_t from) {
+#pragma unroll
+        for (uint32_t p = 0; p < at_once; ++p) {
+            const uint32_t part = from + p * warps;
+            const auto* const of_part = reinterpret_cast<const float4*>(partial_out) + place(min(part, count - 1)) * quads;
+#pragma unroll
+            for (uint32_t q = 0; q < of_lane; ++q) {
+                const uint32_t quad = first + q * warp_size;
+                loaded[p][q] = part < count && quad < quads ? __ldcg(of_part + quad) : make_float4(0, 0, 0, 0);
+            }
+        }
+    };
+    load(lane, warp);
     for (uint32_t i = threadIdx.x; i < count * group; i += blockDim.x) {
         weights[i] = __ldcg(partial_lse + place(i / group) * group + i % group) * log2_e;
     }
@@ -371,18 +385,7 @@ __device__ void merge_ctas(const float* partial_out, const float* partial_lse, u
     for (uint32_t first = lane; first < quads; first += of_lane * warp_size) {
         float4 total[of_lane] = {};
         for (uint32_t from = warp; from < count; from += at_once * warps) {
-            float4 loaded[at_once][of_lane] = {};
-#pragma unroll
-            for (uint32_t p = 0; p < at_once; ++p) {
-                const uint32_t part = from + p * warps;
-                if (part >= count) continue;
-                const auto* const of_part = reinterpret_cast<const float4*>(partial_out) + place(part) * quads;
-#pragma unroll
-                for (uint32_t q = 0; q < of_lane; ++q) {
-                    const uint32_t quad = first + q * warp_size;
-                    if (quad < quads) loaded[p][q] = __ldcg(of_part + quad);
-                }
-            }
+            if (first != lane || from != warp) load(first, from);
 #pragma unroll
             for (uint32_t p = 0; p < at_once; ++p) {
                 const uint32_t part = from + p * warps;
