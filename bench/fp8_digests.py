@@ -1,16 +1,16 @@
-"""How well selections by digests of 8 bits agree with those by 16 bits, on a real model and text.
+"""How well selections by smaller digests and codes agree with those by the largest, on a real model and text.
 
     python bench/fp8_digests.py [--prompt-tokens 8000 4000] [--windows 2] [--decode-tokens 8]
 
 Decodes windows of English behind long prompts with exact attention, then scores every layer's blocks by the real
 queries: with sketches, and with digests that went through each of several encodings. Codes of the sketches are made
-with the encoded digests, since a reader has no others.
+with the encoded digests, since a reader has no others; they have four bits, but for the last encodings.
 
     equal    of the blocks that bfloat16 digests select (without those that are always in), the share that is selected
              with the encoding too; ``worst layer``: of the layer where it is least
     lost     of the true attention, the share that the selection loses against that of bfloat16 digests
 
-``bytes`` are those of a block's digest with head_dim 128 and 32 sketch channels. Rows ``outliers`` have keys with a
+``bytes`` are those of a block's digest and ``code_bits`` those of its codes, with head_dim 128 and 32 sketch channels. Rows ``outliers`` have keys with a
 constant of 64 added in two channels, as models with a bias on keys have them.
 """
 
@@ -42,6 +42,7 @@ BUDGETS = (2048, 1024)
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
 OUTLIER = 64.0
+COARSE = "; codes of 2 bits"
 
 
 class Recorder(FullPolicy):
@@ -149,19 +150,25 @@ ENCODINGS: dict[str, tuple[int, Encoding]] = {
     "bfloat16": (512, lambda digests, _: digests),
     **{name: (size, lambda digests, _, way=way: way(digests)) for name, (size, way) in PLAIN.items()},
     "middle int8, a scale for 16 channels; steps float16": (reference.compact_bytes(128, 32), in_groups),
+    f"bfloat16{COARSE}": (512, lambda digests, _: digests),
+    f"middle int8, a scale for 16 channels; steps float16{COARSE}": (reference.compact_bytes(128, 32), in_groups),
 }
+
+
+def code_bits(encoding: str) -> int:
+    return 2 if encoding.endswith(COARSE) else 4
 
 
 # -- agreement -------------------------------------------------------------------------------
 
 
 def selections(
-    keys: torch.Tensor, queries: torch.Tensor, digests: torch.Tensor, channels: torch.Tensor, scale: float
+    keys: torch.Tensor, queries: torch.Tensor, digests: torch.Tensor, channels: torch.Tensor, scale: float, bits: int
 ) -> dict[int, torch.Tensor]:
     """For each budget which candidates are selected: ``[queries, KV heads, candidates]``."""
     blocks = keys.shape[0]
-    codes = reference.sketch_codes(keys, digests, channels)
-    logits = [reference.sketch_logits(q[None], digests[None], codes[None], channels, scale) for q in queries]
+    codes = reference.sketch_codes(keys, digests, channels, bits)
+    logits = [reference.sketch_logits(q[None], digests[None], codes[None], channels, scale, bits) for q in queries]
     scores = reference.block_scores(torch.cat(logits), torch.full((len(queries),), blocks), scale)
     candidates = scores[:, :, SINK : blocks - RECENT - 1]
     chosen = {}
@@ -181,9 +188,10 @@ def measure(
     logits = torch.einsum("shgd,nhtd->shgnt", asked, keys.float()) * scale
     attention = logits.flatten(3).softmax(dim=3).unflatten(3, (blocks, -1)).sum(dim=4).mean(dim=2)
     attention = attention[:, :, SINK : blocks - RECENT - 1]
-    found, base = {}, selections(keys, queries, exact, channels, scale)
+    found, base = {}, selections(keys, queries, exact, channels, scale, 4)
     for name, (_, encode) in ENCODINGS.items():
-        for budget, chosen in selections(keys, queries, encode(exact, channels), channels, scale).items():
+        chosen_by_budget = selections(keys, queries, encode(exact, channels), channels, scale, code_bits(name))
+        for budget, chosen in chosen_by_budget.items():
             equal = float((chosen & base[budget]).sum() / base[budget].sum())
             lost = float((attention * base[budget]).sum(dim=2).mean() - (attention * chosen).sum(dim=2).mean())
             found[name, budget] = (equal, lost)
@@ -231,7 +239,8 @@ def main() -> None:
     rows = []
     for (kind, tokens, name, budget), windows in results.items():
         values = torch.tensor(windows)  # [windows, layers, (equal, lost)]
-        row = {"keys": kind, "encoding": name, "bytes": ENCODINGS[name][0], "prompt_tokens": tokens, "budget": budget}
+        row = {"keys": kind, "encoding": name, "bytes": ENCODINGS[name][0], "code_bits": code_bits(name)}
+        row |= {"prompt_tokens": tokens, "budget": budget}
         equal, lost = values.mean(dim=(0, 1)).tolist()
         worst = values[..., 0].mean(dim=0).min().item()
         rows.append({**row, "equal": round(equal, 4), "worst_layer": round(worst, 4), "lost": round(lost, 5)})

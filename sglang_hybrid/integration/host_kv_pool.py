@@ -52,9 +52,10 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         self.v_buffer = [self.region.take(value_shape, self.store_dtype) for _ in range(self.layer_num)]
         config = config_from_environment()
         channels = min(config.sketch_channels, self.head_dim)
-        self.sketches = (
-            Sketches(channels, self.layer_num, pages, self.head_num, self.page_size, self.device) if channels else None
-        )
+        self.sketches = None
+        if channels:
+            shape = (self.layer_num, pages, self.head_num, self.page_size)
+            self.sketches = Sketches(channels, *shape, self.device, config.sketch_bits)
         shape = (self.layer_num, pages, self.head_num, self.head_dim)
         if config.digest_dtype == "int8" and self.sketches:
             if self.head_dim % 32:

@@ -11,13 +11,14 @@ from sglang_hybrid.ops import reference
 
 @dataclass(frozen=True)
 class LayerSketch:
-    """One layer's sketch: ``codes`` [pages, KV heads, block tokens, C / 2] of ``channels`` [KV heads, C].
+    """One layer's sketch: ``codes`` [pages, KV heads, ...] of ``channels`` [KV heads, C].
 
     A code is a place in the range that the block's digest gives; see ``reference.sketch_codes``.
     """
 
     codes: torch.Tensor
     channels: torch.Tensor
+    bits: int = reference.SKETCH_BITS
 
 
 class Sketches:
@@ -26,20 +27,31 @@ class Sketches:
     Which ones they are differs between KV heads; ``choose`` says it before the first key is written.
     """
 
-    def __init__(self, channels: int, layers: int, pages: int, heads: int, page_tokens: int, device: str) -> None:
-        assert channels % 2 == 0  # two share a byte
+    def __init__(
+        self,
+        channels: int,
+        layers: int,
+        pages: int,
+        heads: int,
+        page_tokens: int,
+        device: str,
+        bits: int = reference.SKETCH_BITS,
+    ) -> None:
+        assert channels % 2 == 0 and (bits == 4 or channels % 8 == 0)  # some share a byte
         self.channels = channels
-        self._shape = (heads, channels)
+        self._shape, self._bits = (heads, channels), bits
+        rows = page_tokens * bits // 4
         self._codes = [
-            torch.zeros(pages, heads, page_tokens, channels // 2, dtype=torch.uint8, device=device)
-            for _ in range(layers)
+            torch.zeros(pages, heads, rows, channels // 2, dtype=torch.uint8, device=device) for _ in range(layers)
         ]
         first = torch.arange(channels, device=device).expand(heads, -1).contiguous()
         self._channels = [first for _ in range(layers)]
 
     @staticmethod
-    def bytes_per_page(channels: int, layers: int, heads: int, page_tokens: int) -> int:
-        return layers * heads * page_tokens * channels // 2
+    def bytes_per_page(
+        channels: int, layers: int, heads: int, page_tokens: int, bits: int = reference.SKETCH_BITS
+    ) -> int:
+        return layers * heads * page_tokens * channels * bits // 8
 
     def choose(self, layer: int, order: torch.Tensor) -> None:
         """order ``[KV heads, head_dim]``: all channels of each KV head, the most telling first."""
@@ -48,13 +60,13 @@ class Sketches:
         self._channels[layer] = order[:, :channels].to(self._codes[layer].device, torch.int64).contiguous()
 
     def of_layer(self, layer: int) -> LayerSketch:
-        return LayerSketch(self._codes[layer], self._channels[layer])
+        return LayerSketch(self._codes[layer], self._channels[layer], self._bits)
 
     def refresh(self, layer: int, keys: torch.Tensor, digests: torch.Tensor, pages: torch.Tensor) -> None:
         """Recompute the sketches of ``pages`` of the pool ``keys``, whose ``digests`` are up to date."""
         codes = self._codes[layer]
         blocks, pages = keys[pages.to(keys.device)].to(codes.device), pages.to(codes.device)
-        codes[pages] = reference.sketch_codes(blocks, digests[pages], self._channels[layer])
+        codes[pages] = reference.sketch_codes(blocks, digests[pages], self._channels[layer], self._bits)
 
 
 def channel_order(importance: torch.Tensor, rotary_dim: int, neox: bool) -> torch.Tensor:

@@ -17,7 +17,8 @@ import math
 import torch
 
 NO_BLOCK = -1
-SKETCH_LEVELS = 16  # of a channel's range in a block: four bits
+SKETCH_BITS = 4  # for a place in a channel's range in a block
+COMPACT_STEPS = 16  # of a range, in compact digests
 SKETCH_REACH = 126 * math.log(2)  # e to that power, and to its opposite, are numbers of float32
 COMPACT_GROUP = 16  # channels of a compact digest that share a scale
 
@@ -93,31 +94,47 @@ def digest_logits(query: torch.Tensor, digests: torch.Tensor, spread: float) -> 
     return torch.einsum("bhgkd,bnhkd->bhgn", parts, digests.float())
 
 
-def sketch_codes(keys: torch.Tensor, digests: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
-    """Where each key lies in its block's range, in a few channels, four bits each.
+def sketch_codes(
+    keys: torch.Tensor, digests: torch.Tensor, channels: torch.Tensor, bits: int = SKETCH_BITS
+) -> torch.Tensor:
+    """Where each key lies in its block's range, in a few channels, four or two bits each.
 
-    keys ``[n, H, T, D]``, digests ``[n, H, 2, D]`` (max, min), channels ``[H, C]``, C even -> ``[n, H, T, C / 2]``
-    bytes, of two channels the first in the low bits. The digest holds the range, so that codes need no scale. Digests
-    may be compact: codes are places in the range that a reader gets.
+    keys ``[n, H, T, D]``, digests ``[n, H, 2, D]`` (max, min), channels ``[H, C]`` -> bytes. The digest holds the
+    range, so that codes need no scale. Digests may be compact: codes are places in the range that a reader gets.
+
+        4 bits   C even            ``[n, H, T, C / 2]``        of two channels the first in the low bits
+        2 bits   C a multiple of 8 ``[n, H, T / 2, C / 2]``    of four channels likewise; the bytes of tokens t and
+                                                               t + T / 2 take turns, in which order kernels use them
     """
     digests = _plain(digests, channels, keys.shape[3])
     where = channels[None, :, None, :].expand(keys.shape[0], -1, -1, -1)
     highest, lowest = digests.float().gather(3, where.expand(-1, -1, 2, -1)).unsqueeze(3).unbind(2)
     chosen = keys.float().gather(3, where.expand(-1, -1, keys.shape[2], -1))
-    step = (highest - lowest) / SKETCH_LEVELS
+    levels = 1 << bits
+    step = (highest - lowest) / levels
     # a channel without a range, or a slot behind the last token with anything in it, gives some code
-    codes = ((chosen - lowest) / step).nan_to_num(0.0).clamp(0, SKETCH_LEVELS - 1).to(torch.uint8)
-    return codes[..., ::2] | codes[..., 1::2] << 4
+    codes = ((chosen - lowest) / step).nan_to_num(0.0).clamp(0, levels - 1).to(torch.uint8)
+    if bits == 4:
+        return codes[..., ::2] | codes[..., 1::2] << 4
+    first, second, third, fourth = codes.unflatten(3, (-1, 4)).unbind(4)
+    byte = first | second << 2 | third << 4 | fourth << 6  # [n, H, T, C / 4]
+    in_turn: torch.Tensor = byte.unflatten(2, (2, -1)).permute(0, 1, 3, 4, 2).flatten(3)
+    return in_turn
 
 
 def sketch_logits(
-    query: torch.Tensor, digests: torch.Tensor, codes: torch.Tensor, channels: torch.Tensor, scale: float
+    query: torch.Tensor,
+    digests: torch.Tensor,
+    codes: torch.Tensor,
+    channels: torch.Tensor,
+    scale: float,
+    bits: int = SKETCH_BITS,
 ) -> torch.Tensor:
     """Estimate, for every query head, of the logarithm of a block's attention mass, in units of ``q . k``.
 
     query and digests as for ``digest_logits``, (max, min), or compact ones ``[B, N, H, bytes]``; codes
-    ``[B, N, H, T, C / 2]`` of ``channels`` ``[H, C]``.
-    In those channels each token has a logit of its own: a code stands for the middle of its sixteenth of the range.
+    ``[B, N, H, ...]`` of ``channels`` ``[H, C]``, as ``sketch_codes`` makes them.
+    In those channels each token has a logit of its own: a code stands for the middle of its part of the range.
     All tokens of a block have the middle of the range in the others. The block gets the log-sum-exp of its tokens,
     which is told from e^-87 to e^87 times the mass of a token at the middle: what float32 holds.
     """
@@ -125,18 +142,22 @@ def sketch_logits(
     rows, blocks, heads, _, dim = digests.shape
     q = query.float().view(rows, heads, query.shape[1] // heads, dim)
     highest, lowest = digests.float().unbind(3)
-    step = (highest - lowest).gather(3, channels.expand(rows, blocks, -1, -1)) / SKETCH_LEVELS  # [B, N, H, C]
+    levels = 1 << bits
+    step = (highest - lowest).gather(3, channels.expand(rows, blocks, -1, -1)) / levels  # [B, N, H, C]
     asked = q.gather(3, channels[None, :, None, :].expand(rows, -1, q.shape[2], -1)) * scale
-    # the range goes into the query, once for a block and not for each of its tokens; two channels share a byte
+    # the range goes into the query, once for a block and not for each of its tokens; some channels share a byte
     weights = step[..., None, :] * asked[:, None]  # [B, N, H, G, C]
-    weights = torch.cat((weights[..., ::2], weights[..., 1::2]), dim=-1)
-    levels = torch.cat((codes & 15, codes >> 4), dim=-1).float()
-    tokens = weights @ levels.transpose(3, 4)  # [B, N, H, G, T]
-    # a code of c stands for (c - 7.5) steps from the middle of the range
-    mass = tokens.logsumexp(dim=4) - (SKETCH_LEVELS - 1) / 2 * weights.sum(dim=4)
+    weights = weights.unflatten(4, (-1, 8 // bits)).transpose(4, 5).flatten(4)
+    if bits == 2:  # [B, N, H, T, C / 4]
+        codes = codes.unflatten(4, (-1, 2)).permute(0, 1, 2, 5, 3, 4).flatten(3, 4)
+    places = torch.cat([codes >> shift & (levels - 1) for shift in range(0, 8, bits)], dim=-1).float()
+    tokens = weights @ places.transpose(3, 4)  # [B, N, H, G, T]
+    # a code of c stands for (c - 7.5) steps from the middle of the range, if there are sixteen
+    mass = tokens.logsumexp(dim=4) - (levels - 1) / 2 * weights.sum(dim=4)
     mass = mass.clamp(-SKETCH_REACH, SKETCH_REACH)
-    middle: torch.Tensor = torch.einsum("bhgd,bnhd->bhgn", q, (highest + lowest) / 2)
-    return mass.permute(0, 2, 3, 1) / scale + middle
+    middle = torch.einsum("bhgd,bnhd->bhgn", q, (highest + lowest) / 2)
+    estimates: torch.Tensor = mass.permute(0, 2, 3, 1) / scale + middle
+    return estimates
 
 
 # -- compact digests -------------------------------------------------------------------------
@@ -165,7 +186,7 @@ def compact_digest(digests: torch.Tensor, channels: torch.Tensor) -> torch.Tenso
     scale = (middle.abs().amax(dim=3) / 127).half()
     unit = scale.float().unsqueeze(3)
     levels = torch.where((unit > 0) & (unit < torch.inf), middle / unit, 0.0).round().clamp(-127, 127) + 128
-    step = ((highest - lowest) / SKETCH_LEVELS).half().gather(2, channels.expand(len(digests), -1, -1))
+    step = ((highest - lowest) / COMPACT_STEPS).half().gather(2, channels.expand(len(digests), -1, -1))
     step = step.unflatten(2, (-1, 2, 4)).transpose(3, 4).flatten(2)
     parts = (levels.flatten(2).to(torch.uint8), step.contiguous().view(torch.uint8), scale.view(torch.uint8))
     compact = torch.cat(parts, dim=2)
@@ -186,7 +207,7 @@ def expand_digest(compact: torch.Tensor, channels: torch.Tensor, dim: int) -> to
     unit = scale.contiguous().view(torch.float16).float().unsqueeze(-1)
     middle = ((levels.float() - 128).unflatten(-1, (-1, COMPACT_GROUP)) * unit).flatten(-2)
     step = step.contiguous().view(torch.float16).float().unflatten(-1, (-1, 4, 2)).transpose(-1, -2).flatten(-3)
-    radius = torch.zeros_like(middle).scatter_(-1, channels.expand_as(step), step * (SKETCH_LEVELS / 2))
+    radius = torch.zeros_like(middle).scatter_(-1, channels.expand_as(step), step * (COMPACT_STEPS / 2))
     return torch.stack((middle + radius, middle - radius), dim=-2)
 
 

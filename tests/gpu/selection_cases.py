@@ -31,6 +31,7 @@ class Shape:
     max_blocks: int
     dtype: torch.dtype = torch.bfloat16
     compact: bool = False  # digests
+    bits: int = 4  # of codes
 
     @property
     def rows(self) -> int:
@@ -57,7 +58,9 @@ class LayerCase:
 
     def cache(self) -> LayerCache:
         codes, channels = self.digests.codes, self.digests.channels
-        sketch = LayerSketch(codes, channels) if codes is not None and channels is not None else None
+        sketch = None
+        if codes is not None and channels is not None:
+            sketch = LayerSketch(codes, channels, self.digests.code_bits)
         return LayerCache(self.keys, self.keys, self.digests.digests, sketch=sketch)
 
     def expected_scores(self, spread: float = 0.0) -> torch.Tensor:
@@ -103,9 +106,9 @@ def summaries(keys: torch.Tensor, shape: Shape, seed: int) -> LayerDigests:
     channels = order[:, : shape.channels].contiguous()
     if shape.compact:
         digests = reference.compact_digest(digests, channels)
-    codes = reference.sketch_codes(keys, digests, channels)
+    codes = reference.sketch_codes(keys, digests, channels, shape.bits)
     compact_of = (shape.dtype, shape.dim) if shape.compact else None
-    return LayerDigests(digests.to(DEVICE), codes.to(DEVICE), channels.to(DEVICE), compact_of)
+    return LayerDigests(digests.to(DEVICE), codes.to(DEVICE), channels.to(DEVICE), compact_of, shape.bits)
 
 
 def random_table(shape: Shape, lengths: torch.Tensor, row_of: torch.Tensor, sink: int, recent: int, resident: int,

@@ -40,7 +40,10 @@ class Decoding:
         self, budget: int, interval: int, slots: int | None = None, worker: bool = False, share: float = 0.0,
         worth: float | None = None, compact: bool = False, score_interval: int = 1,
     ) -> None:  # fmt: skip
-        """``worth``: with it, every block that has such a score is a miss. ``compact``: digests."""
+        """``worth``: with it, every block that has such a score is a miss.
+
+        ``compact``: digests, and codes of two bits.
+        """
         self.random = seeded(3)
         self._settled: list[object] = []
         shape = (PAGES, HEADS, BLOCK_TOKENS, DIM)
@@ -55,11 +58,12 @@ class Decoding:
         for keys, values in zip(self.keys, self.values, strict=True):
             keys.copy_(self.blocks(PAGES))
             values.copy_(torch.randn(shape, generator=self.random))
-            codes = torch.zeros(PAGES, HEADS, BLOCK_TOKENS, CHANNELS // 2, dtype=torch.uint8, device=DEVICE)
+            bits = 2 if compact else 4
+            codes = torch.zeros(PAGES, HEADS, BLOCK_TOKENS * bits // 4, CHANNELS // 2, dtype=torch.uint8, device=DEVICE)
             if compact:
                 size = reference.compact_bytes(DIM, CHANNELS)
                 empty = torch.zeros(PAGES, HEADS, size, dtype=torch.uint8, device=DEVICE)
-                digests = LayerDigests(empty, codes, channels, (DTYPE, DIM))
+                digests = LayerDigests(empty, codes, channels, (DTYPE, DIM), bits)
             else:
                 empty = torch.zeros(PAGES, HEADS, 2, DIM, dtype=DTYPE, device=DEVICE)
                 digests = LayerDigests(empty, codes, channels)

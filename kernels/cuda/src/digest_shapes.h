@@ -5,22 +5,29 @@
 
 #include "launching.h"
 #include "sglang_hybrid/block_attention.h"
+#include "sglang_hybrid/cuda/compact.cuh"
 #include "sglang_hybrid/cuda/elements.cuh"
 #include "sglang_hybrid/cuda/selection_api.h"
 
 template <int kValue>
 using Number = std::integral_constant<int, kValue>;
+template <sglang_hybrid::cuda::Format kValue>
+using FormatOf = std::integral_constant<sglang_hybrid::cuda::Format, kValue>;
 
-// use(head_dim, channels, whether they are compact) for what digests have, known at compile time.
+// use(head_dim, channels, format) for what digests have, known at compile time.
 template <class Use>
 cudaError_t for_shape(const sh_digests& digests, Use use) {
+    using sglang_hybrid::cuda::Format;
+    const bool coarse = digests.compact && digests.code_bits == 2;
+    if (digests.channel_count && digests.code_bits != 4 && !coarse) return cudaErrorInvalidValue;
     const auto with_format = [&](auto dim, auto channels) {
-        return digests.compact ? use(dim, channels, std::true_type{}) : use(dim, channels, std::false_type{});
+        if (coarse) return use(dim, channels, FormatOf<Format::coarse>{});
+        return digests.compact ? use(dim, channels, FormatOf<Format::compact>{}) : use(dim, channels, FormatOf<Format::minmax>{});
     };
     const auto with_channels = [&](auto dim) {
         switch (digests.channel_count) {
             // there are no compact digests without sketches
-            case 0: return digests.compact ? cudaErrorInvalidValue : use(dim, Number<0>{}, std::false_type{});
+            case 0: return digests.compact ? cudaErrorInvalidValue : use(dim, Number<0>{}, FormatOf<Format::minmax>{});
             case 32: return with_format(dim, Number<32>{});
             case 64: return with_format(dim, Number<64>{});
             default: return cudaErrorInvalidValue;

@@ -7,11 +7,11 @@ using namespace sglang_hybrid::cuda;
 
 namespace {
 
-template <class Element, int kDim, int kChannels, bool kCompact>
+template <class Element, int kDim, int kChannels, Format kFormat>
 cudaError_t launch_finish(const sh_finish_layer& args, cudaStream_t stream) {
-    using Memory = LayerMemory<kDim, kChannels, kCompact>;
+    using Memory = LayerMemory<kDim, kChannels, kFormat>;
     const Geometry& g = args.wait.geometry;
-    const auto kernel = finish_layer<Element, kDim, kChannels, kCompact>;
+    const auto kernel = finish_layer<Element, kDim, kChannels, kFormat>;
     const uint32_t bytes = Memory::bytes(g.kv_heads * g.group);
     if (const auto error = allow_shared(kernel, bytes)) return error;
     kernel<<<args.wait.batch, Memory::threads, bytes, stream>>>(args);
@@ -28,9 +28,9 @@ SH_CUDA_API int sh_cuda_finish_layer(const sh_finish_layer* args, cudaStream_t s
     if (!args->query_ahead) shape = {.kv_heads = g.kv_heads, .head_dim = g.head_dim, .dtype = g.dtype};
     if (g.head_dim != shape.head_dim || g.dtype != shape.dtype || g.kv_heads != shape.kv_heads) return cudaErrorInvalidValue;
     return for_element(shape, [&](auto element) {
-        return for_shape(shape, [&](auto dim, auto channels, auto compact) {
-            if (!args->query_ahead) return launch_finish<decltype(element), dim(), no_shift, false>(*args, stream);
-            return launch_finish<decltype(element), dim(), channels(), compact()>(*args, stream);
+        return for_shape(shape, [&](auto dim, auto channels, auto format) {
+            if (!args->query_ahead) return launch_finish<decltype(element), dim(), no_shift, Format::minmax>(*args, stream);
+            return launch_finish<decltype(element), dim(), channels(), format()>(*args, stream);
         });
     });
 }

@@ -10,11 +10,11 @@
 // kernels, which run beside it, would have to wait for that.
 constexpr int most_resident = 2;
 
-template <class Element, int kDim, int kChannels, bool kCompact, int kTiles>
+template <class Element, int kDim, int kChannels, sglang_hybrid::cuda::Format kFormat, int kTiles>
 cudaError_t launch_score(const sh_score_blocks& args, cudaStream_t stream) {
     using namespace sglang_hybrid::cuda;
-    const auto kernel = score_blocks<Element, kDim, kChannels, kCompact, kTiles>;
-    const uint32_t bytes = ScoreMemory<kDim, kChannels, kCompact>::bytes(args.step.batch);
+    const auto kernel = score_blocks<Element, kDim, kChannels, kFormat, kTiles>;
+    const uint32_t bytes = ScoreMemory<kDim, kChannels, kFormat>::bytes(args.step.batch);
     int device = 0, processors = 0, resident = 0;
     const auto error = first_error({
         allow_shared(kernel, bytes),
@@ -30,9 +30,9 @@ cudaError_t launch_score(const sh_score_blocks& args, cudaStream_t stream) {
 
 template <class Element>
 cudaError_t launch_score(const sh_score_blocks& args, cudaStream_t stream) {
-    return for_shape(args.digests, [&](auto dim, auto channels, auto compact) {
+    return for_shape(args.digests, [&](auto dim, auto channels, auto format) {
         return args.group > sglang_hybrid::cuda::tile_heads
-                   ? launch_score<Element, dim(), channels(), compact(), 2>(args, stream)
-                   : launch_score<Element, dim(), channels(), compact(), 1>(args, stream);
+                   ? launch_score<Element, dim(), channels(), format(), 2>(args, stream)
+                   : launch_score<Element, dim(), channels(), format(), 1>(args, stream);
     });
 }

@@ -12,6 +12,14 @@
 
 namespace sglang_hybrid::cuda {
 
+// What a block's digest and codes are like.
+enum class Format {
+    minmax,   // maxima and minima, codes of four bits
+    compact,  // as above, codes of four bits
+    coarse,   // as above, codes of two bits
+};
+
+inline constexpr uint32_t compact_levels = 16;  // steps of a range
 inline constexpr uint32_t compact_group = 16;  // channels with one scale: the depth of a product on the tensor cores
 
 constexpr __host__ __device__ uint32_t compact_steps(uint32_t dim) { return dim; }

@@ -9,9 +9,8 @@
 namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t digest_threads = 128;
-inline constexpr uint32_t sketch_levels = 16;
-// Codes of tokens that are not there yet: next to the middle of the range, on either side of it in turn.
-inline constexpr uint8_t middle_codes = 0x87;
+// Codes of tokens that are not there yet: next to the middle of the range, on either side of it in turn. Of four bits, of two.
+inline constexpr uint8_t middle_codes = 0x87, middle_codes_2 = 0x99;
 
 struct SharedBlock {
     uint16_t keys[block_tokens * max_head_dim];
@@ -19,11 +18,23 @@ struct SharedBlock {
     float lowest[max_head_dim];
 };
 
-// Four bits for a value in [lowest, highest]; 0 for NaN and where there is no range.
-__device__ inline uint32_t code_of(float value, float highest, float lowest) {
-    const float step = (highest - lowest) / float(sketch_levels);
-    return static_cast<uint32_t>(fminf(fmaxf((value - lowest) / step, 0.0f), float(sketch_levels - 1)));
+// Which of `levels` a value in [lowest, highest] is in; 0 for NaN and where there is no range.
+__device__ inline uint32_t code_of(float value, float highest, float lowest, uint32_t levels) {
+    const float step = (highest - lowest) / float(levels);
+    return static_cast<uint32_t>(fminf(fmaxf((value - lowest) / step, 0.0f), float(levels - 1)));
 }
+
+// A byte of a block's codes: of which token, and its first channel.
+struct CodePlace {
+    uint32_t token, channel;
+
+    // Of two bits, bytes of tokens t and t + 16 take turns.
+    __device__ static CodePlace of(uint32_t byte, uint32_t row_bytes, uint32_t bits) {
+        const uint32_t row = byte / row_bytes, in_row = byte % row_bytes;
+        if (bits == 4) return {row, in_row * 2};
+        return {row + in_row % 2 * (block_tokens / 2), in_row / 2 * 4};
+    }
+};
 
 // By a whole CTA: the compact digest of a block whose extremes are known. They become what a reader will make of it: codes
 // are places in that range. head_dim is a multiple of 32, so that warps have no idle lanes.
@@ -36,7 +47,7 @@ __device__ inline void write_compact(SharedBlock& block, const sh_digests& to, u
     __syncthreads();  // the extremes are there
     for (uint32_t i = threadIdx.x; i < to.channel_count; i += blockDim.x) {
         const uint32_t channel = min(static_cast<uint32_t>(channels[i]), dim - 1);
-        steps[step_place(i)] = to_half((block.highest[channel] - block.lowest[channel]) / float(sketch_levels));
+        steps[step_place(i)] = to_half((block.highest[channel] - block.lowest[channel]) / float(compact_levels));
     }
     __syncthreads();  // the extremes were read
     for (uint32_t channel = threadIdx.x; channel < dim; channel += blockDim.x) {
@@ -52,7 +63,7 @@ __device__ inline void write_compact(SharedBlock& block, const sh_digests& to, u
         const float level = unit > 0 && unit < INFINITY ? fminf(fmaxf(rintf(middle / unit), -127.0f), 127.0f) : 0.0f;
         compact[channel] = static_cast<uint8_t>(level + 128.0f);
         if (channel % compact_group == 0) scales[channel / compact_group] = scale;
-        const float radius = widened<Float16>(to_half((highest - lowest) / float(sketch_levels))) * (sketch_levels / 2);
+        const float radius = widened<Float16>(to_half((highest - lowest) / float(compact_levels))) * (compact_levels / 2);
         block.highest[channel] = level * unit + radius;
         block.lowest[channel] = level * unit - radius;
     }
@@ -86,21 +97,22 @@ __device__ void digest_block(SharedBlock& block, uint32_t filled, const sh_diges
     if (!to.channel_count) return;
     if (to.compact) write_compact(block, to, index, head);
     __syncthreads();
-    const uint32_t token_bytes = to.channel_count / 2;
-    uint8_t* const codes = to.codes + index * block_tokens * token_bytes;
+    const uint32_t bits = to.code_bits, in_byte = 8 / bits, row_bytes = to.channel_count / 2;
+    const uint32_t code_bytes = block_tokens * bits / 4 * row_bytes;
+    uint8_t* const codes = to.codes + index * code_bytes;
     const int64_t* const channels = to.channels + uint64_t{head} * to.channel_count;
-    for (uint32_t byte = threadIdx.x; byte < block_tokens * token_bytes; byte += blockDim.x) {
-        const uint32_t token = byte / token_bytes, pair = byte % token_bytes;
-        uint32_t both = middle_codes;
-        if (token < filled) {
-            both = 0;
-            for (uint32_t i = 0; i < 2; ++i) {
-                const uint32_t channel = min(static_cast<uint32_t>(channels[2 * pair + i]), dim - 1);
-                const float value = widened<Element>(block.keys[token * dim + channel]);
-                both |= code_of(value, block.highest[channel], block.lowest[channel]) << (4 * i);
+    for (uint32_t byte = threadIdx.x; byte < code_bytes; byte += blockDim.x) {
+        const CodePlace place = CodePlace::of(byte, row_bytes, bits);
+        uint32_t all = bits == 4 ? middle_codes : middle_codes_2;
+        if (place.token < filled) {
+            all = 0;
+            for (uint32_t i = 0; i < in_byte; ++i) {
+                const uint32_t channel = min(static_cast<uint32_t>(channels[place.channel + i]), dim - 1);
+                const float value = widened<Element>(block.keys[place.token * dim + channel]);
+                all |= code_of(value, block.highest[channel], block.lowest[channel], 1u << bits) << (bits * i);
             }
         }
-        codes[byte] = static_cast<uint8_t>(both);
+        codes[byte] = static_cast<uint8_t>(all);
     }
 }
 

@@ -4,7 +4,7 @@
 //
 //   digests   A (16 x D)   rows 0 to 7 are the maxima of blocks 0 to 7, rows 8 to 15 their minima
 //             B (D x 8)    the queries              -> C: lane has block i's q . max and q . min of heads 2j, 2j + 1
-//   codes     A (16 x C)   16 tokens of one block, four bits each turned into float16
+//   codes     A (16 x C)   16 tokens of one block, four or two bits each turned into float16 (codes.cuh)
 //             B (C x 8)    the queries, times the block's steps in those channels
 //                          -> C: lane has tokens i, i + 8 of heads 2j, 2j + 1; twice for the 32 tokens of a block
 //
@@ -27,6 +27,7 @@
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
+#include "sglang_hybrid/cuda/codes.cuh"
 #include "sglang_hybrid/cuda/compact.cuh"
 #include "sglang_hybrid/cuda/halves.cuh"
 #include "sglang_hybrid/cuda/memory.cuh"
@@ -39,21 +40,9 @@ inline constexpr uint32_t tile_heads = 8;
 inline constexpr float log2_of_e = 1.4426950408889634f;
 inline constexpr float ln_of_2 = 0.6931471805599453f;
 
-// pairs of constants
+// constants, twice
 inline constexpr uint32_t bfloat16_ones = 0x3F803F80, bfloat16_2_to_123 = 0x7D007D00;
-inline constexpr uint32_t one_half = 0x38003800, minus_71_5 = 0xD478D478, minus_1032 = 0xE408E408, minus_1152 = 0xE480E480;
-
-// Matrices that have one value everywhere. From memory, since the compiler makes what it knows anew for every product.
-static __device__ const uint4 constant_matrices[3] = {
-    {one_half, one_half, one_half, one_half},
-    {minus_1032, minus_1032, minus_1032, minus_1032},
-    {minus_71_5, minus_71_5, minus_71_5, minus_71_5},
-};
-
-__device__ inline void load_constants(uint32_t (&to)[4], uint32_t which) {
-    const uint4 values = load_once(&constant_matrices[which]);
-    to[0] = values.x, to[1] = values.y, to[2] = values.z, to[3] = values.w;
-}
+inline constexpr uint32_t minus_1152 = 0xE480E480;
 
 // The maximum of some logits, and the sum of their powers relative to it.
 struct Mass {
@@ -82,26 +71,29 @@ struct Mass {
 
 // -- eight blocks in shared memory -------------------------------------------------------------------------------------
 
-template <int kDim, int kChannels, bool kCompact>
+template <int kDim, int kChannels, Format kFormat>
 struct Octet {
+    static constexpr bool is_compact = kFormat != Format::minmax;
     static constexpr uint32_t row_bytes = kDim * 2;  // maxima or minima
-    static constexpr uint32_t digest_bytes = kCompact ? compact_bytes(kDim, kChannels) : 2 * row_bytes;
+    static constexpr uint32_t digest_bytes = is_compact ? compact_bytes(kDim, kChannels) : 2 * row_bytes;
     // In shared memory. An odd number of 16-byte chunks, so that a matrix load finds those of eight blocks in different
     // banks.
     static constexpr uint32_t digest_stride = digest_bytes + 16;
-    static constexpr uint32_t token_bytes = kChannels / 2;
-    static constexpr uint32_t code_bytes = block_tokens * token_bytes;
+    static constexpr uint32_t code_bits = kFormat == Format::coarse ? 2 : 4;
+    static constexpr uint32_t code_row_bytes = kChannels / 2;  // of a token, or of two
+    static constexpr uint32_t code_rows = block_tokens * code_bits / 4;
+    static constexpr uint32_t code_bytes = code_rows * code_row_bytes;
     static constexpr uint32_t codes = octet_blocks * digest_stride;  // where they begin
     static constexpr uint32_t bytes = codes + octet_blocks * code_bytes;
-    static constexpr uint32_t step_bytes = kCompact ? 0 : octet_blocks * kChannels * 2;  // of a warp, beside its octets
-    static constexpr uint32_t step_stride = kCompact ? digest_stride : kChannels * 2;    // from block to block
-    static_assert((!kCompact || kChannels > 0) && digest_stride / 16 % 2 == 1 && code_bytes % 128 == 0);
+    static constexpr uint32_t step_bytes = is_compact ? 0 : octet_blocks * kChannels * 2;  // of a warp, beside its octets
+    static constexpr uint32_t step_stride = is_compact ? digest_stride : kChannels * 2;    // from block to block
+    static_assert((!is_compact || kChannels > 0) && digest_stride / 16 % 2 == 1 && code_bytes % 128 == 0);
 
     static __device__ uint32_t place(uint32_t block, uint32_t in_digest) { return block * digest_stride + in_digest; }
 
     // Where the steps of the codes are: in the digests, or where `SketchSteps` writes them.
     static __device__ const char* steps(const char* octet, const char* written) {
-        return kCompact ? octet + compact_steps(kDim) : written;
+        return is_compact ? octet + compact_steps(kDim) : written;
     }
 
     // By one warp. Lane b has the page of block b, -1: zeros. Eight lanes copy 128 bytes of a block at a time, whose address
@@ -130,12 +122,12 @@ struct Octet {
 // -- steps of the codes ------------------------------------------------------------------------------------------------
 
 // The channels of a KV head's sketch; lane c has the c-th, and the c + 32-th.
-template <int kDim, int kChannels, bool kCompact>
+template <int kDim, int kChannels, Format kFormat>
 class SketchSteps {
   public:
     __device__ SketchSteps(const sh_digests& digests, uint32_t head, float scale)
         : factor_(scale * log2_of_e / 16.0f) {  // sixteen steps in a range
-        if constexpr (kChannels > 0 && !kCompact) {
+        if constexpr (kChannels > 0 && kFormat == Format::minmax) {
 #pragma unroll
             for (uint32_t part = 0; part < kChannels / 32; ++part) {
                 const int64_t channel = digests.channels[uint64_t{head} * kChannels + part * 32 + threadIdx.x % 32];
@@ -147,8 +139,8 @@ class SketchSteps {
     // Of an octet of min/max digests, in float16, in the order in which `add_tokens` reads them; both in shared memory.
     template <class Element>
     __device__ void write(const char* octet, char* steps) const {
-        if constexpr (kChannels > 0 && !kCompact) {
-            using Here = Octet<kDim, kChannels, kCompact>;
+        if constexpr (kChannels > 0 && kFormat == Format::minmax) {
+            using Here = Octet<kDim, kChannels, kFormat>;
             const uint32_t to = step_place(threadIdx.x % 32) * 2;
 #pragma unroll
             for (uint32_t part = 0; part < kChannels / 32; ++part) {
@@ -170,11 +162,12 @@ class SketchSteps {
 
 // -- eight query heads -------------------------------------------------------------------------------------------------
 
-template <class Element, int kDim, int kChannels, bool kCompact>
+template <class Element, int kDim, int kChannels, Format kFormat>
 class HeadTile {
-    using Here = Octet<kDim, kChannels, kCompact>;
+    using Here = Octet<kDim, kChannels, kFormat>;
     static constexpr uint32_t dim_steps = kDim / 16;
     static constexpr uint32_t parts = kChannels / 32;
+    using Code = Codes<Here::code_bits>;
 
   public:
     // `query` of the tile's first head, of which there are `heads`, perhaps more than a tile takes.
@@ -190,29 +183,27 @@ class HeadTile {
 #pragma unroll
             for (uint32_t half = 0; half < 2; ++half) {
                 // a lane has four bytes of a group of middles in a row, so its products take channels in that order
-                const uint32_t word = words[step * 8 + (kCompact ? 2 * j + half : half * 4 + j)];
-                query_[step][half] = !exists ? 0 : kCompact ? as_float16(word) : word;
+                const uint32_t word = words[step * 8 + (Here::is_compact ? 2 * j + half : half * 4 + j)];
+                query_[step][half] = !exists ? 0 : Here::is_compact ? as_float16(word) : word;
             }
-            if constexpr (kCompact) {
+            if constexpr (Here::is_compact) {
                 const uint32_t zeros[4] = {minus_1152, minus_1152, minus_1152, minus_1152};
                 const float nothing[4] = {};
                 Float16::multiply_add(zeros_[step], zeros, query_[step][0], query_[step][1], nothing);
             }
         }
         if constexpr (kChannels > 0) {
-            load_constants(half_, 0);
-            load_constants(from_1024_, 1);
-            load_constants(from_64_, 2);
+            load_code_offsets<Here::code_bits>(offsets_);
             const int64_t* const channels = digests.channels + uint64_t{kv_head} * kChannels;
             const auto value = [&](uint32_t index) {
                 const float wide = widened<Element>(row[static_cast<uint32_t>(channels[index]) & (kDim - 1)]);
-                return exists ? within_float16(kCompact ? wide * scale_ : wide) : 0.0f;  // other steps are scaled already
+                return exists ? within_float16(Here::is_compact ? wide * scale_ * Code::steps : wide) : 0.0f;  // other steps are scaled
             };
 #pragma unroll
             for (uint32_t part = 0; part < parts; ++part) {
 #pragma unroll
                 for (uint32_t r = 0; r < 4; ++r) {
-                    const uint32_t first = part * 32 + j * 8 + code_of_pair(r);
+                    const uint32_t first = part * 32 + j * 8 + Code::channel(r);
                     sketch_[part][r] = Float16::pack(value(first), value(first + 4));
                 }
             }
@@ -244,7 +235,7 @@ class HeadTile {
     }
 
     __device__ float2 middles(uint32_t octet, const char* steps) const {
-        if constexpr (kCompact) return compact_middles(octet, steps);
+        if constexpr (Here::is_compact) return compact_middles(octet, steps);
         float product[4] = {};
 #pragma unroll
         for (uint32_t step = 0; step < dim_steps; ++step) {
@@ -298,19 +289,6 @@ class HeadTile {
         return make_float2(both(0), both(1));
     }
 
-    // Of eight codes the pairs (0, 4), (2, 6), (1, 5), (3, 7), in this order: the first two begin at the end of a byte.
-    static constexpr __device__ uint32_t code_of_pair(uint32_t r) { return r % 2 * 2 + r / 2; }
-
-    // Eight codes of a word become pairs of float16. The bits of a code are the end of a number: of one from 1024 on, or of
-    // the integer part of one from 64 on.
-    static __device__ void widen_codes(uint32_t (&pairs)[4], uint32_t word) {
-        constexpr uint32_t even = 0x000F000F, odd = 0x00F000F0, from_1024 = 0x64006400, from_64 = 0x54005400;
-        pairs[0] = masked_with(word, even, from_1024);
-        pairs[1] = masked_with(word >> 8, even, from_1024);
-        pairs[2] = masked_with(word, odd, from_64);
-        pairs[3] = masked_with(word >> 8, odd, from_64);
-    }
-
     // The logarithms of the blocks' sums.
     __device__ float2 by_codes(uint32_t octet, const char* steps) const {
         const uint32_t i = threadIdx.x % 32 / 4;
@@ -319,36 +297,49 @@ class HeadTile {
         for (uint32_t block = 0; block < octet_blocks; block += 2) {
             const uint32_t rows[4] = {i == block ? bfloat16_ones : 0, any_value(), i == block + 1 ? bfloat16_ones : 0,
                                       any_value()};
-            const uint32_t even = powers(octet, steps, block), odd = powers(octet, steps, block + 1);
+            uint32_t words[2][parts][Code::words];
+            load_words(words, octet, block);
+            const uint32_t even = powers(words[0], steps, block), odd = powers(words[1], steps, block + 1);
             BFloat16::multiply_add(sums, rows, transposed_matrix(even), transposed_matrix(odd));
         }
         return make_float2(fmaxf(fast_log2(sums[0]), -126.0f), fmaxf(fast_log2(sums[1]), -126.0f));
     }
 
+    // This lane's codes of two blocks.
+    static __device__ void load_words(uint32_t (&to)[2][parts][Code::words], uint32_t octet, uint32_t block) {
+        const uint32_t at = octet + Here::codes + block * Here::code_bytes + threadIdx.x % 32 * Here::code_row_bytes;
+#pragma unroll
+        for (uint32_t part = 0; part < parts; ++part) {
+#pragma unroll
+            for (uint32_t which = 0; which < 2; which += 4 / Code::words) {
+                uint32_t loaded[4];
+                load_matrices(loaded, at + which * Here::code_bytes + part * 16);
+#pragma unroll
+                for (uint32_t k = 0; k < 4; ++k) to[which + k / Code::words][part][k % Code::words] = loaded[k];
+            }
+        }
+    }
+
     // Of this lane's tokens of a block: the sum of their powers, two heads in bfloat16, which has the range of float32. At
     // most 2^123, so that eight lanes have a sum, and a number: zeros times anything else would reach the other blocks.
-    __device__ uint32_t powers(uint32_t octet, const char* steps, uint32_t block) const {
-        const uint32_t lane = threadIdx.x % 32;
+    __device__ uint32_t powers(const uint32_t (&words)[parts][Code::words], const char* steps, uint32_t block) const {
         uint32_t weights[parts][4];
         float tokens[2][4], middle[4] = {};
 #pragma unroll
         for (uint32_t part = 0; part < parts; ++part) {
-            const uint4 step = *reinterpret_cast<const uint4*>(steps + block * Here::step_stride + part * 64 + lane % 4 * 16);
-            weights[part][0] = multiply_halves(sketch_[part][0], step.x);
-            weights[part][1] = multiply_halves(sketch_[part][1], step.z);
-            weights[part][2] = multiply_halves(sketch_[part][2], step.y);
-            weights[part][3] = multiply_halves(sketch_[part][3], step.w);
-            Float16::multiply_add(middle, half_, weights[part][0], weights[part][1]);
-            Float16::multiply_add(middle, from_1024_, weights[part][0], weights[part][1]);
-            Float16::multiply_add(middle, from_64_, weights[part][2], weights[part][3]);
+            const uint32_t at = block * Here::step_stride + part * 64 + threadIdx.x % 4 * 16;
+            const uint4 read = *reinterpret_cast<const uint4*>(steps + at);
+            const uint32_t of_channels[4] = {read.x, read.y, read.z, read.w};
+#pragma unroll
+            for (uint32_t r = 0; r < 4; ++r) weights[part][r] = multiply_halves(sketch_[part][r], of_channels[Code::channel(r)]);
+            Float16::multiply_add(middle, offsets_[0], weights[part][0], weights[part][1]);
+            Float16::multiply_add(middle, offsets_[1], weights[part][0], weights[part][1]);
+            Float16::multiply_add(middle, offsets_[2], weights[part][2], weights[part][3]);
         }
 #pragma unroll
         for (uint32_t part = 0; part < parts; ++part) {
-            uint32_t words[4];  // of tokens i, i + 8, i + 16, i + 24
-            load_matrices(words, octet + Here::codes + block * Here::code_bytes + lane * Here::token_bytes + part * 16);
-            uint32_t codes[4][4];
-#pragma unroll
-            for (uint32_t quarter = 0; quarter < 4; ++quarter) widen_codes(codes[quarter], words[quarter]);
+            uint32_t codes[4][4];  // of tokens i, i + 8, i + 16, i + 24
+            Code::widen(codes, words[part]);
 #pragma unroll
             for (uint32_t r = 0; r < 4; r += 2) {
 #pragma unroll
@@ -372,11 +363,9 @@ class HeadTile {
 
     const float scale_, toward_, away_;
     uint32_t query_[dim_steps][2];
-    float zeros_[kCompact ? dim_steps : 1][4];  // products with bytes of 128, which stand for 0
+    float zeros_[Here::is_compact ? dim_steps : 1][4];  // products with bytes of 128, which stand for 0
     uint32_t sketch_[parts > 0 ? parts : 1][4];
-    // What codes are too large by, their middle of 7.5 included. Where they begin at 1024 there is no such number: half of
-    // one is another product.
-    uint32_t half_[4], from_1024_[4], from_64_[4];
+    uint32_t offsets_[3][4];  // what codes are too large by
 };
 
 }  // namespace sglang_hybrid::cuda

@@ -23,9 +23,9 @@ inline constexpr int no_shift = -1;
 inline constexpr uint32_t shifted_group = 2 * tile_heads;  // most query heads of a KV head
 
 // Dynamic shared memory: an octet and its steps for each shifting warp, then LSE and shift of every query head.
-template <int kDim, int kChannels, bool kCompact>
+template <int kDim, int kChannels, Format kFormat>
 struct LayerMemory {
-    using Here = Octet<kDim, kChannels, kCompact>;
+    using Here = Octet<kDim, kChannels, kFormat>;
     static constexpr uint32_t warp_bytes = Here::bytes + Here::step_bytes;
     static constexpr uint32_t shifting_threads = shifting_warps * 32;
     static constexpr uint32_t threads = shifting_threads + waiting_threads;
@@ -34,7 +34,7 @@ struct LayerMemory {
 };
 
 template <int kDim>
-struct LayerMemory<kDim, no_shift, false> {
+struct LayerMemory<kDim, no_shift, Format::minmax> {
     static constexpr uint32_t shifting_threads = 0, threads = waiting_threads, lses = 0;
     static constexpr uint32_t bytes(uint32_t heads) { return 2 * heads * uint32_t(sizeof(float)); }
 };
@@ -42,9 +42,9 @@ struct LayerMemory<kDim, no_shift, false> {
 // -- shift -------------------------------------------------------------------------------------------------------------
 
 // By one warp: `lse_shift` of the reference for one list, to shifts [group]. `octet`: room for one and its steps.
-template <class Element, int kDim, int kChannels, bool kCompact>
+template <class Element, int kDim, int kChannels, Format kFormat>
 __device__ void shift_of_list(const sh_finish_layer& args, uint32_t pair, char* octet, float* shifts) {
-    using Here = Octet<kDim, kChannels, kCompact>;
+    using Here = Octet<kDim, kChannels, kFormat>;
     const uint32_t lane = threadIdx.x % 32, group = args.wait.geometry.group, head = pair % args.digests.kv_heads;
     const auto count = static_cast<uint32_t>(min(max(args.counts[pair], 0), static_cast<int32_t>(args.most_misses)));
     if (count == 0) {
@@ -55,7 +55,7 @@ __device__ void shift_of_list(const sh_finish_layer& args, uint32_t pair, char* 
     const char* const steps = Here::steps(octet, written);
     const int32_t* const list = args.pages + uint64_t{pair} * args.most_misses;
     const uint64_t query = uint64_t{pair} * group * kDim * 2;
-    const SketchSteps<kDim, kChannels, kCompact> sketch(args.digests, head, args.scale);
+    const SketchSteps<kDim, kChannels, kFormat> sketch(args.digests, head, args.scale);
 
     // [real, predicted][tile][head 2j, 2j + 1]
     Mass mass[2][2][2];
@@ -76,7 +76,7 @@ __device__ void shift_of_list(const sh_finish_layer& args, uint32_t pair, char* 
             const uint32_t tile = i / 2, kind = i % 2;
             if (tile * tile_heads >= group) break;
             const auto* const asks = static_cast<const char*>(kind ? args.query_ahead : args.query) + query;
-            const HeadTile<Element, kDim, kChannels, kCompact> asked(
+            const HeadTile<Element, kDim, kChannels, kFormat> asked(
                 asks + tile * tile_heads * kDim * 2, group - tile * tile_heads, args.digests, head, args.scale, 0.0f);
             const float2 found = asked.estimate(shared_address(octet), steps);
             if (listed) {
@@ -102,10 +102,10 @@ __device__ void shift_of_list(const sh_finish_layer& args, uint32_t pair, char* 
 
 // -- kernel ------------------------------------------------------------------------------------------------------------
 
-template <class Element, int kDim, int kChannels, bool kCompact>
-__global__ void __launch_bounds__(LayerMemory<kDim, kChannels, kCompact>::threads, 1)
+template <class Element, int kDim, int kChannels, Format kFormat>
+__global__ void __launch_bounds__(LayerMemory<kDim, kChannels, kFormat>::threads, 1)
     finish_layer(const __grid_constant__ sh_finish_layer args) {
-    using Memory = LayerMemory<kDim, kChannels, kCompact>;
+    using Memory = LayerMemory<kDim, kChannels, kFormat>;
     extern __shared__ __align__(128) char shared[];
     __shared__ sh_mailbox_outcome outcome;
     const sh_mailbox_wait& wait = args.wait;
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(LayerMemory<kDim, kChannels, kCompact>::thread
         if (threadIdx.x < Memory::shifting_threads) {
             const uint32_t warp = threadIdx.x / 32;
             for (uint32_t head = warp; head < kv_heads; head += shifting_warps) {
-                shift_of_list<Element, kDim, kChannels, kCompact>(
+                shift_of_list<Element, kDim, kChannels, kFormat>(
                     args, row * kv_heads + head, shared + warp * Memory::warp_bytes, shifts + head * group);
             }
             sync_some<2>(Memory::threads);

@@ -15,10 +15,11 @@ inline constexpr uint32_t score_warps = 4;
 inline constexpr uint32_t score_threads = score_warps * 32;
 inline constexpr uint32_t most_score_entries = 1024;  // of a batch: their octet counts are in shared memory
 
-template <int kDim, int kChannels, bool kCompact>
+template <int kDim, int kChannels, Format kFormat>
 struct ScoreMemory {
-    using Here = Octet<kDim, kChannels, kCompact>;
-    static constexpr uint32_t stages = kChannels == 0 ? 3 : 2;
+    using Here = Octet<kDim, kChannels, kFormat>;
+    // enough on its way to fill the memory's pipeline: octets of fewer bytes are more in number
+    static constexpr uint32_t stages = Here::bytes > 5000 ? 2 : 3;
     static constexpr uint32_t warp_bytes = stages * Here::bytes + Here::step_bytes;
     static constexpr uint32_t octets = 0;
     static constexpr uint32_t before = score_warps * warp_bytes;  // [batch + 1], then two words
@@ -106,12 +107,12 @@ class PairBlocks {
 
 // By each warp: every n-th octet from `first` to `end` of a pair. A page that somebody filled with NaN has estimates that
 // are lower than all others.
-template <class Element, int kDim, int kChannels, bool kCompact, int kTiles>
+template <class Element, int kDim, int kChannels, Format kFormat, int kTiles>
 __device__ void estimate_octets(const sh_score_blocks& args, char* shared, uint32_t entry, uint32_t pair, uint32_t first,
                                 uint32_t end) {
-    using Memory = ScoreMemory<kDim, kChannels, kCompact>;
-    using Here = Octet<kDim, kChannels, kCompact>;
-    using Tile = HeadTile<Element, kDim, kChannels, kCompact>;
+    using Memory = ScoreMemory<kDim, kChannels, kFormat>;
+    using Here = Octet<kDim, kChannels, kFormat>;
+    using Tile = HeadTile<Element, kDim, kChannels, kFormat>;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = pair % args.digests.kv_heads;
     char* const mine = shared + warp * Memory::warp_bytes;
     char* const written = mine + Memory::stages * Here::bytes;
@@ -134,7 +135,7 @@ __device__ void estimate_octets(const sh_score_blocks& args, char* shared, uint3
     PairBlocks::Block next = block_of(first + warp + (Memory::stages - 1) * score_warps);
 
     const auto* const query = static_cast<const char*>(args.query) + uint64_t{pair} * args.group * kDim * 2;
-    const SketchSteps<kDim, kChannels, kCompact> sketch(args.digests, head, args.scale);
+    const SketchSteps<kDim, kChannels, kFormat> sketch(args.digests, head, args.scale);
     const Tile low(query, args.group, args.digests, head, args.scale, args.spread);
     const uint32_t behind = args.group > tile_heads ? args.group - tile_heads : 0;
     const Tile high(query + (kTiles > 1 && behind ? tile_heads * kDim * 2 : 0), behind, args.digests, head, args.scale,
@@ -152,7 +153,7 @@ __device__ void estimate_octets(const sh_score_blocks& args, char* shared, uint3
 
         char* const here = mine + stage * Here::bytes;
         const char* const steps = Here::steps(here, written);
-        if constexpr (!kCompact) {
+        if constexpr (!Here::is_compact) {
             sketch.template write<Element>(here, written);
             __syncwarp();
         }
@@ -255,9 +256,9 @@ __device__ inline bool completes(uint32_t& arrived, uint32_t brought, uint32_t o
 }
 
 // Shared memory has room for three CTAs on a processor: more registers than they leave would cost one of them.
-template <class Element, int kDim, int kChannels, bool kCompact, int kTiles>
+template <class Element, int kDim, int kChannels, Format kFormat, int kTiles>
 __global__ void __launch_bounds__(score_threads, kTiles == 1 ? 3 : 2) score_blocks(const __grid_constant__ sh_score_blocks args) {
-    using Memory = ScoreMemory<kDim, kChannels, kCompact>;
+    using Memory = ScoreMemory<kDim, kChannels, kFormat>;
     extern __shared__ __align__(128) char shared[];
     const uint32_t heads = args.digests.kv_heads, active = active_of(args.step.active_rows, args.step.batch);
     auto* const before = reinterpret_cast<uint32_t*>(shared + Memory::before);
@@ -277,7 +278,7 @@ __global__ void __launch_bounds__(score_threads, kTiles == 1 ? 3 : 2) score_bloc
         const uint32_t octets = before[entry + 1] - before[entry], in_entry = at - before[entry] * heads;
         const uint32_t pair = entry * heads + in_entry / octets, first = in_entry % octets;
         const uint32_t last = min(octets, first + (end - at));
-        estimate_octets<Element, kDim, kChannels, kCompact, kTiles>(args, shared, entry, pair, first, last);
+        estimate_octets<Element, kDim, kChannels, kFormat, kTiles>(args, shared, entry, pair, first, last);
         if (completes(args.arrived[pair], last - first, octets, before[args.step.batch + 1])) {
             finish_pair<kTiles>(args, entry, pair, reinterpret_cast<float*>(shared));  // octets are no longer needed
         }

@@ -11,9 +11,9 @@ inline constexpr uint32_t shift_heads = 16;
 
 // A CTA for each (batch entry, KV head). Even warps ask with the real query, odd ones with the predicted one; two of them
 // take an octet of the list.
-template <class Element, int kDim, int kChannels, bool kCompact>
+template <class Element, int kDim, int kChannels, Format kFormat>
 __global__ void __launch_bounds__(shift_threads, 3) shift_lse(const __grid_constant__ sh_shift_lse args) {
-    using Here = Octet<kDim, kChannels, kCompact>;
+    using Here = Octet<kDim, kChannels, kFormat>;
     extern __shared__ __align__(128) char shared[];
     __shared__ Mass masses[shift_warps][shift_heads];
     const uint32_t heads = args.digests.kv_heads, pair = blockIdx.x, head = pair % heads;
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(shift_threads, 3) shift_lse(const __grid_const
     const int32_t* const list = args.pages + uint64_t{pair} * args.most_misses;
     const auto* const query = static_cast<const char*>(warp % 2 ? args.query_ahead : args.query) +
                               uint64_t{pair} * args.group * kDim * 2;
-    const SketchSteps<kDim, kChannels, kCompact> sketch(args.digests, head, args.scale);
+    const SketchSteps<kDim, kChannels, kFormat> sketch(args.digests, head, args.scale);
 
     Mass mass[2][2] = {{Mass::none(), Mass::none()}, {Mass::none(), Mass::none()}};  // [tile][head 2j, 2j + 1]
     for (uint32_t first = warp / 2 * octet_blocks; first < count; first += shift_warps / 2 * octet_blocks) {
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(shift_threads, 3) shift_lse(const __grid_const
 #pragma unroll
         for (uint32_t tile = 0; tile < 2; ++tile) {
             if (tile * tile_heads >= args.group) break;
-            const HeadTile<Element, kDim, kChannels, kCompact> asked(
+            const HeadTile<Element, kDim, kChannels, kFormat> asked(
                 query + tile * tile_heads * kDim * 2, args.group - tile * tile_heads, args.digests, head, args.scale, 0.0f);
             const float2 found = asked.estimate(shared_address(octet), steps);
             if (listed) {
