@@ -10,8 +10,8 @@ with the encoded digests, since a reader has no others; they have four bits, but
              with the encoding too; ``worst layer``: of the layer where it is least
     lost     of the true attention, the share that the selection loses against that of bfloat16 digests
 
-``bytes`` are those of a block's digest and ``code_bits`` those of its codes, with head_dim 128 and 32 sketch channels. Rows ``outliers`` have keys with a
-constant of 64 added in two channels, as models with a bias on keys have them.
+``bytes`` are those of a block's digest with head_dim 128 and 32 sketch channels, ``code_bits`` those of a code. Rows
+``outliers`` have keys with a constant of 64 added in two channels, as models with a bias on keys have them.
 """
 
 from __future__ import annotations

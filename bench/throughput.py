@@ -267,7 +267,7 @@ def selected_of(configuration: Configuration) -> Selected:
     settings = configuration.parsed()
     resident = settings.budget_tokens if settings.resident_tokens == "auto" else int(settings.resident_tokens)
     compact = settings.digest_dtype == "int8"
-    return Selected(resident, settings.sketch_channels, settings.block_tokens, compact)
+    return Selected(resident, settings.sketch_channels, settings.block_tokens, compact, settings.sketch_bits)
 
 
 def _rows(batches: list[int | str], capacity: Capacity) -> list[int]:
