@@ -15,6 +15,7 @@ from sglang_hybrid.integration.session_flags import add_model_flags, session_fla
 
 TASKS = ("text", "needle", "multi-needle", "lines")
 _BASELINE = "full attention"
+_OF_PREFILL = ("block_tokens", "digest", "digest_dtype", "sketch_channels", "sketch_bits")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,7 +47,8 @@ def _evaluate(options: argparse.Namespace, command: str) -> int:
     # the kernels are told once how long a list can be
     budget = max(variant.config.budget_tokens for variant in variants)
     console.print("loading the model")
-    session = ModelSession(session_flags(options, [f"budget_tokens={budget}", "prediction=none"]))
+    shared = _settings_of_prefill([variant.config for variant in variants[1:]])
+    session = ModelSession(session_flags(options, [*shared, f"budget_tokens={budget}", "prediction=none"]))
     _choose_channels(session, variants)
     prompts = make_prompts(options, session.tokenizer)
     longest = max(len(prompt.ids) for prompt in prompts) + options.decode_tokens
@@ -82,6 +84,18 @@ def _evaluate(options: argparse.Namespace, command: str) -> int:
     for path in write_report(options.out, runs, command):
         print(path)
     return 0
+
+
+def _settings_of_prefill(runs: Sequence[HybridConfig]) -> list[str]:
+    """What prefill does by settings, which all runs share: digests and sketches. Raises InputError if they differ."""
+    for name in _OF_PREFILL:
+        values = {str(getattr(config, name)) for config in runs}
+        if len(values) > 1:
+            raise InputError(
+                f"runs differ in {name} ({', '.join(sorted(values))}), which prefill works by, and all runs share one: "
+                "compare them in evaluations of their own"
+            )
+    return [f"{name}={getattr(runs[0], name)}" for name in _OF_PREFILL]
 
 
 def _choose_channels(session: Any, variants: Sequence[Any]) -> None:
