@@ -10,7 +10,8 @@ prefilled in one piece. A step is timed by CUDA events around SGLang's forward p
 server runs beside it, does not count. Variants change settings of the hybrid backend behind the same prompts; the
 first measurement is always that of the flags. throughput.py measures whole servers and takes longer.
 
-`--turn FILE`: load the model, then wait until no other run holds the file: runs can start together.
+`--turn FILE`: load the model, then wait until no other run holds the file: runs can start together. With `--rounds N`
+they measure N times, in turn, so that what changes on the machine meanwhile does not speak for either.
 """
 
 from __future__ import annotations
@@ -186,6 +187,33 @@ def trace(rows: Rows, path: Path) -> None:
     profiled.export_chrome_trace(str(path))
 
 
+def measure_points(
+    session: ModelSession, prompts: Prompts, points: list[dict[str, Any]], args: argparse.Namespace
+) -> None:
+    """Adds to ``points``, and writes them down after each."""
+    for number, (tokens, count) in enumerate(map(point_of, args.points.split(","))):
+        rows = Rows(session, prompts.rows(tokens, count, count))
+        points.append(measure(session, rows, tokens, count, "", args))
+        if args.trace:
+            trace(rows, args.trace / f"trace-{tokens}-{count}.json.gz")
+        for variant in filter(None, args.variants.split(";") if number == 0 else []):
+            session.use(load_config(None, [*settings_of(args.flags), *variant.split(",")]))
+            session.runner.init_cuda_graphs()
+            points.append(measure(session, rows, tokens, count, variant, args))
+        if args.main_lane:
+            settings = [*settings_of(args.flags), "prediction=none", "cpu_share=1", "dense=never"]
+            session.use(load_config(None, settings))
+            session.runner.init_cuda_graphs()
+            rows.steps(2)  # something is resident then
+            with main_lane_alone(session):
+                session.runner.init_cuda_graphs()
+                points.append(measure(session, rows, tokens, count, "main lane alone", args))
+        if args.main_lane or (args.variants and number == 0):
+            session.use(config_from_environment())
+            session.runner.init_cuda_graphs()
+        write_result(NAME, {"flags": args.flags, "points": points}, args.out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
@@ -194,6 +222,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=32, help="steps before those that are measured (default 32)")
     parser.add_argument("--steps", type=int, default=48, help="measured steps (default 48)")
     parser.add_argument("--turn", type=Path)
+    parser.add_argument("--rounds", type=int, default=1, help="measure everything that often, letting others go first")
     parser.add_argument("--trace", type=Path, help="write traces of three steps of each point into this folder")
     parser.add_argument(
         "--main-lane", action="store_true", help="measure each point also without scout, gather and recall lanes"
@@ -205,28 +234,11 @@ def main() -> None:
     fixed = ("--skip-tokenizer-init", "--sampling-backend", "pytorch", "--cuda-graph-backend-prefill", "disabled")
     session = ModelSession(["--model-path", str(args.model), *fixed, *args.flags])
     prompts, points = Prompts(args.model, seed=0), []
-    with turn(args.turn):
-        for number, (tokens, count) in enumerate(map(point_of, args.points.split(","))):
-            rows = Rows(session, prompts.rows(tokens, count, count))
-            points.append(measure(session, rows, tokens, count, "", args))
-            if args.trace:
-                trace(rows, args.trace / f"trace-{tokens}-{count}.json.gz")
-            for variant in filter(None, args.variants.split(";") if number == 0 else []):
-                session.use(load_config(None, [*settings_of(args.flags), *variant.split(",")]))
-                session.runner.init_cuda_graphs()
-                points.append(measure(session, rows, tokens, count, variant, args))
-            if args.main_lane:
-                settings = [*settings_of(args.flags), "prediction=none", "cpu_share=1", "dense=never"]
-                session.use(load_config(None, settings))
-                session.runner.init_cuda_graphs()
-                rows.steps(2)  # something is resident then
-                with main_lane_alone(session):
-                    session.runner.init_cuda_graphs()
-                    points.append(measure(session, rows, tokens, count, "main lane alone", args))
-            if args.main_lane or (args.variants and number == 0):
-                session.use(config_from_environment())
-                session.runner.init_cuda_graphs()
-            write_result(NAME, {"flags": args.flags, "points": points}, args.out)
+    print("loaded", flush=True)
+    for _ in range(args.rounds):
+        with turn(args.turn):
+            measure_points(session, prompts, points, args)
+        time.sleep(1)  # whoever waits for the turn gets it
 
 
 if __name__ == "__main__":
