@@ -201,11 +201,11 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = 32
     sketch_bits: Annotated[
-        Literal[2, 4],
+        Literal[2, 3, 4],
         Meta(
-            description="Bits of each of these channels. 2 take half the memory and half the time to read them, and "
-            "select a little less well; they need sketch_channels that are a multiple of 8, and on a GPU digest_dtype "
-            "int8."
+            description="Bits of each of these channels. Fewer take less memory and less time to read, and select a "
+            "little less well. 3 need sketch_channels that are a multiple of 32 and 2 a multiple of 8; on a GPU both "
+            "need digest_dtype int8."
         ),
     ] = 4
     host_memory: Annotated[
@@ -359,10 +359,11 @@ def _compact_digests_need_sketches(digest_dtype: str, sketch_channels: int) -> s
     return "digest_dtype int8 needs sketch_channels that are a multiple of 8"
 
 
-def _two_bits_come_in_words(sketch_bits: int, sketch_channels: int) -> str | None:
-    if sketch_bits == 4 or sketch_channels % 8 == 0:
+def _few_bits_come_in_words(sketch_bits: int, sketch_channels: int) -> str | None:
+    multiple = {2: 8, 3: 32, 4: 2}[sketch_bits]
+    if sketch_channels % multiple == 0:
         return None
-    return "sketch_bits 2 needs sketch_channels that are a multiple of 8"
+    return f"sketch_bits {sketch_bits} needs sketch_channels that are a multiple of {multiple}"
 
 
 def _budget_is_whole_blocks(budget_tokens: int, block_tokens: int) -> str | None:
@@ -394,7 +395,7 @@ _RULES: tuple[Callable[..., str | None], ...] = (
     _calibration_needs_a_profile,
     _sketches_lie_within_extremes,
     _compact_digests_need_sketches,
-    _two_bits_come_in_words,
+    _few_bits_come_in_words,
     _budget_is_whole_blocks,
     _budget_holds_what_is_always_selected,
 )

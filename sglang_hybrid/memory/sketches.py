@@ -37,7 +37,7 @@ class Sketches:
         device: str,
         bits: int = reference.SKETCH_BITS,
     ) -> None:
-        assert channels % 2 == 0 and (bits == 4 or channels % 8 == 0)  # some share a byte
+        assert channels % {2: 8, 3: 32, 4: 2}[bits] == 0  # so many share some bytes
         self.channels = channels
         self._shape, self._bits = (heads, channels), bits
         rows = page_tokens * bits // 4

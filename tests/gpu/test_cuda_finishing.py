@@ -172,14 +172,12 @@ class Layer:
 
     number = 1
 
-    def __init__(
-        self, dtype: str, kv_heads: int, group: int, dim: int, channels: int, compact: bool = False, bits: int = 4
-    ) -> None:
+    def __init__(self, dtype: str, kv_heads: int, group: int, dim: int, channels: int, compact: bool = False) -> None:
         self.host = Host(dtype, kv_heads, group, dim)
         self.shape = (self.host.rows, kv_heads * group, dim)
         keys, values = self.host.pool[0, self.number], self.host.pool[1, self.number]
         self.pool = HostPool(device_digests.RegisteredRegion(self.host.memory), keys, values)
-        of_digests = DigestShape(1, kv_heads, group, dim, channels, 1, self.host.dtype, compact, bits)
+        of_digests = DigestShape(1, kv_heads, group, dim, channels, 1, self.host.dtype, compact)
         self.digests: LayerDigests = summaries(keys, of_digests, 0)
         self.lists = self.new_lists(0)
         self.query = torch.zeros(self.shape, dtype=self.host.dtype, device=DEVICE)
@@ -260,12 +258,11 @@ LAYERS = [
     ("bfloat16", 1, 8, 128, 0),
     ("bfloat16", 3, 5, 128, 32, True),
     ("float16", 2, 12, 64, 64, True),
-    ("bfloat16", 3, 5, 128, 32, True, 2),
 ]
 
 
 @pytest.mark.parametrize("shape", LAYERS, ids=str)
-def test_a_layer_is_finished_as_by_three_kernels(shape: tuple[str, int, int, int, int, bool, int]) -> None:
+def test_a_layer_is_finished_as_by_three_kernels(shape: tuple[str, int, int, int, int, bool]) -> None:
     layer = Layer(*shape)
     host, lists = layer.host, layer.lists
     with host.engine():

@@ -277,12 +277,14 @@ def test_a_budget_that_cannot_hold_sink_recent_and_tail_is_refused_with_the_leas
     assert load_config(file, ["budget_tokens=160"]).budget_tokens == 160
 
 
-def test_sketches_of_two_bits_need_whole_words_of_channels():
+def test_sketches_of_few_bits_need_whole_words_of_channels():
     assert load_config(None, ["sketch_bits=2", "sketch_channels=24"]).sketch_bits == 2
     assert load_config(None, ["sketch_bits=2", "sketch_channels=0"]).sketch_channels == 0
     problem = problem_of(overrides=["sketch_bits=2", "sketch_channels=12"])
     assert "sketch_bits 2 needs sketch_channels that are a multiple of 8" in problem
-    assert "must be" in problem_of(overrides=["sketch_bits=3"])
+    problem = problem_of(overrides=["sketch_bits=3", "sketch_channels=24"])
+    assert "sketch_bits 3 needs sketch_channels that are a multiple of 32" in problem
+    assert "must be" in problem_of(overrides=["sketch_bits=1"])
 
 
 def test_a_budget_of_the_tail_alone_is_legal():

@@ -30,7 +30,10 @@ SH_CUDA_API int sh_cuda_finish_layer(const sh_finish_layer* args, cudaStream_t s
     return for_element(shape, [&](auto element) {
         return for_shape(shape, [&](auto dim, auto channels, auto format) {
             if (!args->query_ahead) return launch_finish<decltype(element), dim(), no_shift, Format::minmax>(*args, stream);
-            return launch_finish<decltype(element), dim(), channels(), format()>(*args, stream);
+            // this kernel is not in a decode step any more: other formats are left out
+            constexpr bool is_there = format() == Format::minmax || format() == Format::compact;
+            if constexpr (is_there) return launch_finish<decltype(element), dim(), channels(), format()>(*args, stream);
+            return cudaErrorInvalidValue;
         });
     });
 }

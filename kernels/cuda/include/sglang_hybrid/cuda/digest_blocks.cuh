@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
+#include "sglang_hybrid/cuda/code_words.cuh"
 #include "sglang_hybrid/cuda/compact.cuh"
 #include "sglang_hybrid/cuda/halves.cuh"
 #include "sglang_hybrid/cuda/selection_api.h"
@@ -9,9 +10,6 @@
 namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t digest_threads = 128;
-// Codes of tokens that are not there yet: next to the middle of the range, on either side of it in turn. Of four bits, of two.
-inline constexpr uint8_t middle_codes = 0x87, middle_codes_2 = 0x99;
-
 struct SharedBlock {
     uint16_t keys[block_tokens * max_head_dim];
     float highest[max_head_dim];
@@ -23,18 +21,6 @@ __device__ inline uint32_t code_of(float value, float highest, float lowest, uin
     const float step = (highest - lowest) / float(levels);
     return static_cast<uint32_t>(fminf(fmaxf((value - lowest) / step, 0.0f), float(levels - 1)));
 }
-
-// A byte of a block's codes: of which token, and its first channel.
-struct CodePlace {
-    uint32_t token, channel;
-
-    // Of two bits, bytes of tokens t and t + 16 take turns.
-    __device__ static CodePlace of(uint32_t byte, uint32_t row_bytes, uint32_t bits) {
-        const uint32_t row = byte / row_bytes, in_row = byte % row_bytes;
-        if (bits == 4) return {row, in_row * 2};
-        return {row + in_row % 2 * (block_tokens / 2), in_row / 2 * 4};
-    }
-};
 
 // By a whole CTA: the compact digest of a block whose extremes are known. They become what a reader will make of it: codes
 // are places in that range. head_dim is a multiple of 32, so that warps have no idle lanes.
@@ -97,23 +83,18 @@ __device__ void digest_block(SharedBlock& block, uint32_t filled, const sh_diges
     if (!to.channel_count) return;
     if (to.compact) write_compact(block, to, index, head);
     __syncthreads();
-    const uint32_t bits = to.code_bits, in_byte = 8 / bits, row_bytes = to.channel_count / 2;
-    const uint32_t code_bytes = block_tokens * bits / 4 * row_bytes;
-    uint8_t* const codes = to.codes + index * code_bytes;
+    const uint32_t bits = to.code_bits;
     const int64_t* const channels = to.channels + uint64_t{head} * to.channel_count;
-    for (uint32_t byte = threadIdx.x; byte < code_bytes; byte += blockDim.x) {
-        const CodePlace place = CodePlace::of(byte, row_bytes, bits);
-        uint32_t all = bits == 4 ? middle_codes : middle_codes_2;
-        if (place.token < filled) {
-            all = 0;
-            for (uint32_t i = 0; i < in_byte; ++i) {
-                const uint32_t channel = min(static_cast<uint32_t>(channels[place.channel + i]), dim - 1);
-                const float value = widened<Element>(block.keys[place.token * dim + channel]);
-                all |= code_of(value, block.highest[channel], block.lowest[channel], 1u << bits) << (bits * i);
-            }
-        }
-        codes[byte] = static_cast<uint8_t>(all);
-    }
+    // Tokens that are not there yet are next to the middle of the range, on either side of it in turn.
+    const auto code = [&](uint32_t token, uint32_t which) {
+        if (token >= filled) return (1u << (bits - 1)) - 1 + which % 2;
+        const uint32_t channel = min(static_cast<uint32_t>(channels[which]), dim - 1);
+        const float value = widened<Element>(block.keys[token * dim + channel]);
+        return code_of(value, block.highest[channel], block.lowest[channel], 1u << bits);
+    };
+    uint8_t* const codes = to.codes + index * block_tokens * to.channel_count * bits / 8;
+    const uint32_t units = code_units(bits, to.channel_count);
+    for (uint32_t i = threadIdx.x; i < units; i += blockDim.x) write_codes(codes, i, bits, to.channel_count, code);
 }
 
 // A CTA for each (page of the list, KV head).

@@ -4,7 +4,7 @@
 //
 //   digests   A (16 x D)   rows 0 to 7 are the maxima of blocks 0 to 7, rows 8 to 15 their minima
 //             B (D x 8)    the queries              -> C: lane has block i's q . max and q . min of heads 2j, 2j + 1
-//   codes     A (16 x C)   16 tokens of one block, four or two bits each turned into float16 (codes.cuh)
+//   codes     A (16 x C)   16 tokens of one block, two to four bits each turned into float16 (codes.cuh)
 //             B (C x 8)    the queries, times the block's steps in those channels
 //                          -> C: lane has tokens i, i + 8 of heads 2j, 2j + 1; twice for the 32 tokens of a block
 //
@@ -79,10 +79,8 @@ struct Octet {
     // In shared memory. An odd number of 16-byte chunks, so that a matrix load finds those of eight blocks in different
     // banks.
     static constexpr uint32_t digest_stride = digest_bytes + 16;
-    static constexpr uint32_t code_bits = kFormat == Format::coarse ? 2 : 4;
-    static constexpr uint32_t code_row_bytes = kChannels / 2;  // of a token, or of two
-    static constexpr uint32_t code_rows = block_tokens * code_bits / 4;
-    static constexpr uint32_t code_bytes = code_rows * code_row_bytes;
+    static constexpr uint32_t code_bits = code_bits_of(kFormat);
+    static constexpr uint32_t code_bytes = block_tokens * kChannels * code_bits / 8;
     static constexpr uint32_t codes = octet_blocks * digest_stride;  // where they begin
     static constexpr uint32_t bytes = codes + octet_blocks * code_bytes;
     static constexpr uint32_t step_bytes = is_compact ? 0 : octet_blocks * kChannels * 2;  // of a warp, beside its octets
@@ -298,26 +296,11 @@ class HeadTile {
             const uint32_t rows[4] = {i == block ? bfloat16_ones : 0, any_value(), i == block + 1 ? bfloat16_ones : 0,
                                       any_value()};
             uint32_t words[2][parts][Code::words];
-            load_words(words, octet, block);
+            Code::load(words, octet + Here::codes + block * Here::code_bytes);
             const uint32_t even = powers(words[0], steps, block), odd = powers(words[1], steps, block + 1);
             BFloat16::multiply_add(sums, rows, transposed_matrix(even), transposed_matrix(odd));
         }
         return make_float2(fmaxf(fast_log2(sums[0]), -126.0f), fmaxf(fast_log2(sums[1]), -126.0f));
-    }
-
-    // This lane's codes of two blocks.
-    static __device__ void load_words(uint32_t (&to)[2][parts][Code::words], uint32_t octet, uint32_t block) {
-        const uint32_t at = octet + Here::codes + block * Here::code_bytes + threadIdx.x % 32 * Here::code_row_bytes;
-#pragma unroll
-        for (uint32_t part = 0; part < parts; ++part) {
-#pragma unroll
-            for (uint32_t which = 0; which < 2; which += 4 / Code::words) {
-                uint32_t loaded[4];
-                load_matrices(loaded, at + which * Here::code_bytes + part * 16);
-#pragma unroll
-                for (uint32_t k = 0; k < 4; ++k) to[which + k / Code::words][part][k % Code::words] = loaded[k];
-            }
-        }
     }
 
     // Of this lane's tokens of a block: the sum of their powers, two heads in bfloat16, which has the range of float32. At

@@ -14,7 +14,7 @@
 // Digests and codes of one layer, for every page of the pool.
 struct sh_digests {
     void* digests;            // [page][KV head][max, min][head_dim] of `dtype`; or compact, see compact.cuh
-    uint8_t* codes;           // [page][KV head][32][channels / 2], of two bits [page][KV head][16][channels / 2]; null: none
+    uint8_t* codes;           // [page][KV head][8 * code_bits][channels / 2], see code_words.cuh; null without sketches
     const int64_t* channels;  // [KV head][channel_count]
     uint32_t pages;
     uint32_t kv_heads;
@@ -22,7 +22,7 @@ struct sh_digests {
     uint32_t channel_count;  // 0 without sketches
     uint32_t dtype;          // DType of the model, 16 bits
     uint32_t compact;        // whether digests are; needs sketches
-    uint32_t code_bits;      // 4, or 2 beside compact digests
+    uint32_t code_bits;      // 4, or beside compact digests 3 or 2
     uint32_t unused;
 };
 
