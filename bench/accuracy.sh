@@ -31,5 +31,12 @@ sglang-hybrid eval --dtype float32 --tasks text --windows 4 --decode-tokens 64 -
     --run "1024: $SMALL" \
     --run "1024, every 4th step: $SMALL score_interval=4"
 
+for BITS in 3:three 2:two; do
+    sglang-hybrid eval --dtype float32 --tasks text --windows 4 --decode-tokens 64 \
+        --out "bench/results/eval-${BITS#*:}-bits" \
+        --run "2048: $DEFAULT digest_dtype=int8 sketch_bits=${BITS%:*}" \
+        --run "1024: $SMALL digest_dtype=int8 sketch_bits=${BITS%:*}"
+done
+
 sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 4096 6144 --repeats 2 \
     --out bench/results/eval-retrieval --run "1024, calibrated: $SMALL"

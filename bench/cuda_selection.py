@@ -204,7 +204,7 @@ def main() -> None:
     print(f"device to device: {copied / 1e9:.0f} GB/s", flush=True)
     rows = [scoring(batch, 1024, 32, copied) for batch in (64, 32, 8, 1)]
     rows += [scoring(batch, 1024, 32, copied, compact=True) for batch in (64, 32, 8, 1)]
-    rows += [scoring(batch, 1024, 32, copied, compact=True, bits=2) for batch in (64, 32, 8, 1)]
+    rows += [scoring(batch, 1024, 32, copied, compact=True, bits=bits) for bits in (3, 2) for batch in (64, 32, 8, 1)]
     rows += [scoring(8, 8192, 32, copied, compact=True)]
     rows += [scoring(64, 1024, 0, copied), scoring(64, 1024, 64, copied), scoring(8, 8192, 32, copied)]
     rows += [scoring(64, 1024, 32, copied, second_level=256), scoring(8, 1024, 32, copied, second_level=256)]

@@ -42,7 +42,7 @@ BUDGETS = (2048, 1024)
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
 OUTLIER = 64.0
-COARSE = "; codes of 2 bits"
+FEWER_BITS = {f"; codes of {bits} bits": bits for bits in (3, 2)}
 
 
 class Recorder(FullPolicy):
@@ -150,13 +150,14 @@ ENCODINGS: dict[str, tuple[int, Encoding]] = {
     "bfloat16": (512, lambda digests, _: digests),
     **{name: (size, lambda digests, _, way=way: way(digests)) for name, (size, way) in PLAIN.items()},
     "middle int8, a scale for 16 channels; steps float16": (reference.compact_bytes(128, 32), in_groups),
-    f"bfloat16{COARSE}": (512, lambda digests, _: digests),
-    f"middle int8, a scale for 16 channels; steps float16{COARSE}": (reference.compact_bytes(128, 32), in_groups),
 }
+for _codes in FEWER_BITS:
+    for _name in ("bfloat16", "middle int8, a scale for 16 channels; steps float16"):
+        ENCODINGS[_name + _codes] = ENCODINGS[_name]
 
 
 def code_bits(encoding: str) -> int:
-    return 2 if encoding.endswith(COARSE) else 4
+    return next((bits for end, bits in FEWER_BITS.items() if encoding.endswith(end)), 4)
 
 
 # -- agreement -------------------------------------------------------------------------------
