@@ -206,7 +206,7 @@ def _three_bits(codes: torch.Tensor) -> torch.Tensor:
 def _of_three_bits(codes: torch.Tensor, channels: int) -> torch.Tensor:
     """The other way: bytes ``[..., 3T / 4, C / 2]`` -> codes ``[..., T, C]``."""
     shape, tokens = codes.shape[:-2], codes.shape[-2] * 4 // 3
-    ordered = codes.contiguous().view(*shape, -1).view(torch.int32).view(*shape, channels // 32, 3 * tokens)
+    ordered = codes.contiguous().flatten(-2).view(torch.int32).view(*shape, channels // 32, 3 * tokens)
     two, last = ordered.split((2 * tokens, tokens), dim=-1)
     words = torch.cat((two.unflatten(-1, (-1, 2)), last.unsqueeze(-1)), dim=-1)  # [..., part, lane, word]
     halves = torch.stack((words & 0xFFFF, words >> 16 & 0xFFFF), dim=-2)  # [..., part, lane, half, word]

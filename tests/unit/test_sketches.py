@@ -202,6 +202,7 @@ def test_codes_tell_every_token_its_part_of_the_range(bits: int, count: int):
     expected = places.gather(3, channels[None, :, None, :].expand(PAGES, -1, TOKENS, -1))
     assert torch.equal(reference.read_codes(codes, count, bits), expected.to(torch.uint8))
     assert torch.equal(reference.read_codes(codes[None], count, bits)[0], expected.to(torch.uint8))
+    assert reference.read_codes(codes[:0], count, bits).shape == (0, HEADS, TOKENS, count)  # of a row without blocks
     if bits == 2:  # in which order kernels use them
         byte = codes[:, :, 1, 6 // 4 * 2 + 1]  # of token 3 of 4
         assert torch.equal(byte >> 4 & 3, expected[:, :, 3, 6].to(torch.uint8))
