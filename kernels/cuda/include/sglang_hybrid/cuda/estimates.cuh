@@ -193,9 +193,10 @@ class HeadTile {
         if constexpr (kChannels > 0) {
             load_code_offsets<Here::code_bits>(offsets_);
             const int64_t* const channels = digests.channels + uint64_t{kv_head} * kChannels;
+            const float factor = Here::is_compact ? scale_ * Code::steps : 1.0f;  // other steps have it already
             const auto value = [&](uint32_t index) {
                 const float wide = widened<Element>(row[static_cast<uint32_t>(channels[index]) & (kDim - 1)]);
-                return exists ? within_float16(Here::is_compact ? wide * scale_ * Code::steps : wide) : 0.0f;  // other steps are scaled
+                return exists ? within_float16(wide * factor) : 0.0f;
             };
 #pragma unroll
             for (uint32_t part = 0; part < parts; ++part) {
