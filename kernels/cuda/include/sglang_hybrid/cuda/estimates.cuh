@@ -54,6 +54,16 @@ struct Mass {
         sum = sum * relative(maximum, highest) + relative(logit, highest);
         maximum = highest;
     }
+    template <uint32_t kCount>
+    __device__ void add(const float (&logits)[kCount]) {
+        float highest = maximum;
+#pragma unroll
+        for (uint32_t i = 0; i < kCount; ++i) highest = fmaxf(highest, logits[i]);
+        sum *= relative(maximum, highest);
+#pragma unroll
+        for (uint32_t i = 0; i < kCount; ++i) sum += relative(logits[i], highest);
+        maximum = highest;
+    }
     __device__ Mass with_any(const Mass& other) const {
         const float highest = fmaxf(maximum, other.maximum);
         return {highest, sum * relative(maximum, highest) + other.sum * relative(other.maximum, highest)};

@@ -185,21 +185,34 @@ __device__ void estimate_octets(const sh_score_blocks& args, char* shared, uint3
 
 // -- scores ------------------------------------------------------------------------------------------------------------
 
-// By a whole CTA: the estimates of a pair, some of which other CTAs wrote, become scores.
+// By a whole CTA: the estimates of a pair, some of which other CTAs wrote, become scores. Nothing else is read meanwhile, so
+// a thread asks for several blocks at once.
 template <int kTiles>
 __device__ void finish_pair(const sh_score_blocks& args, uint32_t entry, uint32_t pair, float* scratch) {
     constexpr uint32_t most = kTiles * tile_heads;
     const uint32_t count = blocks_of(args.step, entry), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const uint64_t max_blocks = args.step.max_blocks;
     const float* const estimates = args.estimates + uint64_t{pair} * args.group * max_blocks;
+    constexpr uint32_t at_once = 4;
+    float found[most][at_once];  // of blocks first, first + score_threads, ...; -inf behind the last
+    const auto load = [&](uint32_t first) {
+#pragma unroll
+        for (uint32_t head = 0; head < most; ++head) {
+#pragma unroll
+            for (uint32_t i = 0; i < at_once; ++i) {
+                const uint32_t block = first + i * score_threads;
+                const bool is_there = head < args.group && block < count;
+                found[head][i] = is_there ? __ldcg(estimates + head * max_blocks + block) : -INFINITY;
+            }
+        }
+    };
     Mass row[most];
 #pragma unroll
     for (uint32_t head = 0; head < most; ++head) row[head] = Mass::none();
-    for (uint32_t block = threadIdx.x; block < count; block += score_threads) {
+    for (uint32_t first = threadIdx.x; first < count; first += at_once * score_threads) {
+        load(first);
 #pragma unroll
-        for (uint32_t head = 0; head < most; ++head) {
-            if (head < args.group) row[head].add(__ldcg(estimates + head * max_blocks + block));
-        }
+        for (uint32_t head = 0; head < most; ++head) row[head].add(found[head]);
     }
 #pragma unroll
     for (uint32_t head = 0; head < most; ++head) {
@@ -219,15 +232,18 @@ __device__ void finish_pair(const sh_score_blocks& args, uint32_t entry, uint32_
     const uint32_t heads = args.digests.kv_heads;
     const uint64_t list = args.by_row ? uint64_t{static_cast<uint32_t>(args.step.row_of[entry])} * heads + pair % heads : pair;
     float* const scores = args.scores + list * max_blocks;
-    for (uint32_t block = threadIdx.x; block < max_blocks; block += score_threads) {
-        float score = -INFINITY;
-        if (block < count) {
+    for (uint32_t first = threadIdx.x; first < max_blocks; first += at_once * score_threads) {
+        load(first);
+#pragma unroll
+        for (uint32_t i = 0; i < at_once; ++i) {
+            const uint32_t block = first + i * score_threads;
+            if (block >= max_blocks) break;
             float share[most], highest = -FLT_MAX;
 #pragma unroll
             for (uint32_t head = 0; head < most; ++head) {
                 if (head >= args.group) break;
                 // one after the other: estimates of damaged pages are so large that a sum would swallow the rest
-                share[head] = __ldcg(estimates + head * max_blocks + block) - highest_of[head] - rest_of[head];
+                share[head] = found[head][i] - highest_of[head] - rest_of[head];
                 highest = fmaxf(highest, share[head]);
             }
             float sum = 0;
@@ -236,9 +252,9 @@ __device__ void finish_pair(const sh_score_blocks& args, uint32_t entry, uint32_
                 if (head < args.group) sum += fast_exp2(share[head] - highest);
             }
             // a block that no head can estimate
-            score = highest < -1e37f ? -FLT_MAX : (highest + fast_log2(sum)) * ln_of_2;
+            const float score = highest < -1e37f ? -FLT_MAX : (highest + fast_log2(sum)) * ln_of_2;
+            scores[block] = block < count ? score : -INFINITY;
         }
-        scores[block] = score;
     }
 }
 
