@@ -40,3 +40,6 @@ done
 
 sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 4096 6144 --repeats 2 \
     --out bench/results/eval-retrieval --run "1024, calibrated: $SMALL"
+
+sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 4096 6144 --repeats 2 \
+    --out bench/results/eval-retrieval-three-bits --run "1024, calibrated: $SMALL digest_dtype=int8 sketch_bits=3"
