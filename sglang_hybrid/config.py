@@ -28,6 +28,8 @@ __all__ = ["ConfigError", "HybridConfig", "config_from_environment", "describe",
 
 _AUTO_HOST_MEMORY = "70%"
 _WORKER_LEGAL = '"start", "none", or the directory of a running worker, such as "/run/user/1000/worker"'
+# By sketch_bits: codes of so many channels share some bytes.
+SKETCH_CHANNELS_MULTIPLE = {2: 8, 3: 32, 4: 2}
 _HOST_MEMORY_LEGAL = (
     '"auto", a size such as "40GiB", "512MiB" or "1.5GB", '
     'or a percentage of the available memory above 0% and up to 100%, such as "60%"'
@@ -360,7 +362,7 @@ def _compact_digests_need_sketches(digest_dtype: str, sketch_channels: int) -> s
 
 
 def _few_bits_come_in_words(sketch_bits: int, sketch_channels: int) -> str | None:
-    multiple = {2: 8, 3: 32, 4: 2}[sketch_bits]
+    multiple = SKETCH_CHANNELS_MULTIPLE[sketch_bits]
     if sketch_channels % multiple == 0:
         return None
     return f"sketch_bits {sketch_bits} needs sketch_channels that are a multiple of {multiple}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_hybrid.config import SKETCH_CHANNELS_MULTIPLE
 from sglang_hybrid.ops import reference
 
 
@@ -37,7 +38,7 @@ class Sketches:
         device: str,
         bits: int = reference.SKETCH_BITS,
     ) -> None:
-        assert channels % {2: 8, 3: 32, 4: 2}[bits] == 0  # so many share some bytes
+        assert channels % SKETCH_CHANNELS_MULTIPLE[bits] == 0
         self.channels = channels
         self._shape, self._bits = (heads, channels), bits
         rows = page_tokens * bits // 4
