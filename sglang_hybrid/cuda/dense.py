@@ -80,10 +80,12 @@ def attend_pages(
     *,
     workspace: AttendWorkspace,
     out: torch.Tensor,
+    overlaps: bool = False,
 ) -> torch.Tensor:
     """Attention over all tokens of each row: query and ``out`` ``[B, H * G, D]``.
 
-    keys and values ``[pages, H, 32, D]``. Blocks that have no page are left out.
+    keys and values ``[pages, H, 32, D]``. Blocks that have no page are left out. With ``overlaps`` this is launched
+    right after an ``append`` that overlaps, and begins with blocks that are full before that is done.
     """
     batch, query_heads, dim = query.shape
     pages, heads = keys.shape[:2]
@@ -109,6 +111,7 @@ def attend_pages(
         head_dim=dim,
         dtype=dtype_code(query.dtype),
         units=workspace.units,
+        overlaps=overlaps,
     )
     launch(library().sh_cuda_attend_pages, arguments)
     return out

@@ -62,6 +62,8 @@ class AttendPages(ctypes.Structure):
         ("head_dim", c_uint32),
         ("dtype", c_uint32),
         ("units", c_uint32),
+        ("overlaps", c_uint32),
+        ("unused", c_uint32),
     )
 
 

@@ -172,6 +172,7 @@ def append(
     scores: torch.Tensor | None = None,
     by_row: bool = False,
     dense: DenseTable | None = None,
+    overlaps: bool = False,
     refused: torch.Tensor | None = None,
 ) -> None:
     """The step's new tokens, keys and values ``[B, H, D]``, to the tails' slots and to the host pool.
@@ -183,7 +184,8 @@ def append(
     a tail without one gets it here, by ``scores`` of the last selection (``[B, H, max_blocks]``, or with ``by_row``
     ``[rows, H, max_blocks]``), and what earlier tokens it has come from the pool. With ``dense`` slots are pages
     ``[pages, H, 32, D]``, and tails are where it says; they are digested when they are full, since nobody looks at
-    them before. Rows whose page is not in the pool are left out and added to ``refused`` (one int64).
+    them before. A launch that ``overlaps`` may begin before the one in front of it on the stream is done: of what is
+    read here, that one may write keys and values only. Rows whose page is not in the pool are left out and added to ``refused`` (one int64).
     """
     dtype, heads, dim = digests.dtype, digests.heads, digests.dim
     of_slots = (*table.positions.shape, BLOCK_TOKENS, dim)
@@ -211,6 +213,7 @@ def append(
         pool_values=pool.region.address_of("values of the pool", pool.values),
         scores=address("scores", scores, torch.float32, (owners, heads, step.max_blocks)),
         scores_by_row=by_row,
+        overlaps=overlaps and dense is not None,
         refused=None if refused is None else address("refused", refused.view(-1), torch.int64, (1,)),
     )
     launch(library().sh_cuda_append, arguments)

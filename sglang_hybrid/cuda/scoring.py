@@ -20,12 +20,11 @@ class ScoreWorkspace:
         self, batch: int, heads: int, group: int, max_blocks: int, device: torch.device | str = "cuda"
     ) -> None:
         self.estimates = torch.empty(batch, heads, group, max_blocks, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(batch, heads, dtype=torch.int32, device=device)
 
     def of_batch(self, count: int) -> ScoreWorkspace:
         """The part that a smaller batch needs, in the same memory."""
         part = copy.copy(self)
-        part.estimates, part.arrived = self.estimates[:count], self.arrived[:count]
+        part.estimates = self.estimates[:count]
         return part
 
 
@@ -37,6 +36,14 @@ class ScoreInterval:
     first_lengths: torch.Tensor  # [rows] int32: each row's length in its first step; negative: it has not begun
     due: torch.Tensor  # [B] int32: 1 for entries that are scored in any case
     layer: int = 0
+
+
+@dataclass(frozen=True)
+class PutOff:
+    """Estimates that ``select_blocks`` makes scores of, in the same stream."""
+
+    arguments: structs.ScoreBlocks
+    scores: torch.Tensor
 
 
 class BestBlocks:
@@ -76,7 +83,8 @@ def score_blocks(
     listed: BestBlocks | None = None,
     by_row: bool = False,
     interval: ScoreInterval | None = None,
-) -> torch.Tensor:
+    put_off: bool = False,
+) -> PutOff | None:
     """``block_scores`` of the reference to ``scores`` ``[B, H, max_blocks]`` float32, by query ``[B, H * G, D]``.
 
     With ``by_row`` scores are ``[rows, H, max_blocks]``, and with an ``interval`` those of rows whose turn it is not
@@ -84,7 +92,8 @@ def score_blocks(
 
     Estimates by sketches, or by digests alone (``spread``) where there are none or ``sketched`` is False. With
     ``listed`` only those blocks are estimated; the others keep the estimates that ``workspace`` has from the launch
-    before.
+    before. With ``put_off`` estimates are all there is for now: ``select_blocks`` gets what is returned, and writes
+    the scores.
     """
     batch, heads = query.shape[0], digests.heads
     group = _group_of(query, digests, sketched=sketched)
@@ -101,7 +110,6 @@ def score_blocks(
         estimates=address(
             "the workspace's estimates", workspace.estimates, torch.float32, (batch, heads, group, step.max_blocks)
         ),
-        arrived=address("the workspace's counters", workspace.arrived, torch.int32, (batch, heads)),
         scores=address("scores", scores, torch.float32, (owners, heads, step.max_blocks)),
         due=None if interval is None else address("due", interval.due, torch.int32, (batch,)),
         first_lengths=None
@@ -114,9 +122,10 @@ def score_blocks(
         interval=0 if interval is None else interval.steps,
         layer=0 if interval is None else interval.layer,
         by_row=owners if by_row else 0,
+        put_off=put_off,
     )
     launch(library().sh_cuda_score_blocks, arguments)
-    return scores
+    return PutOff(arguments, scores) if put_off else None
 
 
 def best_blocks(scores: torch.Tensor, step: Step, best: BestBlocks) -> None:
@@ -148,7 +157,8 @@ def score_in_two_levels(
     """
     score_blocks(query, digests, step, scale, workspace, scores, sketched=False)
     best_blocks(scores, step, best)
-    return score_blocks(query, digests, step, scale, workspace, scores, listed=best)
+    score_blocks(query, digests, step, scale, workspace, scores, listed=best)
+    return scores
 
 
 def shift_lse(

@@ -22,6 +22,7 @@ import torch
 from sglang_hybrid.cuda import selection_structs as structs
 from sglang_hybrid.cuda.digests import SlotTable, Step
 from sglang_hybrid.cuda.library import launch, library
+from sglang_hybrid.cuda.scoring import PutOff
 from sglang_hybrid.cuda.tensors import address, scalar_address
 
 _MOST = 256  # blocks of a selection, and slots of a (row, KV head): a thread has one of each
@@ -99,10 +100,11 @@ def select_blocks(
     most_gathered: int | None = None,
     totals: torch.Tensor | None = None,
     by_row: bool = False,
+    put_off: PutOff | None = None,
 ) -> None:
     """``reference.select_blocks`` of scores ``[B, H, max_blocks]``, split by residency, as policy ``scout`` does it.
 
-    ``by_row``: scores are ``[rows, H, max_blocks]``.
+    ``by_row``: scores are ``[rows, H, max_blocks]``. ``put_off``: they are not written yet, which is done first.
     budget: blocks, at most 256. ``worth``: the score that a miss must have; with ``any_block`` every block that has it
     is one (``reference.blocks_worth``), as many as a selection holds, otherwise those only that are selected. A tail
     that was opened by this step gets its slot here; see ``digests``. With ``plan``, rows that are due (``recall``:
@@ -134,9 +136,12 @@ def select_blocks(
         raise ValueError(f"at most {_MOST} blocks: the budget is {budget}, slots are {table.positions.shape[2]}")
     if budget < table.sink + table.recent + 1:
         raise ValueError(f"a budget of {budget} blocks does not hold what is always selected")
+    if put_off is not None and put_off.scores.data_ptr() != scores.data_ptr():
+        raise ValueError("what was put off are other scores")
     arguments = structs.SelectBlocks(
         table=table.arguments(heads),
         step=step.arguments(),
+        scored=structs.ScoreBlocks() if put_off is None else put_off.arguments,
         scores=address("scores", scores, torch.float32, (rows if by_row else step.batch, heads, step.max_blocks)),
         scores_by_row=by_row,
         miss_pages=address("the misses' pages", misses.pages, torch.int32, (step.batch, heads, most)),

@@ -71,7 +71,7 @@ class Append(ctypes.Structure):
         ("scores", c_void_p),
         ("refused", c_void_p),
         ("scores_by_row", c_uint32),
-        ("unused", c_uint32),
+        ("overlaps", c_uint32),
     )
 
 
@@ -97,7 +97,6 @@ class ScoreBlocks(ctypes.Structure):
         ("listed", c_void_p),
         ("list_counts", c_void_p),
         ("estimates", c_void_p),
-        ("arrived", c_void_p),
         ("scores", c_void_p),
         ("due", c_void_p),
         ("first_lengths", c_void_p),
@@ -108,7 +107,7 @@ class ScoreBlocks(ctypes.Structure):
         ("interval", c_uint32),
         ("layer", c_uint32),
         ("by_row", c_uint32),
-        ("unused", c_uint32),
+        ("put_off", c_uint32),
     )
 
 
@@ -138,6 +137,7 @@ class SelectBlocks(ctypes.Structure):
     _fields_ = (
         ("table", SlotTable),
         ("step", Step),
+        ("scored", ScoreBlocks),
         ("scores", c_void_p),
         ("miss_pages", c_void_p),
         ("miss_positions", c_void_p),

@@ -247,10 +247,10 @@ class DeviceScout:
     ) -> None:
         """``first``: of rows that do not decode yet. Nobody attends to misses, and the plan has all that they want."""
         settings, lane, count = self._settings, self._lanes[layer % 2], step.batch
-        score_blocks(
+        put_off = score_blocks(
             query, self._layers[layer].digests, step, scale, self._main.scoring(count), self._scores[layer],
             spread=settings.spread, by_row=True,
-            interval=ScoreInterval(settings.score_interval, self.step.first_lengths, due, layer),
+            interval=ScoreInterval(settings.score_interval, self.step.first_lengths, due, layer), put_off=True,
         )  # fmt: skip
         select_blocks(
             self._scores[layer], self._tables[layer], step, settings.budget, lane.misses(count),
@@ -260,6 +260,7 @@ class DeviceScout:
             recall=RecallInterval(self.intervals[layer : layer + 1], self.step.first_lengths, layer),
             gathered=None if first else lane.gathered, gather_share=None if first else self.gather_share,
             most_gathered=MOST_GATHERED, totals=None if first else self.counted[layer], by_row=True,
+            put_off=put_off,
         )  # fmt: skip
 
     def _make_resident(self, layer: int, plan: RecallPlan) -> None:

@@ -99,9 +99,9 @@ class DenseRows:
         step, out = self._step.of_batch(count), self._main.out(count)
         append(
             of_layer.digests, self._no_slots, step, keys, values, self._keys[layer], self._values[layer],
-            of_layer.pool, dense=table, refused=self._refused,
+            of_layer.pool, dense=table, overlaps=True, refused=self._refused,
         )  # fmt: skip
         return attend_pages(
             query, self._keys[layer], self._values[layer], table, step, scale,
-            workspace=self._main.attending(count), out=out,
+            workspace=self._main.attending(count), out=out, overlaps=True,
         )  # fmt: skip

@@ -158,6 +158,7 @@ enum cudaError_t : int { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
 using cudaStream_t = void*;
 enum {
     cudaDevAttrMultiProcessorCount,
+    cudaDevAttrComputeCapabilityMajor,
     cudaDevAttrMaxSharedMemoryPerBlockOptin,
     cudaDevAttrMaxSharedMemoryPerMultiprocessor,
     cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -167,6 +168,24 @@ inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess;
 // few, so that small launches are spread over CTAs as large ones are on a GPU
 inline cudaError_t cudaDeviceGetAttribute(int* value, int which, int) {
     return *value = which == cudaDevAttrMultiProcessorCount ? 23 : 227 << 10, cudaSuccess;
+}
+struct cudaLaunchAttribute {
+    int id;
+    struct {
+        int programmaticStreamSerializationAllowed;
+    } val;
+};
+enum { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchConfig_t {
+    uint32_t ctas, threads, bytes;
+    cudaStream_t stream;
+    cudaLaunchAttribute* attrs;
+    uint32_t numAttrs;
+};
+template <class Argument>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Argument), const Argument& argument) {
+    emulated::launch(config->ctas, config->threads, config->bytes, [=] { kernel(argument); });
+    return cudaSuccess;
 }
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, uint64_t bytes, cudaMemcpyKind, cudaStream_t) {

@@ -12,6 +12,7 @@ from test_cuda_digests import Device, device_layer
 
 from sglang_hybrid.cuda.digests import SlotTable
 from sglang_hybrid.cuda.gathering import gather_blocks
+from sglang_hybrid.cuda.scoring import ScoreWorkspace, score_blocks
 from sglang_hybrid.cuda.selection import Misses, RecallInterval, RecallPlan, apply_plan, select_blocks
 from sglang_hybrid.memory.resident import ResidentSet
 from sglang_hybrid.ops import reference
@@ -126,6 +127,27 @@ def test_misses_are_what_the_reference_selects_beyond_the_residents(
         misses = Misses(batch, shape.heads, budget, DEVICE)
         select_blocks(scores, table, case.step, budget, misses, pool_pages=case.keys.shape[0], bonus=bonus, worth=worth)
         assert_misses(case, misses, expected)
+
+
+@pytest.mark.parametrize("group", [1, 5, 12])
+def test_scores_that_were_put_off_are_written_and_selected_from(group: int) -> None:
+    shape = Shape(batch=3, heads=2, group=group, dim=64, channels=32, max_blocks=50)
+    case = random_layer(shape, 4)
+    table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, 10, 4)
+    workspace = ScoreWorkspace(shape.batch, shape.heads, group, shape.max_blocks, DEVICE)
+    found = []
+    for is_late in (False, True):
+        scores = torch.full((shape.batch, shape.heads, shape.max_blocks), 5.0, device=DEVICE)
+        put_off = score_blocks(case.query, case.digests, case.step, shape.scale, workspace, scores, put_off=is_late)
+        assert (put_off is not None) == is_late == bool((scores == 5.0).all())
+        misses = Misses(shape.batch, shape.heads, 20, DEVICE)
+        select_blocks(scores, table, case.step, 20, misses, pool_pages=case.keys.shape[0], put_off=put_off)
+        found.append((scores, misses))
+    (scores, misses), (late_scores, late_misses) = found
+    assert torch.equal(scores, late_scores)
+    assert torch.equal(misses.positions, late_misses.positions) and misses.counts.sum() > 0
+    with pytest.raises(ValueError, match="other scores"):
+        select_blocks(scores, table, case.step, 20, misses, pool_pages=9, put_off=put_off)
 
 
 @pytest.mark.parametrize(

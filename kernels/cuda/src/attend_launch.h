@@ -17,7 +17,9 @@ struct AttendPlan {
     uint32_t ctas;  // that the device runs at a time
 };
 
-inline AttendPlan plan_attend(uint32_t head_dim) {
+// `more_bytes` of shared memory are for what the kernel has beside its warps.
+inline AttendPlan plan_attend(uint32_t head_dim, uint32_t most_warps = sglang_hybrid::cuda::attend_warps,
+                              uint32_t more_bytes = 0) {
     using sglang_hybrid::cuda::SharedMemory;
     int device = 0, processors = 0, of_cta = 0, of_processor = 0;
     AttendPlan plan{};
@@ -27,9 +29,9 @@ inline AttendPlan plan_attend(uint32_t head_dim) {
         cudaDeviceGetAttribute(&of_cta, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
         cudaDeviceGetAttribute(&of_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
     });
-    plan.warps = sglang_hybrid::cuda::attend_warps;
-    while (plan.warps > 1 && SharedMemory(head_dim, plan.warps).bytes > uint32_t(of_cta)) plan.warps /= 2;
-    plan.shared_bytes = SharedMemory(head_dim, plan.warps).bytes;
+    plan.warps = most_warps;
+    while (plan.warps > 1 && SharedMemory(head_dim, plan.warps).bytes + more_bytes > uint32_t(of_cta)) plan.warps /= 2;
+    plan.shared_bytes = SharedMemory(head_dim, plan.warps).bytes + more_bytes;
     plan.processors = uint32_t(processors);
     const uint32_t reserved = 1024;  // of every CTA, by CUDA
     plan.ctas = processors * std::clamp(of_processor / (plan.shared_bytes + reserved), 1u, 4u);

@@ -16,14 +16,15 @@ constexpr uint32_t most_entries = 4096;  // of a step, whose lengths are added u
 
 template <class Element, int kDim>
 cudaError_t launch_pages(const sh_attend_pages& args, cudaStream_t stream) {
-    const AttendPlan plan = plan_attend(kDim);
+    const AttendPlan plan = plan_attend(kDim, page_warps, PageShares::bytes(args.step.batch));
     if (plan.error) return plan.error;
     const uint64_t blocks = uint64_t{args.step.batch} * args.kv_heads * args.table.max_blocks;
     const uint32_t ctas = std::min(plan.ctas, args.units / 2);
     if (blocks > UINT32_MAX / 2 || ctas == 0 || args.step.batch > most_entries) return cudaErrorInvalidValue;
     const auto kernel = attend_pages<Element, kDim>;
-    const uint32_t bytes = plan.shared_bytes + PageShares::bytes(args.step.batch);
+    const uint32_t bytes = plan.shared_bytes;
     if (const auto error = allow_shared(kernel, bytes)) return error;
+    if (args.overlaps) return launch_overlapping(kernel, ctas, plan.warps * warp_size, bytes, stream, args);
     kernel<<<ctas, plan.warps * warp_size, bytes, stream>>>(args);
     return cudaGetLastError();
 }

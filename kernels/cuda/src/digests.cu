@@ -23,6 +23,7 @@ SH_CUDA_API int sh_cuda_append(const sh_append* args, cudaStream_t stream) {
     const uint32_t ctas = args->step.batch * digests.kv_heads;
     if (ctas == 0) return cudaSuccess;
     const auto kernel = static_cast<DType>(digests.dtype) == DType::bf16 ? append_tokens<BFloat16> : append_tokens<Float16>;
+    if (args->overlaps) return launch_overlapping(kernel, ctas, digest_threads, 0, stream, *args);
     kernel<<<ctas, digest_threads, 0, stream>>>(*args);
     return cudaGetLastError();
 }

@@ -6,9 +6,9 @@
 #include "digest_shapes.h"
 #include "sglang_hybrid/cuda/score_blocks.cuh"
 
-// CTAs on a processor. A third one would take its last registers for as long as the launch takes, and the main lane's small
+// CTAs on a processor. A fourth one would take its last registers for as long as the launch takes, and the main lane's small
 // kernels, which run beside it, would have to wait for that.
-constexpr int most_resident = 2;
+constexpr int most_resident = 3;
 
 template <class Element, int kDim, int kChannels, sglang_hybrid::cuda::Format kFormat, int kTiles>
 cudaError_t launch_score(const sh_score_blocks& args, cudaStream_t stream) {

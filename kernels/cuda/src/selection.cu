@@ -26,8 +26,10 @@ SH_CUDA_API int sh_cuda_select_blocks(const sh_select_blocks* args, cudaStream_t
     if (ctas == 0) return cudaSuccess;
     const uint32_t words = max_blocks + 2 * PositionSet::words(max_blocks);
     const uint32_t bytes = uint32_t(sizeof(SelectionMemory)) + words * uint32_t(sizeof(uint32_t));
-    if (const auto error = allow_shared(select_blocks, bytes)) return error;
-    select_blocks<<<ctas, select_threads, bytes, stream>>>(*args);
+    if (args->scored.estimates && (args->scored.group < 1 || args->scored.group > 2 * tile_heads)) return cudaErrorInvalidValue;
+    const auto kernel = args->scored.group > tile_heads ? select_blocks<2> : select_blocks<1>;
+    if (const auto error = allow_shared(kernel, bytes)) return error;
+    kernel<<<ctas, select_threads, bytes, stream>>>(*args);
     return cudaGetLastError();
 }
 

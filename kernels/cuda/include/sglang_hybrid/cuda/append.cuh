@@ -34,13 +34,20 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
     __shared__ TailSlot tail;
     const uint32_t heads = args.digests.kv_heads, dim = args.digests.head_dim, row_chunks = dim / 8;
     const uint32_t entry = blockIdx.x / heads, head = blockIdx.x % heads;
-    if (entry >= active_of(args.step.active_rows, args.step.batch)) return;
+    let_next_begin();
+    // Only dense steps overlap, and what is looked up for them is as old as the step.
+    if (!args.dense.pages) wait_for_launch_before();
+    if (entry >= active_of(args.step.active_rows, args.step.batch)) {
+        wait_for_launch_before();
+        return;
+    }
     const int32_t row = args.step.row_of[entry], length = args.step.lengths[entry];
     const RowBlocks blocks(length, args.table, args.step.max_blocks);
     const int32_t page = blocks.count > 0 ? args.step.page_table[uint64_t{entry} * args.step.max_blocks + blocks.tail()] : -1;
     const bool in_pool = page >= 0 && static_cast<uint32_t>(page) < args.digests.pages;
     if (!in_pool || !row_exists(row, args.table) || length > static_cast<int32_t>(args.step.max_blocks * block_tokens)) {
         if (threadIdx.x == 0 && head == 0 && args.refused) atomicAdd(reinterpret_cast<unsigned long long*>(args.refused), 1ull);
+        wait_for_launch_before();
         return;
     }
     uint64_t in_slots = 0;
@@ -62,6 +69,8 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
         __syncthreads();
         in_slots = (uint64_t{static_cast<uint32_t>(row)} * heads + head) * args.table.slots + max(tail.slot, 0);
     }
+
+    wait_for_launch_before();
 
     const uint32_t token = static_cast<uint32_t>(length - 1) % block_tokens;
     const uint64_t in_pool_block = uint64_t{static_cast<uint32_t>(page)} * heads + head;

@@ -54,6 +54,19 @@ struct Tile {
     }
 };
 
+// What a warp has at the end of a pair, where its tiles were: [query rows][kDim] of float. Rows begin at different banks.
+template <int kDim>
+struct OutRows {
+    static constexpr uint32_t stride = kDim + 8;
+    static_assert(query_rows * stride * sizeof(float) <= attend_tiles * Tile<kDim>::bytes);
+
+    // Four channels of a row; `quad` counts those of all rows.
+    static __device__ float4 load(const char* of_warp, uint32_t quad) {
+        constexpr uint32_t of_row = kDim / 4;
+        return reinterpret_cast<const float4*>(of_warp)[quad / of_row * (stride / 4) + quad % of_row];
+    }
+};
+
 struct SharedMemory {
     uint32_t query;   // [16][kDim]
     uint32_t maxima;  // [warps][16] float
@@ -220,17 +233,18 @@ class WarpAttention {
         }
     }
 
-    // To [16][kDim], rows weighted by factor(row).
+    // To [rows][kDim], rows weighted by factor(row) and as far apart as OutRows says.
     template <class Factor>
-    __device__ void write_out(float* out, Factor factor) const {
+    __device__ void write_out(float* out, uint32_t rows, Factor factor) const {
         const uint32_t lane = threadIdx.x % warp_size;
 #pragma unroll
         for (uint32_t side = 0; side < 2; ++side) {
             const uint32_t row = lane / 4 + 8 * side;
+            if (row >= rows) continue;
             const float weight = factor(row);
 #pragma unroll
             for (uint32_t i = 0; i < kDim / 8; ++i) {
-                *reinterpret_cast<float2*>(out + row * kDim + i * 8 + lane % 4 * 2) =
+                *reinterpret_cast<float2*>(out + row * OutRows<kDim>::stride + i * 8 + lane % 4 * 2) =
                     make_float2(out_[i][2 * side] * weight, out_[i][2 * side + 1] * weight);
             }
         }
@@ -309,7 +323,7 @@ __device__ void merge_warps(char* shared, const SharedMemory& at, uint32_t warps
         const Union all(maxima + row, sums + row, warps, query_rows);
         float4 total = make_float4(0, 0, 0, 0);
         for (uint32_t warp = 0; warp < warps; ++warp) {
-            const float4 one = reinterpret_cast<const float4*>(shared + at.tiles + warp * attend_tiles * Tile<kDim>::bytes)[i];
+            const float4 one = OutRows<kDim>::load(shared + at.tiles + warp * attend_tiles * Tile<kDim>::bytes, i);
             total.x += one.x, total.y += one.y, total.z += one.z, total.w += one.w;
         }
         store(i, row, make_float4(all.share(total.x), all.share(total.y), all.share(total.z), all.share(total.w)), all);
@@ -362,10 +376,12 @@ __device__ void merge_ctas(const float* partial_out, const float* partial_lse, u
             }
         }
     };
+    // LSEs first: they are few and wanted first
+    const auto load_lse = [&](uint32_t i) { return __ldcg(partial_lse + place(i / group) * group + i % group) * log2_e; };
+    const float first_lse = threadIdx.x < count * group ? load_lse(threadIdx.x) : 0.0f;
     load(lane, warp);
-    for (uint32_t i = threadIdx.x; i < count * group; i += blockDim.x) {
-        weights[i] = __ldcg(partial_lse + place(i / group) * group + i % group) * log2_e;
-    }
+    if (threadIdx.x < count * group) weights[threadIdx.x] = first_lse;
+    for (uint32_t i = threadIdx.x + blockDim.x; i < count * group; i += blockDim.x) weights[i] = load_lse(i);
     __syncthreads();
     for (uint32_t row = warp; row < group; row += warps) {
         float highest = lowest_logit, sum = 0;  // finite, so that an empty part has weight 0; its output is 0 too
@@ -433,22 +449,12 @@ __device__ inline bool is_last(uint32_t& arrived, uint32_t count) {
 
 // -- kernel ------------------------------------------------------------------------------------------------------------
 
-// Attention over the blocks of a list: what each warp has, weighted as parts of one softmax, to its first tile.
+// Attention over the blocks of a list: what each warp has, weighted as parts of one softmax, to where its tiles were.
 // begin(warp, warps) gives the blocks of a warp, one after the other, by take().
 template <class Element, int kDim, class Begin>
 __device__ void attend_list(const void* queries, uint32_t group, float scale, char* shared, const SharedMemory& at,
                             Begin begin) {
     const uint32_t warps = blockDim.x / warp_size, warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
-
-    // the query's rows, zeros behind the last head
-    for (uint32_t i = threadIdx.x; i < query_rows * Tile<kDim>::row_chunks; i += blockDim.x) {
-        const uint32_t query_row = i / Tile<kDim>::row_chunks;
-        const auto* const query = static_cast<const char*>(queries);
-        copy_async(shared_address(shared + at.query) + Tile<kDim>::place(query_row, i % Tile<kDim>::row_chunks),
-                   query_row < group ? query + i * 16 : query, query_row < group);
-    }
-    commit_copies();
-
     auto mine = begin(warp, warps);
     constexpr uint32_t block_bytes = Tile<kDim>::bytes;
     const uint32_t tiles = shared_address(shared + at.tiles) + warp * attend_tiles * block_bytes;
@@ -464,8 +470,15 @@ __device__ void attend_list(const void* queries, uint32_t group, float scale, ch
     request(value_tile, slot.values, slot.tokens);
     auto next = mine.take(block_bytes);
     request(next_tile, next.keys, next.tokens);
-    wait_for_copies<3>();
-    __syncthreads();  // the query is there
+
+    // the query's rows, zeros behind the last head; not by copies, which would be waited for behind those of the blocks
+    wait_for_launch_before();
+    for (uint32_t i = threadIdx.x; i < query_rows * Tile<kDim>::row_chunks; i += blockDim.x) {
+        const uint32_t query_row = i / Tile<kDim>::row_chunks;
+        *reinterpret_cast<uint4*>(shared + at.query + Tile<kDim>::place(query_row, i % Tile<kDim>::row_chunks)) =
+            query_row < group ? __ldcg(static_cast<const uint4*>(queries) + i) : uint4{0, 0, 0, 0};
+    }
+    __syncthreads();
 
     WarpAttention<Element, kDim> attention(shared_address(shared + at.query), scale);
     while (slot.tokens) {
@@ -494,8 +507,8 @@ __device__ void attend_list(const void* queries, uint32_t group, float scale, ch
     auto* const sums = reinterpret_cast<float*>(shared + at.sums);
     attention.write_sums(maxima + warp * query_rows, sums + warp * query_rows);
     __syncthreads();
-    // [16][kDim] floats are as large as one tile, and this warp's are free
-    attention.write_out(reinterpret_cast<float*>(shared + at.tiles + warp * attend_tiles * block_bytes), [&](uint32_t r) {
+    // this warp's tiles are free
+    attention.write_out(reinterpret_cast<float*>(shared + at.tiles + warp * attend_tiles * block_bytes), group, [&](uint32_t r) {
         return Union(maxima + r, sums + r, warps, query_rows).weight(maxima[warp * query_rows + r]);
     });
     __syncthreads();

@@ -3,10 +3,9 @@
 // A lane has eight channels of four tokens, and makes pairs of float16 of them, each with two channels. No code is moved to
 // a place of its own for that: its bits are the end of a number, or stand before some zeros of one, and the exponent says
 // which. So numbers are too large by what they begin at, which is known, and by half of the largest code, which is the middle
-// of the range. Three products with the weights of the channels take that away again:
-//
-//   weights of pairs 0 and 1, times a half of what is a half too much; the same, times the rest
-//   weights of pairs 2 and 3, times all of it
+// of the range. Two products take that away again, exactly: of the weights of pairs 0 and 1, and of those of pairs 2 and 3.
+// Numbers from 1024 on leave no room for a half, which stays for those who have the sum of a block's tokens: it is the same
+// for all of them.
 #pragma once
 
 #include "sglang_hybrid/cuda/halves.cuh"
@@ -26,6 +25,7 @@ template <>
 struct Codes<4> {
     static constexpr uint32_t words = 4;  // of a lane and a block, of 32 channels: one for each token
     static constexpr uint32_t steps = 1;  // of a sixteenth of the range, from one code to the next
+    static constexpr uint32_t from_1024_on = 2;  // pairs, the first ones, that begin at 1024
 
     // The first channel of a pair; the other one is four further on.
     static constexpr __device__ uint32_t channel(uint32_t pair) { return pair % 2 * 2 + pair / 2; }
@@ -58,6 +58,7 @@ template <>
 struct Codes<3> {
     static constexpr uint32_t words = 3;
     static constexpr uint32_t steps = 2;
+    static constexpr uint32_t from_1024_on = 1;
 
     static constexpr __device__ uint32_t channel(uint32_t pair) { return pair; }
 
@@ -99,6 +100,7 @@ template <>
 struct Codes<2> {
     static constexpr uint32_t words = 2;  // of tokens i and i + 16, and of tokens i + 8 and i + 24
     static constexpr uint32_t steps = 4;
+    static constexpr uint32_t from_1024_on = 1;
 
     static constexpr __device__ uint32_t channel(uint32_t pair) { return pair; }
 
@@ -126,30 +128,27 @@ struct Codes<2> {
     }
 };
 
-// The matrices of the three products. Their rows are alike, but where tokens i and i + 16 have other numbers than i + 8 and
+// The matrices of the two products. Their rows are alike, but where tokens i and i + 16 have other numbers than i + 8 and
 // i + 24: pair 3 of three bits. From memory, since the compiler makes what it knows anew for every product.
-static __device__ const uint4 code_offsets[3][3] = {
+static __device__ const uint4 code_offsets[3][2] = {
     {
-        {0x38003800, 0x38003800, 0x00000000, 0x00000000},  // 0.5, 0
         {0xE402E402, 0xE402E402, 0xDC06DC06, 0xDC06DC06},  // -1026, -257.5
         {0xD418D418, 0xD418D418, 0xCC60CC60, 0xCC60CC60},  // -65.5, -17.5
     },
     {
-        {0x38003800, 0x38003800, 0x00000000, 0x00000000},  // 0.5, 0
         {0xE404E404, 0xE404E404, 0xD81CD81C, 0xD81CD81C},  // -1028, -131.5
         {0xCCE0CCE0, 0xCCE0CCE0, 0xD81CD81C, 0xCCE0CCE0},  // -19.5, -131.5 and -19.5
     },
     {
-        {0x38003800, 0x38003800, 0x38003800, 0x38003800},  // 0.5
         {0xE408E408, 0xE408E408, 0xE408E408, 0xE408E408},  // -1032
         {0xD478D478, 0xD478D478, 0xD478D478, 0xD478D478},  // -71.5
     },
 };
 
 template <uint32_t kBits>
-__device__ void load_code_offsets(uint32_t (&to)[3][4]) {
+__device__ void load_code_offsets(uint32_t (&to)[2][4]) {
 #pragma unroll
-    for (uint32_t i = 0; i < 3; ++i) {
+    for (uint32_t i = 0; i < 2; ++i) {
         const uint4 values = load_once(&code_offsets[kBits - 2][i]);
         to[i][0] = values.x, to[i][1] = values.y, to[i][2] = values.z, to[i][3] = values.w;
     }

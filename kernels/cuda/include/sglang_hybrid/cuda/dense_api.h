@@ -69,4 +69,6 @@ struct sh_attend_pages {
     uint32_t head_dim;
     uint32_t dtype;
     uint32_t units;
+    uint32_t overlaps;  // the launch in front is sh_append, which overlaps too: this one begins before it is done
+    uint32_t unused;
 };

@@ -18,7 +18,7 @@ struct BFloat16 {
     }
     static __device__ void multiply_add(float (&to)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                                         const float (&c)[4]) {
-        asm volatile(
+        asm(
             "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
             "{%10, %11, %12, %13};"
             : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
@@ -37,7 +37,7 @@ struct Float16 {
     }
     static __device__ void multiply_add(float (&to)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                                         const float (&c)[4]) {
-        asm volatile(
+        asm(
             "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
             "{%10, %11, %12, %13};"
             : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])

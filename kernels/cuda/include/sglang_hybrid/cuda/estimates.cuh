@@ -30,54 +30,18 @@
 #include "sglang_hybrid/cuda/codes.cuh"
 #include "sglang_hybrid/cuda/compact.cuh"
 #include "sglang_hybrid/cuda/halves.cuh"
+#include "sglang_hybrid/cuda/mass.cuh"
 #include "sglang_hybrid/cuda/memory.cuh"
 #include "sglang_hybrid/cuda/selection_api.h"
 
 namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t octet_blocks = 8;
-inline constexpr uint32_t tile_heads = 8;
 inline constexpr float log2_of_e = 1.4426950408889634f;
-inline constexpr float ln_of_2 = 0.6931471805599453f;
 
 // constants, twice
 inline constexpr uint32_t bfloat16_ones = 0x3F803F80, bfloat16_2_to_123 = 0x7D007D00;
 inline constexpr uint32_t minus_1152 = 0xE480E480;
-
-// The maximum of some logits, and the sum of their powers relative to it.
-struct Mass {
-    float maximum, sum;
-
-    __device__ static Mass none() { return {-INFINITY, 0}; }
-    __device__ void add(float logit) {
-        const float highest = fmaxf(maximum, logit);
-        sum = sum * relative(maximum, highest) + relative(logit, highest);
-        maximum = highest;
-    }
-    template <uint32_t kCount>
-    __device__ void add(const float (&logits)[kCount]) {
-        float highest = maximum;
-#pragma unroll
-        for (uint32_t i = 0; i < kCount; ++i) highest = fmaxf(highest, logits[i]);
-        sum *= relative(maximum, highest);
-#pragma unroll
-        for (uint32_t i = 0; i < kCount; ++i) sum += relative(logits[i], highest);
-        maximum = highest;
-    }
-    __device__ Mass with_any(const Mass& other) const {
-        const float highest = fmaxf(maximum, other.maximum);
-        return {highest, sum * relative(maximum, highest) + other.sum * relative(other.maximum, highest)};
-    }
-    __device__ Mass from_lane(uint32_t step) const {
-        return {__shfl_xor_sync(0xFFFFFFFF, maximum, step), __shfl_xor_sync(0xFFFFFFFF, sum, step)};
-    }
-    __device__ float log2() const { return maximum + fast_log2(sum); }
-
-  private:
-    __device__ static float relative(float logit, float highest) {
-        return logit == -INFINITY ? 0.0f : fast_exp2(logit - highest);
-    }
-};
 
 // -- eight blocks in shared memory -------------------------------------------------------------------------------------
 
@@ -133,6 +97,7 @@ struct Octet {
 template <int kDim, int kChannels, Format kFormat>
 class SketchSteps {
   public:
+    SketchSteps() = default;
     __device__ SketchSteps(const sh_digests& digests, uint32_t head, float scale)
         : factor_(scale * log2_of_e / 16.0f) {  // sixteen steps in a range
         if constexpr (kChannels > 0 && kFormat == Format::minmax) {
@@ -164,7 +129,7 @@ class SketchSteps {
     }
 
   private:
-    const float factor_;
+    float factor_;
     uint32_t offset_[kChannels > 0 ? kChannels / 32 : 1];  // in a row of the digest
 };
 
@@ -178,6 +143,7 @@ class HeadTile {
     using Code = Codes<Here::code_bits>;
 
   public:
+    HeadTile() = default;
     // `query` of the tile's first head, of which there are `heads`, perhaps more than a tile takes.
     __device__ HeadTile(const void* query, uint32_t heads, const sh_digests& digests, uint32_t kv_head, float scale,
                         float spread)
@@ -195,9 +161,10 @@ class HeadTile {
                 query_[step][half] = !exists ? 0 : Here::is_compact ? as_float16(word) : word;
             }
             if constexpr (Here::is_compact) {
-                const uint32_t zeros[4] = {minus_1152, minus_1152, minus_1152, minus_1152};
-                const float nothing[4] = {};
-                Float16::multiply_add(zeros_[step], zeros, query_[step][0], query_[step][1], nothing);
+                const uint32_t zeros[4] = {minus_1152, any_value(), minus_1152, any_value()};
+                float product[4] = {};
+                Float16::multiply_add(product, zeros, query_[step][0], query_[step][1]);
+                zeros_[step][0] = product[0], zeros_[step][1] = product[1];
             }
         }
         if constexpr (kChannels > 0) {
@@ -224,9 +191,8 @@ class HeadTile {
         if constexpr (kChannels == 0) {
             return by_digests(octet);
         } else {
-            const float2 middle = middles(octet, steps);
-            const float2 tokens = by_codes(octet, steps);
-            return make_float2(tokens.x + middle.x, tokens.y + middle.y);
+            const float2 tokens = by_codes(octet, steps), half = halves(steps), middle = middles(octet, steps);
+            return make_float2(tokens.x + half.x + middle.x, tokens.y + half.y + middle.y);
         }
     }
 
@@ -268,12 +234,12 @@ class HeadTile {
 #pragma unroll
             for (uint32_t i = 0; i < 4; ++i) {
                 const uint32_t group[4] = {halves_of_bytes<0>(bytes[i]), any_value(), halves_of_bytes<2>(bytes[i]), any_value()};
-                float product[4];
-                Float16::multiply_add(product, group, query_[four + i][0], query_[four + i][1], zeros_[four + i]);
+                float product[4] = {};
+                Float16::multiply_add(product, group, query_[four + i][0], query_[four + i][1]);
                 const uint32_t pair = i < 2 ? pairs.x : pairs.y;
                 const float scale = widened<Float16>(static_cast<uint16_t>(i % 2 ? pair >> 16 : pair));
-                middle.x += product[0] * scale;
-                middle.y += product[1] * scale;
+                middle.x += (product[0] + zeros_[four + i][0]) * scale;
+                middle.y += (product[1] + zeros_[four + i][1]) * scale;
             }
         }
         return make_float2(middle.x * scale_, middle.y * scale_);
@@ -298,55 +264,99 @@ class HeadTile {
         return make_float2(both(0), both(1));
     }
 
-    // The logarithms of the blocks' sums.
+    // The logarithms of the blocks' sums. Two blocks at a time: a product waits for the one before on its sum, so there are
+    // always some that wait for different ones, and those of the next two blocks begin before the powers of these.
     __device__ float2 by_codes(uint32_t octet, const char* steps) const {
         const uint32_t i = threadIdx.x % 32 / 4;
         float sums[4] = {};
+        Weights weights[2];
+        uint32_t words[2][parts][Code::words];
+        float tokens[2][2][4];  // of a block: tokens i and i + 8, then i + 16 and i + 24
+        begin_pair(weights, steps, 0);
+        Code::load(words, octet + Here::codes);
 #pragma unroll
         for (uint32_t block = 0; block < octet_blocks; block += 2) {
+            multiply_codes(tokens, words, weights);
+            if (block + 2 < octet_blocks) {
+                begin_pair(weights, steps, block + 2);
+                Code::load(words, octet + Here::codes + (block + 2) * Here::code_bytes);
+            }
             const uint32_t rows[4] = {i == block ? bfloat16_ones : 0, any_value(), i == block + 1 ? bfloat16_ones : 0,
                                       any_value()};
-            uint32_t words[2][parts][Code::words];
-            Code::load(words, octet + Here::codes + block * Here::code_bytes);
-            const uint32_t even = powers(words[0], steps, block), odd = powers(words[1], steps, block + 1);
-            BFloat16::multiply_add(sums, rows, transposed_matrix(even), transposed_matrix(odd));
+            BFloat16::multiply_add(sums, rows, transposed_matrix(powers(tokens[0])), transposed_matrix(powers(tokens[1])));
         }
         return make_float2(fmaxf(fast_log2(sums[0]), -126.0f), fmaxf(fast_log2(sums[1]), -126.0f));
     }
 
-    // Of this lane's tokens of a block: the sum of their powers, two heads in bfloat16, which has the range of float32. At
-    // most 2^123, so that eight lanes have a sum, and a number: zeros times anything else would reach the other blocks.
-    __device__ uint32_t powers(const uint32_t (&words)[parts][Code::words], const char* steps, uint32_t block) const {
-        uint32_t weights[parts][4];
-        float tokens[2][4], middle[4] = {};
+    // Of a block's sketch: queries times steps, and what sums of tokens begin with.
+    struct Weights {
+        uint32_t of[parts > 0 ? parts : 1][4];
+        float begin[4];
+    };
+
+    static __device__ uint4 load_steps(const char* steps, uint32_t block, uint32_t part) {
+        return *reinterpret_cast<const uint4*>(steps + block * Here::step_stride + part * 64 + threadIdx.x % 4 * 16);
+    }
+
+    __device__ void begin_pair(Weights (&weights)[2], const char* steps, uint32_t block) const {
 #pragma unroll
         for (uint32_t part = 0; part < parts; ++part) {
-            const uint32_t at = block * Here::step_stride + part * 64 + threadIdx.x % 4 * 16;
-            const uint4 read = *reinterpret_cast<const uint4*>(steps + at);
-            const uint32_t of_channels[4] = {read.x, read.y, read.z, read.w};
 #pragma unroll
-            for (uint32_t r = 0; r < 4; ++r) weights[part][r] = multiply_halves(sketch_[part][r], of_channels[Code::channel(r)]);
-            Float16::multiply_add(middle, offsets_[0], weights[part][0], weights[part][1]);
-            Float16::multiply_add(middle, offsets_[1], weights[part][0], weights[part][1]);
-            Float16::multiply_add(middle, offsets_[2], weights[part][2], weights[part][3]);
-        }
+            for (uint32_t b = 0; b < 2; ++b) {
+                const uint4 read = load_steps(steps, block + b, part);
+                const uint32_t of_channels[4] = {read.x, read.y, read.z, read.w};
 #pragma unroll
-        for (uint32_t part = 0; part < parts; ++part) {
-            uint32_t codes[4][4];  // of tokens i, i + 8, i + 16, i + 24
-            Code::widen(codes, words[part]);
-#pragma unroll
-            for (uint32_t r = 0; r < 4; r += 2) {
-#pragma unroll
-                for (uint32_t half = 0; half < 2; ++half) {  // in turn: a product waits for the one before on its sum
-                    const uint32_t(&first)[4] = codes[2 * half];
-                    const uint32_t(&second)[4] = codes[2 * half + 1];
-                    const uint32_t both[4] = {first[r], second[r], first[r + 1], second[r + 1]};
-                    const bool begins = part == 0 && r == 0;
-                    Float16::multiply_add(tokens[half], both, weights[part][r], weights[part][r + 1],
-                                          begins ? middle : tokens[half]);
+                for (uint32_t r = 0; r < 4; ++r) {
+                    weights[b].of[part][r] = multiply_halves(sketch_[part][r], of_channels[Code::channel(r)]);
                 }
             }
         }
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) weights[0].begin[i] = weights[1].begin[i] = 0;
+#pragma unroll
+        for (uint32_t part = 0; part < parts; ++part) {
+#pragma unroll
+            for (uint32_t r = 0; r < 4; r += 2) {
+#pragma unroll
+                for (uint32_t b = 0; b < 2; ++b) {
+                    const uint32_t(&of)[4] = weights[b].of[part];
+                    Float16::multiply_add(weights[b].begin, offsets_[r / 2], of[r], of[r + 1]);
+                }
+            }
+        }
+    }
+
+    static __device__ void multiply_codes(float (&tokens)[2][2][4], const uint32_t (&words)[2][parts][Code::words],
+                                          const Weights (&weights)[2]) {
+#pragma unroll
+        for (uint32_t part = 0; part < parts; ++part) {
+            uint32_t codes[2][4][4];  // of tokens i, i + 8, i + 16, i + 24
+            Code::widen(codes[0], words[0][part]);
+            Code::widen(codes[1], words[1][part]);
+#pragma unroll
+            for (uint32_t r = 0; r < 4; r += 2) {
+#pragma unroll
+                for (uint32_t b = 0; b < 2; ++b) {
+#pragma unroll
+                    for (uint32_t half = 0; half < 2; ++half) {
+                        const uint32_t(&first)[4] = codes[b][2 * half];
+                        const uint32_t(&second)[4] = codes[b][2 * half + 1];
+                        const uint32_t both[4] = {first[r], second[r], first[r + 1], second[r + 1]};
+                        const uint32_t(&of)[4] = weights[b].of[part];
+                        if (part == 0 && r == 0) {
+                            Float16::multiply_add(tokens[b][half], both, of[r], of[r + 1], weights[b].begin);
+                        } else {
+                            Float16::multiply_add(tokens[b][half], both, of[r], of[r + 1]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    // Of this lane's tokens of a block: the sum of their powers, two heads in bfloat16, which has the range of float32. At
+    // most 2^123, so that eight lanes have a sum, and a number: zeros times anything else would reach the other blocks.
+    static __device__ uint32_t powers(const float (&tokens)[2][4]) {
         const auto sum = [&](uint32_t head) {
             const float first = fast_exp2(tokens[0][head]) + fast_exp2(tokens[0][head + 2]);
             const float second = fast_exp2(tokens[1][head]) + fast_exp2(tokens[1][head + 2]);
@@ -355,11 +365,25 @@ class HeadTile {
         return lower_bfloat16(BFloat16::pack(sum(0), sum(1)), bfloat16_2_to_123);
     }
 
-    const float scale_, toward_, away_;
+    // The half of a step, in channels whose codes begin at 1024, that tokens of block i are lower by.
+    __device__ float2 halves(const char* steps) const {
+        float product[4] = {};
+#pragma unroll
+        for (uint32_t part = 0; part < parts; ++part) {
+            const uint4 read = load_steps(steps, threadIdx.x % 32 / 4, part);
+            const uint32_t of_channels[4] = {read.x, read.y, read.z, read.w};
+            const uint32_t rows[4] = {of_channels[Code::channel(0)], any_value(),
+                                      Code::from_1024_on > 1 ? of_channels[Code::channel(1)] : 0, any_value()};
+            Float16::multiply_add(product, rows, sketch_[part][0], sketch_[part][1]);
+        }
+        return make_float2(product[0] * 0.5f, product[1] * 0.5f);
+    }
+
+    float scale_, toward_, away_;
     uint32_t query_[dim_steps][2];
-    float zeros_[Here::is_compact ? dim_steps : 1][4];  // products with bytes of 128, which stand for 0
+    float zeros_[Here::is_compact ? dim_steps : 1][2];  // products with bytes of 128, which stand for 0
     uint32_t sketch_[parts > 0 ? parts : 1][4];
-    uint32_t offsets_[3][4];  // what codes are too large by
+    uint32_t offsets_[2][4];  // what codes are too large by
 };
 
 }  // namespace sglang_hybrid::cuda

@@ -115,6 +115,23 @@ __device__ inline uint64_t now_ns() {
     return time;
 }
 
+// -- launches that overlap ---------------------------------------------------------------------------------------------
+
+// A launch that overlaps (launching.h) begins when all CTAs of the launch in front of it have said so, or are done.
+__device__ inline void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Until the launch in front is done and what it wrote can be read. It waits in turn for those before it, if every one of its
+// CTAs calls this too.
+__device__ inline void wait_for_launch_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // -- barriers ----------------------------------------------------------------------------------------------------------
 
 // A barrier for some warps of a CTA, `threads` in all, which orders their memory as __syncthreads does. Barrier 0 is that.

@@ -2,6 +2,7 @@
 // `select_blocks` and `blocks_worth` of the reference and what policy `scout` makes of them.
 #pragma once
 
+#include "sglang_hybrid/cuda/finish_scores.cuh"
 #include "sglang_hybrid/cuda/slot_plans.cuh"
 
 namespace sglang_hybrid::cuda {
@@ -227,14 +228,20 @@ __device__ inline void select_of_row(const sh_select_blocks& args, SelectionMemo
     }
 }
 
-// A CTA for each (batch entry, KV head).
-__global__ void __launch_bounds__(select_threads) select_blocks(const __grid_constant__ sh_select_blocks args) {
+// A CTA for each (batch entry, KV head), four of them on a processor.
+template <int kTiles>
+__global__ void __launch_bounds__(select_threads, 4) select_blocks(const __grid_constant__ sh_select_blocks args) {
     extern __shared__ __align__(16) char shared[];
     auto& memory = *reinterpret_cast<SelectionMemory*>(shared);
+    static_assert(select_threads == finish_threads && sizeof(FinishScratch<kTiles>) <= sizeof(SelectionMemory));
     const uint32_t pair = blockIdx.x, entry = pair / args.kv_heads;
     if (entry < active_of(args.step.active_rows, args.step.batch)) {
         const int32_t row = args.step.row_of[entry];
         if (row_exists(row, args.table) && args.step.lengths[entry] > 0) {
+            if (args.scored.estimates && is_scored(args.scored, entry)) {
+                finish_pair<kTiles>(args.scored, entry, pair, *reinterpret_cast<FinishScratch<kTiles>*>(shared));
+                __syncthreads();
+            }
             select_of_row(args, memory, reinterpret_cast<uint32_t*>(shared + sizeof(SelectionMemory)), entry, pair, row);
         } else {
             write_list(memory, false, Entry{}, pair, args.most_misses, args.miss_pages, args.miss_positions, args.miss_counts);

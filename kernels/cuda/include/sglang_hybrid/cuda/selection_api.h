@@ -73,7 +73,7 @@ struct sh_append {
     const float* scores;  // of the last selection, as sh_select_blocks has them, or null: who gives up its slot
     uint64_t* refused;    // tokens whose page is not in the pool, added up; or null
     uint32_t scores_by_row;
-    uint32_t unused;
+    uint32_t overlaps;  // of what is read, the launch in front writes keys and values only: this one begins before it is done
 };
 
 // Digests and codes of whole pages, [count][KV head] blocks.
@@ -91,8 +91,8 @@ struct sh_digest_pages {
 
 // -- scores ------------------------------------------------------------------------------------------------------------
 
-// Estimates of blocks by queries, and from them scores. With `listed` only those positions are estimated anew; the
-// others keep the estimates that the workspace has from the launch before.
+// Estimates of blocks by queries, and from them scores, now or by sh_select_blocks. With `listed` only those positions are
+// estimated anew; the others keep the estimates that the workspace has from the launch before.
 struct sh_score_blocks {
     sh_digests digests;
     sh_step step;                // row_of is looked at with by_row and interval only
@@ -100,7 +100,6 @@ struct sh_score_blocks {
     const int32_t* listed;       // [batch][KV head][most_listed] positions, or null: all blocks of the row
     const int32_t* list_counts;  // [batch][KV head]
     float* estimates;            // workspace [batch][KV head][group][max_blocks], in units of log2
-    uint32_t* arrived;           // workspace [batch][KV head], 0 before and after a launch
     float* scores;               // [batch][KV head][max_blocks], -inf behind the row's end; with by_row [rows][..][..]
     const int32_t* due;            // [batch]: entries that are scored whatever the interval says; or null
     const int32_t* first_lengths;  // [rows]: length in the row's first step, with `interval`
@@ -111,7 +110,7 @@ struct sh_score_blocks {
     uint32_t interval;  // steps between two scorings of a row, whose scores stay as they are in between; 0 and 1: none
     uint32_t layer;     // layers score at different steps
     uint32_t by_row;    // how many rows have scores; 0: batch entries have them
-    uint32_t unused;
+    uint32_t put_off;   // whether scores are left to sh_select_blocks
 };
 
 // The best positions by score, ascending.
@@ -147,6 +146,7 @@ struct sh_plan {
 struct sh_select_blocks {
     sh_slot_table table;
     sh_step step;
+    sh_score_blocks scored;       // scores that were put off are written first; or nothing: estimates are null
     const float* scores;          // [batch][KV head][max_blocks]; with scores_by_row [rows][KV head][max_blocks]
     int32_t* miss_pages;          // [batch][KV head][most_misses], -1 behind the last; ascending positions
     int32_t* miss_positions;      // likewise

@@ -1,0 +1,46 @@
+// The mass of some logits: a softmax's denominator.
+#pragma once
+
+#include "sglang_hybrid/cuda/halves.cuh"
+
+namespace sglang_hybrid::cuda {
+
+inline constexpr uint32_t tile_heads = 8;  // query heads that are estimated at a time
+inline constexpr float ln_of_2 = 0.6931471805599453f;
+
+// The maximum of some logits, and the sum of their powers relative to it.
+struct Mass {
+    float maximum, sum;
+
+    __device__ static Mass none() { return {-INFINITY, 0}; }
+    __device__ void add(float logit) {
+        const float highest = fmaxf(maximum, logit);
+        sum = sum * relative(maximum, highest) + relative(logit, highest);
+        maximum = highest;
+    }
+    template <uint32_t kCount>
+    __device__ void add(const float (&logits)[kCount]) {
+        float highest = maximum;
+#pragma unroll
+        for (uint32_t i = 0; i < kCount; ++i) highest = fmaxf(highest, logits[i]);
+        sum *= relative(maximum, highest);
+#pragma unroll
+        for (uint32_t i = 0; i < kCount; ++i) sum += relative(logits[i], highest);
+        maximum = highest;
+    }
+    __device__ Mass with_any(const Mass& other) const {
+        const float highest = fmaxf(maximum, other.maximum);
+        return {highest, sum * relative(maximum, highest) + other.sum * relative(other.maximum, highest)};
+    }
+    __device__ Mass from_lane(uint32_t step) const {
+        return {__shfl_xor_sync(0xFFFFFFFF, maximum, step), __shfl_xor_sync(0xFFFFFFFF, sum, step)};
+    }
+    __device__ float log2() const { return maximum + fast_log2(sum); }
+
+  private:
+    __device__ static float relative(float logit, float highest) {
+        return logit == -INFINITY ? 0.0f : fast_exp2(logit - highest);
+    }
+};
+
+}  // namespace sglang_hybrid::cuda
