@@ -90,7 +90,7 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="What minmax digests are stored in: the model's dtype, or int8, which keeps of them what "
             "sketches need (the middle of every range in 8 bits; 44 % of a bfloat16 model's with head_dim 128) and "
             "selects nearly the same blocks. int8 needs sketches and a head_dim that is a multiple of 32. auto is "
-            "model."
+            "int8 on a GPU, where these are given, and model elsewhere."
         ),
     ] = "auto"
     profile: Annotated[
@@ -207,7 +207,7 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             description="Bits of each of these channels. Fewer take less memory and less time to read, and select a "
             "little less well. 3 need sketch_channels that are a multiple of 32 and 2 a multiple of 8; on a GPU both "
-            "need digest_dtype int8."
+            "need compact digests (digest_dtype auto or int8)."
         ),
     ] = 4
     host_memory: Annotated[

@@ -20,7 +20,7 @@ from sglang_hybrid.gpu.slots import ResidentSlots
 from sglang_hybrid.integration import BACKEND_NAME
 from sglang_hybrid.integration.refusals import refuse_model
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
-from sglang_hybrid.memory.digests import CompactDigests, Digests
+from sglang_hybrid.memory.digests import CompactDigests, Digests, is_compact
 from sglang_hybrid.memory.sketches import Sketches
 
 logger = logging.getLogger("sglang.srt.hybrid")
@@ -75,7 +75,7 @@ def _pages_on_device(available: int, config: HybridConfig, shape: KVShape, confi
     """Pages whose digests and sketches the device holds, beside the resident blocks of all rows."""
     dtype, args = configurator.kv_cache_dtype, configurator.server_args
     channels = min(config.sketch_channels, shape.key_dim)
-    if config.digest_dtype == "int8":
+    if is_compact(config.digest_dtype, config.digest, channels, shape.key_dim, configurator.device):
         per_page = CompactDigests.bytes_per_page(shape.layers, shape.kv_heads, shape.key_dim, channels)
     else:
         per_page = Digests.bytes_per_page(config.digest, shape.layers, shape.kv_heads, shape.key_dim, dtype)

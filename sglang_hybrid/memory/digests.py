@@ -48,6 +48,17 @@ class Digests:
         table[pages] = self._build(blocks, filled.to(table.device)).to(table.dtype)
 
 
+def is_compact(digest_dtype: str, digest: str, channels: int, head_dim: int, device: str) -> bool:
+    """Whether digests are ``CompactDigests``.
+
+    ``auto``: on a GPU, where reading digests is most of what scoring takes, if these shapes have a compact form.
+    """
+    if digest_dtype == "auto":
+        fits = digest == "minmax" and channels > 0 and channels % 8 == 0 and head_dim % 32 == 0
+        return fits and torch.device(device).type != "cpu"
+    return digest_dtype == "int8" and channels > 0
+
+
 class CompactDigests:
     """Min/max digests as ``reference.compact_digest`` stores them, for what ``sketches`` holds.
 

@@ -598,3 +598,8 @@ def test_a_calibrated_prediction_needs_a_profile():
 def test_every_other_prediction_does_with_and_without_a_profile(prediction: str):
     for profile in ("none", "some.safetensors"):
         assert load_config(None, [f"prediction={prediction}", f"profile={profile}"]).prediction == prediction
+
+
+def test_the_settings_for_large_batches_differ_in_what_they_say() -> None:
+    config = load_config(DEFAULT_YAML.with_name("large-batches.yaml"), [])
+    assert config == load_config(None, ["score_interval=2"])

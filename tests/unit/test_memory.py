@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.memory import region
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
-from sglang_hybrid.memory.digests import Digests
+from sglang_hybrid.memory.digests import Digests, is_compact
 from sglang_hybrid.memory.pages import page_table, touched_pages
 from sglang_hybrid.memory.region import RegionError, SharedRegion
 
@@ -379,3 +379,22 @@ def test_doing_what_the_refusal_says_is_enough():
         host_pool_bytes(HybridConfig(host_memory="1MiB"), SMALL_MODEL, available=10 * GIB, ranks=1)
     advised = HybridConfig(host_memory=advised_size(caught.value))
     assert host_pool_bytes(advised, SMALL_MODEL, available=10 * GIB, ranks=1) >= LEAST
+
+
+@pytest.mark.parametrize(
+    ("digest_dtype", "digest", "channels", "head_dim", "device", "expected"),
+    [
+        ("auto", "minmax", 32, 128, "cuda", True),
+        ("auto", "minmax", 32, 128, "cpu", False),
+        ("auto", "minmax", 0, 128, "cuda", False),
+        ("auto", "minmax", 32, 80, "cuda", False),
+        ("auto", "minmax", 12, 128, "cuda", False),
+        ("auto", "mean", 0, 128, "cuda", False),
+        ("model", "minmax", 32, 128, "cuda", False),
+        ("int8", "minmax", 32, 128, "cpu", True),
+    ],
+)
+def test_digests_are_compact_where_that_saves_time_or_is_asked_for(
+    digest_dtype: str, digest: str, channels: int, head_dim: int, device: str, expected: bool
+) -> None:
+    assert is_compact(digest_dtype, digest, channels, head_dim, device) == expected

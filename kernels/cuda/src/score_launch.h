@@ -6,8 +6,8 @@
 #include "digest_shapes.h"
 #include "sglang_hybrid/cuda/score_blocks.cuh"
 
-// CTAs on a processor. A fourth one would take its last registers for as long as the launch takes, and the main lane's small
-// kernels, which run beside it, would have to wait for that.
+// CTAs on a processor. They stay as long as the launch takes, and the main lane's small kernels run beside them: a quarter of the
+// registers and of the shared memory is for those.
 constexpr int most_resident = 3;
 
 template <class Element, int kDim, int kChannels, sglang_hybrid::cuda::Format kFormat, int kTiles>
@@ -15,15 +15,16 @@ cudaError_t launch_score(const sh_score_blocks& args, cudaStream_t stream) {
     using namespace sglang_hybrid::cuda;
     const auto kernel = score_blocks<Element, kDim, kChannels, kFormat, kTiles>;
     const uint32_t bytes = ScoreMemory<kDim, kChannels, kFormat>::bytes(args.step.batch);
-    int device = 0, processors = 0, resident = 0;
+    int device = 0, processors = 0, of_processor = 0, resident = 0;
     const auto error = first_error({
         allow_shared(kernel, bytes),
         cudaGetDevice(&device),
         cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
+        cudaDeviceGetAttribute(&of_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
         cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, int(score_threads), bytes),
     });
     if (error) return error;
-    resident = std::clamp(resident, 1, most_resident);
+    resident = std::clamp(std::min(resident, of_processor / 4 * 3 / int(bytes)), 1, most_resident);
     kernel<<<uint32_t(processors * resident), score_threads, bytes, stream>>>(args);
     return cudaGetLastError();
 }
