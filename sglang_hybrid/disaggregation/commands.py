@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_hybrid.integration import BACKEND_NAME
@@ -22,6 +22,11 @@ ENVIRONMENT = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "1800",
 }
 LOOPBACK = "127.0.0.1"
+
+
+def environment_beside(users: Mapping[str, str]) -> dict[str, str]:
+    """What of ENVIRONMENT the user's does not say."""
+    return {name: value for name, value in ENVIRONMENT.items() if name not in users}
 
 
 @dataclass(frozen=True)

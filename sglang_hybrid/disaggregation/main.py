@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import math
+import os
 import shlex
 import signal
 import socket
@@ -67,7 +68,8 @@ def _serve(lines: dict[str, list[str]], ports: Ports, logs: Path, members: list[
     """Returns only by an exception."""
     print(f"starting prefill and decode, logs in {logs}", flush=True)
     for name in ("prefill", "decode"):
-        members.append(Member(name, lines[name], logs / f"{name}.log", commands.ENVIRONMENT))
+        environment = commands.environment_beside(os.environ)
+        members.append(Member(name, lines[name], logs / f"{name}.log", environment))
     for name, port in (("prefill", ports.prefill), ("decode", ports.decode)):
         healthy = functools.partial(answers, f"http://{LOOPBACK}:{port}/health")
         wait_until(members, healthy, _START_SECONDS, f"{name} is not healthy")

@@ -32,7 +32,7 @@ class Member:
                 command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**environment, **os.environ},
+                env={**os.environ, **environment},
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
             )
