@@ -127,8 +127,9 @@ struct ScoredPair {
 #pragma unroll
         for (uint32_t tile = 0; tile < kTiles; ++tile) {
             const uint32_t first = tile * tile_heads;  // a second tile may have no head
-            const auto* const query = static_cast<const char*>(args.query) + (uint64_t{pair} * args.group + first) * kDim * 2;
-            tiles[tile] = {query, args.group - min(first, args.group), args.digests, head, args.scale, args.spread};
+            tiles[tile] = HeadTile<Element, kDim, kChannels, kFormat>(
+                static_cast<const char*>(args.query) + (uint64_t{pair} * args.group + first) * kDim * 2,
+                args.group - min(first, args.group), args.digests, head, args.scale, args.spread);
         }
     }
 };
