@@ -43,3 +43,6 @@ sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 
 
 sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 4096 6144 --repeats 2 \
     --out bench/results/eval-retrieval-three-bits --run "1024, calibrated: $SMALL digest_dtype=int8 sketch_bits=3"
+
+sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 4096 6144 --repeats 2 \
+    --out bench/results/eval-retrieval-every-2nd --run "1024, calibrated, every 2nd step: $SMALL score_interval=2"

@@ -124,13 +124,13 @@ class Counts:
         lists = steps * rows * shape.heads
         misses, recalled = ((now[name] - self._before[name]).double() / lists for name in ("misses", "recalled"))
         budget = config_from_environment().budget_tokens // 32
-        share = scout.gather_share
+        shares = scout.gather_shares
         outcomes = {name: value - self._before["rows"].get(name, 0) for name, value in now["rows"].items()}
         return {
             "cpu_compute_ratio": round(float(misses.mean()) / budget, 4),
             "misses_per_list": [round(value, 2) for value in misses.tolist()],
             "recalled_per_list": round(float(recalled.mean()), 3),
-            "gather_share": None if share is None else round(float(share), 3),
+            "gather_shares": None if shares is None else [round(share, 3) for share in shares.tolist()],
             "rows_by_outcome": {name: value for name, value in outcomes.items() if value},
             "refused": int(scout.refused),
         }

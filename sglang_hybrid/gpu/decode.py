@@ -55,7 +55,8 @@ class DeviceScout:
         self._scores = [torch.full(of_scores, -math.inf, device=device) for _ in layers]
         gathers = settings.gather_share != 0
         self._lanes = [LaneBuffers(shape, settings.budget, gathers, dtype, device) for _ in range(2)]
-        self.gather_share = torch.full((1,), settings.gather_share or 0.0, device=device) if gathers else None
+        of_layers = (len(layers),)
+        self.gather_shares = torch.full(of_layers, settings.gather_share or 0.0, device=device) if gathers else None
         self._main = MainBuffers(shape, dtype, device)
         self._receipts = [mailbox.new_receipt(shape.most) for _ in range(2)] if mailbox else []
         # one plan for each layer: copies of one may still be under way when the next but one is selected
@@ -72,6 +73,8 @@ class DeviceScout:
         self._replies = Lane(device, urgent=True)
         self._ahead: set[int] = set()  # layers of this step whose misses are on their way, by a predicted query
         self._posted = False  # whether this step has posted
+        self.is_ended = False  # whether somebody calls end_step: recalls go on behind the last layer's attention then
+        self._unended: int | None = None  # the layer whose recall nobody has waited for
 
     @staticmethod
     def score_bytes_per_row(layers: int, heads: int, max_blocks: int) -> int:
@@ -94,10 +97,10 @@ class DeviceScout:
         """Steps between two recalls of each layer."""
         self.intervals.copy_(torch.tensor(list(intervals), dtype=torch.int32).pin_memory(), non_blocking=True)
 
-    def set_gather_share(self, share: float) -> None:
-        """Of the misses, that are copied to the device. Only where it did not begin as a fixed 0."""
-        if self.gather_share is not None:
-            self.gather_share.fill_(share)
+    def set_gather_shares(self, shares: Sequence[float]) -> None:
+        """Of each layer's misses, that are copied to the device. Only where they did not begin as a fixed 0."""
+        if self.gather_shares is not None:
+            self.gather_shares.copy_(torch.tensor(list(shares)).pin_memory(), non_blocking=True)
 
     # -- steps and rows ----------------------------------------------------------------------
 
@@ -189,8 +192,21 @@ class DeviceScout:
             served=served, active_rows=step.active_rows,
         )  # fmt: skip
         if layer == len(self._layers) - 1:
-            self._recall.wait_for(layer)  # and so for all before it
+            self._end_layers(layer)
         return out
+
+    def _end_layers(self, last: int) -> None:
+        """A step has to wait for its recalls, best at its very end."""
+        self.is_ended &= self._unended is None  # else nobody ended the step before
+        self._unended = last
+        if not self.is_ended:
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Behind everything that a step computes."""
+        if self._unended is not None:
+            self._recall.wait_for(self._unended)  # and so for all layers before it
+            self._unended = None
 
     def _collect(self, layer: int, query: torch.Tensor, scale: float, predicted: bool) -> Partial | None:
         """On the lane of replies: wait for the worker, bring its replies to the device, shift them. None without one.
@@ -247,6 +263,7 @@ class DeviceScout:
     ) -> None:
         """``first``: of rows that do not decode yet. Nobody attends to misses, and the plan has all that they want."""
         settings, lane, count = self._settings, self._lanes[layer % 2], step.batch
+        share = None if first or self.gather_shares is None else self.gather_shares[layer : layer + 1]
         put_off = score_blocks(
             query, self._layers[layer].digests, step, scale, self._main.scoring(count), self._scores[layer],
             spread=settings.spread, by_row=True,
@@ -258,7 +275,7 @@ class DeviceScout:
             any_block=settings.any_block[layer],
             plan=self._plans[layer], due=due,
             recall=RecallInterval(self.intervals[layer : layer + 1], self.step.first_lengths, layer),
-            gathered=None if first else lane.gathered, gather_share=None if first else self.gather_share,
+            gathered=None if first else lane.gathered, gather_share=share,
             most_gathered=MOST_GATHERED, totals=None if first else self.counted[layer], by_row=True,
             put_off=put_off,
         )  # fmt: skip

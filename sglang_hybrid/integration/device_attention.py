@@ -101,6 +101,11 @@ class DeviceAttention:
         # rows of other batches would lose their pages at every step
         args = model_runner.server_args
         self._one_batch = args.pp_size == 1 and not args.enable_two_batch_overlap and not args.enable_pdmux
+        # logits are the last thing that a step computes; without any it ends with its last attention
+        logits = getattr(model_runner.model, "logits_processor", None)
+        self._has_logits = isinstance(logits, torch.nn.Module)
+        if isinstance(logits, torch.nn.Module):
+            logits.register_forward_hook(self._after_logits)
         self.use(config, tuning)
         self._scale = _scale(model_runner.model)
         self._prefill = DevicePrefill(
@@ -115,6 +120,7 @@ class DeviceAttention:
         if (config, tuning) != self._used:
             settings = settings_of(config, tuning, self._group)
             self.scout = DeviceScout(self._layers, self._shape, settings, tuning.intervals, self._mailbox)
+            self.scout.is_ended = self._has_logits
             self._used = config, tuning
             self._room: Room | None = None
             if config.dense == "auto" and self._one_batch:
@@ -151,6 +157,9 @@ class DeviceAttention:
         if self._link is not None:
             self._link.mailbox.wake()
         self.watch.step(int((batch.seq_lens_cpu > self._budget_tokens).sum()))
+
+    def _after_logits(self, *_of_module: Any) -> None:
+        self.scout.end_step()
 
     def _makes_room(self, lengths: list[int]) -> bool:
         """Whether rows of these lengths are held as a whole from now on, or no more."""

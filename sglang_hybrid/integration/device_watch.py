@@ -67,7 +67,7 @@ class DeviceWatch:
             self._steps, self._rows = self._steps - steps, self._rows - rows
             if rows:
                 self._tell_ratios((new[:, 0].double() / (rows * self._per_row)).tolist(), steps)
-                self._balance(new.double().mean(dim=0) / steps, steps)
+                self._balance(new.double() / steps, steps)
         if self._outcomes and (outcomes := self._outcomes.look()) is not None:
             new, self._seen_outcomes = outcomes - self._seen_outcomes, outcomes
             self._tell_outcomes(dict(zip(OUTCOMES, new.tolist(), strict=True)))
@@ -82,13 +82,15 @@ class DeviceWatch:
             self._scout.set_intervals(self._recall.intervals)
 
     def _balance(self, blocks: torch.Tensor, steps: int) -> None:
-        """``blocks`` that a layer misses and recalls in a step."""
+        """``blocks`` ``[layers, 2]`` that each layer misses and recalls in a step."""
         # Time on the device: the host may run ahead of it. Pauses count too, a device that has time is left to itself.
         seconds = self._counted.seconds
-        if self._rates and blocks[0] and seconds is not None:
-            missed, recalled = (blocks * self._scout.block_bytes).tolist()
+        if self._rates and blocks[:, 0].any() and seconds is not None:
             layer_seconds = seconds / steps / len(self._recall.intervals)
-            self._scout.set_gather_share(self._rates.gather_share(missed, recalled, layer_seconds))
+            moved = (blocks * self._scout.block_bytes).tolist()
+            self._scout.set_gather_shares(
+                [self._rates.gather_share(missed, recalled, layer_seconds) for missed, recalled in moved]
+            )
 
     def _tell_outcomes(self, rows: dict[str, int]) -> None:
         if self.metrics and rows["served"]:

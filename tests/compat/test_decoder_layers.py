@@ -120,6 +120,10 @@ def test_a_budget_that_holds_the_context_makes_prediction_invisible_bit_for_bit(
     assert found["same_with_calibrated_prediction"] == [True] * STEPS
 
 
+def test_logits_are_computed_once_in_a_step_behind_its_last_layer(found: dict[str, Any]) -> None:
+    assert found["logits"] == [["logits"]] * (1 + STEPS)
+
+
 def test_every_layer_is_announced_in_order_and_in_decode_only(found: dict[str, Any]) -> None:
     # the first one too, by its own input: the worker holds two posts, so none may come out of order
     assert found["announced"] == found["announced_calibrated"] == list(range(LAYERS)) * STEPS
@@ -294,10 +298,18 @@ def main(directory: str) -> None:
 
         return call
 
+    orders: list[list[str]] = [[] for _ in plain]
+
+    def on_logits(*_of_module: Any) -> None:
+        steps = len(queries) // LAYERS
+        orders[steps - 1].append("logits" if len(queries) % LAYERS == 0 else "early")
+
+    ends = session.model.logits_processor.register_forward_hook(on_logits)
     stop = layers.on_input(on_input)
     backend.forward_extend, backend.forward_decode = watched("extend"), watched("decode")
     hooked = run()
     stop()
+    ends.remove()
     del backend.forward_extend, backend.forward_decode
     again = run()
 
@@ -359,6 +371,7 @@ def main(directory: str) -> None:
         "has_head_norm": weights[1].head_norm is not None,
         "scale": layers.scale(1),
         "queries": queries,
+        "logits": orders,
         "same_with_hooks": same(plain, hooked),
         "same_without_hooks_again": same(plain, again),
         "same_with_raw_prediction": same(by_none, by_raw),

@@ -101,6 +101,7 @@ class Decoding:
         self.query = torch.zeros(*shape, HEADS * GROUP, DIM, dtype=DTYPE, device=DEVICE)
         self.new_keys, self.new_values = torch.zeros(2, *shape, HEADS, DIM, dtype=DTYPE, device=DEVICE)
         self.out = torch.zeros_like(self.query)
+        self.ends = False  # whether steps are ended behind their last layer
 
     def blocks(self, pages: int) -> torch.Tensor:
         keys = torch.randn(pages, HEADS, BLOCK_TOKENS, DIM, generator=self.random)
@@ -159,6 +160,8 @@ class Decoding:
                         scout.ahead(number, count, SCALE)
             out = scout.decode(layer, self.query[layer], self.new_keys[layer], self.new_values[layer], SCALE)
             later(partial(self.out[layer].copy_, out))
+        if self.ends:
+            scout.end_step()
 
     def attended(self, layer: int, everything: bool) -> torch.Tensor:
         """What each (row, KV head) attends to: positions, -1 for none."""
@@ -246,6 +249,7 @@ def test_decoding_attends_to_slots_and_misses(
     # with a worker, so that shifts read compact digests too
     decoding = Decoding(budget, interval, slots, worker, share, compact=worker and interval == 0)
     everything = budget == 36
+    decoding.ends = decoding.scout.is_ended = interval > 2
     with decoding.engine():
         decoding.settle()
         torch.cuda.synchronize()
@@ -270,6 +274,19 @@ def test_decoding_attends_to_slots_and_misses(
                     expected = decoding.expected(layer, everything)
                     torch.testing.assert_close(decoding.out[layer, :-1].cpu().float(), expected, rtol=2e-2, atol=2e-2)
     assert int(decoding.scout.refused) == 0
+
+
+def test_steps_that_nobody_ends_end_with_their_last_layer() -> None:
+    decoding = Decoding(9, 2, None, worker=False, share=0.0)
+    decoding.scout.is_ended = True  # which is not so
+    decoding.settle()
+    for _ in range(STEPS):
+        decoding.next_tokens()
+        decoding.run(predicts=True)
+    assert not decoding.scout.is_ended
+    torch.cuda.synchronize()
+    decoding.check_slots()
+    assert int(decoding.scout.counted[:, 1].sum()) > 0
 
 
 @pytest.mark.parametrize("predicts", [False, True])

@@ -20,13 +20,13 @@ class Scout:
     def __init__(self) -> None:
         self.counted = torch.zeros(LAYERS, 2, dtype=torch.int64)
         self.intervals: list[int] = []
-        self.shares: list[float] = []
+        self.shares: list[list[float]] = []
 
     def set_intervals(self, intervals: list[int]) -> None:
         self.intervals = list(intervals)
 
-    def set_gather_share(self, share: float) -> None:
-        self.shares.append(share)
+    def set_gather_shares(self, shares: list[float]) -> None:
+        self.shares.append(shares)
 
 
 class Late:
@@ -116,6 +116,6 @@ def test_a_share_follows_what_is_missed() -> None:
     scout = Scout()
     watch = watch_of(scout, rates=PathRates(gathers=1.0, computes=1.0))  # slow: nothing is hidden
     for _ in range(32):
-        scout.counted += torch.tensor([[100, 20], [100, 20]])
+        scout.counted += torch.tensor([[100, 20], [100, 100]])
         watch.step(3)
-    assert scout.shares == [0.4]  # 0.4 * 100 + 20 blocks over PCIe, 60 computed
+    assert scout.shares == [[0.4, 0.0]]  # 0.4 * 100 + 20 blocks over PCIe, 60 computed; 100 over PCIe, 100 computed
