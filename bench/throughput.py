@@ -53,6 +53,8 @@ from side_by_side.server import STREAM_INTERVAL, Server
 from side_by_side.statistics import NotSteady
 from synthetic_model import TINY, Character, Shape, ensure_model, read_model
 
+from sglang_hybrid.memory.digests import is_compact
+
 NAME = "throughput"
 MAX = "max"
 
@@ -189,11 +191,14 @@ class Benchmark:
                 self._note(f"{configuration.name}, {length} tokens, {rows - fewer} rows: {error}")
         raise NotSteady(f"{configuration.name} does not run {rows} rows of {length} tokens at once, nor a few less")
 
+    def _selected(self, configuration: Configuration) -> Selected:
+        return selected_of(configuration, self._kv.head_dim, self.args.device)
+
     def _capacity(self, configuration: Configuration, length: int) -> Capacity:
         tokens = length + self._plan.new_tokens
         if not configuration.is_hybrid:
             return stock_capacity(self._kv, self._limits, tokens)
-        return hybrid_capacity(self._kv, self._limits, selected_of(configuration), tokens)
+        return hybrid_capacity(self._kv, self._limits, self._selected(configuration), tokens)
 
     def _gpu_bytes(self, configuration: Configuration, rows: dict[int, list[int]]) -> int:
         """What the server takes by the same arithmetic, for the largest batch and the longest input at once."""
@@ -201,7 +206,7 @@ class Benchmark:
             return stock_tokens(self._kv, self._limits) * self._kv.token_bytes
         most = max(one for many in rows.values() for one in many)
         tokens = (self._pool_mib(rows) << 20) // self._kv.token_bytes
-        return hybrid_server_bytes(self._kv, selected_of(configuration), most, tokens)
+        return hybrid_server_bytes(self._kv, self._selected(configuration), most, tokens)
 
     def _flags(self, configuration: Configuration, rows: dict[int, list[int]]) -> list[str]:
         batches = sorted({one for many in rows.values() for one in many})
@@ -263,10 +268,11 @@ def ablation_of(points: list[dict[str, Any]], length: int) -> list[dict[str, Any
     return [{"part": name, **{key: one[key] for key in kept}} for name, one in named]
 
 
-def selected_of(configuration: Configuration) -> Selected:
+def selected_of(configuration: Configuration, head_dim: int, device: str) -> Selected:
     settings = configuration.parsed()
+    channels = min(settings.sketch_channels, head_dim)
     resident = settings.budget_tokens if settings.resident_tokens == "auto" else int(settings.resident_tokens)
-    compact = settings.digest_dtype == "int8"
+    compact = is_compact(settings.digest_dtype, settings.digest, channels, head_dim, device)
     return Selected(resident, settings.sketch_channels, settings.block_tokens, compact, settings.sketch_bits)
 
 

@@ -33,6 +33,13 @@ def test_stock_holds_what_its_pool_has_tokens_for(length: int, rows: int) -> Non
     assert stock_capacity(QWEN3_14B_10_LAYERS, LIMITS, length + 128).rows == rows
 
 
+def test_digests_count_as_the_server_will_have_them() -> None:
+    default = configurations.hybrid([])
+    assert throughput.selected_of(default, 128, "cuda") == Selected(2048, 32, compact=True)
+    assert throughput.selected_of(default, 128, "cpu") == SELECTED
+    assert throughput.selected_of(configurations.hybrid(["digest_dtype=model"]), 128, "cuda") == SELECTED
+
+
 def test_hybrid_holds_slots_digests_and_sketches_in_the_same_memory() -> None:
     no_cap = Limits(LIMITS.gpu_bytes, host_bytes=10**15, most_rows=10**6)
     capacity = hybrid_capacity(QWEN3_14B_10_LAYERS, no_cap, SELECTED, 32768)
