@@ -11,6 +11,11 @@ _MOST_OF_TIME = 0.1  # that loading rows may take of the time between two loadin
 _SPARE = 0.05  # of device memory: rows that begin to be held grow, and would have to leave soon
 
 
+def loading_pays(loaded: float, seconds: float) -> bool:
+    """Whether so many bytes are loaded in a small part of the time since that was last done."""
+    return loaded / _GATHER_BYTES_S <= _MOST_OF_TIME * seconds
+
+
 class Room:
     """Rows are held as soon as all of them fit, and no longer than that.
 
@@ -32,6 +37,5 @@ class Room:
             if blocks > self.pages:
                 self.is_dense, self._left = False, now
         elif blocks <= self.pages * (1 - _SPARE):
-            loading = blocks * self._block_bytes / _GATHER_BYTES_S
-            self.is_dense = loading <= _MOST_OF_TIME * (now - self._left)
+            self.is_dense = loading_pays(blocks * self._block_bytes, now - self._left)
         return self.is_dense

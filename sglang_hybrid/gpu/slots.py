@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from sglang_hybrid.cuda.digests import SlotTable
@@ -19,7 +21,19 @@ class ResidentSlots:
         # zeros: a slot that was never written is multiplied by a weight of 0, and garbage may be NaN
         self.keys = [torch.zeros(of_layer, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(of_layer, dtype=dtype, device=device) for _ in range(layers)]
-        self._positions = torch.full((layers, rows, heads, slots), NO_BLOCK, dtype=torch.int32, device=device)
+        self.all_positions = torch.full((layers, rows, heads, slots), NO_BLOCK, dtype=torch.int32, device=device)
+
+    def wider(self, times: int) -> ResidentSlots:
+        """The same memory for fewer rows, each of which has so many times the slots. Positions are its own."""
+        layers, rows, heads, slots = self.all_positions.shape
+        fewer = rows // times
+        of_layer = (fewer, heads, slots * times, *self.keys[0].shape[3:])
+        wider = copy.copy(self)
+        wider.keys, wider.values = (
+            [part[: fewer * times].view(of_layer) for part in parts] for parts in (self.keys, self.values)
+        )
+        wider.all_positions = self.all_positions.new_full((layers, *of_layer[:3]), NO_BLOCK)
+        return wider
 
     @staticmethod
     def bytes_per_row(layers: int, heads: int, slots: int, dim: int, dtype: torch.dtype) -> int:
@@ -27,14 +41,14 @@ class ResidentSlots:
 
     def positions(self, layer: int) -> torch.Tensor:
         """``[rows, KV heads, slots]``, -1 for an empty slot."""
-        return self._positions[layer]
+        return self.all_positions[layer]
 
     def table(self, layer: int, sink: int, recent: int) -> SlotTable:
-        return SlotTable(self._positions[layer], sink, recent)
+        return SlotTable(self.all_positions[layer], sink, recent)
 
     def forget(self, rows: torch.Tensor) -> None:
         """These rows have nothing resident."""
-        self._positions.index_fill_(1, rows, NO_BLOCK)
+        self.all_positions.index_fill_(1, rows, NO_BLOCK)
 
     def forget_all(self) -> None:
-        self._positions.fill_(NO_BLOCK)
+        self.all_positions.fill_(NO_BLOCK)

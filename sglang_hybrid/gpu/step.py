@@ -26,7 +26,7 @@ class StepBuffers:
         self._page_table, self._lengths, self._row_of = zeros(most, max_blocks), zeros(most), zeros(most)
         self._begins = zeros(most)
         self.active_rows = zeros(1)
-        self.lengths_by_row = zeros(rows)
+        self.lengths = zeros(rows)
         self.first_lengths = torch.full((rows,), ARRIVED, dtype=torch.int32, device=device)
 
     def load(self, req_to_token: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, active: int) -> None:
@@ -34,7 +34,7 @@ class StepBuffers:
         begin_step(
             req_to_token, rows, lengths, active,
             step=self.of_batch(rows.numel()), begins=self.begins(rows.numel()),
-            lengths_by_row=self.lengths_by_row, first_lengths=self.first_lengths,
+            lengths_by_row=self.lengths, first_lengths=self.first_lengths,
         )  # fmt: skip
 
     def load_nothing(self) -> None:

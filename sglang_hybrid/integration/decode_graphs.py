@@ -1,4 +1,4 @@
-"""Two CUDA graphs for every batch size: one for steps that select blocks, one for steps that hold whole rows."""
+"""Several CUDA graphs for every batch size: steps that select blocks, with each budget, and steps with whole rows."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from sglang_hybrid.integration.device_attention import DeviceAttention
-
-_DENSE = "dense"
+from sglang_hybrid.integration.device_attention import DeviceAttention, StepKind
 
 
-def capture_one_shape(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+def capture_one_shape(original: Callable[..., Any], runner: Any, size: int, *args: Any, **kwargs: Any) -> Any:
     """Record a batch size in each way in which it is replayed."""
     device = _device(runner)
     if device is None:
-        return original(runner, *args, **kwargs)
-    for whole in device.kinds_of_steps:
-        with device.recording(whole):
-            result = original(runner, *args, **kwargs)
+        return original(runner, size, *args, **kwargs)
+    for kind in device.kinds_of_steps(size):
+        with device.recording(kind):
+            result = original(runner, size, *args, **kwargs)
     return result
 
 
 def make_graph_key(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     """The graph of the step that is recorded, or begins: its kind is known by then."""
     key, device = original(runner, *args, **kwargs), _device(runner)
-    if device is None or not device.is_dense:
+    if device is None or device.kind == StepKind():
         return key
-    label = _DENSE if key.variant_label is None else f"{key.variant_label}-{_DENSE}"
+    kind = "dense" if device.kind.whole else f"level{device.kind.level}"
+    label = kind if key.variant_label is None else f"{key.variant_label}-{kind}"
     return dataclasses.replace(key, variant_label=label)
 
 

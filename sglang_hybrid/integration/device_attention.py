@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -17,6 +17,7 @@ from sglang_hybrid.cuda.digests import HostPool, LayerDigests, Step
 from sglang_hybrid.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.gpu.admission import PageAdmission
+from sglang_hybrid.gpu.budgets import Level
 from sglang_hybrid.gpu.decode import DeviceScout
 from sglang_hybrid.gpu.lanes import Lane
 from sglang_hybrid.gpu.layers import DeviceLayer, DeviceShape
@@ -57,6 +58,13 @@ def why_not_on_device(config: HybridConfig, pool: HostKVPool, model_runner: Any)
 def _group(pool: HostKVPool, model_runner: Any) -> int:
     heads: int = model_runner.model_config.get_num_attention_heads(model_runner.server_args.tp_size)
     return heads // int(pool.head_num)
+
+
+class StepKind(NamedTuple):
+    """How a decode step holds its rows. There is a CUDA graph for each kind and batch size."""
+
+    whole: bool = False
+    level: int = 0  # of budgets, for rows that are not held as a whole
 
 
 class DeviceAttention:
@@ -126,6 +134,8 @@ class DeviceAttention:
             if config.dense == "auto" and self._one_batch:
                 self._room = Room(self.scout.dense.pages, self.scout.dense.block_bytes)
                 self.scout.is_dense = self._room.is_dense
+            row_bytes = self.scout.block_bytes * self._shape.heads * settings.slots * len(self._layers)
+            self._level = Level([budget.rows for budget in self.scout.budgets], row_bytes)
             self._budget_tokens = config.budget_tokens
             recall = RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt)
             outcomes = self._mailbox.outcome_counts if self._mailbox else None
@@ -146,51 +156,62 @@ class DeviceAttention:
         active = count - getattr(batch, "num_padding", 0)
         self.scout.step.load(self._req_to_token, rows, batch.seq_lens, active)
         lengths = batch.seq_lens_cpu[:active].tolist()
-        if self._makes_room(lengths):
-            self.scout.hold_rows(not self.scout.is_dense, count)
+        if (kind := self._kind_of(lengths, count)) != self.kind:
+            self.scout.hold_rows(*kind, count=count)
             self.scout.step.load(self._req_to_token, rows, batch.seq_lens, active)
         if self.scout.is_dense:
             self.scout.dense.begin_step(count, lengths)
             self.watch.step(0)
             return
+        self.scout.place_rows(count)
         self._follow_worker()
         if self._link is not None:
             self._link.mailbox.wake()
-        self.watch.step(int((batch.seq_lens_cpu > self._budget_tokens).sum()))
+        level = self.scout.level
+        # a row with twice the budget counts twice
+        self.watch.step(int((batch.seq_lens_cpu > self._budget_tokens << level).sum()) << level)
 
     def _after_logits(self, *_of_module: Any) -> None:
         self.scout.end_step()
 
-    def _makes_room(self, lengths: list[int]) -> bool:
-        """Whether rows of these lengths are held as a whole from now on, or no more."""
-        if self._room is None or self._room.look(lengths, time.monotonic()) == self.scout.is_dense:
-            return False
+    def _kind_of(self, lengths: list[int], count: int) -> StepKind:
+        """How rows of these lengths are held in the step that begins, a batch of ``count``."""
+        now = time.monotonic()
+        kind = StepKind(whole=self._room is not None and self._room.look(lengths, now))
+        if not kind.whole:
+            kind = StepKind(level=self._level.look(count, now))
+        if kind != self.kind:
+            self._tell(kind, len(lengths))
+        return kind
+
+    def _tell(self, kind: StepKind, rows: int) -> None:
+        if kind.whole:
+            logger.info("the GPU's memory holds %d running requests as a whole: attention is exact", rows)
+            return
         logger.info(
-            "the GPU's memory holds %d running requests as a whole: attention is exact"
-            if self._room.is_dense
-            else "%d running requests are longer than the GPU's memory holds: blocks are selected",
-            len(lengths),
-        )
-        return True
+            "%d running requests are longer than the GPU's memory holds: blocks are selected, %d tokens of each",
+            rows, self._budget_tokens << kind.level,
+        )  # fmt: skip
 
     @property
-    def is_dense(self) -> bool:
-        """Whether the step that begins, or is recorded, holds whole rows."""
-        return self.scout.is_dense
+    def kind(self) -> StepKind:
+        """Of the step that begins, or is recorded."""
+        return StepKind(self.scout.is_dense, self.scout.level)
 
-    @property
-    def kinds_of_steps(self) -> tuple[bool, ...]:
-        """Whether rows are held as a whole in the steps that there are graphs for."""
-        return (False,) if self._room is None else (False, True)
+    def kinds_of_steps(self, count: int) -> list[StepKind]:
+        """Those that there are graphs for, of batches of ``count``."""
+        levels = [StepKind(level=one.level) for one in self.scout.budgets if one.level == 0 or count <= one.rows]
+        return levels if self._room is None else [*levels, StepKind(whole=True)]
 
     @contextlib.contextmanager
-    def recording(self, whole: bool) -> Iterator[None]:
-        """Steps that are recorded hold whole rows, or do not."""
-        serving, self.scout.is_dense = self.scout.is_dense, whole
+    def recording(self, kind: StepKind) -> Iterator[None]:
+        """Steps that are recorded are of this kind."""
+        serving = self.kind
+        self.scout.is_dense, self.scout.level = kind
         try:
             yield
         finally:
-            self.scout.is_dense = serving
+            self.scout.is_dense, self.scout.level = serving
 
     def _follow_worker(self) -> None:
         """Post to the worker that is there now."""
@@ -210,10 +231,11 @@ class DeviceAttention:
     def begin_prefill(self, rows: torch.Tensor, table: torch.Tensor, lengths: list[int], new_tokens: list[int]) -> None:
         """These rows bring more of their prompts."""
         self._prefill.begin(PrefillRows(table.cpu(), lengths, new_tokens), self._scale)
-        # where whole rows are held, their first decode step loads them
+        # where whole rows are held, or rows have places, their first decode step loads them
         self._settling = None
-        self.scout.rows_begin(rows, prefilled=not self.scout.is_dense)
-        if self.scout.is_dense:
+        settles = self.kind == StepKind()
+        self.scout.rows_begin(rows, prefilled=settles)
+        if not settles:
             return
         device = rows.device
         pages = torch.zeros(len(lengths), self._shape.max_blocks, dtype=torch.int32, device=device)

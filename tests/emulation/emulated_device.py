@@ -29,6 +29,7 @@ from sglang_hybrid.cuda import (
     lane_structs,
     mailbox,
     missed,
+    places,
     placing,
     prediction,
     prefill_structs,
@@ -117,7 +118,8 @@ class HostMemory:
 
 
 _LAUNCHING = (
-    attention, beginning, copying, dense, digests, gathering, mailbox, missed, placing, prediction, scattering, scoring,
+    attention, beginning, copying, dense, digests, gathering, mailbox, missed, places, placing, prediction, scattering,
+    scoring,
     selection,
 )  # fmt: skip
 for _module in _LAUNCHING:

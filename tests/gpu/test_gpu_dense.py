@@ -52,7 +52,7 @@ def test_rows_go_on_with_slots_and_come_back() -> None:
         for step in range(2):
             decoding.next_tokens()
             if step == 0:
-                decoding.scout.hold_rows(whole, decoding.query.shape[1])
+                decoding.scout.hold_rows(whole, count=decoding.query.shape[1])
                 decoding.load_rows()
                 torch.cuda.synchronize()
                 if not whole:

@@ -26,7 +26,7 @@ from sglang_hybrid.ops import reference
 from sglang_hybrid.transport.mailbox import Mailbox
 
 LAYERS, HEADS, GROUP, DIM, CHANNELS = 2, 2, 3, 64, 32  # two layers: the lanes' buffers still tell of both after a step
-ROWS, MAX_BLOCKS, PAGES = 6, 40, 150
+ROWS, MAX_BLOCKS, PAGES = 9, 40, 150  # half of the rows, those with twice the budget, are four
 LENGTHS = {3: 650, 1: 33, 4: 96, 2: 1000}  # tokens of each row's prompt
 DTYPE, SCALE = torch.bfloat16, DIM**-0.5
 SINK, RECENT = 1, 2
@@ -38,7 +38,7 @@ class Decoding:
 
     def __init__(
         self, budget: int, interval: int, slots: int | None = None, worker: bool = False, share: float = 0.0,
-        worth: float | None = None, compact: bool = False, score_interval: int = 1,
+        worth: float | None = None, compact: bool = False, score_interval: int = 1, levels: int = 1,
     ) -> None:  # fmt: skip
         """``worth``: with it, every block that has such a score is a miss.
 
@@ -85,6 +85,7 @@ class Decoding:
             budget=budget, slots=slots or budget, sink=SINK, recent=RECENT, bonus=(0.5,) * LAYERS,
             worth=(-math.inf if worth is None else worth,) * LAYERS, any_block=(worth is not None,) * LAYERS,
             spread=0.5, score_interval=score_interval, shifts=True, gather_share=share, deadline_s=20.0,
+            levels=levels,
         )  # fmt: skip
         self.digests = [layer.digests.digests for layer in layers]
         self.shape = DeviceShape(ROWS, ROWS, MAX_BLOCKS, HEADS, GROUP, DIM, PAGES)
@@ -147,6 +148,12 @@ class Decoding:
         of_step = rows.to(DEVICE), lengths.to(DEVICE)
         self._settled.append(of_step)
         self.scout.step.load(self.req_to_token, *of_step, count - 1)
+        self.scout.place_rows(count)
+
+    def places(self) -> torch.Tensor:
+        """Of the rows, in slots: their own numbers, or what they have instead."""
+        places = self.scout.budget.places
+        return self.rows if places is None else places._places[self.rows].long()
 
     def run(self, predicts: bool) -> None:
         """Launch, or record, the layers of a step."""
@@ -184,17 +191,17 @@ class Decoding:
 
     def gathered(self, layer: int) -> torch.Tensor:
         """``[rows, KV heads, blocks]``: whether this step has gathered the block."""
-        plan, slots = self.scout._lanes[layer % 2].gathered, self.scout.slots.positions(layer).shape[2]
+        plan, slots = self.scout._lanes[layer % 2].gathered, self.scout.budget.slots.positions(layer).shape[2]
         found = torch.zeros(ROWS, HEADS, MAX_BLOCKS, dtype=torch.bool)
         if plan:
             count = int(plan.count)
             owners = plan.destinations[:count].cpu().long() // slots
             found.view(-1, MAX_BLOCKS)[owners, plan.positions[:count].cpu().long()] = True
-        return found[self.rows.cpu()]
+        return found[self.places().cpu()]
 
     def held(self, layer: int) -> torch.Tensor:
         """Positions of the blocks in slots, ``[rows, KV heads, slots]``."""
-        held = self.scout.slots.positions(layer)[self.rows].cpu().long()
+        held = self.scout.budget.slots.positions(layer)[self.places()].cpu().long()
         counts = -(-self.lengths // BLOCK_TOKENS)
         return held.masked_fill(held >= counts[:, None, None], reference.NO_BLOCK)
 
@@ -210,7 +217,7 @@ class Decoding:
         token = torch.arange(BLOCK_TOKENS)
         entry, head = torch.arange(len(LENGTHS))[:, None, None], torch.arange(HEADS)[:, None]
         for layer in range(LAYERS):
-            positions = self.scout.slots.positions(layer)[self.rows].cpu().long()
+            positions = self.scout.budget.slots.positions(layer)[self.places()].cpu().long()
             tokens = self.lengths[:, None, None] - positions * BLOCK_TOKENS
             holds = (positions >= 0) & (tokens > 0)
             counts = torch.zeros(len(LENGTHS), HEADS, MAX_BLOCKS, dtype=torch.int64)
@@ -218,8 +225,9 @@ class Decoding:
             assert counts.max() <= 1, "a block is in two slots"
             valid = holds[..., None] & (token < tokens[..., None])
             pages = self.pages[entry, positions.clamp(0, self.pages.shape[1] - 1)]
-            for slots, pool in ((self.scout.slots.keys, self.keys), (self.scout.slots.values, self.values)):
-                held, there = slots[layer][self.rows].cpu(), pool[layer][pages, head]
+            slots_of = self.scout.budget.slots
+            for slots, pool in ((slots_of.keys, self.keys), (slots_of.values, self.values)):
+                held, there = slots[layer][self.places()].cpu(), pool[layer][pages, head]
                 differs = ((held != there).any(dim=-1) & valid).nonzero()
                 assert not len(differs), f"layer {layer}: entry, head, slot, token {differs[:4].tolist()}"
 

@@ -69,6 +69,7 @@ def test_defaults_are_the_documented_ones():
         "block_tokens": 32,
         "budget_tokens": 2048,
         "resident_tokens": "auto",
+        "most_budget_tokens": "auto",
         "sink_blocks": 1,
         "recent_blocks": 2,
         "digest": "minmax",
@@ -603,3 +604,9 @@ def test_every_other_prediction_does_with_and_without_a_profile(prediction: str)
 def test_the_settings_for_large_batches_differ_in_what_they_say() -> None:
     config = load_config(DEFAULT_YAML.with_name("large-batches.yaml"), [])
     assert config == load_config(None, ["score_interval=2"])
+
+
+def test_budgets_double() -> None:
+    assert load_config(None, ["most_budget_tokens=8192"]).most_budget_tokens == 8192
+    problem = problem_of(overrides=["most_budget_tokens=6000"])
+    assert 'must be "auto" or one of 2048, 4096, 8192, 16384' in problem

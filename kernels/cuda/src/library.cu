@@ -56,6 +56,7 @@ SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
         {"sh_finish_layer", sizeof(sh_finish_layer)},
         {"sh_finish_late", sizeof(sh_finish_late)},
         {"sh_begin_step", sizeof(sh_begin_step)},
+        {"sh_place_rows", sizeof(sh_place_rows)},
         {"sh_hold_rows", sizeof(sh_hold_rows)},
         {"sh_attend_pages", sizeof(sh_attend_pages)},
     };
