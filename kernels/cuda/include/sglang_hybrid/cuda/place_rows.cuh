@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(place_threads) place_rows(const __grid_constan
     for (uint32_t layer = 0; layer < args.layers; ++layer) {
         int32_t* const of_layer = args.positions + uint64_t{layer} * args.count * args.place_slots;
         for (uint32_t i = threadIdx.x; i < slots; i += place_threads) {
-            of_layer[uint64_t{static_cast<uint32_t>(new_places[i / args.place_slots])} * args.place_slots + i % args.place_slots] = -1;
+            const auto place = static_cast<uint32_t>(new_places[i / args.place_slots]);
+            of_layer[uint64_t{place} * args.place_slots + i % args.place_slots] = -1;
         }
     }
     for (uint32_t entry = threadIdx.x; entry < args.step.batch; entry += place_threads) {

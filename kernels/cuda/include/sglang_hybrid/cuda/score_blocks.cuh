@@ -158,7 +158,8 @@ __device__ void estimate_octets(const sh_score_blocks& args, char* shared, const
         return found;
     };
     const auto request = [&](uint32_t stage, uint32_t octet, const OctetBlocks& blocks) {
-        if (octet < end) Here::request(shared_address(mine + stage * Here::bytes), args.digests, blocks.head, blocks.page, policy);
+        const uint32_t to = shared_address(mine + stage * Here::bytes);
+        if (octet < end) Here::request(to, args.digests, blocks.head, blocks.page, policy);
         commit_copies();  // an empty group too: waiting counts groups
     };
     static_assert(Memory::stages == 2);
