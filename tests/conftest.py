@@ -8,6 +8,8 @@ import pytest
 
 # they measure time, look at everything that runs on the machine, or want the worker to be in time for every row
 ALONE = ("test_exactness", "test_lifecycle", "test_worker_faults")
+# minutes each: first, so that at the end both processes have something to do
+LONG = ("test_pd", "test_cuda_emulated", "test_pd_faults", "test_cuda_build", "test_budget")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -15,3 +17,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == server and item.path.stem in ALONE:
             item.add_marker(pytest.mark.alone)
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
