@@ -171,11 +171,18 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             ge=1,
             le=16,
-            description="Decode steps between two scorings of a layer's blocks. In between, misses are chosen by the "
-            "scores of before, so a block that becomes important is noticed that much later; resident blocks are "
+            description="Decode steps between two scorings of all of a layer's blocks. In between, hot blocks are "
+            "scored (hot_tokens), so a cold one that becomes important is noticed that much later; resident blocks are "
             "attended to anyway, with the real query.",
         ),
     ] = 1
+    hot_tokens: Annotated[
+        int | Literal["auto"],
+        Meta(
+            description="With score_interval above 1: the tokens of each (row, layer, KV head) whose blocks are scored "
+            "at every step, those with the best scores when all were scored. auto: four times the budget. 0: none.",
+        ),
+    ] = "auto"
     recall_interval: Annotated[
         int | Literal["auto"],
         Meta(
@@ -337,9 +344,10 @@ def _threads_are_positive(worker_threads: int | str, worker_group_threads: int |
 
 
 def _numbers_are_not_negative(
-    sticky_bonus: float | str, recall_interval: int | str, resident_tokens: int | str
+    sticky_bonus: float | str, recall_interval: int | str, resident_tokens: int | str, hot_tokens: int | str
 ) -> str | None:
-    if all(value == "auto" or 0 <= float(value) <= 1e9 for value in (sticky_bonus, recall_interval, resident_tokens)):
+    values = sticky_bonus, recall_interval, resident_tokens, hot_tokens
+    if all(value == "auto" or 0 <= float(value) <= 1e9 for value in values):
         return None
     return 'must each be "auto" or a number from 0 on'
 

@@ -29,13 +29,36 @@ class ScoreWorkspace:
 
 
 @dataclass(frozen=True)
+class HotBlocks:
+    """Of each row and KV head, the blocks that are scored at every step. ``select_blocks`` chooses them."""
+
+    positions: torch.Tensor  # [rows, H, most] int32
+    shares: torch.Tensor  # [rows, H, G] float32: logarithm to base 2 of what they and the tail had of the attention
+
+    @classmethod
+    def none_yet(cls, rows: int, heads: int, group: int, most: int, device: torch.device | str = "cuda") -> HotBlocks:
+        positions = torch.full((rows, heads, most), -1, dtype=torch.int32, device=device)
+        return cls(positions, torch.zeros(rows, heads, group, device=device))
+
+    def of_fewer_rows(self, rows: int, times: int) -> HotBlocks:
+        """In the same memory, ``times`` as many blocks."""
+        _, heads, most = self.positions.shape
+        positions = self.positions.view(-1)[: rows * heads * most * times]
+        return HotBlocks(positions.view(rows, heads, most * times), self.shares[:rows])
+
+
+@dataclass(frozen=True)
 class ScoreInterval:
-    """Rows are scored when ``steps + layer`` is a multiple of the interval, steps counted from each row's first one."""
+    """Rows are scored when ``steps + layer`` is a multiple of the interval, steps counted from each row's first one.
+
+    In between, ``hot`` blocks are, and the tail.
+    """
 
     steps: int
     first_lengths: torch.Tensor  # [rows] int32: each row's length in its first step; negative: it has not begun
     due: torch.Tensor  # [B] int32: 1 for entries that are scored in any case
     layer: int = 0
+    hot: HotBlocks | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +111,7 @@ def score_blocks(
     """``block_scores`` of the reference to ``scores`` ``[B, H, max_blocks]`` float32, by query ``[B, H * G, D]``.
 
     With ``by_row`` scores are ``[rows, H, max_blocks]``, and with an ``interval`` those of rows whose turn it is not
-    stay as they are.
+    stay as they are, but for hot blocks (``reference.rescore``), which need ``put_off``.
 
     Estimates by sketches, or by digests alone (``spread``) where there are none or ``sketched`` is False. With
     ``listed`` only those blocks are estimated; the others keep the estimates that ``workspace`` has from the launch
@@ -101,6 +124,10 @@ def score_blocks(
     owners = scores.shape[0] if by_row else batch
     if interval is not None and not by_row:
         raise ValueError("an interval needs scores by row: batch entries are others in the next step")
+    hot = None if interval is None or interval.steps <= 1 else interval.hot
+    if hot is not None and (not put_off or listed is not None):
+        raise ValueError("hot blocks are chosen by select_blocks: put scores off, and list no others")
+    most_hot = 0 if hot is None else hot.positions.shape[2]
     arguments = structs.ScoreBlocks(
         digests=digests.arguments(sketched=sketched),
         step=step.arguments(),
@@ -115,10 +142,13 @@ def score_blocks(
         first_lengths=None
         if interval is None
         else address("first_lengths", interval.first_lengths, torch.int32, (owners,)),
+        hot=None if hot is None else address("hot", hot.positions, torch.int32, (owners, heads, most_hot)),
+        hot_shares=None if hot is None else address("hot_shares", hot.shares, torch.float32, (owners, heads, group)),
         scale=scale,
         spread=spread,
         group=group,
         most_listed=most,
+        most_hot=most_hot,
         interval=0 if interval is None else interval.steps,
         layer=0 if interval is None else interval.layer,
         by_row=owners if by_row else 0,

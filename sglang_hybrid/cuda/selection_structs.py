@@ -100,6 +100,8 @@ class ScoreBlocks(ctypes.Structure):
         ("scores", c_void_p),
         ("due", c_void_p),
         ("first_lengths", c_void_p),
+        ("hot", c_void_p),
+        ("hot_shares", c_void_p),
         ("scale", c_float),
         ("spread", c_float),
         ("group", c_uint32),
@@ -108,6 +110,8 @@ class ScoreBlocks(ctypes.Structure):
         ("layer", c_uint32),
         ("by_row", c_uint32),
         ("put_off", c_uint32),
+        ("most_hot", c_uint32),
+        ("unused", c_uint32),
     )
 
 

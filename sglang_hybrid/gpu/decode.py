@@ -23,7 +23,7 @@ from sglang_hybrid.cuda.gathering import gather_blocks
 from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.cuda.missed import finish_late
 from sglang_hybrid.cuda.places import Places
-from sglang_hybrid.cuda.scoring import ScoreInterval, score_blocks, shift_lse
+from sglang_hybrid.cuda.scoring import HotBlocks, ScoreInterval, score_blocks, shift_lse
 from sglang_hybrid.cuda.selection import RecallInterval, RecallPlan, apply_plan, select_blocks
 from sglang_hybrid.gpu.budgets import Budget
 from sglang_hybrid.gpu.buffers import MOST_GATHERED, LaneBuffers, MainBuffers, plan_for
@@ -56,6 +56,7 @@ class DeviceScout:
         # by row, since they outlive the step where rows are not scored at every one
         of_scores = (shape.rows, shape.heads, shape.max_blocks)
         self._scores = [torch.full(of_scores, -math.inf, device=device) for _ in layers]
+        self._hot = [self._no_hot_blocks() for _ in layers]
         gathers = settings.gather_share != 0
         self._lanes = [LaneBuffers(shape, settings.budget, gathers, dtype, device) for _ in range(2)]
         of_layers = (len(layers),)
@@ -94,13 +95,28 @@ class DeviceScout:
             first_lengths=of_rows.first_lengths,
         )
 
+    def _no_hot_blocks(self) -> HotBlocks | None:
+        """None where there never are any: every row is scored as a whole, or not at all."""
+        shape, settings = self._shape, self._settings
+        if settings.score_interval == 1 or not 0 < settings.hot < shape.max_blocks - 1:
+            return None
+        return HotBlocks.none_yet(shape.rows, shape.heads, shape.group, settings.hot, self.step.lengths.device)
+
+    def _hot_of(self, layer: int) -> HotBlocks | None:
+        hot, here = self._hot[layer], self.budget
+        if hot is None or here.level == 0:
+            return hot
+        is_all = hot.positions.shape[2] << here.level >= self._shape.max_blocks - 1
+        return None if is_all else hot.of_fewer_rows(here.rows, 1 << here.level)
+
     @property
     def budget(self) -> Budget:
         return self.budgets[self.level]
 
     @staticmethod
-    def score_bytes_per_row(layers: int, heads: int, max_blocks: int) -> int:
-        return layers * heads * max_blocks * torch.float32.itemsize
+    def score_bytes_per_row(layers: int, heads: int, max_blocks: int, hot: int) -> int:
+        """Scores, and which blocks are hot."""
+        return layers * heads * (max_blocks + min(hot, max_blocks)) * torch.float32.itemsize
 
     @property
     def most(self) -> int:
@@ -301,7 +317,7 @@ class DeviceScout:
         put_off = score_blocks(
             query, self._layers[layer].digests, step, scale, self._main.scoring(count), scores,
             spread=settings.spread, by_row=True,
-            interval=ScoreInterval(settings.score_interval, here.first_lengths, due, layer), put_off=True,
+            interval=self._score_interval(layer, due), put_off=True,
         )  # fmt: skip
         select_blocks(
             scores, here.tables[layer], step, here.blocks, lane.misses(count),
@@ -313,6 +329,13 @@ class DeviceScout:
             most_gathered=MOST_GATHERED, totals=None if first else self.counted[layer], by_row=True,
             put_off=put_off,
         )  # fmt: skip
+
+    def _score_interval(self, layer: int, due: torch.Tensor) -> ScoreInterval:
+        hot = self._hot_of(layer)
+        # with a wide budget the hot blocks may be all there are: then all are scored at every step
+        is_all = hot is None and self._hot[layer] is not None
+        steps = 1 if is_all else self._settings.score_interval
+        return ScoreInterval(steps, self.budget.first_lengths, due, layer, hot)
 
     def _make_resident(self, layer: int, plan: RecallPlan) -> None:
         pool, here = self._layers[layer].pool, self.budget

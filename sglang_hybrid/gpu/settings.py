@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.scout.profile import HostRates
+from sglang_hybrid.scout.scoring import hot_blocks_of
 from sglang_hybrid.scout.tuning import Tuning
 
 _DIMS, _CHANNELS, _MOST_BLOCKS = (64, 128), (0, 32, 64), 256  # what the kernels are compiled for
@@ -22,10 +23,11 @@ class ScoutSettings:
     worth: tuple[float, ...]  # the score that a miss of each layer must have
     any_block: tuple[bool, ...]  # whether every block that has it is a miss, or only the selected ones
     spread: float
-    score_interval: int  # steps between two scorings of a layer
+    score_interval: int  # steps between two scorings of all blocks of a layer
     shifts: bool
     gather_share: float | None  # of the misses, that are copied to the device; None: it changes, and begins with 0
     deadline_s: float
+    hot: int = 0  # blocks of a (row, KV head) that are scored in between
     levels: int = 1  # of budgets: where fewer rows run, each has up to 2^(levels - 1) times as much
 
 
@@ -82,6 +84,7 @@ def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettin
         shifts=config.lse_shift,
         gather_share=gather_share_of(config),
         deadline_s=config.worker_deadline_ms / 1000,
+        hot=hot_blocks_of(config),
         levels=levels_of(config),
     )
 

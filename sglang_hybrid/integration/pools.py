@@ -22,6 +22,7 @@ from sglang_hybrid.integration.refusals import refuse_model
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
 from sglang_hybrid.memory.digests import CompactDigests, Digests, is_compact
 from sglang_hybrid.memory.sketches import Sketches
+from sglang_hybrid.scout.scoring import hot_blocks_of
 
 logger = logging.getLogger("sglang.srt.hybrid")
 
@@ -87,7 +88,9 @@ def _pages_on_device(available: int, config: HybridConfig, shape: KVShape, confi
             rows += args.disaggregation_decode_extra_slots or 0
         per_row = ResidentSlots.bytes_per_row(shape.layers, shape.kv_heads, slots_of(config), shape.key_dim, dtype)
         longest = -(-configurator.model_config.context_len // config.block_tokens)
-        resident = rows * (per_row + DeviceScout.score_bytes_per_row(shape.layers, shape.kv_heads, longest))
+        hot = hot_blocks_of(config)
+        per_row += DeviceScout.score_bytes_per_row(shape.layers, shape.kv_heads, longest, hot)
+        resident = rows * per_row
         staging = DevicePrefill.device_bytes(longest, shape.kv_heads, shape.key_dim, dtype)
     pages = (available - resident - staging) // per_page
     if pages * config.block_tokens < config.budget_tokens:

@@ -301,13 +301,60 @@ def block_scores(logits: torch.Tensor, block_counts: torch.Tensor, scale: float)
     gets them, whatever the size of its logits; a maximum over the logits would not do that.
     Blocks beyond a row's end get ``-inf``.
     """
+    shares = head_shares(logits, block_counts, scale).logsumexp(dim=2)
     lowest = torch.finfo(logits.dtype).min
+    return shares.clamp(min=lowest).masked_fill(_no_blocks(logits, block_counts)[:, None, :], -torch.inf)
+
+
+def head_shares(logits: torch.Tensor, block_counts: torch.Tensor, scale: float) -> torch.Tensor:
+    """Logarithms of each block's estimated share of a query head's attention, ``[B, H, G, N]``."""
+    absent = _no_blocks(logits, block_counts)[:, None, None, :]
+    return _estimates(logits, scale).masked_fill(absent, -torch.inf).log_softmax(dim=3)
+
+
+def _estimates(logits: torch.Tensor, scale: float) -> torch.Tensor:
     # A page that somebody filled with NaN or infinity (an aborted transfer) must not win, nor poison the others; it
     # is still a block of its row, better than the -inf of "no block".
-    estimates = (logits * scale).nan_to_num(nan=lowest, posinf=lowest, neginf=lowest)
-    beyond = torch.arange(logits.shape[3], device=logits.device) >= block_counts[:, None]
-    shares = estimates.masked_fill(beyond[:, None, None, :], -torch.inf).log_softmax(dim=3)
-    return shares.logsumexp(dim=2).clamp(min=lowest).masked_fill(beyond[:, None, :], -torch.inf)
+    lowest = torch.finfo(logits.dtype).min
+    return (logits * scale).nan_to_num(nan=lowest, posinf=lowest, neginf=lowest)
+
+
+def _no_blocks(logits: torch.Tensor, block_counts: torch.Tensor) -> torch.Tensor:
+    return torch.arange(logits.shape[3], device=logits.device) >= block_counts[:, None]
+
+
+def hot_blocks(scores: torch.Tensor, block_counts: torch.Tensor, limit: int) -> torch.Tensor:
+    """Which blocks are worth being scored at every step: the ``limit`` best ones, without the tail.
+
+    scores ``[B, H, N]`` with more than ``limit`` blocks, block_counts ``[B]`` -> ``[B, H, N]`` of bool.
+    """
+    position = torch.arange(scores.shape[2], device=scores.device)
+    ranked = scores.masked_fill((position >= block_counts[:, None] - 1)[:, None, :], -torch.inf)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(2, ranked.topk(limit, dim=2).indices, True)
+
+
+def hot_shares(shares: torch.Tensor, hot: torch.Tensor) -> torch.Tensor:
+    """Logarithm of what the hot blocks have of each head's attention.
+
+    shares ``[B, H, G, N]`` of ``head_shares``, hot ``[B, H, N]`` -> ``[B, H, G]``.
+    """
+    return shares.masked_fill(~hot[:, :, None, :], -torch.inf).logsumexp(dim=3)
+
+
+def rescore(
+    scores: torch.Tensor, logits: torch.Tensor, hot: torch.Tensor, kept_shares: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Scores after a step in which only hot blocks were estimated: ``[B, H, N]``.
+
+    scores ``[B, H, N]`` of before, logits ``[B, H, G, N]`` of which those of ``hot`` blocks count, kept_shares
+    ``[B, H, G]``: ``hot_shares`` when all blocks were scored last. The cold ones keep their shares of then, and the hot
+    ones share what was theirs, by what their estimates are now: all shares of a head still add up to one, whatever the
+    size of its logits has become.
+    """
+    lowest = torch.finfo(logits.dtype).min
+    estimates = _estimates(logits, scale).masked_fill(~hot[:, :, None, :], -torch.inf)
+    shares = estimates.log_softmax(dim=3) + kept_shares[..., None]
+    return torch.where(hot, shares.logsumexp(dim=2).clamp(min=lowest), scores)
 
 
 # -- selection -------------------------------------------------------------------------------

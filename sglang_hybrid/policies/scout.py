@@ -22,6 +22,7 @@ from sglang_hybrid.misses.base import MissServer, Posted
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.base import BlockList, DecodeBatch, DecodePolicy, LayerCache
 from sglang_hybrid.scout.recall import RecallSchedule
+from sglang_hybrid.scout.scoring import RecentScores, hot_blocks_of
 from sglang_hybrid.scout.tuning import Tuning
 
 
@@ -72,7 +73,8 @@ class ScoutPolicy(DecodePolicy):
         self._prompts = prompts or PromptQueries(rows)
         self.recall = RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt)
         self._resident: dict[int, ResidentSet] = {}
-        self._kept_scores: dict[int, torch.Tensor] = {}  # of each layer's last scorings: [rows, KV heads, blocks]
+        self._hot_blocks = hot_blocks_of(config)
+        self._kept_scores: dict[int, RecentScores] = {}  # of each layer
         self._ahead: dict[int, _Begun] = {}
         self._fresh: set[int] = set()  # rows that have not decoded yet
         self._first_length = torch.zeros(rows, dtype=torch.int64)  # of each row, when it began to decode
@@ -188,28 +190,22 @@ class ScoutPolicy(DecodePolicy):
         return resident
 
     def _recent_scores(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
-        """Of this step, where it is a row's turn, or of the last one at which it was."""
+        """Of this step, or of the last one at which they were made: see ``RecentScores``."""
         if self._score_interval == 1:
             return self._scores(query, cache, batch, scale)
-        begins = torch.zeros_like(self._steps, dtype=torch.bool)
-        begins[self._begin] = True
-        turn = (begins | ((self._steps + cache.layer) % self._score_interval == 0)).nonzero()[:, 0]
-        kept, blocks = self._kept_scores.get(cache.layer), batch.page_table.shape[1]
-        if kept is None or kept.shape[2] < blocks:
-            more = torch.full((self._rows, cache.keys.shape[1], blocks), -torch.inf, device=query.device)
-            if kept is not None:
-                more[..., : kept.shape[2]] = kept
-            self._kept_scores[cache.layer] = kept = more
-        if len(turn):
-            rows = batch.part(turn)
-            scores = self._scores(query[turn], cache, rows, scale)
-            kept[rows.rows] = -torch.inf
-            kept[rows.rows, :, : scores.shape[2]] = scores
-        return kept[batch.rows, :, :blocks]
+        turn = (self._steps + cache.layer) % self._score_interval == 0
+        turn[self._begin] = True
+        if cache.layer not in self._kept_scores:
+            self._kept_scores[cache.layer] = RecentScores(self._rows, self._hot_blocks)
+        logits = cache.estimates(query, batch.page_table, self._spread, scale)
+        counts = batch.block_counts(cache.block_tokens)
+        return self._by_layer(self._kept_scores[cache.layer].of_step(logits, counts, batch.rows, turn, scale))
 
     def _scores(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
         logits = cache.estimates(query, batch.page_table, self._spread, scale)
-        scores = reference.block_scores(logits, batch.block_counts(cache.block_tokens), scale)
+        return self._by_layer(reference.block_scores(logits, batch.block_counts(cache.block_tokens), scale))
+
+    def _by_layer(self, scores: torch.Tensor) -> torch.Tensor:
         return scores.logsumexp(dim=1, keepdim=True).expand_as(scores) if self._per_layer else scores
 
     def _choose(

@@ -63,10 +63,12 @@ class LayerCase:
             sketch = LayerSketch(codes, channels, self.digests.code_bits)
         return LayerCache(self.keys, self.keys, self.digests.digests, sketch=sketch)
 
-    def expected_scores(self, spread: float = 0.0) -> torch.Tensor:
+    def logits(self, spread: float = 0.0) -> torch.Tensor:
         table = self.step.page_table.long().clamp(min=0)
-        logits = self.cache().estimates(self.query, table, spread, self.shape.scale)
-        return reference.block_scores(logits, self.counts, self.shape.scale)
+        return self.cache().estimates(self.query, table, spread, self.shape.scale)
+
+    def expected_scores(self, spread: float = 0.0) -> torch.Tensor:
+        return reference.block_scores(self.logits(spread), self.counts, self.shape.scale)
 
     def with_active(self, active: int) -> LayerCase:
         return replace(self, step=replace(self.step, active_rows=numbers(active)))

@@ -38,7 +38,7 @@ class Decoding:
 
     def __init__(
         self, budget: int, interval: int, slots: int | None = None, worker: bool = False, share: float = 0.0,
-        worth: float | None = None, compact: bool = False, score_interval: int = 1, levels: int = 1,
+        worth: float | None = None, compact: bool = False, score_interval: int = 1, levels: int = 1, hot: int = 0,
     ) -> None:  # fmt: skip
         """``worth``: with it, every block that has such a score is a miss.
 
@@ -85,7 +85,7 @@ class Decoding:
             budget=budget, slots=slots or budget, sink=SINK, recent=RECENT, bonus=(0.5,) * LAYERS,
             worth=(-math.inf if worth is None else worth,) * LAYERS, any_block=(worth is not None,) * LAYERS,
             spread=0.5, score_interval=score_interval, shifts=True, gather_share=share, deadline_s=20.0,
-            levels=levels,
+            levels=levels, hot=hot,
         )  # fmt: skip
         self.digests = [layer.digests.digests for layer in layers]
         self.shape = DeviceShape(ROWS, ROWS, MAX_BLOCKS, HEADS, GROUP, DIM, PAGES)
@@ -369,3 +369,31 @@ def test_scores_stay_between_two_scorings_and_the_text_is_the_same_above_the_bud
     steps = range(1, 7)
     assert scored == [[step == 1 or (step + layer) % 3 == 0 for layer in range(LAYERS)] for step in steps]
     assert int(decoding.scout.refused) == 0
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_hot_blocks_are_scored_at_every_step_and_the_others_in_turn(levels: int) -> None:
+    """Every third step: the two long rows have more than eight blocks, and than sixteen with twice the budget."""
+    decoding = Decoding(7, 0, score_interval=3, hot=8, levels=levels)
+    scout, level = decoding.scout, levels - 1
+    scout.rows_begin(decoding.rows)
+    scout.hold_rows(whole=False, level=level)
+    long, most = [0, 3], 8 << level
+    for number in range(1, 7):
+        before = [scores.clone() for scores in scout._scores]
+        decoding.next_tokens()
+        decoding.run(predicts=False)
+        torch.cuda.synchronize()
+        decoding.check_slots()
+        places = decoding.places().cpu()
+        for layer in range(LAYERS):
+            changed = (scout._scores[layer] != before[layer]).cpu()[places].sum(dim=2)
+            blocks = (-(-decoding.lengths // BLOCK_TOKENS))[:, None]
+            if number == 1 or (number + layer) % 3 == 0:
+                assert (changed[long] > most + 1).all()
+            else:
+                assert (changed <= blocks.clamp(max=most + 1)).all() and (changed[long] > most // 2).all()
+            if number > 1:
+                expected = decoding.expected(layer, everything=False)
+                torch.testing.assert_close(decoding.out[layer, :-1].cpu().float(), expected, rtol=2e-2, atol=2e-2)
+    assert int(scout.refused) == 0

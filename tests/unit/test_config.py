@@ -85,6 +85,7 @@ def test_defaults_are_the_documented_ones():
         "dense": "auto",
         "cpu_share": "auto",
         "score_interval": 1,
+        "hot_tokens": "auto",
         "recall_interval": "auto",
         "recall_beta": 0.12,
         "recall_adapt": True,
@@ -560,6 +561,7 @@ def test_prediction_and_recall_are_set_by_number_or_left_to_the_profile(override
         ("sticky_bonus=.nan", "sticky_bonus=nan"),
         ("recall_interval=-1", "recall_interval=-1"),
         ("resident_tokens=-32", "resident_tokens=-32"),
+        ("hot_tokens=-32", "hot_tokens=-32"),
     ],
 )
 def test_a_bonus_an_interval_or_a_size_that_is_no_number_from_zero_on_is_refused(override: str, given: str):

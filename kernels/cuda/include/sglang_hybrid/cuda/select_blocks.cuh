@@ -228,20 +228,53 @@ __device__ inline void select_of_row(const sh_select_blocks& args, SelectionMemo
     }
 }
 
+// By a whole CTA: all blocks of a pair have scores, and the best of them are hot from now on.
+template <int kTiles>
+__device__ void choose_hot(const sh_score_blocks& args, uint32_t entry, uint32_t pair, char* shared) {
+    const uint32_t count = blocks_of(args.step, entry), candidates = count ? count - 1 : 0;  // the tail is scored anyway
+    if (candidates < args.most_hot) return;  // all of them will be
+    auto& memory = *reinterpret_cast<SelectionMemory*>(shared);
+    auto* const ranks = reinterpret_cast<uint32_t*>(shared + sizeof(SelectionMemory));
+    const uint64_t owner = owner_of(args, entry, pair);
+    const float* const scores = args.scores + owner * args.step.max_blocks;
+    int32_t* const hot = args.hot + owner * args.most_hot;
+    for (uint32_t i = threadIdx.x; i < candidates; i += select_threads) ranks[i] = rank_of(scores[i]);
+    __syncthreads();
+    const Threshold threshold = candidates == args.most_hot ? Threshold{0, candidates}
+                                                            : best_ranks(ranks, candidates, args.most_hot, memory.select);
+    take_best(ranks, candidates, threshold, memory.select,
+              [&](uint32_t n, uint32_t index) { hot[n] = static_cast<int32_t>(index); });
+    auto& scratch = *reinterpret_cast<FinishScratch<kTiles>*>(shared);
+    add_up(Estimates(args, pair), HotBlocks(args, entry, owner), scratch);
+    if (threadIdx.x < args.group) {
+        float& share = args.hot_shares[owner * args.group + threadIdx.x];  // the whole row's mass until now
+        share = mass_of(scratch, threadIdx.x).log2() - share;
+    }
+    __syncthreads();
+}
+
+// By a whole CTA: scores that were put off.
+template <int kTiles>
+__device__ void write_scores(const sh_score_blocks& args, uint32_t entry, uint32_t pair, char* shared) {
+    static_assert(select_threads == finish_threads && sizeof(FinishScratch<kTiles>) <= sizeof(SelectionMemory));
+    auto& scratch = *reinterpret_cast<FinishScratch<kTiles>*>(shared);
+    const Scored scored = scored_of(args, entry);
+    if (scored == Scored::all) finish_pair<kTiles, AllBlocks>(args, entry, pair, scratch);
+    if (scored == Scored::hot) finish_pair<kTiles, HotBlocks>(args, entry, pair, scratch);
+    __syncthreads();
+    if (scored == Scored::all && args.hot) choose_hot<kTiles>(args, entry, pair, shared);
+}
+
 // A CTA for each (batch entry, KV head), four of them on a processor.
 template <int kTiles>
 __global__ void __launch_bounds__(select_threads, 4) select_blocks(const __grid_constant__ sh_select_blocks args) {
     extern __shared__ __align__(16) char shared[];
     auto& memory = *reinterpret_cast<SelectionMemory*>(shared);
-    static_assert(select_threads == finish_threads && sizeof(FinishScratch<kTiles>) <= sizeof(SelectionMemory));
     const uint32_t pair = blockIdx.x, entry = pair / args.kv_heads;
     if (entry < active_of(args.step.active_rows, args.step.batch)) {
         const int32_t row = args.step.row_of[entry];
         if (row_exists(row, args.table) && args.step.lengths[entry] > 0) {
-            if (args.scored.estimates && is_scored(args.scored, entry)) {
-                finish_pair<kTiles>(args.scored, entry, pair, *reinterpret_cast<FinishScratch<kTiles>*>(shared));
-                __syncthreads();
-            }
+            if (args.scored.estimates) write_scores<kTiles>(args.scored, entry, pair, shared);
             select_of_row(args, memory, reinterpret_cast<uint32_t*>(shared + sizeof(SelectionMemory)), entry, pair, row);
         } else {
             write_list(memory, false, Entry{}, pair, args.most_misses, args.miss_pages, args.miss_positions, args.miss_counts);

@@ -13,15 +13,22 @@ struct BFloat16Values {
     }
 };
 
+// GCC has _Float16 for C++ on aarch64 from version 13 on only
+#ifdef __aarch64__
+using Half = __fp16;
+#else
+using Half = _Float16;
+#endif
+
 struct Float16Values {
     static float widen(uint32_t bits) {
         const auto low = static_cast<uint16_t>(bits);
-        _Float16 value;
+        Half value;
         std::memcpy(&value, &low, sizeof value);
         return static_cast<float>(value);
     }
     static uint32_t narrow(float value) {
-        const auto half = static_cast<_Float16>(value);
+        const auto half = static_cast<Half>(value);
         uint16_t bits;
         std::memcpy(&bits, &half, sizeof bits);
         return bits;
