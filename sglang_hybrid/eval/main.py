@@ -69,16 +69,17 @@ def _evaluate(options: argparse.Namespace, command: str) -> int:
             bar.advance()
 
         evaluation = Evaluation(session, variants, say)
+        try:
+            evaluation.check()
+        except Refusal as refusal:
+            raise InputError(str(refusal)) from refusal
         for group in groups:
             kind = getattr(group[0], "task", "text")
             bar.say(f"{kind}: prefill")
-            try:
-                if isinstance(group[0], TextPrompt):
-                    evaluation.texts([one for one in group if isinstance(one, TextPrompt)])
-                else:
-                    evaluation.retrieval([one for one in group if not isinstance(one, TextPrompt)])
-            except Refusal as refusal:
-                raise InputError(str(refusal)) from refusal
+            if isinstance(group[0], TextPrompt):
+                evaluation.texts([one for one in group if isinstance(one, TextPrompt)])
+            else:
+                evaluation.retrieval([one for one in group if not isinstance(one, TextPrompt)])
     runs = evaluation.runs()
     print_report(runs, Console())
     for path in write_report(options.out, runs, command):

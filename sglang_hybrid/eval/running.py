@@ -85,6 +85,11 @@ class Evaluation:
     def runs(self) -> list[Run]:
         return [self._seen[variant.name].run(variant) for variant in self._variants]
 
+    def check(self) -> None:
+        """All variants can be used: one that cannot must not cost what the others have measured."""
+        for variant in self._variants:
+            self._session.use(variant.config)
+
     def texts(self, prompts: Sequence[TextPrompt]) -> None:
         """Perplexity, and KL to the first variant: decodes the text itself, whatever the variant would have said."""
         prefilled = self._session.prefill([prompt.ids for prompt in prompts])

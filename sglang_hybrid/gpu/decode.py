@@ -96,7 +96,7 @@ class DeviceScout:
         )
 
     def _no_hot_blocks(self) -> HotBlocks | None:
-        """None where there never are any: every row is scored as a whole, or not at all."""
+        """None where there are none, or no others: rows are scored as a whole then, or not at all."""
         shape, settings = self._shape, self._settings
         if settings.score_interval == 1 or not 0 < settings.hot < shape.max_blocks - 1:
             return None
@@ -332,9 +332,8 @@ class DeviceScout:
 
     def _score_interval(self, layer: int, due: torch.Tensor) -> ScoreInterval:
         hot = self._hot_of(layer)
-        # with a wide budget the hot blocks may be all there are: then all are scored at every step
-        is_all = hot is None and self._hot[layer] is not None
-        steps = 1 if is_all else self._settings.score_interval
+        # where the longest row has no others than hot blocks, all are scored at every step
+        steps = 1 if hot is None and self._settings.hot else self._settings.score_interval
         return ScoreInterval(steps, self.budget.first_lengths, due, layer, hot)
 
     def _make_resident(self, layer: int, plan: RecallPlan) -> None:

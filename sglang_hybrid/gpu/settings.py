@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.scout.profile import HostRates
-from sglang_hybrid.scout.scoring import hot_blocks_of
+from sglang_hybrid.scout.scoring import hot_blocks_of, score_interval_of
 from sglang_hybrid.scout.tuning import Tuning
 
 _DIMS, _CHANNELS, _MOST_BLOCKS = (64, 128), (0, 32, 64), 256  # what the kernels are compiled for
@@ -80,7 +80,7 @@ def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettin
         worth=tuple(math.log(share * group) if share else -math.inf for share in tuning.miss_shares),
         any_block=tuning.any_block,
         spread=config.digest_spread,
-        score_interval=config.score_interval,
+        score_interval=score_interval_of(config, on_gpu=True),
         shifts=config.lse_shift,
         gather_share=gather_share_of(config),
         deadline_s=config.worker_deadline_ms / 1000,

@@ -22,7 +22,7 @@ from sglang_hybrid.misses.base import MissServer, Posted
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.base import BlockList, DecodeBatch, DecodePolicy, LayerCache
 from sglang_hybrid.scout.recall import RecallSchedule
-from sglang_hybrid.scout.scoring import RecentScores, hot_blocks_of
+from sglang_hybrid.scout.scoring import RecentScores, hot_blocks_of, score_interval_of
 from sglang_hybrid.scout.tuning import Tuning
 
 
@@ -66,7 +66,7 @@ class ScoutPolicy(DecodePolicy):
         self._miss_shares = tuning.miss_shares
         self._any_block = tuning.any_block
         self._shifts = config.lse_shift
-        self._score_interval = config.score_interval
+        self._score_interval = score_interval_of(config, on_gpu=False)
         resident_tokens = config.budget_tokens if config.resident_tokens == "auto" else config.resident_tokens
         self._slots = max(0, int(resident_tokens) // config.block_tokens - self._always)
         self._rows = rows

@@ -8,6 +8,14 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.ops import reference
 
 HOT_BUDGETS = 4  # what is selected next is nearly always among so many times as many blocks (docs/accuracy.md)
+GPU_INTERVAL = 4  # a longer one saves little: the hot blocks are what is left
+
+
+def score_interval_of(config: HybridConfig, *, on_gpu: bool) -> int:
+    """Steps between two scorings of all blocks. ``on_gpu``: by kernels that read what they score and no more."""
+    if config.score_interval != "auto":
+        return int(config.score_interval)
+    return GPU_INTERVAL if on_gpu else 1
 
 
 def hot_blocks_of(config: HybridConfig) -> int:

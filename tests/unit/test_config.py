@@ -84,7 +84,7 @@ def test_defaults_are_the_documented_ones():
         "lse_shift": True,
         "dense": "auto",
         "cpu_share": "auto",
-        "score_interval": 1,
+        "score_interval": "auto",
         "hot_tokens": "auto",
         "recall_interval": "auto",
         "recall_beta": 0.12,

@@ -8,7 +8,7 @@ from attention_oracle import seeded
 
 from sglang_hybrid.config import load_config
 from sglang_hybrid.ops import reference
-from sglang_hybrid.scout.scoring import RecentScores, hot_blocks_of
+from sglang_hybrid.scout.scoring import RecentScores, hot_blocks_of, score_interval_of
 
 HEADS, GROUP, BLOCKS, ROWS, SCALE = 2, 3, 40, 6, 0.5
 COUNTS, ROW_OF = torch.tensor([40, 33, 9]), torch.tensor([4, 0, 2])
@@ -82,6 +82,11 @@ def test_longer_rows_keep_what_they_had() -> None:
     after = recent.of_step(logits, COUNTS, ROW_OF, ~everybody, SCALE)
     assert torch.equal(after[2, :, :9], scores[2, :, :9]) and after.shape[2] == BLOCKS
     assert ((after[0, :, :36] == scores[0]).sum(dim=1) >= 27).all()
+
+
+def test_a_gpu_scores_all_blocks_less_often() -> None:
+    assert [score_interval_of(load_config(None, []), on_gpu=on_gpu) for on_gpu in (False, True)] == [1, 4]
+    assert score_interval_of(load_config(None, ["score_interval=2"]), on_gpu=True) == 2
 
 
 def test_hot_tokens_follow_the_budget() -> None:
