@@ -1,9 +1,138 @@
+// Block attention in fp32 vectors for every dtype, on any aarch64.
+//
+// Tiles are compiled for each dtype and number of heads. The head dimension is only the length of their loops and the
+// stride between rows, so all of them share one kernel.
+#include <arm_neon.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "attention/block_list.h"
+#include "attention/group_parts.h"
 #include "attention/neon_lanes.h"
+#include "attention/neon_logits.h"
+#include "attention/neon_output.h"
+#include "attention/online_softmax.h"
 #include "attention/variants.h"
-#include "attention/vector_kernel.h"
 
 namespace sglang_hybrid {
+namespace {
 
-Kernel neon_kernel(DType dtype, uint32_t head_dim) { return vector_kernel<NeonLanes>(dtype, head_dim); }
+constexpr uint32_t tile_heads = 8;  // at most: every key and value is converted once for a group up to this
+
+template <DType dtype>
+class NeonKernel {
+public:
+    static void attend(const BlockAttention& work) {
+        if (work.count == 0) {
+            return answer_empty(work);
+        }
+        State state;
+        Block block = block_of(work, 0);
+        const uint32_t row_bytes = work.head_dim * bytes_of(dtype);
+        LineStream(block.keys, block.tokens * row_bytes).request_all();
+        LineStream(block.values, block.tokens * row_bytes).request_all();
+        state.start(work);
+        for (uint32_t index = 0; index < work.count; ++index) {
+            const Block next = block_ahead(work, index + 1);
+            find_pages(block_ahead(work, index + 2), row_bytes);
+            TwoLevelLines with_logits(next.keys, block.values, block_tokens * row_bytes);
+            TwoLevelLines with_values(next.values, next.keys, block_tokens * row_bytes);
+            state.compute_logits(block, with_logits);
+            state.softmax.logits_to_weights(work.group, block.tokens);
+            state.add_values(block, with_values);
+            block = next;
+        }
+        state.finish(work);
+    }
+
+private:
+    // All of it is uninitialised until start(). Query and output are in the order of the tiles: part after part of the
+    // group, and within a part as a tile wants it.
+    struct State {
+        alignas(64) float query[max_group * max_head_dim];  // times the scale of the logits
+        alignas(64) float output[max_group * max_head_dim];
+        alignas(64) char padded_values[block_tokens * max_head_dim * bytes_of(dtype)];
+        OnlineSoftmax<NeonLanes> softmax;
+        GroupParts<tile_heads> parts;
+        uint32_t dim;
+        uint32_t row_bytes;
+
+        void start(const BlockAttention& work) {
+            parts = GroupParts<tile_heads>(work.group);
+            dim = work.head_dim;
+            row_bytes = dim * bytes_of(dtype);
+            softmax.start(work.group);
+            memset(output, 0, work.group * dim * sizeof *output);
+            parts.each([&](uint32_t first, auto heads) {
+                float* to = query + first * dim;
+                for (uint32_t i = 0; i < row_bytes; i += vector_bytes<dtype>) {
+                    for (uint32_t h = 0; h < heads.value; ++h, to += vector_width) {
+                        const char* row = static_cast<const char*>(work.query) + (first + h) * row_bytes;
+                        vst1q_f32(to, vmulq_n_f32(load_four<dtype>(row + i), work.scale));
+                    }
+                }
+            });
+        }
+
+        // Tokens behind the last one of a block may be among those of a tile.
+        void compute_logits(const Block& block, TwoLevelLines& ahead) {
+            parts.each([&](uint32_t first, auto heads) {
+                constexpr uint32_t tokens = logit_tokens<heads.value>;
+                for (uint32_t token = 0; token < block.tokens; token += tokens) {
+                    compute_logits_of<dtype, heads.value>(query + first * dim, block.keys + token * row_bytes,
+                                                          row_bytes, &softmax.weights[first][token], ahead);
+                }
+            });
+            ahead.request_all();
+        }
+
+        void add_values(const Block& block, TwoLevelLines& ahead) {
+            const char* values = values_or_zero(block, row_bytes, padded_values);
+            const uint32_t tokens = (block.tokens + weight_tokens - 1) / weight_tokens * weight_tokens;
+            parts.each([&](uint32_t first, auto heads) {
+                constexpr uint32_t tile_dims = output_vectors<heads.value> * vector_width;
+                for (uint32_t i = 0; i < dim; i += tile_dims) {
+                    add_values_to<dtype, heads.value>(output + first * dim + i * heads.value, &softmax.rescale[first],
+                                                      softmax.weights[first], tokens, values + i * bytes_of(dtype),
+                                                      row_bytes, ahead);
+                }
+            });
+            ahead.request_all();
+        }
+
+        void finish(const BlockAttention& work) const {
+            float factor[max_group];
+            for (uint32_t head = 0; head < work.group; ++head) {
+                work.lse[head] = softmax.lse(head);
+                factor[head] = softmax.normalisation(head);
+            }
+            parts.each([&](uint32_t first, auto heads) {
+                constexpr uint32_t tile_dims = output_vectors<heads.value> * vector_width;
+                const float* from = output + first * dim;
+                for (uint32_t tile = 0; tile < dim; tile += tile_dims) {
+                    for (uint32_t head = first; head < first + heads.value; ++head) {
+                        for (uint32_t i = 0; i < tile_dims; i += vector_width, from += vector_width) {
+                            vst1q_f32(work.out + head * dim + tile + i, vmulq_n_f32(vld1q_f32(from), factor[head]));
+                        }
+                    }
+                }
+            });
+        }
+    };
+};
+
+}  // namespace
+
+Kernel neon_kernel(DType dtype, uint32_t head_dim) {
+    if (!is_head_dim(head_dim)) {
+        return nullptr;
+    }
+    switch (dtype) {
+        case DType::bf16: return NeonKernel<DType::bf16>::attend;
+        case DType::fp16: return NeonKernel<DType::fp16>::attend;
+        case DType::fp32: return NeonKernel<DType::fp32>::attend;
+    }
+    return nullptr;
+}
 
 }  // namespace sglang_hybrid
