@@ -6,6 +6,7 @@ P=configs/profiles/SmolLM2-135M-Instruct
 SMALL="budget_tokens=1024 profile=$P-1024.safetensors recall_interval=8"
 DEFAULT="budget_tokens=2048 profile=$P-2048.safetensors"
 EVERY8="$DEFAULT recall_interval=8"
+TINY="budget_tokens=512 prediction=none recall_interval=8"
 
 sglang-hybrid profile --dtype float32 --prompts 2
 sglang-hybrid profile --dtype float32 --prompts 1 --steps 96 --predictor-of "$P-2048.safetensors" --budget 1024
@@ -26,10 +27,16 @@ sglang-hybrid eval --dtype float32 --tasks text --windows 6 --decode-tokens 64 -
 
 sglang-hybrid eval --dtype float32 --tasks text --windows 4 --decode-tokens 64 --out bench/results/eval-scoring \
     --run "2048: $DEFAULT" \
-    --run "2048, every 2nd step: $DEFAULT score_interval=2" \
-    --run "2048, every 4th step: $DEFAULT score_interval=4" \
+    --run "2048, every 2nd step: $DEFAULT score_interval=2 hot_tokens=0" \
+    --run "2048, every 4th step: $DEFAULT score_interval=4 hot_tokens=0" \
     --run "1024: $SMALL" \
-    --run "1024, every 4th step: $SMALL score_interval=4"
+    --run "1024, every 4th step: $SMALL score_interval=4 hot_tokens=0"
+
+sglang-hybrid eval --dtype float32 --tasks text --windows 4 --decode-tokens 64 --out bench/results/eval-hot \
+    --run "1024, every 4th step, hot: $SMALL score_interval=4" \
+    --run "512: $TINY" \
+    --run "512, every 4th step, hot: $TINY score_interval=4" \
+    --run "512, every 2nd step: $TINY score_interval=2 hot_tokens=0"
 
 for BITS in 3:three 2:two; do
     sglang-hybrid eval --dtype float32 --tasks text --windows 4 --decode-tokens 64 \
@@ -45,4 +52,4 @@ sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 
     --out bench/results/eval-retrieval-three-bits --run "1024, calibrated: $SMALL digest_dtype=int8 sketch_bits=3"
 
 sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 4096 6144 --repeats 2 \
-    --out bench/results/eval-retrieval-every-2nd --run "1024, calibrated, every 2nd step: $SMALL score_interval=2"
+    --out bench/results/eval-retrieval-every-2nd --run "1024, calibrated, every 2nd step: $SMALL score_interval=2 hot_tokens=0"

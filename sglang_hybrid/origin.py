@@ -45,13 +45,21 @@ def _git(*arguments: str) -> str:
 
 
 def cpu_name() -> str:
+    """Empty if nobody knows."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        found = _named("model name", Path("/proc/cpuinfo").read_text())
+        # on aarch64 the kernel has numbers only, of which lscpu knows the names
+        return found or _named("Model name", _said("lscpu")) or platform.processor()
     except OSError:
         return platform.processor()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
+
+
+def _named(key: str, lines: str) -> str:
+    return next((line.split(":", 1)[1].strip() for line in lines.splitlines() if line.startswith(key)), "")
+
+
+def _said(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"LC_ALL": "C"}).stdout
 
 
 def _gpu() -> str | None:

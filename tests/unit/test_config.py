@@ -603,9 +603,9 @@ def test_every_other_prediction_does_with_and_without_a_profile(prediction: str)
         assert load_config(None, [f"prediction={prediction}", f"profile={profile}"]).prediction == prediction
 
 
-def test_the_settings_for_large_batches_differ_in_what_they_say() -> None:
-    config = load_config(DEFAULT_YAML.with_name("large-batches.yaml"), [])
-    assert config == load_config(None, ["score_interval=2"])
+@pytest.mark.parametrize("override", ["score_interval=0", "score_interval=17"])
+def test_scores_are_not_older_than_sixteen_steps(override: str) -> None:
+    assert problem_of(overrides=[override]).endswith(': must be "auto" or 1 to 16')
 
 
 def test_budgets_double() -> None:
