@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """One hybrid server under load: SGLang's benchmark, nothing leaked, a worker that is killed, memory meanwhile.
 
-    python bench/gpu_serving.py [--model DIR] [--parts benchmark,kill] [--hybrid key=value ...] --out FILE
+    python bench/gpu_serving.py [--model DIR] [--parts openai,benchmark,kill] [--hybrid key=value ...] --out FILE
     python bench/gpu_serving.py --pd-fake [--model DIR] [--batches 1,8,32] --out FILE
     python bench/gpu_serving.py --device cpu --model DIR --prompts 4 --input 300 --output 8 --concurrency 2 \\
         --kill-rows 3 --kill-input 400 --kill-output 24 --hybrid budget_tokens=256 --hybrid resident_tokens=128
 
+openai     the model's name, a completion, the same one streamed; a chat, where the model has a template for it.
 benchmark  `sglang-hybrid bench serving`: random ids, all sent at once, at most --concurrency at a time. Times.
 kill       the same requests three times: undisturbed, undisturbed again (the control), and with the worker killed
            once every answer has a third of its tokens. Answers, speed, longest pause, who served misses.
@@ -36,6 +37,7 @@ from record import write_result
 from serving.alone import grow, memory_verdict
 from serving.benchmark import Asked, Benchmark
 from serving.killing import Load, kill_worker_under_load
+from serving.openai_api import ask_everything
 from serving.tokenizer import tokenizer_of
 from serving.watching import Watch, gpu_mib, held, wait_until_idle
 from side_by_side.capacity import KVModel
@@ -47,6 +49,7 @@ from synthetic_model import Character, Shape, ensure_model, read_model
 from throughput import is_installed, tokens_of
 
 NAME = "gpu-serving"
+PARTS = ("openai", "benchmark", "kill")
 # Recall intervals that follow live traffic change what is resident, and so what is attended, from run to run.
 EXACT = ("prediction=none", "resident_tokens=1024", "miss_share=0", "cpu_share=1", "recall_interval=8", "dense=never")
 # SGLang looks through its books when it is idle and dies when they do not add up; --strict also at every step
@@ -124,8 +127,13 @@ class Session:
             load = Load(server, self._kill_prompts(), args.kill_output, args.timeout)
             return kill_worker_under_load(load, args.kill_output)
 
-        both = {"benchmark": benchmark, "kill": kill}
-        return {name: both[name] for name in args.parts}
+        def openai() -> dict[str, Any]:
+            chats = (self._model / "tokenizer_config.json").is_file()
+            prompt = "The capital of France is" if chats else " ".join(f"w{token}" for token in range(100, 200))
+            return ask_everything(server.url, prompt, chats=chats, seconds=args.timeout)
+
+        known = {"openai": openai, "benchmark": benchmark, "kill": kill}
+        return {name: known[name] for name in args.parts}
 
     def _growing(self, server: Server) -> dict[str, Any]:
         args = self._args
@@ -250,7 +258,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="model directory; a synthetic one is made there if there is none")
     parser.add_argument("--layers", type=int, default=10, help="of the model that is made (default 10)")
     parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
-    parser.add_argument("--parts", default="benchmark,kill", help="in this order (default: benchmark,kill)")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"in this order (default: {','.join(PARTS)})")
     parser.add_argument("--hybrid", metavar="KEY=VALUE", action="append", default=[], help="setting; may be repeated")
     parser.add_argument("--prompts", type=int, default=16, help="of the benchmark (default 16)")
     parser.add_argument("--input", default="32k", help="tokens of its prompts, and of --pd-fake (default 32k)")
@@ -271,13 +279,15 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     args.output = args.output or (400 if args.pd_fake else 64)
     args.batches = [int(one) for one in args.batches.split(",")]
     args.parts = args.parts.split(",")
-    if unknown := set(args.parts) - {"benchmark", "kill"}:
+    if unknown := set(args.parts) - set(PARTS):
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
     return args
 
 
 def tell(result: dict[str, Any]) -> None:
     parts = result["parts"]
+    if "text" in (one := parts.get("openai", {})):
+        print("openai", {key: one.get(key) for key in ("text", "chat", "usage", "streamed_is_equal")})
     if "completed" in (one := parts.get("benchmark", {})):
         keys = (
             "asked",

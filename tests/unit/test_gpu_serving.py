@@ -11,6 +11,7 @@ import pytest
 from serving.alone import memory_verdict
 from serving.benchmark import figures
 from serving.killing import decode_rate, first_differences, longest_pause, served
+from serving.openai_api import text_of_stream
 from serving.tokenizer import tokenizer_of
 from side_by_side.statistics import Arrivals
 from side_by_side.telling import log_tail
@@ -76,6 +77,11 @@ def test_a_log_is_searched_for_leaks_and_retractions(tmp_path: Path) -> None:
     assert (found["leaks"], found["retractions"]) == (["memory leak detected!"], 1)
     assert found["of_the_worker"] == ["CPU worker 12 serves"]
     assert gpu_serving.read_log(tmp_path / "none")["leaks"]
+
+
+def test_a_stream_says_what_its_events_say_together() -> None:
+    events = ['data: {"choices": [{"text": "a b"}]}', "", 'data: {"choices": [{"text": " c"}, {"text": ""}]}', ": ping"]
+    assert text_of_stream("\n".join([*events, 'data: {"choices": []}', "data: [DONE]", ""])) == "a b c"
 
 
 def test_a_model_without_a_tokenizer_gets_one_word_for_every_token(tmp_path: Path) -> None:
