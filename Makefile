@@ -15,7 +15,7 @@ COMPAT_VERSIONS := 0.5.17 0.5.20
 # gets half of the cores; a GPU would be too small for both.
 PROCESSES ?= $(if $(shell command -v nvidia-smi),0,2)
 TOGETHER := $(if $(filter 2,$(PROCESSES)),OMP_NUM_THREADS=$(shell expr \( $$(nproc) + 1 \) / 2)) \
-	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile
+	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 ALONE := $(BIN)/python -m pytest
 
 .PHONY: serve pd test test-fast test-compat lint types install clean help

@@ -8,7 +8,7 @@ import pytest
 
 # they measure time, look at everything that runs on the machine, or want the worker to be in time for every row
 ALONE = ("test_exactness", "test_lifecycle", "test_worker_faults")
-# minutes each: first, so that at the end both processes have something to do
+# minutes each: first, so that at the end both processes have something to do (and --no-loadscope-reorder keeps it so)
 LONG = ("test_pd", "test_cuda_emulated", "test_pd_faults", "test_cuda_build", "test_budget")
 
 

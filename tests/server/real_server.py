@@ -180,11 +180,14 @@ class Server:
         answer: dict[str, Any] = requests.get(f"{self.url}/server_info", timeout=30).json()
         return answer
 
-    def wait_for_log(self, text: str, seconds: float = 30) -> None:
+    def wait_for_log(self, text: str, seconds: float = 60) -> None:
         self.wait_for(lambda: text in self.log.read_text(errors="replace"), seconds)
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 30) -> None:
-        """For what only asking tells: another program's state."""
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 240) -> None:
+        """For what only asking tells: another program's state.
+
+        A core that others use too computes some 50 tokens of a prompt in a second, and chunks have 2,048.
+        """
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited {seconds} s in vain:\n{self.log_tail()}"
