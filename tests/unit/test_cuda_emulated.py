@@ -19,6 +19,7 @@ FILES = {
     "test_cuda_copies.py": (),
     "test_cuda_digests.py": (),
     "test_cuda_finishing.py": (),
+    "test_cuda_hot_blocks.py": (),
     "test_cuda_prediction.py": (),
     "test_cuda_scoring.py": (),
     "test_cuda_selection.py": (),
