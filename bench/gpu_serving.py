@@ -38,7 +38,7 @@ from serving.alone import grow, memory_verdict
 from serving.benchmark import Asked, Benchmark
 from serving.killing import Load, kill_worker_under_load
 from serving.openai_api import ask_everything
-from serving.tokenizer import tokenizer_of
+from serving.tokenizer import has_chat_template, tokenizer_of
 from serving.watching import Watch, gpu_mib, held, wait_until_idle
 from side_by_side.capacity import KVModel
 from side_by_side.configurations import Configuration
@@ -128,9 +128,9 @@ class Session:
             return kill_worker_under_load(load, args.kill_output)
 
         def openai() -> dict[str, Any]:
-            chats = (self._model / "tokenizer_config.json").is_file()
-            prompt = "The capital of France is" if chats else " ".join(f"w{token}" for token in range(100, 200))
-            return ask_everything(server.url, prompt, chats=chats, seconds=args.timeout)
+            has_words = self._tokenizer == self._model
+            prompt = "The capital of France is" if has_words else " ".join(f"w{token}" for token in range(100, 200))
+            return ask_everything(server.url, prompt, chats=has_chat_template(self._tokenizer), seconds=args.timeout)
 
         known = {"openai": openai, "benchmark": benchmark, "kill": kill}
         return {name: known[name] for name in args.parts}

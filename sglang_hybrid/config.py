@@ -172,7 +172,7 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="Decode steps between two scorings of all of a layer's blocks, up to 16. In between, hot "
             "blocks are scored (hot_tokens), so a cold one that becomes important is noticed that much later; resident "
             "blocks are attended to anyway, with the real query. auto: 4 where a GPU scores, which "
-            "saves more than half of what that costs in long contexts, and 1 elsewhere.",
+            "then reads less than half as much of contexts of 16 budgets and more, and 1 elsewhere.",
         ),
     ] = "auto"
     hot_tokens: Annotated[

@@ -20,3 +20,8 @@ def tokenizer_of(model: Path, workspace: Path) -> Path:
     # no special tokens: all ids are ordinary words, and answers are as long as they were asked to be
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(target)
     return target
+
+
+def has_chat_template(tokenizer: Path) -> bool:
+    said = tokenizer / "tokenizer_config.json"
+    return (tokenizer / "chat_template.jinja").is_file() or (said.is_file() and "chat_template" in said.read_text())

@@ -12,7 +12,7 @@ from serving.alone import memory_verdict
 from serving.benchmark import figures
 from serving.killing import decode_rate, first_differences, longest_pause, served
 from serving.openai_api import text_of_stream
-from serving.tokenizer import tokenizer_of
+from serving.tokenizer import has_chat_template, tokenizer_of
 from side_by_side.statistics import Arrivals
 from side_by_side.telling import log_tail
 
@@ -92,3 +92,11 @@ def test_a_model_without_a_tokenizer_gets_one_word_for_every_token(tmp_path: Pat
     assert tokenizer.vocab_size == 50
     ids = [0, 49, 7, 7]
     assert tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) == ids
+
+
+def test_a_chat_template_is_found_in_either_place(tmp_path: Path) -> None:
+    assert not has_chat_template(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "w1"}')
+    assert not has_chat_template(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert has_chat_template(tmp_path)
