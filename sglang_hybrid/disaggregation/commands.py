@@ -22,6 +22,9 @@ ENVIRONMENT = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "1800",
 }
 LOOPBACK = "127.0.0.1"
+# The other instance, the router and the worker need the core that an idle scheduler would spin on. A chunk of a long
+# prompt takes minutes if others compute too, and after 300 s SGLang takes itself for stuck and ends.
+ON_CPU = ("--device", "cpu", "--dtype", "float32", "--sleep-on-idle", "--watchdog-timeout", "1800")
 
 
 def environment_beside(users: Mapping[str, str]) -> dict[str, str]:
@@ -91,6 +94,5 @@ def _server(module: str, role: str, port: int, gpu: bool) -> list[str]:
     return [
         sys.executable, "-m", module, "--disaggregation-mode", role, "--disaggregation-transfer-backend", "mooncake",
         "--host", LOOPBACK, "--port", str(port),
-        # without a GPU the other instance, the router and the worker need the core that an idle scheduler would spin on
-        *(() if gpu else ("--device", "cpu", "--dtype", "float32", "--sleep-on-idle")),
+        *(() if gpu else ON_CPU),
     ]  # fmt: skip

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -24,6 +25,8 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
 
 logger = logging.getLogger("sglang.srt.hybrid")
+
+ASK_AGAIN_SECONDS = 0.005
 
 
 @functools.cache
@@ -95,3 +98,15 @@ def rows_begin(batch: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """After ``get_new_prebuilt_batch``: these rows decode next, newly arrived or back from being retracted."""
     if batch is not None and isinstance(scheduler.token_to_kv_pool_allocator.get_kvcache(), HostKVPool):
         scheduler.tp_worker.model_runner.attn_backend.rows_begin(batch.req_pool_indices)
+
+
+def wait_for_pages(_result: Any, scheduler: Any) -> None:
+    """After ``on_idle``, with ``--sleep-on-idle``: rest while requests wait for their pages and none decodes.
+
+    SGLang asks after transfers without a pause. Without a GPU that takes more than half of a core from the prefill
+    instance beside it, which computes what is waited for.
+    """
+    if scheduler.idle_sleeper is None or scheduler.disagg_decode_transfer_queue is None:
+        return
+    if isinstance(scheduler.token_to_kv_pool_allocator.get_kvcache(), HostKVPool) and not scheduler.is_fully_idle():
+        time.sleep(ASK_AGAIN_SECONDS)

@@ -47,6 +47,7 @@ def all_hooks() -> tuple[Hook, ...]:
         Hook(
             f"{_DECODE}.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch", HookType.AFTER, arrivals.rows_begin
         ),
+        Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", HookType.AFTER, arrivals.wait_for_pages),
         Hook(f"{_DECODE_GRAPHS}.capture_one_shape", HookType.AROUND, decode_graphs.capture_one_shape),
         Hook(f"{_DECODE_GRAPHS}._make_graph_key", HookType.AROUND, decode_graphs.make_graph_key),
         Hook(

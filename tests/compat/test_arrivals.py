@@ -12,7 +12,8 @@ import pytest
 import torch
 from sglang.srt.disaggregation.base import KVPoll
 
-from sglang_hybrid.integration.arrivals import Arrival, create_receiver
+from sglang_hybrid.integration import arrivals
+from sglang_hybrid.integration.arrivals import Arrival, create_receiver, wait_for_pages
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
 
 HEADS, DIM, PAGE, LAYERS = 3, 64, 32, 2
@@ -186,3 +187,27 @@ def test_other_pools_keep_their_receivers() -> None:
     queue, request = SimpleNamespace(token_to_kv_pool=object()), SimpleNamespace(kv_receiver=object())
     assert create_receiver(lambda *_: request, queue, "req") is request
     assert not isinstance(request.kv_receiver, Arrival)
+
+
+@pytest.mark.parametrize(
+    ("sleep_on_idle", "decode_instance", "idle", "rests"),
+    [(True, True, False, True), (False, True, False, False), (True, False, False, False), (True, True, True, False)],
+)
+def test_a_decode_instance_rests_while_it_waits_for_pages(
+    pool: HostKVPool,
+    monkeypatch: pytest.MonkeyPatch,
+    sleep_on_idle: bool,
+    decode_instance: bool,
+    idle: bool,
+    rests: bool,
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(arrivals.time, "sleep", slept.append)
+    scheduler = SimpleNamespace(
+        idle_sleeper=object() if sleep_on_idle else None,
+        disagg_decode_transfer_queue=object() if decode_instance else None,
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+        is_fully_idle=lambda: idle,
+    )
+    wait_for_pages(None, scheduler)
+    assert slept == [arrivals.ASK_AGAIN_SECONDS] * rests

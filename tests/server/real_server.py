@@ -11,10 +11,11 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import requests
@@ -29,10 +30,12 @@ STRICT = {
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
 
-# flags that make a server small and its arithmetic comparable between backends, and let it sleep while another works
+# Flags that make a server small and its arithmetic comparable between backends, and let it sleep while another works.
+# On cores that it shares a chunk of a prompt takes minutes; after 300 s it would take itself for stuck and end.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _COMMON = (
     "--device", DEVICE, "--dtype", "float32", "--random-seed", "1", "--max-running-requests", "8", "--sleep-on-idle",
+    "--watchdog-timeout", "1800",
 )  # fmt: skip
 
 
@@ -40,6 +43,7 @@ class Server:
     """One server process with everything it starts, in a session of its own. Use as a context."""
 
     shared_memory_before: frozenset[str] | set[str] = frozenset()  # for tests of what a server leaves behind
+    started: ClassVar[weakref.WeakSet[Server]] = weakref.WeakSet()  # whose logs a failed test shows
 
     def __init__(
         self,
@@ -77,6 +81,7 @@ class Server:
             self.process = subprocess.Popen(
                 self._command, stdout=log, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
             )
+        Server.started.add(self)
 
     def __enter__(self) -> Server:
         self.start()
@@ -192,6 +197,11 @@ class Server:
         while not condition():
             assert time.monotonic() < deadline, f"waited {seconds} s in vain:\n{self.log_tail()}"
             time.sleep(0.2)
+
+    def state(self) -> str:
+        """For the report of a failed test: whether it runs, and what it said last."""
+        status = self.process.poll()
+        return f"{'runs' if status is None else f'ended with status {status}'}\n{self.log_tail(25)}"
 
     def log_tail(self, lines: int = 60) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
