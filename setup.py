@@ -1,7 +1,8 @@
-"""Builds the C++ library with the package; everything else is in pyproject.toml."""
+"""Builds the C++ library with the package and adds the CUDA sources; everything else is in pyproject.toml."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,6 +14,9 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import build_native  # noqa: E402
 
+# CUDA kernels are compiled where they run, for the GPU that is there
+CUDA_SOURCES = ("cuda/include", "cuda/src", "cpu/include")
+
 
 class BuildWithKernels(build_py):
     """Wheels and editable installations alike get the library from the package's directory."""
@@ -20,6 +24,11 @@ class BuildWithKernels(build_py):
     def run(self) -> None:
         build_native.main([])
         super().run()
+        if not self.editable_mode:  # which reads them in the checkout
+            target = Path(self.build_lib) / "sglang_hybrid" / "cuda" / "kernels"
+            shutil.rmtree(target, ignore_errors=True)
+            for folder in CUDA_SOURCES:
+                shutil.copytree(ROOT / "kernels" / folder, target / folder)
 
 
 class PlatformDistribution(Distribution):

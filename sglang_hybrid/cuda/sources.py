@@ -8,7 +8,8 @@ from pathlib import Path
 
 from sglang_hybrid.cuda.errors import CudaError
 
-_KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+_IN_WHEELS = Path(__file__).resolve().parent / "kernels"  # where setup.py puts them
+_KERNELS = _IN_WHEELS if _IN_WHEELS.is_dir() else Path(__file__).resolve().parents[2] / "kernels"
 # mailbox.h is the CPU library's: there is one definition of the layout
 INCLUDES = (_KERNELS / "cuda" / "include", _KERNELS / "cpu" / "include")
 FLAGS = ("-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-shared")
@@ -17,7 +18,7 @@ FLAGS = ("-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-share
 def translation_units() -> list[Path]:
     units = sorted((_KERNELS / "cuda" / "src").glob("*.cu"))
     if not units:
-        raise CudaError(f"the CUDA sources are not in {_KERNELS / 'cuda'}: use a checkout or an editable installation")
+        raise CudaError(f"the CUDA sources are not in {_KERNELS / 'cuda'}: install the package again")
     return units
 
 

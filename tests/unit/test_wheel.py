@@ -1,0 +1,26 @@
+"""What is installed from a wheel can compile its CUDA kernels: their sources are in it, and found there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from sglang_hybrid.cuda import sources
+
+ROOT = Path(__file__).resolve().parents[2]
+ASK = "from sglang_hybrid.cuda import sources; print(sources.source_hash(), *sources.translation_units(), sep='\\n')"
+
+
+def test_a_wheel_holds_the_cuda_sources_of_the_checkout(tmp_path: Path) -> None:
+    build = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    # what the environment itself loads at start comes from there too
+    instead = os.environ | {"PYTHONPATH": str(tmp_path)}
+    asked = subprocess.run([sys.executable, "-c", ASK], env=instead, check=True, capture_output=True, text=True)
+    version, *units = asked.stdout.split()
+    assert version == sources.source_hash()
+    assert all(Path(unit).is_relative_to(tmp_path) for unit in units)
+    assert [Path(unit).name for unit in units] == [unit.name for unit in sources.translation_units()]
+    assert list(tmp_path.glob("sglang_hybrid/native/*.so"))
