@@ -82,10 +82,12 @@ struct Octet {
             for (uint32_t i = 0; i < digest_bytes; i += 128) {
                 if (i + first < digest_bytes) copy_async(octet + place(block, first) + i, digest + i, of >= 0, policy);
             }
-            const uint8_t* const code = from.codes + uint64_t{index} * code_bytes + first;
+            if constexpr (code_bytes > 0) {
+                const uint8_t* const code = from.codes + uint64_t{index} * code_bytes + first;
 #pragma unroll
-            for (uint32_t i = 0; i < code_bytes; i += 128) {
-                copy_async(octet + codes + block * code_bytes + first + i, code + i, of >= 0, policy);
+                for (uint32_t i = 0; i < code_bytes; i += 128) {
+                    copy_async(octet + codes + block * code_bytes + first + i, code + i, of >= 0, policy);
+                }
             }
         }
     }
