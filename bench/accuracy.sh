@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The commands behind docs/accuracy.md, from the repository's root, in an environment that has the package.
-# About an hour on two cores. Results go to configs/profiles and bench/results/eval-*.
+# Two hours on two cores. Results go to configs/profiles and bench/results/eval-*.
 set -euo pipefail
 P=configs/profiles/SmolLM2-135M-Instruct
 SMALL="budget_tokens=1024 profile=$P-1024.safetensors recall_interval=8"
@@ -53,3 +53,15 @@ sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 
 
 sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 4096 6144 --repeats 2 \
     --out bench/results/eval-retrieval-every-2nd --run "1024, calibrated, every 2nd step: $SMALL score_interval=2 hot_tokens=0"
+
+sglang-hybrid eval --dtype float32 --tasks needle lines multi-needle --lengths 6144 --repeats 2 \
+    --out bench/results/eval-retrieval-hot \
+    --run "1024, calibrated: $SMALL" \
+    --run "1024, calibrated, every 4th step, hot: $SMALL score_interval=4" \
+    --run "512: $TINY" \
+    --run "512, every 4th step, hot: $TINY score_interval=4"
+
+sglang-hybrid eval --dtype float32 --tasks lines --lengths 6144 --repeats 2 --out bench/results/eval-retrieval-lines \
+    --run "1024, calibrated: $SMALL" \
+    --run "1024, real query: $SMALL prediction=none" \
+    --run "1024, real query, every step: $SMALL prediction=none recall_interval=1"
