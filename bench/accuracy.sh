@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The commands behind docs/accuracy.md, from the repository's root, in an environment that has the package.
-# Two hours on two cores. Results go to configs/profiles and bench/results/eval-*.
+# About two hours on two cores. Results go to configs/profiles and bench/results/eval-*.
 set -euo pipefail
 P=configs/profiles/SmolLM2-135M-Instruct
 SMALL="budget_tokens=1024 profile=$P-1024.safetensors recall_interval=8"

@@ -24,7 +24,7 @@ ENVIRONMENT = {
 LOOPBACK = "127.0.0.1"
 # The other instance, the router and the worker need the core that an idle scheduler would spin on. A chunk of a long
 # prompt takes minutes if others compute too, and after 300 s SGLang takes itself for stuck and ends.
-ON_CPU = ("--device", "cpu", "--dtype", "float32", "--sleep-on-idle", "--watchdog-timeout", "1800")
+WITHOUT_GPU = ("--device", "cpu", "--dtype", "float32", "--sleep-on-idle", "--watchdog-timeout", "1800")
 
 
 def environment_beside(users: Mapping[str, str]) -> dict[str, str]:
@@ -94,5 +94,5 @@ def _server(module: str, role: str, port: int, gpu: bool) -> list[str]:
     return [
         sys.executable, "-m", module, "--disaggregation-mode", role, "--disaggregation-transfer-backend", "mooncake",
         "--host", LOOPBACK, "--port", str(port),
-        *(() if gpu else ON_CPU),
+        *(() if gpu else WITHOUT_GPU),
     ]  # fmt: skip
