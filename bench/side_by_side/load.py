@@ -54,7 +54,7 @@ async def _send_together(
 
     async def one(index: int) -> None:
         row = rows[index]
-        async for tokens, ids in _stream(session, url, prompts[index], new_tokens, more):
+        async for tokens, ids, row.meta in _stream(session, url, prompts[index], new_tokens, more):
             row.times.append(time.monotonic())
             row.tokens.append(tokens)
             # SGLang sends all ids so far, or with another setting the new ones
@@ -89,7 +89,7 @@ async def _send_together(
 async def _stream(
     session: aiohttp.ClientSession, url: str, ids: list[int], new_tokens: int, more: Mapping[str, Any]
 ) -> Any:
-    """The number of tokens so far and ids, whenever there are more."""
+    """The number of tokens so far, ids, and what SGLang says of the answer, whenever there are more."""
     body = {
         "input_ids": ids,
         "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
@@ -108,6 +108,6 @@ async def _stream(
                 raise LoadError(str(answer["error"])[:500])
             if (tokens := answer["meta_info"]["completion_tokens"]) > had:
                 had = tokens
-                yield tokens, answer.get("output_ids", [])
+                yield tokens, answer.get("output_ids", []), answer["meta_info"]
     if had < new_tokens:
         raise LoadError(f"an answer ended after {had} of {new_tokens} tokens")

@@ -20,6 +20,7 @@ class Arrivals:
     times: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)  # of the tokens themselves
+    meta: dict[str, Any] = field(default_factory=dict)  # what SGLang said of the answer, with its last token
 
     def at(self, time: float) -> float:
         """Tokens by then; between two arrivals tokens are taken to come evenly."""

@@ -10,7 +10,7 @@ import gpu_serving
 import pytest
 from serving.alone import memory_verdict
 from serving.benchmark import figures
-from serving.killing import decode_rate, first_differences, longest_pause, served
+from serving.killing import decode_rate, first_differences, longest_pause, places_of, served, tell_apart
 from serving.openai_api import text_of_stream
 from serving.tokenizer import has_chat_template, tokenizer_of
 from side_by_side.statistics import Arrivals
@@ -20,6 +20,20 @@ from side_by_side.telling import log_tail
 def test_first_differences_are_found_for_each_answer() -> None:
     assert first_differences([[1, 2, 3], [1, 2], [5]], [[1, 2, 3], [1, 7], [5]]) == [None, 1, None]
     assert first_differences([[1, 2]], [[1, 2, 3]]) == [2]  # one is shorter
+
+
+def test_places_where_any_run_left_the_first_one_are_found_once() -> None:
+    runs = [{}, {"first_differences": [None, 4]}, {"first_differences": [2, 4]}]
+    assert places_of(runs) == [(0, 2), (1, 4)]
+
+
+def test_an_answer_may_differ_where_its_two_best_tokens_were_equally_likely() -> None:
+    reference, again = [[1, 2, 3], [4, 5, 6], [7, 8]], [[1, 2, 9], [4, 0, 6], [7, 8]]
+    gaps = [[3.0, 2.0, 0.01], [3.0, 0.01, 0.01], [3.0, 1.5]]
+    found = tell_apart([(0, 2), (1, 2), (2, 1)], reference, again, gaps, tie=0.05)
+    assert found["ties"] == [{"answer": 0, "token": 2, "gap": 0.01}]
+    unlike = {"answer": 1, "token": 2, "gap": None}  # that run had left the first one before
+    assert found["others"] == [unlike, {"answer": 2, "token": 1, "gap": 1.5}]
 
 
 def test_the_rate_counts_the_time_in_which_all_rows_decode() -> None:
