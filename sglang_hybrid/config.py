@@ -248,7 +248,10 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "native"
     worker_threads: Annotated[
         int | Literal["auto"],
-        Meta(description="Threads of the worker; auto takes one for each physical core it may use, less one."),
+        Meta(
+            description="Threads of the worker; auto takes one for each physical core it may use, less a quarter of "
+            "them, at most four and one for every further rank: SGLang's own processes need those."
+        ),
     ] = "auto"
     worker_group_threads: Annotated[
         int | Literal["auto"],

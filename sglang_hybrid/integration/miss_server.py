@@ -114,7 +114,7 @@ def plan_of(config: HybridConfig, rank: int, ranks: int, spin_us: int = 0) -> Pl
     chosen = config.worker_cores
     threads = 0 if config.worker_threads == "auto" else config.worker_threads
     if ranks > 1 and chosen == "auto":
-        placed = cores.place(cores.read_topology(), "auto", threads * ranks, 0)
+        placed = cores.place(cores.read_topology(), "auto", threads * ranks, 0, ranks)
         share = len(placed.cores) // ranks
         if share:
             chosen = cores.format_cpus(placed.cores[rank * share : (rank + 1) * share])

@@ -24,8 +24,16 @@ def node_of(topology: Topology, cpu: int) -> int:
     return next(core.node for core in topology.cores if cpu in core.cpus)
 
 
-def test_auto_takes_one_hardware_thread_of_every_core_and_leaves_the_first_core_to_the_scheduler() -> None:
-    assert place(machine(1, 8), "auto", 0, 0) == Placement(7, 4, (1, 2, 3, 4, 5, 6, 7))
+def test_auto_takes_one_hardware_thread_of_every_core_and_leaves_some_cores_to_the_server() -> None:
+    assert place(machine(1, 16), "auto", 0, 0) == Placement(12, 4, tuple(range(1, 13)))
+    assert place(machine(1, 8), "auto", 0, 0) == Placement(6, 4, (1, 2, 3, 4, 5, 6))
+    assert place(machine(1, 3), "auto", 0, 0) == Placement(2, 2, (1, 2))
+    assert place(machine(1, 64), "auto", 0, 0).threads == 60
+
+
+def test_every_further_rank_has_a_scheduler_which_needs_a_core() -> None:
+    assert place(machine(1, 64), "auto", 0, 0, ranks=8).threads == 53
+    assert place(machine(1, 16), "auto", 0, 0, ranks=8).threads == 12
 
 
 @pytest.mark.parametrize("cores", [1, 2])
@@ -42,7 +50,7 @@ def test_as_many_threads_as_cores_use_all_of_them() -> None:
 
 
 def test_none_binds_nothing() -> None:
-    assert place(machine(1, 8), "none", 0, 0) == Placement(7, 4)
+    assert place(machine(1, 8), "none", 0, 0) == Placement(6, 4)
 
 
 def test_a_cpu_quota_bounds_the_default_number_of_threads() -> None:
@@ -57,7 +65,8 @@ def test_a_placement_is_consistent_and_whole_groups_stay_on_one_node(
 ) -> None:
     topology = machine(nodes, cores)
     placed = place(topology, "auto", threads, group_threads)
-    assert placed.threads == (threads or max(1, nodes * cores - 1))
+    left = max(1, min(4, nodes * cores // 4))
+    assert placed.threads == (threads or max(1, nodes * cores - left))
     assert 1 <= placed.group_threads <= placed.threads
     assert len(placed.cores) in (0, placed.threads)
     assert len({core.cpus for core in topology.cores if set(core.cpus) & set(placed.cores)}) == len(placed.cores)
