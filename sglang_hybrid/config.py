@@ -27,7 +27,7 @@ from sglang_hybrid.env import ConfigError
 __all__ = ["ConfigError", "HybridConfig", "config_from_environment", "describe", "load_config", "load_with_sources"]
 
 _AUTO_HOST_MEMORY = "70%"
-_WORKER_LEGAL = '"start", "none", or the directory of a running worker, such as "/run/user/1000/worker"'
+_WORKER_LEGAL = '"auto", "start", "none", or the directory of a running worker, such as "/run/user/1000/worker"'
 # By sketch_bits: codes of so many channels share some bytes.
 SKETCH_CHANNELS_MULTIPLE = {2: 8, 3: 32, 4: 2}
 _HOST_MEMORY_LEGAL = (
@@ -237,11 +237,12 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str,
         Meta(
             description="The CPU worker that computes attention over misses under policy scout: start (each scheduler "
-            "process starts its own and watches it), none (the scheduler process computes them itself), or the "
-            "directory of a worker started by hand, {rank} standing for the tensor-parallel rank.",
+            "process starts its own and watches it), none (the scheduler process computes them itself), the "
+            "directory of a worker started by hand ({rank} stands for the tensor-parallel rank), or auto: none on a "
+            "host without a GPU, where it would take the server's own cores, start on a GPU.",
             extra={"legal": _WORKER_LEGAL},
         ),
-    ] = "start"
+    ] = "auto"
     worker_provider: Annotated[
         Literal["native", "torch", "ipex"],
         Meta(description="What the worker computes with: its own kernels, torch's, or Intel's extension for torch."),
@@ -336,7 +337,7 @@ def _host_memory_is_a_size(host_memory: str) -> str | None:
 
 
 def _worker_is_a_choice_or_a_directory(worker: str) -> str | None:
-    return None if worker in ("start", "none") or "/" in worker else f"must be {_WORKER_LEGAL}"
+    return None if worker in ("auto", "start", "none") or "/" in worker else f"must be {_WORKER_LEGAL}"
 
 
 def _threads_are_positive(worker_threads: int | str, worker_group_threads: int | str) -> str | None:

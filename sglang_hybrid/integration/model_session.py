@@ -37,6 +37,8 @@ class ModelSession:
         self._one_batch = one_batch
         self._bench, self.tokenizer = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
         self.runner = self._bench.torch_runner
+        # settings and policies change all the time here, and some policies only watch
+        self.runner.attn_backend.use_torch()
 
     @property
     def model(self) -> torch.nn.Module:
