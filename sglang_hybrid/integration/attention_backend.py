@@ -58,9 +58,9 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._scouting = Scouting(model_runner)
         self._config = config
         self.use(config, profile)
-        measures = self._cpu is None and isinstance(self.attention.policy, ScoutPolicy)
-        if measures and model_runner.server_args.enable_metrics:
-            teller = self._device.watch if self._device else self.attention.policy
+        policy = self.attention.policy
+        if self._cpu is None and isinstance(policy, ScoutPolicy) and model_runner.server_args.enable_metrics:
+            teller = self._device.watch if self._device else policy
             teller.on_ratio = ScoutMetrics(model_runner.ps.tp_rank).ratio
         self._steps = 0
         self._batch: PrefillBatch | DecodeBatch | None = None
@@ -173,7 +173,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         if self._device:
             return self._device.prefill(*self._parts(q, k, v, layer)).flatten(1)
         if self._cpu:
-            _, query, keys, values, scale = self._parts(q, k, v, layer)
+            _index, query, keys, values, scale = self._parts(q, k, v, layer)
             return self._cpu.prefill(query, keys, values, self._cache(layer.layer_id), scale).flatten(1)
         assert isinstance(self._batch, PrefillBatch)
         query = self._store(q, k, v, layer, forward_batch, save_kv_cache)
