@@ -261,7 +261,8 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str,
         Meta(
             description='Cores that the worker\'s threads are bound to: "auto", "none" (not bound), or a list such as '
-            '"0-7,16".'
+            '"0-7,16".',
+            extra={"legal": '"auto", "none" or a list of cores such as "0-7,16"; a single one as "3-3"'},
         ),
     ] = "auto"
     worker_task_blocks: Annotated[
