@@ -40,16 +40,31 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_with_defaults(benchmark: Callable[[], None]) -> None:
     """Run one of SGLang's benchmarks, which reads this process's arguments, with the backend and model of ``serve``."""
+    from sglang_hybrid.default_model import DefaultModelError
     from sglang_hybrid.env import ConfigError
     from sglang_hybrid.integration.refusals import Refusal
-    from sglang_hybrid.launch_server import with_defaults
     from sglang_hybrid.memory.capacity import CapacityError
 
-    sys.argv[1:] = with_defaults(sys.argv[1:])
     try:
+        sys.argv[1:] = with_defaults(sys.argv[1:])
         benchmark()
-    except (ConfigError, Refusal, CapacityError) as error:
+    except (ConfigError, Refusal, CapacityError, DefaultModelError) as error:
         sys.exit(f"sglang-hybrid: {error}")
+
+
+def with_defaults(arguments: Sequence[str]) -> list[str]:
+    """The arguments of one of SGLang's benchmarks, with our backend and the default model where none is named."""
+    from sglang_hybrid.default_model import prepare_default_model
+    from sglang_hybrid.integration import BACKEND_NAME
+
+    named = {argument.split("=", 1)[0] for argument in arguments}
+    completed = list(arguments)
+    if "--attention-backend" not in named:
+        completed += ["--attention-backend", BACKEND_NAME]
+    if named.isdisjoint({"--model-path", "--model", "--config", "-h", "--help"}):
+        model = prepare_default_model(report=lambda line: print(line, file=sys.stderr, flush=True))
+        completed += ["--model-path", str(model)]
+    return completed
 
 
 def _help() -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid import cli, launch_server
+from sglang_hybrid.commands import bench
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +102,15 @@ def test_serve_fills_in_the_backend_and_the_default_model(default_model: None) -
 def test_what_is_given_is_kept(default_model: None) -> None:
     given = ["--model-path=X", "--dtype", "bfloat16", "--device=cpu", "--attention-backend", "torch_native"]
     assert launch_server.with_defaults(given) == given
+
+
+def test_sglangs_benchmarks_get_the_backend_and_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_hybrid.default_model.prepare_default_model", lambda report: Path("/models/Small"))
+    assert bench.with_defaults(["--batch-size", "2"]) == [
+        "--batch-size", "2", "--attention-backend", "hybrid", "--model-path", "/models/Small",
+    ]  # fmt: skip
+    given = ["--model-path=X", "--attention-backend=torch_native"]
+    assert bench.with_defaults(given) == given
 
 
 def test_asking_for_help_prepares_no_model(default_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
