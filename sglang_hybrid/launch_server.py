@@ -1,7 +1,8 @@
 """``python -m sglang_hybrid.launch_server``: SGLang's server with the hybrid backend.
 
 Takes every flag of ``python -m sglang.launch_server``. What is not given and has an obvious
-value here is filled in: the backend, the default model, and a device that exists.
+value here is filled in: the backend and the default model. The plugin adds a device that exists and its dtype
+(``integration.server_args``).
 """
 
 from __future__ import annotations
@@ -52,23 +53,11 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
         completed += ["--model-path", str(model)]
         if not _given(completed, "--served-model-name"):
             completed += ["--served-model-name", model.name]
-    if not _has_gpu():
-        if not _given(completed, "--device"):
-            completed += ["--device", "cpu"]
-        if not _given(completed, "--dtype"):
-            # bf16 needs instructions that many CPUs lack; without them it is slower than fp32 by an order
-            completed += ["--dtype", "float32"]
     return completed
 
 
 def _given(arguments: Sequence[str], *flags: str) -> bool:
     return any(argument.split("=", 1)[0] in flags for argument in arguments)
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _default_model() -> Path:

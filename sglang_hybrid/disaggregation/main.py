@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_hybrid.config import config_from_environment
+from sglang_hybrid.config_flags import add_config_flags
 from sglang_hybrid.disaggregation import commands
 from sglang_hybrid.disaggregation.commands import LOOPBACK, Flags, Ports
 from sglang_hybrid.disaggregation.processes import Ended, Member, answers, end_all, get, wait_until
-from sglang_hybrid.integration.server_args import add_config_flags
 
 _START_SECONDS = 600
 
