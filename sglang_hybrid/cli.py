@@ -16,9 +16,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # these parse what follows themselves: SGLang's flags, all of them, or the worker's
     if arguments[:1] == ["serve"]:
-        from sglang_hybrid.launch_server import main as serve
+        from sglang_hybrid.commands.serve import main as serve
 
-        serve(arguments[1:])
+        sys.exit(serve(arguments[1:]))
     elif arguments[:1] == ["pd"]:
         from sglang_hybrid.disaggregation.main import main as disaggregate
 
