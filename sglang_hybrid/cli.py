@@ -27,7 +27,7 @@ class Command:
 
 
 COMMANDS = {
-    "serve": Command("sglang_hybrid.launch_server", "start an OpenAI-compatible server; takes every SGLang flag"),
+    "serve": Command("sglang_hybrid.commands.serve", "start an OpenAI-compatible server; takes every SGLang flag"),
     "pd": Command("sglang_hybrid.disaggregation.main", "start prefill, decode and router on this machine"),
     "worker": Command("cpu_worker.main", "start a CPU worker by hand; servers start their own"),
     "profile": Command("sglang_hybrid.profiling.main", "tune prediction, selection and recall for a model"),

@@ -85,10 +85,16 @@ CACHE = EnvVar(
     "where converted models and compiled CUDA kernels are kept (default: sglang-hybrid in the user's cache)",
 )
 LOAD_FILE = EnvVar("SGLANG_HYBRID_LOAD_FILE", PATH, None, "internal: where SGLang's processes share their load figures")
+EVENTS = EnvVar(
+    "SGLANG_HYBRID_EVENTS",
+    PATH,
+    None,
+    "internal: FIFO by which a server tells its launcher what the console shows",
+)
 
 # read by the C++ library itself, wherever a kernel is chosen; here for its documentation
 CPU_VARIANT = EnvVar(
     "SGLANG_HYBRID_CPU_VARIANT", TEXT, None, "CPU kernel variant to use instead of the fastest that this machine has"
 )
 
-VARIABLES: tuple[EnvVar[Any], ...] = (CONFIG, SET, ALLOW_UNTESTED_SGLANG, CACHE, LOAD_FILE, CPU_VARIANT)
+VARIABLES: tuple[EnvVar[Any], ...] = (CONFIG, SET, ALLOW_UNTESTED_SGLANG, CACHE, LOAD_FILE, EVENTS, CPU_VARIANT)

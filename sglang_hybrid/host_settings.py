@@ -12,6 +12,7 @@ from typing import Any
 
 from cpu_worker.cores import CoresError, Placement, format_cpus, place
 from sglang_hybrid.config import ConfigError, HybridConfig
+from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
 from sglang_hybrid.gpu.settings import why_not
 from sglang_hybrid.host import GIB, Host
 from sglang_hybrid.scout.tuning import (
@@ -42,11 +43,17 @@ def resolved(config: HybridConfig, host: Host) -> dict[str, str]:
 
 
 def _worker(config: HybridConfig, host: Host) -> str:
-    return "start" if host.gpus else "none (no GPU: the server's own threads compute)"
+    if host.gpus:
+        return "start"
+    if why := unsupported_by_cpu_engine(config, config.sketch_channels):
+        return f"start (no GPU, but {why} is computed in plain torch)"
+    return "none (no GPU: the server's own threads compute)"
 
 
 def _has_worker(config: HybridConfig, host: Host) -> bool:
-    return config.worker not in ("auto", "none") or (config.worker == "auto" and _worker(config, host) == "start")
+    return config.worker not in ("auto", "none") or (
+        config.worker == "auto" and _worker(config, host).startswith("start")
+    )
 
 
 def _with_profile(without: object) -> Callable[[HybridConfig, Host], str]:

@@ -29,6 +29,8 @@ def create_backend(model_runner: Any) -> Any:
     """SGLang's factory call, in the process that runs the model."""
     from sglang_hybrid.integration import hooks
     from sglang_hybrid.integration.attention_backend import HybridAttnBackend
+    from sglang_hybrid.integration.refusals import told
 
     hooks.verify()
-    return HybridAttnBackend(model_runner)
+    with told():
+        return HybridAttnBackend(model_runner)

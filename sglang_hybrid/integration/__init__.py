@@ -9,6 +9,7 @@
     host_kv_pool         SGLang's KV pool, in host memory
     cpu_allocator        SGLang's page allocator, without Triton
     load_file            SGLang's load file in /dev/shm, replaced by one that leaves nothing behind
+    console_events       what the launcher's console shows: model, pool, worker, batches
     memory_kinds         what kind of memory the KV cache is, for NIXL
     triton_gates         SGLang's "may I use Triton" questions, answered for a CPU
     attention_backend    SGLang's attention interface, handing over to ``sglang_hybrid.backend``

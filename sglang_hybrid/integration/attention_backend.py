@@ -9,6 +9,7 @@ import msgspec
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from sglang_hybrid import events
 from sglang_hybrid.backend import HybridAttention, PrefillBatch
 from sglang_hybrid.config import HybridConfig, config_from_environment
 from sglang_hybrid.engines.cpu import CpuEngine
@@ -180,6 +181,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         new = sum(self._batch.new_tokens)  # SGLang may pad the batch beyond its real tokens
         out = query.new_zeros(query.shape[0], query.shape[1], layer.v_head_dim)
         out[:new] = self.attention.prefill(query[:new], self._cache(layer.layer_id), self._batch, layer.scaling)
+        events.layer(layer.layer_id + 1, self._pool.layer_num)
         return out.flatten(1)
 
     def forward_decode(

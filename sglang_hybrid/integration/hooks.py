@@ -14,7 +14,16 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_hybrid.integration import arrivals, decode_graphs, load_file, memory_kinds, pools, server_args, triton_gates
+from sglang_hybrid.integration import (
+    arrivals,
+    console_events,
+    decode_graphs,
+    load_file,
+    memory_kinds,
+    pools,
+    server_args,
+    triton_gates,
+)
 from sglang_hybrid.integration.versions import NEWEST_TESTED, OLDEST_TESTED, installed_sglang
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
@@ -48,6 +57,8 @@ def all_hooks() -> tuple[Hook, ...]:
             f"{_DECODE}.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch", HookType.AFTER, arrivals.rows_begin
         ),
         Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", HookType.AFTER, arrivals.wait_for_pages),
+        Hook("sglang.srt.managers.scheduler.Scheduler.run_batch", HookType.BEFORE, console_events.batch_begins),
+        Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", HookType.BEFORE, console_events.scheduler_is_idle),
         Hook(f"{_DECODE_GRAPHS}.capture_one_shape", HookType.AROUND, decode_graphs.capture_one_shape),
         Hook(f"{_DECODE_GRAPHS}._make_graph_key", HookType.AROUND, decode_graphs.make_graph_key),
         Hook(

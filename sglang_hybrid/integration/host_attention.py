@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.engines.cpu import CpuEngine, unsupported_reason
+from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
+from sglang_hybrid.engines.cpu import CpuEngine
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
 from sglang_hybrid.integration.miss_server import geometry_of, has_kernel
 from sglang_hybrid.native import NativeError, library
@@ -23,7 +24,7 @@ def why_not_native(config: HybridConfig, pool: HostKVPool, model_runner: Any) ->
         return str(error)
     if not has_kernel(geometry) or pool.v_head_dim != pool.head_dim:
         return f"there is no kernel for head_dim {pool.head_dim} and {geometry.group} query heads per KV head"
-    return unsupported_reason(config, pool.head_dim)
+    return unsupported_by_cpu_engine(config, pool.head_dim)
 
 
 def create_cpu_engine(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> CpuEngine:

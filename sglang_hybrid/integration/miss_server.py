@@ -9,6 +9,7 @@ from typing import Any
 from cpu_worker import cores
 from sglang_hybrid import env
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.integration import console_events
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.metrics import WorkerMetrics
@@ -77,6 +78,7 @@ def start_worker(
         supervisor.start()
     except WorkerError as error:
         raise Refusal(f"{error}; --hybrid worker=none serves without one") from error
+    console_events.tell_worker(supervisor)
     return supervisor, metrics
 
 

@@ -17,8 +17,8 @@ from sglang_hybrid.gpu.decode import DeviceScout
 from sglang_hybrid.gpu.prefill import DevicePrefill
 from sglang_hybrid.gpu.settings import slots_of, why_not
 from sglang_hybrid.gpu.slots import ResidentSlots
-from sglang_hybrid.integration import BACKEND_NAME
-from sglang_hybrid.integration.refusals import refuse_model
+from sglang_hybrid.integration import BACKEND_NAME, console_events
+from sglang_hybrid.integration.refusals import refuse_model, told
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
 from sglang_hybrid.memory.digests import CompactDigests, Digests, is_compact
 from sglang_hybrid.memory.sketches import Sketches
@@ -47,6 +47,7 @@ def check_capacity(model_config: Any, tp_size: int, nnodes: int) -> None:
     host_pool_bytes(config_from_environment(), shape, psutil.virtual_memory().available, tp_size // nnodes)
 
 
+@told()
 def available_bytes(original: Callable[[Any, int], int], configurator: Any, pre_model_load_memory: int) -> int:
     """Bytes for the KV cache: what the host gives, as far as the device can hold the digests."""
     if not _is_hybrid(configurator):
@@ -121,6 +122,8 @@ def build_allocator(
     """On a CPU SGLang's page allocator cannot run for any backend: a prefill instance there needs ours as well."""
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
+    if _is_hybrid(configurator):
+        console_events.tell_pool(configurator, sizes.max_total_num_tokens, token_to_kv_pool)
     allocator = original(configurator, sizes=sizes, token_to_kv_pool=token_to_kv_pool, **kwargs)
     if torch.device(configurator.device).type != "cpu" or type(allocator) is not PagedTokenToKVPoolAllocator:
         return allocator

@@ -6,13 +6,16 @@ KV cache in a way the host pool does not understand.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from sglang_hybrid.config import HybridConfig
+from sglang_hybrid import events
+from sglang_hybrid.config import ConfigError, HybridConfig
 from sglang_hybrid.integration import BACKEND_NAME
+from sglang_hybrid.memory.capacity import CapacityError
 
 # that write to host memory: nixl is told its kind, the others need not be
 TRANSFER_BACKENDS = ("mooncake", "mooncake_tcp", "nixl", "fake")
@@ -20,6 +23,16 @@ TRANSFER_BACKENDS = ("mooncake", "mooncake_tcp", "nixl", "fake")
 
 class Refusal(ValueError):
     """The server must not start like this. The message is for the person who started it."""
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Tell the launcher's console of a refusal on its way up: SGLang only logs what ends a scheduler process."""
+    try:
+        yield
+    except (ConfigError, Refusal, CapacityError) as error:
+        events.refused(str(error))
+        raise
 
 
 # flag test -> sentence. `a` is SGLang's ServerArgs as given on the command line.

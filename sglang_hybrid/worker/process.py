@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-_PREFIX = "sglang-hybrid-"
+PREFIX = "sglang-hybrid-"
 _STOP_SECONDS = 2.0
 
 
@@ -24,7 +24,7 @@ class WorkerProcess:
     def __init__(self) -> None:
         """Raises OSError when there is no room for a directory or no process to be had."""
         # the socket's path has to be short, so the directory for temporary files it is; 0700 by mkdtemp
-        self.directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        self.directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "cpu_worker", "--dir", str(self.directory), "--parent", str(os.getpid())],
@@ -68,8 +68,8 @@ class WorkerProcess:
 
 def remove_leftovers() -> None:
     """Remove directories of servers that were killed together with their workers and could not do it themselves."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}[0-9]*-*"):
-        owner = directory.name.removeprefix(_PREFIX).split("-")[0]
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}[0-9]*-*"):
+        owner = directory.name.removeprefix(PREFIX).split("-")[0]
         with contextlib.suppress(OSError, OverflowError):  # a number that no process can have
             if owner.isdigit() and directory.stat().st_uid == os.getuid() and not psutil.pid_exists(int(owner)):
                 _remove_unlocked(directory)

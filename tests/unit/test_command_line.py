@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hybrid import cli, launch_server
+from sglang_hybrid import cli, server
 from sglang_hybrid.commands import bench
 
 
@@ -21,7 +21,8 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def default_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_server, "_default_model", lambda: Path("/models/Small"))
+    monkeypatch.setattr("sglang_hybrid.default_model.prepare_default_model", lambda report: Path("/models/Small"))
+    monkeypatch.setattr(server, "_has_gpu", lambda: True)  # what a host without one gets has a test of its own
 
 
 def test_config_prints_effective_values_and_their_sources(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -93,15 +94,22 @@ def test_every_command_has_a_module_with_a_main_function() -> None:
 
 
 def test_serve_fills_in_the_backend_and_the_default_model(default_model: None) -> None:
-    assert launch_server.with_defaults(["--port", "8000"]) == [
+    assert server.with_defaults(["--port", "8000"]) == [
         "--port", "8000", "--attention-backend", "hybrid", "--model-path", "/models/Small",
         "--served-model-name", "Small",
     ]  # fmt: skip
 
 
+def test_a_server_without_a_gpu_rests_when_idle_and_is_patient(default_model: None, monkeypatch) -> None:
+    monkeypatch.setattr(server, "_has_gpu", lambda: False)
+    assert server.with_defaults(["--model-path=X", "--attention-backend=hybrid"])[2:] == [
+        "--sleep-on-idle", "--watchdog-timeout", "1800",
+    ]  # fmt: skip
+
+
 def test_what_is_given_is_kept(default_model: None) -> None:
     given = ["--model-path=X", "--dtype", "bfloat16", "--device=cpu", "--attention-backend", "torch_native"]
-    assert launch_server.with_defaults(given) == given
+    assert server.with_defaults(given) == given
 
 
 def test_sglangs_benchmarks_get_the_backend_and_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,5 +122,5 @@ def test_sglangs_benchmarks_get_the_backend_and_the_default_model(monkeypatch: p
 
 
 def test_asking_for_help_prepares_no_model(default_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_server, "_default_model", lambda: pytest.fail("a model was prepared"))
-    assert "--help" in launch_server.with_defaults(["--help"])
+    monkeypatch.setattr(server, "default_model", lambda: pytest.fail("a model was prepared"))
+    assert "--help" in server.with_defaults(["--help"])

@@ -7,7 +7,8 @@ import torch
 from attention_oracle import causal_attention, seeded, softmax_attention
 
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.engines.cpu import CpuEngine, unsupported_reason
+from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
+from sglang_hybrid.engines.cpu import CpuEngine
 from sglang_hybrid.memory.region import SharedRegion
 from sglang_hybrid.native.host import BlockSummaries
 from sglang_hybrid.native.library import NativeError
@@ -261,9 +262,15 @@ def test_pages_and_lengths_that_cannot_be_are_refused():
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("prediction", "raw"), ("resident_tokens", 0), ("worker", "start"), ("sketch_channels", 24), ("selection", "layer")],
+    [
+        ("prediction", "raw"),
+        ("resident_tokens", 0),
+        ("worker", "start"),
+        ("sketch_channels", 24),
+        ("selection", "layer"),
+    ],
 )
 def test_settings_that_describe_a_gpu_are_left_to_torch(setting, value):
-    assert unsupported_reason(HybridConfig(), 64) is None
-    assert str(value) in str(unsupported_reason(HybridConfig(**{setting: value}), 64))
-    assert unsupported_reason(HybridConfig(**{setting: value, "policy": "full"}), 64) is None
+    assert unsupported_by_cpu_engine(HybridConfig(), 64) is None
+    assert str(value) in str(unsupported_by_cpu_engine(HybridConfig(**{setting: value}), 64))
+    assert unsupported_by_cpu_engine(HybridConfig(**{setting: value, "policy": "full"}), 64) is None

@@ -1,0 +1,105 @@
+"""What launchers read of a command line that is SGLang's.
+
+SGLang parses the command line itself, in the child process. A launcher reads only what its checks and its console need,
+and leaves everything else, mistakes included, to SGLang.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml  # type: ignore[import-untyped,unused-ignore]
+
+from sglang_hybrid.integration import BACKEND_NAME
+
+MODEL_FLAGS = ("--model-path", "--model", "--config")
+
+
+class Refused(ValueError):
+    """The launcher must not start a server like this. The message is for the person who called it."""
+
+
+@dataclass(frozen=True)
+class ServerArguments:
+    """What SGLang will make of the flags that matter before it starts."""
+
+    model_path: str | None
+    served_model_name: str | None
+    host: str
+    port: int
+    context_length: int | None
+    attention_backend: str
+    overrides_model: bool  # --json-model-override-args: the model's config.json does not tell everything
+    hybrid: tuple[str, ...]
+    hybrid_config: Path | None
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.attention_backend == BACKEND_NAME
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Refused(message)
+
+
+def given(arguments: Sequence[str], *flags: str) -> bool:
+    return any(argument.split("=", 1)[0] in flags for argument in arguments)
+
+
+def read(arguments: Sequence[str]) -> ServerArguments:
+    """Raises Refused for a value that cannot be what the flag wants."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model-path", "--model")
+    parser.add_argument("--served-model-name")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--context-length", type=int)
+    parser.add_argument("--attention-backend", default=BACKEND_NAME)
+    parser.add_argument("--json-model-override-args")
+    parser.add_argument("--hybrid", action="append", default=[])
+    parser.add_argument("--hybrid-config", type=Path)
+    found, _others = parser.parse_known_args([*_of_config_file(arguments), *arguments])
+    return ServerArguments(
+        model_path=found.model_path,
+        served_model_name=found.served_model_name,
+        host=found.host,
+        port=found.port,
+        context_length=found.context_length,
+        attention_backend=found.attention_backend,
+        overrides_model=found.json_model_override_args is not None,
+        hybrid=tuple(found.hybrid),
+        hybrid_config=found.hybrid_config,
+    )
+
+
+def _of_config_file(arguments: Sequence[str]) -> list[str]:
+    """The flags that SGLang reads from its own --config FILE, which come before those of the command line."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", type=Path)
+    path = parser.parse_known_args(arguments)[0].config
+    if path is None:
+        return []
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(f"--config {path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise Refused(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        return []
+    flags = []
+    for key, value in content.items():
+        flags += _flag(str(key), value)
+    return flags
+
+
+def _flag(key: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{key}"] if value else []
+    values = value if isinstance(value, list) else [value]
+    return [f"--{key}", *map(str, values)]

@@ -1,0 +1,45 @@
+"""Signals that ask a launcher to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+_ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """A signal asked this process to end, at a time when it does not watch ``Interrupts``."""
+
+
+class Interrupts:
+    """Catches the signals from construction on. Main thread only.
+
+    At first a signal raises Interrupted, which ends whatever is computed. After ``watch`` a signal only makes the
+    object readable, so that nothing is left half done, however often it is sent.
+    """
+
+    def __init__(self) -> None:
+        self._reading, self._writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._watched = False
+        self.came = False
+        for number in _ASKED:
+            # what a shell starts in the background ignores Ctrl-C
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._take)
+
+    def watch(self) -> None:
+        self._watched = True
+
+    def fileno(self) -> int:
+        return self._reading
+
+    def _take(self, _number: int, _frame: FrameType | None) -> None:
+        if self.came:
+            return
+        self.came = True
+        if not self._watched:
+            self._watched = True
+            raise Interrupted
+        os.write(self._writing, b".")

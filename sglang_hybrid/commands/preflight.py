@@ -1,0 +1,74 @@
+"""Refusals that need neither torch nor SGLang: what is wrong is said within a second.
+
+What only SGLang can find out ends the same way later, with one sentence.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+from sglang_hybrid import env, host_settings
+from sglang_hybrid.commands import model_files
+from sglang_hybrid.commands.arguments import Refused, ServerArguments
+from sglang_hybrid.commands.ports import check_port
+from sglang_hybrid.config import ConfigError, HybridConfig, load_config
+from sglang_hybrid.host import this_host
+from sglang_hybrid.scout.profile_facts import ProfileError, mismatches, read_facts
+
+GIB = 1 << 30
+_ALLOW_LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+
+
+def check(arguments: ServerArguments) -> HybridConfig | None:
+    """The settings of the backend, None with another one. Raises Refused."""
+    config = check_settings(arguments.hybrid_config, arguments.hybrid) if arguments.is_hybrid else None
+    check_port(arguments.host, arguments.port)
+    if arguments.model_path is not None:
+        check_model(arguments, config)
+    return config
+
+
+def check_settings(file: Path | None, overrides: tuple[str, ...]) -> HybridConfig:
+    """The settings that file, flags and environment give together. Raises Refused."""
+    try:
+        config = load_config(file or env.CONFIG.get(), [*env.SET.get(), *overrides])
+        host_settings.check(config, this_host())
+    except ConfigError as error:
+        raise Refused(str(error)) from error
+    available = psutil.virtual_memory().available
+    if (asked := config.host_memory_bytes(available)) > available:
+        raise Refused(
+            f"host_memory={config.host_memory} asks for {asked / GIB:.2f} GiB, but only {available / GIB:.2f} GiB of "
+            "host memory are available: lower host_memory or free memory"
+        )
+    return config
+
+
+def check_model(arguments: ServerArguments, config: HybridConfig | None) -> None:
+    """Model path, context length and profile, as far as the model's config.json tells. Raises Refused."""
+    assert arguments.model_path is not None
+    model = model_files.read_config(arguments.model_path)
+    if arguments.overrides_model:
+        model = None
+    if model is not None and arguments.context_length is not None:
+        longest = model_files.context_tokens(model)
+        allowed = os.environ.get(_ALLOW_LONGER, "").lower() in ("1", "true", "yes", "on")
+        if longest is not None and arguments.context_length > longest and not allowed:
+            raise Refused(
+                f"--context-length {arguments.context_length} is longer than the {longest} tokens that this model was "
+                f"made for: lower it, or set {_ALLOW_LONGER}=1 to try it all the same"
+            )
+    if config is not None and config.policy == "scout" and config.profile != "none":
+        _check_profile(config, {} if model is None else model_files.identity(model))
+
+
+def _check_profile(config: HybridConfig, model: dict[str, object]) -> None:
+    try:
+        wrong = mismatches(read_facts(Path(config.profile)), model, config.block_tokens, config.budget_tokens)
+    except ProfileError as error:
+        raise Refused(f"profile {config.profile}: {error}") from error
+    if wrong:
+        raise Refused(f"profile {config.profile}: made for something else: {'; '.join(wrong)}")

@@ -1,0 +1,35 @@
+"""Which engine serves which settings. Imports neither torch nor SGLang: commands ask before they load either."""
+
+from __future__ import annotations
+
+from sglang_hybrid.config import HybridConfig
+
+_CHANNELS_MULTIPLE = 16  # of a sketch, in the native loops
+
+# Settings of policy scout that describe what is resident on a GPU, and who computes the rest ahead of time. Who sets
+# one of them wants to see it at work, and gets the torch implementation.
+_OF_GPU = {
+    "prediction": ("auto", "none"),
+    "resident_tokens": ("auto",),
+    "sticky_bonus": ("auto",),
+    "miss_share": ("auto",),
+    "recall_interval": ("auto",),
+    "worker": ("auto", "none"),
+    "score_interval": ("auto", 1),
+    "selection": ("head",),
+    "digest": ("minmax",),
+    "digest_dtype": ("auto", "model"),
+    "sketch_bits": (4,),
+}
+
+
+def unsupported_by_cpu_engine(config: HybridConfig, head_dim: int) -> str | None:
+    """Why a host without a GPU serves these settings in plain torch, in words; None where ``CpuEngine`` does."""
+    if config.policy == "full":
+        return None
+    for name, known in _OF_GPU.items():
+        if (value := getattr(config, name)) not in known:
+            return f"{name}={value}"
+    if (channels := min(config.sketch_channels, head_dim)) % _CHANNELS_MULTIPLE:
+        return f"a sketch of {channels} channels is not a multiple of {_CHANNELS_MULTIPLE}"
+    return None
