@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -39,27 +38,6 @@ _INPUTS = (
     ROOT / "setup.py",
     ROOT / "sglang_hybrid" / "integration" / "cpu_host" / "install.py",
     *sorted(REQUIREMENTS.glob("*.txt")),
-)
-# large, and a server imports little or nothing of it; half of the compiler's time would go there
-_LEFT_UNCOMPILED = "site-packages/(.*/tests?/|.*/testing/|{})".format(
-    "|".join(
-        f"{path}/"
-        for path in (
-            *(
-                "datasets",
-                "fontTools",
-                "mypyc?",
-                "pandas",
-                "pip",
-                "pyarrow",
-                "pygments/lexers",
-                "setuptools",
-                "torchgen",
-            ),
-            *("sglang/multimodal_gen", "sglang/test", "transformers/models/(?!auto/).*"),
-            *("sympy/combinatorics", "sympy/parsing", "sympy/physics", "sympy/stats"),
-        )
-    )
 )
 _NETWORK = "check that `pip download uv` works here. Set another index with PIP_INDEX_URL or in pip's configuration"
 _COMPILER = "install a C++20 compiler (g++ 11 or newer), or name one with CXX"
@@ -134,7 +112,7 @@ class Setup:
             steps.append(Step("test tools", lambda: self._install(f"-r{REQUIREMENTS / 'dev.txt'}"), _NETWORK))
         if "pd" in parts and self._on_cpu:
             steps.append(Step("libibverbs, for prefill/decode disaggregation", provide_ibverbs, _NETWORK))
-        steps.append(Step("bytecode, for quick starts", self._compile_bytecode, ""))
+        steps.append(Step("bytecode, for quick starts", self._compile_bytecode, "the command by hand"))
         if "serve" in parts:
             steps.append(Step("sglang-hybrid and its C++ kernels", self._install_this_package, _COMPILER))
         return steps
@@ -170,6 +148,9 @@ class Setup:
             run([str(self._python), "-m", "sglang_hybrid.integration.cpu_host.install"], cwd=ROOT)
         return remark
 
+    def _compile_bytecode(self) -> str:
+        return run([str(self._python), str(ROOT / "tools" / "compile_bytecode.py")]).strip()
+
     def _install(self, *arguments: str) -> str | None:
         try:
             self._installer.install(*arguments, cwd=ROOT)
@@ -180,17 +161,6 @@ class Setup:
             self._installer.install(*arguments, cwd=ROOT)
             return f"by pip, because uv failed: {error.reason}"
         return None
-
-    def _compile_bytecode(self) -> None:
-        """Compile what servers import, with all cores; uv installs sources only.
-
-        A server that finds none compiles thousands of modules in one thread, and compiles them again at every start
-        where PYTHONDONTWRITEBYTECODE is set, as it is in many containers.
-        """
-        packages = next(self._python.parent.parent.glob("lib/python*/site-packages"))
-        options = ["-qq", "-j", str(len(os.sched_getaffinity(0))), "-x", _LEFT_UNCOMPILED]
-        # files that no Python 3 can compile are in some packages
-        subprocess.run([str(self._python), "-m", "compileall", *options, str(packages)], check=False)
 
 
 def start_build(python: str) -> subprocess.Popen[str]:

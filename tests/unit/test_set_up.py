@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import build_native  # noqa: E402
 import clean  # noqa: E402
+import compile_bytecode  # noqa: E402
 import install  # noqa: E402
 import installers  # noqa: E402
 import pip_settings  # noqa: E402
@@ -253,3 +254,16 @@ def test_clean_cache_removes_only_what_this_package_put_there(
 def test_the_set_up_needs_nothing_but_the_standard_library() -> None:
     probe = "import sys; sys.path.insert(0, 'tools'); import install, clean"
     subprocess.run([sys.executable, "-I", "-S", "-c", probe], cwd=ROOT, check=True)
+
+
+def test_bytecode_is_made_once_for_what_servers_import(tmp_path: Path) -> None:
+    for name in ("sglang/srt/server.py", "sglang/test/test_it.py", "transformers/models/bert/bert.py", "torch/nn.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("answer = 42\n")
+    found = sorted(compile_bytecode.sources(tmp_path))
+    assert found == [str(tmp_path / "sglang/srt/server.py"), str(tmp_path / "torch/nn.py")]
+    assert not any(map(compile_bytecode.is_compiled, found))
+    assert compile_bytecode.compile_files(found) == 2
+    assert all(map(compile_bytecode.is_compiled, found))
+    (tmp_path / "torch/nn.py").write_text("answer = 1234\n")
+    assert not compile_bytecode.is_compiled(found[1])
