@@ -32,6 +32,7 @@ BUILT_FROM = ".built-from"  # beside the library: the hash of what it was built 
 
 def build(build_dir: Path, target: Path, jobs: int, *definitions: str) -> None:
     """Configure, build and install. ``definitions`` are CMake's -D settings."""
+    _forget_another_place(build_dir)
     configure = ["cmake", "-S", str(SOURCE), "-B", str(build_dir), "-DCMAKE_BUILD_TYPE=Release"]
     for command in (
         [*configure, *(f"-D{definition}" for definition in definitions)],
@@ -39,6 +40,14 @@ def build(build_dir: Path, target: Path, jobs: int, *definitions: str) -> None:
         ["cmake", "--install", str(build_dir), "--prefix", str(target)],
     ):
         _run(command)
+
+
+def _forget_another_place(build_dir: Path) -> None:
+    """CMake refuses a build directory that was copied or moved with its checkout."""
+    cache = build_dir / "CMakeCache.txt"
+    if cache.is_file() and f"CMAKE_CACHEFILE_DIR:INTERNAL={build_dir.resolve()}\n" not in cache.read_text():
+        cache.unlink()
+        shutil.rmtree(build_dir / "CMakeFiles", ignore_errors=True)
 
 
 def source_hash() -> str:

@@ -227,6 +227,19 @@ def test_a_second_checkout_takes_the_library_from_the_cache(tmp_path: Path, sour
     assert (tmp_path / "second" / "native" / build_native.LIBRARY).read_text() == "two"
 
 
+def test_a_build_directory_that_moved_with_its_checkout_is_configured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "CMakeCache.txt"
+    seen = []
+    monkeypatch.setattr(build_native, "_run", lambda command: seen.append(cache.exists()))
+    for place, kept in ((tmp_path, True), ("/elsewhere", False)):
+        cache.write_text(f"CMAKE_CACHEFILE_DIR:INTERNAL={place}\n")
+        build_native.build(tmp_path, tmp_path / "target", 1)
+        assert seen[0] is kept
+        seen.clear()
+
+
 def test_clean_removes_what_the_checkout_made_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for made in (".venv/bin", ".venv-0.5.17", "build/native", "sglang_hybrid/native/__pycache__", "kept"):
         (tmp_path / made).mkdir(parents=True)
