@@ -41,10 +41,6 @@ _INPUTS = (
 )
 _NETWORK = "check that `pip download uv` works here. Set another index with PIP_INDEX_URL or in pip's configuration"
 _COMPILER = "install a C++20 compiler (g++ 11 or newer), or name one with CXX"
-_CPU_TORCH = (
-    "give pip an index with a CPU build of torch (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS), "
-    "or accept several GB of CUDA packages: make ... INSTALL=--any-torch"
-)
 
 
 def main() -> None:
@@ -102,7 +98,7 @@ class Setup:
         self._library: subprocess.Popen[str]
 
     def steps(self, parts: list[str]) -> list[Step]:
-        steps = [Step("uv and CMake", self._begin, _CPU_TORCH if self._on_cpu else _NETWORK)]
+        steps = [Step("uv and CMake", self._begin, _NETWORK)]
         if "serve" in parts:
             what = "torch and what SGLang needs on a CPU" if self._on_cpu else f"SGLang {self._sglang}, torch and CUDA"
             steps.append(Step(what, self._install_packages, _NETWORK))
@@ -134,7 +130,10 @@ class Setup:
     def _install_packages(self) -> str | None:
         remark = self._install(*self._packages())
         if self._on_cpu and not self._any_torch and (version := cuda_of_torch(self._python)):
-            raise InstallError(["rm", "-r", str(self._directory)], f"{self._directory} has torch for CUDA {version}")
+            found = f"{self._directory} has torch for CUDA {version}, and this host has no GPU"
+            raise InstallError(
+                [str(self._python), "-m", "pip", "install", "torch"], found, "make clean, then this again"
+            )
         return remark
 
     def _install_without_dependencies(self) -> str | None:

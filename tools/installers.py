@@ -16,15 +16,20 @@ import pip_settings
 
 OLDEST_UV = (0, 8)  # with --torch-backend, and variables for all of pip's settings
 _CUDA_PACKAGES = ("nvidia-", "cuda-")
+_CPU_TORCH = (
+    "give pip an index with a CPU build of torch (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS), "
+    "or accept several GB of CUDA packages: make ... INSTALL=--any-torch"
+)
 
 
 class InstallError(Exception):
     """A command failed. Carries what a person needs to see of it."""
 
-    def __init__(self, command: list[str], output: str) -> None:
+    def __init__(self, command: list[str], output: str, hint: str | None = None) -> None:
         super().__init__(f"failed: {' '.join(command)}")
         self.command = command
         self.output = output
+        self.hint = hint
 
     @property
     def reason(self) -> str:
@@ -58,7 +63,8 @@ class Installer(ABC):
 
     @abstractmethod
     def planned(self, *arguments: str) -> list[str]:
-        """Names of the packages that ``install`` would add or replace, as the index spells them."""
+        """Names of the packages that ``install`` would add or replace, or at least those that ``arguments`` name and
+        what these depend on."""
 
 
 class Uv(Installer):
@@ -87,9 +93,12 @@ class Pip(Installer):
         return run([*self._command, *arguments], cwd=cwd)
 
     def planned(self, *arguments: str) -> list[str]:
-        said = run([*self._command, "--dry-run", "--report", "-", *arguments])
-        report = json.loads(said[said.index("{\n") :])  # behind warnings
-        return [entry["metadata"]["name"].lower() for entry in report["install"]]
+        # with the dependencies themselves pip would download gigabytes to find out that they are too many
+        said = run([*self._command, "--dry-run", "--no-deps", "--report", "-", *arguments])
+        found = [entry["metadata"] for entry in json.loads(said[said.index("{\n") :])["install"]]  # behind warnings
+        needed = [re.match(r"[\w.-]+", text) for package in found for text in package.get("requires_dist", [])]
+        names = [package["name"] for package in found] + [name.group() for name in needed if name]
+        return [name.lower() for name in names]
 
 
 def choose(python: Path, requirements: list[str], without_cuda: bool) -> tuple[Installer, str]:
@@ -98,6 +107,7 @@ def choose(python: Path, requirements: list[str], without_cuda: bool) -> tuple[I
     With ``without_cuda`` one that would install a torch with CUDA does not count. Raises InstallError.
     """
     refused: list[str] = []
+    found_cuda = False
     for installer in _candidates(python, without_cuda, refused):
         try:
             planned = installer.planned(*requirements)
@@ -107,9 +117,11 @@ def choose(python: Path, requirements: list[str], without_cuda: bool) -> tuple[I
         cuda = [name for name in planned if name.startswith(_CUDA_PACKAGES)]
         if cuda and without_cuda:
             refused.append(f"{installer.name}: would install torch with {len(cuda)} CUDA packages")
+            found_cuda = True
             continue
         return installer, "" if isinstance(installer, Uv) else f"by pip, slowly; {'; '.join(refused)}"
-    raise InstallError(["install", *requirements], "\n".join(refused))
+    command = ["uv", "pip", "install", *requirements]
+    raise InstallError(command, "\n".join(refused), _CPU_TORCH if found_cuda else None)
 
 
 def _candidates(python: Path, without_cuda: bool, refused: list[str]) -> Iterator[Installer]:

@@ -36,4 +36,4 @@ def run_steps(steps: list[Step]) -> None:
 
 def explain(step: Step, error: InstallError) -> str:
     shown = error.output.strip().splitlines()[-_LINES_OF_OUTPUT:]
-    return "\n".join([*shown, "", f"failed: {' '.join(error.command)}", f"try: {step.hint}"])
+    return "\n".join([*shown, "", f"failed: {' '.join(error.command)}", f"try: {error.hint or step.hint}"])

@@ -95,9 +95,13 @@ def plan(text: str) -> str:
     return f"printf '{text}'".replace("\n", "\\n")
 
 
-def report(*names: str) -> str:
-    text = json.dumps({"install": [{"metadata": {"name": name}} for name in names]}, indent=1)
-    return f"echo 'WARNING: of pip'; echo '{text}'"
+def report(*needed_by_torch: str) -> str:
+    torch = {
+        "name": "torch",
+        "requires_dist": [f"{name}==13.0; platform_system == 'Linux'" for name in needed_by_torch],
+    }
+    text = json.dumps({"install": [{"metadata": torch}]}, indent=1)
+    return f'cat << "END"\nWARNING: of pip\n{text}\nEND'
 
 
 def test_uv_is_chosen_when_it_finds_a_torch_without_cuda(with_programs: Callable[[str, str], None]) -> None:
@@ -113,23 +117,24 @@ def test_uvs_own_source_of_cpu_builds_is_asked_before_cuda_is_taken(with_program
 
 
 def test_pip_is_chosen_when_only_pip_finds_a_torch_without_cuda(with_programs: Callable[[str, str], None]) -> None:
-    with_programs(plan(CUDA_PLAN), report("torch", "numpy"))
+    with_programs(plan(CUDA_PLAN), report("numpy"))
     chosen, remark = installers.choose(Path("python"), ["torch"], without_cuda=True)
     assert isinstance(chosen, Pip)
     assert "would install torch with 2 CUDA packages" in remark
 
 
 def test_a_cpu_host_never_gets_cuda_packages_unasked(with_programs: Callable[[str, str], None]) -> None:
-    with_programs(plan(CUDA_PLAN), report("torch", "nvidia-cublas"))
+    with_programs(plan(CUDA_PLAN), report("nvidia-cublas"))
     with pytest.raises(InstallError) as refused:
         installers.choose(Path("python"), ["torch"], without_cuda=True)
     assert refused.value.output.count("would install torch") == 3
+    assert "--any-torch" in str(refused.value.hint)
     chosen, _ = installers.choose(Path("python"), ["torch"], without_cuda=False)
     assert chosen.name == "uv"
 
 
 def test_pip_is_chosen_when_uv_does_not_work(with_programs: Callable[[str, str], None]) -> None:
-    with_programs("echo 'error: no route'; exit 2", report("torch"))
+    with_programs("echo 'error: no route'; exit 2", report())
     chosen, remark = installers.choose(Path("python"), ["torch"], without_cuda=True)
     assert isinstance(chosen, Pip)
     assert "error: no route" in remark
