@@ -3,6 +3,10 @@
 # make test         install what is missing, then lint, types and all tests
 # make test-fast    the same without the tests that start servers
 # make test-compat  the hook self-test against the oldest and the newest SGLang we know, each in its own venv
+# make clean        remove what this checkout made: .venv, build, caches of tools
+# make clean-cache  remove what is kept for all checkouts: the converted default model, compiled kernels
+#
+# INSTALL="..." adds options of tools/install.py, such as --device cpu
 
 # the first Python that is 3.11 or 3.12
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
@@ -18,7 +22,7 @@ TOGETHER := $(if $(filter 2,$(PROCESSES)),OMP_NUM_THREADS=$(shell expr \( $$(npr
 	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 ALONE := $(BIN)/python -m pytest
 
-.PHONY: serve pd test test-fast test-compat lint types install clean help
+.PHONY: serve pd test test-fast test-compat lint types install clean clean-cache help
 .DEFAULT_GOAL := help
 
 help:
@@ -26,11 +30,13 @@ help:
 
 install:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed: make ... PYTHON=/path/to/python3.11"; exit 1; }
-	@$(PYTHON) tools/install.py --venv $(VENV)
+	@$(PYTHON) tools/install.py --venv $(VENV) --for $(or $(USE),test) $(INSTALL)
 
+serve: USE := serve
 serve: install
 	@$(BIN)/sglang-hybrid serve --hybrid host_memory=4GiB --max-running-requests 16 $(ARGS)
 
+pd: USE := pd
 pd: install
 	@$(BIN)/sglang-hybrid pd --hybrid host_memory=2GiB --max-running-requests 16 $(ARGS)
 
@@ -55,4 +61,7 @@ test-compat:
 	done
 
 clean:
-	rm -rf .venv .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@$(PYTHON) tools/clean.py
+
+clean-cache:
+	@$(PYTHON) tools/clean.py --cache

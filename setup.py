@@ -1,4 +1,4 @@
-"""Builds the C++ library with the package and adds the CUDA sources; everything else is in pyproject.toml."""
+"""Builds the C++ library with the package and adds the files of SHIPPED; everything else is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import build_native  # noqa: E402
 
-# CUDA kernels are compiled where they run, for the GPU that is there
-CUDA_SOURCES = ("cuda/include", "cuda/src", "cpu/include")
+# from the checkout into the package: CUDA kernels, which are compiled where they run, and settings that come with it
+SHIPPED = {
+    "kernels/cuda/include": "cuda/kernels/cuda/include",
+    "kernels/cuda/src": "cuda/kernels/cuda/src",
+    "kernels/cpu/include": "cuda/kernels/cpu/include",
+    "configs": "configs",
+}
 
 
 class BuildWithKernels(build_py):
@@ -25,10 +30,10 @@ class BuildWithKernels(build_py):
         build_native.main([])
         super().run()
         if not self.editable_mode:  # which reads them in the checkout
-            target = Path(self.build_lib) / "sglang_hybrid" / "cuda" / "kernels"
-            shutil.rmtree(target, ignore_errors=True)
-            for folder in CUDA_SOURCES:
-                shutil.copytree(ROOT / "kernels" / folder, target / folder)
+            package = Path(self.build_lib) / "sglang_hybrid"
+            for source, inside in SHIPPED.items():
+                shutil.rmtree(package / inside, ignore_errors=True)
+                shutil.copytree(ROOT / source, package / inside, ignore=shutil.ignore_patterns("*.png"))
 
 
 class PlatformDistribution(Distribution):

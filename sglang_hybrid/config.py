@@ -23,6 +23,7 @@ from msgspec import inspect as types
 
 from sglang_hybrid import env
 from sglang_hybrid.env import ConfigError
+from sglang_hybrid.shipped import profile_path
 
 __all__ = ["ConfigError", "HybridConfig", "config_from_environment", "describe", "load_config", "load_with_sources"]
 
@@ -105,8 +106,9 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     profile: Annotated[
         str,
         Meta(
-            description="File made by sglang-hybrid profile for this model and budget: the calibrated predictor, and "
-            "per layer the recall interval and the sticky bonus. none serves without one."
+            description="File made by sglang-hybrid profile for this model and budget, or the name of one that comes "
+            "with the package: the calibrated predictor, and per layer the recall interval and the sticky bonus. none "
+            "serves without one."
         ),
     ] = "none"
     prediction: Annotated[
@@ -570,6 +572,8 @@ def load_with_sources(file: Path | None, overrides: Sequence[str]) -> tuple[Hybr
                 values[key], sources[key] = value, source
             else:
                 problems.append(_unknown_key(key, source))
+    if isinstance(values["profile"], str):
+        values["profile"] = profile_path(values["profile"])
     problems += _problems(values, sources)
     if problems:
         raise ConfigError(*problems)

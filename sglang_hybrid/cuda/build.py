@@ -21,7 +21,7 @@ from pathlib import Path
 from sglang_hybrid.cuda.errors import CudaError
 from sglang_hybrid.cuda.sources import FLAGS, INCLUDES, source_hash, translation_units
 from sglang_hybrid.cuda.toolchain import Nvcc, find_nvcc
-from sglang_hybrid.default_model.locate import default_cache_dir
+from sglang_hybrid.user_cache import default_cache_dir
 
 OLDEST = 80  # cp.async, bf16 products and system-scope release all begin with sm_80
 

@@ -1,11 +1,9 @@
-"""Where the packaged GGUF is, and where its conversion is kept."""
+"""Where the packaged GGUF is."""
 
-import os
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from sglang_hybrid import env
 from sglang_hybrid.default_model.errors import DefaultModelError
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -49,12 +47,3 @@ def packaged_gguf() -> GgufSource:
     if entry.hash is not None:  # as recorded by the installer: nothing has to read the file on every start
         identity[entry.hash.mode] = entry.hash.value
     return GgufSource(path, identity)
-
-
-def default_cache_dir() -> Path:
-    """`$SGLANG_HYBRID_CACHE`, else `$XDG_CACHE_HOME/sglang-hybrid`, else `~/.cache/sglang-hybrid`."""
-    if chosen := env.CACHE.get():
-        return chosen.expanduser()
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
-        return Path(xdg).expanduser() / "sglang-hybrid"
-    return Path.home() / ".cache" / "sglang-hybrid"

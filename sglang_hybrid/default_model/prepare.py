@@ -6,7 +6,8 @@ from pathlib import Path
 
 from sglang_hybrid.default_model.build_once import build_once
 from sglang_hybrid.default_model.errors import DefaultModelError
-from sglang_hybrid.default_model.locate import MODEL_NAME, GgufSource, default_cache_dir, packaged_gguf
+from sglang_hybrid.default_model.locate import MODEL_NAME, GgufSource, packaged_gguf
+from sglang_hybrid.user_cache import default_cache_dir
 
 # Raise it when the converter writes something different: every cached conversion is then rebuilt.
 CONVERTER_VERSION = 1

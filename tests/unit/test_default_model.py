@@ -17,7 +17,8 @@ import pytest
 from sglang_hybrid.default_model import DefaultModelError, prepare, prepare_default_model, prepare_gguf
 from sglang_hybrid.default_model.__main__ import main
 from sglang_hybrid.default_model.build_once import MARKER, build_once
-from sglang_hybrid.default_model.locate import PACKAGE, default_cache_dir
+from sglang_hybrid.default_model.locate import PACKAGE
+from sglang_hybrid.user_cache import default_cache_dir
 
 gguf = pytest.importorskip("gguf")
 

@@ -1,4 +1,4 @@
-"""What is installed from a wheel can compile its CUDA kernels: their sources are in it, and found there."""
+"""What is installed from a wheel has what the README names: CUDA sources to compile, default.yaml, profiles."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from sglang_hybrid import shipped
 from sglang_hybrid.cuda import sources
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,13 +25,58 @@ runpy.run_path("setup.py")
 ASK = "from sglang_hybrid.cuda import sources; print(sources.source_hash(), *sources.translation_units(), sep='\\n')"
 
 
-def test_a_wheel_holds_the_cuda_sources_of_the_checkout(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", BUILD, str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+SETTINGS = """
+from pathlib import Path
+from sglang_hybrid import config, shipped
+loaded = config.load_config(shipped.CONFIGS / "default.yaml", ["profile=SmolLM2-135M-Instruct-2048"])
+print(loaded.profile, *shipped.files(), sep="\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a wheel would hold, as a directory."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run([sys.executable, "-c", BUILD, str(folder)], cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def ask(wheel: Path, program: str) -> list[str]:
     # what the environment itself loads at start comes from there too
-    instead = os.environ | {"PYTHONPATH": str(tmp_path)}
-    asked = subprocess.run([sys.executable, "-c", ASK], env=instead, check=True, capture_output=True, text=True)
-    version, *units = asked.stdout.split()
+    instead = os.environ | {"PYTHONPATH": str(wheel)}
+    asked = subprocess.run(
+        [sys.executable, "-c", program], env=instead, cwd=wheel, check=True, capture_output=True, text=True
+    )
+    return asked.stdout.split()
+
+
+def test_a_wheel_holds_the_cuda_sources_of_the_checkout(wheel: Path) -> None:
+    version, *units = ask(wheel, ASK)
     assert version == sources.source_hash()
-    assert all(Path(unit).is_relative_to(tmp_path) for unit in units)
+    assert all(Path(unit).is_relative_to(wheel) for unit in units)
     assert [Path(unit).name for unit in units] == [unit.name for unit in sources.translation_units()]
-    assert list(tmp_path.glob("sglang_hybrid/native/*.so"))
+    assert list(wheel.glob("sglang_hybrid/native/*.so"))
+
+
+def test_a_wheel_holds_the_settings_that_come_with_the_package(wheel: Path) -> None:
+    profile, *files = ask(wheel, SETTINGS)
+    inside = wheel / "sglang_hybrid" / "configs"
+    assert Path(profile) == inside / "profiles" / "SmolLM2-135M-Instruct-2048.safetensors"
+    named = ("default.yaml", "pd/decode.yaml", "pd/prefill.yaml", "profiles/SmolLM2-135M-Instruct-1024.safetensors")
+    assert {str(inside / name) for name in named} <= set(files)
+    assert {Path(file).relative_to(inside) for file in files} == {
+        path.relative_to(ROOT / "configs") for path in shipped.files()
+    }
+
+
+def test_a_profile_that_comes_with_the_package_is_named_without_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped_file = str(ROOT / "configs" / "profiles" / "SmolLM2-135M-Instruct-1024.safetensors")
+    assert shipped.profile_path("SmolLM2-135M-Instruct-1024") == shipped_file
+    assert shipped.profile_path("SmolLM2-135M-Instruct-1024.safetensors") == shipped_file
+    for other in ("none", "of-mine", "./SmolLM2-135M-Instruct-1024", "/x/SmolLM2-135M-Instruct-1024.safetensors"):
+        assert shipped.profile_path(other) == other
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "SmolLM2-135M-Instruct-1024.safetensors").touch()
+    assert shipped.profile_path("SmolLM2-135M-Instruct-1024.safetensors") == "SmolLM2-135M-Instruct-1024.safetensors"

@@ -1,0 +1,62 @@
+"""README and docs: tables hold what the code has, links lead somewhere, figures follow from the models' shapes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sglang_hybrid import env
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.memory.capacity import GIB, KVShape
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+SHAPES = {  # layers, KV heads, head_dim, from each model's config.json
+    "SmolLM2-135M": (30, 3, 64),
+    "Qwen2.5-Coder-1.5B": (28, 2, 128),
+    "Llama-3.1-8B": (32, 8, 128),
+    "Qwen3-14B": (40, 8, 128),
+}
+
+
+def test_the_table_of_settings_has_every_setting_with_its_default() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", CONFIGURATION, re.MULTILINE))
+    defaults = msgspec.structs.asdict(HybridConfig())
+    expected = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in defaults.items()}
+    assert {key: rows.get(key) for key in expected} == expected
+    assert not {key for key in rows if key.islower()} - set(expected)
+
+
+def test_the_table_of_environment_variables_has_every_one() -> None:
+    rows = set(re.findall(r"^\| `(SGLANG_HYBRID_\w+)` \|", CONFIGURATION, re.MULTILINE))
+    assert {variable.name for variable in env.VARIABLES} <= rows
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_between_documents_lead_somewhere(document: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = (document.parent / file).resolve() if file else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def anchors(document: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_tokens_per_gib_follow_from_the_shape_of_the_model(model: str) -> None:
+    layers, kv_heads, head_dim = SHAPES[model]
+    halves, floats = (KVShape(layers, kv_heads, head_dim, head_dim, size).bytes_per_token for size in (2, 4))
+    row = f"| {model} | {halves / 1024:g} KiB | {GIB // halves:,} | {GIB // floats:,} |"
+    assert row in (ROOT / "README.md").read_text(encoding="utf-8")
