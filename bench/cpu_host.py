@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Servers on a host without a GPU, in turn: stock SGLang (torch_native) and sglang-hybrid with its default settings.
+
+    python bench/cpu_host.py [--rounds 3] [--lengths 300,5000] [--new-tokens 48] [--hybrid KEY=VALUE ...] [--out FILE]
+
+Each round starts one server after the other and sends it the same prompts, different ones in every round. Measured:
+time to the first token, and decode rate from the first token to the last. Ratios are taken within a round; the table
+shows their medians. Wants a quiet machine. Stock keeps OpenMP's own way of waiting, which is a little faster for it
+than the one that our environment sets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from record import write_result
+from rich.console import Console
+from rich.table import Table
+from side_by_side.configurations import Configuration
+from side_by_side.load import send_together
+from side_by_side.server import Server
+from side_by_side.telling import say
+
+# What we want, by prompt tokens: decode rate at least so many times the stock one, time to the first token at most.
+BARS = {300: (1.0, 1.1), 5000: (1.5, 1.1)}
+COMMON = ["--device", "cpu", "--dtype", "float32", "--max-running-requests", "16"]
+FLAGS = {
+    "stock": ["--max-total-tokens", "16384"],  # it would take all of the machine's memory
+    "hybrid": ["--hybrid", "host_memory=4GiB"],  # as make serve does
+}
+
+
+def main() -> None:
+    options = parse_args()
+    from sglang_hybrid.default_model import prepare_default_model
+
+    model = options.model_path or prepare_default_model()
+    prompts = cut_prompts(model, options.rounds, options.lengths)
+    sides = [Configuration("stock", "torch_native"), Configuration("hybrid", "hybrid", tuple(options.hybrid))]
+    rounds: list[dict[str, Any]] = []
+    for number, of_round in enumerate(prompts):
+        measured = {side.name: measure(side, model, of_round, options.new_tokens) for side in sides}
+        rounds.append({"load_average": os.getloadavg()[0], **measured})
+        say(f"round {number + 1} of {options.rounds}: {measured}")
+    summary = {str(length): summarise(rounds, str(length)) for length in options.lengths}
+    show(summary)
+    path = write_result("cpu-host", {"model": model.name, "rounds": rounds, "summary": summary}, options.out)
+    say(f"written to {path}")
+
+
+def cut_prompts(model: Path, rounds: int, lengths: list[int]) -> list[dict[int, list[int]]]:
+    """Token ids of English that every CPython has; no two prompts share a beginning."""
+    from pydoc_data.topics import topics
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    ids = list(tokenizer("\n\n".join(topics[key] for key in sorted(topics)))["input_ids"])
+    cut, first = [], 0
+    for _ in range(rounds):
+        of_round = {}
+        for length in lengths:
+            of_round[length] = ids[first : first + length]
+            first += length
+        cut.append(of_round)
+    return cut
+
+
+def measure(side: Configuration, model: Path, prompts: dict[int, list[int]], new_tokens: int) -> dict[str, Any]:
+    environment = {} if side.is_hybrid else {"OMP_WAIT_POLICY": ""}
+    with tempfile.TemporaryDirectory() as directory:
+        flags = ["--model-path", str(model), *COMMON, *FLAGS[side.name]]
+        with Server(side, flags, Path(directory) / "server.log", Path(directory), environment) as server:
+            send_together(server.url, [[7] * 64], 8)  # the first request pays for what is made once
+            return {str(length): one(server.url, ids, new_tokens) for length, ids in prompts.items()}
+
+
+def one(url: str, ids: list[int], new_tokens: int) -> dict[str, float]:
+    # the prompt's last token gives the first new one, so so many decode steps need one token more
+    (row,) = send_together(url, [ids], new_tokens + 1)
+    seconds = row.times[-1] - row.times[0]
+    return {
+        "first_token_s": round(row.times[0] - row.sent, 3),
+        "tokens_per_s": round((row.tokens[-1] - row.tokens[0]) / seconds, 2),
+    }
+
+
+def summarise(rounds: list[dict[str, Any]], length: str) -> dict[str, Any]:
+    def median(side: str, key: str) -> float:
+        return statistics.median(one[side][length][key] for one in rounds)
+
+    def ratios(key: str) -> list[float]:
+        return [round(one["hybrid"][length][key] / one["stock"][length][key], 3) for one in rounds]
+
+    return {
+        "stock": {key: median("stock", key) for key in ("first_token_s", "tokens_per_s")},
+        "hybrid": {key: median("hybrid", key) for key in ("first_token_s", "tokens_per_s")},
+        "decode_ratios": ratios("tokens_per_s"),
+        "first_token_ratios": ratios("first_token_s"),
+    }
+
+
+def show(summary: dict[str, Any]) -> None:
+    table = Table("prompt tokens", "stock tokens/s", "hybrid", "ratio", "stock first token", "hybrid", "ratio", "bars")
+    for length, row in summary.items():
+        bar = BARS.get(int(length))
+        table.add_row(
+            length,
+            f"{row['stock']['tokens_per_s']:.1f}", f"{row['hybrid']['tokens_per_s']:.1f}",
+            f"{statistics.median(row['decode_ratios']):.2f}",
+            f"{row['stock']['first_token_s']:.2f} s", f"{row['hybrid']['first_token_s']:.2f} s",
+            f"{statistics.median(row['first_token_ratios']):.2f}",
+            f"decode >= {bar[0]}, first token <= {bar[1]}" if bar else "",
+        )  # fmt: skip
+    Console().print(table)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[300, 5000])
+    parser.add_argument("--new-tokens", type=int, default=48, help="decode steps behind each prompt (default: 48)")
+    parser.add_argument("--model-path", type=Path, help="directory of a model (default: the default model)")
+    parser.add_argument("--hybrid", action="append", default=[], metavar="KEY=VALUE", help="settings of our side")
+    parser.add_argument("--out", type=Path, help="where the result goes (default: bench/results/cpu-host.json)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
