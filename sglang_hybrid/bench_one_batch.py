@@ -11,4 +11,6 @@ load_plugin()
 if __name__ == "__main__":
     from sglang.benchmark.one_batch import cli_main
 
-    cli_main()
+    from sglang_hybrid.commands.bench import run_with_defaults
+
+    run_with_defaults(cli_main)

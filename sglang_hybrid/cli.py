@@ -1,116 +1,82 @@
-"""``sglang-hybrid``: the command line of the package."""
+"""``sglang-hybrid``: the table of commands.
+
+A command's module is imported when the command runs, so that ``--help`` answers at once. Each command parses what
+follows its name itself: SGLang's flags, or its own.
+"""
 
 from __future__ import annotations
 
-import argparse
-import os
+import difflib
+import importlib
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from sglang_hybrid import __version__
 
-_BENCHES = ("one_batch", "offline_throughput", "one_batch_server", "serving")
+
+@dataclass(frozen=True)
+class Command:
+    module: str  # has main(arguments), which returns the exit status or None
+    summary: str
+
+    def run(self, arguments: Sequence[str]) -> None:
+        status = importlib.import_module(self.module).main(list(arguments))
+        if status is not None:
+            sys.exit(status)
+
+
+COMMANDS = {
+    "serve": Command("sglang_hybrid.commands.serve", "start an OpenAI-compatible server; takes every SGLang flag"),
+    "pd": Command("sglang_hybrid.disaggregation.main", "start prefill, decode and router on this machine"),
+    "worker": Command("cpu_worker.main", "start a CPU worker by hand; servers start their own"),
+    "profile": Command("sglang_hybrid.profiling.main", "tune prediction, selection and recall for a model"),
+    "eval": Command("sglang_hybrid.eval.main", "accuracy of settings against full attention"),
+    "bench": Command("sglang_hybrid.commands.bench", "measure this host's CPU worker, or run SGLang's benchmarks"),
+    "config": Command("sglang_hybrid.commands.config", "every setting: its value, what auto becomes here, its source"),
+    "model": Command("sglang_hybrid.default_model.__main__", "prepare the default model and print its directory"),
+    "check": Command("sglang_hybrid.commands.check", "verify that this SGLang takes all our hooks"),
+}
+
+_FLAGS = {"-h, --help": "show this; COMMAND --help tells more", "--version": "show the version"}
+_EXAMPLES = """\
+examples:
+  sglang-hybrid serve                                              the default model at port 30000
+  sglang-hybrid serve --model-path MODEL --hybrid budget_tokens=4096
+  sglang-hybrid config --hybrid budget_tokens=4096                 what these settings mean on this host
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # these parse what follows themselves: SGLang's flags, all of them, or the worker's
-    if arguments[:1] == ["serve"]:
-        from sglang_hybrid.commands.serve import main as serve
-
-        sys.exit(serve(arguments[1:]))
-    elif arguments[:1] == ["pd"]:
-        from sglang_hybrid.disaggregation.main import main as disaggregate
-
-        sys.exit(disaggregate(arguments[1:]))
-    elif arguments[:1] == ["worker"]:
-        from cpu_worker.main import main as work
-
-        sys.exit(work(arguments[1:]))
-    elif arguments[:1] == ["profile"]:
-        from sglang_hybrid.profiling.main import main as profile
-
-        sys.exit(profile(arguments[1:]))
-    elif arguments[:1] == ["eval"]:
-        from sglang_hybrid.eval.main import main as evaluate
-
-        sys.exit(evaluate(arguments[1:]))
-    elif arguments[:2] == ["bench", "worker"]:
-        from cpu_worker.bench.main import main as bench_worker
-
-        sys.exit(bench_worker(arguments[2:]))
-    elif arguments[:1] == ["bench"] and arguments[1:2] and arguments[1] in _BENCHES:
-        _bench(arguments[1], arguments[2:])
+    name = arguments[0] if arguments else None
+    if name in COMMANDS:
+        COMMANDS[name].run(arguments[1:])
+    elif name in ("-h", "--help", "help"):
+        print(help_text())
+    elif name == "--version":
+        print(__version__)
     else:
-        options = _parser().parse_args(arguments)
-        options.run(options)
+        print(f"{help_text()}\n{_complaint(name)}", file=sys.stderr)
+        sys.exit(2)
 
 
-def _bench(name: str, arguments: Sequence[str]) -> None:
-    # the benchmark of a running server is a client: it needs no plugin
-    module = "sglang.benchmark.serving" if name == "serving" else f"sglang_hybrid.bench_{name}"
-    # as the main module of a process of its own, which is what the processes it spawns import again
-    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+def help_text() -> str:
+    def rows(entries: dict[str, str]) -> str:
+        return "\n".join(f"  {name:12}{text}" for name, text in entries.items())
 
-
-def _config(options: argparse.Namespace) -> None:
-    from sglang_hybrid import env
-    from sglang_hybrid.config import ConfigError, describe, load_with_sources
-    from sglang_hybrid.integration.server_args import export_config_flags
-
-    export_config_flags(options)
-    try:
-        print(describe(*load_with_sources(env.CONFIG.get(), env.SET.get())), end="")
-    except ConfigError as error:
-        sys.exit(f"sglang-hybrid: {error}")
-
-
-def _model(_options: argparse.Namespace) -> None:
-    from sglang_hybrid.default_model.__main__ import main as prepare
-
-    sys.exit(prepare([]))
-
-
-def _check(_options: argparse.Namespace) -> None:
-    from sglang_hybrid.integration import hooks
-    from sglang_hybrid.integration.loading import load_plugin
-    from sglang_hybrid.integration.versions import installed_sglang
-
-    load_plugin()
-    print(f"sglang {installed_sglang()}: all hooks of sglang-hybrid {__version__} are in place")
-    for hook in hooks.all_hooks():
-        print(f"  {hook.kind.value:7} {hook.target}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sglang-hybrid", description="KV cache in host memory for SGLang.")
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    commands.add_parser("serve", help="start an OpenAI-compatible server; takes every SGLang flag (serve --help)")
-    commands.add_parser("pd", help="start prefill, decode and router on this machine (pd --help)")
-    commands.add_parser("worker", help="start a CPU worker by hand; servers start their own (worker --help)")
-    commands.add_parser("profile", help="tune prediction, selection and recall for a model (profile --help)")
-    commands.add_parser("eval", help="accuracy of settings against full attention (eval --help)")
-    bench = commands.add_parser("bench", help="measure this host's CPU worker, or run one of SGLang's benchmarks")
-    bench.add_argument(
-        "name",
-        choices=("worker", *_BENCHES),
-        help="worker: GB/s of block attention beside this host's read bandwidth (bench worker --help); the others are "
-        "SGLang's, with the plugin loaded. Followed by the benchmark's own flags",
+    commands = rows({name: command.summary for name, command in COMMANDS.items()})
+    return (
+        "usage: sglang-hybrid COMMAND ...\n\nKV cache in host memory for SGLang.\n\n"
+        f"commands:\n{commands}\n\nflags:\n{rows(_FLAGS)}\n\n{_EXAMPLES}"
     )
 
-    config = commands.add_parser("config", help="print the effective configuration and where each value comes from")
-    from sglang_hybrid.integration.server_args import add_config_flags
 
-    add_config_flags(config)
-    config.set_defaults(run=_config)
-
-    model = commands.add_parser("model", help="prepare the default model and print its directory")
-    model.set_defaults(run=_model)
-    check = commands.add_parser("check", help="verify that this SGLang takes all our hooks")
-    check.set_defaults(run=_check)
-    return parser
+def _complaint(name: str | None) -> str:
+    if name is None:
+        return "sglang-hybrid: name a command"
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    return f"sglang-hybrid: there is no command {name!r}" + (f", did you mean {near[0]}?" if near else "")
 
 
 if __name__ == "__main__":

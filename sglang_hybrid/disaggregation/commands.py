@@ -24,7 +24,7 @@ ENVIRONMENT = {
 LOOPBACK = "127.0.0.1"
 # The other instance, the router and the worker need the core that an idle scheduler would spin on. A chunk of a long
 # prompt takes minutes if others compute too, and after 300 s SGLang takes itself for stuck and ends.
-WITHOUT_GPU = ("--device", "cpu", "--dtype", "float32", "--sleep-on-idle", "--watchdog-timeout", "1800")
+WITHOUT_GPU = ("--device", "cpu", "--sleep-on-idle", "--watchdog-timeout", "1800")
 
 
 def environment_beside(users: Mapping[str, str]) -> dict[str, str]:
@@ -55,8 +55,12 @@ class Flags:
 
 def prefill(ports: Ports, flags: Flags, page_tokens: int, gpu: bool) -> list[str]:
     """Stock SGLang. Pages must be as large as the decode instance's, whose blocks they become."""
-    # without a GPU: SGLang sizes its pool by all of the machine's memory, and its overlapped prefill wants CUDA events
-    on_cpu = ("--attention-backend", "torch_native", "--max-total-tokens", "16384", "--disable-overlap-schedule")
+    # without a GPU: SGLang sizes its pool by all of the machine's memory, and its overlapped prefill wants CUDA events;
+    # the dtype is what our plugin gives the decode instance there
+    on_cpu = (
+        "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "16384",
+        "--disable-overlap-schedule",
+    )  # fmt: skip
     return [
         *_server("sglang.launch_server", "prefill", ports.prefill, gpu),
         "--page-size", str(page_tokens),
@@ -68,7 +72,7 @@ def prefill(ports: Ports, flags: Flags, page_tokens: int, gpu: bool) -> list[str
 
 def decode(ports: Ports, flags: Flags, gpu: bool) -> list[str]:
     return [
-        *_server("sglang_hybrid.launch_server", "decode", ports.decode, gpu),
+        *_server("sglang_hybrid.server", "decode", ports.decode, gpu),
         "--attention-backend", BACKEND_NAME,
         *flags.both, *flags.decode,
     ]  # fmt: skip

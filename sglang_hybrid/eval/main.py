@@ -32,7 +32,7 @@ def _evaluate(options: argparse.Namespace, command: str) -> int:
 
     from sglang_hybrid.eval.prompts import TextPrompt
     from sglang_hybrid.eval.report import print_report, write_report
-    from sglang_hybrid.eval.running import Evaluation, Variant, batches
+    from sglang_hybrid.eval.running import Evaluation, Variant, batches, cost
     from sglang_hybrid.integration.model_session import ModelSession
     from sglang_hybrid.integration.refusals import Refusal
     from sglang_hybrid.progress import steps
@@ -62,20 +62,13 @@ def _evaluate(options: argparse.Namespace, command: str) -> int:
             f"a prompt of {longest} tokens does not fit the KV cache of {session.capacity_tokens}: raise --host-memory"
         )
     groups = batches(prompts, session.capacity_tokens)
-    with steps(console, len(groups) * len(variants)) as bar:
-
-        def say(name: str) -> None:
-            bar.say(f"{kind}: {name}")
-            bar.advance()
-
-        evaluation = Evaluation(session, variants, say)
+    with steps(console, sum(cost(group, len(variants)) for group in groups)) as bar:
+        evaluation = Evaluation(session, variants, bar)
         try:
             evaluation.check()
         except Refusal as refusal:
             raise InputError(str(refusal)) from refusal
         for group in groups:
-            kind = getattr(group[0], "task", "text")
-            bar.say(f"{kind}: prefill")
             if isinstance(group[0], TextPrompt):
                 evaluation.texts([one for one in group if isinstance(one, TextPrompt)])
             else:

@@ -17,6 +17,7 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.eval.prompts import RetrievalPrompt, TextPrompt
 from sglang_hybrid.eval.result import Run
 from sglang_hybrid.eval.scoring import Answered, kl_summary, mean, needle_grid, perplexity, task_results
+from sglang_hybrid.progress import DECODE_STEP_COST
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,19 @@ class Session(Protocol):
 
     def use(self, config: HybridConfig) -> None: ...
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> PrefilledPrompts: ...
+    def prefill(self, prompts: Sequence[Sequence[int]], progress: Callable[[float], None]) -> PrefilledPrompts: ...
 
     def watch_ratio(self, watcher: Callable[[int, float], None] | None) -> None: ...
 
     def text(self, ids: Sequence[int]) -> str: ...
+
+
+class Bar(Protocol):
+    """Progress over the costs of all groups, see ``progress.Steps``."""
+
+    def say(self, text: str) -> None: ...
+
+    def advance(self, cost: float) -> None: ...
 
 
 class Measurements:
@@ -76,10 +85,10 @@ class Measurements:
 class Evaluation:
     """All variants over all prompts. The first variant is what the others are compared with."""
 
-    def __init__(self, session: Session, variants: Sequence[Variant], say: Callable[[str], None]) -> None:
+    def __init__(self, session: Session, variants: Sequence[Variant], bar: Bar) -> None:
         self._session = session
         self._variants = variants
-        self._say = say
+        self._bar = bar
         self._seen: dict[str, Measurements] = defaultdict(Measurements)
 
     def runs(self) -> list[Run]:
@@ -92,13 +101,14 @@ class Evaluation:
 
     def texts(self, prompts: Sequence[TextPrompt]) -> None:
         """Perplexity, and KL to the first variant: decodes the text itself, whatever the variant would have said."""
-        prefilled = self._session.prefill([prompt.ids for prompt in prompts])
+        prefilled = self._prefill("text", prompts)
         following = torch.tensor([prompt.following for prompt in prompts])
         reference: list[torch.Tensor] = []
-        for variant, seen in self._in_turn(prefilled):
+        for variant, seen in self._in_turn("text", prefilled):
             logprobs = []
             for step in range(following.shape[1] - 1):
                 predicted = prefilled.step(following[:, step]).log_softmax(dim=1)
+                self._bar.advance(len(prompts) * DECODE_STEP_COST)
                 logprobs.append(predicted.gather(1, following[:, step + 1 :][:, :1].to(predicted.device))[:, 0])
                 if variant is self._variants[0]:
                     reference.append(predicted)
@@ -110,26 +120,38 @@ class Evaluation:
 
     def retrieval(self, prompts: Sequence[RetrievalPrompt]) -> None:
         """Greedy answers."""
-        prefilled = self._session.prefill([prompt.ids for prompt in prompts])
+        prefilled = self._prefill(prompts[0].task, prompts)
         longest = max(prompt.new_tokens for prompt in prompts)
-        for _, seen in self._in_turn(prefilled):
+        for _, seen in self._in_turn(prompts[0].task, prefilled):
             tokens = [prefilled.logits.argmax(dim=1)]
             while len(tokens) < longest:
                 tokens.append(prefilled.step(tokens[-1]).argmax(dim=1))
+                self._bar.advance(len(prompts) * DECODE_STEP_COST)
             said = torch.stack(tokens, dim=1).tolist()
             seen.answered += [
                 Answered(prompt, self._session.text(ids[: prompt.new_tokens]))
                 for prompt, ids in zip(prompts, said, strict=True)
             ]
 
-    def _in_turn(self, prefilled: PrefilledPrompts) -> Iterator[tuple[Variant, Measurements]]:
+    def _prefill(self, task: str, prompts: Sequence[RetrievalPrompt | TextPrompt]) -> PrefilledPrompts:
+        tokens = sum(len(prompt.ids) for prompt in prompts)
+        self._bar.say(f"{task}: prefill of {tokens} tokens")
+        return self._session.prefill([prompt.ids for prompt in prompts], lambda part: self._bar.advance(part * tokens))
+
+    def _in_turn(self, task: str, prefilled: PrefilledPrompts) -> Iterator[tuple[Variant, Measurements]]:
         for variant in self._variants:
             seen = self._seen[variant.name]
-            self._say(variant.name)
+            self._bar.say(f"{task}: {variant.name}")
             self._session.use(variant.config)
             self._session.watch_ratio(lambda _layer, ratio, seen=seen: seen.ratios.append(ratio))  # type: ignore[misc]
             prefilled.rewind()
             yield variant, seen
+
+
+def cost(group: Sequence[RetrievalPrompt | TextPrompt], variants: int) -> float:
+    """Of one group, in prefilled tokens: what its prefill and all its decode steps advance the bar by."""
+    steps = max(map(_new_tokens, group)) - 1  # the first token comes from prefill
+    return sum(len(prompt.ids) for prompt in group) + variants * steps * len(group) * DECODE_STEP_COST
 
 
 def batches(prompts: Sequence[RetrievalPrompt | TextPrompt], tokens: int) -> list[list[RetrievalPrompt | TextPrompt]]:
@@ -137,8 +159,7 @@ def batches(prompts: Sequence[RetrievalPrompt | TextPrompt], tokens: int) -> lis
     groups: list[list[RetrievalPrompt | TextPrompt]] = []
     used = 0
     for prompt in prompts:
-        new = prompt.new_tokens if isinstance(prompt, RetrievalPrompt) else len(prompt.following)
-        needed = len(prompt.ids) + new + 64  # the last pages of a row are not full
+        needed = len(prompt.ids) + _new_tokens(prompt) + 64  # the last pages of a row are not full
         together = groups and type(groups[-1][0]) is type(prompt) and len(groups[-1]) < 8 and used + needed <= tokens
         if not together:
             groups.append([])
@@ -146,3 +167,7 @@ def batches(prompts: Sequence[RetrievalPrompt | TextPrompt], tokens: int) -> lis
         groups[-1].append(prompt)
         used += needed
     return groups
+
+
+def _new_tokens(prompt: RetrievalPrompt | TextPrompt) -> int:
+    return prompt.new_tokens if isinstance(prompt, RetrievalPrompt) else len(prompt.following)

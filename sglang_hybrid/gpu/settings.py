@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.scout.profile import HostRates
-from sglang_hybrid.scout.scoring import hot_blocks_of, score_interval_of
-from sglang_hybrid.scout.tuning import Tuning
+from sglang_hybrid.scout.tuning import Tuning, hot_blocks_of, score_interval_of
+
+if TYPE_CHECKING:  # needs torch, which ``sglang-hybrid config`` does without
+    from sglang_hybrid.scout.profile import HostRates
 
 _DIMS, _CHANNELS, _MOST_BLOCKS = (64, 128), (0, 32, 64), 256  # what the kernels are compiled for
 

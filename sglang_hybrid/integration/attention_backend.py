@@ -12,9 +12,11 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang_hybrid import events
 from sglang_hybrid.backend import HybridAttention, PrefillBatch
 from sglang_hybrid.config import HybridConfig, config_from_environment
+from sglang_hybrid.engines.cpu import CpuEngine
 from sglang_hybrid.gpu.settings import why_not
 from sglang_hybrid.integration.channels import choose_channels
 from sglang_hybrid.integration.device_attention import DeviceAttention, why_not_on_device
+from sglang_hybrid.integration.host_attention import create_cpu_engine, why_not_native
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
 from sglang_hybrid.integration.miss_server import create_miss_server
 from sglang_hybrid.integration.refusals import Refusal
@@ -49,15 +51,17 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.choose_channels(profile)
         self._on_device = self._device_attention(config, profile)
         self._device = self._on_device  # None while settings are used that the CUDA kernels do not have
+        self._cpu = self._cpu_engine(config)
         # policy full attends to everything in this process
-        alone = config.policy != "scout" or self._device is not None
+        alone = config.policy != "scout" or self._device is not None or self._cpu is not None
         misses = None if alone else create_miss_server(config, pool, model_runner)
         self.attention = HybridAttention(config, self._req_to_token.shape[0], pool.layer_num, misses)
         self._scouting = Scouting(model_runner)
         self._config = config
         self.use(config, profile)
-        if isinstance(self.attention.policy, ScoutPolicy) and model_runner.server_args.enable_metrics:
-            teller = self._device.watch if self._device else self.attention.policy
+        policy = self.attention.policy
+        if self._cpu is None and isinstance(policy, ScoutPolicy) and model_runner.server_args.enable_metrics:
+            teller = self._device.watch if self._device else policy
             teller.on_ratio = ScoutMetrics(model_runner.ps.tp_rank).ratio
         self._steps = 0
         self._batch: PrefillBatch | DecodeBatch | None = None
@@ -76,6 +80,26 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             logger.warning("attention is computed in plain torch, which is slow: %s", why)
         return None
 
+    def _cpu_engine(self, config: HybridConfig) -> CpuEngine | None:
+        """Native kernels on a host without a GPU, as far as they have these settings."""
+        if torch.device(self._pool.device).type != "cpu":
+            return None
+        if why := why_not_native(config, self._pool, self._model_runner):
+            logger.info("attention is computed in plain torch, a step behind native kernels: %s", why)
+            return None
+        engine = create_cpu_engine(config, self._pool, self._model_runner)
+        self._pool.kernels = engine.kernels
+        logger.info(
+            "attention is computed by native kernels in this process, %d threads: no worker is started, it would take "
+            "the same cores (worker=start starts one)", torch.get_num_threads(),
+        )  # fmt: skip
+        return engine
+
+    def use_torch(self) -> None:
+        """Compute in plain torch from now on, on a host without a GPU too: its policies can change."""
+        self._cpu = self._pool.kernels = None
+        self.use(self._config)
+
     def use(self, config: HybridConfig, profile: Profile | None = None) -> None:
         """Decode by these settings from now on, and by ``profile`` or the one that they name.
 
@@ -88,7 +112,8 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             self._device = None if why_not(config) else self._on_device
             if self._device:
                 self._device.use(config, tuning)
-        self._scouting.use(config, profile, self._device.scout if self._device else self._ahead)
+        if self._cpu is None:
+            self._scouting.use(config, profile, self._device.scout if self._device else self._ahead)
         self.attention.use(config, tuning)
         self._config = config
 
@@ -123,6 +148,9 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             self._req_to_token, forward_batch.req_pool_indices, max(lengths, default=0), self._config.block_tokens
         )
         rows = forward_batch.req_pool_indices.to(torch.int64)
+        if self._cpu and decodes:
+            self._cpu.begin_decode(table, forward_batch.seq_lens_cpu.to(torch.int64))
+            return
         if decodes:
             self._steps += 1
             on_host = rows.tolist()  # on a GPU this waits; rows that come and go are known to the host
@@ -134,6 +162,8 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         new_tokens = list(forward_batch.extend_seq_lens_cpu)
         if self._device:
             self._device.begin_prefill(rows, table, lengths, new_tokens)
+        elif self._cpu:
+            self._cpu.begin_prefill(table, lengths, new_tokens)
         else:
             self._batch = PrefillBatch(table, rows, lengths, new_tokens)
             self.attention.rows_begin(rows.tolist())
@@ -143,6 +173,9 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
     ) -> torch.Tensor:
         if self._device:
             return self._device.prefill(*self._parts(q, k, v, layer)).flatten(1)
+        if self._cpu:
+            _index, query, keys, values, scale = self._parts(q, k, v, layer)
+            return self._cpu.prefill(query, keys, values, self._cache(layer.layer_id), scale).flatten(1)
         assert isinstance(self._batch, PrefillBatch)
         query = self._store(q, k, v, layer, forward_batch, save_kv_cache)
         new = sum(self._batch.new_tokens)  # SGLang may pad the batch beyond its real tokens
@@ -156,6 +189,8 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
     ) -> torch.Tensor:
         if self._device:
             return self._device.decode(*self._parts(q, k, v, layer)).flatten(1)
+        if self._cpu:
+            return self._cpu.decode(*self._parts(q, k, v, layer)).flatten(1)
         assert isinstance(self._batch, DecodeBatch)
         query = self._store(q, k, v, layer, forward_batch, save_kv_cache)
         return self.attention.decode(query, self._cache(layer.layer_id), self._batch, layer.scaling).flatten(1)
@@ -200,7 +235,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         """These rows go back to the end of their prompts."""
         if self._device:
             self._device.rows_begin(rows.to(self._req_to_token.device))
-        else:
+        elif self._cpu is None:
             self.attention.rows_begin(rows.tolist())
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

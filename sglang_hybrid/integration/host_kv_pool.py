@@ -14,6 +14,7 @@ from sglang_hybrid.memory.digests import CompactDigests, Digests, is_compact
 from sglang_hybrid.memory.pages import to_head_major, touched_pages
 from sglang_hybrid.memory.region import SharedRegion
 from sglang_hybrid.memory.sketches import Sketches
+from sglang_hybrid.native.host import HostKernels
 
 _PAGES_AT_A_TIME = 256  # of one layer are copied while pages that arrived are permuted
 
@@ -38,6 +39,7 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
     digests: Digests | CompactDigests
     sketches: Sketches | None
     admission: PageAdmission | None = None  # by the GPU, where CUDA kernels decode
+    kernels: HostKernels | None = None  # that summarise pages, where native kernels decode
 
     def _create_buffers_normal(self) -> None:
         HostKVPool.in_this_process = True
@@ -96,6 +98,9 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
 
     def _summarise(self, layer: int, pages: torch.Tensor, filled: torch.Tensor) -> None:
         """Digests and sketches of pages whose first ``filled`` keys are valid."""
+        if self.kernels is not None:
+            self.kernels.summarise(layer, pages, filled)
+            return
         keys = self.k_buffer[layer]
         self.digests.refresh(layer, keys, pages, filled)
         if self.sketches:

@@ -10,12 +10,13 @@ def load_plugin() -> None:
     from sglang.srt.plugins import load_plugins
 
     from sglang_hybrid import plugin
-    from sglang_hybrid.integration import hooks
+    from sglang_hybrid.integration import hooks, server_args
     from sglang_hybrid.integration.versions import UntestedSGLang
 
     try:
         plugin.register()
         load_plugins()
         hooks.verify()
+        server_args.set_defaults_of_every_backend()
     except (UntestedSGLang, hooks.HookError) as error:
         sys.exit(f"sglang-hybrid: {error}")

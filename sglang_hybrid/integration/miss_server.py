@@ -47,9 +47,9 @@ def checked_geometry(config: HybridConfig, pool: HostKVPool, model_runner: Any) 
         raise Refusal(str(error)) from error
     if (variant := env.CPU_VARIANT.get()) and variant not in variants():
         raise Refusal(f"{env.CPU_VARIANT.name}={variant}: this machine has {', '.join(variants())}")
-    if _has_kernel(geometry) and pool.v_head_dim == pool.head_dim:
+    if has_kernel(geometry) and pool.v_head_dim == pool.head_dim:
         return geometry
-    if config.worker == "none":
+    if config.worker in ("auto", "none"):
         return None
     raise Refusal(
         f"the CPU kernels take head_dim 64, 96, 128 or 256 and at most 16 query heads per KV head, this model has "
@@ -66,7 +66,7 @@ def start_worker(
     """
     rank, ranks = model_runner.ps.tp_rank, model_runner.server_args.tp_size // model_runner.server_args.nnodes
     settings = WorkerSettings(
-        directory=None if config.worker == "start" else Path(config.worker.replace("{rank}", str(rank))),
+        directory=None if config.worker in ("auto", "start") else Path(config.worker.replace("{rank}", str(rank))),
         plan=plan_of(config, rank % ranks, ranks, spin_us or 0),
         longest_pause_s=config.worker_restart_seconds,
         silence_s=max(_SILENCE_SECONDS, 4 * config.worker_deadline_ms / 1000),
@@ -106,7 +106,7 @@ def geometry_of(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Ge
     )
 
 
-def _has_kernel(geometry: Geometry) -> bool:
+def has_kernel(geometry: Geometry) -> bool:
     known = library().sh_variant_name(geometry.dtype, geometry.head_dim, None) is not None
     return known and geometry.group <= 16
 

@@ -6,7 +6,9 @@ SGLang's model runner with our backend in it, as ``sglang.benchmark.one_batch`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ class ModelSession:
         from sglang_hybrid.integration.loading import load_plugin
 
         load_plugin()
+        logging.getLogger("sglang.srt.hybrid").setLevel(logging.WARNING)  # ours are for the user, at any --log-level
         from sglang.benchmark import one_batch
         from sglang.srt.server_args import PortArgs, prepare_server_args
 
@@ -37,6 +40,8 @@ class ModelSession:
         self._one_batch = one_batch
         self._bench, self.tokenizer = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
         self.runner = self._bench.torch_runner
+        # settings and policies change all the time here, and some policies only watch
+        self.runner.attn_backend.use_torch()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -81,16 +86,32 @@ class ModelSession:
         decoded: str = self.tokenizer.decode(list(ids))
         return decoded
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
-        """Forgets all prompts before these."""
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], progress: Callable[[float], None] = lambda _part: None
+    ) -> Prefilled:
+        """Forgets all prompts before these. ``progress`` is told of each part that is done; the parts sum to 1."""
         self._bench.clear()
         longest = max(map(len, prompts))
         requests = self._one_batch.prepare_synthetic_inputs_for_latency_test(
             len(prompts), longest, [list(prompt) for prompt in prompts]
         )
-        _, logits, batch = self._bench.extend(requests)
+        with self._telling_progress(progress):
+            _, logits, batch = self._bench.extend(requests)
         self._only_row = int(batch.req_pool_indices[0])
         return Prefilled(self._bench, self.runner, batch, logits)
+
+    @contextmanager
+    def _telling_progress(self, progress: Callable[[float], None]) -> Iterator[None]:
+        """While one forward pass runs: its attention layers are equal parts of it."""
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        layers = [module for module in self.model.modules() if isinstance(module, RadixAttention)]
+        handles = [layer.register_forward_hook(lambda *_: progress(1 / len(layers))) for layer in layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 class Prefilled:

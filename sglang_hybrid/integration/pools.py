@@ -22,7 +22,7 @@ from sglang_hybrid.integration.refusals import refuse_model, told
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
 from sglang_hybrid.memory.digests import CompactDigests, Digests, is_compact
 from sglang_hybrid.memory.sketches import Sketches
-from sglang_hybrid.scout.scoring import hot_blocks_of
+from sglang_hybrid.scout.tuning import hot_blocks_of
 
 logger = logging.getLogger("sglang.srt.hybrid")
 

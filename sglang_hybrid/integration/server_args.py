@@ -1,23 +1,19 @@
-"""The command line: our two flags, defaults that fit the backend, refusals.
-
-SGLang has no way for a plugin to add a setting of its own, so the flags become environment
-variables, which the processes that SGLang spawns inherit.
-"""
+"""SGLang's command line: our flags, defaults that fit the backend and the host, refusals."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from sglang_hybrid import env
-from sglang_hybrid.config import config_from_environment
+from sglang_hybrid import host_settings
+from sglang_hybrid.config import HybridConfig, config_from_environment
+from sglang_hybrid.config_flags import add_config_flags, export_config_flags
 from sglang_hybrid.gpu.settings import why_not
+from sglang_hybrid.host import multiplies_fast, this_host
 from sglang_hybrid.integration import BACKEND_NAME, load_file
 from sglang_hybrid.integration.pools import check_capacity
 from sglang_hybrid.integration.refusals import Refusal, refuse_flags, refuse_model_config
@@ -37,17 +33,6 @@ def add_flags(_result: Any, parser: argparse.ArgumentParser) -> None:
     add_config_flags(group)
 
 
-def add_config_flags(parser: Any) -> None:
-    parser.add_argument("--hybrid-config", metavar="FILE", help="YAML file with settings, see configs/default.yaml")
-    parser.add_argument(
-        "--hybrid",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="one setting, wins over the file; may be repeated. `sglang-hybrid config` lists them",
-    )
-
-
 def export_flags(_cls: Any, args: argparse.Namespace) -> None:
     """Before SGLang makes its ServerArgs of the command line."""
     backends = (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend)
@@ -56,28 +41,25 @@ def export_flags(_cls: Any, args: argparse.Namespace) -> None:
     export_config_flags(args)
 
 
-def export_config_flags(args: argparse.Namespace) -> None:
-    """Carry the flags to this process's configuration and to the processes it starts."""
-    if args.hybrid_config:
-        os.environ[env.CONFIG.name] = os.path.abspath(args.hybrid_config)
-    if args.hybrid:
-        # what was in the environment stays, what is on the command line comes later and wins
-        os.environ[env.SET.name] = json.dumps([*env.SET.get(), *args.hybrid])
-
-
 def resolve(original: Callable[[Any], None], args: Any) -> None:
     """Around SGLang's resolution: defaults and refusals of flags before, of models after."""
+    finished = getattr(args, "_resolution_finished", False)  # by the process that spawned this one
     asked = (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend)
     if BACKEND_NAME not in asked:
         load_file.withdraw()
+        if _every_backend and not finished:
+            _set_device_and_dtype(args)
         original(args)
         return
-    if getattr(args, "_resolution_finished", False):  # by the process that spawned this one
+    if finished:
         original(args)
         return
     args.attention_backend = BACKEND_NAME
-    refuse_flags(args, config_from_environment())
-    _set_defaults(args)
+    config = config_from_environment()
+    refuse_flags(args, config)
+    host_settings.check(config, this_host(), ranks=max(1, args.tp_size // args.nnodes))
+    _set_device_and_dtype(args)
+    _set_defaults(args, config)
     original(args)
     if args.model_path.lower() not in ("none", "dummy"):
         model_config = _model_config(args)
@@ -86,11 +68,41 @@ def resolve(original: Callable[[Any], None], args: Any) -> None:
     load_file.provide()
 
 
+_every_backend = False
+
+
+def set_defaults_of_every_backend() -> None:
+    """For our own launchers: device and dtype have our defaults with other attention backends too.
+
+    Whoever gives our launchers another backend compares it with ours, and should not compare two dtypes.
+    """
+    global _every_backend
+    _every_backend = True
+
+
+def _set_device_and_dtype(args: Any) -> None:
+    """A device that exists; on a CPU float32, unless the user asks for another dtype, and then a warning."""
+    if args.device is None and not torch.cuda.is_available():
+        args.device = "cpu"
+    if args.device is None or args.device.split(":")[0] != "cpu":
+        return
+    if args.dtype == "auto":
+        args.dtype = "float32"
+        return
+    dtype = _SHORT_NAMES.get(args.dtype, args.dtype)
+    if dtype in ("bfloat16", "float16") and not multiplies_fast(dtype):
+        logger.warning(
+            "--dtype %s: this CPU has no matrix instructions for %s, expect tokens to take 10 to 30 times as long as "
+            "with float32; drop --dtype to use that",
+            args.dtype, dtype,
+        )  # fmt: skip
+
+
+_SHORT_NAMES = {"half": "float16"}
 _ROWS_ON_DEVICE = 64
 
 
-def _set_defaults(args: Any) -> None:
-    config = config_from_environment()
+def _set_defaults(args: Any, config: HybridConfig) -> None:
     args.page_size = config.block_tokens
     if not (args.device in (None, "cuda") and torch.cuda.is_available()) or why_not(config):
         # the plain torch version of a decode step copies between host and device as it goes

@@ -11,7 +11,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--model-path", type=Path, help="directory of a Hugging Face model (default: the default model)")
     group.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
-    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
+    group.add_argument(
+        "--dtype", default="auto", help="float32, bfloat16 or float16 (default: auto, the model's on a GPU and float32 "
+        "on a CPU)",
+    )  # fmt: skip
     group.add_argument("--host-memory", default="4GiB", metavar="SIZE", help="of the KV cache (default: 4GiB)")
     group.add_argument(
         "--server-flag", action="append", default=[], metavar="FLAG", help="any further flag of SGLang's, such as "
@@ -21,16 +24,14 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def session_flags(options: argparse.Namespace, settings: Sequence[str]) -> list[str]:
     """``settings``: of the backend, as key=value."""
-    import torch
-
     from sglang_hybrid.default_model import prepare_default_model
 
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = options.model_path or prepare_default_model()
     everything = [f"host_memory={options.host_memory}", "worker=none", *settings]
     # plain torch, on a GPU too: settings change all the time here, and so do policies that only watch
     return [
-        f"--model-path={model}", "--attention-backend=hybrid", f"--device={device}", f"--dtype={options.dtype}",
+        f"--model-path={model}", "--attention-backend=hybrid", f"--dtype={options.dtype}",
+        *([f"--device={options.device}"] if options.device else []),
         "--log-level=error", "--disable-cuda-graph", "--cuda-graph-backend-prefill=disabled",
         *(f"--hybrid={setting}" for setting in everything), *options.server_flag,
     ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,16 @@ from sglang_hybrid.native.structs import (
     EngineStats,
     Field,
     Geometry,
+    HostLayer,
+    HostOptions,
     Job,
     Lists,
     MailboxLayout,
+    Rows,
 )
 
 FILE = Path(__file__).with_name("libsglang_hybrid_cpu.so")
-INTERFACE = 2  # sh_interface of c_api.h
+INTERFACE = 3  # sh_interface of c_api.h
 _ERROR_BYTES = 256
 
 _ERROR = c_char_p
@@ -49,6 +52,18 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         c_int,
         [c_void_p, POINTER(Geometry), POINTER(Lists), c_uint32, c_uint32, c_void_p, c_void_p, c_void_p, _ERROR],
     ),
+    "sh_host_open": (
+        c_void_p,
+        [c_void_p, POINTER(Geometry), POINTER(HostLayer), POINTER(HostOptions), _ERROR],
+    ),
+    "sh_host_close": (None, [c_void_p]),
+    "sh_host_begin": (c_int, [c_void_p, c_void_p, c_uint32, c_void_p, c_void_p, c_uint32, _ERROR]),
+    "sh_host_store": (c_int, [c_void_p, c_uint32, POINTER(Rows), POINTER(Rows), _ERROR]),
+    "sh_host_decode": (
+        c_int,
+        [c_void_p, c_uint32, POINTER(Rows), POINTER(Rows), POINTER(Rows), c_float, c_void_p, _ERROR],
+    ),
+    "sh_host_summarise": (c_int, [c_void_p, c_uint32, c_void_p, c_void_p, c_uint64, _ERROR]),
     "sh_engine_start": (c_void_p, [c_void_p, c_void_p, POINTER(Geometry), POINTER(EngineOptions), _ERROR]),
     "sh_engine_stop": (None, [c_void_p]),
     "sh_engine_read_stats": (None, [c_void_p, POINTER(EngineStats)]),

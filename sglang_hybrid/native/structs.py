@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int64, c_uint32, c_uint64, c_void_p
 
 DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 ITEMSIZES = {0: 2, 1: 2, 2: 4}
@@ -74,6 +74,32 @@ class Lists(ctypes.Structure):
         ("layer", c_uint32),
         ("scale", c_float),
     )
+
+
+class HostLayer(ctypes.Structure):
+    """c_api.h: sh_host_layer"""
+
+    _fields_ = (("digests", c_void_p), ("codes", c_void_p), ("channels", POINTER(c_int64)))
+
+
+class HostOptions(ctypes.Structure):
+    """c_api.h: sh_host_options"""
+
+    _fields_ = (
+        ("threads", c_uint32),
+        ("budget_blocks", c_uint32),
+        ("sink_blocks", c_uint32),
+        ("recent_blocks", c_uint32),
+        ("channels", c_uint32),
+        ("spread", c_float),
+        ("openmp", c_void_p),
+    )
+
+
+class Rows(ctypes.Structure):
+    """c_api.h: sh_rows"""
+
+    _fields_ = (("data", c_void_p), ("stride", c_uint64))
 
 
 class EngineOptions(ctypes.Structure):

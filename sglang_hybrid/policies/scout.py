@@ -22,8 +22,8 @@ from sglang_hybrid.misses.base import MissServer, Posted
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.base import BlockList, DecodeBatch, DecodePolicy, LayerCache
 from sglang_hybrid.scout.recall import RecallSchedule
-from sglang_hybrid.scout.scoring import RecentScores, hot_blocks_of, score_interval_of
-from sglang_hybrid.scout.tuning import Tuning
+from sglang_hybrid.scout.scoring import RecentScores
+from sglang_hybrid.scout.tuning import Tuning, hot_blocks_of, score_interval_of
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,21 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from rich.console import Console
-
 from sglang_hybrid import __version__
 from sglang_hybrid.config import ConfigError
 from sglang_hybrid.eval.errors import InputError
 from sglang_hybrid.integration.session_flags import add_model_flags
-from sglang_hybrid.scout.profile import ProfileError
 
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
-    console = Console(stderr=True)
+    from rich.console import Console
+
     from sglang_hybrid.profiling.making import make_profile
     from sglang_hybrid.profiling.summary import print_summary, write_plot
+    from sglang_hybrid.scout.profile import ProfileError
+
+    console = Console(stderr=True)
 
     try:
         profile, path = make_profile(options, _notes(argv), console)

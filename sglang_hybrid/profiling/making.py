@@ -27,11 +27,9 @@ from sglang_hybrid.profiling.records import LayerRecord
 from sglang_hybrid.profiling.share_costs import ShareCosts
 from sglang_hybrid.profiling.simulation import Budget
 from sglang_hybrid.profiling.texts import Kind, kinds
-from sglang_hybrid.progress import Steps, steps
+from sglang_hybrid.progress import DECODE_STEP_COST, Steps, steps
 from sglang_hybrid.scout.profile import Curve, HostRates, ModelIdentity, Profile, ProfileFacts, load_profile
 
-# Relative cost of a prefilled token and of a decode step of one row: what the time that is left is estimated by.
-_STEP_COST = 60.0
 WITHOUT_RECALL, WITH_RECALL = "without recall", "with recall at the profiled intervals"
 
 
@@ -45,7 +43,7 @@ def make_profile(options: argparse.Namespace, notes: dict[str, object], console:
     texts = kinds(session.tokenizer, options.text, options.windows, options.window_tokens)
     windows = sum(len(kind.fit) + 1 for kind in texts)
     fit_cost = 0 if options.predictor_of else windows * options.window_tokens
-    decode_cost = options.prompts * (options.prompt_tokens + 3 * options.steps * _STEP_COST)
+    decode_cost = options.prompts * (options.prompt_tokens + 3 * options.steps * DECODE_STEP_COST)
     with steps(console, fit_cost + decode_cost) as bar:
         if options.predictor_of:
             fitted, channels = _reuse(options.predictor_of, model)
@@ -62,6 +60,12 @@ def make_profile(options: argparse.Namespace, notes: dict[str, object], console:
     path = options.out or Path("configs/profiles") / f"{_model_name(options)}-{options.budget}.safetensors"
     profile.save(path)
     return profile, path
+
+
+def _prefill(session: ModelSession, prompts: Sequence[Sequence[int]], bar: Steps) -> Prefilled:
+    """Advances ``bar`` by the tokens of all prompts, layer by layer: the longest prompts take minutes."""
+    tokens = sum(map(len, prompts))
+    return session.prefill(prompts, lambda part: bar.advance(part * tokens))
 
 
 def _model_name(options: argparse.Namespace) -> str:
@@ -110,14 +114,12 @@ def _fit(session: ModelSession, texts: Sequence[Kind], rank: int | str, bar: Ste
         for kind in texts:
             bar.say(f"fitting the predictor on {kind.name}")
             for window in kind.fit:
-                session.prefill([window])
+                _prefill(session, [window], bar)
                 calibrator.add(inputs)
                 for layer, spread in spreads.items():
                     spread.add(inputs[layer], session.keys(layer, len(window)))
-                bar.advance(len(window))
-            session.prefill([kind.unseen])
+            _prefill(session, [kind.unseen], bar)
             unseen.append(dict(inputs))
-            bar.advance(len(kind.unseen))
     finally:
         stop()
     bar.say("choosing penalties and ranks")
@@ -187,10 +189,9 @@ def _decode(
 ) -> Profile:
     bar.say("prefilling prompts")
     session.choose_channels(draft)
-    prefilled = session.prefill([prompt for prompt, _ in prompts])
-    bar.advance(sum(len(prompt) for prompt, _ in prompts))
+    prefilled = _prefill(session, [prompt for prompt, _ in prompts], bar)
     following = torch.tensor([behind for _, behind in prompts])
-    cost = len(prompts) * _STEP_COST
+    cost = len(prompts) * DECODE_STEP_COST
 
     bar.say("decoding exactly, recording scores")
     budget = _budget(config, draft.facts.model)

@@ -4,24 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.ops import reference
-
-HOT_BUDGETS = 4  # what is selected next is nearly always among so many times as many blocks (docs/accuracy.md)
-GPU_INTERVAL = 4  # a longer one saves little: the hot blocks are what is left
-
-
-def score_interval_of(config: HybridConfig, *, on_gpu: bool) -> int:
-    """Steps between two scorings of all blocks. ``on_gpu``: by kernels that read what they score and no more."""
-    if config.score_interval != "auto":
-        return int(config.score_interval)
-    return GPU_INTERVAL if on_gpu else 1
-
-
-def hot_blocks_of(config: HybridConfig) -> int:
-    """Blocks of a (row, KV head) that are scored at every step."""
-    tokens = HOT_BUDGETS * config.budget_tokens if config.hot_tokens == "auto" else int(config.hot_tokens)
-    return tokens // config.block_tokens
 
 
 class RecentScores:

@@ -142,6 +142,10 @@ def test_decoding_behind_a_prompt_can_begin_again(found: dict[str, Any]) -> None
     assert found["same_after_rewind"] == [True] * STEPS
 
 
+def test_prefill_tells_its_progress_layer_by_layer(found: dict[str, Any]) -> None:
+    assert found["parts_of_prefill"] == [pytest.approx(1 / LAYERS)] * LAYERS
+
+
 def test_a_model_is_known_by_its_shape_and_its_norms(found: dict[str, Any]) -> None:
     identity = found["identity"]
     assert len(identity.pop("weights")) == 16
@@ -359,7 +363,8 @@ def main(directory: str) -> None:
 
     # a small budget, where there is something to forget
     session.use(HybridConfig(worker="none", budget_tokens=160, recall_interval=2))
-    prefilled = session.prefill(PROMPTS)
+    parts: list[float] = []
+    prefilled = session.prefill(PROMPTS, parts.append)
     once = decode(prefilled)
     prefilled.rewind()
     twice = decode(prefilled)
@@ -377,6 +382,7 @@ def main(directory: str) -> None:
         "same_with_raw_prediction": same(by_none, by_raw),
         "same_with_calibrated_prediction": same(by_none, by_calibrated),
         "same_after_rewind": same(once, twice),
+        "parts_of_prefill": parts,
         "raw_difference": raw_difference,
         "calibrated_difference": calibrated_difference,
         "correction_changes": float((announcements["raw"] - announcements["auto"]).abs().max()),

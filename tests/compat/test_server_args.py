@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from sglang_hybrid.config import ConfigError, config_from_environment
@@ -177,8 +178,22 @@ def test_a_pool_that_does_not_fit_is_refused_with_the_numbers_before_anything_is
     # 2 layers x 2 KV heads x 16 + 16 channels x 4 bytes
     with pytest.raises(CapacityError, match=r"host_memory=1MiB gives a pool of 0 tokens.*512 bytes"):
         resolve(model, "--dtype", "float32", "--hybrid", "host_memory=1MiB")
-    with pytest.raises(CapacityError, match=r"host_memory=900TiB asks for .* GiB, but only .* GiB"):
-        resolve(model, "--hybrid", "host_memory=900TiB")
+    everything = psutil.virtual_memory().total >> 20  # of which some is in use
+    with pytest.raises(CapacityError, match=rf"host_memory={everything}MiB asks for .* GiB, but only .* GiB"):
+        resolve(model, "--hybrid", f"host_memory={everything}MiB")
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("host_memory=900TiB", r"this machine has only [0-9.]+ GiB of memory"),
+        ("worker_threads=1024", r"must be auto, or 1"),
+        ("worker_cores=0,65000", r"65000 cannot be used by this process"),
+    ],
+)
+def test_settings_that_this_host_cannot_have_stop_the_start(model: Path, setting: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        resolve(model, "--hybrid", setting)
 
 
 def test_settings_without_the_backend_are_refused(model: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from sglang_hybrid import cli, launch_server
+from sglang_hybrid import cli
+from sglang_hybrid.commands import bench, defaults
 
 
 @pytest.fixture(autouse=True)
@@ -16,15 +20,17 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def cpu_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_server, "_has_gpu", lambda: False)
-    monkeypatch.setattr(launch_server, "_default_model", lambda: Path("/models/Small"))
+def default_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defaults, "_default_model", lambda: Path("/models/Small"))
+    monkeypatch.setattr(defaults, "gpu_names", lambda: ("NVIDIA H200",))
 
 
 def test_config_prints_effective_values_and_their_sources(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("recent_blocks: 4\n")
-    cli.main(["config", "--hybrid-config", str(file), "--hybrid", "budget_tokens=1024"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["config", "--hybrid-config", str(file), "--hybrid", "budget_tokens=1024"])
+    assert ended.value.code == 0
     printed = capsys.readouterr().out
     assert "budget_tokens: 1024  # override" in printed
     assert f"recent_blocks: 4  # file {file}" in printed
@@ -34,7 +40,8 @@ def test_config_prints_effective_values_and_their_sources(capsys: pytest.Capture
 def test_config_ends_with_the_problem_when_a_setting_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["config", "--hybrid", "polcy=full"])
-    assert "did you mean policy?" in str(ended.value)
+    assert ended.value.code == 2
+    assert "did you mean policy?" in capsys.readouterr().err
 
 
 def test_worker_hands_everything_after_it_to_the_worker(
@@ -47,28 +54,77 @@ def test_worker_hands_everything_after_it_to_the_worker(
     assert (given, ended.value.code) == ([["--dir", "/tmp/x"]], 3)
 
 
-@pytest.mark.parametrize("arguments", [[], ["frobnicate"], ["bench", "nothing"]])
+@pytest.mark.parametrize(
+    ("arguments", "listed"),
+    [([], "serve"), (["srve"], "did you mean serve?"), (["bench"], "one_batch"), (["bench", "nothing"], "one_batch")],
+)
 def test_a_command_that_does_not_exist_is_answered_with_those_that_do(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], listed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2
-    assert "sglang-hybrid" in capsys.readouterr().err
+    assert listed in capsys.readouterr().err
 
 
-def test_a_cpu_host_gets_device_dtype_backend_and_the_default_model(cpu_host: None) -> None:
-    assert launch_server.with_defaults(["--port", "8000"]) == [
+HEAVY = ("torch", "sglang", "transformers", "numpy")
+OWN_HELP = [[name, "--help"] for name in cli.COMMANDS if name != "serve"]  # SGLang's parser answers that one
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["config"], ["bench", "worker", "--help"], ["frobnicate"], *OWN_HELP], ids=" ".join
+)
+def test_help_and_config_answer_without_loading_torch_or_sglang(arguments: list[str]) -> None:
+    look = (
+        "import sys\nfrom sglang_hybrid import cli\ntry:\n    cli.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        f"print('LOADED', *({set(HEAVY)!r} & sys.modules.keys()))"
+    )
+    # generous: a busy machine takes several times as long as a quiet one
+    done = subprocess.run(
+        [sys.executable, "-c", look, *arguments], capture_output=True, text=True, check=True, timeout=20
+    )
+    assert "usage: sglang-hybrid" in done.stdout + done.stderr or arguments == ["config"]
+    assert done.stdout.splitlines()[-1] == "LOADED"
+
+
+def test_every_command_has_a_module_with_a_main_function() -> None:
+    for name, command in cli.COMMANDS.items():
+        assert callable(importlib.import_module(command.module).main), name
+        assert f"  {name} " in cli.help_text()
+
+
+def test_serve_fills_in_the_backend_and_the_default_model(default_model: None) -> None:
+    assert defaults.with_defaults(["--port", "8000"]) == [
         "--port", "8000", "--attention-backend", "hybrid", "--model-path", "/models/Small",
-        "--served-model-name", "Small", "--device", "cpu", "--dtype", "float32",
+        "--served-model-name", "Small",
     ]  # fmt: skip
 
 
-def test_what_is_given_is_kept(cpu_host: None) -> None:
-    given = ["--model-path=X", "--dtype", "bfloat16", "--device=cpu", "--attention-backend", "torch_native"]
-    assert launch_server.with_defaults(given) == given
+def test_a_server_without_a_gpu_sleeps_when_idle_and_is_patient(
+    default_model: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added = ["--attention-backend", "hybrid", "--sleep-on-idle", "--watchdog-timeout", "1800"]
+    assert defaults.with_defaults(["--model=X", "--device", "cpu"])[3:] == added
+    monkeypatch.setattr(defaults, "gpu_names", tuple)
+    assert defaults.with_defaults(["--model=X"])[1:] == added
+    given = ["--model=X", "--attention-backend=hybrid", "--sleep-on-idle", "--watchdog-timeout=300"]
+    assert defaults.with_defaults(given) == given
 
 
-def test_asking_for_help_prepares_no_model(cpu_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_server, "_default_model", lambda: pytest.fail("a model was prepared"))
-    assert "--help" in launch_server.with_defaults(["--help"])
+def test_what_is_given_is_kept(default_model: None) -> None:
+    given = ["--model-path=X", "--dtype", "bfloat16", "--device=cuda", "--attention-backend", "torch_native"]
+    assert defaults.with_defaults(given) == given
+
+
+def test_sglangs_benchmarks_get_the_backend_and_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_hybrid.default_model.prepare_default_model", lambda report: Path("/models/Small"))
+    assert bench.with_defaults(["--batch-size", "2"]) == [
+        "--batch-size", "2", "--attention-backend", "hybrid", "--model-path", "/models/Small",
+    ]  # fmt: skip
+    given = ["--model-path=X", "--attention-backend=torch_native"]
+    assert bench.with_defaults(given) == given
+
+
+def test_asking_for_help_prepares_no_model(default_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defaults, "_default_model", lambda: pytest.fail("a model was prepared"))
+    assert "--help" in defaults.with_defaults(["--help"])

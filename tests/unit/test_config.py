@@ -92,7 +92,7 @@ def test_defaults_are_the_documented_ones():
         "sketch_channels": 32,
         "sketch_bits": 4,
         "host_memory": "auto",
-        "worker": "start",
+        "worker": "auto",
         "worker_provider": "native",
         "worker_threads": "auto",
         "worker_group_threads": "auto",
@@ -510,13 +510,13 @@ def test_importing_the_configuration_imports_neither_torch_nor_sglang():
 # The worker's settings
 
 
-@pytest.mark.parametrize("value", ["start", "none", "/run/worker", "./worker-{rank}"])
+@pytest.mark.parametrize("value", ["auto", "start", "none", "/run/worker", "./worker-{rank}"])
 def test_a_worker_is_started_left_out_or_named_by_its_directory(value: str):
     assert load_config(None, [f"worker={value}"]).worker == value
 
 
 def test_a_misspelled_worker_is_refused_with_the_legal_values():
-    assert '"start", "none"' in problem_of(overrides=["worker=statr"])
+    assert '"auto", "start", "none"' in problem_of(overrides=["worker=statr"])
 
 
 @pytest.mark.parametrize("setting", ["worker_threads=0", "worker_threads=2000", "worker_group_threads=-1"])

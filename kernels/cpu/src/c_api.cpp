@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "host/decoder.h"
 #include "worker/engine.h"
 #include "worker/external_jobs.h"
 #include "worker/flags.h"
@@ -17,6 +18,10 @@ using namespace sglang_hybrid;
 
 struct sh_client {
     MailboxClient mailbox;
+};
+
+struct sh_host {
+    HostDecoder decoder;
 };
 
 struct sh_engine {
@@ -193,6 +198,89 @@ int sh_attend_local(const char* pool, const Geometry* geometry, const sh_lists* 
         if (!kernel) return fail(error, no_kernel(*geometry, nullptr));
         attend_local(pool, *geometry, *lists, task_blocks, threads, served, out, lse, kernel);
         return 0;
+    });
+}
+
+// -- decode on a host without a GPU ------------------------------------------------------------------------------------
+
+namespace {
+
+std::string problem_of(const sh_host_options& options, const Geometry& g) {
+    if (options.threads < 1) return "at least one thread is needed";
+    if (options.budget_blocks < options.sink_blocks + options.recent_blocks + 1) {
+        return "the budget must hold the blocks that are always selected";
+    }
+    if (options.channels % 16 || options.channels > g.head_dim) {
+        return "channels of a sketch must be a multiple of 16, at most head_dim";
+    }
+    return {};
+}
+
+TensorRows rows_of(const sh_rows* rows) { return {static_cast<const char*>(rows->data), rows->stride}; }
+
+}  // namespace
+
+sh_host* sh_host_open(char* pool, const Geometry* geometry, const sh_host_layer* layers, const sh_host_options* options,
+                      char* error) {
+    sh_host* host = nullptr;
+    guarded(error, [&] {
+        const Geometry& g = *geometry;
+        if (const char* const problem = problem_of(g)) return fail(error, problem);
+        const std::string problem = problem_of(*options, g);
+        if (!problem.empty()) return fail(error, problem);
+        const Kernel kernel = find_kernel(static_cast<DType>(g.dtype), g.head_dim, nullptr);
+        if (!kernel) return fail(error, no_kernel(g, nullptr));
+        std::vector<HostLayer> known;
+        for (const sh_host_layer* layer = layers; layer != layers + g.layers; ++layer) {
+            known.push_back({static_cast<char*>(layer->digests), static_cast<uint8_t*>(layer->codes), {}});
+            if (!layer->codes) continue;
+            for (uint32_t i = 0; i < g.kv_heads * options->channels; ++i) {
+                if (layer->channels[i] < 0 || layer->channels[i] >= g.head_dim) {
+                    return fail(error, "a sketch has a channel that keys do not have");
+                }
+                known.back().position.push_back(static_cast<uint32_t>(layer->channels[i]));
+            }
+        }
+        const SelectionRules rules{options->budget_blocks, options->sink_blocks, options->recent_blocks};
+        const Threads threads(options->threads, reinterpret_cast<OpenMP>(options->openmp));
+        host = new sh_host{HostDecoder(pool, g, std::move(known), options->channels, options->spread, rules, kernel, threads)};
+        return 0;
+    });
+    return host;
+}
+
+void sh_host_close(sh_host* host) { delete host; }
+
+int sh_host_begin(sh_host* host, const int64_t* pages, uint32_t stride, const int64_t* lengths, const int64_t* new_tokens,
+                  uint32_t rows, char* error) {
+    return guarded(error, [&] {
+        const std::string problem = host->decoder.begin(pages, stride, lengths, new_tokens, rows);
+        return problem.empty() ? 0 : fail(error, problem);
+    });
+}
+
+int sh_host_store(sh_host* host, uint32_t layer, const sh_rows* keys, const sh_rows* values, char* error) {
+    return guarded(error, [&] {
+        if (layer >= host->decoder.geometry.layers) return fail(error, "no such layer");
+        host->decoder.store(layer, rows_of(keys), rows_of(values));
+        return 0;
+    });
+}
+
+int sh_host_decode(sh_host* host, uint32_t layer, const sh_rows* query, const sh_rows* keys, const sh_rows* values,
+                   float scale, float* out, char* error) {
+    return guarded(error, [&] {
+        if (layer >= host->decoder.geometry.layers) return fail(error, "no such layer");
+        host->decoder.decode(layer, rows_of(query), rows_of(keys), rows_of(values), scale, out);
+        return 0;
+    });
+}
+
+int sh_host_summarise(sh_host* host, uint32_t layer, const int64_t* pages, const int64_t* filled, uint64_t count, char* error) {
+    return guarded(error, [&] {
+        if (layer >= host->decoder.geometry.layers) return fail(error, "no such layer");
+        const std::string problem = host->decoder.summarise(layer, pages, filled, count);
+        return problem.empty() ? 0 : fail(error, problem);
     });
 }
 

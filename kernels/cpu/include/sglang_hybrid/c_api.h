@@ -10,7 +10,7 @@
 #define SH_API extern "C" __attribute__((visibility("default")))
 
 // Counts up whenever a function or struct of this file or of mailbox.h changes.
-inline constexpr uint32_t sh_interface = 2;
+inline constexpr uint32_t sh_interface = 3;
 inline constexpr uint32_t sh_error_bytes = 256;
 
 SH_API uint32_t sh_interface_version();
@@ -80,6 +80,44 @@ SH_API uint64_t sh_client_heartbeat(const sh_client* client);
 SH_API int sh_attend_local(const char* pool, const sglang_hybrid::Geometry* geometry, const sh_lists* lists,
                            uint32_t task_blocks, uint32_t threads, const uint8_t* served, float* out, float* lse,
                            char* error);
+
+// -- decode on a host without a GPU: one thread at a time -----------------------------------------------------------------
+
+// What is known of one layer's blocks, kept up to date by sh_host_store, sh_host_decode and sh_host_summarise.
+struct sh_host_layer {
+    void* digests;            // [pages][KV head][2][head_dim], of the pool's dtype
+    void* codes;              // [pages][KV head][32][channels / 2], or null
+    const int64_t* channels;  // [KV head][channels], null without codes. Copied
+};
+struct sh_host_options {
+    uint32_t threads;
+    uint32_t budget_blocks;  // longer rows select so many blocks
+    uint32_t sink_blocks, recent_blocks;  // always selected
+    uint32_t channels;       // of a sketch, a multiple of 16; 0 without codes
+    float spread;            // of estimates without codes
+    void* openmp;            // GOMP_parallel of the process, whose threads are used then; or null
+};
+struct sh_host;
+// `pool`, digests and codes stay in use until sh_host_close.
+SH_API sh_host* sh_host_open(char* pool, const sglang_hybrid::Geometry* geometry, const sh_host_layer* layers,
+                             const sh_host_options* options, char* error);
+SH_API void sh_host_close(sh_host* host);
+// The rows of the calls that follow. pages [rows][stride] of each row's blocks, lengths [rows] with the new tokens.
+SH_API int sh_host_begin(sh_host* host, const int64_t* pages, uint32_t stride, const int64_t* lengths,
+                         const int64_t* new_tokens, uint32_t rows, char* error);
+// Rows of a tensor, `stride` bytes apart, of the pool's dtype; one row is [heads][head_dim].
+struct sh_rows {
+    const void* data;
+    uint64_t stride;
+};
+// Keys and values of all new tokens, row after row, into the pool; and what digests and codes tell of their pages.
+SH_API int sh_host_store(sh_host* host, uint32_t layer, const sh_rows* keys, const sh_rows* values, char* error);
+// The same for one new token of each row, and its attention: out [rows][KV head][group][head_dim].
+SH_API int sh_host_decode(sh_host* host, uint32_t layer, const sh_rows* query, const sh_rows* keys, const sh_rows* values,
+                          float scale, float* out, char* error);
+// Digests and codes of pages that somebody else wrote, whose first filled[i] tokens are valid.
+SH_API int sh_host_summarise(sh_host* host, uint32_t layer, const int64_t* pages, const int64_t* filled, uint64_t count,
+                             char* error);
 
 // -- worker ------------------------------------------------------------------------------------------------------------
 

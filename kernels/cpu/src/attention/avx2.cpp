@@ -1,84 +1,8 @@
-#include <immintrin.h>
-#include <stdint.h>
-
+#include "attention/avx2_lanes.h"
 #include "attention/variants.h"
 #include "attention/vector_kernel.h"
 
 namespace sglang_hybrid {
-namespace {
-
-// AVX2 with FMA and F16C
-struct Avx2Lanes {
-    using Vector = __m256;
-    static constexpr uint32_t width = 8;
-    static constexpr uint32_t logit_heads = 3;
-    static constexpr uint32_t logit_tokens = 4;
-    static constexpr uint32_t output_heads = 6;
-    static constexpr uint32_t output_pairs = 1;
-
-    static Vector zero() { return _mm256_setzero_ps(); }
-    static Vector broadcast(float value) { return _mm256_set1_ps(value); }
-    static Vector load(const float* from) { return _mm256_loadu_ps(from); }
-    static void store(float* to, Vector v) { _mm256_storeu_ps(to, v); }
-    static Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
-    static Vector sub(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
-    static Vector mul(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
-    static Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
-    static Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
-    static Vector round(Vector x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-
-    static Vector scaled_where_at_least(Vector value, Vector power, Vector x, float threshold) {
-        const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(power), 23);
-        const Vector scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(value), exponent));
-        return _mm256_and_ps(scaled, _mm256_cmp_ps(x, _mm256_set1_ps(threshold), _CMP_GE_OQ));
-    }
-
-    static float highest(Vector v) {
-        __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-        m = _mm_max_ps(m, _mm_movehl_ps(m, m));
-        return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
-    }
-
-    static float sum(Vector v) {
-        __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-        s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-        return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-    }
-
-    static void store_sums(float* to, const Vector (&v)[logit_tokens]) {
-        const Vector halves = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
-        _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
-    }
-
-    template <DType dtype>
-    static constexpr bool splits = dtype == DType::bf16;
-
-    template <DType dtype>
-    static void load_pair(const char* from, Vector& a, Vector& b) {
-        if constexpr (dtype == DType::bf16) {
-            const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-            a = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-            b = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
-        } else if constexpr (dtype == DType::fp16) {
-            a = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-            b = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 16)));
-        } else {
-            a = _mm256_loadu_ps(reinterpret_cast<const float*>(from));
-            b = _mm256_loadu_ps(reinterpret_cast<const float*>(from + 32));
-        }
-    }
-
-    static void interleave(Vector& even, Vector& odd) {
-        const Vector low = _mm256_unpacklo_ps(even, odd);
-        const Vector high = _mm256_unpackhi_ps(even, odd);
-        even = _mm256_permute2f128_ps(low, high, 0x20);
-        odd = _mm256_permute2f128_ps(low, high, 0x31);
-    }
-
-    static constexpr uint32_t weight_tokens = 1;
-};
-
-}  // namespace
 
 Kernel avx2_kernel(DType dtype, uint32_t head_dim) { return vector_kernel<Avx2Lanes>(dtype, head_dim); }
 

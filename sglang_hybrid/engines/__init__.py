@@ -1,0 +1,1 @@
+"""How attention is executed. An engine knows tensors, pages and rows; it knows nothing of SGLang."""

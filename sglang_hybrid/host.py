@@ -1,0 +1,117 @@
+"""What this machine has, found without importing torch, which takes seconds: GPUs, cores, memory, instructions."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from cpu_worker.cores import Topology, format_cpus, read_topology
+
+GIB = 1 << 30
+_NAME_BYTES = 96  # NVML's own limit for the name of a device
+# Matrix instructions for 16-bit numbers, as /proc/cpuinfo calls them. ARM's FEAT_FP16 (asimdhp) is none of them: torch
+# multiplies float16 matrices far more slowly than float32 ones with it.
+_INSTRUCTIONS = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16"}}
+
+
+@dataclass(frozen=True)
+class Host:
+    gpus: tuple[str, ...]  # names of those that torch can use from this process
+    topology: Topology  # cores that this process may use
+    memory: int  # bytes, within what the container grants
+    available: int  # bytes that are free now
+
+    @property
+    def cpus(self) -> int:
+        return len(self.topology.cpus)
+
+    def __str__(self) -> str:
+        memory = f"{self.available / GIB:.1f} of {self.memory / GIB:.1f} GiB of memory available"
+        return f"{', '.join(self.gpus) or 'no GPU'}; CPUs {format_cpus(self.topology.cpus)}; {memory}"
+
+
+def this_host() -> Host:
+    memory = psutil.virtual_memory()
+    return Host(gpu_names(), read_topology(), min(memory.total, _granted_memory() or memory.total), memory.available)
+
+
+def gpu_names() -> tuple[str, ...]:
+    """NVIDIA GPUs that torch would find: none where torch was built without CUDA or the environment hides them."""
+    return _visible(_installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")) if _torch_has_cuda() else ()
+
+
+def multiplies_fast(dtype: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this CPU has matrix instructions for ``dtype``, "bfloat16" or "float16"."""
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return False
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return bool(flags and _INSTRUCTIONS[dtype] & set(flags[1].split()))
+
+
+def _granted_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int | None:
+    """Bytes that the container may use; None: as much as the machine has."""
+    try:
+        return int(limit.read_text())
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return None
+
+
+def _torch_has_cuda() -> bool:
+    spec = importlib.util.find_spec("torch")  # looks for the package and does not import it
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        version = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return False
+    return re.search(r"^cuda\b[^=]*= *['\"]", version, re.MULTILINE) is not None
+
+
+def _installed_gpus() -> tuple[str, ...]:
+    """Names in the order of NVIDIA's management library. Unlike CUDA's, that makes no context in this process."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ()
+    if nvml.nvmlInit_v2() != 0:
+        return ()
+    try:
+        count = ctypes.c_uint()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return ()
+        return tuple(_gpu_name(nvml, index) for index in range(count.value))
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpu_name(nvml: ctypes.CDLL, index: int) -> str:
+    device, name = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_BYTES)
+    known = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) == 0
+    if known and nvml.nvmlDeviceGetName(device, name, ctypes.c_uint(_NAME_BYTES)) == 0:
+        return name.value.decode(errors="replace")
+    return f"GPU {index}"
+
+
+def _visible(names: Sequence[str], variable: str | None) -> tuple[str, ...]:
+    """Those that CUDA_VISIBLE_DEVICES leaves. As in CUDA, the first entry that does not exist ends the list."""
+    if variable is None:
+        return tuple(names)
+    chosen = []
+    for entry in variable.split(","):
+        text = entry.strip()
+        if text.isdecimal() and int(text) < len(names):
+            chosen.append(names[int(text)])
+        elif text.startswith(("GPU-", "MIG-")) and len(chosen) < len(names):  # by identity: which one does not matter
+            chosen.append(names[len(chosen)])
+        else:
+            break
+    return tuple(chosen)

@@ -1,0 +1,192 @@
+"""Settings on one host: what ``auto`` becomes there, and values that the host cannot have.
+
+A configuration file may be written for another host, so ``sglang_hybrid.config`` accepts every value that some host
+can have. The functions here are for where the host is known: ``sglang-hybrid config`` and the start of a server. They
+import neither torch nor SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cpu_worker.cores import CoresError, Placement, format_cpus, place
+from sglang_hybrid.config import ConfigError, HybridConfig
+from sglang_hybrid.gpu.settings import why_not
+from sglang_hybrid.host import GIB, Host
+from sglang_hybrid.scout.tuning import (
+    DEFAULT_BONUS,
+    DEFAULT_INTERVAL,
+    DEFAULT_MISS_SHARE,
+    hot_blocks_of,
+    score_interval_of,
+)
+
+_NO_WORKER = "unused: no worker"
+_NO_GPU = "unused: no GPU"
+
+
+# -- what auto becomes -------------------------------------------------------------------------------------------------
+
+
+def resolved(config: HybridConfig, host: Host) -> dict[str, str]:
+    """For each setting whose value leaves a choice: what is chosen on this host, in words. One rank is assumed.
+
+    Call ``check`` first: settings that the host cannot have cannot be resolved.
+    """
+    unused = None if config.policy == "scout" else f"unused by policy {config.policy}"
+    texts = {key: unused or choice(config, host) for key, choice in _CHOICES.items() if getattr(config, key) == "auto"}
+    if config.host_memory == "auto" or config.host_memory.endswith("%"):
+        texts["host_memory"] = f"{config.host_memory_bytes(host.available) / GIB:.2f} GiB"
+    return texts
+
+
+def _worker(config: HybridConfig, host: Host) -> str:
+    return "start" if host.gpus else "none (no GPU: the server's own threads compute)"
+
+
+def _has_worker(config: HybridConfig, host: Host) -> bool:
+    return config.worker not in ("auto", "none") or (config.worker == "auto" and _worker(config, host) == "start")
+
+
+def _with_profile(without: object) -> Callable[[HybridConfig, Host], str]:
+    return lambda config, _host: str(without) if config.profile == "none" else "what the profile says, by layer"
+
+
+def _digest_dtype(config: HybridConfig, host: Host) -> str:
+    if not host.gpus:
+        return "model"
+    if config.digest != "minmax" or config.sketch_channels == 0 or config.sketch_channels % 8:
+        return "model"
+    return "int8 (model, if the model's head_dim is no multiple of 32)"
+
+
+def _prediction(config: HybridConfig, _host: Host) -> str:
+    return "none (no profile)" if config.profile == "none" else "calibrated"
+
+
+def _dense(_config: HybridConfig, host: Host) -> str:
+    return "while the running requests fit the resident blocks' memory" if host.gpus else _NO_GPU
+
+
+def _cpu_share(_config: HybridConfig, host: Host) -> str:
+    return "chosen while serving, by what is missed" if host.gpus else _NO_GPU
+
+
+def _most_budget_tokens(config: HybridConfig, host: Host) -> str:
+    return f"{config.budget_tokens} (budgets do not grow)" if host.gpus else _NO_GPU
+
+
+def _score_interval(config: HybridConfig, host: Host) -> str:
+    return str(score_interval_of(config, on_gpu=_kernels_score(config, host)))
+
+
+def _hot_tokens(config: HybridConfig, host: Host) -> str:
+    if score_interval_of(config, on_gpu=_kernels_score(config, host)) == 1:
+        return "unused: all blocks are scored at every step"
+    return str(hot_blocks_of(config) * config.block_tokens)
+
+
+def _kernels_score(config: HybridConfig, host: Host) -> bool:
+    return bool(host.gpus) and why_not(config) is None
+
+
+def _threads(config: HybridConfig, host: Host) -> str:
+    return str(_placement(config, host).threads) if _has_worker(config, host) else _NO_WORKER
+
+
+def _group_threads(config: HybridConfig, host: Host) -> str:
+    return str(_placement(config, host).group_threads) if _has_worker(config, host) else _NO_WORKER
+
+
+def _cores(config: HybridConfig, host: Host) -> str:
+    if not _has_worker(config, host):
+        return _NO_WORKER
+    cores = _placement(config, host).cores
+    return format_cpus(cores) if cores else "none (threads are not bound here)"
+
+
+# Of every setting of policy scout that can be "auto"; host_memory, which every policy has, has its own line above.
+_CHOICES: dict[str, Callable[[HybridConfig, Host], str]] = {
+    "resident_tokens": lambda config, _host: str(config.budget_tokens),
+    "most_budget_tokens": _most_budget_tokens,
+    "digest_dtype": _digest_dtype,
+    "prediction": _prediction,
+    "sticky_bonus": _with_profile(DEFAULT_BONUS),
+    "miss_share": _with_profile(DEFAULT_MISS_SHARE),
+    "dense": _dense,
+    "cpu_share": _cpu_share,
+    "score_interval": _score_interval,
+    "hot_tokens": _hot_tokens,
+    "recall_interval": _with_profile(DEFAULT_INTERVAL),
+    "worker": _worker,
+    "worker_threads": _threads,
+    "worker_group_threads": _group_threads,
+    "worker_cores": _cores,
+}
+
+
+# -- what the host cannot have -----------------------------------------------------------------------------------------
+
+
+def check(config: HybridConfig, host: Host, sources: Mapping[str, str] | None = None, ranks: int = 1) -> None:
+    """Raise ConfigError, with the legal range, for every value that is impossible on this host.
+
+    ``ranks``: server processes on this host, each with a worker of its own.
+    """
+    problems = list(_problems(config, host, sources or {}, ranks))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _problems(config: HybridConfig, host: Host, sources: Mapping[str, str], ranks: int) -> list[str]:
+    def given(*keys: str) -> str:
+        return ", ".join(
+            f"{key}={getattr(config, key)!r}" + (f" ({sources[key]})" if key in sources else "") for key in keys
+        )
+
+    problems = []
+    if (asked := config.host_memory_bytes(host.available)) > host.memory:
+        problems.append(
+            f"{given('host_memory')}: asks for {asked / GIB:.2f} GiB, but this machine has only "
+            f"{host.memory / GIB:.2f} GiB of memory: must be less, or a percentage of what is available"
+        )
+    if "/" in config.worker:  # started by hand, perhaps with other cores than ours: the worker itself refuses
+        return problems
+    threads, most = config.worker_threads, host.cpus // ranks
+    if threads != "auto" and threads > most:
+        rank = f" for each of {ranks} ranks" if ranks > 1 else ""
+        problems.append(
+            f"{given('worker_threads')}: this process may use {_count(host.cpus, 'core')} "
+            f"({format_cpus(host.topology.cpus)}): must be auto, or {_up_to(max(1, most))}{rank}"
+        )
+        return problems
+    try:
+        placed = _placement(config, host)
+    except CoresError as error:
+        problems.append(f"{given('worker_cores')}: {error}")
+        return problems
+    group = config.worker_group_threads
+    if group != "auto" and group > placed.threads:
+        problems.append(
+            f"{given('worker_group_threads')}: the worker has {_count(placed.threads, 'thread')} here: must be auto, "
+            f"or {_up_to(placed.threads)}"
+        )
+    return problems
+
+
+def _placement(config: HybridConfig, host: Host) -> Placement:
+    """Raises CoresError."""
+
+    def number(value: Any) -> int:
+        return 0 if value == "auto" else int(value)
+
+    return place(host.topology, config.worker_cores, number(config.worker_threads), number(config.worker_group_threads))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _up_to(most: int) -> str:
+    return "1" if most == 1 else f"1 to {most}"

@@ -1,0 +1,275 @@
+"""Native decode on a host without a GPU, against the reference operations and plain softmax in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_oracle import causal_attention, seeded, softmax_attention
+
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.engines.cpu import CpuEngine, unsupported_reason
+from sglang_hybrid.memory.region import SharedRegion
+from sglang_hybrid.native.host import BlockSummaries
+from sglang_hybrid.native.library import NativeError
+from sglang_hybrid.native.structs import DTYPES, Geometry
+from sglang_hybrid.ops import reference
+from sglang_hybrid.policies.base import LayerCache
+
+T = 32
+CLOSE = {
+    torch.float32: {"rtol": 1e-4, "atol": 2e-5},
+    torch.float16: {"rtol": 2e-3, "atol": 2e-3},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+}
+
+
+class Rows:
+    """Requests in a pool of two layers, written and decoded by the engine alone."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        heads: int = 2,
+        group: int = 3,
+        dim: int = 64,
+        dtype: torch.dtype = torch.float32,
+        channels: int = 32,
+        seed: int = 0,
+        threads: int = 2,
+        **settings: object,
+    ) -> None:
+        random = seeded(seed)
+        self.lengths, self.dtype, self.scale = lengths, dtype, 1.2 * dim**-0.5
+
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(*size, generator=random).to(dtype)
+
+        # as a model makes them: slices of one wider projection
+        width = (group + 2) * heads * dim
+        self.projected = [normal(length, width) * 1.5 for length in lengths]
+        self.parts = (group * heads * dim, heads * dim, heads * dim)
+        self.dim = dim
+
+        counts = [-(-length // T) for length in lengths]
+        pages = sum(counts) + 2
+        order = 1 + torch.randperm(pages - 1, generator=random)
+        self.table = torch.zeros(len(lengths), max(counts), dtype=torch.int64)
+        for row, own in enumerate(order[: sum(counts)].split(counts)):
+            self.table[row, : len(own)] = own
+
+        shape = (pages, heads, T, dim)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        self.region = SharedRegion(SharedRegion.size_for(size, size, size, size))
+        self.keys = [self.region.take(shape, dtype).fill_(float("nan")) for _ in range(2)]
+        self.values = [self.region.take(shape, dtype).fill_(float("nan")) for _ in range(2)]
+        geometry = Geometry(
+            rows=len(lengths), kv_heads=heads, group=group, head_dim=dim, dtype=DTYPES[str(dtype).split(".")[1]],
+            max_blocks=64, layers=2, pages=pages, keys=0, values=self.values[0].data_ptr() - self.region.address,
+            layer_stride=self.keys[1].data_ptr() - self.keys[0].data_ptr(), pool_bytes=self.region.size,
+        )  # fmt: skip
+        self.digests = [torch.zeros(pages, heads, 2, dim, dtype=dtype) for _ in range(2)]
+        self.channels = torch.stack([torch.randperm(dim, generator=random)[:channels] for _ in range(heads)])
+        self.codes = torch.zeros(2, pages, heads, T, channels // 2, dtype=torch.uint8)
+        summaries = [
+            BlockSummaries(self.digests[layer], *((self.codes[layer], self.channels) if channels else ()))
+            for layer in range(2)
+        ]
+        self.config = HybridConfig(**{"sketch_channels": channels, **settings})  # type: ignore[arg-type]
+        self.engine = CpuEngine(self.config, self.region.address, geometry, summaries, threads)
+
+    def of(self, row: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, keys and values of a row's tokens, ``[tokens, heads, dim]``."""
+        query, keys, values = (
+            part.unflatten(1, (-1, self.dim)) for part in self.projected[row][first:last].split(self.parts, dim=1)
+        )
+        return query, keys, values
+
+    def write(self, layer: int = 1) -> None:
+        """All tokens but the last of each row, without their attention: 16-bit torch takes minutes on some CPUs."""
+        which = [row for row, length in enumerate(self.lengths) if length > 1]
+        before = torch.tensor([self.lengths[row] - 1 for row in which])
+        self.engine.kernels.begin(self.table[which], before, before)
+        parts = [self.of(row, 0, self.lengths[row] - 1) for row in which]
+        _, keys, values = (torch.cat(side) for side in zip(*parts, strict=True))
+        self.engine.kernels.store(layer, keys, values)
+
+    def prefill(self, layer: int = 1, chunks: int = 1) -> list[torch.Tensor]:
+        """All tokens but the last of each row, in some chunks. The last chunk's output of each row."""
+        out: list[torch.Tensor] = []
+        for chunk in range(chunks):
+            spans = [((n - 1) * chunk // chunks, (n - 1) * (chunk + 1) // chunks) for n in self.lengths]
+            which = [row for row, (first, last) in enumerate(spans) if first < last]
+            new = [spans[row][1] - spans[row][0] for row in which]
+            self.engine.begin_prefill(self.table[which], [spans[row][1] for row in which], new)
+            parts = [self.of(row, *spans[row]) for row in which]
+            query, keys, values = (torch.cat(side) for side in zip(*parts, strict=True))
+            cache = LayerCache(self.keys[layer], self.values[layer], self.digests[layer], layer)
+            out = list(self.engine.prefill(query, keys, values, cache, self.scale).split(new))
+        return out
+
+    def decode(self, layer: int = 1, rows: list[int] | None = None) -> torch.Tensor:
+        """The last token of each row."""
+        which = list(range(len(self.lengths))) if rows is None else rows
+        self.engine.begin_decode(self.table[which], torch.tensor([self.lengths[row] for row in which]))
+        parts = [self.of(row, self.lengths[row] - 1, self.lengths[row]) for row in which]
+        query, keys, values = (torch.cat(side) for side in zip(*parts, strict=True))
+        return self.engine.decode(layer, query, keys, values, self.scale)
+
+    def query(self) -> torch.Tensor:
+        return torch.cat([self.of(row, n - 1, n)[0] for row, n in enumerate(self.lengths)])
+
+    def by_definition(self) -> torch.Tensor:
+        rows = []
+        for row, length in enumerate(self.lengths):
+            query, keys, values = self.of(row, 0, length)
+            rows.append(softmax_attention(query[-1], keys.transpose(0, 1), values.transpose(0, 1), self.scale)[0])
+        return torch.stack(rows)
+
+    def by_selection(self, layer: int = 1) -> torch.Tensor:
+        """What the reference operations select and attend to, from the pool as it is now."""
+        lengths, query = torch.tensor(self.lengths), self.query()
+        counts = -(-lengths // T)
+        digests = self.digests[layer][self.table]
+        if self.config.sketch_channels:
+            codes = self.codes[layer][self.table]
+            logits = reference.sketch_logits(query, digests, codes, self.channels, self.scale)
+        else:
+            logits = reference.digest_logits(query, digests, self.config.digest_spread)
+        scores = reference.block_scores(logits, counts, self.scale)
+        budget = self.config.budget_tokens // T
+        chosen = reference.select_blocks(scores, counts, budget, self.config.sink_blocks, self.config.recent_blocks)
+        ids = reference.block_ids(chosen, self.table)
+        fill = reference.block_fill(chosen, lengths, T)
+        return reference.attend_blocks(query, self.keys[layer], self.values[layer], ids, fill, self.scale)[0]
+
+
+SHAPES = [
+    {"heads": 2, "group": 3, "dim": 64},
+    {"heads": 3, "group": 1, "dim": 96},
+    {"heads": 1, "group": 5, "dim": 128},
+    {"heads": 2, "group": 16, "dim": 64},
+    {"heads": 1, "group": 2, "dim": 256},
+]
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['heads']}x{s['group']}x{s['dim']}")
+def test_a_context_within_the_budget_is_attended_as_a_whole(shape, dtype):
+    rows = Rows([1, 2, 31, 32, 33, 700, 2047, 2048], **shape, dtype=dtype)
+    rows.write()
+    torch.testing.assert_close(rows.decode().double(), rows.by_definition(), **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("channels", [32, 0, 16, 64])
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['heads']}x{s['group']}x{s['dim']}")
+def test_a_longer_one_attends_to_what_the_reference_selects(shape, dtype, channels):
+    rows = Rows([200, 257, 999, 1500], **shape, dtype=dtype, channels=channels, budget_tokens=256)
+    rows.write()
+    out = rows.decode()
+    torch.testing.assert_close(out.float(), rows.by_selection(), **CLOSE[dtype])
+    assert (out.double() - rows.by_definition()).abs().max() > 10 * CLOSE[dtype]["atol"], "nothing was left out"
+
+
+def test_policy_full_selects_nothing():
+    rows = Rows([999, 1500], budget_tokens=256, policy="full")
+    rows.write()
+    torch.testing.assert_close(rows.decode().double(), rows.by_definition(), **CLOSE[torch.float32])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chunks"), [*((dtype, 0) for dtype in CLOSE), (torch.float32, 1), (torch.float32, 3)]
+)
+def test_digests_and_sketches_are_the_reference_ones_to_the_bit(dtype, chunks):
+    rows = Rows([1, 40, 64, 333], dtype=dtype, dim=128)
+    if chunks:
+        rows.prefill(chunks=chunks)
+    else:
+        rows.write()
+    rows.decode()
+    for row, length in enumerate(rows.lengths):
+        count = -(-length // T)
+        pages = rows.table[row, :count]
+        filled = (length - T * torch.arange(count)).clamp(max=T)
+        keys = rows.keys[1][pages]
+        digests = reference.minmax_digest(keys, filled)
+        torch.testing.assert_close(rows.digests[1][pages], digests, rtol=0, atol=0)
+        codes = reference.sketch_codes(keys, digests, rows.channels)
+        counted = torch.arange(T) < filled[:, None]  # behind the last token there may be anything
+        assert torch.equal(rows.codes[1][pages].transpose(1, 2)[counted], codes.transpose(1, 2)[counted])
+    assert not rows.digests[0].any(), "another layer was written"
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_prefill_is_causal_attention_over_all_tokens_so_far(chunks):
+    rows = Rows([2, 33, 300])
+    for row, out in enumerate(rows.prefill(chunks=chunks)):
+        query, keys, values = rows.of(row, 0, rows.lengths[row] - 1)
+        expected = causal_attention(query, keys.transpose(0, 1), values.transpose(0, 1), rows.scale)
+        torch.testing.assert_close(out.double(), expected[len(expected) - len(out) :], **CLOSE[torch.float32])
+
+
+@pytest.mark.parametrize("openmp", [True, False])
+def test_threads_and_company_change_no_bit(openmp, monkeypatch):
+    if not openmp:
+        monkeypatch.setattr("sglang_hybrid.native.host.gomp_parallel", lambda: None)
+    alone = Rows([900, 1500, 200], threads=1, budget_tokens=512)
+    alone.write()
+    expected = torch.cat([alone.decode(rows=[row]) for row in range(3)])
+    together = Rows([900, 1500, 200], threads=4, budget_tokens=512)
+    together.write()
+    for _ in range(20):
+        assert torch.equal(together.decode(), expected)
+
+
+def test_a_page_of_nan_is_not_selected_and_poisons_nothing():
+    rows = Rows([1500], budget_tokens=256)
+    rows.write()
+    damaged = rows.table[0, 20]
+    rows.keys[1][damaged] = float("nan")
+    rows.engine.kernels.summarise(1, damaged[None], torch.tensor([T]))
+    assert rows.decode().isfinite().all()
+
+
+def test_summaries_of_pages_that_somebody_else_wrote():
+    rows = Rows([300])
+    rows.write()
+    before = rows.digests[1].clone(), rows.codes[1].clone()
+    rows.digests[1].zero_()
+    rows.codes[1].zero_()
+    filled = torch.full((10,), T)
+    filled[-1] = 299 - 9 * T
+    rows.engine.kernels.summarise(1, rows.table[0], filled)
+    assert torch.equal(rows.digests[1], before[0])
+    assert torch.equal(rows.codes[1], before[1])
+
+
+def test_pages_and_lengths_that_cannot_be_are_refused():
+    rows = Rows([100])
+    begin = rows.engine.begin_decode
+    with pytest.raises(NativeError, match="page 1000 is not in the pool"):
+        begin(torch.tensor([[1000, 1, 2, 3]]), torch.tensor([100]))
+    with pytest.raises(NativeError, match="page -1 is not in the pool"):
+        begin(torch.tensor([[1, 2, 3, -1]]), torch.tensor([100]))
+    with pytest.raises(NativeError, match="more tokens than pages"):
+        begin(torch.tensor([[1, 2, 3]]), torch.tensor([100]))
+    with pytest.raises(NativeError, match="1 to 32"):
+        rows.engine.kernels.summarise(0, torch.tensor([1]), torch.tensor([33]))
+    with pytest.raises(NativeError, match="no such layer"):
+        rows.decode(layer=2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("prediction", "raw"),
+        ("resident_tokens", 0),
+        ("worker", "start"),
+        ("sketch_channels", 24),
+        ("selection", "layer"),
+    ],
+)
+def test_settings_that_describe_a_gpu_are_left_to_torch(setting, value):
+    assert unsupported_reason(HybridConfig(), 64) is None
+    assert str(value) in str(unsupported_reason(HybridConfig(**{setting: value}), 64))
+    assert unsupported_reason(HybridConfig(**{setting: value, "policy": "full"}), 64) is None

@@ -1,0 +1,169 @@
+"""What ``auto`` becomes on a host, and which values a host cannot have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cpu_worker.cores import Core, Topology
+from sglang_hybrid import host
+from sglang_hybrid.config import ConfigError, HybridConfig, describe, load_config
+from sglang_hybrid.host import GIB, Host
+from sglang_hybrid.host_settings import check, resolved
+
+TWO_CORES = Topology((Core((0,)), Core((1,))))
+LAPTOP = Host((), TWO_CORES, memory=16 * GIB, available=10 * GIB)
+SIXTEEN_CORES = Topology(tuple(Core((cpu,)) for cpu in range(16)))
+GPU_SERVER = Host(("NVIDIA H200",), SIXTEEN_CORES, memory=256 * GIB, available=200 * GIB)
+
+
+def problem_of(where: Host, *overrides: str, ranks: int = 1) -> str:
+    config = load_config(None, list(overrides))
+    with pytest.raises(ConfigError) as caught:
+        check(config, where, dict.fromkeys(msgspec.structs.asdict(config), "override"), ranks)
+    (problem,) = caught.value.problems
+    return problem
+
+
+# -- auto --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_setting_that_is_auto_is_resolved() -> None:
+    config = HybridConfig()
+    open_choices = {key for key, value in msgspec.structs.asdict(config).items() if value == "auto"}
+    for where in (LAPTOP, GPU_SERVER):
+        assert open_choices == resolved(config, where).keys()
+
+
+def test_a_host_without_a_gpu_scores_at_every_step_and_leaves_gpu_settings_unused() -> None:
+    here = resolved(HybridConfig(), LAPTOP)
+    assert here["score_interval"] == "1"
+    assert here["digest_dtype"] == "model"
+    assert here["cpu_share"] == here["dense"] == here["most_budget_tokens"] == "unused: no GPU"
+    assert here["host_memory"] == "7.00 GiB"  # 70 % of what is available
+    assert (here["sticky_bonus"], here["recall_interval"], here["miss_share"]) == ("1.0", "8", "0.001")
+
+
+def test_a_gpu_host_gets_the_kernels_values_unless_settings_exclude_the_kernels() -> None:
+    here = resolved(load_config(None, ["budget_tokens=1024"]), GPU_SERVER)
+    assert (here["score_interval"], here["hot_tokens"], here["resident_tokens"]) == ("4", "4096", "1024")
+    assert here["digest_dtype"].startswith("int8")
+    plain = resolved(load_config(None, ["attend=selected"]), GPU_SERVER)
+    assert plain["score_interval"] == "1"
+
+
+def test_the_workers_threads_and_cores_are_those_it_would_start_with() -> None:
+    here = resolved(load_config(None, ["worker=start"]), GPU_SERVER)
+    assert (here["worker_threads"], here["worker_group_threads"], here["worker_cores"]) == ("12", "4", "1-12")
+    without = resolved(load_config(None, ["worker=none"]), GPU_SERVER)
+    assert without["worker_threads"] == without["worker_cores"] == "unused: no worker"
+
+
+def test_what_a_profile_decides_is_left_to_the_profile() -> None:
+    here = resolved(load_config(None, ["profile=/some/file"]), LAPTOP)
+    assert here["prediction"] == "calibrated"
+    assert here["recall_interval"] == here["miss_share"] == here["sticky_bonus"] == "what the profile says, by layer"
+
+
+def test_full_attention_uses_none_of_the_choices_but_memory() -> None:
+    here = resolved(load_config(None, ["policy=full"]), GPU_SERVER)
+    assert here.pop("host_memory") == "140.00 GiB"
+    assert set(here.values()) == {"unused by policy full"}
+
+
+def test_a_percentage_is_resolved_and_a_size_needs_no_resolution() -> None:
+    assert resolved(load_config(None, ["host_memory=50%"]), LAPTOP)["host_memory"] == "5.00 GiB"
+    assert "host_memory" not in resolved(load_config(None, ["host_memory=4GiB"]), LAPTOP)
+
+
+def test_the_printed_settings_show_both_values_and_load_again(tmp_path: Path) -> None:
+    config = load_config(None, ["worker=start"])
+    text = describe(config, dict.fromkeys(msgspec.structs.asdict(config), "default"), resolved(config, LAPTOP))
+    assert "worker_threads: auto  # auto -> 1; default\n" in text
+    file = tmp_path / "printed.yaml"
+    file.write_text(text)
+    assert load_config(file, []) == config
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_more_threads_than_cores_are_refused_with_the_legal_range() -> None:
+    assert problem_of(LAPTOP, "worker_threads=99") == (
+        "worker_threads=99 (override): this process may use 2 cores (0-1): must be auto, or 1 to 2"
+    )
+    check(load_config(None, ["worker_threads=2"]), LAPTOP)
+
+
+def test_ranks_of_one_host_share_its_cores() -> None:
+    check(load_config(None, ["worker_threads=8"]), GPU_SERVER, ranks=2)
+    assert "must be auto, or 1 to 8 for each of 2 ranks" in problem_of(GPU_SERVER, "worker_threads=9", ranks=2)
+
+
+def test_cores_that_do_not_exist_are_refused_with_those_that_do() -> None:
+    assert "2-7 cannot be used by this process, which may run on 0-1" in problem_of(LAPTOP, "worker_cores=0-7")
+    assert "list such as" in problem_of(LAPTOP, "worker_cores=first")
+
+
+def test_groups_larger_than_the_worker_are_refused() -> None:
+    assert "the worker has 1 thread here: must be auto, or 1" in problem_of(LAPTOP, "worker_group_threads=4")
+    with pytest.raises(ConfigError, match=r"1 to worker_threads \(2\)"):  # on any host
+        load_config(None, ["worker_group_threads=4", "worker_threads=2"])
+
+
+def test_more_memory_than_the_machine_has_is_refused_with_what_it_has() -> None:
+    assert "has only 16.00 GiB of memory: must be less" in problem_of(LAPTOP, "host_memory=40GiB")
+    check(load_config(None, ["host_memory=12GiB"]), LAPTOP)  # not free now, but perhaps when the server starts
+
+
+def test_a_worker_started_by_hand_may_have_other_cores_than_this_process() -> None:
+    check(load_config(None, ["worker=/run/w", "worker_threads=12", "worker_cores=2-13"]), LAPTOP)
+
+
+def test_a_file_for_another_host_can_be_read_here() -> None:
+    assert load_config(None, ["worker_threads=512", "worker_cores=0-511"]).worker_threads == 512
+
+
+# -- the host ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variable", "left"),
+    [
+        (None, ("A", "B")),
+        ("", ()),
+        ("-1", ()),
+        ("1", ("B",)),
+        ("1,0", ("B", "A")),
+        ("0,7,1", ("A",)),
+        ("GPU-3f", ("A",)),
+    ],
+)
+def test_the_environment_hides_gpus_as_cuda_does(variable: str | None, left: tuple[str, ...]) -> None:
+    assert host._visible(["A", "B"], variable) == left
+
+
+def test_the_gpus_found_without_torch_are_as_many_as_torch_finds() -> None:
+    import torch
+
+    assert len(host.gpu_names()) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "bfloat16", "float16"),
+    [
+        ("flags\t\t: fpu avx2 avx512_bf16 amx_bf16 amx_tile", True, False),
+        ("flags : avx2 avx512_fp16", False, True),
+        ("Features\t: fp asimd fphp asimdhp", False, False),
+        ("Features : fp asimd i8mm bf16", True, False),
+        ("", False, False),
+    ],
+)
+def test_matrix_instructions_are_read_from_the_cpus_flags(
+    tmp_path: Path, line: str, bfloat16: bool, float16: bool
+) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor : 0\n{line}\n")
+    assert (host.multiplies_fast("bfloat16", file), host.multiplies_fast("float16", file)) == (bfloat16, float16)
