@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_hybrid import events
-from sglang_hybrid.commands.arguments import MODEL_FLAGS, given
+from sglang_hybrid.commands.arguments import Refused
+from sglang_hybrid.commands.defaults import with_defaults
 from sglang_hybrid.commands.ports import listener
-from sglang_hybrid.integration import BACKEND_NAME
 
 REFUSED = 2  # exit status
 
@@ -42,46 +42,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         server_args = _parse(with_defaults(arguments))
         _tell_when_ready(server_args)
         run_server(server_args)
-    except (ConfigError, Refusal, CapacityError) as error:
+    except (ConfigError, Refusal, CapacityError, Refused) as error:
         events.refused(str(error))
         print(f"sglang-hybrid: {error}", file=sys.stderr)
         sys.exit(REFUSED)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
-
-
-def with_defaults(arguments: Sequence[str]) -> list[str]:
-    """The arguments, completed. A device that exists and its dtype come from ``integration.server_args``."""
-    completed = list(arguments)
-    if not given(completed, "--attention-backend"):
-        completed += ["--attention-backend", BACKEND_NAME]
-    if not given(completed, *MODEL_FLAGS, "-h", "--help"):
-        completed += default_model()
-    if _has_gpu():
-        return completed
-    if not given(completed, "--sleep-on-idle"):
-        completed += ["--sleep-on-idle"]  # an idle scheduler would take a core
-    if not given(completed, "--watchdog-timeout"):
-        # a chunk of a long prompt takes minutes on cores that others use too; after 300 s SGLang takes itself for stuck
-        completed += ["--watchdog-timeout", "1800"]
-    return completed
-
-
-def default_model() -> list[str]:
-    """Flags for the default model, which is converted on the first call. Ends the process where there is none."""
-    from sglang_hybrid.default_model import DefaultModelError, prepare_default_model
-
-    try:
-        model = prepare_default_model(report=lambda line: print(line, file=sys.stderr, flush=True))
-    except DefaultModelError as error:
-        sys.exit(f"sglang-hybrid: {error}")
-    return ["--model-path", str(model), "--served-model-name", model.name]
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _parse(arguments: Sequence[str]) -> Any:

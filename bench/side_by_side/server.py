@@ -38,7 +38,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.log, self.trace_directory = log, trace_directory
         settings = [word for setting in configuration.settings for word in ("--hybrid", setting)]
-        program = "sglang_hybrid.launch_server" if configuration.is_hybrid else "sglang.launch_server"
+        program = "sglang_hybrid.server" if configuration.is_hybrid else "sglang.launch_server"
         self.command = [
             sys.executable, "-m", program, "--attention-backend", configuration.backend, *settings,
             "--port", str(port), *flags,

@@ -1,9 +1,9 @@
-"""The commands of ``sglang-hybrid`` and what they are made of.
+"""The commands of ``sglang-hybrid``, imported when a command runs (see ``sglang_hybrid.cli``), and their parts.
 
+    bench, check, config    commands of one file
     serve            the launcher: checks, starts the server as a child process, shows what it does, ends it
-    bench            `sglang-hybrid bench`: this host's CPU worker, and SGLang's benchmarks
-    check config     the commands of these names
     arguments        what launchers read of a command line that is SGLang's
+    defaults         what a server's command line leaves out
     preflight        refusals that need neither torch nor SGLang
     ports            whether a server can listen at a port, and who does
     model_files      what a model's config.json says
@@ -15,6 +15,5 @@
     foreground       Ctrl-C under make
     interrupts       signals that ask a launcher to end
 
-A command's module is imported when the command runs. Nothing here imports torch or SGLang at import: a launcher
-answers within a second.
+Nothing here imports torch or SGLang: a launcher answers within a second.
 """

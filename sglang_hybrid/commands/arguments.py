@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import yaml  # type: ignore[import-untyped,unused-ignore]
 
+from sglang_hybrid.config_flags import add_config_flags
 from sglang_hybrid.integration import BACKEND_NAME
 
 MODEL_FLAGS = ("--model-path", "--model", "--config")
@@ -34,6 +35,7 @@ class ServerArguments:
     context_length: int | None
     attention_backend: str
     overrides_model: bool  # --json-model-override-args: the model's config.json does not tell everything
+    ranks: int  # on this host
     hybrid: tuple[str, ...]
     hybrid_config: Path | None
 
@@ -51,6 +53,13 @@ def given(arguments: Sequence[str], *flags: str) -> bool:
     return any(argument.split("=", 1)[0] in flags for argument in arguments)
 
 
+def value_of(arguments: Sequence[str], flag: str) -> str | None:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, dest="value")
+    value: str | None = parser.parse_known_args(arguments)[0].value
+    return value
+
+
 def read(arguments: Sequence[str]) -> ServerArguments:
     """Raises Refused for a value that cannot be what the flag wants."""
     parser = _Parser(add_help=False, allow_abbrev=False)
@@ -61,8 +70,9 @@ def read(arguments: Sequence[str]) -> ServerArguments:
     parser.add_argument("--context-length", type=int)
     parser.add_argument("--attention-backend", default=BACKEND_NAME)
     parser.add_argument("--json-model-override-args")
-    parser.add_argument("--hybrid", action="append", default=[])
-    parser.add_argument("--hybrid-config", type=Path)
+    parser.add_argument("--tensor-parallel-size", "--tp-size", "--tp", type=int, default=1)
+    parser.add_argument("--nnodes", type=int, default=1)
+    add_config_flags(parser)
     found, _others = parser.parse_known_args([*_of_config_file(arguments), *arguments])
     return ServerArguments(
         model_path=found.model_path,
@@ -72,8 +82,9 @@ def read(arguments: Sequence[str]) -> ServerArguments:
         context_length=found.context_length,
         attention_backend=found.attention_backend,
         overrides_model=found.json_model_override_args is not None,
+        ranks=max(1, found.tensor_parallel_size // max(1, found.nnodes)),
         hybrid=tuple(found.hybrid),
-        hybrid_config=found.hybrid_config,
+        hybrid_config=Path(found.hybrid_config) if found.hybrid_config else None,
     )
 
 

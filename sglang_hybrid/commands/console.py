@@ -68,7 +68,7 @@ class Progress:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._prefill: events.Prefill | None = None
-        self._printed = 0.0
+        self._printed: float | None = None  # when the last line was, or the work began; None: nothing runs
 
     def show(self, event: events.AnyEvent) -> None:
         now = time.monotonic()
@@ -83,12 +83,14 @@ class Progress:
                 self._tell(decode_line(event), now)
             case events.Idle():
                 self._prefill = None
-                self._printed = now
+                self._printed = None
                 self._console.status("")
 
     def _tell(self, line: str, now: float) -> None:
         if self._console.is_terminal:
             self._console.status(line)
+        elif self._printed is None:
+            self._printed = now
         elif now - self._printed >= _LINE_SECONDS:
             self._printed = now
             self._console.say(line)

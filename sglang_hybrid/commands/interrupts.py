@@ -25,8 +25,9 @@ class Interrupts:
         self._watched = False
         self.came = False
         for number in _ASKED:
-            # what a shell starts in the background ignores Ctrl-C
-            if signal.getsignal(number) != signal.SIG_IGN:
+            # nohup asks to ignore the end of the terminal; a server that a script started in the background ends with
+            # the script's Ctrl-C all the same, as other servers do
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._take)
 
     def watch(self) -> None:

@@ -6,43 +6,41 @@ What only SGLang can find out ends the same way later, with one sentence.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-
-import psutil
 
 from sglang_hybrid import env, host_settings
 from sglang_hybrid.commands import model_files
 from sglang_hybrid.commands.arguments import Refused, ServerArguments
 from sglang_hybrid.commands.ports import check_port
-from sglang_hybrid.config import ConfigError, HybridConfig, load_config
-from sglang_hybrid.host import this_host
+from sglang_hybrid.config import ConfigError, HybridConfig, load_with_sources
+from sglang_hybrid.host import GIB, this_host
 from sglang_hybrid.scout.profile_facts import ProfileError, mismatches, read_facts
 
-GIB = 1 << 30
 _ALLOW_LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 
 
 def check(arguments: ServerArguments) -> HybridConfig | None:
     """The settings of the backend, None with another one. Raises Refused."""
-    config = check_settings(arguments.hybrid_config, arguments.hybrid) if arguments.is_hybrid else None
+    config = check_settings(arguments.hybrid_config, arguments.hybrid, arguments.ranks) if arguments.is_hybrid else None
     check_port(arguments.host, arguments.port)
     if arguments.model_path is not None:
         check_model(arguments, config)
     return config
 
 
-def check_settings(file: Path | None, overrides: tuple[str, ...]) -> HybridConfig:
+def check_settings(file: Path | None, overrides: Sequence[str], ranks: int = 1) -> HybridConfig:
     """The settings that file, flags and environment give together. Raises Refused."""
     try:
-        config = load_config(file or env.CONFIG.get(), [*env.SET.get(), *overrides])
-        host_settings.check(config, this_host())
+        config, sources = load_with_sources(file or env.CONFIG.get(), [*env.SET.get(), *overrides])
+        host = this_host()
+        host_settings.check(config, host, sources, ranks)
     except ConfigError as error:
         raise Refused(str(error)) from error
-    available = psutil.virtual_memory().available
-    if (asked := config.host_memory_bytes(available)) > available:
+    if (asked := config.host_memory_bytes(host.available)) > host.available:
         raise Refused(
-            f"host_memory={config.host_memory} asks for {asked / GIB:.2f} GiB, but only {available / GIB:.2f} GiB of "
-            "host memory are available: lower host_memory or free memory"
+            f"host_memory={config.host_memory} asks for {asked / GIB:.2f} GiB, but only {host.available / GIB:.2f} GiB "
+            "of host memory are available: lower host_memory or free memory"
         )
     return config
 

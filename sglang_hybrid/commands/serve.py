@@ -12,9 +12,10 @@ from pathlib import Path
 
 from sglang_hybrid import __version__, events
 from sglang_hybrid.commands import arguments, preflight
-from sglang_hybrid.commands.arguments import MODEL_FLAGS, Refused, ServerArguments, given
+from sglang_hybrid.commands.arguments import Refused, ServerArguments, given
 from sglang_hybrid.commands.child_process import ChildProcess
 from sglang_hybrid.commands.console import Console, Facts, Progress, announce, complain, last_words
+from sglang_hybrid.commands.defaults import with_defaults
 from sglang_hybrid.commands.foreground import own_foreground_group
 from sglang_hybrid.commands.interrupts import Interrupted, Interrupts
 from sglang_hybrid.commands.ports import check_port
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     interrupts = Interrupts()
     try:
         options, flags = _parser().parse_known_args(argv)
-        flags = with_model(flags)
+        flags = with_defaults(flags)
         asked = arguments.read(flags)
         config = preflight.check(asked)
         _check_log_file(options.log_file)
@@ -47,20 +48,6 @@ def main(argv: Sequence[str]) -> int:
         return REFUSED
     interrupts.watch()
     return _serve(flags, asked, config, options, interrupts)
-
-
-def with_model(flags: Sequence[str]) -> list[str]:
-    """The flags, with the default model where none is named. Raises Refused."""
-    from sglang_hybrid.default_model import DefaultModelError, prepare_default_model
-
-    if given(flags, *MODEL_FLAGS):
-        return list(flags)
-    try:
-        model = prepare_default_model(report=lambda line: print(line, file=sys.stderr, flush=True))
-    except DefaultModelError as error:
-        raise Refused(str(error)) from error
-    name = [] if given(flags, "--served-model-name") else ["--served-model-name", model.name]
-    return [*flags, "--model-path", str(model), *name]
 
 
 def _check_log_file(path: Path | None) -> None:

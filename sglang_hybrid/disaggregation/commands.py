@@ -72,7 +72,7 @@ def prefill(ports: Ports, flags: Flags, page_tokens: int, gpu: bool) -> list[str
 
 def decode(ports: Ports, flags: Flags, gpu: bool) -> list[str]:
     return [
-        *_server("sglang_hybrid.launch_server", "decode", ports.decode, gpu),
+        *_server("sglang_hybrid.server", "decode", ports.decode, gpu),
         "--attention-backend", BACKEND_NAME,
         *flags.both, *flags.decode,
     ]  # fmt: skip

@@ -3,45 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
-_PR_SET_PDEATHSIG = 1
+from sglang_hybrid.commands.child_process import ChildProcess
+
 _STOP_SECONDS = 6  # SGLang's disaggregated instances wait 20 s for schedulers that do not end by themselves
 
 
-class Ended(RuntimeError):
-    """A process that should serve is gone. The message has the end of its log."""
-
-
-class Member:
-    """One process in a session of its own, so that Ctrl-C reaches us and not it, and we can end all it started."""
-
-    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        self.name = name
-        self.log = log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-                start_new_session=True,
-                preexec_fn=_end_with_parent,
-            )
-
-    def check(self) -> None:
-        """Raises Ended if it is gone."""
-        if (status := self.process.poll()) is not None:
-            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
-            raise Ended(f"{self.name} ended with status {status}. The end of {self.log}:\n{tail}")
+class Member(ChildProcess):
+    """A child process that can be asked to end, and is killed with its whole session if it does not."""
 
     def ask_to_end(self) -> None:
         if self.process.poll() is None:
@@ -65,7 +41,7 @@ def end_all(members: Sequence[Member]) -> None:
         member.end(deadline)
 
 
-def wait_until(members: Sequence[Member], ready: Callable[[], bool], seconds: float, what: str) -> None:
+def wait_until(members: Sequence[ChildProcess], ready: Callable[[], bool], seconds: float, what: str) -> None:
     """Raises Ended when one of ``members`` is gone, TimeoutError after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not ready():
@@ -87,8 +63,3 @@ def get(url: str) -> bytes | None:
 
 def answers(url: str) -> bool:
     return get(url) is not None
-
-
-def _end_with_parent() -> None:
-    # a killed parent leaves nothing behind
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

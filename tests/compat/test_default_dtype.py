@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_hybrid.commands.defaults import with_defaults
 from sglang_hybrid.disaggregation import commands
 from sglang_hybrid.integration import server_args
 from sglang_hybrid.integration.session_flags import add_model_flags, session_flags
-from sglang_hybrid.server import with_defaults
 
 from test_server_args import LLAMA, write_model  # isort: skip
 

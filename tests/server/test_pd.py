@@ -30,7 +30,7 @@ def disaggregated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         log=logs / "pd.log",
     )  # fmt: skip
     with command as running:
-        running.wait_for_log("sglang-hybrid is serving at")
+        running.wait_for_log("sglang-hybrid is serving")
         yield running
 
 

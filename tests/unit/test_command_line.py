@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hybrid import cli, server
-from sglang_hybrid.commands import bench
+from sglang_hybrid import cli
+from sglang_hybrid.commands import bench, defaults
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +21,8 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def default_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_hybrid.default_model.prepare_default_model", lambda report: Path("/models/Small"))
-    monkeypatch.setattr(server, "_has_gpu", lambda: True)  # what a host without one gets has a test of its own
+    monkeypatch.setattr(defaults, "_default_model", lambda: Path("/models/Small"))
+    monkeypatch.setattr(defaults, "gpu_names", lambda: ("NVIDIA H200",))
 
 
 def test_config_prints_effective_values_and_their_sources(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -94,22 +94,26 @@ def test_every_command_has_a_module_with_a_main_function() -> None:
 
 
 def test_serve_fills_in_the_backend_and_the_default_model(default_model: None) -> None:
-    assert server.with_defaults(["--port", "8000"]) == [
+    assert defaults.with_defaults(["--port", "8000"]) == [
         "--port", "8000", "--attention-backend", "hybrid", "--model-path", "/models/Small",
         "--served-model-name", "Small",
     ]  # fmt: skip
 
 
-def test_a_server_without_a_gpu_rests_when_idle_and_is_patient(default_model: None, monkeypatch) -> None:
-    monkeypatch.setattr(server, "_has_gpu", lambda: False)
-    assert server.with_defaults(["--model-path=X", "--attention-backend=hybrid"])[2:] == [
-        "--sleep-on-idle", "--watchdog-timeout", "1800",
-    ]  # fmt: skip
+def test_a_server_without_a_gpu_sleeps_when_idle_and_is_patient(
+    default_model: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added = ["--attention-backend", "hybrid", "--sleep-on-idle", "--watchdog-timeout", "1800"]
+    assert defaults.with_defaults(["--model=X", "--device", "cpu"])[3:] == added
+    monkeypatch.setattr(defaults, "gpu_names", tuple)
+    assert defaults.with_defaults(["--model=X"])[1:] == added
+    given = ["--model=X", "--attention-backend=hybrid", "--sleep-on-idle", "--watchdog-timeout=300"]
+    assert defaults.with_defaults(given) == given
 
 
 def test_what_is_given_is_kept(default_model: None) -> None:
-    given = ["--model-path=X", "--dtype", "bfloat16", "--device=cpu", "--attention-backend", "torch_native"]
-    assert server.with_defaults(given) == given
+    given = ["--model-path=X", "--dtype", "bfloat16", "--device=cuda", "--attention-backend", "torch_native"]
+    assert defaults.with_defaults(given) == given
 
 
 def test_sglangs_benchmarks_get_the_backend_and_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,5 +126,5 @@ def test_sglangs_benchmarks_get_the_backend_and_the_default_model(monkeypatch: p
 
 
 def test_asking_for_help_prepares_no_model(default_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "default_model", lambda: pytest.fail("a model was prepared"))
-    assert "--help" in server.with_defaults(["--help"])
+    monkeypatch.setattr(defaults, "_default_model", lambda: pytest.fail("a model was prepared"))
+    assert "--help" in defaults.with_defaults(["--help"])

@@ -57,6 +57,8 @@ def run() -> None:
     # Seen on two cores that other programs kept busy (load 4 to 6), one run each: 40 decode steps of four rows in 74 s,
     # and in 9 s like this.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # oneDNN would leave a /tmp/perf-PID.map behind for every process that multiplied matrices
+    os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
     if not any(isinstance(finder, _KernelFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TorchvisionFinder())
         sys.meta_path.append(_KernelFinder())
