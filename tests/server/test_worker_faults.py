@@ -37,7 +37,7 @@ from sglang_hybrid.transport.messages import Health, Plan, Stats, encode
 PROFILE = Path(__file__).parents[2] / "configs/profiles/SmolLM2-135M-Instruct-2048.safetensors"
 LONGEST_PAUSE = 2.0
 NEW_TOKENS = 28
-PROMPTS = (1000, 850, 700, 550)  # tokens; beyond the sink and the tail all of it is the worker's
+PROMPTS = (500, 400, 350, 300)  # tokens; beyond the sink and the tail all of it is the worker's
 # the server gets small file systems of its own for what other programs could fill up
 OWN_FILE_SYSTEMS = """
 mount -t tmpfs -o size=64m,nr_inodes=1k tmpfs /dev/shm &&
@@ -109,7 +109,8 @@ class Faulty:
 def faulty(model: Path, english: list[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
     log = tmp_path_factory.mktemp("faults") / "server.log"
     flags = (
-        "--hybrid", "host_memory=1GiB", "--hybrid", "budget_tokens=2048", "--hybrid", "recent_blocks=0",
+        "--hybrid", "worker=start", "--hybrid", "host_memory=1GiB", "--hybrid", "budget_tokens=2048",
+        "--hybrid", "recent_blocks=0",
         # all of it, one layer ahead by calibrated prediction: two posts are on their way at a time
         "--hybrid", "resident_tokens=0", "--hybrid", f"profile={PROFILE}", "--hybrid", "miss_share=0",
         "--hybrid", "worker_restart_seconds=0.3", "--enable-metrics", "--max-total-tokens", "8192",
