@@ -1,4 +1,4 @@
-"""What several test files use and is made once, also where two processes run the tests: servers, answers, builds.
+"""What several test files use and is made once, also where two processes run the tests: servers, answers.
 
 Who wants a thing first makes it and notes it in the folder that ``SGLANG_HYBRID_TEST_SHARED`` names; others wait for it
 and read the note. The process that began the test run removes the folder and ends the servers (``conftest.py``).
@@ -52,16 +52,6 @@ def answered(name: str, ask: Callable[[], Any]) -> Any:
         if not note.exists():
             note.write_text(json.dumps(ask()))
         return json.loads(note.read_text())
-
-
-def built(name: str, build: Callable[[Path], Path]) -> Path:
-    """The file that ``build`` made in an empty folder of its own."""
-    where, note = _folder() / name, _folder() / f"{name}.built"
-    with _locked(name):
-        if not note.exists():
-            where.mkdir(exist_ok=True)
-            note.write_text(str(build(where)))
-        return Path(note.read_text())
 
 
 def end_servers(folder: Path) -> None:
