@@ -1,7 +1,9 @@
 # make serve        install what is missing and serve the default model (ARGS="..." adds any SGLang flag)
 # make pd           install what is missing and serve it disaggregated: prefill, decode and router on this machine
-# make test         install what is missing, then lint, types and all tests
+# make test         install what is missing, then lint, types and the tests that CI runs
 # make test-fast    the same without the tests that start servers
+# make test-full    the same with long prompts, more settings and all CUDA architectures
+# make test-gpu     what needs a GPU
 # make test-compat  the hook self-test against the oldest and the newest SGLang we know, each in its own venv
 # make clean        remove what this checkout made: .venv, build, caches of tools
 # make clean-cache  remove what is kept for all checkouts: the converted default model, compiled kernels
@@ -15,14 +17,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 COMPAT_VERSIONS := 0.5.17 0.5.20
 
-# Two processes run the tests that may run at the same time: most of them wait for one thread of another program. Each
-# gets half of the cores; a GPU would be too small for both.
+# Two processes share the tests that may run at the same time: most of them wait for one thread of another program. Each
+# gets half of the cores; a GPU would be too small for both. tests/conftest.py says which tests stay together.
 PROCESSES ?= $(if $(shell command -v nvidia-smi),0,2)
+PYTEST := $(BIN)/python -m pytest --durations=10
 TOGETHER := $(if $(filter 2,$(PROCESSES)),OMP_NUM_THREADS=$(shell expr \( $$(nproc) + 1 \) / 2)) \
-	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
-ALONE := $(BIN)/python -m pytest
+	$(PYTEST) -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: serve pd test test-fast test-compat lint types install clean clean-cache help
+.PHONY: serve pd test test-fast test-full test-gpu test-compat lint types install clean clean-cache help
 .DEFAULT_GOAL := help
 
 help:
@@ -41,11 +43,18 @@ pd: install
 	@$(BIN)/sglang-hybrid pd --hybrid host_memory=2GiB --max-running-requests 16 $(ARGS)
 
 test: lint types
-	$(TOGETHER) -m "not alone"
-	$(ALONE) -m alone
+	$(TOGETHER) -m "not gpu and not full and not alone"
+	$(PYTEST) -m "not gpu and not full and alone"
 
 test-fast: lint types
-	$(TOGETHER) -m "not alone and not server"
+	$(TOGETHER) -m "not gpu and not full and not alone and not server"
+
+test-full: lint types
+	$(TOGETHER) -m "not gpu and not alone"
+	$(PYTEST) -m "not gpu and alone"
+
+test-gpu: install
+	$(PYTEST) -m gpu
 
 lint: install
 	$(BIN)/ruff check .

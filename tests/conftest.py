@@ -1,20 +1,48 @@
-"""Which tests run at the same time: ``make test`` has two processes, file by file, for all that are not ``alone``."""
+"""Which tests run at the same time, and in which order.
+
+``make test`` has two processes for all tests that are not ``alone``. Tests of one group run in one process, one after
+the other: those of a file, unless they say another group. Servers that several files use are started once for both
+processes (``made_once.py``) and end with the test run.
+"""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
+import made_once
 import pytest
 
-# they measure time, look at everything that runs on the machine, or want the worker to be in time for every row
-ALONE = ("test_exactness", "test_lifecycle", "test_worker_faults")
+# they measure time, or look at everything that runs on the machine
+ALONE = ("test_lifecycle", "test_worker_faults")
 # minutes each: first, so that at the end both processes have something to do (and --no-loadscope-reorder keeps it so)
-LONG = ("test_pd", "test_cuda_emulated", "test_pd_faults", "test_cuda_build", "test_budget")
+LONG = ("test_exactness", "test_pd", "test_pd_faults", "test_cuda_build", "test_switches", "test_cuda_emulated")
+# every test on its own: what they share is built once for all processes
+SPREAD = ("test_cuda_emulated",)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     server = Path(__file__).with_name("server")
     for item in items:
         if item.path.parent == server and item.path.stem in ALONE:
             item.add_marker(pytest.mark.alone)
+        if item.path.stem not in SPREAD and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the process that began the run, whose environment the others get
+        config.stash[_SHARED] = tempfile.TemporaryDirectory(prefix="sglang-hybrid-tests-")
+        os.environ[made_once.FOLDER] = config.stash[_SHARED].name
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if shared := config.stash.get(_SHARED, None):
+        made_once.end_servers(Path(shared.name))
+        shared.cleanup()
+
+
+_SHARED = pytest.StashKey[tempfile.TemporaryDirectory[str]]()

@@ -1,11 +1,12 @@
 """Queries read off the real layers of tiny random models: the predictor's formula is the model's own.
 
-SGLang can be started once per process, so each architecture runs this file as a program of its own.
+SGLang can be started once per process, so this file is a program too, with a process for each architecture.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -82,16 +83,23 @@ def write_model(directory: Path, architecture: str) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the program at the end of this file found out about one architecture."""
-    directory = tmp_path_factory.mktemp(request.param)
-    write_model(directory, request.param)
-    done = subprocess.run(
-        [sys.executable, __file__, str(directory)], capture_output=True, text=True, check=False, timeout=120
-    )
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the program at the end of this file found out about each architecture."""
+    directories = []
+    for architecture in ARCHITECTURES:
+        directories.append(tmp_path_factory.mktemp(architecture))
+        write_model(directories[-1], architecture)
+    command = [sys.executable, __file__, *map(str, directories)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1]) | {"architecture": request.param}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return dict(zip(ARCHITECTURES, map(json.loads, lines), strict=True))
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def found(request: pytest.FixtureRequest, reports: dict[str, Any]) -> dict[str, Any]:
+    return reports[request.param] | {"architecture": request.param}
 
 
 def test_the_predictor_on_a_layers_own_input_is_the_query_that_reaches_attention(found: dict[str, Any]) -> None:
@@ -254,16 +262,30 @@ def test_another_norm_or_another_rotation_is_refused_with_its_class() -> None:
     assert refusal(none) == "layer 5's rotary embedding is a Identity"
 
 
-# The program: one architecture
+# The program: one architecture after the other
 
 
-def main(directory: str) -> None:
+def main(directories: list[str]) -> None:
+    """A process for each, which finds SGLang imported: that takes longest."""
+    import sglang_hybrid.integration.model_session  # noqa: F401
+
+    torch.set_num_threads(1)
+    for directory in directories:
+        child = os.fork()
+        if not child:
+            report(directory)
+            sys.stdout.flush()
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"{directory} failed")
+
+
+def report(directory: str) -> None:
     from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.integration.model_session import ModelSession, Prefilled
     from sglang_hybrid.integration.scouting import identity
     from sglang_hybrid.scout.predictor import Correction, QueryPredictor
 
-    torch.set_num_threads(1)
     session = ModelSession([
         f"--model-path={directory}", "--load-format=dummy", "--attention-backend=hybrid", "--device=cpu",
         "--dtype=float32", "--log-level=error", "--max-running-requests=4", "--max-total-tokens=2048",
@@ -369,7 +391,7 @@ def main(directory: str) -> None:
     prefilled.rewind()
     twice = decode(prefilled)
 
-    report = {
+    facts = {
         "layers": layers.ids,
         "head_dim": weights[1].head_dim,
         "has_bias": weights[1].bias is not None,
@@ -391,7 +413,7 @@ def main(directory: str) -> None:
         "announced_calibrated": announced_calibrated,
         "announced_without_prediction": announced_without,
     }
-    print("\n" + json.dumps(report))
+    print("\n" + json.dumps(facts))
 
 
 def randomise(model: torch.nn.Module) -> None:
@@ -410,4 +432,4 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[bool]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import selection_cases
+import pytest
 import torch
 
 from sglang_hybrid.cuda import (
@@ -26,6 +26,7 @@ from sglang_hybrid.cuda import (
     dense_structs,
     digests,
     gathering,
+    host_memory,
     lane_structs,
     mailbox,
     missed,
@@ -40,6 +41,16 @@ from sglang_hybrid.cuda import (
     structs,
 )
 from sglang_hybrid.memory.region import SharedRegion
+
+PART = "EMULATED_PART"  # "1/3": the second third of the tests
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    number, parts = map(int, os.environ.get(PART, "0/1").split("/"))
+    kept = items[number::parts]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
 
 _library = ctypes.CDLL(os.environ["KERNELS_ON_CPU"])
 for _name, _struct in (
@@ -89,10 +100,24 @@ def checked(function: Any, *arguments: Any) -> None:
 
 
 class Stream:
+    """Work is done at once, so there is nothing to wait for. ``emulated_streams`` has others."""
+
     cuda_stream = None
+
+    def __init__(self, *_: object) -> None:
+        pass
 
     def synchronize(self) -> None:
         pass
+
+    def wait_event(self, _event: object) -> None:
+        pass
+
+    def wait_stream(self, _stream: object) -> None:
+        pass
+
+    def record_event(self) -> object:
+        return object()
 
 
 def address(name: str, tensor: torch.Tensor | None, dtype: Any, shape: tuple[int, ...]) -> int | None:
@@ -103,15 +128,12 @@ def address(name: str, tensor: torch.Tensor | None, dtype: Any, shape: tuple[int
     return tensor.data_ptr()
 
 
-class HostMemory:
-    """In place of RegisteredRegion."""
+class HostMemory(host_memory.RegisteredRegion):
+    """Not registered: this device reads it where it is."""
 
     def __init__(self, region: SharedRegion) -> None:
-        self.region = region
-        self.device_address = region.address
-
-    def address_of(self, name: str, tensor: torch.Tensor) -> int:
-        return tensor.data_ptr()
+        self._region = self.region = region
+        self._start = self.device_address = region.address
 
     def close(self) -> None:
         pass
@@ -128,9 +150,9 @@ for _module in (attention, mailbox):
     _module.checked = checked
 for _module in (beginning, digests, scoring, prediction, attention, mailbox, missed):
     _module.active_address = lambda active: None if active is None else active.data_ptr()
-digests.RegisteredRegion = mailbox.RegisteredRegion = HostMemory
-selection_cases.DEVICE = "cpu"
+digests.RegisteredRegion = mailbox.RegisteredRegion = host_memory.RegisteredRegion = HostMemory
 torch.Tensor.is_cuda = property(lambda _: True)
 torch.cuda.synchronize = lambda *_: None
-torch.cuda.current_stream = lambda *_: Stream()
+torch.cuda.current_stream = torch.cuda.Stream = Stream
+torch.cuda.stream = contextlib.nullcontext
 torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capture

@@ -6,8 +6,11 @@ by those in ``include``. What cannot be seen like this: speed, and the memory mo
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import re
 import subprocess
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,7 +47,28 @@ def translated(source: str) -> str:
     return source.replace("#include <cuda_runtime.h>", '#include "cuda_on_cpu.h"')
 
 
-def built(folder: Path, compiler: str = "c++") -> Path:
+def source_hash() -> str:
+    """Of everything that is compiled: twelve hexadecimal digits."""
+    digest = hashlib.sha256(" ".join((*FLAGS, *UNITS)).encode())
+    folders = (HERE, KERNELS / "cuda", KERNELS / "cpu" / "include")
+    for path in sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()):
+        if "__pycache__" not in path.parts:
+            digest.update(str(path).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def built(cache: Path, compiler: str = "c++") -> Path:
+    """The library, compiled once for the same sources. Two processes that want it at the same time take turns."""
+    cache.mkdir(parents=True, exist_ok=True)
+    library = cache / f"{source_hash()}.so"
+    with (cache / f".{library.stem}.lock").open("w") as lock, tempfile.TemporaryDirectory(dir=cache) as folder:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.is_file():
+            compiled(Path(folder), compiler).rename(library)
+    return library
+
+
+def compiled(folder: Path, compiler: str) -> Path:
     """The library in ``folder``, compiled now."""
     shadowed = {path.name for path in (HERE / "include").rglob("*.cuh")}
     for kind in ("src", "include/sglang_hybrid/cuda"):

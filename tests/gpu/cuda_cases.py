@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from sglang_hybrid.cuda.attention import BlockSlots
 from sglang_hybrid.ops import reference
 
 BLOCK_TOKENS = 32
+DEVICE = "cpu" if "KERNELS_ON_CPU" in os.environ else "cuda"  # which is emulated, see tests/emulation
 Result = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -50,12 +52,12 @@ class SlotCase:
 
     def expected(self) -> Result:
         """By the reference, on one pool that has the slots of both kinds as its pages."""
-        entries = torch.arange(self.shape.batch, device="cuda")
+        entries = torch.arange(self.shape.batch, device=DEVICE)
         parts = [(self.resident, self.row_of.long())] + ([(self.staged, entries)] if self.staged else [])
         keys, values, ids, fills, first = [], [], [], [], 0
         for blocks, owner in parts:
             owners, _, slots = blocks.positions.shape
-            pages = torch.arange(owners * slots, device="cuda").view(owners, 1, slots) + first
+            pages = torch.arange(owners * slots, device=DEVICE).view(owners, 1, slots) + first
             first += owners * slots
             positions = blocks.positions[owner]
             fill = reference.block_fill(positions.long(), self.lengths[self.row_of.long()].long(), BLOCK_TOKENS)
@@ -80,7 +82,9 @@ def random_slots(shape: Shape, seed: int) -> SlotCase:
     if shape.staged:
         of_entries = lengths[row_of]
         staged = _random_blocks(shape, shape.batch, shape.staged, blocks_of_a_row, of_entries, random)
-    return SlotCase(shape, query.to("cuda", shape.dtype), resident, staged, lengths.int().cuda(), row_of.int().cuda())
+    return SlotCase(
+        shape, query.to(DEVICE, shape.dtype), resident, staged, lengths.int().to(DEVICE), row_of.int().to(DEVICE)
+    )
 
 
 def _random_blocks(
@@ -95,11 +99,11 @@ def _random_blocks(
         positions = positions.masked_fill(positions == tail[:, None, None], reference.NO_BLOCK)
         positions[:, :, slots // 2] = tail[:, None]
     fill = reference.block_fill(positions, lengths, BLOCK_TOKENS)
-    beyond = (torch.arange(BLOCK_TOKENS) >= fill[..., None])[..., None].cuda()
-    on_device = torch.Generator("cuda").manual_seed(random.initial_seed())
+    beyond = (torch.arange(BLOCK_TOKENS) >= fill[..., None])[..., None].to(DEVICE)
+    on_device = torch.Generator(DEVICE).manual_seed(random.initial_seed())
     tokens = (2, owners, shape.heads, slots, BLOCK_TOKENS, shape.dim)
-    both = torch.randn(tokens, generator=on_device, device="cuda", dtype=shape.dtype).masked_fill(beyond, torch.nan)
-    return BlockSlots(*both, positions.int().cuda())
+    both = torch.randn(tokens, generator=on_device, device=DEVICE, dtype=shape.dtype).masked_fill(beyond, torch.nan)
+    return BlockSlots(*both, positions.int().to(DEVICE))
 
 
 def random_partial(shape: tuple[int, int, int], seed: int, empty: float = 0.3) -> Result:
@@ -108,4 +112,4 @@ def random_partial(shape: tuple[int, int, int], seed: int, empty: float = 0.3) -
     out, lse = torch.randn(shape, generator=random), torch.randn(shape[:2], generator=random) * 5
     nothing = torch.rand(shape[:2], generator=random) < empty
     lse = lse.masked_fill(nothing, -torch.inf)
-    return out.masked_fill(nothing[..., None], torch.nan).cuda(), lse.cuda()
+    return out.masked_fill(nothing[..., None], torch.nan).to(DEVICE), lse.to(DEVICE)

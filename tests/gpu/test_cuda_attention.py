@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_cases import Shape, SlotCase, random_partial, random_slots
+from cuda_cases import DEVICE, Shape, SlotCase, random_partial, random_slots
 
 from sglang_hybrid.cuda.attention import AttendWorkspace, attend_slots, merge3
 from sglang_hybrid.ops import reference
@@ -15,18 +15,28 @@ UNTOUCHED = 77.0
 
 SHAPES = [
     Shape(batch=1, heads=1, group=1, dim=64, slots=1),
-    Shape(batch=1, heads=8, group=5, dim=128, slots=64),
     Shape(batch=3, heads=2, group=7, dim=128, slots=5, staged=3),
+    Shape(batch=2, heads=1, group=16, dim=128, slots=33, staged=8),
+    Shape(batch=1, heads=1, group=9, dim=64, slots=130, dtype=torch.float16),
+    Shape(batch=5, heads=3, group=3, dim=96, slots=10, staged=2),
+    Shape(batch=2, heads=2, group=4, dim=96, slots=17, dtype=torch.float16),
+    Shape(batch=2, heads=2, group=8, dim=256, slots=9, staged=4),
+    Shape(batch=3, heads=2, group=5, dim=128, slots=0, staged=6),
+]
+LARGE = [
+    Shape(batch=1, heads=8, group=5, dim=128, slots=64),
     Shape(batch=8, heads=4, group=16, dim=128, slots=33, staged=8),
     Shape(batch=64, heads=8, group=5, dim=128, slots=64, staged=4),
     Shape(batch=40, heads=8, group=8, dim=128, slots=16, dtype=torch.float16),
     Shape(batch=4, heads=2, group=2, dim=64, slots=130, staged=2),
     Shape(batch=2, heads=1, group=9, dim=64, slots=300, dtype=torch.float16),
-    Shape(batch=5, heads=3, group=3, dim=96, slots=10, staged=2),
     Shape(batch=6, heads=2, group=4, dim=96, slots=40, dtype=torch.float16),
-    Shape(batch=2, heads=2, group=8, dim=256, slots=9, staged=4),
-    Shape(batch=3, heads=2, group=5, dim=128, slots=0, staged=6),
 ]
+
+
+def large(shape: Shape) -> object:
+    """A case that takes minutes on an emulated device."""
+    return pytest.param(shape, marks=pytest.mark.full)
 
 
 def attended(case: SlotCase, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +54,7 @@ def assert_attention(
     torch.testing.assert_close(found[0], expected[0], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *map(large, LARGE)], ids=str)
 def test_slots_are_attended_as_the_reference_does(shape: Shape) -> None:
     for seed in range(3):
         case = random_slots(shape, seed)
@@ -79,35 +89,57 @@ def test_a_row_that_does_not_exist_has_no_tokens() -> None:
 
 
 @pytest.mark.parametrize("active", [0, 1, 5, 16])
-def test_entries_that_are_not_active_are_left_alone(active: int) -> None:
-    shape = Shape(batch=16, heads=4, group=5, dim=128, slots=24, staged=3)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(batch=16, heads=1, group=5, dim=64, slots=4, staged=2),
+        large(Shape(batch=16, heads=4, group=5, dim=128, slots=24, staged=3)),
+    ],
+    ids=str,
+)
+def test_entries_that_are_not_active_are_left_alone(shape: Shape, active: int) -> None:
     case = random_slots(shape, seed=active)
     expected = case.expected()
     out = torch.full_like(expected[0], UNTOUCHED)
     lse = torch.full_like(expected[1], UNTOUCHED)
-    attended(case, out=out, lse=lse, active_rows=torch.tensor([active], dtype=torch.int32, device="cuda"))
+    attended(case, out=out, lse=lse, active_rows=torch.tensor([active], dtype=torch.int32, device=DEVICE))
     assert_attention((out[:active], lse[:active]), (expected[0][:active], expected[1][:active]), shape.dtype)
     assert (out[active:] == UNTOUCHED).all() and (lse[active:] == UNTOUCHED).all()
 
 
-def test_the_same_launch_gives_the_same_bits() -> None:
-    shape = Shape(batch=5, heads=8, group=5, dim=128, slots=64)  # is split over CTAs
+# is split over CTAs
+@pytest.mark.parametrize(
+    ("shape", "times"),
+    [
+        (Shape(batch=1, heads=2, group=5, dim=64, slots=40), 5),
+        pytest.param(Shape(batch=5, heads=8, group=5, dim=128, slots=64), 20, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_the_same_launch_gives_the_same_bits(shape: Shape, times: int) -> None:
     case = random_slots(shape, seed=3)
-    workspace = AttendWorkspace(shape.batch, shape.heads, shape.group, shape.dim)
+    workspace = AttendWorkspace(shape.batch, shape.heads, shape.group, shape.dim, device=DEVICE)
     first = attended(case, workspace=workspace)
-    for _ in range(20):
+    for _ in range(times):
         again = attended(case, workspace=workspace)
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
     assert not workspace.arrived.any()
 
 
-def test_a_graph_attends_to_what_is_there_when_it_is_replayed() -> None:
-    shape = Shape(batch=12, heads=4, group=5, dim=128, slots=32, staged=4)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(batch=6, heads=1, group=5, dim=64, slots=5, staged=2),
+        large(Shape(batch=12, heads=4, group=5, dim=128, slots=32, staged=4)),
+    ],
+    ids=str,
+)
+def test_a_graph_attends_to_what_is_there_when_it_is_replayed(shape: Shape) -> None:
     case = random_slots(shape, seed=0)
-    active = torch.tensor([shape.batch], dtype=torch.int32, device="cuda")
-    workspace = AttendWorkspace(shape.batch, shape.heads, shape.group, shape.dim)
+    active = torch.tensor([shape.batch], dtype=torch.int32, device=DEVICE)
+    workspace = AttendWorkspace(shape.batch, shape.heads, shape.group, shape.dim, device=DEVICE)
     out, lse = attended(case, workspace=workspace)
-    merged = torch.empty(out.shape, dtype=shape.dtype, device="cuda")
+    merged = torch.empty(out.shape, dtype=shape.dtype, device=DEVICE)
     merge3((out, lse), None, None, out=merged)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -130,6 +162,7 @@ def _tensors(case: SlotCase) -> list[torch.Tensor]:
     return [case.query, case.lengths, case.row_of, *(t for b in blocks for t in (b.keys, b.values, b.positions))]
 
 
+@pytest.mark.device  # the emulation has checks of its own
 def test_tensors_that_do_not_fit_are_refused_with_their_name() -> None:
     case = random_slots(Shape(batch=2, heads=2, group=3, dim=64, slots=4), seed=0)
     kept = case.resident
@@ -152,7 +185,7 @@ def test_tensors_that_do_not_fit_are_refused_with_their_name() -> None:
 def test_three_sides_are_merged_as_the_reference_does(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     sides = [random_partial(shape, seed) for seed in range(3)]
     expected, expected_lse = reference.merge(*reference.merge(*sides[0], *sides[1]), *sides[2])
-    out, lse = torch.empty(shape, dtype=dtype, device="cuda"), torch.empty(shape[:2], device="cuda")
+    out, lse = torch.empty(shape, dtype=dtype, device=DEVICE), torch.empty(shape[:2], device=DEVICE)
     merge3(*sides, out=out, lse=lse)
     torch.testing.assert_close(lse, expected_lse, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(out, expected.to(dtype), atol=1e-6, rtol=1e-6 if dtype == torch.float32 else 1e-2)
@@ -161,7 +194,7 @@ def test_three_sides_are_merged_as_the_reference_does(shape: tuple[int, int, int
 def test_an_empty_side_leaves_the_bits_of_the_others() -> None:
     shape = (5, 8, 128)
     full, empty = random_partial(shape, 1, empty=0.0), random_partial(shape, 2, empty=1.0)
-    out, lse = torch.empty(shape, device="cuda"), torch.empty(shape[:2], device="cuda")
+    out, lse = torch.empty(shape, device=DEVICE), torch.empty(shape[:2], device=DEVICE)
     for sides in ((full, empty, empty), (empty, full, empty), (empty, empty, full), (full, None, None)):
         merge3(*sides, out=out, lse=lse)
         assert torch.equal(out, full[0]) and torch.equal(lse, full[1])
@@ -171,7 +204,7 @@ def test_an_empty_side_leaves_the_bits_of_the_others() -> None:
 
 def test_merging_leaves_inactive_entries_alone() -> None:
     shape = (6, 4, 64)
-    out = torch.full(shape, UNTOUCHED, device="cuda")
+    out = torch.full(shape, UNTOUCHED, device=DEVICE)
     sides = [random_partial(shape, seed, empty=0.0) for seed in range(3)]
-    merge3(*sides, out=out, active_rows=torch.tensor([2], dtype=torch.int32, device="cuda"))
+    merge3(*sides, out=out, active_rows=torch.tensor([2], dtype=torch.int32, device=DEVICE))
     assert (out[2:] == UNTOUCHED).all() and (out[:2] != UNTOUCHED).all()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cuda_cases import BLOCK_TOKENS, seeded
+from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 
 from sglang_hybrid.cuda.gathering import gather_blocks
 from sglang_hybrid.cuda.host_memory import RegisteredRegion
@@ -30,7 +30,7 @@ class Pool:
 
     def slots(self, owners: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (owners, self.keys.shape[1], slots, *self.keys.shape[2:])
-        keys = torch.full(shape, UNTOUCHED, dtype=self.keys.dtype, device="cuda")
+        keys = torch.full(shape, UNTOUCHED, dtype=self.keys.dtype, device=DEVICE)
         return keys, keys.clone()
 
 
@@ -43,7 +43,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 
 
 def device(*numbers: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=dtype, device="cuda")
+    return torch.tensor(numbers, dtype=dtype, device=DEVICE)
 
 
 @pytest.mark.parametrize("ctas", [1, 7, 32])
@@ -54,7 +54,7 @@ def test_listed_blocks_arrive_and_other_slots_are_left_alone(pool: Pool, ctas: i
     keys, values = pool.slots(owners, slots)
     refused = device(0, dtype=torch.int64)
     gather_blocks(
-        pool.region, pool.keys, pool.values, ids.int().cuda(), keys, values,
+        pool.region, pool.keys, pool.values, ids.int().to(DEVICE), keys, values,
         active_rows=device(active), refused=refused, ctas=ctas,
     )  # fmt: skip
     there = ids != reference.NO_BLOCK
@@ -74,8 +74,8 @@ def test_a_list_with_destinations_is_copied_as_far_as_it_goes(pool: Pool) -> Non
     keys, values = pool.slots(rows, slots)
     count = min(count, len(destinations) - 1)
     gather_blocks(
-        pool.region, pool.keys, pool.values, ids.int().cuda(), keys, values,
-        destinations=destinations.int().cuda(), count=device(count),
+        pool.region, pool.keys, pool.values, ids.int().to(DEVICE), keys, values,
+        destinations=destinations.int().to(DEVICE), count=device(count),
     )  # fmt: skip
     expected = (
         torch.full(keys.shape, UNTOUCHED, dtype=keys.dtype).flatten(0, 2),
@@ -126,7 +126,7 @@ def test_a_count_beyond_the_list_reads_no_further(pool: Pool) -> None:
 def test_a_graph_gathers_what_the_host_wrote_meanwhile(pool: Pool) -> None:
     pages, heads = pool.keys.shape[:2]
     keys, values = pool.slots(2, 4)
-    ids = torch.zeros(2, heads, 4, dtype=torch.int32, device="cuda")
+    ids = torch.zeros(2, heads, 4, dtype=torch.int32, device=DEVICE)
     gather_blocks(pool.region, pool.keys, pool.values, ids, keys, values)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -143,6 +143,6 @@ def test_a_graph_gathers_what_the_host_wrote_meanwhile(pool: Pool) -> None:
 
 def test_tensors_outside_the_region_are_refused(pool: Pool) -> None:
     keys, values = pool.slots(1, 1)
-    ids = torch.zeros(1, pool.keys.shape[1], 1, dtype=torch.int32, device="cuda")
+    ids = torch.zeros(1, pool.keys.shape[1], 1, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="values is not a contiguous tensor of this region"):
         gather_blocks(pool.region, pool.keys, pool.values.clone(), ids, keys, values)

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import BLOCK_TOKENS, seeded
-from selection_cases import DEVICE
+from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 
 from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.memory.region import SharedRegion

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import made_once
 import pytest
-from disaggregated import Answer, answers
-from real_server import Server
+from disaggregated import Answer, answers, prompts
+from real_server import CHUNK, Server
 
 from sglang_hybrid.default_model import prepare_default_model
 
@@ -41,27 +40,32 @@ def model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def stock_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def stock_server(model: Path) -> Server:
     """Stock SGLang, which everything is compared with. It sleeps while nobody asks."""
-    # its prefill without a GPU computes all tokens before a chunk again: one chunk for every prompt
-    flags = ("--max-total-tokens", "40000", "--chunked-prefill-size", "8192")
-    with Server(model, "torch_native", *flags, log=tmp_path_factory.mktemp("stock") / "server.log") as server:
-        yield server
+    flags = (
+        # its prefill without a GPU computes all tokens before a chunk again: one chunk for every prompt
+        "--max-total-tokens", "24000", "--chunked-prefill-size", "8192",
+        "--mem-fraction-static", "0.5",  # SGLang's own guess is below zero with such chunks and 24 GiB
+    )  # fmt: skip
+    return made_once.running("stock", lambda log: Server(model, "torch_native", *flags, log=log))
+
+
+@pytest.fixture(scope="session")
+def serve(model: Path) -> Server:
+    """``sglang-hybrid serve`` with its own backend, model, device and dtype. The budget holds the context."""
+    settings = ("--hybrid", "host_memory=1GiB", "--hybrid", "budget_tokens=8192")
+    flags = ("--random-seed", "1", "--sleep-on-idle", "--chunked-prefill-size", str(CHUNK), *settings)
+    return made_once.running("serve", lambda log: Server.of_command("sglang-hybrid", "serve", *flags, log=log))
 
 
 @pytest.fixture(scope="module")  # so that a module's own servers start first, while another process asks
-def stock_answers(request: pytest.FixtureRequest, english: list[int], tmp_path_factory: Any) -> list[Answer]:
-    """What it says to the requests of the tests of disaggregation. Of two processes that run tests one asks."""
-    base: Path = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    kept = shared / "stock-answers.json"
-    with (shared / "stock-answers.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not kept.exists():
-            server: Server = request.getfixturevalue("stock_server")
-            server.flush_cache()
-            kept.write_text(json.dumps([asdict(answer) for answer in answers(server, english)]))
-    return [Answer(**answer) for answer in json.loads(kept.read_text())]
+def stock_answers(request: pytest.FixtureRequest, english: list[int]) -> list[Answer]:
+    """What stock says to the requests of the tests of disaggregation."""
+
+    def ask() -> list[dict[str, Any]]:
+        return [asdict(answer) for answer in answers(request.getfixturevalue("stock_server"), prompts(english))]
+
+    return [Answer(**answer) for answer in made_once.answered("stock-answers", ask)]
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import requests
-from real_server import Server, free_port
+from real_server import CHUNK, Server, free_port
 
 from sglang_hybrid.disaggregation.commands import ENVIRONMENT
 
@@ -31,13 +32,11 @@ needs_transfer_engine = pytest.mark.skipif(
 # The router asks every two seconds, and an instance without a GPU would be busy with the answers. One that computes a
 # long prompt would not answer in time at all.
 HEALTH = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-CHUNK = 2048  # stock prefill without a GPU attends to all tokens before a chunk anew, with every chunk
-NEW_TOKENS = 10
-# 25 different prompts and five again: whole pages, one token more or less, several chunks
-LENGTHS = (
-    20, 31, 32, 33, 40, 45, 50, 63, 64, 65, 70, 80, 90, 96, 97, 100, 128, 150, 200, 256, 300, 400, 700, 3000, 6000,
-)  # fmt: skip
-REPEATED = (0, 2, 12, 20, 22)  # of LENGTHS
+NEW_TOKENS = 8
+# 15 different prompts and three again: whole pages, one token more or less, several chunks
+LENGTHS = (20, 31, 32, 33, 45, 63, 64, 65, 80, 97, 128, 200, 300, 700, 1500)
+REPEATED = (0, 2, 12)  # of LENGTHS
+LONG_LENGTHS = (40, 50, 70, 90, 96, 100, 150, 256, 400, 3000, 6000)  # for make test-full
 PREFILL = (
     "--page-size", "32", "--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mooncake",
     "--max-total-tokens", "10000", "--disable-overlap-schedule", "--chunked-prefill-size", str(CHUNK),
@@ -48,11 +47,17 @@ DECODE = (
 
 
 def prompts(english: list[int]) -> list[list[int]]:
-    different, start = [], 0
-    for length in LENGTHS:
-        different.append(english[start : start + length])
-        start += length
+    different = _parts(english, LENGTHS)
     return different + [different[n] for n in REPEATED]
+
+
+def long_prompts(english: list[int]) -> list[list[int]]:
+    return _parts(english[sum(LENGTHS) :], LONG_LENGTHS)
+
+
+def _parts(english: list[int], lengths: Sequence[int]) -> list[list[int]]:
+    ends = list(itertools.accumulate(lengths))
+    return [english[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Answer:
     tokens: list[int]
 
 
-def answers(server: Server, english: list[int]) -> list[Answer]:
+def answers(server: Server, asked: Sequence[list[int]]) -> list[Answer]:
     """What the prompts are continued with, eight of them at a time."""
 
     def ask(ids: list[int]) -> Answer:
@@ -69,7 +74,7 @@ def answers(server: Server, english: list[int]) -> list[Answer]:
         return Answer(answer["text"], answer["output_ids"])
 
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(ask, prompts(english)))
+        return list(pool.map(ask, asked))
 
 
 @dataclass

@@ -23,6 +23,7 @@ import torch
 
 START_SECONDS = 300
 STOP_SECONDS = 30
+CHUNK = 512  # of a prompt, where tests want prefill in several chunks
 # SGLang looks through its own books at every step and when it is idle, and dies when they do not add up
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -39,9 +40,20 @@ _COMMON = (
 )  # fmt: skip
 
 
+class _StartedElsewhere:
+    """What is known of a server that another process started."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        return None if psutil.pid_exists(self.pid) else 1
+
+
 class Server:
     """One server process with everything it starts, in a session of its own. Use as a context."""
 
+    process: subprocess.Popen[bytes] | _StartedElsewhere
     shared_memory_before: frozenset[str] | set[str] = frozenset()  # for tests of what a server leaves behind
     started: ClassVar[weakref.WeakSet[Server]] = weakref.WeakSet()  # whose logs a failed test shows
 
@@ -73,6 +85,7 @@ class Server:
 
     def listen_at(self, port: int) -> None:
         """Before it is started: where another one was, say."""
+        self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self._command = [*self._flags, "--port", str(port)]
 
@@ -81,6 +94,12 @@ class Server:
             self.process = subprocess.Popen(
                 self._command, stdout=log, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
             )
+        Server.started.add(self)
+
+    def join(self, port: int, pid: int) -> None:
+        """Instead of starting it: another process did."""
+        self.listen_at(port)
+        self.process = _StartedElsewhere(pid)
         Server.started.add(self)
 
     def __enter__(self) -> Server:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from real_server import DEVICE, run_module
 
 COMMON = (
@@ -22,6 +23,7 @@ def test_one_batch_runs_with_the_hybrid_backend(model: Path, tmp_path: Path) -> 
     assert json.loads(result.read_text().splitlines()[-1])["batch_size"] == 2
 
 
+@pytest.mark.full
 def test_one_batch_server_starts_a_server_with_the_hybrid_backend(model: Path, tmp_path: Path) -> None:
     result = tmp_path / "result.jsonl"
     run_module(
@@ -32,6 +34,7 @@ def test_one_batch_server_starts_a_server_with_the_hybrid_backend(model: Path, t
     assert json.loads(result.read_text().splitlines()[-1])["batch_size"] == 2
 
 
+@pytest.mark.full
 def test_offline_throughput_runs_an_engine_with_the_hybrid_backend(model: Path, tmp_path: Path) -> None:
     conversations = tmp_path / "conversations.json"
     turns = [{"from": "human", "value": "Tell me about rivers. " * 4}, {"from": "gpt", "value": "Water flows. " * 4}]

@@ -9,21 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from disaggregated import HEALTH, assert_nothing_is_held
+from host_pool import fill_pool
 from real_server import STRICT, Server, run_module
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
+# tests/server/test_lifecycle.py has pages of NaN in a server that computes its own prompts
+pytestmark = pytest.mark.full
 NEW_TOKENS = 6
-BLOCK = 1 << 20  # bytes that are overwritten at a time
 
 
-@pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=[(), ("--hybrid", "worker=start")], ids=["default", "worker"])
+def server(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = (
         "--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "fake",
-        "--hybrid", "host_memory=256MiB", "--hybrid", "budget_tokens=256",
+        "--hybrid", "host_memory=256MiB", "--hybrid", "budget_tokens=256", *request.param,
     )  # fmt: skip
     log = tmp_path_factory.mktemp("decode-alone") / "server.log"
     running = Server(model, "hybrid", *flags, log=log, environment=STRICT | HEALTH)
@@ -63,21 +64,3 @@ def said(server: Server, tokens: int) -> dict[str, Any]:
 def logprobs(answer: dict[str, Any]) -> list[float | None]:
     # the first token's is made up: prefill would have said it
     return [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]][1:]
-
-
-def fill_pool(server: Server, byte: bytes) -> None:
-    """Every byte of the host pool, behind the server's back."""
-    for process in server.family():
-        places = [place for place in process.memory_maps(grouped=False) if "memfd:sglang-hybrid-kv" in place.path]
-        if places and "cpu_worker" not in process.cmdline():  # which may only read it
-            _fill(process, [tuple(int(end, 16) for end in place.addr.split("-")) for place in places], byte)
-            return
-    raise AssertionError("nobody has the pool")
-
-
-def _fill(process: psutil.Process, ranges: list[tuple[int, ...]], byte: bytes) -> None:
-    with Path(f"/proc/{process.pid}/mem").open("r+b", buffering=0) as memory:
-        for start, end in ranges:
-            memory.seek(start)
-            for first in range(start, end, BLOCK):
-                memory.write(byte * min(BLOCK, end - first))

@@ -1,37 +1,57 @@
 """Gates 1 and 2: the same answers as stock SGLang, on a real model, all servers real.
 
-Gate 1 is policy full. Gate 2 is policy scout with everything but the sink and the tail on the CPU worker.
+Gate 1 is what ``sglang-hybrid serve`` starts, with a budget above the context, and policy full. Gate 2 is policy scout
+with everything but the sink and the tail on the CPU worker.
 
-Stock is SGLang's ``torch_native`` backend. All servers get the same requests: prompts of 10 to 6,000 tokens alone,
-prompts that continue cached ones, and eight different ones at once. Ours chunk prefill.
+Stock is SGLang's ``torch_native`` backend. All servers get the same requests: prompts of 10 to 1,500 tokens (6,000 in
+``make test-full``) alone, prompts that continue cached ones, and eight different ones at once. Ours chunk prefill.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import made_once
 import pytest
-from real_server import Server
+from real_server import CHUNK, Server
 
-LENGTHS = (10, 20, 31, 32, 33, 48, 64, 80, 96, 150, 200, 256, 300, 400, 512, 700, 1000, 1500, 3000, 6000)
-CONCURRENT_LENGTHS = (15, 31, 70, 150, 333, 600, 1000, 1500)
-CONTINUED = (12, 15, 17)  # of LENGTHS: long enough to leave whole pages in the radix cache
-CHUNK = 2048  # the last two of LENGTHS are longer
 SCORED_TOKENS = 16  # at the end of each prompt
 TOLERANCE = 1e-3
 
-HYBRID = {
-    "full": ("--hybrid", "policy=full"),
-    # above the model's context of 8,192 tokens: everything is selected. The deadline is long, so that a busy machine
-    # does not move work from the worker into the server.
-    "scout": (
-        "--hybrid", "policy=scout", "--hybrid", "budget_tokens=8192", "--hybrid", "recent_blocks=0",
-        "--hybrid", "resident_tokens=0", "--hybrid", "prediction=none", "--hybrid", "miss_share=0",
-        "--hybrid", "worker_deadline_ms=2000", "--enable-metrics",
-    ),
-}  # fmt: skip
+
+@dataclass(frozen=True)
+class Requests:
+    alone: tuple[int, ...]  # tokens of each prompt
+    continued: tuple[int, ...]  # of those: long enough to leave whole pages in the radix cache
+    together: tuple[int, ...]
+    new_tokens: int
+
+
+SHORT = Requests(
+    alone=(10, 31, 32, 33, 80, 150, 400, 1500),
+    continued=(150, 400),
+    together=(15, 31, 70, 100, 150, 200, 256, 300),
+    new_tokens=8,
+)
+LONG = Requests(
+    alone=(20, 48, 64, 96, 200, 256, 300, 512, 700, 1000, 1500, 3000, 6000),
+    continued=(300, 700, 1500),
+    together=(15, 31, 70, 150, 333, 600, 1000, 1500),
+    new_tokens=16,
+)
+
+SCOUT = (
+    "--hybrid", "policy=scout", "--hybrid", "worker=start", "--hybrid", "budget_tokens=8192",
+    "--hybrid", "recent_blocks=0", "--hybrid", "resident_tokens=0", "--hybrid", "prediction=none",
+    "--hybrid", "miss_share=0",
+    # long, so that a busy machine does not move work from the worker into the server
+    "--hybrid", "worker_deadline_ms=2000", "--enable-metrics",
+)  # fmt: skip
+HYBRID = {"serve": (), "full": ("--hybrid", "policy=full"), "scout": SCOUT}
 
 
 @dataclass
@@ -45,40 +65,60 @@ class Answers:
         return [*self.alone, *self.continued, *self.together]
 
 
-def ask(server: Server, english: list[int]) -> Answers:
+def ask(server: Server, english: list[int], requests: Requests) -> Answers:
     prompts = []
     start = 0
-    for length in (*LENGTHS, *CONCURRENT_LENGTHS):
+    for length in (*requests.alone, *requests.together):
         prompts.append(english[start : start + length])
         start += length
-    alone, together = prompts[: len(LENGTHS)], prompts[len(LENGTHS) :]
-    continued = [alone[n][: len(alone[n]) // 2] + english[start : start + 100] for n in CONTINUED]
+    alone, together = prompts[: len(requests.alone)], prompts[len(requests.alone) :]
+    begun = [alone[requests.alone.index(length)] for length in requests.continued]
+    continued = [ids[: len(ids) // 2] + english[start : start + 100] for ids in begun]
 
     def scored(ids: list[int]) -> dict[str, Any]:
         # stock takes most of a second for each token after the longest prompts
-        new_tokens = 16 if len(ids) < CHUNK else 8
+        new_tokens = requests.new_tokens if len(ids) < 2048 else 8
         return server.generate(ids, new_tokens, logprob_start_len=max(0, len(ids) - SCORED_TOKENS))
 
     return Answers(
         alone=[scored(ids) for ids in alone],
-        continued=[server.generate(ids) for ids in continued],
-        together=server.generate_together(together),
+        continued=[server.generate(ids, requests.new_tokens) for ids in continued],
+        together=server.generate_together(together, requests.new_tokens),
     )
 
 
+@pytest.fixture(
+    scope="module", params=[pytest.param(SHORT, id="short"), pytest.param(LONG, id="long", marks=pytest.mark.full)]
+)
+def asked(request: pytest.FixtureRequest) -> Requests:
+    requests: Requests = request.param
+    return requests
+
+
 @pytest.fixture(scope="module")
-def stock(stock_server: Server, english: list[int]) -> Answers:
-    stock_server.flush_cache()
-    return ask(stock_server, english)
+def stock(stock_server: Server, english: list[int], asked: Requests) -> Answers:
+    name = f"stock-exactness-{max(asked.alone)}"
+    return Answers(**made_once.answered(name, lambda: asdict(ask(stock_server, english, asked))))
+
+
+@contextlib.contextmanager
+def server_of(name: str, request: pytest.FixtureRequest, model: Path, log: Path) -> Iterator[Server]:
+    if name == "serve":
+        yield request.getfixturevalue("serve")
+        return
+    flags = (*HYBRID[name], "--hybrid", "host_memory=2GiB", "--chunked-prefill-size", str(CHUNK))
+    with Server(model, "hybrid", *flags, log=log) as server:
+        yield server
 
 
 @pytest.fixture(scope="module", params=HYBRID)
-def hybrid(request: pytest.FixtureRequest, model: Path, english: list[int], tmp_path_factory: Any) -> Answers:
+def hybrid(
+    request: pytest.FixtureRequest, model: Path, english: list[int], asked: Requests, tmp_path_factory: Any
+) -> Answers:
     log = tmp_path_factory.mktemp("hybrid") / "server.log"
-    flags = (*HYBRID[request.param], "--hybrid", "host_memory=2GiB", "--chunked-prefill-size", str(CHUNK))
-    with Server(model, "hybrid", *flags, log=log) as server:
-        answers = ask(server, english)
-        if "--enable-metrics" in flags:
+    with server_of(request.param, request, model, log) as server:
+        answers = ask(server, english, asked)
+        if request.param == "scout":
             answers.miss_rows = server.miss_rows()
         return answers
 
@@ -98,15 +138,15 @@ def test_token_logprobs_agree_with_stock(stock: Answers, hybrid: Answers, capsys
     assert worst <= TOLERANCE
 
 
-def test_continued_prompts_were_served_from_the_radix_cache(hybrid: Answers) -> None:
+def test_continued_prompts_were_served_from_the_radix_cache(hybrid: Answers, asked: Requests) -> None:
     cached = [answer["meta_info"]["cached_tokens"] for answer in hybrid.continued]
-    halves = [LENGTHS[n] // 2 for n in CONTINUED]
+    halves = [length // 2 for length in asked.continued]
     assert cached == [half // 32 * 32 for half in halves]
 
 
 def test_policy_scout_left_everything_but_sink_and_tail_to_the_worker(hybrid: Answers) -> None:
     if not hybrid.miss_rows:
-        pytest.skip("policy full has no misses")
+        pytest.skip("nothing is posted to a worker")
     assert set(hybrid.miss_rows) == {"worker"}, "some rows were computed in the server process"
     assert hybrid.miss_rows["worker"] > 1000
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
+from host_pool import fill_pool
 from real_server import STRICT, Server
 
 POOL_TOKENS = 1024
@@ -97,6 +98,15 @@ def test_flushing_the_cache_frees_what_finished_requests_left(server: Server, en
     assert cached == 480
     server.flush_cache()
     assert server.generate(english[9000:9500])["meta_info"]["cached_tokens"] == 0
+    assert_nothing_leaked(server)
+
+
+def test_what_was_in_the_pool_before_reaches_no_request(server: Server, english: list[int]) -> None:
+    prompts = [english[12000 + n * 100 :][: 50 + 17 * n] for n in range(4)]  # the last page of each is not full
+    before = [answer["text"] for answer in server.generate_together(prompts, new_tokens=8)]
+    server.flush_cache()
+    fill_pool(server, b"\xff")  # NaN in every dtype
+    assert [answer["text"] for answer in server.generate_together(prompts, new_tokens=8)] == before
     assert_nothing_leaked(server)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,21 +12,13 @@ MODEL = "SmolLM2-135M-Instruct"
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("serve") / "server.log"
-    # no backend, model, device or dtype: those are the command's defaults
-    with Server.of_command("sglang-hybrid", "serve", "--hybrid", "host_memory=1GiB", log=log) as running:
-        yield running
+def client(serve: Server) -> OpenAI:
+    return OpenAI(base_url=f"{serve.url}/v1", api_key="none")
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none")
-
-
-def test_the_start_says_where_the_server_is_and_how_to_try_it(server: Server) -> None:
-    server.wait_for_log(f"sglang-hybrid is serving {MODEL} at {server.url}")
-    server.wait_for_log(f"curl {server.url}/v1/completions")
+def test_the_start_says_where_the_server_is_and_how_to_try_it(serve: Server) -> None:
+    serve.wait_for_log(f"sglang-hybrid is serving {MODEL} at {serve.url}")
+    serve.wait_for_log(f"curl {serve.url}/v1/completions")
 
 
 def test_models_are_listed(client: OpenAI) -> None:
@@ -64,9 +55,9 @@ def test_sampling_with_a_seed_works(client: OpenAI) -> None:
     assert done.choices[0].text
 
 
-def test_sglangs_serving_benchmark_runs_against_it(server: Server, model: Path, tmp_path: Path) -> None:
+def test_sglangs_serving_benchmark_runs_against_it(serve: Server, model: Path, tmp_path: Path) -> None:
     printed = run_module(
-        "sglang.benchmark.serving", "--backend", "sglang", "--base-url", server.url, "--model", str(model),
+        "sglang.benchmark.serving", "--backend", "sglang", "--base-url", serve.url, "--model", str(model),
         "--tokenizer", str(model), "--dataset-name", "random-ids", "--num-prompts", "6", "--random-input-len", "64",
         "--random-output-len", "8", "--output-file", str(tmp_path / "result.jsonl"),
     )  # fmt: skip

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from disaggregated import CHUNK, Answer, answers, needs_transfer_engine
-from real_server import Server, run_module
+from disaggregated import Answer, answers, long_prompts, needs_transfer_engine, prompts
+from real_server import CHUNK, Server, run_module
 
 pytestmark = needs_transfer_engine
 
 # everything is selected, and everything but sink and tail is computed by the worker, from pages that arrived
 ABOVE_CONTEXT = (
     "budget_tokens=8192", "resident_tokens=0", "recent_blocks=0", "miss_share=0", "prediction=none",
-    "worker_deadline_ms=2000", "host_memory=1GiB",
+    "worker_deadline_ms=2000", "worker=start", "host_memory=1GiB",
 )  # fmt: skip
 
 
@@ -37,7 +37,15 @@ def disaggregated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def test_texts_are_those_of_a_single_stock_server(
     disaggregated: Server, stock_answers: list[Answer], english: list[int]
 ) -> None:
-    assert answers(disaggregated, english) == stock_answers
+    assert answers(disaggregated, prompts(english)) == stock_answers
+
+
+@pytest.mark.full
+def test_texts_behind_long_prompts_are_those_of_a_single_stock_server(
+    disaggregated: Server, stock_server: Server, english: list[int]
+) -> None:
+    asked = long_prompts(english)
+    assert answers(disaggregated, asked) == answers(stock_server, asked)
 
 
 def test_serving_is_benchmarked_through_the_router(disaggregated: Server, model: Path, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import requests
 from disaggregated import (
-    CHUNK,
     DECODE,
     HEALTH,
     LENGTHS,
@@ -24,12 +23,13 @@ from disaggregated import (
     answers,
     assert_nothing_is_held,
     load,
+    long_prompts,
     needs_transfer_engine,
     prompts,
     started,
 )
 from in_process import greedy
-from real_server import STRICT, Server
+from real_server import CHUNK, STRICT, Server
 
 from sglang_hybrid.disaggregation.commands import ENVIRONMENT
 from sglang_hybrid.eval.haystack import Haystack
@@ -37,8 +37,15 @@ from sglang_hybrid.eval.lines import lines_prompts
 from sglang_hybrid.eval.needle import needle_prompts
 
 pytestmark = needs_transfer_engine
-LONG = LENGTHS.index(3000)
+LONG = LENGTHS.index(1500)
+SHORT = LENGTHS.index(300)
 BELOW_CONTEXT = "budget_tokens=1024"  # of the second decode instance, for requests that are longer
+SECOND = (
+    "--hybrid",
+    BELOW_CONTEXT,
+    "--hybrid",
+    "worker=start",
+)  # torch computes, as in the session it is compared with
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 
 
@@ -76,7 +83,16 @@ def chunks(servers: Set) -> int:
 def test_texts_with_policy_full_are_those_of_a_single_stock_server(
     servers: Set, stock_answers: list[Answer], english: list[int]
 ) -> None:
-    assert answers(servers.router, english) == stock_answers
+    assert answers(servers.router, prompts(english)) == stock_answers
+    assert_nothing_is_held(servers.decode)
+
+
+@pytest.mark.full
+def test_texts_behind_long_prompts_are_those_of_a_single_stock_server(
+    servers: Set, stock_server: Server, english: list[int]
+) -> None:
+    asked = long_prompts(english)
+    assert answers(servers.router, asked) == answers(stock_server, asked)
     assert_nothing_is_held(servers.decode)
 
 
@@ -118,10 +134,11 @@ def test_a_client_that_leaves_during_transfer_leaves_nothing(servers: Set, engli
     assert_nothing_is_held(servers.decode)
 
 
+@pytest.mark.full  # starts another server; what it says is compared with a session that is a start too
 def test_a_killed_decode_instance_fails_its_requests_and_another_takes_its_place(
     servers: Set, model: Path, english: list[int]
 ) -> None:
-    ids = prompts(english)[20]
+    ids = prompts(english)[SHORT]
     with ThreadPoolExecutor(1) as pool:
         before = begin(servers, pool, ids).result().json()["text"]
         begun = begin(servers, pool, ids, new_tokens=2000)
@@ -131,7 +148,7 @@ def test_a_killed_decode_instance_fails_its_requests_and_another_takes_its_place
         assert failed.status_code >= 500, failed.text
         address = servers.decode.url
         # policy scout with a budget above this prompt: the same text
-        servers.decode = decode_instance(model, servers.decode.log.with_name("decode-2.log"), "--hybrid", BELOW_CONTEXT)
+        servers.decode = decode_instance(model, servers.decode.log.with_name("decode-2.log"), *SECOND)
         servers.decode.listen_at(int(address.rpartition(":")[2]))
         servers.decode.start()
         servers.decode.wait_until_healthy()
@@ -140,6 +157,7 @@ def test_a_killed_decode_instance_fails_its_requests_and_another_takes_its_place
     assert_nothing_is_held(servers.decode)
 
 
+@pytest.mark.full
 def test_with_a_budget_below_the_context_answers_are_those_of_a_single_hybrid_server(
     servers: Set, model: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,12 +7,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.full  # two servers; tests/unit/test_throughput.py has the program's parts
 SCRIPT = Path(__file__).parents[2] / "bench" / "throughput.py"
 
 
 def test_stock_and_hybrid_are_measured_side_by_side(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    command = [sys.executable, str(SCRIPT), "--quick", "--lengths", "512", "--out", str(out)]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--quick",
+        "--lengths",
+        "512",
+        "--out",
+        str(out),
+        "--hybrid",
+        "worker=start",
+    ]
     done = subprocess.run([*command, "--model", str(tmp_path / "model")], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     result = json.loads(out.read_text())

@@ -1,4 +1,4 @@
-"""The tests of digests, scores, selection and prefill on the GPU pass on an emulated one too."""
+"""The tests of CUDA kernels and of what launches them pass on an emulated GPU too."""
 
 from __future__ import annotations
 
@@ -15,39 +15,58 @@ sys.path.append(str(TESTS / "emulation"))
 
 from kernels_on_cpu import built  # noqa: E402
 
-FILES = {
-    "test_cuda_copies.py": (),
-    "test_cuda_digests.py": (),
-    "test_cuda_finishing.py": (),
-    "test_cuda_hot_blocks.py": (),
-    "test_cuda_prediction.py": (),
-    "test_cuda_scoring.py": (),
-    "test_cuda_selection.py": (),
-    "test_cuda_dense.py": (),
-    "test_cuda_places.py": (),
-    "test_gpu_admission.py": (),
-    "test_gpu_budgets.py": ("-p", "emulated_streams"),
-    "test_gpu_dense.py": ("-p", "emulated_streams"),
-    "test_gpu_prefill.py": ("-p", "emulated_streams"),
-    "test_gpu_scout.py": ("-p", "emulated_streams"),
+from sglang_hybrid.default_model.locate import default_cache_dir  # noqa: E402
+
+# how many processes share the tests of a file
+DEVICE_ALONE = {
+    "test_cuda_attention.py": 2,
+    "test_cuda_copies.py": 1,
+    "test_cuda_dense.py": 1,
+    "test_cuda_digests.py": 1,
+    "test_cuda_finishing.py": 1,
+    "test_cuda_gather.py": 1,
+    "test_cuda_hot_blocks.py": 1,
+    "test_cuda_mailbox.py": 1,
+    "test_cuda_places.py": 1,
+    "test_cuda_prediction.py": 1,
+    "test_cuda_scoring.py": 1,
+    "test_cuda_selection.py": 2,
+    "test_gpu_admission.py": 1,
 }
+WITH_STREAMS = {
+    "test_gpu_budgets.py": 1,
+    "test_gpu_dense.py": 1,
+    "test_gpu_prefill.py": 1,
+    "test_gpu_scout.py": 2,
+}
+# whose largest cases take minutes here: in make test-full
+LARGE = ("test_cuda_attention.py",)
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library() -> Path:
     if shutil.which("c++") is None:
         pytest.skip("needs a C++ compiler")
-    return built(tmp_path_factory.mktemp("kernels"))
+    return built(default_cache_dir().expanduser() / "emulation")
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_kernels_do_on_a_cpu_what_the_reference_does(name: str, library: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "part", "chosen"),
+    [
+        pytest.param(name, f"{part}/{parts}", "not full", id=f"{name} {part + 1} of {parts}")
+        for name, parts in (WITH_STREAMS | DEVICE_ALONE).items()
+        for part in range(parts)
+    ]
+    + [pytest.param(name, "0/1", "full", id=f"{name} large", marks=pytest.mark.full) for name in LARGE],
+)
+def test_kernels_do_on_a_cpu_what_the_reference_does(name: str, part: str, chosen: str, library: Path) -> None:
     paths = [TESTS / "emulation", TESTS / "gpu", TESTS.parent]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "KERNELS_ON_CPU": str(library)}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "emulated_device", "-p", "no:cacheprovider"]
+    streams = ["-p", "emulated_streams"] if name in WITH_STREAMS else []
     done = subprocess.run(
-        [*command, *FILES[name], "--noconftest", str(TESTS / "gpu" / name)],
-        env=environment,
+        [*command, *streams, "--noconftest", "-m", f"{chosen} and not device", str(TESTS / "gpu" / name)],
+        env=environment | {"EMULATED_PART": part},
         capture_output=True,
         text=True,
         check=False,

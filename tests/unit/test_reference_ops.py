@@ -221,13 +221,13 @@ def some_channels(heads: int, dim: int, part: float, seed: int) -> torch.Tensor:
 
 def sketched(block: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
     """What a block's digest and sketch tell of its keys ``[tokens, D]``, in float64."""
-    highest, lowest = block.amax(dim=0), block.amin(dim=0)
-    told = ((highest + lowest) / 2).repeat(block.shape[0], 1)
+    told = ((block.amax(dim=0) + block.amin(dim=0)) / 2).repeat(block.shape[0], 1)
     for channel in channels.tolist():
-        width = float(highest[channel] - lowest[channel]) / 16
-        for token in range(block.shape[0]):
-            sixteenth = int((float(block[token, channel]) - float(lowest[channel])) / width) if width else 0
-            told[token, channel] = lowest[channel] + (min(sixteenth, 15) + 0.5) * width
+        keys = block[:, channel].tolist()
+        lowest = min(keys)
+        width = (max(keys) - lowest) / 16
+        sixteenths = [int((key - lowest) / width) if width else 0 for key in keys]
+        told[:, channel] = torch.tensor([lowest + (min(n, 15) + 0.5) * width for n in sixteenths], dtype=told.dtype)
     return told
 
 

@@ -40,8 +40,10 @@ def run(*command: str | Path) -> str:
     return done.stdout
 
 
-def build(directory: Path, sanitizer: str, *programs: str) -> Path:
-    """The directory of the built programs. Skips where the machine has no such sanitizer."""
+def build(sanitizer: str, *programs: str) -> Path:
+    """The directory of the built programs, kept for the next run. Skips where the machine has no such sanitizer."""
+    directory = SOURCE.parents[1] / "build" / f"sanitizer-{sanitizer}"
+    directory.mkdir(parents=True, exist_ok=True)
     configure = ("cmake", "-S", SOURCE, "-B", directory, "-DCMAKE_BUILD_TYPE=None", "-DSGLANG_HYBRID_TESTS=ON")
     run(*configure, f"-DSGLANG_HYBRID_SANITIZER={sanitizer}", f"-DCMAKE_CXX_COMPILE_OBJECT={COMPILE}")
     _skip_unless_it_runs(directory, sanitizer)
@@ -63,8 +65,8 @@ def _skip_unless_it_runs(directory: Path, sanitizer: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def under_address_sanitizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("address"), "address", "kernel_check", "engine_check")
+def under_address_sanitizer() -> Path:
+    return build("address", "kernel_check", "engine_check")
 
 
 def test_kernels_read_and_write_only_what_is_theirs(under_address_sanitizer: Path) -> None:
@@ -76,6 +78,6 @@ def test_mailbox_and_engine_read_and_write_only_what_is_theirs(under_address_san
     assert "posts" in run(under_address_sanitizer / "engine_check", "0.5")
 
 
-def test_mailbox_and_engine_have_no_data_races(tmp_path_factory: pytest.TempPathFactory) -> None:
-    directory = build(tmp_path_factory.mktemp("thread"), "thread", "engine_check")
+def test_mailbox_and_engine_have_no_data_races() -> None:
+    directory = build("thread", "engine_check")
     assert "posts" in run(directory / "engine_check", "0.5")

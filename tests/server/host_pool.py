@@ -1,0 +1,28 @@
+"""A server's host pool, overwritten behind its back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+from real_server import Server
+
+BLOCK = 1 << 20  # bytes that are overwritten at a time
+
+
+def fill_pool(server: Server, byte: bytes) -> None:
+    """Every byte of it."""
+    for process in server.family():
+        places = [place for place in process.memory_maps(grouped=False) if "memfd:sglang-hybrid-kv" in place.path]
+        if places and "cpu_worker" not in process.cmdline():  # which may only read it
+            _fill(process, [tuple(int(end, 16) for end in place.addr.split("-")) for place in places], byte)
+            return
+    raise AssertionError("nobody has the pool")
+
+
+def _fill(process: psutil.Process, ranges: list[tuple[int, ...]], byte: bytes) -> None:
+    with Path(f"/proc/{process.pid}/mem").open("r+b", buffering=0) as memory:
+        for start, end in ranges:
+            memory.seek(start)
+            for first in range(start, end, BLOCK):
+                memory.write(byte * min(BLOCK, end - first))
