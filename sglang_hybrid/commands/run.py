@@ -24,7 +24,6 @@ from sglang_hybrid import env
 from sglang_hybrid.commands import shared_memory
 from sglang_hybrid.commands.child_process import ChildProcess
 from sglang_hybrid.commands.guard import Guard
-from sglang_hybrid.commands.shared_memory import SharedFile
 from sglang_hybrid.events import Reader
 from sglang_hybrid.worker.process import PREFIX, remove_leftovers
 
@@ -43,7 +42,7 @@ class Run:
         self._lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         self.children: list[ChildProcess] = []
-        self._shared: set[SharedFile] = set()
+        self._shared: set[int] = set()  # inodes in /dev/shm
         # orphans become children of this process, where they are found and ended
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._guard = Guard(lambda watched: self._end(lambda: watched))

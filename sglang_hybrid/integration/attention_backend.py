@@ -171,6 +171,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
     def forward_extend(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any
     ) -> torch.Tensor:
+        events.layer(layer.layer_id - self._pool.start_layer, self._pool.layer_num)
         if self._device:
             return self._device.prefill(*self._parts(q, k, v, layer)).flatten(1)
         if self._cpu:
@@ -181,7 +182,6 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         new = sum(self._batch.new_tokens)  # SGLang may pad the batch beyond its real tokens
         out = query.new_zeros(query.shape[0], query.shape[1], layer.v_head_dim)
         out[:new] = self.attention.prefill(query[:new], self._cache(layer.layer_id), self._batch, layer.scaling)
-        events.layer(layer.layer_id + 1, self._pool.layer_num)
         return out.flatten(1)
 
     def forward_decode(
