@@ -37,6 +37,11 @@ class Console:
             self._rich.print(Text(line), style=style)
             sys.stdout.flush()
 
+    def say_goodbye(self, line: str) -> None:
+        """The last line, in place of the ^C that a terminal shows."""
+        self._has_status = True
+        self.say(line)
+
     def write(self, text: str) -> None:
         """Somebody else's lines, as they are."""
         self.status("")

@@ -75,7 +75,7 @@ def _serve(
         console.say(f"  log      {child.log}{kept}")
         watch = _Watch(run, child, console, config, options.verbose)
         if watch.until_end(interrupts):
-            console.say("sglang-hybrid: ending the server")
+            console.say_goodbye("sglang-hybrid: ending the server")
             return 0
         return watch.explain_end(asked)
 

@@ -92,7 +92,7 @@ def _serve(lines: dict[str, list[str]], ports: Ports, options: argparse.Namespac
             _start(lines, ports, options, model, run, console)
             _watch(run, console, refused)
         except Interrupted:
-            console.say("sglang-hybrid: ending router, decode and prefill")
+            console.say_goodbye("sglang-hybrid: ending router, decode and prefill")
             return 0
         except (Ended, TimeoutError) as error:
             refused += [event.sentence for event in run.events.read() if isinstance(event, events.Refused)]

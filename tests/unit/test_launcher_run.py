@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -44,14 +45,17 @@ with Run() as run:
 class Launcher:
     def __init__(self, temporary: Path, tmp_path: Path) -> None:
         self.temporary = temporary
-        up = Path(tempfile.mkdtemp(dir=tmp_path)) / "up"
+        self.family: list[psutil.Process] = []
+        self._up = Path(tempfile.mkdtemp(dir=tmp_path)) / "up"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, SERVER, str(up)], env=os.environ | {"TMPDIR": str(temporary)},
+            [sys.executable, "-c", LAUNCHER, SERVER, str(self._up)], env=os.environ | {"TMPDIR": str(temporary)},
             stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
+
+    def wait_until_it_serves(self) -> None:
         assert self.process.stdout
         self.directory = Path(self.process.stdout.readline().strip())
-        wait_for(up.exists)
+        wait_for(self._up.exists)
         self.family = psutil.Process(self.process.pid).children(recursive=True)
         self.shared = shared_memory.files_mapped_by(process.pid for process in self.family)
         assert len(self.family) >= 4  # guard, server, the server's resource tracker and its other process
@@ -79,13 +83,22 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
     temporary = Path(tempfile.mkdtemp(prefix="t-"))  # short: sockets have short names
     running = Launcher(temporary, tmp_path)
-    yield running
-    for process in (*running.family, psutil.Process()):
-        if process.pid != os.getpid() and process.is_running():
-            process.kill()
-    running.process.kill()
-    running.process.wait()
-    shutil.rmtree(temporary)
+    try:
+        running.wait_until_it_serves()
+        yield running
+    finally:
+        for process in (*running.family, *_children(running.process.pid)):
+            if process.is_running():
+                process.kill()
+        running.process.kill()
+        running.process.wait()
+        shutil.rmtree(temporary)
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).children(recursive=True)
+    return []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -126,6 +139,7 @@ def test_the_next_start_removes_what_a_double_kill_left(launcher: Launcher, tmp_
         if process.is_running():
             process.kill()
     again = Launcher(launcher.temporary, tmp_path)
+    again.wait_until_it_serves()
     again.process.send_signal(signal.SIGTERM)
     again.process.wait(20)
     assert not launcher.directory.exists()

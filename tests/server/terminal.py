@@ -1,0 +1,85 @@
+"""A command under a terminal of its own, as a person would run it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+import psutil
+
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# what a shell starts in the background, a test run for one, ignores Ctrl-C, and so would all that it starts
+_DEFAULT = (signal.SIGINT, signal.SIGQUIT)
+
+
+class Terminal:
+    """Starts at once. Use as a context: everything that it started is gone afterwards."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._keyboard, screen = pty.openpty()
+        self.process = subprocess.Popen(
+            command, stdin=screen, stdout=screen, stderr=screen, env=os.environ | dict(environment),
+            start_new_session=True, preexec_fn=lambda: _take_terminal(screen),
+        )  # fmt: skip
+        os.close(screen)
+        self._shown = b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.family():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.process.wait()
+        self._reader.join(5)
+        os.close(self._keyboard)
+
+    def family(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.Error):
+            main = psutil.Process(self.process.pid)
+            return [main, *main.children(recursive=True)]
+        return []
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # the other side is closed
+            while data := os.read(self._keyboard, 4096):
+                self._shown += data
+
+    def lines(self) -> list[str]:
+        """What a person sees: of a line that is written over, the last."""
+        text = self._shown.decode(errors="replace").replace("\r\n", "\n")
+        lines = [_CONTROL.sub("", line.rsplit("\r", 1)[-1]) for line in text.split("\n")]
+        return [line for line in lines if line.strip()]
+
+    def wait_for(self, text: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not any(text in line for line in self.lines()):
+            assert self.process.poll() is None, "\n".join(self.lines())
+            assert time.monotonic() < deadline, "\n".join(self.lines())
+            time.sleep(0.2)  # no event to wait for: another program
+
+    def saw(self, text: str) -> bool:
+        """Whether it was shown at some time, also in a line that was written over."""
+        return text in self._shown.decode(errors="replace")
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._keyboard, keys)
+
+
+def _take_terminal(screen: int) -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(screen, termios.TIOCSCTTY, 0)
+    for number in _DEFAULT:
+        signal.signal(number, signal.SIG_DFL)
