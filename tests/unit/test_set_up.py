@@ -285,3 +285,14 @@ def test_bytecode_is_made_once_for_what_servers_import(tmp_path: Path) -> None:
     assert all(map(compile_bytecode.is_compiled, found))
     (tmp_path / "torch/nn.py").write_text("answer = 1234\n")
     assert not compile_bytecode.is_compiled(found[1])
+
+
+def test_a_step_that_uv_cannot_do_is_done_by_pip_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uv = program(tmp_path / "uv", "echo 'error: connection reset'; exit 2")
+    pip = program(tmp_path / "pip", f'echo "$@" >> {tmp_path}/asked')
+    monkeypatch.setattr(install, "pip_for", lambda python: [pip])
+    setup = install.Setup(tmp_path, "cpu", "0.5.20", any_torch=False)
+    setup._installer = Uv(uv, tmp_path / "bin" / "python", {})
+    assert setup._install("sglang") == "by pip, because uv failed: error: connection reset"
+    assert setup._install("pytest") is None  # pip from then on
+    assert [line.split()[-1] for line in (tmp_path / "asked").read_text().splitlines()] == ["sglang", "pytest"]
