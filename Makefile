@@ -22,7 +22,7 @@ COMPAT_VERSIONS := 0.5.17 0.5.20
 PROCESSES ?= $(if $(shell command -v nvidia-smi),0,2)
 PYTEST := $(BIN)/python -m pytest --durations=10
 TOGETHER := $(if $(filter 2,$(PROCESSES)),OMP_NUM_THREADS=$(shell expr \( $$(nproc) + 1 \) / 2)) \
-	$(PYTEST) -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder
+	$(PYTEST) -n $(PROCESSES) --dist loadscope --no-loadscope-reorder
 
 .PHONY: serve pd test test-fast test-full test-gpu test-compat lint types install clean clean-cache help
 .DEFAULT_GOAL := help

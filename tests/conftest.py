@@ -1,7 +1,6 @@
 """Which tests run at the same time, and in which order.
 
-``make test`` has two processes for all tests that are not ``alone``. Tests of one group run in one process, one after
-the other: those of a file, unless they say another group. Servers that several files use are started once for both
+``make test`` has two processes for all tests that are not ``alone``. Tests of a file run in one process. Servers that several files use are started once for both
 processes (``made_once.py``) and end with the test run.
 """
 
@@ -10,9 +9,11 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import made_once
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 # they measure time, or look at everything that runs on the machine
 ALONE = ("test_lifecycle", "test_worker_faults")
@@ -22,14 +23,23 @@ LONG = ("test_exactness", "test_pd", "test_pd_faults", "test_cuda_build", "test_
 SPREAD = ("test_cuda_emulated",)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+class ByFile(LoadScopeScheduling):
+    """Tests of a file run in one process, one after the other, but for those that are spread."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::", 1)[0]
+        return nodeid if Path(file).stem in SPREAD else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     server = Path(__file__).with_name("server")
     for item in items:
         if item.path.parent == server and item.path.stem in ALONE:
             item.add_marker(pytest.mark.alone)
-        if item.path.stem not in SPREAD and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
