@@ -1,7 +1,7 @@
 """Which tests run at the same time, and in which order.
 
-``make test`` has two processes for all tests that are not ``alone``. Tests of a file run in one process. Servers that several files use are started once for both
-processes (``made_once.py``) and end with the test run.
+``make test`` has two processes for all tests that are not ``alone``. Tests of a file run in one process. Servers that
+several files use are started once for both processes (``made_once.py``) and end with the test run.
 """
 
 from __future__ import annotations
