@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.integration import BACKEND_NAME
 from sglang_hybrid.policies.base import DecodePolicy
 from sglang_hybrid.scout.profile import Profile
 
@@ -40,8 +41,9 @@ class ModelSession:
         self._one_batch = one_batch
         self._bench, self.tokenizer = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
         self.runner = self._bench.torch_runner
-        # settings and policies change all the time here, and some policies only watch
-        self.runner.attn_backend.use_torch()
+        if args.attention_backend == BACKEND_NAME:
+            # settings and policies change all the time here, and some policies only watch
+            self.runner.attn_backend.use_torch()
 
     @property
     def model(self) -> torch.nn.Module:
