@@ -163,7 +163,8 @@ class Facts:
 def announce(console: Console, url: str, model: str) -> None:
     """Where the server is, and how to try it."""
     body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 8})
-    console.frame(f"sglang-hybrid is serving {model} at {url}")
+    short = model.rstrip("/").rsplit("/", 1)[-1]  # a path would push the URL out of its line
+    console.frame(f"sglang-hybrid is serving {short} at {url}")
     console.say(f"OpenAI-compatible: {url}/v1. Ctrl-C ends it. Try it:")
     console.say(f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
 
