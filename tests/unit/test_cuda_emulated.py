@@ -15,7 +15,7 @@ sys.path.append(str(TESTS / "emulation"))
 
 from kernels_on_cpu import built  # noqa: E402
 
-from sglang_hybrid.default_model.locate import default_cache_dir  # noqa: E402
+from sglang_hybrid.user_cache import default_cache_dir  # noqa: E402
 
 # how many processes share the tests of a file
 DEVICE_ALONE = {
