@@ -111,7 +111,11 @@ def server_of(name: str, request: pytest.FixtureRequest, model: Path, log: Path)
         yield server
 
 
-@pytest.fixture(scope="module", params=HYBRID)
+# within the budget the default settings run the code of policy full, which so need not run twice in make test
+CASES = [pytest.param(name, marks=pytest.mark.full) if name == "full" else name for name in HYBRID]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def hybrid(
     request: pytest.FixtureRequest, model: Path, english: list[int], asked: Requests, tmp_path_factory: Any
 ) -> Answers:
