@@ -85,7 +85,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         if torch.device(self._pool.device).type != "cpu":
             return None
         if why := why_not_native(config, self._pool, self._model_runner):
-            logger.info("attention is computed in plain torch, a step behind native kernels: %s", why)
+            logger.info("attention is computed in plain torch, more slowly than by the native kernels: %s", why)
             return None
         engine = create_cpu_engine(config, self._pool, self._model_runner)
         self._pool.kernels = engine.kernels

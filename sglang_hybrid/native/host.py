@@ -45,6 +45,7 @@ class HostKernels:
     ) -> None:
         """Raises NativeError for a shape that the kernels do not have."""
         self._library = library()
+        self._dtype = layers[0].digests.dtype
         self._kept = (list(layers), geometry)  # the library has pointers into these
         described = (HostLayer * len(layers))(*(_describe(layer) for layer in layers))
         channels = layers[0].channels
@@ -71,7 +72,7 @@ class HostKernels:
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """K and V ``[new tokens, KV heads, head_dim]`` into the pool, and the summaries of their blocks."""
-        checked(self._library.sh_host_store, self._host, layer, _rows(keys), _rows(values))
+        checked(self._library.sh_host_store, self._host, layer, self._rows(keys), self._rows(values))
 
     def decode(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
@@ -79,8 +80,8 @@ class HostKernels:
         """``store`` of one token a row, and its attention: ``[rows, query heads, head_dim]`` in float32."""
         out = torch.empty(query.shape, dtype=torch.float32)
         checked(
-            self._library.sh_host_decode, self._host, layer, _rows(query), _rows(keys), _rows(values), scale,
-            out.data_ptr(),
+            self._library.sh_host_decode, self._host, layer, self._rows(query), self._rows(keys), self._rows(values),
+            scale, out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -89,16 +90,17 @@ class HostKernels:
         pages, filled = pages.contiguous(), filled.contiguous()
         checked(self._library.sh_host_summarise, self._host, layer, pages.data_ptr(), filled.data_ptr(), pages.numel())
 
+    def _rows(self, tensor: torch.Tensor) -> Rows:
+        """``[rows, heads, dim]`` of the pool's dtype, whose rows may be parts of longer ones."""
+        if tensor.dtype != self._dtype:
+            raise ValueError(f"the pool holds {self._dtype}, not {tensor.dtype}")
+        if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
+            raise ValueError(f"heads must lie side by side, not with strides {tensor.stride()}")
+        return Rows(tensor.data_ptr(), tensor.stride(0) * tensor.element_size())
+
 
 def _describe(layer: BlockSummaries) -> HostLayer:
     channels = None
     if layer.channels is not None:
         channels = ctypes.cast(layer.channels.data_ptr(), ctypes.POINTER(ctypes.c_int64))
     return HostLayer(layer.digests.data_ptr(), layer.codes.data_ptr() if layer.codes is not None else None, channels)
-
-
-def _rows(tensor: torch.Tensor) -> Rows:
-    """``[rows, heads, dim]``, whose rows may be parts of longer ones."""
-    if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
-        raise ValueError(f"heads must lie side by side, not with strides {tensor.stride()}")
-    return Rows(tensor.data_ptr(), tensor.stride(0) * tensor.element_size())

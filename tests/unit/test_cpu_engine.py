@@ -274,3 +274,11 @@ def test_settings_that_describe_a_gpu_are_left_to_torch(setting, value):
     assert unsupported_by_cpu_engine(HybridConfig(), 64) is None
     assert str(value) in str(unsupported_by_cpu_engine(HybridConfig(**{setting: value}), 64))
     assert unsupported_by_cpu_engine(HybridConfig(**{setting: value, "policy": "full"}), 64) is None
+
+
+def test_tensors_of_another_dtype_than_the_pool_are_refused():
+    rows = Rows([100])
+    rows.write()
+    rows.projected = [projected.bfloat16() for projected in rows.projected]
+    with pytest.raises(ValueError, match=r"holds torch\.float32, not torch\.bfloat16"):
+        rows.decode()
