@@ -69,6 +69,11 @@ class Engine:
             ctypes.byref(options),
         )
 
+    @property
+    def threads(self) -> int:
+        """Those that compute: fewer than asked for where a limit did not allow more."""
+        return int(library().sh_engine_threads(self._engine))
+
     def stats(self) -> StatsReport:
         raw = EngineStats()
         library().sh_engine_read_stats(self._engine, ctypes.byref(raw))

@@ -35,6 +35,7 @@ class Mapping:
         if address is None or address == _FAILED:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
+        _libc.madvise(address, size, mmap.MADV_DONTDUMP)
         self.address: int = address
         self.size = size
         self._populate_advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ

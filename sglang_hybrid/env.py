@@ -71,6 +71,7 @@ def _parse_strings(text: str) -> tuple[str, ...]:
 TEXT = EnvType[str | None]("text", str)
 BOOL = EnvType[bool](f"one of {', '.join(_BOOLS)}", _parse_bool)
 PATH = EnvType[Path | None]("a path", Path)
+BYTES = EnvType[int | None]("a number of bytes", int)
 STRINGS = EnvType[tuple[str, ...]]('a JSON list of strings such as ["key=value"]', _parse_strings)
 
 CONFIG = EnvVar("SGLANG_HYBRID_CONFIG", PATH, None, "YAML file with settings, see configs/default.yaml")
@@ -85,6 +86,12 @@ CACHE = EnvVar(
     "where converted models and compiled CUDA kernels are kept (default: sglang-hybrid in the user's cache)",
 )
 LOAD_FILE = EnvVar("SGLANG_HYBRID_LOAD_FILE", PATH, None, "internal: where SGLang's processes share their load figures")
+MEMORY_AT_START = EnvVar(
+    "SGLANG_HYBRID_MEMORY_AT_START",
+    BYTES,
+    None,
+    "internal: host memory that was free when the server was started, which its ranks share",
+)
 EVENTS = EnvVar(
     "SGLANG_HYBRID_EVENTS",
     PATH,
@@ -97,4 +104,13 @@ CPU_VARIANT = EnvVar(
     "SGLANG_HYBRID_CPU_VARIANT", TEXT, None, "CPU kernel variant to use instead of the fastest that this machine has"
 )
 
-VARIABLES: tuple[EnvVar[Any], ...] = (CONFIG, SET, ALLOW_UNTESTED_SGLANG, CACHE, LOAD_FILE, EVENTS, CPU_VARIANT)
+VARIABLES: tuple[EnvVar[Any], ...] = (
+    CONFIG,
+    SET,
+    ALLOW_UNTESTED_SGLANG,
+    CACHE,
+    LOAD_FILE,
+    MEMORY_AT_START,
+    EVENTS,
+    CPU_VARIANT,
+)

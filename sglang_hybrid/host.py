@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from cpu_worker.cores import Topology, format_cpus, read_topology
+from sglang_hybrid import container
 
 GIB = 1 << 30
 _NAME_BYTES = 96  # NVML's own limit for the name of a device
@@ -26,7 +25,7 @@ class Host:
     gpus: tuple[str, ...]  # names of those that torch can use from this process
     topology: Topology  # cores that this process may use
     memory: int  # bytes, within what the container grants
-    available: int  # bytes that are free now
+    available: int  # bytes of it that are free now
 
     @property
     def cpus(self) -> int:
@@ -38,8 +37,8 @@ class Host:
 
 
 def this_host() -> Host:
-    memory = psutil.virtual_memory()
-    return Host(gpu_names(), read_topology(), min(memory.total, _granted_memory() or memory.total), memory.available)
+    memory = container.memory()
+    return Host(gpu_names(), read_topology(), memory.total, memory.available)
 
 
 def gpu_names() -> tuple[str, ...]:
@@ -55,14 +54,6 @@ def multiplies_fast(dtype: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
         return False
     flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     return bool(flags and _INSTRUCTIONS[dtype] & set(flags[1].split()))
-
-
-def _granted_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int | None:
-    """Bytes that the container may use; None: as much as the machine has."""
-    try:
-        return int(limit.read_text())
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
-        return None
 
 
 def _torch_has_cuda() -> bool:

@@ -15,8 +15,8 @@ import made_once
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-# they measure time, or look at everything that runs on the machine
-ALONE = ("test_lifecycle", "test_worker_faults")
+# they measure time
+ALONE = ("test_worker_faults",)
 # minutes each: first, so that at the end both processes have something to do (and --no-loadscope-reorder keeps it so)
 LONG = ("test_exactness", "test_pd", "test_pd_faults", "test_cuda_build", "test_switches", "test_cuda_emulated")
 # every test on its own: what they share is built once for all processes

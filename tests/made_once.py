@@ -46,11 +46,16 @@ def running(name: str, make: Callable[[Path], AnyServer]) -> AnyServer:
 
 
 def answered(name: str, ask: Callable[[], Any]) -> Any:
-    """What ``ask`` returns, as JSON keeps it."""
-    note = _folder() / f"{name}.json"
+    """What ``ask`` returns, as JSON keeps it. Who asks for it after a failure fails too, without waiting again."""
+    note, failure = _folder() / f"{name}.json", _folder() / f"{name}.failed"
     with _locked(name):
+        assert not failure.exists(), f"another test failed to ask: {failure.read_text()}"
         if not note.exists():
-            note.write_text(json.dumps(ask()))
+            try:
+                note.write_text(json.dumps(ask()))
+            except Exception as error:
+                failure.write_text(repr(error)[:1000])
+                raise
         return json.loads(note.read_text())
 
 

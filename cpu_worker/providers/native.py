@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
 
 from cpu_worker.cores import Placement
@@ -11,6 +12,8 @@ from cpu_worker.providers.base import Provider
 from sglang_hybrid.native.library import checked, library
 from sglang_hybrid.native.structs import ITEMSIZES, BlockAttention
 from sglang_hybrid.transport.messages import Plan, Planned, StatsReport
+
+log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # of queries, see block_attention.h
 
@@ -23,12 +26,16 @@ class NativeProvider(Provider):
 
     def start(self, regions: Regions, plan: Plan, placement: Placement, failed: Callable[[str], None]) -> Planned:
         self._engine = Engine(regions, plan, placement)
-        self._regions, self._threads = regions, placement.threads
+        self._regions, self._threads = regions, self._engine.threads
+        if self._threads < placement.threads:
+            log.warning(
+                "%d of %d threads could be started: a limit on threads or memory", self._threads, placement.threads
+            )
         variant = library().sh_variant_name(regions.geometry.dtype, regions.geometry.head_dim, None)
         return Planned(
             provider="native",
             variant=variant.decode(),  # the engine would not have started without one
-            threads=placement.threads,
+            threads=self._threads,
             group_threads=placement.group_threads,
             cores=list(placement.cores),
         )

@@ -45,7 +45,7 @@ def built(architecture: int) -> Path:
     if target.is_file():
         return target
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (folder / f".{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.is_file():  # else compiled by the process that held the lock
@@ -70,6 +70,7 @@ def _compile(nvcc: Nvcc, architecture: int, target: Path) -> None:
         if done.returncode:
             said = (done.stdout + done.stderr).strip()[-4000:]
             raise CudaError(f"nvcc {nvcc.version} failed for sm_{architecture}:\n{said}\n{' '.join(command)}")
+        made.chmod(0o700)  # whatever the umask: nobody loads what others may write
         made.rename(target)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sglang_hybrid import trusted_file
 from sglang_hybrid.cuda import dense_structs, lane_structs, prefill_structs, selection_structs
 from sglang_hybrid.cuda.build import built
 from sglang_hybrid.cuda.errors import CudaError
@@ -42,7 +43,12 @@ def library() -> Any:
     if not torch.cuda.is_available():
         raise CudaError("the CUDA kernels need a CUDA device, and torch sees none")
     major, minor = torch.cuda.get_device_capability()
-    return load(built(10 * major + minor))
+    path = built(10 * major + minor)
+    try:
+        trusted_file.check(path)
+    except trusted_file.UntrustedFile as error:
+        raise CudaError(f"the CUDA kernels are not loaded: {error}") from error
+    return load(path)
 
 
 def load(path: Path) -> Any:

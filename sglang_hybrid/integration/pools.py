@@ -6,12 +6,13 @@ Each hook leaves servers with another attention backend alone.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import torch
 
+from sglang_hybrid import container, env
 from sglang_hybrid.config import HybridConfig, config_from_environment
 from sglang_hybrid.gpu.decode import DeviceScout
 from sglang_hybrid.gpu.prefill import DevicePrefill
@@ -41,10 +42,21 @@ def kv_shape(model_config: Any, tp_size: int, kv_dtype: torch.dtype) -> KVShape:
     )
 
 
-def check_capacity(model_config: Any, tp_size: int, nnodes: int) -> None:
-    """Raise CapacityError early, in the process that a person started, if the host pool cannot fit."""
-    shape = kv_shape(model_config, tp_size, model_config.dtype)
-    host_pool_bytes(config_from_environment(), shape, psutil.virtual_memory().available, tp_size // nnodes)
+def ranks_on_this_host(args: Any) -> int:
+    """Processes that each have a pool: of one replica, or of all of them where replicas do not share ranks."""
+    replicas = 1 if args.enable_dp_attention else args.dp_size
+    return int(max(1, args.tp_size * args.pp_size // args.nnodes) * replicas)
+
+
+def check_capacity(model_config: Any, args: Any) -> None:
+    """Raise CapacityError early, in the process that a person started, if the host pool cannot fit.
+
+    Notes for the ranks how much was there, since each of them will see what others have left.
+    """
+    free = container.memory().available
+    shape = kv_shape(model_config, args.tp_size, model_config.dtype)
+    host_pool_bytes(config_from_environment(), shape, free, ranks_on_this_host(args))
+    os.environ[env.MEMORY_AT_START.name] = str(free)
 
 
 @told()
@@ -56,9 +68,9 @@ def available_bytes(original: Callable[[Any, int], int], configurator: Any, pre_
     config = config_from_environment()
     args = configurator.server_args
     shape = kv_shape(configurator.model_config, args.tp_size, configurator.kv_cache_dtype)
-    ranks = args.tp_size // args.nnodes  # on this host
-    free = psutil.virtual_memory().available
-    share = host_pool_bytes(config, shape, free, ranks)
+    ranks = ranks_on_this_host(args)
+    free = container.memory().available
+    share = host_pool_bytes(config, shape, free, ranks, env.MEMORY_AT_START.get())
 
     if configurator.device != "cpu":
         on_device = original(configurator, pre_model_load_memory)

@@ -15,7 +15,7 @@ from sglang_hybrid.config_flags import add_config_flags, export_config_flags
 from sglang_hybrid.gpu.settings import why_not
 from sglang_hybrid.host import multiplies_fast, this_host
 from sglang_hybrid.integration import BACKEND_NAME, load_file
-from sglang_hybrid.integration.pools import check_capacity
+from sglang_hybrid.integration.pools import check_capacity, ranks_on_this_host
 from sglang_hybrid.integration.refusals import Refusal, refuse_flags, refuse_model_config
 
 logger = logging.getLogger("sglang.srt.hybrid")
@@ -57,14 +57,14 @@ def resolve(original: Callable[[Any], None], args: Any) -> None:
     args.attention_backend = BACKEND_NAME
     config = config_from_environment()
     refuse_flags(args, config)
-    host_settings.check(config, this_host(), ranks=max(1, args.tp_size // args.nnodes))
+    host_settings.check(config, this_host(), ranks=ranks_on_this_host(args))
     _set_device_and_dtype(args)
     _set_defaults(args, config)
     original(args)
     if args.model_path.lower() not in ("none", "dummy"):
         model_config = _model_config(args)
         refuse_model_config(model_config)
-        check_capacity(model_config, args.tp_size, args.nnodes)
+        check_capacity(model_config, args)
     load_file.provide()
 
 

@@ -31,22 +31,26 @@ class KVShape:
         return self.layers * self.kv_heads * (self.key_dim + self.value_dim) * self.itemsize
 
 
-def host_pool_bytes(config: HybridConfig, shape: KVShape, available: int, ranks: int) -> int:
+def host_pool_bytes(
+    config: HybridConfig, shape: KVShape, available: int, ranks: int, at_start: int | None = None
+) -> int:
     """Bytes that tokens can take in this rank's pool.
 
-    ``available``: memory of this host that is free now; ``ranks``: processes that share it.
-    Raises CapacityError when the configuration asks for more than there is, or when what
-    it gives is less than one attention budget.
+    ``available``: memory of this host that is free now; ``at_start``: before any rank took its share, where that is
+    known; ``ranks``: processes that share it. Raises CapacityError when the configuration asks for more than there is,
+    or when what it gives is less than one attention budget.
     """
-    asked = config.host_memory_bytes(available)
-    if asked > available:
+    asked = config.host_memory_bytes(available if at_start is None else at_start)
+    # others may have taken theirs already; a percentage is never more than that of what is left, weights may be in it
+    taken = min(asked // ranks, config.host_memory_bytes(available))
+    if (asked if at_start is None else taken) > available:
         raise CapacityError(
             f"host_memory={config.host_memory} asks for {asked / GIB:.2f} GiB, but only {available / GIB:.2f} GiB "
             "of host memory are available: lower host_memory or free memory"
         )
     # one page takes the writes of padding tokens; each layer's two buffers end on an alignment boundary
     overhead = config.block_tokens * shape.bytes_per_token + 2 * shape.layers * ALIGNMENT
-    share = asked // ranks - overhead
+    share = taken - overhead
     needed = config.budget_tokens * shape.bytes_per_token
     if share < needed:
         at_least = math.ceil((needed + overhead) * ranks / MIB)

@@ -20,6 +20,7 @@ import torch
 
 _PREFAULT_CHUNK = 64 << 20
 _MADV_POPULATE_WRITE = 23
+_F_SEAL_FUTURE_WRITE = 0x10  # mappings that exist stay writable, new ones cannot be
 _libc = ctypes.CDLL(None, use_errno=True)
 # every piece starts on a 2 MiB boundary of the file: huge pages and DMA registration both like it
 ALIGNMENT = 2 << 20
@@ -36,7 +37,8 @@ class SharedRegion:
     fit fails here, with a number, and not under load.
     """
 
-    def __init__(self, size: int, name: str = "sglang-hybrid") -> None:
+    def __init__(self, size: int, name: str = "sglang-hybrid", *, others_write: bool = False) -> None:
+        """``others_write``: who is handed the descriptor may map it for writing."""
         self.size = _round_up(size)
         self._used = 0
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -46,12 +48,19 @@ class SharedRegion:
             self._map = mmap.mmap(self.fd, self.size)
             with contextlib.suppress(OSError):  # kernels without huge pages for shared memory
                 self._map.madvise(mmap.MADV_HUGEPAGE)
+            self._map.madvise(mmap.MADV_DONTDUMP)  # what users asked is nothing for a core file, and it is large
             self._prefault()
             # nobody can shrink it from here on, so no process that maps it can be killed by reading beyond its end
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self._seal(others_write)
         except (OSError, ValueError, OverflowError) as e:
             os.close(self.fd)
             raise RegionError(f"cannot take {self.size / 2**30:.2f} GiB of shared host memory: {e}") from e
+
+    def _seal(self, others_write: bool) -> None:
+        if not others_write:
+            with contextlib.suppress(OSError):  # a kernel before 5.1 does not know it
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
     def _prefault(self) -> None:
         """Allocate every page, in parallel: zeroing is bound by one core's store rate otherwise."""

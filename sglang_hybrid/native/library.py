@@ -24,7 +24,7 @@ from sglang_hybrid.native.structs import (
 )
 
 FILE = Path(__file__).with_name("libsglang_hybrid_cpu.so")
-INTERFACE = 3  # sh_interface of c_api.h
+INTERFACE = 4  # sh_interface of c_api.h
 _ERROR_BYTES = 256
 
 _ERROR = c_char_p
@@ -66,6 +66,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "sh_host_summarise": (c_int, [c_void_p, c_uint32, c_void_p, c_void_p, c_uint64, _ERROR]),
     "sh_engine_start": (c_void_p, [c_void_p, c_void_p, POINTER(Geometry), POINTER(EngineOptions), _ERROR]),
     "sh_engine_stop": (None, [c_void_p]),
+    "sh_engine_threads": (c_uint32, [c_void_p]),
     "sh_engine_read_stats": (None, [c_void_p, POINTER(EngineStats)]),
     "sh_engine_take": (c_int, [c_void_p, c_uint64, POINTER(Job)]),
     "sh_engine_answer": (None, [c_void_p, c_void_p, c_void_p]),

@@ -79,7 +79,8 @@ class ControlClient:
         # All sockets of this client begin alike, so that the worker knows them as one. Not 0: that is ZMQ's own.
         self._id = b"c" + secrets.token_bytes(CLIENT_ID_BYTES - 1)
         self._sockets = 0
-        self._context = zmq.Context()
+        # of the whole process: each one has threads of its own, and cannot be made where none are left
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket: zmq.Socket[bytes] | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -146,9 +147,7 @@ class ControlClient:
         """Waits for a request in progress. Connections of ``send_regions`` are not touched."""
         with self._lock:
             self._drop_socket()
-            if not self._closed:
-                self._closed = True
-                self._context.term()
+            self._closed = True
 
     def __enter__(self) -> ControlClient:
         return self

@@ -32,7 +32,7 @@ class Mailbox:
         """Raises RegionError when there is no memory, NativeError when the geometry cannot be served."""
         self._library = library()
         self.geometry, self.layout = geometry, layout_of(geometry)
-        self.region = SharedRegion(self.layout.bytes, name="sglang-hybrid-mailbox")
+        self.region = SharedRegion(self.layout.bytes, name="sglang-hybrid-mailbox", others_write=True)
         address = ctypes.c_void_p(self.region.address)
         checked(self._library.sh_mailbox_create, address, self.region.size, ctypes.byref(geometry))
         self._client = checked(self._library.sh_client_open, address, ctypes.byref(geometry))
@@ -69,7 +69,12 @@ class Mailbox:
     @property
     def caught_up(self) -> bool:
         """Whether the worker is through with everything that was posted."""
-        return bool(self._library.sh_client_completed(self._client) == self.posted)
+        return self.completed == self.posted
+
+    @property
+    def completed(self) -> int:
+        """Sequence number of the newest post that the worker is through with; 0: it has answered nothing."""
+        return int(self._library.sh_client_completed(self._client))
 
     @property
     def bell(self) -> int:

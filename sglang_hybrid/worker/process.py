@@ -27,7 +27,8 @@ class WorkerProcess:
         self.directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "cpu_worker", "--dir", str(self.directory), "--parent", str(os.getpid())],
+                # -P: nothing is imported from the directory that the server happens to be started in
+                [sys.executable, "-P", "-m", "cpu_worker", "--dir", str(self.directory), "--parent", str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the server, which ends its worker
             )
@@ -57,13 +58,18 @@ class WorkerProcess:
             os.close(self.pidfd)
             self.pidfd = -1
         shutil.rmtree(self.directory, ignore_errors=True)
-        if status < 0:
-            return f"was killed by {signal.Signals(-status).name}"
-        return f"ended with status {status}"
+        return f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
 
     def kill(self) -> None:
         """For a process that does not answer."""
         self._process.kill()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # Python has names for the first and the last real-time signal only
+        return f"signal {number}"
 
 
 def remove_leftovers() -> None:

@@ -7,6 +7,7 @@ import os
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ logger = logging.getLogger("sglang.srt.hybrid")
 _LOOK_SECONDS = 0.25
 _FIRST_PAUSE_SECONDS = 0.1
 _STEADY_SECONDS = 30.0  # a worker that lived that long did not die of its start
+_CRASHES, _CRASH_SECONDS = 10, 60.0  # so many in a row within that time, none of which did anything, are not bad luck
 
 _CONNECT_ERRORS = (ControlError, RegionError, NativeError, OSError)
 
@@ -49,6 +51,7 @@ class Supervisor:
         self._pool_fd = pool_fd
         self.link: Link | None = None
         self.restarts = 0
+        self._ends: deque[float] = deque(maxlen=_CRASHES)  # when workers were lost that had answered nothing
         self.on_change: Callable[[bool], None] = lambda up: None
         self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC)
         self._stopping = False
@@ -78,33 +81,51 @@ class Supervisor:
         return Link(place, self._geometry, self._pool_fd, self._settings.plan, self._stop_read)
 
     def _run(self) -> None:
-        first = min(_FIRST_PAUSE_SECONDS, self._settings.longest_pause_s)
-        pause = first
+        pause = first = min(_FIRST_PAUSE_SECONDS, self._settings.longest_pause_s)
         while not self._stopping:
-            if self.link:
-                why = self._watch(self.link)
-                if time.monotonic() - self.link.since > _STEADY_SECONDS:
-                    pause = first
-                self._give_up(self.link, why, pause)
-            if self._sleep(pause):
-                break
-            pause = min(2 * pause, self._settings.longest_pause_s)
             try:
-                link = self._connect()
-            except _CONNECT_ERRORS as error:
-                logger.warning("the CPU worker could not be started again: %s; next try in %.1f s", error, pause)
-                continue
-            self.restarts += 1
-            self.link = link
-            self._tell(f"serves again (restart {self.restarts})", link)
+                if self.link:
+                    why = self._watch(self.link)
+                    if time.monotonic() - self.link.since > _STEADY_SECONDS:
+                        pause = first
+                    self._give_up(self.link, why, pause)
+                if self._crashes_too_often() or self._sleep(pause):
+                    break
+                pause = min(2 * pause, self._settings.longest_pause_s)
+                self._connect_again(pause)
+            except Exception:
+                # whatever it is (no thread, no descriptor, no memory): who watches must not be the one that falls
+                logger.exception("the watch over the CPU worker failed, and goes on in %.1f s", pause)
+                self._sleep(pause)
         last, self.link = self.link, None
         if last:
             last.close(stop=True)
 
+    def _connect_again(self, pause: float) -> None:
+        try:
+            link = self._connect()
+        except _CONNECT_ERRORS as error:
+            logger.warning("the CPU worker could not be started again: %s; next try in %.1f s", error, pause)
+            return
+        self.restarts += 1
+        self.link = link
+        self._tell(f"serves again (restart {self.restarts})", link)
+
+    def _crashes_too_often(self) -> bool:
+        """Whether to leave it: every restart costs, and this process computes meanwhile anyway."""
+        if len(self._ends) < _CRASHES or self._ends[-1] - self._ends[0] > _CRASH_SECONDS:
+            return False
+        logger.error(
+            "%d CPU workers in a row were lost within %.0f s and answered nothing: no other one is started, and this "
+            "process computes their attention until the server is started again. What they died of stands above",
+            _CRASHES, self._ends[-1] - self._ends[0],
+        )  # fmt: skip
+        return True
+
     def _watch(self, link: Link) -> str:
         """Until the worker is no more; why, in words. Empty when we shall stop."""
         while True:
-            ready, _, _ = select.select([link.connection.fileno(), self._stop_read], [], [], _LOOK_SECONDS)
+            ready = _readable(_LOOK_SECONDS, link.connection.fileno(), self._stop_read)
             if self._stopping:
                 return ""
             if ready:  # it never sends anything: this is the end of the connection
@@ -117,6 +138,10 @@ class Supervisor:
         if self._stopping:
             link.close(stop=True)
             return
+        if link.mailbox.completed:
+            self._ends.clear()
+        else:
+            self._ends.append(time.monotonic())
         self.on_change(False)
         if why != "is gone" and link.process:
             link.process.kill()
@@ -137,5 +162,13 @@ class Supervisor:
 
     def _sleep(self, seconds: float) -> bool:
         """Whether we shall stop."""
-        select.select([self._stop_read], [], [], seconds)
+        _readable(seconds, self._stop_read)
         return self._stopping
+
+
+def _readable(seconds: float, *descriptors: int) -> bool:
+    """Whether one of them becomes readable in that time. Not select, which takes no number above 1023."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))

@@ -22,6 +22,7 @@ import requests
 import torch
 
 START_SECONDS = 300
+ANSWER_SECONDS = 600  # for the longest prompt, on cores that are shared
 STOP_SECONDS = 30
 CHUNK = 512  # of a prompt, where tests want prefill in several chunks
 # SGLang looks through its own books at every step and when it is idle, and dies when they do not add up
@@ -54,7 +55,6 @@ class Server:
     """One server process with everything it starts, in a session of its own. Use as a context."""
 
     process: subprocess.Popen[bytes] | _StartedElsewhere
-    shared_memory_before: frozenset[str] | set[str] = frozenset()  # for tests of what a server leaves behind
     started: ClassVar[weakref.WeakSet[Server]] = weakref.WeakSet()  # whose logs a failed test shows
 
     def __init__(
@@ -151,7 +151,10 @@ class Server:
             "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
             "return_logprob": True,
         } | more
-        reply = requests.post(f"{self.url}/generate", json=body, timeout=1800)
+        try:
+            reply = requests.post(f"{self.url}/generate", json=body, timeout=ANSWER_SECONDS)
+        except requests.Timeout as error:
+            raise AssertionError(f"no answer after {ANSWER_SECONDS} s. Its processes:\n{self.stacks()}") from error
         assert reply.ok, f"{reply.status_code}: {reply.text}"  # which says more than the status
         answer: dict[str, Any] = reply.json()
         return answer
@@ -221,6 +224,18 @@ class Server:
         """For the report of a failed test: whether it runs, and what it said last."""
         status = self.process.poll()
         return f"{'runs' if status is None else f'ended with status {status}'}\n{self.log_tail(25)}"
+
+    def stacks(self) -> str:
+        """Where each of its processes is: what a server does that does not answer."""
+        spy = Path(sys.executable).with_name("py-spy")
+        dumps = []
+        for process in self.family():
+            with contextlib.suppress(psutil.Error, OSError, subprocess.TimeoutExpired):
+                used = f"{process.pid} {process.name()} ({process.status()}, {sum(process.cpu_times()[:2]):.0f} CPU s)"
+                command = [str(spy), "dump", "--pid", str(process.pid)]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+                dumps.append(f"{used}\n{done.stdout or done.stderr}")
+        return "\n".join(dumps)
 
     def log_tail(self, lines: int = 60) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ import requests
 from host_pool import fill_pool
 from real_server import STRICT, Server
 
+from sglang_hybrid.commands import shared_memory
+
 POOL_TOKENS = 1024
 
 
@@ -25,14 +26,8 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         "--hybrid", "host_memory=1GiB", "--hybrid", "budget_tokens=256", "--max-total-tokens", str(POOL_TOKENS),
         "--chunked-prefill-size", "256", "--enable-metrics", "--schedule-conservativeness", "0.01",
     )  # fmt: skip
-    before = shared_memory_files()
     with Server(model, "hybrid", *flags, log=log, environment=STRICT) as running:
-        running.shared_memory_before = before
         yield running
-
-
-def shared_memory_files() -> set[str]:
-    return set(os.listdir("/dev/shm"))
 
 
 def in_use(server: Server) -> tuple[int, int]:
@@ -113,21 +108,25 @@ def test_what_was_in_the_pool_before_reaches_no_request(server: Server, english:
 def test_a_killed_server_leaves_no_process_and_nothing_in_shared_memory(server: Server) -> None:
     """Last in this module: it takes the server away."""
     family = server.family()
-    assert any("memfd:sglang-hybrid-kv" in maps(process) for process in family)
+    shared = shared_memory.files_mapped_by(process.pid for process in family)
+    pools = {pool for process in family for pool in pools_of(process)}
+    assert len(pools) == 1
     server.process.send_signal(signal.SIGKILL)
     server.process.wait(30)
     _gone, alive = psutil.wait_procs(family, timeout=30)
     assert not alive, [(process.pid, process.cmdline()) for process in alive]
-    assert shared_memory_files() <= server.shared_memory_before
-    assert not [process for process in psutil.process_iter() if "memfd:sglang-hybrid-kv" in maps(process)]
+    assert not shared_memory.names_of(shared)
+    assert not [process for process in psutil.process_iter() if pools & pools_of(process)]
 
 
 def retractions(server: Server) -> int:
     return server.log.read_text().count("Retract requests")
 
 
-def maps(process: psutil.Process) -> str:
+def pools_of(process: psutil.Process) -> set[str]:
+    """Inodes of the KV pools that a process maps."""
     try:
-        return Path(f"/proc/{process.pid}/maps").read_text()
-    except (OSError, psutil.Error):
-        return ""
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+    except OSError:  # ended meanwhile
+        return set()
+    return {line.split()[4] for line in maps.splitlines() if "memfd:sglang-hybrid-kv" in line}

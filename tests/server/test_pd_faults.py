@@ -37,7 +37,7 @@ from sglang_hybrid.eval.lines import lines_prompts
 from sglang_hybrid.eval.needle import needle_prompts
 
 pytestmark = needs_transfer_engine
-LONG = LENGTHS.index(1500)
+LONG = LENGTHS.index(700)
 SHORT = LENGTHS.index(300)
 BELOW_CONTEXT = "budget_tokens=1024"  # of the second decode instance, for requests that are longer
 SECOND = (

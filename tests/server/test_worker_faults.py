@@ -200,6 +200,7 @@ def test_a_worker_that_was_only_slow_is_used_again(faulty: Faulty) -> None:
     assert current and current.pid == worker.pid
 
 
+@pytest.mark.full
 def test_twenty_crashes_in_a_row_cost_no_token(faulty: Faulty) -> None:
     crashes = 0
     last = 0
@@ -248,6 +249,7 @@ def test_a_damaged_sequence_number_is_never_merged(faulty: Faulty) -> None:
     assert rows.get("process-damaged", 0) + rows.get("process-late", 0) > 0
 
 
+@pytest.mark.full
 def test_garbage_on_the_control_sockets_changes_nothing(faulty: Faulty) -> None:
     worker = faulty.server.wait_for_worker()
     directory = directory_of(worker)
@@ -314,6 +316,7 @@ def test_full_file_systems_cost_no_token_and_the_worker_comes_back(faulty: Fault
     faulty.server.wait_for_worker(other_than=worker.pid)
 
 
+@pytest.mark.full
 def test_a_storm_of_aborted_requests_costs_no_token(faulty: Faulty, english: list[int]) -> None:
     def start_and_drop(n: int) -> None:
         for seen, _ in enumerate(faulty.server.stream(english[20000 + n * 200 :][: 60 + n], 100)):

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from attention_oracle import seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worker_process import BLOCK_TOKENS, PATIENCE_S, TORCH_DTYPES, eventually
+from mailbox_host import SCALE, Host, Lists, assert_same_bits, collected
+from worker_process import BLOCK_TOKENS, PATIENCE_S, eventually
 
 from sglang_hybrid.memory.region import SharedRegion
 from sglang_hybrid.native import NativeError
 from sglang_hybrid.native.library import checked, library, mailbox_fields
-from sglang_hybrid.native.lists import HostLists
-from sglang_hybrid.native.local import LocalAttention
 from sglang_hybrid.native.structs import (
-    DTYPES,
     MAILBOX_VERSION,
-    EngineOptions,
     EngineStats,
     Geometry,
     Job,
@@ -36,74 +30,8 @@ from sglang_hybrid.transport.mailbox import DAMAGED, SERVED, Mailbox
 
 LATE = 0
 SLOTS = 2
-TASK_BLOCKS = 2
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
-SCALE = 0.125
 WORDS = {4: ctypes.c_uint32, 8: ctypes.c_uint64}
-
-
-@dataclass(frozen=True)
-class Lists:
-    query: torch.Tensor
-    ids: torch.Tensor
-    fill: torch.Tensor
-
-
-class Host:
-    """A pool with random keys and values of two layers, and who attends to it here."""
-
-    rows, max_blocks, layers, pages = 4, 5, 2, 12
-
-    def __init__(self, dtype: str = "float32", kv_heads: int = 2, group: int = 3, head_dim: int = 64) -> None:
-        self.dtype, self.kv_heads, self.group, self.head_dim = dtype, kv_heads, group, head_dim
-        kind = TORCH_DTYPES[dtype]
-        shape = (2, self.layers, self.pages, kv_heads, BLOCK_TOKENS, head_dim)
-        self.pool = torch.randn(shape, generator=seeded(7)).to(kind)  # [key or value][layer][page]...
-        layer = self.pool[0, 0].numel() * kind.itemsize
-        self.geometry = Geometry(
-            self.rows, kv_heads, group, head_dim, DTYPES[dtype], self.max_blocks, self.layers, self.pages,
-            0, self.layers * layer, layer, 2 * self.layers * layer,
-        )  # fmt: skip
-        self.local = LocalAttention(self.pool.data_ptr(), self.geometry, TASK_BLOCKS, threads=2)
-
-    def random_lists(self, rows: int, listed: int, seed: int) -> Lists:
-        """Lists of every length from 0 on."""
-        random = seeded(seed)
-        query = torch.randn(rows, self.kv_heads * self.group, self.head_dim, generator=random)
-        counts = torch.randint(0, listed + 1, (rows, self.kv_heads, 1), generator=random)
-        last_fill = torch.randint(1, BLOCK_TOKENS + 1, counts.shape, generator=random)
-        ids = torch.randint(0, self.pages, (rows, self.kv_heads, listed), generator=random)
-        position = torch.arange(listed)
-        fill = torch.where(position == counts - 1, last_fill, BLOCK_TOKENS)
-        beyond = position >= counts
-        kind = TORCH_DTYPES[self.dtype]
-        return Lists(query.to(kind), ids.masked_fill(beyond, reference.NO_BLOCK), fill.masked_fill(beyond, 0))
-
-    def full_lists(self, rows: int = 2, seed: int = 1) -> Lists:
-        """Lists of two blocks each: no row is empty."""
-        shape = (rows, self.kv_heads, 2)
-        some = self.random_lists(rows, 2, seed)
-        return Lists(some.query, torch.arange(2).expand(shape), torch.full(shape, BLOCK_TOKENS))
-
-    def on_host(self, lists: Lists, layer: int = 0) -> HostLists:
-        return HostLists(lists.query, lists.ids, lists.fill, layer, SCALE, TORCH_DTYPES[self.dtype])
-
-    def computed_here(self, lists: Lists, layer: int = 0) -> HostLists:
-        computed = self.on_host(lists, layer)
-        self.local.attend(computed)
-        return computed
-
-    @contextlib.contextmanager
-    def engine(self, mailbox: Mailbox, threads: int = 2, spin_us: int = 50) -> Iterator[int]:
-        options = EngineOptions(threads, 1, TASK_BLOCKS, spin_us, None, None)
-        engine = checked(
-            library().sh_engine_start, mailbox.region.address, self.pool.data_ptr(), ctypes.byref(self.geometry),
-            ctypes.byref(options),
-        )  # fmt: skip
-        try:
-            yield engine
-        finally:
-            library().sh_engine_stop(engine)
 
 
 class Behind:
@@ -135,15 +63,6 @@ def layout_of(geometry: Geometry) -> MailboxLayout:
     layout = MailboxLayout()
     checked(library().sh_mailbox_layout, ctypes.byref(geometry), ctypes.byref(layout))
     return layout
-
-
-def collected(mailbox: Mailbox, lists: HostLists, sequence: int, timeout_s: float = PATIENCE_S) -> int:
-    return mailbox.collect(sequence, lists, timeout_s, ctypes.c_uint32())
-
-
-def assert_same_bits(left: HostLists, right: HostLists) -> None:
-    for one, other in ((left.out, right.out), (left.lse, right.lse)):
-        assert torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 @pytest.fixture(scope="module")

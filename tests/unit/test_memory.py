@@ -16,6 +16,7 @@ from attention_oracle import seeded
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpu_worker.mapping import Mapping
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.memory import region
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
@@ -60,7 +61,7 @@ def test_a_piece_starts_on_a_2_mib_boundary_of_the_file():
     with SharedRegion(6 * MIB) as region:
         for _ in range(3):
             region.take((5,), torch.uint8).fill_(9)
-        with mmap.mmap(region.fd, region.size) as whole:
+        with mmap.mmap(region.fd, region.size, access=mmap.ACCESS_READ) as whole:
             marked = [offset for offset in range(0, region.size, MIB) if whole[offset] == 9]
     assert marked == [0, 2 * MIB, 4 * MIB]
 
@@ -83,12 +84,40 @@ with mmap.mmap(int(sys.argv[1]), int(sys.argv[2])) as region:
 
 
 def test_another_process_with_the_descriptor_sees_the_same_memory():
-    with SharedRegion(6 * MIB) as region:
+    with SharedRegion(6 * MIB, others_write=True) as region:
         first, second = region.take((4 * MIB // 8,), torch.int64), region.take((3,), torch.int64)
         second[0] = 42
         child = [sys.executable, "-S", "-c", _CHILD, str(region.fd), str(region.size)]
         subprocess.run(child, pass_fds=[region.fd], check=True)
         assert first[:2].tolist() == [7, 0]
+
+
+def test_who_is_handed_the_pool_can_read_it_and_never_write_it():
+    with SharedRegion(2 * MIB) as region:
+        region.take((1,), torch.uint8).fill_(3)
+        with mmap.mmap(region.fd, region.size, access=mmap.ACCESS_READ) as seen:
+            assert seen[0] == 3
+        with pytest.raises(PermissionError):
+            mmap.mmap(region.fd, region.size)
+        with pytest.raises(PermissionError):
+            os.pwrite(region.fd, b"x", 0)
+
+
+@pytest.mark.parametrize("side", ["server", "worker"])
+def test_a_region_is_not_in_core_files(side: str):
+    with SharedRegion(2 * MIB, name=f"test-dump-{side}") as region:
+        mapped = Mapping(region.fd, region.size, writable=False) if side == "worker" else None
+        address = mapped.address if mapped else region.address
+        flags = smaps_flags(address)
+        if mapped:
+            mapped.close()
+    assert "dd" in flags  # do not dump
+
+
+def smaps_flags(address: int) -> list[str]:
+    """Of the mapping that begins there."""
+    _, _, mapping = Path("/proc/self/smaps").read_text().partition(f"{address:x}-")
+    return re.search("VmFlags: (.*)", mapping)[1].split()
 
 
 def test_the_descriptor_is_not_inherited_by_accident():
@@ -332,6 +361,18 @@ def test_ranks_share_the_host_memory_evenly(host_memory: str, share: int):
     config = HybridConfig(host_memory=host_memory)
     assert host_pool_bytes(config, SMALL_MODEL, available=10 * GIB, ranks=1) == 2 * share - OVERHEAD
     assert host_pool_bytes(config, SMALL_MODEL, available=10 * GIB, ranks=2) == share - OVERHEAD
+
+
+@pytest.mark.parametrize(("host_memory", "share"), [("auto", 7 * GIB // 2), ("4GiB", 2 * GIB)])
+def test_a_rank_that_comes_later_gets_the_share_of_what_was_there_at_the_start(host_memory: str, share: int):
+    config = HybridConfig(host_memory=host_memory)
+    left = 10 * GIB - share  # by the rank that was first
+    assert host_pool_bytes(config, SMALL_MODEL, available=left, ranks=2, at_start=10 * GIB) == share - OVERHEAD
+
+
+def test_weights_that_were_loaded_meanwhile_make_the_pool_smaller():
+    config = HybridConfig(host_memory="50%")
+    assert host_pool_bytes(config, SMALL_MODEL, available=4 * GIB, ranks=1, at_start=10 * GIB) == 2 * GIB - OVERHEAD
 
 
 def test_asking_for_more_than_there_is_is_refused_with_both_numbers():

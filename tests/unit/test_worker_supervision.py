@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import queue
+import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import zmq
 from attention_oracle import seeded
 from prometheus_client import REGISTRY
 from worker_process import BLOCK_TOKENS, PATIENCE_S, eventually, is_stopped, short_directory
@@ -36,6 +38,8 @@ from sglang_hybrid.transport.mailbox import Mailbox
 from sglang_hybrid.transport.messages import Plan
 from sglang_hybrid.worker import link as link_module
 from sglang_hybrid.worker import process as process_module
+from sglang_hybrid.worker import supervisor as supervisor_module
+from sglang_hybrid.worker.link import Link
 from sglang_hybrid.worker.process import remove_leftovers
 from sglang_hybrid.worker.supervisor import Supervisor, WorkerError, WorkerSettings
 
@@ -298,6 +302,105 @@ def test_a_restart_that_fails_is_tried_again_and_told(
         assert "cannot take 0.01 GiB of shared host memory: no space left; next try in 0.2 s" in message
 
 
+# -- what would end a careless watch -----------------------------------------------------------
+
+
+@contextlib.contextmanager
+def at_most(descriptors: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_signal_without_a_name_does_not_end_the_watch(pool: Pool, log: pytest.LogCaptureFixture) -> None:
+    """Python names two of the real-time signals. The name of another was asked for, and the watch was over."""
+    number = signal.SIGRTMIN + 3
+    with Server(pool) as server:
+        os.kill(server.pid, number)
+        server.expect(up=False)
+        server.expect(up=True)
+        assert server.serve() == "worker"
+    assert f"(it was killed by signal {number})" in log.text
+
+
+def test_descriptors_that_have_run_out_do_not_end_the_watch(pool: Pool, log: pytest.LogCaptureFixture) -> None:
+    """What could not be opened for a new worker is opened later. Meanwhile this process computes."""
+    with Server(pool) as server:
+        used = max(map(int, os.listdir("/proc/self/fd")))
+        with contextlib.ExitStack() as taken, at_most(used + 1):
+
+            def take_all() -> None:
+                """Also what the lost worker leaves."""
+                with contextlib.suppress(OSError):
+                    while True:
+                        taken.enter_context(open(os.devnull))
+
+            take_all()
+            os.kill(server.pid, signal.SIGKILL)
+            server.expect(up=False)
+            take_all()
+            assert server.serve() == "process-no-worker"
+            assert eventually(lambda: "could not be started again" in log.text)
+        server.expect(up=True)
+        assert server.serve() == "worker"
+    assert "Too many open files" in log.text
+
+
+def test_descriptors_above_what_select_takes_are_watched(pool: Pool) -> None:
+    """A scheduler with a thousand connections: select raised ValueError for its numbers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"a process may have {hard} descriptors here")
+    with at_most(max(soft, 2048)), contextlib.ExitStack() as opened:
+        for _ in range(1100):
+            opened.enter_context(open(os.devnull))
+        with Server(pool) as server:
+            os.kill(server.pid, signal.SIGKILL)
+            server.expect(up=False)
+            server.expect(up=True)
+            assert server.serve() == "worker"
+
+
+def test_an_error_that_nobody_thought_of_does_not_end_the_watch(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    failures = iter(range(2))
+    connect = Supervisor._connect
+
+    def without_threads(supervisor: Supervisor) -> Link:
+        if next(failures, None) is not None:
+            raise RuntimeError("can't start new thread")
+        return connect(supervisor)
+
+    with Server(pool) as server:
+        monkeypatch.setattr(Supervisor, "_connect", without_threads)
+        os.kill(server.pid, signal.SIGKILL)
+        server.expect(up=False)
+        server.expect(up=True)
+        assert server.serve() == "worker"
+    assert log.text.count("the watch over the CPU worker failed, and goes on in 0.2 s") == 2
+
+
+def test_workers_that_die_all_the_time_are_not_replaced_for_ever(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_CRASHES", 3)
+    with Server(pool) as server:
+        for _ in range(2):
+            os.kill(server.pid, signal.SIGKILL)
+            server.expect(up=False)
+            server.expect(up=True)
+        os.kill(server.pid, signal.SIGKILL)
+        server.expect(up=False)
+        assert eventually(lambda: "no other one is started" in log.text)
+        assert server.serve() == "process-no-worker"
+        assert not workers()
+    assert sum(record.levelno == logging.ERROR for record in log.records) == 1
+
+
 # -- nothing is left ---------------------------------------------------------------------------
 
 
@@ -313,6 +416,7 @@ def descriptors() -> list[str]:
 
 
 def test_after_stop_nothing_is_left(pool: Pool) -> None:
+    zmq.Context.instance().socket(zmq.DEALER).close()  # its threads stay for the next client
     gc.collect()
     files, threads, tasks = descriptors(), set(threading.enumerate()), len(os.listdir("/proc/self/task"))
     with Server(pool) as server:

@@ -313,6 +313,8 @@ sh_engine* sh_engine_start(void* mailbox, const char* pool, const Geometry* geom
 
 void sh_engine_stop(sh_engine* engine) { delete engine; }
 
+uint32_t sh_engine_threads(const sh_engine* engine) { return engine->threads ? engine->threads->threads() : 0; }
+
 void sh_engine_read_stats(const sh_engine* engine, sh_engine_stats* stats) {
     const PostReader& reader = engine->threads ? engine->threads->reader : engine->jobs->reader;
     *stats = {};

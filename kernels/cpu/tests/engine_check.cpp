@@ -130,7 +130,7 @@ void check_bounds(const Geometry& g, char* mailbox, sh_client* client) {
     }
 }
 
-void run(Geometry g, uint32_t threads, uint32_t group_threads, uint32_t spin_us, double seconds) {
+void run(Geometry g, uint32_t threads, uint32_t group_threads, uint32_t spin_us, double seconds, uint32_t task_blocks = 3) {
     const uint64_t block = uint64_t{block_tokens} * g.head_dim * sizeof(float);
     g.layer_stride = block * g.kv_heads * g.pages;
     g.keys = 0;
@@ -147,7 +147,6 @@ void run(Geometry g, uint32_t threads, uint32_t group_threads, uint32_t spin_us,
     Geometry read{};
     require(sh_mailbox_check(mailbox, bytes, g.pool_bytes, &read, error) == 0, error);
 
-    constexpr uint32_t task_blocks = 3;
     const sh_engine_options options{threads, group_threads, task_blocks, spin_us, nullptr, nullptr};
     sh_client* const client = sh_client_open(mailbox, &g, error);
     require(client, error);
@@ -177,8 +176,8 @@ void run(Geometry g, uint32_t threads, uint32_t group_threads, uint32_t spin_us,
     sh_client_close(client);
     munmap(mailbox, bytes);
     munmap(pool, g.pool_bytes);
-    std::printf("%u threads in groups of %u, spinning %u us: %llu posts\n", threads, group_threads, spin_us,
-                static_cast<unsigned long long>(posts));
+    std::printf("%u threads in groups of %u, spinning %u us, lists of %u blocks: %llu posts\n", threads, group_threads,
+                spin_us, g.max_blocks, static_cast<unsigned long long>(posts));
 }
 
 }  // namespace
@@ -193,5 +192,10 @@ int main(int argc, char** argv) {
     // so many tasks that threads take several at once, and those of the next post too
     const Geometry many{60, 4, 3, 64, uint32_t(DType::fp32), 9, 2, 40, 0, 0, 0, 0};
     run(many, 4, 2, 50, seconds);
+    // lists that make the most tasks are not the longest ones: 64 blocks make more tasks than 65
+    for (const auto [max_blocks, task_blocks] : {std::pair{65u, 1u}, std::pair{513u, 8u}, std::pair{625u, 8u}}) {
+        const Geometry longest{2, 2, 1, 64, uint32_t(DType::fp32), max_blocks, 2, 40, 0, 0, 0, 0};
+        run(longest, 4, 2, 50, seconds / 2, task_blocks);
+    }
     return 0;
 }

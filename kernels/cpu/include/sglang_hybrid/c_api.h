@@ -10,7 +10,7 @@
 #define SH_API extern "C" __attribute__((visibility("default")))
 
 // Counts up whenever a function or struct of this file or of mailbox.h changes.
-inline constexpr uint32_t sh_interface = 3;
+inline constexpr uint32_t sh_interface = 4;
 inline constexpr uint32_t sh_error_bytes = 256;
 
 SH_API uint32_t sh_interface_version();
@@ -145,6 +145,8 @@ struct sh_engine_stats {
 SH_API sh_engine* sh_engine_start(void* mailbox, const char* pool, const sglang_hybrid::Geometry* geometry,
                                   const sh_engine_options* options, char* error);
 SH_API void sh_engine_stop(sh_engine* engine);
+// Threads that compute: fewer than asked for where a limit did not allow more.
+SH_API uint32_t sh_engine_threads(const sh_engine* engine);
 SH_API void sh_engine_read_stats(const sh_engine* engine, sh_engine_stats* stats);
 
 // One post, copied and checked, for providers that compute elsewhere. Rows that are out of bounds have been refused

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <thread>
-#include <vector>
+
+#include "helpers.h"
 
 namespace sglang_hybrid {
 
@@ -18,7 +18,7 @@ public:
 
     uint32_t count() const { return count_; }
 
-    // Call work() in so many threads at the same time, and wait for all of them.
+    // Call work() in so many threads at the same time, or in fewer, and wait for all of them.
     template <class Work>
     void run(uint32_t threads, Work& work) const {
         if (threads <= 1) {
@@ -26,10 +26,8 @@ public:
         } else if (openmp_) {
             openmp_([](void* argument) { (*static_cast<Work*>(argument))(); }, &work, threads, 0);
         } else {
-            std::vector<std::thread> others;
-            for (uint32_t thread = 1; thread < threads; ++thread) others.emplace_back([&work] { work(); });
+            const Helpers others(threads - 1, [&work](uint32_t) { work(); });
             work();
-            for (std::thread& other : others) other.join();
         }
     }
 

@@ -4,9 +4,14 @@
 #include <sched.h>
 #include <sys/mman.h>
 
+#include <exception>
 #include <new>
 
 #include "worker/flags.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 namespace sglang_hybrid {
 namespace {
@@ -17,6 +22,14 @@ constexpr uint32_t looks_per_clock = 64;
 // computed would be those of one thread.
 constexpr uint32_t batches_left = 8;
 constexpr int32_t most_batch_tasks = 4;
+
+// Room behind each row's results that nobody may touch, where a sanitizer watches: rows lie side by side, and what is
+// written beyond one of them would be another's result.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr uint32_t guard_tasks = 1;
+#else
+constexpr uint32_t guard_tasks = 0;
+#endif
 
 void bind_to_core(int32_t core) {
     cpu_set_t set;
@@ -35,7 +48,7 @@ void add_to(std::atomic<uint64_t>& sum, uint64_t number) {
 Engine::Engine(void* mailbox, const char* pool, const Geometry& geometry, const EngineOptions& options, Kernel kernel)
     : reader(mailbox, geometry, options.spin_us), geometry_(geometry), pool_(pool), options_(options), kernel_(kernel),
       groups_((options.threads + options.group_threads - 1) / options.group_threads),
-      tasks_per_row_(geometry.kv_heads * split_list(geometry.max_blocks, options.task_blocks).tasks),
+      tasks_per_row_(geometry.kv_heads * most_tasks_of(geometry.max_blocks, options.task_blocks) + guard_tasks),
       counts_(options.threads), lists_(geometry.kv_heads) {
     // room for the most tasks there can be; only what is used is ever backed by memory
     const uint64_t tasks = uint64_t{geometry.rows} * tasks_per_row_;
@@ -51,10 +64,21 @@ Engine::Engine(void* mailbox, const char* pool, const Geometry& geometry, const 
         for (Row& row : slot.rows) row.heads = std::make_unique<Head[]>(geometry.kv_heads);
         slot.partials = {partials, partials + outs};
         partials += outs + lses;
+#if defined(__SANITIZE_ADDRESS__)
+        for (uint32_t row = 0; row < geometry.rows; ++row) {
+            const Partials guard = partials_of(slot, row, tasks_per_row_ - guard_tasks);
+            __asan_poison_memory_region(guard.out, guard_tasks * partial_out_floats(geometry) * sizeof(float));
+            __asan_poison_memory_region(guard.lse, guard_tasks * geometry.group * sizeof(float));
+        }
+#endif
     }
     reader.beat();
-    threads_.emplace_back([this] { lead(); });
-    for (uint32_t thread = 1; thread < options_.threads; ++thread) threads_.emplace_back([this, thread] { help(thread); });
+    try {
+        start_threads();
+    } catch (...) {
+        munmap(scratch_, scratch_bytes_);
+        throw;
+    }
 }
 
 Engine::~Engine() {
@@ -62,7 +86,22 @@ Engine::~Engine() {
     wake_all(rouse_);
     wake_all(reader.view.client().wake);
     for (std::thread& thread : threads_) thread.join();
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_unpoison_memory_region(scratch_, scratch_bytes_);
+#endif
     munmap(scratch_, scratch_bytes_);
+}
+
+// A limit on threads leaves fewer helpers, and rows of groups without any are taken by the others. The lead must be there.
+void Engine::start_threads() {
+    threads_.reserve(options_.threads);
+    threads_.emplace_back([this] { lead(); });
+    try {
+        for (uint32_t thread = 1; thread < options_.threads; ++thread) {
+            threads_.emplace_back([this, thread] { help(thread); });
+        }
+    } catch (const std::exception&) {
+    }
 }
 
 Engine::Hands::Hands(const Engine& engine, uint32_t thread) : thread(thread), group(thread / engine.options_.group_threads) {

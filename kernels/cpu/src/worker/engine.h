@@ -43,6 +43,7 @@ class Engine {
         uint64_t blocks = 0, tasks = 0, stolen = 0;
     };
     Sums sums() const;
+    uint32_t threads() const { return uint32_t(threads_.size()); }  // those that could be started
 
     PostReader reader;
 
@@ -121,13 +122,14 @@ class Engine {
     void pause();
     void rouse_helpers();
     Partials partials_of(const Slot& slot, uint32_t row, uint32_t task) const;
+    void start_threads();
 
     const Geometry geometry_;
     const char* const pool_;
     const EngineOptions options_;
     const Kernel kernel_;
     const uint32_t groups_;
-    const uint32_t tasks_per_row_;  // at most
+    const uint32_t tasks_per_row_;  // at most, with guards
 
     Slot slots_[mailbox_slots];
     std::vector<Counts> counts_;  // of each thread

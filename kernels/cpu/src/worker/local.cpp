@@ -3,9 +3,9 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <thread>
 #include <vector>
 
+#include "helpers.h"
 #include "worker/local.h"
 #include "worker/mailbox_client.h"
 #include "worker/tasks.h"
@@ -57,6 +57,7 @@ void attend_local(const char* pool, const Geometry& g, const sh_lists& lists, ui
     std::atomic<uint64_t> next{0};
     const auto work = [&] {
         std::vector<uint32_t> pages;
+        pages.reserve(lists.listed);  // before anything is taken: without memory nothing is lost
         for (uint64_t u; (u = next.fetch_add(1)) < units.size();) {
             const Unit& unit = units[u];
             const uint64_t index = uint64_t{unit.row} * g.kv_heads + unit.head;
@@ -81,11 +82,14 @@ void attend_local(const char* pool, const Geometry& g, const sh_lists& lists, ui
             if (!whole) merge_partials(g, parts, unit.split.tasks, unit_out, unit_lse);
         }
     };
-    std::vector<std::thread> helpers;
     const uint64_t useful = std::min<uint64_t>({threads, units.size(), 1 + blocks / blocks_per_thread});
-    for (uint64_t thread = 1; thread < useful; ++thread) helpers.emplace_back(work);
+    const Helpers helpers(useful > 1 ? uint32_t(useful - 1) : 0, [&](uint32_t) {
+        try {
+            work();
+        } catch (const std::bad_alloc&) {  // the others do it
+        }
+    });
     work();
-    for (std::thread& helper : helpers) helper.join();
 }
 
 }  // namespace sglang_hybrid

@@ -5,9 +5,8 @@
 #include <sched.h>
 
 #include <atomic>
-#include <thread>
-#include <vector>
 
+#include "helpers.h"
 #include "worker/flags.h"
 
 namespace sglang_hybrid {
@@ -51,28 +50,26 @@ double read_bandwidth(const void* memory, uint64_t bytes, uint32_t threads, cons
     std::atomic<uint64_t> sink{0}, next{0};
     std::atomic<uint32_t> ready{0};
     std::atomic<bool> go{false};
-    std::vector<std::thread> readers;
-    for (uint32_t thread = 0; thread < threads; ++thread) {
-        readers.emplace_back([&, thread] {
-            if (cores) {
-                cpu_set_t set;
-                CPU_ZERO(&set);
-                CPU_SET(cores[thread], &set);
-                pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
-            }
-            ready.fetch_add(1);
-            while (!go.load(std::memory_order_acquire)) pause_core();
-            uint64_t sum = 0;
-            for (uint64_t piece; (piece = next.fetch_add(1)) < pieces;) {
-                sum ^= sum_of(start_of_memory + piece * piece_bytes, piece_bytes);
-            }
-            sink.fetch_xor(sum);
-        });
-    }
-    while (ready.load() < threads) pause_core();
+    Helpers readers(threads, [&](uint32_t number) {
+        if (cores) {
+            cpu_set_t set;
+            CPU_ZERO(&set);
+            CPU_SET(cores[number - 1], &set);
+            pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
+        }
+        ready.fetch_add(1);
+        while (!go.load(std::memory_order_acquire)) pause_core();
+        uint64_t sum = 0;
+        for (uint64_t piece; (piece = next.fetch_add(1)) < pieces;) {
+            sum ^= sum_of(start_of_memory + piece * piece_bytes, piece_bytes);
+        }
+        sink.fetch_xor(sum);
+    });
+    if (readers.started() == 0) return 0;
+    while (ready.load() < readers.started()) pause_core();
     const uint64_t start = now_ns();
     go.store(true, std::memory_order_release);
-    for (std::thread& reader : readers) reader.join();
+    readers.join();
     return double(pieces * piece_bytes) / (double(now_ns() - start) * 1e-9);
 }
 

@@ -24,6 +24,12 @@ inline Split split_list(uint32_t count, uint32_t task_blocks) {
     return {size, (count + size - 1) / size};
 }
 
+// The most tasks that a list of up to `most_blocks` can have. Not those of the longest one: 65 blocks make 33 tasks of
+// two, 64 make 64 of one.
+inline uint32_t most_tasks_of(uint32_t most_blocks, uint32_t task_blocks) {
+    return std::min(most_tasks_per_list, (most_blocks + task_blocks - 1) / task_blocks);
+}
+
 // Results of a list's tasks, one after the other: [task][group][head_dim] and [task][group].
 struct Partials {
     float* out;

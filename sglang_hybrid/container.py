@@ -1,0 +1,83 @@
+"""The memory that this process may use: the machine's, or less where a container limits it (cgroups, both versions)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_UNLIMITED = 1 << 62  # version 1 says "no limit" with a number of about this size
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Names of a version's files, and of what its usage counts though it is given back when somebody needs it."""
+
+    limit: str
+    usage: str
+    cache: str
+
+
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Files("memory.max", "memory.current", "inactive_file")
+
+
+@dataclass(frozen=True)
+class Memory:
+    total: int  # bytes
+    available: int  # free now
+
+
+def memory(root: Path = Path("/")) -> Memory:
+    """Within every limit that holds for this process: its own group's, and those of the groups around it."""
+    machine = psutil.virtual_memory()
+    total, available = machine.total, machine.available
+    for folder, files in _groups(root):
+        limit = _number(folder / files.limit)
+        if limit is None or limit >= _UNLIMITED:
+            continue
+        used = _number(folder / files.usage) or 0
+        total = min(total, limit)
+        available = min(available, max(0, limit - used + _cached(folder, files)))
+    return Memory(total, available)
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, files = root / "sys/fs/cgroup", _V2
+        elif "memory" in controllers.split(","):
+            top, files = root / "sys/fs/cgroup/memory", _V1
+        else:
+            continue
+        # in a container the path may be the host's and not be there: then the top is the container's own group
+        own = top / path.lstrip("/")
+        folder = own if own.is_dir() else top
+        while True:
+            yield folder, files
+            if folder == top:
+                break
+            folder = folder.parent
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # not there, or "max"
+        return None
+
+
+def _cached(folder: Path, files: _Files) -> int:
+    try:
+        found = re.search(rf"^{files.cache} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
