@@ -22,7 +22,6 @@ host = Host(rows=64)
 mailbox = Mailbox(host.geometry)
 lists = host.full_lists(rows=64)
 replied = host.on_host(lists)
-host.local._threads = 1  # a thread that ends leaves its stack for the next one
 expected = host.computed_here(lists)
 
 def leave(more_bytes):
@@ -48,12 +47,14 @@ with host.engine(mailbox, threads=16) as engine:
 assert_same_bits(replied, expected)
 """
 WITHOUT_ANY = """
-leave(1 << 20)
-try:
-    with host.engine(mailbox, threads=16):
-        print("started")
-except Exception as error:
-    print("refused:", error)
+other = Mailbox(host.geometry)
+leave(STACK)
+with host.engine(mailbox, threads=64):  # takes all that there are, also the stacks of threads that have ended
+    try:
+        with host.engine(other, threads=16):
+            print("started")
+    except Exception as error:
+        print("refused:", error)
 """
 
 
