@@ -56,8 +56,13 @@ class Mapping:
                 if number != errno.EINVAL:
                     raise OSError(number, os.strerror(number))
 
-        with ThreadPoolExecutor(max_workers=max(1, threads)) as pool:
-            list(pool.map(enter, range(0, self.size, _CHUNK)))
+        chunks = range(0, self.size, _CHUNK)
+        if threads <= 1:
+            for start in chunks:
+                enter(start)
+            return
+        with ThreadPoolExecutor(max_workers=threads) as pool:
+            list(pool.map(enter, chunks))
 
     def close(self) -> None:
         """Idempotent."""

@@ -240,8 +240,9 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             description="The CPU worker that computes attention over misses under policy scout: start (each scheduler "
             "process starts its own and watches it), none (the scheduler process computes them itself), the "
-            "directory of a worker started by hand ({rank} stands for the tensor-parallel rank), or auto: none on a "
-            "host without a GPU, where it would take the server's own cores, start on a GPU.",
+            "directory of a worker started by hand ({rank} stands for the tensor-parallel rank, {replica} for the "
+            "replica), or auto: none on a host without a GPU, where it would take the server's own cores, start on a "
+            "GPU.",
             extra={"legal": _WORKER_LEGAL},
         ),
     ] = "auto"

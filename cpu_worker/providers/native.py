@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from cpu_worker.cores import Placement
 from cpu_worker.engine import Engine, Regions
+from cpu_worker.population import Population
 from cpu_worker.providers.base import Provider
 from sglang_hybrid.native.library import checked, library
 from sglang_hybrid.native.structs import ITEMSIZES, BlockAttention
@@ -22,20 +23,18 @@ class NativeProvider(Provider):
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._regions: Regions | None = None
-        self._threads = 0
+        self._population: Population | None = None
 
     def start(self, regions: Regions, plan: Plan, placement: Placement, failed: Callable[[str], None]) -> Planned:
         self._engine = Engine(regions, plan, placement)
-        self._regions, self._threads = regions, self._engine.threads
-        if self._threads < placement.threads:
-            log.warning(
-                "%d of %d threads could be started: a limit on threads or memory", self._threads, placement.threads
-            )
+        self._regions, threads = regions, self._engine.threads
+        if threads < placement.threads:
+            log.warning("%d of %d threads could be started: a limit on threads or memory", threads, placement.threads)
         variant = library().sh_variant_name(regions.geometry.dtype, regions.geometry.head_dim, None)
         return Planned(
             provider="native",
             variant=variant.decode(),  # the engine would not have started without one
-            threads=self._threads,
+            threads=threads,
             group_threads=placement.group_threads,
             cores=list(placement.cores),
         )
@@ -43,8 +42,10 @@ class NativeProvider(Provider):
     def warm_up(self, cancelled: Callable[[], bool]) -> None:
         assert self._regions is not None
         self._regions.mailbox.populate(1, cancelled)
-        self._regions.pool.populate(self._threads, cancelled)
         _run_kernel_once(self._regions)
+        # behind serving: a worker that takes another's place is needed now, and the pool may be terabytes
+        if self._population is None:
+            self._population = Population(self._regions.pool)
 
     def stats(self) -> StatsReport:
         assert self._engine is not None
@@ -55,6 +56,9 @@ class NativeProvider(Provider):
         return self._engine.drain(timeout_s)
 
     def stop(self) -> None:
+        if self._population is not None:
+            self._population.stop()
+            self._population = None
         if self._engine is not None:
             self._engine.stop()
             self._engine = None

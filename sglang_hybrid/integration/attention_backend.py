@@ -18,7 +18,7 @@ from sglang_hybrid.integration.channels import choose_channels
 from sglang_hybrid.integration.device_attention import DeviceAttention, why_not_on_device
 from sglang_hybrid.integration.host_attention import create_cpu_engine, why_not_native
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
-from sglang_hybrid.integration.miss_server import create_miss_server
+from sglang_hybrid.integration.miss_server import create_miss_server, rank_of
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.integration.scouting import Scouting, read_profile
 from sglang_hybrid.memory.digests import CompactDigests
@@ -62,7 +62,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         policy = self.attention.policy
         if self._cpu is None and isinstance(policy, ScoutPolicy) and model_runner.server_args.enable_metrics:
             teller = self._device.watch if self._device else policy
-            teller.on_ratio = ScoutMetrics(model_runner.ps.tp_rank).ratio
+            teller.on_ratio = ScoutMetrics(rank_of(model_runner)).ratio
         self._steps = 0
         self._batch: PrefillBatch | DecodeBatch | None = None
         settings = msgspec.structs.asdict(self._config)
@@ -168,9 +168,27 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             self._batch = PrefillBatch(table, rows, lengths, new_tokens)
             self.attention.rows_begin(rows.tolist())
 
+    def why_weights_must_stay(self) -> str | None:
+        """Why they cannot be replaced while this server runs."""
+        if self._device and self._scouting.is_predicting:
+            return (
+                "queries are predicted from copies of the weights, which recorded CUDA graphs hold: start the server "
+                "with --hybrid prediction=none to update weights while it runs"
+            )
+        return None
+
+    def weights_changed(self) -> None:
+        """Predictors are made anew. Without a profile that fits the new weights nothing is predicted."""
+        try:
+            self.use(self._config)
+        except Refusal as refusal:
+            logger.error("after an update of weights: %s. Queries are not predicted any more", refusal)
+            self.use(msgspec.structs.replace(self._config, profile="none", prediction="none"))
+
     def forward_extend(
-        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any
+        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
+        _refuse_arguments(more)
         events.layer(layer.layer_id - self._pool.start_layer, self._pool.layer_num)
         if self._device:
             return self._device.prefill(*self._parts(q, k, v, layer)).flatten(1)
@@ -185,8 +203,9 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         return out.flatten(1)
 
     def forward_decode(
-        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any
+        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
+        _refuse_arguments(more)
         if self._device:
             return self._device.decode(*self._parts(q, k, v, layer)).flatten(1)
         if self._cpu:
@@ -240,3 +259,12 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
+
+
+def _refuse_arguments(more: dict[str, Any]) -> None:
+    """Raise Refusal for what a model wants of attention that we would leave out, such as sinks."""
+    if asked := [name for name, value in more.items() if value is not None]:
+        raise Refusal(
+            f"this model's attention wants {', '.join(asked)}, which is not supported: serve it with another "
+            "--attention-backend"
+        )

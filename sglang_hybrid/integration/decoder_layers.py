@@ -39,9 +39,9 @@ class DecoderLayers:
         """Raises UnknownLayers for weights that cannot be read as a plain matrix."""
         module = self._layers[layer]
         attention, norm = module.self_attn, module.input_layernorm
-        projection = getattr(attention.qkv_proj, "weight", None)
+        projection: Any = getattr(attention.qkv_proj, "weight", None)
         hidden = norm.weight.shape[0]
-        if projection is None or not projection.is_floating_point() or projection.shape[1:] != (hidden,):
+        if not _is_plain(projection) or projection.shape[1:] != (hidden,):
             raise UnknownLayers(f"layer {layer}'s qkv_proj is quantised or packed, not a plain matrix")
         if type(norm).__name__ != "RMSNorm" or not hasattr(norm, "variance_epsilon"):
             raise UnknownLayers(f"layer {layer}'s input_layernorm is a {type(norm).__name__}")
@@ -71,8 +71,8 @@ class DecoderLayers:
     def output_projection(self, layer: int) -> torch.Tensor:
         """``[hidden, query heads * head_dim]``: from attention to the residual stream. Raises UnknownLayers."""
         attention = self._layers[layer].self_attn
-        projection = getattr(getattr(attention, "o_proj", None), "weight", None)
-        if projection is None or not projection.is_floating_point() or projection.shape[1:] != (attention.q_size,):
+        projection: Any = getattr(getattr(attention, "o_proj", None), "weight", None)
+        if not _is_plain(projection) or projection.shape[1:] != (attention.q_size,):
             raise UnknownLayers(f"layer {layer}'s o_proj is quantised or packed, not a plain matrix")
         matrix: torch.Tensor = projection.data
         return matrix
@@ -119,6 +119,11 @@ class _Input:
         self._callback(
             self._layer, given["hidden_states"], given.get("residual"), given["positions"], given["forward_batch"]
         )
+
+
+def _is_plain(weight: Any) -> bool:
+    """Numbers as they are. Eight-bit floating point is not: its scales are elsewhere."""
+    return weight is not None and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _is_decoder_layer(module: torch.nn.Module) -> bool:

@@ -13,6 +13,7 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.cuda import CudaError
 from sglang_hybrid.cuda.digests import HostPool, LayerDigests, Step
 from sglang_hybrid.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
@@ -96,6 +97,7 @@ class DeviceAttention:
             pool.admission = PageAdmission(self._layers, pool.head_num, pool.head_dim, pool.store_dtype, pool.device)
         self._supervisor: Supervisor | None = None
         self._link: Link | None = None  # whose mailbox the device posts to
+        self._followed: Link | None = None  # the newest that was tried
         self._mailbox: DeviceMailboxClient | None = None
         self._metrics: WorkerMetrics | None = None
         if config.worker != "none":
@@ -216,9 +218,19 @@ class DeviceAttention:
     def _follow_worker(self) -> None:
         """Post to the worker that is there now."""
         link = self._supervisor.link if self._supervisor else None
-        if self._mailbox is None or link is self._link:
+        if self._mailbox is None or link is self._followed:
             return
-        self._mailbox.attach(link.mailbox if link else None)
+        self._followed, self._link = link, None
+        self._mailbox.attach(None)
+        if link is None:
+            return
+        try:
+            self._mailbox.attach(link.mailbox)
+        except CudaError as error:  # such as a limit on locked memory
+            logger.warning("CPU worker %d is not used, the GPU cannot have its mailbox: %s", link.pid, error)
+            if self._metrics:
+                self._metrics.worker_is(False)
+            return
         self._link = link
 
     def decode(

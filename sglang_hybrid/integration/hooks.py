@@ -23,6 +23,7 @@ from sglang_hybrid.integration import (
     pools,
     server_args,
     triton_gates,
+    weight_updates,
 )
 from sglang_hybrid.integration.versions import NEWEST_TESTED, OLDEST_TESTED, installed_sglang
 
@@ -67,6 +68,11 @@ def all_hooks() -> tuple[Hook, ...]:
             memory_kinds.tell_memory_kinds,
         ),
         Hook("sglang.srt.managers.load_snapshot.shm_path_for", HookType.AROUND, load_file.shm_path_for),
+        *(
+            Hook(f"sglang.srt.managers.tp_worker.BaseTpWorker.{method}", HookType.AROUND, weight_updates.update)
+            for method in weight_updates.METHODS
+        ),
+        Hook("sglang.srt.models.utils.enable_fused_set_kv_buffer", HookType.AROUND, pools.enable_fused_set_kv_buffer),
         Hook("sglang.srt.utils.common.support_triton", HookType.AROUND, triton_gates.support_triton),
         Hook("sglang.srt.mem_cache.allocation.get_last_loc", HookType.AROUND, triton_gates.get_last_loc),
     )

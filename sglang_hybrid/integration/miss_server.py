@@ -11,8 +11,9 @@ from sglang_hybrid import env
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.integration import console_events
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
+from sglang_hybrid.integration.pools import ranks_on_this_host
 from sglang_hybrid.integration.refusals import Refusal
-from sglang_hybrid.metrics import WorkerMetrics
+from sglang_hybrid.metrics import Rank, WorkerMetrics
 from sglang_hybrid.misses.base import MissServer
 from sglang_hybrid.misses.native import NativeMisses
 from sglang_hybrid.misses.reference import ReferenceMisses
@@ -64,10 +65,13 @@ def start_worker(
 
     ``spin_us``: how long it stays awake after a post, at least.
     """
-    rank, ranks = model_runner.ps.tp_rank, model_runner.server_args.tp_size // model_runner.server_args.nnodes
+    rank = rank_of(model_runner)
+    ranks = ranks_on_this_host(model_runner.server_args)
+    own = config.worker in ("auto", "start")
+    named = config.worker.replace("{rank}", str(rank.rank)).replace("{replica}", str(rank.replica))
     settings = WorkerSettings(
-        directory=None if config.worker in ("auto", "start") else Path(config.worker.replace("{rank}", str(rank))),
-        plan=plan_of(config, rank % ranks, ranks, spin_us or 0),
+        directory=None if own else Path(named),
+        plan=plan_of(config, local_index(rank, model_runner.server_args), ranks, spin_us or 0),
         longest_pause_s=config.worker_restart_seconds,
         silence_s=max(_SILENCE_SECONDS, 4 * config.worker_deadline_ms / 1000),
     )
@@ -80,6 +84,17 @@ def start_worker(
         raise Refusal(f"{error}; --hybrid worker=none serves without one") from error
     console_events.tell_worker(supervisor)
     return supervisor, metrics
+
+
+def rank_of(model_runner: Any) -> Rank:
+    replica = 0 if model_runner.server_args.enable_dp_attention else getattr(model_runner.ps, "dp_rank", None)
+    return Rank(model_runner.ps.tp_rank, replica or 0)
+
+
+def local_index(rank: Rank, args: Any) -> int:
+    """Of this rank among all that share the host's cores."""
+    of_replica = max(1, args.tp_size // args.nnodes)
+    return int(rank.replica * of_replica + rank.rank % of_replica)
 
 
 def geometry_of(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Geometry:

@@ -128,6 +128,13 @@ def build_kv_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any
     return original(configurator, **kwargs)
 
 
+def enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+    """Some models write keys and values beside their rotary embedding, into a pool of SGLang's layout on the device."""
+    from sglang_hybrid.integration.host_kv_pool import HostKVPool
+
+    return not HostKVPool.in_this_process and original(*args, **kwargs)
+
+
 def build_allocator(
     original: Callable[..., Any], configurator: Any, *, sizes: Any, token_to_kv_pool: Any, **kwargs: Any
 ) -> Any:

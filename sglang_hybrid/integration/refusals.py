@@ -7,6 +7,7 @@ KV cache in a way the host pool does not understand.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +34,11 @@ def told() -> Iterator[None]:
     except (ConfigError, Refusal, CapacityError) as error:
         events.refused(str(error))
         raise
+
+
+def _is_set(variable: str) -> bool:
+    """As SGLang reads its switches."""
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "y")
 
 
 # flag test -> sentence. `a` is SGLang's ServerArgs as given on the command line.
@@ -81,6 +87,36 @@ _FLAGS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (lambda a: a.enable_two_batch_overlap, "two-batch overlap is not supported: drop --enable-two-batch-overlap"),
     (lambda a: a.enable_pdmux, "PD multiplexing is not supported: drop --enable-pdmux"),
     (lambda a: a.enable_unified_memory, "the unified memory pool is not supported: drop --enable-unified-memory"),
+    (
+        lambda a: getattr(a, "enable_lmcache", False),
+        "LMCache would copy a KV cache that is in host memory already: drop --enable-lmcache",
+    ),
+    (
+        lambda a: getattr(a, "enable_flexkv", False) or getattr(a, "radix_cache_backend", None) is not None,
+        "another radix cache would copy a KV cache that is in host memory already: drop --enable-flexkv and "
+        "--radix-cache-backend",
+    ),
+    (
+        lambda a: getattr(a, "enable_unified_cache_external_linker", False),
+        "an external KV store cannot read the host pool: drop --enable-unified-cache-external-linker",
+    ),
+    (
+        lambda a: getattr(a, "attn_cp_size", 1) > 1,
+        "attention context parallelism is not supported: drop --attn-cp-size",
+    ),
+    (
+        lambda a: getattr(a, "kv_canary", "none") != "none",
+        "the KV canary looks into a KV cache on the device, and this one is in host memory: drop --kv-canary",
+    ),
+    (
+        lambda a: a.enable_mixed_chunk,
+        "mixed chunks send decoding requests through prefill, which reads their whole context: drop "
+        "--enable-mixed-chunk",
+    ),
+    (
+        lambda a: a.disaggregation_mode == "decode" and _is_set("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
+        "the host pool has its size before graphs are recorded: unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
+    ),
     (lambda a: a.enable_page_major_kv_layout, "the host pool has its own layout: drop --enable-page-major-kv-layout"),
 )  # fmt: skip
 

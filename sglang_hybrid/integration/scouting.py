@@ -35,6 +35,10 @@ class Scouting:
         self._predictors: dict[int, Any] = {}
         self._stop: Callable[[], None] | None = None
 
+    @property
+    def is_predicting(self) -> bool:
+        return self._stop is not None
+
     def use(self, config: HybridConfig, profile: Profile | None, ahead: Ahead | DeviceScout) -> None:
         """Predict by these settings from now on, and tell ``ahead``, which may be a device whose lanes do it.
 
@@ -51,6 +55,7 @@ class Scouting:
             logger.info("queries are not predicted without a profile: sglang-hybrid profile makes one")
             return
         try:
+            refuse_inputs(self._runner.server_args)
             self._layers = self._layers or DecoderLayers(self._runner.model)
             weights = {layer: self._layers.query_weights(layer) for layer in self._layers.ids}
         except UnknownLayers as unknown:
@@ -124,6 +129,18 @@ class Scouting:
                 index = number - first
                 self._predictors[number].finish(positions, device.query_ahead(index, count))
                 device.ahead(index, count, self._layers.scale(number))
+
+
+def refuse_inputs(args: Any) -> None:
+    """Raise UnknownLayers where what the hooks read is not what makes the query."""
+    if args.enable_lora or args.lora_paths:
+        raise UnknownLayers("LoRA adapters change queries, and predictions are made from the model's own weights")
+    fused = ("enable_flashinfer_allreduce_fusion", "enable_aiter_allreduce_fusion")
+    if args.tp_size > 1 and any(getattr(args, flag, False) for flag in fused):
+        raise UnknownLayers(
+            "layers get a rank's part of their input before it is summed: start with "
+            "--enforce-disable-flashinfer-allreduce-fusion"
+        )
 
 
 def _prediction_buffers(

@@ -12,6 +12,7 @@ _LOG_SECONDS = 10.0
 _WHY = {
     "no-worker": "there was no worker",
     "late": "the worker did not answer in time",
+    "behind": "the worker had not caught up and got nothing new",
     "damaged": "the worker's answer was refused or did not fit the request",
 }
 

@@ -47,7 +47,7 @@ class WorkerMisses(MissServer):
     def collect(self, lists: HostLists, link: Link | None, sequence: int | None) -> None:
         """Fill ``lists``, by the worker if it was posted and answers in time."""
         if link is None or sequence is None:
-            self._compute(lists, "late" if link else "no-worker", lists.rows)
+            self._compute(lists, "behind" if link else "no-worker", lists.rows)
             return
         missing = link.mailbox.collect(sequence, lists, self._deadline_s, link.gone)
         self._metrics.served("worker", lists.rows - missing)

@@ -244,11 +244,14 @@ def test_a_model_without_such_layers_is_refused_by_its_name() -> None:
 
 
 def test_a_projection_that_is_no_plain_matrix_is_refused_with_the_layer() -> None:
-    packed, missing, transposed = Layer(), Layer(), Layer()
+    packed, missing, transposed, eight_bits = Layer(), Layer(), Layer(), Layer()
     packed.self_attn.qkv_proj.weight = torch.nn.Parameter(torch.zeros(16, 8, dtype=torch.int8), requires_grad=False)
     del missing.self_attn.qkv_proj.weight
     transposed.self_attn.qkv_proj.weight = torch.nn.Parameter(torch.zeros(8, 16))
-    for layer in (packed, missing, transposed):
+    # floating point, and no plain matrix either: its scales are elsewhere. It died in a matmul, in the first step
+    weight = torch.zeros(16, 8).to(torch.float8_e4m3fn)
+    eight_bits.self_attn.qkv_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+    for layer in (packed, missing, transposed, eight_bits):
         assert refusal(layer) == "layer 5's qkv_proj is quantised or packed, not a plain matrix"
 
 

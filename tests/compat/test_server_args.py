@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from sglang_hybrid.config import ConfigError, config_from_environment
 from sglang_hybrid.integration.refusals import Refusal
@@ -115,13 +117,44 @@ def test_the_example_of_a_prefill_instance_is_a_stock_server_with_our_page_size(
         (["--disaggregation-mode", "prefill"], "start it with another --attention-backend and --page-size 32"),
         (["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mori"], "mooncake"),
         (["--prefill-attention-backend", "torch_native"], "drop --prefill-attention-backend"),
+        (["--enable-lmcache"], "drop --enable-lmcache"),
+        (["--enable-mixed-chunk"], "drop --enable-mixed-chunk"),
+        (["--enable-flexkv"], "drop --enable-flexkv"),
+        (["--radix-cache-backend", "flexkv"], "--radix-cache-backend"),
+        (["--enable-unified-cache-external-linker"], "drop --enable-unified-cache-external-linker"),
+        (["--attn-cp-size", "2"], "drop --attn-cp-size"),
+        (["--kv-canary", "log"], "drop --kv-canary"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_what_cannot_be_served_is_refused_with_what_to_change(model: Path, flags: list[str], sentence: str) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    if flags[0] not in parser._option_string_actions:
+        pytest.skip(f"this SGLang has no {flags[0]}")
     with pytest.raises(Refusal, match=sentence) as caught:
         resolve(model, *flags)
     assert "\n" not in str(caught.value)
+
+
+def test_a_size_that_is_chosen_after_graphs_is_refused_on_a_decode_instance(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
+    with pytest.raises(Refusal, match="unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"):
+        resolve(model, "--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "fake")
+
+
+def test_what_a_model_wants_of_attention_is_not_left_out() -> None:
+    """Sinks were taken and ignored: another distribution, and nobody was told."""
+    from sglang_hybrid.integration.attention_backend import HybridAttnBackend
+
+    backend = HybridAttnBackend.__new__(HybridAttnBackend)
+    for forward in (backend.forward_decode, backend.forward_extend):
+        with pytest.raises(Refusal, match="wants sinks, which is not supported"):
+            forward(None, None, None, None, None, sinks=torch.zeros(3), q_rope=None)
 
 
 def test_a_model_with_latent_attention_is_refused_by_name(tmp_path: Path) -> None:

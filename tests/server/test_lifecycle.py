@@ -23,7 +23,7 @@ POOL_TOKENS = 1024
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("lifecycle") / "server.log"
     flags = (
-        "--hybrid", "host_memory=1GiB", "--hybrid", "budget_tokens=256", "--max-total-tokens", str(POOL_TOKENS),
+        "--hybrid", "host_memory=1GiB", "--hybrid", "budget_tokens=128", "--max-total-tokens", str(POOL_TOKENS),
         "--chunked-prefill-size", "256", "--enable-metrics", "--schedule-conservativeness", "0.01",
     )  # fmt: skip
     with Server(model, "hybrid", *flags, log=log, environment=STRICT) as running:
@@ -75,13 +75,15 @@ def test_requests_aborted_mid_stream_leave_no_page_and_no_row(server: Server, en
 
 
 def test_retracted_requests_are_answered_as_if_alone_and_leave_nothing(server: Server, english: list[int]) -> None:
-    # together they want 8 x (110 + 32) tokens, more than the pool has
-    prompts = [english[5000 + n * 400 : 5000 + n * 400 + 110] for n in range(8)]
+    # together they want 8 x (130 + 32) tokens, more than the pool has; each is longer than the budget
+    prompts = [english[5000 + n * 400 : 5000 + n * 400 + 130] for n in range(8)]
     together = server.generate_together(prompts, new_tokens=32)
-    assert retractions(server) > 0
+    retracted = retractions(server)
+    assert retracted > 0
     server.flush_cache()
-    alone = server.generate(prompts[3], new_tokens=32)
-    assert together[3]["text"] == alone["text"]
+    undisturbed = [answer for n in (0, 4) for answer in server.generate_together(prompts[n : n + 4], new_tokens=32)]
+    assert retractions(server) == retracted
+    assert [answer["text"] for answer in together] == [answer["text"] for answer in undisturbed]
     assert [len(answer["meta_info"]["output_token_logprobs"]) for answer in together] == [32] * 8
     assert_nothing_leaked(server)
 

@@ -14,7 +14,6 @@ import random
 import re
 import signal
 import socket
-import struct
 import subprocess
 import threading
 import time
@@ -37,11 +36,16 @@ from sglang_hybrid.transport.messages import Health, Plan, Stats, encode
 PROFILE = Path(__file__).parents[2] / "configs/profiles/SmolLM2-135M-Instruct-2048.safetensors"
 LONGEST_PAUSE = 2.0
 NEW_TOKENS = 28
-# tokens of the prompts; beyond the sink and the tail all of it is the worker's
-PROMPTS = [
-    pytest.param((500, 400, 350, 300), id="short"),
-    pytest.param((1000, 850, 700, 550), id="long", marks=pytest.mark.full),
+# Above the context: everything is attended, and all of it but the sink and the tail is the worker's, one layer ahead by
+# calibrated prediction: two posts are on their way at a time. Below: blocks are selected, some of them are resident.
+ABOVE = ("budget_tokens=2048", "recent_blocks=0", "resident_tokens=0", "miss_share=0")
+BELOW = ("budget_tokens=256", "resident_tokens=128", "recall_interval=3")
+SETTINGS = [
+    pytest.param((500, 400, 350, 300), ABOVE, id="short"),
+    pytest.param((1000, 850, 700, 550), ABOVE, id="long", marks=pytest.mark.full),
+    pytest.param((1000, 850, 700, 550), BELOW, id="below", marks=pytest.mark.full),
 ]
+STORM_TOKENS = 1024  # room in the pool beside the prompts: what aborted requests leave is used again
 # the server gets small file systems of its own for what other programs could fill up
 OWN_FILE_SYSTEMS = """
 mount -t tmpfs -o size=64m,nr_inodes=1k tmpfs /dev/shm &&
@@ -109,21 +113,21 @@ class Faulty:
         }
 
 
-@pytest.fixture(scope="module", params=PROMPTS)
+@pytest.fixture(scope="module", params=SETTINGS)
 def faulty(
     request: pytest.FixtureRequest, model: Path, english: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Faulty]:
+    lengths, settings = request.param
     log = tmp_path_factory.mktemp("faults") / "server.log"
+    tokens = sum(lengths) + len(lengths) * (NEW_TOKENS + 32) + STORM_TOKENS
+    settings = (*settings, "worker=start", "host_memory=1GiB", f"profile={PROFILE}", "worker_restart_seconds=0.3")
     flags = (
-        "--hybrid", "worker=start", "--hybrid", "host_memory=1GiB", "--hybrid", "budget_tokens=2048",
-        "--hybrid", "recent_blocks=0",
-        # all of it, one layer ahead by calibrated prediction: two posts are on their way at a time
-        "--hybrid", "resident_tokens=0", "--hybrid", f"profile={PROFILE}", "--hybrid", "miss_share=0",
-        "--hybrid", "worker_restart_seconds=0.3", "--enable-metrics", "--max-total-tokens", "8192",
+        *(part for setting in settings for part in ("--hybrid", setting)),
+        "--enable-metrics", "--max-total-tokens", str(tokens // 32 * 32),
     )  # fmt: skip
     own = tmp_path_factory.mktemp("own")
     prefix = ("unshare", "--mount", "sh", "-c", OWN_FILE_SYSTEMS, "sh") if may_mount() else ()
-    prompts = [english[n * 2000 : n * 2000 + length] for n, length in enumerate(request.param)]
+    prompts = [english[n * 2000 : n * 2000 + length] for n, length in enumerate(lengths)]
     environment = {"TMPDIR": str(own)}
     with Server(model, "hybrid", *flags, log=log, environment=environment, prefix=prefix) as server:
         for ids in prompts:  # into the radix cache, so that load is decode
@@ -224,7 +228,9 @@ def test_twenty_crashes_in_a_row_cost_no_token(faulty: Faulty) -> None:
     faulty.server.wait_for_worker(other_than=last)
 
 
-def test_a_damaged_sequence_number_is_never_merged(faulty: Faulty) -> None:
+def test_a_damaged_reply_is_never_merged(faulty: Faulty) -> None:
+    """Numbers of other posts; the number of this one with another generation, or with a status that there is not."""
+    before = faulty.server.miss_rows()
     with WorkerMemory(faulty.server.wait_for_worker()) as memory:
         done = threading.Event()
         damages = 0
@@ -234,8 +240,11 @@ def test_a_damaged_sequence_number_is_never_merged(faulty: Faulty) -> None:
             while not done.is_set():
                 newest = memory.posted()
                 for number in (newest + 1000, 1 << 63, newest + 2, 0):
-                    memory.write_replies(number)
+                    memory.write_replies(sequence=number)
                     damages += 1
+                memory.write_replies(generation=0xDEAD, sequence=memory.posted())
+                memory.write_replies(status=0xBAD, sequence=memory.posted())
+                damages += 2
                 done.wait(0.002)
 
         damager = threading.Thread(target=damage)
@@ -245,8 +254,8 @@ def test_a_damaged_sequence_number_is_never_merged(faulty: Faulty) -> None:
             done.set()
             damager.join()
     assert damages > 100
-    rows = faulty.server.miss_rows()
-    assert rows.get("process-damaged", 0) + rows.get("process-late", 0) > 0
+    after = faulty.server.miss_rows()
+    assert after.get("process-damaged", 0) > before.get("process-damaged", 0)
 
 
 @pytest.mark.full
@@ -318,8 +327,11 @@ def test_full_file_systems_cost_no_token_and_the_worker_comes_back(faulty: Fault
 
 @pytest.mark.full
 def test_a_storm_of_aborted_requests_costs_no_token(faulty: Faulty, english: list[int]) -> None:
+    """Three times as many tokens as there is room for: pages that one leaves are another's at once."""
+    assert sum(100 + n for n in range(24)) > 2 * STORM_TOKENS
+
     def start_and_drop(n: int) -> None:
-        for seen, _ in enumerate(faulty.server.stream(english[20000 + n * 200 :][: 60 + n], 100)):
+        for seen, _ in enumerate(faulty.server.stream(english[20000 + n * 200 :][: 100 + n], 100)):
             if seen >= n % 4:
                 return
 
@@ -366,13 +378,14 @@ class WorkerMemory:
         offset, size = self._fields["Bell"]["posted"]
         return int.from_bytes(self._read(self._layout.bell + offset, size), "little")
 
-    def write_replies(self, sequence: int) -> None:
-        """Every reply of both slots gets this sequence number."""
-        offset, _ = self._fields["Reply"]["sequence"]
+    def write_replies(self, **fields: int) -> None:
+        """Every reply of both slots gets these values, in this order."""
         _, size = self._fields["Reply"][""]
         for record in range(2 * self._geometry.rows):
-            place = self._start + self._layout.replies + record * size + offset
-            os.pwrite(self._memory, struct.pack("<Q", sequence), place)
+            place = self._start + self._layout.replies + record * size
+            for name, value in fields.items():
+                offset, width = self._fields["Reply"][name]
+                os.pwrite(self._memory, value.to_bytes(width, "little"), place + offset)
 
     def _read(self, offset: int, size: int) -> bytes:
         return os.pread(self._memory, size, self._start + offset)

@@ -39,6 +39,8 @@ WITH_STREAMS = {
     "test_gpu_prefill.py": 1,
     "test_gpu_scout.py": 2,
 }
+# of which every other test is enough here; the others run in make test-full
+HALVED = ("test_gpu_scout.py", "test_cuda_selection.py")
 # whose largest cases take minutes here: in make test-full
 LARGE = ("test_cuda_attention.py",)
 
@@ -53,7 +55,13 @@ def library() -> Path:
 @pytest.mark.parametrize(
     ("name", "part", "chosen"),
     [
-        pytest.param(name, f"{part}/{parts}", "not full", id=f"{name} {part + 1} of {parts}")
+        pytest.param(
+            name,
+            f"{part}/{parts}",
+            "not full",
+            id=f"{name} {part + 1} of {parts}",
+            marks=pytest.mark.full if part and name in HALVED else (),
+        )
         for name, parts in (WITH_STREAMS | DEVICE_ALONE).items()
         for part in range(parts)
     ]

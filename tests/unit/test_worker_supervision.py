@@ -27,7 +27,7 @@ from worker_process import BLOCK_TOKENS, PATIENCE_S, eventually, is_stopped, sho
 from worker_process import WorkerProcess as StartedByHand
 
 from sglang_hybrid.memory.region import RegionError, SharedRegion
-from sglang_hybrid.metrics import WorkerMetrics
+from sglang_hybrid.metrics import Rank, WorkerMetrics
 from sglang_hybrid.misses.base import Partial, Posted
 from sglang_hybrid.misses.worker import WorkerMisses
 from sglang_hybrid.native.local import LocalAttention
@@ -83,7 +83,7 @@ class Server:
         self._rank = next(self._ranks)
         self._step = 0
         self.changes: queue.Queue[bool] = queue.Queue()
-        metrics = WorkerMetrics(self._rank)
+        metrics = WorkerMetrics(Rank(self._rank, replica=1))
 
         def changed(up: bool) -> None:
             metrics.worker_is(up)
@@ -114,7 +114,7 @@ class Server:
         assert self.changes.get(timeout=PATIENCE_S) is up
 
     def metric(self, name: str, **labels: str) -> float:
-        value = REGISTRY.get_sample_value(f"sglang_hybrid_{name}", {"rank": str(self._rank), **labels})
+        value = REGISTRY.get_sample_value(f"sglang_hybrid_{name}", {"replica": "1", "rank": str(self._rank), **labels})
         return value or 0.0
 
     def served_by(self, whom: str) -> float:
@@ -148,7 +148,7 @@ class Server:
         return [whom for whom in WHOM if self.served_by(whom) > before[whom]][-1]
 
 
-WHOM = ("worker", "process-no-worker", "process-late", "process-damaged")
+WHOM = ("worker", "process-no-worker", "process-late", "process-behind", "process-damaged")
 
 
 @pytest.fixture
@@ -186,6 +186,7 @@ def test_results_are_right_before_during_and_after_a_kill(pool: Pool, log: pytes
         assert server.serve() == "worker"
         assert server.supervisor.restarts == 1
         assert (server.metric("worker_up"), server.metric("worker_starts_total")) == (1, 2)
+        assert server.metric("degraded") == 0
     assert f"CPU worker {first} is gone (it was killed by SIGKILL): this process computes its attention" in log.text
     assert "serves again (restart 1): provider native" in log.text
     assert "rows were computed in the server process: " in log.text and "because there was no worker" in log.text
@@ -205,7 +206,7 @@ def test_while_there_is_no_worker_this_process_computes(pool: Pool) -> None:
         server.expect(up=False)
         assert server.supervisor.link is None
         assert [server.serve() for _ in range(3)] == ["process-no-worker"] * 3
-        assert server.metric("worker_up") == 0
+        assert (server.metric("worker_up"), server.metric("degraded")) == (0, 1)
         server.misses.work_is_near()  # nobody to wake, and no harm
         may_restart.set()
         server.expect(up=True)
@@ -246,7 +247,8 @@ def test_a_worker_that_was_late_gets_nothing_new_until_it_has_caught_up(pool: Po
         assert link is not None
         os.kill(link.pid, signal.SIGSTOP)
         assert eventually(lambda: is_stopped(link.pid))
-        assert [server.serve() for _ in range(3)] == ["process-late"] * 3
+        assert [server.serve() for _ in range(3)] == ["process-late", "process-behind", "process-behind"]
+        assert server.metric("degraded") == 1
         assert link.mailbox.posted == 1
         os.kill(link.pid, signal.SIGCONT)
         assert eventually(lambda: link.mailbox.caught_up)

@@ -1,0 +1,89 @@
+"""Predictions are made from a layer's whole input and from the weights that are there now, or not at all."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_hybrid.integration import weight_updates
+from sglang_hybrid.integration.attention_backend import HybridAttnBackend
+from sglang_hybrid.integration.decoder_layers import UnknownLayers
+from sglang_hybrid.integration.refusals import Refusal
+from sglang_hybrid.integration.scouting import refuse_inputs
+
+
+def args(**given: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"enable_lora": False, "lora_paths": None, "tp_size": 1} | given)
+
+
+def test_plain_layers_are_predicted() -> None:
+    refuse_inputs(args())
+    refuse_inputs(args(enable_flashinfer_allreduce_fusion=True))  # one rank: nothing is summed
+    refuse_inputs(args(tp_size=2))
+
+
+@pytest.mark.parametrize("given", [{"enable_lora": True}, {"lora_paths": ["somewhere"]}])
+def test_adapters_are_not_predicted(given: dict[str, Any]) -> None:
+    with pytest.raises(UnknownLayers, match="LoRA adapters change queries"):
+        refuse_inputs(args(**given))
+
+
+@pytest.mark.parametrize("flag", ["enable_flashinfer_allreduce_fusion", "enable_aiter_allreduce_fusion"])
+def test_a_part_of_an_input_is_not_taken_for_the_whole(flag: str) -> None:
+    with pytest.raises(UnknownLayers, match="before it is summed"):
+        refuse_inputs(args(tp_size=2, **{flag: True}))
+
+
+class Backend(HybridAttnBackend):  # type: ignore[misc]
+    """One that only counts."""
+
+    def __init__(self, why_not: str | None) -> None:
+        self.why_not, self.changes = why_not, 0
+
+    def why_weights_must_stay(self) -> str | None:
+        return self.why_not
+
+    def weights_changed(self) -> None:
+        self.changes += 1
+
+
+def update(backend: object, outcome: tuple[bool, str] = (True, "")) -> tuple[bool, str]:
+    worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend))
+    return weight_updates.update(lambda _worker, _request: outcome, worker, "request")
+
+
+@pytest.mark.parametrize("outcome", [(True, "done"), (False, "half of it")])
+def test_predictors_are_made_anew_when_weights_change(outcome: tuple[bool, str]) -> None:
+    backend = Backend(None)
+    assert update(backend, outcome) == outcome
+    assert backend.changes == 1
+
+
+def test_weights_that_must_stay_are_left_alone_and_the_caller_is_told() -> None:
+    backend = Backend("graphs hold copies")
+    assert update(backend) == (False, "graphs hold copies")
+    assert backend.changes == 0
+
+
+def test_other_backends_update_as_they_always_did() -> None:
+    assert update(object()) == (True, "")
+
+
+def test_a_profile_that_does_not_fit_the_new_weights_ends_prediction(caplog: pytest.LogCaptureFixture) -> None:
+    from sglang_hybrid.config import HybridConfig
+
+    used: list[HybridConfig] = []
+
+    def use(config: HybridConfig) -> None:
+        if config.profile != "none":
+            raise Refusal("profile p: made for other weights")
+        used.append(config)
+
+    backend = HybridAttnBackend.__new__(HybridAttnBackend)
+    backend._config = HybridConfig(profile="p")
+    backend.use = use
+    backend.weights_changed()
+    assert [(config.profile, config.prediction) for config in used] == [("none", "none")]
+    assert "made for other weights. Queries are not predicted any more" in caplog.text

@@ -1,0 +1,46 @@
+"""A worker serves while its pool is still being mapped, and lets go of it when it is told to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from worker_process import PATIENCE_S
+
+from cpu_worker import population
+from cpu_worker.population import Population
+
+
+class LargeMapping:
+    """One that takes for ever to populate."""
+
+    def __init__(self) -> None:
+        self.begun, self.ended = threading.Event(), threading.Event()
+
+    def populate(self, _threads: int, cancelled: Callable[[], bool]) -> None:
+        self.begun.set()
+        while not cancelled():
+            self.begun.wait(0.01)
+        self.ended.set()
+
+
+def test_it_runs_beside_its_owner_until_it_is_told_to_stop() -> None:
+    """A replaced worker was not used before all of its pool was mapped: seconds, by the pool's size."""
+    mapping = LargeMapping()
+    running = Population(mapping)  # type: ignore[arg-type]
+    assert mapping.begun.wait(PATIENCE_S) and not mapping.ended.is_set()
+    running.stop()
+    assert mapping.ended.is_set()
+    running.stop()
+
+
+def test_without_a_thread_pages_come_as_they_are_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_thread(_self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(population.threading.Thread, "start", no_thread)
+    Population(LargeMapping()).stop()  # type: ignore[arg-type]
+    assert "when they are first read: can't start new thread" in caplog.text
