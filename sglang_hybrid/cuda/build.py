@@ -23,6 +23,7 @@ from sglang_hybrid.cuda.sources import FLAGS, INCLUDES, source_hash, translation
 from sglang_hybrid.cuda.toolchain import Nvcc, find_nvcc
 from sglang_hybrid.user_cache import default_cache_dir
 
+QUICK_FLAGS = ("-Xcicc", "-O1", "-Xptxas", "-O1")
 OLDEST = 80  # cp.async, bf16 products and system-scope release all begin with sm_80
 
 
@@ -57,13 +58,14 @@ def built(architecture: int) -> Path:
     return target
 
 
-def _compile(nvcc: Nvcc, architecture: int, target: Path) -> None:
+def _compile(nvcc: Nvcc, architecture: int, target: Path, *, quickly: bool = False) -> None:
+    """``quickly``: without optimization, for who wants to know whether it compiles."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.stem}-") as work:
         made = Path(work) / target.name
         command = [
             str(nvcc.path), *FLAGS, "--threads", "0", *(f"-I{path}" for path in INCLUDES),
             "-gencode", f"arch=compute_{architecture},code=sm_{architecture}",
-            *map(str, translation_units()), "-o", str(made),
+            *(QUICK_FLAGS if quickly else ()), *map(str, translation_units()), "-o", str(made),
         ]  # fmt: skip
         environment = os.environ | {"TMPDIR": work}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -35,6 +35,8 @@ class PageAdmission:
 
     def admit(self, pages: torch.Tensor, filled: torch.Tensor) -> None:
         """``pages`` ``[n]``, of which the first ``filled`` ``[n]`` tokens are there; both on the host. Waits."""
+        # behind all steps that are under way: one of them may write the last token of the pages' previous owner
+        torch.cuda.synchronize(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             for some, full in zip(pages.split(_PAGES_AT_A_TIME), filled.split(_PAGES_AT_A_TIME), strict=True):
                 on_device = some.to(self._device, torch.int32)

@@ -95,6 +95,7 @@ class DeviceAttention:
         ]
         if model_runner.server_args.disaggregation_mode == "decode":
             pool.admission = PageAdmission(self._layers, pool.head_num, pool.head_dim, pool.store_dtype, pool.device)
+        self._arrived: list[torch.Tensor] = []  # rows that begin with the next step
         self._supervisor: Supervisor | None = None
         self._link: Link | None = None  # whose mailbox the device posts to
         self._followed: Link | None = None  # the newest that was tried
@@ -151,6 +152,8 @@ class DeviceAttention:
     def begin_decode(self, batch: Any, in_capture: bool) -> None:
         """Before a step is launched, replayed or recorded. Takes a copy of what the layers read."""
         self.scout.begin_step()
+        if not in_capture:
+            self._begin_arrived_rows()
         rows, count = batch.req_pool_indices, batch.batch_size
         if in_capture or count == 0:  # nothing is decoded: a graph is being recorded, or another rank has work
             self.scout.step.load_nothing()
@@ -282,8 +285,20 @@ class DeviceAttention:
             self._settling_lane.mark(layer)
 
     def rows_begin(self, rows: torch.Tensor) -> None:
-        """These rows arrived from elsewhere, or go back to the end of their prompts."""
-        self.scout.rows_begin(rows)
+        """These rows arrived from elsewhere, or go back to the end of their prompts.
+
+        Told on SGLang's scheduling stream, while a step of the rows' previous owners may still be under way: what is
+        known of them is forgotten on the stream of steps, before the next one.
+        """
+        self._arrived.append(rows)
+
+    def _begin_arrived_rows(self) -> None:
+        if self._arrived:
+            rows = torch.cat(self._arrived)
+            for arrived in self._arrived:
+                arrived.record_stream(torch.cuda.current_stream())
+            self._arrived = []
+            self.scout.rows_begin(rows)
 
 
 def _scale(model: torch.nn.Module) -> float:

@@ -112,6 +112,7 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
     def get_cpu_copy(
         self, indices: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        self._wait_for_device()
         slots = indices.to("cpu", torch.int64)
         pages, offsets = slots // self.page_size, slots % self.page_size
         return [
@@ -120,5 +121,12 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         ]
 
     def load_cpu_copy(self, kv_cache_cpu: LayerCopies, indices: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
+        self._wait_for_device()
         for layer, (keys, values) in enumerate(kv_cache_cpu):
             self._store_kv_layer(layer, indices, keys, values)
+        self._wait_for_device()  # digests are written: steps on another stream read them
+
+    def _wait_for_device(self) -> None:
+        """The GPU writes new tokens to the pool by itself, and steps may be under way."""
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -66,6 +66,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "sh_host_summarise": (c_int, [c_void_p, c_uint32, c_void_p, c_void_p, c_uint64, _ERROR]),
     "sh_engine_start": (c_void_p, [c_void_p, c_void_p, POINTER(Geometry), POINTER(EngineOptions), _ERROR]),
     "sh_engine_stop": (None, [c_void_p]),
+    "sh_client_wait_for_end": (c_int, [c_void_p, c_uint64]),
     "sh_engine_threads": (c_uint32, [c_void_p]),
     "sh_engine_read_stats": (None, [c_void_p, POINTER(EngineStats)]),
     "sh_engine_take": (c_int, [c_void_p, c_uint64, POINTER(Job)]),

@@ -76,6 +76,15 @@ class Mailbox:
         """Sequence number of the newest post that the worker is through with; 0: it has answered nothing."""
         return int(self._library.sh_client_completed(self._client))
 
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Whether the worker's lead thread ends in that time. For workers whose engine has threads: provider native."""
+        return bool(self._library.sh_client_wait_for_end(self._client, int(timeout_s * 1e9)))
+
+    def give_up(self) -> None:
+        """Nobody answers any more: who waits for replies, a GPU too, stops waiting."""
+        offset, _ = mailbox_fields()["ClientLine"]["gone"]
+        ctypes.c_uint64.from_address(self.region.address + self.layout.client + offset).value = 1
+
     @property
     def bell(self) -> int:
         """Sequence number of the newest post, whoever posted it: this client, or a GPU."""

@@ -6,6 +6,7 @@ import ctypes
 import logging
 import secrets
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ START_SECONDS = 60.0  # provider torch imports torch
 _PLAN_SECONDS = 60.0
 _STOP_SECONDS = 1.0
 _LONGEST_LOOK = 0.5
+_LONGEST_LIFE_WAIT = 0.25
 
 
 class Link:
@@ -46,6 +48,7 @@ class Link:
         self._mailbox: Mailbox | None = None
         self._connection: socket.socket | None = None
         self._control: ControlClient | None = None
+        self._life: threading.Thread | None = None
         try:
             self._control = ControlClient(self.process.directory if self.process else Path(str(place)))
             no_more = self.process.pidfd if self.process else interrupt_fd
@@ -61,6 +64,8 @@ class Link:
         except BaseException:
             self.close()
             raise
+        if self.planned.provider == "native":
+            self._follow_life()
         self.since = time.monotonic()
         self._heartbeat = self.mailbox.heartbeat
         self._looked = self.since
@@ -77,12 +82,33 @@ class Link:
         self._heartbeat, self._looked = heartbeat, now
         return self._silent
 
+    def _follow_life(self) -> None:
+        """Give the worker up the moment it dies: the end of its connection comes when all its memory is given back."""
+
+        def follow() -> None:
+            while not self.gone.value:
+                if self.mailbox.wait_for_end(_LONGEST_LIFE_WAIT):
+                    self.give_up()
+
+        self._life = threading.Thread(target=follow, name="hybrid-worker-life", daemon=True)
+        try:
+            self._life.start()
+        except RuntimeError as error:  # no thread to be had: the end of the connection tells it, later
+            logger.warning("a worker that dies will be noticed late: %s", error)
+            self._life = None
+
+    def give_up(self) -> None:
+        """The data plane stops waiting for this worker, at once. ``close`` follows."""
+        self.gone.value = 1
+        if self._mailbox:
+            self._mailbox.give_up()
+
     def close(self, stop: bool = False) -> str:
         """Give the worker up: the data plane stops waiting, a process of ours ends. How it ended, in words.
 
         ``stop`` asks it to first. One that has not ended by then is terminated, and killed if it does not react.
         """
-        self.gone.value = 1
+        self.give_up()
         if stop and self._control and self.process:
             try:
                 self._control.ask(Stop(), _STOP_SECONDS, self.process.pidfd)
@@ -94,6 +120,7 @@ class Link:
             self._connection.close()
         if self._control:
             self._control.close()
-        if self.process is None:
-            return "let go of this server"
-        return self.process.end()
+        ended = self.process.end() if self.process else "let go of this server"
+        if self._life:
+            self._life.join()
+        return ended

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from sglang_hybrid.transport.directory import MeetingPlace
+
 PREFIX = "sglang-hybrid-"
 _STOP_SECONDS = 2.0
 
@@ -33,7 +35,7 @@ class WorkerProcess:
                 start_new_session=True,  # Ctrl-C is for the server, which ends its worker
             )
         except BaseException:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            _remove(self.directory)
             raise
         self.pidfd = -1
         try:
@@ -57,12 +59,22 @@ class WorkerProcess:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
-        shutil.rmtree(self.directory, ignore_errors=True)
+        _remove(self.directory)
         return f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
 
     def kill(self) -> None:
         """For a process that does not answer."""
         self._process.kill()
+
+
+def _remove(directory: Path) -> None:
+    """Also where no descriptor is left, which rmtree needs."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        place = MeetingPlace(directory)
+        for socket in (place.control, place.regions):
+            socket.unlink(missing_ok=True)
+        directory.rmdir()
 
 
 def _signal_name(number: int) -> str:

@@ -135,6 +135,7 @@ class Supervisor:
 
     def _give_up(self, link: Link, why: str, pause: float) -> None:
         self.link = None
+        link.give_up()  # before anything that takes time: a GPU may be waiting
         if self._stopping:
             link.close(stop=True)
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -288,6 +289,18 @@ def test_a_stopped_worker_costs_one_deadline_and_serves_again(host: Host) -> Non
             host.post(again)
             assert host.wait().served.all()
             assert_same_bits(host.results, host.expected(again))
+
+
+def test_a_worker_that_the_host_gave_up_is_not_waited_for(host: Host) -> None:
+    """A killed worker cost a whole deadline, half a second, however soon the host knew."""
+    host.post(host.lists(3, shortest=1))
+    host.mailbox.give_up()
+    begin = time.monotonic()
+    results = host.wait(60)
+    torch.cuda.synchronize()
+    assert time.monotonic() - begin < 30
+    assert results.served.tolist() == [0] * host.rows
+    assert host.client.outcomes()["late"] == host.rows
 
 
 def test_rows_out_of_bounds_are_refused_and_harm_no_other(host: Host) -> None:

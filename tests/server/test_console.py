@@ -132,6 +132,7 @@ def test_ctrl_c_under_make_ends_with_one_line_and_status_0(server: Serving) -> N
     server.assert_nothing_is_left()
 
 
+@pytest.mark.full
 def test_a_killed_scheduler_ends_the_server_with_what_to_do(model: Path) -> None:
     with Serving(PROGRAM, "serve", "--model-path", str(model)) as server:
         server.wait_until_it_serves()

@@ -75,8 +75,8 @@ def test_requests_aborted_mid_stream_leave_no_page_and_no_row(server: Server, en
 
 
 def test_retracted_requests_are_answered_as_if_alone_and_leave_nothing(server: Server, english: list[int]) -> None:
-    # together they want 8 x (130 + 32) tokens, more than the pool has; each is longer than the budget
-    prompts = [english[5000 + n * 400 : 5000 + n * 400 + 130] for n in range(8)]
+    # together they want 8 x (120 + 32) tokens, more than the pool has; each becomes longer than the budget
+    prompts = [english[5000 + n * 400 : 5000 + n * 400 + 120] for n in range(8)]
     together = server.generate_together(prompts, new_tokens=32)
     retracted = retractions(server)
     assert retracted > 0

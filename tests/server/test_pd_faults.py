@@ -36,7 +36,7 @@ from sglang_hybrid.eval.haystack import Haystack
 from sglang_hybrid.eval.lines import lines_prompts
 from sglang_hybrid.eval.needle import needle_prompts
 
-pytestmark = needs_transfer_engine
+pytestmark = [needs_transfer_engine, pytest.mark.full]  # three more servers, and minutes
 LONG = LENGTHS.index(700)
 SHORT = LENGTHS.index(300)
 BELOW_CONTEXT = "budget_tokens=1024"  # of the second decode instance, for requests that are longer
@@ -87,7 +87,6 @@ def test_texts_with_policy_full_are_those_of_a_single_stock_server(
     assert_nothing_is_held(servers.decode)
 
 
-@pytest.mark.full
 def test_texts_behind_long_prompts_are_those_of_a_single_stock_server(
     servers: Set, stock_server: Server, english: list[int]
 ) -> None:
@@ -134,7 +133,6 @@ def test_a_client_that_leaves_during_transfer_leaves_nothing(servers: Set, engli
     assert_nothing_is_held(servers.decode)
 
 
-@pytest.mark.full  # starts another server; what it says is compared with a session that is a start too
 def test_a_killed_decode_instance_fails_its_requests_and_another_takes_its_place(
     servers: Set, model: Path, english: list[int]
 ) -> None:
@@ -157,7 +155,6 @@ def test_a_killed_decode_instance_fails_its_requests_and_another_takes_its_place
     assert_nothing_is_held(servers.decode)
 
 
-@pytest.mark.full
 def test_with_a_budget_below_the_context_answers_are_those_of_a_single_hybrid_server(
     servers: Set, model: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

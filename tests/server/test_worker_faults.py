@@ -41,9 +41,9 @@ NEW_TOKENS = 28
 ABOVE = ("budget_tokens=2048", "recent_blocks=0", "resident_tokens=0", "miss_share=0")
 BELOW = ("budget_tokens=256", "resident_tokens=128", "recall_interval=3")
 SETTINGS = [
-    pytest.param((500, 400, 350, 300), ABOVE, id="short"),
-    pytest.param((1000, 850, 700, 550), ABOVE, id="long", marks=pytest.mark.full),
-    pytest.param((1000, 850, 700, 550), BELOW, id="below", marks=pytest.mark.full),
+    pytest.param(((500, 400, 350, 300), ABOVE), id="short"),
+    pytest.param(((1000, 850, 700, 550), ABOVE), id="long", marks=pytest.mark.full),
+    pytest.param(((1000, 850, 700, 550), BELOW), id="below", marks=pytest.mark.full),
 ]
 STORM_TOKENS = 1024  # room in the pool beside the prompts: what aborted requests leave is used again
 # the server gets small file systems of its own for what other programs could fill up
@@ -188,6 +188,7 @@ def test_a_stopped_worker_is_given_up_and_replaced(faulty: Faulty) -> None:
     assert not worker.is_running()
 
 
+@pytest.mark.full
 def test_a_worker_that_was_only_slow_is_used_again(faulty: Faulty) -> None:
     worker = faulty.server.wait_for_worker()
 
@@ -291,6 +292,7 @@ def test_garbage_on_the_control_sockets_changes_nothing(faulty: Faulty) -> None:
         assert client.ask(Stats(), 10).posts > before
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not may_mount(), reason="only root can give the server small file systems of its own")
 def test_full_file_systems_cost_no_token_and_the_worker_comes_back(faulty: Faulty) -> None:
     worker = faulty.server.wait_for_worker()

@@ -41,6 +41,11 @@ WITH_STREAMS = {
 }
 # of which every other test is enough here; the others run in make test-full
 HALVED = ("test_gpu_scout.py", "test_cuda_selection.py")
+# what changes least: in make test-full
+RARE = (
+    "test_cuda_hot_blocks.py", "test_cuda_prediction.py", "test_gpu_budgets.py", "test_gpu_dense.py",
+    "test_gpu_prefill.py",
+)  # fmt: skip
 # whose largest cases take minutes here: in make test-full
 LARGE = ("test_cuda_attention.py",)
 
@@ -60,7 +65,7 @@ def library() -> Path:
             f"{part}/{parts}",
             "not full",
             id=f"{name} {part + 1} of {parts}",
-            marks=pytest.mark.full if part and name in HALVED else (),
+            marks=pytest.mark.full if name in RARE or (part and name in HALVED) else (),
         )
         for name, parts in (WITH_STREAMS | DEVICE_ALONE).items()
         for part in range(parts)

@@ -87,7 +87,7 @@ def behind(mailbox: Mailbox, host: Host) -> Behind:
 
 def test_records_are_where_the_header_says() -> None:
     """A change of this table is a new mailbox version: processes of two versions must not meet."""
-    assert MAILBOX_VERSION == 1
+    assert MAILBOX_VERSION == 2
     fields = {record: {name: place for name, place in names.items() if name} for record, names in _fields()}
     assert fields == {
         "Header": {
@@ -99,8 +99,8 @@ def test_records_are_where_the_header_says() -> None:
             "layer_stride": (48, 8), "pool_bytes": (56, 8),
         },
         "Bell": {"posted": (0, 8)},
-        "WorkerLine": {"completed": (0, 8), "heartbeat": (8, 8), "parked": (16, 4), "done": (20, 4)},
-        "ClientLine": {"wake": (0, 4), "waiting": (4, 4)},
+        "WorkerLine": {"completed": (0, 8), "heartbeat": (8, 8), "parked": (16, 4), "done": (20, 4), "life": (24, 64)},
+        "ClientLine": {"wake": (0, 4), "waiting": (4, 4), "gone": (8, 8)},
         "Post": {"sequence": (0, 8), "layer": (8, 4), "rows": (12, 4), "scale": (16, 4)},
         "Request": {"sequence": (0, 8), "generation": (8, 4), "blocks": (12, 4)},
         "Reply": {"sequence": (0, 8), "generation": (8, 4), "status": (12, 4)},
@@ -170,8 +170,8 @@ def test_a_mailbox_tells_its_geometry_to_whoever_attaches(mailbox: Mailbox, host
     ("field", "value", "sentence"),
     [
         ("magic", 0, "not a mailbox"),
-        ("version", 2, "a mailbox of version 2, this side has version 1"),
-        ("version", 0, "a mailbox of version 0, this side has version 1"),
+        ("version", 3, "a mailbox of version 3, this side has version 2"),
+        ("version", 0, "a mailbox of version 0, this side has version 2"),
         ("header_bytes", 96, "the mailbox has a header of 96 bytes, this side has 88"),
         ("mailbox_bytes", 4096, "the mailbox has 4096 bytes, its geometry needs {bytes}"),
         ("mailbox_bytes", 1 << 60, "bytes, its geometry needs {bytes}"),

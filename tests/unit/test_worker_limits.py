@@ -48,11 +48,12 @@ assert_same_bits(replied, expected)
 """
 WITHOUT_ANY = """
 other = Mailbox(host.geometry)
-leave(STACK)
-with host.engine(mailbox, threads=64):  # takes all that there are, also the stacks of threads that have ended
+for stacks in range(1, 20):  # so few that one engine gets some and takes them all, also those of ended threads
+    leave(stacks * STACK)
     try:
-        with host.engine(other, threads=16):
-            print("started")
+        with host.engine(mailbox, threads=64):
+            with host.engine(other, threads=16):
+                print("started")
     except Exception as error:
         print("refused:", error)
 """

@@ -192,6 +192,21 @@ def test_results_are_right_before_during_and_after_a_kill(pool: Pool, log: pytes
     assert "rows were computed in the server process: " in log.text and "because there was no worker" in log.text
 
 
+def test_a_worker_is_given_up_the_moment_it_dies(pool: Pool) -> None:
+    """Not when the end of its connection is seen: a killed process gives back all its memory before. Nobody watches."""
+    supervisor = Supervisor(SETTINGS, pool.geometry, pool.region.fd)
+    link = supervisor._connect()
+    try:
+        assert not link.mailbox.wait_for_end(0.05)
+        assert link.gone.value == 0
+        os.kill(link.pid, signal.SIGKILL)
+        assert eventually(lambda: link.gone.value == 1)
+        assert link.mailbox.wait_for_end(0.05)
+    finally:
+        link.close()
+        supervisor.stop()
+
+
 def test_while_there_is_no_worker_this_process_computes(pool: Pool) -> None:
     with Server(pool) as server:
         may_restart = threading.Event()

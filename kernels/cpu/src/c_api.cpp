@@ -10,6 +10,7 @@
 #include "worker/engine.h"
 #include "worker/external_jobs.h"
 #include "worker/flags.h"
+#include "worker/life.h"
 #include "worker/local.h"
 #include "worker/mailbox_client.h"
 #include "worker/read_bandwidth.h"
@@ -65,8 +66,9 @@ constexpr sh_field fields[] = {
     FIELD(Geometry, keys), FIELD(Geometry, values), FIELD(Geometry, layer_stride), FIELD(Geometry, pool_bytes),
     WHOLE(Bell), FIELD(Bell, posted),
     WHOLE(WorkerLine), FIELD(WorkerLine, completed), FIELD(WorkerLine, heartbeat), FIELD(WorkerLine, parked),
-    FIELD(WorkerLine, done),
+    FIELD(WorkerLine, done), FIELD(WorkerLine, life),
     WHOLE(ClientLine), FIELD(ClientLine, wake), FIELD(ClientLine, waiting),
+    FIELD(ClientLine, gone),
     WHOLE(Post), FIELD(Post, sequence), FIELD(Post, layer), FIELD(Post, rows), FIELD(Post, scale),
     WHOLE(Request), FIELD(Request, sequence), FIELD(Request, generation), FIELD(Request, blocks),
     WHOLE(Reply), FIELD(Reply, sequence), FIELD(Reply, generation), FIELD(Reply, status),
@@ -182,6 +184,10 @@ uint32_t sh_client_collect(sh_client* client, uint64_t sequence, uint64_t timeou
 void sh_client_wake(sh_client* client) { client->mailbox.wake(); }
 
 uint64_t sh_client_completed(const sh_client* client) { return load_acquire(client->mailbox.view.worker().completed); }
+
+int sh_client_wait_for_end(const sh_client* client, uint64_t timeout_ns) {
+    return wait_for_end(client->mailbox.view.worker(), timeout_ns);
+}
 
 uint64_t sh_client_heartbeat(const sh_client* client) { return load_acquire(client->mailbox.view.worker().heartbeat); }
 

@@ -71,6 +71,8 @@ SH_API uint32_t sh_client_collect(sh_client* client, uint64_t sequence, uint64_t
                                   float* out, float* lse, uint8_t* served);
 SH_API void sh_client_wake(sh_client* client);
 SH_API uint64_t sh_client_completed(const sh_client* client);
+// 1 as soon as the worker's lead thread is no more, whatever ended it; 0: it lived all the time. Of workers with threads.
+SH_API int sh_client_wait_for_end(const sh_client* client, uint64_t timeout_ns);
 SH_API uint64_t sh_client_heartbeat(const sh_client* client);
 
 // -- without a worker --------------------------------------------------------------------------------------------------

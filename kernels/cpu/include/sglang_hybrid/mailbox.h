@@ -29,7 +29,7 @@
 namespace sglang_hybrid {
 
 inline constexpr uint64_t mailbox_magic = 0x786f626c69616d68;  // "hmailbox"
-inline constexpr uint32_t mailbox_version = 1;
+inline constexpr uint32_t mailbox_version = 2;
 inline constexpr uint32_t mailbox_slots = 2;
 inline constexpr uint64_t mailbox_alignment = 4096;  // of every array
 
@@ -67,11 +67,13 @@ struct alignas(128) WorkerLine {
     uint64_t heartbeat;  // counts up several times a second while the worker waits for posts
     uint32_t parked;     // 1 while the worker sleeps on ClientLine.wake
     uint32_t done;       // futex: changes after every post that is answered
+    uint64_t life[8];    // robust mutex that the worker's lead thread holds as long as it lives, see worker/life.h
 };
 
 struct alignas(128) ClientLine {
     uint32_t wake;     // futex: changes when the client wants the worker awake
     uint32_t waiting;  // 1 while the client sleeps on WorkerLine.done
+    uint64_t gone;     // 1 once the client's host has given the worker up: a GPU that waits for replies stops waiting
 };
 
 struct alignas(64) Post {

@@ -8,6 +8,7 @@
 #include <new>
 
 #include "worker/flags.h"
+#include "worker/life.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -96,6 +97,7 @@ Engine::~Engine() {
 void Engine::start_threads() {
     threads_.reserve(options_.threads);
     threads_.emplace_back([this] { lead(); });
+    while (!is_alive_.load()) sched_yield();  // who waits for its end must find it alive
     try {
         for (uint32_t thread = 1; thread < options_.threads; ++thread) {
             threads_.emplace_back([this, thread] { help(thread); });
@@ -114,6 +116,8 @@ Partials Engine::partials_of(const Slot& slot, uint32_t row, uint32_t task) cons
 }
 
 void Engine::lead() {
+    const Life life(reader.view.worker());
+    is_alive_.store(true);
     if (!options_.cores.empty()) bind_to_core(options_.cores[0]);
     Hands hands(*this, 0);
     for (uint32_t looks = 1;; ++looks) {

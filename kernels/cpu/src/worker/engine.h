@@ -148,6 +148,7 @@ class Engine {
     uint32_t rouse_ = 0;                               // futex of sleeping helpers
 
     alignas(128) std::atomic<bool> stop_{false};
+    std::atomic<bool> is_alive_{false};  // the lead
     std::vector<std::thread> threads_;
 };
 

@@ -10,6 +10,7 @@
 namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t pause_ns = 100;  // between two looks at a reply; a look itself crosses PCIe
+inline constexpr uint32_t looks_per_gone = 16;  // at a reply, for one at whether the worker is no more
 
 // -- where things are --------------------------------------------------------------------------------------------------
 
@@ -20,6 +21,7 @@ class DeviceMailbox {
 
     __device__ Bell& bell() const { return *reinterpret_cast<Bell*>(base_ + at_.bell); }
     __device__ WorkerLine& worker() const { return *reinterpret_cast<WorkerLine*>(base_ + at_.worker); }
+    __device__ ClientLine& client() const { return *reinterpret_cast<ClientLine*>(base_ + at_.client); }
     __device__ Post& post(uint64_t sequence) const {
         return reinterpret_cast<Post*>(base_ + at_.posts)[sequence % mailbox_slots];
     }
@@ -71,16 +73,19 @@ __device__ inline const uint32_t* lists_of(const sh_receipt* receipt, uint32_t r
 
 // -- replies -----------------------------------------------------------------------------------------------------------
 
-// By one thread: until there is a reply to this post or the time is over. What it says is not looked at.
-__device__ inline sh_mailbox_outcome wait_for_sequence(const sh_mailbox_wait& args, const Reply& reply) {
+// By one thread: until there is a reply to this post, the time is over, or the host says that the worker is no more. What
+// the reply says is not looked at.
+__device__ inline sh_mailbox_outcome wait_for_sequence(const sh_mailbox_wait& args, const DeviceMailbox& mailbox, uint32_t row) {
     const uint64_t sequence = args.receipt->sequence;
+    const Reply& reply = mailbox.reply(sequence, row);
     uint64_t found = load_acquire(reply.sequence);
     // nobody answers a post that does not exist yet: a larger number is damage, and waiting would not repair it
     if (found < sequence) {
         auto* const late = reinterpret_cast<unsigned long long*>(&args.state->late);
         const uint64_t start = now_ns(), patience = atomicAdd(late, 0ull) ? 0 : args.deadline_ns;
-        while ((found = load_acquire(reply.sequence)) < sequence) {
-            if (now_ns() - start >= patience) {
+        for (uint32_t looks = 1; (found = load_acquire(reply.sequence)) < sequence; ++looks) {
+            const bool is_gone = looks % looks_per_gone == 0 && load_acquire(mailbox.client().gone);
+            if (is_gone || now_ns() - start >= patience) {
                 atomicExch(late, sequence);
                 return sh_row_late;
             }

@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(LayerMemory<kDim, kChannels, kFormat>::threads
     if (thread == 0) {
         if (lists[0] == 0) outcome = sh_row_empty;
         else if (sequence == 0) outcome = sh_row_withheld;
-        else outcome = wait_for_sequence(wait, mailbox.reply(sequence, row));
+        else outcome = wait_for_sequence(wait, mailbox, row);
     }
     sync_some<1>(waiting_threads);
     const bool is_there = outcome == sh_row_served;

@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(wait_threads) wait_for_replies(const __grid_co
     if (threadIdx.x == 0) {
         if (lists[0] == 0) outcome = sh_row_empty;
         else if (sequence == 0) outcome = sh_row_withheld;
-        else outcome = wait_for_sequence(args, mailbox.reply(sequence, row));
+        else outcome = wait_for_sequence(args, mailbox, row);
     }
     __syncthreads();
     const bool is_there = outcome == sh_row_served;
