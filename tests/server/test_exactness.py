@@ -151,8 +151,10 @@ def test_continued_prompts_were_served_from_the_radix_cache(hybrid: Answers, ask
 def test_policy_scout_left_everything_but_sink_and_tail_to_the_worker(hybrid: Answers) -> None:
     if not hybrid.miss_rows:
         pytest.skip("nothing is posted to a worker")
-    assert set(hybrid.miss_rows) == {"worker"}, "some rows were computed in the server process"
-    assert hybrid.miss_rows["worker"] > 1000
+    rows = hybrid.miss_rows
+    # a late reply on a busy machine is allowed, but not the rule; a damaged one never is
+    assert rows["worker"] > max(1000, 0.95 * sum(rows.values())), rows
+    assert set(rows) <= {"worker", "process-late", "process-behind"}, rows
 
 
 def logprobs(answer: dict[str, Any]) -> list[tuple[float, int]]:
