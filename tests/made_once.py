@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -30,19 +31,38 @@ class Server(Protocol):
 AnyServer = TypeVar("AnyServer", bound=Server)
 
 
-def running(name: str, make: Callable[[Path], AnyServer]) -> AnyServer:
-    """The server of this name. ``make`` makes one that is not started yet, whose log is at the given path."""
+def running(
+    name: str, make: Callable[[Path], AnyServer], begin: Callable[[AnyServer], None] | None = None
+) -> AnyServer:
+    """The server of this name. ``make`` makes one that is not started yet, whose log is at the given path.
+
+    ``begin``: asks it something first. One that fails to answer is ended, and another takes its place: once, and told.
+    """
     note = _folder() / f"{name}.server"
     with _locked(name):
-        server = make(_folder() / f"{name}.log")
         if note.exists():
+            server = make(_folder() / f"{name}.log")
             server.join(**json.loads(note.read_text()))
-        else:
-            server.start()
-            # before it is healthy, so that one that never will be is ended too
-            note.write_text(json.dumps({"port": server.port, "pid": server.process.pid}))
-            server.wait_until_healthy()
+            return server
+        server = _started(make, _folder() / f"{name}.log", note)
+        if begin:
+            try:
+                begin(server)
+            except AssertionError as error:
+                print(f"server {name} is started again: {error}", file=sys.__stderr__, flush=True)
+                os.killpg(server.process.pid, signal.SIGKILL)
+                server = _started(make, _folder() / f"{name}.log", note)
+                begin(server)
         return server
+
+
+def _started(make: Callable[[Path], AnyServer], log: Path, note: Path) -> AnyServer:
+    server = make(log)
+    server.start()
+    # before it is healthy, so that one that never will be is ended too
+    note.write_text(json.dumps({"port": server.port, "pid": server.process.pid}))
+    server.wait_until_healthy()
+    return server
 
 
 def answered(name: str, ask: Callable[[], Any]) -> Any:

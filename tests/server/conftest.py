@@ -15,6 +15,8 @@ from real_server import CHUNK, Server
 
 from sglang_hybrid.default_model import prepare_default_model
 
+FIRST_ANSWER_SECONDS = 120
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
@@ -47,7 +49,12 @@ def stock_server(model: Path) -> Server:
         "--max-total-tokens", "24000", "--chunked-prefill-size", "8192",
         "--mem-fraction-static", "0.5",  # SGLang's own guess is below zero with such chunks and 24 GiB
     )  # fmt: skip
-    return made_once.running("stock", lambda log: Server(model, "torch_native", *flags, log=log))
+
+    def ask(server: Server) -> None:
+        server.generate([5, 6, 7], new_tokens=2, seconds=FIRST_ANSWER_SECONDS)
+
+    # it has been seen to take requests for ever without a word, from the first one on
+    return made_once.running("stock", lambda log: Server(model, "torch_native", *flags, log=log), begin=ask)
 
 
 @pytest.fixture(scope="session")

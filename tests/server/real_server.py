@@ -144,7 +144,9 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def generate(self, ids: list[int], new_tokens: int = 16, **more: Any) -> dict[str, Any]:
+    def generate(
+        self, ids: list[int], new_tokens: int = 16, seconds: float = ANSWER_SECONDS, **more: Any
+    ) -> dict[str, Any]:
         """Greedy continuation of a prompt given as token ids, with the logprobs of what was chosen."""
         body = {
             "input_ids": ids,
@@ -152,9 +154,9 @@ class Server:
             "return_logprob": True,
         } | more
         try:
-            reply = requests.post(f"{self.url}/generate", json=body, timeout=ANSWER_SECONDS)
+            reply = requests.post(f"{self.url}/generate", json=body, timeout=seconds)
         except requests.Timeout as error:
-            raise AssertionError(f"no answer after {ANSWER_SECONDS} s. Its processes:\n{self.stacks()}") from error
+            raise AssertionError(f"no answer after {seconds:.0f} s. Its processes:\n{self.stacks()}") from error
         assert reply.ok, f"{reply.status_code}: {reply.text}"  # which says more than the status
         answer: dict[str, Any] = reply.json()
         return answer
