@@ -296,7 +296,8 @@ class DeviceAttention:
         if self._arrived:
             rows = torch.cat(self._arrived)
             for arrived in self._arrived:
-                arrived.record_stream(torch.cuda.current_stream())
+                if arrived.is_cuda:  # made on another stream, which must not use the memory again before this one has
+                    arrived.record_stream(torch.cuda.current_stream())
             self._arrived = []
             self.scout.rows_begin(rows)
 

@@ -1,0 +1,85 @@
+"""What a GPU server does around its kernels, without a GPU: workers that come and go, rows that arrive."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_hybrid.cuda import CudaError
+from sglang_hybrid.integration.device_attention import DeviceAttention
+from sglang_hybrid.integration.pools import ranks_on_this_host
+
+
+class Mailbox:
+    """The device's end, which cannot have every worker's memory."""
+
+    def __init__(self) -> None:
+        self.attached: list[object] = []
+
+    def attach(self, mailbox: object) -> None:
+        self.attached.append(mailbox)
+        if mailbox == "too much":
+            raise CudaError("out of memory: ulimit -l")
+
+
+class Scout:
+    def __init__(self) -> None:
+        self.begun: list[list[int]] = []
+
+    def rows_begin(self, rows: torch.Tensor) -> None:
+        self.begun.append(rows.tolist())
+
+
+def device_attention() -> Any:
+    made: Any = DeviceAttention.__new__(DeviceAttention)
+    made._mailbox, made._followed, made._link = Mailbox(), None, None
+    made._supervisor = SimpleNamespace(link=None)
+    made._metrics = SimpleNamespace(ups=[], worker_is=lambda up: made._metrics.ups.append(up))
+    made.scout, made._arrived = Scout(), []
+    return made
+
+
+def test_a_mailbox_that_the_gpu_cannot_have_means_no_worker(caplog: pytest.LogCaptureFixture) -> None:
+    """Registering a new worker's memory failed, and the server was gone."""
+    device = device_attention()
+    device._supervisor.link = SimpleNamespace(pid=4711, mailbox="too much")
+    for _ in range(3):  # steps
+        device._follow_worker()
+    assert device._link is None
+    assert device._mailbox.attached == [None, "too much"]  # tried once
+    assert device._metrics.ups == [False]
+    assert "CPU worker 4711 is not used, the GPU cannot have its mailbox: out of memory" in caplog.text
+
+    device._supervisor.link = another = SimpleNamespace(pid=4712, mailbox="small")
+    device._follow_worker()
+    assert device._link is another
+
+
+def test_rows_that_arrive_are_reset_with_the_next_step() -> None:
+    """They were reset at once, on another stream than the last step of their previous owners."""
+    device = device_attention()
+    device.rows_begin(torch.tensor([3]))
+    device.rows_begin(torch.tensor([5, 1]))
+    assert device.scout.begun == []
+    device._begin_arrived_rows()
+    device._begin_arrived_rows()
+    assert device.scout.begun == [[3, 5, 1]]
+
+
+@pytest.mark.parametrize(
+    ("args", "ranks"),
+    [
+        ({}, 1),
+        ({"tp_size": 4}, 4),
+        ({"tp_size": 8, "nnodes": 2}, 4),
+        ({"dp_size": 2}, 2),  # took twice the share
+        ({"dp_size": 2, "tp_size": 2}, 4),
+        ({"dp_size": 2, "tp_size": 2, "enable_dp_attention": True}, 2),
+    ],
+)
+def test_host_memory_is_shared_by_all_ranks_and_replicas_of_a_host(args: dict[str, Any], ranks: int) -> None:
+    plain = {"tp_size": 1, "pp_size": 1, "nnodes": 1, "dp_size": 1, "enable_dp_attention": False}
+    assert ranks_on_this_host(SimpleNamespace(**plain | args)) == ranks
