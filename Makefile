@@ -43,15 +43,13 @@ pd: install
 	@$(BIN)/sglang-hybrid pd --hybrid host_memory=2GiB --max-running-requests 16 $(ARGS)
 
 test: lint types
-	$(TOGETHER) -m "not gpu and not full and not alone"
-	$(PYTEST) -m "not gpu and not full and alone"
+	$(TOGETHER) -m "not gpu and not full"
 
 test-fast: lint types
-	$(TOGETHER) -m "not gpu and not full and not alone and not server"
+	$(TOGETHER) -m "not gpu and not full and not server"
 
 test-full: lint types
-	$(TOGETHER) -m "not gpu and not alone"
-	$(PYTEST) -m "not gpu and alone"
+	$(TOGETHER) -m "not gpu"
 
 test-gpu: install
 	$(PYTEST) -m gpu

@@ -1,6 +1,6 @@
 """Which tests run at the same time, and in which order.
 
-``make test`` has two processes for all tests that are not ``alone``. Tests of a file run in one process. Servers that
+``make test`` has two processes. Tests of a file run in one process. Servers that
 several files use are started once for both processes (``made_once.py``) and end with the test run.
 """
 
@@ -15,12 +15,10 @@ import made_once
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-# they measure time
-ALONE = ("test_worker_faults",)
 # minutes each: first, so that at the end both processes have something to do (and --no-loadscope-reorder keeps it so)
 LONG = (
     "test_exactness", "test_pd", "test_pd_faults", "test_cuda_build", "test_switches", "test_console", "test_lifecycle",
-    "test_sanitizers", "test_decoder_layers", "test_cuda_emulated",
+    "test_sanitizers", "test_decoder_layers", "test_worker_faults", "test_cuda_emulated",
 )  # fmt: skip
 # every test on its own: what they share is built once for all processes
 SPREAD = ("test_cuda_emulated",)
@@ -39,10 +37,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    server = Path(__file__).with_name("server")
-    for item in items:
-        if item.path.parent == server and item.path.stem in ALONE:
-            item.add_marker(pytest.mark.alone)
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 

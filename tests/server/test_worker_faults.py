@@ -34,7 +34,7 @@ from sglang_hybrid.transport.control_client import ControlClient
 from sglang_hybrid.transport.messages import Health, Plan, Stats, encode
 
 PROFILE = Path(__file__).parents[2] / "configs/profiles/SmolLM2-135M-Instruct-2048.safetensors"
-LONGEST_PAUSE = 2.0
+LONGEST_PAUSE = 2.0  # on a quiet machine
 NEW_TOKENS = 28
 # Above the context: everything is attended, and all of it but the sink and the tail is the worker's, one layer ahead by
 # calibrated prediction: two posts are on their way at a time. Below: blocks are selected, some of them are resident.
@@ -52,6 +52,11 @@ mount -t tmpfs -o size=64m,nr_inodes=1k tmpfs /dev/shm &&
 mount -t tmpfs -o size=256k,nr_inodes=64 tmpfs "$TMPDIR" &&
 exec "$@"
 """
+
+
+def busy() -> float:
+    """How many times as much runs here as the machine has cores for; 1 on a quiet one."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def may_mount() -> bool:
@@ -98,7 +103,7 @@ class Faulty:
             disturb()
             texts = [answer.result() for answer in running]
         assert texts == self.texts
-        assert max(pauses) < LONGEST_PAUSE, self.server.log_tail(20)
+        assert max(pauses) < LONGEST_PAUSE * busy(), self.server.log_tail(20)
 
     def holdings(self) -> dict[str, int]:
         """What a scheduler process could leak."""
