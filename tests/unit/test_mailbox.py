@@ -99,7 +99,7 @@ def test_records_are_where_the_header_says() -> None:
             "layer_stride": (48, 8), "pool_bytes": (56, 8),
         },
         "Bell": {"posted": (0, 8)},
-        "WorkerLine": {"completed": (0, 8), "heartbeat": (8, 8), "parked": (16, 4), "done": (20, 4), "life": (24, 64)},
+        "WorkerLine": {"completed": (0, 8), "heartbeat": (8, 8), "parked": (16, 4), "done": (20, 4), "life": (24, 4)},
         "ClientLine": {"wake": (0, 4), "waiting": (4, 4), "gone": (8, 8)},
         "Post": {"sequence": (0, 8), "layer": (8, 4), "rows": (12, 4), "scale": (16, 4)},
         "Request": {"sequence": (0, 8), "generation": (8, 4), "blocks": (12, 4)},
