@@ -194,6 +194,9 @@ int main(int argc, char** argv) {
     run(many, 4, 2, 50, seconds);
     // lists that make the most tasks are not the longest ones: 64 blocks make more tasks than 65
     for (const auto [max_blocks, task_blocks] : {std::pair{65u, 1u}, std::pair{513u, 8u}, std::pair{625u, 8u}}) {
+#if defined(__SANITIZE_THREAD__)
+        if (max_blocks > 65) break;  // minutes, and the order of accesses does not depend on the length
+#endif
         const Geometry longest{2, 2, 1, 64, uint32_t(DType::fp32), max_blocks, 2, 40, 0, 0, 0, 0};
         run(longest, 4, 2, 50, seconds / 2, task_blocks);
     }
