@@ -38,8 +38,8 @@ LONGEST_PAUSE = 2.0  # on a quiet machine
 NEW_TOKENS = 28
 # Above the context: everything is attended, and all of it but the sink and the tail is the worker's, one layer ahead by
 # calibrated prediction: two posts are on their way at a time. Below: blocks are selected, some of them are resident.
-ABOVE = ("budget_tokens=2048", "recent_blocks=0", "resident_tokens=0", "miss_share=0")
-BELOW = ("budget_tokens=256", "resident_tokens=128", "recall_interval=3")
+ABOVE = ("budget_tokens=2048", "recent_blocks=0", "resident_tokens=0", "miss_share=0", f"profile={PROFILE}")
+BELOW = ("budget_tokens=256", "resident_tokens=128", "recall_interval=3", "prediction=raw")
 SETTINGS = [
     pytest.param(((500, 400, 350, 300), ABOVE), id="short"),
     pytest.param(((1000, 850, 700, 550), ABOVE), id="long", marks=pytest.mark.full),
@@ -125,7 +125,7 @@ def faulty(
     lengths, settings = request.param
     log = tmp_path_factory.mktemp("faults") / "server.log"
     tokens = sum(lengths) + len(lengths) * (NEW_TOKENS + 32) + STORM_TOKENS
-    settings = (*settings, "worker=start", "host_memory=1GiB", f"profile={PROFILE}", "worker_restart_seconds=0.3")
+    settings = (*settings, "worker=start", "host_memory=1GiB", "worker_restart_seconds=0.3")
     flags = (
         *(part for setting in settings for part in ("--hybrid", setting)),
         "--enable-metrics", "--max-total-tokens", str(tokens // 32 * 32),
