@@ -59,7 +59,7 @@ def built(architecture: int) -> Path:
 
 
 def _compile(nvcc: Nvcc, architecture: int, target: Path, *, quickly: bool = False) -> None:
-    """``quickly``: without optimization, for who wants to know whether it compiles."""
+    """``quickly``: with little optimization, for who wants to know whether it compiles."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.stem}-") as work:
         made = Path(work) / target.name
         command = [
