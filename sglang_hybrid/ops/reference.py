@@ -291,6 +291,17 @@ def lse_shift(
     return (real - ahead).nan_to_num(0.0, posinf=0.0, neginf=0.0).flatten(1)
 
 
+def without_tail(logits: torch.Tensor, block_counts: torch.Tensor) -> torch.Tensor:
+    """Estimates ``[B, H, G, N]`` in which the tail, the last of each row's blocks, has nothing: shares are those of
+    all other blocks.
+
+    The tail is always attended. What is known of it while it is being filled is partly another request's: slots that
+    hold no token yet, and all of a page whose first token is still to be written.
+    """
+    is_tail = torch.arange(logits.shape[3], device=logits.device) == block_counts[:, None] - 1
+    return logits.masked_fill(is_tail[:, None, None, :], -torch.inf)
+
+
 def block_scores(logits: torch.Tensor, block_counts: torch.Tensor, scale: float) -> torch.Tensor:
     """Score of every block for every KV head: the logarithm of its estimated share of attention.
 

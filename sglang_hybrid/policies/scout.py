@@ -197,13 +197,14 @@ class ScoutPolicy(DecodePolicy):
         turn[self._begin] = True
         if cache.layer not in self._kept_scores:
             self._kept_scores[cache.layer] = RecentScores(self._rows, self._hot_blocks)
-        logits = cache.estimates(query, batch.page_table, self._spread, scale)
         counts = batch.block_counts(cache.block_tokens)
+        logits = reference.without_tail(cache.estimates(query, batch.page_table, self._spread, scale), counts)
         return self._by_layer(self._kept_scores[cache.layer].of_step(logits, counts, batch.rows, turn, scale))
 
     def _scores(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
-        logits = cache.estimates(query, batch.page_table, self._spread, scale)
-        return self._by_layer(reference.block_scores(logits, batch.block_counts(cache.block_tokens), scale))
+        counts = batch.block_counts(cache.block_tokens)
+        logits = reference.without_tail(cache.estimates(query, batch.page_table, self._spread, scale), counts)
+        return self._by_layer(reference.block_scores(logits, counts, scale))
 
     def _by_layer(self, scores: torch.Tensor) -> torch.Tensor:
         return scores.logsumexp(dim=1, keepdim=True).expand_as(scores) if self._per_layer else scores

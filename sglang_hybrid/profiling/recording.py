@@ -53,8 +53,9 @@ class RecordingPolicy(FullPolicy):
         return torch.cat(rows)
 
     def _score(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
-        logits = cache.estimates(query, batch.page_table, self._spread, scale)
-        return reference.block_scores(logits, batch.block_counts(cache.block_tokens), scale).cpu()
+        counts = batch.block_counts(cache.block_tokens)
+        logits = reference.without_tail(cache.estimates(query, batch.page_table, self._spread, scale), counts)
+        return reference.block_scores(logits, counts, scale).cpu()
 
     def record(self, layer: int) -> LayerRecord:
         blocks = self._scores[layer][-1].shape[2]

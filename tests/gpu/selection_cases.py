@@ -63,7 +63,8 @@ class LayerCase:
 
     def logits(self, spread: float = 0.0) -> torch.Tensor:
         table = self.step.page_table.long().clamp(min=0)
-        return self.cache().estimates(self.query, table, spread, self.shape.scale)
+        estimates = self.cache().estimates(self.query, table, spread, self.shape.scale)
+        return reference.without_tail(estimates, self.counts)
 
     def expected_scores(self, spread: float = 0.0) -> torch.Tensor:
         return reference.block_scores(self.logits(spread), self.counts, self.shape.scale)

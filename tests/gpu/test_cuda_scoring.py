@@ -210,7 +210,7 @@ def test_the_second_level_has_sketches_and_the_others_the_middle() -> None:
     middle = reference.digest_logits(case.query, case.digests.digests[table], 0.0)
     middle = middle + torch.tensor(32.0).log() / shape.scale
     chosen = reference.is_listed(best.positions.long(), shape.max_blocks)
-    mixed = torch.where(chosen[:, :, None, :], sketched, middle)
+    mixed = reference.without_tail(torch.where(chosen[:, :, None, :], sketched, middle), case.counts)
     assert_scores(found, reference.block_scores(mixed, case.counts, shape.scale))
 
 

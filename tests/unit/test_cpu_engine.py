@@ -136,7 +136,7 @@ class Rows:
             logits = reference.sketch_logits(query, digests, codes, self.channels, self.scale)
         else:
             logits = reference.digest_logits(query, digests, self.config.digest_spread)
-        scores = reference.block_scores(logits, counts, self.scale)
+        scores = reference.block_scores(reference.without_tail(logits, counts), counts, self.scale)
         budget = self.config.budget_tokens // T
         chosen = reference.select_blocks(scores, counts, budget, self.config.sink_blocks, self.config.recent_blocks)
         ids = reference.block_ids(chosen, self.table)

@@ -89,7 +89,7 @@ def best_positions(requests: Requests, config: HybridConfig, row: int, head: int
         estimates = queries @ middles.T + config.digest_spread * queries.abs() @ radii.T
     else:
         estimates = queries @ torch.stack([b.mean(dim=0) for b in blocks]).T
-    shares = torch.softmax(estimates * requests.shape.scale, dim=1).sum(dim=0)
+    shares = torch.softmax(estimates[:, :-1] * requests.shape.scale, dim=1).sum(dim=0)  # the tail's are not looked at
     newest = len(blocks) - 1 - config.recent_blocks
     always = {p for p in range(len(blocks)) if p >= newest or p < config.sink_blocks}
     others = sorted(set(range(len(blocks))) - always, key=lambda p: float(shares[p]), reverse=True)
@@ -280,12 +280,15 @@ class PlainScout:
             p for p in range(tail + 1) if p < self.config.sink_blocks or tail - self.config.recent_blocks <= p <= tail
         }
 
-    def scores(self, request: int, head: int, query: torch.Tensor, known: int, length: int) -> dict[int, float]:
-        """Of the blocks that are not always in. ``known`` tokens are in the cache."""
+    def scores(self, request: int, head: int, query: torch.Tensor, length: int) -> dict[int, float]:
+        """Of the blocks that are not always in: shares of all but the tail."""
         requests, config = self._decoding.requests, self.config
-        group, total = requests.shape.group, torch.zeros(-(-known // T), dtype=torch.float64)
+        full = (length - 1) // T
+        if full == 0:
+            return {}
+        group, total = requests.shape.group, torch.zeros(full, dtype=torch.float64)
         for h in range(requests.shape.heads) if config.selection == "layer" else [head]:
-            blocks = requests.row_keys[request][h, :known].double().split(T)
+            blocks = requests.row_keys[request][h, : full * T].double().split(T)
             own = query[h * group : (h + 1) * group].double()
             if config.digest == "minmax":
                 tops, bottoms = (torch.stack([f(b, dim=0) for b in blocks]) for f in (torch.amax, torch.amin))
@@ -296,11 +299,11 @@ class PlainScout:
         return {p: float(total[p].log()) for p in range(len(total)) if p not in self.always(length)}
 
     def attend(
-        self, request: int, head: int, length: int, fresh: bool, query: torch.Tensor, known: int
+        self, request: int, head: int, length: int, fresh: bool, query: torch.Tensor
     ) -> tuple[set[int], set[int]]:
         """What is near and what is missed in this step; recall, if its time has come, is for the steps after it."""
         config = self.config
-        always, scores = self.always(length), self.scores(request, head, query, known, length)
+        always, scores = self.always(length), self.scores(request, head, query, length)
         kept = config.budget_tokens if config.resident_tokens == "auto" else config.resident_tokens
         slots = max(0, kept // T - config.sink_blocks - config.recent_blocks - 1)
         room = config.budget_tokens // T - len(always)
@@ -311,7 +314,7 @@ class PlainScout:
         resident = self.resident.get((request, head), set())
         if fresh:
             asked = self._decoding.prompt_query(request) if self._from_prompts else query
-            resident = best(self.scores(request, head, asked, known, length), min(room, slots))
+            resident = best(self.scores(request, head, asked, length), min(room, slots))
         elif length % T == 1:
             left = (length - 1) // T - config.recent_blocks - 1
             if left >= config.sink_blocks and slots:
@@ -405,9 +408,9 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
     def check(step: Step) -> None:
         missed = 0
         for row, (request, length) in enumerate(zip(step.requests, step.lengths, strict=True)):
-            query, known = (step.queries, length) if step.guesses is None else (step.guesses, length - 1)
+            query = step.queries if step.guesses is None else step.guesses
             for head in range(shape.heads):
-                near, misses = plain.attend(request, head, length, step.fresh[row], query[row], known)
+                near, misses = plain.attend(request, head, length, step.fresh[row], query[row])
                 missed += len(misses)
                 # lists, not sets: a block that is listed twice would count twice
                 assert sorted(real(policy.chosen.near[row, head])) == sorted(near)
@@ -540,7 +543,7 @@ def test_what_gives_way_to_it_is_the_resident_block_that_scores_worst(interval: 
         length = run.lengths[step]
         query = run.decoding.requests.row_queries[0][length - 1]
         for head in range(SMALL.heads):
-            scores = plain.scores(0, head, query, length, length)
+            scores = plain.scores(0, head, query, length)
             before = run.selected(step - 1, head) if interval == 1 else run.resident(step - 1, head)
             if interval == 3 and step % 3 == 0:
                 before = run.selected(step - 1, head)
@@ -664,7 +667,7 @@ def test_the_first_resident_blocks_are_the_best_for_the_last_token_of_the_prompt
         for head in range(SMALL.heads):
             best, of_other = (
                 set(sorted(scores, key=scores.__getitem__)[-3:])
-                for scores in (plain.scores(0, head, query, length, length) for query in (asked, other))
+                for scores in (plain.scores(0, head, query, length) for query in (asked, other))
             )
             assert set(real(policy.chosen.near[0, head])) - plain.always(length) == best != of_other
 

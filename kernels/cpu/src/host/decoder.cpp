@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 namespace sglang_hybrid {
 namespace {
@@ -280,8 +281,11 @@ void HostDecoder::score(const Unit& unit, uint32_t part, const Layer& layer) {
     for (uint32_t block = part * score_blocks_of_task; block < end; ++block) {
         const uint64_t page = page_of(unit.row, block);
         loops_.estimate(prepared, digest_of(layer.number, page, unit.head), codes_of(layer.number, page, unit.head), estimates);
+        // of the tail nothing is told: see without_tail of the reference
+        const bool is_tail = block + 1 == unit.blocks;
         for (uint32_t head = 0; head < g.group; ++head) {
-            estimates_[unit.first_estimate + uint64_t{head} * unit.blocks + block] = estimates[head];
+            estimates_[unit.first_estimate + uint64_t{head} * unit.blocks + block] =
+                is_tail ? -std::numeric_limits<float>::infinity() : estimates[head];
         }
     }
 }

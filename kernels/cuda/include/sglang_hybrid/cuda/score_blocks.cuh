@@ -194,7 +194,9 @@ __device__ void estimate_octets(const sh_score_blocks& args, char* shared, const
             __syncwarp();
         }
         const int32_t position = __shfl_sync(0xFFFFFFFF, blocks.position, lane / 4);
-        const bool readable = __shfl_sync(0xFFFFFFFF, blocks.page, lane / 4) >= 0;
+        // of the tail nothing is told: see without_tail of the reference
+        const bool is_tail = position + 1 == static_cast<int32_t>(blocks_of(args.step, blocks.entry));
+        const bool readable = __shfl_sync(0xFFFFFFFF, blocks.page, lane / 4) >= 0 && !is_tail;
         float* const estimates = args.estimates + uint64_t{pair.number} * args.group * args.step.max_blocks;
 #pragma unroll
         for (uint32_t tile = 0; tile < kTiles; ++tile) {
