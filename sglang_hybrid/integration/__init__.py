@@ -5,6 +5,7 @@
     loading              the plugin, loaded and verified: for our own launchers
     server_args          command line and defaults
     refusals             what cannot be served, and what to change
+    rank_cores           cores of each rank on a host without a GPU
     pools                capacity, host pool and allocator, in place of SGLang's
     host_kv_pool         SGLang's KV pool, in host memory
     cpu_allocator        SGLang's page allocator, without Triton

@@ -118,6 +118,32 @@ _FLAGS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "the host pool has its size before graphs are recorded: unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
     ),
     (lambda a: a.enable_page_major_kv_layout, "the host pool has its own layout: drop --enable-page-major-kv-layout"),
+    (
+        lambda a: a.enable_memory_saver,
+        "the memory saver gives GPU memory back, and the KV cache is in host memory, which would stay taken: drop "
+        "--enable-memory-saver",
+    ),
+    (
+        lambda a: a.enable_torch_compile,
+        "attention reads other blocks at every step, which torch.compile cannot trace: drop --enable-torch-compile",
+    ),
+    (
+        lambda a: getattr(a, "dllm_algorithm", None),
+        "diffusion language models attend in both directions, which is not supported: drop --dllm-algorithm",
+    ),
+    (
+        lambda a: getattr(a, "enable_mis", False),
+        "multi-item scoring hides items from each other by a mask, which is not supported: drop --enable-mis",
+    ),
+    (
+        lambda a: a.enable_deterministic_inference or getattr(a, "rl_on_policy_target", None),
+        "which tokens are attended depends on what else runs, so answers are not the same for every batch: drop "
+        "--enable-deterministic-inference and --rl-on-policy-target",
+    ),
+    (
+        lambda a: getattr(a, "prefill_only_disable_kv_cache", False),
+        "attention reads the KV cache in host memory, during prefill too: drop --prefill-only-disable-kv-cache",
+    ),
 )  # fmt: skip
 
 
@@ -130,6 +156,22 @@ def refuse_flags(args: Any, config: HybridConfig) -> None:
         raise Refusal(
             f"--attention-backend {BACKEND_NAME}: --page-size {args.page_size} differs from the block size: "
             f"use --page-size {config.block_tokens} or drop the flag"
+        )
+
+
+def refuse_on_cpu(args: Any, model_config: Any) -> None:
+    """Raise Refusal for what SGLang accepts on a CPU and cannot do there, whatever the attention backend."""
+    from sglang.srt.utils import cpu_has_amx_support
+
+    if (args.enable_lora or args.lora_paths) and not torch.cuda.is_available():
+        raise Refusal(
+            "SGLang keeps LoRA adapters in pinned memory, which a host without a GPU does not have: merge the adapter "
+            "into the model and drop --enable-lora and --lora-paths"
+        )
+    if model_config.quantization and not cpu_has_amx_support():
+        raise Refusal(
+            f"SGLang's kernels for {model_config.quantization} weights need a GPU, or a CPU with AMX: serve this model "
+            "with weights in float32, bfloat16 or float16"
         )
 
 

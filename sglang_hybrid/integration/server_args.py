@@ -16,7 +16,8 @@ from sglang_hybrid.gpu.settings import why_not
 from sglang_hybrid.host import multiplies_fast, this_host
 from sglang_hybrid.integration import BACKEND_NAME, load_file
 from sglang_hybrid.integration.pools import check_capacity, ranks_on_this_host
-from sglang_hybrid.integration.refusals import Refusal, refuse_flags, refuse_model_config
+from sglang_hybrid.integration.rank_cores import share_cores
+from sglang_hybrid.integration.refusals import Refusal, refuse_flags, refuse_model_config, refuse_on_cpu
 
 logger = logging.getLogger("sglang.srt.hybrid")
 
@@ -64,8 +65,16 @@ def resolve(original: Callable[[Any], None], args: Any) -> None:
     if args.model_path.lower() not in ("none", "dummy"):
         model_config = _model_config(args)
         refuse_model_config(model_config)
+        if _is_on_cpu(args):
+            refuse_on_cpu(args, model_config)
         check_capacity(model_config, args)
+    if _is_on_cpu(args):
+        share_cores(args.tp_size * args.pp_size * args.dp_size, ranks_on_this_host(args))
     load_file.provide()
+
+
+def _is_on_cpu(args: Any) -> bool:
+    return args.device is not None and args.device.split(":")[0] == "cpu"
 
 
 _every_backend = False
@@ -84,7 +93,7 @@ def _set_device_and_dtype(args: Any) -> None:
     """A device that exists; on a CPU float32, unless the user asks for another dtype, and then a warning."""
     if args.device is None and not torch.cuda.is_available():
         args.device = "cpu"
-    if args.device is None or args.device.split(":")[0] != "cpu":
+    if not _is_on_cpu(args):
         return
     if args.dtype == "auto":
         args.dtype = "float32"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import psutil
 import pytest
 import torch
 
+from cpu_worker.cores import Core
 from sglang_hybrid.config import ConfigError, config_from_environment
+from sglang_hybrid.integration import rank_cores
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.memory.capacity import CapacityError
 
@@ -124,6 +127,17 @@ def test_the_example_of_a_prefill_instance_is_a_stock_server_with_our_page_size(
         (["--enable-unified-cache-external-linker"], "drop --enable-unified-cache-external-linker"),
         (["--attn-cp-size", "2"], "drop --attn-cp-size"),
         (["--kv-canary", "log"], "drop --kv-canary"),
+        (["--enable-memory-saver"], "drop --enable-memory-saver"),
+        (["--enable-torch-compile"], "drop --enable-torch-compile"),
+        (["--dllm-algorithm", "LowConfidence"], "drop --dllm-algorithm"),
+        (["--enable-mis"], "drop --enable-mis"),
+        (["--enable-deterministic-inference"], "drop --enable-deterministic-inference"),
+        (["--prefill-only-disable-kv-cache"], "drop --prefill-only-disable-kv-cache"),
+        (["--enable-two-batch-overlap"], "drop --enable-two-batch-overlap"),
+        (["--enable-pdmux"], "drop --enable-pdmux"),
+        (["--enable-unified-memory"], "drop --enable-unified-memory"),
+        (["--enable-page-major-kv-layout"], "drop --enable-page-major-kv-layout"),
+        (["--dcp-size", "2"], "drop --dcp-size"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -137,6 +151,55 @@ def test_what_cannot_be_served_is_refused_with_what_to_change(model: Path, flags
     with pytest.raises(Refusal, match=sentence) as caught:
         resolve(model, *flags)
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a GPU nor AMX, whatever this machine has."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("sglang.srt.utils.cpu_has_amx_support", lambda: False)
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "w8a8_int8"])
+def test_quantised_weights_are_refused_on_a_cpu_that_sglang_has_no_kernels_for(
+    model: Path, plain_cpu: None, method: str
+) -> None:
+    with pytest.raises(Refusal, match=f"kernels for {method} weights need a GPU, or a CPU with AMX"):
+        resolve(model, "--quantization", method)
+
+
+def test_a_quantised_checkpoint_is_refused_there_too(tmp_path: Path, plain_cpu: None) -> None:
+    quantised = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+    with pytest.raises(Refusal, match="kernels for gptq weights need a GPU"):
+        resolve(write_model(tmp_path, LLAMA | {"quantization_config": quantised}))
+
+
+@pytest.mark.parametrize(
+    "flags", [("--enable-lora", "--lora-target-modules", "all", "--max-lora-rank", "8"), ("--lora-paths", "a=/nowhere")]
+)
+def test_adapters_are_refused_on_a_host_without_a_gpu(model: Path, plain_cpu: None, flags: tuple[str, ...]) -> None:
+    with pytest.raises(Refusal, match="drop --enable-lora and --lora-paths"):
+        resolve(model, *flags)
+
+
+def test_ranks_of_a_cpu_host_share_its_cores_unless_the_user_divided_them(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang ends with an assertion where a host has more ranks than NUMA nodes and nobody divided its cores."""
+    ranks = 2 * os.cpu_count()  # more than NUMA nodes
+    monkeypatch.setenv(rank_cores.VARIABLE, "")
+    resolve(model, "--dp-size", str(ranks), "--hybrid", "host_memory=64MiB")
+    assert len(os.environ[rank_cores.VARIABLE].split("|")) == ranks
+    monkeypatch.setenv(rank_cores.VARIABLE, "0|0")
+    resolve(model, "--dp-size", str(ranks), "--hybrid", "host_memory=64MiB")
+    assert os.environ[rank_cores.VARIABLE] == "0|0"
+
+
+def test_ranks_get_cores_of_one_node_where_they_can() -> None:
+    cores = [Core((number, number + 8), node=number // 4) for number in range(8)]
+    assert rank_cores.divide(cores, 2) == ["0,1,2,3", "4,5,6,7"]
+    assert rank_cores.divide(cores, 3) == ["0,1", "2,3,4", "5,6,7"]
+    assert rank_cores.divide(cores[:2], 3) == ["0", "1", "0"]
 
 
 def test_a_size_that_is_chosen_after_graphs_is_refused_on_a_decode_instance(

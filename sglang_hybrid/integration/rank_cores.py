@@ -1,0 +1,30 @@
+"""Cores of each rank on a host without a GPU: SGLang wants to be told them where ranks outnumber NUMA nodes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+
+from cpu_worker.cores import Core, read_topology
+
+VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"  # "0-3|4-7": cores of the first rank, cores of the second
+
+
+def share_cores(ranks: int, ranks_here: int) -> None:
+    """Divide this host's cores between its ``ranks_here`` of all ``ranks``, for the processes that will be started.
+
+    Does nothing where the user divided them, or where SGLang can give a NUMA node to every rank.
+    """
+    cores = read_topology().cores
+    if ranks > len({core.node for core in cores}) and not os.environ.get(VARIABLE):
+        os.environ[VARIABLE] = "|".join(divide(cores, ranks_here))
+
+
+def divide(cores: Sequence[Core], ranks: int) -> list[str]:
+    """One list of CPUs for each rank, of about the same length; ranks share cores where there are too few."""
+    ordered = [core.cpus[0] for core in sorted(cores, key=lambda core: (core.node, core.cpus))]
+    if ranks > len(ordered):
+        return [str(ordered[rank % len(ordered)]) for rank in range(ranks)]
+    bounds = [rank * len(ordered) // ranks for rank in range(ranks + 1)]
+    return [",".join(map(str, ordered[start:end])) for start, end in itertools.pairwise(bounds)]
