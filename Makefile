@@ -3,6 +3,7 @@
 # make test         install what is missing, then lint, types and the tests that CI runs
 # make test-fast    the same without the tests that start servers
 # make test-full    the same with long prompts, more settings and all CUDA architectures
+# make chaos        faults at random against real servers, for 15 minutes (ARGS="--minutes 5 --seed 7")
 # make test-gpu     what needs a GPU
 # make test-compat  the hook self-test against the oldest and the newest SGLang we know, each in its own venv
 # make clean        remove what this checkout made: .venv, build, caches of tools
@@ -24,7 +25,7 @@ PYTEST := $(BIN)/python -m pytest --durations=10
 TOGETHER := $(if $(filter 2,$(PROCESSES)),OMP_NUM_THREADS=$(shell expr \( $$(nproc) + 1 \) / 2)) \
 	$(PYTEST) -n $(PROCESSES) --dist loadscope --no-loadscope-reorder
 
-.PHONY: serve pd test test-fast test-full test-gpu test-compat lint types install clean clean-cache help
+.PHONY: serve pd chaos test test-fast test-full test-gpu test-compat lint types install clean clean-cache help
 .DEFAULT_GOAL := help
 
 help:
@@ -41,6 +42,10 @@ serve: install
 pd: USE := pd
 pd: install
 	@$(BIN)/sglang-hybrid pd --hybrid host_memory=2GiB --max-running-requests 16 $(ARGS)
+
+chaos: USE := serve
+chaos: install
+	@$(BIN)/sglang-hybrid chaos $(ARGS)
 
 test: lint types
 	$(TOGETHER) -m "not gpu and not full"

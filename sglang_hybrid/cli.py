@@ -35,6 +35,7 @@ COMMANDS = {
     "bench": Command("sglang_hybrid.commands.bench", "measure this host's CPU worker, or run SGLang's benchmarks"),
     "config": Command("sglang_hybrid.commands.config", "every setting: its value, what auto becomes here, its source"),
     "model": Command("sglang_hybrid.default_model.__main__", "prepare the default model and print its directory"),
+    "chaos": Command("sglang_hybrid.chaos.main", "faults at random against a real server, every answer compared"),
     "check": Command("sglang_hybrid.commands.check", "verify that this SGLang takes all our hooks"),
 }
 

@@ -99,6 +99,13 @@ EVENTS = EnvVar(
     "internal: FIFO by which a server tells its launcher what the console shows",
 )
 
+CHAOS = EnvVar(
+    "SGLANG_HYBRID_CHAOS", STRINGS, (), "internal: what sglang-hybrid chaos switches on in its servers, a JSON list"
+)
+NATIVE_LIBRARY = EnvVar(
+    "SGLANG_HYBRID_NATIVE_LIBRARY", PATH, None, "internal: another build of the CPU kernels, for tests of the tests"
+)
+
 # read by the C++ library itself, wherever a kernel is chosen; here for its documentation
 CPU_VARIANT = EnvVar(
     "SGLANG_HYBRID_CPU_VARIANT", TEXT, None, "CPU kernel variant to use instead of the fastest that this machine has"
@@ -112,5 +119,7 @@ VARIABLES: tuple[EnvVar[Any], ...] = (
     LOAD_FILE,
     MEMORY_AT_START,
     EVENTS,
+    CHAOS,
+    NATIVE_LIBRARY,
     CPU_VARIANT,
 )

@@ -106,6 +106,13 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         if self.sketches:
             self.sketches.refresh(layer, keys, self.digests.of_layer(layer), pages)
 
+    def spoil(self, pages: torch.Tensor) -> None:
+        """Nobody needs these pages: NaN for whoever reads them all the same."""
+        self._wait_for_device()
+        pages = pages.to("cpu", torch.int64)
+        for buffer in (*self.k_buffer, *self.v_buffer):
+            buffer[pages] = torch.nan
+
     # SGLang takes a request's KV out of the pool and puts it back elsewhere when it retracts a
     # request on a disaggregated decode instance.
 

@@ -18,7 +18,7 @@ from sglang_hybrid.gpu.decode import DeviceScout
 from sglang_hybrid.gpu.prefill import DevicePrefill
 from sglang_hybrid.gpu.settings import slots_of, why_not
 from sglang_hybrid.gpu.slots import ResidentSlots
-from sglang_hybrid.integration import BACKEND_NAME, console_events
+from sglang_hybrid.integration import BACKEND_NAME, console_events, freed_pages
 from sglang_hybrid.integration.refusals import refuse_model, told
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
 from sglang_hybrid.memory.digests import CompactDigests, Digests, is_compact
@@ -144,16 +144,22 @@ def build_allocator(
     if _is_hybrid(configurator):
         console_events.tell_pool(configurator, sizes.max_total_num_tokens, token_to_kv_pool)
     allocator = original(configurator, sizes=sizes, token_to_kv_pool=token_to_kv_pool, **kwargs)
-    if torch.device(configurator.device).type != "cpu" or type(allocator) is not PagedTokenToKVPoolAllocator:
-        return allocator
+    if torch.device(configurator.device).type == "cpu" and type(allocator) is PagedTokenToKVPoolAllocator:
+        allocator = _cpu_allocator(configurator, sizes.max_total_num_tokens, token_to_kv_pool)
+    if _is_hybrid(configurator) and freed_pages.SWITCH in env.CHAOS.get():
+        freed_pages.spoil(allocator, token_to_kv_pool)
+    return allocator
+
+
+def _cpu_allocator(configurator: Any, tokens: int, pool: Any) -> Any:
     from sglang_hybrid.integration.cpu_allocator import CpuPagedAllocator
 
     return CpuPagedAllocator(
-        sizes.max_total_num_tokens,
+        tokens,
         page_size=configurator.page_size,
         dtype=configurator.kv_cache_dtype,
         device=configurator.device,
-        kvcache=token_to_kv_pool,
+        kvcache=pool,
         # as SGLang does: a transfer wants runs of neighbouring pages
         need_sort=configurator.server_args.disaggregation_mode != "null",
     )

@@ -9,6 +9,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_uint3
 from pathlib import Path
 from typing import Any
 
+from sglang_hybrid import env, trusted_file
 from sglang_hybrid.native.structs import (
     BlockAttention,
     EngineOptions,
@@ -24,7 +25,7 @@ from sglang_hybrid.native.structs import (
 )
 
 FILE = Path(__file__).with_name("libsglang_hybrid_cpu.so")
-INTERFACE = 4  # sh_interface of c_api.h
+INTERFACE = 5  # sh_interface of c_api.h
 _ERROR_BYTES = 256
 
 _ERROR = c_char_p
@@ -81,8 +82,12 @@ class NativeError(RuntimeError):
 @functools.cache
 def library() -> Any:
     """The loaded library, its functions typed. Raises NativeError, saying what to do, when it cannot be used."""
+    file = FILE
+    if other := env.NATIVE_LIBRARY.get():
+        trusted_file.check(other)
+        file = other
     try:
-        loaded = ctypes.CDLL(str(FILE))
+        loaded = ctypes.CDLL(str(file))
     except OSError as error:
         raise NativeError(
             f"the CPU kernels cannot be loaded ({error}); they are built when the package is installed, with CMake and "

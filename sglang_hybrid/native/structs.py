@@ -7,7 +7,7 @@ from ctypes import POINTER, c_char_p, c_float, c_int64, c_uint32, c_uint64, c_vo
 
 DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 ITEMSIZES = {0: 2, 1: 2, 2: 4}
-MAILBOX_VERSION = 2  # mailbox.h: mailbox_version
+MAILBOX_VERSION = 3  # mailbox.h: mailbox_version
 
 
 class BlockAttention(ctypes.Structure):
@@ -56,8 +56,8 @@ class MailboxLayout(ctypes.Structure):
     _fields_ = tuple(
         (name, c_uint64)
         for name in (
-            "bell", "worker", "client", "posts", "requests", "replies", "lists", "pages", "queries", "outputs", "lses",
-            "bytes",
+            "bell", "worker", "client", "posts", "requests", "replies", "checks", "lists", "pages", "queries",
+            "outputs", "lses", "bytes",
         )
     )  # fmt: skip
 

@@ -38,7 +38,7 @@ class Behind:
     """The words of a mailbox, read and written behind its back."""
 
     def __init__(self, mailbox: Mailbox, geometry: Geometry) -> None:
-        self._rows = geometry.rows
+        self._rows, self._heads, self._max_blocks = geometry.rows, geometry.kv_heads, geometry.max_blocks
         self._start = mailbox.region.address
         self._layout = layout_of(geometry)
         self._fields = mailbox_fields()
@@ -54,9 +54,35 @@ class Behind:
 
     def write_reply(self, sequence: int, row: int, generation: int, status: int = 0) -> None:
         """Fields first, sequence last, as a worker does."""
+        self.check(sequence, row).value = self.check_of_request(sequence, row)
         self.reply(sequence, row, "generation").value = generation
         self.reply(sequence, row, "status").value = status
         self.reply(sequence, row, "sequence").value = sequence
+
+    def check(self, sequence: int, row: int) -> Any:
+        return self._array(ctypes.c_uint64, "checks", sequence, row, 1)[0]
+
+    def pages(self, sequence: int, row: int, head: int) -> Any:
+        words = self._array(ctypes.c_uint32, "pages", sequence, row, self._heads * self._max_blocks)
+        return words[head * self._max_blocks :]
+
+    def list_word(self, sequence: int, row: int, head: int, name: str) -> Any:
+        return self.word("lists", "List", name, (sequence % SLOTS * self._rows + row) * self._heads + head)
+
+    def check_of_request(self, sequence: int, row: int) -> int:
+        """By its definition, of what is in the mailbox now; 0 where nothing was posted to the row."""
+        numbers = [self.word("posts", "Post", name, sequence % SLOTS).value for name in ("layer", "scale")]
+        if not self.word("requests", "Request", "blocks", sequence % SLOTS * self._rows + row).value:
+            return 0
+        for head in range(self._heads):
+            count, last_fill = (self.list_word(sequence, row, head, name).value for name in ("count", "last_fill"))
+            pages = [word.value for word in self.pages(sequence, row, head)[:count]]
+            numbers += [count, last_fill if count else 0, *pages, *[0] * (self._max_blocks - count)]
+        return sum(n * 0x9E3779B97F4A7C15 * (2 * place + 1) for place, n in enumerate(numbers)) % (1 << 64)
+
+    def _array(self, kind: Any, array: str, sequence: int, row: int, per_row: int) -> list[Any]:
+        first = getattr(self._layout, array) + (sequence % SLOTS * self._rows + row) * per_row * ctypes.sizeof(kind)
+        return [kind.from_address(self._start + first + i * ctypes.sizeof(kind)) for i in range(per_row)]
 
 
 def layout_of(geometry: Geometry) -> MailboxLayout:
@@ -87,7 +113,7 @@ def behind(mailbox: Mailbox, host: Host) -> Behind:
 
 def test_records_are_where_the_header_says() -> None:
     """A change of this table is a new mailbox version: processes of two versions must not meet."""
-    assert MAILBOX_VERSION == 2
+    assert MAILBOX_VERSION == 3
     fields = {record: {name: place for name, place in names.items() if name} for record, names in _fields()}
     assert fields == {
         "Header": {
@@ -170,8 +196,8 @@ def test_a_mailbox_tells_its_geometry_to_whoever_attaches(mailbox: Mailbox, host
     ("field", "value", "sentence"),
     [
         ("magic", 0, "not a mailbox"),
-        ("version", 3, "a mailbox of version 3, this side has version 2"),
-        ("version", 0, "a mailbox of version 0, this side has version 2"),
+        ("version", 4, "a mailbox of version 4, this side has version 3"),
+        ("version", 0, "a mailbox of version 0, this side has version 3"),
         ("header_bytes", 96, "the mailbox has a header of 96 bytes, this side has 88"),
         ("mailbox_bytes", 4096, "the mailbox has 4096 bytes, its geometry needs {bytes}"),
         ("mailbox_bytes", 1 << 60, "bytes, its geometry needs {bytes}"),
@@ -361,6 +387,51 @@ def test_a_reply_counts_only_with_the_sequence_and_the_generation_of_its_request
     assert lists.outcome.tolist() == [SERVED, outcome]
     assert missing == (outcome != SERVED)
     assert (lists.lse[1] == (0.0 if outcome == SERVED else 5.0)).all(), "only what counts is copied"
+
+
+@pytest.mark.parametrize("damage", ["layer", "scale", "blocks", "count", "last_fill", "page"])
+def test_an_answer_to_something_else_than_was_asked_is_never_merged(
+    mailbox: Mailbox, behind: Behind, host: Host, damage: str
+) -> None:
+    """A flipped bit that is still within all bounds: the worker cannot know, and computes."""
+    lists = host.on_host(host.full_lists(rows=1))
+    sequence = mailbox.post(lists, 1)
+    word = {
+        "layer": lambda: behind.word("posts", "Post", "layer", sequence % SLOTS),
+        "scale": lambda: behind.word("posts", "Post", "scale", sequence % SLOTS),
+        "blocks": lambda: behind.word("requests", "Request", "blocks", sequence % SLOTS * host.rows),
+        "count": lambda: behind.list_word(sequence, 0, 1, "count"),
+        "last_fill": lambda: behind.list_word(sequence, 0, 1, "last_fill"),
+        "page": lambda: behind.pages(sequence, 0, 1)[1],
+    }[damage]()
+    if damage == "blocks":
+        word.value = 0  # as if there were none
+    elif damage == "count":
+        word.value -= 1
+        behind.word("requests", "Request", "blocks", sequence % SLOTS * host.rows).value -= 1
+    elif damage == "last_fill":
+        word.value = 31
+    else:
+        word.value ^= 1
+    with host.engine(mailbox):
+        assert collected(mailbox, lists, sequence) == 1
+    assert lists.outcome.tolist() == [DAMAGED]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 0], ids=["one thread", "two threads", "external"])
+def test_a_reply_says_what_it_was_computed_from(mailbox: Mailbox, behind: Behind, host: Host, threads: int) -> None:
+    for seed in range(4):
+        lists = host.on_host(host.random_lists(host.rows, host.max_blocks, seed))
+        with host.engine(mailbox, threads=threads) as engine:
+            sequence = mailbox.post(lists, 1)
+            if threads == 0:
+                job = Job()
+                while library().sh_engine_take(engine, 10**9, ctypes.byref(job)) == 0:
+                    pass
+                library().sh_engine_answer(engine, lists.out.data_ptr(), lists.lse.data_ptr())
+            assert collected(mailbox, lists, sequence) == 0
+        for row in range(lists.rows):
+            assert behind.check(sequence, row).value == behind.check_of_request(sequence, row)
 
 
 def test_a_reply_to_the_post_before_in_the_same_slot_is_never_taken_for_a_new_one(mailbox: Mailbox, host: Host) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ ENVIRONMENT = {
 PATIENCE_S = 600
 
 
-def run(*command: str | Path) -> str:
+def run(*command: str | Path, timeout_s: float = PATIENCE_S) -> str:
     """What it printed. Fails with that when its status is not 0."""
     done = subprocess.run(
         [str(part) for part in command],
@@ -33,7 +34,7 @@ def run(*command: str | Path) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=timeout_s,
     )
     if done.returncode:
         pytest.fail(f"{' '.join(map(str, command))}\nended with status {done.returncode}\n{done.stdout[-8000:]}")
@@ -66,7 +67,7 @@ def _skip_unless_it_runs(directory: Path, sanitizer: str) -> None:
 
 @pytest.fixture(scope="module")
 def under_address_sanitizer() -> Path:
-    return build("address", "kernel_check", "engine_check")
+    return build("address", "kernel_check", "engine_check", "mailbox_fuzz")
 
 
 def test_kernels_read_and_write_only_what_is_theirs(under_address_sanitizer: Path) -> None:
@@ -76,6 +77,21 @@ def test_kernels_read_and_write_only_what_is_theirs(under_address_sanitizer: Pat
 
 def test_mailbox_and_engine_read_and_write_only_what_is_theirs(under_address_sanitizer: Path) -> None:
     assert "posts" in run(under_address_sanitizer / "engine_check", "0.5")
+
+
+# The long run has another seed each time. The program prints its seed, and the round where one fails; both can be given
+# to it again: mailbox_fuzz SEED SECONDS FIRST_ROUND.
+@pytest.mark.parametrize(
+    ("seed", "seconds"), [(1, 15), pytest.param(None, 600, marks=pytest.mark.full)], ids=["short", "long"]
+)
+def test_a_hostile_mailbox_neither_crashes_nor_hangs_an_engine_or_a_client(
+    under_address_sanitizer: Path, seed: int | None, seconds: int
+) -> None:
+    chosen = random.getrandbits(32) if seed is None else seed
+    program = under_address_sanitizer / "mailbox_fuzz"
+    printed = run(program, str(chosen), str(seconds), timeout_s=seconds + PATIENCE_S)
+    print(printed)
+    assert f"seed {chosen}: " in printed and " hostile writes" in printed
 
 
 def test_mailbox_and_engine_have_no_data_races() -> None:

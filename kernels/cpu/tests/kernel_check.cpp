@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "sglang_hybrid/block_attention.h"
+#include "values.h"
 
 using namespace sglang_hybrid;
 
@@ -41,65 +42,6 @@ std::vector<std::string> available_variants() {
         begin = end + 1;
     }
     return names;
-}
-
-// -- values of a dtype ------------------------------------------------------------------------------------------------
-
-uint32_t bits_of(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    return bits;
-}
-
-float float_of(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
-uint16_t to_bf16(float value) {
-    const uint32_t bits = bits_of(value);
-    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-double from_fp16(uint16_t half) {
-    const int exponent = half >> 10 & 31;
-    const double mantissa = half & 1023;
-    const double magnitude = exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25);
-    return half & 0x8000 ? -magnitude : magnitude;
-}
-
-// towards zero, to the largest finite number at most: any fp16 number will do as an input
-uint16_t to_fp16(float value) {
-    const uint16_t sign = value < 0 ? 0x8000 : 0;
-    const double magnitude = std::min(std::fabs(static_cast<double>(value)), 65504.0);
-    int exponent;
-    std::frexp(magnitude, &exponent);
-    exponent = std::max(exponent - 1, -14);
-    const auto steps = static_cast<uint32_t>(std::ldexp(magnitude, 10 - exponent));
-    if (steps < 1024) {
-        return static_cast<uint16_t>(sign | steps);
-    }
-    return static_cast<uint16_t>(sign | (exponent + 15) << 10 | (steps - 1024));
-}
-
-void put(DType dtype, char* to, float value) {
-    const uint16_t half = dtype == DType::bf16 ? to_bf16(value) : to_fp16(value);
-    std::memcpy(to, dtype == DType::fp32 ? static_cast<const void*>(&value) : &half, bytes_of(dtype));
-}
-
-double get(DType dtype, const char* from) {
-    uint16_t half;
-    float value;
-    std::memcpy(&half, from, 2);
-    if (dtype == DType::fp16) {
-        return from_fp16(half);
-    }
-    if (dtype == DType::bf16) {
-        return float_of(uint32_t{half} << 16);
-    }
-    std::memcpy(&value, from, 4);
-    return value;
 }
 
 void put_poison(DType dtype, char* to, uint32_t which) {

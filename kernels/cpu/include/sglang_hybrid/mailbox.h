@@ -11,9 +11,11 @@
 //            arrays and fields of row r      then  Request[r].sequence     any row in any order, by any thread or CTA
 //            fields of the post              then  Post.sequence           may come before the rows' requests
 //                                            then  Bell.posted             the worker looks at this word only
-//   worker   out, lse and fields of row r    then  Reply[r].sequence       the reply of row r is complete
+//   worker   out, lse, check, fields of r    then  Reply[r].sequence       the reply of row r is complete
 //            all replies of the post         then  WorkerLine.completed
-// A reply counts only if both its sequence and its generation are those of the request. A client that gave up waiting
+// A reply counts only if both its sequence and its generation are those of the request, and, for a client in host memory, if
+// it was computed from what was posted, which its check tells: layer, scale, lists and page numbers. Queries, outputs and LSEs
+// have no check, as weights and keys have none. A client that gave up waiting
 // may reuse the slot: the worker answers the posts of a slot strictly one after the other, so nothing it writes for an
 // older post can come after the reply of a newer one there. Replies of the post in the other slot may come before the last
 // ones of an older post; `completed` never does.
@@ -29,7 +31,7 @@
 namespace sglang_hybrid {
 
 inline constexpr uint64_t mailbox_magic = 0x786f626c69616d68;  // "hmailbox"
-inline constexpr uint32_t mailbox_version = 2;
+inline constexpr uint32_t mailbox_version = 3;
 inline constexpr uint32_t mailbox_slots = 2;
 inline constexpr uint64_t mailbox_alignment = 4096;  // of every array
 
@@ -112,6 +114,7 @@ struct MailboxLayout {
     uint64_t bell, worker, client, posts;
     uint64_t requests;  // [slot][row] Request
     uint64_t replies;   // [slot][row] Reply
+    uint64_t checks;    // [slot][row] uint64_t: what an answered reply was computed from, see checks.h
     uint64_t lists;     // [slot][row][KV head] List
     uint64_t pages;     // [slot][row][KV head][max_blocks] uint32_t
     uint64_t queries;   // [slot][row][KV head][group][head_dim] of the pool's dtype

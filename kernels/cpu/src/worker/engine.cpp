@@ -7,6 +7,7 @@
 #include <exception>
 #include <new>
 
+#include "worker/checks.h"
 #include "worker/flags.h"
 #include "worker/life.h"
 
@@ -186,15 +187,18 @@ bool Engine::open_what_is_there() {
 void Engine::open(Slot& slot, uint32_t index, const Request& request) {
     Row& row = slot.rows[index];
     uint32_t count = 0;
+    uint64_t check = check_of_post(slot.post.layer, slot.post.scale);
     for (uint32_t h = 0; h < geometry_.kv_heads; ++h) {
         Head& head = row.heads[h];
         head.list = lists_[h];
+        check += check_of_list(geometry_, h, head.list);
         head.split = split_list(head.list.count, options_.task_blocks);
         head.first_task = count;
         head.tasks_left.store(head.split.tasks, std::memory_order_relaxed);
         count += head.split.tasks;
     }
     row.generation = request.generation;
+    row.check.store(check, std::memory_order_relaxed);
     row.out_of_bounds.store(false, std::memory_order_relaxed);
     row.tasks_left.store(count, std::memory_order_relaxed);
     slot.rows_left.fetch_add(1, std::memory_order_relaxed);
@@ -321,9 +325,11 @@ void Engine::prepare(const Batch& batch, Claimed& claimed) const {
     const uint32_t* const shared = reader.view.pages(post.sequence, index, h) + first;
     claimed.pages.resize(count);
     claimed.in_bounds = true;
+    claimed.check = 0;
     for (uint32_t i = 0; i < count; ++i) {
         claimed.pages[i] = __atomic_load_n(&shared[i], __ATOMIC_RELAXED);
         claimed.in_bounds &= claimed.pages[i] < geometry_.pages;
+        claimed.check += check_of_page(geometry_, h, first + i, claimed.pages[i]);
     }
     const char* const query = reader.view.query(post.sequence, index, h);
     const Partials partial = partials_of(slot, index, task);
@@ -356,6 +362,7 @@ void Engine::compute(Claimed& claimed, const Claimed* next, uint32_t thread) {
     } else {
         row.out_of_bounds.store(true, std::memory_order_relaxed);
     }
+    row.check.fetch_add(claimed.check, std::memory_order_relaxed);
     add_to(counts_[thread].tasks, 1);
 
     if (!claimed.whole && head.tasks_left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
@@ -369,7 +376,8 @@ void Engine::compute(Claimed& claimed, const Claimed* next, uint32_t thread) {
                         -std::numeric_limits<float>::infinity());
         }
         const bool refused = row.out_of_bounds.load(std::memory_order_relaxed);
-        reader.reply(post, index, row.generation, refused ? ReplyStatus::refused : ReplyStatus::answered);
+        reader.reply(post, index, row.generation, refused ? ReplyStatus::refused : ReplyStatus::answered,
+                     row.check.load(std::memory_order_relaxed));
         close_row(slot);
     }
 }

@@ -60,6 +60,7 @@ class Engine {
         std::atomic<uint64_t> ticket{0};
         std::atomic<uint32_t> tasks_left{0};
         std::atomic<bool> out_of_bounds{false};
+        std::atomic<uint64_t> check{0};  // of what was used so far
         uint32_t generation = 0;
         std::unique_ptr<Head[]> heads;
     };
@@ -80,6 +81,7 @@ class Engine {
         uint32_t row, head;
         uint32_t finished;  // tasks of the row that are done with this one
         bool in_bounds, whole;
+        uint64_t check;  // of its pages
         std::vector<uint32_t> pages;
         BlockAttention attention;
     };

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <cstring>
 
+#include "worker/checks.h"
+
 namespace sglang_hybrid {
 
 ExternalJobs::ExternalJobs(void* mailbox, const Geometry& g, uint32_t spin_us)
     : reader(mailbox, g, spin_us), query(g.rows * reader.view.query_row_bytes()), count(uint64_t{g.rows} * g.kv_heads),
-      last_fill(count.size()), pages(count.size() * g.max_blocks), generations_(g.rows), wanted_(g.rows),
+      last_fill(count.size()), pages(count.size() * g.max_blocks), generations_(g.rows), checks_(g.rows), wanted_(g.rows),
       lists_(g.kv_heads) {
     reader.beat();
 }
@@ -40,7 +42,9 @@ bool ExternalJobs::read_row(uint32_t row, const Request& request) {
     const MailboxView& view = reader.view;
     const Geometry& g = view.geometry;
     if (!reader.read_lists(post, row, request, lists_.data())) return false;
+    checks_[row] = check_of_post(post.layer, post.scale);
     for (uint32_t head = 0; head < g.kv_heads; ++head) {
+        checks_[row] += check_of_list(g, head, lists_[head]);
         const uint64_t index = uint64_t{row} * g.kv_heads + head;
         count[index] = lists_[head].count;
         last_fill[index] = lists_[head].last_fill;
@@ -49,6 +53,7 @@ bool ExternalJobs::read_row(uint32_t row, const Request& request) {
         for (uint32_t i = 0; i < lists_[head].count; ++i) {
             copied[i] = __atomic_load_n(&shared[i], __ATOMIC_RELAXED);
             if (copied[i] >= g.pages) return false;
+            checks_[row] += check_of_page(g, head, i, copied[i]);
         }
     }
     std::memcpy(query.data() + row * view.query_row_bytes(), view.query(post.sequence, row, 0), view.query_row_bytes());
@@ -61,7 +66,7 @@ void ExternalJobs::answer(const float* out, const float* lse) {
         if (!wanted_[row]) continue;
         std::copy_n(out + row * view.output_row(), view.output_row(), view.output(post.sequence, row, 0));
         std::copy_n(lse + row * view.lse_row(), view.lse_row(), view.lse(post.sequence, row, 0));
-        reader.reply(post, row, generations_[row], ReplyStatus::answered);
+        reader.reply(post, row, generations_[row], ReplyStatus::answered, checks_[row]);
         for (uint32_t head = 0; head < view.geometry.kv_heads; ++head) blocks += count[row * view.geometry.kv_heads + head];
     }
     reader.complete(post);

@@ -25,6 +25,7 @@ class ExternalJobs {
     bool read_row(uint32_t row, const Request& request);
 
     std::vector<uint32_t> generations_;
+    std::vector<uint64_t> checks_;  // of what was read of each row
     std::vector<char> wanted_;  // rows that answer() has to reply to
     std::vector<List> lists_;
     const std::atomic<bool> never_{false};

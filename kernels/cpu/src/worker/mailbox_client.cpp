@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 
+#include "worker/checks.h"
 #include "worker/flags.h"
 
 namespace sglang_hybrid {
@@ -62,7 +63,11 @@ std::string problem_of(const sh_lists& lists, const Geometry& g) {
 
 uint64_t MailboxClient::post(const sh_lists& lists, uint32_t generation) {
     const uint64_t sequence = ++posted_;
-    posts_[sequence % mailbox_slots] = {sequence, lists.rows, generation};
+    auto& own = posts_[sequence % mailbox_slots];
+    own.sequence = sequence;
+    own.rows = lists.rows;
+    own.generation = generation;
+    own.checks.assign(lists.rows, 0);
     // whatever is there now is no reply to this post, even if it says so
     for (uint32_t row = 0; row < lists.rows; ++row) store_release(view.reply(sequence, row).sequence, 0);
     Post& post = view.post(sequence);
@@ -85,11 +90,16 @@ void MailboxClient::write_request(const sh_lists& lists, uint64_t sequence, uint
         blocks += lists_[head].count;
     }
     if (blocks) {
+        uint64_t& check = posts_[sequence % mailbox_slots].checks[row] = check_of_post(lists.layer, lists.scale);
         for (uint32_t head = 0; head < g.kv_heads; ++head) {
             const List list = lists_[head];
+            check += check_of_list(g, head, list);
             const int64_t* const from = lists.pages + entry_of(lists, g, row, head);
             uint32_t* const to = view.pages(sequence, row, head);
-            for (uint32_t i = 0; i < list.count; ++i) __atomic_store_n(&to[i], uint32_t(from[i]), __ATOMIC_RELAXED);
+            for (uint32_t i = 0; i < list.count; ++i) {
+                __atomic_store_n(&to[i], uint32_t(from[i]), __ATOMIC_RELAXED);
+                check += check_of_page(g, head, i, uint32_t(from[i]));
+            }
             store_release(view.lists(sequence, row)[head].count, list.count);
             store_release(view.lists(sequence, row)[head].last_fill, list.last_fill);
         }
@@ -119,7 +129,9 @@ bool MailboxClient::copy_row(uint64_t sequence, uint32_t row, float* out, float*
     const auto status = static_cast<ReplyStatus>(load_acquire(reply.status));
     out += row * view.output_row();
     lse += row * view.lse_row();
-    if (status == ReplyStatus::empty) {
+    const uint64_t expected = posts_[sequence % mailbox_slots].checks[row];
+    if (load_acquire(view.check(sequence, row)) != expected) return false;
+    if (status == ReplyStatus::empty && expected == 0) {
         std::fill_n(lse, view.lse_row(), -std::numeric_limits<float>::infinity());
         return true;
     }

@@ -39,6 +39,7 @@ class MailboxClient {
         uint64_t sequence = 0;
         uint32_t rows = 0;
         uint32_t generation = 0;
+        std::vector<uint64_t> checks;  // of each row; 0 where it has no blocks
     } posts_[mailbox_slots];
 };
 

@@ -33,6 +33,7 @@ MailboxLayout layout_of(const Geometry& g) {
     at.posts = at.client + sizeof(ClientLine);
     at.requests = take(rows * sizeof(Request));
     at.replies = take(rows * sizeof(Reply));
+    at.checks = take(rows * sizeof(uint64_t));
     at.lists = take(heads * sizeof(List));
     at.pages = take(heads * g.max_blocks * sizeof(uint32_t));
     at.queries = take(values * bytes_of(static_cast<DType>(g.dtype)));
@@ -52,7 +53,7 @@ const char* problem_of(const Geometry& g) {
     if (g.layers < 1 || g.layers > most_layers) return "layers must be 1 to 4096";
     if (g.pages < 1) return "the pool has no pages";
     const uint64_t block = uint64_t{block_tokens} * g.head_dim * bytes_of(static_cast<DType>(g.dtype));
-    const uint64_t layer = block * g.kv_heads * g.pages;  // below 2^14 * 2^8 * 2^32
+    const uint64_t layer = block * g.kv_heads * g.pages;  // at most 2^15 * 2^8 * 2^32
     if (g.layer_stride < layer) return "layers overlap in the pool";
     if (g.keys % 64 || g.values % 64 || g.layer_stride % 64) return "keys and values must be aligned to 64 bytes";
     for (const uint64_t first : {g.keys, g.values}) {

@@ -19,6 +19,7 @@ class MailboxView {
     Post& post(uint64_t sequence) const { return reinterpret_cast<Post*>(base_ + at_.posts)[sequence % mailbox_slots]; }
     Request& request(uint64_t sequence, uint32_t row) const { return at<Request>(at_.requests, sequence, row, 1)[0]; }
     Reply& reply(uint64_t sequence, uint32_t row) const { return at<Reply>(at_.replies, sequence, row, 1)[0]; }
+    uint64_t& check(uint64_t sequence, uint32_t row) const { return at<uint64_t>(at_.checks, sequence, row, 1)[0]; }
     List* lists(uint64_t sequence, uint32_t row) const { return at<List>(at_.lists, sequence, row, geometry.kv_heads); }
     uint32_t* pages(uint64_t sequence, uint32_t row, uint32_t head) const {
         const uint64_t per_row = uint64_t{geometry.kv_heads} * geometry.max_blocks;

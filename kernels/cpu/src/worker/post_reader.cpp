@@ -12,16 +12,23 @@ namespace {
 
 constexpr uint64_t beat_ns = 100'000'000;         // twice as often as the mailbox promises, and more
 constexpr uint64_t row_timeout_ns = 100'000'000;  // a writer that fills its rows takes microseconds
+constexpr uint64_t rows_timeout_ns = 1'000'000'000;  // of all rows: an engine that shall stop ends its post first
 constexpr uint32_t looks_per_clock = 64;          // reading the clock costs more than looking at the bell
 
 }  // namespace
 
 PostReader::PostReader(void* mailbox, const Geometry& geometry, uint32_t spin_us)
-    : view(mailbox, geometry), spin_ns_(uint64_t{spin_us} * 1000), next_(load_acquire(view.worker().completed) + 1),
+    : view(mailbox, geometry), spin_ns_(uint64_t{spin_us} * 1000),
+      next_(std::min(load_acquire(view.worker().completed), last_sequence) + 1),
       wake_seen_(load_acquire(view.client().wake)) {}
 
-bool PostReader::take(OpenPost& post) {
+uint64_t PostReader::newest() const {
     const uint64_t posted = load_ordered(view.bell().posted);
+    return posted <= last_sequence ? posted : 0;
+}
+
+bool PostReader::take(OpenPost& post) {
+    const uint64_t posted = newest();
     if (posted < next_) return false;
     // what is more than one behind the newest has been overwritten: its client has given up on it
     const uint64_t oldest = posted - (mailbox_slots - 1);
@@ -38,7 +45,7 @@ bool PostReader::take(OpenPost& post) {
 }
 
 bool PostReader::take_next(OpenPost& post) {
-    const uint64_t posted = load_acquire(view.bell().posted);
+    const uint64_t posted = newest();
     return posted >= next_ && posted < next_ + mailbox_slots && read(post);
 }
 
@@ -67,7 +74,7 @@ Event PostReader::wait(uint64_t timeout_ns, const std::atomic<bool>& stop, OpenP
     const uint64_t deadline = now_ns() + timeout_ns;
     for (;;) {
         for (uint32_t look = 0; look < looks_per_clock; ++look) {
-            if (load_acquire(view.bell().posted) >= next_ && take(post)) return Event::post;
+            if (take(post)) return Event::post;
             pause_core();
         }
         sched_yield();
@@ -84,7 +91,7 @@ Event PostReader::wait(uint64_t timeout_ns, const std::atomic<bool>& stop, OpenP
         if (now < awake_until_ns()) continue;
 
         store_ordered(view.worker().parked, 1u);
-        if (load_ordered(view.bell().posted) < next_) {
+        if (newest() < next_) {
             parks.fetch_add(1, std::memory_order_relaxed);
             sleep_on(view.client().wake, wake_seen_, std::min(beat_ns, deadline - now));
         }
@@ -98,7 +105,8 @@ Arrival PostReader::look_for_row(const OpenPost& post, uint32_t row, Request& re
     if (!is_there()) {
         const uint64_t now = now_ns();
         if (!row_deadline_ns_) row_deadline_ns_ = now + row_timeout_ns;
-        const bool late = now > row_deadline_ns_ || load_acquire(view.bell().posted) >= post.sequence + mailbox_slots;
+        const bool late = now > row_deadline_ns_ || now > post.arrived_ns + rows_timeout_ns ||
+                          newest() >= post.sequence + mailbox_slots;
         if (!late) return Arrival::awaited;
         // this thread may have been stopped between the two looks, for longer than the client took
         if (!is_there()) {
@@ -135,7 +143,8 @@ bool PostReader::read_lists(const OpenPost& post, uint32_t row, const Request& r
     return blocks == request.blocks;
 }
 
-void PostReader::reply(const OpenPost& post, uint32_t row, uint32_t generation, ReplyStatus status) {
+void PostReader::reply(const OpenPost& post, uint32_t row, uint32_t generation, ReplyStatus status, uint64_t check) {
+    store_release(view.check(post.sequence, row), check);
     Reply& shared = view.reply(post.sequence, row);
     store_release(shared.generation, generation);
     store_release(shared.status, static_cast<uint32_t>(status));

@@ -9,6 +9,9 @@
 
 namespace sglang_hybrid {
 
+// Posts are counted from 1: no client gets further than this, and sums with a few slots do not overflow below it.
+inline constexpr uint64_t last_sequence = UINT64_MAX / 2;
+
 // The fields of a post, copied out of shared memory.
 struct OpenPost {
     uint64_t sequence = 0;
@@ -47,7 +50,8 @@ class PostReader {
     // Copy a row's lists to `lists` [KV heads]. False: they are out of bounds.
     bool read_lists(const OpenPost& post, uint32_t row, const Request& request, List* lists) const;
 
-    void reply(const OpenPost& post, uint32_t row, uint32_t generation, ReplyStatus status);
+    // `check`: of what an answered row was computed from
+    void reply(const OpenPost& post, uint32_t row, uint32_t generation, ReplyStatus status, uint64_t check = 0);
 
     // Every row of the post is answered or given up, and every post before it is complete. One thread at a time.
     void complete(const OpenPost& post);
@@ -61,6 +65,7 @@ class PostReader {
     std::atomic<uint64_t> posts{0}, abandoned{0}, rows{0}, refused{0}, busy_ns{0}, parks{0};
 
   private:
+    uint64_t newest() const;  // post; 0 where the bell shows a number that no client gets to
     bool take(OpenPost& post);
     bool read(OpenPost& post);
     void abandon(uint64_t sequence);

@@ -19,15 +19,18 @@ struct Split {
     uint32_t tasks;
 };
 
+// Without a sum that overflows: a task may be larger than any list.
+inline uint32_t rounded_up(uint32_t count, uint32_t size) { return count / size + (count % size != 0); }
+
 inline Split split_list(uint32_t count, uint32_t task_blocks) {
-    const uint32_t size = std::max(task_blocks, (count + most_tasks_per_list - 1) / most_tasks_per_list);
-    return {size, (count + size - 1) / size};
+    const uint32_t size = std::max(task_blocks, rounded_up(count, most_tasks_per_list));
+    return {size, rounded_up(count, size)};
 }
 
 // The most tasks that a list of up to `most_blocks` can have. Not those of the longest one: 65 blocks make 33 tasks of
 // two, 64 make 64 of one.
 inline uint32_t most_tasks_of(uint32_t most_blocks, uint32_t task_blocks) {
-    return std::min(most_tasks_per_list, (most_blocks + task_blocks - 1) / task_blocks);
+    return std::min(most_tasks_per_list, rounded_up(most_blocks, task_blocks));
 }
 
 // Results of a list's tasks, one after the other: [task][group][head_dim] and [task][group].

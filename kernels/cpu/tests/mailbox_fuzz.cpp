@@ -1,0 +1,793 @@
+// An engine and a client on hostile mailboxes, while somebody else writes into their shared memory:
+//     mailbox_fuzz SEED SECONDS [FIRST_ROUND]
+// A round checks random geometries and headers, then runs an engine and a client of a random shape against random
+// writes, and last lets a fresh mailbox on the same pool answer posts, which are compared with softmax attention in
+// fp64. What a round does depends on the seed and its number alone, but not which thread is faster. Prints one line, or
+// exits with 1 and a sentence when something is wrong. The address sanitizer sees every access: see fuzz_memory.h.
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cinttypes>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "fuzz_memory.h"
+#include "sglang_hybrid/c_api.h"
+#include "values.h"
+#include "worker/flags.h"
+#include "worker/mailbox_view.h"
+#include "worker/post_reader.h"
+
+using namespace sglang_hybrid;
+
+namespace {
+
+constexpr float scale = 0.125f;
+constexpr uint64_t patience_ns = 30'000'000'000;  // what takes longer does not end: all of it should take a second
+
+uint64_t seed = 0;
+std::atomic<uint64_t> round_number{0};
+std::atomic<uint64_t> hostile_writes{0}, answered_posts{0}, checked_posts{0}, engines{0};
+
+[[noreturn]] void fail(const std::string& sentence) {
+    std::fprintf(stderr, "mailbox_fuzz: seed %" PRIu64 ", round %" PRIu64 ": %s\n", seed, round_number.load(),
+                 sentence.c_str());
+    std::_Exit(1);
+}
+
+void require(bool holds, const std::string& sentence) {
+    if (!holds) fail(sentence);
+}
+
+void sleep_us(uint32_t microseconds) { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); }
+
+// -- what must end ----------------------------------------------------------------------------------------------------
+
+struct Limit;
+std::mutex limits_lock;
+std::list<const Limit*> limits;
+
+// The program fails if such a thing lives for longer than patience allows.
+struct Limit {
+    explicit Limit(const char* what) : what(what), deadline(now_ns() + patience_ns) {
+        const std::lock_guard<std::mutex> lock(limits_lock);
+        limits.push_back(this);
+    }
+    ~Limit() {
+        const std::lock_guard<std::mutex> lock(limits_lock);
+        limits.remove(this);
+    }
+    Limit(const Limit&) = delete;
+
+    const char* const what;
+    const uint64_t deadline;
+};
+
+void watch_limits() {
+    for (;; sleep_us(100'000)) {
+        const std::lock_guard<std::mutex> lock(limits_lock);
+        for (const Limit* limit : limits) {
+            if (now_ns() > limit->deadline) fail(std::string(limit->what) + " does not end");
+        }
+    }
+}
+
+// -- choices ----------------------------------------------------------------------------------------------------------
+
+class Random {
+  public:
+    Random(uint64_t number, uint32_t role) {
+        std::seed_seq sequence{uint32_t(seed), uint32_t(seed >> 32), uint32_t(number), uint32_t(number >> 32), role};
+        bits_.seed(sequence);
+    }
+
+    uint64_t bits() { return bits_(); }
+    uint32_t below(uint64_t limit) { return uint32_t(bits_() % limit); }
+    bool once_in(uint32_t times) { return below(times) == 0; }
+    float value() { return float(below(2000)) / 1000 - 1; }
+    template <class T, size_t n>
+    T one_of(const T (&choices)[n]) {
+        return choices[below(n)];
+    }
+
+    // What a field is least prepared for, in the place of `now`.
+    uint64_t hostile_word(uint64_t now) {
+        switch (below(9)) {
+            case 0: return below(4);
+            case 1: return ~uint64_t{0} - below(4);
+            case 2: return (uint64_t{1} << 63) - 2 + below(4);
+            case 3: return (uint64_t{1} << 32) - 2 + below(4);
+            case 4: return (uint64_t{1} << 31) - 2 + below(4);
+            case 5: return now + below(7) - 3;
+            case 6: return now ^ uint64_t{1} << below(64);
+            case 7: return uint64_t{1} << below(64);
+            default: return bits();
+        }
+    }
+
+  private:
+    std::mt19937_64 bits_;
+};
+
+struct Setup {
+    Geometry geometry;
+    sh_engine_options options;
+};
+
+Geometry random_geometry(Random& random) {
+    const bool is_long = random.once_in(12);
+    Geometry g{};
+    g.rows = 1 + random.below(is_long ? 2 : 6);
+    g.kv_heads = 1 + random.below(is_long ? 2 : 3);
+    g.group = is_long ? 1 : random.one_of({1u, 1u, 2u, 3u, 5u, 16u});
+    g.head_dim = is_long ? 64 : random.one_of({64u, 64u, 64u, 96u, 128u, 256u});
+    g.dtype = random.below(3);
+    g.max_blocks = is_long ? 513 : random.once_in(4) ? 62 + random.below(4) : 1 + random.below(9);
+    g.layers = 1 + random.below(3);
+    g.pages = 1 + random.below(12);
+    return FuzzPool::with_pool(g, random.below(2), 64 * random.below(3));
+}
+
+Setup random_setup(Random& random) {
+    Setup setup{random_geometry(random), {}};
+    sh_engine_options& options = setup.options;
+    options.threads = random.once_in(6) ? 0 : 1 + random.below(3);  // 0: posts are taken and answered by this program
+    options.group_threads = 1 + random.below(std::max(options.threads, 1u));
+    options.task_blocks = random.one_of({1u, 1u, 2u, 3u, 8u, 64u, ~0u});
+    options.spin_us = random.one_of({0u, 50u, 1000u});
+    // a sanitizer does not see the loads of some vector instructions
+    options.variant = random.once_in(2) ? "portable" : nullptr;
+    return setup;
+}
+
+// -- geometries and headers -------------------------------------------------------------------------------------------
+
+// What a geometry without a problem promises, in numbers that do not overflow.
+void require_servable(const Geometry& g) {
+    using Wide = unsigned __int128;
+    require(g.rows && g.kv_heads && g.group && g.head_dim, "a geometry with a zero");
+    require(g.max_blocks && g.layers && g.pages, "a geometry with a zero");
+    require(g.group <= max_group && g.head_dim <= max_head_dim && g.dtype <= 2, "a geometry that no kernel has");
+    const Wide item = bytes_of(static_cast<DType>(g.dtype));
+    const Wide layer = Wide{block_tokens} * g.head_dim * item * g.kv_heads * g.pages;
+    for (const uint64_t first : {g.keys, g.values}) {
+        require(first + Wide{g.layers - 1} * g.layer_stride + layer <= g.pool_bytes, "a layer behind the pool's end");
+    }
+    const MailboxLayout at = layout_of(g);
+    const Wide rows = Wide{mailbox_slots} * g.rows, heads = rows * g.kv_heads, values = heads * g.group * g.head_dim;
+    const std::pair<Wide, Wide> parts[] = {
+        {0, sizeof(Header)},
+        {at.bell, sizeof(Bell)},
+        {at.worker, sizeof(WorkerLine)},
+        {at.client, sizeof(ClientLine)},
+        {at.posts, mailbox_slots * sizeof(Post)},
+        {at.requests, rows * sizeof(Request)},
+        {at.replies, rows * sizeof(Reply)},
+        {at.lists, heads * sizeof(List)},
+        {at.pages, heads * g.max_blocks * sizeof(uint32_t)},
+        {at.queries, values * item},
+        {at.outputs, values * sizeof(float)},
+        {at.lses, heads * g.group * sizeof(float)},
+        {at.bytes, 0},
+    };
+    for (size_t i = 1; i < std::size(parts); ++i) {
+        require(parts[i - 1].first + parts[i - 1].second <= parts[i].first, "parts of a mailbox overlap");
+    }
+}
+
+Geometry hostile_geometry(Random& random) {
+    Geometry g = random_geometry(random);
+    uint32_t* const small[] = {&g.rows,  &g.kv_heads,   &g.group,  &g.head_dim,
+                               &g.dtype, &g.max_blocks, &g.layers, &g.pages};
+    uint64_t* const large[] = {&g.keys, &g.values, &g.layer_stride, &g.pool_bytes};
+    // a huge pool, or most of the other fields' values would be refused for that alone
+    if (random.once_in(2)) g.pool_bytes = ~uint64_t{0} >> random.below(16);
+    if (random.once_in(2)) g.layer_stride = uint64_t{64} << random.below(58);
+    for (uint32_t changes = random.below(4); changes; --changes) {
+        if (random.once_in(2)) {
+            uint32_t& field = *small[random.below(std::size(small))];
+            field = uint32_t(random.once_in(2) ? random.below(300) : random.hostile_word(field));
+        } else {
+            uint64_t& field = *large[random.below(std::size(large))];
+            field = random.hostile_word(field) & (random.once_in(2) ? ~uint64_t{63} : ~uint64_t{0});
+        }
+    }
+    return g;
+}
+
+void check_header(Random& random, const Geometry& g) {
+    Header header{mailbox_magic, mailbox_version, sizeof(Header), layout_of(g).bytes, g};
+    for (uint32_t flips = random.below(3); flips; --flips) {
+        const uint32_t bit = random.below(8 * sizeof(header));
+        reinterpret_cast<char*>(&header)[bit / 8] ^= char(1 << bit % 8);
+    }
+    const uint64_t bytes = random.once_in(4) ? random.below(sizeof(header) + 2)
+                           : random.once_in(4) ? random.hostile_word(header.mailbox_bytes)
+                                               : header.mailbox_bytes;
+    const uint64_t pool_bytes = random.once_in(8) ? random.hostile_word(g.pool_bytes) : header.geometry.pool_bytes;
+    // memory of the right size, so that the sanitizer sees a look beyond it
+    std::vector<char> mailbox(std::min<uint64_t>(bytes, sizeof(header)));
+    std::copy_n(reinterpret_cast<char*>(&header), mailbox.size(), mailbox.begin());
+    std::vector<char> error(sh_error_bytes, 'x');
+    Geometry found{};
+    if (sh_mailbox_check(mailbox.data(), bytes, pool_bytes, &found, error.data())) {
+        require(std::memchr(error.data(), 0, error.size()), "a refusal without an end");
+        return;
+    }
+    require_servable(found);
+    require(layout_of(found).bytes <= bytes && found.pool_bytes == pool_bytes, "a mailbox or pool that is too small");
+}
+
+void check_geometries(Random& random) {
+    for (int time = 0; time < 100; ++time) {
+        const Geometry good = random_geometry(random);
+        const char* const problem = problem_of(good);
+        require(!problem, "a good geometry is refused: " + std::string(problem ? problem : ""));
+        require_servable(good);
+        check_header(random, good);
+        const Geometry bad = hostile_geometry(random);
+        if (problem_of(bad)) continue;
+        require_servable(bad);
+        check_header(random, bad);
+    }
+}
+
+// -- posts and what they are answered with ----------------------------------------------------------------------------
+
+struct Layer {
+    std::vector<char> query;
+    std::vector<int64_t> pages, fill;
+    sh_lists lists;
+};
+
+Layer random_layer(const Geometry& g, Random& random) {
+    Layer layer;
+    const auto dtype = static_cast<DType>(g.dtype);
+    const uint32_t rows = 1 + random.below(g.rows), listed = random.below(g.max_blocks + 1);
+    const uint64_t values = uint64_t{rows} * g.kv_heads * g.group * g.head_dim;
+    layer.query.resize(values * bytes_of(dtype));
+    for (uint64_t i = 0; i < values; ++i) put(dtype, layer.query.data() + i * bytes_of(dtype), random.value());
+    layer.pages.assign(uint64_t{rows} * g.kv_heads * listed, -1);
+    layer.fill.assign(layer.pages.size(), 0);
+    for (uint64_t list = 0; listed && list < uint64_t{rows} * g.kv_heads; ++list) {
+        const uint32_t count = random.once_in(3) ? 0 : random.below(listed + 1);
+        for (uint32_t i = 0; i < count; ++i) {
+            layer.pages[list * listed + i] = random.below(g.pages);
+            layer.fill[list * listed + i] = i + 1 == count ? 1 + random.below(block_tokens) : block_tokens;
+        }
+    }
+    const uint32_t which = random.below(g.layers);
+    layer.lists = {layer.query.data(), layer.pages.data(), layer.fill.data(), rows, listed, which, scale};
+    return layer;
+}
+
+struct Answer {
+    explicit Answer(const Geometry& g, uint32_t rows)
+        : lse(uint64_t{rows} * g.kv_heads * g.group, untouched), out(lse.size() * g.head_dim, untouched),
+          served(rows, 99) {}
+    static constexpr float untouched = 7;
+    std::vector<float> lse, out;
+    std::vector<uint8_t> served;
+};
+
+uint64_t post(sh_client* client, const Layer& layer, uint32_t generation) {
+    uint64_t sequence = 0;
+    char error[sh_error_bytes];
+    const Limit limit("posting");
+    require(sh_client_post(client, &layer.lists, generation, &sequence, error) == 0, error);
+    return sequence;
+}
+
+// The number of rows that are not served.
+uint32_t collect(sh_client* client, uint64_t sequence, uint64_t timeout_ns, Answer& answer) {
+    const Limit limit("collecting");
+    const uint32_t missing = sh_client_collect(client, sequence, timeout_ns, nullptr, answer.out.data(),
+                                               answer.lse.data(), answer.served.data());
+    uint32_t counted = 0;
+    for (const uint8_t outcome : answer.served) {
+        require(outcome <= sh_damaged, "an outcome that there is not");
+        counted += outcome != sh_served;
+    }
+    require(counted == missing, "another number of missing rows than there are");
+    return missing;
+}
+
+double allowed_error(DType dtype) { return dtype == DType::bf16 ? 1e-2 : dtype == DType::fp16 ? 2e-3 : 1e-4; }
+
+// One query head, by the definition of softmax attention.
+void check_head(const Geometry& g, const FuzzPool& pool, const Layer& layer, uint64_t list, uint32_t query_head,
+                const Answer& answer) {
+    const auto dtype = static_cast<DType>(g.dtype);
+    const uint64_t index = list * g.group + query_head;
+    const float* const out = answer.out.data() + index * g.head_dim;
+    std::vector<double> logits, sum(g.head_dim), query(g.head_dim);
+    for (uint32_t d = 0; d < g.head_dim; ++d) {
+        query[d] = get(dtype, layer.query.data() + (index * g.head_dim + d) * bytes_of(dtype));
+    }
+    std::vector<const double*> values;
+    double largest = -std::numeric_limits<double>::infinity(), weights = 0;
+    for (uint64_t i = list * layer.lists.listed; i < (list + 1) * layer.lists.listed && layer.pages[i] >= 0; ++i) {
+        for (uint32_t token = 0; token < layer.fill[i]; ++token) {
+            const uint32_t head = uint32_t(list % g.kv_heads);
+            const double* const key = pool.key(layer.lists.layer, uint64_t(layer.pages[i]), head, token);
+            values.push_back(pool.value(layer.lists.layer, uint64_t(layer.pages[i]), head, token));
+            double product = 0;
+            for (uint32_t d = 0; d < g.head_dim; ++d) product += key[d] * query.data()[d];
+            logits.push_back(product * scale);
+            largest = std::max(largest, logits.back());
+        }
+    }
+    if (logits.empty()) {
+        require(answer.lse[index] == -std::numeric_limits<float>::infinity(), "the LSE of an empty list is not -inf");
+        require(out[0] == Answer::untouched, "an output of an empty list");
+        return;
+    }
+    for (size_t i = 0; i < logits.size(); ++i) {
+        const double weight = std::exp(logits[i] - largest);
+        weights += weight;
+        for (uint32_t d = 0; d < g.head_dim; ++d) sum.data()[d] += weight * values[i][d];
+    }
+    double difference = 0, norm = 0;
+    for (uint32_t d = 0; d < g.head_dim; ++d) {
+        const double expected = sum[d] / weights;
+        difference += (out[d] - expected) * (out[d] - expected);
+        norm += expected * expected;
+    }
+    // comparisons that NaN fails
+    require(std::sqrt(difference / norm) <= allowed_error(dtype), "an output is not softmax attention");
+    require(std::fabs(answer.lse[index] - largest - std::log(weights)) <= 2e-3, "an LSE is not that of the logits");
+}
+
+// False: rows are late, as they are where this thread was not run for long between the bell and its rows.
+bool check_answer(Random& random, const Geometry& g, const FuzzPool& pool, sh_client* client, const Layer& layer,
+                  uint64_t sequence) {
+    Answer answer(g, layer.lists.rows);
+    if (collect(client, sequence, patience_ns / 10, answer)) {
+        for (const uint8_t was : answer.served) require(was != sh_damaged, "a damaged reply on a fresh mailbox");
+        return false;
+    }
+    // one query head of each list: all of them would take most of a round's time
+    for (uint64_t list = 0; list < uint64_t{layer.lists.rows} * g.kv_heads; ++list) {
+        check_head(g, pool, layer, list, random.below(g.group), answer);
+    }
+    ++checked_posts;
+    return true;
+}
+
+// -- the worker's side ------------------------------------------------------------------------------------------------
+
+// From construction, which is bounded too, to destruction, which must end whatever is in the mailbox.
+class RunningEngine {
+  public:
+    RunningEngine(char* mailbox, const FuzzPool& pool, const Geometry& g, const sh_engine_options& options) : g_(g) {
+        const Limit limit("starting an engine");
+        char error[sh_error_bytes] = "";
+        engine_ = sh_engine_start(mailbox, pool.data(), &g, &options, error);
+        require(engine_, "an engine does not start: " + std::string(error));
+        if (options.threads == 0) provider_ = std::thread([this] { answer_posts(); });
+        ++engines;
+    }
+    ~RunningEngine() {
+        const Limit limit("stopping an engine");
+        sh_engine_stats stats{};
+        sh_engine_read_stats(engine_, &stats);
+        stop_.store(true);
+        if (provider_.joinable()) provider_.join();
+        sh_engine_stop(engine_);
+    }
+    RunningEngine(const RunningEngine&) = delete;
+
+  private:
+    // In the place of a provider that computes elsewhere: takes what it gets at its word, as the C interface says.
+    void answer_posts() {
+        const std::vector<float> lse(uint64_t{g_.rows} * g_.kv_heads * g_.group), out(lse.size() * g_.head_dim);
+        while (!stop_.load()) {
+            sh_job job{};
+            {
+                const Limit limit("taking a post");
+                if (!sh_engine_take(engine_, 1000, &job)) continue;
+            }
+            require(job.layer < g_.layers && job.rows <= g_.rows && std::isfinite(job.scale), "a job out of bounds");
+            for (uint64_t list = 0; list < uint64_t{job.rows} * g_.kv_heads; ++list) {
+                if (job.count[list] == 0) continue;
+                require(job.count[list] <= g_.max_blocks, "a job with too many blocks");
+                require(job.last_fill[list] >= 1 && job.last_fill[list] <= block_tokens, "a job with a bad last block");
+                for (uint32_t i = 0; i < job.count[list]; ++i) {
+                    require(job.pages[list * g_.max_blocks + i] < g_.pages, "a job with a page behind the pool");
+                }
+            }
+            sh_engine_answer(engine_, out.data(), lse.data());
+        }
+    }
+
+    const Geometry g_;
+    sh_engine* engine_ = nullptr;
+    std::atomic<bool> stop_{false};
+    std::thread provider_;
+};
+
+std::unique_ptr<sh_client, void (*)(sh_client*)> client_of(FuzzMailbox& mailbox, const Geometry& g) {
+    char error[sh_error_bytes] = "";
+    require(sh_mailbox_create(mailbox.anybody.data, mailbox.layout.bytes, &g, error) == 0, error);
+    sh_client* const client = sh_client_open(mailbox.client.data, &g, error);
+    require(client, error);
+    return {client, sh_client_close};
+}
+
+// A mailbox that nobody disturbs, two posts at a time.
+void well_formed_traffic(Random& random, const Setup& setup, const FuzzPool& pool) {
+    const Geometry& g = setup.geometry;
+    FuzzMailbox mailbox(g);
+    const auto client = client_of(mailbox, g);
+    Geometry found{};
+    char error[sh_error_bytes] = "";
+    const int refused = sh_mailbox_check(mailbox.worker.data, mailbox.layout.bytes, g.pool_bytes, &found, error);
+    require(!refused && std::memcmp(&found, &g, sizeof(g)) == 0, "a fresh mailbox has another geometry");
+    sh_engine_options options = setup.options;
+    options.threads = std::max(options.threads, 1u);
+    const RunningEngine engine(mailbox.worker.data, pool, found, options);
+    for (uint32_t time = 0; time < (g.max_blocks > 100 ? 1 : 3); ++time) {
+        const Layer layers[] = {random_layer(g, random), random_layer(g, random)};
+        bool answered = false;
+        for (int tries = 0; tries < 5 && !answered; ++tries) {
+            const uint64_t sequences[] = {post(client.get(), layers[0], time), post(client.get(), layers[1], time)};
+            answered = true;
+            for (int i = 0; i < 2; ++i) {
+                answered &= check_answer(random, g, pool, client.get(), layers[i], sequences[i]);
+            }
+        }
+        require(answered, "rows without a reply on a fresh mailbox");
+    }
+}
+
+// -- who writes where he likes ----------------------------------------------------------------------------------------
+
+class Intruder {
+  public:
+    // Who keeps order leaves the numbers of posts alone, so that traffic goes on in spite of him.
+    Intruder(FuzzMailbox& mailbox, const Geometry& g, uint64_t number, uint32_t role, bool keeps_order)
+        : random_(number, role), g_(g), layout_(mailbox.layout), base_(mailbox.anybody.data), view_(base_, g),
+          keeps_order_(keeps_order) {
+        const uint64_t rows = uint64_t{mailbox_slots} * g.rows, heads = rows * g.kv_heads;
+        const std::pair<std::string, Range> arrays[] = {
+            {"Header", {0, 1}},
+            {"Bell", {layout_.bell, 1}},
+            {"WorkerLine", {layout_.worker, 1}},
+            {"ClientLine", {layout_.client, 1}},
+            {"Post", {layout_.posts, mailbox_slots}},
+            {"Request", {layout_.requests, rows}},
+            {"Reply", {layout_.replies, rows}},
+            {"List", {layout_.lists, heads}},
+        };
+        uint32_t fields = 0;
+        const sh_field* const field = sh_mailbox_fields(&fields);
+        for (const auto& [record, array] : arrays) {
+            uint64_t stride = 0;
+            for (const sh_field* f = field; f != field + fields; ++f) {
+                if (record != f->record) continue;
+                if (!*f->name) {
+                    stride = f->bytes;
+                    continue;
+                }
+                const std::string name = record + "." + f->name;
+                if (keeps_order && (name == "Bell.posted" || name == "WorkerLine.completed")) continue;
+                targets_.push_back({array.first + f->offset, stride, array.second, f->bytes});
+            }
+        }
+        targets_.push_back({layout_.pages, sizeof(uint32_t), heads * g.max_blocks, sizeof(uint32_t)});
+    }
+
+    void write_until(const std::atomic<bool>& stop) {
+        const uint32_t longest_us = random_.one_of({0u, 0u, 20u, 300u});
+        while (!stop.load()) {
+            for (uint32_t burst = 1 + random_.below(32); burst; --burst) write_something();
+            if (longest_us) sleep_us(random_.below(longest_us));
+            else std::this_thread::yield();
+        }
+    }
+
+    // A whole post with lists in order, but for one field in `damage` (0: none), and with pauses between its rows where
+    // that is wanted. Without both the rows are there before the bell, so that none can be late.
+    void forge_post(uint64_t sequence, uint32_t rows, uint32_t damage, uint32_t pause_us = 0) {
+        const auto sent = [&](uint64_t value) {
+            return damage && random_.once_in(damage) ? hostile_word(value) : value;
+        };
+        Post& post = view_.post(sequence);
+        store_release(post.layer, sent(random_.below(g_.layers)));
+        store_release(post.rows, sent(rows));
+        const auto scale_bits = uint32_t(sent(bits_of(scale)));
+        std::memcpy(&post.scale, &scale_bits, sizeof(scale_bits));
+        store_release(post.sequence, sent(sequence));
+        const bool bell_first = pause_us || (damage && random_.once_in(2));
+        if (bell_first) ring(sequence);
+        for (uint32_t row = 0; row < rows; ++row) {
+            if (pause_us) sleep_us(random_.below(pause_us));
+            const bool is_empty = damage && random_.once_in(8), is_consistent = random_.once_in(2);
+            uint32_t blocks = is_empty ? 1 : 0;
+            for (uint32_t head = 0; head < g_.kv_heads; ++head) {
+                const uint32_t count = is_empty ? 0 : head ? random_.below(g_.max_blocks + 1) : g_.max_blocks;
+                for (uint32_t i = 0; i < count; ++i) {
+                    const uint64_t page = random_.below(g_.pages);
+                    view_.pages(sequence, row, head)[i] = uint32_t(random_.once_in(50) ? sent(page) : page);
+                }
+                const auto told = uint32_t(sent(count));
+                List& list = view_.lists(sequence, row)[head];
+                store_release(list.count, told);
+                store_release(list.last_fill, sent(1 + random_.below(block_tokens)));
+                blocks += is_consistent ? told : count;
+            }
+            Request& request = view_.request(sequence, row);
+            store_release(request.generation, random_.below(8));
+            store_release(request.blocks, sent(blocks));
+            store_release(request.sequence, sent(sequence));
+            hostile_writes += 3;
+        }
+        if (!bell_first) ring(sequence);
+    }
+
+    void ring(uint64_t sequence) {
+        store_ordered(view_.bell().posted, sequence);
+        wake_all(view_.client().wake);
+    }
+
+    const MailboxView& view() const { return view_; }
+
+  private:
+    struct Target {
+        uint64_t first, stride, count;
+        uint32_t bytes;
+    };
+
+    void write_something() {
+        const uint32_t choice = random_.below(100);
+        if (choice < 65) {
+            write_field();
+        } else if (choice < 85) {
+            write_bytes(1 + (random_.once_in(4) ? random_.below(256) : 0));
+        } else if (choice < 87) {
+            flicker(some_sequence());
+        } else if (choice < 98) {
+            forge_post(some_sequence(), 1 + random_.below(g_.rows), random_.one_of({0u, 4u, 20u}));
+        } else if (choice < 99) {
+            forge_post(some_sequence(), 1 + random_.below(g_.rows), 0, 10'000);
+        } else if (!keeps_order_) {
+            // back to where a client could be: an engine that is started next has something to do again
+            store_ordered(view_.worker().completed, random_.below(4));
+            store_ordered(view_.bell().posted, random_.below(4));
+        }
+        ++hostile_writes;
+    }
+
+    // A post in order of which one field is good and bad by turns: checks must be of what is used then.
+    void flicker(uint64_t sequence) {
+        const uint32_t rows = 1 + random_.below(g_.rows), row = random_.below(rows), head = random_.below(g_.kv_heads);
+        forge_post(sequence, rows, 0);
+        List& list = view_.lists(sequence, row)[head];
+        Post& post = view_.post(sequence);
+        uint32_t* const pages = view_.pages(sequence, row, head);
+        uint32_t* const words[] = {&list.count, &list.last_fill, pages, &post.rows, &post.layer};
+        uint32_t& word = *words[random_.below(std::size(words))];
+        const uint32_t good = load_acquire(word), bad = uint32_t(hostile_word(good));
+        const Reply& reply = view_.reply(sequence, row);
+        for (uint32_t times = 0; times < 2000 && load_acquire(reply.sequence) != sequence; ++times) {
+            store_release(word, bad);
+            store_release(word, good);
+        }
+    }
+
+    // Often just beyond what is allowed somewhere.
+    uint64_t hostile_word(uint64_t now) {
+        if (!random_.once_in(3)) return random_.hostile_word(now);
+        const uint32_t bounds[] = {g_.rows, g_.kv_heads, g_.layers, g_.pages, g_.max_blocks, block_tokens};
+        return uint64_t{bounds[random_.below(std::size(bounds))]} + random_.below(3) - 1;
+    }
+
+    uint64_t some_sequence() {
+        const uint64_t posted = load_acquire(view_.bell().posted), completed = load_acquire(view_.worker().completed);
+        if (keeps_order_) return posted + random_.below(2);  // soon the client's number, and it is its slot
+        if (random_.once_in(2)) return completed + 1 + random_.below(3);
+        return random_.hostile_word(random_.once_in(2) ? posted : completed);
+    }
+
+    void write_field() {
+        const Target& target = targets_[random_.below(targets_.size())];
+        char* place = base_ + target.first + random_.below(target.count) * target.stride;
+        if (target.bytes == sizeof(uint64_t)) {
+            auto& word = *reinterpret_cast<uint64_t*>(place);
+            store_release(word, hostile_word(load_acquire(word)));
+        } else {
+            place += random_.below(target.bytes / sizeof(uint32_t)) * sizeof(uint32_t);  // a geometry has many
+            auto& word = *reinterpret_cast<uint32_t*>(place);
+            store_release(word, hostile_word(load_acquire(word)));
+        }
+    }
+
+    void write_bytes(uint32_t count) {
+        const uint64_t first = keeps_order_ ? layout_.requests : 0;
+        uint64_t at = first + random_.bits() % (layout_.bytes - first);
+        for (; count && at < layout_.bytes; ++at, --count) {
+            __atomic_store_n(base_ + at, char(random_.bits()), __ATOMIC_RELAXED);
+        }
+    }
+
+    Random random_;
+    const Geometry g_;
+    const MailboxLayout layout_;
+    char* const base_;
+    const MailboxView view_;
+    const bool keeps_order_;
+    std::vector<Target> targets_;
+};
+
+// Well-formed posts, collected or given up. What comes back may be anything; that it comes back is what counts.
+void client_traffic(sh_client* client, const Geometry& g, Random random, const std::atomic<bool>& stop) {
+    while (!stop.load()) {
+        const uint32_t posts = 1 + random.below(3);
+        std::vector<Layer> layers;
+        std::vector<uint64_t> sequences;
+        for (uint32_t i = 0; i < posts; ++i) {
+            layers.push_back(random_layer(g, random));
+            sequences.push_back(post(client, layers.back(), random.below(8)));
+        }
+        for (uint32_t i = posts > mailbox_slots ? posts - mailbox_slots : 0; i < posts; ++i) {
+            Answer answer(g, layers[i].lists.rows);
+            const uint64_t timeout_ns = random.one_of({0u, 200'000u, 3'000'000u, 20'000'000u});
+            if (collect(client, sequences[i], timeout_ns, answer) == 0) ++answered_posts;
+        }
+        if (random.once_in(8)) sh_client_wake(client);
+        if (random.once_in(4)) sleep_us(random.below(2000));
+    }
+}
+
+// What a scheduler's second thread does all the time.
+void wait_for_ends(const sh_client* client, Random random, const std::atomic<bool>& stop) {
+    while (!stop.load()) {
+        const Limit limit("waiting for the worker's end");
+        sh_client_wait_for_end(client, random.below(20'000'000));
+        sh_client_completed(client);
+        sh_client_heartbeat(client);
+        sleep_us(random.below(2000));
+    }
+}
+
+void hostile_traffic(Random& random, uint64_t number, const Setup& setup, const FuzzPool& pool) {
+    const Geometry& g = setup.geometry;
+    FuzzMailbox mailbox(g);
+    const auto client = client_of(mailbox, g);
+    Intruder intruder(mailbox, g, number, 1, random.once_in(2));
+    std::atomic<bool> stop{false};
+    std::thread writing([&] { intruder.write_until(stop); });
+    std::thread posting([&] { client_traffic(client.get(), g, Random(number, 2), stop); });
+    std::thread waiting([&] { wait_for_ends(client.get(), Random(number, 3), stop); });
+    for (uint32_t lives = 1 + random.below(4); lives; --lives) {
+        const RunningEngine engine(mailbox.worker.data, pool, g, setup.options);
+        sleep_us(random.below(80'000));
+        // what is accepted can be served, whatever the header says by now
+        Geometry found{};
+        if (sh_mailbox_check(mailbox.worker.data, mailbox.layout.bytes, g.pool_bytes, &found, nullptr) == 0) {
+            require_servable(found);
+            require(layout_of(found).bytes <= mailbox.layout.bytes, "a mailbox that is too small");
+        }
+    }
+    stop.store(true);
+    for (std::thread* thread : {&writing, &posting, &waiting}) thread->join();
+}
+
+// -- what random writes meet too rarely -------------------------------------------------------------------------------
+
+Setup plain_setup(uint32_t rows, uint32_t threads, uint32_t max_blocks, uint32_t task_blocks) {
+    const Geometry g{rows, 2, 2, 64, uint32_t(DType::fp32), max_blocks, 1, 4, 0, 0, 0, 0};
+    return {FuzzPool::with_pool(g, 1, 64), {threads, 1, task_blocks, 50, nullptr, nullptr}};
+}
+
+// Posts whose numbers are at the end of what 64 bits hold, or 0, found by an engine when it starts or while it runs.
+void check_sequences(Random& random) {
+    const Setup setup = plain_setup(3, 2, 4, 1);
+    const FuzzPool pool(setup.geometry, [&] { return random.value(); });
+    const uint64_t most = ~uint64_t{0};
+    for (const uint64_t sequence : {uint64_t{1}, uint64_t{2}, uint64_t{1} << 32, last_sequence - 1, last_sequence,
+                                    last_sequence + 1, last_sequence + 2, most - 2, most - 1, most, uint64_t{0}}) {
+        for (const bool is_running : {false, true}) {
+            FuzzMailbox mailbox(setup.geometry);
+            const auto client = client_of(mailbox, setup.geometry);
+            Intruder intruder(mailbox, setup.geometry, sequence, 4, false);
+            const MailboxView& view = intruder.view();
+            const auto post = [&] { intruder.forge_post(sequence, setup.geometry.rows, 0); };
+            if (!is_running) {
+                view.worker().completed = sequence - 1;
+                post();
+            }
+            const RunningEngine engine(mailbox.worker.data, pool, setup.geometry, setup.options);
+            if (is_running) post();
+            if (sequence < 1 || sequence > last_sequence) {
+                sleep_us(20'000);
+                continue;
+            }
+            const Limit limit("answering a post with a large number");
+            for (uint32_t row = 0; row < setup.geometry.rows; ++row) {
+                while (load_acquire(view.reply(sequence, row).sequence) != sequence) sleep_us(100);
+            }
+        }
+    }
+}
+
+// A client that writes its rows one by one, each just in time: an engine ends all the same, with and without threads.
+void check_slow_rows(Random& random) {
+    for (const uint32_t threads : {1u, 0u}) {
+        const Setup setup = plain_setup(4096, threads, 1, 1);
+        const FuzzPool pool(setup.geometry, [&] { return random.value(); });
+        FuzzMailbox mailbox(setup.geometry);
+        const auto client = client_of(mailbox, setup.geometry);
+        Intruder intruder(mailbox, setup.geometry, threads, 5, false);
+        const MailboxView& view = intruder.view();
+        std::atomic<bool> stop{false};
+        store_release(view.post(1).rows, setup.geometry.rows);
+        store_release(view.post(1).sequence, 1);
+        store_release(view.request(1, 0).sequence, 1);
+        intruder.ring(1);
+        std::thread writing([&] {
+            for (uint32_t row = 1; row < setup.geometry.rows && !stop.load(); ++row) {
+                store_release(view.request(1, row).sequence, 1);
+                sleep_us(20'000);
+            }
+        });
+        {
+            const RunningEngine engine(mailbox.worker.data, pool, setup.geometry, setup.options);
+            const Limit limit("answering the first of slow rows");
+            while (load_acquire(view.reply(1, 0).sequence) != 1) sleep_us(100);
+        }
+        stop.store(true);
+        writing.join();
+    }
+}
+
+// A task may be larger than every list.
+void check_large_tasks(Random& random) {
+    const Setup setup = plain_setup(3, 2, 4, ~0u);
+    const FuzzPool pool(setup.geometry, [&] { return random.value(); });
+    well_formed_traffic(random, setup, pool);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc < 3) {
+        std::fprintf(stderr, "usage: mailbox_fuzz SEED SECONDS [FIRST_ROUND]\n");
+        return 2;
+    }
+    seed = std::strtoull(argv[1], nullptr, 0);
+    const uint64_t end = now_ns() + uint64_t(std::atof(argv[2]) * 1e9);
+    const uint64_t first = argc > 3 ? std::strtoull(argv[3], nullptr, 0) : 1;
+    std::thread(watch_limits).detach();
+
+    Random directed(0, 0);
+    check_large_tasks(directed);
+    check_sequences(directed);
+    check_slow_rows(directed);
+    uint64_t rounds = 0;
+    for (round_number = first; now_ns() < end; ++round_number, ++rounds) {
+        Random random(round_number, 0);
+        check_geometries(random);
+        const Setup setup = random_setup(random);
+        const FuzzPool pool(setup.geometry, [&] { return random.value(); });
+        hostile_traffic(random, round_number, setup, pool);
+        well_formed_traffic(random, setup, pool);
+    }
+    std::printf("seed %" PRIu64 ": %" PRIu64 " rounds, %" PRIu64 " engines, %" PRIu64 " hostile writes, %" PRIu64
+                " posts answered meanwhile, %" PRIu64 " posts compared with softmax\n",
+                seed, rounds, engines.load(), hostile_writes.load(), answered_posts.load(), checked_posts.load());
+    return 0;
+}

@@ -1,0 +1,70 @@
+// Numbers of a dtype, for checks that compute in fp64.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "sglang_hybrid/block_attention.h"
+
+namespace sglang_hybrid {
+
+inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
+inline float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+inline uint16_t to_bf16(float value) {
+    const uint32_t bits = bits_of(value);
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline double from_fp16(uint16_t half) {
+    const int exponent = half >> 10 & 31;
+    const double mantissa = half & 1023;
+    const double magnitude = exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25);
+    return half & 0x8000 ? -magnitude : magnitude;
+}
+
+// towards zero, to the largest finite number at most: any fp16 number will do as an input
+inline uint16_t to_fp16(float value) {
+    const uint16_t sign = value < 0 ? 0x8000 : 0;
+    const double magnitude = std::min(std::fabs(static_cast<double>(value)), 65504.0);
+    int exponent;
+    std::frexp(magnitude, &exponent);
+    exponent = std::max(exponent - 1, -14);
+    const auto steps = static_cast<uint32_t>(std::ldexp(magnitude, 10 - exponent));
+    if (steps < 1024) {
+        return static_cast<uint16_t>(sign | steps);
+    }
+    return static_cast<uint16_t>(sign | (exponent + 15) << 10 | (steps - 1024));
+}
+
+inline void put(DType dtype, char* to, float value) {
+    const uint16_t half = dtype == DType::bf16 ? to_bf16(value) : to_fp16(value);
+    std::memcpy(to, dtype == DType::fp32 ? static_cast<const void*>(&value) : &half, bytes_of(dtype));
+}
+
+inline double get(DType dtype, const char* from) {
+    uint16_t half;
+    float value;
+    std::memcpy(&half, from, 2);
+    if (dtype == DType::fp16) {
+        return from_fp16(half);
+    }
+    if (dtype == DType::bf16) {
+        return float_of(uint32_t{half} << 16);
+    }
+    std::memcpy(&value, from, 4);
+    return value;
+}
+
+}  // namespace sglang_hybrid

@@ -1,0 +1,97 @@
+"""Asking a server over HTTP, and what came back."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import requests
+
+from sglang_hybrid.chaos.workload import Request
+
+ANSWER_SECONDS = 300.0  # a request that takes longer is lost
+
+
+@dataclass(frozen=True)
+class Token:
+    id: int
+    logprob: float
+
+
+@dataclass
+class Answer:
+    """Of one request: the tokens of each of its continuations."""
+
+    continuations: list[list[Token]] = field(default_factory=list)
+    retractions: int = 0
+    longest_pause: float = 0.0  # between two tokens
+    aborted: bool = False  # by us, and the server said so or we did not wait
+    error: str = ""  # what the server said instead of an answer
+    lost: bool = False  # nothing was said within ANSWER_SECONDS
+
+    @property
+    def ids(self) -> list[list[int]]:
+        return [[token.id for token in tokens] for tokens in self.continuations]
+
+
+def ask(url: str, request: Request, drop_after: int | None = None, rid: str = "") -> Answer:
+    """``drop_after``: so many tokens, then the connection is closed. ``rid``: a name by which it can be aborted."""
+    streamed = request.answers == 1
+    body: dict[str, Any] = {
+        "input_ids": list(request.ids),
+        "sampling_params": request.sampling,
+        "return_logprob": True,
+        "stream": streamed,
+    }
+    if rid:
+        body["rid"] = rid if streamed else [f"{rid}-{n}" for n in range(request.answers)]
+    answer = Answer()
+    try:
+        with requests.post(f"{url}/generate", json=body, stream=streamed, timeout=(30, ANSWER_SECONDS)) as reply:
+            if not reply.ok:
+                answer.error = f"{reply.status_code}: {reply.text[:300]}"
+            elif streamed:
+                _read_stream(reply, answer, drop_after)
+            else:
+                for item in reply.json():
+                    _read_item(item, answer)
+                    answer.continuations.append(_tokens(item))
+    except requests.Timeout:
+        answer.lost = True
+    except (requests.RequestException, ValueError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    return answer
+
+
+def _read_stream(reply: requests.Response, answer: Answer, drop_after: int | None) -> None:
+    tokens: list[Token] = []
+    last = 0.0
+    for line in reply.iter_lines():
+        if not line.startswith(b"data: {"):
+            continue
+        item = json.loads(line[len(b"data: ") :])
+        if "error" in item:
+            answer.error = str(item["error"])[:300]
+            return
+        now = time.monotonic()
+        answer.longest_pause = max(answer.longest_pause, now - last if last else 0.0)
+        last = now
+        tokens = _tokens(item)
+        _read_item(item, answer)
+        if drop_after is not None and len(tokens) >= drop_after:
+            answer.aborted = True
+            break
+    answer.continuations.append(tokens)
+
+
+def _read_item(item: dict[str, Any], answer: Answer) -> None:
+    about = item["meta_info"]
+    answer.retractions = max(answer.retractions, about.get("num_retractions") or 0)
+    reason = about.get("finish_reason") or {}
+    answer.aborted = answer.aborted or reason.get("type") == "abort"
+
+
+def _tokens(item: dict[str, Any]) -> list[Token]:
+    return [Token(token, logprob) for logprob, token, *_ in item["meta_info"].get("output_token_logprobs") or []]

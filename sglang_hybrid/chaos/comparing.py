@@ -1,0 +1,64 @@
+"""Whether an answer is the one of the undisturbed run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from sglang_hybrid.chaos.asking import Answer, Token
+from sglang_hybrid.chaos.workload import Request
+
+Ask = Callable[[Request], Answer]
+_FAR = 48  # tokens between a retraction and what it changes; no answer is longer
+
+
+def wrong_tokens(expected: Answer, given: Answer, exact: bool = True) -> int:
+    """Tokens that are not the expected ones. An aborted answer may be short; ``exact`` compares logprobs, too."""
+    if len(given.continuations) != len(expected.continuations) and not given.aborted:
+        return sum(map(len, expected.continuations))
+    wrong = 0
+    for right, tokens in zip(expected.continuations, given.continuations, strict=False):
+        if not given.aborted:
+            wrong += abs(len(right) - len(tokens))
+        wrong += sum(not _same(a, b, exact) for a, b in zip(right, tokens, strict=False))
+    return wrong
+
+
+def _same(a: Token, b: Token, exact: bool) -> bool:
+    return a.id == b.id and (a.logprob == b.logprob or not exact)
+
+
+def is_explained(request: Request, expected: Answer, given: Answer, ask: Ask) -> bool:
+    """Whether a retracted request went on as a new one does whose prompt is the old one and what was said by then.
+
+    A retracted request's tokens are computed again, all at once and with full attention: their keys and values, and so
+    what follows, may differ from those of decode steps by a little. ``ask`` answers undisturbed.
+    """
+    if request.grammar:  # cannot be begun in its middle; its prompts are so short that attention is full anyway
+        return False
+    return all(
+        _is_resumed(request, right, tokens, ask)
+        for right, tokens in zip(expected.continuations, given.continuations, strict=True)
+    )
+
+
+def _is_resumed(request: Request, right: list[Token], tokens: list[Token], ask: Ask) -> bool:
+    """Where the request was retracted is not known, nor how often: each time at or before the first other token."""
+    agreed = _agreeing(right, tokens)
+    while agreed < len(tokens):
+        for said in range(agreed, max(-1, agreed - _FAR), -1):
+            ids = (*request.ids, *(token.id for token in tokens[:said]))
+            resumed = ask(replace(request, ids=ids, new_tokens=len(tokens) - said, answers=1))
+            reaches = said + _agreeing(resumed.continuations[0] if resumed.continuations else [], tokens[said:])
+            if reaches > agreed:
+                agreed = reaches
+                break
+        else:
+            return False
+    return True
+
+
+def _agreeing(right: list[Token], tokens: list[Token]) -> int:
+    """How many first tokens are the same, as tokens: what was computed before a retraction is other numbers."""
+    pairs = zip(right, tokens, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a.id != b.id), min(len(right), len(tokens)))

@@ -1,0 +1,154 @@
+"""``sglang-hybrid chaos``: faults at random against a real server, whose every answer is compared.
+
+Two servers in turn, one that predicts queries and one that does not, both with a budget far below the context and a
+pool so small that requests are retracted and pages reused all the time. Everything that happens comes from --seed; when
+it happens depends on the machine. The model keeps its first layers only, so that prompts take seconds.
+Ends with status 1 if a token was wrong, a request was lost or failed, or something was leaked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sglang_hybrid.chaos.run import Findings, Phase
+from sglang_hybrid.chaos.target import Target, TargetError
+from sglang_hybrid.chaos.workload import Request, make_requests, source_text
+
+LAYERS = 6
+SCOUT = ("budget_tokens=256", "resident_tokens=192", "recall_interval=3", "worker=start", "worker_restart_seconds=0.3")
+PREDICTIONS = ("raw", "none")
+_LONG_RUN_MINUTES = 10.0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        prog="sglang-hybrid chaos", description=__doc__.partition("\n\n")[2], epilog="Needs Linux and two free cores.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--minutes", type=float, default=15.0, help="how long faults happen, in all")
+    add("--seed", type=int, default=1, help="what is asked and what goes wrong")
+    add("--model-path", type=Path, help="a model directory (default: the default model)")
+    add("--longest", type=int, help="tokens of the longest prompt (default: 6000, or 1500 in short runs)")
+    add("--requests", type=int, help="different requests (default: 20, or 10 in short runs)")
+    add("--prediction", choices=PREDICTIONS, action="append", help="only this one (default: both in turn)")
+    add("--hybrid", action="append", default=[], metavar="KEY=VALUE", help="a setting of the servers, instead of ours")
+    add("--json", type=Path, metavar="FILE", help="write the summary there, too")
+    add("--keep", type=Path, metavar="DIRECTORY", help="where servers' logs are kept (default: nowhere)")
+    add("--bug", action="append", default=[], help=argparse.SUPPRESS)  # switched on in the server: must be found
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(sys.argv[1:] if argv is None else argv)
+    is_long = arguments.minutes >= _LONG_RUN_MINUTES
+    longest = arguments.longest or (6000 if is_long else 1500)
+    count = arguments.requests or (20 if is_long else 10)
+    predictions = arguments.prediction or list(PREDICTIONS)
+
+    from sglang_hybrid.default_model.prepare import prepare_default_model
+
+    model = arguments.model_path or prepare_default_model()
+    asked = _requests(model, arguments.seed, count, longest)
+    started = time.monotonic()
+
+    def tell(text: str) -> None:
+        print(f"[{time.monotonic() - started:5.0f} s] {text}", flush=True)
+
+    findings = Findings()
+    with tempfile.TemporaryDirectory(prefix="sglang-hybrid-chaos-") as temporary:
+        for prediction in predictions:
+            directory = (arguments.keep or Path(temporary)) / prediction
+            tell(f"prediction={prediction}: starting a server, its log is {directory / 'server.log'}")
+            try:
+                with Target(
+                    model, _flags(prediction, longest, arguments.hybrid), directory.absolute(), arguments.bug
+                ) as target:
+                    phase = Phase(target, asked, arguments.seed, tell)
+                    findings.add(phase.run(arguments.minutes * 60 / len(predictions)))
+            except TargetError as error:
+                tell(str(error))
+                findings.failed += 1
+                findings.examples.append(str(error))
+    summary = _summary(arguments, findings, longest, count, predictions)
+    print(_in_words(findings))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(summary, indent=2) + "\n")
+    return 0 if findings.is_clean else 1
+
+
+def _requests(model: Path, seed: int, count: int, longest: int) -> list[Request]:
+    from transformers import AutoTokenizer
+
+    chance = random.Random(seed)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer(source_text(chance), verbose=False)["input_ids"]
+    return make_requests(ids, chance, count, longest)
+
+
+def _flags(prediction: str, longest: int, more: Sequence[str]) -> list[str]:
+    settings = [*SCOUT, f"prediction={prediction}", "host_memory=1GiB", *more]
+    pool = (longest + 1024) // 32 * 32  # the longest prompt, and a few others beside it
+    return [
+        *(part for setting in settings for part in ("--hybrid", setting)),
+        "--device", "cpu", "--dtype", "float32", "--random-seed", "1", "--sleep-on-idle", "--enable-metrics",
+        "--max-running-requests", "8", "--max-total-tokens", str(pool), "--chunked-prefill-size", "512",
+        # requests are admitted though they may not all fit: some will be retracted
+        "--schedule-conservativeness", "0.01", "--watchdog-timeout", "1800",
+        "--json-model-override-args", json.dumps({"num_hidden_layers": LAYERS}),
+    ]  # fmt: skip
+
+
+def _summary(
+    arguments: argparse.Namespace, findings: Findings, longest: int, count: int, predictions: Sequence[str]
+) -> dict[str, Any]:
+    return {
+        "command": f"sglang-hybrid chaos --minutes {arguments.minutes:g} --seed {arguments.seed}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {_cores()} cores",
+        "settings": {
+            "predictions": list(predictions),
+            "hybrid": [*SCOUT, *arguments.hybrid],
+            "layers": LAYERS,
+            "longest prompt": longest,
+            "different requests": count,
+        },
+        "faults survived": findings.faults.total(),
+        **{key.replace("_", " "): value for key, value in asdict(findings).items()},
+    }
+
+
+def _cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0))
+
+
+def _in_words(findings: Findings) -> str:
+    leaked = ", ".join(f"{count} {name}" for name, count in findings.leaked.items()) or "nothing"
+    faults = "\n".join(f"  {count:5} {name}" for name, count in findings.faults.most_common())
+    rows = ", ".join(f"{count} {name}" for name, count in findings.rows_by.most_common())
+    examples = "".join(f"\n! {example}" for example in findings.examples[:10])
+    return (
+        f"\n{findings.faults.total()} faults survived:\n{faults}\n"
+        f"answers          {findings.answers}, {findings.tokens} tokens; {findings.aborted} aborted, "
+        f"{findings.retracted} retracted ({findings.retracted_with_other_text} went on with another text)\n"
+        f"wrong tokens     {findings.wrong_tokens}\n"
+        f"lost requests    {findings.lost}\n"
+        f"failed requests  {findings.failed}\n"
+        f"leaked           {leaked}\n"
+        f"longest pause    {findings.longest_pause:.2f} s\n"
+        f"misses           {rows}{examples}"
+    )

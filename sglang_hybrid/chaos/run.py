@@ -1,0 +1,255 @@
+"""One phase of a chaos run: a server, its undisturbed answers, then clients and faults at the same time."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import psutil
+import requests
+
+from sglang_hybrid.chaos.asking import Answer, ask
+from sglang_hybrid.chaos.comparing import is_explained, wrong_tokens
+from sglang_hybrid.chaos.faults import Fault, fault_table
+from sglang_hybrid.chaos.target import Target, TargetError
+from sglang_hybrid.chaos.workload import Request
+
+CLIENTS = 6
+_ABORTED_SHARE = 0.2
+_MEAN_SECONDS = 1.5  # between two faults begun
+_AT_A_TIME = 3  # faults
+_SETTLE_SECONDS = 60.0
+
+Tell = Callable[[str], None]
+
+
+@dataclass
+class Findings:
+    """What came of a phase, or of all of them."""
+
+    faults: Counter[str] = field(default_factory=Counter)
+    answers: int = 0
+    tokens: int = 0
+    aborted: int = 0
+    retracted: int = 0
+    retracted_with_other_text: int = 0  # each of which was explained, or is among the wrong ones
+    wrong_tokens: int = 0
+    lost: int = 0  # requests without an answer and without an error
+    failed: int = 0  # requests with an error that nobody asked for
+    leaked: Counter[str] = field(default_factory=Counter)
+    longest_pause: float = 0.0  # between two tokens of a request that was not retracted
+    rows_by: Counter[str] = field(default_factory=Counter)  # who computed misses
+    examples: list[str] = field(default_factory=list)  # of what is wrong, in words
+
+    @property
+    def is_clean(self) -> bool:
+        return not (self.wrong_tokens or self.lost or self.failed or self.leaked.total())
+
+    def add(self, other: Findings) -> None:
+        for name, value in vars(other).items():
+            if isinstance(value, Counter):
+                getattr(self, name).update(value)
+            elif isinstance(value, list):
+                getattr(self, name).extend(value)
+            elif name == "longest_pause":
+                self.longest_pause = max(self.longest_pause, value)
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
+
+class Phase:
+    def __init__(self, target: Target, asked: Sequence[Request], seed: int, tell: Tell) -> None:
+        self._target = target
+        self._asked = asked
+        self._seed = seed
+        self._tell = tell
+        self._expected: dict[int, Answer] = {}
+        self._suspects: list[tuple[Request, Answer]] = []  # retracted, and with other tokens
+        self._lock = threading.RLock()
+        self._end = threading.Event()
+        self.findings = Findings()
+
+    def run(self, seconds: float) -> Findings:
+        self._answer_undisturbed()
+        held = self._settled_holdings()
+        threads = [threading.Thread(target=self._client, args=(n,), name=f"client-{n}") for n in range(CLIENTS)]
+        threads.append(threading.Thread(target=self._torment, name="faults"))
+        for thread in threads:
+            thread.start()
+        ends = time.monotonic() + seconds
+        try:
+            while time.monotonic() < ends and self._target.is_alive and not self._end.wait(10.0):
+                self._tell(self._so_far())
+        finally:
+            self._end.set()
+            for thread in threads:
+                thread.join()
+        if not self._target.is_alive:
+            self._note(f"the server ended:\n{self._target.log_tail(40)}", failed=1)
+            return self.findings
+        self._explain_suspects()
+        self._look_for_leaks(held)
+        self.findings.rows_by.update(self._target.miss_rows())
+        return self.findings
+
+    def _answer_undisturbed(self) -> None:
+        """Each request alone, with nothing in the cache."""
+        self._target.wait_for(lambda: self._target.serving_worker() is not None, "to have a worker")
+        for request in self._asked:
+            self._target.wait_until_idle()
+            self._target.flush()
+            answer = ask(self._target.url, request)
+            if answer.error or answer.lost or not all(answer.continuations):
+                raise TargetError(f"request {request.number} has no undisturbed answer: {answer.error or answer}")
+            self._expected[request.number] = answer
+            if any(ids != answer.ids[0] for ids in answer.ids):
+                self._note(f"request {request.number}: its continuations differ among themselves", wrong_tokens=1)
+            self._tell(f"undisturbed answers: {len(self._expected)} of {len(self._asked)}")
+
+    # -- clients -----------------------------------------------------------------------------
+
+    def _client(self, number: int) -> None:
+        chance = random.Random(f"{self._seed}-client-{number}")
+        turn = 0
+        while not self._end.is_set():
+            request = chance.choice(self._asked)
+            turn += 1
+            rid, drop_after = f"chaos-{number}-{turn}", None
+            aborter = None
+            if chance.random() < _ABORTED_SHARE:
+                if chance.random() < 0.5:
+                    drop_after = chance.randrange(request.new_tokens)
+                else:
+                    aborter = threading.Timer(chance.random() * 3, self._abort, (rid,))
+                    aborter.start()
+            answer = ask(self._target.url, request, drop_after, rid)
+            if aborter:
+                aborter.join()
+            if self._target.is_alive:
+                self._judge(request, answer, was_aborted=bool(aborter) or drop_after is not None)
+
+    def _abort(self, rid: str) -> None:
+        try:
+            requests.post(f"{self._target.url}/abort_request", json={"rid": rid}, timeout=60)
+        except requests.RequestException as error:
+            self._note(f"abort of {rid}: {error}", failed=1)
+
+    def _judge(self, request: Request, answer: Answer, was_aborted: bool) -> None:
+        expected = self._expected[request.number]
+        name = f"request {request.number} ({len(request.ids)} tokens, n={request.answers})"
+        with self._lock:
+            found = self.findings
+            if answer.lost:
+                self._note(f"{name}: neither answer nor error", lost=1)
+                return
+            if answer.error:
+                if not was_aborted:
+                    self._note(f"{name}: {answer.error}", failed=1)
+                return
+            if answer.aborted and not was_aborted:
+                self._note(f"{name}: aborted by nobody", failed=1)
+                return
+            found.answers += 1
+            found.aborted += answer.aborted
+            found.tokens += sum(map(len, answer.continuations))
+            if answer.retractions:
+                found.retracted += 1
+                if wrong_tokens(expected, answer, exact=False):
+                    found.retracted_with_other_text += 1
+                    self._suspects.append((request, answer))
+                return
+            found.longest_pause = max(found.longest_pause, answer.longest_pause)
+            if wrong := wrong_tokens(expected, answer):
+                self._note(f"{name}: {_difference(expected, answer)}", wrong_tokens=wrong)
+
+    # -- faults ------------------------------------------------------------------------------
+
+    def _torment(self) -> None:
+        chance = random.Random(f"{self._seed}-faults")
+        table = fault_table(self._target)
+        names, weights = list(table), [weight for weight, _ in table.values()]
+        running: list[threading.Thread] = []
+        while not self._end.wait(chance.expovariate(1 / _MEAN_SECONDS)):
+            running = [thread for thread in running if thread.is_alive()]
+            busy = {thread.name for thread in running}
+            name = chance.choices(names, weights)[0]
+            if len(running) < _AT_A_TIME and name not in busy:
+                own = random.Random(chance.random())
+                running.append(threading.Thread(target=self._one_fault, args=(name, table[name][1], own), name=name))
+                running[-1].start()
+        for thread in running:
+            thread.join()
+
+    def _one_fault(self, name: str, fault: Fault, chance: random.Random) -> None:
+        try:
+            done = fault(self._target, chance)
+        except (psutil.Error, OSError, TargetError):  # its victim is gone already: requests' errors are OSErrors, too
+            return
+        if done is not None:
+            with self._lock:
+                self.findings.faults[name] += 1
+
+    # -- afterwards --------------------------------------------------------------------------
+
+    def _explain_suspects(self) -> None:
+        self._target.wait_until_idle()
+
+        def ask_alone(request: Request) -> Answer:
+            self._target.wait_until_idle()
+            self._target.flush()
+            return ask(self._target.url, request)
+
+        for number, (request, answer) in enumerate(self._suspects, start=1):
+            self._tell(f"retracted answers with another text: {number} of {len(self._suspects)} asked again")
+            if not is_explained(request, self._expected[request.number], answer, ask_alone):
+                wrong = wrong_tokens(self._expected[request.number], answer, exact=False)
+                self._note(f"request {request.number}, retracted: no resumption gives its text", wrong_tokens=wrong)
+
+    def _look_for_leaks(self, before: dict[str, int]) -> None:
+        after = self._settled_holdings(like=before)
+        for name, count in after.items():
+            if count > before[name]:
+                self._note(f"leaked: {name} {before[name]} -> {count}")
+                self.findings.leaked[name] += count - before[name]
+        if used := self._target.load()["num_used_tokens"]:
+            self._note(f"leaked: {used} tokens of the pool")
+            self.findings.leaked["tokens"] += used
+
+    def _settled_holdings(self, like: dict[str, int] | None = None) -> dict[str, int]:
+        """When nothing runs and a worker serves; what goes away by itself gets the time to."""
+        self._target.wait_until_idle()
+        self._target.wait_for(lambda: self._target.serving_worker() is not None, "to have a worker", _SETTLE_SECONDS)
+        self._target.wait_for(self._target.flush, "to flush its cache")
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        held = self._target.holdings()
+        while like and time.monotonic() < deadline and any(held[name] > like[name] for name in held):
+            time.sleep(0.5)
+            held = self._target.holdings()
+        return held
+
+    def _note(self, text: str, **counts: int) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self.findings, name, getattr(self.findings, name) + count)
+            self.findings.examples.append(text)
+        self._tell(f"! {text}")
+
+    def _so_far(self) -> str:
+        found = self.findings
+        return (
+            f"{found.faults.total()} faults, {found.answers} answers ({found.aborted} aborted, {found.retracted} "
+            f"retracted), {found.wrong_tokens} wrong tokens, longest pause {found.longest_pause:.1f} s"
+        )
+
+
+def _difference(expected: Answer, given: Answer) -> str:
+    for right, tokens in zip(expected.continuations, given.continuations, strict=False):
+        for place, (a, b) in enumerate(zip(right, tokens, strict=False)):
+            if a != b:
+                what = "another token" if a.id != b.id else f"a logprob that is {abs(a.logprob - b.logprob):.1e} off"
+                return f"{what} at place {place} of {len(right)}"
+    return "another length"

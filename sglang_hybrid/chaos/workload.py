@@ -1,0 +1,69 @@
+"""What a chaos run asks: a fixed set of different requests, made from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pydoc_data.topics import topics
+
+SHORTEST = 10
+_BEGINNINGS = 3  # that long prompts share
+_LONGEST_WITH_GRAMMAR = 100  # within every budget: its text is the same behind a retraction
+_GRAMMAR = r"([a-z]{2,7} ){3,12}[a-z]{2,7}\."
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how it is to be continued, greedily."""
+
+    number: int
+    ids: tuple[int, ...]
+    new_tokens: int
+    answers: int = 1  # the n of the OpenAI API
+    grammar: str | None = None  # a regular expression
+
+    @property
+    def sampling(self) -> dict[str, object]:
+        asked: dict[str, object] = {"temperature": 0, "max_new_tokens": self.new_tokens, "ignore_eos": True}
+        if self.answers > 1:
+            asked["n"] = self.answers
+        if self.grammar:
+            asked |= {"regex": self.grammar, "ignore_eos": False}
+        return asked
+
+
+def source_text(chance: random.Random) -> str:
+    """Sentences of Python's manual in an order of their own: nobody knows by heart how it goes on."""
+    sentences = " ".join(topics[key] for key in sorted(topics)).replace("\n", " ").split(". ")
+    chance.shuffle(sentences)
+    return ". ".join(" ".join(sentence.split()) for sentence in sentences)
+
+
+def make_requests(ids: Sequence[int], chance: random.Random, count: int, longest: int) -> list[Request]:
+    """``count`` of them, of 10 to ``longest`` tokens; ``ids`` is a long text. Some begin like others."""
+    beginnings = [_part(ids, longest, chance) for _ in range(_BEGINNINGS)]
+    made = []
+    for number in range(count):
+        # as many short ones as long ones, and always the longest
+        length = longest if number == 0 else int(SHORTEST * (longest / SHORTEST) ** chance.random())
+        has_grammar = number % 5 == 4
+        if has_grammar:
+            length = min(length, _LONGEST_WITH_GRAMMAR)
+        shared = chance.randrange(length // 2, length) if length > 64 and chance.random() < 0.6 else 0
+        prompt = (*chance.choice(beginnings)[:shared], *_part(ids, length - shared, chance))
+        made.append(
+            Request(
+                number,
+                prompt,
+                new_tokens=chance.randrange(8, 49),
+                answers=chance.choice((2, 3)) if number % 5 == 3 else 1,
+                grammar=_GRAMMAR if has_grammar else None,
+            )
+        )
+    return made
+
+
+def _part(ids: Sequence[int], length: int, chance: random.Random) -> tuple[int, ...]:
+    start = chance.randrange(len(ids) - length)
+    return tuple(ids[start : start + length])

@@ -1,0 +1,103 @@
+"""Two minutes of chaos: faults at random, no wrong token. And that chaos finds what is wrong: bugs on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import build_native  # noqa: E402
+
+# file, what is there, what takes its place
+NO_GENERATION_CHECK = (
+    "worker/mailbox_client.cpp",
+    "if (load_acquire(reply.generation) != posts_[sequence % mailbox_slots].generation) return false;",
+    "",
+)
+REPLIES_NOT_CLEARED = (
+    "worker/mailbox_client.cpp",
+    "for (uint32_t row = 0; row < lists.rows; ++row) store_release(view.reply(sequence, row).sequence, 0);",
+    "",
+)
+# The tail is never missed: of the blocks of a budget, one less can be in a list.
+SCRATCH_ONE_TASK_SHORT = (
+    "worker/engine.cpp",
+    "tasks_per_row_(geometry.kv_heads * most_tasks_of(geometry.max_blocks, options.task_blocks) + guard_tasks)",
+    "tasks_per_row_(geometry.kv_heads * (most_tasks_of(geometry.max_blocks, options.task_blocks) - 1) - 1)",
+)
+# lists as long as they can be, a task for each block
+LONG_LISTS = (
+    "sink_blocks=0", "recent_blocks=0", "resident_tokens=0", "miss_share=0", "worker_task_blocks=1",
+)  # fmt: skip
+
+
+def chaos(directory: Path, *arguments: str, minutes: float, **environment: str) -> tuple[int, dict[str, Any]]:
+    """Exit status and summary."""
+    summary = directory / "summary.json"
+    command = [sys.executable, "-m", "sglang_hybrid.cli", "chaos", "--minutes", str(minutes), "--json", str(summary)]
+    done = subprocess.run(
+        [*command, "--keep", str(directory), *arguments],
+        env=os.environ | environment, capture_output=True, text=True, check=False, timeout=1500,
+    )  # fmt: skip
+    print(done.stdout[-3000:], done.stderr[-3000:])
+    return done.returncode, json.loads(summary.read_text())
+
+
+def test_two_minutes_of_chaos_cost_no_token(tmp_path: Path) -> None:
+    status, summary = chaos(tmp_path, "--seed", "1", minutes=2)
+    assert status == 0
+    assert summary["faults survived"] >= 30
+    assert summary["answers"] > 20
+    assert summary["wrong tokens"] == summary["lost"] == summary["failed"] == 0
+    assert summary["leaked"] == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("patch", "arguments"),
+    [
+        pytest.param(NO_GENERATION_CHECK, (), id="no generation check"),
+        pytest.param(REPLIES_NOT_CLEARED, (), id="replies not cleared"),
+        pytest.param(
+            SCRATCH_ONE_TASK_SHORT,
+            tuple(part for setting in LONG_LISTS for part in ("--hybrid", setting)),
+            id="scratch one task short",
+        ),
+        pytest.param(None, ("--bug", "bug-rows-not-reset"), id="rows not reset"),
+    ],
+)
+def test_a_bug_on_purpose_is_found(
+    patch: tuple[str, str, str] | None, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    environment = {}
+    if patch:
+        environment["SGLANG_HYBRID_NATIVE_LIBRARY"] = str(built_with(*patch, tmp_path / "build"))
+    _status, summary = chaos(
+        tmp_path, "--prediction", "raw", "--longest", "700", *arguments, minutes=1.5, **environment
+    )
+    assert summary["wrong tokens"] > 0, summary
+
+
+def built_with(file: str, there: str, instead: str, directory: Path) -> Path:
+    """The library from sources with that one change."""
+    source = directory / "cpu"
+    shutil.copytree(ROOT / "kernels/cpu", source)
+    changed = source / "src" / file
+    text = changed.read_text()
+    assert text.count(there) == 1, "the bug has to be put elsewhere now"
+    changed.write_text(text.replace(there, instead))
+    for command in (
+        ["cmake", "-S", str(source), "-B", str(directory / "made"), "-DCMAKE_BUILD_TYPE=Release"],
+        ["cmake", "--build", str(directory / "made"), "--parallel", "2"],
+    ):
+        subprocess.run(command, check=True, capture_output=True)
+    return directory / "made" / build_native.LIBRARY
