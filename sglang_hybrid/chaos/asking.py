@@ -36,13 +36,16 @@ class Answer:
         return [[token.id for token in tokens] for tokens in self.continuations]
 
 
-def ask(url: str, request: Request, drop_after: int | None = None, rid: str = "") -> Answer:
-    """``drop_after``: so many tokens, then the connection is closed. ``rid``: a name by which it can be aborted."""
+def ask(url: str, request: Request, drop_after: int | None = None, rid: str = "", logprobs: bool = True) -> Answer:
+    """``drop_after``: so many tokens, then the connection is closed. ``rid``: a name by which it can be aborted.
+
+    Without ``logprobs`` all of them are 0.
+    """
     streamed = request.answers == 1
     body: dict[str, Any] = {
         "input_ids": list(request.ids),
         "sampling_params": request.sampling,
-        "return_logprob": True,
+        "return_logprob": logprobs,
         "stream": streamed,
     }
     if rid:
@@ -94,4 +97,6 @@ def _read_item(item: dict[str, Any], answer: Answer) -> None:
 
 
 def _tokens(item: dict[str, Any]) -> list[Token]:
-    return [Token(token, logprob) for logprob, token, *_ in item["meta_info"].get("output_token_logprobs") or []]
+    if "output_token_logprobs" in item["meta_info"]:
+        return [Token(token, logprob) for logprob, token, *_ in item["meta_info"]["output_token_logprobs"]]
+    return [Token(token, 0.0) for token in item.get("output_ids") or []]

@@ -1,7 +1,8 @@
 """``sglang-hybrid chaos``: faults at random against a real server, whose every answer is compared.
 
 Two servers in turn, one that predicts queries and one that does not, both with a budget far below the context and a
-pool so small that requests are retracted and pages reused all the time. Everything that happens comes from --seed; when
+pool so small that requests are retracted and pages reused all the time; long runs also have a disaggregated set that
+loses its peers. Everything that happens comes from --seed; when
 it happens depends on the machine. The model keeps its first layers only, so that prompts take seconds.
 Ends with status 1 if a token was wrong, a request was lost or failed, or something was leaked.
 """
@@ -21,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sglang_hybrid.chaos.run import Findings, Phase
+from sglang_hybrid.chaos.run import Findings, Phase, Tell
 from sglang_hybrid.chaos.target import Target, TargetError
 from sglang_hybrid.chaos.workload import Request, make_requests, source_text
 
@@ -29,6 +30,8 @@ LAYERS = 6
 SCOUT = ("budget_tokens=256", "resident_tokens=192", "recall_interval=3", "worker=start", "worker_restart_seconds=0.3")
 PREDICTIONS = ("raw", "none")
 _LONG_RUN_MINUTES = 10.0
+_PEERS_SHARE = 0.2  # of the time
+_LONGEST_OF_PEERS = 1500  # tokens: stock SGLang computes all tokens before a chunk again
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -43,6 +46,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--model-path", type=Path, help="a model directory (default: the default model)")
     add("--longest", type=int, help="tokens of the longest prompt (default: 6000, or 1500 in short runs)")
     add("--requests", type=int, help="different requests (default: 20, or 10 in short runs)")
+    add("--no-peers", action="store_true", help="leave out the disaggregated set")
     add("--prediction", choices=PREDICTIONS, action="append", help="only this one (default: both in turn)")
     add("--hybrid", action="append", default=[], metavar="KEY=VALUE", help="a setting of the servers, instead of ours")
     add("--json", type=Path, metavar="FILE", help="write the summary there, too")
@@ -68,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"[{time.monotonic() - started:5.0f} s] {text}", flush=True)
 
     findings = Findings()
+    why_no_peers = "they are left out" if arguments.no_peers else _why_no_peers(arguments.minutes)
+    peers_seconds = 0.0 if why_no_peers else _PEERS_SHARE * arguments.minutes * 60
+    seconds = (arguments.minutes * 60 - peers_seconds) / len(predictions)
     with tempfile.TemporaryDirectory(prefix="sglang-hybrid-chaos-") as temporary:
         for prediction in predictions:
             directory = (arguments.keep or Path(temporary)) / prediction
@@ -77,16 +84,47 @@ def main(argv: Sequence[str] | None = None) -> int:
                     model, _flags(prediction, longest, arguments.hybrid), directory.absolute(), arguments.bug
                 ) as target:
                     phase = Phase(target, asked, arguments.seed, tell)
-                    findings.add(phase.run(arguments.minutes * 60 / len(predictions)))
+                    findings.add(phase.run(seconds))
             except TargetError as error:
                 tell(str(error))
                 findings.failed += 1
                 findings.examples.append(str(error))
+        if why_no_peers:
+            tell(f"no disaggregated set: {why_no_peers}")
+        else:
+            findings.add(_with_peers(model, asked, peers_seconds, arguments, Path(temporary), tell))
     summary = _summary(arguments, findings, longest, count, predictions)
     print(_in_words(findings))
     if arguments.json:
         arguments.json.write_text(json.dumps(summary, indent=2) + "\n")
     return 0 if findings.is_clean else 1
+
+
+def _why_no_peers(minutes: float) -> str:
+    if minutes < _LONG_RUN_MINUTES:
+        return f"it takes a minute to start one, and only runs of {_LONG_RUN_MINUTES:g} minutes or more do"
+    try:
+        import mooncake.engine  # noqa: F401
+        import sglang_router  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+def _with_peers(
+    model: Path, asked: list[Request], seconds: float, arguments: argparse.Namespace, temporary: Path, tell: Tell
+) -> Findings:
+    from sglang_hybrid.chaos.peers import Peers, PeersPhase
+
+    directory = (arguments.keep or temporary) / "peers"
+    tell(f"a disaggregated set: starting it, its logs are in {directory}")
+    short = [request for request in asked if len(request.ids) <= _LONGEST_OF_PEERS]
+    try:
+        with Peers(model, LAYERS, directory.absolute()) as peers:
+            return PeersPhase(peers, short, arguments.seed, tell).run(seconds)
+    except TargetError as error:
+        tell(str(error))
+        return Findings(failed=1, examples=[str(error)])
 
 
 def _requests(model: Path, seed: int, count: int, longest: int) -> list[Request]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 import itertools
 import threading
 from collections.abc import Iterator
@@ -416,6 +417,22 @@ def test_an_answer_to_something_else_than_was_asked_is_never_merged(
     with host.engine(mailbox):
         assert collected(mailbox, lists, sequence) == 1
     assert lists.outcome.tolist() == [DAMAGED]
+
+
+@pytest.mark.parametrize("bit", [1, 5, 40, 62])
+def test_a_worker_that_saw_a_wrong_number_at_the_bell_answers_the_next_post(
+    mailbox: Mailbox, behind: Behind, host: Host, bit: int
+) -> None:
+    with host.engine(mailbox):
+        for _ in range(4):
+            lists = host.on_host(host.full_lists())
+            sequence = mailbox.post(lists, 1)
+            assert collected(mailbox, lists, sequence) == 0
+        behind.word("bell", "Bell", "posted").value ^= 1 << bit
+        time.sleep(0.05)  # the worker looks
+        for _ in range(4):
+            lists = host.on_host(host.full_lists())
+            assert collected(mailbox, lists, mailbox.post(lists, 1)) == 0
 
 
 @pytest.mark.parametrize("threads", [1, 2, 0], ids=["one thread", "two threads", "external"])

@@ -29,6 +29,8 @@ uint64_t PostReader::newest() const {
 
 bool PostReader::take(OpenPost& post) {
     const uint64_t posted = newest();
+    // Numbers only grow: one that has shrunk again was damage, and posts up to the damaged one would never be taken.
+    if (posted && posted + 1 < next_) next_ = posted;
     if (posted < next_) return false;
     // what is more than one behind the newest has been overwritten: its client has given up on it
     const uint64_t oldest = posted - (mailbox_slots - 1);
