@@ -18,6 +18,9 @@ ANSWER_SECONDS = 300.0  # a request that takes longer is lost
 class Token:
     id: int
     logprob: float
+    others: tuple[
+        tuple[int, float], ...
+    ] = ()  # the best tokens of this place and their logprobs, where they were asked for
 
 
 @dataclass
@@ -36,16 +39,19 @@ class Answer:
         return [[token.id for token in tokens] for tokens in self.continuations]
 
 
-def ask(url: str, request: Request, drop_after: int | None = None, rid: str = "", logprobs: bool = True) -> Answer:
+def ask(
+    url: str, request: Request, drop_after: int | None = None, rid: str = "", logprobs: bool = True, others: int = 0
+) -> Answer:
     """``drop_after``: so many tokens, then the connection is closed. ``rid``: a name by which it can be aborted.
 
-    Without ``logprobs`` all of them are 0.
+    Without ``logprobs`` all of them are 0. ``others``: how many of the best tokens are told beside each.
     """
     streamed = request.answers == 1
     body: dict[str, Any] = {
         "input_ids": list(request.ids),
         "sampling_params": request.sampling,
         "return_logprob": logprobs,
+        "top_logprobs_num": others,
         "stream": streamed,
     }
     if rid:
@@ -97,6 +103,12 @@ def _read_item(item: dict[str, Any], answer: Answer) -> None:
 
 
 def _tokens(item: dict[str, Any]) -> list[Token]:
-    if "output_token_logprobs" in item["meta_info"]:
-        return [Token(token, logprob) for logprob, token, *_ in item["meta_info"]["output_token_logprobs"]]
+    about = item["meta_info"]
+    if "output_token_logprobs" in about:
+        chosen = about["output_token_logprobs"]
+        best = about.get("output_top_logprobs") or [None] * len(chosen)
+        return [
+            Token(token, logprob, tuple((other, at) for at, other, *_ in beside or ()))
+            for (logprob, token, *_), beside in zip(chosen, best, strict=False)
+        ]
     return [Token(token, 0.0) for token in item.get("output_ids") or []]

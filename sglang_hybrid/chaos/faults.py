@@ -22,15 +22,20 @@ Fault = Callable[[Target, random.Random], str | None]
 _names = itertools.count()
 
 
-def fault_table(target: Target) -> dict[str, tuple[int, Fault]]:
+def worker_faults() -> dict[str, tuple[int, Fault]]:
     """Name -> how often it happens in relation to others, and what it is."""
-    table: dict[str, tuple[int, Fault]] = {
+    return {
         "worker killed": (4, lambda t, c: _signal_worker(t, signal.SIGKILL)),
         "worker crashed": (2, lambda t, c: _signal_worker(t, signal.SIGSEGV)),
         "real-time signal to worker": (1, lambda t, c: _signal_worker(t, signal.SIGRTMIN + c.randrange(10))),
         "real-time signal to worker's helper thread": (1, _signal_thread),
         "worker killed while it starts": (3, _kill_beginner),
         "worker stopped": (4, _stop_worker),
+    }
+
+
+def all_faults(target: Target) -> dict[str, tuple[int, Fault]]:
+    table: dict[str, tuple[int, Fault]] = worker_faults() | {
         "scheduler stopped": (2, _stop_scheduler),
         "bits flipped": (6, _flip_bits),
         "stale replies": (3, lambda t, c: _write_replies(t, c, -2 * c.randrange(1, 5))),

@@ -16,8 +16,8 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,14 @@ LAYERS = 6
 SCOUT = ("budget_tokens=256", "resident_tokens=192", "recall_interval=3", "worker=start", "worker_restart_seconds=0.3")
 PREDICTIONS = ("raw", "none")
 _LONG_RUN_MINUTES = 10.0
+_CPU = (
+    "--device", "cpu", "--dtype", "float32", "--sleep-on-idle",
+    "--json-model-override-args", json.dumps({"num_hidden_layers": LAYERS}),
+)  # fmt: skip
+_CUDA = (
+    "--dtype", "bfloat16", "--cuda-graph-backend-prefill", "disabled", "--cuda-graph-bs-decode", "1", "2", "4", "8",
+    "--mem-fraction-static", "0.3",
+)  # fmt: skip
 _PEERS_SHARE = 0.2  # of the time
 _LONGEST_OF_PEERS = 1500  # tokens: stock SGLang computes all tokens before a chunk again
 
@@ -38,14 +46,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     assert __doc__
     parser = argparse.ArgumentParser(
         prog="sglang-hybrid chaos", description=__doc__.partition("\n\n")[2], epilog="Needs Linux and two free cores.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
-    add("--minutes", type=float, default=15.0, help="how long faults happen, in all")
-    add("--seed", type=int, default=1, help="what is asked and what goes wrong")
+    add("--minutes", type=float, default=15.0, help="how long faults happen, in all (default: %(default)s)")
+    add("--seed", type=int, default=1, help="what is asked and what goes wrong (default: %(default)s)")
     add("--model-path", type=Path, help="a model directory (default: the default model)")
     add("--longest", type=int, help="tokens of the longest prompt (default: 6000, or 1500 in short runs)")
     add("--requests", type=int, help="different requests (default: 20, or 10 in short runs)")
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: faults of the worker and aborted requests only, "
+        "and texts may differ where two tokens are about as good (default: cpu)",
+    )
     add("--no-peers", action="store_true", help="leave out the disaggregated set")
     add("--prediction", choices=PREDICTIONS, action="append", help="only this one (default: both in turn)")
     add("--hybrid", action="append", default=[], metavar="KEY=VALUE", help="a setting of the servers, instead of ours")
@@ -61,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     longest = arguments.longest or (6000 if is_long else 1500)
     count = arguments.requests or (20 if is_long else 10)
     predictions = arguments.prediction or list(PREDICTIONS)
+    on_cpu = arguments.device == "cpu"
 
     from sglang_hybrid.default_model.prepare import prepare_default_model
 
@@ -72,17 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"[{time.monotonic() - started:5.0f} s] {text}", flush=True)
 
     findings = Findings()
-    why_no_peers = "they are left out" if arguments.no_peers else _why_no_peers(arguments.minutes)
+    why_no_peers = "they are left out" if arguments.no_peers else _why_no_peers(arguments)
     peers_seconds = 0.0 if why_no_peers else _PEERS_SHARE * arguments.minutes * 60
     seconds = (arguments.minutes * 60 - peers_seconds) / len(predictions)
     with tempfile.TemporaryDirectory(prefix="sglang-hybrid-chaos-") as temporary:
         for prediction in predictions:
             directory = (arguments.keep or Path(temporary)) / prediction
+            flags = _flags(prediction, longest, arguments.hybrid, on_cpu)
             tell(f"prediction={prediction}: starting a server, its log is {directory / 'server.log'}")
             try:
-                with Target(
-                    model, _flags(prediction, longest, arguments.hybrid), directory.absolute(), arguments.bug
-                ) as target:
+                with Target(model, flags, directory.absolute(), arguments.bug, same_bits=on_cpu) as target:
                     phase = Phase(target, asked, arguments.seed, tell)
                     findings.add(phase.run(seconds))
             except TargetError as error:
@@ -100,8 +114,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if findings.is_clean else 1
 
 
-def _why_no_peers(minutes: float) -> str:
-    if minutes < _LONG_RUN_MINUTES:
+def _why_no_peers(arguments: argparse.Namespace) -> str:
+    if arguments.device != "cpu":
+        return "it is made for CPUs"
+    if arguments.minutes < _LONG_RUN_MINUTES:
         return f"it takes a minute to start one, and only runs of {_LONG_RUN_MINUTES:g} minutes or more do"
     try:
         import mooncake.engine  # noqa: F401
@@ -136,16 +152,16 @@ def _requests(model: Path, seed: int, count: int, longest: int) -> list[Request]
     return make_requests(ids, chance, count, longest)
 
 
-def _flags(prediction: str, longest: int, more: Sequence[str]) -> list[str]:
+def _flags(prediction: str, longest: int, more: Sequence[str], on_cpu: bool) -> list[str]:
     settings = [*SCOUT, f"prediction={prediction}", "host_memory=1GiB", *more]
     pool = (longest + 1024) // 32 * 32  # the longest prompt, and a few others beside it
     return [
         *(part for setting in settings for part in ("--hybrid", setting)),
-        "--device", "cpu", "--dtype", "float32", "--random-seed", "1", "--sleep-on-idle", "--enable-metrics",
-        "--max-running-requests", "8", "--max-total-tokens", str(pool), "--chunked-prefill-size", "512",
+        "--random-seed", "1", "--enable-metrics", "--max-running-requests", "8", "--max-total-tokens", str(pool),
+        "--chunked-prefill-size", "512", "--watchdog-timeout", "1800",
         # requests are admitted though they may not all fit: some will be retracted
-        "--schedule-conservativeness", "0.01", "--watchdog-timeout", "1800",
-        "--json-model-override-args", json.dumps({"num_hidden_layers": LAYERS}),
+        "--schedule-conservativeness", "0.01",
+        *(_CPU if on_cpu else _CUDA),
     ]  # fmt: skip
 
 
@@ -159,12 +175,16 @@ def _summary(
         "settings": {
             "predictions": list(predictions),
             "hybrid": [*SCOUT, *arguments.hybrid],
-            "layers": LAYERS,
+            "device": arguments.device,
+            "layers": LAYERS if arguments.device == "cpu" else "all",
             "longest prompt": longest,
             "different requests": count,
         },
         "faults survived": findings.faults.total(),
-        **{key.replace("_", " "): value for key, value in asdict(findings).items()},
+        **{
+            key.replace("_", " "): dict(value) if isinstance(value, Counter) else value
+            for key, value in vars(findings).items()
+        },
     }
 
 
@@ -182,7 +202,8 @@ def _in_words(findings: Findings) -> str:
     return (
         f"\n{findings.faults.total()} faults survived:\n{faults}\n"
         f"answers          {findings.answers}, {findings.tokens} tokens; {findings.aborted} aborted, "
-        f"{findings.retracted} retracted ({findings.retracted_with_other_text} went on with another text)\n"
+        f"{findings.retracted} retracted ({findings.retracted_with_other_text} went on with another text), "
+        f"{findings.left_at_ties} left at ties\n"
         f"wrong tokens     {findings.wrong_tokens}\n"
         f"lost requests    {findings.lost}\n"
         f"failed requests  {findings.failed}\n"

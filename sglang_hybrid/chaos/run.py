@@ -13,8 +13,8 @@ import psutil
 import requests
 
 from sglang_hybrid.chaos.asking import Answer, ask
-from sglang_hybrid.chaos.comparing import is_explained, wrong_tokens
-from sglang_hybrid.chaos.faults import Fault, fault_table
+from sglang_hybrid.chaos.comparing import is_explained, wrong_but_for_ties, wrong_tokens
+from sglang_hybrid.chaos.faults import Fault, all_faults, worker_faults
 from sglang_hybrid.chaos.target import Target, TargetError
 from sglang_hybrid.chaos.workload import Request
 
@@ -22,6 +22,7 @@ CLIENTS = 6
 _ABORTED_SHARE = 0.2
 _MEAN_SECONDS = 1.5  # between two faults begun
 _AT_A_TIME = 3  # faults
+_OTHERS = 8  # tokens that are told beside each, to know a tie
 _SETTLE_SECONDS = 60.0
 
 Tell = Callable[[str], None]
@@ -36,6 +37,7 @@ class Findings:
     tokens: int = 0
     aborted: int = 0
     retracted: int = 0
+    left_at_ties: int = 0  # where numbers are not the same in every batch
     retracted_with_other_text: int = 0  # each of which was explained, or is among the wrong ones
     wrong_tokens: int = 0
     lost: int = 0  # requests without an answer and without an error
@@ -102,11 +104,11 @@ class Phase:
         for request in self._asked:
             self._target.wait_until_idle()
             self._target.flush()
-            answer = ask(self._target.url, request)
+            answer = ask(self._target.url, request, others=0 if self._target.has_same_bits else _OTHERS)
             if answer.error or answer.lost or not all(answer.continuations):
                 raise TargetError(f"request {request.number} has no undisturbed answer: {answer.error or answer}")
             self._expected[request.number] = answer
-            if any(ids != answer.ids[0] for ids in answer.ids):
+            if self._target.has_same_bits and any(ids != answer.ids[0] for ids in answer.ids):
                 self._note(f"request {request.number}: its continuations differ among themselves", wrong_tokens=1)
             self._tell(f"undisturbed answers: {len(self._expected)} of {len(self._asked)}")
 
@@ -156,8 +158,16 @@ class Phase:
             found.answers += 1
             found.aborted += answer.aborted
             found.tokens += sum(map(len, answer.continuations))
+            found.retracted += bool(answer.retractions)
+            if not self._target.has_same_bits:
+                wrong, ties = wrong_but_for_ties(expected, answer)
+                found.left_at_ties += ties
+                if wrong:
+                    self._note(f"{name}: {_difference(expected, answer, exact=False)}", wrong_tokens=wrong)
+                if not answer.retractions:
+                    found.longest_pause = max(found.longest_pause, answer.longest_pause)
+                return
             if answer.retractions:
-                found.retracted += 1
                 if wrong_tokens(expected, answer, exact=False):
                     found.retracted_with_other_text += 1
                     self._suspects.append((request, answer))
@@ -170,7 +180,7 @@ class Phase:
 
     def _torment(self) -> None:
         chance = random.Random(f"{self._seed}-faults")
-        table = fault_table(self._target)
+        table = all_faults(self._target) if self._target.has_same_bits else worker_faults()
         names, weights = list(table), [weight for weight, _ in table.values()]
         running: list[threading.Thread] = []
         while not self._end.wait(chance.expovariate(1 / _MEAN_SECONDS)):
@@ -246,10 +256,10 @@ class Phase:
         )
 
 
-def _difference(expected: Answer, given: Answer) -> str:
+def _difference(expected: Answer, given: Answer, exact: bool = True) -> str:
     for right, tokens in zip(expected.continuations, given.continuations, strict=False):
         for place, (a, b) in enumerate(zip(right, tokens, strict=False)):
-            if a != b:
+            if (a.id, a.logprob) != (b.id, b.logprob) if exact else a.id != b.id:
                 what = "another token" if a.id != b.id else f"a logprob that is {abs(a.logprob - b.logprob):.1e} off"
                 return f"{what} at place {place} of {len(right)}"
     return "another length"

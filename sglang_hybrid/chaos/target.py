@@ -22,7 +22,7 @@ from sglang_hybrid import env
 from sglang_hybrid.chaos.inside import SAME_BITS
 from sglang_hybrid.integration.freed_pages import SWITCH as SPOIL
 
-START_SECONDS = 300.0
+START_SECONDS = 600.0  # on a GPU kernels may have to be compiled
 # the server gets small file systems of its own for what other programs could fill up
 _OWN_FILE_SYSTEMS = """
 mount -t tmpfs -o size=64m,nr_inodes=1k tmpfs /dev/shm &&
@@ -49,8 +49,11 @@ def may_mount() -> bool:
 class Target:
     """Use as a context."""
 
-    def __init__(self, model: Path, flags: Sequence[str], directory: Path, switches: Sequence[str] = ()) -> None:
-        """``switches``: bugs on purpose, beside what every chaos run needs."""
+    def __init__(
+        self, model: Path, flags: Sequence[str], directory: Path, switches: Sequence[str] = (), same_bits: bool = True
+    ) -> None:
+        """``switches``: bugs on purpose, beside what every chaos run needs. ``same_bits`` needs a CPU."""
+        self.has_same_bits = same_bits
         self.model = model
         self.log = directory / "server.log"
         self.temporary = directory / "tmp"
@@ -68,7 +71,7 @@ class Target:
         self._environment = os.environ | _STRICT | {
             "HF_HUB_OFFLINE": "1",
             "TMPDIR": str(self.temporary),
-            env.CHAOS.name: json.dumps([SAME_BITS, SPOIL, *switches]),
+            env.CHAOS.name: json.dumps([*([SAME_BITS] if same_bits else []), SPOIL, *switches]),
         }  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 
