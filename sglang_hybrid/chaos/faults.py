@@ -46,7 +46,7 @@ def all_faults(target: Target) -> dict[str, tuple[int, Fault]]:
         "no memory left for the worker": (2, _limit_worker_memory),
         "cache flushed": (1, lambda t, c: f"flushed: {t.flush()}"),
         "generation paused": (2, _pause),
-        "weights updated": (1, _update_weights),
+        "weights updated": (2, _update_weights),
     }
     if target.own_file_systems:
         table["file systems full"] = (2, _fill_file_systems)

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from sglang_hybrid.chaos.run import Findings, Phase, Tell
 from sglang_hybrid.chaos.target import Target, TargetError
 from sglang_hybrid.chaos.workload import Request, make_requests, source_text
+from sglang_hybrid.origin import origin
 
 LAYERS = 6
 SCOUT = ("budget_tokens=256", "resident_tokens=192", "recall_interval=3", "worker=start", "worker_restart_seconds=0.3")
@@ -169,9 +168,7 @@ def _summary(
     arguments: argparse.Namespace, findings: Findings, longest: int, count: int, predictions: Sequence[str]
 ) -> dict[str, Any]:
     return {
-        "command": f"sglang-hybrid chaos --minutes {arguments.minutes:g} --seed {arguments.seed}",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()}, {_cores()} cores",
+        "origin": origin(),
         "settings": {
             "predictions": list(predictions),
             "hybrid": [*SCOUT, *arguments.hybrid],
@@ -186,12 +183,6 @@ def _summary(
             for key, value in vars(findings).items()
         },
     }
-
-
-def _cores() -> int:
-    import os
-
-    return len(os.sched_getaffinity(0))
 
 
 def _in_words(findings: Findings) -> str:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import psutil
@@ -70,6 +71,7 @@ class Phase:
         self._seed = seed
         self._tell = tell
         self._expected: dict[int, Answer] = {}
+        self._threads: Counter[str] = Counter()
         self._suspects: list[tuple[Request, Answer]] = []  # retracted, and with other tokens
         self._lock = threading.RLock()
         self._end = threading.Event()
@@ -111,6 +113,12 @@ class Phase:
             if self._target.has_same_bits and any(ids != answer.ids[0] for ids in answer.ids):
                 self._note(f"request {request.number}: its continuations differ among themselves", wrong_tokens=1)
             self._tell(f"undisturbed answers: {len(self._expected)} of {len(self._asked)}")
+        # together, too: SGLang's pools of threads grow until there are as many as there are requests at a time
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            answers = list(pool.map(lambda request: ask(self._target.url, request), self._asked))
+        for request, answer in zip(self._asked, answers, strict=True):
+            self._judge(request, answer, was_aborted=False)
+        self._threads = self._target.thread_names()
 
     # -- clients -----------------------------------------------------------------------------
 
@@ -223,7 +231,8 @@ class Phase:
         after = self._settled_holdings(like=before)
         for name, count in after.items():
             if count > before[name]:
-                self._note(f"leaked: {name} {before[name]} -> {count}")
+                more = dict(self._target.thread_names() - self._threads) if name == "threads" else ""
+                self._note(f"leaked: {name} {before[name]} -> {count} {more}")
                 self.findings.leaked[name] += count - before[name]
         if used := self._target.load()["num_used_tokens"]:
             self._note(f"leaked: {used} tokens of the pool")

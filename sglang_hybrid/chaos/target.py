@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ _STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
+# Requests are retracted when there is no room for their next tokens, which depends on luck; and every so many steps.
+_RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "53"}
 
 
 class TargetError(RuntimeError):
@@ -68,7 +71,7 @@ class Target:
             *prefix, sys.executable, "-m", "sglang.launch_server", "--model-path", str(model),
             "--attention-backend", "hybrid", "--host", "127.0.0.1", "--port", str(self.port), *flags,
         ]  # fmt: skip
-        self._environment = os.environ | _STRICT | {
+        self._environment = os.environ | _STRICT | _RETRACTING | {
             "HF_HUB_OFFLINE": "1",
             "TMPDIR": str(self.temporary),
             env.CHAOS.name: json.dumps([*([SAME_BITS] if same_bits else []), SPOIL, *switches]),
@@ -164,6 +167,11 @@ class Target:
             "files": sum(1 for _ in (root / self.temporary.relative_to("/")).rglob("*")),
             "shared-memory files": sum(1 for _ in (root / "dev/shm").iterdir()),
         }
+
+    def thread_names(self) -> Counter[str]:
+        """Of the scheduler's process: what a leaked thread was for."""
+        tasks = Path(f"/proc/{self.scheduler().pid}/task")
+        return Counter((task / "comm").read_text().strip() for task in tasks.iterdir())
 
     def load(self) -> dict[str, Any]:
         found: dict[str, Any] = requests.get(f"{self.url}/v1/loads", timeout=30).json()["loads"][0]
