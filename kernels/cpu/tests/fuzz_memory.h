@@ -82,6 +82,8 @@ class FuzzMailbox {
             {sizeof(Header), layout.bell},
             {layout.posts + mailbox_slots * sizeof(Post), layout.requests},
             {layout.requests + rows * sizeof(Request), layout.replies},
+            {layout.replies + rows * sizeof(Reply), layout.checks},
+            {layout.checks + rows * sizeof(uint64_t), layout.lists},
             {layout.lists + heads * sizeof(List), layout.pages},
             {layout.pages + heads * g.max_blocks * sizeof(uint32_t), layout.queries},
             {layout.queries + values * bytes_of(static_cast<DType>(g.dtype)), layout.outputs},

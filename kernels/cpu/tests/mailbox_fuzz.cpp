@@ -176,6 +176,7 @@ void require_servable(const Geometry& g) {
         {at.posts, mailbox_slots * sizeof(Post)},
         {at.requests, rows * sizeof(Request)},
         {at.replies, rows * sizeof(Reply)},
+        {at.checks, rows * sizeof(uint64_t)},
         {at.lists, heads * sizeof(List)},
         {at.pages, heads * g.max_blocks * sizeof(uint32_t)},
         {at.queries, values * item},
@@ -487,6 +488,7 @@ class Intruder {
                 targets_.push_back({array.first + f->offset, stride, array.second, f->bytes});
             }
         }
+        targets_.push_back({layout_.checks, sizeof(uint64_t), rows, sizeof(uint64_t)});
         targets_.push_back({layout_.pages, sizeof(uint32_t), heads * g.max_blocks, sizeof(uint32_t)});
     }
 
@@ -520,8 +522,11 @@ class Intruder {
             for (uint32_t head = 0; head < g_.kv_heads; ++head) {
                 const uint32_t count = is_empty ? 0 : head ? random_.below(g_.max_blocks + 1) : g_.max_blocks;
                 for (uint32_t i = 0; i < count; ++i) {
-                    const uint64_t page = random_.below(g_.pages);
-                    view_.pages(sequence, row, head)[i] = uint32_t(random_.once_in(50) ? sent(page) : page);
+                    uint32_t page = random_.below(g_.pages);
+                    if (damage && random_.once_in(40)) {
+                        page = random_.once_in(2) ? g_.pages : uint32_t(hostile_word(page));
+                    }
+                    __atomic_store_n(view_.pages(sequence, row, head) + i, page, __ATOMIC_RELAXED);
                 }
                 const auto told = uint32_t(sent(count));
                 List& list = view_.lists(sequence, row)[head];
@@ -558,7 +563,7 @@ class Intruder {
         } else if (choice < 85) {
             write_bytes(1 + (random_.once_in(4) ? random_.below(256) : 0));
         } else if (choice < 87) {
-            flicker(some_sequence());
+            flicker();
         } else if (choice < 98) {
             forge_post(some_sequence(), 1 + random_.below(g_.rows), random_.one_of({0u, 4u, 20u}));
         } else if (choice < 99) {
@@ -572,17 +577,22 @@ class Intruder {
     }
 
     // A post in order of which one field is good and bad by turns: checks must be of what is used then.
-    void flicker(uint64_t sequence) {
+    void flicker() {
+        const uint64_t posted = load_acquire(view_.bell().posted), completed = load_acquire(view_.worker().completed);
+        const uint64_t sequence = 1 + (keeps_order_ ? posted : std::max(posted, completed));
         const uint32_t rows = 1 + random_.below(g_.rows), row = random_.below(rows), head = random_.below(g_.kv_heads);
         forge_post(sequence, rows, 0);
         List& list = view_.lists(sequence, row)[head];
         Post& post = view_.post(sequence);
-        uint32_t* const pages = view_.pages(sequence, row, head);
-        uint32_t* const words[] = {&list.count, &list.last_fill, pages, &post.rows, &post.layer};
-        uint32_t& word = *words[random_.below(std::size(words))];
-        const uint32_t good = load_acquire(word), bad = uint32_t(hostile_word(good));
+        const std::pair<uint32_t*, uint32_t> words[] = {  // each with the least number that is too large
+            {&list.count, g_.max_blocks + 1}, {&list.last_fill, block_tokens + 1},
+            {view_.pages(sequence, row, head), g_.pages}, {&post.rows, g_.rows + 1}, {&post.layer, g_.layers},
+        };
+        const auto& [place, too_large] = words[random_.below(std::size(words))];
+        uint32_t& word = *place;
+        const uint32_t good = load_acquire(word), bad = random_.once_in(2) ? too_large : uint32_t(hostile_word(good));
         const Reply& reply = view_.reply(sequence, row);
-        for (uint32_t times = 0; times < 2000 && load_acquire(reply.sequence) != sequence; ++times) {
+        for (uint32_t times = 0; times < 20'000 && load_acquire(reply.sequence) != sequence; ++times) {
             store_release(word, bad);
             store_release(word, good);
         }
@@ -724,6 +734,26 @@ void check_sequences(Random& random) {
     }
 }
 
+// A bell that shows a number again which was there before: another post, answered like any other.
+void check_repeated_numbers(Random& random) {
+    const Setup setup = plain_setup(3, 1, 4, 1);
+    const FuzzPool pool(setup.geometry, [&] { return random.value(); });
+    FuzzMailbox mailbox(setup.geometry);
+    const auto client = client_of(mailbox, setup.geometry);
+    Intruder intruder(mailbox, setup.geometry, 0, 6, false);
+    const MailboxView& view = intruder.view();
+    const RunningEngine engine(mailbox.worker.data, pool, setup.geometry, setup.options);
+    for (const uint64_t sequence : {1, 2, 1}) {
+        for (uint32_t row = 0; row < setup.geometry.rows; ++row) store_release(view.reply(sequence, row).sequence, 0);
+        intruder.forge_post(sequence, setup.geometry.rows, 0);
+        const Limit limit("answering a number that was there before");
+        while (load_acquire(view.worker().completed) != sequence) sleep_us(100);
+        for (uint32_t row = 0; row < setup.geometry.rows; ++row) {
+            require(load_acquire(view.reply(sequence, row).sequence) == sequence, "a row without a reply");
+        }
+    }
+}
+
 // A client that writes its rows one by one, each just in time: an engine ends all the same, with and without threads.
 void check_slow_rows(Random& random) {
     for (const uint32_t threads : {1u, 0u}) {
@@ -776,6 +806,7 @@ int main(int argc, char** argv) {
     Random directed(0, 0);
     check_large_tasks(directed);
     check_sequences(directed);
+    check_repeated_numbers(directed);
     check_slow_rows(directed);
     uint64_t rounds = 0;
     for (round_number = first; now_ns() < end; ++round_number, ++rounds) {

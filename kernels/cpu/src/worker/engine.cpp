@@ -144,7 +144,7 @@ void Engine::begin(const OpenPost& post) {
     slot.post = post;
     slot.open_rows.store(0, std::memory_order_relaxed);
     slot.rows_left.store(1, std::memory_order_relaxed);
-    slot.sequence.store(post.sequence, std::memory_order_release);
+    slot.serial.store(++begun_, std::memory_order_release);
     opening_ = &slot;
     next_row_ = 0;
     const std::lock_guard<std::mutex> lock(completing_);
@@ -240,9 +240,9 @@ bool Engine::take_batch(Hands& hands, Batch& batch) {
 // The rows of its own group first, then those of the other groups.
 bool Engine::take_batch_of(Slot& slot, Hands& hands, Batch& batch) {
     Hands::Search& search = hands.searches[&slot - slots_];
-    const uint64_t sequence = slot.sequence.load(std::memory_order_acquire);
-    if (search.sequence != sequence) {
-        search.sequence = sequence;
+    const uint64_t serial = slot.serial.load(std::memory_order_acquire);
+    if (search.serial != serial) {
+        search.serial = serial;
         for (uint32_t group = 0; group < groups_; ++group) search.rows[group] = group;
     }
     const uint32_t rows = slot.open_rows.load(std::memory_order_acquire);

@@ -70,7 +70,8 @@ class Engine {
         std::vector<Row> rows;
         Partials partials;
         bool answered = false;  // guarded by completing_
-        alignas(128) std::atomic<uint64_t> sequence{0};
+        // which of the posts that were begun it is, from 1: the client's numbers may come again when its bell was damaged
+        alignas(128) std::atomic<uint64_t> serial{0};
         std::atomic<uint32_t> open_rows{0};  // so many rows can be searched for tasks
         alignas(128) std::atomic<uint32_t> rows_left{0};  // opened and not replied to; one more while rows are opened
     };
@@ -102,7 +103,7 @@ class Engine {
         bool claimed = false;  // `current` is
         // Where it looks for tasks of a post: of each group, the rows before this one have none left.
         struct Search {
-            uint64_t sequence = 0;
+            uint64_t serial = 0;
             std::vector<uint32_t> rows;
         } searches[mailbox_slots];
     };
@@ -141,6 +142,7 @@ class Engine {
     std::vector<List> lists_;
     Slot* opening_ = nullptr;  // its rows are being opened
     uint32_t next_row_ = 0;    // of it
+    uint64_t begun_ = 0;       // posts
     std::mutex completing_;
     uint64_t newest_ = 0;  // post that was begun; written by the lead, guarded by completing_ for the others
     // what threads write, apart from what they only read and from each other
