@@ -70,7 +70,7 @@ class Engine {
         std::vector<Row> rows;
         Partials partials;
         bool answered = false;  // guarded by completing_
-        // which of the posts that were begun it is, from 1: the client's numbers may come again when its bell was damaged
+        // counts the posts that were begun, from 1: a client's numbers may come again when its bell was damaged
         alignas(128) std::atomic<uint64_t> serial{0};
         std::atomic<uint32_t> open_rows{0};  // so many rows can be searched for tasks
         alignas(128) std::atomic<uint32_t> rows_left{0};  // opened and not replied to; one more while rows are opened
