@@ -55,7 +55,7 @@ def ask(
         "stream": streamed,
     }
     if rid:
-        body["rid"] = rid if streamed else [f"{rid}-{n}" for n in range(request.answers)]
+        body["rid"] = rid
     answer = Answer()
     try:
         with requests.post(f"{url}/generate", json=body, stream=streamed, timeout=(30, ANSWER_SECONDS)) as reply:

@@ -23,6 +23,7 @@ CLIENTS = 6
 _ABORTED_SHARE = 0.2
 _MEAN_SECONDS = 1.5  # between two faults begun
 _AT_A_TIME = 3  # faults
+_TRIES = 5
 _OTHERS = 8  # tokens that are told beside each, to know a tie
 _SETTLE_SECONDS = 60.0
 
@@ -104,11 +105,7 @@ class Phase:
         """Each request alone, with nothing in the cache."""
         self._target.wait_for(lambda: self._target.serving_worker() is not None, "to have a worker")
         for request in self._asked:
-            self._target.wait_until_idle()
-            self._target.flush()
-            answer = ask(self._target.url, request, others=0 if self._target.has_same_bits else _OTHERS)
-            if answer.error or answer.lost or not all(answer.continuations):
-                raise TargetError(f"request {request.number} has no undisturbed answer: {answer.error or answer}")
+            answer = self._ask_alone(request)
             self._expected[request.number] = answer
             if self._target.has_same_bits and any(ids != answer.ids[0] for ids in answer.ids):
                 self._note(f"request {request.number}: its continuations differ among themselves", wrong_tokens=1)
@@ -119,6 +116,18 @@ class Phase:
         for request, answer in zip(self._asked, answers, strict=True):
             self._judge(request, answer, was_aborted=False)
         self._threads = self._target.thread_names()
+
+    def _ask_alone(self, request: Request) -> Answer:
+        """With nothing in the cache, and not retracted."""
+        for _ in range(_TRIES):
+            self._target.wait_until_idle()
+            self._target.flush()
+            answer = ask(self._target.url, request, others=0 if self._target.has_same_bits else _OTHERS)
+            if answer.error or answer.lost or not all(answer.continuations):
+                raise TargetError(f"request {request.number} has no undisturbed answer: {answer.error or answer}")
+            if not answer.retractions:
+                return answer
+        raise TargetError(f"request {request.number} was retracted {_TRIES} times though it was alone")
 
     # -- clients -----------------------------------------------------------------------------
 
@@ -216,14 +225,9 @@ class Phase:
     def _explain_suspects(self) -> None:
         self._target.wait_until_idle()
 
-        def ask_alone(request: Request) -> Answer:
-            self._target.wait_until_idle()
-            self._target.flush()
-            return ask(self._target.url, request)
-
         for number, (request, answer) in enumerate(self._suspects, start=1):
             self._tell(f"retracted answers with another text: {number} of {len(self._suspects)} asked again")
-            if not is_explained(request, self._expected[request.number], answer, ask_alone):
+            if not is_explained(request, self._expected[request.number], answer, self._ask_alone):
                 wrong = wrong_tokens(self._expected[request.number], answer, exact=False)
                 self._note(f"request {request.number}, retracted: no resumption gives its text", wrong_tokens=wrong)
 
