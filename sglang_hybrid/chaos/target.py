@@ -61,7 +61,7 @@ class Target:
         self.log = directory / "server.log"
         self.temporary = directory / "tmp"
         self.temporary.mkdir(parents=True, exist_ok=True)
-        self.own_file_systems = may_mount()
+        self.own_file_systems = same_bits and may_mount()  # with a GPU kernels are compiled there
         prefix = ("unshare", "--mount", "sh", "-c", _OWN_FILE_SYSTEMS, "sh") if self.own_file_systems else ()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
