@@ -128,7 +128,7 @@ _FLAGS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "attention reads other blocks at every step, which torch.compile cannot trace: drop --enable-torch-compile",
     ),
     (
-        lambda a: getattr(a, "dllm_algorithm", None),
+        lambda a: getattr(a, "dllm_algorithm", None) is not None,
         "diffusion language models attend in both directions, which is not supported: drop --dllm-algorithm",
     ),
     (
@@ -136,7 +136,7 @@ _FLAGS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "multi-item scoring hides items from each other by a mask, which is not supported: drop --enable-mis",
     ),
     (
-        lambda a: a.enable_deterministic_inference or getattr(a, "rl_on_policy_target", None),
+        lambda a: a.enable_deterministic_inference or getattr(a, "rl_on_policy_target", None) is not None,
         "which tokens are attended depends on what else runs, so answers are not the same for every batch: drop "
         "--enable-deterministic-inference and --rl-on-policy-target",
     ),

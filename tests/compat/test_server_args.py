@@ -107,6 +107,9 @@ def test_the_example_of_a_prefill_instance_is_a_stock_server_with_our_page_size(
     assert (args.disaggregation_mode, args.page_size) == ("prefill", 32)
 
 
+DECODE = ("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "fake")
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -138,6 +141,12 @@ def test_the_example_of_a_prefill_instance_is_a_stock_server_with_our_page_size(
         (["--enable-unified-memory"], "drop --enable-unified-memory"),
         (["--enable-page-major-kv-layout"], "drop --enable-page-major-kv-layout"),
         (["--dcp-size", "2"], "drop --dcp-size"),
+        (["--disaggregation-decode-enable-radix-cache", *DECODE], "drop --disaggregation-decode-enable-radix-cache"),
+        (
+            ["--disaggregation-decode-enable-offload-kvcache", *DECODE],
+            "drop --disaggregation-decode-enable-offload-kvcache",
+        ),
+        (["--disaggregation-decode-retraction-backup", "host_pool", *DECODE], "cpu_tensor or drop the flag"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -48,6 +48,7 @@ def stock_server(model: Path) -> Server:
         # its prefill without a GPU computes all tokens before a chunk again: one chunk for every prompt
         "--max-total-tokens", "24000", "--chunked-prefill-size", "8192",
         "--mem-fraction-static", "0.5",  # SGLang's own guess is below zero with such chunks and 24 GiB
+        "--enable-return-hidden-states", "--enable-custom-logit-processor",  # for requests that ask for them
     )  # fmt: skip
 
     def ask(server: Server) -> None:

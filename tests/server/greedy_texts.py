@@ -1,7 +1,8 @@
 """Greedy tokens of one backend under many settings, in one process: what a server would say, without its start.
 
-    python greedy_texts.py MODEL BACKEND < {"prompts": [[token, ...]], "steps": 40, "settings": [["key=value", ...]]}
+    python greedy_texts.py MODEL BACKEND [FLAG ...] < REQUEST
 
+REQUEST is {"prompts": [[token, ...]], "steps": 40, "settings": [["key=value", ...]]}; each FLAG is one of SGLang's.
 Prints {"tokens": [settings][prompts][steps]} as the last line. A setting ``profile=random`` means a profile whose
 predictor is noise: with a budget above the context nothing may depend on it.
 """
@@ -38,12 +39,12 @@ def random_profile(session: ModelSession, budget: int) -> Profile:
 
 
 def main() -> None:
-    model, backend = sys.argv[1:]
+    model, backend, *flags = sys.argv[1:]
     asked = json.load(sys.stdin)
     ours = ["--hybrid=host_memory=1GiB", "--hybrid=worker=none"] if backend == "hybrid" else ["--page-size=1"]
     session = ModelSession(
         [f"--model-path={model}", f"--attention-backend={backend}", "--device=cpu", "--dtype=float32",
-         "--log-level=error", "--max-total-tokens=8192", *ours]
+         "--log-level=error", "--max-total-tokens=8192", "--skip-tokenizer-init", *ours, *flags]
     )  # fmt: skip
     prefilled = session.prefill(asked["prompts"])
     said = []

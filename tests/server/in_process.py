@@ -11,11 +11,16 @@ from pathlib import Path
 
 
 def greedy(
-    model: Path, backend: str, prompts: Sequence[Sequence[int]], steps: int, settings: list[list[str]]
+    model: Path,
+    backend: str,
+    prompts: Sequence[Sequence[int]],
+    steps: int,
+    settings: list[list[str]],
+    flags: Sequence[str] = (),
 ) -> list[list[list[int]]]:
     """Tokens ``[settings][prompts][steps]``."""
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("greedy_texts.py")), str(model), backend],
+        [sys.executable, str(Path(__file__).with_name("greedy_texts.py")), str(model), backend, *flags],
         input=json.dumps({"prompts": [list(ids) for ids in prompts], "steps": steps, "settings": settings}),
         stdout=subprocess.PIPE,
         text=True,

@@ -15,6 +15,8 @@ from sglang_hybrid.memory.capacity import GIB, KVShape
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+FEATURES = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
+MOST_FEATURES_NOT_TRIED = 5
 SHAPES = {  # layers, KV heads, head_dim, from each model's config.json
     "SmolLM2-135M": (30, 3, 64),
     "Qwen2.5-Coder-1.5B": (28, 2, 128),
@@ -60,3 +62,39 @@ def test_tokens_per_gib_follow_from_the_shape_of_the_model(model: str) -> None:
     halves, floats = (KVShape(layers, kv_heads, head_dim, head_dim, size).bytes_per_token for size in (2, 4))
     row = f"| {model} | {halves / 1024:g} KiB | {GIB // halves:,} | {GIB // floats:,} |"
     assert row in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def feature_rows() -> list[tuple[str, str, str]]:
+    """(feature, state, test or sentence) of every row."""
+    rows = re.findall(r"^\| (.+) \| ((?:tested|refused|not tried)[^|]*) \|(.*)\|$", FEATURES, re.MULTILINE)
+    return [(feature, state, shown) for feature, state, shown in rows if state != shown]
+
+
+def named_tests(text: str) -> list[tuple[str, str, str]]:
+    """(file, function, name of a parameter or nothing) of every test id."""
+    return re.findall(r"`(tests/[\w/]+\.py)::(\w+)(?:\[([\w-]+)\])?`", text)
+
+
+@pytest.mark.parametrize(("file", "function", "parameter"), sorted(set(named_tests(FEATURES))))
+def test_every_test_that_the_table_of_features_names_exists(file: str, function: str, parameter: str) -> None:
+    source = (ROOT / file).read_text(encoding="utf-8")
+    assert f"\ndef {function}(" in source
+    assert not parameter or f'"{parameter}"' in source
+
+
+def test_every_feature_has_a_state_and_what_shows_it() -> None:
+    rows = feature_rows()
+    tables = [line for line in FEATURES.splitlines() if line.startswith("| ") and line.count(" | ") >= 2]
+    assert len(rows) == len([line for line in tables if not line.startswith("| feature |")]) > 60
+    for feature, state, shown in rows:
+        if state.startswith("tested"):
+            assert named_tests(shown), feature
+        if state.startswith("refused"):
+            assert named_tests(shown) or re.search(r'"[^"]{20,}"', shown), feature
+    assert len([state for _, state, _ in rows if state == "not tried"]) <= MOST_FEATURES_NOT_TRIED
+
+
+def test_every_refusal_of_a_flag_is_among_the_features_with_its_sentence() -> None:
+    from sglang_hybrid.integration.refusals import _FLAGS
+
+    assert [sentence for _, sentence in _FLAGS if f'"{sentence}"' not in FEATURES] == []
