@@ -21,6 +21,7 @@ from sglang_hybrid.integration import (
     load_file,
     memory_kinds,
     pools,
+    refusals,
     server_args,
     triton_gates,
     weight_updates,
@@ -66,6 +67,11 @@ def all_hooks() -> tuple[Hook, ...]:
             "sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__",
             HookType.BEFORE,
             memory_kinds.tell_memory_kinds,
+        ),
+        Hook(
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
+            HookType.BEFORE,
+            refusals.refuse_request,
         ),
         Hook("sglang.srt.managers.load_snapshot.shm_path_for", HookType.AROUND, load_file.shm_path_for),
         *(

@@ -212,6 +212,21 @@ def refuse_model(model: Any, model_config: Any, kv_dtype: torch.dtype) -> None:
             raise Refusal(f"{name} has attention that is not causal self-attention: {_OTHER_BACKEND}")
 
 
+def refuse_request(manager: Any, request: Any) -> None:
+    """Before SGLang's tokenizer manager takes a request: raise Refusal for one that would end the scheduler process.
+
+    SGLang answers with status 400 and the sentence.
+    """
+    if request.input_embeds is None or manager.server_args.attention_backend != BACKEND_NAME:
+        return
+    dtype = manager.model_config.dtype
+    if dtype is not torch.bfloat16:
+        raise Refusal(
+            f"SGLang turns input_embeds into bfloat16, which a model in {str(dtype).removeprefix('torch.')} cannot "
+            "read: start the server with --dtype bfloat16"
+        )
+
+
 _OTHER_BACKEND = "serve it with another --attention-backend"
 
 

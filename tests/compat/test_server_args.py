@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -227,6 +229,21 @@ def test_what_a_model_wants_of_attention_is_not_left_out() -> None:
     for forward in (backend.forward_decode, backend.forward_extend):
         with pytest.raises(Refusal, match="wants sinks, which is not supported"):
             forward(None, None, None, None, None, sinks=torch.zeros(3), q_rope=None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["hybrid", "torch_native"])
+def test_embeddings_as_input_are_refused_where_they_would_end_the_server(dtype: torch.dtype, backend: str) -> None:
+    from sglang_hybrid.integration.refusals import refuse_request
+
+    manager = SimpleNamespace(
+        server_args=SimpleNamespace(attention_backend=backend), model_config=SimpleNamespace(dtype=dtype)
+    )
+    refuse_request(manager, SimpleNamespace(input_embeds=None))
+    refused = backend == "hybrid" and dtype is not torch.bfloat16
+    expected = pytest.raises(Refusal, match="start the server with --dtype bfloat16") if refused else nullcontext()
+    with expected:
+        refuse_request(manager, SimpleNamespace(input_embeds=[[0.0]]))
 
 
 def test_a_model_with_latent_attention_is_refused_by_name(tmp_path: Path) -> None:

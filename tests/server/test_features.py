@@ -139,6 +139,15 @@ def test_beam_search_is_refused_with_a_sentence(hybrid: Server) -> None:
     )  # fmt: skip
 
 
+def test_embeddings_as_input_are_refused_by_a_server_in_float32(hybrid: Server, stock_server: Server) -> None:
+    """SGLang would end its scheduler process."""
+    body = {"input_embeds": [[0.0] * 576] * 4, "sampling_params": {"max_new_tokens": 2}}
+    reply = requests.post(f"{hybrid.url}/generate", json=body, timeout=60)
+    assert reply.status_code == 400
+    assert "start the server with --dtype bfloat16" in reply.json()["error"]["message"]
+    assert generate(hybrid)["text"] == generate(stock_server)["text"]
+
+
 def test_streams_side_by_side_give_stocks_texts(
     hybrid: Server, stock_server: Server, tokenizer: Any, english: list[int]
 ) -> None:
@@ -346,6 +355,7 @@ def test_two_replicas_give_stocks_texts(model: Path, stock_server: Server, tmp_p
     assert [answer["meta_info"]["dp_rank"] for answer in answers] == [0, 1]
 
 
+@pytest.mark.full
 def test_a_mixture_of_experts_gives_stocks_tokens(tmp_path: Path) -> None:
     model = tiny_models.write_qwen3_moe(tmp_path / "moe")
     ours, theirs = (greedy(model, backend, tiny_prompts(), NEW_TOKENS, [[]]) for backend in ("hybrid", "torch_native"))
@@ -363,6 +373,19 @@ def test_embeddings_are_stocks(tiny_llama: Path, tmp_path: Path) -> None:
 
     ours = ask("hybrid", "--hybrid", "host_memory=256MiB")
     assert close(ours, ask("torch_native", "--max-total-tokens", "4000", "--mem-fraction-static", "0.5"))
+
+
+@pytest.mark.full
+def test_embeddings_as_input_give_the_tokens_of_their_ids(tiny_llama: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    flags = (*TINY_FLAGS, "--dtype", "bfloat16", "--disable-radix-cache")
+    table = load_file(tiny_llama / "model.safetensors")["model.embed_tokens.weight"]
+    with Server(tiny_llama, "hybrid", *flags, log=tmp_path / "server.log") as server:
+        of_ids = tokens_of(server)
+        parameters = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+        bodies = [{"input_embeds": table[ids].tolist(), "sampling_params": parameters} for ids in tiny_prompts()]
+        assert [post(server, "/generate", body)["output_ids"] for body in bodies] == of_ids
 
 
 @pytest.fixture(scope="module")
@@ -385,20 +408,6 @@ def test_features_work_with_a_context_beyond_the_budget(below_budget: Server, en
     answer = post(below_budget, "/generate", body)
     for one in answer if isinstance(answer, list) else [answer]:
         assert one["meta_info"]["output_token_logprobs"]
-
-
-@pytest.mark.full
-def test_embeddings_as_input_give_the_text_of_their_tokens(
-    below_budget: Server, stock_server: Server, model: Path, tokenizer: Any
-) -> None:
-    from safetensors import safe_open
-
-    ids = tokenizer("The largest city of the United Kingdom is")["input_ids"]
-    with safe_open(next(model.glob("*.safetensors")), "pt") as tensors:
-        rows = tensors.get_tensor("model.embed_tokens.weight")[ids].float().tolist()
-    parameters = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    ours = post(below_budget, "/generate", {"input_embeds": rows, "sampling_params": parameters})
-    assert ours["text"] == stock_server.generate(ids, NEW_TOKENS)["text"]
 
 
 @pytest.mark.full
