@@ -62,11 +62,11 @@ def ask(
             if not reply.ok:
                 answer.error = f"{reply.status_code}: {reply.text[:300]}"
             elif streamed:
-                _read_stream(reply, answer, drop_after)
+                _read_stream(reply, answer, drop_after, logprobs)
             else:
                 for item in reply.json():
                     _read_item(item, answer)
-                    answer.continuations.append(_tokens(item))
+                    answer.continuations.append(_tokens(item, logprobs) or [])
     except requests.Timeout:
         answer.lost = True
     except (requests.RequestException, ValueError) as error:
@@ -74,7 +74,7 @@ def ask(
     return answer
 
 
-def _read_stream(reply: requests.Response, answer: Answer, drop_after: int | None) -> None:
+def _read_stream(reply: requests.Response, answer: Answer, drop_after: int | None, logprobs: bool) -> None:
     tokens: list[Token] = []
     last = 0.0
     for line in reply.iter_lines():
@@ -87,7 +87,8 @@ def _read_stream(reply: requests.Response, answer: Answer, drop_after: int | Non
         now = time.monotonic()
         answer.longest_pause = max(answer.longest_pause, now - last if last else 0.0)
         last = now
-        tokens = _tokens(item)
+        if (so_far := _tokens(item, logprobs)) is not None:
+            tokens = so_far
         _read_item(item, answer)
         if drop_after is not None and len(tokens) >= drop_after:
             answer.aborted = True
@@ -102,13 +103,15 @@ def _read_item(item: dict[str, Any], answer: Answer) -> None:
     answer.aborted = answer.aborted or reason.get("type") == "abort"
 
 
-def _tokens(item: dict[str, Any]) -> list[Token]:
+def _tokens(item: dict[str, Any], logprobs: bool) -> list[Token] | None:
+    """None where the server leaves them out: in its last word on an aborted request."""
     about = item["meta_info"]
-    if "output_token_logprobs" in about:
-        chosen = about["output_token_logprobs"]
-        best = about.get("output_top_logprobs") or [None] * len(chosen)
-        return [
-            Token(token, logprob, tuple((other, at) for at, other, *_ in beside or ()))
-            for (logprob, token, *_), beside in zip(chosen, best, strict=False)
-        ]
-    return [Token(token, 0.0) for token in item.get("output_ids") or []]
+    if not logprobs:
+        return [Token(token, 0.0) for token in item.get("output_ids") or []]
+    if (chosen := about.get("output_token_logprobs")) is None:
+        return None
+    best = about.get("output_top_logprobs") or [None] * len(chosen)
+    return [
+        Token(token, logprob, tuple((other, at) for at, other, *_ in beside or ()))
+        for (logprob, token, *_), beside in zip(chosen, best, strict=False)
+    ]

@@ -112,10 +112,13 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             self._device = None if why_not(config) else self._on_device
             if self._device:
                 self._device.use(config, tuning)
-        if self._cpu is None:
-            self._scouting.use(config, profile, self._device.scout if self._device else self._ahead)
+        self._predict(config, profile)
         self.attention.use(config, tuning)
         self._config = config
+
+    def _predict(self, config: HybridConfig, profile: Profile | None) -> None:
+        if self._cpu is None:
+            self._scouting.use(config, profile, self._device.scout if self._device else self._ahead)
 
     def choose_channels(self, profile: Profile | None) -> None:
         """What sketches hold. Those of keys that are written already become void."""
@@ -178,9 +181,12 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         return None
 
     def weights_changed(self) -> None:
-        """Predictors are made anew. Without a profile that fits the new weights nothing is predicted."""
+        """Predictors are made anew. Without a profile that fits the new weights nothing is predicted.
+
+        Rows that are decoding go on as they are.
+        """
         try:
-            self.use(self._config)
+            self._predict(self._config, read_profile(self._config, self._model_runner))
         except Refusal as refusal:
             logger.error("after an update of weights: %s. Queries are not predicted any more", refusal)
             self.use(msgspec.structs.replace(self._config, profile="none", prediction="none"))

@@ -71,19 +71,23 @@ def test_other_backends_update_as_they_always_did() -> None:
     assert update(object()) == (True, "")
 
 
-def test_a_profile_that_does_not_fit_the_new_weights_ends_prediction(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_profile_that_does_not_fit_the_new_weights_ends_prediction(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from sglang_hybrid.config import HybridConfig
+    from sglang_hybrid.integration import attention_backend
 
     used: list[HybridConfig] = []
 
-    def use(config: HybridConfig) -> None:
-        if config.profile != "none":
-            raise Refusal("profile p: made for other weights")
-        used.append(config)
+    def read_profile(config: HybridConfig, _runner: object) -> None:
+        raise Refusal(f"profile {config.profile}: made for other weights")
+
+    monkeypatch.setattr(attention_backend, "read_profile", read_profile)
 
     backend = HybridAttnBackend.__new__(HybridAttnBackend)
     backend._config = HybridConfig(profile="p")
-    backend.use = use
+    backend._model_runner = None
+    backend.use = used.append
     backend.weights_changed()
     assert [(config.profile, config.prediction) for config in used] == [("none", "none")]
     assert "made for other weights. Queries are not predicted any more" in caplog.text
