@@ -7,12 +7,10 @@ from collections import Counter
 
 from sglang_hybrid import env
 from sglang_hybrid.chaos import same_bits
+from sglang_hybrid.chaos.switches import ROWS_NOT_RESET, SAME_BITS
 from sglang_hybrid.policies.scout import ScoutPolicy
 
 logger = logging.getLogger("sglang.srt.hybrid")
-
-SAME_BITS = "same-bits"
-ROWS_NOT_RESET = "bug-rows-not-reset"
 
 
 def install() -> None:

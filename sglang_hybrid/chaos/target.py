@@ -20,8 +20,7 @@ import psutil
 import requests
 
 from sglang_hybrid import env
-from sglang_hybrid.chaos.inside import SAME_BITS
-from sglang_hybrid.integration.freed_pages import SWITCH as SPOIL
+from sglang_hybrid.chaos.switches import SAME_BITS, SPOIL_FREED_PAGES
 
 START_SECONDS = 600.0  # on a GPU kernels may have to be compiled
 # the server gets small file systems of its own for what other programs could fill up
@@ -74,7 +73,7 @@ class Target:
         self._environment = os.environ | _STRICT | _RETRACTING | {
             "HF_HUB_OFFLINE": "1",
             "TMPDIR": str(self.temporary),
-            env.CHAOS.name: json.dumps([*([SAME_BITS] if same_bits else []), SPOIL, *switches]),
+            env.CHAOS.name: json.dumps([*([SAME_BITS] if same_bits else []), SPOIL_FREED_PAGES, *switches]),
         }  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 

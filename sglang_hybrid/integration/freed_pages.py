@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-SWITCH = "spoil-freed-pages"  # in SGLANG_HYBRID_CHAOS
-
 
 def spoil(allocator: Any, pool: Any) -> None:
     """From now on, all pages that ``allocator`` gets back."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sglang_hybrid import container, env
+from sglang_hybrid.chaos.switches import SPOIL_FREED_PAGES
 from sglang_hybrid.config import HybridConfig, config_from_environment
 from sglang_hybrid.gpu.decode import DeviceScout
 from sglang_hybrid.gpu.prefill import DevicePrefill
@@ -146,7 +147,7 @@ def build_allocator(
     allocator = original(configurator, sizes=sizes, token_to_kv_pool=token_to_kv_pool, **kwargs)
     if torch.device(configurator.device).type == "cpu" and type(allocator) is PagedTokenToKVPoolAllocator:
         allocator = _cpu_allocator(configurator, sizes.max_total_num_tokens, token_to_kv_pool)
-    if _is_hybrid(configurator) and freed_pages.SWITCH in env.CHAOS.get():
+    if _is_hybrid(configurator) and SPOIL_FREED_PAGES in env.CHAOS.get():
         freed_pages.spoil(allocator, token_to_kv_pool)
     return allocator
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from sglang_hybrid.chaos.switches import ROWS_NOT_RESET
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -72,7 +74,7 @@ def test_two_minutes_of_chaos_cost_no_token(tmp_path: Path) -> None:
             tuple(part for setting in LONG_LISTS for part in ("--hybrid", setting)),
             id="scratch one task short",
         ),
-        pytest.param(None, ("--bug", "bug-rows-not-reset"), id="rows not reset"),
+        pytest.param(None, ("--bug", ROWS_NOT_RESET), id="rows not reset"),
     ],
 )
 def test_a_bug_on_purpose_is_found(

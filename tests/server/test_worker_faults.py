@@ -29,8 +29,8 @@ import zmq
 from real_server import Server
 
 from sglang_hybrid import env
-from sglang_hybrid.chaos.inside import SAME_BITS
 from sglang_hybrid.chaos.mailbox_memory import MailboxMemory
+from sglang_hybrid.chaos.switches import SAME_BITS
 from sglang_hybrid.transport.control_client import ControlClient
 from sglang_hybrid.transport.messages import Health, Plan, Stats, encode
 

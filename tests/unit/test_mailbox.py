@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import time
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
