@@ -62,6 +62,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--no-peers", action="store_true", help="leave out the disaggregated set")
     add("--prediction", choices=PREDICTIONS, action="append", help="only this one (default: both in turn)")
     add("--hybrid", action="append", default=[], metavar="KEY=VALUE", help="a setting of the servers, instead of ours")
+    add("--stop-at-first", action="store_true", help="end a server's turn when something is found to be wrong")
     add("--json", type=Path, metavar="FILE", help="write the summary there, too")
     add("--keep", type=Path, metavar="DIRECTORY", help="where servers' logs are kept (default: nowhere)")
     add("--bug", action="append", default=[], help=argparse.SUPPRESS)  # switched on in the server: must be found
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tell(f"prediction={prediction}: starting a server, its log is {directory / 'server.log'}")
             try:
                 with Target(model, flags, directory.absolute(), arguments.bug, same_bits=on_cpu) as target:
-                    phase = Phase(target, asked, arguments.seed, tell)
+                    phase = Phase(target, asked, arguments.seed, tell, arguments.stop_at_first)
                     findings.add(phase.run(seconds))
             except TargetError as error:
                 tell(str(error))

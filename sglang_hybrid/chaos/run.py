@@ -23,6 +23,7 @@ CLIENTS = 6
 _ABORTED_SHARE = 0.2
 _MEAN_SECONDS = 1.5  # between two faults begun
 _AT_A_TIME = 3  # faults
+_TELL_SECONDS = 10.0
 _TRIES = 5
 _OTHERS = 8  # tokens that are told beside each, to know a tie
 _SETTLE_SECONDS = 60.0
@@ -66,7 +67,11 @@ class Findings:
 
 
 class Phase:
-    def __init__(self, target: Target, asked: Sequence[Request], seed: int, tell: Tell) -> None:
+    def __init__(
+        self, target: Target, asked: Sequence[Request], seed: int, tell: Tell, stops_at_first: bool = False
+    ) -> None:
+        """``stops_at_first``: when something is found to be wrong."""
+        self._stops_at_first = stops_at_first
         self._target = target
         self._asked = asked
         self._seed = seed
@@ -80,6 +85,8 @@ class Phase:
 
     def run(self, seconds: float) -> Findings:
         self._answer_undisturbed()
+        if self._stops_at_first and not self.findings.is_clean:
+            return self.findings
         held = self._settled_holdings()
         threads = [threading.Thread(target=self._client, args=(n,), name=f"client-{n}") for n in range(CLIENTS)]
         threads.append(threading.Thread(target=self._torment, name="faults"))
@@ -87,8 +94,10 @@ class Phase:
             thread.start()
         ends = time.monotonic() + seconds
         try:
-            while time.monotonic() < ends and self._target.is_alive and not self._end.wait(10.0):
+            while time.monotonic() < ends and self._target.is_alive and not self._end.wait(_TELL_SECONDS):
                 self._tell(self._so_far())
+                if self._stops_at_first and not self.findings.is_clean:
+                    return self.findings
         finally:
             self._end.set()
             for thread in threads:

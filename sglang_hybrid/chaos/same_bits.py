@@ -15,7 +15,9 @@ import torch
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.base import LayerCache
 
-PANEL = 32  # rows of every matrix product; prompts are computed in as many tokens, from multiples of it
+ROWS = 8  # of every matrix product
+TOKENS = 32  # of a prompt that are attended at a time, from multiples of it
+ESTIMATED = 16  # blocks that are estimated at a time, likewise
 LISTED = 64  # widths of what is reduced are multiples of this
 BLOCKS = 256
 
@@ -55,8 +57,8 @@ def matmul(x: torch.Tensor, other: torch.Tensor, **more: Any) -> torch.Tensor:
 
 def _in_panels(x: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     rows = x.shape[0]
-    padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % PANEL)) if rows else x.new_zeros(PANEL, x.shape[1])
-    return torch.cat([product(panel) for panel in padded.split(PANEL)])[:rows]
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % ROWS)) if rows else x.new_zeros(ROWS, x.shape[1])
+    return torch.cat([product(panel) for panel in padded.split(ROWS)])[:rows]
 
 
 def attend_prefill(
@@ -66,16 +68,16 @@ def attend_prefill(
     heads, group = key.shape[0], query.shape[1] // key.shape[0]
     before = total - new
     out = query.new_empty(new, query.shape[1], value.shape[2])
-    for start in range(before // PANEL * PANEL, total, PANEL):
-        end = min(start + PANEL, total)
+    for start in range(before // TOKENS * TOKENS, total, TOKENS):
+        end = min(start + TOKENS, total)
         first = max(start, before)
-        panel = query.new_zeros(PANEL, *query.shape[1:])
+        panel = query.new_zeros(TOKENS, *query.shape[1:])
         panel[first - start : end - start] = query[first - before : end - before]
-        asked = panel.view(PANEL, heads, group, -1).permute(1, 2, 0, 3).flatten(1, 2)  # [heads, group * PANEL, dim]
+        asked = panel.view(TOKENS, heads, group, -1).permute(1, 2, 0, 3).flatten(1, 2)  # [heads, group * TOKENS, dim]
         logits = torch.bmm(asked, key[:, :end].transpose(1, 2)) * scale
-        hidden = torch.arange(end) > torch.arange(start, start + PANEL)[:, None]
+        hidden = torch.arange(end) > torch.arange(start, start + TOKENS)[:, None]
         weights = logits.masked_fill(hidden.repeat(group, 1), -torch.inf).softmax(dim=2)
-        attended = torch.bmm(weights, value[:, :end]).unflatten(1, (group, PANEL)).permute(2, 0, 1, 3).flatten(1, 2)
+        attended = torch.bmm(weights, value[:, :end]).unflatten(1, (group, TOKENS)).permute(2, 0, 1, 3).flatten(1, 2)
         out[first - before : end - before] = attended[first - start : end - start]
     return out
 
@@ -94,8 +96,12 @@ def merge(
 
 
 def estimates(cache: LayerCache, query: torch.Tensor, pages: torch.Tensor, spread: float, scale: float) -> torch.Tensor:
-    wide = _wider(pages, BLOCKS, 0)
-    return _by_row(lambda q, p: _estimates(cache, q, p, spread, scale), query, wide)[..., : pages.shape[-1]]
+    wide = _wider(pages, ESTIMATED, 0)
+    panels = [
+        _by_row(lambda q, p: _estimates(cache, q, p, spread, scale), query, panel.contiguous())
+        for panel in wide.split(ESTIMATED, dim=-1)
+    ]
+    return torch.cat(panels, dim=-1)[..., : pages.shape[-1]]
 
 
 def block_scores(logits: torch.Tensor, block_counts: torch.Tensor, scale: float) -> torch.Tensor:
@@ -126,7 +132,7 @@ def _wider(x: torch.Tensor, multiple: int, filler: float) -> torch.Tensor:
 
 def _check_places() -> None:
     chance = torch.Generator().manual_seed(0)
-    weight, x = (torch.randn(rows, 576, generator=chance) for rows in (960, 4 * PANEL))
+    weight, x = (torch.randn(rows, 576, generator=chance) for rows in (960, 16 * ROWS))
     order = torch.randperm(len(x), generator=chance)
     if not torch.equal(linear(x, weight)[order], linear(x[order], weight)):
         raise RuntimeError("on this machine a matrix product rounds a row by its place: answers cannot be compared")

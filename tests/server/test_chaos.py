@@ -54,8 +54,9 @@ def chaos(directory: Path, *arguments: str, minutes: float, **environment: str) 
     return done.returncode, json.loads(summary.read_text())
 
 
-def test_two_minutes_of_chaos_cost_no_token(tmp_path: Path) -> None:
-    status, summary = chaos(tmp_path, "--seed", "1", minutes=2)
+@pytest.mark.parametrize("prediction", ["raw", pytest.param("none", marks=pytest.mark.full)])
+def test_two_minutes_of_chaos_cost_no_token(prediction: str, tmp_path: Path) -> None:
+    status, summary = chaos(tmp_path, "--prediction", prediction, "--requests", "6", "--longest", "1000", minutes=2)
     assert status == 0
     assert summary["faults survived"] >= 30
     assert summary["answers"] > 20
@@ -84,7 +85,17 @@ def test_a_bug_on_purpose_is_found(
     if patch:
         environment["SGLANG_HYBRID_NATIVE_LIBRARY"] = str(built_with(*patch, tmp_path / "build"))
     _status, summary = chaos(
-        tmp_path, "--prediction", "raw", "--longest", "700", *arguments, minutes=1.5, **environment
+        tmp_path,
+        "--prediction",
+        "raw",
+        "--requests",
+        "6",
+        "--longest",
+        "700",
+        "--stop-at-first",
+        *arguments,
+        minutes=3,
+        **environment,
     )
     assert summary["wrong tokens"] > 0, summary
 
