@@ -17,8 +17,9 @@ from xdist.scheduler import LoadScopeScheduling
 
 # minutes each: first, so that at the end both processes have something to do (and --no-loadscope-reorder keeps it so)
 LONG = (
-    "test_exactness", "test_pd", "test_pd_faults", "test_chaos", "test_cuda_build", "test_switches", "test_console", "test_lifecycle",
-    "test_features", "test_sanitizers", "test_decoder_layers", "test_worker_faults", "test_cuda_emulated",
+    "test_exactness", "test_pd", "test_pd_faults", "test_chaos", "test_cuda_build", "test_switches", "test_console",
+    "test_lifecycle", "test_features", "test_sanitizers", "test_decoder_layers", "test_worker_faults",
+    "test_cuda_emulated",
 )  # fmt: skip
 # every test on its own: what they share is built once for all processes
 SPREAD = ("test_cuda_emulated",)
