@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 from collections import Counter
 
 from sglang_hybrid import env
 from sglang_hybrid.chaos import same_bits
-from sglang_hybrid.chaos.switches import ROWS_NOT_RESET, SAME_BITS
+from sglang_hybrid.chaos.switches import ROWS_NOT_RESET, SAME_BITS, TELL_STACKS
 from sglang_hybrid.policies.scout import ScoutPolicy
 
 logger = logging.getLogger("sglang.srt.hybrid")
@@ -16,6 +17,7 @@ logger = logging.getLogger("sglang.srt.hybrid")
 def install() -> None:
     switches = env.CHAOS.get()
     logger.warning("this server is made for a chaos run (%s): it is slow, and of no other use", ", ".join(switches))
+    faulthandler.register(TELL_STACKS, all_threads=True)
     if SAME_BITS in switches:
         same_bits.install()
     if ROWS_NOT_RESET in switches:

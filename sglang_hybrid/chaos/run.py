@@ -77,7 +77,6 @@ class Phase:
         self._seed = seed
         self._tell = tell
         self._expected: dict[int, Answer] = {}
-        self._threads: Counter[str] = Counter()
         self._suspects: list[tuple[Request, Answer]] = []  # retracted, and with other tokens
         self._lock = threading.RLock()
         self._end = threading.Event()
@@ -124,7 +123,6 @@ class Phase:
             answers = list(pool.map(lambda request: ask(self._target.url, request), self._asked))
         for request, answer in zip(self._asked, answers, strict=True):
             self._judge(request, answer, was_aborted=False)
-        self._threads = self._target.thread_names()
 
     def _ask_alone(self, request: Request) -> Answer:
         """With nothing in the cache, and not retracted."""
@@ -244,8 +242,8 @@ class Phase:
         after = self._settled_holdings(like=before)
         for name, count in after.items():
             if count > before[name]:
-                more = dict(self._target.thread_names() - self._threads) if name == "threads" else ""
-                self._note(f"leaked: {name} {before[name]} -> {count} {more}")
+                more = f":\n{self._target.stacks()}" if name == "threads" else ""
+                self._note(f"leaked: {name} {before[name]} -> {count}{more}")
                 self.findings.leaked[name] += count - before[name]
         if used := self._target.load()["num_used_tokens"]:
             self._note(f"leaked: {used} tokens of the pool")

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import psutil
 import requests
 
 from sglang_hybrid import env
-from sglang_hybrid.chaos.switches import SAME_BITS, SPOIL_FREED_PAGES
+from sglang_hybrid.chaos.switches import SAME_BITS, SPOIL_FREED_PAGES, TELL_STACKS
 
 START_SECONDS = 600.0  # on a GPU kernels may have to be compiled
 # the server gets small file systems of its own for what other programs could fill up
@@ -167,10 +166,14 @@ class Target:
             "shared-memory files": sum(1 for _ in (root / "dev/shm").iterdir()),
         }
 
-    def thread_names(self) -> Counter[str]:
-        """Of the scheduler's process: what a leaked thread was for."""
-        tasks = Path(f"/proc/{self.scheduler().pid}/task")
-        return Counter((task / "comm").read_text().strip() for task in tasks.iterdir())
+    def stacks(self) -> str:
+        """Of the threads of the scheduler's process: what a leaked one is for."""
+        before = self.log.stat().st_size
+        self.scheduler().send_signal(TELL_STACKS)
+        time.sleep(2)
+        with self.log.open("rb") as log:
+            log.seek(before)
+            return log.read().decode(errors="replace")
 
     def load(self) -> dict[str, Any]:
         found: dict[str, Any] = requests.get(f"{self.url}/v1/loads", timeout=30).json()["loads"][0]
