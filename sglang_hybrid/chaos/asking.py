@@ -104,8 +104,10 @@ def _read_item(item: dict[str, Any], answer: Answer) -> None:
 
 
 def _tokens(item: dict[str, Any], logprobs: bool) -> list[Token] | None:
-    """None where the server leaves them out: in its last word on an aborted request."""
+    """None in the server's last word on an aborted request, which has some of them or none."""
     about = item["meta_info"]
+    if (about.get("finish_reason") or {}).get("type") == "abort":
+        return None
     if not logprobs:
         return [Token(token, 0.0) for token in item.get("output_ids") or []]
     if (chosen := about.get("output_token_logprobs")) is None:

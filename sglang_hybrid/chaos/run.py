@@ -166,7 +166,8 @@ class Phase:
 
     def _judge(self, request: Request, answer: Answer, was_aborted: bool) -> None:
         expected = self._expected[request.number]
-        name = f"request {request.number} ({len(request.ids)} tokens, n={request.answers})"
+        about = f"{len(request.ids)} tokens, n={request.answers}{', aborted' if answer.aborted else ''}"
+        name = f"request {request.number} ({about})"
         with self._lock:
             found = self.findings
             if answer.lost:
@@ -253,13 +254,15 @@ class Phase:
         """When nothing runs and a worker serves; what goes away by itself gets the time to."""
         self._target.wait_until_idle()
         self._target.wait_for(lambda: self._target.serving_worker() is not None, "to have a worker", _SETTLE_SECONDS)
-        self._target.wait_for(self._target.flush, "to flush its cache")
         deadline = time.monotonic() + _SETTLE_SECONDS
-        held = self._target.holdings()
-        while like and time.monotonic() < deadline and any(held[name] > like[name] for name in held):
-            time.sleep(0.5)
+        while True:
+            # a step, too: a GPU keeps the mailbox of the last worker until the next one
+            ask(self._target.url, self._asked[-1])
+            self._target.wait_until_idle()
+            self._target.wait_for(self._target.flush, "to flush its cache")
             held = self._target.holdings()
-        return held
+            if not like or time.monotonic() > deadline or all(held[name] <= like[name] for name in held):
+                return held
 
     def _note(self, text: str, **counts: int) -> None:
         with self._lock:
