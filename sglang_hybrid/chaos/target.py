@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,9 +58,9 @@ class Target:
         """``switches``: bugs on purpose, beside what every chaos run needs. ``same_bits`` needs a CPU."""
         self.has_same_bits = same_bits
         self.model = model
+        directory.mkdir(parents=True, exist_ok=True)
         self.log = directory / "server.log"
-        self.temporary = directory / "tmp"
-        self.temporary.mkdir(parents=True, exist_ok=True)
+        self.temporary = Path(tempfile.mkdtemp(prefix="chaos-"))  # a short name: sockets are made there
         self.own_file_systems = same_bits and may_mount()  # with a GPU kernels are compiled there
         prefix = ("unshare", "--mount", "sh", "-c", _OWN_FILE_SYSTEMS, "sh") if self.own_file_systems else ()
         with socket.socket() as free:
@@ -97,6 +99,7 @@ class Target:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
     def _is_healthy(self) -> bool:
         try:
