@@ -38,8 +38,8 @@ def all_faults(target: Target) -> dict[str, tuple[int, Fault]]:
     table: dict[str, tuple[int, Fault]] = worker_faults() | {
         "scheduler stopped": (2, _stop_scheduler),
         "bits flipped": (6, _flip_bits),
-        "stale replies": (3, lambda t, c: _write_replies(t, c, -2 * c.randrange(1, 5))),
-        "future replies": (4, lambda t, c: _write_replies(t, c, 2 * c.randrange(1, 5))),
+        "stale replies": (3, lambda t, c: _write_replies(t, -2 * c.randrange(1, 5), 0)),
+        "future replies": (4, lambda t, c: _write_replies(t, 2 * c.randrange(1, 5), c.randrange(2))),
         "wrong generations": (4, _wrong_generations),
         "wrong statuses": (2, _wrong_statuses),
         "no descriptors left": (2, _limit_descriptors),
@@ -141,11 +141,13 @@ def _flip_bits(target: Target, chance: random.Random) -> str | None:
         return ", ".join(memory.flip_bit(chance) for _ in range(chance.randrange(1, 9)))
 
 
-def _write_replies(target: Target, chance: random.Random, distance: int) -> str | None:
+def _write_replies(target: Target, distance: int, generations: int) -> str | None:
+    """What is there becomes the reply to another post, of this step or of one ``generations`` later."""
     with _mailbox(target) as memory:
         if memory is None:
             return None
-        memory.write_replies(sequence=max(0, memory.posted() + distance))
+        generation = (memory.generation() + generations) % (1 << 32)
+        memory.write_replies(generation=generation, status=0, sequence=max(0, memory.posted() + distance))
         return f"of the post {distance} from the newest"
 
 
@@ -153,7 +155,7 @@ def _wrong_generations(target: Target, chance: random.Random) -> str | None:
     with _mailbox(target) as memory:
         if memory is None:
             return None
-        memory.write_replies(generation=chance.randrange(1 << 31, 1 << 32), sequence=memory.posted())
+        memory.forge_replies(generation=chance.randrange(1 << 31, 1 << 32))
         return "of the newest post"
 
 
@@ -161,7 +163,7 @@ def _wrong_statuses(target: Target, chance: random.Random) -> str | None:
     with _mailbox(target) as memory:
         if memory is None:
             return None
-        memory.write_replies(status=chance.randrange(3, 1 << 32), sequence=memory.posted())
+        memory.forge_replies(status=chance.randrange(3, 1 << 32))
         return "of the newest post"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,7 @@ from sglang_hybrid.native.library import library, mailbox_fields
 from sglang_hybrid.native.structs import Geometry, MailboxLayout
 
 SLOTS = 2
+_FACTOR = 0x9E3779B97F4A7C15
 
 
 class MailboxMemory:
@@ -42,6 +44,7 @@ class MailboxMemory:
             "Reply": (layout.replies, rows),
             "List": (layout.lists, rows * heads),
         }
+        self._checks = layout.checks
         self._pages = layout.pages, rows * heads * self.geometry.max_blocks
 
     def posted(self) -> int:
@@ -50,12 +53,46 @@ class MailboxMemory:
 
     def write_replies(self, **fields: int) -> None:
         """Every reply of both slots gets these values, in this order."""
-        start, count = self._places["Reply"]
-        _, size = self._fields["Reply"][""]
-        for record in range(count):
-            for name, value in fields.items():
-                offset, width = self._fields["Reply"][name]
-                self._write(start + record * size + offset, value.to_bytes(width, "little"))
+        for record in range(self._places["Reply"][1]):
+            self._write_reply(record, fields)
+
+    def forge_replies(self, **wrong: int) -> None:
+        """Every reply to the newest post becomes one that fits its request, but for what is ``wrong``."""
+        newest = self.posted()
+        for row in range(self._number("Post", newest % SLOTS, "rows")):
+            record = newest % SLOTS * self.geometry.rows + row
+            self._write(self._checks + 8 * record, self._check_of_request(newest, record).to_bytes(8, "little"))
+            generation = self._number("Request", record, "generation")
+            self._write_reply(record, {"generation": generation, "status": 0} | wrong | {"sequence": newest})
+
+    def generation(self) -> int:
+        """Of the newest post."""
+        return self._number("Request", self.posted() % SLOTS * self.geometry.rows, "generation")
+
+    def _check_of_request(self, sequence: int, record: int) -> int:
+        """As kernels/cpu/src/worker/checks.h defines it."""
+        if not self._number("Request", record, "blocks"):
+            return 0
+        heads, most = self.geometry.kv_heads, self.geometry.max_blocks
+        numbers = [self._number("Post", sequence % SLOTS, name) for name in ("layer", "scale")]
+        for entry in range(record * heads, (record + 1) * heads):
+            count, last_fill = (self._number("List", entry, name) for name in ("count", "last_fill"))
+            count = min(count, most)
+            listed = self._read(self._pages[0] + 4 * entry * most, 4 * count)
+            pages = [int.from_bytes(listed[4 * i : 4 * i + 4], "little") for i in range(count)]
+            numbers += [count, last_fill if count else 0, *pages, *[0] * (most - count)]
+        return sum(number * _FACTOR * (2 * place + 1) for place, number in enumerate(numbers)) % (1 << 64)
+
+    def _number(self, record: str, index: int, name: str) -> int:
+        offset, width = self._fields[record][name]
+        place = self._places[record][0] + index * self._fields[record][""][1] + offset
+        return int.from_bytes(self._read(place, width), "little")
+
+    def _write_reply(self, record: int, fields: Mapping[str, int]) -> None:
+        for name, value in fields.items():
+            offset, width = self._fields["Reply"][name]
+            place = self._places["Reply"][0] + record * self._fields["Reply"][""][1] + offset
+            self._write(place, value.to_bytes(width, "little"))
 
     def flip_bit(self, chance: random.Random) -> str:
         """Some bit of some field, or of a page number in a list. Says which."""
