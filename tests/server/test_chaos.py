@@ -38,7 +38,7 @@ SCRATCH_ONE_TASK_SHORT = (
 )
 # lists as long as they can be, a task for each block
 LONG_LISTS = (
-    "sink_blocks=0", "recent_blocks=0", "resident_tokens=0", "miss_share=0", "worker_task_blocks=1",
+    "sink_blocks=0", "recent_blocks=0", "resident_tokens=0", "miss_share=0", "worker_task_blocks=1", "worker_threads=2",
 )  # fmt: skip
 
 
