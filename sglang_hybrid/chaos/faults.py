@@ -39,7 +39,7 @@ def all_faults(target: Target) -> dict[str, tuple[int, Fault]]:
         "scheduler stopped": (2, _stop_scheduler),
         "bits flipped": (6, _flip_bits),
         "stale replies": (3, lambda t, c: _write_replies(t, -2 * c.randrange(1, 5), 0)),
-        "future replies": (4, lambda t, c: _write_replies(t, 2 * c.randrange(1, 5), c.randrange(2))),
+        "future replies": (4, _foretell),
         "wrong generations": (4, _wrong_generations),
         "wrong statuses": (2, _wrong_statuses),
         "no descriptors left": (2, _limit_descriptors),
@@ -149,6 +149,14 @@ def _write_replies(target: Target, distance: int, generations: int) -> str | Non
         generation = (memory.generation() + generations) % (1 << 32)
         memory.write_replies(generation=generation, status=0, sequence=max(0, memory.posted() + distance))
         return f"of the post {distance} from the newest"
+
+
+def _foretell(target: Target, chance: random.Random) -> str | None:
+    """Again and again, so that some of them would come true: a slot's next post may be the same layer's next step."""
+    done = [
+        _write_replies(target, 2 * chance.randrange(1, 3), chance.randrange(2)) for _ in range(chance.randrange(1, 20))
+    ]
+    return next((what for what in done if what), None)
 
 
 def _wrong_generations(target: Target, chance: random.Random) -> str | None:

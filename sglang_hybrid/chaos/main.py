@@ -29,10 +29,7 @@ LAYERS = 6
 SCOUT = ("budget_tokens=256", "resident_tokens=192", "recall_interval=3", "worker=start", "worker_restart_seconds=0.3")
 PREDICTIONS = ("raw", "none")
 _LONG_RUN_MINUTES = 10.0
-_CPU = (
-    "--device", "cpu", "--dtype", "float32", "--sleep-on-idle",
-    "--json-model-override-args", json.dumps({"num_hidden_layers": LAYERS}),
-)  # fmt: skip
+_CPU = ("--device", "cpu", "--dtype", "float32", "--sleep-on-idle")
 _CUDA = (
     "--dtype", "bfloat16", "--cuda-graph-backend-prefill", "disabled", "--cuda-graph-bs-decode", "1", "2", "4", "8",
     "--mem-fraction-static", "0.3",
@@ -51,6 +48,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=1, help="what is asked and what goes wrong (default: %(default)s)")
     add("--model-path", type=Path, help="a model directory (default: the default model)")
     add("--longest", type=int, help="tokens of the longest prompt (default: 6000, or 1500 in short runs)")
+    add("--layers", type=int, default=LAYERS, help="that the model keeps, on a CPU (default: %(default)s)")
     add("--requests", type=int, help="different requests (default: 20, or 10 in short runs)")
     add(
         "--device",
@@ -93,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="sglang-hybrid-chaos-") as temporary:
         for prediction in predictions:
             directory = (arguments.keep or Path(temporary)) / prediction
-            flags = _flags(prediction, longest, arguments.hybrid, on_cpu)
+            flags = _flags(prediction, longest, arguments)
             tell(f"prediction={prediction}: starting a server, its log is {directory / 'server.log'}")
             try:
                 with Target(model, flags, directory.absolute(), arguments.bug, same_bits=on_cpu) as target:
@@ -136,7 +134,7 @@ def _with_peers(
     tell(f"a disaggregated set: starting it, its logs are in {directory}")
     short = [request for request in asked if len(request.ids) <= _LONGEST_OF_PEERS]
     try:
-        with Peers(model, LAYERS, directory.absolute()) as peers:
+        with Peers(model, arguments.layers, directory.absolute()) as peers:
             return PeersPhase(peers, short, arguments.seed, tell).run(seconds)
     except TargetError as error:
         tell(str(error))
@@ -152,8 +150,8 @@ def _requests(model: Path, seed: int, count: int, longest: int) -> list[Request]
     return make_requests(ids, chance, count, longest)
 
 
-def _flags(prediction: str, longest: int, more: Sequence[str], on_cpu: bool) -> list[str]:
-    settings = [*SCOUT, f"prediction={prediction}", "host_memory=1GiB", *more]
+def _flags(prediction: str, longest: int, arguments: argparse.Namespace) -> list[str]:
+    settings = [*SCOUT, f"prediction={prediction}", "host_memory=1GiB", *arguments.hybrid]
     pool = (longest + 1024) // 32 * 32  # the longest prompt, and a few others beside it
     return [
         *(part for setting in settings for part in ("--hybrid", setting)),
@@ -161,8 +159,12 @@ def _flags(prediction: str, longest: int, more: Sequence[str], on_cpu: bool) -> 
         "--chunked-prefill-size", "512", "--watchdog-timeout", "1800",
         # requests are admitted though they may not all fit: some will be retracted
         "--schedule-conservativeness", "0.01",
-        *(_CPU if on_cpu else _CUDA),
+        *((*_CPU, *_first_layers(arguments.layers)) if arguments.device == "cpu" else _CUDA),
     ]  # fmt: skip
+
+
+def _first_layers(count: int) -> tuple[str, str]:
+    return "--json-model-override-args", json.dumps({"num_hidden_layers": count})
 
 
 def _summary(
@@ -174,7 +176,7 @@ def _summary(
             "predictions": list(predictions),
             "hybrid": [*SCOUT, *arguments.hybrid],
             "device": arguments.device,
-            "layers": LAYERS if arguments.device == "cpu" else "all",
+            "layers": arguments.layers if arguments.device == "cpu" else "all",
             "longest prompt": longest,
             "different requests": count,
         },
