@@ -56,7 +56,7 @@ def chaos(directory: Path, *arguments: str, minutes: float, **environment: str) 
 
 @pytest.mark.parametrize("prediction", ["raw", pytest.param("none", marks=pytest.mark.full)])
 def test_two_minutes_of_chaos_cost_no_token(prediction: str, tmp_path: Path) -> None:
-    status, summary = chaos(tmp_path, "--prediction", prediction, "--requests", "6", "--longest", "1000", minutes=2)
+    status, summary = chaos(tmp_path, "--prediction", prediction, "--requests", "5", "--longest", "700", minutes=2)
     assert status == 0
     assert summary["faults survived"] >= 30
     assert summary["answers"] > 20

@@ -325,6 +325,7 @@ def tokens_of(server: Server) -> list[list[int]]:
     return [server.generate(ids, NEW_TOKENS)["output_ids"] for ids in tiny_prompts()]
 
 
+@pytest.mark.full
 def test_two_tensor_parallel_ranks_give_stocks_tokens(
     tiny_llama: Path, tiny_answers: list[list[int]], tmp_path: Path
 ) -> None:
@@ -346,6 +347,7 @@ def test_two_nodes_give_stocks_tokens(tiny_llama: Path, tiny_answers: list[list[
         assert tokens_of(both.enter_context(first)) == tiny_answers
 
 
+@pytest.mark.full
 def test_two_replicas_give_stocks_texts(model: Path, stock_server: Server, tmp_path: Path) -> None:
     flags = ("--dp-size", "2", "--hybrid", "host_memory=512MiB")
     expected = generate(stock_server)["text"]
