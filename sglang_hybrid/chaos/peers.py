@@ -211,6 +211,8 @@ class PeersPhase:
             with self._lock:
                 concerned = down or self._is_down or self._outages != outages
                 self._judge(request, answer, concerned)
+            if answer.error:
+                self._end.wait(0.5)  # a router without a peer says so at once
 
     def _judge(self, request: Request, answer: Answer, concerned: bool) -> None:
         found, name = self.findings, f"request {request.number} ({len(request.ids)} tokens), disaggregated"
