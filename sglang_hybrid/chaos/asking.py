@@ -18,9 +18,7 @@ ANSWER_SECONDS = 300.0  # a request that takes longer is lost
 class Token:
     id: int
     logprob: float
-    others: tuple[
-        tuple[int, float], ...
-    ] = ()  # the best tokens of this place and their logprobs, where they were asked for
+    others: tuple[tuple[int, float], ...] = ()  # the best tokens of this place with their logprobs, if asked for
 
 
 @dataclass
