@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
+from math import nan
 from typing import Any
 
 import requests
@@ -106,12 +107,17 @@ def _tokens(item: dict[str, Any], logprobs: bool) -> list[Token] | None:
     about = item["meta_info"]
     if (about.get("finish_reason") or {}).get("type") == "abort":
         return None
+    ids: list[int] = item.get("output_ids") or []
     if not logprobs:
-        return [Token(token, 0.0) for token in item.get("output_ids") or []]
-    if (chosen := about.get("output_token_logprobs")) is None:
+        return [Token(token, 0.0) for token in ids]
+    if (told := about.get("output_token_logprobs")) is None:
         return None
-    best = about.get("output_top_logprobs") or [None] * len(chosen)
-    return [
+    best = about.get("output_top_logprobs") or [None] * len(told)
+    tokens = [
         Token(token, logprob, tuple((other, at) for at, other, *_ in beside or ()))
-        for (logprob, token, *_), beside in zip(chosen, best, strict=False)
+        for (logprob, token, *_), beside in zip(told, best, strict=False)
     ]
+    # SGLang before 0.5.20 never tells the logprob of the first token if the request was retracted before it had one.
+    told_ids = [token.id for token in tokens]
+    lacks_first = told_ids != ids[: len(told_ids)] and told_ids == ids[1 : 1 + len(told_ids)]
+    return [Token(ids[0], nan), *tokens] if lacks_first else tokens

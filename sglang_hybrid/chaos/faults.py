@@ -38,7 +38,7 @@ def all_faults(target: Target) -> dict[str, tuple[int, Fault]]:
     table: dict[str, tuple[int, Fault]] = worker_faults() | {
         "scheduler stopped": (2, _stop_scheduler),
         "bits flipped": (6, _flip_bits),
-        "stale replies": (3, lambda t, c: _write_replies(t, -2 * c.randrange(1, 5), 0)),
+        "stale replies": (3, _stale_replies),
         "future replies": (4, _foretell),
         "wrong generations": (4, _wrong_generations),
         "wrong statuses": (2, _wrong_statuses),
@@ -141,22 +141,29 @@ def _flip_bits(target: Target, chance: random.Random) -> str | None:
         return ", ".join(memory.flip_bit(chance) for _ in range(chance.randrange(1, 9)))
 
 
-def _write_replies(target: Target, distance: int, generations: int) -> str | None:
-    """What is there becomes the reply to another post, of this step or of one ``generations`` later."""
+def _stale_replies(target: Target, chance: random.Random) -> str | None:
+    """What is there becomes the reply to an earlier post."""
+    distance = 2 * chance.randrange(1, 5)
     with _mailbox(target) as memory:
         if memory is None:
             return None
-        generation = (memory.generation() + generations) % (1 << 32)
-        memory.write_replies(generation=generation, status=0, sequence=max(0, memory.posted() + distance))
-        return f"of the post {distance} from the newest"
+        memory.write_replies(generation=memory.generation(), status=0, sequence=max(0, memory.posted() - distance))
+        return f"of the post {distance} before the newest"
 
 
 def _foretell(target: Target, chance: random.Random) -> str | None:
-    """Again and again, so that some of them would come true: a slot's next post may be the same layer's next step."""
-    done = [
-        _write_replies(target, 2 * chance.randrange(1, 3), chance.randrange(2)) for _ in range(chance.randrange(1, 20))
-    ]
-    return next((what for what in done if what), None)
+    """Again and again, so that some replies would come true. The worker goes on a little later than the server, which
+    therefore looks at what was foretold and not at the answer."""
+    worker = target.serving_worker()
+    if not worker:
+        return None
+    for _ in range(chance.randrange(1, 20)):
+        with _stopped(worker):
+            with _stopped(target.scheduler()), MailboxMemory(worker) as memory:
+                memory.foretell_replies()
+            time.sleep(chance.uniform(0.01, 0.1))
+        time.sleep(chance.uniform(0.01, 0.1))
+    return "of the next post"
 
 
 def _wrong_generations(target: Target, chance: random.Random) -> str | None:

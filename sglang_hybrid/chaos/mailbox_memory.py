@@ -65,6 +65,15 @@ class MailboxMemory:
             generation = self._number("Request", record, "generation")
             self._write_reply(record, {"generation": generation, "status": 0} | wrong | {"sequence": newest})
 
+    def foretell_replies(self) -> None:
+        """What the next post's slot holds becomes the reply to it, if it is the same layer's with the same lists, one
+        step later: so it may be with two layers that are posted in turn."""
+        coming = self.posted() + 1
+        for row in range(min(self._number("Post", coming % SLOTS, "rows"), self.geometry.rows)):
+            record = coming % SLOTS * self.geometry.rows + row
+            generation = (self._number("Request", record, "generation") + 1) % (1 << 32)
+            self._write_reply(record, {"generation": generation, "status": 0, "sequence": coming})
+
     def generation(self) -> int:
         """Of the newest post."""
         return self._number("Request", self.posted() % SLOTS * self.geometry.rows, "generation")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import psutil
 import requests
 
-from sglang_hybrid.chaos.asking import Answer, ask
+from sglang_hybrid.chaos.asking import Answer, Token, ask
 from sglang_hybrid.chaos.comparing import is_explained, wrong_but_for_ties, wrong_tokens
 from sglang_hybrid.chaos.faults import Fault, all_faults, worker_faults
 from sglang_hybrid.chaos.target import Target, TargetError
@@ -27,6 +27,7 @@ _TELL_SECONDS = 10.0
 _TRIES = 5
 _OTHERS = 8  # tokens that are told beside each, to know a tie
 _SETTLE_SECONDS = 60.0
+_SHOWN = 5  # tokens of a difference
 
 Tell = Callable[[str], None]
 
@@ -166,7 +167,8 @@ class Phase:
 
     def _judge(self, request: Request, answer: Answer, was_aborted: bool) -> None:
         expected = self._expected[request.number]
-        about = f"{len(request.ids)} tokens, n={request.answers}{', aborted' if answer.aborted else ''}"
+        about = f"{len(request.ids)} tokens, n={request.answers}"
+        about += ", aborted" * answer.aborted + ", retracted" * bool(answer.retractions)
         name = f"request {request.number} ({about})"
         with self._lock:
             found = self.findings
@@ -284,5 +286,10 @@ def _difference(expected: Answer, given: Answer, exact: bool = True) -> str:
         for place, (a, b) in enumerate(zip(right, tokens, strict=False)):
             if (a.id, a.logprob) != (b.id, b.logprob) if exact else a.id != b.id:
                 what = "another token" if a.id != b.id else f"a logprob that is {abs(a.logprob - b.logprob):.1e} off"
-                return f"{what} at place {place} of {len(right)}"
+                return f"{what} at place {place} of {len(right)}: {_said(right, place)} became {_said(tokens, place)}"
     return "another length"
+
+
+def _said(tokens: list[Token], place: int) -> str:
+    """From ``place`` on, with logprobs: whether the next ones are the right ones again tells what went wrong."""
+    return ", ".join(f"{token.id} ({token.logprob:.3f})" for token in tokens[place : place + _SHOWN])
