@@ -37,39 +37,46 @@ def wrong_but_for_ties(expected: Answer, given: Answer) -> tuple[int, int]:
         place = _agreeing(right, tokens)
         if place == min(len(right), len(tokens)):
             wrong += 0 if given.aborted else abs(len(right) - len(tokens))
-        elif right[place].logprob - dict(right[place].others).get(tokens[place].id, -inf) < _TIE:
+        elif _is_tie(right[place], tokens[place]):
             ties += 1
         else:
             wrong += 1
     return wrong, ties
 
 
+def _is_tie(right: Token, given: Token) -> bool:
+    return right.logprob - dict(right.others).get(given.id, -inf) < _TIE
+
+
 def _same(a: Token, b: Token, exact: bool) -> bool:
     return a.id == b.id and (a.logprob == b.logprob or not exact)
 
 
-def is_explained(request: Request, expected: Answer, given: Answer, ask: Ask) -> bool:
+def is_explained(request: Request, expected: Answer, given: Answer, ask: Ask, exact: bool = True) -> bool:
     """Whether a retracted request went on as a new one does whose prompt is the old one and what was said by then.
 
     A retracted request's tokens are computed again, all at once and with full attention: their keys and values, and so
-    what follows, may differ from those of decode steps by a little. ``ask`` answers undisturbed.
+    what follows, may differ from those of decode steps by a little. ``ask`` answers undisturbed; unless ``exact``, the
+    two may part at a tie.
     """
     if request.grammar:  # cannot be begun in its middle; its prompts are so short that attention is full anyway
         return False
     return all(
-        _is_resumed(request, right, tokens, ask)
+        _is_resumed(request, right, tokens, ask, exact)
         for right, tokens in zip(expected.continuations, given.continuations, strict=True)
     )
 
 
-def _is_resumed(request: Request, right: list[Token], tokens: list[Token], ask: Ask) -> bool:
+def _is_resumed(request: Request, right: list[Token], tokens: list[Token], ask: Ask, exact: bool) -> bool:
     """Where the request was retracted is not known, nor how often: each time at or before the first other token."""
     agreed = _agreeing(right, tokens)
     while agreed < len(tokens):
         for said in range(agreed, max(-1, agreed - _FAR), -1):
             ids = (*request.ids, *(token.id for token in tokens[:said]))
-            resumed = ask(replace(request, ids=ids, new_tokens=len(tokens) - said, answers=1))
-            reaches = said + _agreeing(resumed.continuations[0] if resumed.continuations else [], tokens[said:])
+            resumed = ask(replace(request, ids=ids, new_tokens=len(tokens) - said, answers=1)).continuations[0]
+            reaches = said + _agreeing(resumed, tokens[said:])
+            if not exact and agreed <= reaches < len(tokens) and _is_tie(resumed[reaches - said], tokens[reaches]):
+                return True  # behind a tie nothing can be compared
             if reaches > agreed:
                 agreed = reaches
                 break

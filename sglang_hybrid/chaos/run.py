@@ -186,22 +186,19 @@ class Phase:
             found.aborted += answer.aborted
             found.tokens += sum(map(len, answer.continuations))
             found.retracted += bool(answer.retractions)
-            if not self._target.has_same_bits:
+            exact = self._target.has_same_bits
+            if not exact:
                 wrong, ties = wrong_but_for_ties(expected, answer)
                 found.left_at_ties += ties
+            else:
+                wrong = wrong_tokens(expected, answer, exact=not answer.retractions)
+            if not answer.retractions:
+                found.longest_pause = max(found.longest_pause, answer.longest_pause)
                 if wrong:
-                    self._note(f"{name}: {_difference(expected, answer, exact=False)}", wrong_tokens=wrong)
-                if not answer.retractions:
-                    found.longest_pause = max(found.longest_pause, answer.longest_pause)
-                return
-            if answer.retractions:
-                if wrong_tokens(expected, answer, exact=False):
-                    found.retracted_with_other_text += 1
-                    self._suspects.append((request, answer))
-                return
-            found.longest_pause = max(found.longest_pause, answer.longest_pause)
-            if wrong := wrong_tokens(expected, answer):
-                self._note(f"{name}: {_difference(expected, answer)}", wrong_tokens=wrong)
+                    self._note(f"{name}: {_difference(expected, answer, exact)}", wrong_tokens=wrong)
+            elif wrong:
+                found.retracted_with_other_text += 1
+                self._suspects.append((request, answer))
 
     # -- faults ------------------------------------------------------------------------------
 
@@ -237,9 +234,14 @@ class Phase:
 
         for number, (request, answer) in enumerate(self._suspects, start=1):
             self._tell(f"retracted answers with another text: {number} of {len(self._suspects)} asked again")
-            if not is_explained(request, self._expected[request.number], answer, self._ask_alone):
-                wrong = wrong_tokens(self._expected[request.number], answer, exact=False)
-                self._note(f"request {request.number}, retracted: no resumption gives its text", wrong_tokens=wrong)
+            expected, exact = self._expected[request.number], self._target.has_same_bits
+            if not is_explained(request, expected, answer, self._ask_alone, exact):
+                wrong = wrong_tokens(expected, answer, exact=False)
+                difference = _difference(expected, answer, exact=False)
+                self._note(
+                    f"request {request.number}, retracted: no resumption gives its text; {difference}",
+                    wrong_tokens=wrong,
+                )
 
     def _look_for_leaks(self, before: dict[str, int]) -> None:
         after = self._settled_holdings(like=before)

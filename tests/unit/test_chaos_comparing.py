@@ -1,0 +1,55 @@
+"""Which answers a chaos run takes for right."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_hybrid.chaos.asking import Answer, Token
+from sglang_hybrid.chaos.comparing import is_explained, wrong_but_for_ties, wrong_tokens
+from sglang_hybrid.chaos.workload import Request
+
+REQUEST = Request(0, (7, 8, 9), new_tokens=4)
+
+
+def answer(*ids: int, best: dict[int, float] | None = None, aborted: bool = False) -> Answer:
+    """Each token has logprob -1; beside it ``best`` is told."""
+    return Answer([[Token(token, -1.0, tuple((best or {}).items())) for token in ids]], aborted=aborted)
+
+
+def test_every_other_token_counts_and_so_does_a_missing_one() -> None:
+    assert wrong_tokens(answer(1, 2, 3), answer(1, 2, 3)) == 0
+    assert wrong_tokens(answer(1, 2, 3), answer(1, 5, 6)) == 2
+    assert wrong_tokens(answer(1, 2, 3), answer(1, 2)) == 1
+    assert wrong_tokens(answer(1, 2, 3), answer(1, 2, aborted=True)) == 0
+
+
+def test_a_token_that_was_about_as_good_is_a_tie() -> None:
+    best = {5: -1.4, 6: -1.6}
+    assert wrong_but_for_ties(answer(1, 2, best=best), answer(1, 5)) == (0, 1)
+    assert wrong_but_for_ties(answer(1, 2, best=best), answer(1, 6)) == (1, 0)
+    assert wrong_but_for_ties(answer(1, 2, best=best), answer(1, 4)) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "exact", "explained"),
+    [
+        (answer(5, 6, 7), True, True),  # behind (1,), as a new prompt goes on
+        (answer(4, 4, 4), True, False),
+        (answer(4, best={5: -1.2}), True, False),
+        (answer(4, best={5: -1.2}), False, True),  # leaves it at a tie
+        (answer(4, best={5: -1.9}), False, False),
+    ],
+)
+def test_a_retracted_answer_has_to_be_that_of_a_new_prompt(resumed: Answer, exact: bool, explained: bool) -> None:
+    def ask(request: Request) -> Answer:
+        return resumed if request.ids == (7, 8, 9, 1) else answer(*[0] * request.new_tokens)
+
+    assert is_explained(REQUEST, answer(1, 2, 3, 4), answer(1, 5, 6, 7), ask, exact) == explained
+
+
+def test_a_tie_before_the_difference_explains_nothing() -> None:
+    def ask(request: Request) -> Answer:
+        # from the prompt alone: another first token, as good as the one that both answers have
+        return answer(9, 9, 9, 9, best={1: -1.1}) if request.ids == REQUEST.ids else answer(*[0] * request.new_tokens)
+
+    assert not is_explained(REQUEST, answer(1, 2, 3, 4), answer(1, 5, 6, 7), ask, exact=False)
