@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -26,22 +26,28 @@ def wrong_tokens(expected: Answer, given: Answer, exact: bool = True) -> int:
     return wrong
 
 
-def wrong_but_for_ties(expected: Answer, given: Answer) -> tuple[int, int]:
-    """Tokens that are wrong, and continuations that left the expected one at a tie: for numbers that round differently
-    from batch to batch.
+def wrong_but_for_ties(undisturbed: Sequence[Answer], given: Answer) -> tuple[int, int]:
+    """Tokens that are wrong, and continuations that left the right one at a tie: for numbers that round differently
+    from batch to batch. Each continuation has to be that of one of the ``undisturbed`` answers.
 
     A tie is a place where the other token was about as good in the undisturbed run. Behind it nothing can be compared.
     """
     wrong = ties = 0
-    for right, tokens in zip(expected.continuations, given.continuations, strict=False):
-        place = _agreeing(right, tokens)
-        if place == min(len(right), len(tokens)):
-            wrong += 0 if given.aborted else abs(len(right) - len(tokens))
-        elif _is_tie(right[place], tokens[place]):
-            ties += 1
-        else:
-            wrong += 1
+    for number, tokens in enumerate(given.continuations):
+        outcomes = [_leaves(answer.continuations[number], tokens, given.aborted) for answer in undisturbed]
+        least_wrong, left_at_tie = min(outcomes)
+        wrong += least_wrong
+        ties += left_at_tie
     return wrong, ties
+
+
+def _leaves(right: list[Token], tokens: list[Token], aborted: bool) -> tuple[int, bool]:
+    """Tokens that are wrong, and whether it left at a tie."""
+    place = _agreeing(right, tokens)
+    if place == min(len(right), len(tokens)):
+        return 0 if aborted else abs(len(right) - len(tokens)), False
+    is_tie = _is_tie(right[place], tokens[place])
+    return int(not is_tie), is_tie
 
 
 def _is_tie(right: Token, given: Token) -> bool:

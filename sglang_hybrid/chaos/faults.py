@@ -16,7 +16,7 @@ import psutil
 import requests
 
 from sglang_hybrid.chaos.mailbox_memory import MailboxMemory
-from sglang_hybrid.chaos.target import Target
+from sglang_hybrid.chaos.target import Target, TargetError
 
 Fault = Callable[[Target, random.Random], str | None]
 _names = itertools.count()
@@ -76,6 +76,28 @@ def _signal_thread(target: Target, chance: random.Random) -> str | None:
 
 def _kill_beginner(target: Target, chance: random.Random) -> str | None:
     """The one that takes the place of a killed worker: before, at or after its hello."""
+    beginner = _successor(target)
+    if not beginner:
+        return None
+    time.sleep(chance.random())
+    beginner.kill()
+    return f"worker {beginner.pid}"
+
+
+@contextlib.contextmanager
+def without_worker(target: Target) -> Iterator[None]:
+    """The serving one is killed, and the next one stopped before its hello: the server waits a minute for that."""
+    beginner = _successor(target)
+    if not beginner:
+        raise TargetError(f"no worker took the place of the killed one:\n{target.log_tail()}")
+    with _stopped(beginner):
+        yield
+        if target.serving_worker():
+            raise TargetError(f"a worker served while there should be none:\n{target.log_tail()}")
+
+
+def _successor(target: Target) -> psutil.Process | None:
+    """The process that is started when the serving worker is killed, as soon as there is one."""
     serving = target.serving_worker()
     if serving:
         serving.kill()
@@ -84,9 +106,7 @@ def _kill_beginner(target: Target, chance: random.Random) -> str | None:
     while time.monotonic() < deadline:
         for worker in target.workers():
             if worker.pid not in before:
-                time.sleep(chance.random())
-                worker.kill()
-                return f"worker {worker.pid}"
+                return worker
         time.sleep(0.02)
     return None
 

@@ -95,7 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             tell(f"prediction={prediction}: starting a server, its log is {directory / 'server.log'}")
             try:
                 with Target(model, flags, directory.absolute(), arguments.bug, same_bits=on_cpu) as target:
-                    phase = Phase(target, asked, arguments.seed, tell, arguments.stop_at_first)
+                    phase = Phase(
+                        target, asked, arguments.seed, tell, arguments.stop_at_first,
+                        # a GPU has the real query when it computes in the worker's place
+                        differs_without_worker=not on_cpu and prediction != "none",
+                    )  # fmt: skip
                     findings.add(phase.run(seconds))
             except TargetError as error:
                 tell(str(error))

@@ -15,7 +15,7 @@ import requests
 
 from sglang_hybrid.chaos.asking import Answer, Token, ask
 from sglang_hybrid.chaos.comparing import is_explained, wrong_but_for_ties, wrong_tokens
-from sglang_hybrid.chaos.faults import Fault, all_faults, worker_faults
+from sglang_hybrid.chaos.faults import Fault, all_faults, without_worker, worker_faults
 from sglang_hybrid.chaos.target import Target, TargetError
 from sglang_hybrid.chaos.workload import Request
 
@@ -69,15 +69,26 @@ class Findings:
 
 class Phase:
     def __init__(
-        self, target: Target, asked: Sequence[Request], seed: int, tell: Tell, stops_at_first: bool = False
+        self,
+        target: Target,
+        asked: Sequence[Request],
+        seed: int,
+        tell: Tell,
+        stops_at_first: bool = False,
+        differs_without_worker: bool = False,
     ) -> None:
-        """``stops_at_first``: when something is found to be wrong."""
+        """``stops_at_first``: when something is found to be wrong.
+
+        ``differs_without_worker``: whoever computes in the worker's place has another query, so the answers that are
+        given without a worker are right, too.
+        """
+        self._differs_without_worker = differs_without_worker
         self._stops_at_first = stops_at_first
         self._target = target
         self._asked = asked
         self._seed = seed
         self._tell = tell
-        self._expected: dict[int, Answer] = {}
+        self._expected: dict[int, list[Answer]] = {}  # undisturbed; more than one where each may be right
         self._suspects: list[tuple[Request, Answer]] = []  # retracted, and with other tokens
         self._lock = threading.RLock()
         self._end = threading.Event()
@@ -115,10 +126,15 @@ class Phase:
         self._target.wait_for(lambda: self._target.serving_worker() is not None, "to have a worker")
         for request in self._asked:
             answer = self._ask_alone(request)
-            self._expected[request.number] = answer
+            self._expected[request.number] = [answer]
             if self._target.has_same_bits and any(ids != answer.ids[0] for ids in answer.ids):
                 self._note(f"request {request.number}: its continuations differ among themselves", wrong_tokens=1)
             self._tell(f"undisturbed answers: {len(self._expected)} of {len(self._asked)}")
+        if self._differs_without_worker:
+            with without_worker(self._target):
+                for request in self._asked:
+                    self._expected[request.number].append(self._ask_alone(request))
+            self._tell("undisturbed answers without a worker are there, too")
         # together, too: SGLang's pools of threads grow until there are as many as there are requests at a time
         with ThreadPoolExecutor(CLIENTS) as pool:
             answers = list(pool.map(lambda request: ask(self._target.url, request), self._asked))
@@ -166,7 +182,7 @@ class Phase:
             self._note(f"abort of {rid}: {error}", failed=1)
 
     def _judge(self, request: Request, answer: Answer, was_aborted: bool) -> None:
-        expected = self._expected[request.number]
+        undisturbed = self._expected[request.number]
         about = f"{len(request.ids)} tokens, n={request.answers}"
         about += ", aborted" * answer.aborted + ", retracted" * bool(answer.retractions)
         name = f"request {request.number} ({about})"
@@ -188,14 +204,14 @@ class Phase:
             found.retracted += bool(answer.retractions)
             exact = self._target.has_same_bits
             if not exact:
-                wrong, ties = wrong_but_for_ties(expected, answer)
+                wrong, ties = wrong_but_for_ties(undisturbed, answer)
                 found.left_at_ties += ties
             else:
-                wrong = wrong_tokens(expected, answer, exact=not answer.retractions)
+                wrong = wrong_tokens(undisturbed[0], answer, exact=not answer.retractions)
             if not answer.retractions:
                 found.longest_pause = max(found.longest_pause, answer.longest_pause)
                 if wrong:
-                    self._note(f"{name}: {_difference(expected, answer, exact)}", wrong_tokens=wrong)
+                    self._note(f"{name}: {_difference(undisturbed[0], answer, exact)}", wrong_tokens=wrong)
             elif wrong:
                 found.retracted_with_other_text += 1
                 self._suspects.append((request, answer))
@@ -234,10 +250,10 @@ class Phase:
 
         for number, (request, answer) in enumerate(self._suspects, start=1):
             self._tell(f"retracted answers with another text: {number} of {len(self._suspects)} asked again")
-            expected, exact = self._expected[request.number], self._target.has_same_bits
-            if not is_explained(request, expected, answer, self._ask_alone, exact):
-                wrong = wrong_tokens(expected, answer, exact=False)
-                difference = _difference(expected, answer, exact=False)
+            undisturbed, exact = self._expected[request.number], self._target.has_same_bits
+            if not any(is_explained(request, one, answer, self._ask_alone, exact) for one in undisturbed):
+                wrong = wrong_tokens(undisturbed[0], answer, exact=False)
+                difference = _difference(undisturbed[0], answer, exact=False)
                 self._note(
                     f"request {request.number}, retracted: no resumption gives its text; {difference}",
                     wrong_tokens=wrong,

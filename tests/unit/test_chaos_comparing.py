@@ -25,9 +25,18 @@ def test_every_other_token_counts_and_so_does_a_missing_one() -> None:
 
 def test_a_token_that_was_about_as_good_is_a_tie() -> None:
     best = {5: -1.4, 6: -1.6}
-    assert wrong_but_for_ties(answer(1, 2, best=best), answer(1, 5)) == (0, 1)
-    assert wrong_but_for_ties(answer(1, 2, best=best), answer(1, 6)) == (1, 0)
-    assert wrong_but_for_ties(answer(1, 2, best=best), answer(1, 4)) == (1, 0)
+    undisturbed = [answer(1, 2, best=best)]
+    assert wrong_but_for_ties(undisturbed, answer(1, 5)) == (0, 1)
+    assert wrong_but_for_ties(undisturbed, answer(1, 6)) == (1, 0)
+    assert wrong_but_for_ties(undisturbed, answer(1, 4)) == (1, 0)
+
+
+def test_it_is_enough_to_be_one_of_the_right_answers() -> None:
+    undisturbed = [answer(1, 2, 3), answer(1, 5, 6, best={7: -1.3})]
+    assert wrong_but_for_ties(undisturbed, answer(1, 2, 3)) == (0, 0)
+    assert wrong_but_for_ties(undisturbed, answer(1, 5, 6)) == (0, 0)
+    assert wrong_but_for_ties(undisturbed, answer(1, 5, 7)) == (0, 1)
+    assert wrong_but_for_ties(undisturbed, answer(1, 2, 6)) == (1, 0)
 
 
 @pytest.mark.parametrize(
