@@ -34,6 +34,7 @@ from record import write_result
 from side_by_side.prompts import Prompts
 
 from sglang_hybrid.config import config_from_environment, load_config
+from sglang_hybrid.gpu.engine import CudaEngine
 from sglang_hybrid.integration.model_session import ModelSession
 
 NAME = "decode-steps"
@@ -107,20 +108,21 @@ class Counts:
     """What the hybrid backend has counted, between two looks. Nothing for other backends."""
 
     def __init__(self, session: ModelSession) -> None:
-        self._device = getattr(session.runner.attn_backend, "_device", None)
+        engine = getattr(session.runner.attn_backend, "engine", None)
+        self._engine = engine if isinstance(engine, CudaEngine) else None
         self._before = self._now()
 
     def _now(self) -> dict[str, Any]:
-        if self._device is None:
+        if self._engine is None:
             return {}
-        scout, mailbox = self._device.scout, self._device._mailbox
+        scout, mailbox = self._engine.scout, self._engine._mailbox
         misses, recalled = scout.counted.cpu().unbind(1)
         return {"misses": misses, "recalled": recalled, "rows": mailbox.outcomes() if mailbox else {}}
 
     def since(self, steps: int, rows: int) -> dict[str, Any]:
-        if self._device is None:
+        if self._engine is None:
             return {}
-        now, shape, scout = self._now(), self._device._shape, self._device.scout
+        now, shape, scout = self._now(), self._engine._shape, self._engine.scout
         lists = steps * rows * shape.heads
         misses, recalled = ((now[name] - self._before[name]).double() / lists for name in ("misses", "recalled"))
         budget = config_from_environment().budget_tokens // 32
@@ -164,7 +166,7 @@ def main_lane_alone(session: ModelSession) -> Iterator[None]:
 
     Attention goes on over the blocks that are resident.
     """
-    scout = session.runner.attn_backend._device.scout
+    scout = session.runner.attn_backend.engine.scout
     kept = scout._begin_layer, scout._mailbox, scout._make_resident
     scout._begin_layer, scout._mailbox, scout._make_resident = lambda *_: None, None, lambda *_: None
     for lane in scout._lanes:

@@ -23,6 +23,7 @@ from msgspec import inspect as types
 
 from sglang_hybrid import env
 from sglang_hybrid.env import ConfigError
+from sglang_hybrid.policies.registry import policy_names
 from sglang_hybrid.shipped import profile_path
 
 __all__ = ["ConfigError", "HybridConfig", "config_from_environment", "describe", "load_config", "load_with_sources"]
@@ -41,10 +42,11 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Settings of the backend. Raises ConfigError when built with values that cannot work."""
 
     policy: Annotated[
-        Literal["scout", "full"],
+        str,
         Meta(
             description="Who computes attention over what: scout attends to the best-scoring blocks within the budget, "
-            "full attends to everything and is the exact reference."
+            "full attends to everything and is the exact reference. Other packages may add policies.",
+            extra={"legal": "one of full, scout, or a policy of another package"},
         ),
     ] = "scout"
     block_tokens: Annotated[
@@ -340,6 +342,11 @@ def _host_memory_is_a_size(host_memory: str) -> str | None:
     return None
 
 
+def _policy_is_registered(policy: str) -> str | None:
+    names = policy_names()
+    return None if policy in names else f"must be one of {', '.join(names)}"
+
+
 def _worker_is_a_choice_or_a_directory(worker: str) -> str | None:
     return None if worker in ("auto", "start", "none") or "/" in worker else f"must be {_WORKER_LEGAL}"
 
@@ -429,6 +436,7 @@ def _budget_holds_what_is_always_selected(
 
 
 _RULES: tuple[Callable[..., str | None], ...] = (
+    _policy_is_registered,
     _host_memory_is_a_size,
     _worker_is_a_choice_or_a_directory,
     _threads_are_positive,

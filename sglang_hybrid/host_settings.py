@@ -15,6 +15,7 @@ from sglang_hybrid.config import ConfigError, HybridConfig
 from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
 from sglang_hybrid.gpu.settings import why_not
 from sglang_hybrid.host import GIB, Host
+from sglang_hybrid.policies.registry import policy_named
 from sglang_hybrid.scout.tuning import (
     DEFAULT_BONUS,
     DEFAULT_INTERVAL,
@@ -35,7 +36,7 @@ def resolved(config: HybridConfig, host: Host) -> dict[str, str]:
 
     Call ``check`` first: settings that the host cannot have cannot be resolved.
     """
-    unused = None if config.policy == "scout" else f"unused by policy {config.policy}"
+    unused = None if policy_named(config.policy).needs.worker else f"unused by policy {config.policy}"
     texts = {key: unused or choice(config, host) for key, choice in _CHOICES.items() if getattr(config, key) == "auto"}
     if config.host_memory == "auto" or config.host_memory.endswith("%"):
         texts["host_memory"] = f"{config.host_memory_bytes(host.available) / GIB:.2f} GiB"

@@ -71,11 +71,19 @@ def read_cases(session: Any, spec: Spec, cases: dict[str, Any], reference: dict[
     return read
 
 
+def cuda_engine(session: Any) -> Any:
+    """The engine of recorded graphs, or None."""
+    from sglang_hybrid.gpu.engine import CudaEngine
+
+    fast = session.runner.attn_backend._fast
+    return fast if isinstance(fast, CudaEngine) else None
+
+
 def rows_counter(session: Any) -> Callable[[], dict[str, int]]:
     """Rows of which misses were served so far, by whom."""
-    device = session.runner.attn_backend._device
-    if device is not None:
-        mailbox = device._mailbox
+    engine = cuda_engine(session)
+    if engine is not None:
+        mailbox = engine._mailbox
         return lambda: mailbox.outcomes() if mailbox else {}
 
     def counted() -> dict[str, int]:
@@ -95,12 +103,12 @@ def use_variant(session: Any, settings: list[str]) -> None:
     from sglang_hybrid.config import load_config
 
     config = load_config(None, settings)
-    device = session.runner.attn_backend._on_device
-    if config.worker == "none" and device is not None:
+    engine = cuda_engine(session)
+    if config.worker == "none" and engine is not None:
         # settings alone do not take the worker away from a process that began with one; nothing brings it back
-        device._mailbox = None
+        engine._mailbox = None
     session.use(config)
-    if device is not None:
+    if engine is not None:
         session.runner.init_cuda_graphs()
 
 
@@ -124,8 +132,8 @@ def read_variants(
             after = counter()
             rows = {key: value - before.get(key, 0) for key, value in after.items()}
             results[name]["rows"] = {key: value for key, value in rows.items() if value}
-            if device := session.runner.attn_backend._device:
-                results[name]["refused"] = int(device.scout.refused)
+            if engine := cuda_engine(session):
+                results[name]["refused"] = int(engine.scout.refused)
         except Exception as error:  # the next variant may work
             say(f"{name} failed: {type(error).__name__}: {str(error)[:300]}")
             results[name] = {"error": f"{type(error).__name__}: {str(error)[:1000]}"}

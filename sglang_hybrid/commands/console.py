@@ -16,6 +16,7 @@ from rich.text import Text
 
 from sglang_hybrid import events
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.policies.registry import policy_named
 
 GIB = 1 << 30
 MOST_LINES = 5  # of an error
@@ -145,10 +146,11 @@ class Facts:
     def _policy(self) -> str | None:
         if self._config is None:
             return None
-        if self._config.policy == "full":
-            return "  policy   full: every token of a request is attended to"
+        policy = policy_named(self._config.policy)
+        if not policy.needs.prediction:
+            return f"  policy   {policy.name}: {policy.description}"
         profile = "" if self._config.profile == "none" else f", profile {os.path.basename(self._config.profile)}"
-        return f"  policy   {self._config.policy}: a budget of {self._config.budget_tokens:,} tokens a request{profile}"
+        return f"  policy   {policy.name}: a budget of {self._config.budget_tokens:,} tokens a request{profile}"
 
     def _worker(self) -> str | None:
         if self._config is None:

@@ -15,6 +15,7 @@ from sglang_hybrid.commands.arguments import Refused, ServerArguments
 from sglang_hybrid.commands.ports import check_port
 from sglang_hybrid.config import ConfigError, HybridConfig, load_with_sources
 from sglang_hybrid.host import GIB, this_host
+from sglang_hybrid.policies.registry import policy_named
 from sglang_hybrid.scout.profile_facts import ProfileError, mismatches, read_facts
 
 _ALLOW_LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
@@ -59,7 +60,7 @@ def check_model(arguments: ServerArguments, config: HybridConfig | None) -> None
                 f"--context-length {arguments.context_length} is longer than the {longest} tokens that this model was "
                 f"made for: lower it, or set {_ALLOW_LONGER}=1 to try it all the same"
             )
-    if config is not None and config.policy == "scout" and config.profile != "none":
+    if config is not None and policy_named(config.policy).needs.prediction and config.profile != "none":
         _check_profile(config, {} if model is None else model_files.identity(model))
 
 

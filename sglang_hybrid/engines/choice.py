@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.policies.registry import policy_named
 
 _CHANNELS_MULTIPLE = 16  # of a sketch, in the native loops
 
@@ -25,7 +26,10 @@ _OF_GPU = {
 
 def unsupported_by_cpu_engine(config: HybridConfig, head_dim: int) -> str | None:
     """Why a host without a GPU serves these settings in plain torch, in words; None where ``CpuEngine`` does."""
-    if config.policy == "full":
+    policy = policy_named(config.policy)
+    if policy.native_budget is None:
+        return f"policy={config.policy}"
+    if policy.native_budget(config) is None:  # everything is attended to: nothing is selected
         return None
     for name, known in _OF_GPU.items():
         if (value := getattr(config, name)) not in known:

@@ -2,55 +2,73 @@
 
 A row within the budget attends to its whole context. A longer one attends to the blocks that its real query scores
 best, chosen anew at every step. Nothing is predicted and nothing is posted to a worker: it would compute on the same
-cores, later. The torch implementation (``backend.HybridAttention``) stays the specification.
+cores, later. The torch engine stays the specification.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.engines.base import DeviceBytes, Engine, ModelFacts, PrefillBatch, StepBatch
+from sglang_hybrid.memory.capacity import KVShape
+from sglang_hybrid.memory.pages import page_table
+from sglang_hybrid.memory.pool import KVPool
 from sglang_hybrid.native.host import BlockSummaries, HostKernels, SelectionRules
 from sglang_hybrid.native.structs import Geometry
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.base import LayerCache
 from sglang_hybrid.policies.full import read_row
+from sglang_hybrid.policies.registry import policy_named
+from sglang_hybrid.scout.tuning import Tuning
 
 _EVERYTHING = 1 << 30  # blocks: no context is longer
 
 
-class CpuEngine:
-    def __init__(
-        self,
-        config: HybridConfig,
-        pool_address: int,
-        geometry: Geometry,
-        summaries: Sequence[BlockSummaries],
-        threads: int,
-    ) -> None:
+class CpuEngine(Engine):
+    may_change: ClassVar[bool] = False
+
+    def __init__(self, config: HybridConfig, pool: KVPool, geometry: Geometry, model: ModelFacts, threads: int) -> None:
         """Raises NativeError for a shape that the kernels do not have."""
-        budget = _EVERYTHING if config.policy == "full" else config.budget_tokens // config.block_tokens
-        rules = SelectionRules(budget, config.sink_blocks, config.recent_blocks, config.digest_spread)
-        self.kernels = HostKernels(pool_address, geometry, summaries, rules, threads)
+        budget = policy_named(config.policy).native_budget
+        assert budget is not None  # engines.choice asks before
+        blocks = budget(config)
+        rules = SelectionRules(
+            _EVERYTHING if blocks is None else blocks, config.sink_blocks, config.recent_blocks, config.digest_spread
+        )
+        summaries = [_summaries(pool, layer) for layer in range(pool.layer_num)]
+        self.kernels = HostKernels(pool.region.address, geometry, summaries, rules, threads)
+        self._pool, self._req_to_token, self._block_tokens = pool, model.req_to_token, config.block_tokens
         self._table = torch.empty(0)
         self._lengths: list[int] = []
         self._new_tokens: list[int] = []
 
-    def begin_prefill(self, page_table: torch.Tensor, lengths: list[int], new_tokens: list[int]) -> None:
-        """Rows bring ``new_tokens`` each, and have ``lengths`` with them; page_table ``[rows, blocks]``."""
-        self._table, self._lengths, self._new_tokens = page_table, lengths, new_tokens
-        self.kernels.begin(page_table, torch.tensor(lengths), torch.tensor(new_tokens))
+    @classmethod
+    def device_bytes(
+        cls, config: HybridConfig, shape: KVShape, rows: int, context: int, dtype: torch.dtype
+    ) -> DeviceBytes:
+        return DeviceBytes()
+
+    def unsupported_reason(self, config: HybridConfig) -> str | None:
+        return None
+
+    def use(self, config: HybridConfig, tuning: Tuning) -> None:
+        """Nothing to do: the settings are those of the constructor."""
+
+    def begin_prefill(self, batch: PrefillBatch) -> None:
+        self._lengths, self._new_tokens = batch.lengths, batch.new_tokens
+        self._table = self._page_table(batch.rows, batch.lengths)
+        self.kernels.begin(self._table, torch.tensor(batch.lengths), torch.tensor(batch.new_tokens))
 
     def prefill(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cache: LayerCache, scale: float
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """query ``[new tokens of all rows, query heads, dim]``, K and V likewise -> the query's shape.
-
-        SGLang may pad a batch beyond its real tokens.
-        """
-        self.kernels.store(cache.layer, keys, values)
+        self.kernels.store(layer, keys, values)
+        cache = self._cache(layer)
+        # SGLang may pad a batch beyond its real tokens
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
         first = 0
         for row, (length, new) in enumerate(zip(self._lengths, self._new_tokens, strict=True)):
@@ -63,12 +81,29 @@ class CpuEngine:
             first = last
         return out
 
-    def begin_decode(self, page_table: torch.Tensor, lengths: torch.Tensor) -> None:
-        """One new token for each row."""
-        self.kernels.begin(page_table, lengths, torch.ones_like(lengths))
+    def begin_step(self, batch: StepBatch) -> None:
+        lengths = batch.lengths_on_host.to(torch.int64)
+        self.kernels.begin(self._page_table(batch.rows, lengths.tolist()), lengths, torch.ones_like(lengths))
 
     def decode(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """query ``[rows, query heads, head_dim]``, K and V of the new tokens -> the query's shape and dtype."""
         return self.kernels.decode(layer, query, keys, values, scale).to(query.dtype)
+
+    def reset_rows(self, rows: torch.Tensor) -> None:
+        """Nothing to do: blocks are chosen anew at every step."""
+
+    def _page_table(self, rows: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        return page_table(self._req_to_token, rows, max(lengths, default=0), self._block_tokens)
+
+    def _cache(self, layer: int) -> LayerCache:
+        pool = self._pool
+        return LayerCache(pool.k_buffer[layer], pool.v_buffer[layer], pool.digests.of_layer(layer), layer)
+
+
+def _summaries(pool: KVPool, layer: int) -> BlockSummaries:
+    digests = pool.digests.of_layer(layer)
+    if pool.sketches is None:
+        return BlockSummaries(digests)
+    sketch = pool.sketches.of_layer(layer)
+    return BlockSummaries(digests, sketch.codes, sketch.channels)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.policies.registry import policy_named
 from sglang_hybrid.scout.tuning import Tuning, hot_blocks_of, score_interval_of
 
 if TYPE_CHECKING:  # needs torch, which ``sglang-hybrid config`` does without
@@ -107,7 +108,7 @@ def levels_of(config: HybridConfig) -> int:
 
 def why_not(config: HybridConfig) -> str | None:
     """What of these settings the kernels cannot do, in words; None if they can."""
-    if config.policy != "scout":
+    if policy_named(config.policy).cuda_program is None:
         return f"policy={config.policy}"
     if config.digest != "minmax":
         return f"digest={config.digest}"

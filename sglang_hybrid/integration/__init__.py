@@ -13,7 +13,8 @@
     console_events       what the launcher's console shows: model, pool, worker, batches
     memory_kinds         what kind of memory the KV cache is, for NIXL
     triton_gates         SGLang's "may I use Triton" questions, answered for a CPU
-    attention_backend    SGLang's attention interface, handing over to ``sglang_hybrid.backend``
+    attention_backend    SGLang's attention interface, handing over to an engine
+    create_engines       which engine that is, and what it has to know about the model
     decoder_layers       the decoder layers of Llama-like models: their inputs, what makes their queries
     scouting             hooks in front of them that look one layer ahead
     channels             which channels of the keys are worth a sketch

@@ -94,10 +94,10 @@ def create_receiver(original: Callable[..., Any], queue: Any, req: Any, *args: A
     return decode_request
 
 
-def rows_begin(batch: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+def reset_rows(batch: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """After ``get_new_prebuilt_batch``: these rows decode next, newly arrived or back from being retracted."""
     if batch is not None and isinstance(scheduler.token_to_kv_pool_allocator.get_kvcache(), HostKVPool):
-        scheduler.tp_worker.model_runner.attn_backend.rows_begin(batch.req_pool_indices)
+        scheduler.tp_worker.model_runner.attn_backend.reset_rows(batch.req_pool_indices)
 
 
 def wait_for_pages(_result: Any, scheduler: Any) -> None:

@@ -1,4 +1,4 @@
-"""Several CUDA graphs for every batch size: steps that select blocks, with each budget, and steps with whole rows."""
+"""Several CUDA graphs for every batch size, one for each variant of a step that the engine has."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from sglang_hybrid.integration.device_attention import DeviceAttention, StepKind
+from sglang_hybrid.engines.base import Engine
 
 
 def capture_one_shape(original: Callable[..., Any], runner: Any, size: int, *args: Any, **kwargs: Any) -> Any:
     """Record a batch size in each way in which it is replayed."""
-    device = _device(runner)
-    if device is None:
+    engine = _engine(runner)
+    if engine is None:
         return original(runner, size, *args, **kwargs)
-    for kind in device.kinds_of_steps(size):
-        with device.recording(kind):
+    for variant in engine.graph_variants(size):
+        with engine.recording(variant):
             result = original(runner, size, *args, **kwargs)
     return result
 
 
 def make_graph_key(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """The graph of the step that is recorded, or begins: its kind is known by then."""
-    key, device = original(runner, *args, **kwargs), _device(runner)
-    if device is None or device.kind == StepKind():
+    """The graph of the step that is recorded, or begins: its variant is known by then."""
+    key, engine = original(runner, *args, **kwargs), _engine(runner)
+    if engine is None or not engine.graph_variant:
         return key
-    kind = "dense" if device.kind.whole else f"level{device.kind.level}"
-    label = kind if key.variant_label is None else f"{key.variant_label}-{kind}"
+    label = engine.graph_variant if key.variant_label is None else f"{key.variant_label}-{engine.graph_variant}"
     return dataclasses.replace(key, variant_label=label)
 
 
-def _device(runner: Any) -> DeviceAttention | None:
-    device = getattr(runner.model_runner.attn_backend, "device", None)  # other backends may have one of these
-    return device if isinstance(device, DeviceAttention) else None
+def _engine(runner: Any) -> Engine | None:
+    engine = getattr(runner.model_runner.attn_backend, "engine", None)  # other backends may have one of these
+    return engine if isinstance(engine, Engine) else None

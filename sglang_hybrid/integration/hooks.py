@@ -56,7 +56,7 @@ def all_hooks() -> tuple[Hook, ...]:
         Hook(f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator", HookType.AROUND, pools.build_allocator),
         Hook(f"{_DECODE}.DecodePreallocQueue._create_receiver_and_enqueue", HookType.AROUND, arrivals.create_receiver),
         Hook(
-            f"{_DECODE}.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch", HookType.AFTER, arrivals.rows_begin
+            f"{_DECODE}.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch", HookType.AFTER, arrivals.reset_rows
         ),
         Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", HookType.AFTER, arrivals.wait_for_pages),
         Hook("sglang.srt.managers.scheduler.Scheduler.run_batch", HookType.BEFORE, console_events.batch_begins),

@@ -87,6 +87,10 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
                 to_head_major(values, some)
                 self._summarise(layer, some, full)
 
+    def store(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write K and V of new tokens, and summarise the pages they are in."""
+        self._store_kv_layer(layer, slots, keys, values)
+
     def _store_kv_layer(self, layer_idx: int, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor) -> None:
         """Write K and V of new tokens, and the digests of the pages they are in."""
         slots = loc.to("cpu", torch.int64)

@@ -43,7 +43,7 @@ class ModelSession:
         self.runner = self._bench.torch_runner
         if args.attention_backend == BACKEND_NAME:
             # settings and policies change all the time here, and some policies only watch
-            self.runner.attn_backend.use_torch()
+            self.runner.attn_backend.expect_changes()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -65,7 +65,7 @@ class ModelSession:
     def use_policy(self, policy: DecodePolicy, config: HybridConfig, profile: Profile | None = None) -> None:
         """The same, but by another policy than the settings name."""
         self.use(config, profile)
-        self.runner.attn_backend.attention.policy = policy
+        self.runner.attn_backend.use_policy(policy)
 
     def choose_channels(self, profile: Profile) -> None:
         """What sketches hold, from now on: before prompts are prefilled."""
@@ -80,9 +80,7 @@ class ModelSession:
 
     def watch_ratio(self, watcher: Callable[[int, float], None] | None) -> None:
         """Tell ``watcher`` every layer's CPU compute ratio at every decode step, until settings change."""
-        policy = self.runner.attn_backend.attention.policy
-        if hasattr(policy, "on_ratio"):
-            policy.on_ratio = watcher
+        self.runner.attn_backend.watch_ratio(watcher)
 
     def text(self, ids: Sequence[int]) -> str:
         decoded: str = self.tokenizer.decode(list(ids))
@@ -135,7 +133,7 @@ class Prefilled:
         self._batch.seq_lens_sum = None
         allocator = self._runner.token_to_kv_pool_allocator
         allocator.free_pages, allocator.release_pages = self._pages
-        self._runner.attn_backend.rows_begin(self._batch.req_pool_indices)
+        self._runner.attn_backend.reset_rows(self._batch.req_pool_indices)
 
     def step(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Decode one given token of each prompt: the logits of what follows, ``[prompts, vocabulary]``."""

@@ -15,16 +15,14 @@ import torch
 from sglang_hybrid import container, env
 from sglang_hybrid.chaos.switches import SPOIL_FREED_PAGES
 from sglang_hybrid.config import HybridConfig, config_from_environment
-from sglang_hybrid.gpu.decode import DeviceScout
-from sglang_hybrid.gpu.prefill import DevicePrefill
-from sglang_hybrid.gpu.settings import slots_of, why_not
-from sglang_hybrid.gpu.slots import ResidentSlots
+from sglang_hybrid.engines.base import DeviceBytes
+from sglang_hybrid.gpu.engine import CudaEngine
+from sglang_hybrid.gpu.settings import why_not
 from sglang_hybrid.integration import BACKEND_NAME, console_events, freed_pages
 from sglang_hybrid.integration.refusals import refuse_model, told
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
 from sglang_hybrid.memory.digests import CompactDigests, Digests, is_compact
 from sglang_hybrid.memory.sketches import Sketches
-from sglang_hybrid.scout.tuning import hot_blocks_of
 
 logger = logging.getLogger("sglang.srt.hybrid")
 
@@ -95,17 +93,13 @@ def _pages_on_device(available: int, config: HybridConfig, shape: KVShape, confi
     else:
         per_page = Digests.bytes_per_page(config.digest, shape.layers, shape.kv_heads, shape.key_dim, dtype)
     per_page += Sketches.bytes_per_page(channels, shape.layers, shape.kv_heads, config.block_tokens, config.sketch_bits)
-    rows = resident = staging = 0
+    rows = args.max_running_requests + 1
+    if args.disaggregation_mode == "decode":  # rows of requests whose KV cache is on its way
+        rows += args.disaggregation_decode_extra_slots or 0
+    needed = DeviceBytes()
     if why_not(config) is None and not args.disable_cuda_graph:
-        rows = args.max_running_requests + 1
-        if args.disaggregation_mode == "decode":  # rows of requests whose KV cache is on its way
-            rows += args.disaggregation_decode_extra_slots or 0
-        per_row = ResidentSlots.bytes_per_row(shape.layers, shape.kv_heads, slots_of(config), shape.key_dim, dtype)
-        longest = -(-configurator.model_config.context_len // config.block_tokens)
-        hot = hot_blocks_of(config)
-        per_row += DeviceScout.score_bytes_per_row(shape.layers, shape.kv_heads, longest, hot)
-        resident = rows * per_row
-        staging = DevicePrefill.device_bytes(longest, shape.kv_heads, shape.key_dim, dtype)
+        needed = CudaEngine.device_bytes(config, shape, rows, configurator.model_config.context_len, dtype)
+    resident, staging = needed.resident, needed.staging
     pages = (available - resident - staging) // per_page
     if pages * config.block_tokens < config.budget_tokens:
         raise CapacityError(

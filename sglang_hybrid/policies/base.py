@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +76,8 @@ class BlockList:
 
 class DecodePolicy(ABC):
     """Computes the attention of one new token per row. Its K and V are in the cache already."""
+
+    on_ratio: Callable[[int, float], None] | None = None  # called with every layer's CPU compute ratio
 
     def rows_begin(self, rows: list[int]) -> None:  # noqa: B027
         """These rows are other requests from now on, or the same with other tokens."""

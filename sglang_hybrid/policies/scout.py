@@ -10,7 +10,6 @@ time to time a layer recalls: what it selected becomes resident, from the next s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -81,7 +80,6 @@ class ScoutPolicy(DecodePolicy):
         self._steps = torch.empty(0, dtype=torch.int64)  # of this batch's rows, this step included
         self._begin = torch.empty(0, dtype=torch.int64)  # of this batch, rows that decode for the first time
         self._leave = torch.empty(0, dtype=torch.int64)  # of this batch, rows with a block that is recent no more
-        self.on_ratio: Callable[[int, float], None] | None = None  # told every layer's CPU compute ratio
 
     # -- steps and rows ----------------------------------------------------------------------
 

@@ -361,7 +361,7 @@ def report(directory: str) -> None:
         announced: list[int] = []
         differences = [0.0]
         formulas = {n: QueryPredictor(weights[n], corrections[n] if profile else None) for n in corrections}
-        policy = backend.attention.policy
+        policy = backend.engine.attention.policy
         ahead = policy.ahead
 
         def announce(query: torch.Tensor, cache: Any, *rest: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_hybrid.cuda import CudaError
-from sglang_hybrid.integration.device_attention import DeviceAttention
+from sglang_hybrid.gpu.engine import CudaEngine
 from sglang_hybrid.integration.pools import ranks_on_this_host
 
 
@@ -34,11 +34,11 @@ class Scout:
 
 
 def device_attention() -> Any:
-    made: Any = DeviceAttention.__new__(DeviceAttention)
+    made: Any = CudaEngine.__new__(CudaEngine)
     made._mailbox, made._followed, made._link = Mailbox(), None, None
     made._supervisor = SimpleNamespace(link=None)
     made._metrics = SimpleNamespace(ups=[], worker_is=lambda up: made._metrics.ups.append(up))
-    made.scout, made._arrived = Scout(), []
+    made.scout, made._arrived, made._req_to_token = Scout(), [], torch.empty(0)
     return made
 
 
@@ -61,8 +61,8 @@ def test_a_mailbox_that_the_gpu_cannot_have_means_no_worker(caplog: pytest.LogCa
 def test_rows_that_arrive_are_reset_with_the_next_step() -> None:
     """They were reset at once, on another stream than the last step of their previous owners."""
     device = device_attention()
-    device.rows_begin(torch.tensor([3]))
-    device.rows_begin(torch.tensor([5, 1]))
+    device.reset_rows(torch.tensor([3]))
+    device.reset_rows(torch.tensor([5, 1]))
     assert device.scout.begun == []
     device._begin_arrived_rows()
     device._begin_arrived_rows()

@@ -86,7 +86,8 @@ def test_a_profile_that_does_not_fit_the_new_weights_ends_prediction(
 
     backend = HybridAttnBackend.__new__(HybridAttnBackend)
     backend._config = HybridConfig(profile="p")
-    backend._model_runner = None
+    backend._model_runner = backend.engine = None
+    backend._scouting = SimpleNamespace(use=None)
     backend.use = used.append
     backend.weights_changed()
     assert [(config.profile, config.prediction) for config in used] == [("none", "none")]

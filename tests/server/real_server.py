@@ -203,7 +203,8 @@ class Server:
             return list(pool.map(lambda ids: self.generate(ids, new_tokens), prompts))
 
     def flush_cache(self) -> None:
-        requests.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
+        """SGLang refuses to while a request is not off its books yet, which it may be a moment after its answer."""
+        self.wait_for(lambda: requests.post(f"{self.url}/flush_cache", timeout=60).ok, seconds=30)
 
     def info(self) -> dict[str, Any]:
         answer: dict[str, Any] = requests.get(f"{self.url}/server_info", timeout=30).json()

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from attention_oracle import causal_attention, seeded, softmax_attention
 
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.engines.base import ModelFacts, PrefillBatch, StepBatch
 from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
 from sglang_hybrid.engines.cpu import CpuEngine
 from sglang_hybrid.memory.region import SharedRegion
-from sglang_hybrid.native.host import BlockSummaries
 from sglang_hybrid.native.library import NativeError
 from sglang_hybrid.native.structs import DTYPES, Geometry
 from sglang_hybrid.ops import reference
-from sglang_hybrid.policies.base import LayerCache
 
 T = 32
+NO_SLOTS = torch.empty(0, dtype=torch.int64)  # this engine reads them off its table
 CLOSE = {
     torch.float32: {"rtol": 1e-4, "atol": 2e-5},
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
@@ -71,12 +73,19 @@ class Rows:
         self.digests = [torch.zeros(pages, heads, 2, dim, dtype=dtype) for _ in range(2)]
         self.channels = torch.stack([torch.randperm(dim, generator=random)[:channels] for _ in range(heads)])
         self.codes = torch.zeros(2, pages, heads, T, channels // 2, dtype=torch.uint8)
-        summaries = [
-            BlockSummaries(self.digests[layer], *((self.codes[layer], self.channels) if channels else ()))
-            for layer in range(2)
-        ]
+        pool = SimpleNamespace(
+            k_buffer=self.keys, v_buffer=self.values, region=self.region, layer_num=2,
+            digests=SimpleNamespace(of_layer=self.digests.__getitem__),
+            sketches=SimpleNamespace(of_layer=self.sketch) if channels else None,
+        )  # fmt: skip
+        # token indices of rows as SGLang has them; the engine reads one of every page
+        self.req_to_token = (self.table.repeat_interleave(T, dim=1) * T).to(torch.int32)
+        model = ModelFacts(self.req_to_token, group, dtype, self.scale, cuda_graphs=False)
         self.config = HybridConfig(**{"sketch_channels": channels, **settings})  # type: ignore[arg-type]
-        self.engine = CpuEngine(self.config, self.region.address, geometry, summaries, threads)
+        self.engine = CpuEngine(self.config, pool, geometry, model, threads)  # type: ignore[arg-type]
+
+    def sketch(self, layer: int) -> SimpleNamespace:
+        return SimpleNamespace(codes=self.codes[layer], channels=self.channels)
 
     def of(self, row: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query, keys and values of a row's tokens, ``[tokens, heads, dim]``."""
@@ -101,17 +110,18 @@ class Rows:
             spans = [((n - 1) * chunk // chunks, (n - 1) * (chunk + 1) // chunks) for n in self.lengths]
             which = [row for row, (first, last) in enumerate(spans) if first < last]
             new = [spans[row][1] - spans[row][0] for row in which]
-            self.engine.begin_prefill(self.table[which], [spans[row][1] for row in which], new)
+            lengths = [spans[row][1] for row in which]
+            self.engine.begin_prefill(PrefillBatch(torch.tensor(which), lengths, new, NO_SLOTS))
             parts = [self.of(row, *spans[row]) for row in which]
             query, keys, values = (torch.cat(side) for side in zip(*parts, strict=True))
-            cache = LayerCache(self.keys[layer], self.values[layer], self.digests[layer], layer)
-            out = list(self.engine.prefill(query, keys, values, cache, self.scale).split(new))
+            out = list(self.engine.prefill(layer, query, keys, values, self.scale).split(new))
         return out
 
     def decode(self, layer: int = 1, rows: list[int] | None = None) -> torch.Tensor:
         """The last token of each row."""
         which = list(range(len(self.lengths))) if rows is None else rows
-        self.engine.begin_decode(self.table[which], torch.tensor([self.lengths[row] for row in which]))
+        lengths = torch.tensor([self.lengths[row] for row in which])
+        self.engine.begin_step(StepBatch(torch.tensor(which), lengths, lengths, NO_SLOTS))
         parts = [self.of(row, self.lengths[row] - 1, self.lengths[row]) for row in which]
         query, keys, values = (torch.cat(side) for side in zip(*parts, strict=True))
         return self.engine.decode(layer, query, keys, values, self.scale)
@@ -247,7 +257,10 @@ def test_summaries_of_pages_that_somebody_else_wrote():
 
 def test_pages_and_lengths_that_cannot_be_are_refused():
     rows = Rows([100])
-    begin = rows.engine.begin_decode
+
+    def begin(table: torch.Tensor, lengths: torch.Tensor) -> None:
+        rows.engine.kernels.begin(table, lengths, torch.ones_like(lengths))
+
     with pytest.raises(NativeError, match="page 1000 is not in the pool"):
         begin(torch.tensor([[1000, 1, 2, 3]]), torch.tensor([100]))
     with pytest.raises(NativeError, match="page -1 is not in the pool"):

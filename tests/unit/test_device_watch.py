@@ -6,7 +6,7 @@ import torch
 
 from sglang_hybrid.cuda.structs import OUTCOMES
 from sglang_hybrid.gpu.settings import PathRates
-from sglang_hybrid.integration.device_watch import DeviceWatch
+from sglang_hybrid.gpu.watch import DeviceWatch
 from sglang_hybrid.scout.recall import RecallSchedule
 
 LAYERS, PER_ROW = 2, 100

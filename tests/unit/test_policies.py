@@ -14,13 +14,12 @@ from decoding import CLOSE, Decoding, Life, Requests, Shape, Step, T
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.backend import HybridAttention, PrefillBatch
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.engines.torch import PagedPrefill, TorchAttention
 from sglang_hybrid.memory.prompt_queries import PromptQueries
 from sglang_hybrid.misses.base import Posted
 from sglang_hybrid.misses.reference import ReferenceMisses
 from sglang_hybrid.ops.reference import NO_BLOCK
-from sglang_hybrid.policies import create_policy
 from sglang_hybrid.policies.base import BlockList, DecodeBatch, DecodePolicy, LayerCache
 from sglang_hybrid.policies.full import FullPolicy
 from sglang_hybrid.policies.scout import ScoutPolicy, Selection
@@ -46,8 +45,8 @@ def decode_once(policy: DecodePolicy, requests: Requests) -> torch.Tensor:
 
 
 def test_the_configuration_names_the_policy():
-    assert isinstance(create_policy(HybridConfig(policy="full"), rows=1, layers=1), FullPolicy)
-    assert isinstance(create_policy(HybridConfig(policy="scout"), rows=1, layers=1), ScoutPolicy)
+    assert isinstance(TorchAttention(HybridConfig(policy="full"), rows=1, layers=1).policy, FullPolicy)
+    assert isinstance(TorchAttention(HybridConfig(policy="scout"), rows=1, layers=1).policy, ScoutPolicy)
 
 
 # Decode within the budget
@@ -72,7 +71,7 @@ def test_a_budget_that_holds_the_context_gives_full_attention(
 ):
     requests = Requests(lengths, shape, seed, config.digest)
     requests.write_all()
-    out = decode_once(create_policy(config, len(lengths), layers=1), requests)
+    out = decode_once(TorchAttention(config, len(lengths), layers=1).policy, requests)
     requests.assert_close(out, requests.full_attention())
 
 
@@ -136,7 +135,7 @@ def test_scout_is_softmax_over_exactly_the_blocks_within_the_budget(case: tuple[
         requests.last_queries(), requests.cache.keys, requests.cache.values, blocks, requests.shape.scale
     )
     # with the first query that is decoded, what scores best is resident: there is nothing beside it
-    requests.assert_close(decode_once(create_policy(config, len(blocks), layers=1), requests), expected)
+    requests.assert_close(decode_once(TorchAttention(config, len(blocks), layers=1).policy, requests), expected)
 
 
 def real(positions: torch.Tensor) -> list[int]:
@@ -773,7 +772,7 @@ def test_a_row_number_that_is_reused_starts_with_blocks_of_its_own():
 def test_settings_that_change_start_the_rows_anew_from_their_prompts():
     requests = Requests([12 * T + 1], SMALL, seed=3)
     few = HybridConfig(budget_tokens=5 * T, recent_blocks=1, sticky_bonus=0.0, recall_interval=0)
-    attention = HybridAttention(few, rows=1, layers=1)
+    attention = TorchAttention(few, rows=1, layers=1)
     prefill(requests, attention, {0: (0, 12 * T)})
     requests.write(0, 12 * T, 12 * T + 1)
     batch, outputs = requests.decode_batch(), []
@@ -801,12 +800,12 @@ def chunks(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
 SHORT_LENGTHS = st.lists(st.one_of(st.sampled_from([1, 32, 33, 64]), st.integers(1, 70)), min_size=1, max_size=3)
 
 
-def prefill(requests: Requests, attention: HybridAttention, spans: dict[int, tuple[int, int]]) -> list[torch.Tensor]:
+def prefill(requests: Requests, attention: TorchAttention, spans: dict[int, tuple[int, int]]) -> list[torch.Tensor]:
     """One step: write the spans' tokens, then attend with their queries. The outputs of each row."""
     for row, span in spans.items():
         requests.write(row, *span)
     lengths, new = [last for _, last in spans.values()], [last - first for first, last in spans.values()]
-    batch = PrefillBatch(requests.table(list(spans), max(lengths)), torch.tensor(list(spans)), lengths, new)
+    batch = PagedPrefill(requests.table(list(spans), max(lengths)), torch.tensor(list(spans)), lengths, new)
     query = torch.cat([requests.row_queries[row][first:last] for row, (first, last) in spans.items()])
     return list(attention.prefill(query, requests.cache, batch, requests.shape.scale).split(new))
 
@@ -822,7 +821,7 @@ def causal(requests: Requests, row: int) -> torch.Tensor:
 def test_prefill_in_chunks_is_causal_softmax_over_the_whole_row(
     lengths: list[int], shape: Shape, seed: int, data: st.DataObject
 ):
-    requests, attention = Requests(lengths, shape, seed), HybridAttention(HybridConfig(), len(lengths), layers=1)
+    requests, attention = Requests(lengths, shape, seed), TorchAttention(HybridConfig(), len(lengths), layers=1)
     left = [data.draw(chunks(length)) for length in lengths]
     outputs: list[list[torch.Tensor]] = [[] for _ in lengths]
     while any(left):
@@ -843,7 +842,7 @@ def test_prefill_and_then_decode_is_causal_softmax_over_the_whole_row(
     policy: str, prompts: list[int], shape: Shape, seed: int, steps: int
 ):
     requests = Requests([n + steps for n in prompts], shape, seed)
-    attention = HybridAttention(HybridConfig(policy=policy, budget_tokens=4 * T), len(prompts), layers=1)
+    attention = TorchAttention(HybridConfig(policy=policy, budget_tokens=4 * T), len(prompts), layers=1)
     rows = list(range(len(prompts)))
     outputs = [[part] for part in prefill(requests, attention, {row: (0, prompts[row]) for row in rows})]
     for step in range(1, steps + 1):

@@ -1,4 +1,4 @@
-"""Policy ``scout`` on a GPU: SGLang's batches for ``gpu.DeviceScout``, and the worker it posts to."""
+"""Attention by CUDA graphs: a policy's step program, prefill by FlashInfer, and the worker that is posted to."""
 
 from __future__ import annotations
 
@@ -6,34 +6,46 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.cuda import CudaError
 from sglang_hybrid.cuda.digests import HostPool, LayerDigests, Step
 from sglang_hybrid.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.engines.base import (
+    DeviceBytes,
+    Engine,
+    LayerPrediction,
+    ModelFacts,
+    PrefillBatch,
+    RatioWatcher,
+    StepBatch,
+)
 from sglang_hybrid.gpu.admission import PageAdmission
 from sglang_hybrid.gpu.budgets import Level
 from sglang_hybrid.gpu.decode import DeviceScout
 from sglang_hybrid.gpu.lanes import Lane
 from sglang_hybrid.gpu.layers import DeviceLayer, DeviceShape
+from sglang_hybrid.gpu.predicting import DevicePredictor, PredictionBuffers
 from sglang_hybrid.gpu.prefill import DevicePrefill, PrefillRows
 from sglang_hybrid.gpu.room import Room
-from sglang_hybrid.gpu.settings import path_rates, settings_of, why_not, why_not_model
-from sglang_hybrid.integration.device_watch import DeviceWatch
-from sglang_hybrid.integration.host_kv_pool import HostKVPool
-from sglang_hybrid.integration.miss_server import checked_geometry, start_worker
-from sglang_hybrid.integration.refusals import Refusal
+from sglang_hybrid.gpu.settings import path_rates, settings_of, slots_of, why_not, why_not_model
+from sglang_hybrid.gpu.slots import ResidentSlots
+from sglang_hybrid.gpu.watch import DeviceWatch
+from sglang_hybrid.memory.capacity import KVShape
 from sglang_hybrid.memory.digests import CompactDigests
+from sglang_hybrid.memory.pages import page_table
+from sglang_hybrid.memory.pool import KVPool
 from sglang_hybrid.metrics import WorkerMetrics
+from sglang_hybrid.native.structs import Geometry
+from sglang_hybrid.policies.registry import policy_named
 from sglang_hybrid.scout.profile import HostRates
 from sglang_hybrid.scout.recall import RecallSchedule
-from sglang_hybrid.scout.tuning import Tuning
+from sglang_hybrid.scout.tuning import Tuning, hot_blocks_of
 from sglang_hybrid.worker.link import Link
 from sglang_hybrid.worker.supervisor import Supervisor
 
@@ -42,23 +54,18 @@ logger = logging.getLogger("sglang.srt.hybrid")
 
 # A GPU cannot wake a worker that sleeps. The host does so before every step, which it launches a step ahead, so the
 # worker has to stay awake for two steps, long ones too: it would find the next post only 0.1 s later.
-_SPIN_US = 200_000
+WORKER_SPIN_US = 200_000
 
 
-def why_not_on_device(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> str | None:
-    """Why this server computes in plain torch, in words; None where the CUDA kernels do it."""
+def unsupported_reason(config: HybridConfig, pool: KVPool, model: ModelFacts) -> str | None:
+    """Return why the CUDA kernels cannot serve this, in words."""
     if torch.device(pool.device).type != "cuda":
         return "the model is not on a GPU"
-    if model_runner.server_args.disable_cuda_graph:
+    if not model.cuda_graphs:
         return "CUDA graphs are off"
-    return why_not(config) or why_not_model(
-        pool.head_dim, pool.v_head_dim, _group(pool, model_runner), pool.store_dtype.itemsize
-    )
-
-
-def _group(pool: HostKVPool, model_runner: Any) -> int:
-    heads: int = model_runner.model_config.get_num_attention_heads(model_runner.server_args.tp_size)
-    return heads // int(pool.head_num)
+    if model.scale is None:
+        return "layers that scale attention differently"
+    return why_not(config) or why_not_model(pool.head_dim, pool.v_head_dim, model.group, pool.store_dtype.itemsize)
 
 
 class StepKind(NamedTuple):
@@ -67,70 +74,95 @@ class StepKind(NamedTuple):
     whole: bool = False
     level: int = 0  # of budgets, for rows that are not held as a whole
 
+    @property
+    def label(self) -> str:
+        if self.whole:
+            return "dense"
+        return f"level{self.level}" if self.level else ""
 
-class DeviceAttention:
+
+class CudaEngine(Engine):
     """One per model runner on a GPU."""
 
+    reports_ratio: ClassVar[bool] = True
+    holds_weights: ClassVar[bool] = True
+
     def __init__(
-        self, config: HybridConfig, tuning: Tuning, rates: HostRates | None, pool: HostKVPool, model_runner: Any
+        self,
+        config: HybridConfig,
+        tuning: Tuning,
+        rates: HostRates | None,
+        pool: KVPool,
+        model: ModelFacts,
+        worker: tuple[Supervisor, WorkerMetrics, Geometry] | None,
     ) -> None:
-        """Raises Refusal when a worker is wanted and cannot be had."""
-        req_to_token: torch.Tensor = model_runner.req_to_token_pool.req_to_token
-        self._req_to_token = req_to_token
-        group = _group(pool, model_runner)
+        """``worker``: attached, or None where the device reads misses from the pool itself."""
+        assert model.scale is not None  # unsupported_reason asks before
+        self._req_to_token, self._block_tokens = model.req_to_token, config.block_tokens
         self._shape = DeviceShape(
-            rows=req_to_token.shape[0],
-            most=req_to_token.shape[0],
-            max_blocks=-(-req_to_token.shape[1] // config.block_tokens),
+            rows=model.req_to_token.shape[0],
+            most=model.req_to_token.shape[0],
+            max_blocks=-(-model.req_to_token.shape[1] // config.block_tokens),
             heads=pool.head_num,
-            group=group,
+            group=model.group,
             dim=pool.head_dim,
             pool_pages=pool.k_buffer[0].shape[0],
         )
         region = RegisteredRegion(pool.region)
-        self._group = group
         self._layers = [
             DeviceLayer(HostPool(region, keys, values), _digests(pool, layer))
             for layer, (keys, values) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True))
         ]
-        if model_runner.server_args.disaggregation_mode == "decode":
-            pool.admission = PageAdmission(self._layers, pool.head_num, pool.head_dim, pool.store_dtype, pool.device)
+        self.admission: PageAdmission | None = None
+        if model.admits_pages:
+            self.admission = PageAdmission(self._layers, pool.head_num, pool.head_dim, pool.store_dtype, pool.device)
         self._arrived: list[torch.Tensor] = []  # rows that begin with the next step
         self._supervisor: Supervisor | None = None
         self._link: Link | None = None  # whose mailbox the device posts to
         self._followed: Link | None = None  # the newest that was tried
         self._mailbox: DeviceMailboxClient | None = None
         self._metrics: WorkerMetrics | None = None
-        if config.worker != "none":
-            geometry = checked_geometry(config, pool, model_runner)
-            assert geometry is not None  # the device's kernels have fewer shapes than the CPU's
-            self._supervisor, self._metrics = start_worker(config, pool, model_runner, geometry, _SPIN_US)
+        if worker is not None:
+            self._supervisor, self._metrics, geometry = worker
             self._mailbox = DeviceMailboxClient(geometry, pool.device)
             self._follow_worker()
         self._used: tuple[HybridConfig, Tuning] | None = None
         self._rates = rates
-        # rows of other batches would lose their pages at every step
-        args = model_runner.server_args
-        self._one_batch = args.pp_size == 1 and not args.enable_two_batch_overlap and not args.enable_pdmux
+        self._one_batch = model.one_batch  # rows of other batches would lose their pages at every step
         # logits are the last thing that a step computes; without any it ends with its last attention
-        logits = getattr(model_runner.model, "logits_processor", None)
-        self._has_logits = isinstance(logits, torch.nn.Module)
-        if isinstance(logits, torch.nn.Module):
-            logits.register_forward_hook(self._after_logits)
+        self._has_logits = model.logits is not None
+        if model.logits is not None:
+            model.logits.register_forward_hook(self._after_logits)
+        self._predictors: dict[int, tuple[DevicePredictor, float]] = {}
+        self._watcher: RatioWatcher | None = None
         self.use(config, tuning)
-        self._scale = _scale(model_runner.model)
+        self._scale = model.scale
         self._prefill = DevicePrefill(
-            self._layers, self._shape.max_blocks, group * pool.head_num, pool.store_dtype, pool.device,
+            self._layers, self._shape.max_blocks, model.group * pool.head_num, pool.store_dtype, pool.device,
         )  # fmt: skip
         self._settling_lane = Lane(pool.device)
         self._settling: Step | None = None
         self._last_tokens = torch.empty(0, dtype=torch.int64)
 
+    @classmethod
+    def device_bytes(
+        cls, config: HybridConfig, shape: KVShape, rows: int, context: int, dtype: torch.dtype
+    ) -> DeviceBytes:
+        longest = -(-context // config.block_tokens)
+        per_row = ResidentSlots.bytes_per_row(shape.layers, shape.kv_heads, slots_of(config), shape.key_dim, dtype)
+        per_row += DeviceScout.score_bytes_per_row(shape.layers, shape.kv_heads, longest, hot_blocks_of(config))
+        staging = DevicePrefill.device_bytes(longest, shape.kv_heads, shape.key_dim, dtype)
+        return DeviceBytes(rows * per_row, staging)
+
+    def unsupported_reason(self, config: HybridConfig) -> str | None:
+        return why_not(config)
+
     def use(self, config: HybridConfig, tuning: Tuning) -> None:
-        """Decode by these settings from now on. Rows that are decoding begin anew, graphs must be recorded anew."""
         if (config, tuning) != self._used:
-            settings = settings_of(config, tuning, self._group)
-            self.scout = DeviceScout(self._layers, self._shape, settings, tuning.intervals, self._mailbox)
+            settings = settings_of(config, tuning, self._shape.group)
+            program = policy_named(config.policy).cuda_program
+            assert program is not None  # unsupported_reason asks before
+            self.scout: DeviceScout = program()(self._layers, self._shape, settings, tuning.intervals, self._mailbox)
             self.scout.is_ended = self._has_logits
             self._used = config, tuning
             self._room: Room | None = None
@@ -146,24 +178,55 @@ class DeviceAttention:
             rates = path_rates(self._rates, cores) if settings.gather_share is None else None
             self.watch = DeviceWatch(self.scout, recall, self._shape.heads * settings.budget, outcomes, rates)
             self.watch.metrics = self._metrics
+            self.watch.on_ratio = self._watcher
+
+    def watch_ratio(self, watcher: RatioWatcher | None) -> None:
+        self._watcher = self.watch.on_ratio = watcher
+
+    # -- prediction --------------------------------------------------------------------------
+
+    def set_predictors(self, predictions: Mapping[int, LayerPrediction]) -> None:
+        self._predictors = {}
+        if not predictions:
+            return
+        # the queries of two layers can be on their way at a time
+        buffers = [_prediction_buffers(self._shape.most, predictions) for _ in range(2)]
+        for layer, given in predictions.items():
+            predictor = DevicePredictor(
+                given.weights, given.correction, max_batch=self._shape.most, buffers=buffers[layer % 2]
+            )
+            self._predictors[layer] = predictor, given.scale
+
+    def ahead(
+        self, layers: Sequence[int], hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+    ) -> None:
+        if self.scout.is_dense:
+            return
+        count = hidden.shape[0]
+        for layer in layers:  # on the main lane: the layer changes these inputs in place
+            self._predictors[layer][0].prepare(hidden, residual)
+        with self.scout.scout_lane():
+            for layer in layers:
+                predictor, scale = self._predictors[layer]
+                predictor.finish(positions, self.scout.query_ahead(layer, count))
+                self.scout.ahead(layer, count, scale)
 
     # -- decode ------------------------------------------------------------------------------
 
-    def begin_decode(self, batch: Any, in_capture: bool) -> None:
-        """Before a step is launched, replayed or recorded. Takes a copy of what the layers read."""
+    def begin_step(self, batch: StepBatch) -> None:
         self.scout.begin_step()
-        if not in_capture:
+        if not batch.is_recorded:
             self._begin_arrived_rows()
-        rows, count = batch.req_pool_indices, batch.batch_size
-        if in_capture or count == 0:  # nothing is decoded: a graph is being recorded, or another rank has work
+        rows, count = batch.rows, batch.rows.shape[0]
+        if batch.is_recorded or count == 0:  # nothing is decoded: a graph is recorded, or another rank has work
             self.scout.step.load_nothing()
             return
-        active = count - getattr(batch, "num_padding", 0)
-        self.scout.step.load(self._req_to_token, rows, batch.seq_lens, active)
-        lengths = batch.seq_lens_cpu[:active].tolist()
-        if (kind := self._kind_of(lengths, count)) != self.kind:
+        active = count - batch.padding
+        self.scout.step.load(self._req_to_token, rows, batch.lengths, active)
+        lengths = batch.lengths_on_host[:active].tolist()
+        if (kind := self._kind_of(lengths, count)) != self._kind:
             self.scout.hold_rows(*kind, count=count)
-            self.scout.step.load(self._req_to_token, rows, batch.seq_lens, active)
+            self.scout.step.load(self._req_to_token, rows, batch.lengths, active)
         if self.scout.is_dense:
             self.scout.dense.begin_step(count, lengths)
             self.watch.step(0)
@@ -174,7 +237,7 @@ class DeviceAttention:
             self._link.mailbox.wake()
         level = self.scout.level
         # a row with twice the budget counts twice
-        self.watch.step(int((batch.seq_lens_cpu > self._budget_tokens << level).sum()) << level)
+        self.watch.step(int((batch.lengths_on_host > self._budget_tokens << level).sum()) << level)
 
     def _after_logits(self, *_of_module: Any) -> None:
         self.scout.end_step()
@@ -185,7 +248,7 @@ class DeviceAttention:
         kind = StepKind(whole=self._room is not None and self._room.look(lengths, now))
         if not kind.whole:
             kind = StepKind(level=self._level.look(count, now))
-        if kind != self.kind:
+        if kind != self._kind:
             self._tell(kind, len(lengths))
         return kind
 
@@ -199,24 +262,32 @@ class DeviceAttention:
         )  # fmt: skip
 
     @property
-    def kind(self) -> StepKind:
+    def _kind(self) -> StepKind:
         """Of the step that begins, or is recorded."""
         return StepKind(self.scout.is_dense, self.scout.level)
 
-    def kinds_of_steps(self, count: int) -> list[StepKind]:
-        """Those that there are graphs for, of batches of ``count``."""
-        levels = [StepKind(level=one.level) for one in self.scout.budgets if one.level == 0 or count <= one.rows]
-        return levels if self._room is None else [*levels, StepKind(whole=True)]
+    @property
+    def graph_variant(self) -> str:
+        return self._kind.label
+
+    def graph_variants(self, batch_size: int) -> list[str]:
+        return [kind.label for kind in self._kinds() if kind.level == 0 or batch_size <= self._rows_of(kind)]
 
     @contextlib.contextmanager
-    def recording(self, kind: StepKind) -> Iterator[None]:
-        """Steps that are recorded are of this kind."""
-        serving = self.kind
-        self.scout.is_dense, self.scout.level = kind
+    def recording(self, variant: str) -> Iterator[None]:
+        serving = self._kind
+        self.scout.is_dense, self.scout.level = next(kind for kind in self._kinds() if kind.label == variant)
         try:
             yield
         finally:
             self.scout.is_dense, self.scout.level = serving
+
+    def _kinds(self) -> list[StepKind]:
+        levels = [StepKind(level=one.level) for one in self.scout.budgets]
+        return levels if self._room is None else [*levels, StepKind(whole=True)]
+
+    def _rows_of(self, kind: StepKind) -> int:
+        return self.scout.budgets[kind.level].rows
 
     def _follow_worker(self) -> None:
         """Post to the worker that is there now."""
@@ -243,12 +314,13 @@ class DeviceAttention:
 
     # -- prefill -----------------------------------------------------------------------------
 
-    def begin_prefill(self, rows: torch.Tensor, table: torch.Tensor, lengths: list[int], new_tokens: list[int]) -> None:
-        """These rows bring more of their prompts."""
+    def begin_prefill(self, batch: PrefillBatch) -> None:
+        rows, lengths, new_tokens = batch.rows.to(torch.int64), batch.lengths, batch.new_tokens
+        table = page_table(self._req_to_token, rows, max(lengths, default=0), self._block_tokens)
         self._prefill.begin(PrefillRows(table.cpu(), lengths, new_tokens), self._scale)
         # where whole rows are held, or rows have places, their first decode step loads them
         self._settling = None
-        settles = self.kind == StepKind()
+        settles = self._kind == StepKind()
         self.scout.rows_begin(rows, prefilled=settles)
         if not settles:
             return
@@ -263,10 +335,7 @@ class DeviceAttention:
     def prefill(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """query ``[T, query heads, dim]``, keys and values ``[T, KV heads, dim]`` of the rows' prompts, padded perhaps.
-
-        Beside the layers that follow, the rows' first resident blocks are chosen and loaded.
-        """
+        """Attend, and choose and load the rows' first resident blocks beside the layers that follow."""
         out = self._prefill.attend(layer, query, keys, values)
         if self._settling is not None:
             self._settle(layer, query[self._last_tokens], self._settling, scale)
@@ -284,13 +353,12 @@ class DeviceAttention:
             self.scout.settle(layer, rows, last, scale)
             self._settling_lane.mark(layer)
 
-    def rows_begin(self, rows: torch.Tensor) -> None:
-        """These rows arrived from elsewhere, or go back to the end of their prompts.
+    def reset_rows(self, rows: torch.Tensor) -> None:
+        """Forget all state of ``rows`` before the next step, on the stream of steps.
 
-        Told on SGLang's scheduling stream, while a step of the rows' previous owners may still be under way: what is
-        known of them is forgotten on the stream of steps, before the next one.
+        Called on SGLang's scheduling stream, while a step of the rows' previous owners may still be under way.
         """
-        self._arrived.append(rows)
+        self._arrived.append(rows.to(self._req_to_token.device))
 
     def _begin_arrived_rows(self) -> None:
         if self._arrived:
@@ -302,15 +370,15 @@ class DeviceAttention:
             self.scout.rows_begin(rows)
 
 
-def _scale(model: torch.nn.Module) -> float:
-    """What all layers multiply attention logits with. Raises Refusal where they differ: prefill is planned once."""
-    scales = {float(module.scaling) for module in model.modules() if isinstance(module, RadixAttention)}
-    if len(scales) != 1:
-        raise Refusal(f"layers that scale attention differently ({scales}) need --disable-cuda-graph")
-    return scales.pop()
+def _prediction_buffers(max_batch: int, predictions: Mapping[int, LayerPrediction]) -> PredictionBuffers:
+    projection = next(iter(predictions.values())).weights.projection
+    corrections = [given.correction for given in predictions.values() if given.correction is not None]
+    ranks = [correction.right.shape[0] for correction in corrections if correction.right is not None]
+    width, hidden = projection.shape
+    return PredictionBuffers(max_batch, hidden, width, max(ranks, default=0), projection.dtype, projection.device)
 
 
-def _digests(pool: HostKVPool, layer: int) -> LayerDigests:
+def _digests(pool: KVPool, layer: int) -> LayerDigests:
     if pool.sketches is None:
         return LayerDigests(pool.digests.of_layer(layer))
     sketch, keys = pool.sketches.of_layer(layer), pool.k_buffer[layer]

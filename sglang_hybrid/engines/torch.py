@@ -1,0 +1,190 @@
+"""Attention in plain torch on any device: the specification of the other engines, and what they do not support."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.engines.base import (
+    DeviceBytes,
+    Engine,
+    LayerPrediction,
+    ModelFacts,
+    PrefillBatch,
+    RatioWatcher,
+    StepBatch,
+)
+from sglang_hybrid.memory.capacity import KVShape
+from sglang_hybrid.memory.digests import CompactDigests
+from sglang_hybrid.memory.pages import page_table
+from sglang_hybrid.memory.pool import KVPool
+from sglang_hybrid.memory.prompt_queries import PromptQueries
+from sglang_hybrid.misses.base import MissServer
+from sglang_hybrid.misses.reference import ReferenceMisses
+from sglang_hybrid.ops import reference
+from sglang_hybrid.policies.base import DecodeBatch, LayerCache
+from sglang_hybrid.policies.full import read_row
+from sglang_hybrid.policies.registry import PolicyContext, policy_named
+from sglang_hybrid.scout.predictor import QueryPredictor
+from sglang_hybrid.scout.tuning import Tuning, tuning_of
+
+
+@dataclass(frozen=True)
+class PagedPrefill:
+    """Rows of one prefill pass with their pages."""
+
+    page_table: torch.Tensor  # [rows, blocks of the longest row], page of each block
+    rows: torch.Tensor  # [rows], SGLang's number of each row
+    lengths: list[int]  # tokens of each row, the new ones included
+    new_tokens: list[int]  # of which new
+
+
+class TorchAttention:
+    """Exact attention in prefill, the configured policy in decode."""
+
+    def __init__(self, config: HybridConfig, rows: int, layers: int, misses: MissServer | None = None) -> None:
+        """For at most ``rows`` requests at a time and ``layers`` layers."""
+        self._rows = rows
+        self._layers = layers
+        self._misses = misses or ReferenceMisses()
+        self._prompts = PromptQueries(rows)
+        self.use(config)
+
+    def use(self, config: HybridConfig, tuning: Tuning | None = None) -> None:
+        """Decode by these settings from now on. Rows that are decoding start anew."""
+        self.config = config
+        self.policy = policy_named(config.policy).create(
+            PolicyContext(
+                config, self._rows, self._layers, self._misses, self._prompts, tuning or tuning_of(config, self._layers)
+            )
+        )
+        self.policy.rows_begin(list(range(self._rows)))
+
+    def rows_begin(self, rows: list[int]) -> None:
+        """Forget all state of ``rows``: a new request took the row, or a request was rewound to its prompt."""
+        self.policy.rows_begin(rows)
+
+    def prefill(self, query: torch.Tensor, cache: LayerCache, batch: PagedPrefill, scale: float) -> torch.Tensor:
+        """query ``[new tokens of all rows, query heads, head_dim]`` -> the same, with the value's dim.
+
+        K and V of the new tokens are in the cache already. One layer of one row at a time is
+        read from the host, so that device memory holds one context of one layer and no more.
+        """
+        out = query.new_empty(query.shape[0], query.shape[1], cache.values.shape[3])
+        last_tokens = torch.tensor(batch.new_tokens, device=query.device).cumsum(0) - 1
+        self._prompts.store(cache.layer, batch.rows, query[last_tokens])
+        first = 0
+        for row, (length, new) in enumerate(zip(batch.lengths, batch.new_tokens, strict=True)):
+            last = first + new
+            key, value = read_row(cache, batch.page_table[row], length, query.device)
+            out[first:last] = reference.attend_prefill(query[first:last], key, value, scale)
+            first = last
+        return out
+
+    def begin_decode(self, batch: DecodeBatch) -> None:
+        """Prepare for the layers of a decode step."""
+        self.policy.begin_step(batch)
+
+    def ahead(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> None:
+        """Begin with a layer by its predicted query, while the layer before is running."""
+        self.policy.ahead(query, cache, batch, scale)
+
+    def decode(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
+        """query ``[rows, query heads, head_dim]`` -> ``[rows, query heads, value dim]``."""
+        return self.policy.decode(query, cache, batch, scale)
+
+
+class TorchEngine(Engine):
+    """``TorchAttention`` over a server's pool."""
+
+    reports_ratio: ClassVar[bool] = True
+
+    def __init__(self, config: HybridConfig, pool: KVPool, model: ModelFacts, misses: MissServer | None) -> None:
+        """``misses`` serves blocks that a policy does not keep near; None: plain torch does."""
+        self._config, self._pool, self._req_to_token = config, pool, model.req_to_token
+        self.attention = TorchAttention(config, model.req_to_token.shape[0], pool.layer_num, misses)
+        self._predictors: dict[int, tuple[QueryPredictor, float]] = {}
+        self._watcher: RatioWatcher | None = None
+        self._slots = torch.empty(0, dtype=torch.int64)
+        self._prefill = PagedPrefill(self._slots, self._slots, [], [])
+        self._step = DecodeBatch(self._slots, self._slots, [], self._slots, [])
+        self._steps = 0
+
+    @classmethod
+    def device_bytes(
+        cls, config: HybridConfig, shape: KVShape, rows: int, context: int, dtype: torch.dtype
+    ) -> DeviceBytes:
+        return DeviceBytes()
+
+    def unsupported_reason(self, config: HybridConfig) -> str | None:
+        return None
+
+    def use(self, config: HybridConfig, tuning: Tuning) -> None:
+        self._config = config
+        self.attention.use(config, tuning)
+        self.watch_ratio(self._watcher)
+
+    def set_predictors(self, predictions: Mapping[int, LayerPrediction]) -> None:
+        self._predictors = {
+            layer: (QueryPredictor(given.weights, given.correction), given.scale)
+            for layer, given in predictions.items()
+        }
+
+    def ahead(
+        self, layers: Sequence[int], hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+    ) -> None:
+        inputs = hidden if residual is None else hidden + residual
+        for layer in layers:
+            predictor, scale = self._predictors[layer]
+            query = predictor.query(inputs, positions)[: len(self._step.lengths_on_host)]
+            self.attention.ahead(query, self._cache(layer), self._step, scale)
+
+    def begin_prefill(self, batch: PrefillBatch) -> None:
+        self._slots = batch.slots
+        rows = batch.rows.to(torch.int64)
+        self._prefill = PagedPrefill(self._table(rows, batch.lengths), rows, batch.lengths, batch.new_tokens)
+        self.attention.rows_begin(rows.tolist())
+
+    def prefill(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        self._pool.store(layer, self._slots, keys, values)
+        new = sum(self._prefill.new_tokens)  # SGLang may pad the batch beyond its real tokens
+        out = query.new_zeros(query.shape[0], query.shape[1], values.shape[2])
+        out[:new] = self.attention.prefill(query[:new], self._cache(layer), self._prefill, scale)
+        return out
+
+    def begin_step(self, batch: StepBatch) -> None:
+        self._slots = batch.slots
+        self._steps += 1
+        rows, lengths = batch.rows.to(torch.int64), batch.lengths_on_host.tolist()
+        on_host = rows.tolist()  # on a GPU this waits; rows that come and go are known to the host
+        table = self._table(rows, lengths)
+        self._step = DecodeBatch(table, batch.lengths.to(torch.int64), lengths, rows, on_host, self._steps)
+        self.attention.begin_decode(self._step)
+
+    def decode(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        self._pool.store(layer, self._slots, keys, values)
+        return self.attention.decode(query, self._cache(layer), self._step, scale)
+
+    def reset_rows(self, rows: torch.Tensor) -> None:
+        self.attention.rows_begin(rows.tolist())
+
+    def watch_ratio(self, watcher: RatioWatcher | None) -> None:
+        self._watcher = self.attention.policy.on_ratio = watcher
+
+    def _table(self, rows: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        return page_table(self._req_to_token, rows, max(lengths, default=0), self._config.block_tokens)
+
+    def _cache(self, layer: int) -> LayerCache:
+        pool = self._pool
+        # compact digests tell nothing without sketches
+        wanted = self._config.sketch_channels > 0 or isinstance(pool.digests, CompactDigests)
+        sketch = pool.sketches.of_layer(layer) if pool.sketches and wanted else None
+        return LayerCache(pool.k_buffer[layer], pool.v_buffer[layer], pool.digests.of_layer(layer), layer, sketch)

@@ -1,0 +1,30 @@
+"""What engines need of the KV pool."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from sglang_hybrid.memory.digests import CompactDigests, Digests
+from sglang_hybrid.memory.region import SharedRegion
+from sglang_hybrid.memory.sketches import Sketches
+
+
+class KVPool(Protocol):
+    """Paged keys and values in shared host memory, and what is known of each page on the model's device."""
+
+    k_buffer: list[torch.Tensor]  # of each layer: [pages, KV heads, tokens of a page, head_dim]
+    v_buffer: list[torch.Tensor]
+    region: SharedRegion
+    digests: Digests | CompactDigests
+    sketches: Sketches | None
+    head_num: int
+    head_dim: int
+    v_head_dim: int
+    layer_num: int
+    store_dtype: torch.dtype
+    device: str  # of the model
+
+    def store(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write K and V of new tokens, and summarise the pages they are in."""

@@ -1,0 +1,45 @@
+"""The policies of this package. Their implementations are imported when one is created: they need torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang_hybrid.policies.registry import Needs, PolicyContext, register_policy
+
+if TYPE_CHECKING:
+    from sglang_hybrid.config import HybridConfig
+    from sglang_hybrid.policies.base import DecodePolicy
+
+
+def _everything(_config: HybridConfig) -> None:
+    return None
+
+
+def _budget_blocks(config: HybridConfig) -> int:
+    return config.budget_tokens // config.block_tokens
+
+
+def _device_scout() -> Any:
+    from sglang_hybrid.gpu.decode import DeviceScout
+
+    return DeviceScout
+
+
+@register_policy("full", description="every token of a request is attended to", native_budget=_everything)
+def create_full(_context: PolicyContext) -> DecodePolicy:
+    from sglang_hybrid.policies.full import FullPolicy
+
+    return FullPolicy()
+
+
+@register_policy(
+    "scout",
+    description="the best-scoring blocks of a request are attended to",
+    needs=Needs(worker=True, prediction=True),
+    cuda_program=_device_scout,
+    native_budget=_budget_blocks,
+)
+def create_scout(context: PolicyContext) -> DecodePolicy:
+    from sglang_hybrid.policies.scout import ScoutPolicy
+
+    return ScoutPolicy(context.config, context.misses, context.tuning, context.prompts, context.rows)
