@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Times of the CUDA kernels, inside a CUDA graph and with a cold L2 cache.
 
-    python bench/cuda_kernels.py [--out FILE] [--pool 4] [--threads N]
+    python -m bench.cuda_kernels [--out FILE] [--pool 4] [--threads N]
 
 Shapes of a Qwen3-14B layer: 8 KV heads, 5 query heads each, head_dim 128, bfloat16. A graph holds many launches, each
 on buffers of its own, together several times the L2 cache, as the layers of a step are. Rates count each byte once.
@@ -16,7 +15,6 @@ import argparse
 import contextlib
 import ctypes
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,10 +22,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from record import write_result
-
+from bench.record import write_result
 from sglang_hybrid.cuda.attention import AttendWorkspace, attend_slots, merge3
 from sglang_hybrid.cuda.gathering import gather_blocks
 from sglang_hybrid.cuda.host_memory import RegisteredRegion

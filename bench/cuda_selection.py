@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Times of digests, scores and selection on the GPU, inside a CUDA graph.
 
-    python bench/cuda_selection.py [--out FILE]
+    python -m bench.cuda_selection [--out FILE]
 
 Shapes as in cuda_kernels.py: 8 KV heads, 5 query heads each, head_dim 128, bfloat16. Digests and codes are read cold:
 the buffers of a graph are several times the L2 cache. Rates count each byte of digests and codes once.
@@ -10,18 +9,14 @@ the buffers of a graph are several times the L2 cache. Rates count each byte of 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from cuda_kernels import COLD_BYTES, DIM, DTYPE, GROUP, HEADS, SCALE, TOKENS, Row, copy_rate, row, timed
-from record import write_result
-
+from bench.cuda_kernels import COLD_BYTES, DIM, DTYPE, GROUP, HEADS, SCALE, TOKENS, Row, copy_rate, row, timed
+from bench.record import write_result
 from sglang_hybrid.cuda.digests import HostPool, LayerDigests, SlotTable, Step, append, digest_pages
 from sglang_hybrid.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.cuda.scoring import ScoreWorkspace, score_blocks, shift_lse
