@@ -36,7 +36,7 @@ def test_a_part_of_an_input_is_not_taken_for_the_whole(flag: str) -> None:
         refuse_inputs(args(tp_size=2, **{flag: True}))
 
 
-class Backend(HybridAttnBackend):  # type: ignore[misc]
+class Backend(HybridAttnBackend):
     """One that only counts."""
 
     def __init__(self, why_not: str | None) -> None:
@@ -87,7 +87,7 @@ def test_a_profile_that_does_not_fit_the_new_weights_ends_prediction(
     backend = HybridAttnBackend.__new__(HybridAttnBackend)
     backend._config = HybridConfig(profile="p")
     backend._model_runner = None
-    backend.use = used.append
+    monkeypatch.setattr(backend, "use", used.append)
     backend.weights_changed()
     assert [(config.profile, config.prediction) for config in used] == [("none", "none")]
     assert "made for other weights. Queries are not predicted any more" in caplog.text
