@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Servers on a host without a GPU, in turn: stock SGLang (torch_native) and sglang-hybrid with its default settings.
 
-    python bench/cpu_host.py [--rounds 3] [--lengths 300,5000] [--new-tokens 48] [--hybrid KEY=VALUE ...] [--out FILE]
+    python -m bench.cpu_host [--rounds 3] [--lengths 300,5000] [--new-tokens 48] [--hybrid KEY=VALUE ...] [--out FILE]
 
 Each round starts one server after the other and sends it the same prompts, different ones in every round. Measured:
 time to the first token, and decode rate from the first token to the last. Ratios are taken within a round; the table
@@ -18,13 +17,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from record import write_result
 from rich.console import Console
 from rich.table import Table
-from side_by_side.configurations import Configuration
-from side_by_side.load import send_together
-from side_by_side.server import Server
-from side_by_side.telling import say
+
+from bench.record import write_result
+from bench.side_by_side.configurations import Configuration
+from bench.side_by_side.load import send_together
+from bench.side_by_side.server import Server
+from bench.side_by_side.telling import say
 
 # What we want, by prompt tokens: decode rate at least so many times the stock one, time to the first token at most.
 BARS = {300: (1.0, 1.1), 5000: (1.5, 1.1)}
@@ -92,7 +92,7 @@ def one(url: str, ids: list[int], new_tokens: int) -> dict[str, float]:
 
 def summarise(rounds: list[dict[str, Any]], length: str) -> dict[str, Any]:
     def median(side: str, key: str) -> float:
-        return statistics.median(one[side][length][key] for one in rounds)
+        return float(statistics.median(one[side][length][key] for one in rounds))
 
     def ratios(key: str) -> list[float]:
         return [round(one["hybrid"][length][key] / one["stock"][length][key], 3) for one in rounds]

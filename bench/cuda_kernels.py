@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Times of the CUDA kernels, inside a CUDA graph and with a cold L2 cache.
 
-    python bench/cuda_kernels.py [--out FILE] [--pool 4] [--threads N]
+    python -m bench.cuda_kernels [--out FILE] [--pool 4] [--threads N]
 
 Shapes of a Qwen3-14B layer: 8 KV heads, 5 query heads each, head_dim 128, bfloat16. A graph holds many launches, each
 on buffers of its own, together several times the L2 cache, as the layers of a step are. Rates count each byte once.
@@ -16,18 +15,15 @@ import argparse
 import contextlib
 import ctypes
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from record import write_result
-
-from sglang_hybrid.cuda.attention import AttendWorkspace, BlockSlots, attend_slots, merge3
+from bench.record import write_result
+from sglang_hybrid.cuda.attention import AttendWorkspace, attend_slots, merge3
 from sglang_hybrid.cuda.gathering import gather_blocks
 from sglang_hybrid.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
@@ -44,9 +40,12 @@ SCALE = DIM**-0.5
 DTYPE = torch.bfloat16
 
 Row = dict[str, Any]
+Slots = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # keys, values, positions
 
 
-def timed(launches: list[Callable[[], None]], repeats: int = 15, before: Callable[[], None] = lambda: None) -> float:
+def timed(
+    launches: Sequence[Callable[[], object]], repeats: int = 15, before: Callable[[], None] = lambda: None
+) -> float:
     """Median seconds of one launch, all of them being in one graph."""
     for launch in launches[:2]:
         launch()
@@ -55,7 +54,7 @@ def timed(launches: list[Callable[[], None]], repeats: int = 15, before: Callabl
     with torch.cuda.graph(graph):
         for launch in launches:
             launch()
-    times = []
+    times: list[float] = []
     for _ in range(repeats + 2):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before()
@@ -93,41 +92,36 @@ def copy_rate() -> float:
         target.copy_(source)
     end.record()
     end.synchronize()
-    return 20 * 2 * source.numel() / (start.elapsed_time(end) / 1e3)
+    seconds: float = start.elapsed_time(end) / 1e3
+    return 20 * 2 * source.numel() / seconds
 
 
-def random_blocks(owners: int, slots: int, first: int) -> BlockSlots:
-    shape = (owners, HEADS, slots, TOKENS, DIM)
+def random_slots(owners: int) -> Slots:
+    shape = (owners, HEADS, SLOTS, TOKENS, DIM)
     keys, values = (torch.randn(shape, dtype=DTYPE, device="cuda") for _ in range(2))
-    positions = torch.arange(first, first + slots, dtype=torch.int32, device="cuda").expand(owners, HEADS, slots)
-    return BlockSlots(keys, values, positions.contiguous())
+    positions = torch.arange(SLOTS, dtype=torch.int32, device="cuda").expand(owners, HEADS, SLOTS)
+    return keys, values, positions.contiguous()
 
 
-def attention(batch: int, active: int, staged: int, ceiling: float) -> Row:
-    moved = active * HEADS * (SLOTS + staged) * BLOCK_BYTES
+def attention(batch: int, active: int, ceiling: float) -> Row:
+    moved = active * HEADS * SLOTS * BLOCK_BYTES
     layers = max(2, -(-COLD_BYTES // moved))
     workspace = AttendWorkspace(batch, HEADS, GROUP, DIM)
     query = torch.randn(batch, HEADS * GROUP, DIM, dtype=DTYPE, device="cuda")
     out, lse = torch.empty(query.shape, device="cuda"), torch.empty(query.shape[:2], device="cuda")
-    lengths = torch.full((batch,), (SLOTS + staged) * TOKENS - 5, dtype=torch.int32, device="cuda")
+    lengths = torch.full((batch,), SLOTS * TOKENS - 5, dtype=torch.int32, device="cuda")
     row_of = torch.arange(batch, dtype=torch.int32, device="cuda")
     count = torch.tensor([active], dtype=torch.int32, device="cuda")
 
-    def launch_on(kept: BlockSlots, gathered: BlockSlots | None) -> Callable[[], None]:
+    def launch_on(kept: Slots) -> Callable[[], None]:
         def launch() -> None:
-            attend_slots(
-                query, kept.keys, kept.values, kept.positions, lengths, row_of, SCALE,
-                staged=gathered, active_rows=count, workspace=workspace, out=out, lse=lse,
-            )  # fmt: skip
+            attend_slots(query, *kept, lengths, row_of, SCALE, active_rows=count, workspace=workspace, out=out, lse=lse)
 
         return launch
 
-    launches = [
-        launch_on(random_blocks(batch, SLOTS, 0), random_blocks(batch, staged, SLOTS) if staged else None)
-        for _ in range(layers)
-    ]
+    launches = [launch_on(random_slots(batch)) for _ in range(layers)]
     launches *= max(1, 16 // layers)  # starting a graph takes time too; buffers are read again after all others
-    return row("attend_slots", timed(launches), moved, ceiling, batch=batch, active=active, slots=SLOTS, staged=staged)
+    return row("attend_slots", timed(launches), moved, ceiling, batch=batch, active=active, slots=SLOTS)
 
 
 def merging(batch: int, ceiling: float) -> Row:
@@ -138,7 +132,7 @@ def merging(batch: int, ceiling: float) -> Row:
     for _ in range(max(2, min(256, -(-COLD_BYTES // moved)))):
         sides = [(torch.randn(shape, device="cuda"), torch.randn(shape[:2], device="cuda")) for _ in range(3)]
         out = torch.empty(shape, dtype=DTYPE, device="cuda")
-        launches.append(lambda sides=sides, out=out: merge3(*sides, out=out))
+        launches.append(partial(merge3, *sides, out=out))
     return row("merge3", timed(launches), moved, ceiling, batch=batch)
 
 
@@ -163,7 +157,7 @@ class HostPool:
 def host_copy_rate(pool: HostPool) -> float:
     source = pool.keys[: (1 << 30) // (HEADS * BLOCK_BYTES // 2)]
     target = torch.empty(source.shape, dtype=DTYPE, device="cuda")
-    times = []
+    times: list[float] = []
     for _ in range(5):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -180,9 +174,7 @@ def gathering(pool: HostPool, batch: int, listed: int, ctas: int, ceiling: float
     launches = []
     for _ in range(4):
         pages = torch.randint(0, pool.pages, shape, dtype=torch.int32, device="cuda")
-        launches.append(
-            lambda pages=pages: gather_blocks(pool.region, pool.keys, pool.values, pages, keys, values, ctas=ctas)
-        )
+        launches.append(partial(gather_blocks, pool.region, pool.keys, pool.values, pages, keys, values, ctas=ctas))
     moved = batch * HEADS * listed * BLOCK_BYTES
     return row("gather_blocks", timed(launches, repeats=7), moved, ceiling, batch=batch, blocks=listed, ctas=ctas)
 
@@ -224,7 +216,7 @@ def round_trips(pool: HostPool, batch: int, threads: int, from_host: float) -> l
     out, lse = torch.empty(shape, device="cuda"), torch.empty(shape[:2], device="cuda")
     served = torch.empty(batch, dtype=torch.int32, device="cuda")
     last_fill = torch.full((batch, HEADS), TOKENS, dtype=torch.int32, device="cuda")
-    layers = [random_blocks(batch, SLOTS, 0) for _ in range(8)]
+    layers = [random_slots(batch) for _ in range(8)]
     attended = torch.empty(shape, device="cuda"), torch.empty(shape[:2], device="cuda")
     merged = torch.empty(shape, dtype=DTYPE, device="cuda")
     lengths = torch.full((batch,), SLOTS * TOKENS, dtype=torch.int32, device="cuda")
@@ -235,14 +227,13 @@ def round_trips(pool: HostPool, batch: int, threads: int, from_host: float) -> l
         receipt = client.new_receipt(batch)
         beside = torch.cuda.Stream()
 
-        def layer_of(kept: BlockSlots, counts: torch.Tensor, attends: str) -> Callable[[], None]:
+        def layer_of(kept: Slots, counts: torch.Tensor, attends: str) -> Callable[[], None]:
             pages = torch.randint(0, pool.pages, (batch, HEADS, most), dtype=torch.int32, device="cuda")
 
             def attend() -> None:
                 attend_slots(
-                    query, kept.keys, kept.values, kept.positions, lengths, row_of, SCALE,
-                    workspace=workspace, out=attended[0], lse=attended[1],
-                )  # fmt: skip
+                    query, *kept, lengths, row_of, SCALE, workspace=workspace, out=attended[0], lse=attended[1]
+                )
 
             def layer() -> None:
                 main = torch.cuda.current_stream()
@@ -306,8 +297,8 @@ def main() -> None:
     torch.manual_seed(0)
     copied = copy_rate()
     print(f"device to device: {copied / 1e9:.0f} GB/s", flush=True)
-    rows = [attention(batch, batch, 0, copied) for batch in (64, 48, 40, 32, 24, 16, 8, 4, 1)]
-    rows += [attention(64, 64, 8, copied), attention(64, 8, 0, copied), attention(64, 1, 0, copied)]
+    rows = [attention(batch, batch, copied) for batch in (64, 48, 40, 32, 24, 16, 8, 4, 1)]
+    rows += [attention(64, 8, copied), attention(64, 1, copied)]
     rows += [merging(batch, copied) for batch in (64, 8)]
     torch.cuda.empty_cache()
 

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Times of a layer's prefill with the pool in host memory, against FlashInfer on pages that are in device memory.
 
-    python bench/cuda_prefill.py [--out FILE] [--layers 8] [--repeats 7]
+    python -m bench.cuda_prefill [--out FILE] [--layers 8] [--repeats 7]
 
 Shapes of a Qwen3-14B layer: 40 query heads, 8 KV heads, head_dim 128, bfloat16. One row, 8192 new tokens behind a
 prefix of 0, 8k and 24k tokens: chunks of a prompt of 32k. A pass over several layers is timed from its first layer,
@@ -16,7 +15,8 @@ between attention and attention, on both sides, so that copies meet what they wo
 from __future__ import annotations
 
 import argparse
-import sys
+import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,17 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-from record import write_result
 
+from bench.record import write_result
 from sglang_hybrid.cuda.digests import HostPool, LayerDigests
 from sglang_hybrid.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.cuda.placing import place_tokens
 from sglang_hybrid.gpu import staging
-from sglang_hybrid.gpu.prefill import DeviceLayer, DevicePrefill, PrefillRows
+from sglang_hybrid.gpu.layers import DeviceLayer
+from sglang_hybrid.gpu.prefill import DevicePrefill, PrefillRows
 from sglang_hybrid.memory.region import SharedRegion
 
 QUERY_HEADS, HEADS, DIM, TOKENS, CHANNELS = 40, 8, 128, 32, 32
@@ -62,7 +60,7 @@ class Products:
 
     def __init__(self) -> None:
         def weight(inputs: int, outputs: int) -> torch.Tensor:
-            return torch.randn(inputs, outputs, dtype=DTYPE, device="cuda") * inputs**-0.5
+            return torch.randn(inputs, outputs, dtype=DTYPE, device="cuda") / math.sqrt(inputs)
 
         self.qkv, self.out = weight(HIDDEN, (QUERY_HEADS + 2 * HEADS) * DIM), weight(QUERY_HEADS * DIM, HIDDEN)
         self.up, self.down = weight(HIDDEN, 2 * INTERMEDIATE), weight(INTERMEDIATE, HIDDEN)
@@ -79,7 +77,7 @@ class Products:
 
 def timed(one: Pass, layers: int, repeats: int, products: Products | None) -> tuple[float, float, float]:
     """Median seconds: of a layer on the device, of a layer's launches on the host, and of the beginning on the host."""
-    times = []
+    times: list[tuple[float, float, float]] = []
     for _ in range(repeats + 2):
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -100,7 +98,8 @@ def timed(one: Pass, layers: int, repeats: int, products: Products | None) -> tu
         end.record()
         end.synchronize()
         times.append((start.elapsed_time(end) / 1e3 / layers, (launched - launching) / layers, planned - began))
-    return tuple(sorted(kind)[repeats // 2] for kind in zip(*times[2:], strict=True))  # type: ignore[return-value]
+    device, host, beginning = (statistics.median_high(kind) for kind in zip(*times[2:], strict=True))
+    return device, host, beginning
 
 
 # -- both sides ------------------------------------------------------------------------------

@@ -1,37 +1,25 @@
-#!/usr/bin/env python3
 """Times of digests, scores and selection on the GPU, inside a CUDA graph.
 
-    python bench/cuda_selection.py [--out FILE]
+    python -m bench.cuda_selection [--out FILE]
 
 Shapes as in cuda_kernels.py: 8 KV heads, 5 query heads each, head_dim 128, bfloat16. Digests and codes are read cold:
 the buffers of a graph are several times the L2 cache. Rates count each byte of digests and codes once.
-What two levels of scoring cost in agreement is in two_levels.py, which needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from cuda_kernels import COLD_BYTES, DIM, DTYPE, GROUP, HEADS, SCALE, TOKENS, Row, copy_rate, row, timed
-from record import write_result
-
+from bench.cuda_kernels import COLD_BYTES, DIM, DTYPE, GROUP, HEADS, SCALE, TOKENS, Row, copy_rate, row, timed
+from bench.record import write_result
 from sglang_hybrid.cuda.digests import HostPool, LayerDigests, SlotTable, Step, append, digest_pages
 from sglang_hybrid.cuda.host_memory import RegisteredRegion
-from sglang_hybrid.cuda.scoring import (
-    BestBlocks,
-    ScoreWorkspace,
-    best_blocks,
-    score_blocks,
-    score_in_two_levels,
-    shift_lse,
-)
+from sglang_hybrid.cuda.scoring import ScoreWorkspace, score_blocks, shift_lse
 from sglang_hybrid.cuda.selection import Misses, RecallPlan, select_blocks
 from sglang_hybrid.memory.region import SharedRegion
 from sglang_hybrid.ops import reference
@@ -41,27 +29,26 @@ RESIDENT = BUDGET - SINK - RECENT - 1
 DIGEST_BYTES = 2 * DIM * 2
 
 
-def code_bytes(channels: int, bits: int = 4) -> int:
-    return TOKENS * channels * bits // 8
+def code_bytes(channels: int) -> int:
+    return TOKENS * channels // 2
 
 
 def digest_bytes(channels: int, compact: bool) -> int:
     return reference.compact_bytes(DIM, channels) if compact else DIGEST_BYTES
 
 
-def random_digests(pages: int, channels: int, compact: bool = False, bits: int = 4) -> LayerDigests:
+def random_digests(pages: int, channels: int, compact: bool = False) -> LayerDigests:
     middle = torch.randn(pages, HEADS, 1, DIM, dtype=DTYPE, device="cuda")
     radius = torch.rand(pages, HEADS, 1, DIM, dtype=DTYPE, device="cuda")
     digests = torch.cat((middle + radius, middle - radius), dim=2)
     if not channels:
         return LayerDigests(digests)
-    rows = TOKENS * bits // 4
-    codes = torch.randint(0, 256, (pages, HEADS, rows, channels // 2), dtype=torch.uint8, device="cuda")
+    codes = torch.randint(0, 256, (pages, HEADS, TOKENS, channels // 2), dtype=torch.uint8, device="cuda")
     order = torch.rand(HEADS, DIM, device="cuda").argsort(dim=1)
     chosen = order[:, :channels].contiguous()
     if compact:
         parts = [reference.compact_digest(some, chosen) for some in digests.split(4096)]  # float32 takes room
-        return LayerDigests(torch.cat(parts), codes, chosen, (DTYPE, DIM), bits)
+        return LayerDigests(torch.cat(parts), codes, chosen, (DTYPE, DIM))
     return LayerDigests(digests, codes, chosen)
 
 
@@ -78,32 +65,20 @@ def queries(batch: int) -> torch.Tensor:
 # -- times -----------------------------------------------------------------------------------
 
 
-def scoring(
-    batch: int, blocks: int, channels: int, ceiling: float, second_level: int = 0, compact: bool = False, bits: int = 4
-) -> Row:
-    moved = batch * HEADS * blocks * (digest_bytes(channels, compact) + code_bytes(channels, bits))
-    layers = [random_digests(batch * blocks, channels, compact, bits) for _ in range(max(1, -(-COLD_BYTES // moved)))]
+def scoring(batch: int, blocks: int, channels: int, ceiling: float, compact: bool = False) -> Row:
+    moved = batch * HEADS * blocks * (digest_bytes(channels, compact) + code_bytes(channels))
+    layers = [random_digests(batch * blocks, channels, compact) for _ in range(max(1, -(-COLD_BYTES // moved)))]
     step, query = step_of(batch, blocks, batch * blocks), queries(batch)
     workspace = ScoreWorkspace(batch, HEADS, GROUP, blocks)
     scores = torch.empty(batch, HEADS, blocks, device="cuda")
     shape = {"batch": batch, "blocks": blocks, "channels": channels}
-    if second_level:
-        best = BestBlocks(batch, HEADS, second_level)
-        launches = [
-            lambda layer=layer: score_in_two_levels(query, layer, step, SCALE, workspace, scores, best)
-            for layer in layers
-        ]
-        read = batch * HEADS * (blocks * DIGEST_BYTES + second_level * (DIGEST_BYTES + code_bytes(channels)))
-        return row("score_in_two_levels", timed(several(launches)), read, ceiling, **shape, second_level=second_level)
-    launches = [
-        lambda layer=layer: score_blocks(query, layer, step, SCALE, workspace, scores, spread=0.5) for layer in layers
-    ]
-    return row("score_blocks", timed(several(launches)), moved, ceiling, **shape, compact=compact, code_bits=bits)
+    launches = [partial(score_blocks, query, layer, step, SCALE, workspace, scores, spread=0.5) for layer in layers]
+    return row("score_blocks", timed(several(launches)), moved, ceiling, **shape, compact=compact)
 
 
-def several(launches: list[Callable[[], None]]) -> list[Callable[[], None]]:
+def several(launches: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
     """Starting a graph takes time too; buffers are read again after all others."""
-    return launches * max(1, 8 // len(launches))
+    return list(launches) * max(1, 8 // len(launches))
 
 
 def table_of(batch: int, blocks: int, resident: int) -> SlotTable:
@@ -126,24 +101,13 @@ def selecting(batch: int, blocks: int, due: bool, most: int = 16) -> Row:
     for _ in range(8):
         scores = torch.randn(batch, HEADS, blocks, device="cuda") * 3 - 6
         launches.append(
-            lambda scores=scores: select_blocks(
-                scores, table, step, BUDGET, misses, pool_pages=batch * blocks, bonus=1.0, worth=-3.0, plan=plan,
-                recall=flags,
+            partial(
+                select_blocks, scores, table, step, BUDGET, misses, pool_pages=batch * blocks, bonus=1.0, worth=-3.0,
+                plan=plan, recall=flags,
             )
         )  # fmt: skip
     moved = batch * HEADS * blocks * 4
     return row("select_blocks", timed(launches), moved, None, batch=batch, blocks=blocks, recall=due)
-
-
-def ranking(batch: int, blocks: int, limit: int) -> Row:
-    step, best = step_of(batch, blocks, batch * blocks), BestBlocks(batch, HEADS, limit)
-    launches = []
-    for _ in range(8):
-        scores = torch.randn(batch, HEADS, blocks, device="cuda") * 3 - 6
-        launches.append(lambda scores=scores: best_blocks(scores, step, best))
-    return row(
-        "best_blocks", timed(launches), batch * HEADS * blocks * 4, None, batch=batch, blocks=blocks, limit=limit
-    )
 
 
 def appending(batch: int, blocks: int, channels: int, compact: bool = False) -> Row:
@@ -156,12 +120,11 @@ def appending(batch: int, blocks: int, channels: int, compact: bool = False) -> 
     launches = []
     for _ in range(8):
         table = table_of(batch, blocks, 8)
-        slots = [torch.randn(*table.positions.shape, TOKENS, DIM, dtype=DTYPE, device="cuda") for _ in range(2)]
-        new = [torch.randn(batch, HEADS, DIM, dtype=DTYPE, device="cuda") for _ in range(2)]
+        slots = (*table.positions.shape, TOKENS, DIM)
+        key_slots, value_slots = (torch.randn(slots, dtype=DTYPE, device="cuda") for _ in range(2))
+        keys, values = (torch.randn(batch, HEADS, DIM, dtype=DTYPE, device="cuda") for _ in range(2))
         digests = random_digests(pages, channels, compact)
-        launches.append(
-            lambda table=table, slots=slots, new=new, digests=digests: append(digests, table, step, *new, *slots, pool)
-        )
+        launches.append(partial(append, digests, table, step, keys, values, key_slots, value_slots, pool))
     moved = batch * HEADS * TOKENS * DIM * 2  # keys of the tails
     result = row("append", timed(launches), moved, None, batch=batch, channels=channels, compact=compact)
     pool.region.close()
@@ -188,7 +151,7 @@ def shifting(batch: int, misses: int, channels: int, compact: bool = False) -> R
     launches = []
     for _ in range(8):
         listed = torch.randint(0, pages, (batch, HEADS, misses), dtype=torch.int32, device="cuda")
-        launches.append(lambda listed=listed: shift_lse(real, ahead, digests, listed, counts, SCALE, lse))
+        launches.append(partial(shift_lse, real, ahead, digests, listed, counts, SCALE, lse))
     moved = batch * HEADS * misses * (digest_bytes(channels, compact) + code_bytes(channels))
     shape = {"batch": batch, "misses": misses, "channels": channels, "compact": compact}
     return row("shift_lse", timed(launches), moved, None, **shape)
@@ -204,12 +167,9 @@ def main() -> None:
     print(f"device to device: {copied / 1e9:.0f} GB/s", flush=True)
     rows = [scoring(batch, 1024, 32, copied) for batch in (64, 32, 8, 1)]
     rows += [scoring(batch, 1024, 32, copied, compact=True) for batch in (64, 32, 8, 1)]
-    rows += [scoring(batch, 1024, 32, copied, compact=True, bits=bits) for bits in (3, 2) for batch in (64, 32, 8, 1)]
     rows += [scoring(8, 8192, 32, copied, compact=True)]
     rows += [scoring(64, 1024, 0, copied), scoring(64, 1024, 64, copied), scoring(8, 8192, 32, copied)]
-    rows += [scoring(64, 1024, 32, copied, second_level=256), scoring(8, 1024, 32, copied, second_level=256)]
     rows += [selecting(64, 1024, due) for due in (False, True)] + [selecting(8, 8192, False), selecting(1, 1024, False)]
-    rows += [ranking(64, 1024, 256)]
     rows += [appending(64, 32, 32), appending(8, 32, 32), appending(64, 32, 0)]
     rows += [appending(64, 32, 32, compact=True)]
     rows += [digesting(8192, 32, copied, compact) for compact in (False, True)]

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Times of prefill and of decode steps in one process: no server, no scheduler, what the GPU does and nothing else.
 
-    python bench/decode_steps.py --model DIR --points 32k:8,8k:32 --out FILE -- --attention-backend flashinfer ...
-    python bench/decode_steps.py --model DIR --points 32k:64 --variants "cpu_share=1;cpu_share=1,prediction=none" \\
+    python -m bench.decode_steps --model DIR --points 32k:8,8k:32 --out FILE -- --attention-backend flashinfer ...
+    python -m bench.decode_steps --model DIR --points 32k:64 --variants "cpu_share=1;cpu_share=1,prediction=none" \\
         --out FILE -- --attention-backend hybrid --hybrid prediction=raw ...
 
 What follows `--` are SGLang's flags. A point is tokens:rows; every row has a prompt of its own (side_by_side.prompts),
@@ -21,18 +20,15 @@ import contextlib
 import fcntl
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
-from record import write_result
-from side_by_side.prompts import Prompts
 
+from bench.record import write_result
+from bench.side_by_side.prompts import Prompts
 from sglang_hybrid.config import config_from_environment, load_config
 from sglang_hybrid.gpu.engine import CudaEngine
 from sglang_hybrid.integration.model_session import ModelSession
@@ -235,7 +231,8 @@ def main() -> None:
 
     fixed = ("--skip-tokenizer-init", "--sampling-backend", "pytorch", "--cuda-graph-backend-prefill", "disabled")
     session = ModelSession(["--model-path", str(args.model), *fixed, *args.flags])
-    prompts, points = Prompts(args.model, seed=0), []
+    prompts = Prompts(args.model, seed=0)
+    points: list[dict[str, Any]] = []
     print("loaded", flush=True)
     for _ in range(args.rounds):
         with turn(args.turn):

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Gates 1 and 2 in one go: logits of the hybrid backend beside those of stock SGLang, in few processes, no server.
 
-    python bench/gpu_gates.py --model DIR [--dtype float16] --out FILE
-    python bench/gpu_gates.py --random-qwen3 --out FILE           a small random Qwen3: head_dim 128, query-key norms
-    python bench/gpu_gates.py --model DIR --device cpu --lengths 10,33,150 --steps 6 --out FILE
+    python -m bench.gpu_gates --model DIR [--dtype float16] --out FILE
+    python -m bench.gpu_gates --random-qwen3 --out FILE           a small random Qwen3: head_dim 128, query-key norms
+    python -m bench.gpu_gates --model DIR --device cpu --lengths 10,33,150 --steps 6 --out FILE
 
 One process for each of: stock (FlashInfer), a control (Triton, another stock kernel), hybrid. Stock decodes greedily;
 all others are fed its tokens, so that logits can be compared at every step. The log probability of stock's token may
@@ -33,20 +32,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from gates.cases import ALONE, LENGTHS, cases
-from gates.comparing import Comparison, Reading, compare, judge, rows_with_misses, served_by_worker
-from gates.spec import MARK, Spec, write_whole
-from gates.variants import ALL_ON_WORKER, MUST_DIFFER, ON_CPU, START, VARIANTS
-from record import write_result
-from side_by_side.telling import log_tail, say
-
+from bench.gates.cases import ALONE, LENGTHS, cases
+from bench.gates.comparing import Comparison, Reading, compare, judge, rows_with_misses, served_by_worker
+from bench.gates.spec import MARK, Spec, write_whole
+from bench.gates.variants import ALL_ON_WORKER, MUST_DIFFER, ON_CPU, START, VARIANTS
+from bench.record import write_result
+from bench.side_by_side.telling import log_tail, say
 from sglang_hybrid.disaggregation.processes import Member, end_all
 from sglang_hybrid.origin import ROOT
 
 NAME = "gpu-gates"
-BENCH = Path(__file__).resolve().parent
 
 
 def free_port() -> int:
@@ -97,12 +92,12 @@ class Run:
     def _start(self, role: str) -> Member:
         spec = self._workspace / f"{role}.spec.json"
         spec.write_text(json.dumps(asdict(self._spec(role))))
-        path = os.pathsep.join(filter(None, (str(BENCH), str(ROOT), os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         environment = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         if role != "hybrid" and self._args.device == "cuda":
             environment["SGLANG_PLUGINS"] = "none"
         return Member(
-            role, [sys.executable, "-m", "gates.child", str(spec)], self._workspace / f"{role}.log", environment
+            role, [sys.executable, "-m", "bench.gates.child", str(spec)], self._workspace / f"{role}.log", environment
         )
 
     def run(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -245,7 +240,7 @@ def main() -> None:
             old.unlink()  # children would take them for new ones
         model = args.model
         if args.random_qwen3:
-            from gates.random_qwen3 import write_random_qwen3
+            from bench.gates.random_qwen3 import write_random_qwen3
 
             model = write_random_qwen3(temporary / "random-qwen3")
         asked = cases(model, args.lengths, args.alone)

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Prefill by stock SGLang, decode by us, on one GPU with real transfers: rows and pages of others, requests retracted.
 
-    python bench/gpu_pd.py --model DIR [--transfer nixl] [--requests 48] [--rows 6] [--new-tokens 96] --out FILE
+    python -m bench.gpu_pd --model DIR [--transfer nixl] [--requests 48] [--rows 6] [--new-tokens 96] --out FILE
 
 Three servers, one after the other and then two at once:
 
@@ -24,16 +23,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import requests
-from gates.cases import token_ids
-from record import write_result
-from serving.killing import first_differences
-from serving.watching import wait_until_idle
-from side_by_side.configurations import Configuration
-from side_by_side.server import Server
-from side_by_side.telling import log_tail, say
+
+from bench.gates.cases import token_ids
+from bench.record import write_result
+from bench.serving.killing import first_differences
+from bench.serving.watching import wait_until_idle
+from bench.side_by_side.configurations import Configuration
+from bench.side_by_side.server import Server
+from bench.side_by_side.telling import log_tail, say
 
 NAME = "gpu-pd"
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "11"}

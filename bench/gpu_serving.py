@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """One hybrid server under load: SGLang's benchmark, nothing leaked, a worker that is killed, memory meanwhile.
 
-    python bench/gpu_serving.py [--model DIR] [--parts openai,benchmark,kill] [--hybrid key=value ...] --out FILE
-    python bench/gpu_serving.py --pd-fake [--model DIR] [--batches 1,8,32] --out FILE
-    python bench/gpu_serving.py --device cpu --model DIR --prompts 4 --input 300 --output 8 --concurrency 2 \\
+    python -m bench.gpu_serving [--model DIR] [--parts openai,benchmark,kill] [--hybrid key=value ...] --out FILE
+    python -m bench.gpu_serving --pd-fake [--model DIR] [--batches 1,8,32] --out FILE
+    python -m bench.gpu_serving --device cpu --model DIR --prompts 4 --input 300 --output 8 --concurrency 2 \\
         --kill-rows 3 --kill-input 400 --kill-output 24 --hybrid budget_tokens=256 --hybrid resident_tokens=128
 
 openai     the model's name, a completion, the same one streamed; a chat, where the model has a template for it.
@@ -31,23 +30,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from gates.cases import token_ids
-from record import write_result
-from serving.alone import grow, memory_verdict
-from serving.benchmark import Asked, Benchmark
-from serving.killing import Load, kill_worker_under_load
-from serving.openai_api import ask_everything
-from serving.tokenizer import has_chat_template, tokenizer_of
-from serving.watching import Watch, gpu_mib, held, wait_until_idle
-from side_by_side.capacity import KVModel
-from side_by_side.configurations import Configuration
-from side_by_side.prompts import Prompts
-from side_by_side.server import Server
-from side_by_side.telling import log_tail, say
-from synthetic_model import Character, Shape, ensure_model, read_model
-from throughput import is_installed, tokens_of
+from bench.gates.cases import token_ids
+from bench.record import write_result
+from bench.serving.alone import grow, memory_verdict
+from bench.serving.benchmark import Asked, Benchmark
+from bench.serving.killing import Load, kill_worker_under_load
+from bench.serving.openai_api import ask_everything
+from bench.serving.tokenizer import has_chat_template, tokenizer_of
+from bench.serving.watching import Watch, gpu_mib, held, wait_until_idle
+from bench.side_by_side.capacity import KVModel
+from bench.side_by_side.configurations import Configuration
+from bench.side_by_side.prompts import Prompts
+from bench.side_by_side.server import Server
+from bench.side_by_side.telling import log_tail, say
+from bench.synthetic_model import Character, Shape, ensure_model, read_model
+from bench.throughput import is_installed, tokens_of
 
 NAME = "gpu-serving"
 PARTS = ("openai", "benchmark", "kill")

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Where the time of decode steps goes, from a trace that decode_steps.py wrote.
 
-    python bench/step_breakdown.py TRACE [--steps 3] [--out FILE]
+    python -m bench.step_breakdown TRACE [--steps 3] [--out FILE]
 
 Kernels of different lanes overlap, so categories have two numbers; see side_by_side/trace.py. `waiting` is when nothing
 ran but waits for the worker and copies over PCIe; with `idle` it is what the GPU loses to the CPU and to PCIe at most,
@@ -11,13 +10,10 @@ since `idle` also has the gaps between launches.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from record import write_result
-from side_by_side.trace import breakdown, read_trace
+from bench.record import write_result
+from bench.side_by_side.trace import breakdown, read_trace
 
 
 def main() -> None:

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """A model of Qwen3's shape whose attention drifts like a real model's, for throughput measurements without a download.
 
-    python bench/synthetic_model.py DIR [--layers 10] [--drift 0.08] [--seed 0]    write a Hugging Face directory
-    python bench/synthetic_model.py --check [--full]                               what a small one does, or this one
+    python -m bench.synthetic_model DIR [--layers 10] [--drift 0.08] [--seed 0]    write a Hugging Face directory
+    python -m bench.synthetic_model --check [--full]                               what a small one does, or this one
 
 Random weights would not do. Their queries are new at every token and their attention is nearly uniform, so a selection
 of blocks would change completely at every step. Here the residual stream has two halves:
@@ -24,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -277,7 +275,7 @@ def main() -> None:
     character = Character(drift=args.drift)
     full = replace(Shape(), layers=args.layers, vocabulary=args.vocabulary)
     if args.check:
-        from side_by_side.synthetic_check import check
+        from bench.side_by_side.synthetic_check import check
 
         shape = full if args.full else SMALL
         print(json.dumps(check(shape, character, args.seed, args.tokens, args.steps, DEVICE), indent=1))
@@ -290,5 +288,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     main()

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Decode throughput of hybrid against stock full attention: same model, same GPU, same GPU memory for the KV cache.
 
-    python bench/throughput.py [--model DIR] [--lengths 8k,16k,32k,64k] [--ablation] [--profile] [--out FILE]
-    python bench/throughput.py --quick                    a smoke test on a CPU, in a minute
-    python bench/throughput.py --from FILE                tables and figures of a result
+    python -m bench.throughput [--model DIR] [--lengths 8k,16k,32k,64k] [--ablation] [--profile] [--out FILE]
+    python -m bench.throughput --quick                    a smoke test on a CPU, in a minute
+    python -m bench.throughput --from FILE                tables and figures of a result
 
 Each configuration is one server, started here and spoken to over HTTP. For every input length its batch is what fits
 `--gpu-limit`, by arithmetic that the result repeats (`capacity`); `--batches 1,max` also measures a single row. All
@@ -31,11 +30,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from record import write_result
-from side_by_side import claims, configurations
-from side_by_side.capacity import (
+from bench.record import write_result
+from bench.side_by_side import claims, configurations
+from bench.side_by_side.capacity import (
     GB,
     Capacity,
     KVModel,
@@ -46,13 +43,12 @@ from side_by_side.capacity import (
     stock_capacity,
     stock_tokens,
 )
-from side_by_side.configurations import Configuration
-from side_by_side.measuring import Plan, measure, profile
-from side_by_side.prompts import Prompts
-from side_by_side.server import STREAM_INTERVAL, Server
-from side_by_side.statistics import NotSteady
-from synthetic_model import TINY, Character, Shape, ensure_model, read_model
-
+from bench.side_by_side.configurations import Configuration
+from bench.side_by_side.measuring import Plan, measure, profile
+from bench.side_by_side.prompts import Prompts
+from bench.side_by_side.server import STREAM_INTERVAL, Server
+from bench.side_by_side.statistics import NotSteady
+from bench.synthetic_model import TINY, Character, Shape, ensure_model, read_model
 from sglang_hybrid.memory.digests import is_compact
 
 NAME = "throughput"
@@ -307,7 +303,7 @@ def notes(args: argparse.Namespace, synthetic: bool) -> list[str]:
     if synthetic:
         found.append(
             "Weights are synthetic. A small model of their kind changes 12 % of its selection of 16 of 256 blocks at a "
-            "step and 16 % in 8 steps (python bench/synthetic_model.py --check)."
+            "step and 16 % in 8 steps (python -m bench.synthetic_model --check)."
         )
     if args.prompts:
         found.append(
@@ -369,14 +365,15 @@ def show(result: dict[str, Any], path: Path) -> None:
     """Tables and figures, as far as this host has what draws them; ``--from`` does it elsewhere."""
     try:
         from rich.console import Console
-        from side_by_side import plots, report
+
+        from bench.side_by_side import plots, report
 
         report.print_result(result, Console(width=150))
 
         for figure in plots.draw(result, path):
             print(f"drawn: {figure}")
     except ImportError as error:
-        print(f"{error}: python bench/throughput.py --from {path} shows the rest where it is installed")
+        print(f"{error}: python -m bench.throughput --from {path} shows the rest where it is installed")
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ def origin() -> dict[str, Any]:
 
 def _command() -> str:
     program, *arguments = sys.argv
-    # `python -m module` has the path of module/__main__.py here
-    run = ["-m", Path(program).parent.name] if Path(program).name == "__main__.py" else [os.path.relpath(program, ROOT)]
+    module = sys.modules["__main__"].__spec__  # None for a script; of `python -m package` it is package.__main__
+    run = ["-m", module.name.removesuffix(".__main__")] if module else [os.path.relpath(program, ROOT)]
     return shlex.join(["python", *run, *arguments])
 
 

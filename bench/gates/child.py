@@ -1,6 +1,6 @@
 """One process of gpu_gates.py: loads the model with one backend, then reads logits of every case and variant.
 
-    python -m gates.child SPEC     what to do, as gates.spec.Spec in JSON
+    python -m bench.gates.child SPEC     what to do, as bench.gates.spec.Spec in JSON
 
 Stock goes first and writes the tokens that all others are fed. The others load meanwhile, wait for that file, and take
 turns: loading takes longest and can be done by all at once, but nobody shares the GPU or the cores while it computes.
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from gates.spec import MARK, Spec, write_whole
+from bench.gates.spec import MARK, Spec, write_whole
 
 Case = dict[str, Any]
 

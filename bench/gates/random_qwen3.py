@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from synthetic_model import CONFIG_KEY, SMALL, Character, Shape, config
+
+from bench.synthetic_model import CONFIG_KEY, SMALL, Character, Shape, config
 
 SHAPE = replace(SMALL, heads=8, intermediate=1536)  # 4 layers, hidden 512, 2 KV heads of 128, 4,096 tokens
 _SHARPNESS = 2.5  # standard deviation of attention logits, about: so that attention is neither flat nor one token

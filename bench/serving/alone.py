@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
-from side_by_side.load import send_together
-from side_by_side.telling import say
 
-from serving.killing import decode_rate, longest_pause
-from serving.watching import Watch, held, wait_until_idle
+from bench.serving.killing import decode_rate, longest_pause
+from bench.serving.watching import Watch, held, wait_until_idle
+from bench.side_by_side.load import send_together
+from bench.side_by_side.telling import say
 
 # SGLang's name for a prefill instance that does not exist (sglang.srt.disaggregation.utils.FAKE_BOOTSTRAP_HOST)
 FAKE = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}

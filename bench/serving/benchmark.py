@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from side_by_side.telling import log_tail
-
+from bench.side_by_side.telling import log_tail
 from sglang_hybrid.disaggregation.processes import Member, end_all
 from sglang_hybrid.origin import ROOT
 
@@ -38,16 +37,16 @@ class Benchmark:
         for old in (self._go, self._out):
             old.unlink(missing_ok=True)
         self._command = [
-            sys.executable, "-m", "serving.late_benchmark", str(self._go), "--backend", "sglang", "--base-url", url,
-            "--model", str(model), "--tokenizer", str(tokenizer), "--dataset-name", "random-ids", "--tokenize-prompt",
-            "--num-prompts", str(asked.prompts), "--random-input-len", str(asked.input_tokens),
-            "--random-output-len", str(asked.output_tokens), "--random-range-ratio", "1", "--request-rate", "inf",
-            "--max-concurrency", str(asked.concurrency), "--flush-cache", "--disable-tqdm", "--output-details",
-            "--output-file", str(self._out),
+            sys.executable, "-m", "bench.serving.late_benchmark", str(self._go),
+            "--backend", "sglang", "--base-url", url, "--model", str(model), "--tokenizer", str(tokenizer),
+            "--dataset-name", "random-ids", "--tokenize-prompt", "--num-prompts", str(asked.prompts),
+            "--random-input-len", str(asked.input_tokens), "--random-output-len", str(asked.output_tokens),
+            "--random-range-ratio", "1", "--request-rate", "inf", "--max-concurrency", str(asked.concurrency),
+            "--flush-cache", "--disable-tqdm", "--output-details", "--output-file", str(self._out),
         ]  # fmt: skip
 
     def __enter__(self) -> Benchmark:
-        path = os.pathsep.join(filter(None, (str(ROOT / "bench"), str(ROOT), os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
         self._member = Member("bench_serving", self._command, self._folder / "bench-serving.log", environment)
         return self

@@ -13,11 +13,12 @@ from typing import Any
 
 import aiohttp
 import psutil
-from side_by_side import metrics
-from side_by_side.load import send_together
-from side_by_side.server import Server
-from side_by_side.statistics import Arrivals
-from side_by_side.telling import say
+
+from bench.side_by_side import metrics
+from bench.side_by_side.load import send_together
+from bench.side_by_side.server import Server
+from bench.side_by_side.statistics import Arrivals
+from bench.side_by_side.telling import say
 
 _BY = re.compile(r'^sglang_hybrid_miss_rows_total\{.*\bby="([^"]+)"')
 

@@ -1,6 +1,6 @@
 """SGLang's benchmark of a server, loaded ahead: its imports take as long as a server's start, so both happen at once.
 
-python -m serving.late_benchmark FILE [flags of sglang.benchmark.serving]     begins once FILE is there
+python -m bench.serving.late_benchmark FILE [flags of sglang.benchmark.serving]     begins once FILE is there
 """
 
 from __future__ import annotations

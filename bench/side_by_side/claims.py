@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from side_by_side.capacity import GB, KVModel
+from bench.side_by_side.capacity import GB, KVModel
 
 Point = dict[str, Any]
 

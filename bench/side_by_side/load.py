@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from side_by_side.statistics import Arrivals
+from bench.side_by_side.statistics import Arrivals
 
 Beside = Callable[[aiohttp.ClientSession], Awaitable[None]]  # runs once all rows have their first tokens
 _NOTHING: Mapping[str, Any] = {}

@@ -9,12 +9,12 @@ from typing import Any
 
 import aiohttp
 
-from side_by_side import metrics
-from side_by_side.load import send_together
-from side_by_side.prompts import Prompts
-from side_by_side.server import Server
-from side_by_side.statistics import Slice, steady_slices, summary
-from side_by_side.trace import EmptyTrace, breakdown, read_trace
+from bench.side_by_side import metrics
+from bench.side_by_side.load import send_together
+from bench.side_by_side.prompts import Prompts
+from bench.side_by_side.server import Server
+from bench.side_by_side.statistics import Slice, steady_slices, summary
+from bench.side_by_side.trace import EmptyTrace, breakdown, read_trace
 
 Point = dict[str, Any]
 _TRACE_SECONDS = 60

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from side_by_side.claims import best, lengths_of, tokens_label
+from bench.side_by_side.claims import best, lengths_of, tokens_label
 
 _DPI = 150
 _COLOURS = {"stock": "#8a8a8a", "hybrid": "#3b6ea5"}

@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from synthetic_model import next_token, prompt, read_model
+from bench.synthetic_model import next_token, prompt, read_model
 
 OWN_TOKENS = 32
 

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from side_by_side import metrics
-from side_by_side.claims import best, lengths_of, tokens_label
+from bench.side_by_side import metrics
+from bench.side_by_side.claims import best, lengths_of, tokens_label
 
 Result = dict[str, Any]
 Point = dict[str, Any]

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.side_by_side import metrics
+from bench.side_by_side.configurations import Configuration
 from sglang_hybrid.disaggregation.processes import Member, answers, end_all, get, wait_until
 from sglang_hybrid.origin import ROOT
-from side_by_side import metrics
-from side_by_side.configurations import Configuration
 
 START_SECONDS = 400  # kernels may be compiled on the way
 STREAM_INTERVAL = 8  # tokens a message: a message for every token of 64 rows keeps SGLang's HTTP process busy

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from synthetic_model import ROPE_THETA, Character, Shape, next_token, parts, prompt
 
+from bench.synthetic_model import ROPE_THETA, Character, Shape, next_token, parts, prompt
 from sglang_hybrid.memory.sketches import channel_order
 from sglang_hybrid.ops import reference
 

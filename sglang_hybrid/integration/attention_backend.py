@@ -158,7 +158,8 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
     def forward_decode(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
-        return self.engine.decode(*self._parts(q, k, v, layer, more)).flatten(1)
+        parts = self._parts(q, k, v, layer, more)
+        return self.engine.decode(*parts).flatten(1)
 
     def _parts(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, more: dict[str, Any]

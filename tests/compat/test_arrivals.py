@@ -202,7 +202,7 @@ def test_a_decode_instance_rests_while_it_waits_for_pages(
     rests: bool,
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(arrivals.time, "sleep", slept.append)
+    monkeypatch.setattr("sglang_hybrid.integration.arrivals.time.sleep", slept.append)
     scheduler = SimpleNamespace(
         idle_sleeper=object() if sleep_on_idle else None,
         disagg_decode_transfer_queue=object() if decode_instance else None,

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -68,7 +68,7 @@ def write_model(directory: Path, architecture: str) -> None:
     (directory / "config.json").write_text(json.dumps(config))
     # some tokenizer, because SGLang's loader reads one
     vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -99,7 +99,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def found(request: pytest.FixtureRequest, reports: dict[str, Any]) -> dict[str, Any]:
-    return reports[request.param] | {"architecture": request.param}
+    report: dict[str, Any] = reports[request.param]
+    return report | {"architecture": request.param}
 
 
 def test_the_predictor_on_a_layers_own_input_is_the_query_that_reaches_attention(found: dict[str, Any]) -> None:
@@ -189,6 +190,10 @@ class Rotary(torch.nn.Module):
         self.register_buffer("cos_sin_cache", torch.zeros(16, 4))
 
 
+class RadixAttention(torch.nn.Module):
+    layer_id, scaling = 5, 0.25
+
+
 class Attention(torch.nn.Module):
     q_size, head_dim = 8, 4
 
@@ -196,15 +201,14 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.qkv_proj = torch.nn.Linear(8, 16)
         self.o_proj = torch.nn.Linear(8, 6)
-        self.rotary_emb = Rotary()
-        self.attn = torch.nn.Module()
-        self.attn.layer_id, self.attn.scaling = 5, 0.25
+        self.rotary_emb: torch.nn.Module = Rotary()
+        self.attn = RadixAttention()
 
 
 class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.input_layernorm = Norm()
+        self.input_layernorm: torch.nn.Module = Norm()
         self.self_attn = Attention()
 
 
@@ -255,10 +259,10 @@ def test_a_projection_that_is_no_plain_matrix_is_refused_with_the_layer() -> Non
         assert refusal(layer) == "layer 5's qkv_proj is quantised or packed, not a plain matrix"
 
 
-def test_another_norm_or_another_rotation_is_refused_with_its_class() -> None:
+def test_another_norm_or_another_rotation_is_refused_with_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
     other_norm, other_rotary, none = Layer(), Layer(), Layer()
     other_norm.input_layernorm = torch.nn.LayerNorm(8)
-    other_rotary.self_attn.rotary_emb.mrope_section = [1, 1, 2]
+    monkeypatch.setattr(other_rotary.self_attn.rotary_emb, "mrope_section", [1, 1, 2], raising=False)
     none.self_attn.rotary_emb = torch.nn.Identity()
     assert refusal(other_norm) == "layer 5's input_layernorm is a LayerNorm"
     assert refusal(other_rotary) == "layer 5's rotary embedding is a Rotary"
@@ -333,7 +337,7 @@ def report(directory: str) -> None:
         steps = len(queries) // LAYERS
         orders[steps - 1].append("logits" if len(queries) % LAYERS == 0 else "early")
 
-    ends = session.model.logits_processor.register_forward_hook(on_logits)
+    ends = session.model.get_submodule("logits_processor").register_forward_hook(on_logits)
     stop = layers.on_input(on_input)
     backend.forward_extend, backend.forward_decode = watched("extend"), watched("decode")
     hooked = run()
@@ -354,7 +358,9 @@ def report(directory: str) -> None:
         bonus=(1.0,) * LAYERS, intervals=(2,) * LAYERS, miss_shares=(0.001,) * LAYERS, corrections=corrections
     )
 
-    def with_prediction(prediction: str, profile: Any = None) -> tuple[list[torch.Tensor], list[int], float]:
+    def with_prediction(
+        prediction: Literal["auto", "raw", "none"], profile: Any = None
+    ) -> tuple[list[torch.Tensor], list[int], float]:
         """What follows the prompts, which layers were announced, how far announced queries are from the formula."""
         config = HybridConfig(worker="none", prediction=prediction)
         session.use(config, profile)

@@ -51,7 +51,8 @@ def dtype_in(args: Any) -> torch.dtype:
     if hasattr(args, "resolve_once"):
         args.resolve_once()
     assert args.device == "cpu"
-    return server_args._model_config(args).dtype
+    dtype: torch.dtype = server_args._model_config(args).dtype
+    return dtype
 
 
 def test_stock_launcher_with_the_backend(model: Path, dtype_of: Dtype) -> None:

@@ -36,7 +36,7 @@ def test_a_part_of_an_input_is_not_taken_for_the_whole(flag: str) -> None:
         refuse_inputs(args(tp_size=2, **{flag: True}))
 
 
-class Backend(HybridAttnBackend):  # type: ignore[misc]
+class Backend(HybridAttnBackend):
     """One that only counts."""
 
     def __init__(self, why_not: str | None) -> None:
@@ -86,9 +86,9 @@ def test_a_profile_that_does_not_fit_the_new_weights_ends_prediction(
 
     backend = HybridAttnBackend.__new__(HybridAttnBackend)
     backend._config = HybridConfig(profile="p")
-    backend._model_runner = backend.engine = None
-    backend._scouting = SimpleNamespace(use=None)
-    backend.use = used.append
+    backend._model_runner = None
+    for name, value in {"engine": None, "_scouting": SimpleNamespace(use=None), "use": used.append}.items():
+        monkeypatch.setattr(backend, name, value, raising=False)
     backend.weights_changed()
     assert [(config.profile, config.prediction) for config in used] == [("none", "none")]
     assert "made for other weights. Queries are not predicted any more" in caplog.text

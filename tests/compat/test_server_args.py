@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,7 +198,7 @@ def test_ranks_of_a_cpu_host_share_its_cores_unless_the_user_divided_them(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang ends with an assertion where a host has more ranks than NUMA nodes and nobody divided its cores."""
-    ranks = 2 * os.cpu_count()  # more than NUMA nodes
+    ranks = 2 * (os.cpu_count() or 1)  # more than NUMA nodes
     monkeypatch.setenv(rank_cores.VARIABLE, "")
     resolve(model, "--dp-size", str(ranks), "--hybrid", "host_memory=64MiB")
     assert len(os.environ[rank_cores.VARIABLE].split("|")) == ranks
@@ -226,7 +227,8 @@ def test_what_a_model_wants_of_attention_is_not_left_out() -> None:
     from sglang_hybrid.integration.attention_backend import HybridAttnBackend
 
     backend = HybridAttnBackend.__new__(HybridAttnBackend)
-    for forward in (backend.forward_decode, backend.forward_extend):
+    forwards: list[Callable[..., object]] = [backend.forward_decode, backend.forward_extend]
+    for forward in forwards:
         with pytest.raises(Refusal, match="wants sinks, which is not supported"):
             forward(None, None, None, None, None, sinks=torch.zeros(3), q_rope=None)
 

@@ -1,13 +1,9 @@
 """GPU tests skip where there is no CUDA device."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "tests" / "server"), str(ROOT / "bench")]  # real servers, their questions, result files
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

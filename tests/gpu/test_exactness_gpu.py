@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from real_server import Server
-from record import write_result
+
+from bench.record import write_result
 
 TOLERANCE = 0.05
 MODEL = os.environ.get("SGLANG_HYBRID_TEST_MODEL")

@@ -10,15 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import build_native
 import pytest
 
 from sglang_hybrid.chaos.switches import ROWS_NOT_RESET
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import build_native  # noqa: E402
-
 # file, what is there, what takes its place
 NO_GENERATION_CHECK = (
     "worker/mailbox_client.cpp",

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.full  # two servers; tests/unit/test_throughput.py has the program's parts
-SCRIPT = Path(__file__).parents[2] / "bench" / "throughput.py"
+ROOT = Path(__file__).parents[2]
 
 
 def test_stock_and_hybrid_are_measured_side_by_side(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     command = [
         sys.executable,
-        str(SCRIPT),
+        "-m",
+        "bench.throughput",
         "--quick",
         "--lengths",
         "512",
@@ -26,7 +27,8 @@ def test_stock_and_hybrid_are_measured_side_by_side(tmp_path: Path) -> None:
         "--hybrid",
         "worker=start",
     ]
-    done = subprocess.run([*command, "--model", str(tmp_path / "model")], capture_output=True, text=True, timeout=600)
+    command += ["--model", str(tmp_path / "model")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     result = json.loads(out.read_text())
     points = {one["configuration"]: one for one in result["points"]}

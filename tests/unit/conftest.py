@@ -1,12 +1,7 @@
 """Settings of all unit tests: one thread, and the same random cases on every run."""
 
-import sys
-from pathlib import Path
-
 import torch
 from hypothesis import settings
-
-sys.path.append(str(Path(__file__).parents[2] / "bench"))  # what benchmarks are made of is tested here too
 
 torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for each other
 

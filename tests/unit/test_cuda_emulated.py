@@ -9,14 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from kernels_on_cpu import built
+
+from sglang_hybrid.user_cache import default_cache_dir
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path.append(str(TESTS / "emulation"))
-
-from kernels_on_cpu import built  # noqa: E402
-
-from sglang_hybrid.user_cache import default_cache_dir  # noqa: E402
-
 # how many processes share the tests of a file
 DEVICE_ALONE = {
     "test_cuda_attention.py": 2,

@@ -1,8 +1,9 @@
-"""README and docs: tables hold what the code has, links lead somewhere, figures follow from the models' shapes."""
+"""README and docs: tables hold what the code has, links lead somewhere, results have readers, figures are right."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -41,14 +42,24 @@ def test_the_table_of_environment_variables_has_every_one() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_between_documents_lead_somewhere(document: Path) -> None:
     broken = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
-        if "://" in link:
-            continue
-        file, _, anchor = link.partition("#")
-        target = (document.parent / file).resolve() if file else document
+    for link, target, anchor in links(document):
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert broken == []
+
+
+def test_every_result_is_linked_from_a_document() -> None:
+    linked = {target for document in DOCUMENTS for _, target, _ in links(document)}
+    results = {path for path in (ROOT / "bench" / "results").rglob("*") if path.is_file()}
+    assert {str(path.relative_to(ROOT)) for path in results - linked} == set()
+
+
+def links(document: Path) -> Iterator[tuple[str, Path, str]]:
+    """Links to files of this repository: as written, the file, the anchor in it."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
+        if "://" not in link:
+            file, _, anchor = link.partition("#")
+            yield link, (document.parent / file).resolve() if file else document, anchor
 
 
 def anchors(document: Path) -> set[str]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib.machinery
 import io
 import json
 import math
 import struct
+import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from bench import record
 from sglang_hybrid import origin as origin_module
 from sglang_hybrid.eval import plots
 from sglang_hybrid.eval.report import document, print_report, write_json, write_report
@@ -127,11 +129,18 @@ def test_an_installed_package_does_not_ask_the_repository_around_it(
     assert origin_module.origin()["uncommitted_changes"] is None
 
 
+@pytest.mark.parametrize(
+    ("module", "command"), [("bench.throughput", "bench.throughput"), ("pytest.__main__", "pytest")]
+)
+def test_the_origin_of_a_module_that_was_run_names_the_module(
+    module: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", importlib.machinery.ModuleSpec(module, None))
+    monkeypatch.setattr(sys, "argv", ["/anywhere/throughput.py", "--quick"])
+    assert origin_module.origin()["command"] == f"python -m {command} --quick"
+
+
 def test_bench_record_writes_results_with_the_same_origin(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("bench_record", ROOT / "bench" / "record.py")
-    assert spec and spec.loader
-    record = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(record)
     assert record.RESULTS == ROOT / "bench" / "results"
     path = record.write_result("any", {"value": 1}, tmp_path / "result.json")
     read = json.loads(path.read_text())

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import gpu_gates
 import pytest
 import torch
-from gates import child
-from gates.comparing import Comparison, Reading, compare, judge, rows_with_misses, served_by_worker
+
+from bench import gpu_gates
+from bench.gates import child
+from bench.gates.comparing import Comparison, Reading, compare, judge, rows_with_misses, served_by_worker
 
 
 def reading(logprob: float = -1.0, gap: float = 2.0, best: int = 5, position: int = 1) -> list[Reading]:

@@ -6,15 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gpu_serving
 import pytest
-from serving.alone import memory_verdict
-from serving.benchmark import figures
-from serving.killing import decode_rate, first_differences, longest_pause, places_of, served, tell_apart
-from serving.openai_api import text_of_stream
-from serving.tokenizer import has_chat_template, tokenizer_of
-from side_by_side.statistics import Arrivals
-from side_by_side.telling import log_tail
+
+from bench import gpu_serving
+from bench.serving.alone import memory_verdict
+from bench.serving.benchmark import figures
+from bench.serving.killing import decode_rate, first_differences, longest_pause, places_of, served, tell_apart
+from bench.serving.openai_api import text_of_stream
+from bench.serving.tokenizer import has_chat_template, tokenizer_of
+from bench.side_by_side.statistics import Arrivals
+from bench.side_by_side.telling import log_tail
 
 
 def test_first_differences_are_found_for_each_answer() -> None:

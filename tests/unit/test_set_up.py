@@ -9,20 +9,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import build_native
+import clean
+import compile_bytecode
+import install
+import installers
+import pip_settings
 import pytest
+import steps
+from installers import InstallError, Pip, Uv
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import build_native  # noqa: E402
-import clean  # noqa: E402
-import compile_bytecode  # noqa: E402
-import install  # noqa: E402
-import installers  # noqa: E402
-import pip_settings  # noqa: E402
-import steps  # noqa: E402
-from installers import InstallError, Pip, Uv  # noqa: E402
-
 CPU_PLAN = " + torch==2.13.0+cpu\n + numpy==2.4.0\n"
 CUDA_PLAN = " + torch==2.13.0\n + nvidia-cublas==13.1\n + cuda-toolkit==13.0\n"
 
@@ -270,8 +267,8 @@ def test_clean_cache_removes_only_what_this_package_put_there(
 
 
 def test_the_set_up_needs_nothing_but_the_standard_library() -> None:
-    probe = "import sys; sys.path.insert(0, 'tools'); import install, clean"
-    subprocess.run([sys.executable, "-I", "-S", "-c", probe], cwd=ROOT, check=True)
+    for program in ("install.py", "clean.py"):
+        subprocess.run([sys.executable, "-E", "-S", ROOT / "tools" / program, "--help"], check=True)
 
 
 def test_bytecode_is_made_once_for_what_servers_import(tmp_path: Path) -> None:
