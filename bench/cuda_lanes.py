@@ -40,7 +40,6 @@ from record import write_result
 
 from sglang_hybrid.cuda import digests as device
 from sglang_hybrid.cuda.attention import merge3
-from sglang_hybrid.cuda.mailbox import Shift
 from sglang_hybrid.cuda.missed import attend_missed, finish_late
 from sglang_hybrid.cuda.prediction import finish_queries, unit_rms
 from sglang_hybrid.cuda.scoring import shift_lse
@@ -145,7 +144,7 @@ def finishing(pool: HostPool, batch: int, misses: int, threads: int, from_host: 
     real, ahead = random_values(*shape), random_values(*shape)
     local = torch.randn(shape, device="cuda"), torch.randn(shape[:2], device="cuda")
     worker_out, worker_lse = torch.empty(shape, device="cuda"), torch.empty(shape[:2], device="cuda")
-    out, shifts = random_values(*shape), torch.zeros(shape[:2], device="cuda")
+    out = random_values(*shape)
     served = torch.empty(batch, dtype=torch.int32, device="cuda")
     counts = torch.full((batch, HEADS), misses, dtype=torch.int32, device="cuda")
     last_fill = torch.full_like(counts, TOKENS)
@@ -162,32 +161,14 @@ def finishing(pool: HostPool, batch: int, misses: int, threads: int, from_host: 
             raise RuntimeError(f"the worker did not answer: {client.outcomes()}")
 
         # replies stay where they are until their slot is posted again
-        def apart(digests: device.LayerDigests) -> None:
+        def finish(digests: device.LayerDigests) -> None:
             client.wait(receipt, 1.0, worker_out, worker_lse, served)
             shift_lse(real, ahead, digests, pages, counts, SCALE, worker_lse)
             merge3(local, (worker_out, worker_lse), None, out=out)
 
-        def shifts_before(digests: device.LayerDigests) -> None:
-            shift_lse(real, ahead, digests, pages, counts, SCALE, shifts, overwrite=True)
-            client.finish_layer(receipt, 1.0, local, out, served, shift=shifts)
-
-        def together(digests: device.LayerDigests) -> None:
-            shift = Shift(digests, real, ahead, pages, counts, SCALE)
-            client.finish_layer(receipt, 1.0, local, out, served, shift=shift)
-
-        def without(digests: device.LayerDigests) -> None:
-            client.finish_layer(receipt, 1.0, local, out, served)
-
-        ways: dict[str, Callable[[device.LayerDigests], None]] = {
-            "wait, shift_lse, merge3": apart,
-            "shift_lse, finish_layer": shifts_before,
-            "finish_layer": together,
-            "finish_layer, no shift": without,
-        }
-        rows = []
-        for name, way in ways.items():
-            seconds = timed([lambda way=way, digests=digests: way(digests) for digests in layers])
-            rows.append(row(name, seconds, replies, from_host, batch=batch, misses=misses, digests_KiB=looked >> 10))
+        seconds = timed([lambda digests=digests: finish(digests) for digests in layers])
+        shape_of = {"batch": batch, "misses": misses, "digests_KiB": looked >> 10}
+        rows = [row("wait, shift_lse, merge3", seconds, replies, from_host, **shape_of)]
 
     host = device.HostPool(pool.region, pool.keys, pool.values)
     for late in (0, 1, batch):

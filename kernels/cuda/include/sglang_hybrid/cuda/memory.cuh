@@ -132,16 +132,6 @@ __device__ inline void wait_for_launch_before() {
 #endif
 }
 
-// -- barriers ----------------------------------------------------------------------------------------------------------
-
-// A barrier for some warps of a CTA, `threads` in all, which orders their memory as __syncthreads does. Barrier 0 is that.
-// It may stand at several places in the code.
-template <int kBarrier>
-__device__ inline void sync_some(uint32_t threads) {
-    static_assert(kBarrier > 0 && kBarrier < 16);
-    asm volatile("barrier.sync %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");
-}
-
 // -- launches ----------------------------------------------------------------------------------------------------------
 
 // How many of `batch` entries are real; the number in device memory is never trusted beyond that.

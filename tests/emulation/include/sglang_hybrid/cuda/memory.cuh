@@ -78,11 +78,6 @@ inline uint64_t now_ns() {
 }
 inline void __nanosleep(uint32_t) { std::this_thread::yield(); }
 
-template <int kBarrier>
-void sync_some(uint32_t threads) {
-    emulated::barrier_of_some(kBarrier, threads);
-}
-
 inline uint32_t active_of(const int32_t* active_rows, uint32_t batch) {
     return active_rows ? min(static_cast<uint32_t>(max(*active_rows, 0)), batch) : batch;
 }
