@@ -200,13 +200,11 @@ def shift_lse(
     scale: float,
     lse: torch.Tensor,
     *,
-    overwrite: bool = False,
     active_rows: torch.Tensor | None = None,
 ) -> None:
     """Add ``reference.lse_shift`` to ``lse`` ``[B, H * G]``, which ``query_ahead`` has computed for ``pages``.
 
-    queries ``[B, H * G, D]``; pages ``[B, H, N]`` of which the first ``counts`` ``[B, H]`` are there. With
-    ``overwrite`` the shift itself is written, 0 where a list is empty.
+    queries ``[B, H * G, D]``; pages ``[B, H, N]`` of which the first ``counts`` ``[B, H]`` are there.
     """
     batch, query_heads, dim = query.shape
     heads, dtype = digests.heads, digests.dtype
@@ -222,6 +220,5 @@ def shift_lse(
         batch=batch,
         group=_group_of(query, digests),
         most_misses=pages.shape[2],
-        overwrites=overwrite,
     )
     launch(library().sh_cuda_shift_lse, arguments)

@@ -187,8 +187,6 @@ class ShiftLse(ctypes.Structure):
         ("batch", c_uint32),
         ("group", c_uint32),
         ("most_misses", c_uint32),
-        ("overwrites", c_uint32),
-        ("unused", c_uint32),
     )
 
 

@@ -245,21 +245,6 @@ def test_an_lse_is_shifted_as_the_reference_does(shape: Shape) -> None:
     torch.testing.assert_close(lse, before + expected, atol=TOLERANCE, rtol=1e-3)
 
 
-@pytest.mark.parametrize("channels", [0, 32])
-def test_a_shift_is_written_by_itself(channels: int) -> None:
-    shape = Shape(batch=3, heads=2, group=9, dim=64, channels=channels, max_blocks=10)
-    case = random_layer(shape, 3)
-    pages = torch.randint(0, case.keys.shape[0], (3, 2, 4), generator=seeded(2)).int().to(DEVICE)
-    counts = torch.tensor([[4, 0], [1, 3], [2, 2]], dtype=torch.int32, device=DEVICE)
-    added, alone = torch.zeros(3, 18, device=DEVICE), torch.full((3, 18), 77.0, device=DEVICE)
-    for lse, overwrite in ((added, False), (alone, True)):
-        shift_lse(
-            case.query, case.query * 0.9, case.digests, pages, counts, shape.scale, lse, overwrite=overwrite,
-            active_rows=numbers(2),
-        )  # fmt: skip
-    assert torch.equal(alone[:2], added[:2]) and (alone[2] == 77.0).all() and not alone[0, 9:].any()
-
-
 def test_a_damaged_page_and_inactive_entries_shift_nothing() -> None:
     shape = Shape(batch=3, heads=2, group=5, dim=128, channels=32, max_blocks=10)
     case = random_layer(shape, 3)

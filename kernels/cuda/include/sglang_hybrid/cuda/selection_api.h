@@ -187,7 +187,7 @@ struct sh_apply_plan {
 
 // -- after the worker's reply ------------------------------------------------------------------------------------------
 
-// lse += `lse_shift` of the reference, for what was computed with the predicted query; or the shift itself.
+// lse += `lse_shift` of the reference, for what was computed with the predicted query.
 struct sh_shift_lse {
     sh_digests digests;
     const void* query;        // [batch][KV head][group][head_dim], real
@@ -200,6 +200,4 @@ struct sh_shift_lse {
     uint32_t batch;
     uint32_t group;
     uint32_t most_misses;
-    uint32_t overwrites;  // 1: lse = shift, 0 where a list is empty
-    uint32_t unused;
 };
