@@ -5,7 +5,6 @@
 
 Shapes as in cuda_kernels.py: 8 KV heads, 5 query heads each, head_dim 128, bfloat16. Digests and codes are read cold:
 the buffers of a graph are several times the L2 cache. Rates count each byte of digests and codes once.
-What two levels of scoring cost in agreement is in two_levels.py, which needs no GPU.
 """
 
 from __future__ import annotations
@@ -24,14 +23,7 @@ from record import write_result
 
 from sglang_hybrid.cuda.digests import HostPool, LayerDigests, SlotTable, Step, append, digest_pages
 from sglang_hybrid.cuda.host_memory import RegisteredRegion
-from sglang_hybrid.cuda.scoring import (
-    BestBlocks,
-    ScoreWorkspace,
-    best_blocks,
-    score_blocks,
-    score_in_two_levels,
-    shift_lse,
-)
+from sglang_hybrid.cuda.scoring import ScoreWorkspace, score_blocks, shift_lse
 from sglang_hybrid.cuda.selection import Misses, RecallPlan, select_blocks
 from sglang_hybrid.memory.region import SharedRegion
 from sglang_hybrid.ops import reference
@@ -78,23 +70,13 @@ def queries(batch: int) -> torch.Tensor:
 # -- times -----------------------------------------------------------------------------------
 
 
-def scoring(
-    batch: int, blocks: int, channels: int, ceiling: float, second_level: int = 0, compact: bool = False, bits: int = 4
-) -> Row:
+def scoring(batch: int, blocks: int, channels: int, ceiling: float, compact: bool = False, bits: int = 4) -> Row:
     moved = batch * HEADS * blocks * (digest_bytes(channels, compact) + code_bytes(channels, bits))
     layers = [random_digests(batch * blocks, channels, compact, bits) for _ in range(max(1, -(-COLD_BYTES // moved)))]
     step, query = step_of(batch, blocks, batch * blocks), queries(batch)
     workspace = ScoreWorkspace(batch, HEADS, GROUP, blocks)
     scores = torch.empty(batch, HEADS, blocks, device="cuda")
     shape = {"batch": batch, "blocks": blocks, "channels": channels}
-    if second_level:
-        best = BestBlocks(batch, HEADS, second_level)
-        launches = [
-            lambda layer=layer: score_in_two_levels(query, layer, step, SCALE, workspace, scores, best)
-            for layer in layers
-        ]
-        read = batch * HEADS * (blocks * DIGEST_BYTES + second_level * (DIGEST_BYTES + code_bytes(channels)))
-        return row("score_in_two_levels", timed(several(launches)), read, ceiling, **shape, second_level=second_level)
     launches = [
         lambda layer=layer: score_blocks(query, layer, step, SCALE, workspace, scores, spread=0.5) for layer in layers
     ]
@@ -133,17 +115,6 @@ def selecting(batch: int, blocks: int, due: bool, most: int = 16) -> Row:
         )  # fmt: skip
     moved = batch * HEADS * blocks * 4
     return row("select_blocks", timed(launches), moved, None, batch=batch, blocks=blocks, recall=due)
-
-
-def ranking(batch: int, blocks: int, limit: int) -> Row:
-    step, best = step_of(batch, blocks, batch * blocks), BestBlocks(batch, HEADS, limit)
-    launches = []
-    for _ in range(8):
-        scores = torch.randn(batch, HEADS, blocks, device="cuda") * 3 - 6
-        launches.append(lambda scores=scores: best_blocks(scores, step, best))
-    return row(
-        "best_blocks", timed(launches), batch * HEADS * blocks * 4, None, batch=batch, blocks=blocks, limit=limit
-    )
 
 
 def appending(batch: int, blocks: int, channels: int, compact: bool = False) -> Row:
@@ -207,9 +178,7 @@ def main() -> None:
     rows += [scoring(batch, 1024, 32, copied, compact=True, bits=bits) for bits in (3, 2) for batch in (64, 32, 8, 1)]
     rows += [scoring(8, 8192, 32, copied, compact=True)]
     rows += [scoring(64, 1024, 0, copied), scoring(64, 1024, 64, copied), scoring(8, 8192, 32, copied)]
-    rows += [scoring(64, 1024, 32, copied, second_level=256), scoring(8, 1024, 32, copied, second_level=256)]
     rows += [selecting(64, 1024, due) for due in (False, True)] + [selecting(8, 8192, False), selecting(1, 1024, False)]
-    rows += [ranking(64, 1024, 256)]
     rows += [appending(64, 32, 32), appending(8, 32, 32), appending(64, 32, 0)]
     rows += [appending(64, 32, 32, compact=True)]
     rows += [digesting(8192, 32, copied, compact) for compact in (False, True)]

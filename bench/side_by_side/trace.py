@@ -20,7 +20,7 @@ CATEGORIES: tuple[tuple[str, str], ...] = (
     ("wait", r"wait_for_replies"),
     (
         "scout lane",
-        r"score_blocks|shares_of|block_scores|select_blocks|best_blocks|post_layer|shift_lse|predict|unit_rms|finish_queries",
+        r"score_blocks|shares_of|block_scores|select_blocks|post_layer|shift_lse|predict|unit_rms|finish_queries",
     ),
     ("gather", r"gather_blocks|apply_plan"),
     ("append", r"append_tokens|digest_pages|set_kv|store_cache|store_kv"),

@@ -49,11 +49,9 @@ class LayerDigests:
     def dim(self) -> int:
         return self.compact_of[1] if self.compact_of else self.digests.shape[3]
 
-    def arguments(self, *, sketched: bool = True) -> structs.Digests:
-        """``sketched`` False leaves the codes out, which compact digests cannot do without."""
+    def arguments(self) -> structs.Digests:
         pages, heads, dim = self.digests.shape[0], self.heads, self.dim
-        codes, channels = (self.codes, self.channels) if sketched else (None, None)
-        count = 0
+        codes, channels, count = self.codes, self.channels, 0
         if (codes is None) != (channels is None):
             raise ValueError("codes need their channels, and channels codes")
         if codes is not None:

@@ -69,21 +69,13 @@ class PutOff:
     scores: torch.Tensor
 
 
-class BestBlocks:
-    """Positions ``[B, H, limit]`` of the best blocks, ascending, -1 behind the last; counts ``[B, H]``."""
-
-    def __init__(self, batch: int, heads: int, limit: int, device: torch.device | str = "cuda") -> None:
-        self.positions = torch.empty(batch, heads, limit, dtype=torch.int32, device=device)
-        self.counts = torch.empty(batch, heads, dtype=torch.int32, device=device)
-
-
 _DIMS, _CHANNELS, _MOST_GROUP = (64, 128), (0, 32, 64), 16
 
 
-def _group_of(query: torch.Tensor, digests: LayerDigests, *, sketched: bool = True) -> int:
+def _group_of(query: torch.Tensor, digests: LayerDigests) -> int:
     """Query heads per KV head. Raises ValueError for shapes that the kernels do not have."""
     heads, dim = digests.heads, digests.dim
-    channels = 0 if digests.codes is None or not sketched else 2 * digests.codes.shape[3]
+    channels = 0 if digests.codes is None else 2 * digests.codes.shape[3]
     group = query.shape[1] // heads
     if dim not in _DIMS or channels not in _CHANNELS or not 1 <= group <= _MOST_GROUP:
         raise ValueError(
@@ -102,8 +94,6 @@ def score_blocks(
     scores: torch.Tensor,
     *,
     spread: float = 0.0,
-    sketched: bool = True,
-    listed: BestBlocks | None = None,
     by_row: bool = False,
     interval: ScoreInterval | None = None,
     put_off: bool = False,
@@ -113,27 +103,22 @@ def score_blocks(
     With ``by_row`` scores are ``[rows, H, max_blocks]``, and with an ``interval`` those of rows whose turn it is not
     stay as they are, but for hot blocks (``reference.rescore``), which need ``put_off``.
 
-    Estimates by sketches, or by digests alone (``spread``) where there are none or ``sketched`` is False. With
-    ``listed`` only those blocks are estimated; the others keep the estimates that ``workspace`` has from the launch
-    before. With ``put_off`` estimates are all there is for now: ``select_blocks`` gets what is returned, and writes
-    the scores.
+    Estimates by sketches, or by digests alone (``spread``) where there are none. With ``put_off`` estimates are all
+    there is for now: ``select_blocks`` gets what is returned, and writes the scores.
     """
     batch, heads = query.shape[0], digests.heads
-    group = _group_of(query, digests, sketched=sketched)
-    most = 0 if listed is None else listed.positions.shape[2]
+    group = _group_of(query, digests)
     owners = scores.shape[0] if by_row else batch
     if interval is not None and not by_row:
         raise ValueError("an interval needs scores by row: batch entries are others in the next step")
     hot = None if interval is None or interval.steps <= 1 else interval.hot
-    if hot is not None and (not put_off or listed is not None):
-        raise ValueError("hot blocks are chosen by select_blocks: put scores off, and list no others")
+    if hot is not None and not put_off:
+        raise ValueError("hot blocks are chosen by select_blocks: put scores off")
     most_hot = 0 if hot is None else hot.positions.shape[2]
     arguments = structs.ScoreBlocks(
-        digests=digests.arguments(sketched=sketched),
+        digests=digests.arguments(),
         step=step.arguments(),
         query=address("query", query, digests.dtype, (step.batch, heads * group, digests.dim)),
-        listed=None if listed is None else address("listed", listed.positions, torch.int32, (batch, heads, most)),
-        list_counts=None if listed is None else address("counts", listed.counts, torch.int32, (batch, heads)),
         estimates=address(
             "the workspace's estimates", workspace.estimates, torch.float32, (batch, heads, group, step.max_blocks)
         ),
@@ -147,7 +132,6 @@ def score_blocks(
         scale=scale,
         spread=spread,
         group=group,
-        most_listed=most,
         most_hot=most_hot,
         interval=0 if interval is None else interval.steps,
         layer=0 if interval is None else interval.layer,
@@ -156,39 +140,6 @@ def score_blocks(
     )
     launch(library().sh_cuda_score_blocks, arguments)
     return PutOff(arguments, scores) if put_off else None
-
-
-def best_blocks(scores: torch.Tensor, step: Step, best: BestBlocks) -> None:
-    """The best blocks by ``scores`` ``[B, H, max_blocks]``, as many as there is room for; of equal ones the first."""
-    batch, heads, limit = best.positions.shape
-    arguments = structs.BestBlocks(
-        step=step.arguments(),
-        scores=address("scores", scores, torch.float32, (step.batch, heads, step.max_blocks)),
-        positions=address("positions", best.positions, torch.int32, (step.batch, heads, limit)),
-        counts=address("counts", best.counts, torch.int32, (batch, heads)),
-        kv_heads=heads,
-        limit=limit,
-    )
-    launch(library().sh_cuda_best_blocks, arguments)
-
-
-def score_in_two_levels(
-    query: torch.Tensor,
-    digests: LayerDigests,
-    step: Step,
-    scale: float,
-    workspace: ScoreWorkspace,
-    scores: torch.Tensor,
-    best: BestBlocks,
-) -> torch.Tensor:
-    """As ``score_blocks``, but sketches are read for the best blocks only, by the middles of the digests' ranges.
-
-    The other blocks are scored as if all their tokens were in the middle.
-    """
-    score_blocks(query, digests, step, scale, workspace, scores, sketched=False)
-    best_blocks(scores, step, best)
-    score_blocks(query, digests, step, scale, workspace, scores, listed=best)
-    return scores
 
 
 def shift_lse(

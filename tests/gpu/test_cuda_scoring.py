@@ -9,14 +9,7 @@ import torch
 from cuda_cases import seeded
 from selection_cases import DEVICE, LayerCase, Shape, numbers, random_layer, summaries
 
-from sglang_hybrid.cuda.scoring import (
-    BestBlocks,
-    ScoreWorkspace,
-    best_blocks,
-    score_blocks,
-    score_in_two_levels,
-    shift_lse,
-)
+from sglang_hybrid.cuda.scoring import ScoreWorkspace, score_blocks, shift_lse
 from sglang_hybrid.ops import reference
 
 UNTOUCHED = 77.0
@@ -138,12 +131,6 @@ def test_codes_of_few_bits_need_compact_digests(bits: int) -> None:
         scored(case)
 
 
-def test_compact_digests_are_not_read_without_sketches() -> None:
-    case = random_layer(Shape(batch=1, heads=1, group=1, dim=64, channels=32, max_blocks=3, compact=True), 1)
-    with pytest.raises(ValueError, match="compact digests need sketches"):
-        scored(case, sketched=False)
-
-
 def test_a_row_of_damaged_pages_is_scored_like_one_without_preferences() -> None:
     case = random_layer(Shape(batch=1, heads=1, group=5, dim=64, channels=32, max_blocks=9), 1, [9 * 32])
     case.digests.digests.fill_(torch.nan)
@@ -163,64 +150,6 @@ def test_entries_that_are_not_active_are_not_scored(active: int) -> None:
     found = scored(case.with_active(active))
     assert_scores(found[:active], case.expected_scores()[:active])
     assert (found[active:] == UNTOUCHED).all()
-
-
-def test_the_best_blocks_are_listed_in_order() -> None:
-    shape = Shape(batch=4, heads=2, group=1, dim=64, channels=0, max_blocks=700)
-    for seed, limit in ((0, 1), (1, 64), (2, 300), (3, 700), (4, 900)):
-        lengths = [700 * 32, 1, limit * 32 % (700 * 32) + 1, 20 * 32]
-        case = random_layer(replace(shape, max_blocks=700), seed, lengths)
-        scores = torch.randn(shape.batch, shape.heads, 700, generator=seeded(seed)).to(DEVICE) * 5
-        best = BestBlocks(shape.batch, shape.heads, limit, DEVICE)
-        best_blocks(scores, case.step, best)
-        beyond = torch.arange(700, device=DEVICE) >= case.counts[:, None, None]
-        ranked = scores.masked_fill(beyond, -torch.inf)
-        for entry, count in enumerate(case.counts.tolist()):
-            wanted = min(limit, count)
-            expected = ranked[entry].topk(wanted, dim=1).indices.sort(dim=1).values
-            assert torch.equal(best.positions[entry, :, :wanted].long(), expected)
-            assert (best.positions[entry, :, wanted:] == -1).all() and (best.counts[entry] == wanted).all()
-
-
-def test_of_many_equal_scores_exactly_as_many_as_wanted_are_taken() -> None:
-    shape = Shape(batch=1, heads=3, group=1, dim=64, channels=0, max_blocks=513)
-    case = random_layer(shape, 0, [513 * 32])
-    scores = torch.zeros(1, 3, 513, device=DEVICE)
-    scores[0, 1, 500:] = 1.0
-    scores[0, 2, :] = torch.finfo(torch.float32).min
-    best = BestBlocks(1, 3, 40, DEVICE)
-    best_blocks(scores, case.step, best)
-    assert best.positions[0, 0].tolist() == list(range(40)) == best.positions[0, 2].tolist()
-    assert best.positions[0, 1].tolist() == [*range(27), *range(500, 513)]
-
-
-def test_with_all_blocks_on_the_second_level_two_levels_are_one() -> None:
-    case = random_layer(Shape(batch=3, heads=2, group=5, dim=128, channels=32, max_blocks=40), 1)
-    found, best = two_levels(case, limit=40)
-    assert torch.equal(found, scored(case))
-    assert (best.counts == case.counts[:, None].int()).all()
-
-
-def test_the_second_level_has_sketches_and_the_others_the_middle() -> None:
-    case = random_layer(Shape(batch=3, heads=2, group=5, dim=128, channels=32, max_blocks=40), 1)
-    shape = case.shape
-    found, best = two_levels(case, limit=12)
-    table = case.step.page_table.long().clamp(min=0)
-    sketched = case.cache().estimates(case.query, table, 0.0, shape.scale)
-    middle = reference.digest_logits(case.query, case.digests.digests[table], 0.0)
-    middle = middle + torch.tensor(32.0).log() / shape.scale
-    chosen = reference.is_listed(best.positions.long(), shape.max_blocks)
-    mixed = reference.without_tail(torch.where(chosen[:, :, None, :], sketched, middle), case.counts)
-    assert_scores(found, reference.block_scores(mixed, case.counts, shape.scale))
-
-
-def two_levels(case: LayerCase, limit: int) -> tuple[torch.Tensor, BestBlocks]:
-    shape = case.shape
-    workspace = ScoreWorkspace(shape.batch, shape.heads, shape.group, shape.max_blocks, DEVICE)
-    scores = torch.empty(shape.batch, shape.heads, shape.max_blocks, device=DEVICE)
-    best = BestBlocks(shape.batch, shape.heads, limit, DEVICE)
-    score_in_two_levels(case.query, case.digests, case.step, shape.scale, workspace, scores, best)
-    return scores, best
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.max_blocks > 1], ids=str)
