@@ -96,15 +96,12 @@ def score_blocks(
     spread: float = 0.0,
     by_row: bool = False,
     interval: ScoreInterval | None = None,
-    put_off: bool = False,
-) -> PutOff | None:
-    """``block_scores`` of the reference to ``scores`` ``[B, H, max_blocks]`` float32, by query ``[B, H * G, D]``.
+) -> PutOff:
+    """What ``block_scores`` of the reference has of query ``[B, H * G, D]``, for scores ``[B, H, max_blocks]`` float32.
 
-    With ``by_row`` scores are ``[rows, H, max_blocks]``, and with an ``interval`` those of rows whose turn it is not
-    stay as they are, but for hot blocks (``reference.rescore``), which need ``put_off``.
-
-    Estimates by sketches, or by digests alone (``spread``) where there are none. With ``put_off`` estimates are all
-    there is for now: ``select_blocks`` gets what is returned, and writes the scores.
+    Estimates are computed now, by sketches, or by digests alone (``spread``) where there are none. ``select_blocks``
+    gets what is returned, and writes the scores. With ``by_row`` scores are ``[rows, H, max_blocks]``, and with an
+    ``interval`` those of rows whose turn it is not stay as they are, but for hot blocks (``reference.rescore``).
     """
     batch, heads = query.shape[0], digests.heads
     group = _group_of(query, digests)
@@ -112,8 +109,6 @@ def score_blocks(
     if interval is not None and not by_row:
         raise ValueError("an interval needs scores by row: batch entries are others in the next step")
     hot = None if interval is None or interval.steps <= 1 else interval.hot
-    if hot is not None and not put_off:
-        raise ValueError("hot blocks are chosen by select_blocks: put scores off")
     most_hot = 0 if hot is None else hot.positions.shape[2]
     arguments = structs.ScoreBlocks(
         digests=digests.arguments(),
@@ -136,10 +131,9 @@ def score_blocks(
         interval=0 if interval is None else interval.steps,
         layer=0 if interval is None else interval.layer,
         by_row=owners if by_row else 0,
-        put_off=put_off,
     )
     launch(library().sh_cuda_score_blocks, arguments)
-    return PutOff(arguments, scores) if put_off else None
+    return PutOff(arguments, scores)
 
 
 def shift_lse(

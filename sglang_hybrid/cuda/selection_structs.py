@@ -106,8 +106,8 @@ class ScoreBlocks(ctypes.Structure):
         ("interval", c_uint32),
         ("layer", c_uint32),
         ("by_row", c_uint32),
-        ("put_off", c_uint32),
         ("most_hot", c_uint32),
+        ("unused", c_uint32),
     )
 
 

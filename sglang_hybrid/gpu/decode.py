@@ -317,7 +317,7 @@ class DeviceScout:
         put_off = score_blocks(
             query, self._layers[layer].digests, step, scale, self._main.scoring(count), scores,
             spread=settings.spread, by_row=True,
-            interval=self._score_interval(layer, due), put_off=True,
+            interval=self._score_interval(layer, due),
         )  # fmt: skip
         select_blocks(
             scores, here.tables[layer], step, here.blocks, lane.misses(count),

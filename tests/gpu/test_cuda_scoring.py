@@ -9,7 +9,9 @@ import torch
 from cuda_cases import seeded
 from selection_cases import DEVICE, LayerCase, Shape, numbers, random_layer, summaries
 
+from sglang_hybrid.cuda.digests import SlotTable
 from sglang_hybrid.cuda.scoring import ScoreWorkspace, score_blocks, shift_lse
+from sglang_hybrid.cuda.selection import Misses, select_blocks
 from sglang_hybrid.ops import reference
 
 UNTOUCHED = 77.0
@@ -43,11 +45,16 @@ SHAPES = [
 LARGE = Shape(batch=33, heads=4, group=5, dim=128, channels=32, max_blocks=120)
 
 
-def scored(case: LayerCase, spread: float = 0.0, **more: object) -> torch.Tensor:
+def scored(case: LayerCase, spread: float = 0.0) -> torch.Tensor:
+    """Scores as selection writes them, whatever it selects."""
     shape = case.shape
     workspace = ScoreWorkspace(shape.batch, shape.heads, shape.group, shape.max_blocks, DEVICE)
     scores = torch.full((shape.batch, shape.heads, shape.max_blocks), UNTOUCHED, device=DEVICE)
-    score_blocks(case.query, case.digests, case.step, shape.scale, workspace, scores, spread=spread, **more)
+    put_off = score_blocks(case.query, case.digests, case.step, shape.scale, workspace, scores, spread=spread)
+    assert (scores == UNTOUCHED).all()
+    table = SlotTable(torch.full((shape.rows, shape.heads, 1), -1, dtype=torch.int32, device=DEVICE), 0, 0)
+    misses = Misses(shape.batch, shape.heads, 1, DEVICE)
+    select_blocks(scores, table, case.step, 1, misses, pool_pages=case.keys.shape[0], put_off=put_off)
     return scores
 
 

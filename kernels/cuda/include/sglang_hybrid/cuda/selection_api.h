@@ -91,7 +91,7 @@ struct sh_digest_pages {
 
 // -- scores ------------------------------------------------------------------------------------------------------------
 
-// Estimates of blocks by queries, and from them scores, now or by sh_select_blocks.
+// Estimates of blocks by queries. sh_select_blocks makes scores of them.
 //
 // With `hot`, entries that are not scored as a whole, because it is not their turn, are scored in these blocks and the tail:
 // `rescore` of the reference. Rows that have no others are always scored as a whole. Which blocks are hot is decided by
@@ -113,8 +113,8 @@ struct sh_score_blocks {
                         // ones; 0 and 1: none
     uint32_t layer;     // layers score at different steps
     uint32_t by_row;    // how many rows have scores; 0: batch entries have them
-    uint32_t put_off;   // whether scores are left to sh_select_blocks, as they must be with `hot`
     uint32_t most_hot;
+    uint32_t unused;
 };
 
 // -- selection ---------------------------------------------------------------------------------------------------------
