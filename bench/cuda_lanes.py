@@ -39,7 +39,7 @@ from cuda_selection import BUDGET, DIGEST_BYTES, RESIDENT, code_bytes, random_di
 from record import write_result
 
 from sglang_hybrid.cuda import digests as device
-from sglang_hybrid.cuda.attention import merge3
+from sglang_hybrid.cuda.attention import merge
 from sglang_hybrid.cuda.missed import attend_missed, finish_late
 from sglang_hybrid.cuda.prediction import finish_queries, unit_rms
 from sglang_hybrid.cuda.scoring import shift_lse
@@ -164,11 +164,11 @@ def finishing(pool: HostPool, batch: int, misses: int, threads: int, from_host: 
         def finish(digests: device.LayerDigests) -> None:
             client.wait(receipt, 1.0, worker_out, worker_lse, served)
             shift_lse(real, ahead, digests, pages, counts, SCALE, worker_lse)
-            merge3(local, (worker_out, worker_lse), None, out=out)
+            merge(local, (worker_out, worker_lse), out=out)
 
         seconds = timed([lambda digests=digests: finish(digests) for digests in layers])
         shape_of = {"batch": batch, "misses": misses, "digests_KiB": looked >> 10}
-        rows = [row("wait, shift_lse, merge3", seconds, replies, from_host, **shape_of)]
+        rows = [row("wait, shift_lse, merge", seconds, replies, from_host, **shape_of)]
 
     host = device.HostPool(pool.region, pool.keys, pool.values)
     for late in (0, 1, batch):

@@ -115,26 +115,22 @@ def _slots(name: str, blocks: BlockSlots, shape: tuple[int, int, int], dim: int,
 Partial = tuple[torch.Tensor, torch.Tensor]  # output [B, heads, D] and LSE [B, heads], float32
 
 
-def merge3(
+def merge(
     first: Partial,
-    second: Partial | None,
-    third: Partial | None,
+    second: Partial,
     *,
     active_rows: torch.Tensor | None = None,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``reference.merge(*reference.merge(*first, *second), *third)`` to ``out``, in its dtype.
+    """``reference.merge(*first, *second)`` to ``out``, in its dtype.
 
-    None is an empty side. ``lse`` gets the LSE of the union, if it is wanted.
+    ``lse`` gets the LSE of the union, if it is wanted.
     """
     batch, heads, dim = out.shape
-    sides = [
-        Side() if partial is None else side_arguments(partial, (batch, heads, dim))
-        for partial in (first, second, third)
-    ]
     arguments = Merge(
-        sides=(Side * 3)(*sides),
+        first=side_arguments(first, (batch, heads, dim)),
+        second=side_arguments(second, (batch, heads, dim)),
         out=address("out", out, (*HALVES, torch.float32), (batch, heads, dim)),
         lse=address("lse", lse, torch.float32, (batch, heads)),
         active_rows=active_address(active_rows),

@@ -44,7 +44,8 @@ class Side(ctypes.Structure):
 
 class Merge(ctypes.Structure):
     _fields_ = (
-        ("sides", Side * 3),
+        ("first", Side),
+        ("second", Side),
         ("out", c_void_p),
         ("lse", c_void_p),
         ("active_rows", c_void_p),

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from sglang_hybrid.cuda.attention import Partial, attend_slots, merge3
+from sglang_hybrid.cuda.attention import Partial, attend_slots, merge
 from sglang_hybrid.cuda.digests import Step, append
 from sglang_hybrid.cuda.gathering import gather_blocks
 from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
@@ -235,7 +235,7 @@ class DeviceScout:
             self._recall.mark(layer)
         if replies is not None:
             self._replies.wait_for(layer)
-            merge3(local, replies, None, active_rows=step.active_rows, out=out)
+            merge(local, replies, active_rows=step.active_rows, out=out)
         finish_late(
             query, of_layer.pool, misses.pages, misses.counts, scale, local, out,
             served=served, active_rows=step.active_rows,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cuda_cases import DEVICE, Shape, SlotCase, random_partial, random_slots
 
-from sglang_hybrid.cuda.attention import AttendWorkspace, attend_slots, merge3
+from sglang_hybrid.cuda.attention import AttendWorkspace, attend_slots, merge
 from sglang_hybrid.ops import reference
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -140,11 +140,12 @@ def test_a_graph_attends_to_what_is_there_when_it_is_replayed(shape: Shape) -> N
     workspace = AttendWorkspace(shape.batch, shape.heads, shape.group, shape.dim, device=DEVICE)
     out, lse = attended(case, workspace=workspace)
     merged = torch.empty(out.shape, dtype=shape.dtype, device=DEVICE)
-    merge3((out, lse), None, None, out=merged)
+    nothing = random_partial(tuple(out.shape), 1, empty=1.0)
+    merge((out, lse), nothing, out=merged)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         attended(case, workspace=workspace, out=out, lse=lse, active_rows=active)
-        merge3((out, lse), None, None, out=merged, active_rows=active)
+        merge((out, lse), nothing, out=merged, active_rows=active)
     for seed in range(1, 20):
         other = random_slots(shape, seed)
         for mine, theirs in zip(_tensors(case), _tensors(other), strict=True):
@@ -182,29 +183,29 @@ def test_tensors_that_do_not_fit_are_refused_with_their_name() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(1, 1, 64), (7, 15, 128), (64, 40, 128), (3, 6, 96)])
-def test_three_sides_are_merged_as_the_reference_does(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    sides = [random_partial(shape, seed) for seed in range(3)]
-    expected, expected_lse = reference.merge(*reference.merge(*sides[0], *sides[1]), *sides[2])
+def test_two_sides_are_merged_as_the_reference_does(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    sides = [random_partial(shape, seed) for seed in range(2)]
+    expected, expected_lse = reference.merge(*sides[0], *sides[1])
     out, lse = torch.empty(shape, dtype=dtype, device=DEVICE), torch.empty(shape[:2], device=DEVICE)
-    merge3(*sides, out=out, lse=lse)
+    merge(*sides, out=out, lse=lse)
     torch.testing.assert_close(lse, expected_lse, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(out, expected.to(dtype), atol=1e-6, rtol=1e-6 if dtype == torch.float32 else 1e-2)
 
 
-def test_an_empty_side_leaves_the_bits_of_the_others() -> None:
+def test_an_empty_side_leaves_the_bits_of_the_other() -> None:
     shape = (5, 8, 128)
     full, empty = random_partial(shape, 1, empty=0.0), random_partial(shape, 2, empty=1.0)
     out, lse = torch.empty(shape, device=DEVICE), torch.empty(shape[:2], device=DEVICE)
-    for sides in ((full, empty, empty), (empty, full, empty), (empty, empty, full), (full, None, None)):
-        merge3(*sides, out=out, lse=lse)
+    for sides in ((full, empty), (empty, full)):
+        merge(*sides, out=out, lse=lse)
         assert torch.equal(out, full[0]) and torch.equal(lse, full[1])
-    merge3(empty, None, empty, out=out, lse=lse)
+    merge(empty, empty, out=out, lse=lse)
     assert not out.any() and (lse == -torch.inf).all()
 
 
 def test_merging_leaves_inactive_entries_alone() -> None:
     shape = (6, 4, 64)
     out = torch.full(shape, UNTOUCHED, device=DEVICE)
-    sides = [random_partial(shape, seed, empty=0.0) for seed in range(3)]
-    merge3(*sides, out=out, active_rows=torch.tensor([2], dtype=torch.int32, device=DEVICE))
+    sides = [random_partial(shape, seed, empty=0.0) for seed in range(2)]
+    merge(*sides, out=out, active_rows=torch.tensor([2], dtype=torch.int32, device=DEVICE))
     assert (out[2:] == UNTOUCHED).all() and (out[:2] != UNTOUCHED).all()

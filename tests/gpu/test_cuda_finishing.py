@@ -14,7 +14,7 @@ from test_cuda_digests import region_pool
 from test_cuda_mailbox import PATIENCE_S, SCALE, SHORT_S, Host, Lists
 
 from sglang_hybrid.cuda import digests as device_digests
-from sglang_hybrid.cuda.attention import Partial, merge3
+from sglang_hybrid.cuda.attention import Partial, merge
 from sglang_hybrid.cuda.digests import HostPool, LayerDigests
 from sglang_hybrid.cuda.missed import attend_missed, finish_late
 from sglang_hybrid.cuda.scoring import shift_lse
@@ -152,7 +152,7 @@ def test_what_was_late_is_merged_with_what_is_local(shape: Shape) -> None:
     tolerance = 2 * TOLERANCE[shape.dtype]
     torch.testing.assert_close(out[~served], expected[~served], atol=tolerance, rtol=tolerance)
     in_two_launches = torch.full_like(out, UNTOUCHED)
-    merge3(local, case.attend(), None, out=in_two_launches)
+    merge(local, case.attend(), out=in_two_launches)
     assert torch.equal(out[~served], in_two_launches[~served])
 
 
@@ -212,7 +212,7 @@ class Layer:
             shift_lse(
                 self.query, lists.query, self.digests, lists.pages, lists.counts, SCALE, lse, active_rows=active_rows
             )
-        merge3(self.local, (out, lse), None, active_rows=active_rows, out=self.out)
+        merge(self.local, (out, lse), active_rows=active_rows, out=self.out)
 
     def finish_late(self, **more: torch.Tensor) -> None:
         lists = self.lists

@@ -48,13 +48,14 @@ struct sh_attend_slots {
 // -- merging -----------------------------------------------------------------------------------------------------------
 
 struct sh_side {
-    const float* out;  // [batch][heads][head_dim]; null: this side is empty
-    const float* lse;  // [batch][heads]
+    const float* out;  // [batch][heads][head_dim]
+    const float* lse;  // [batch][heads]; -inf: there is nothing, whatever the output is
 };
 
-// ((first, second), third), as `merge` of the reference does it
+// As `merge` of the reference does it.
 struct sh_merge {
-    sh_side sides[3];
+    sh_side first;
+    sh_side second;
     void* out;   // [batch][heads][head_dim] of `dtype`
     float* lse;  // or null
     const int32_t* active_rows;
