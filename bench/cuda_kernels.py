@@ -18,6 +18,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from record import write_result
 
-from sglang_hybrid.cuda.attention import AttendWorkspace, BlockSlots, attend_slots, merge
+from sglang_hybrid.cuda.attention import AttendWorkspace, attend_slots, merge
 from sglang_hybrid.cuda.gathering import gather_blocks
 from sglang_hybrid.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
@@ -96,38 +97,42 @@ def copy_rate() -> float:
     return 20 * 2 * source.numel() / (start.elapsed_time(end) / 1e3)
 
 
-def random_blocks(owners: int, slots: int, first: int) -> BlockSlots:
-    shape = (owners, HEADS, slots, TOKENS, DIM)
+@dataclass(frozen=True)
+class BlockSlots:
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+
+
+def random_blocks(rows: int) -> BlockSlots:
+    shape = (rows, HEADS, SLOTS, TOKENS, DIM)
     keys, values = (torch.randn(shape, dtype=DTYPE, device="cuda") for _ in range(2))
-    positions = torch.arange(first, first + slots, dtype=torch.int32, device="cuda").expand(owners, HEADS, slots)
+    positions = torch.arange(SLOTS, dtype=torch.int32, device="cuda").expand(rows, HEADS, SLOTS)
     return BlockSlots(keys, values, positions.contiguous())
 
 
-def attention(batch: int, active: int, staged: int, ceiling: float) -> Row:
-    moved = active * HEADS * (SLOTS + staged) * BLOCK_BYTES
+def attention(batch: int, active: int, ceiling: float) -> Row:
+    moved = active * HEADS * SLOTS * BLOCK_BYTES
     layers = max(2, -(-COLD_BYTES // moved))
     workspace = AttendWorkspace(batch, HEADS, GROUP, DIM)
     query = torch.randn(batch, HEADS * GROUP, DIM, dtype=DTYPE, device="cuda")
     out, lse = torch.empty(query.shape, device="cuda"), torch.empty(query.shape[:2], device="cuda")
-    lengths = torch.full((batch,), (SLOTS + staged) * TOKENS - 5, dtype=torch.int32, device="cuda")
+    lengths = torch.full((batch,), SLOTS * TOKENS - 5, dtype=torch.int32, device="cuda")
     row_of = torch.arange(batch, dtype=torch.int32, device="cuda")
     count = torch.tensor([active], dtype=torch.int32, device="cuda")
 
-    def launch_on(kept: BlockSlots, gathered: BlockSlots | None) -> Callable[[], None]:
+    def launch_on(kept: BlockSlots) -> Callable[[], None]:
         def launch() -> None:
             attend_slots(
                 query, kept.keys, kept.values, kept.positions, lengths, row_of, SCALE,
-                staged=gathered, active_rows=count, workspace=workspace, out=out, lse=lse,
+                active_rows=count, workspace=workspace, out=out, lse=lse,
             )  # fmt: skip
 
         return launch
 
-    launches = [
-        launch_on(random_blocks(batch, SLOTS, 0), random_blocks(batch, staged, SLOTS) if staged else None)
-        for _ in range(layers)
-    ]
+    launches = [launch_on(random_blocks(batch)) for _ in range(layers)]
     launches *= max(1, 16 // layers)  # starting a graph takes time too; buffers are read again after all others
-    return row("attend_slots", timed(launches), moved, ceiling, batch=batch, active=active, slots=SLOTS, staged=staged)
+    return row("attend_slots", timed(launches), moved, ceiling, batch=batch, active=active, slots=SLOTS)
 
 
 def merging(batch: int, ceiling: float) -> Row:
@@ -224,7 +229,7 @@ def round_trips(pool: HostPool, batch: int, threads: int, from_host: float) -> l
     out, lse = torch.empty(shape, device="cuda"), torch.empty(shape[:2], device="cuda")
     served = torch.empty(batch, dtype=torch.int32, device="cuda")
     last_fill = torch.full((batch, HEADS), TOKENS, dtype=torch.int32, device="cuda")
-    layers = [random_blocks(batch, SLOTS, 0) for _ in range(8)]
+    layers = [random_blocks(batch) for _ in range(8)]
     attended = torch.empty(shape, device="cuda"), torch.empty(shape[:2], device="cuda")
     merged = torch.empty(shape, dtype=DTYPE, device="cuda")
     lengths = torch.full((batch,), SLOTS * TOKENS, dtype=torch.int32, device="cuda")
@@ -306,8 +311,8 @@ def main() -> None:
     torch.manual_seed(0)
     copied = copy_rate()
     print(f"device to device: {copied / 1e9:.0f} GB/s", flush=True)
-    rows = [attention(batch, batch, 0, copied) for batch in (64, 48, 40, 32, 24, 16, 8, 4, 1)]
-    rows += [attention(64, 64, 8, copied), attention(64, 8, 0, copied), attention(64, 1, 0, copied)]
+    rows = [attention(batch, batch, copied) for batch in (64, 48, 40, 32, 24, 16, 8, 4, 1)]
+    rows += [attention(64, 8, copied), attention(64, 1, copied)]
     rows += [merging(batch, copied) for batch in (64, 8)]
     torch.cuda.empty_cache()
 

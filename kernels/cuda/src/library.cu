@@ -32,7 +32,6 @@ SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
         const char* name;
         uint64_t bytes;
     } structs[] = {
-        {"sh_slots", sizeof(sh_slots)},
         {"sh_attend_slots", sizeof(sh_attend_slots)},
         {"sh_merge", sizeof(sh_merge)},
         {"sh_gather_blocks", sizeof(sh_gather_blocks)},
