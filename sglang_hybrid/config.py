@@ -66,15 +66,6 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "included; those are resident in any case. auto is budget_tokens; 0 leaves all others to the worker.",
         ),
     ] = "auto"
-    most_budget_tokens: Annotated[
-        int | Literal["auto"],
-        Meta(
-            description="On a GPU server: what a budget grows to while few requests run, 2, 4 or 8 times budget_tokens "
-            "(resident_tokens grow as much). The memory of resident blocks is shared by so many fewer requests then. "
-            "auto is budget_tokens: budgets do not grow.",
-            extra={"legal": "auto, or 1, 2, 4 or 8 times budget_tokens"},
-        ),
-    ] = "auto"
     sink_blocks: Annotated[
         int, Meta(ge=0, description="Blocks at the start of a request that are always selected.")
     ] = 1
@@ -402,13 +393,6 @@ def _few_bits_come_in_words(sketch_bits: int, sketch_channels: int) -> str | Non
     return f"sketch_bits {sketch_bits} needs sketch_channels that are a multiple of {multiple}"
 
 
-def _budget_doubles(most_budget_tokens: int | str, budget_tokens: int) -> str | None:
-    legal = [budget_tokens << doubled for doubled in range(4)]
-    if most_budget_tokens == "auto" or most_budget_tokens in legal:
-        return None
-    return f'must be "auto" or one of {", ".join(map(str, legal))}, which are 1, 2, 4 and 8 times budget_tokens'
-
-
 def _budget_is_whole_blocks(budget_tokens: int, block_tokens: int) -> str | None:
     if budget_tokens % block_tokens == 0:
         return None
@@ -442,7 +426,6 @@ _RULES: tuple[Callable[..., str | None], ...] = (
     _compact_digests_need_sketches,
     _few_bits_come_in_words,
     _budget_is_whole_blocks,
-    _budget_doubles,
     _budget_holds_what_is_always_selected,
 )
 
@@ -543,7 +526,15 @@ def _read_override(override: str) -> dict[Any, Any]:
     return {key.strip(): _parse_yaml(text, f"override {override!r}")}
 
 
+# Settings of earlier versions: what to do instead.
+_REMOVED = {
+    "most_budget_tokens": "budgets do not grow while few requests run: drop it, and raise budget_tokens instead",
+}
+
+
 def _unknown_key(key: Any, source: str) -> str:
+    if key in _REMOVED:
+        return f"{key} ({source}): was removed; {_REMOVED[key]}"
     nearest = difflib.get_close_matches(str(key), _FIELDS, n=1, cutoff=0.5)
     hint = f", did you mean {nearest[0]}?" if nearest else ";"
     return f"unknown key {key!r} ({source}){hint} legal keys: {', '.join(_FIELDS)}"

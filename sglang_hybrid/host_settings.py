@@ -80,10 +80,6 @@ def _cpu_share(_config: HybridConfig, host: Host) -> str:
     return "chosen while serving, by what is missed" if host.gpus else _NO_GPU
 
 
-def _most_budget_tokens(config: HybridConfig, host: Host) -> str:
-    return f"{config.budget_tokens} (budgets do not grow)" if host.gpus else _NO_GPU
-
-
 def _score_interval(config: HybridConfig, host: Host) -> str:
     return str(score_interval_of(config, on_gpu=_kernels_score(config, host)))
 
@@ -116,7 +112,6 @@ def _cores(config: HybridConfig, host: Host) -> str:
 # Of every setting of policy scout that can be "auto"; host_memory, which every policy has, has its own line above.
 _CHOICES: dict[str, Callable[[HybridConfig, Host], str]] = {
     "resident_tokens": lambda config, _host: str(config.budget_tokens),
-    "most_budget_tokens": _most_budget_tokens,
     "digest_dtype": _digest_dtype,
     "prediction": _prediction,
     "sticky_bonus": _with_profile(DEFAULT_BONUS),

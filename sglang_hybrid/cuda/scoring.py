@@ -40,12 +40,6 @@ class HotBlocks:
         positions = torch.full((rows, heads, most), -1, dtype=torch.int32, device=device)
         return cls(positions, torch.zeros(rows, heads, group, device=device))
 
-    def of_fewer_rows(self, rows: int, times: int) -> HotBlocks:
-        """In the same memory, ``times`` as many blocks."""
-        _, heads, most = self.positions.shape
-        positions = self.positions.view(-1)[: rows * heads * most * times]
-        return HotBlocks(positions.view(rows, heads, most * times), self.shares[:rows])
-
 
 @dataclass(frozen=True)
 class ScoreInterval:

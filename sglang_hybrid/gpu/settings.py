@@ -30,7 +30,6 @@ class ScoutSettings:
     gather_share: float | None  # of the misses, that are copied to the device; None: it changes, and begins with 0
     deadline_s: float
     hot: int = 0  # blocks of a (row, KV head) that are scored in between
-    levels: int = 1  # of budgets: where fewer rows run, each has up to 2^(levels - 1) times as much
 
 
 # Without a profile: what a gather gets out of PCIe 5, and a core out of memory (docs/design.md).
@@ -87,7 +86,6 @@ def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettin
         gather_share=gather_share_of(config),
         deadline_s=config.worker_deadline_ms / 1000,
         hot=hot_blocks_of(config),
-        levels=levels_of(config),
     )
 
 
@@ -96,13 +94,6 @@ def slots_of(config: HybridConfig) -> int:
     always = config.sink_blocks + config.recent_blocks + 1
     tokens = config.budget_tokens if config.resident_tokens == "auto" else config.resident_tokens
     return max(always, int(tokens) // config.block_tokens)
-
-
-def levels_of(config: HybridConfig) -> int:
-    """Budgets, from budget_tokens on, each twice the one before."""
-    if config.most_budget_tokens == "auto":
-        return 1
-    return (int(config.most_budget_tokens) // config.budget_tokens).bit_length()
 
 
 def why_not(config: HybridConfig) -> str | None:
@@ -119,8 +110,7 @@ def why_not(config: HybridConfig) -> str | None:
         return f"sketch_channels={config.sketch_channels}"
     if config.sketch_channels and config.sketch_bits < 4 and config.digest_dtype == "model":
         return f"sketch_bits={config.sketch_bits} with digest_dtype=model"
-    doubled = levels_of(config) - 1
-    if max(config.budget_tokens // config.block_tokens, slots_of(config)) << doubled > _MOST_BLOCKS:
+    if max(config.budget_tokens // config.block_tokens, slots_of(config)) > _MOST_BLOCKS:
         return f"more than {_MOST_BLOCKS * config.block_tokens} tokens in the budget"
     return None
 

@@ -1,4 +1,4 @@
-"""Several CUDA graphs for every batch size: steps that select blocks, with each budget, and steps with whole rows."""
+"""Two CUDA graphs for every batch size: steps that select blocks, and steps with whole rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from sglang_hybrid.integration.device_attention import DeviceAttention, StepKind
+from sglang_hybrid.integration.device_attention import DeviceAttention
 
 
 def capture_one_shape(original: Callable[..., Any], runner: Any, size: int, *args: Any, **kwargs: Any) -> Any:
@@ -14,8 +14,8 @@ def capture_one_shape(original: Callable[..., Any], runner: Any, size: int, *arg
     device = _device(runner)
     if device is None:
         return original(runner, size, *args, **kwargs)
-    for kind in device.kinds_of_steps(size):
-        with device.recording(kind):
+    for whole in device.kinds_of_steps():
+        with device.recording(whole):
             result = original(runner, size, *args, **kwargs)
     return result
 
@@ -23,10 +23,9 @@ def capture_one_shape(original: Callable[..., Any], runner: Any, size: int, *arg
 def make_graph_key(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     """The graph of the step that is recorded, or begins: its kind is known by then."""
     key, device = original(runner, *args, **kwargs), _device(runner)
-    if device is None or device.kind == StepKind():
+    if device is None or not device.holds_whole_rows:
         return key
-    kind = "dense" if device.kind.whole else f"level{device.kind.level}"
-    label = kind if key.variant_label is None else f"{key.variant_label}-{kind}"
+    label = "dense" if key.variant_label is None else f"{key.variant_label}-dense"
     return dataclasses.replace(key, variant_label=label)
 
 

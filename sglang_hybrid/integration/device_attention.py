@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -18,7 +18,6 @@ from sglang_hybrid.cuda.digests import HostPool, LayerDigests, Step
 from sglang_hybrid.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.gpu.admission import PageAdmission
-from sglang_hybrid.gpu.budgets import Level
 from sglang_hybrid.gpu.decode import DeviceScout
 from sglang_hybrid.gpu.lanes import Lane
 from sglang_hybrid.gpu.layers import DeviceLayer, DeviceShape
@@ -59,13 +58,6 @@ def why_not_on_device(config: HybridConfig, pool: HostKVPool, model_runner: Any)
 def _group(pool: HostKVPool, model_runner: Any) -> int:
     heads: int = model_runner.model_config.get_num_attention_heads(model_runner.server_args.tp_size)
     return heads // int(pool.head_num)
-
-
-class StepKind(NamedTuple):
-    """How a decode step holds its rows. There is a CUDA graph for each kind and batch size."""
-
-    whole: bool = False
-    level: int = 0  # of budgets, for rows that are not held as a whole
 
 
 class DeviceAttention:
@@ -137,8 +129,6 @@ class DeviceAttention:
             if config.dense == "auto" and self._one_batch:
                 self._room = Room(self.scout.dense.pages, self.scout.dense.block_bytes)
                 self.scout.is_dense = self._room.is_dense
-            row_bytes = self.scout.block_bytes * self._shape.heads * settings.slots * len(self._layers)
-            self._level = Level([budget.rows for budget in self.scout.budgets], row_bytes)
             self._budget_tokens = config.budget_tokens
             recall = RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt)
             outcomes = self._mailbox.outcome_counts if self._mailbox else None
@@ -161,62 +151,50 @@ class DeviceAttention:
         active = count - getattr(batch, "num_padding", 0)
         self.scout.step.load(self._req_to_token, rows, batch.seq_lens, active)
         lengths = batch.seq_lens_cpu[:active].tolist()
-        if (kind := self._kind_of(lengths, count)) != self.kind:
-            self.scout.hold_rows(*kind, count=count)
+        whole = self._room is not None and self._room.look(lengths, time.monotonic())
+        if whole != self.scout.is_dense:
+            self._tell(whole, len(lengths))
+            self.scout.hold_rows(whole, count)
             self.scout.step.load(self._req_to_token, rows, batch.seq_lens, active)
         if self.scout.is_dense:
             self.scout.dense.begin_step(count, lengths)
             self.watch.step(0)
             return
-        self.scout.place_rows(count)
         self._follow_worker()
         if self._link is not None:
             self._link.mailbox.wake()
-        level = self.scout.level
-        # a row with twice the budget counts twice
-        self.watch.step(int((batch.seq_lens_cpu > self._budget_tokens << level).sum()) << level)
+        self.watch.step(int((batch.seq_lens_cpu > self._budget_tokens).sum()))
 
     def _after_logits(self, *_of_module: Any) -> None:
         self.scout.end_step()
 
-    def _kind_of(self, lengths: list[int], count: int) -> StepKind:
-        """How rows of these lengths are held in the step that begins, a batch of ``count``."""
-        now = time.monotonic()
-        kind = StepKind(whole=self._room is not None and self._room.look(lengths, now))
-        if not kind.whole:
-            kind = StepKind(level=self._level.look(count, now))
-        if kind != self.kind:
-            self._tell(kind, len(lengths))
-        return kind
-
-    def _tell(self, kind: StepKind, rows: int) -> None:
-        if kind.whole:
+    def _tell(self, whole: bool, rows: int) -> None:
+        if whole:
             logger.info("the GPU's memory holds %d running requests as a whole: attention is exact", rows)
             return
         logger.info(
             "%d running requests are longer than the GPU's memory holds: blocks are selected, %d tokens of each",
-            rows, self._budget_tokens << kind.level,
+            rows, self._budget_tokens,
         )  # fmt: skip
 
     @property
-    def kind(self) -> StepKind:
-        """Of the step that begins, or is recorded."""
-        return StepKind(self.scout.is_dense, self.scout.level)
+    def holds_whole_rows(self) -> bool:
+        """Whether the step that begins, or is recorded, has all of its rows in device memory."""
+        return self.scout.is_dense
 
-    def kinds_of_steps(self, count: int) -> list[StepKind]:
-        """Those that there are graphs for, of batches of ``count``."""
-        levels = [StepKind(level=one.level) for one in self.scout.budgets if one.level == 0 or count <= one.rows]
-        return levels if self._room is None else [*levels, StepKind(whole=True)]
+    def kinds_of_steps(self) -> list[bool]:
+        """For each CUDA graph of a batch size, whether its steps hold whole rows."""
+        return [False] if self._room is None else [False, True]
 
     @contextlib.contextmanager
-    def recording(self, kind: StepKind) -> Iterator[None]:
-        """Steps that are recorded are of this kind."""
-        serving = self.kind
-        self.scout.is_dense, self.scout.level = kind
+    def recording(self, whole: bool) -> Iterator[None]:
+        """Steps that are recorded hold whole rows, or blocks in slots."""
+        serving = self.scout.is_dense
+        self.scout.is_dense = whole
         try:
             yield
         finally:
-            self.scout.is_dense, self.scout.level = serving
+            self.scout.is_dense = serving
 
     def _follow_worker(self) -> None:
         """Post to the worker that is there now."""
@@ -246,9 +224,9 @@ class DeviceAttention:
     def begin_prefill(self, rows: torch.Tensor, table: torch.Tensor, lengths: list[int], new_tokens: list[int]) -> None:
         """These rows bring more of their prompts."""
         self._prefill.begin(PrefillRows(table.cpu(), lengths, new_tokens), self._scale)
-        # where whole rows are held, or rows have places, their first decode step loads them
+        # where whole rows are held, their first decode step loads them
         self._settling = None
-        settles = self.kind == StepKind()
+        settles = not self.scout.is_dense
         self.scout.rows_begin(rows, prefilled=settles)
         if not settles:
             return

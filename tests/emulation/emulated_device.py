@@ -30,7 +30,6 @@ from sglang_hybrid.cuda import (
     lane_structs,
     mailbox,
     missed,
-    places,
     placing,
     prediction,
     prefill_structs,

@@ -69,7 +69,6 @@ def test_defaults_are_the_documented_ones():
         "block_tokens": 32,
         "budget_tokens": 2048,
         "resident_tokens": "auto",
-        "most_budget_tokens": "auto",
         "sink_blocks": 1,
         "recent_blocks": 2,
         "digest": "minmax",
@@ -608,7 +607,10 @@ def test_scores_are_not_older_than_sixteen_steps(override: str) -> None:
     assert problem_of(overrides=[override]).endswith(': must be "auto" or 1 to 16')
 
 
-def test_budgets_double() -> None:
-    assert load_config(None, ["most_budget_tokens=8192"]).most_budget_tokens == 8192
-    problem = problem_of(overrides=["most_budget_tokens=6000"])
-    assert 'must be "auto" or one of 2048, 4096, 8192, 16384' in problem
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [("most_budget_tokens=8192", "raise budget_tokens instead")],
+)
+def test_a_setting_of_an_earlier_version_is_refused_with_what_to_do_instead(override: str, advice: str) -> None:
+    problem = problem_of(overrides=[override])
+    assert problem.startswith(f"{override.partition('=')[0]} (override): was removed; ") and advice in problem

@@ -53,7 +53,6 @@ SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
         {"sh_attend_missed", sizeof(sh_attend_missed)},
         {"sh_finish_late", sizeof(sh_finish_late)},
         {"sh_begin_step", sizeof(sh_begin_step)},
-        {"sh_place_rows", sizeof(sh_place_rows)},
         {"sh_hold_rows", sizeof(sh_hold_rows)},
         {"sh_attend_pages", sizeof(sh_attend_pages)},
     };
