@@ -38,18 +38,8 @@ sglang-hybrid eval --dtype float32 --tasks text --windows 4 --decode-tokens 64 -
     --run "512, every 4th step, hot: $TINY score_interval=4" \
     --run "512, every 2nd step: $TINY score_interval=2 hot_tokens=0"
 
-for BITS in 3:three 2:two; do
-    sglang-hybrid eval --dtype float32 --tasks text --windows 4 --decode-tokens 64 \
-        --out "bench/results/eval-${BITS#*:}-bits" \
-        --run "2048: $DEFAULT digest_dtype=int8 sketch_bits=${BITS%:*}" \
-        --run "1024: $SMALL digest_dtype=int8 sketch_bits=${BITS%:*}"
-done
-
 sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 4096 6144 --repeats 2 \
     --out bench/results/eval-retrieval --run "1024, calibrated: $SMALL"
-
-sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 4096 6144 --repeats 2 \
-    --out bench/results/eval-retrieval-three-bits --run "1024, calibrated: $SMALL digest_dtype=int8 sketch_bits=3"
 
 sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 4096 6144 --repeats 2 \
     --out bench/results/eval-retrieval-every-2nd --run "1024, calibrated, every 2nd step: $SMALL score_interval=2 hot_tokens=0"

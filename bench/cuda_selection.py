@@ -33,27 +33,26 @@ RESIDENT = BUDGET - SINK - RECENT - 1
 DIGEST_BYTES = 2 * DIM * 2
 
 
-def code_bytes(channels: int, bits: int = 4) -> int:
-    return TOKENS * channels * bits // 8
+def code_bytes(channels: int) -> int:
+    return TOKENS * channels // 2
 
 
 def digest_bytes(channels: int, compact: bool) -> int:
     return reference.compact_bytes(DIM, channels) if compact else DIGEST_BYTES
 
 
-def random_digests(pages: int, channels: int, compact: bool = False, bits: int = 4) -> LayerDigests:
+def random_digests(pages: int, channels: int, compact: bool = False) -> LayerDigests:
     middle = torch.randn(pages, HEADS, 1, DIM, dtype=DTYPE, device="cuda")
     radius = torch.rand(pages, HEADS, 1, DIM, dtype=DTYPE, device="cuda")
     digests = torch.cat((middle + radius, middle - radius), dim=2)
     if not channels:
         return LayerDigests(digests)
-    rows = TOKENS * bits // 4
-    codes = torch.randint(0, 256, (pages, HEADS, rows, channels // 2), dtype=torch.uint8, device="cuda")
+    codes = torch.randint(0, 256, (pages, HEADS, TOKENS, channels // 2), dtype=torch.uint8, device="cuda")
     order = torch.rand(HEADS, DIM, device="cuda").argsort(dim=1)
     chosen = order[:, :channels].contiguous()
     if compact:
         parts = [reference.compact_digest(some, chosen) for some in digests.split(4096)]  # float32 takes room
-        return LayerDigests(torch.cat(parts), codes, chosen, (DTYPE, DIM), bits)
+        return LayerDigests(torch.cat(parts), codes, chosen, (DTYPE, DIM))
     return LayerDigests(digests, codes, chosen)
 
 
@@ -70,9 +69,9 @@ def queries(batch: int) -> torch.Tensor:
 # -- times -----------------------------------------------------------------------------------
 
 
-def scoring(batch: int, blocks: int, channels: int, ceiling: float, compact: bool = False, bits: int = 4) -> Row:
-    moved = batch * HEADS * blocks * (digest_bytes(channels, compact) + code_bytes(channels, bits))
-    layers = [random_digests(batch * blocks, channels, compact, bits) for _ in range(max(1, -(-COLD_BYTES // moved)))]
+def scoring(batch: int, blocks: int, channels: int, ceiling: float, compact: bool = False) -> Row:
+    moved = batch * HEADS * blocks * (digest_bytes(channels, compact) + code_bytes(channels))
+    layers = [random_digests(batch * blocks, channels, compact) for _ in range(max(1, -(-COLD_BYTES // moved)))]
     step, query = step_of(batch, blocks, batch * blocks), queries(batch)
     workspace = ScoreWorkspace(batch, HEADS, GROUP, blocks)
     scores = torch.empty(batch, HEADS, blocks, device="cuda")
@@ -80,7 +79,7 @@ def scoring(batch: int, blocks: int, channels: int, ceiling: float, compact: boo
     launches = [
         lambda layer=layer: score_blocks(query, layer, step, SCALE, workspace, scores, spread=0.5) for layer in layers
     ]
-    return row("score_blocks", timed(several(launches)), moved, ceiling, **shape, compact=compact, code_bits=bits)
+    return row("score_blocks", timed(several(launches)), moved, ceiling, **shape, compact=compact)
 
 
 def several(launches: list[Callable[[], None]]) -> list[Callable[[], None]]:
@@ -175,7 +174,6 @@ def main() -> None:
     print(f"device to device: {copied / 1e9:.0f} GB/s", flush=True)
     rows = [scoring(batch, 1024, 32, copied) for batch in (64, 32, 8, 1)]
     rows += [scoring(batch, 1024, 32, copied, compact=True) for batch in (64, 32, 8, 1)]
-    rows += [scoring(batch, 1024, 32, copied, compact=True, bits=bits) for bits in (3, 2) for batch in (64, 32, 8, 1)]
     rows += [scoring(8, 8192, 32, copied, compact=True)]
     rows += [scoring(64, 1024, 0, copied), scoring(64, 1024, 64, copied), scoring(8, 8192, 32, copied)]
     rows += [selecting(64, 1024, due) for due in (False, True)] + [selecting(8, 8192, False), selecting(1, 1024, False)]

@@ -4,13 +4,13 @@
 
 Decodes windows of English behind long prompts with exact attention, then scores every layer's blocks by the real
 queries: with sketches, and with digests that went through each of several encodings. Codes of the sketches are made
-with the encoded digests, since a reader has no others; they have four bits, but for the last encodings.
+with the encoded digests, since a reader has no others.
 
     equal    of the blocks that bfloat16 digests select (without those that are always in), the share that is selected
              with the encoding too; ``worst layer``: of the layer where it is least
     lost     of the true attention, the share that the selection loses against that of bfloat16 digests
 
-``bytes`` are those of a block's digest with head_dim 128 and 32 sketch channels, ``code_bits`` those of a code. Rows
+``bytes`` are those of a block's digest with head_dim 128 and 32 sketch channels. Rows
 ``outliers`` have keys with a constant of 64 added in two channels, as models with a bias on keys have them.
 """
 
@@ -42,7 +42,6 @@ BUDGETS = (2048, 1024)
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
 OUTLIER = 64.0
-FEWER_BITS = {f"; codes of {bits} bits": bits for bits in (3, 2)}
 
 
 class Recorder(FullPolicy):
@@ -151,25 +150,17 @@ ENCODINGS: dict[str, tuple[int, Encoding]] = {
     **{name: (size, lambda digests, _, way=way: way(digests)) for name, (size, way) in PLAIN.items()},
     "middle int8, a scale for 16 channels; steps float16": (reference.compact_bytes(128, 32), in_groups),
 }
-for _codes in FEWER_BITS:
-    for _name in ("bfloat16", "middle int8, a scale for 16 channels; steps float16"):
-        ENCODINGS[_name + _codes] = ENCODINGS[_name]
-
-
-def code_bits(encoding: str) -> int:
-    return next((bits for end, bits in FEWER_BITS.items() if encoding.endswith(end)), 4)
-
 
 # -- agreement -------------------------------------------------------------------------------
 
 
 def selections(
-    keys: torch.Tensor, queries: torch.Tensor, digests: torch.Tensor, channels: torch.Tensor, scale: float, bits: int
+    keys: torch.Tensor, queries: torch.Tensor, digests: torch.Tensor, channels: torch.Tensor, scale: float
 ) -> dict[int, torch.Tensor]:
     """For each budget which candidates are selected: ``[queries, KV heads, candidates]``."""
     blocks = keys.shape[0]
-    codes = reference.sketch_codes(keys, digests, channels, bits)
-    logits = [reference.sketch_logits(q[None], digests[None], codes[None], channels, scale, bits) for q in queries]
+    codes = reference.sketch_codes(keys, digests, channels)
+    logits = [reference.sketch_logits(q[None], digests[None], codes[None], channels, scale) for q in queries]
     scores = reference.block_scores(torch.cat(logits), torch.full((len(queries),), blocks), scale)
     candidates = scores[:, :, SINK : blocks - RECENT - 1]
     chosen = {}
@@ -189,9 +180,9 @@ def measure(
     logits = torch.einsum("shgd,nhtd->shgnt", asked, keys.float()) * scale
     attention = logits.flatten(3).softmax(dim=3).unflatten(3, (blocks, -1)).sum(dim=4).mean(dim=2)
     attention = attention[:, :, SINK : blocks - RECENT - 1]
-    found, base = {}, selections(keys, queries, exact, channels, scale, 4)
+    found, base = {}, selections(keys, queries, exact, channels, scale)
     for name, (_, encode) in ENCODINGS.items():
-        chosen_by_budget = selections(keys, queries, encode(exact, channels), channels, scale, code_bits(name))
+        chosen_by_budget = selections(keys, queries, encode(exact, channels), channels, scale)
         for budget, chosen in chosen_by_budget.items():
             equal = float((chosen & base[budget]).sum() / base[budget].sum())
             lost = float((attention * base[budget]).sum(dim=2).mean() - (attention * chosen).sum(dim=2).mean())
@@ -240,7 +231,7 @@ def main() -> None:
     rows = []
     for (kind, tokens, name, budget), windows in results.items():
         values = torch.tensor(windows)  # [windows, layers, (equal, lost)]
-        row = {"keys": kind, "encoding": name, "bytes": ENCODINGS[name][0], "code_bits": code_bits(name)}
+        row = {"keys": kind, "encoding": name, "bytes": ENCODINGS[name][0]}
         row |= {"prompt_tokens": tokens, "budget": budget}
         equal, lost = values.mean(dim=(0, 1)).tolist()
         worst = values[..., 0].mean(dim=0).min().item()

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from record import write_result
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
-FORMATS = ("minmax", "compact", "compact_3", "compact_2")
+FORMATS = ("minmax", "compact")
 SOURCE = """
 #include "sglang_hybrid/cuda/score_blocks.cuh"
 using namespace sglang_hybrid::cuda;

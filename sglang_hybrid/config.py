@@ -29,8 +29,6 @@ __all__ = ["ConfigError", "HybridConfig", "config_from_environment", "describe",
 
 _AUTO_HOST_MEMORY = "70%"
 _WORKER_LEGAL = '"auto", "start", "none", or the directory of a running worker, such as "/run/user/1000/worker"'
-# By sketch_bits: codes of so many channels share some bytes.
-SKETCH_CHANNELS_MULTIPLE = {2: 8, 3: 32, 4: 2}
 _HOST_MEMORY_LEGAL = (
     '"auto", a size such as "40GiB", "512MiB" or "1.5GB", '
     'or a percentage of the available memory above 0% and up to 100%, such as "60%"'
@@ -204,20 +202,12 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ge=0,
             le=256,
             multiple_of=2,
-            description="Channels of every key that are kept beside the minmax digests, in sketch_bits each, so that "
-            "selection sees single tokens. 0 is none. 32 of four bits cost as much memory as the minmax digests of a "
-            "bfloat16 model with head_dim 128.",
+            description="Channels of every key that are kept beside the minmax digests, in four bits each, so that "
+            "selection sees single tokens. 0 is none. 32 cost as much memory as the minmax digests of a bfloat16 model "
+            "with head_dim 128.",
             extra={"legal": "an even whole number, >= 0 and <= 256"},
         ),
     ] = 32
-    sketch_bits: Annotated[
-        Literal[2, 3, 4],
-        Meta(
-            description="Bits of each of these channels. Fewer take less memory and less time to read, and select a "
-            "little less well. 3 need sketch_channels that are a multiple of 32 and 2 a multiple of 8; on a GPU both "
-            "need compact digests (digest_dtype auto or int8)."
-        ),
-    ] = 4
     host_memory: Annotated[
         str,
         Meta(
@@ -386,13 +376,6 @@ def _compact_digests_need_sketches(digest_dtype: str, sketch_channels: int) -> s
     return "digest_dtype int8 needs sketch_channels that are a multiple of 8"
 
 
-def _few_bits_come_in_words(sketch_bits: int, sketch_channels: int) -> str | None:
-    multiple = SKETCH_CHANNELS_MULTIPLE[sketch_bits]
-    if sketch_channels % multiple == 0:
-        return None
-    return f"sketch_bits {sketch_bits} needs sketch_channels that are a multiple of {multiple}"
-
-
 def _budget_is_whole_blocks(budget_tokens: int, block_tokens: int) -> str | None:
     if budget_tokens % block_tokens == 0:
         return None
@@ -424,7 +407,6 @@ _RULES: tuple[Callable[..., str | None], ...] = (
     _calibration_needs_a_profile,
     _sketches_lie_within_extremes,
     _compact_digests_need_sketches,
-    _few_bits_come_in_words,
     _budget_is_whole_blocks,
     _budget_holds_what_is_always_selected,
 )
@@ -528,6 +510,7 @@ def _read_override(override: str) -> dict[Any, Any]:
 
 # Settings of earlier versions: what to do instead.
 _REMOVED = {
+    "sketch_bits": "sketches have four bits a channel: drop it, and set sketch_channels to take less memory",
     "most_budget_tokens": "budgets do not grow while few requests run: drop it, and raise budget_tokens instead",
 }
 

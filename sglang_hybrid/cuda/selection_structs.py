@@ -17,8 +17,6 @@ class Digests(ctypes.Structure):
         ("channel_count", c_uint32),
         ("dtype", c_uint32),
         ("compact", c_uint32),
-        ("code_bits", c_uint32),
-        ("unused", c_uint32),
     )
 
 

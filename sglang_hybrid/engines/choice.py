@@ -19,7 +19,6 @@ _OF_GPU = {
     "selection": ("head",),
     "digest": ("minmax",),
     "digest_dtype": ("auto", "model"),
-    "sketch_bits": (4,),
 }
 
 

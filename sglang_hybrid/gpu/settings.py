@@ -108,8 +108,6 @@ def why_not(config: HybridConfig) -> str | None:
         return f"attend={config.attend}"
     if config.sketch_channels not in _CHANNELS:
         return f"sketch_channels={config.sketch_channels}"
-    if config.sketch_channels and config.sketch_bits < 4 and config.digest_dtype == "model":
-        return f"sketch_bits={config.sketch_bits} with digest_dtype=model"
     if max(config.budget_tokens // config.block_tokens, slots_of(config)) > _MOST_BLOCKS:
         return f"more than {_MOST_BLOCKS * config.block_tokens} tokens in the budget"
     return None

@@ -293,4 +293,4 @@ def _digests(pool: HostKVPool, layer: int) -> LayerDigests:
         return LayerDigests(pool.digests.of_layer(layer))
     sketch, keys = pool.sketches.of_layer(layer), pool.k_buffer[layer]
     compact_of = (keys.dtype, pool.head_dim) if isinstance(pool.digests, CompactDigests) else None
-    return LayerDigests(pool.digests.of_layer(layer), sketch.codes, sketch.channels, compact_of, sketch.bits)
+    return LayerDigests(pool.digests.of_layer(layer), sketch.codes, sketch.channels, compact_of)

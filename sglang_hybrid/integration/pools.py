@@ -94,7 +94,7 @@ def _pages_on_device(available: int, config: HybridConfig, shape: KVShape, confi
         per_page = CompactDigests.bytes_per_page(shape.layers, shape.kv_heads, shape.key_dim, channels)
     else:
         per_page = Digests.bytes_per_page(config.digest, shape.layers, shape.kv_heads, shape.key_dim, dtype)
-    per_page += Sketches.bytes_per_page(channels, shape.layers, shape.kv_heads, config.block_tokens, config.sketch_bits)
+    per_page += Sketches.bytes_per_page(channels, shape.layers, shape.kv_heads, config.block_tokens)
     rows = resident = staging = 0
     if why_not(config) is None and not args.disable_cuda_graph:
         rows = args.max_running_requests + 1

@@ -34,7 +34,7 @@ class LayerCache:
         if self.sketch is None:
             return reference.digest_logits(query, digests, spread)
         codes = _of_blocks(self.sketch.codes, pages)
-        return reference.sketch_logits(query, digests, codes, self.sketch.channels, scale, self.sketch.bits)
+        return reference.sketch_logits(query, digests, codes, self.sketch.channels, scale)
 
 
 def _of_blocks(table: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:

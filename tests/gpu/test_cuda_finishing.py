@@ -229,7 +229,7 @@ class Layer:
         out, lse = self.attended(self.lists.query)
         if shifted:
             codes, channels = self.digests.codes, self.digests.channels
-            sketch = None if codes is None or channels is None else LayerSketch(codes, channels, self.digests.code_bits)
+            sketch = None if codes is None or channels is None else LayerSketch(codes, channels)
             cache = LayerCache(self.pool.keys, self.pool.values, self.digests.digests, sketch=sketch)
             ids = self.lists.as_reference()[0].to(DEVICE)
             estimates = [cache.estimates(q, ids.clamp(min=0), 0.0, SCALE) for q in (self.query, self.lists.query)]

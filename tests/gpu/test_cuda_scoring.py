@@ -33,14 +33,6 @@ SHAPES = [
     Shape(batch=3, heads=2, group=16, dim=64, channels=32, max_blocks=33, dtype=torch.float16, compact=True),
     Shape(batch=2, heads=2, group=12, dim=128, channels=64, max_blocks=9, compact=True),
     Shape(batch=2, heads=1, group=7, dim=64, channels=64, max_blocks=21, compact=True),
-    Shape(batch=1, heads=1, group=1, dim=64, channels=32, max_blocks=1, compact=True, bits=2),
-    Shape(batch=4, heads=2, group=5, dim=128, channels=32, max_blocks=64, compact=True, bits=2),
-    Shape(batch=3, heads=2, group=16, dim=64, channels=32, max_blocks=33, dtype=torch.float16, compact=True, bits=2),
-    Shape(batch=2, heads=2, group=12, dim=128, channels=64, max_blocks=9, compact=True, bits=2),
-    Shape(batch=2, heads=1, group=7, dim=64, channels=64, max_blocks=21, compact=True, bits=2),
-    Shape(batch=4, heads=2, group=5, dim=128, channels=32, max_blocks=64, compact=True, bits=3),
-    Shape(batch=3, heads=2, group=16, dim=64, channels=32, max_blocks=33, dtype=torch.float16, compact=True, bits=3),
-    Shape(batch=2, heads=2, group=12, dim=128, channels=64, max_blocks=9, compact=True, bits=3),
 ]
 LARGE = Shape(batch=33, heads=4, group=5, dim=128, channels=32, max_blocks=120)
 
@@ -96,10 +88,9 @@ def test_a_damaged_page_neither_wins_nor_poisons_the_others(channels: int, damag
     assert (found[0][:, 1:11] > -1e6).all()
 
 
-@pytest.mark.parametrize("bits", [4, 3, 2])
 @pytest.mark.parametrize("damage", [torch.nan, torch.inf, -torch.inf])
-def test_a_damaged_page_with_a_compact_digest_neither_wins_nor_poisons_the_others(damage: float, bits: int) -> None:
-    shape = Shape(batch=1, heads=2, group=5, dim=128, channels=32, max_blocks=30, compact=True, bits=bits)
+def test_a_damaged_page_with_a_compact_digest_neither_wins_nor_poisons_the_others(damage: float) -> None:
+    shape = Shape(batch=1, heads=2, group=5, dim=128, channels=32, max_blocks=30, compact=True)
     case = random_layer(shape, 7, [30 * 32])
     for block, channel in ((0, 3), (11, 127), (29, 64)):
         case.keys[int(case.step.page_table[0, block]), :, 5, channel] = damage
@@ -129,13 +120,6 @@ def test_tokens_very_far_from_the_middle_of_their_block_are_told_as_far_as_float
     assert float(logits.std(dim=2).max()) * case.shape.scale > 100  # e^100 is none
     # lanes tell up to a factor of 8 less than a block may have, and a row's other blocks are relative to that
     torch.testing.assert_close(scored(case), case.expected_scores(), atol=6.0, rtol=1e-2)
-
-
-@pytest.mark.parametrize("bits", [2, 3])
-def test_codes_of_few_bits_need_compact_digests(bits: int) -> None:
-    case = random_layer(Shape(batch=1, heads=1, group=1, dim=64, channels=32, max_blocks=3, bits=bits), 1)
-    with pytest.raises(ValueError, match="2 or 3 beside compact digests"):
-        scored(case)
 
 
 def test_a_row_of_damaged_pages_is_scored_like_one_without_preferences() -> None:

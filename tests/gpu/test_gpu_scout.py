@@ -42,7 +42,7 @@ class Decoding:
     ) -> None:  # fmt: skip
         """``worth``: with it, every block that has such a score is a miss.
 
-        ``compact``: digests, and codes of two bits.
+        ``compact``: digests.
         """
         self.random = seeded(3)
         self._settled: list[object] = []
@@ -58,12 +58,11 @@ class Decoding:
         for keys, values in zip(self.keys, self.values, strict=True):
             keys.copy_(self.blocks(PAGES))
             values.copy_(torch.randn(shape, generator=self.random))
-            bits = 2 if compact else 4
-            codes = torch.zeros(PAGES, HEADS, BLOCK_TOKENS * bits // 4, CHANNELS // 2, dtype=torch.uint8, device=DEVICE)
+            codes = torch.zeros(PAGES, HEADS, BLOCK_TOKENS, CHANNELS // 2, dtype=torch.uint8, device=DEVICE)
             if compact:
                 size = reference.compact_bytes(DIM, CHANNELS)
                 empty = torch.zeros(PAGES, HEADS, size, dtype=torch.uint8, device=DEVICE)
-                digests = LayerDigests(empty, codes, channels, (DTYPE, DIM), bits)
+                digests = LayerDigests(empty, codes, channels, (DTYPE, DIM))
             else:
                 empty = torch.zeros(PAGES, HEADS, 2, DIM, dtype=DTYPE, device=DEVICE)
                 digests = LayerDigests(empty, codes, channels)

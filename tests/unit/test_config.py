@@ -89,7 +89,6 @@ def test_defaults_are_the_documented_ones():
         "recall_beta": 0.12,
         "recall_adapt": True,
         "sketch_channels": 32,
-        "sketch_bits": 4,
         "host_memory": "auto",
         "worker": "auto",
         "worker_provider": "native",
@@ -276,16 +275,6 @@ def test_a_budget_that_cannot_hold_sink_recent_and_tail_is_refused_with_the_leas
     assert "recent_blocks=2 (default)" in problem
     assert "at least 160" in problem
     assert load_config(file, ["budget_tokens=160"]).budget_tokens == 160
-
-
-def test_sketches_of_few_bits_need_whole_words_of_channels():
-    assert load_config(None, ["sketch_bits=2", "sketch_channels=24"]).sketch_bits == 2
-    assert load_config(None, ["sketch_bits=2", "sketch_channels=0"]).sketch_channels == 0
-    problem = problem_of(overrides=["sketch_bits=2", "sketch_channels=12"])
-    assert "sketch_bits 2 needs sketch_channels that are a multiple of 8" in problem
-    problem = problem_of(overrides=["sketch_bits=3", "sketch_channels=24"])
-    assert "sketch_bits 3 needs sketch_channels that are a multiple of 32" in problem
-    assert "must be" in problem_of(overrides=["sketch_bits=1"])
 
 
 def test_a_budget_of_the_tail_alone_is_legal():
@@ -609,7 +598,10 @@ def test_scores_are_not_older_than_sixteen_steps(override: str) -> None:
 
 @pytest.mark.parametrize(
     ("override", "advice"),
-    [("most_budget_tokens=8192", "raise budget_tokens instead")],
+    [
+        ("most_budget_tokens=8192", "raise budget_tokens instead"),
+        ("sketch_bits=3", "set sketch_channels to take less memory"),
+    ],
 )
 def test_a_setting_of_an_earlier_version_is_refused_with_what_to_do_instead(override: str, advice: str) -> None:
     problem = problem_of(overrides=[override])

@@ -14,7 +14,7 @@
 // Digests and codes of one layer, for every page of the pool.
 struct sh_digests {
     void* digests;            // [page][KV head][max, min][head_dim] of `dtype`; or compact, see compact.cuh
-    uint8_t* codes;           // [page][KV head][8 * code_bits][channels / 2], see code_words.cuh; null without sketches
+    uint8_t* codes;           // [page][KV head][token][channels / 2], of two channels the first in the low bits; null without sketches
     const int64_t* channels;  // [KV head][channel_count]
     uint32_t pages;
     uint32_t kv_heads;
@@ -22,8 +22,6 @@ struct sh_digests {
     uint32_t channel_count;  // 0 without sketches
     uint32_t dtype;          // DType of the model, 16 bits
     uint32_t compact;        // whether digests are; needs sketches
-    uint32_t code_bits;      // 4, or beside compact digests 3 or 2
-    uint32_t unused;
 };
 
 struct sh_slot_table {
