@@ -3,10 +3,10 @@
     python bench/selection.py [--windows 4] [--prompt-tokens 6000] [--decode-tokens 32] [--budget 1024]
 
 Decodes windows of English behind long prompts with exact attention and, at every layer and step,
-asks each way of scoring for its selection: digests of kind min/max with several spreads and of
-kind mean, the GQA group reduced by the maximum of its logits or by the sum of its attention
-shares. Printed is the share of attention that the selection misses. ``best block`` knows the
-true attention; ``best key`` knows each block's true highest logit: what digests can hope for.
+asks each way of scoring for its selection: min/max digests with several spreads, the GQA group
+reduced by the maximum of its logits or by the sum of its attention shares. Printed is the share
+of attention that the selection misses. ``best block`` knows the true attention; ``best key``
+knows each block's true highest logit: what digests can hope for.
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ class CoverageProbe(FullPolicy):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         yield "best block", shares.sum(dim=1)[None]
         minmax = reference.minmax_digest(keys, filled)[None]
-        mean = reference.mean_digest(keys, filled)[None]
         estimates = {f"min/max, spread {s:.2f}": reference.digest_logits(query, minmax, s) for s in SPREADS}
-        estimates["mean"] = reference.digest_logits(query, mean, 0.0)
         estimates["best key"] = per_block.amax(dim=3)[None]
         for name, logits in estimates.items():
             for reduction, reduce in REDUCTIONS.items():

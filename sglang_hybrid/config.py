@@ -70,26 +70,13 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     recent_blocks: Annotated[
         int, Meta(ge=0, description="Full blocks right before the tail that are always selected.")
     ] = 2
-    digest: Annotated[
-        Literal["minmax", "mean"],
-        Meta(description="Summary of a block's keys that selection scores: channel-wise min and max, or mean."),
-    ] = "minmax"
-    digest_spread: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1,
-            description="How far a minmax score trusts the block's extremes: 1 is Quest's upper bound, 0 the middle of "
-            "each channel's range. Has no effect on mean digests, nor where there are sketches.",
-        ),
-    ] = 0.5
     digest_dtype: Annotated[
         Literal["auto", "model", "int8"],
         Meta(
-            description="What minmax digests are stored in: the model's dtype, or int8, which keeps of them what "
-            "sketches need (the middle of every range in 8 bits; 44 % of a bfloat16 model's with head_dim 128) and "
-            "selects nearly the same blocks. int8 needs sketches and a head_dim that is a multiple of 32. auto is "
-            "int8 on a GPU, where these are given, and model elsewhere."
+            description="What digests (channel-wise minimum and maximum of a block's keys) are stored in: the model's "
+            "dtype, or int8, which keeps of them what sketches need (the middle of every range in 8 bits; 44 % of a "
+            "bfloat16 model's with head_dim 128) and selects nearly the same blocks. int8 needs sketches and a "
+            "head_dim that is a multiple of 32. auto is int8 on a GPU, where these are given, and model elsewhere."
         ),
     ] = "auto"
     profile: Annotated[
@@ -364,12 +351,6 @@ def _calibration_needs_a_profile(prediction: str, profile: str) -> str | None:
     return "calibrated needs a profile: sglang-hybrid profile makes one; or take raw, none or auto"
 
 
-def _sketches_lie_within_extremes(sketch_channels: int, digest: str) -> str | None:
-    if sketch_channels == 0 or digest == "minmax":
-        return None
-    return "sketches need minmax digests: set sketch_channels to 0 with others"
-
-
 def _compact_digests_need_sketches(digest_dtype: str, sketch_channels: int) -> str | None:
     if digest_dtype != "int8" or (sketch_channels > 0 and sketch_channels % 8 == 0):
         return None
@@ -405,7 +386,6 @@ _RULES: tuple[Callable[..., str | None], ...] = (
     _miss_share_is_a_part,
     _cpu_share_is_a_part,
     _calibration_needs_a_profile,
-    _sketches_lie_within_extremes,
     _compact_digests_need_sketches,
     _budget_is_whole_blocks,
     _budget_holds_what_is_always_selected,
@@ -510,6 +490,8 @@ def _read_override(override: str) -> dict[Any, Any]:
 
 # Settings of earlier versions: what to do instead.
 _REMOVED = {
+    "digest": "selection scores the minimum and maximum of a block's keys: drop it",
+    "digest_spread": "without sketches, scores go half of the way to Quest's upper bound: drop it",
     "sketch_bits": "sketches have four bits a channel: drop it, and set sketch_channels to take less memory",
     "most_budget_tokens": "budgets do not grow while few requests run: drop it, and raise budget_tokens instead",
 }

@@ -63,7 +63,7 @@ def _with_profile(without: object) -> Callable[[HybridConfig, Host], str]:
 def _digest_dtype(config: HybridConfig, host: Host) -> str:
     if not host.gpus:
         return "model"
-    if config.digest != "minmax" or config.sketch_channels == 0 or config.sketch_channels % 8:
+    if config.sketch_channels == 0 or config.sketch_channels % 8:
         return "model"
     return "int8 (model, if the model's head_dim is no multiple of 32)"
 

@@ -11,6 +11,7 @@ from sglang_hybrid.cuda import selection_structs as structs
 from sglang_hybrid.cuda.digests import LayerDigests, Step
 from sglang_hybrid.cuda.library import launch, library
 from sglang_hybrid.cuda.tensors import active_address, address
+from sglang_hybrid.ops.reference import DIGEST_SPREAD
 
 
 class ScoreWorkspace:
@@ -87,13 +88,12 @@ def score_blocks(
     workspace: ScoreWorkspace,
     scores: torch.Tensor,
     *,
-    spread: float = 0.0,
     by_row: bool = False,
     interval: ScoreInterval | None = None,
 ) -> PutOff:
     """What ``block_scores`` of the reference has of query ``[B, H * G, D]``, for scores ``[B, H, max_blocks]`` float32.
 
-    Estimates are computed now, by sketches, or by digests alone (``spread``) where there are none. ``select_blocks``
+    Estimates are computed now, by sketches, or by digests alone where there are none. ``select_blocks``
     gets what is returned, and writes the scores. With ``by_row`` scores are ``[rows, H, max_blocks]``, and with an
     ``interval`` those of rows whose turn it is not stay as they are, but for hot blocks (``reference.rescore``).
     """
@@ -119,7 +119,7 @@ def score_blocks(
         hot=None if hot is None else address("hot", hot.positions, torch.int32, (owners, heads, most_hot)),
         hot_shares=None if hot is None else address("hot_shares", hot.shares, torch.float32, (owners, heads, group)),
         scale=scale,
-        spread=spread,
+        spread=DIGEST_SPREAD,
         group=group,
         most_hot=most_hot,
         interval=0 if interval is None else interval.steps,

@@ -17,7 +17,6 @@ _OF_GPU = {
     "worker": ("auto", "none"),
     "score_interval": ("auto", 1),
     "selection": ("head",),
-    "digest": ("minmax",),
     "digest_dtype": ("auto", "model"),
 }
 

@@ -32,7 +32,7 @@ class CpuEngine:
     ) -> None:
         """Raises NativeError for a shape that the kernels do not have."""
         budget = _EVERYTHING if config.policy == "full" else config.budget_tokens // config.block_tokens
-        rules = SelectionRules(budget, config.sink_blocks, config.recent_blocks, config.digest_spread)
+        rules = SelectionRules(budget, config.sink_blocks, config.recent_blocks)
         self.kernels = HostKernels(pool_address, geometry, summaries, rules, threads)
         self._table = torch.empty(0)
         self._lengths: list[int] = []

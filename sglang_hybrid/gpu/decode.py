@@ -276,8 +276,7 @@ class DeviceScout:
         share = None if first or self.gather_shares is None else self.gather_shares[layer : layer + 1]
         put_off = score_blocks(
             query, self._layers[layer].digests, step, scale, self._main.scoring(count), scores,
-            spread=settings.spread, by_row=True,
-            interval=self._score_interval(layer, due),
+            by_row=True, interval=self._score_interval(layer, due),
         )  # fmt: skip
         select_blocks(
             scores, self._tables[layer], step, settings.budget, lane.misses(count),

@@ -24,7 +24,6 @@ class ScoutSettings:
     bonus: tuple[float, ...]  # of each layer
     worth: tuple[float, ...]  # the score that a miss of each layer must have
     any_block: tuple[bool, ...]  # whether every block that has it is a miss, or only the selected ones
-    spread: float
     score_interval: int  # steps between two scorings of all blocks of a layer
     shifts: bool
     gather_share: float | None  # of the misses, that are copied to the device; None: it changes, and begins with 0
@@ -80,7 +79,6 @@ def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettin
         bonus=tuning.bonus,
         worth=tuple(math.log(share * group) if share else -math.inf for share in tuning.miss_shares),
         any_block=tuning.any_block,
-        spread=config.digest_spread,
         score_interval=score_interval_of(config, on_gpu=True),
         shifts=config.lse_shift,
         gather_share=gather_share_of(config),
@@ -100,8 +98,6 @@ def why_not(config: HybridConfig) -> str | None:
     """What of these settings the kernels cannot do, in words; None if they can."""
     if config.policy != "scout":
         return f"policy={config.policy}"
-    if config.digest != "minmax":
-        return f"digest={config.digest}"
     if config.selection != "head":
         return f"selection={config.selection}"
     if config.attend != "resident":

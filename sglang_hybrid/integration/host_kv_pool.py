@@ -59,12 +59,12 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
             shape = (self.layer_num, pages, self.head_num, self.page_size)
             self.sketches = Sketches(channels, *shape, self.device)
         shape = (self.layer_num, pages, self.head_num, self.head_dim)
-        if self.sketches and is_compact(config.digest_dtype, config.digest, channels, self.head_dim, self.device):
+        if self.sketches and is_compact(config.digest_dtype, channels, self.head_dim, self.device):
             if self.head_dim % 32:
                 raise Refusal(f"digest_dtype=int8 needs a head_dim that is a multiple of 32, not {self.head_dim}")
             self.digests = CompactDigests(self.sketches, *shape, self.device)
         else:
-            self.digests = Digests(config.digest, *shape, self.store_dtype, self.device)
+            self.digests = Digests(*shape, self.store_dtype, self.device)
 
     def admit(self, pages: torch.Tensor, last_filled: int) -> None:
         """Make pages that a prefill instance wrote ours: layout, digests, sketches. Once for every page that arrives.

@@ -17,6 +17,7 @@ import math
 import torch
 
 NO_BLOCK = -1
+DIGEST_SPREAD = 0.5  # of estimates by digests alone, where blocks are selected: see digest_logits
 SKETCH_STEPS = 16  # of a channel's range in a block: four bits tell a place in it
 SKETCH_REACH = 126 * math.log(2)  # e to that power, and to its opposite, are numbers of float32
 COMPACT_GROUP = 16  # channels of a compact digest that share a scale
@@ -61,12 +62,6 @@ def minmax_digest(keys: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
     return torch.stack((highest, lowest), dim=2)
 
 
-def mean_digest(keys: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
-    """Mean of the first ``filled`` keys of each page (MoBA): ``[n, H, 1, D]``."""
-    total = keys.float().masked_fill(_beyond(filled, keys.shape[2]), 0.0).sum(dim=2)
-    return (total / filled[:, None, None]).to(keys.dtype).unsqueeze(2)
-
-
 def _beyond(filled: torch.Tensor, block_tokens: int) -> torch.Tensor:
     return (torch.arange(block_tokens, device=filled.device) >= filled[:, None])[:, None, :, None]
 
@@ -74,22 +69,19 @@ def _beyond(filled: torch.Tensor, block_tokens: int) -> torch.Tensor:
 def digest_logits(query: torch.Tensor, digests: torch.Tensor, spread: float) -> torch.Tensor:
     """Estimate, for every query head, of the highest ``q . k`` in every block.
 
-    query ``[B, H * G, D]``, digests ``[B, N, H, kinds, D]`` -> ``[B, H, G, N]``.
+    query ``[B, H * G, D]``, digests ``[B, N, H, 2, D]`` (max, min) -> ``[B, H, G, N]``.
 
-    (max, min) digests: per channel the keys of a block lie in an interval, and the estimate is
+    Per channel the keys of a block lie in an interval, and the estimate is
     the query's dot product with the interval's middle, plus ``spread`` times the most that the
     rest of the interval can add. ``spread`` 1 is Quest's upper bound, which assumes that one key
     has the best value of every channel at once; 0 is the middle. Either way it is one dot
-    product of depth 2 D. Mean digests: ``q . mean``.
+    product of depth 2 D.
     """
-    rows, _, heads, kinds, dim = digests.shape
+    rows, _, heads, _, dim = digests.shape
     q = query.float().view(rows, heads, query.shape[1] // heads, dim)
-    if kinds == 2:
-        toward, away = (1 + spread) / 2, (1 - spread) / 2
-        up, down = q.clamp(min=0), q.clamp(max=0)
-        parts = torch.stack((toward * up + away * down, away * up + toward * down), dim=-2)
-    else:
-        parts = q.unsqueeze(-2)
+    toward, away = (1 + spread) / 2, (1 - spread) / 2
+    up, down = q.clamp(min=0), q.clamp(max=0)
+    parts = torch.stack((toward * up + away * down, away * up + toward * down), dim=-2)
     return torch.einsum("bhgkd,bnhkd->bhgn", parts, digests.float())
 
 

@@ -17,7 +17,7 @@ class LayerCache:
 
     keys: torch.Tensor  # [pages, KV heads, block tokens, head_dim], host memory
     values: torch.Tensor  # likewise
-    digests: torch.Tensor  # [pages, KV heads, kinds, head_dim], on the model's device
+    digests: torch.Tensor  # [pages, KV heads, 2, head_dim] or compact, on the model's device
     layer: int = 0  # of this rank's pool
     sketch: LayerSketch | None = None  # some channels of every key, on the model's device
 

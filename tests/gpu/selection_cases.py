@@ -60,13 +60,13 @@ class LayerCase:
             sketch = LayerSketch(codes, channels)
         return LayerCache(self.keys, self.keys, self.digests.digests, sketch=sketch)
 
-    def logits(self, spread: float = 0.0) -> torch.Tensor:
+    def logits(self) -> torch.Tensor:
         table = self.step.page_table.long().clamp(min=0)
-        estimates = self.cache().estimates(self.query, table, spread, self.shape.scale)
+        estimates = self.cache().estimates(self.query, table, reference.DIGEST_SPREAD, self.shape.scale)
         return reference.without_tail(estimates, self.counts)
 
-    def expected_scores(self, spread: float = 0.0) -> torch.Tensor:
-        return reference.block_scores(self.logits(spread), self.counts, self.shape.scale)
+    def expected_scores(self) -> torch.Tensor:
+        return reference.block_scores(self.logits(), self.counts, self.shape.scale)
 
     def with_active(self, active: int) -> LayerCase:
         return replace(self, step=replace(self.step, active_rows=numbers(active)))

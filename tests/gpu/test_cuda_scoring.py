@@ -37,12 +37,12 @@ SHAPES = [
 LARGE = Shape(batch=33, heads=4, group=5, dim=128, channels=32, max_blocks=120)
 
 
-def scored(case: LayerCase, spread: float = 0.0) -> torch.Tensor:
+def scored(case: LayerCase) -> torch.Tensor:
     """Scores as selection writes them, whatever it selects."""
     shape = case.shape
     workspace = ScoreWorkspace(shape.batch, shape.heads, shape.group, shape.max_blocks, DEVICE)
     scores = torch.full((shape.batch, shape.heads, shape.max_blocks), UNTOUCHED, device=DEVICE)
-    put_off = score_blocks(case.query, case.digests, case.step, shape.scale, workspace, scores, spread=spread)
+    put_off = score_blocks(case.query, case.digests, case.step, shape.scale, workspace, scores)
     assert (scores == UNTOUCHED).all()
     table = SlotTable(torch.full((shape.rows, shape.heads, 1), -1, dtype=torch.int32, device=DEVICE), 0, 0)
     misses = Misses(shape.batch, shape.heads, 1, DEVICE)
@@ -56,9 +56,9 @@ def assert_scores(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_blocks_are_scored_as_the_reference_does(shape: Shape) -> None:
-    for seed, spread in ((0, 0.0), (1, 0.5), (2, 1.0)):
+    for seed in range(3):
         case = random_layer(shape, seed)
-        assert_scores(scored(case, spread), case.expected_scores(spread))
+        assert_scores(scored(case), case.expected_scores())
 
 
 def test_many_rows_of_very_different_lengths_are_scored() -> None:

@@ -83,7 +83,7 @@ class Decoding:
         settings = ScoutSettings(
             budget=budget, slots=slots or budget, sink=SINK, recent=RECENT, bonus=(0.5,) * LAYERS,
             worth=(-math.inf if worth is None else worth,) * LAYERS, any_block=(worth is not None,) * LAYERS,
-            spread=0.5, score_interval=score_interval, shifts=True, gather_share=share, deadline_s=20.0,
+            score_interval=score_interval, shifts=True, gather_share=share, deadline_s=20.0,
             hot=hot,
         )  # fmt: skip
         self.digests = [layer.digests.digests for layer in layers]

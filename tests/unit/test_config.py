@@ -71,8 +71,6 @@ def test_defaults_are_the_documented_ones():
         "resident_tokens": "auto",
         "sink_blocks": 1,
         "recent_blocks": 2,
-        "digest": "minmax",
-        "digest_spread": 0.5,
         "digest_dtype": "auto",
         "profile": "none",
         "prediction": "auto",
@@ -108,7 +106,7 @@ def test_the_file_wins_over_defaults_and_overrides_win_over_the_file(write):
     assert config == HybridConfig(budget_tokens=1024, sink_blocks=0, policy="full")
     assert sources["budget_tokens"] == f"file {file}"
     assert sources["sink_blocks"] == sources["policy"] == "override"
-    assert sources["digest"] == "default"
+    assert sources["attend"] == "default"
     assert list(sources) == KEYS
 
 
@@ -232,7 +230,7 @@ def test_an_override_with_bad_yaml_is_named():
         ("policy=", "policy=None", "one of full, scout"),
         ("policy=on", "policy=True", "one of full, scout"),
         ("policy=[full]", "policy=['full']", "one of full, scout"),
-        ("digest=max", "digest='max'", "one of mean, minmax"),
+        ("attend=all", "attend='all'", "one of resident, selected"),
         ("block_tokens=64", "block_tokens=64", "32"),
         ("block_tokens=32.0", "block_tokens=32.0", "32"),
         ("budget_tokens=abc", "budget_tokens='abc'", "a whole number > 0"),
@@ -282,16 +280,16 @@ def test_a_budget_of_the_tail_alone_is_legal():
 
 
 def test_all_problems_of_all_sources_are_reported_together(write):
-    file = write("polcy: full\ndigest: max\n")
+    file = write("polcy: full\nattend: all\n")
     problems = problems_of(file, ["oops", "sink_blocks=-1", "host_memory=lots", "budget_tokens=100"])
-    found = "unknown key 'polcy'", "'oops'", "digest='max'", "sink_blocks=-1", "host_memory='lots'", "budget_tokens=100"
+    found = "unknown key 'polcy'", "'oops'", "attend='all'", "sink_blocks=-1", "host_memory='lots'", "budget_tokens=100"
     assert len(problems) == len(found)
     for expected in found:
         assert sum(expected in problem for problem in problems) == 1
 
 
 def test_problems_of_overrides_are_reported_next_to_a_file_that_cannot_be_parsed(write):
-    assert len(problems_of(write("policy: [\n"), ["digest=max"])) == 2
+    assert len(problems_of(write("policy: [\n"), ["attend=all"])) == 2
 
 
 # The object
@@ -482,7 +480,7 @@ def test_a_description_of_the_configuration_can_be_loaded_again_and_tells_source
     config, sources = load_with_sources(None, ["policy=full", "host_memory=60%"])
     text = describe(config, sources)
     assert "policy: full  # override\n" in text
-    assert "digest: minmax  # default\n" in text
+    assert "attend: resident  # default\n" in text
     assert load_config(write(text), []) == config
 
 
@@ -599,6 +597,8 @@ def test_scores_are_not_older_than_sixteen_steps(override: str) -> None:
 @pytest.mark.parametrize(
     ("override", "advice"),
     [
+        ("digest=mean", "drop it"),
+        ("digest_spread=1", "drop it"),
         ("most_budget_tokens=8192", "raise budget_tokens instead"),
         ("sketch_bits=3", "set sketch_channels to take less memory"),
     ],

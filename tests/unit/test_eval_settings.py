@@ -14,7 +14,6 @@ def test_what_prefill_works_by_is_taken_from_the_runs():
     ]
     assert _settings_of_prefill(runs) == [
         "block_tokens=32",
-        "digest=minmax",
         "digest_dtype=int8",
         "sketch_channels=16",
     ]

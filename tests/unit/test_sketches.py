@@ -69,7 +69,7 @@ def test_writing_token_by_token_ends_at_the_same_sketch_as_writing_at_once():
     keys[3, :, TOKENS - 1] = float("nan")  # behind the last token there may be anything
     written = []
     for steps in (slots.split(1), (slots,)):
-        digests = Digests("minmax", 1, PAGES, HEADS, DIM, torch.float32, "cpu")
+        digests = Digests(1, PAGES, HEADS, DIM, torch.float32, "cpu")
         sketches = Sketches(6, 1, PAGES, HEADS, TOKENS, "cpu")
         for step in steps:
             pages, filled = touched_pages(step, TOKENS)
