@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from bench.record import write_result
-from sglang_hybrid.cuda.attention import AttendWorkspace, attend_slots, merge3
+from sglang_hybrid.cuda.attention import AttendWorkspace, attend_slots, merge
 from sglang_hybrid.cuda.gathering import gather_blocks
 from sglang_hybrid.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
@@ -127,13 +127,13 @@ def attention(batch: int, active: int, ceiling: float) -> Row:
 def merging(batch: int, ceiling: float) -> Row:
     shape = (batch, HEADS * GROUP, DIM)
     values = batch * HEADS * GROUP * DIM
-    moved = 3 * 4 * values + 2 * values
+    moved = 2 * 4 * values + 2 * values
     launches = []
     for _ in range(max(2, min(256, -(-COLD_BYTES // moved)))):
-        sides = [(torch.randn(shape, device="cuda"), torch.randn(shape[:2], device="cuda")) for _ in range(3)]
+        sides = [(torch.randn(shape, device="cuda"), torch.randn(shape[:2], device="cuda")) for _ in range(2)]
         out = torch.empty(shape, dtype=DTYPE, device="cuda")
-        launches.append(partial(merge3, *sides, out=out))
-    return row("merge3", timed(launches), moved, ceiling, batch=batch)
+        launches.append(partial(merge, *sides, out=out))
+    return row("merge", timed(launches), moved, ceiling, batch=batch)
 
 
 # -- host memory -----------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def round_trips(pool: HostPool, batch: int, threads: int, from_host: float) -> l
                         attend()
                     client.wait(receipt, 1.0, out, lse, served)
                 if attends:
-                    merge3(attended, None, (out, lse), out=merged)
+                    merge(attended, (out, lse), out=merged)
 
             return layer
 

@@ -72,7 +72,7 @@ def scoring(batch: int, blocks: int, channels: int, ceiling: float, compact: boo
     workspace = ScoreWorkspace(batch, HEADS, GROUP, blocks)
     scores = torch.empty(batch, HEADS, blocks, device="cuda")
     shape = {"batch": batch, "blocks": blocks, "channels": channels}
-    launches = [partial(score_blocks, query, layer, step, SCALE, workspace, scores, spread=0.5) for layer in layers]
+    launches = [partial(score_blocks, query, layer, step, SCALE, workspace, scores) for layer in layers]
     return row("score_blocks", timed(several(launches)), moved, ceiling, **shape, compact=compact)
 
 

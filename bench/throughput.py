@@ -268,8 +268,8 @@ def selected_of(configuration: Configuration, head_dim: int, device: str) -> Sel
     settings = configuration.parsed()
     channels = min(settings.sketch_channels, head_dim)
     resident = settings.budget_tokens if settings.resident_tokens == "auto" else int(settings.resident_tokens)
-    compact = is_compact(settings.digest_dtype, settings.digest, channels, head_dim, device)
-    return Selected(resident, settings.sketch_channels, settings.block_tokens, compact, settings.sketch_bits)
+    compact = is_compact(settings.digest_dtype, channels, head_dim, device)
+    return Selected(resident, settings.sketch_channels, settings.block_tokens, compact)
 
 
 def _rows(batches: list[int | str], capacity: Capacity) -> list[int]:

@@ -30,8 +30,6 @@ __all__ = ["ConfigError", "HybridConfig", "config_from_environment", "describe",
 
 _AUTO_HOST_MEMORY = "70%"
 _WORKER_LEGAL = '"auto", "start", "none", or the directory of a running worker, such as "/run/user/1000/worker"'
-# By sketch_bits: codes of so many channels share some bytes.
-SKETCH_CHANNELS_MULTIPLE = {2: 8, 3: 32, 4: 2}
 _HOST_MEMORY_LEGAL = (
     '"auto", a size such as "40GiB", "512MiB" or "1.5GB", '
     'or a percentage of the available memory above 0% and up to 100%, such as "60%"'
@@ -68,41 +66,19 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "included; those are resident in any case. auto is budget_tokens; 0 leaves all others to the worker.",
         ),
     ] = "auto"
-    most_budget_tokens: Annotated[
-        int | Literal["auto"],
-        Meta(
-            description="On a GPU server: what a budget grows to while few requests run, 2, 4 or 8 times budget_tokens "
-            "(resident_tokens grow as much). The memory of resident blocks is shared by so many fewer requests then. "
-            "auto is budget_tokens: budgets do not grow.",
-            extra={"legal": "auto, or 1, 2, 4 or 8 times budget_tokens"},
-        ),
-    ] = "auto"
     sink_blocks: Annotated[
         int, Meta(ge=0, description="Blocks at the start of a request that are always selected.")
     ] = 1
     recent_blocks: Annotated[
         int, Meta(ge=0, description="Full blocks right before the tail that are always selected.")
     ] = 2
-    digest: Annotated[
-        Literal["minmax", "mean"],
-        Meta(description="Summary of a block's keys that selection scores: channel-wise min and max, or mean."),
-    ] = "minmax"
-    digest_spread: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1,
-            description="How far a minmax score trusts the block's extremes: 1 is Quest's upper bound, 0 the middle of "
-            "each channel's range. Has no effect on mean digests, nor where there are sketches.",
-        ),
-    ] = 0.5
     digest_dtype: Annotated[
         Literal["auto", "model", "int8"],
         Meta(
-            description="What minmax digests are stored in: the model's dtype, or int8, which keeps of them what "
-            "sketches need (the middle of every range in 8 bits; 44 % of a bfloat16 model's with head_dim 128) and "
-            "selects nearly the same blocks. int8 needs sketches and a head_dim that is a multiple of 32. auto is "
-            "int8 on a GPU, where these are given, and model elsewhere."
+            description="What digests (channel-wise minimum and maximum of a block's keys) are stored in: the model's "
+            "dtype, or int8, which keeps of them what sketches need (the middle of every range in 8 bits; 44 % of a "
+            "bfloat16 model's with head_dim 128) and selects nearly the same blocks. int8 needs sketches and a "
+            "head_dim that is a multiple of 32. auto is int8 on a GPU, where these are given, and model elsewhere."
         ),
     ] = "auto"
     profile: Annotated[
@@ -215,20 +191,12 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ge=0,
             le=256,
             multiple_of=2,
-            description="Channels of every key that are kept beside the minmax digests, in sketch_bits each, so that "
-            "selection sees single tokens. 0 is none. 32 of four bits cost as much memory as the minmax digests of a "
-            "bfloat16 model with head_dim 128.",
+            description="Channels of every key that are kept beside the minmax digests, in four bits each, so that "
+            "selection sees single tokens. 0 is none. 32 cost as much memory as the minmax digests of a bfloat16 model "
+            "with head_dim 128.",
             extra={"legal": "an even whole number, >= 0 and <= 256"},
         ),
     ] = 32
-    sketch_bits: Annotated[
-        Literal[2, 3, 4],
-        Meta(
-            description="Bits of each of these channels. Fewer take less memory and less time to read, and select a "
-            "little less well. 3 need sketch_channels that are a multiple of 32 and 2 a multiple of 8; on a GPU both "
-            "need compact digests (digest_dtype auto or int8)."
-        ),
-    ] = 4
     host_memory: Annotated[
         str,
         Meta(
@@ -390,30 +358,10 @@ def _calibration_needs_a_profile(prediction: str, profile: str) -> str | None:
     return "calibrated needs a profile: sglang-hybrid profile makes one; or take raw, none or auto"
 
 
-def _sketches_lie_within_extremes(sketch_channels: int, digest: str) -> str | None:
-    if sketch_channels == 0 or digest == "minmax":
-        return None
-    return "sketches need minmax digests: set sketch_channels to 0 with others"
-
-
 def _compact_digests_need_sketches(digest_dtype: str, sketch_channels: int) -> str | None:
     if digest_dtype != "int8" or (sketch_channels > 0 and sketch_channels % 8 == 0):
         return None
     return "digest_dtype int8 needs sketch_channels that are a multiple of 8"
-
-
-def _few_bits_come_in_words(sketch_bits: int, sketch_channels: int) -> str | None:
-    multiple = SKETCH_CHANNELS_MULTIPLE[sketch_bits]
-    if sketch_channels % multiple == 0:
-        return None
-    return f"sketch_bits {sketch_bits} needs sketch_channels that are a multiple of {multiple}"
-
-
-def _budget_doubles(most_budget_tokens: int | str, budget_tokens: int) -> str | None:
-    legal = [budget_tokens << doubled for doubled in range(4)]
-    if most_budget_tokens == "auto" or most_budget_tokens in legal:
-        return None
-    return f'must be "auto" or one of {", ".join(map(str, legal))}, which are 1, 2, 4 and 8 times budget_tokens'
 
 
 def _budget_is_whole_blocks(budget_tokens: int, block_tokens: int) -> str | None:
@@ -446,11 +394,8 @@ _RULES: tuple[Callable[..., str | None], ...] = (
     _miss_share_is_a_part,
     _cpu_share_is_a_part,
     _calibration_needs_a_profile,
-    _sketches_lie_within_extremes,
     _compact_digests_need_sketches,
-    _few_bits_come_in_words,
     _budget_is_whole_blocks,
-    _budget_doubles,
     _budget_holds_what_is_always_selected,
 )
 
@@ -551,7 +496,18 @@ def _read_override(override: str) -> dict[Any, Any]:
     return {key.strip(): _parse_yaml(text, f"override {override!r}")}
 
 
+# Settings of earlier versions: what to do instead.
+_REMOVED = {
+    "digest": "selection scores the minimum and maximum of a block's keys: drop it",
+    "digest_spread": "without sketches, scores go half of the way to Quest's upper bound: drop it",
+    "sketch_bits": "sketches have four bits a channel: drop it, and set sketch_channels to take less memory",
+    "most_budget_tokens": "budgets do not grow while few requests run: drop it, and raise budget_tokens instead",
+}
+
+
 def _unknown_key(key: Any, source: str) -> str:
+    if key in _REMOVED:
+        return f"{key} ({source}): was removed; {_REMOVED[key]}"
     nearest = difflib.get_close_matches(str(key), _FIELDS, n=1, cutoff=0.5)
     hint = f", did you mean {nearest[0]}?" if nearest else ";"
     return f"unknown key {key!r} ({source}){hint} legal keys: {', '.join(_FIELDS)}"

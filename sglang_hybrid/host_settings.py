@@ -64,7 +64,7 @@ def _with_profile(without: object) -> Callable[[HybridConfig, Host], str]:
 def _digest_dtype(config: HybridConfig, host: Host) -> str:
     if not host.gpus:
         return "model"
-    if config.digest != "minmax" or config.sketch_channels == 0 or config.sketch_channels % 8:
+    if config.sketch_channels == 0 or config.sketch_channels % 8:
         return "model"
     return "int8 (model, if the model's head_dim is no multiple of 32)"
 
@@ -79,10 +79,6 @@ def _dense(_config: HybridConfig, host: Host) -> str:
 
 def _cpu_share(_config: HybridConfig, host: Host) -> str:
     return "chosen while serving, by what is missed" if host.gpus else _NO_GPU
-
-
-def _most_budget_tokens(config: HybridConfig, host: Host) -> str:
-    return f"{config.budget_tokens} (budgets do not grow)" if host.gpus else _NO_GPU
 
 
 def _score_interval(config: HybridConfig, host: Host) -> str:
@@ -117,7 +113,6 @@ def _cores(config: HybridConfig, host: Host) -> str:
 # Of every setting of policy scout that can be "auto"; host_memory, which every policy has, has its own line above.
 _CHOICES: dict[str, Callable[[HybridConfig, Host], str]] = {
     "resident_tokens": lambda config, _host: str(config.budget_tokens),
-    "most_budget_tokens": _most_budget_tokens,
     "digest_dtype": _digest_dtype,
     "prediction": _prediction,
     "sticky_bonus": _with_profile(DEFAULT_BONUS),

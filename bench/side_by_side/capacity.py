@@ -56,18 +56,17 @@ class Selected:
     sketch_channels: int
     block_tokens: int = 32
     compact: bool = False  # digest_dtype=int8
-    sketch_bits: int = 4
 
     def block_bytes(self, model: KVModel) -> int:
         """Of one layer and one KV head."""
         return self.block_tokens * 2 * model.head_dim * model.itemsize
 
     def digest_bytes(self, model: KVModel) -> int:
-        """Of one block: minimum and maximum, and some bits a token for each channel of the sketch."""
+        """Of one block: minimum and maximum, and four bits a token for each channel of the sketch."""
         channels = min(self.sketch_channels, model.head_dim)
         whole = 2 * model.head_dim * model.itemsize
         digest = compact_bytes(model.head_dim, channels) if self.compact else whole
-        return digest + self.block_tokens * channels * self.sketch_bits // 8
+        return digest + self.block_tokens * channels // 2
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from typing import Any
 
 # The first match counts. Names of this package's kernels first: they are exact, the others are families.
 CATEGORIES: tuple[tuple[str, str], ...] = (
-    ("wait", r"wait_for_replies|finish_layer"),
+    ("wait", r"wait_for_replies"),
     (
         "scout lane",
-        r"score_blocks|shares_of|block_scores|select_blocks|best_blocks|post_layer|shift_lse|predict|unit_rms|finish_queries",
+        r"score_blocks|shares_of|block_scores|select_blocks|post_layer|shift_lse|predict|unit_rms|finish_queries",
     ),
     ("gather", r"gather_blocks|apply_plan"),
     ("append", r"append_tokens|digest_pages|set_kv|store_cache|store_kv"),

@@ -1,9 +1,7 @@
 """Attention over the blocks in device memory, and merging of partial attentions.
 
-    resident  keys, values  [rows, H, S, 32, D]      slots belong to rows, whatever batch they are in
-              positions     [rows, H, S]             block of the row's sequence, -1: empty
-    staged    keys, values  [B, H, M, 32, D]         there for this step only: they belong to batch entries
-              positions     [B, H, M]
+    keys, values  [rows, H, S, 32, D]      slots belong to rows, whatever batch they are in
+    positions     [rows, H, S]             block of the row's sequence, -1: empty
 
 Nothing here allocates or waits when results are passed in, so that all of it can be captured in a CUDA graph. Call each
 operation once before capturing: CUDA loads a kernel when it is first launched.
@@ -12,22 +10,12 @@ operation once before capturing: CUDA loads a kernel when it is first launched.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 
 from sglang_hybrid.cuda.library import checked, launch, library
-from sglang_hybrid.cuda.structs import AttendSlots, Merge, Side, Slots
+from sglang_hybrid.cuda.structs import AttendSlots, Merge, Side
 from sglang_hybrid.cuda.tensors import BLOCK_TOKENS, HALVES, active_address, address, dtype_code
-
-
-@dataclass(frozen=True)
-class BlockSlots:
-    """Blocks in device memory and where in their sequences they are."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    positions: torch.Tensor
 
 
 class AttendWorkspace:
@@ -52,7 +40,6 @@ def attend_slots(
     row_of: torch.Tensor,
     scale: float,
     *,
-    staged: BlockSlots | None = None,
     active_rows: torch.Tensor | None = None,
     workspace: AttendWorkspace | None = None,
     out: torch.Tensor | None = None,
@@ -67,6 +54,7 @@ def attend_slots(
     batch, query_heads, dim = query.shape
     rows, heads, slots = positions.shape
     group = query_heads // heads
+    of_slots = (rows, heads, slots, BLOCK_TOKENS, dim)
     if out is None:
         out = torch.empty(batch, query_heads, dim, dtype=torch.float32, device=query.device)
     if lse is None:
@@ -77,10 +65,9 @@ def attend_slots(
         raise ValueError(f"the workspace is for {workspace.shape}, not for {(batch, heads, group, dim)}")
     arguments = AttendSlots(
         query=address("query", query, HALVES, (batch, heads * group, dim)),
-        resident=_slots("slots", BlockSlots(keys, values, positions), (rows, heads, slots), dim, query.dtype),
-        staged=Slots()
-        if staged is None
-        else _slots("staged slots", staged, (batch, heads, staged.positions.shape[2]), dim, query.dtype),
+        keys=address("keys of slots", keys, query.dtype, of_slots),
+        values=address("values of slots", values, query.dtype, of_slots),
+        positions=address("positions of slots", positions, torch.int32, (rows, heads, slots)),
         row_of=address("row_of", row_of, torch.int32, (batch,)),
         lengths=address("lengths", lengths, torch.int32, (rows,)),
         active_rows=active_address(active_rows),
@@ -97,44 +84,31 @@ def attend_slots(
         head_dim=dim,
         dtype=dtype_code(query.dtype),
         units=workspace.units,
+        slots=slots,
     )
     launch(library().sh_cuda_attend_slots, arguments)
     return out, lse
 
 
-def _slots(name: str, blocks: BlockSlots, shape: tuple[int, int, int], dim: int, dtype: torch.dtype) -> Slots:
-    of_blocks = (*shape, BLOCK_TOKENS, dim)
-    return Slots(
-        keys=address(f"keys of {name}", blocks.keys, dtype, of_blocks),
-        values=address(f"values of {name}", blocks.values, dtype, of_blocks),
-        positions=address(f"positions of {name}", blocks.positions, torch.int32, shape),
-        slots=shape[2],
-    )
-
-
 Partial = tuple[torch.Tensor, torch.Tensor]  # output [B, heads, D] and LSE [B, heads], float32
 
 
-def merge3(
+def merge(
     first: Partial,
-    second: Partial | None,
-    third: Partial | None,
+    second: Partial,
     *,
     active_rows: torch.Tensor | None = None,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``reference.merge(*reference.merge(*first, *second), *third)`` to ``out``, in its dtype.
+    """``reference.merge(*first, *second)`` to ``out``, in its dtype.
 
-    None is an empty side. ``lse`` gets the LSE of the union, if it is wanted.
+    ``lse`` gets the LSE of the union, if it is wanted.
     """
     batch, heads, dim = out.shape
-    sides = [
-        Side() if partial is None else side_arguments(partial, (batch, heads, dim))
-        for partial in (first, second, third)
-    ]
     arguments = Merge(
-        sides=(Side * 3)(*sides),
+        first=side_arguments(first, (batch, heads, dim)),
+        second=side_arguments(second, (batch, heads, dim)),
         out=address("out", out, (*HALVES, torch.float32), (batch, heads, dim)),
         lse=address("lse", lse, torch.float32, (batch, heads)),
         active_rows=active_address(active_rows),

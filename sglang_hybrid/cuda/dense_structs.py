@@ -29,24 +29,6 @@ class BeginStep(ctypes.Structure):
     )
 
 
-class PlaceRows(ctypes.Structure):
-    _fields_ = (
-        ("step", Step),
-        ("row_of", c_void_p),
-        ("begins", c_void_p),
-        ("places", c_void_p),
-        ("owners", c_void_p),
-        ("lengths", c_void_p),
-        ("first_lengths", c_void_p),
-        ("positions", c_void_p),
-        ("refused", c_void_p),
-        ("rows", c_uint32),
-        ("count", c_uint32),
-        ("layers", c_uint32),
-        ("place_slots", c_uint32),
-    )
-
-
 class HoldRows(ctypes.Structure):
     _fields_ = (
         ("table", DenseTable),
@@ -87,7 +69,6 @@ class AttendPages(ctypes.Structure):
 
 BY_NAME: dict[str, type[ctypes.Structure]] = {
     "sh_begin_step": BeginStep,
-    "sh_place_rows": PlaceRows,
     "sh_hold_rows": HoldRows,
     "sh_attend_pages": AttendPages,
 }

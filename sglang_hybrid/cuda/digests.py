@@ -3,7 +3,7 @@
 What the kernels of a layer share::
 
     digests  [pages, H, 2, D]        maximum, minimum; or compact [pages, H, bytes], see reference.compact_digest
-    codes    [pages, H, 8 * bits, C / 2]   of channels [H, C], see reference.sketch_codes
+    codes    [pages, H, 32, C / 2]   of channels [H, C], see reference.sketch_codes
     slots    [rows, H, S, 32, D]     and positions [rows, H, S]: block of the row's sequence, -1 for none
 
 Slot s < sink holds block s and no other. All other slots hold recent blocks, the tail and resident blocks in any
@@ -23,7 +23,7 @@ from sglang_hybrid.cuda import selection_structs as structs
 from sglang_hybrid.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.cuda.library import launch, library
 from sglang_hybrid.cuda.tensors import BLOCK_TOKENS, HALVES, active_address, address, dtype_code
-from sglang_hybrid.ops.reference import SKETCH_BITS, compact_bytes
+from sglang_hybrid.ops.reference import compact_bytes
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class LayerDigests:
     codes: torch.Tensor | None = None
     channels: torch.Tensor | None = None  # int64
     compact_of: tuple[torch.dtype, int] | None = None  # of compact digests: the model's dtype and head_dim
-    code_bits: int = SKETCH_BITS  # fewer need compact digests
 
     @property
     def heads(self) -> int:
@@ -49,19 +48,15 @@ class LayerDigests:
     def dim(self) -> int:
         return self.compact_of[1] if self.compact_of else self.digests.shape[3]
 
-    def arguments(self, *, sketched: bool = True) -> structs.Digests:
-        """``sketched`` False leaves the codes out, which compact digests cannot do without."""
+    def arguments(self) -> structs.Digests:
         pages, heads, dim = self.digests.shape[0], self.heads, self.dim
-        codes, channels = (self.codes, self.channels) if sketched else (None, None)
-        count = 0
+        codes, channels, count = self.codes, self.channels, 0
         if (codes is None) != (channels is None):
             raise ValueError("codes need their channels, and channels codes")
         if codes is not None:
             count = 2 * codes.shape[3]
             if codes.data_ptr() % 16:
                 raise ValueError("codes must be aligned to 16 bytes")
-            if self.code_bits not in (2, 3, 4) or (self.code_bits < 4 and self.compact_of is None):
-                raise ValueError(f"codes have 4 bits, or 2 or 3 beside compact digests, not {self.code_bits}")
         if self.compact_of is None:
             digests = address("digests", self.digests, HALVES, (pages, heads, 2, dim))
         elif count == 0 or count % 8 or dim % 32 or self.digests.data_ptr() % 16:
@@ -70,7 +65,7 @@ class LayerDigests:
             digests = address("digests", self.digests, torch.uint8, (pages, heads, compact_bytes(dim, count)))
         return structs.Digests(
             digests=digests,
-            codes=address("codes", codes, torch.uint8, (pages, heads, BLOCK_TOKENS * self.code_bits // 4, count // 2)),
+            codes=address("codes", codes, torch.uint8, (pages, heads, BLOCK_TOKENS, count // 2)),
             channels=address("channels", channels, torch.int64, (heads, count)),
             pages=pages,
             kv_heads=heads,
@@ -78,7 +73,6 @@ class LayerDigests:
             channel_count=count,
             dtype=dtype_code(self.dtype),
             compact=self.compact_of is not None,
-            code_bits=self.code_bits,
         )
 
 

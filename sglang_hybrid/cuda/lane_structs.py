@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_uint32, c_uint64, c_void_p
 
-from sglang_hybrid.cuda.selection_structs import Digests
-from sglang_hybrid.cuda.structs import MailboxWait, Side
+from sglang_hybrid.cuda.structs import Side
 
 
 class UnitRms(ctypes.Structure):
@@ -70,22 +69,6 @@ class AttendMissed(ctypes.Structure):
     )
 
 
-class FinishLayer(ctypes.Structure):
-    _fields_ = (
-        ("wait", MailboxWait),
-        ("digests", Digests),
-        ("local", Side),
-        ("query", c_void_p),
-        ("query_ahead", c_void_p),
-        ("shifts", c_void_p),
-        ("pages", c_void_p),
-        ("counts", c_void_p),
-        ("out", c_void_p),
-        ("scale", c_float),
-        ("most_misses", c_uint32),
-    )
-
-
 class FinishLate(ctypes.Structure):
     _fields_ = (("missed", AttendMissed), ("local", Side), ("out", c_void_p))
 
@@ -94,6 +77,5 @@ BY_NAME: dict[str, type[ctypes.Structure]] = {
     "sh_unit_rms": UnitRms,
     "sh_finish_queries": FinishQueries,
     "sh_attend_missed": AttendMissed,
-    "sh_finish_layer": FinishLayer,
     "sh_finish_late": FinishLate,
 }

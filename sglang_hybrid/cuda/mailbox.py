@@ -8,34 +8,17 @@ graph with posts and waits can be replayed, across lives of workers too.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 
-from sglang_hybrid.cuda.attention import Partial, side_arguments
-from sglang_hybrid.cuda.digests import LayerDigests
 from sglang_hybrid.cuda.host_memory import RegisteredRegion
-from sglang_hybrid.cuda.lane_structs import FinishLayer
 from sglang_hybrid.cuda.library import checked, launch, library
 from sglang_hybrid.cuda.structs import OUTCOMES, MailboxPost, MailboxState, MailboxWait, Receipt
-from sglang_hybrid.cuda.tensors import HALVES, active_address, address
+from sglang_hybrid.cuda.tensors import active_address, address
 from sglang_hybrid.native.structs import DTYPES, Geometry
 from sglang_hybrid.transport.mailbox import Mailbox, layout_of
 
-FINISHED_DIMS, MOST_GROUP = (64, 128), 16
 _TORCH_DTYPES = {code: getattr(torch, name) for name, code in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class Shift:
-    """What ``shift_lse`` wants to know about a post: both queries ``[B, H * G, D]``, pages ``[B, H, N]``, counts."""
-
-    digests: LayerDigests
-    query: torch.Tensor
-    query_ahead: torch.Tensor
-    pages: torch.Tensor
-    counts: torch.Tensor
-    scale: float
 
 
 class DeviceMailboxClient:
@@ -142,62 +125,6 @@ class DeviceMailboxClient:
             batch=batch,
         )
         launch(library().sh_cuda_mailbox_wait, arguments)
-
-    def finish_layer(
-        self,
-        receipt: torch.Tensor,
-        deadline_s: float,
-        local: Partial,
-        out: torch.Tensor,
-        served: torch.Tensor,
-        *,
-        shift: Shift | torch.Tensor | None = None,
-    ) -> None:
-        """``wait``, ``shift_lse`` and ``merge3`` in one launch: to ``out`` ``[B, H * G, D]``, in the mailbox's dtype.
-
-        An entry that is not served gets the ``local`` partial alone; ``missed.finish_late`` completes it, whose launch
-        should follow. head_dim 64 or 128, up to 16 query heads per KV head.
-
-        ``shift``: estimated here, beside the wait, which takes the registers of one processor for each entry; or what
-        ``shift_lse`` wrote to ``[B, H * G]`` before, with ``overwrite``, which leaves room for other kernels.
-        """
-        g = self._geometry
-        batch = out.shape[0]
-        shape = (batch, self._heads, g.head_dim)
-        if g.head_dim not in FINISHED_DIMS or g.group > MOST_GROUP or self._dtype not in HALVES:
-            raise ValueError(
-                f"layers are finished for head_dim {FINISHED_DIMS}, 16-bit dtypes and up to {MOST_GROUP} query heads "
-                f"per KV head, not for {g.head_dim}, {self._dtype} and {g.group}"
-            )
-        asked: dict[str, object] = {}
-        if isinstance(shift, torch.Tensor):
-            asked = {"shifts": address("shifts", shift, torch.float32, shape[:2])}
-        elif shift is not None:
-            most = shift.pages.shape[2]
-            asked = {
-                "digests": shift.digests.arguments(),
-                "query": address("query", shift.query, self._dtype, shape),
-                "query_ahead": address("query_ahead", shift.query_ahead, self._dtype, shape),
-                "pages": address("pages", shift.pages, torch.int32, (batch, g.kv_heads, most)),
-                "counts": address("counts", shift.counts, torch.int32, (batch, g.kv_heads)),
-                "scale": shift.scale,
-                "most_misses": most,
-            }
-        arguments = FinishLayer(
-            wait=MailboxWait(
-                state=self._state.data_ptr(),
-                receipt=address("receipt", receipt, torch.uint8, (self._receipt_bytes(batch),)),
-                served=address("served", served, torch.int32, (batch,)),
-                deadline_ns=int(deadline_s * 1e9),
-                geometry=g,
-                layout=self._layout,
-                batch=batch,
-            ),
-            local=side_arguments(local, shape),
-            out=address("out", out, self._dtype, shape),
-            **asked,
-        )
-        launch(library().sh_cuda_finish_layer, arguments)
 
     @property
     def outcome_counts(self) -> torch.Tensor:

@@ -50,7 +50,7 @@ def finish_late(
     served: torch.Tensor,
     active_rows: torch.Tensor | None = None,
 ) -> None:
-    """What ``finish_layer`` left over: ``attend_missed``, merged with ``local`` to ``out``, in the dtype of queries."""
+    """``attend_missed``, merged with ``local`` to ``out``, in the dtype of queries."""
     shape = (query.shape[0], query.shape[1], query.shape[2])
     arguments = structs.FinishLate(
         missed=_arguments(query, pool, pages, counts, scale, served, active_rows),

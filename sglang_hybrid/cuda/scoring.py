@@ -11,6 +11,7 @@ from sglang_hybrid.cuda import selection_structs as structs
 from sglang_hybrid.cuda.digests import LayerDigests, Step
 from sglang_hybrid.cuda.library import launch, library
 from sglang_hybrid.cuda.tensors import active_address, address
+from sglang_hybrid.ops.reference import DIGEST_SPREAD
 
 
 class ScoreWorkspace:
@@ -40,12 +41,6 @@ class HotBlocks:
         positions = torch.full((rows, heads, most), -1, dtype=torch.int32, device=device)
         return cls(positions, torch.zeros(rows, heads, group, device=device))
 
-    def of_fewer_rows(self, rows: int, times: int) -> HotBlocks:
-        """In the same memory, ``times`` as many blocks."""
-        _, heads, most = self.positions.shape
-        positions = self.positions.view(-1)[: rows * heads * most * times]
-        return HotBlocks(positions.view(rows, heads, most * times), self.shares[:rows])
-
 
 @dataclass(frozen=True)
 class ScoreInterval:
@@ -69,21 +64,13 @@ class PutOff:
     scores: torch.Tensor
 
 
-class BestBlocks:
-    """Positions ``[B, H, limit]`` of the best blocks, ascending, -1 behind the last; counts ``[B, H]``."""
-
-    def __init__(self, batch: int, heads: int, limit: int, device: torch.device | str = "cuda") -> None:
-        self.positions = torch.empty(batch, heads, limit, dtype=torch.int32, device=device)
-        self.counts = torch.empty(batch, heads, dtype=torch.int32, device=device)
-
-
 _DIMS, _CHANNELS, _MOST_GROUP = (64, 128), (0, 32, 64), 16
 
 
-def _group_of(query: torch.Tensor, digests: LayerDigests, *, sketched: bool = True) -> int:
+def _group_of(query: torch.Tensor, digests: LayerDigests) -> int:
     """Query heads per KV head. Raises ValueError for shapes that the kernels do not have."""
     heads, dim = digests.heads, digests.dim
-    channels = 0 if digests.codes is None or not sketched else 2 * digests.codes.shape[3]
+    channels = 0 if digests.codes is None else 2 * digests.codes.shape[3]
     group = query.shape[1] // heads
     if dim not in _DIMS or channels not in _CHANNELS or not 1 <= group <= _MOST_GROUP:
         raise ValueError(
@@ -101,39 +88,26 @@ def score_blocks(
     workspace: ScoreWorkspace,
     scores: torch.Tensor,
     *,
-    spread: float = 0.0,
-    sketched: bool = True,
-    listed: BestBlocks | None = None,
     by_row: bool = False,
     interval: ScoreInterval | None = None,
-    put_off: bool = False,
-) -> PutOff | None:
-    """``block_scores`` of the reference to ``scores`` ``[B, H, max_blocks]`` float32, by query ``[B, H * G, D]``.
+) -> PutOff:
+    """What ``block_scores`` of the reference has of query ``[B, H * G, D]``, for scores ``[B, H, max_blocks]`` float32.
 
-    With ``by_row`` scores are ``[rows, H, max_blocks]``, and with an ``interval`` those of rows whose turn it is not
-    stay as they are, but for hot blocks (``reference.rescore``), which need ``put_off``.
-
-    Estimates by sketches, or by digests alone (``spread``) where there are none or ``sketched`` is False. With
-    ``listed`` only those blocks are estimated; the others keep the estimates that ``workspace`` has from the launch
-    before. With ``put_off`` estimates are all there is for now: ``select_blocks`` gets what is returned, and writes
-    the scores.
+    Estimates are computed now, by sketches, or by digests alone where there are none. ``select_blocks``
+    gets what is returned, and writes the scores. With ``by_row`` scores are ``[rows, H, max_blocks]``, and with an
+    ``interval`` those of rows whose turn it is not stay as they are, but for hot blocks (``reference.rescore``).
     """
     batch, heads = query.shape[0], digests.heads
-    group = _group_of(query, digests, sketched=sketched)
-    most = 0 if listed is None else listed.positions.shape[2]
+    group = _group_of(query, digests)
     owners = scores.shape[0] if by_row else batch
     if interval is not None and not by_row:
         raise ValueError("an interval needs scores by row: batch entries are others in the next step")
     hot = None if interval is None or interval.steps <= 1 else interval.hot
-    if hot is not None and (not put_off or listed is not None):
-        raise ValueError("hot blocks are chosen by select_blocks: put scores off, and list no others")
     most_hot = 0 if hot is None else hot.positions.shape[2]
     arguments = structs.ScoreBlocks(
-        digests=digests.arguments(sketched=sketched),
+        digests=digests.arguments(),
         step=step.arguments(),
         query=address("query", query, digests.dtype, (step.batch, heads * group, digests.dim)),
-        listed=None if listed is None else address("listed", listed.positions, torch.int32, (batch, heads, most)),
-        list_counts=None if listed is None else address("counts", listed.counts, torch.int32, (batch, heads)),
         estimates=address(
             "the workspace's estimates", workspace.estimates, torch.float32, (batch, heads, group, step.max_blocks)
         ),
@@ -145,50 +119,15 @@ def score_blocks(
         hot=None if hot is None else address("hot", hot.positions, torch.int32, (owners, heads, most_hot)),
         hot_shares=None if hot is None else address("hot_shares", hot.shares, torch.float32, (owners, heads, group)),
         scale=scale,
-        spread=spread,
+        spread=DIGEST_SPREAD,
         group=group,
-        most_listed=most,
         most_hot=most_hot,
         interval=0 if interval is None else interval.steps,
         layer=0 if interval is None else interval.layer,
         by_row=owners if by_row else 0,
-        put_off=put_off,
     )
     launch(library().sh_cuda_score_blocks, arguments)
-    return PutOff(arguments, scores) if put_off else None
-
-
-def best_blocks(scores: torch.Tensor, step: Step, best: BestBlocks) -> None:
-    """The best blocks by ``scores`` ``[B, H, max_blocks]``, as many as there is room for; of equal ones the first."""
-    batch, heads, limit = best.positions.shape
-    arguments = structs.BestBlocks(
-        step=step.arguments(),
-        scores=address("scores", scores, torch.float32, (step.batch, heads, step.max_blocks)),
-        positions=address("positions", best.positions, torch.int32, (step.batch, heads, limit)),
-        counts=address("counts", best.counts, torch.int32, (batch, heads)),
-        kv_heads=heads,
-        limit=limit,
-    )
-    launch(library().sh_cuda_best_blocks, arguments)
-
-
-def score_in_two_levels(
-    query: torch.Tensor,
-    digests: LayerDigests,
-    step: Step,
-    scale: float,
-    workspace: ScoreWorkspace,
-    scores: torch.Tensor,
-    best: BestBlocks,
-) -> torch.Tensor:
-    """As ``score_blocks``, but sketches are read for the best blocks only, by the middles of the digests' ranges.
-
-    The other blocks are scored as if all their tokens were in the middle.
-    """
-    score_blocks(query, digests, step, scale, workspace, scores, sketched=False)
-    best_blocks(scores, step, best)
-    score_blocks(query, digests, step, scale, workspace, scores, listed=best)
-    return scores
+    return PutOff(arguments, scores)
 
 
 def shift_lse(
@@ -200,13 +139,11 @@ def shift_lse(
     scale: float,
     lse: torch.Tensor,
     *,
-    overwrite: bool = False,
     active_rows: torch.Tensor | None = None,
 ) -> None:
     """Add ``reference.lse_shift`` to ``lse`` ``[B, H * G]``, which ``query_ahead`` has computed for ``pages``.
 
-    queries ``[B, H * G, D]``; pages ``[B, H, N]`` of which the first ``counts`` ``[B, H]`` are there. With
-    ``overwrite`` the shift itself is written, 0 where a list is empty.
+    queries ``[B, H * G, D]``; pages ``[B, H, N]`` of which the first ``counts`` ``[B, H]`` are there.
     """
     batch, query_heads, dim = query.shape
     heads, dtype = digests.heads, digests.dtype
@@ -222,6 +159,5 @@ def shift_lse(
         batch=batch,
         group=_group_of(query, digests),
         most_misses=pages.shape[2],
-        overwrites=overwrite,
     )
     launch(library().sh_cuda_shift_lse, arguments)

@@ -4,7 +4,7 @@ A step of one layer::
 
     score_blocks -> select_blocks -> post the misses ...          by the predicted query, before the layer
                                   -> gather_blocks -> apply_plan  a share of them, before attend_slots
-    append -> attend_slots -> wait -> shift_lse -> merge3         by the real one
+    append -> attend_slots -> wait -> shift_lse -> merge          by the real one
     gather_blocks -> apply_plan                                   the plan, before the layer's next selection
 
 Rows that begin to decode are planned the same way, with ``due`` set and the length of their first step: everything but

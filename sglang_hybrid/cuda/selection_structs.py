@@ -17,8 +17,6 @@ class Digests(ctypes.Structure):
         ("channel_count", c_uint32),
         ("dtype", c_uint32),
         ("compact", c_uint32),
-        ("code_bits", c_uint32),
-        ("unused", c_uint32),
     )
 
 
@@ -94,8 +92,6 @@ class ScoreBlocks(ctypes.Structure):
         ("digests", Digests),
         ("step", Step),
         ("query", c_void_p),
-        ("listed", c_void_p),
-        ("list_counts", c_void_p),
         ("estimates", c_void_p),
         ("scores", c_void_p),
         ("due", c_void_p),
@@ -105,24 +101,11 @@ class ScoreBlocks(ctypes.Structure):
         ("scale", c_float),
         ("spread", c_float),
         ("group", c_uint32),
-        ("most_listed", c_uint32),
         ("interval", c_uint32),
         ("layer", c_uint32),
         ("by_row", c_uint32),
-        ("put_off", c_uint32),
         ("most_hot", c_uint32),
         ("unused", c_uint32),
-    )
-
-
-class BestBlocks(ctypes.Structure):
-    _fields_ = (
-        ("step", Step),
-        ("scores", c_void_p),
-        ("positions", c_void_p),
-        ("counts", c_void_p),
-        ("kv_heads", c_uint32),
-        ("limit", c_uint32),
     )
 
 
@@ -187,8 +170,6 @@ class ShiftLse(ctypes.Structure):
         ("batch", c_uint32),
         ("group", c_uint32),
         ("most_misses", c_uint32),
-        ("overwrites", c_uint32),
-        ("unused", c_uint32),
     )
 
 
@@ -196,7 +177,6 @@ BY_NAME: dict[str, type[ctypes.Structure]] = {
     "sh_append": Append,
     "sh_digest_pages": DigestPages,
     "sh_score_blocks": ScoreBlocks,
-    "sh_best_blocks": BestBlocks,
     "sh_select_blocks": SelectBlocks,
     "sh_apply_plan": ApplyPlan,
     "sh_shift_lse": ShiftLse,

@@ -10,15 +10,12 @@ from sglang_hybrid.native.structs import Geometry, MailboxLayout
 OUTCOMES = ("served", "empty", "late", "damaged", "refused", "withheld")  # sh_mailbox_outcome
 
 
-class Slots(ctypes.Structure):
-    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("positions", c_void_p), ("slots", c_uint64))
-
-
 class AttendSlots(ctypes.Structure):
     _fields_ = (
         ("query", c_void_p),
-        ("resident", Slots),
-        ("staged", Slots),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("positions", c_void_p),
         ("row_of", c_void_p),
         ("lengths", c_void_p),
         ("active_rows", c_void_p),
@@ -35,6 +32,8 @@ class AttendSlots(ctypes.Structure):
         ("head_dim", c_uint32),
         ("dtype", c_uint32),
         ("units", c_uint32),
+        ("slots", c_uint32),
+        ("unused", c_uint32),
     )
 
 
@@ -44,7 +43,8 @@ class Side(ctypes.Structure):
 
 class Merge(ctypes.Structure):
     _fields_ = (
-        ("sides", Side * 3),
+        ("first", Side),
+        ("second", Side),
         ("out", c_void_p),
         ("lse", c_void_p),
         ("active_rows", c_void_p),
@@ -133,7 +133,6 @@ class MailboxWait(ctypes.Structure):
 
 
 BY_NAME: dict[str, type[ctypes.Structure]] = {
-    "sh_slots": Slots,
     "sh_attend_slots": AttendSlots,
     "sh_merge": Merge,
     "sh_gather_blocks": GatherBlocks,

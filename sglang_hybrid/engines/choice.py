@@ -18,9 +18,7 @@ _OF_GPU = {
     "worker": ("auto", "none"),
     "score_interval": ("auto", 1),
     "selection": ("head",),
-    "digest": ("minmax",),
     "digest_dtype": ("auto", "model"),
-    "sketch_bits": (4,),
 }
 
 

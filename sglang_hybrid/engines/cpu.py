@@ -36,9 +36,7 @@ class CpuEngine(Engine):
         budget = policy_named(config.policy).native_budget
         assert budget is not None  # engines.choice asks before
         blocks = budget(config)
-        rules = SelectionRules(
-            _EVERYTHING if blocks is None else blocks, config.sink_blocks, config.recent_blocks, config.digest_spread
-        )
+        rules = SelectionRules(_EVERYTHING if blocks is None else blocks, config.sink_blocks, config.recent_blocks)
         summaries = [_summaries(pool, layer) for layer in range(pool.layer_num)]
         self.kernels = HostKernels(pool.region.address, geometry, summaries, rules, threads)
         self._pool, self._req_to_token, self._block_tokens = pool, model.req_to_token, config.block_tokens

@@ -17,15 +17,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from sglang_hybrid.cuda.attention import Partial, attend_slots, merge3
+from sglang_hybrid.cuda.attention import Partial, attend_slots, merge
 from sglang_hybrid.cuda.digests import Step, append
 from sglang_hybrid.cuda.gathering import gather_blocks
 from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.cuda.missed import finish_late
-from sglang_hybrid.cuda.places import Places
 from sglang_hybrid.cuda.scoring import HotBlocks, ScoreInterval, score_blocks, shift_lse
 from sglang_hybrid.cuda.selection import RecallInterval, RecallPlan, apply_plan, select_blocks
-from sglang_hybrid.gpu.budgets import Budget
 from sglang_hybrid.gpu.buffers import MOST_GATHERED, LaneBuffers, MainBuffers, plan_for
 from sglang_hybrid.gpu.dense import DenseRows
 from sglang_hybrid.gpu.lanes import Lane
@@ -51,8 +49,7 @@ class DeviceScout:
         self._layers, self._shape, self._settings, self._mailbox = list(layers), shape, settings, mailbox
         self.slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, dtype, device)
         self.step = StepBuffers(shape.rows, shape.most, shape.max_blocks, device)
-        self.budgets = [self._budget_of(level) for level in range(settings.levels)]
-        self.level = 0  # of the steps that are launched, or recorded
+        self._tables = [self.slots.table(layer, settings.sink, settings.recent) for layer in range(len(layers))]
         # by row, since they outlive the step where rows are not scored at every one
         of_scores = (shape.rows, shape.heads, shape.max_blocks)
         self._scores = [torch.full(of_scores, -math.inf, device=device) for _ in layers]
@@ -80,38 +77,12 @@ class DeviceScout:
         self.is_ended = False  # whether somebody calls end_step: recalls go on behind the last layer's attention then
         self._unended: int | None = None  # the layer whose recall nobody has waited for
 
-    def _budget_of(self, level: int) -> Budget:
-        settings, rows = self._settings, self._shape.rows
-        slots = self.slots.wider(1 << level) if level else self.slots
-        places = Places(rows, slots.all_positions) if level else None
-        of_rows = places or self.step
-        return Budget(
-            level=level,
-            blocks=settings.budget << level,
-            slots=slots,
-            tables=[slots.table(n, settings.sink, settings.recent) for n in range(len(self._layers))],
-            places=places,
-            lengths=of_rows.lengths,
-            first_lengths=of_rows.first_lengths,
-        )
-
     def _no_hot_blocks(self) -> HotBlocks | None:
         """None where there are none, or no others: rows are scored as a whole then, or not at all."""
         shape, settings = self._shape, self._settings
         if settings.score_interval == 1 or not 0 < settings.hot < shape.max_blocks - 1:
             return None
         return HotBlocks.none_yet(shape.rows, shape.heads, shape.group, settings.hot, self.step.lengths.device)
-
-    def _hot_of(self, layer: int) -> HotBlocks | None:
-        hot, here = self._hot[layer], self.budget
-        if hot is None or here.level == 0:
-            return hot
-        is_all = hot.positions.shape[2] << here.level >= self._shape.max_blocks - 1
-        return None if is_all else hot.of_fewer_rows(here.rows, 1 << here.level)
-
-    @property
-    def budget(self) -> Budget:
-        return self.budgets[self.level]
 
     @staticmethod
     def score_bytes_per_row(layers: int, heads: int, max_blocks: int, hot: int) -> int:
@@ -154,32 +125,22 @@ class DeviceScout:
         """
         rows = rows.to(torch.int64)
         self.slots.forget(rows)
-        for budget in self.budgets[1:]:
-            assert budget.places is not None
-            budget.places.rows_begin(rows)
         self.dense.rows_begin(rows)
         self.step.rows_begin(rows, PREFILLED if prefilled else ARRIVED)
 
-    def hold_rows(self, whole: bool, level: int = 0, count: int = 0) -> None:
-        """From this step on rows are held as a whole, or in slots of a level. What is in device memory becomes void.
+    def hold_rows(self, whole: bool, count: int = 0) -> None:
+        """From this step on rows are held as a whole, or in slots. What is in device memory becomes void.
 
         ``count``: rows that are loaded for this step; they have to be loaded again.
         """
         if self.is_dense and count:
             self.dense.digest_tails(count)
-        self.is_dense, self.level = whole, level
+        self.is_dense = whole
         if whole:
             self.dense.forget_all()
-        elif self.budget.places is not None:
-            self.budget.places.forget_all()
         else:
             self.slots.forget_all()
             self.step.all_begin()
-
-    def place_rows(self, count: int) -> None:
-        """Where rows have places: those of the step that is loaded."""
-        if self.budget.places is not None:
-            self.budget.places.place_rows(self.step.of_batch(count), self.step.begins(count), self.refused)
 
     # -- lanes -------------------------------------------------------------------------------
 
@@ -214,12 +175,11 @@ class DeviceScout:
             self._scout.wait_for(layer)
         else:
             self._begin_layer(layer, query, scale)
-        here = self.budget
-        of_layer, table, misses = self._layers[layer], here.tables[layer], lane.misses(count)
-        key_slots, value_slots = here.slots.keys[layer], here.slots.values[layer]
+        of_layer, table, misses = self._layers[layer], self._tables[layer], lane.misses(count)
+        key_slots, value_slots = self.slots.keys[layer], self.slots.values[layer]
         append(
             of_layer.digests, table, step, keys, values, key_slots, value_slots, of_layer.pool,
-            scores=self._scores[layer][: here.rows], by_row=True, refused=self.refused,
+            scores=self._scores[layer], by_row=True, refused=self.refused,
         )  # fmt: skip
         if lane.gathered:
             # append did not have to wait: the tail's slot is none that selection gives to others
@@ -227,7 +187,7 @@ class DeviceScout:
         local, served, out = self._main.local(count), self._main.served(count), self._main.out(count)
         replies = self._collect(layer, query, scale, predicted)
         attend_slots(
-            query, key_slots, value_slots, table.positions, here.lengths, step.row_of, scale,
+            query, key_slots, value_slots, table.positions, self.step.lengths, step.row_of, scale,
             active_rows=step.active_rows, workspace=self._main.attending(count), out=local[0], lse=local[1],
         )  # fmt: skip
         with self._recall.fork():
@@ -235,7 +195,7 @@ class DeviceScout:
             self._recall.mark(layer)
         if replies is not None:
             self._replies.wait_for(layer)
-            merge3(local, replies, None, active_rows=step.active_rows, out=out)
+            merge(local, replies, active_rows=step.active_rows, out=out)
         finish_late(
             query, of_layer.pool, misses.pages, misses.counts, scale, local, out,
             served=served, active_rows=step.active_rows,
@@ -311,38 +271,37 @@ class DeviceScout:
         self, layer: int, step: Step, query: torch.Tensor, scale: float, due: torch.Tensor, first: bool = False
     ) -> None:
         """``first``: of rows that do not decode yet. Nobody attends to misses, and the plan has all that they want."""
-        settings, here, lane, count = self._settings, self.budget, self._lanes[layer % 2], step.batch
-        scores = self._scores[layer][: here.rows]
+        settings, lane, count = self._settings, self._lanes[layer % 2], step.batch
+        scores = self._scores[layer]
         share = None if first or self.gather_shares is None else self.gather_shares[layer : layer + 1]
         put_off = score_blocks(
             query, self._layers[layer].digests, step, scale, self._main.scoring(count), scores,
-            spread=settings.spread, by_row=True,
-            interval=self._score_interval(layer, due), put_off=True,
+            by_row=True, interval=self._score_interval(layer, due),
         )  # fmt: skip
         select_blocks(
-            scores, here.tables[layer], step, here.blocks, lane.misses(count),
+            scores, self._tables[layer], step, settings.budget, lane.misses(count),
             pool_pages=self._shape.pool_pages, bonus=settings.bonus[layer], worth=settings.worth[layer],
             any_block=settings.any_block[layer],
             plan=self._plans[layer], due=due,
-            recall=RecallInterval(self.intervals[layer : layer + 1], here.first_lengths, layer),
+            recall=RecallInterval(self.intervals[layer : layer + 1], self.step.first_lengths, layer),
             gathered=None if first else lane.gathered, gather_share=share,
             most_gathered=MOST_GATHERED, totals=None if first else self.counted[layer], by_row=True,
             put_off=put_off,
         )  # fmt: skip
 
     def _score_interval(self, layer: int, due: torch.Tensor) -> ScoreInterval:
-        hot = self._hot_of(layer)
+        hot = self._hot[layer]
         # where the longest row has no others than hot blocks, all are scored at every step
         steps = 1 if hot is None and self._settings.hot else self._settings.score_interval
-        return ScoreInterval(steps, self.budget.first_lengths, due, layer, hot)
+        return ScoreInterval(steps, self.step.first_lengths, due, layer, hot)
 
     def _make_resident(self, layer: int, plan: RecallPlan) -> None:
-        pool, here = self._layers[layer].pool, self.budget
+        pool, slots = self._layers[layer].pool, self.slots
         gather_blocks(
-            pool.region, pool.keys, pool.values, plan.pages, here.slots.keys[layer], here.slots.values[layer],
+            pool.region, pool.keys, pool.values, plan.pages, slots.keys[layer], slots.values[layer],
             destinations=plan.destinations, count=plan.count, refused=self.refused,
         )  # fmt: skip
-        apply_plan(plan, here.tables[layer])
+        apply_plan(plan, self._tables[layer])
 
     def _receipt(self, layer: int, count: int) -> torch.Tensor:
         assert self._mailbox is not None

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,7 +26,6 @@ from sglang_hybrid.engines.base import (
     StepBatch,
 )
 from sglang_hybrid.gpu.admission import PageAdmission
-from sglang_hybrid.gpu.budgets import Level
 from sglang_hybrid.gpu.decode import DeviceScout
 from sglang_hybrid.gpu.lanes import Lane
 from sglang_hybrid.gpu.layers import DeviceLayer, DeviceShape
@@ -68,17 +67,7 @@ def unsupported_reason(config: HybridConfig, pool: KVPool, model: ModelFacts) ->
     return why_not(config) or why_not_model(pool.head_dim, pool.v_head_dim, model.group, pool.store_dtype.itemsize)
 
 
-class StepKind(NamedTuple):
-    """How a decode step holds its rows. There is a CUDA graph for each kind and batch size."""
-
-    whole: bool = False
-    level: int = 0  # of budgets, for rows that are not held as a whole
-
-    @property
-    def label(self) -> str:
-        if self.whole:
-            return "dense"
-        return f"level{self.level}" if self.level else ""
+_WHOLE_REQUESTS = "dense"  # the graph of steps that hold all of their rows in device memory
 
 
 class CudaEngine(Engine):
@@ -169,8 +158,6 @@ class CudaEngine(Engine):
             if config.dense == "auto" and self._one_batch:
                 self._room = Room(self.scout.dense.pages, self.scout.dense.block_bytes)
                 self.scout.is_dense = self._room.is_dense
-            row_bytes = self.scout.block_bytes * self._shape.heads * settings.slots * len(self._layers)
-            self._level = Level([budget.rows for budget in self.scout.budgets], row_bytes)
             self._budget_tokens = config.budget_tokens
             recall = RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt)
             outcomes = self._mailbox.outcome_counts if self._mailbox else None
@@ -224,70 +211,47 @@ class CudaEngine(Engine):
         active = count - batch.padding
         self.scout.step.load(self._req_to_token, rows, batch.lengths, active)
         lengths = batch.lengths_on_host[:active].tolist()
-        if (kind := self._kind_of(lengths, count)) != self._kind:
-            self.scout.hold_rows(*kind, count=count)
+        whole = self._room is not None and self._room.look(lengths, time.monotonic())
+        if whole != self.scout.is_dense:
+            self._tell(whole, len(lengths))
+            self.scout.hold_rows(whole, count)
             self.scout.step.load(self._req_to_token, rows, batch.lengths, active)
         if self.scout.is_dense:
             self.scout.dense.begin_step(count, lengths)
             self.watch.step(0)
             return
-        self.scout.place_rows(count)
         self._follow_worker()
         if self._link is not None:
             self._link.mailbox.wake()
-        level = self.scout.level
-        # a row with twice the budget counts twice
-        self.watch.step(int((batch.lengths_on_host > self._budget_tokens << level).sum()) << level)
+        self.watch.step(int((batch.lengths_on_host > self._budget_tokens).sum()))
 
     def _after_logits(self, *_of_module: Any) -> None:
         self.scout.end_step()
 
-    def _kind_of(self, lengths: list[int], count: int) -> StepKind:
-        """How rows of these lengths are held in the step that begins, a batch of ``count``."""
-        now = time.monotonic()
-        kind = StepKind(whole=self._room is not None and self._room.look(lengths, now))
-        if not kind.whole:
-            kind = StepKind(level=self._level.look(count, now))
-        if kind != self._kind:
-            self._tell(kind, len(lengths))
-        return kind
-
-    def _tell(self, kind: StepKind, rows: int) -> None:
-        if kind.whole:
+    def _tell(self, whole: bool, rows: int) -> None:
+        if whole:
             logger.info("the GPU's memory holds %d running requests as a whole: attention is exact", rows)
             return
         logger.info(
             "%d running requests are longer than the GPU's memory holds: blocks are selected, %d tokens of each",
-            rows, self._budget_tokens << kind.level,
+            rows, self._budget_tokens,
         )  # fmt: skip
 
     @property
-    def _kind(self) -> StepKind:
-        """Of the step that begins, or is recorded."""
-        return StepKind(self.scout.is_dense, self.scout.level)
-
-    @property
     def graph_variant(self) -> str:
-        return self._kind.label
+        return _WHOLE_REQUESTS if self.scout.is_dense else ""
 
     def graph_variants(self, batch_size: int) -> list[str]:
-        return [kind.label for kind in self._kinds() if kind.level == 0 or batch_size <= self._rows_of(kind)]
+        return [""] if self._room is None else ["", _WHOLE_REQUESTS]
 
     @contextlib.contextmanager
     def recording(self, variant: str) -> Iterator[None]:
-        serving = self._kind
-        self.scout.is_dense, self.scout.level = next(kind for kind in self._kinds() if kind.label == variant)
+        serving = self.scout.is_dense
+        self.scout.is_dense = variant == _WHOLE_REQUESTS
         try:
             yield
         finally:
-            self.scout.is_dense, self.scout.level = serving
-
-    def _kinds(self) -> list[StepKind]:
-        levels = [StepKind(level=one.level) for one in self.scout.budgets]
-        return levels if self._room is None else [*levels, StepKind(whole=True)]
-
-    def _rows_of(self, kind: StepKind) -> int:
-        return self.scout.budgets[kind.level].rows
+            self.scout.is_dense = serving
 
     def _follow_worker(self) -> None:
         """Post to the worker that is there now."""
@@ -318,9 +282,9 @@ class CudaEngine(Engine):
         rows, lengths, new_tokens = batch.rows.to(torch.int64), batch.lengths, batch.new_tokens
         table = page_table(self._req_to_token, rows, max(lengths, default=0), self._block_tokens)
         self._prefill.begin(PrefillRows(table.cpu(), lengths, new_tokens), self._scale)
-        # where whole rows are held, or rows have places, their first decode step loads them
+        # where whole rows are held, their first decode step loads them
         self._settling = None
-        settles = self._kind == StepKind()
+        settles = not self.scout.is_dense
         self.scout.rows_begin(rows, prefilled=settles)
         if not settles:
             return
@@ -383,4 +347,4 @@ def _digests(pool: KVPool, layer: int) -> LayerDigests:
         return LayerDigests(pool.digests.of_layer(layer))
     sketch, keys = pool.sketches.of_layer(layer), pool.k_buffer[layer]
     compact_of = (keys.dtype, pool.head_dim) if isinstance(pool.digests, CompactDigests) else None
-    return LayerDigests(pool.digests.of_layer(layer), sketch.codes, sketch.channels, compact_of, sketch.bits)
+    return LayerDigests(pool.digests.of_layer(layer), sketch.codes, sketch.channels, compact_of)

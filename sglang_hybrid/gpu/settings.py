@@ -25,13 +25,11 @@ class ScoutSettings:
     bonus: tuple[float, ...]  # of each layer
     worth: tuple[float, ...]  # the score that a miss of each layer must have
     any_block: tuple[bool, ...]  # whether every block that has it is a miss, or only the selected ones
-    spread: float
     score_interval: int  # steps between two scorings of all blocks of a layer
     shifts: bool
     gather_share: float | None  # of the misses, that are copied to the device; None: it changes, and begins with 0
     deadline_s: float
     hot: int = 0  # blocks of a (row, KV head) that are scored in between
-    levels: int = 1  # of budgets: where fewer rows run, each has up to 2^(levels - 1) times as much
 
 
 # Without a profile: what a gather gets out of PCIe 5, and a core out of memory (docs/design.md).
@@ -82,13 +80,11 @@ def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettin
         bonus=tuning.bonus,
         worth=tuple(math.log(share * group) if share else -math.inf for share in tuning.miss_shares),
         any_block=tuning.any_block,
-        spread=config.digest_spread,
         score_interval=score_interval_of(config, on_gpu=True),
         shifts=config.lse_shift,
         gather_share=gather_share_of(config),
         deadline_s=config.worker_deadline_ms / 1000,
         hot=hot_blocks_of(config),
-        levels=levels_of(config),
     )
 
 
@@ -99,29 +95,17 @@ def slots_of(config: HybridConfig) -> int:
     return max(always, int(tokens) // config.block_tokens)
 
 
-def levels_of(config: HybridConfig) -> int:
-    """Budgets, from budget_tokens on, each twice the one before."""
-    if config.most_budget_tokens == "auto":
-        return 1
-    return (int(config.most_budget_tokens) // config.budget_tokens).bit_length()
-
-
 def why_not(config: HybridConfig) -> str | None:
     """What of these settings the kernels cannot do, in words; None if they can."""
     if policy_named(config.policy).cuda_program is None:
         return f"policy={config.policy}"
-    if config.digest != "minmax":
-        return f"digest={config.digest}"
     if config.selection != "head":
         return f"selection={config.selection}"
     if config.attend != "resident":
         return f"attend={config.attend}"
     if config.sketch_channels not in _CHANNELS:
         return f"sketch_channels={config.sketch_channels}"
-    if config.sketch_channels and config.sketch_bits < 4 and config.digest_dtype == "model":
-        return f"sketch_bits={config.sketch_bits} with digest_dtype=model"
-    doubled = levels_of(config) - 1
-    if max(config.budget_tokens // config.block_tokens, slots_of(config)) << doubled > _MOST_BLOCKS:
+    if max(config.budget_tokens // config.block_tokens, slots_of(config)) > _MOST_BLOCKS:
         return f"more than {_MOST_BLOCKS * config.block_tokens} tokens in the budget"
     return None
 

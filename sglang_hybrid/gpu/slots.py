@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 
 from sglang_hybrid.cuda.digests import SlotTable
@@ -22,18 +20,6 @@ class ResidentSlots:
         self.keys = [torch.zeros(of_layer, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(of_layer, dtype=dtype, device=device) for _ in range(layers)]
         self.all_positions = torch.full((layers, rows, heads, slots), NO_BLOCK, dtype=torch.int32, device=device)
-
-    def wider(self, times: int) -> ResidentSlots:
-        """The same memory for fewer rows, each of which has so many times the slots. Positions are its own."""
-        layers, rows, heads, slots = self.all_positions.shape
-        fewer = rows // times
-        of_layer = (fewer, heads, slots * times, *self.keys[0].shape[3:])
-        wider = copy.copy(self)
-        wider.keys, wider.values = (
-            [part[: fewer * times].view(of_layer) for part in parts] for parts in (self.keys, self.values)
-        )
-        wider.all_positions = self.all_positions.new_full((layers, *of_layer[:3]), NO_BLOCK)
-        return wider
 
     @staticmethod
     def bytes_per_row(layers: int, heads: int, slots: int, dim: int, dtype: torch.dtype) -> int:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sglang_hybrid.config import SKETCH_CHANNELS_MULTIPLE, config_from_environment
+from sglang_hybrid.config import config_from_environment
 from sglang_hybrid.gpu.admission import PageAdmission
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.memory.digests import CompactDigests, Digests, is_compact
@@ -55,21 +55,16 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         config = config_from_environment()
         channels = min(config.sketch_channels, self.head_dim)
         self.sketches = None
-        if channels % (multiple := SKETCH_CHANNELS_MULTIPLE[config.sketch_bits]):  # fewer than set, by the head_dim
-            raise Refusal(
-                f"sketch_bits={config.sketch_bits} needs a head_dim that is a multiple of {multiple}, not "
-                f"{self.head_dim}, or fewer sketch_channels"
-            )
         if channels:
             shape = (self.layer_num, pages, self.head_num, self.page_size)
-            self.sketches = Sketches(channels, *shape, self.device, config.sketch_bits)
+            self.sketches = Sketches(channels, *shape, self.device)
         shape = (self.layer_num, pages, self.head_num, self.head_dim)
-        if self.sketches and is_compact(config.digest_dtype, config.digest, channels, self.head_dim, self.device):
+        if self.sketches and is_compact(config.digest_dtype, channels, self.head_dim, self.device):
             if self.head_dim % 32:
                 raise Refusal(f"digest_dtype=int8 needs a head_dim that is a multiple of 32, not {self.head_dim}")
             self.digests = CompactDigests(self.sketches, *shape, self.device)
         else:
-            self.digests = Digests(config.digest, *shape, self.store_dtype, self.device)
+            self.digests = Digests(*shape, self.store_dtype, self.device)
 
     def admit(self, pages: torch.Tensor, last_filled: int) -> None:
         """Make pages that a prefill instance wrote ours: layout, digests, sketches. Once for every page that arrives.

@@ -88,11 +88,11 @@ def _pages_on_device(available: int, config: HybridConfig, shape: KVShape, confi
     """Pages whose digests and sketches the device holds, beside the resident blocks of all rows."""
     dtype, args = configurator.kv_cache_dtype, configurator.server_args
     channels = min(config.sketch_channels, shape.key_dim)
-    if is_compact(config.digest_dtype, config.digest, channels, shape.key_dim, configurator.device):
+    if is_compact(config.digest_dtype, channels, shape.key_dim, configurator.device):
         per_page = CompactDigests.bytes_per_page(shape.layers, shape.kv_heads, shape.key_dim, channels)
     else:
-        per_page = Digests.bytes_per_page(config.digest, shape.layers, shape.kv_heads, shape.key_dim, dtype)
-    per_page += Sketches.bytes_per_page(channels, shape.layers, shape.kv_heads, config.block_tokens, config.sketch_bits)
+        per_page = Digests.bytes_per_page(shape.layers, shape.kv_heads, shape.key_dim, dtype)
+    per_page += Sketches.bytes_per_page(channels, shape.layers, shape.kv_heads, config.block_tokens)
     rows = args.max_running_requests + 1
     if args.disaggregation_mode == "decode":  # rows of requests whose KV cache is on its way
         rows += args.disaggregation_decode_extra_slots or 0

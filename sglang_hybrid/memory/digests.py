@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from sglang_hybrid.memory.sketches import Sketches
 from sglang_hybrid.ops import reference
 
-_KINDS: dict[str, tuple[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
-    "minmax": (2, reference.minmax_digest),
-    "mean": (1, reference.mean_digest),
-}
-
 
 class Digests:
-    """One digest per (layer, page, KV head), kept up to date by whoever writes keys.
+    """One min/max digest per (layer, page, KV head), kept up to date by whoever writes keys.
 
     Layout, one tensor a layer::
 
-        [page][KV head][kind: max, min | mean][head_dim]
+        [page][KV head][max, min][head_dim]
 
     Pages are shared between requests with a common prefix, and so are their digests. A
     freed page needs no care: the next writer of its first token starts the digest anew.
     """
 
-    def __init__(
-        self, kind: str, layers: int, pages: int, heads: int, head_dim: int, dtype: torch.dtype, device: str
-    ) -> None:
-        parts, self._build = _KINDS[kind]
-        shape = (pages, heads, parts, head_dim)
+    def __init__(self, layers: int, pages: int, heads: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
+        shape = (pages, heads, 2, head_dim)
         self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
 
     @staticmethod
-    def bytes_per_page(kind: str, layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return layers * heads * _KINDS[kind][0] * head_dim * dtype.itemsize
+    def bytes_per_page(layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        return layers * heads * 2 * head_dim * dtype.itemsize
 
     def of_layer(self, layer: int) -> torch.Tensor:
         return self._layers[layer]
@@ -45,16 +35,16 @@ class Digests:
         table = self._layers[layer]
         blocks = keys[pages.to(keys.device)].to(table.device)
         pages = pages.to(table.device)
-        table[pages] = self._build(blocks, filled.to(table.device)).to(table.dtype)
+        table[pages] = reference.minmax_digest(blocks, filled.to(table.device)).to(table.dtype)
 
 
-def is_compact(digest_dtype: str, digest: str, channels: int, head_dim: int, device: str) -> bool:
+def is_compact(digest_dtype: str, channels: int, head_dim: int, device: str) -> bool:
     """Whether digests are ``CompactDigests``.
 
     ``auto``: on a GPU, where reading digests is most of what scoring takes, if these shapes have a compact form.
     """
     if digest_dtype == "auto":
-        fits = digest == "minmax" and channels > 0 and channels % 8 == 0 and head_dim % 32 == 0
+        fits = channels > 0 and channels % 8 == 0 and head_dim % 32 == 0
         return fits and torch.device(device).type != "cpu"
     return digest_dtype == "int8" and channels > 0
 

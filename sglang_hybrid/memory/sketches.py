@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_hybrid.config import SKETCH_CHANNELS_MULTIPLE
 from sglang_hybrid.ops import reference
 
 
@@ -19,7 +18,6 @@ class LayerSketch:
 
     codes: torch.Tensor
     channels: torch.Tensor
-    bits: int = reference.SKETCH_BITS
 
 
 class Sketches:
@@ -28,31 +26,18 @@ class Sketches:
     Which ones they are differs between KV heads; ``choose`` says it before the first key is written.
     """
 
-    def __init__(
-        self,
-        channels: int,
-        layers: int,
-        pages: int,
-        heads: int,
-        page_tokens: int,
-        device: str,
-        bits: int = reference.SKETCH_BITS,
-    ) -> None:
-        assert channels % SKETCH_CHANNELS_MULTIPLE[bits] == 0
+    def __init__(self, channels: int, layers: int, pages: int, heads: int, page_tokens: int, device: str) -> None:
+        assert channels % 2 == 0
         self.channels = channels
-        self._shape, self._bits = (heads, channels), bits
-        rows = page_tokens * bits // 4
-        self._codes = [
-            torch.zeros(pages, heads, rows, channels // 2, dtype=torch.uint8, device=device) for _ in range(layers)
-        ]
+        self._shape = heads, channels
+        codes = (pages, heads, page_tokens, channels // 2)
+        self._codes = [torch.zeros(codes, dtype=torch.uint8, device=device) for _ in range(layers)]
         first = torch.arange(channels, device=device).expand(heads, -1).contiguous()
         self._channels = [first for _ in range(layers)]
 
     @staticmethod
-    def bytes_per_page(
-        channels: int, layers: int, heads: int, page_tokens: int, bits: int = reference.SKETCH_BITS
-    ) -> int:
-        return layers * heads * page_tokens * channels * bits // 8
+    def bytes_per_page(channels: int, layers: int, heads: int, page_tokens: int) -> int:
+        return layers * heads * page_tokens * channels // 2
 
     def choose(self, layer: int, order: torch.Tensor) -> None:
         """order ``[KV heads, head_dim]``: all channels of each KV head, the most telling first."""
@@ -61,13 +46,13 @@ class Sketches:
         self._channels[layer] = order[:, :channels].to(self._codes[layer].device, torch.int64).contiguous()
 
     def of_layer(self, layer: int) -> LayerSketch:
-        return LayerSketch(self._codes[layer], self._channels[layer], self._bits)
+        return LayerSketch(self._codes[layer], self._channels[layer])
 
     def refresh(self, layer: int, keys: torch.Tensor, digests: torch.Tensor, pages: torch.Tensor) -> None:
         """Recompute the sketches of ``pages`` of the pool ``keys``, whose ``digests`` are up to date."""
         codes = self._codes[layer]
         blocks, pages = keys[pages.to(keys.device)].to(codes.device), pages.to(codes.device)
-        codes[pages] = reference.sketch_codes(blocks, digests[pages], self._channels[layer], self._bits)
+        codes[pages] = reference.sketch_codes(blocks, digests[pages], self._channels[layer])
 
 
 def channel_order(importance: torch.Tensor, rotary_dim: int, neox: bool) -> torch.Tensor:

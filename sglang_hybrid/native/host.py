@@ -11,6 +11,7 @@ import torch
 from sglang_hybrid.native.library import checked, library
 from sglang_hybrid.native.openmp import gomp_parallel
 from sglang_hybrid.native.structs import Geometry, HostLayer, HostOptions, Rows
+from sglang_hybrid.ops import reference
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,6 @@ class SelectionRules:
     budget: int
     sink: int
     recent: int
-    spread: float
 
 
 class HostKernels:
@@ -51,7 +51,7 @@ class HostKernels:
         channels = layers[0].channels
         options = HostOptions(
             threads, rules.budget, rules.sink, rules.recent, 0 if channels is None else channels.shape[1],
-            rules.spread, gomp_parallel(),
+            reference.DIGEST_SPREAD, gomp_parallel(),
         )  # fmt: skip
         self._host = checked(
             self._library.sh_host_open, ctypes.c_void_p(pool_address), ctypes.byref(geometry), described,

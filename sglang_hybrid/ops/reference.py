@@ -17,8 +17,8 @@ import math
 import torch
 
 NO_BLOCK = -1
-SKETCH_BITS = 4  # for a place in a channel's range in a block
-COMPACT_STEPS = 16  # of a range, in compact digests
+DIGEST_SPREAD = 0.5  # of estimates by digests alone, where blocks are selected: see digest_logits
+SKETCH_STEPS = 16  # of a channel's range in a block: four bits tell a place in it
 SKETCH_REACH = 126 * math.log(2)  # e to that power, and to its opposite, are numbers of float32
 COMPACT_GROUP = 16  # channels of a compact digest that share a scale
 
@@ -62,12 +62,6 @@ def minmax_digest(keys: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
     return torch.stack((highest, lowest), dim=2)
 
 
-def mean_digest(keys: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
-    """Mean of the first ``filled`` keys of each page (MoBA): ``[n, H, 1, D]``."""
-    total = keys.float().masked_fill(_beyond(filled, keys.shape[2]), 0.0).sum(dim=2)
-    return (total / filled[:, None, None]).to(keys.dtype).unsqueeze(2)
-
-
 def _beyond(filled: torch.Tensor, block_tokens: int) -> torch.Tensor:
     return (torch.arange(block_tokens, device=filled.device) >= filled[:, None])[:, None, :, None]
 
@@ -75,63 +69,41 @@ def _beyond(filled: torch.Tensor, block_tokens: int) -> torch.Tensor:
 def digest_logits(query: torch.Tensor, digests: torch.Tensor, spread: float) -> torch.Tensor:
     """Estimate, for every query head, of the highest ``q . k`` in every block.
 
-    query ``[B, H * G, D]``, digests ``[B, N, H, kinds, D]`` -> ``[B, H, G, N]``.
+    query ``[B, H * G, D]``, digests ``[B, N, H, 2, D]`` (max, min) -> ``[B, H, G, N]``.
 
-    (max, min) digests: per channel the keys of a block lie in an interval, and the estimate is
+    Per channel the keys of a block lie in an interval, and the estimate is
     the query's dot product with the interval's middle, plus ``spread`` times the most that the
     rest of the interval can add. ``spread`` 1 is Quest's upper bound, which assumes that one key
     has the best value of every channel at once; 0 is the middle. Either way it is one dot
-    product of depth 2 D. Mean digests: ``q . mean``.
+    product of depth 2 D.
     """
-    rows, _, heads, kinds, dim = digests.shape
+    rows, _, heads, _, dim = digests.shape
     q = query.float().view(rows, heads, query.shape[1] // heads, dim)
-    if kinds == 2:
-        toward, away = (1 + spread) / 2, (1 - spread) / 2
-        up, down = q.clamp(min=0), q.clamp(max=0)
-        parts = torch.stack((toward * up + away * down, away * up + toward * down), dim=-2)
-    else:
-        parts = q.unsqueeze(-2)
+    toward, away = (1 + spread) / 2, (1 - spread) / 2
+    up, down = q.clamp(min=0), q.clamp(max=0)
+    parts = torch.stack((toward * up + away * down, away * up + toward * down), dim=-2)
     return torch.einsum("bhgkd,bnhkd->bhgn", parts, digests.float())
 
 
-def sketch_codes(
-    keys: torch.Tensor, digests: torch.Tensor, channels: torch.Tensor, bits: int = SKETCH_BITS
-) -> torch.Tensor:
-    """Where each key lies in its block's range, in a few channels, two to four bits each.
+def sketch_codes(keys: torch.Tensor, digests: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
+    """Where each key lies in its block's range, in a few channels, four bits each.
 
-    keys ``[n, H, T, D]``, digests ``[n, H, 2, D]`` (max, min), channels ``[H, C]`` -> bytes. The digest holds the
-    range, so that codes need no scale. Digests may be compact: codes are places in the range that a reader gets.
-
-        4 bits   C even               ``[n, H, T, C / 2]``      of two channels the first in the low bits
-        3 bits   C a multiple of 32   ``[n, H, 3T / 4, C / 2]`` words of ten codes and two bits, see ``_three_bits``
-        2 bits   C a multiple of 8    ``[n, H, T / 2, C / 2]``  of four channels the first in the lowest bits; the
-                                                                bytes of tokens t and t + T / 2 take turns
+    keys ``[n, H, T, D]``, digests ``[n, H, 2, D]`` (max, min), channels ``[H, C]`` -> bytes ``[n, H, T, C / 2]``, of
+    two channels the first in the low bits. The digest holds the range, so that codes need no scale. Digests may be
+    compact: codes are places in the range that a reader gets.
     """
     digests = _plain(digests, channels, keys.shape[3])
     where = channels[None, :, None, :].expand(keys.shape[0], -1, -1, -1)
     highest, lowest = digests.float().gather(3, where.expand(-1, -1, 2, -1)).unsqueeze(3).unbind(2)
     chosen = keys.float().gather(3, where.expand(-1, -1, keys.shape[2], -1))
-    levels = 1 << bits
-    step = (highest - lowest) / levels
+    step = (highest - lowest) / SKETCH_STEPS
     # a channel without a range, or a slot behind the last token with anything in it, gives some code
-    codes = ((chosen - lowest) / step).nan_to_num(0.0).clamp(0, levels - 1).to(torch.uint8)
-    if bits == 4:
-        return codes[..., ::2] | codes[..., 1::2] << 4
-    if bits == 3:
-        return _three_bits(codes)
-    first, second, third, fourth = codes.unflatten(3, (-1, 4)).unbind(4)
-    byte = first | second << 2 | third << 4 | fourth << 6  # [n, H, T, C / 4]
-    in_turn: torch.Tensor = byte.unflatten(2, (2, -1)).permute(0, 1, 3, 4, 2).flatten(3)
-    return in_turn
+    codes = ((chosen - lowest) / step).nan_to_num(0.0).clamp(0, SKETCH_STEPS - 1).to(torch.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4
 
 
 def sketch_logits(
-    query: torch.Tensor,
-    digests: torch.Tensor,
-    codes: torch.Tensor,
-    channels: torch.Tensor,
-    scale: float,
-    bits: int = SKETCH_BITS,
+    query: torch.Tensor, digests: torch.Tensor, codes: torch.Tensor, channels: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Estimate, for every query head, of the logarithm of a block's attention mass, in units of ``q . k``.
 
@@ -145,80 +117,20 @@ def sketch_logits(
     rows, blocks, heads, _, dim = digests.shape
     q = query.float().view(rows, heads, query.shape[1] // heads, dim)
     highest, lowest = digests.float().unbind(3)
-    levels = 1 << bits
-    step = (highest - lowest).gather(3, channels.expand(rows, blocks, -1, -1)) / levels  # [B, N, H, C]
+    step = (highest - lowest).gather(3, channels.expand(rows, blocks, -1, -1)) / SKETCH_STEPS  # [B, N, H, C]
     asked = q.gather(3, channels[None, :, None, :].expand(rows, -1, q.shape[2], -1)) * scale
     # the range goes into the query, once for a block and not for each of its tokens
     weights = step[..., None, :] * asked[:, None]  # [B, N, H, G, C]
-    if bits == 4:  # in the order of bits: torch is faster then
-        weights = torch.cat((weights[..., ::2], weights[..., 1::2]), dim=-1)
-        places = torch.cat((codes & 15, codes >> 4), dim=-1).float()
-    else:
-        places = read_codes(codes, channels.shape[1], bits).float()
+    # in the order of bits: torch is faster then
+    weights = torch.cat((weights[..., ::2], weights[..., 1::2]), dim=-1)
+    places = torch.cat((codes & 15, codes >> 4), dim=-1).float()
     tokens = weights @ places.transpose(3, 4)  # [B, N, H, G, T]
-    # a code of c stands for (c - 7.5) steps from the middle of the range, if there are sixteen
-    mass = tokens.logsumexp(dim=4) - (levels - 1) / 2 * weights.sum(dim=4)
+    # a code of c stands for (c - 7.5) steps from the middle of the range
+    mass = tokens.logsumexp(dim=4) - (SKETCH_STEPS - 1) / 2 * weights.sum(dim=4)
     mass = mass.clamp(-SKETCH_REACH, SKETCH_REACH)
     middle = torch.einsum("bhgd,bnhd->bhgn", q, (highest + lowest) / 2)
     estimates: torch.Tensor = mass.permute(0, 2, 3, 1) / scale + middle
     return estimates
-
-
-def read_codes(codes: torch.Tensor, channels: int, bits: int = SKETCH_BITS) -> torch.Tensor:
-    """What ``sketch_codes`` has packed: bytes ``[..., 8 * bits, C / 2]`` -> codes ``[..., T, C]``."""
-    if bits == 3:
-        return _of_three_bits(codes, channels)
-    if bits == 2:  # -> [..., T, C / 4]
-        codes = codes.unflatten(-1, (-1, 2)).movedim(-1, -3).flatten(-3, -2)
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
-    return (codes.unsqueeze(-1) >> shifts & ((1 << bits) - 1)).flatten(-2)
-
-
-# Codes of three bits. Of 32 channels, lane (i, j) has tokens i, i + T / 4, i + T / 2, i + 3T / 4 (0 to 3 here) and
-# channels 8j to 8j + 7, in three words. The lower half of a word has channels 8j to 8j + 3 (r = 0 to 3), five of its
-# tokens' codes, and a bit of a sixteenth; the upper half has the four channels behind those in the same places.
-# (token, r) by word and place:
-_THREE_BIT_PLACES = (
-    ((0, 0), (0, 1), (0, 2), (3, 1), (3, 2)),
-    ((1, 0), (1, 1), (1, 2), (0, 3), (1, 3)),
-    ((2, 0), (2, 1), (2, 2), (2, 3), (3, 3)),
-)
-_THREE_BIT_REST = (3, 0)  # its bit b is bit 15 of word b
-
-
-def _three_bits(codes: torch.Tensor) -> torch.Tensor:
-    """codes ``[n, H, T, C]`` -> bytes ``[n, H, 3T / 4, C / 2]``: for each 32 channels words 0 and 1 of every lane, then
-    word 2 of every lane."""
-    pages, heads, tokens, channels = codes.shape
-    # [n, H, token, i, part, j, half, r] -> [n, H, part, i, j, half, token, r]
-    lanes = codes.view(pages, heads, 4, tokens // 4, channels // 32, 4, 2, 4).permute(0, 1, 4, 3, 5, 6, 2, 7).int()
-    words = []
-    for number, places in enumerate(_THREE_BIT_PLACES):
-        half = lanes[..., _THREE_BIT_REST[0], _THREE_BIT_REST[1]] >> number << 15 & 0x8000
-        for place, (token, r) in enumerate(places):
-            half = half | lanes[..., token, r] << 3 * place
-        words.append((half[..., 0] | half[..., 1] << 16).flatten(3))  # [n, H, part, lane]
-    two = torch.stack(words[:2], dim=4).flatten(3)
-    ordered = torch.cat((two, words[2]), dim=3).contiguous()
-    return ordered.view(torch.uint8).view(pages, heads, 3 * tokens // 4, channels // 2)
-
-
-def _of_three_bits(codes: torch.Tensor, channels: int) -> torch.Tensor:
-    """The other way: bytes ``[..., 3T / 4, C / 2]`` -> codes ``[..., T, C]``."""
-    shape, tokens = codes.shape[:-2], codes.shape[-2] * 4 // 3
-    ordered = codes.contiguous().flatten(-2).view(torch.int32).view(*shape, channels // 32, 3 * tokens)
-    two, last = ordered.split((2 * tokens, tokens), dim=-1)
-    words = torch.cat((two.unflatten(-1, (-1, 2)), last.unsqueeze(-1)), dim=-1)  # [..., part, lane, word]
-    halves = torch.stack((words & 0xFFFF, words >> 16 & 0xFFFF), dim=-2)  # [..., part, lane, half, word]
-    found = torch.zeros(*halves.shape[:-1], 4, 4, dtype=torch.int32, device=codes.device)  # token, r
-    for number, places in enumerate(_THREE_BIT_PLACES):
-        for place, (token, r) in enumerate(places):
-            found[..., token, r] = halves[..., number] >> 3 * place & 7
-        found[..., _THREE_BIT_REST[0], _THREE_BIT_REST[1]] |= (halves[..., number] >> 15) << number
-    found = found.unflatten(-4, (tokens // 4, 4))  # [..., part, i, j, half, token, r]
-    order = (*range(len(shape)), *(len(shape) + axis for axis in (4, 1, 0, 2, 3, 5)))
-    codes = found.permute(order).reshape(*shape, tokens, channels).to(torch.uint8)
-    return codes
 
 
 # -- compact digests -------------------------------------------------------------------------
@@ -247,7 +159,7 @@ def compact_digest(digests: torch.Tensor, channels: torch.Tensor) -> torch.Tenso
     scale = (middle.abs().amax(dim=3) / 127).half()
     unit = scale.float().unsqueeze(3)
     levels = torch.where((unit > 0) & (unit < torch.inf), middle / unit, 0.0).round().clamp(-127, 127) + 128
-    step = ((highest - lowest) / COMPACT_STEPS).half().gather(2, channels.expand(len(digests), -1, -1))
+    step = ((highest - lowest) / SKETCH_STEPS).half().gather(2, channels.expand(len(digests), -1, -1))
     step = step.unflatten(2, (-1, 2, 4)).transpose(3, 4).flatten(2)
     parts = (levels.flatten(2).to(torch.uint8), step.contiguous().view(torch.uint8), scale.view(torch.uint8))
     compact = torch.cat(parts, dim=2)
@@ -268,7 +180,7 @@ def expand_digest(compact: torch.Tensor, channels: torch.Tensor, dim: int) -> to
     unit = scale.contiguous().view(torch.float16).float().unsqueeze(-1)
     middle = ((levels.float() - 128).unflatten(-1, (-1, COMPACT_GROUP)) * unit).flatten(-2)
     step = step.contiguous().view(torch.float16).float().unflatten(-1, (-1, 4, 2)).transpose(-1, -2).flatten(-3)
-    radius = torch.zeros_like(middle).scatter_(-1, channels.expand_as(step), step * (COMPACT_STEPS / 2))
+    radius = torch.zeros_like(middle).scatter_(-1, channels.expand_as(step), step * (SKETCH_STEPS / 2))
     return torch.stack((middle + radius, middle - radius), dim=-2)
 
 

@@ -18,7 +18,7 @@ class LayerCache:
 
     keys: torch.Tensor  # [pages, KV heads, block tokens, head_dim], host memory
     values: torch.Tensor  # likewise
-    digests: torch.Tensor  # [pages, KV heads, kinds, head_dim], on the model's device
+    digests: torch.Tensor  # [pages, KV heads, 2, head_dim] or compact, on the model's device
     layer: int = 0  # of this rank's pool
     sketch: LayerSketch | None = None  # some channels of every key, on the model's device
 
@@ -35,7 +35,7 @@ class LayerCache:
         if self.sketch is None:
             return reference.digest_logits(query, digests, spread)
         codes = _of_blocks(self.sketch.codes, pages)
-        return reference.sketch_logits(query, digests, codes, self.sketch.channels, scale, self.sketch.bits)
+        return reference.sketch_logits(query, digests, codes, self.sketch.channels, scale)
 
 
 def _of_blocks(table: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:

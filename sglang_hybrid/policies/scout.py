@@ -58,7 +58,6 @@ class ScoutPolicy(DecodePolicy):
         self._block_tokens = config.block_tokens
         self._sink = config.sink_blocks
         self._recent = config.recent_blocks
-        self._spread = config.digest_spread
         self._per_layer = config.selection == "layer"
         self._only_selected = config.attend == "selected"
         self._bonus = tuning.bonus
@@ -196,12 +195,16 @@ class ScoutPolicy(DecodePolicy):
         if cache.layer not in self._kept_scores:
             self._kept_scores[cache.layer] = RecentScores(self._rows, self._hot_blocks)
         counts = batch.block_counts(cache.block_tokens)
-        logits = reference.without_tail(cache.estimates(query, batch.page_table, self._spread, scale), counts)
+        logits = reference.without_tail(
+            cache.estimates(query, batch.page_table, reference.DIGEST_SPREAD, scale), counts
+        )
         return self._by_layer(self._kept_scores[cache.layer].of_step(logits, counts, batch.rows, turn, scale))
 
     def _scores(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
         counts = batch.block_counts(cache.block_tokens)
-        logits = reference.without_tail(cache.estimates(query, batch.page_table, self._spread, scale), counts)
+        logits = reference.without_tail(
+            cache.estimates(query, batch.page_table, reference.DIGEST_SPREAD, scale), counts
+        )
         return self._by_layer(reference.block_scores(logits, counts, scale))
 
     def _by_layer(self, scores: torch.Tensor) -> torch.Tensor:

@@ -196,7 +196,7 @@ def _decode(
     bar.say("decoding exactly, recording scores")
     budget = _budget(config, draft.facts.model)
     costs, norms, stop = _watch_costs(session, budget, draft.facts.model)
-    recorder = RecordingPolicy(config, costs)
+    recorder = RecordingPolicy(costs)
     session.use_policy(recorder, config, draft)
     try:
         _teacher_force(prefilled, following, lambda: bar.advance(cost))

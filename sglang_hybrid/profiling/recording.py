@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.base import DecodeBatch, LayerCache
 from sglang_hybrid.policies.full import FullPolicy, read_row
@@ -19,10 +18,9 @@ from sglang_hybrid.profiling.share_costs import ShareCosts
 class RecordingPolicy(FullPolicy):
     """Scores by the predicted query where a layer is announced, by the real one where it is not."""
 
-    def __init__(self, config: HybridConfig, costs: ShareCosts | None = None) -> None:
+    def __init__(self, costs: ShareCosts | None = None) -> None:
         """``costs`` are told of every step what blocks contribute to it."""
         self._costs = costs
-        self._spread = config.digest_spread
         self._scores: dict[int, list[torch.Tensor]] = {}
         self._shares: dict[int, list[torch.Tensor]] = {}
         self._counts: dict[int, list[torch.Tensor]] = {}
@@ -54,7 +52,9 @@ class RecordingPolicy(FullPolicy):
 
     def _score(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
         counts = batch.block_counts(cache.block_tokens)
-        logits = reference.without_tail(cache.estimates(query, batch.page_table, self._spread, scale), counts)
+        logits = reference.without_tail(
+            cache.estimates(query, batch.page_table, reference.DIGEST_SPREAD, scale), counts
+        )
         return reference.block_scores(logits, counts, scale).cpu()
 
     def record(self, layer: int) -> LayerRecord:

@@ -14,12 +14,6 @@ from sglang_hybrid.integration.refusals import Refusal
 @pytest.mark.parametrize(
     ("settings", "head_dim", "reason"),
     [
-        (
-            ["sketch_bits=3", "sketch_channels=64"],
-            48,
-            "sketch_bits=3 needs a head_dim that is a multiple of 32, not 48",
-        ),
-        (["sketch_bits=2", "sketch_channels=32"], 20, "sketch_bits=2 needs a head_dim that is a multiple of 8, not 20"),
         (["digest_dtype=int8"], 48, "digest_dtype=int8 needs a head_dim that is a multiple of 32, not 48"),
     ],
 )

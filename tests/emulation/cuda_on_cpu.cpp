@@ -49,8 +49,6 @@ alignas(1024) char shared[most_shared + guard_bytes];
 uint32_t alive, at_barrier;
 int counted, count_of_barrier;
 uint64_t barriers, progress;
-uint32_t at_some[16];  // threads at a barrier that is not everybody's
-uint64_t opened_some[16];
 
 [[noreturn]] void fail(const char* what, uint32_t number) {
     std::fprintf(stderr, "emulated kernel, CTA %u, thread %u: %s (%u)\n", block.x, thread.x, what, number);
@@ -169,16 +167,6 @@ int barrier(bool counts) {
     open_barrier();
     while (barriers == turn) pause();
     return count_of_barrier;
-}
-
-void barrier_of_some(uint32_t which, uint32_t count) {
-    const uint64_t turn = opened_some[which];
-    if (++at_some[which] == count) {
-        at_some[which] = 0;
-        ++opened_some[which];
-        ++progress;
-    }
-    while (opened_some[which] == turn) pause();
 }
 
 void copy_later(uint32_t to, const void* from, bool counts) {

@@ -56,7 +56,6 @@ constexpr uint32_t most_bytes = 32;  // that a lane shows the others at a time
 // What all lanes of this warp show, `most_bytes` apart; valid until the next but one.
 const char* show(const void* mine, uint32_t bytes);
 int barrier(bool counts);  // of the CTA; how many threads came with true
-void barrier_of_some(uint32_t which, uint32_t threads);
 
 void copy_later(uint32_t to, const void* from, bool counts);
 void commit();

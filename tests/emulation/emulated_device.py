@@ -30,7 +30,6 @@ from sglang_hybrid.cuda import (
     lane_structs,
     mailbox,
     missed,
-    places,
     placing,
     prediction,
     prefill_structs,
@@ -140,7 +139,7 @@ class HostMemory(host_memory.RegisteredRegion):
 
 
 _LAUNCHING = (
-    attention, beginning, copying, dense, digests, gathering, mailbox, missed, places, placing, prediction, scattering,
+    attention, beginning, copying, dense, digests, gathering, mailbox, missed, placing, prediction, scattering,
     scoring,
     selection,
 )  # fmt: skip

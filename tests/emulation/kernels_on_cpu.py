@@ -28,7 +28,6 @@ UNITS = (
     "attention",
     "missed",
     "mailbox",
-    "finish",
     "prefill",
 )
 FLAGS = ("-std=c++20", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off")

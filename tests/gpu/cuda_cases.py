@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_hybrid.cuda.attention import BlockSlots
 from sglang_hybrid.ops import reference
 
 BLOCK_TOKENS = 32
@@ -26,7 +25,6 @@ class Shape:
     group: int
     dim: int
     slots: int
-    staged: int = 0
     dtype: torch.dtype = torch.bfloat16
     rows: int = 0  # of the slot pool; 0: a few more than the batch has
 
@@ -40,58 +38,51 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class BlockSlots:
+    """Blocks in device memory and where in their sequences they are."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+
+
+@dataclass(frozen=True)
 class SlotCase:
     """What ``attend_slots`` gets. Tokens that do not count are NaN, in keys and in values."""
 
     shape: Shape
     query: torch.Tensor
     resident: BlockSlots
-    staged: BlockSlots | None
     lengths: torch.Tensor
     row_of: torch.Tensor
 
     def expected(self) -> Result:
-        """By the reference, on one pool that has the slots of both kinds as its pages."""
-        entries = torch.arange(self.shape.batch, device=DEVICE)
-        parts = [(self.resident, self.row_of.long())] + ([(self.staged, entries)] if self.staged else [])
-        keys, values, ids, fills, first = [], [], [], [], 0
-        for blocks, owner in parts:
-            owners, _, slots = blocks.positions.shape
-            pages = torch.arange(owners * slots, device=DEVICE).view(owners, 1, slots) + first
-            first += owners * slots
-            positions = blocks.positions[owner]
-            fill = reference.block_fill(positions.long(), self.lengths[self.row_of.long()].long(), BLOCK_TOKENS)
-            ids.append(pages[owner].expand_as(positions).masked_fill(fill == 0, reference.NO_BLOCK))
-            fills.append(fill)
-            keys.append(blocks.keys.transpose(1, 2).flatten(0, 1))
-            values.append(blocks.values.transpose(1, 2).flatten(0, 1))
-        pools = torch.cat(keys), torch.cat(values)
-        listed = torch.cat(ids, dim=2), torch.cat(fills, dim=2)
+        """By the reference, on a pool that has the slots as its pages."""
+        kept, owner = self.resident, self.row_of.long()
+        rows, _, slots = kept.positions.shape
+        pages = torch.arange(rows * slots, device=DEVICE).view(rows, 1, slots)
+        positions = kept.positions[owner]
+        fill = reference.block_fill(positions.long(), self.lengths[owner].long(), BLOCK_TOKENS)
+        ids = pages[owner].expand_as(positions).masked_fill(fill == 0, reference.NO_BLOCK)
+        pool = [part.transpose(1, 2).flatten(0, 1) for part in (kept.keys, kept.values)]
         # NaN in keys of tokens that do not count is masked by the reference, after the product
-        return reference.attend_blocks(self.query, *pools, *listed, self.shape.scale)
+        return reference.attend_blocks(self.query, *pool, ids, fill, self.shape.scale)
 
 
 def random_slots(shape: Shape, seed: int) -> SlotCase:
     random = seeded(seed)
-    blocks_of_a_row = 2 * (shape.slots + shape.staged) + 1
+    blocks_of_a_row = 2 * shape.slots + 1
     lengths = torch.randint(1, blocks_of_a_row * BLOCK_TOKENS, (shape.pool_rows,), generator=random)
     row_of = torch.randperm(shape.pool_rows, generator=random)[: shape.batch]
     query = torch.randn(shape.batch, shape.heads * shape.group, shape.dim, generator=random)
-    resident = _random_blocks(shape, shape.pool_rows, shape.slots, blocks_of_a_row, lengths, random)
-    staged = None
-    if shape.staged:
-        of_entries = lengths[row_of]
-        staged = _random_blocks(shape, shape.batch, shape.staged, blocks_of_a_row, of_entries, random)
-    return SlotCase(
-        shape, query.to(DEVICE, shape.dtype), resident, staged, lengths.int().to(DEVICE), row_of.int().to(DEVICE)
-    )
+    resident = _random_blocks(shape, blocks_of_a_row, lengths, random)
+    return SlotCase(shape, query.to(DEVICE, shape.dtype), resident, lengths.int().to(DEVICE), row_of.int().to(DEVICE))
 
 
-def _random_blocks(
-    shape: Shape, owners: int, slots: int, blocks: int, lengths: torch.Tensor, random: torch.Generator
-) -> BlockSlots:
+def _random_blocks(shape: Shape, blocks: int, lengths: torch.Tensor, random: torch.Generator) -> BlockSlots:
     """Different positions in each list, among them the tail's, some beyond the end, and empty slots."""
-    order = torch.rand(owners, shape.heads, blocks, generator=random).argsort(dim=2)
+    rows, slots = shape.pool_rows, shape.slots
+    order = torch.rand(rows, shape.heads, blocks, generator=random).argsort(dim=2)
     positions = order[..., :slots].clone()
     positions[torch.rand(positions.shape, generator=random) < 0.2] = reference.NO_BLOCK
     if slots:
@@ -101,7 +92,7 @@ def _random_blocks(
     fill = reference.block_fill(positions, lengths, BLOCK_TOKENS)
     beyond = (torch.arange(BLOCK_TOKENS) >= fill[..., None])[..., None].to(DEVICE)
     on_device = torch.Generator(DEVICE).manual_seed(random.initial_seed())
-    tokens = (2, owners, shape.heads, slots, BLOCK_TOKENS, shape.dim)
+    tokens = (2, rows, shape.heads, slots, BLOCK_TOKENS, shape.dim)
     both = torch.randn(tokens, generator=on_device, device=DEVICE, dtype=shape.dtype).masked_fill(beyond, torch.nan)
     return BlockSlots(*both, positions.int().to(DEVICE))
 

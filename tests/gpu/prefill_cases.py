@@ -167,7 +167,7 @@ class Model:
             assert torch.equal(digests.digests[pages.to(DEVICE)].cpu(), expected)
             if digests.codes is not None and digests.channels is not None:
                 absent = (torch.arange(BLOCK_TOKENS) >= filled[:, None])[:, None, :, None]
-                codes = reference.sketch_codes(keys, expected, digests.channels.cpu(), digests.code_bits)
+                codes = reference.sketch_codes(keys, expected, digests.channels.cpu())
                 found = digests.codes[pages.to(DEVICE)].cpu()
                 assert torch.equal(found.masked_fill(absent, 0), codes.masked_fill(absent, 0))
 

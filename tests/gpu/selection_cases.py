@@ -29,7 +29,6 @@ class Shape:
     max_blocks: int
     dtype: torch.dtype = torch.bfloat16
     compact: bool = False  # digests
-    bits: int = 4  # of codes
 
     @property
     def rows(self) -> int:
@@ -58,16 +57,16 @@ class LayerCase:
         codes, channels = self.digests.codes, self.digests.channels
         sketch = None
         if codes is not None and channels is not None:
-            sketch = LayerSketch(codes, channels, self.digests.code_bits)
+            sketch = LayerSketch(codes, channels)
         return LayerCache(self.keys, self.keys, self.digests.digests, sketch=sketch)
 
-    def logits(self, spread: float = 0.0) -> torch.Tensor:
+    def logits(self) -> torch.Tensor:
         table = self.step.page_table.long().clamp(min=0)
-        estimates = self.cache().estimates(self.query, table, spread, self.shape.scale)
+        estimates = self.cache().estimates(self.query, table, reference.DIGEST_SPREAD, self.shape.scale)
         return reference.without_tail(estimates, self.counts)
 
-    def expected_scores(self, spread: float = 0.0) -> torch.Tensor:
-        return reference.block_scores(self.logits(spread), self.counts, self.shape.scale)
+    def expected_scores(self) -> torch.Tensor:
+        return reference.block_scores(self.logits(), self.counts, self.shape.scale)
 
     def with_active(self, active: int) -> LayerCase:
         return replace(self, step=replace(self.step, active_rows=numbers(active)))
@@ -107,9 +106,9 @@ def summaries(keys: torch.Tensor, shape: Shape, seed: int) -> LayerDigests:
     channels = order[:, : shape.channels].contiguous()
     if shape.compact:
         digests = reference.compact_digest(digests, channels)
-    codes = reference.sketch_codes(keys, digests, channels, shape.bits)
+    codes = reference.sketch_codes(keys, digests, channels)
     compact_of = (shape.dtype, shape.dim) if shape.compact else None
-    return LayerDigests(digests.to(DEVICE), codes.to(DEVICE), channels.to(DEVICE), compact_of, shape.bits)
+    return LayerDigests(digests.to(DEVICE), codes.to(DEVICE), channels.to(DEVICE), compact_of)
 
 
 def random_table(shape: Shape, lengths: torch.Tensor, row_of: torch.Tensor, sink: int, recent: int, resident: int,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cuda_cases import DEVICE, Shape, SlotCase, random_partial, random_slots
 
-from sglang_hybrid.cuda.attention import AttendWorkspace, attend_slots, merge3
+from sglang_hybrid.cuda.attention import AttendWorkspace, attend_slots, merge
 from sglang_hybrid.ops import reference
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -15,20 +15,20 @@ UNTOUCHED = 77.0
 
 SHAPES = [
     Shape(batch=1, heads=1, group=1, dim=64, slots=1),
-    Shape(batch=3, heads=2, group=7, dim=128, slots=5, staged=3),
-    Shape(batch=2, heads=1, group=16, dim=128, slots=33, staged=8),
+    Shape(batch=3, heads=2, group=7, dim=128, slots=8),
+    Shape(batch=2, heads=1, group=16, dim=128, slots=41),
     Shape(batch=1, heads=1, group=9, dim=64, slots=130, dtype=torch.float16),
-    Shape(batch=5, heads=3, group=3, dim=96, slots=10, staged=2),
+    Shape(batch=5, heads=3, group=3, dim=96, slots=12),
     Shape(batch=2, heads=2, group=4, dim=96, slots=17, dtype=torch.float16),
-    Shape(batch=2, heads=2, group=8, dim=256, slots=9, staged=4),
-    Shape(batch=3, heads=2, group=5, dim=128, slots=0, staged=6),
+    Shape(batch=2, heads=2, group=8, dim=256, slots=13),
+    Shape(batch=3, heads=2, group=5, dim=128, slots=6),
 ]
 LARGE = [
     Shape(batch=1, heads=8, group=5, dim=128, slots=64),
-    Shape(batch=8, heads=4, group=16, dim=128, slots=33, staged=8),
-    Shape(batch=64, heads=8, group=5, dim=128, slots=64, staged=4),
+    Shape(batch=8, heads=4, group=16, dim=128, slots=41),
+    Shape(batch=64, heads=8, group=5, dim=128, slots=68),
     Shape(batch=40, heads=8, group=8, dim=128, slots=16, dtype=torch.float16),
-    Shape(batch=4, heads=2, group=2, dim=64, slots=130, staged=2),
+    Shape(batch=4, heads=2, group=2, dim=64, slots=132),
     Shape(batch=2, heads=1, group=9, dim=64, slots=300, dtype=torch.float16),
     Shape(batch=6, heads=2, group=4, dim=96, slots=40, dtype=torch.float16),
 ]
@@ -42,9 +42,8 @@ def large(shape: Shape) -> object:
 def attended(case: SlotCase, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
     kept = case.resident
     return attend_slots(
-        case.query, kept.keys, kept.values, kept.positions, case.lengths, case.row_of, case.shape.scale,
-        staged=case.staged, **options,
-    )  # fmt: skip
+        case.query, kept.keys, kept.values, kept.positions, case.lengths, case.row_of, case.shape.scale, **options
+    )
 
 
 def assert_attention(
@@ -68,10 +67,9 @@ def test_groups_of_every_size_are_attended() -> None:
 
 
 def test_a_list_without_tokens_gives_zero_and_no_lse() -> None:
-    case = random_slots(Shape(batch=4, heads=2, group=5, dim=128, slots=12, staged=2), seed=1)
+    case = random_slots(Shape(batch=4, heads=2, group=5, dim=128, slots=14), seed=1)
     case.resident.positions[case.row_of[1].long()] = reference.NO_BLOCK
     case.resident.positions[case.row_of[2].long()] = 10_000  # beyond the end
-    case.staged.positions[1:3] = reference.NO_BLOCK
     out, lse = attended(case)
     assert torch.equal(out[1:3], torch.zeros_like(out[1:3]))
     assert torch.equal(lse[1:3], torch.full_like(lse[1:3], -torch.inf))
@@ -92,8 +90,8 @@ def test_a_row_that_does_not_exist_has_no_tokens() -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        Shape(batch=16, heads=1, group=5, dim=64, slots=4, staged=2),
-        large(Shape(batch=16, heads=4, group=5, dim=128, slots=24, staged=3)),
+        Shape(batch=16, heads=1, group=5, dim=64, slots=6),
+        large(Shape(batch=16, heads=4, group=5, dim=128, slots=27)),
     ],
     ids=str,
 )
@@ -129,8 +127,8 @@ def test_the_same_launch_gives_the_same_bits(shape: Shape, times: int) -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        Shape(batch=6, heads=1, group=5, dim=64, slots=5, staged=2),
-        large(Shape(batch=12, heads=4, group=5, dim=128, slots=32, staged=4)),
+        Shape(batch=6, heads=1, group=5, dim=64, slots=7),
+        large(Shape(batch=12, heads=4, group=5, dim=128, slots=36)),
     ],
     ids=str,
 )
@@ -140,11 +138,12 @@ def test_a_graph_attends_to_what_is_there_when_it_is_replayed(shape: Shape) -> N
     workspace = AttendWorkspace(shape.batch, shape.heads, shape.group, shape.dim, device=DEVICE)
     out, lse = attended(case, workspace=workspace)
     merged = torch.empty(out.shape, dtype=shape.dtype, device=DEVICE)
-    merge3((out, lse), None, None, out=merged)
+    nothing = random_partial(tuple(out.shape), 1, empty=1.0)
+    merge((out, lse), nothing, out=merged)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         attended(case, workspace=workspace, out=out, lse=lse, active_rows=active)
-        merge3((out, lse), None, None, out=merged, active_rows=active)
+        merge((out, lse), nothing, out=merged, active_rows=active)
     for seed in range(1, 20):
         other = random_slots(shape, seed)
         for mine, theirs in zip(_tensors(case), _tensors(other), strict=True):
@@ -158,8 +157,8 @@ def test_a_graph_attends_to_what_is_there_when_it_is_replayed(shape: Shape) -> N
 
 
 def _tensors(case: SlotCase) -> list[torch.Tensor]:
-    blocks = [case.resident, case.staged]
-    return [case.query, case.lengths, case.row_of, *(t for b in blocks for t in (b.keys, b.values, b.positions))]
+    kept = case.resident
+    return [case.query, case.lengths, case.row_of, kept.keys, kept.values, kept.positions]
 
 
 @pytest.mark.device  # the emulation has checks of its own
@@ -182,29 +181,29 @@ def test_tensors_that_do_not_fit_are_refused_with_their_name() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(1, 1, 64), (7, 15, 128), (64, 40, 128), (3, 6, 96)])
-def test_three_sides_are_merged_as_the_reference_does(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    sides = [random_partial(shape, seed) for seed in range(3)]
-    expected, expected_lse = reference.merge(*reference.merge(*sides[0], *sides[1]), *sides[2])
+def test_two_sides_are_merged_as_the_reference_does(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    sides = [random_partial(shape, seed) for seed in range(2)]
+    expected, expected_lse = reference.merge(*sides[0], *sides[1])
     out, lse = torch.empty(shape, dtype=dtype, device=DEVICE), torch.empty(shape[:2], device=DEVICE)
-    merge3(*sides, out=out, lse=lse)
+    merge(*sides, out=out, lse=lse)
     torch.testing.assert_close(lse, expected_lse, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(out, expected.to(dtype), atol=1e-6, rtol=1e-6 if dtype == torch.float32 else 1e-2)
 
 
-def test_an_empty_side_leaves_the_bits_of_the_others() -> None:
+def test_an_empty_side_leaves_the_bits_of_the_other() -> None:
     shape = (5, 8, 128)
     full, empty = random_partial(shape, 1, empty=0.0), random_partial(shape, 2, empty=1.0)
     out, lse = torch.empty(shape, device=DEVICE), torch.empty(shape[:2], device=DEVICE)
-    for sides in ((full, empty, empty), (empty, full, empty), (empty, empty, full), (full, None, None)):
-        merge3(*sides, out=out, lse=lse)
+    for sides in ((full, empty), (empty, full)):
+        merge(*sides, out=out, lse=lse)
         assert torch.equal(out, full[0]) and torch.equal(lse, full[1])
-    merge3(empty, None, empty, out=out, lse=lse)
+    merge(empty, empty, out=out, lse=lse)
     assert not out.any() and (lse == -torch.inf).all()
 
 
 def test_merging_leaves_inactive_entries_alone() -> None:
     shape = (6, 4, 64)
     out = torch.full(shape, UNTOUCHED, device=DEVICE)
-    sides = [random_partial(shape, seed, empty=0.0) for seed in range(3)]
-    merge3(*sides, out=out, active_rows=torch.tensor([2], dtype=torch.int32, device=DEVICE))
+    sides = [random_partial(shape, seed, empty=0.0) for seed in range(2)]
+    merge(*sides, out=out, active_rows=torch.tensor([2], dtype=torch.int32, device=DEVICE))
     assert (out[2:] == UNTOUCHED).all() and (out[:2] != UNTOUCHED).all()

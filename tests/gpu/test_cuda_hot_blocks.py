@@ -38,7 +38,7 @@ def test_hot_blocks_are_scored_at_every_step_and_all_of_them_in_turn(group: int,
         before, is_tail = scores[rows].cpu(), position_is(case.counts.cpu() - 1, max_blocks)
         was_hot, shares = positions_are(hot.positions[rows].cpu(), max_blocks), hot.shares[rows].cpu() * math.log(2)
         put_off = score_blocks(
-            case.query, case.digests, case.step, shape.scale, workspace, scores, by_row=True, put_off=True,
+            case.query, case.digests, case.step, shape.scale, workspace, scores, by_row=True,
             interval=ScoreInterval(4, first_lengths, begins, 2, hot),
         )  # fmt: skip
         select_blocks(scores, table, case.step, 20, misses, pool_pages=case.keys.shape[0], put_off=put_off, by_row=True)
@@ -78,13 +78,3 @@ def longer(case: LayerCase) -> Step:
     return replace(
         step, lengths=lengths, page_table=table.scatter(1, opened[:, None], torch.where(last < 0, fresh, last))
     )
-
-
-def test_hot_blocks_need_somebody_who_chooses_them() -> None:
-    shape = Shape(batch=1, heads=1, group=1, dim=64, channels=32, max_blocks=9)
-    case = random_layer(shape, 1)
-    workspace = ScoreWorkspace(1, 1, 1, 9, DEVICE)
-    scores, lengths = torch.zeros(shape.rows, 1, 9, device=DEVICE), numbers(*[1] * shape.rows)
-    interval = ScoreInterval(2, lengths, numbers(0), 0, HotBlocks.none_yet(shape.rows, 1, 1, 4, DEVICE))
-    with pytest.raises(ValueError, match="put scores off"):
-        score_blocks(case.query, case.digests, case.step, 1.0, workspace, scores, by_row=True, interval=interval)

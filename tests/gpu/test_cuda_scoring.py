@@ -9,14 +9,9 @@ import torch
 from cuda_cases import seeded
 from selection_cases import DEVICE, LayerCase, Shape, numbers, random_layer, summaries
 
-from sglang_hybrid.cuda.scoring import (
-    BestBlocks,
-    ScoreWorkspace,
-    best_blocks,
-    score_blocks,
-    score_in_two_levels,
-    shift_lse,
-)
+from sglang_hybrid.cuda.digests import SlotTable
+from sglang_hybrid.cuda.scoring import ScoreWorkspace, score_blocks, shift_lse
+from sglang_hybrid.cuda.selection import Misses, select_blocks
 from sglang_hybrid.ops import reference
 
 UNTOUCHED = 77.0
@@ -38,23 +33,20 @@ SHAPES = [
     Shape(batch=3, heads=2, group=16, dim=64, channels=32, max_blocks=33, dtype=torch.float16, compact=True),
     Shape(batch=2, heads=2, group=12, dim=128, channels=64, max_blocks=9, compact=True),
     Shape(batch=2, heads=1, group=7, dim=64, channels=64, max_blocks=21, compact=True),
-    Shape(batch=1, heads=1, group=1, dim=64, channels=32, max_blocks=1, compact=True, bits=2),
-    Shape(batch=4, heads=2, group=5, dim=128, channels=32, max_blocks=64, compact=True, bits=2),
-    Shape(batch=3, heads=2, group=16, dim=64, channels=32, max_blocks=33, dtype=torch.float16, compact=True, bits=2),
-    Shape(batch=2, heads=2, group=12, dim=128, channels=64, max_blocks=9, compact=True, bits=2),
-    Shape(batch=2, heads=1, group=7, dim=64, channels=64, max_blocks=21, compact=True, bits=2),
-    Shape(batch=4, heads=2, group=5, dim=128, channels=32, max_blocks=64, compact=True, bits=3),
-    Shape(batch=3, heads=2, group=16, dim=64, channels=32, max_blocks=33, dtype=torch.float16, compact=True, bits=3),
-    Shape(batch=2, heads=2, group=12, dim=128, channels=64, max_blocks=9, compact=True, bits=3),
 ]
 LARGE = Shape(batch=33, heads=4, group=5, dim=128, channels=32, max_blocks=120)
 
 
-def scored(case: LayerCase, spread: float = 0.0, **more: object) -> torch.Tensor:
+def scored(case: LayerCase) -> torch.Tensor:
+    """Scores as selection writes them, whatever it selects."""
     shape = case.shape
     workspace = ScoreWorkspace(shape.batch, shape.heads, shape.group, shape.max_blocks, DEVICE)
     scores = torch.full((shape.batch, shape.heads, shape.max_blocks), UNTOUCHED, device=DEVICE)
-    score_blocks(case.query, case.digests, case.step, shape.scale, workspace, scores, spread=spread, **more)
+    put_off = score_blocks(case.query, case.digests, case.step, shape.scale, workspace, scores)
+    assert (scores == UNTOUCHED).all()
+    table = SlotTable(torch.full((shape.rows, shape.heads, 1), -1, dtype=torch.int32, device=DEVICE), 0, 0)
+    misses = Misses(shape.batch, shape.heads, 1, DEVICE)
+    select_blocks(scores, table, case.step, 1, misses, pool_pages=case.keys.shape[0], put_off=put_off)
     return scores
 
 
@@ -64,9 +56,9 @@ def assert_scores(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_blocks_are_scored_as_the_reference_does(shape: Shape) -> None:
-    for seed, spread in ((0, 0.0), (1, 0.5), (2, 1.0)):
+    for seed in range(3):
         case = random_layer(shape, seed)
-        assert_scores(scored(case, spread), case.expected_scores(spread))
+        assert_scores(scored(case), case.expected_scores())
 
 
 def test_many_rows_of_very_different_lengths_are_scored() -> None:
@@ -96,10 +88,9 @@ def test_a_damaged_page_neither_wins_nor_poisons_the_others(channels: int, damag
     assert (found[0][:, 1:11] > -1e6).all()
 
 
-@pytest.mark.parametrize("bits", [4, 3, 2])
 @pytest.mark.parametrize("damage", [torch.nan, torch.inf, -torch.inf])
-def test_a_damaged_page_with_a_compact_digest_neither_wins_nor_poisons_the_others(damage: float, bits: int) -> None:
-    shape = Shape(batch=1, heads=2, group=5, dim=128, channels=32, max_blocks=30, compact=True, bits=bits)
+def test_a_damaged_page_with_a_compact_digest_neither_wins_nor_poisons_the_others(damage: float) -> None:
+    shape = Shape(batch=1, heads=2, group=5, dim=128, channels=32, max_blocks=30, compact=True)
     case = random_layer(shape, 7, [30 * 32])
     for block, channel in ((0, 3), (11, 127), (29, 64)):
         case.keys[int(case.step.page_table[0, block]), :, 5, channel] = damage
@@ -131,19 +122,6 @@ def test_tokens_very_far_from_the_middle_of_their_block_are_told_as_far_as_float
     torch.testing.assert_close(scored(case), case.expected_scores(), atol=6.0, rtol=1e-2)
 
 
-@pytest.mark.parametrize("bits", [2, 3])
-def test_codes_of_few_bits_need_compact_digests(bits: int) -> None:
-    case = random_layer(Shape(batch=1, heads=1, group=1, dim=64, channels=32, max_blocks=3, bits=bits), 1)
-    with pytest.raises(ValueError, match="2 or 3 beside compact digests"):
-        scored(case)
-
-
-def test_compact_digests_are_not_read_without_sketches() -> None:
-    case = random_layer(Shape(batch=1, heads=1, group=1, dim=64, channels=32, max_blocks=3, compact=True), 1)
-    with pytest.raises(ValueError, match="compact digests need sketches"):
-        scored(case, sketched=False)
-
-
 def test_a_row_of_damaged_pages_is_scored_like_one_without_preferences() -> None:
     case = random_layer(Shape(batch=1, heads=1, group=5, dim=64, channels=32, max_blocks=9), 1, [9 * 32])
     case.digests.digests.fill_(torch.nan)
@@ -163,64 +141,6 @@ def test_entries_that_are_not_active_are_not_scored(active: int) -> None:
     found = scored(case.with_active(active))
     assert_scores(found[:active], case.expected_scores()[:active])
     assert (found[active:] == UNTOUCHED).all()
-
-
-def test_the_best_blocks_are_listed_in_order() -> None:
-    shape = Shape(batch=4, heads=2, group=1, dim=64, channels=0, max_blocks=700)
-    for seed, limit in ((0, 1), (1, 64), (2, 300), (3, 700), (4, 900)):
-        lengths = [700 * 32, 1, limit * 32 % (700 * 32) + 1, 20 * 32]
-        case = random_layer(replace(shape, max_blocks=700), seed, lengths)
-        scores = torch.randn(shape.batch, shape.heads, 700, generator=seeded(seed)).to(DEVICE) * 5
-        best = BestBlocks(shape.batch, shape.heads, limit, DEVICE)
-        best_blocks(scores, case.step, best)
-        beyond = torch.arange(700, device=DEVICE) >= case.counts[:, None, None]
-        ranked = scores.masked_fill(beyond, -torch.inf)
-        for entry, count in enumerate(case.counts.tolist()):
-            wanted = min(limit, count)
-            expected = ranked[entry].topk(wanted, dim=1).indices.sort(dim=1).values
-            assert torch.equal(best.positions[entry, :, :wanted].long(), expected)
-            assert (best.positions[entry, :, wanted:] == -1).all() and (best.counts[entry] == wanted).all()
-
-
-def test_of_many_equal_scores_exactly_as_many_as_wanted_are_taken() -> None:
-    shape = Shape(batch=1, heads=3, group=1, dim=64, channels=0, max_blocks=513)
-    case = random_layer(shape, 0, [513 * 32])
-    scores = torch.zeros(1, 3, 513, device=DEVICE)
-    scores[0, 1, 500:] = 1.0
-    scores[0, 2, :] = torch.finfo(torch.float32).min
-    best = BestBlocks(1, 3, 40, DEVICE)
-    best_blocks(scores, case.step, best)
-    assert best.positions[0, 0].tolist() == list(range(40)) == best.positions[0, 2].tolist()
-    assert best.positions[0, 1].tolist() == [*range(27), *range(500, 513)]
-
-
-def test_with_all_blocks_on_the_second_level_two_levels_are_one() -> None:
-    case = random_layer(Shape(batch=3, heads=2, group=5, dim=128, channels=32, max_blocks=40), 1)
-    found, best = two_levels(case, limit=40)
-    assert torch.equal(found, scored(case))
-    assert (best.counts == case.counts[:, None].int()).all()
-
-
-def test_the_second_level_has_sketches_and_the_others_the_middle() -> None:
-    case = random_layer(Shape(batch=3, heads=2, group=5, dim=128, channels=32, max_blocks=40), 1)
-    shape = case.shape
-    found, best = two_levels(case, limit=12)
-    table = case.step.page_table.long().clamp(min=0)
-    sketched = case.cache().estimates(case.query, table, 0.0, shape.scale)
-    middle = reference.digest_logits(case.query, case.digests.digests[table], 0.0)
-    middle = middle + torch.tensor(32.0).log() / shape.scale
-    chosen = reference.is_listed(best.positions.long(), shape.max_blocks)
-    mixed = reference.without_tail(torch.where(chosen[:, :, None, :], sketched, middle), case.counts)
-    assert_scores(found, reference.block_scores(mixed, case.counts, shape.scale))
-
-
-def two_levels(case: LayerCase, limit: int) -> tuple[torch.Tensor, BestBlocks]:
-    shape = case.shape
-    workspace = ScoreWorkspace(shape.batch, shape.heads, shape.group, shape.max_blocks, DEVICE)
-    scores = torch.empty(shape.batch, shape.heads, shape.max_blocks, device=DEVICE)
-    best = BestBlocks(shape.batch, shape.heads, limit, DEVICE)
-    score_in_two_levels(case.query, case.digests, case.step, shape.scale, workspace, scores, best)
-    return scores, best
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.max_blocks > 1], ids=str)
@@ -243,21 +163,6 @@ def test_an_lse_is_shifted_as_the_reference_does(shape: Shape) -> None:
     torch.testing.assert_close(lse, before + expected, atol=TOLERANCE, rtol=1e-3)
     shift_lse(case.query, case.query, case.digests, pages.int(), counts.int().to(DEVICE), shape.scale, lse)
     torch.testing.assert_close(lse, before + expected, atol=TOLERANCE, rtol=1e-3)
-
-
-@pytest.mark.parametrize("channels", [0, 32])
-def test_a_shift_is_written_by_itself(channels: int) -> None:
-    shape = Shape(batch=3, heads=2, group=9, dim=64, channels=channels, max_blocks=10)
-    case = random_layer(shape, 3)
-    pages = torch.randint(0, case.keys.shape[0], (3, 2, 4), generator=seeded(2)).int().to(DEVICE)
-    counts = torch.tensor([[4, 0], [1, 3], [2, 2]], dtype=torch.int32, device=DEVICE)
-    added, alone = torch.zeros(3, 18, device=DEVICE), torch.full((3, 18), 77.0, device=DEVICE)
-    for lse, overwrite in ((added, False), (alone, True)):
-        shift_lse(
-            case.query, case.query * 0.9, case.digests, pages, counts, shape.scale, lse, overwrite=overwrite,
-            active_rows=numbers(2),
-        )  # fmt: skip
-    assert torch.equal(alone[:2], added[:2]) and (alone[2] == 77.0).all() and not alone[0, 9:].any()
 
 
 def test_a_damaged_page_and_inactive_entries_shift_nothing() -> None:

@@ -38,11 +38,11 @@ class Decoding:
 
     def __init__(
         self, budget: int, interval: int, slots: int | None = None, worker: bool = False, share: float = 0.0,
-        worth: float | None = None, compact: bool = False, score_interval: int = 1, levels: int = 1, hot: int = 0,
+        worth: float | None = None, compact: bool = False, score_interval: int = 1, hot: int = 0,
     ) -> None:  # fmt: skip
         """``worth``: with it, every block that has such a score is a miss.
 
-        ``compact``: digests, and codes of two bits.
+        ``compact``: digests.
         """
         self.random = seeded(3)
         self._settled: list[object] = []
@@ -58,12 +58,11 @@ class Decoding:
         for keys, values in zip(self.keys, self.values, strict=True):
             keys.copy_(self.blocks(PAGES))
             values.copy_(torch.randn(shape, generator=self.random))
-            bits = 2 if compact else 4
-            codes = torch.zeros(PAGES, HEADS, BLOCK_TOKENS * bits // 4, CHANNELS // 2, dtype=torch.uint8, device=DEVICE)
+            codes = torch.zeros(PAGES, HEADS, BLOCK_TOKENS, CHANNELS // 2, dtype=torch.uint8, device=DEVICE)
             if compact:
                 size = reference.compact_bytes(DIM, CHANNELS)
                 empty = torch.zeros(PAGES, HEADS, size, dtype=torch.uint8, device=DEVICE)
-                digests = LayerDigests(empty, codes, channels, (DTYPE, DIM), bits)
+                digests = LayerDigests(empty, codes, channels, (DTYPE, DIM))
             else:
                 empty = torch.zeros(PAGES, HEADS, 2, DIM, dtype=DTYPE, device=DEVICE)
                 digests = LayerDigests(empty, codes, channels)
@@ -84,8 +83,8 @@ class Decoding:
         settings = ScoutSettings(
             budget=budget, slots=slots or budget, sink=SINK, recent=RECENT, bonus=(0.5,) * LAYERS,
             worth=(-math.inf if worth is None else worth,) * LAYERS, any_block=(worth is not None,) * LAYERS,
-            spread=0.5, score_interval=score_interval, shifts=True, gather_share=share, deadline_s=20.0,
-            levels=levels, hot=hot,
+            score_interval=score_interval, shifts=True, gather_share=share, deadline_s=20.0,
+            hot=hot,
         )  # fmt: skip
         self.digests = [layer.digests.digests for layer in layers]
         self.shape = DeviceShape(ROWS, ROWS, MAX_BLOCKS, HEADS, GROUP, DIM, PAGES)
@@ -148,12 +147,6 @@ class Decoding:
         of_step = rows.to(DEVICE), lengths.to(DEVICE)
         self._settled.append(of_step)
         self.scout.step.load(self.req_to_token, *of_step, count - 1)
-        self.scout.place_rows(count)
-
-    def places(self) -> torch.Tensor:
-        """Of the rows, in slots: their own numbers, or what they have instead."""
-        places = self.scout.budget.places
-        return self.rows if places is None else places._places[self.rows].long()
 
     def run(self, predicts: bool) -> None:
         """Launch, or record, the layers of a step."""
@@ -191,17 +184,17 @@ class Decoding:
 
     def gathered(self, layer: int) -> torch.Tensor:
         """``[rows, KV heads, blocks]``: whether this step has gathered the block."""
-        plan, slots = self.scout._lanes[layer % 2].gathered, self.scout.budget.slots.positions(layer).shape[2]
+        plan, slots = self.scout._lanes[layer % 2].gathered, self.scout.slots.positions(layer).shape[2]
         found = torch.zeros(ROWS, HEADS, MAX_BLOCKS, dtype=torch.bool)
         if plan:
             count = int(plan.count)
             owners = plan.destinations[:count].cpu().long() // slots
             found.view(-1, MAX_BLOCKS)[owners, plan.positions[:count].cpu().long()] = True
-        return found[self.places().cpu()]
+        return found[self.rows.cpu()]
 
     def held(self, layer: int) -> torch.Tensor:
         """Positions of the blocks in slots, ``[rows, KV heads, slots]``."""
-        held = self.scout.budget.slots.positions(layer)[self.places()].cpu().long()
+        held = self.scout.slots.positions(layer)[self.rows].cpu().long()
         counts = -(-self.lengths // BLOCK_TOKENS)
         return held.masked_fill(held >= counts[:, None, None], reference.NO_BLOCK)
 
@@ -217,7 +210,7 @@ class Decoding:
         token = torch.arange(BLOCK_TOKENS)
         entry, head = torch.arange(len(LENGTHS))[:, None, None], torch.arange(HEADS)[:, None]
         for layer in range(LAYERS):
-            positions = self.scout.budget.slots.positions(layer)[self.places()].cpu().long()
+            positions = self.scout.slots.positions(layer)[self.rows].cpu().long()
             tokens = self.lengths[:, None, None] - positions * BLOCK_TOKENS
             holds = (positions >= 0) & (tokens > 0)
             counts = torch.zeros(len(LENGTHS), HEADS, MAX_BLOCKS, dtype=torch.int64)
@@ -225,9 +218,9 @@ class Decoding:
             assert counts.max() <= 1, "a block is in two slots"
             valid = holds[..., None] & (token < tokens[..., None])
             pages = self.pages[entry, positions.clamp(0, self.pages.shape[1] - 1)]
-            slots_of = self.scout.budget.slots
+            slots_of = self.scout.slots
             for slots, pool in ((slots_of.keys, self.keys), (slots_of.values, self.values)):
-                held, there = slots[layer][self.places()].cpu(), pool[layer][pages, head]
+                held, there = slots[layer][self.rows].cpu(), pool[layer][pages, head]
                 differs = ((held != there).any(dim=-1) & valid).nonzero()
                 assert not len(differs), f"layer {layer}: entry, head, slot, token {differs[:4].tolist()}"
 
@@ -371,23 +364,21 @@ def test_scores_stay_between_two_scorings_and_the_text_is_the_same_above_the_bud
     assert int(decoding.scout.refused) == 0
 
 
-@pytest.mark.parametrize("levels", [1, 2])
-def test_hot_blocks_are_scored_at_every_step_and_the_others_in_turn(levels: int) -> None:
-    """Every third step: the two long rows have more than eight blocks, and than sixteen with twice the budget."""
-    decoding = Decoding(7, 0, score_interval=3, hot=8, levels=levels)
-    scout, level = decoding.scout, levels - 1
+def test_hot_blocks_are_scored_at_every_step_and_the_others_in_turn() -> None:
+    """Every third step: the two long rows have more than eight blocks."""
+    long, most = [0, 3], 8
+    decoding = Decoding(7, 0, score_interval=3, hot=most)
+    scout = decoding.scout
     scout.rows_begin(decoding.rows)
-    scout.hold_rows(whole=False, level=level)
-    long, most = [0, 3], 8 << level
+    scout.hold_rows(whole=False)
     for number in range(1, 7):
         before = [scores.clone() for scores in scout._scores]
         decoding.next_tokens()
         decoding.run(predicts=False)
         torch.cuda.synchronize()
         decoding.check_slots()
-        places = decoding.places().cpu()
         for layer in range(LAYERS):
-            changed = (scout._scores[layer] != before[layer]).cpu()[places].sum(dim=2)
+            changed = (scout._scores[layer] != before[layer]).cpu()[decoding.rows.cpu()].sum(dim=2)
             blocks = (-(-decoding.lengths // BLOCK_TOKENS))[:, None]
             if number == 1 or (number + layer) % 3 == 0:
                 assert (changed[long] > most + 1).all()

@@ -42,7 +42,7 @@ class Requests:
     in random order, and a row's table goes on with other rows' pages beyond the row's end.
     """
 
-    def __init__(self, lengths: list[int], shape: Shape, seed: int, digest: str = "minmax") -> None:
+    def __init__(self, lengths: list[int], shape: Shape, seed: int) -> None:
         random, self.shape, self.lengths = seeded(seed), shape, lengths
         heads, longest = shape.heads, max(lengths)
 
@@ -61,7 +61,7 @@ class Requests:
         self._req_to_token = (table[:, :, None] * T + torch.arange(T)).flatten(1).to(torch.int32)
 
         nan = float("nan")
-        self._digests = Digests(digest, 1, len(pages) + 1, heads, shape.dim, shape.dtype, "cpu")
+        self._digests = Digests(1, len(pages) + 1, heads, shape.dim, shape.dtype, "cpu")
         self._digests.of_layer(0).fill_(nan)
         self.cache = LayerCache(
             torch.full((len(pages) + 1, heads, T, shape.dim), nan, dtype=shape.dtype),
@@ -136,9 +136,9 @@ class Step:
 class Decoding:
     """Requests that live as planned, decoded by one policy in the order of SGLang's calls."""
 
-    def __init__(self, plan: list[Life], shape: Shape, seed: int, digest: str = "minmax") -> None:
+    def __init__(self, plan: list[Life], shape: Shape, seed: int) -> None:
         self.plan = plan
-        self.requests = Requests([life.prompt + life.steps for life in plan], shape, seed, digest)
+        self.requests = Requests([life.prompt + life.steps for life in plan], shape, seed)
         self._random = seeded(seed + 1)
         self.last_step = max(life.first + life.steps for life in plan)
 

@@ -69,11 +69,8 @@ def test_defaults_are_the_documented_ones():
         "block_tokens": 32,
         "budget_tokens": 2048,
         "resident_tokens": "auto",
-        "most_budget_tokens": "auto",
         "sink_blocks": 1,
         "recent_blocks": 2,
-        "digest": "minmax",
-        "digest_spread": 0.5,
         "digest_dtype": "auto",
         "profile": "none",
         "prediction": "auto",
@@ -90,7 +87,6 @@ def test_defaults_are_the_documented_ones():
         "recall_beta": 0.12,
         "recall_adapt": True,
         "sketch_channels": 32,
-        "sketch_bits": 4,
         "host_memory": "auto",
         "worker": "auto",
         "worker_provider": "native",
@@ -110,7 +106,7 @@ def test_the_file_wins_over_defaults_and_overrides_win_over_the_file(write):
     assert config == HybridConfig(budget_tokens=1024, sink_blocks=0, policy="full")
     assert sources["budget_tokens"] == f"file {file}"
     assert sources["sink_blocks"] == sources["policy"] == "override"
-    assert sources["digest"] == "default"
+    assert sources["attend"] == "default"
     assert list(sources) == KEYS
 
 
@@ -234,7 +230,7 @@ def test_an_override_with_bad_yaml_is_named():
         ("policy=", "policy=None", "one of full, scout"),
         ("policy=on", "policy=True", "one of full, scout"),
         ("policy=[full]", "policy=['full']", "one of full, scout"),
-        ("digest=max", "digest='max'", "one of mean, minmax"),
+        ("attend=all", "attend='all'", "one of resident, selected"),
         ("block_tokens=64", "block_tokens=64", "32"),
         ("block_tokens=32.0", "block_tokens=32.0", "32"),
         ("budget_tokens=abc", "budget_tokens='abc'", "a whole number > 0"),
@@ -279,31 +275,21 @@ def test_a_budget_that_cannot_hold_sink_recent_and_tail_is_refused_with_the_leas
     assert load_config(file, ["budget_tokens=160"]).budget_tokens == 160
 
 
-def test_sketches_of_few_bits_need_whole_words_of_channels():
-    assert load_config(None, ["sketch_bits=2", "sketch_channels=24"]).sketch_bits == 2
-    assert load_config(None, ["sketch_bits=2", "sketch_channels=0"]).sketch_channels == 0
-    problem = problem_of(overrides=["sketch_bits=2", "sketch_channels=12"])
-    assert "sketch_bits 2 needs sketch_channels that are a multiple of 8" in problem
-    problem = problem_of(overrides=["sketch_bits=3", "sketch_channels=24"])
-    assert "sketch_bits 3 needs sketch_channels that are a multiple of 32" in problem
-    assert "must be" in problem_of(overrides=["sketch_bits=1"])
-
-
 def test_a_budget_of_the_tail_alone_is_legal():
     assert load_config(None, ["budget_tokens=32", "sink_blocks=0", "recent_blocks=0"]).budget_tokens == 32
 
 
 def test_all_problems_of_all_sources_are_reported_together(write):
-    file = write("polcy: full\ndigest: max\n")
+    file = write("polcy: full\nattend: all\n")
     problems = problems_of(file, ["oops", "sink_blocks=-1", "host_memory=lots", "budget_tokens=100"])
-    found = "unknown key 'polcy'", "'oops'", "digest='max'", "sink_blocks=-1", "host_memory='lots'", "budget_tokens=100"
+    found = "unknown key 'polcy'", "'oops'", "attend='all'", "sink_blocks=-1", "host_memory='lots'", "budget_tokens=100"
     assert len(problems) == len(found)
     for expected in found:
         assert sum(expected in problem for problem in problems) == 1
 
 
 def test_problems_of_overrides_are_reported_next_to_a_file_that_cannot_be_parsed(write):
-    assert len(problems_of(write("policy: [\n"), ["digest=max"])) == 2
+    assert len(problems_of(write("policy: [\n"), ["attend=all"])) == 2
 
 
 # The object
@@ -494,7 +480,7 @@ def test_a_description_of_the_configuration_can_be_loaded_again_and_tells_source
     config, sources = load_with_sources(None, ["policy=full", "host_memory=60%"])
     text = describe(config, sources)
     assert "policy: full  # override\n" in text
-    assert "digest: minmax  # default\n" in text
+    assert "attend: resident  # default\n" in text
     assert load_config(write(text), []) == config
 
 
@@ -608,7 +594,15 @@ def test_scores_are_not_older_than_sixteen_steps(override: str) -> None:
     assert problem_of(overrides=[override]).endswith(': must be "auto" or 1 to 16')
 
 
-def test_budgets_double() -> None:
-    assert load_config(None, ["most_budget_tokens=8192"]).most_budget_tokens == 8192
-    problem = problem_of(overrides=["most_budget_tokens=6000"])
-    assert 'must be "auto" or one of 2048, 4096, 8192, 16384' in problem
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [
+        ("digest=mean", "drop it"),
+        ("digest_spread=1", "drop it"),
+        ("most_budget_tokens=8192", "raise budget_tokens instead"),
+        ("sketch_bits=3", "set sketch_channels to take less memory"),
+    ],
+)
+def test_a_setting_of_an_earlier_version_is_refused_with_what_to_do_instead(override: str, advice: str) -> None:
+    problem = problem_of(overrides=[override])
+    assert problem.startswith(f"{override.partition('=')[0]} (override): was removed; ") and advice in problem

@@ -145,7 +145,7 @@ class Rows:
             codes = self.codes[layer][self.table]
             logits = reference.sketch_logits(query, digests, codes, self.channels, self.scale)
         else:
-            logits = reference.digest_logits(query, digests, self.config.digest_spread)
+            logits = reference.digest_logits(query, digests, reference.DIGEST_SPREAD)
         scores = reference.block_scores(reference.without_tail(logits, counts), counts, self.scale)
         budget = self.config.budget_tokens // T
         chosen = reference.select_blocks(scores, counts, budget, self.config.sink_blocks, self.config.recent_blocks)

@@ -24,14 +24,12 @@ DEVICE_ALONE = {
     "test_cuda_gather.py": 1,
     "test_cuda_hot_blocks.py": 1,
     "test_cuda_mailbox.py": 1,
-    "test_cuda_places.py": 1,
     "test_cuda_prediction.py": 1,
     "test_cuda_scoring.py": 1,
     "test_cuda_selection.py": 2,
     "test_gpu_admission.py": 1,
 }
 WITH_STREAMS = {
-    "test_gpu_budgets.py": 1,
     "test_gpu_dense.py": 1,
     "test_gpu_prefill.py": 1,
     "test_gpu_scout.py": 2,
@@ -40,7 +38,7 @@ WITH_STREAMS = {
 HALVED = ("test_gpu_scout.py", "test_cuda_selection.py")
 # what changes least: in make test-full
 RARE = (
-    "test_cuda_hot_blocks.py", "test_cuda_prediction.py", "test_gpu_budgets.py", "test_gpu_dense.py",
+    "test_cuda_hot_blocks.py", "test_cuda_prediction.py", "test_gpu_dense.py",
     "test_gpu_prefill.py",
 )  # fmt: skip
 # whose largest cases take minutes here: in make test-full

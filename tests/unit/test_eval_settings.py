@@ -9,19 +9,17 @@ from sglang_hybrid.eval.main import _settings_of_prefill
 
 def test_what_prefill_works_by_is_taken_from_the_runs():
     runs = [
-        load_config(None, ["digest_dtype=int8", "sketch_bits=2", budget])
+        load_config(None, ["digest_dtype=int8", "sketch_channels=16", budget])
         for budget in ("budget_tokens=1024", "budget_tokens=2048")
     ]
     assert _settings_of_prefill(runs) == [
         "block_tokens=32",
-        "digest=minmax",
         "digest_dtype=int8",
-        "sketch_channels=32",
-        "sketch_bits=2",
+        "sketch_channels=16",
     ]
 
 
-@pytest.mark.parametrize("setting", ["sketch_bits=2", "sketch_channels=16", "digest_dtype=int8"])
+@pytest.mark.parametrize("setting", ["sketch_channels=16", "digest_dtype=int8"])
 def test_runs_that_would_need_another_prefill_are_refused(setting: str):
     with pytest.raises(InputError, match=f"runs differ in {setting.partition('=')[0]} "):
         _settings_of_prefill([load_config(None, []), load_config(None, [setting])])

@@ -41,7 +41,7 @@ def test_a_host_without_a_gpu_scores_at_every_step_and_leaves_gpu_settings_unuse
     here = resolved(HybridConfig(), LAPTOP)
     assert here["score_interval"] == "1"
     assert here["digest_dtype"] == "model"
-    assert here["cpu_share"] == here["dense"] == here["most_budget_tokens"] == "unused: no GPU"
+    assert here["cpu_share"] == here["dense"] == "unused: no GPU"
     assert here["host_memory"] == "7.00 GiB"  # 70 % of what is available
     assert (here["sticky_bonus"], here["recall_interval"], here["miss_share"]) == ("1.0", "8", "0.001")
 

@@ -270,42 +270,32 @@ def test_a_page_table_is_a_copy(rows: list[int], dtype: torch.dtype, page_tokens
 # Digests
 
 
-def digest_by_definition(kind: str, keys: torch.Tensor) -> torch.Tensor:
-    """Digest of one page's keys ``[H, n, D]``: ``[H, kinds, D]``."""
-    if kind == "mean":
-        return keys.double().mean(dim=1, keepdim=True)
-    return torch.stack((keys.amax(dim=1), keys.amin(dim=1)), dim=1).double()
+def assert_digest(table: torch.Tensor, page: int, keys: torch.Tensor) -> None:
+    """keys ``[H, n, D]`` of one page."""
+    assert torch.equal(table[page], torch.stack((keys.amax(dim=1), keys.amin(dim=1)), dim=1))
 
 
-def assert_digest(table: torch.Tensor, page: int, kind: str, keys: torch.Tensor) -> None:
-    tolerance = 0.0 if kind == "minmax" else {torch.float32: 1e-6, torch.bfloat16: 1e-2}[table.dtype]
-    torch.testing.assert_close(table[page].double(), digest_by_definition(kind, keys), rtol=tolerance, atol=tolerance)
-
-
-KINDS = st.sampled_from(["minmax", "mean"])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-@given(KINDS, DTYPES, st.integers(1, 3), SEEDS)
-def test_a_refresh_builds_the_digests_of_its_pages_and_of_no_others(
-    kind: str, dtype: torch.dtype, heads: int, seed: int
-):
+@given(DTYPES, st.integers(1, 3), SEEDS)
+def test_a_refresh_builds_the_digests_of_its_pages_and_of_no_others(dtype: torch.dtype, heads: int, seed: int):
     random = seeded(seed)
     keys = torch.randn(10, heads, 8, 16, generator=random).to(dtype)
-    digests = Digests(kind, layers=2, pages=10, heads=heads, head_dim=16, dtype=dtype, device="cpu")
+    digests = Digests(layers=2, pages=10, heads=heads, head_dim=16, dtype=dtype, device="cpu")
     pages = torch.randperm(10, generator=random)[:4]
     filled = torch.randint(1, 9, (4,), generator=random)
     digests.refresh(1, keys, pages, filled)
     for page, count in zip(pages.tolist(), filled.tolist(), strict=True):
-        assert_digest(digests.of_layer(1), page, kind, keys[page, :, :count])
+        assert_digest(digests.of_layer(1), page, keys[page, :, :count])
     untouched = [page for page in range(10) if page not in pages.tolist()]
     assert not digests.of_layer(1)[untouched].any()
     assert not digests.of_layer(0).any()
 
 
-@given(KINDS, DTYPES, st.integers(1, 3), SEEDS, st.integers(1, 40))
+@given(DTYPES, st.integers(1, 3), SEEDS, st.integers(1, 40))
 def test_writing_token_by_token_ends_at_the_same_digests_as_writing_at_once(
-    kind: str, dtype: torch.dtype, heads: int, seed: int, tokens: int
+    dtype: torch.dtype, heads: int, seed: int, tokens: int
 ):
     page_tokens, random = 8, seeded(seed)
     pages = torch.randperm(10, generator=random)[:5]
@@ -313,35 +303,33 @@ def test_writing_token_by_token_ends_at_the_same_digests_as_writing_at_once(
     new_keys = torch.randn(tokens, heads, 16, generator=random).to(dtype)
     keys = torch.full((10, heads, page_tokens, 16), float("nan"), dtype=dtype)  # nobody cleaned the pages
 
-    digests = Digests(kind, layers=1, pages=10, heads=heads, head_dim=16, dtype=dtype, device="cpu")
+    digests = Digests(layers=1, pages=10, heads=heads, head_dim=16, dtype=dtype, device="cpu")
     for slot, key in zip(slots, new_keys, strict=True):
         keys[slot // page_tokens, :, slot % page_tokens] = key
         digests.refresh(0, keys, *touched_pages(slot[None], page_tokens))
 
-    at_once = Digests(kind, layers=1, pages=10, heads=heads, head_dim=16, dtype=dtype, device="cpu")
+    at_once = Digests(layers=1, pages=10, heads=heads, head_dim=16, dtype=dtype, device="cpu")
     at_once.refresh(0, keys, *touched_pages(slots, page_tokens))
     assert torch.equal(digests.of_layer(0), at_once.of_layer(0))
     for number, page in enumerate(pages.tolist()):
         own = new_keys[number * page_tokens : (number + 1) * page_tokens]
         if len(own):
-            assert_digest(digests.of_layer(0), page, kind, own.transpose(0, 1))
+            assert_digest(digests.of_layer(0), page, own.transpose(0, 1))
 
 
-@pytest.mark.parametrize("kind", ["minmax", "mean"])
-def test_the_next_user_of_a_page_starts_its_digest_anew(kind: str):
+def test_the_next_user_of_a_page_starts_its_digest_anew():
     keys = torch.full((2, 1, 4, 8), 100.0)
-    digests = Digests(kind, layers=1, pages=2, heads=1, head_dim=8, dtype=torch.float32, device="cpu")
+    digests = Digests(layers=1, pages=2, heads=1, head_dim=8, dtype=torch.float32, device="cpu")
     digests.refresh(0, keys, torch.tensor([1]), torch.tensor([4]))
     keys[1, :, 0] = 2.0  # the other three keys are the old ones
     digests.refresh(0, keys, *touched_pages(torch.tensor([4]), 4))
     assert (digests.of_layer(0)[1] == 2.0).all()
 
 
-@pytest.mark.parametrize(("kind", "kinds"), [("minmax", 2), ("mean", 1)])
-def test_bytes_per_page_is_what_a_page_of_all_layers_takes(kind: str, kinds: int):
-    digests = Digests(kind, layers=3, pages=7, heads=2, head_dim=16, dtype=torch.bfloat16, device="cpu")
+def test_bytes_per_page_is_what_a_page_of_all_layers_takes():
+    digests = Digests(layers=3, pages=7, heads=2, head_dim=16, dtype=torch.bfloat16, device="cpu")
     taken = sum(digests.of_layer(layer).nbytes for layer in range(3))
-    assert taken == 7 * Digests.bytes_per_page(kind, 3, 2, 16, torch.bfloat16) == 7 * 3 * 2 * kinds * 16 * 2
+    assert taken == 7 * Digests.bytes_per_page(3, 2, 16, torch.bfloat16) == 7 * 3 * 2 * 2 * 16 * 2
 
 
 # Capacity
@@ -423,19 +411,18 @@ def test_doing_what_the_refusal_says_is_enough():
 
 
 @pytest.mark.parametrize(
-    ("digest_dtype", "digest", "channels", "head_dim", "device", "expected"),
+    ("digest_dtype", "channels", "head_dim", "device", "expected"),
     [
-        ("auto", "minmax", 32, 128, "cuda", True),
-        ("auto", "minmax", 32, 128, "cpu", False),
-        ("auto", "minmax", 0, 128, "cuda", False),
-        ("auto", "minmax", 32, 80, "cuda", False),
-        ("auto", "minmax", 12, 128, "cuda", False),
-        ("auto", "mean", 0, 128, "cuda", False),
-        ("model", "minmax", 32, 128, "cuda", False),
-        ("int8", "minmax", 32, 128, "cpu", True),
+        ("auto", 32, 128, "cuda", True),
+        ("auto", 32, 128, "cpu", False),
+        ("auto", 0, 128, "cuda", False),
+        ("auto", 32, 80, "cuda", False),
+        ("auto", 12, 128, "cuda", False),
+        ("model", 32, 128, "cuda", False),
+        ("int8", 32, 128, "cpu", True),
     ],
 )
 def test_digests_are_compact_where_that_saves_time_or_is_asked_for(
-    digest_dtype: str, digest: str, channels: int, head_dim: int, device: str, expected: bool
+    digest_dtype: str, channels: int, head_dim: int, device: str, expected: bool
 ) -> None:
-    assert is_compact(digest_dtype, digest, channels, head_dim, device) == expected
+    assert is_compact(digest_dtype, channels, head_dim, device) == expected

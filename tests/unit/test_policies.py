@@ -19,7 +19,7 @@ from sglang_hybrid.engines.torch import PagedPrefill, TorchAttention
 from sglang_hybrid.memory.prompt_queries import PromptQueries
 from sglang_hybrid.misses.base import Posted
 from sglang_hybrid.misses.reference import ReferenceMisses
-from sglang_hybrid.ops.reference import NO_BLOCK
+from sglang_hybrid.ops.reference import DIGEST_SPREAD, NO_BLOCK
 from sglang_hybrid.policies.base import BlockList, DecodeBatch, DecodePolicy, LayerCache
 from sglang_hybrid.policies.full import FullPolicy
 from sglang_hybrid.policies.scout import ScoutPolicy, Selection
@@ -58,18 +58,16 @@ def test_the_configuration_names_the_policy():
         HybridConfig(policy="full"),
         HybridConfig(policy="scout", budget_tokens=12 * T),
         HybridConfig(policy="scout", budget_tokens=20 * T, sink_blocks=0, recent_blocks=0),
-        HybridConfig(
-            policy="scout", budget_tokens=12 * T, sink_blocks=4, recent_blocks=7, digest="mean", sketch_channels=0
-        ),
+        HybridConfig(policy="scout", budget_tokens=12 * T, sink_blocks=4, recent_blocks=7, sketch_channels=0),
     ],
-    ids=["full", "scout", "scout without always-in blocks", "scout with mean digests"],
+    ids=["full", "scout", "scout without always-in blocks", "scout without sketches"],
 )
 @settings(max_examples=40)
 @given(lengths=SEVERAL_LENGTHS, shape=SHAPES, seed=SEEDS)
 def test_a_budget_that_holds_the_context_gives_full_attention(
     config: HybridConfig, lengths: list[int], shape: Shape, seed: int
 ):
-    requests = Requests(lengths, shape, seed, config.digest)
+    requests = Requests(lengths, shape, seed)
     requests.write_all()
     out = decode_once(TorchAttention(config, len(lengths), layers=1).policy, requests)
     requests.assert_close(out, requests.full_attention())
@@ -82,12 +80,9 @@ def best_positions(requests: Requests, config: HybridConfig, row: int, head: int
     """Blocks that are always in, and those that earned it, from the row's tokens: no digest, no table."""
     group, blocks = requests.shape.group, requests.row_keys[row][head].double().split(T)
     queries = requests.last_queries()[row, head * group : (head + 1) * group].double()
-    if config.digest == "minmax":
-        middles = torch.stack([(b.amax(dim=0) + b.amin(dim=0)) / 2 for b in blocks])
-        radii = torch.stack([(b.amax(dim=0) - b.amin(dim=0)) / 2 for b in blocks])
-        estimates = queries @ middles.T + config.digest_spread * queries.abs() @ radii.T
-    else:
-        estimates = queries @ torch.stack([b.mean(dim=0) for b in blocks]).T
+    middles = torch.stack([(b.amax(dim=0) + b.amin(dim=0)) / 2 for b in blocks])
+    radii = torch.stack([(b.amax(dim=0) - b.amin(dim=0)) / 2 for b in blocks])
+    estimates = queries @ middles.T + DIGEST_SPREAD * queries.abs() @ radii.T
     shares = torch.softmax(estimates[:, :-1] * requests.shape.scale, dim=1).sum(dim=0)  # the tail's are not looked at
     newest = len(blocks) - 1 - config.recent_blocks
     always = {p for p in range(len(blocks)) if p >= newest or p < config.sink_blocks}
@@ -96,15 +91,13 @@ def best_positions(requests: Requests, config: HybridConfig, row: int, head: int
 
 
 @st.composite
-def small_budgets(draw: st.DrawFn, digest: str) -> HybridConfig:
+def small_budgets(draw: st.DrawFn) -> HybridConfig:
     sink, recent = draw(st.integers(0, 2)), draw(st.integers(0, 2))
     blocks = sink + recent + 1 + draw(st.integers(0, 3))
     return HybridConfig(
         budget_tokens=blocks * T,
         sink_blocks=sink,
         recent_blocks=recent,
-        digest=digest,
-        digest_spread=draw(st.sampled_from([0.0, 0.5, 1.0])),
         sketch_channels=0,
     )
 
@@ -112,12 +105,9 @@ def small_budgets(draw: st.DrawFn, digest: str) -> HybridConfig:
 @st.composite
 def overflowing_requests(draw: st.DrawFn) -> tuple[HybridConfig, Requests]:
     """At least one row is longer than the budget; short ones may be beside it."""
-    digest = draw(st.sampled_from(["minmax", "mean"]))
-    # a mean is rounded to the pool's dtype: only in float32 does that leave the order of the blocks alone
-    shape = draw(SHAPES if digest == "minmax" else SHAPES.map(lambda s: Shape(s.heads, s.group, s.dim, s.value_dim)))
-    config = draw(small_budgets(digest))
+    config = draw(small_budgets())
     lengths = [config.budget_tokens + draw(st.integers(1, 6 * T)), *draw(st.lists(LENGTHS, max_size=3))]
-    requests = Requests(draw(st.permutations(lengths)), shape, draw(SEEDS), digest)
+    requests = Requests(draw(st.permutations(lengths)), draw(SHAPES), draw(SEEDS))
     requests.write_all()
     return config, requests
 
@@ -289,11 +279,9 @@ class PlainScout:
         for h in range(requests.shape.heads) if config.selection == "layer" else [head]:
             blocks = requests.row_keys[request][h, : full * T].double().split(T)
             own = query[h * group : (h + 1) * group].double()
-            if config.digest == "minmax":
-                tops, bottoms = (torch.stack([f(b, dim=0) for b in blocks]) for f in (torch.amax, torch.amin))
-                estimates = own @ (tops + bottoms).T / 2 + config.digest_spread * own.abs() @ (tops - bottoms).T / 2
-            else:
-                estimates = own @ torch.stack([b.mean(dim=0) for b in blocks]).T
+            tops, bottoms = (torch.stack([f(b, dim=0) for b in blocks]) for f in (torch.amax, torch.amin))
+            radii = (tops - bottoms) / 2
+            estimates = own @ (tops + bottoms).T / 2 + DIGEST_SPREAD * own.abs() @ radii.T
             total += torch.softmax(estimates * requests.shape.scale, dim=1).sum(dim=0)
         return {p: float(total[p].log()) for p in range(len(total)) if p not in self.always(length)}
 
@@ -341,7 +329,7 @@ def attention_by_two_queries(
     decoding: Decoding, config: HybridConfig, step: Step, row: int, head: int, near: set[int], misses: set[int]
 ) -> torch.Tensor:
     """One softmax over all tokens of both sets; those of the misses have logits by the predicted query, shifted by
-    what the middles (or means) of their blocks tell of the mass that the real query gives them."""
+    what the middles of their blocks tell of the mass that the real query gives them."""
     requests, request, length = decoding.requests, step.requests[row], step.lengths[row]
     group = requests.shape.group
     own = slice(head * group, (head + 1) * group)
@@ -351,7 +339,7 @@ def attention_by_two_queries(
     shift = torch.zeros(group, 1, dtype=torch.float64)
     if config.lse_shift and misses:
         blocks_of = [keys[p * T : (p + 1) * T] for p in sorted(misses)]
-        told = [b.mean(dim=0) if config.digest == "mean" else (b.amax(dim=0) + b.amin(dim=0)) / 2 for b in blocks_of]
+        told = [(b.amax(dim=0) + b.amin(dim=0)) / 2 for b in blocks_of]
         masses = [torch.logsumexp(query @ torch.stack(told).T * scale, dim=1) for query in (real_query, guess)]
         shift = (masses[0] - masses[1])[:, None]
     logits, values = [], []
@@ -365,7 +353,7 @@ def attention_by_two_queries(
 
 @st.composite
 def scouting(draw: st.DrawFn) -> HybridConfig:
-    config = draw(small_budgets(draw(st.sampled_from(["minmax", "mean"]))))
+    config = draw(small_budgets())
     return msgspec.structs.replace(
         config,
         selection=draw(st.sampled_from(["head", "layer"])),
@@ -397,7 +385,7 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
     from_prompts: bool,
     any_block: bool,
 ):
-    decoding = Decoding(plan, shape, seed, config.digest)
+    decoding = Decoding(plan, shape, seed)
     prompts = PromptQueries(3) if from_prompts else None
     plain = PlainScout(config, decoding, from_prompts)
     # a profile that says so has shares

@@ -166,16 +166,15 @@ SHAPE = Shape(heads=2, group=2, dim=8, value_dim=8)
 PLAN = [Life(0, 9 * T - 3, 0, 40), Life(1, 3 * T - 20, 0, 40)]  # both open a block, at different steps
 
 
-def recorded(config: HybridConfig, predicted: bool, seed: int) -> tuple[LayerRecord, Decoding, list[Step]]:
-    decoding, policy, steps = Decoding(PLAN, SHAPE, seed), RecordingPolicy(config), []
+def recorded(predicted: bool, seed: int) -> tuple[LayerRecord, Decoding, list[Step]]:
+    decoding, policy, steps = Decoding(PLAN, SHAPE, seed), RecordingPolicy(), []
     decoding.run(policy, steps.append, lambda _: predicted, shuffled=False)
     return policy.record(0), decoding, steps
 
 
 @pytest.mark.parametrize("predicted", [True, False])
 def test_a_recording_decodes_exactly_and_notes_scores_of_the_prediction_and_true_shares(predicted: bool):
-    config = HybridConfig(budget_tokens=5 * T, recent_blocks=1)
-    record, decoding, steps = recorded(config, predicted, seed=1)
+    record, decoding, steps = recorded(predicted, seed=1)
     requests = decoding.requests
     blocks = -(-(PLAN[0].prompt + 40) // T)
     assert record.scores.shape == record.shares.shape == (40, 2, SHAPE.heads, blocks)
@@ -201,7 +200,7 @@ def test_a_recording_decodes_exactly_and_notes_scores_of_the_prediction_and_true
                 for block in keys[head, : full * T].double().split(T):
                     middle, radius = (block.amax(0) + block.amin(0)) / 2, (block.amax(0) - block.amin(0)) / 2
                     query = asked[row, own].double()
-                    estimates.append(query @ middle + config.digest_spread * query.abs() @ radius)
+                    estimates.append(query @ middle + reference.DIGEST_SPREAD * query.abs() @ radius)
                 scores = torch.softmax(torch.stack(estimates, dim=1) * SHAPE.scale, dim=1).sum(dim=0).log()
                 found = record.scores[now, row, head, : len(scores)].double()
                 torch.testing.assert_close(found, scores, rtol=1e-3, atol=1e-3)
@@ -216,8 +215,7 @@ def test_the_simulation_of_a_recording_is_what_the_policy_does(
     share = 0.05
     worth = math.log(share * SHAPE.group)
     budget = Budget(sink + recent + 1 + slots, sink, recent, worth, any_block)
-    base = HybridConfig(budget_tokens=budget.blocks * T, sink_blocks=sink, recent_blocks=recent)
-    record, _, _ = recorded(base, predicted, seed=2)
+    record, _, _ = recorded(predicted, seed=2)
     simulated = simulate(record, CHOICES, budget)
     for number, choice in enumerate(CHOICES):
         config = HybridConfig(
@@ -258,7 +256,7 @@ def test_costs_of_shares_are_what_the_policy_misses_and_how_far_its_output_is_of
     base = HybridConfig(budget_tokens=blocks * T, sink_blocks=sink, recent_blocks=recent, lse_shift=False)
     projection = torch.randn(12, SHAPE.heads * SHAPE.group * SHAPE.dim, generator=seeded(3))
     costs = ShareCosts(Budget(blocks, sink, recent), SHAPE.group, {0: projection})
-    recorder, exact = RecordingPolicy(base, costs), []
+    recorder, exact = RecordingPolicy(costs), []
     Decoding(PLAN, SHAPE, seed=2).run(recorder, exact.append, lambda _: predicted, shuffled=False)
     cost = costs.of(0)
     # a share of 1 leaves all misses out, so that the policy's output has nothing of a predicted query in it

@@ -14,7 +14,7 @@ template <class Element, int kDim>
 cudaError_t launch_attend(const sh_attend_slots& args, cudaStream_t stream) {
     const AttendPlan plan = plan_attend(kDim);
     if (plan.error) return plan.error;
-    const Spread spread{std::max(1u, uint32_t(args.resident.slots + args.staged.slots)), std::min(plan.ctas, args.units / 2)};
+    const Spread spread{std::max(1u, args.slots), std::min(plan.ctas, args.units / 2)};
     // a CTA takes at least one slot for each of its warps
     const uint64_t slots = uint64_t{args.batch} * args.kv_heads * spread.slots;
     if (slots > UINT32_MAX / 2 || spread.ctas == 0) return cudaErrorInvalidValue;

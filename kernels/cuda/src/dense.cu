@@ -5,7 +5,6 @@
 #include "sglang_hybrid/cuda/attend_pages.cuh"
 #include "sglang_hybrid/cuda/begin_step.cuh"
 #include "sglang_hybrid/cuda/hold_rows.cuh"
-#include "sglang_hybrid/cuda/place_rows.cuh"
 
 using namespace sglang_hybrid;
 using namespace sglang_hybrid::cuda;
@@ -35,12 +34,6 @@ cudaError_t launch_pages(const sh_attend_pages& args, cudaStream_t stream) {
 SH_CUDA_API int sh_cuda_begin_step(const sh_begin_step* args, cudaStream_t stream) {
     if (args->batch == 0) return cudaSuccess;
     begin_step<<<args->batch, begin_threads, 0, stream>>>(*args);
-    return cudaGetLastError();
-}
-
-SH_CUDA_API int sh_cuda_place_rows(const sh_place_rows* args, cudaStream_t stream) {
-    if (args->count > most_places || args->step.batch > most_entries) return cudaErrorInvalidValue;
-    place_rows<<<1, place_threads, 0, stream>>>(*args);
     return cudaGetLastError();
 }
 

@@ -19,15 +19,7 @@ template <class Use>
 cudaError_t for_shape(const sh_digests& digests, Use use) {
     using sglang_hybrid::cuda::Format;
     const auto with_format = [&](auto dim, auto channels) {
-        if (!digests.compact) {
-            return digests.code_bits == 4 ? use(dim, channels, FormatOf<Format::minmax>{}) : cudaErrorInvalidValue;
-        }
-        switch (digests.code_bits) {
-            case 4: return use(dim, channels, FormatOf<Format::compact>{});
-            case 3: return use(dim, channels, FormatOf<Format::compact_3>{});
-            case 2: return use(dim, channels, FormatOf<Format::compact_2>{});
-            default: return cudaErrorInvalidValue;
-        }
+        return digests.compact ? use(dim, channels, FormatOf<Format::compact>{}) : use(dim, channels, FormatOf<Format::minmax>{});
     };
     const auto with_channels = [&](auto dim) {
         switch (digests.channel_count) {

@@ -10,7 +10,6 @@ namespace {
 bool is_served(const sh_digests& digests) {
     const auto dtype = static_cast<DType>(digests.dtype);
     if (digests.compact && (digests.head_dim % 32 || digests.channel_count % 8 || !digests.channel_count)) return false;
-    if (digests.channel_count % code_channels(digests.code_bits)) return false;
     return (dtype == DType::bf16 || dtype == DType::fp16) && digests.head_dim % 8 == 0 && digests.head_dim > 0 &&
            digests.head_dim <= max_head_dim && digests.channel_count % 2 == 0 && digests.channel_count <= digests.head_dim;
 }

@@ -32,7 +32,6 @@ SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
         const char* name;
         uint64_t bytes;
     } structs[] = {
-        {"sh_slots", sizeof(sh_slots)},
         {"sh_attend_slots", sizeof(sh_attend_slots)},
         {"sh_merge", sizeof(sh_merge)},
         {"sh_gather_blocks", sizeof(sh_gather_blocks)},
@@ -43,7 +42,6 @@ SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
         {"sh_append", sizeof(sh_append)},
         {"sh_digest_pages", sizeof(sh_digest_pages)},
         {"sh_score_blocks", sizeof(sh_score_blocks)},
-        {"sh_best_blocks", sizeof(sh_best_blocks)},
         {"sh_select_blocks", sizeof(sh_select_blocks)},
         {"sh_apply_plan", sizeof(sh_apply_plan)},
         {"sh_shift_lse", sizeof(sh_shift_lse)},
@@ -53,10 +51,8 @@ SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
         {"sh_scatter_blocks", sizeof(sh_scatter_blocks)},
         {"sh_copy_runs", sizeof(sh_copy_runs)},
         {"sh_attend_missed", sizeof(sh_attend_missed)},
-        {"sh_finish_layer", sizeof(sh_finish_layer)},
         {"sh_finish_late", sizeof(sh_finish_late)},
         {"sh_begin_step", sizeof(sh_begin_step)},
-        {"sh_place_rows", sizeof(sh_place_rows)},
         {"sh_hold_rows", sizeof(sh_hold_rows)},
         {"sh_attend_pages", sizeof(sh_attend_pages)},
     };

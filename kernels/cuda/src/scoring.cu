@@ -14,9 +14,5 @@ extern template cudaError_t launch_score<Float16>(const sh_score_blocks&, cudaSt
 SH_CUDA_API int sh_cuda_score_blocks(const sh_score_blocks* args, cudaStream_t stream) {
     if (args->step.batch == 0 || args->digests.kv_heads == 0) return cudaSuccess;
     if (args->group < 1 || args->group > 2 * tile_heads || args->step.batch > most_score_entries) return cudaErrorInvalidValue;
-    const auto error = for_element(args->digests, [&](auto element) { return launch_score<decltype(element)>(*args, stream); });
-    if (error || args->put_off) return error;
-    const auto finish = args->group > tile_heads ? finish_scores<2> : finish_scores<1>;
-    finish<<<args->step.batch * args->digests.kv_heads, finish_threads, 0, stream>>>(*args);
-    return cudaGetLastError();
+    return for_element(args->digests, [&](auto element) { return launch_score<decltype(element)>(*args, stream); });
 }

@@ -7,14 +7,6 @@
 using namespace sglang_hybrid;
 using namespace sglang_hybrid::cuda;
 
-SH_CUDA_API int sh_cuda_best_blocks(const sh_best_blocks* args, cudaStream_t stream) {
-    const uint32_t ctas = args->step.batch * args->kv_heads, bytes = args->step.max_blocks * uint32_t(sizeof(uint32_t));
-    if (ctas == 0) return cudaSuccess;
-    if (const auto error = allow_shared(best_blocks, bytes)) return error;
-    best_blocks<<<ctas, select_threads, bytes, stream>>>(*args);
-    return cudaGetLastError();
-}
-
 SH_CUDA_API int sh_cuda_select_blocks(const sh_select_blocks* args, cudaStream_t stream) {
     const uint32_t ctas = args->step.batch * args->kv_heads, max_blocks = args->step.max_blocks;
     const uint32_t always = args->table.sink + args->table.recent + 1;

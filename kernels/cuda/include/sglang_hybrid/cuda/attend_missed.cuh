@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(attend_warps* warp_size) attend_missed(const _
     });
 }
 
-// The same, merged with the local partial as finish_layer would have done it.
+// The same, merged with the local partial.
 template <class Element, int kDim>
 __global__ void __launch_bounds__(attend_warps* warp_size) finish_late(const __grid_constant__ sh_finish_late args) {
     extern __shared__ __align__(128) char shared[];

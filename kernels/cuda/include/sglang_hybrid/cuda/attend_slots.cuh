@@ -1,4 +1,4 @@
-// Attention of one token over the blocks that are in device memory: resident slots and staged ones.
+// Attention of one token over the blocks that are in device memory.
 //
 // Reading keys and values is all that takes time, so everything is about having enough of it on its way:
 //   share  Slots of all (batch entry, KV head) pairs are one long list, and every CTA that the device can run gets an
@@ -87,7 +87,7 @@ struct SharedMemory {
 
 // How a launch is spread over the device.
 struct Spread {
-    uint32_t slots;  // of each pair (batch entry, KV head), resident and staged; at least 1, for the results' sake
+    uint32_t slots;  // of each pair (batch entry, KV head); at least 1, for the results' sake
     uint32_t ctas;   // that the device runs at a time
 };
 
@@ -119,10 +119,10 @@ class WarpSlots {
         uint32_t tokens;  // 0: there is no slot left
     };
 
-    __device__ WarpSlots(const sh_attend_slots& args, uint32_t entry, uint32_t row, uint32_t head, int32_t length,
-                         uint32_t first, uint32_t step, uint32_t end)
-        : args_(args), resident_(list(row, head, args.resident.slots)), staged_(list(entry, head, args.staged.slots)),
-          length_(length), next_(first), step_(step), end_(end) {
+    __device__ WarpSlots(const sh_attend_slots& args, uint32_t row, uint32_t head, int32_t length, uint32_t first,
+                         uint32_t step, uint32_t end)
+        : args_(args), list_((uint64_t{row} * args.kv_heads + head) * args.slots), length_(length), next_(first),
+          step_(step), end_(end) {
         look();
     }
 
@@ -135,24 +135,14 @@ class WarpSlots {
         held_ &= held_ - 1;
         const uint32_t slot = base_ + lane * step_;
         const uint32_t tokens = __shfl_sync(0xFFFFFFFF, tokens_, lane);
-        const bool is_resident = slot < args_.resident.slots;
-        const sh_slots& slots = is_resident ? args_.resident : args_.staged;
-        const uint64_t at = (is_resident ? resident_ + slot : staged_ + (slot - args_.resident.slots)) * block_bytes;
-        return {static_cast<const char*>(slots.keys) + at, static_cast<const char*>(slots.values) + at, tokens};
+        const uint64_t at = (list_ + slot) * block_bytes;
+        return {static_cast<const char*>(args_.keys) + at, static_cast<const char*>(args_.values) + at, tokens};
     }
 
   private:
-    __device__ uint64_t list(uint32_t owner, uint32_t head, uint64_t slots) const {
-        return (uint64_t{owner} * args_.kv_heads + head) * slots;
-    }
-
     __device__ void look() {
         const uint32_t slot = next_ + threadIdx.x % warp_size * step_;
-        int64_t position = -1;
-        if (slot < end_) {
-            position = slot < args_.resident.slots ? args_.resident.positions[resident_ + slot]
-                                                   : args_.staged.positions[staged_ + (slot - args_.resident.slots)];
-        }
+        const int64_t position = slot < end_ ? args_.positions[list_ + slot] : -1;
         const int64_t behind = length_ - position * block_tokens;
         tokens_ = position < 0 || behind <= 0 ? 0 : static_cast<uint32_t>(min(behind, int64_t{block_tokens}));
         held_ = __ballot_sync(0xFFFFFFFF, tokens_ != 0);
@@ -161,7 +151,7 @@ class WarpSlots {
     }
 
     const sh_attend_slots& args_;
-    const uint64_t resident_, staged_;  // the first slot of this list
+    const uint64_t list_;  // its first slot
     const int64_t length_;
     uint32_t next_, base_ = 0;
     const uint32_t step_, end_;
@@ -523,8 +513,8 @@ __device__ void attend_part(const sh_attend_slots& args, char* shared, const Sha
     const auto* const query = static_cast<const char*>(args.query) + uint64_t{pair} * args.group * kDim * 2;
     attend_list<Element, kDim>(query, args.group, args.scale, shared, at, [&](uint32_t warp, uint32_t warps) {
         const bool exists = row >= 0 && static_cast<uint32_t>(row) < args.rows;
-        const uint32_t end = exists ? min(to, static_cast<uint32_t>(args.resident.slots + args.staged.slots)) : 0;
-        return WarpSlots(args, entry, exists ? row : 0, head, exists ? args.lengths[row] : 0, from + warp, warps, end);
+        const uint32_t end = exists ? min(to, args.slots) : 0;
+        return WarpSlots(args, exists ? row : 0, head, exists ? args.lengths[row] : 0, from + warp, warps, end);
     });
 }
 

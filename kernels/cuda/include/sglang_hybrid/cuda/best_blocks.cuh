@@ -121,25 +121,4 @@ __device__ void take_best(const uint32_t* ranks, uint32_t count, const Threshold
     __syncthreads();
 }
 
-// A CTA for each (batch entry, KV head): the best positions of a row.
-__global__ void __launch_bounds__(select_threads) best_blocks(const __grid_constant__ sh_best_blocks args) {
-    extern __shared__ __align__(16) uint32_t ranks[];  // [max_blocks]
-    __shared__ SelectMemory memory;
-    const uint32_t pair = blockIdx.x, entry = pair / args.kv_heads;
-    if (entry >= active_of(args.step.active_rows, args.step.batch)) return;
-    const uint32_t blocks = (static_cast<uint32_t>(max(args.step.lengths[entry], 0)) + 31) / 32;
-    const uint32_t count = min(blocks, args.step.max_blocks), wanted = min(count, args.limit);
-    const float* const scores = args.scores + uint64_t{pair} * args.step.max_blocks;
-    int32_t* const positions = args.positions + uint64_t{pair} * args.limit;
-    for (uint32_t i = threadIdx.x; i < count; i += select_threads) ranks[i] = rank_of(scores[i]);
-    __syncthreads();
-    if (wanted) {
-        // all of them have a rank of at least 0
-        const Threshold threshold = wanted == count ? Threshold{0, count} : best_ranks(ranks, count, wanted, memory);
-        take_best(ranks, count, threshold, memory, [&](uint32_t n, uint32_t index) { positions[n] = int32_t(index); });
-    }
-    for (uint32_t i = wanted + threadIdx.x; i < args.limit; i += select_threads) positions[i] = -1;
-    if (threadIdx.x == 0) args.counts[pair] = static_cast<int32_t>(wanted);
-}
-
 }  // namespace sglang_hybrid::cuda

@@ -12,20 +12,12 @@
 
 // -- attention over slots ----------------------------------------------------------------------------------------------
 
-// Blocks in device memory: keys and values [owner][KV head][slots][32][head_dim], positions [owner][KV head][slots]. A
-// position says which block of its row's sequence a slot holds, -1: none.
-struct sh_slots {
-    const void* keys;
-    const void* values;
-    const int32_t* positions;
-    uint64_t slots;  // 0: the others are not looked at
-};
-
 // One token for each (batch entry, KV head). A block at position p has min(32, length - 32 p) tokens that count.
 struct sh_attend_slots {
     const void* query;  // [batch][KV head][group][head_dim]
-    sh_slots resident;  // owners are rows
-    sh_slots staged;    // owners are batch entries
+    const void* keys;   // [row][KV head][slots][32][head_dim]
+    const void* values;
+    const int32_t* positions;  // [row][KV head][slots]: which block of its row's sequence a slot holds, -1: none
     const int32_t* row_of;   // [batch]; a row that does not exist has no tokens
     const int32_t* lengths;  // [rows]
     const int32_t* active_rows;
@@ -43,18 +35,21 @@ struct sh_attend_slots {
     uint32_t head_dim;
     uint32_t dtype;  // DType of query, keys and values
     uint32_t units;  // of sh_cuda_attend_units; with fewer the device is not used to the full
+    uint32_t slots;
+    uint32_t unused;
 };
 
 // -- merging -----------------------------------------------------------------------------------------------------------
 
 struct sh_side {
-    const float* out;  // [batch][heads][head_dim]; null: this side is empty
-    const float* lse;  // [batch][heads]
+    const float* out;  // [batch][heads][head_dim]
+    const float* lse;  // [batch][heads]; -inf: there is nothing, whatever the output is
 };
 
-// ((first, second), third), as `merge` of the reference does it
+// As `merge` of the reference does it.
 struct sh_merge {
-    sh_side sides[3];
+    sh_side first;
+    sh_side second;
     void* out;   // [batch][heads][head_dim] of `dtype`
     float* lse;  // or null
     const int32_t* active_rows;

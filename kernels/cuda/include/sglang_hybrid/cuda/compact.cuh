@@ -12,19 +12,13 @@
 
 namespace sglang_hybrid::cuda {
 
-// What a block's digest and codes are like.
+// What a block's digest is like.
 enum class Format {
-    minmax,     // maxima and minima, codes of four bits
-    compact,    // as above, codes of four bits
-    compact_3,  // likewise, of three bits
-    compact_2,  // likewise, of two bits
+    minmax,   // maxima and minima
+    compact,  // as above
 };
 
-constexpr __host__ __device__ uint32_t code_bits_of(Format format) {
-    return format == Format::compact_3 ? 3 : format == Format::compact_2 ? 2 : 4;
-}
-
-inline constexpr uint32_t compact_levels = 16;  // steps of a range
+inline constexpr uint32_t compact_levels = 16;  // steps of a range, and codes
 inline constexpr uint32_t compact_group = 16;  // channels with one scale: the depth of a product on the tensor cores
 
 constexpr __host__ __device__ uint32_t compact_steps(uint32_t dim) { return dim; }

@@ -33,26 +33,6 @@ struct sh_begin_step {
     uint32_t wide;  // whether rows and lengths have 64 bits
 };
 
-// -- places of rows ----------------------------------------------------------------------------------------------------
-
-// Where slots are for fewer rows than there are, a row of the step has one of so many places: the one that it had, or one
-// that no other row of the step has. Behind the launch the step's row_of has places, -1 for who has none.
-struct sh_place_rows {
-    sh_step step;  // its page table is not looked at
-    int32_t* row_of;         // the step's
-    int32_t* begins;         // [batch]: 1 for rows that are new in their place
-    int32_t* places;         // [rows]: of each row; where that place has another owner the row has none
-    int32_t* owners;         // [count]: the row of each place, -1 without
-    int32_t* lengths;        // [count]: of the places' rows
-    int32_t* first_lengths;  // [count]: length in the row's first step there
-    int32_t* positions;      // [layers][count][place_slots]: -1 in places that are new
-    uint64_t* refused;       // rows that find no place, added up; or null
-    uint32_t rows;
-    uint32_t count;
-    uint32_t layers;
-    uint32_t place_slots;  // KV heads x slots
-};
-
 // -- rows that are held as a whole -------------------------------------------------------------------------------------
 
 // Before a step: rows that are not in it give their pages back, those that are in it get what they lack. What of that the

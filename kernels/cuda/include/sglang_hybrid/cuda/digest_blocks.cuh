@@ -2,7 +2,6 @@
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
-#include "sglang_hybrid/cuda/code_words.cuh"
 #include "sglang_hybrid/cuda/compact.cuh"
 #include "sglang_hybrid/cuda/halves.cuh"
 #include "sglang_hybrid/cuda/selection_api.h"
@@ -16,10 +15,10 @@ struct SharedBlock {
     float lowest[max_head_dim];
 };
 
-// Which of `levels` a value in [lowest, highest] is in; 0 for NaN and where there is no range.
-__device__ inline uint32_t code_of(float value, float highest, float lowest, uint32_t levels) {
-    const float step = (highest - lowest) / float(levels);
-    return static_cast<uint32_t>(fminf(fmaxf((value - lowest) / step, 0.0f), float(levels - 1)));
+// Which part of [lowest, highest] a value is in; 0 for NaN and where there is no range.
+__device__ inline uint32_t code_of(float value, float highest, float lowest) {
+    const float step = (highest - lowest) / float(compact_levels);
+    return static_cast<uint32_t>(fminf(fmaxf((value - lowest) / step, 0.0f), float(compact_levels - 1)));
 }
 
 // By a whole CTA: the compact digest of a block whose extremes are known. They become what a reader will make of it: codes
@@ -83,18 +82,20 @@ __device__ void digest_block(SharedBlock& block, uint32_t filled, const sh_diges
     if (!to.channel_count) return;
     if (to.compact) write_compact(block, to, index, head);
     __syncthreads();
-    const uint32_t bits = to.code_bits;
     const int64_t* const channels = to.channels + uint64_t{head} * to.channel_count;
     // Tokens that are not there yet are next to the middle of the range, on either side of it in turn.
     const auto code = [&](uint32_t token, uint32_t which) {
-        if (token >= filled) return (1u << (bits - 1)) - 1 + which % 2;
+        if (token >= filled) return compact_levels / 2 - 1 + which % 2;
         const uint32_t channel = min(static_cast<uint32_t>(channels[which]), dim - 1);
         const float value = widened<Element>(block.keys[token * dim + channel]);
-        return code_of(value, block.highest[channel], block.lowest[channel], 1u << bits);
+        return code_of(value, block.highest[channel], block.lowest[channel]);
     };
-    uint8_t* const codes = to.codes + index * block_tokens * to.channel_count * bits / 8;
-    const uint32_t units = code_units(bits, to.channel_count);
-    for (uint32_t i = threadIdx.x; i < units; i += blockDim.x) write_codes(codes, i, bits, to.channel_count, code);
+    const uint32_t row = to.channel_count / 2;  // bytes of a token: of two channels the first in the low bits
+    uint8_t* const codes = to.codes + index * block_tokens * row;
+    for (uint32_t i = threadIdx.x; i < block_tokens * row; i += blockDim.x) {
+        const uint32_t token = i / row, first = i % row * 2;
+        codes[i] = static_cast<uint8_t>(code(token, first) | code(token, first + 1) << 4);
+    }
 }
 
 // A CTA for each (page of the list, KV head).

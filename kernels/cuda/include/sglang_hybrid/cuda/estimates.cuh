@@ -4,7 +4,7 @@
 //
 //   digests   A (16 x D)   rows 0 to 7 are the maxima of blocks 0 to 7, rows 8 to 15 their minima
 //             B (D x 8)    the queries              -> C: lane has block i's q . max and q . min of heads 2j, 2j + 1
-//   codes     A (16 x C)   16 tokens of one block, two to four bits each turned into float16 (codes.cuh)
+//   codes     A (16 x C)   16 tokens of one block, four bits each turned into float16 (codes.cuh)
 //             B (C x 8)    the queries, times the block's steps in those channels
 //                          -> C: lane has tokens i, i + 8 of heads 2j, 2j + 1; twice for the 32 tokens of a block
 //
@@ -47,14 +47,13 @@ inline constexpr uint32_t minus_1152 = 0xE480E480;
 
 template <int kDim, int kChannels, Format kFormat>
 struct Octet {
-    static constexpr bool is_compact = kFormat != Format::minmax;
+    static constexpr bool is_compact = kFormat == Format::compact;
     static constexpr uint32_t row_bytes = kDim * 2;  // maxima or minima
     static constexpr uint32_t digest_bytes = is_compact ? compact_bytes(kDim, kChannels) : 2 * row_bytes;
     // In shared memory. An odd number of 16-byte chunks, so that a matrix load finds those of eight blocks in different
     // banks.
     static constexpr uint32_t digest_stride = digest_bytes + 16;
-    static constexpr uint32_t code_bits = code_bits_of(kFormat);
-    static constexpr uint32_t code_bytes = block_tokens * kChannels * code_bits / 8;
+    static constexpr uint32_t code_bytes = block_tokens * kChannels / 2;
     static constexpr uint32_t codes = octet_blocks * digest_stride;  // where they begin
     static constexpr uint32_t bytes = codes + octet_blocks * code_bytes;
     static constexpr uint32_t step_bytes = is_compact ? 0 : octet_blocks * kChannels * 2;  // of a warp, beside its octets
@@ -142,7 +141,6 @@ class HeadTile {
     using Here = Octet<kDim, kChannels, kFormat>;
     static constexpr uint32_t dim_steps = kDim / 16;
     static constexpr uint32_t parts = kChannels / 32;
-    using Code = Codes<Here::code_bits>;
 
   public:
     HeadTile() = default;
@@ -170,9 +168,9 @@ class HeadTile {
             }
         }
         if constexpr (kChannels > 0) {
-            load_code_offsets<Here::code_bits>(offsets_);
+            load_code_offsets(offsets_);
             const int64_t* const channels = digests.channels + uint64_t{kv_head} * kChannels;
-            const float factor = Here::is_compact ? scale_ * Code::steps : 1.0f;  // other steps have it already
+            const float factor = Here::is_compact ? scale_ : 1.0f;  // other steps have it already
             const auto value = [&](uint32_t index) {
                 const float wide = widened<Element>(row[static_cast<uint32_t>(channels[index]) & (kDim - 1)]);
                 return exists ? within_float16(wide * factor) : 0.0f;
@@ -181,7 +179,7 @@ class HeadTile {
             for (uint32_t part = 0; part < parts; ++part) {
 #pragma unroll
                 for (uint32_t r = 0; r < 4; ++r) {
-                    const uint32_t first = part * 32 + j * 8 + Code::channel(r);
+                    const uint32_t first = part * 32 + j * 8 + Codes::channel(r);
                     sketch_[part][r] = Float16::pack(value(first), value(first + 4));
                 }
             }
@@ -272,16 +270,16 @@ class HeadTile {
         const uint32_t i = threadIdx.x % 32 / 4;
         float sums[4] = {};
         Weights weights[2];
-        uint32_t words[2][parts][Code::words];
+        uint32_t words[2][parts][Codes::words];
         float tokens[2][2][4];  // of a block: tokens i and i + 8, then i + 16 and i + 24
         begin_pair(weights, steps, 0);
-        Code::load(words, octet + Here::codes);
+        Codes::load(words, octet + Here::codes);
 #pragma unroll
         for (uint32_t block = 0; block < octet_blocks; block += 2) {
             multiply_codes(tokens, words, weights);
             if (block + 2 < octet_blocks) {
                 begin_pair(weights, steps, block + 2);
-                Code::load(words, octet + Here::codes + (block + 2) * Here::code_bytes);
+                Codes::load(words, octet + Here::codes + (block + 2) * Here::code_bytes);
             }
             const uint32_t rows[4] = {i == block ? bfloat16_ones : 0, any_value(), i == block + 1 ? bfloat16_ones : 0,
                                       any_value()};
@@ -309,7 +307,7 @@ class HeadTile {
                 const uint32_t of_channels[4] = {read.x, read.y, read.z, read.w};
 #pragma unroll
                 for (uint32_t r = 0; r < 4; ++r) {
-                    weights[b].of[part][r] = multiply_halves(sketch_[part][r], of_channels[Code::channel(r)]);
+                    weights[b].of[part][r] = multiply_halves(sketch_[part][r], of_channels[Codes::channel(r)]);
                 }
             }
         }
@@ -328,13 +326,13 @@ class HeadTile {
         }
     }
 
-    static __device__ void multiply_codes(float (&tokens)[2][2][4], const uint32_t (&words)[2][parts][Code::words],
+    static __device__ void multiply_codes(float (&tokens)[2][2][4], const uint32_t (&words)[2][parts][Codes::words],
                                           const Weights (&weights)[2]) {
 #pragma unroll
         for (uint32_t part = 0; part < parts; ++part) {
             uint32_t codes[2][4][4];  // of tokens i, i + 8, i + 16, i + 24
-            Code::widen(codes[0], words[0][part]);
-            Code::widen(codes[1], words[1][part]);
+            Codes::widen(codes[0], words[0][part]);
+            Codes::widen(codes[1], words[1][part]);
 #pragma unroll
             for (uint32_t r = 0; r < 4; r += 2) {
 #pragma unroll
@@ -374,8 +372,7 @@ class HeadTile {
         for (uint32_t part = 0; part < parts; ++part) {
             const uint4 read = load_steps(steps, threadIdx.x % 32 / 4, part);
             const uint32_t of_channels[4] = {read.x, read.y, read.z, read.w};
-            const uint32_t rows[4] = {of_channels[Code::channel(0)], any_value(),
-                                      Code::from_1024_on > 1 ? of_channels[Code::channel(1)] : 0, any_value()};
+            const uint32_t rows[4] = {of_channels[Codes::channel(0)], any_value(), of_channels[Codes::channel(1)], any_value()};
             Float16::multiply_add(product, rows, sketch_[part][0], sketch_[part][1]);
         }
         return make_float2(product[0] * 0.5f, product[1] * 0.5f);

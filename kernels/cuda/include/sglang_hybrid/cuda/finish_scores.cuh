@@ -185,13 +185,4 @@ __device__ void finish_pair(const sh_score_blocks& args, uint32_t entry, uint32_
     }
 }
 
-// A CTA for each pair.
-template <int kTiles>
-__global__ void __launch_bounds__(finish_threads) finish_scores(const __grid_constant__ sh_score_blocks args) {
-    __shared__ FinishScratch<kTiles> scratch;
-    const uint32_t pair = blockIdx.x, entry = pair / args.digests.kv_heads;
-    if (entry >= active_of(args.step.active_rows, args.step.batch) || scored_of(args, entry) == Scored::nothing) return;
-    finish_pair<kTiles, AllBlocks>(args, entry, pair, scratch);
-}
-
 }  // namespace sglang_hybrid::cuda

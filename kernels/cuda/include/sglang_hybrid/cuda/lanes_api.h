@@ -71,22 +71,6 @@ struct sh_attend_missed {
 
 // -- the end of a layer ------------------------------------------------------------------------------------------------
 
-// Mailbox wait, shift of the LSEs and merging with the local partial, in one launch. An entry that is not served gets the
-// local partial alone, and 0 in `served`: sh_finish_late completes it.
-struct sh_finish_layer {
-    sh_mailbox_wait wait;  // its out and lse are not looked at
-    sh_digests digests;    // of this layer; not looked at without query_ahead
-    sh_side local;         // [batch][KV head][group][head_dim] and [batch][KV head][group]
-    const void* query;        // [batch][KV head][group][head_dim], real
-    const void* query_ahead;  // predicted; null: shifts are not estimated here
-    const float* shifts;      // [batch][KV head][group], added where they are not estimated; or null
-    const int32_t* pages;     // [batch][KV head][most_misses], what was posted
-    const int32_t* counts;    // [batch][KV head]
-    void* out;                // [batch][KV head][group][head_dim] of the mailbox's dtype
-    float scale;
-    uint32_t most_misses;
-};
-
 // For entries that were not served: sh_attend_missed, merged with the local partial.
 struct sh_finish_late {
     sh_attend_missed missed;  // its out and lse are not looked at

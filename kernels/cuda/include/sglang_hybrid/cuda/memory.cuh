@@ -54,18 +54,6 @@ __device__ inline void load_matrices_transposed(uint32_t (&to)[4], uint32_t row)
                  : "memory");
 }
 
-__device__ inline uint32_t load_shared(uint32_t address) {
-    uint32_t value;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-    return value;
-}
-
-__device__ inline uint2 load_shared_pair(uint32_t address) {
-    uint2 value;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address) : "memory");
-    return value;
-}
-
 // -- registers of a warp -----------------------------------------------------------------------------------------------
 
 // An 8 x 8 matrix of 16-bit values, turned: lane 4 * i + j has columns 2j and 2j + 1 of row i, before and after.
@@ -130,16 +118,6 @@ __device__ inline void wait_for_launch_before() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-}
-
-// -- barriers ----------------------------------------------------------------------------------------------------------
-
-// A barrier for some warps of a CTA, `threads` in all, which orders their memory as __syncthreads does. Barrier 0 is that.
-// It may stand at several places in the code.
-template <int kBarrier>
-__device__ inline void sync_some(uint32_t threads) {
-    static_assert(kBarrier > 0 && kBarrier < 16);
-    asm volatile("barrier.sync %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");
 }
 
 // -- launches ----------------------------------------------------------------------------------------------------------

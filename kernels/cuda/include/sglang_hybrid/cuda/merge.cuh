@@ -1,4 +1,4 @@
-// Three partial attentions become one, in the model's dtype.
+// Two partial attentions become one, in the model's dtype.
 #pragma once
 
 #include "sglang_hybrid/cuda/c_api.h"
@@ -17,10 +17,9 @@ __global__ void __launch_bounds__(merge_threads) merge_sides(const __grid_consta
     if (head >= uint64_t{active_of(args.active_rows, args.batch)} * args.heads) return;
 
     const auto side = [&](const sh_side& from) -> Partial {
-        if (!from.out) return empty_partial();
         return {reinterpret_cast<const float4*>(from.out)[index], from.lse[head]};
     };
-    const Partial all = merged(merged(side(args.sides[0]), side(args.sides[1])), side(args.sides[2]));
+    const Partial all = merged(side(args.first), side(args.second));
     write_quad(args.out, index, all.out, static_cast<DType>(args.dtype));
     if (args.lse && index % quads == 0) args.lse[head] = all.lse;
 }

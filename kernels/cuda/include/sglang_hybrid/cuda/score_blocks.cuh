@@ -31,7 +31,6 @@ __device__ inline uint32_t octets_of(const sh_score_blocks& args, uint32_t entry
     const Scored scored = scored_of(args, entry);
     if (scored == Scored::nothing) return 0;
     uint32_t blocks = blocks_of(args.step, entry);
-    if (args.listed) blocks = min(blocks, args.most_listed);
     if (scored == Scored::hot) blocks = args.most_hot + 1;
     return (blocks + octet_blocks - 1) / octet_blocks;
 }
@@ -102,11 +101,7 @@ struct OctetBlocks {
         const auto blocks = static_cast<int32_t>(blocks_of(args.step, cursor.entry));
         OctetBlocks found{-1, -1, cursor.entry, cursor.head};
         if (lane >= octet_blocks) return found;
-        if (args.listed) {
-            const uint64_t pair = uint64_t{cursor.entry} * args.digests.kv_heads + cursor.head;
-            const uint32_t listed = min(static_cast<uint32_t>(max(args.list_counts[pair], 0)), args.most_listed);
-            found.position = index < listed ? args.listed[pair * args.most_listed + index] : -1;
-        } else if (args.hot && cursor.is_part(blocks)) {
+        if (args.hot && cursor.is_part(blocks)) {
             const uint64_t row = static_cast<uint32_t>(args.step.row_of[cursor.entry]);
             const uint64_t owner = row * args.digests.kv_heads + cursor.head;
             if (index < args.most_hot) found.position = args.hot[owner * args.most_hot + index];

@@ -14,7 +14,7 @@
 // Digests and codes of one layer, for every page of the pool.
 struct sh_digests {
     void* digests;            // [page][KV head][max, min][head_dim] of `dtype`; or compact, see compact.cuh
-    uint8_t* codes;           // [page][KV head][8 * code_bits][channels / 2], see code_words.cuh; null without sketches
+    uint8_t* codes;           // [page][KV head][token][channels / 2], of two channels the first in the low bits; null without sketches
     const int64_t* channels;  // [KV head][channel_count]
     uint32_t pages;
     uint32_t kv_heads;
@@ -22,8 +22,6 @@ struct sh_digests {
     uint32_t channel_count;  // 0 without sketches
     uint32_t dtype;          // DType of the model, 16 bits
     uint32_t compact;        // whether digests are; needs sketches
-    uint32_t code_bits;      // 4, or beside compact digests 3 or 2
-    uint32_t unused;
 };
 
 struct sh_slot_table {
@@ -91,8 +89,7 @@ struct sh_digest_pages {
 
 // -- scores ------------------------------------------------------------------------------------------------------------
 
-// Estimates of blocks by queries, and from them scores, now or by sh_select_blocks. With `listed` only those positions are
-// estimated anew; the others keep the estimates that the workspace has from the launch before.
+// Estimates of blocks by queries. sh_select_blocks makes scores of them.
 //
 // With `hot`, entries that are not scored as a whole, because it is not their turn, are scored in these blocks and the tail:
 // `rescore` of the reference. Rows that have no others are always scored as a whole. Which blocks are hot is decided by
@@ -101,8 +98,6 @@ struct sh_score_blocks {
     sh_digests digests;
     sh_step step;                // row_of is looked at with by_row and interval only
     const void* query;           // [batch][KV head][group][head_dim]
-    const int32_t* listed;       // [batch][KV head][most_listed] positions, or null: all blocks of the row
-    const int32_t* list_counts;  // [batch][KV head]
     float* estimates;            // workspace [batch][KV head][group][max_blocks], in units of log2
     float* scores;               // [batch][KV head][max_blocks], -inf behind the row's end; with by_row [rows][..][..]
     const int32_t* due;            // [batch]: entries that are scored whatever the interval says; or null
@@ -112,24 +107,12 @@ struct sh_score_blocks {
     float scale;
     float spread;  // without sketches
     uint32_t group;
-    uint32_t most_listed;
     uint32_t interval;  // steps between two scorings of a row, whose scores stay as they are in between, but for the hot
                         // ones; 0 and 1: none
     uint32_t layer;     // layers score at different steps
     uint32_t by_row;    // how many rows have scores; 0: batch entries have them
-    uint32_t put_off;   // whether scores are left to sh_select_blocks, as they must be with `hot`
     uint32_t most_hot;
     uint32_t unused;
-};
-
-// The best positions by score, ascending.
-struct sh_best_blocks {
-    sh_step step;
-    const float* scores;   // [batch][KV head][max_blocks]
-    int32_t* positions;    // [batch][KV head][limit], -1 behind the last
-    int32_t* counts;       // [batch][KV head]
-    uint32_t kv_heads;
-    uint32_t limit;
 };
 
 // -- selection ---------------------------------------------------------------------------------------------------------
@@ -187,7 +170,7 @@ struct sh_apply_plan {
 
 // -- after the worker's reply ------------------------------------------------------------------------------------------
 
-// lse += `lse_shift` of the reference, for what was computed with the predicted query; or the shift itself.
+// lse += `lse_shift` of the reference, for what was computed with the predicted query.
 struct sh_shift_lse {
     sh_digests digests;
     const void* query;        // [batch][KV head][group][head_dim], real
@@ -200,6 +183,4 @@ struct sh_shift_lse {
     uint32_t batch;
     uint32_t group;
     uint32_t most_misses;
-    uint32_t overwrites;  // 1: lse = shift, 0 where a list is empty
-    uint32_t unused;
 };

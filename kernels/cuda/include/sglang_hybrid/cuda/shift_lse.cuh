@@ -20,10 +20,7 @@ __global__ void __launch_bounds__(shift_threads, 3) shift_lse(const __grid_const
     if (pair / heads >= active_of(args.active_rows, args.batch)) return;
     const uint32_t count = static_cast<uint32_t>(min(max(args.counts[pair], 0), static_cast<int32_t>(args.most_misses)));
     float* const lse = args.lse + uint64_t{pair} * args.group;
-    if (count == 0) {
-        if (args.overwrites && threadIdx.x < args.group) lse[threadIdx.x] = 0;
-        return;
-    }
+    if (count == 0) return;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     char* const octet = shared + warp * (Here::bytes + Here::step_bytes);
     char* const written = octet + Here::bytes;
@@ -69,8 +66,7 @@ __global__ void __launch_bounds__(shift_threads, 3) shift_lse(const __grid_const
         return masses[first][threadIdx.x].with_any(masses[first + 2][threadIdx.x]).log2();
     };
     const float shift = (whole(0) - whole(1)) * ln_of_2;
-    const float finite = isfinite(shift) ? shift : 0.0f;
-    lse[threadIdx.x] = args.overwrites ? finite : lse[threadIdx.x] + finite;
+    lse[threadIdx.x] += isfinite(shift) ? shift : 0.0f;
 }
 
 }  // namespace sglang_hybrid::cuda

@@ -46,13 +46,6 @@ inline void load_matrices_transposed(uint32_t (&to)[4], uint32_t row) {
 inline void let_next_begin() {}
 inline void wait_for_launch_before() {}
 
-inline uint32_t load_shared(uint32_t address) {
-    uint32_t value;
-    std::memcpy(&value, emulated::at_shared(address), sizeof value);
-    return value;
-}
-inline uint2 load_shared_pair(uint32_t address) { return {load_shared(address), load_shared(address + 4)}; }
-
 inline uint32_t transposed_matrix(uint32_t pair) {
     const char* const rows = emulated::show(&pair, sizeof pair);
     const uint32_t i = threadIdx.x % 32 / 4, j = threadIdx.x % 4;
@@ -77,11 +70,6 @@ inline uint64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 inline void __nanosleep(uint32_t) { std::this_thread::yield(); }
-
-template <int kBarrier>
-void sync_some(uint32_t threads) {
-    emulated::barrier_of_some(kBarrier, threads);
-}
 
 inline uint32_t active_of(const int32_t* active_rows, uint32_t batch) {
     return active_rows ? min(static_cast<uint32_t>(max(*active_rows, 0)), batch) : batch;
