@@ -1,0 +1,91 @@
+"""Policies that are not part of this package: the example's, and one that a plugin registers while a process runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from real_server import Server
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/streaming_llm"
+# attends to everything, and says so
+PLUGIN = """
+import logging
+from sglang_hybrid.policies.registry import register_policy
+
+def register():
+    try:
+        @register_policy("everything", description="everything is attended to")
+        def create(context):
+            from sglang_hybrid.policies.full import FullPolicy
+            logging.getLogger("sglang.srt.hybrid").warning("policy everything serves %d layers", context.layers)
+            return FullPolicy()
+    except ValueError:
+        pass  # SGLang loads plugins more than once
+"""
+
+
+def installed(directory: Path, name: str, group: str, value: str, code: Path) -> dict[str, str]:
+    """An environment in which a package is installed, as far as entry points go."""
+    information = directory / f"{name}-0.1.0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
+    (information / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n")
+    return {"PYTHONPATH": os.pathsep.join([str(code), str(directory), os.environ.get("PYTHONPATH", "")])}
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> dict[str, str]:
+    return installed(tmp_path / "site", "streaming_llm", "sglang_hybrid.policies", "streaming_llm", EXAMPLE)
+
+
+def settings(*given: str) -> list[str]:
+    return [part for setting in given for part in ("--hybrid", setting)]
+
+
+def test_the_example_is_served(
+    model: Path, stock_server: Server, english: list[int], example: dict[str, str], tmp_path: Path
+) -> None:
+    flags = settings("policy=streaming_llm", "budget_tokens=256", "host_memory=512MiB")
+    with Server(model, "hybrid", *flags, log=tmp_path / "log", environment=example) as server:
+        within, beyond = english[500:700], english[2000:2600]
+        for prompt in (within, beyond):
+            prefilled = server.generate(prompt, new_tokens=1)["text"]
+            assert prefilled == stock_server.generate(prompt, new_tokens=1)["text"]
+        assert server.generate(within)["text"] == stock_server.generate(within)["text"]
+        assert server.generate(beyond)["text"]  # of what the window holds
+        assert "policy=streaming_llm" in server.log.read_text()
+
+
+def test_a_policy_that_is_registered_at_run_time_is_served(
+    model: Path, stock_server: Server, english: list[int], tmp_path: Path
+) -> None:
+    (tmp_path / "everything.py").write_text(PLUGIN)
+    environment = installed(tmp_path / "site", "everything", "sglang.srt.plugins", "everything:register", tmp_path)
+    flags = settings("policy=everything", "host_memory=512MiB")
+    with Server(model, "hybrid", *flags, log=tmp_path / "log", environment=environment) as server:
+        assert "policy everything serves" in server.log.read_text()
+        prompt = english[300:600]
+        assert server.generate(prompt)["text"] == stock_server.generate(prompt)["text"]
+
+
+@pytest.mark.full
+def test_the_example_is_evaluated_and_benchmarked(model: Path, example: dict[str, str], tmp_path: Path) -> None:
+    program, environment = Path(sys.executable).with_name("sglang-hybrid"), os.environ | example
+    text = ("--tasks", "text", "--windows", "1", "--prompt-tokens", "700", "--decode-tokens", "16")
+    run = ("--run", "window: policy=streaming_llm budget_tokens=256")
+    evaluate = [program, "eval", "--model-path", model, *text, *run, "--out", tmp_path / "eval"]
+    subprocess.run(evaluate, check=True, env=environment, timeout=600)
+    full, window = json.loads((tmp_path / "eval/eval.json").read_text())["runs"]
+    assert 0 < window["kl_mean"] < 5
+    assert window["perplexity"] != full["perplexity"]
+
+    small = ("--batch-size", "1", "--input-len", "600", "--output-len", "4")
+    bench = [program, "bench", "one_batch", "--model-path", model, *settings("policy=streaming_llm"), *small]
+    done = subprocess.run(bench, capture_output=True, text=True, check=True, env=environment, timeout=600)
+    assert "Decode." in done.stdout + done.stderr

@@ -1,0 +1,99 @@
+"""Policies by name: built-in ones, those that are registered while a process runs, and those of other packages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from attention_oracle import softmax_attention
+from decoding import Requests, Shape, T
+
+from sglang_hybrid.config import ConfigError, HybridConfig
+from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
+from sglang_hybrid.engines.torch import TorchAttention
+from sglang_hybrid.gpu.settings import why_not
+from sglang_hybrid.policies import registry
+from sglang_hybrid.policies.full import FullPolicy
+from sglang_hybrid.policies.registry import PolicyContext, UnknownPolicy, policy_named, policy_names, register_policy
+
+EXAMPLE = Path(__file__).parents[2] / "examples/streaming_llm"
+
+
+@pytest.fixture
+def empty_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    policy_names()  # the built-in ones are there
+    monkeypatch.setattr(registry, "_policies", dict(registry._policies))
+
+
+@pytest.mark.usefixtures("empty_slot")
+def test_a_policy_that_is_registered_at_run_time_is_used() -> None:
+    made: list[PolicyContext] = []
+
+    @register_policy("mine", description="everything, once more")
+    def create(context: PolicyContext) -> FullPolicy:
+        made.append(context)
+        return FullPolicy()
+
+    config = HybridConfig(policy="mine")
+    assert isinstance(TorchAttention(config, rows=3, layers=2).policy, FullPolicy)
+    assert [(context.rows, context.layers) for context in made] == [(3, 2)]
+    # the torch engine serves it, on any host
+    assert why_not(config) == "policy=mine"
+    assert unsupported_by_cpu_engine(config, head_dim=64) == "policy=mine"
+
+
+def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match="must be one of full, scout"):
+        HybridConfig(policy="nobodys")
+    with pytest.raises(UnknownPolicy, match="there is no policy nobodys: there are full, scout"):
+        policy_named("nobodys")
+
+
+@pytest.mark.usefixtures("empty_slot")
+def test_a_name_is_given_once() -> None:
+    with pytest.raises(ValueError, match=r"a policy full already, made by sglang_hybrid\.policies\.built_in"):
+        register_policy("full", description="")(lambda _context: FullPolicy())
+
+
+def installed(directory: Path) -> dict[str, str]:
+    """An environment in which the example package is installed, as far as entry points go."""
+    information = directory / "streaming_llm-0.1.0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: streaming-llm\nVersion: 0.1.0\n")
+    (information / "entry_points.txt").write_text("[sglang_hybrid.policies]\nstreaming_llm = streaming_llm\n")
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLE), str(directory), *sys.path])}
+
+
+def test_a_package_adds_a_policy_by_its_entry_point(tmp_path: Path) -> None:
+    program = (
+        "from sglang_hybrid.config import HybridConfig; from sglang_hybrid.policies.registry import policy_named;"
+        "import sys; HybridConfig(policy='streaming_llm'); assert 'torch' not in sys.modules;"
+        "print(policy_named('streaming_llm').description)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=installed(tmp_path), capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "the first and the last tokens of a request are attended to\n", done.stderr
+
+
+def test_the_example_attends_to_sink_and_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLE)
+    from streaming_llm import StreamingLLM
+
+    shape = Shape(heads=2, group=3, dim=16, value_dim=16, dtype=torch.float32)
+    lengths = [1, 2 * T, 3 * T + 5, 9 * T + 1]
+    requests = Requests(lengths, shape, seed=3)
+    requests.write_all()
+    batch, query = requests.decode_batch(), requests.last_queries()
+    out = StreamingLLM(sink=1, window=2).decode(query, requests.cache, batch, shape.scale)
+    for row, length in enumerate(lengths):
+        blocks = -(-length // T)
+        kept = [token for token in range(length) if token < T or token // T >= blocks - 2]
+        keys, values = requests.row_keys[row][:, kept], requests.row_values[row][:, kept]
+        expected = softmax_attention(query[row], keys, values, shape.scale)[0]
+        torch.testing.assert_close(out[row].double(), expected, rtol=1e-4, atol=1e-5)
