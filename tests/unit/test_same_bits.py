@@ -31,7 +31,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_a_product_rounds_a_row_the_same_wherever_it_stands(rows: int) -> None:
     x, weight = normal(64, 576), normal(960, 576, seed=1)
     whole = same_bits.linear(x, weight)
-    torch.testing.assert_close(whole, torch.nn.functional.linear(x, weight))
+    torch.testing.assert_close(whole, torch.nn.functional.linear(x, weight), rtol=1e-4, atol=2e-4)  # sums of 576
     for first in (0, 5, 64 - rows):
         assert torch.equal(same_bits.linear(x[first : first + rows], weight), whole[first : first + rows])
         assert torch.equal(
