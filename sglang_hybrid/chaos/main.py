@@ -34,6 +34,8 @@ _CUDA = (
     "--dtype", "bfloat16", "--cuda-graph-backend-prefill", "disabled", "--cuda-graph-bs-decode", "1", "2", "4", "8",
     "--mem-fraction-static", "0.3",
 )  # fmt: skip
+_CHUNK = 512  # tokens of a prompt that are prefilled in a step
+_LONGEST_ANSWER_STEPS = 61  # of answers of 48 tokens, some of them three at a time
 _PEERS_SHARE = 0.2  # of the time
 _LONGEST_OF_PEERS = 1500  # tokens: stock SGLang computes all tokens before a chunk again
 
@@ -94,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             flags = _flags(prediction, longest, arguments)
             tell(f"prediction={prediction}: starting a server, its log is {directory / 'server.log'}")
             try:
-                with Target(model, flags, directory.absolute(), arguments.bug, same_bits=on_cpu) as target:
+                retract_steps = _LONGEST_ANSWER_STEPS + 2 * (longest // _CHUNK)
+                with Target(model, flags, directory.absolute(), retract_steps, arguments.bug, on_cpu) as target:
                     phase = Phase(
                         target, asked, arguments.seed, tell, arguments.stop_at_first,
                         # a GPU has the real query when it computes in the worker's place
@@ -160,7 +163,7 @@ def _flags(prediction: str, longest: int, arguments: argparse.Namespace) -> list
     return [
         *(part for setting in settings for part in ("--hybrid", setting)),
         "--random-seed", "1", "--enable-metrics", "--max-running-requests", "8", "--max-total-tokens", str(pool),
-        "--chunked-prefill-size", "512", "--watchdog-timeout", "1800",
+        "--chunked-prefill-size", str(_CHUNK), "--watchdog-timeout", "1800",
         # requests are admitted though they may not all fit: some will be retracted
         "--schedule-conservativeness", "0.01",
         *((*_CPU, *_first_layers(arguments.layers)) if arguments.device == "cpu" else _CUDA),

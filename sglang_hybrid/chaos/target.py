@@ -36,8 +36,6 @@ _STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
-# Requests are retracted when there is no room for their next tokens, which depends on luck; and every so many steps.
-_RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "53"}
 
 
 class TargetError(RuntimeError):
@@ -53,9 +51,18 @@ class Target:
     """Use as a context."""
 
     def __init__(
-        self, model: Path, flags: Sequence[str], directory: Path, switches: Sequence[str] = (), same_bits: bool = True
+        self,
+        model: Path,
+        flags: Sequence[str],
+        directory: Path,
+        retract_steps: int,
+        switches: Sequence[str] = (),
+        same_bits: bool = True,
     ) -> None:
-        """``switches``: bugs on purpose, beside what every chaos run needs. ``same_bits`` needs a CPU."""
+        """Requests are retracted when there is no room for their next tokens, and every ``retract_steps`` steps: more
+        than one request takes alone. ``switches``: bugs on purpose, beside what every chaos run needs. ``same_bits``
+        needs a CPU.
+        """
         self.has_same_bits = same_bits
         self.model = model
         directory.mkdir(parents=True, exist_ok=True)
@@ -71,7 +78,9 @@ class Target:
             *prefix, sys.executable, "-m", "sglang.launch_server", "--model-path", str(model),
             "--attention-backend", "hybrid", "--host", "127.0.0.1", "--port", str(self.port), *flags,
         ]  # fmt: skip
-        self._environment = os.environ | _STRICT | _RETRACTING | {
+        self._environment = os.environ | _STRICT | {
+            "SGLANG_TEST_RETRACT": "1",
+            "SGLANG_TEST_RETRACT_INTERVAL": str(retract_steps),
             "HF_HUB_OFFLINE": "1",
             "TMPDIR": str(self.temporary),
             env.CHAOS.name: json.dumps([*([SAME_BITS] if same_bits else []), SPOIL_FREED_PAGES, *switches]),
