@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench.side_by_side.claims import best, lengths_of, tokens_label
+from bench.side_by_side.claims import best, lengths_of, speed_ups, tokens_label
 
 _DPI = 150
 _COLOURS = {"stock": "#8a8a8a", "hybrid": "#3b6ea5"}
@@ -13,8 +13,10 @@ _CATEGORY_COLOURS = "cividis"  # readable without telling red from green
 
 
 def draw(result: dict[str, Any], beside: Path) -> list[Path]:
-    """Next to the result file, with its name: throughput, and the breakdown where there is one."""
+    """Write figures next to the result file: throughput, the speed-up, and the breakdown where there is one."""
     written = [_throughput(result, beside.with_name(f"{beside.stem}-throughput.png"))]
+    if ratios := speed_ups(result["points"]):
+        written.append(_speed_up(ratios, beside.with_name(f"{beside.stem}-speedup.png")))
     if any(one.get("breakdown", {}).get("categories") for one in result["points"]):
         written.append(_breakdown(result, beside.with_name(f"{beside.stem}-breakdown.png")))
     return written
@@ -63,6 +65,22 @@ def _throughput(result: dict[str, Any], path: Path) -> Path:
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
         one.margins(y=0.15)
+    figure.savefig(path, dpi=_DPI)
+    return path
+
+
+def _speed_up(ratios: list[dict[str, Any]], path: Path) -> Path:
+    """One bar for each input length: decode throughput of hybrid over stock, best batch of each."""
+    figure = _figure(4.8, 2.4)
+    axes = figure.subplots()
+    bars = axes.bar(range(len(ratios)), [one["speed_up"] for one in ratios], 0.6, color=_COLOURS["hybrid"])
+    axes.bar_label(bars, [f"{one['speed_up']:.1f}x" for one in ratios], padding=2)
+    axes.axhline(1, color=_COLOURS["stock"], linestyle="--", linewidth=1)
+    batches = [f"{tokens_label(one['length'])}\n{one['stock_rows']} -> {one['hybrid_rows']} requests" for one in ratios]
+    axes.set_xticks(range(len(ratios)), batches, fontsize=8)
+    axes.set_ylabel("throughput / stock", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(y=0.15)
     figure.savefig(path, dpi=_DPI)
     return path
 

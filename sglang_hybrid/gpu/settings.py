@@ -32,7 +32,7 @@ class ScoutSettings:
     hot: int = 0  # blocks of a (row, KV head) that are scored in between
 
 
-# Without a profile: what a gather gets out of PCIe 5, and a core out of memory (docs/design.md).
+# Without a profile: what a gather gets out of PCIe 5, and a core out of memory (docs/measurements.md).
 _GATHER_GB_S, _CORE_GB_S = 50.0, 8.0
 _HIDDEN = 0.6  # of a layer's time: what the worker computes in that, nobody waits for
 

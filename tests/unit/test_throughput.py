@@ -235,7 +235,7 @@ def test_tables_show_ratios_parts_and_aims() -> None:
 
 def test_figures_are_drawn_beside_the_result(tmp_path: Path) -> None:
     drawn = plots.draw(result(), tmp_path / "run.json")
-    assert [one.name for one in drawn] == ["run-throughput.png", "run-breakdown.png"]
+    assert [one.name for one in drawn] == ["run-throughput.png", "run-speedup.png", "run-breakdown.png"]
     assert all(one.stat().st_size > 5000 for one in drawn)
 
 
