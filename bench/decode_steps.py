@@ -199,7 +199,7 @@ def measure_points(
             session.runner.init_cuda_graphs()
             points.append(measure(session, rows, tokens, count, variant, args))
         if args.main_lane:
-            settings = [*settings_of(args.flags), "prediction=none", "cpu_share=1", "dense=never"]
+            settings = [*settings_of(args.flags), "prediction=none", "cpu_share=1", "whole_requests=never"]
             session.use(load_config(None, settings))
             session.runner.init_cuda_graphs()
             rows.steps(2)  # something is resident then

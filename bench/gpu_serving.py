@@ -49,7 +49,14 @@ from bench.throughput import is_installed, tokens_of
 NAME = "gpu-serving"
 PARTS = ("openai", "benchmark", "kill")
 # Recall intervals that follow live traffic change what is resident, and so what is attended, from run to run.
-EXACT = ("prediction=none", "resident_tokens=1024", "miss_share=0", "cpu_share=1", "recall_interval=8", "dense=never")
+EXACT = (
+    "prediction=none",
+    "resident_tokens=1024",
+    "miss_share=0",
+    "cpu_share=1",
+    "recall_interval=8",
+    "whole_requests=never",
+)
 # SGLang looks through its books when it is idle and dies when they do not add up; --strict also at every step
 IDLE_CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 STEP_CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}

@@ -22,6 +22,7 @@ from msgspec import Meta
 from msgspec import inspect as types
 
 from sglang_hybrid import env
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.env import ConfigError
 from sglang_hybrid.policies.registry import policy_names
 from sglang_hybrid.shipped import profile_path
@@ -47,16 +48,12 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             extra={"legal": "one of full, scout, or a policy of another package"},
         ),
     ] = "scout"
-    block_tokens: Annotated[
-        Literal[32],
-        Meta(description="Tokens per block, equal to SGLang's page size. Only 32 is supported today."),
-    ] = 32
     budget_tokens: Annotated[
         int,
         Meta(
             gt=0,
-            description="Tokens attended per (request, layer, KV head) under policy scout. A multiple of block_tokens "
-            "that holds the sink blocks, the recent blocks and the tail (the block being filled).",
+            description="Tokens attended per (request, layer, KV head) under policy scout. A multiple of 32, the "
+            "size of a block, that holds the sink blocks, the recent blocks and the tail (the block being filled).",
         ),
     ] = 2048
     resident_tokens: Annotated[
@@ -131,7 +128,7 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "query is there, by what digests and sketches tell of both.",
         ),
     ] = True
-    dense: Annotated[
+    whole_requests: Annotated[
         Literal["auto", "never"],
         Meta(
             description="On a GPU server: auto keeps requests in GPU memory as a whole and attends to all of them, "
@@ -227,10 +224,6 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "them, at most four and one for every further rank: SGLang's own processes need those."
         ),
     ] = "auto"
-    worker_group_threads: Annotated[
-        int | Literal["auto"],
-        Meta(description="Threads that work on one sequence together; groups with nothing to do help the others."),
-    ] = "auto"
     worker_cores: Annotated[
         str,
         Meta(
@@ -239,17 +232,6 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             extra={"legal": '"auto", "none" or a list of cores such as "0-7,16"; a single one as "3-3"'},
         ),
     ] = "auto"
-    worker_task_blocks: Annotated[
-        int, Meta(ge=1, le=4096, description="Blocks that one thread takes at a time: the unit of balancing.")
-    ] = 8
-    worker_spin_us: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=10_000_000,
-            description="How long the worker's threads stay awake after the last work; then they sleep until woken.",
-        ),
-    ] = 200
     worker_deadline_ms: Annotated[
         int,
         Meta(
@@ -319,16 +301,10 @@ def _worker_is_a_choice_or_a_directory(worker: str) -> str | None:
     return None if worker in ("auto", "start", "none") or "/" in worker else f"must be {_WORKER_LEGAL}"
 
 
-def _threads_are_positive(worker_threads: int | str, worker_group_threads: int | str) -> str | None:
-    if all(value == "auto" or 1 <= int(value) <= 1024 for value in (worker_threads, worker_group_threads)):
+def _threads_are_positive(worker_threads: int | str) -> str | None:
+    if worker_threads == "auto" or 1 <= int(worker_threads) <= 1024:
         return None
-    return 'must each be a whole number from 1 to 1024, or "auto"'
-
-
-def _groups_are_not_larger_than_the_worker(worker_group_threads: int | str, worker_threads: int | str) -> str | None:
-    if "auto" in (worker_group_threads, worker_threads) or int(worker_group_threads) <= int(worker_threads):
-        return None
-    return f"worker_group_threads must be auto, or a whole number from 1 to worker_threads ({worker_threads})"
+    return 'must be a whole number from 1 to 1024, or "auto"'
 
 
 def _numbers_are_not_negative(
@@ -364,21 +340,19 @@ def _compact_digests_need_sketches(digest_dtype: str, sketch_channels: int) -> s
     return "digest_dtype int8 needs sketch_channels that are a multiple of 8"
 
 
-def _budget_is_whole_blocks(budget_tokens: int, block_tokens: int) -> str | None:
-    if budget_tokens % block_tokens == 0:
+def _budget_is_whole_blocks(budget_tokens: int) -> str | None:
+    if budget_tokens % BLOCK_TOKENS == 0:
         return None
-    rounded_up = -(-budget_tokens // block_tokens) * block_tokens
-    return f"budget_tokens must be a multiple of block_tokens, such as {rounded_up}"
+    rounded_up = -(-budget_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+    return f"must be a multiple of {BLOCK_TOKENS}, the tokens of a block, such as {rounded_up}"
 
 
-def _budget_holds_what_is_always_selected(
-    budget_tokens: int, block_tokens: int, sink_blocks: int, recent_blocks: int
-) -> str | None:
+def _budget_holds_what_is_always_selected(budget_tokens: int, sink_blocks: int, recent_blocks: int) -> str | None:
     needed_blocks = sink_blocks + recent_blocks + 1
-    if budget_tokens // block_tokens >= needed_blocks:
+    if budget_tokens // BLOCK_TOKENS >= needed_blocks:
         return None
     return (
-        f"budget_tokens must be at least {needed_blocks * block_tokens} to hold the sink blocks, the recent blocks "
+        f"budget_tokens must be at least {needed_blocks * BLOCK_TOKENS} to hold the sink blocks, the recent blocks "
         "and the tail; raise it or lower sink_blocks or recent_blocks"
     )
 
@@ -388,7 +362,6 @@ _RULES: tuple[Callable[..., str | None], ...] = (
     _host_memory_is_a_size,
     _worker_is_a_choice_or_a_directory,
     _threads_are_positive,
-    _groups_are_not_larger_than_the_worker,
     _numbers_are_not_negative,
     _scores_are_not_too_old,
     _miss_share_is_a_part,
@@ -496,8 +469,15 @@ def _read_override(override: str) -> dict[Any, Any]:
     return {key.strip(): _parse_yaml(text, f"override {override!r}")}
 
 
-# Settings of earlier versions: what to do instead.
+# Settings of earlier versions: their names of today.
+_RENAMED = {"dense": "whole_requests"}
+
+# Settings of earlier versions that are gone: what to do instead.
 _REMOVED = {
+    "block_tokens": f"blocks have {BLOCK_TOKENS} tokens, which the kernels are compiled for: drop it",
+    "worker_group_threads": "the worker divides its threads into groups by itself: drop it",
+    "worker_spin_us": "the worker stays awake for 200 us after the last work, and longer if steps need it: drop it",
+    "worker_task_blocks": "the worker divides lists into tasks by itself: drop it",
     "digest": "selection scores the minimum and maximum of a block's keys: drop it",
     "digest_spread": "without sketches, scores go half of the way to Quest's upper bound: drop it",
     "sketch_bits": "sketches have four bits a channel: drop it, and set sketch_channels to take less memory",
@@ -506,6 +486,8 @@ _REMOVED = {
 
 
 def _unknown_key(key: Any, source: str) -> str:
+    if key in _RENAMED:
+        return f"{key} ({source}): is called {_RENAMED[key]} now"
     if key in _REMOVED:
         return f"{key} ({source}): was removed; {_REMOVED[key]}"
     nearest = difflib.get_close_matches(str(key), _FIELDS, n=1, cutoff=0.5)

@@ -68,10 +68,17 @@ def _parse_strings(text: str) -> tuple[str, ...]:
     return tuple(items)
 
 
+def _parse_task_blocks(text: str) -> int:
+    if not 1 <= (blocks := int(text)) <= 4096:
+        raise ValueError(text)
+    return blocks
+
+
 TEXT = EnvType[str | None]("text", str)
 BOOL = EnvType[bool](f"one of {', '.join(_BOOLS)}", _parse_bool)
 PATH = EnvType[Path | None]("a path", Path)
 BYTES = EnvType[int | None]("a number of bytes", int)
+TASK_BLOCKS = EnvType[int]("a whole number from 1 to 4096", _parse_task_blocks)
 STRINGS = EnvType[tuple[str, ...]]('a JSON list of strings such as ["key=value"]', _parse_strings)
 
 CONFIG = EnvVar("SGLANG_HYBRID_CONFIG", PATH, None, "YAML file with settings, see configs/default.yaml")
@@ -105,6 +112,12 @@ CHAOS = EnvVar(
 NATIVE_LIBRARY = EnvVar(
     "SGLANG_HYBRID_NATIVE_LIBRARY", PATH, None, "internal: another build of the CPU kernels, for tests of the tests"
 )
+WORKER_TASK_BLOCKS = EnvVar(
+    "SGLANG_HYBRID_WORKER_TASK_BLOCKS",
+    TASK_BLOCKS,
+    8,
+    "internal: blocks that one thread of the CPU worker takes at a time, for tests of its lists",
+)
 
 # read by the C++ library itself, wherever a kernel is chosen; here for its documentation
 CPU_VARIANT = EnvVar(
@@ -121,5 +134,6 @@ VARIABLES: tuple[EnvVar[Any], ...] = (
     EVENTS,
     CHAOS,
     NATIVE_LIBRARY,
+    WORKER_TASK_BLOCKS,
     CPU_VARIANT,
 )

@@ -8,9 +8,9 @@ import neither torch nor SGLang.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from cpu_worker.cores import CoresError, Placement, format_cpus, place
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import ConfigError, HybridConfig
 from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
 from sglang_hybrid.gpu.settings import why_not
@@ -73,7 +73,7 @@ def _prediction(config: HybridConfig, _host: Host) -> str:
     return "none (no profile)" if config.profile == "none" else "calibrated"
 
 
-def _dense(_config: HybridConfig, host: Host) -> str:
+def _whole_requests(_config: HybridConfig, host: Host) -> str:
     return "while the running requests fit the resident blocks' memory" if host.gpus else _NO_GPU
 
 
@@ -88,7 +88,7 @@ def _score_interval(config: HybridConfig, host: Host) -> str:
 def _hot_tokens(config: HybridConfig, host: Host) -> str:
     if score_interval_of(config, on_gpu=_kernels_score(config, host)) == 1:
         return "unused: all blocks are scored at every step"
-    return str(hot_blocks_of(config) * config.block_tokens)
+    return str(hot_blocks_of(config) * BLOCK_TOKENS)
 
 
 def _kernels_score(config: HybridConfig, host: Host) -> bool:
@@ -97,10 +97,6 @@ def _kernels_score(config: HybridConfig, host: Host) -> bool:
 
 def _threads(config: HybridConfig, host: Host) -> str:
     return str(_placement(config, host).threads) if _has_worker(config, host) else _NO_WORKER
-
-
-def _group_threads(config: HybridConfig, host: Host) -> str:
-    return str(_placement(config, host).group_threads) if _has_worker(config, host) else _NO_WORKER
 
 
 def _cores(config: HybridConfig, host: Host) -> str:
@@ -117,14 +113,13 @@ _CHOICES: dict[str, Callable[[HybridConfig, Host], str]] = {
     "prediction": _prediction,
     "sticky_bonus": _with_profile(DEFAULT_BONUS),
     "miss_share": _with_profile(DEFAULT_MISS_SHARE),
-    "dense": _dense,
+    "whole_requests": _whole_requests,
     "cpu_share": _cpu_share,
     "score_interval": _score_interval,
     "hot_tokens": _hot_tokens,
     "recall_interval": _with_profile(DEFAULT_INTERVAL),
     "worker": _worker,
     "worker_threads": _threads,
-    "worker_group_threads": _group_threads,
     "worker_cores": _cores,
 }
 
@@ -165,26 +160,16 @@ def _problems(config: HybridConfig, host: Host, sources: Mapping[str, str], rank
         )
         return problems
     try:
-        placed = _placement(config, host)
+        _placement(config, host)
     except CoresError as error:
         problems.append(f"{given('worker_cores')}: {error}")
-        return problems
-    group = config.worker_group_threads
-    if group != "auto" and group > placed.threads:
-        problems.append(
-            f"{given('worker_group_threads')}: the worker has {_count(placed.threads, 'thread')} here: must be auto, "
-            f"or {_up_to(placed.threads)}"
-        )
     return problems
 
 
 def _placement(config: HybridConfig, host: Host) -> Placement:
     """Raises CoresError."""
-
-    def number(value: Any) -> int:
-        return 0 if value == "auto" else int(value)
-
-    return place(host.topology, config.worker_cores, number(config.worker_threads), number(config.worker_group_threads))
+    threads = 0 if config.worker_threads == "auto" else config.worker_threads
+    return place(host.topology, config.worker_cores, threads, group_threads=0)
 
 
 def _count(number: int, what: str) -> str:

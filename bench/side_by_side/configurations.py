@@ -33,12 +33,6 @@ def hybrid(given: Sequence[str]) -> Configuration:
     return Configuration("hybrid", "hybrid", (*_prediction(given), *_gather("auto"), *given))
 
 
-def with_blocks(configuration: Configuration, tokens: int) -> Configuration:
-    """The same with blocks of another size."""
-    name = f"{configuration.name}, blocks of {tokens}"
-    return Configuration(name, configuration.backend, (*configuration.settings, f"block_tokens={tokens}"))
-
-
 def has_gather() -> bool:
     return GATHER_SETTING in HybridConfig.__struct_fields__
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.policies.registry import policy_named
 from sglang_hybrid.scout.tuning import Tuning, hot_blocks_of, score_interval_of
@@ -73,7 +74,7 @@ def gather_share_of(config: HybridConfig) -> float | None:
 
 def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettings:
     return ScoutSettings(
-        budget=config.budget_tokens // config.block_tokens,
+        budget=config.budget_tokens // BLOCK_TOKENS,
         slots=slots_of(config),
         sink=config.sink_blocks,
         recent=config.recent_blocks,
@@ -92,7 +93,7 @@ def slots_of(config: HybridConfig) -> int:
     """Blocks of a (row, KV head) in device memory."""
     always = config.sink_blocks + config.recent_blocks + 1
     tokens = config.budget_tokens if config.resident_tokens == "auto" else config.resident_tokens
-    return max(always, int(tokens) // config.block_tokens)
+    return max(always, int(tokens) // BLOCK_TOKENS)
 
 
 def why_not(config: HybridConfig) -> str | None:
@@ -105,8 +106,8 @@ def why_not(config: HybridConfig) -> str | None:
         return f"attend={config.attend}"
     if config.sketch_channels not in _CHANNELS:
         return f"sketch_channels={config.sketch_channels}"
-    if max(config.budget_tokens // config.block_tokens, slots_of(config)) > _MOST_BLOCKS:
-        return f"more than {_MOST_BLOCKS * config.block_tokens} tokens in the budget"
+    if max(config.budget_tokens // BLOCK_TOKENS, slots_of(config)) > _MOST_BLOCKS:
+        return f"more than {_MOST_BLOCKS * BLOCK_TOKENS} tokens in the budget"
     return None
 
 

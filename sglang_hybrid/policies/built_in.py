@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.policies.registry import Needs, PolicyContext, register_policy
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ def _everything(_config: HybridConfig) -> None:
 
 
 def _budget_blocks(config: HybridConfig) -> int:
-    return config.budget_tokens // config.block_tokens
+    return config.budget_tokens // BLOCK_TOKENS
 
 
 def _device_scout() -> Any:

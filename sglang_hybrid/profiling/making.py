@@ -12,6 +12,7 @@ import msgspec
 import torch
 from rich.console import Console
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig, load_config
 from sglang_hybrid.eval.errors import InputError
 from sglang_hybrid.integration.decoder_layers import DecoderLayers
@@ -88,7 +89,7 @@ def _check_lengths(options: argparse.Namespace, session: ModelSession, config: H
             f"prompts of {options.prompt_tokens} tokens fit into the budget of {config.budget_tokens}: there is "
             "nothing to select; raise --prompt-tokens or lower --budget"
         )
-    needed = max(options.window_tokens, options.prompts * (longest + 2 * config.block_tokens))
+    needed = max(options.window_tokens, options.prompts * (longest + 2 * BLOCK_TOKENS))
     if needed > session.capacity_tokens:
         raise InputError(
             f"{options.prompts} prompts need room for {needed} tokens, the KV cache has {session.capacity_tokens}: "
@@ -147,7 +148,7 @@ def _facts(
 
     return ProfileFacts(
         model=model,
-        block_tokens=config.block_tokens,
+        block_tokens=BLOCK_TOKENS,
         budget_tokens=config.budget_tokens,
         beta=config.recall_beta,
         intervals=[1] * layers,
@@ -247,7 +248,7 @@ def _budget(config: HybridConfig, model: ModelIdentity) -> Budget:
     group = model.query_heads // model.kv_heads  # whose shares of attention a score adds up
     share = 0.0 if config.miss_share == "auto" else float(config.miss_share)
     worth = math.log(share * group) if share else -math.inf
-    return Budget(config.budget_tokens // config.block_tokens, config.sink_blocks, config.recent_blocks, worth)
+    return Budget(config.budget_tokens // BLOCK_TOKENS, config.sink_blocks, config.recent_blocks, worth)
 
 
 def _with_share(budget: Budget, config: HybridConfig, model: ModelIdentity, share: float) -> Budget:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 
 # Without a profile. A small bonus removes most of the churn around the boundary and costs nothing on any text we know;
@@ -29,7 +30,7 @@ def score_interval_of(config: HybridConfig, *, on_gpu: bool) -> int:
 def hot_blocks_of(config: HybridConfig) -> int:
     """Blocks of a (row, KV head) that are scored at every step."""
     tokens = HOT_BUDGETS * config.budget_tokens if config.hot_tokens == "auto" else int(config.hot_tokens)
-    return tokens // config.block_tokens
+    return tokens // BLOCK_TOKENS
 
 
 class Profiled(Protocol):

@@ -66,7 +66,6 @@ def test_without_any_source_the_defaults_apply():
 def test_defaults_are_the_documented_ones():
     assert msgspec.structs.asdict(HybridConfig()) == {
         "policy": "scout",
-        "block_tokens": 32,
         "budget_tokens": 2048,
         "resident_tokens": "auto",
         "sink_blocks": 1,
@@ -79,7 +78,7 @@ def test_defaults_are_the_documented_ones():
         "sticky_bonus": "auto",
         "miss_share": "auto",
         "lse_shift": True,
-        "dense": "auto",
+        "whole_requests": "auto",
         "cpu_share": "auto",
         "score_interval": "auto",
         "hot_tokens": "auto",
@@ -91,10 +90,7 @@ def test_defaults_are_the_documented_ones():
         "worker": "auto",
         "worker_provider": "native",
         "worker_threads": "auto",
-        "worker_group_threads": "auto",
         "worker_cores": "auto",
-        "worker_task_blocks": 8,
-        "worker_spin_us": 200,
         "worker_deadline_ms": 500,
         "worker_restart_seconds": 5.0,
     }
@@ -231,8 +227,6 @@ def test_an_override_with_bad_yaml_is_named():
         ("policy=on", "policy=True", "one of full, scout"),
         ("policy=[full]", "policy=['full']", "one of full, scout"),
         ("attend=all", "attend='all'", "one of resident, selected"),
-        ("block_tokens=64", "block_tokens=64", "32"),
-        ("block_tokens=32.0", "block_tokens=32.0", "32"),
         ("budget_tokens=abc", "budget_tokens='abc'", "a whole number > 0"),
         ("budget_tokens=10.5", "budget_tokens=10.5", "a whole number > 0"),
         ("budget_tokens=2048.0", "budget_tokens=2048.0", "a whole number > 0"),
@@ -261,7 +255,7 @@ def test_a_bad_value_is_refused_with_key_value_source_and_what_is_legal(write, o
 
 def test_a_budget_that_is_not_whole_blocks_is_refused_with_one_that_is():
     problem = problem_of(overrides=["budget_tokens=1000"])
-    assert problem.startswith("budget_tokens=1000 (override), block_tokens=32 (default): ")
+    assert problem.startswith("budget_tokens=1000 (override): must be a multiple of 32")
     assert problem.endswith("such as 1024")
 
 
@@ -296,7 +290,7 @@ def test_problems_of_overrides_are_reported_next_to_a_file_that_cannot_be_parsed
 
 
 def test_a_configuration_that_cannot_work_cannot_be_built():
-    with pytest.raises(ConfigError, match=r"budget_tokens=100, block_tokens=32: .*multiple"):
+    with pytest.raises(ConfigError, match=r"budget_tokens=100: must be a multiple of 32"):
         HybridConfig(budget_tokens=100)
     with pytest.raises(ConfigError, match="policy='none': must be one of full, scout"):
         HybridConfig(policy="none")  # type: ignore[arg-type]
@@ -505,7 +499,7 @@ def test_a_misspelled_worker_is_refused_with_the_legal_values():
     assert '"auto", "start", "none"' in problem_of(overrides=["worker=statr"])
 
 
-@pytest.mark.parametrize("setting", ["worker_threads=0", "worker_threads=2000", "worker_group_threads=-1"])
+@pytest.mark.parametrize("setting", ["worker_threads=0", "worker_threads=2000"])
 def test_thread_counts_out_of_range_are_refused(setting: str):
     assert "from 1 to 1024" in problem_of(overrides=[setting])
 
@@ -597,6 +591,10 @@ def test_scores_are_not_older_than_sixteen_steps(override: str) -> None:
 @pytest.mark.parametrize(
     ("override", "advice"),
     [
+        ("block_tokens=64", "blocks have 32 tokens"),
+        ("worker_group_threads=2", "drop it"),
+        ("worker_spin_us=0", "drop it"),
+        ("worker_task_blocks=1", "drop it"),
         ("digest=mean", "drop it"),
         ("digest_spread=1", "drop it"),
         ("most_budget_tokens=8192", "raise budget_tokens instead"),
@@ -606,3 +604,18 @@ def test_scores_are_not_older_than_sixteen_steps(override: str) -> None:
 def test_a_setting_of_an_earlier_version_is_refused_with_what_to_do_instead(override: str, advice: str) -> None:
     problem = problem_of(overrides=[override])
     assert problem.startswith(f"{override.partition('=')[0]} (override): was removed; ") and advice in problem
+
+
+@pytest.mark.parametrize(("old", "new"), [("dense=never", "whole_requests")])
+def test_a_setting_that_has_another_name_is_refused_with_the_new_one(old: str, new: str) -> None:
+    assert problem_of(overrides=[old]) == f"{old.partition('=')[0]} (override): is called {new} now"
+
+
+def test_tasks_of_the_worker_have_as_many_blocks_as_its_plan_says_unless_a_test_asks_for_others(monkeypatch) -> None:
+    from sglang_hybrid.transport.messages import Plan
+
+    assert env.WORKER_TASK_BLOCKS.get() == Plan().task_blocks
+    for text in ("0", "4097", "many"):
+        monkeypatch.setenv(env.WORKER_TASK_BLOCKS.name, text)
+        with pytest.raises(ConfigError, match="a whole number from 1 to 4096"):
+            env.WORKER_TASK_BLOCKS.get()

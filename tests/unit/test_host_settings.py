@@ -41,7 +41,7 @@ def test_a_host_without_a_gpu_scores_at_every_step_and_leaves_gpu_settings_unuse
     here = resolved(HybridConfig(), LAPTOP)
     assert here["score_interval"] == "1"
     assert here["digest_dtype"] == "model"
-    assert here["cpu_share"] == here["dense"] == "unused: no GPU"
+    assert here["cpu_share"] == here["whole_requests"] == "unused: no GPU"
     assert here["host_memory"] == "7.00 GiB"  # 70 % of what is available
     assert (here["sticky_bonus"], here["recall_interval"], here["miss_share"]) == ("1.0", "8", "0.001")
 
@@ -56,7 +56,7 @@ def test_a_gpu_host_gets_the_kernels_values_unless_settings_exclude_the_kernels(
 
 def test_the_workers_threads_and_cores_are_those_it_would_start_with() -> None:
     here = resolved(load_config(None, ["worker=start"]), GPU_SERVER)
-    assert (here["worker_threads"], here["worker_group_threads"], here["worker_cores"]) == ("12", "4", "1-12")
+    assert (here["worker_threads"], here["worker_cores"]) == ("12", "1-12")
     without = resolved(load_config(None, ["worker=none"]), GPU_SERVER)
     assert without["worker_threads"] == without["worker_cores"] == "unused: no worker"
 
@@ -105,12 +105,6 @@ def test_ranks_of_one_host_share_its_cores() -> None:
 def test_cores_that_do_not_exist_are_refused_with_those_that_do() -> None:
     assert "2-7 cannot be used by this process, which may run on 0-1" in problem_of(LAPTOP, "worker_cores=0-7")
     assert "list such as" in problem_of(LAPTOP, "worker_cores=first")
-
-
-def test_groups_larger_than_the_worker_are_refused() -> None:
-    assert "the worker has 1 thread here: must be auto, or 1" in problem_of(LAPTOP, "worker_group_threads=4")
-    with pytest.raises(ConfigError, match=r"1 to worker_threads \(2\)"):  # on any host
-        load_config(None, ["worker_group_threads=4", "worker_threads=2"])
 
 
 def test_more_memory_than_the_machine_has_is_refused_with_what_it_has() -> None:
