@@ -51,6 +51,7 @@ from bench.side_by_side.statistics import NotSteady
 from bench.synthetic_model import TINY, Character, Shape, ensure_model, read_model
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.memory.digests import is_compact
+from sglang_hybrid.scout.tuning import resident_tokens_of
 
 NAME = "throughput"
 MAX = "max"
@@ -266,9 +267,8 @@ def ablation_of(points: list[dict[str, Any]], length: int) -> list[dict[str, Any
 def selected_of(configuration: Configuration, head_dim: int, device: str) -> Selected:
     settings = configuration.parsed()
     channels = min(settings.sketch_channels, head_dim)
-    resident = settings.budget_tokens if settings.resident_tokens == "auto" else int(settings.resident_tokens)
     compact = is_compact(settings.digest_dtype, channels, head_dim, device)
-    return Selected(resident, settings.sketch_channels, BLOCK_TOKENS, compact)
+    return Selected(resident_tokens_of(settings), settings.sketch_channels, BLOCK_TOKENS, compact)
 
 
 def _rows(batches: list[int | str], capacity: Capacity) -> list[int]:

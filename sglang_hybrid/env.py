@@ -81,8 +81,8 @@ BYTES = EnvType[int | None]("a number of bytes", int)
 TASK_BLOCKS = EnvType[int]("a whole number from 1 to 4096", _parse_task_blocks)
 STRINGS = EnvType[tuple[str, ...]]('a JSON list of strings such as ["key=value"]', _parse_strings)
 
-CONFIG = EnvVar("SGLANG_HYBRID_CONFIG", PATH, None, "YAML file with settings, see configs/default.yaml")
-SET = EnvVar("SGLANG_HYBRID_SET", STRINGS, (), "single settings that win over the file: a JSON list of key=value")
+CONFIG = EnvVar("SGLANG_HYBRID_CONFIG", PATH, None, "YAML file with settings; --hybrid-config sets it")
+SET = EnvVar("SGLANG_HYBRID_SET", STRINGS, (), "single settings, which win over the file; --hybrid appends to it")
 ALLOW_UNTESTED_SGLANG = EnvVar(
     "SGLANG_HYBRID_ALLOW_UNTESTED_SGLANG", BOOL, False, "start on SGLang versions this package was not tested with"
 )
@@ -121,7 +121,10 @@ WORKER_TASK_BLOCKS = EnvVar(
 
 # read by the C++ library itself, wherever a kernel is chosen; here for its documentation
 CPU_VARIANT = EnvVar(
-    "SGLANG_HYBRID_CPU_VARIANT", TEXT, None, "CPU kernel variant to use instead of the fastest that this machine has"
+    "SGLANG_HYBRID_CPU_VARIANT",
+    TEXT,
+    None,
+    "CPU kernel variant to use instead of the fastest of this machine: amx, avx512, avx2, neon-bf16, neon or portable",
 )
 
 VARIABLES: tuple[EnvVar[Any], ...] = (

@@ -21,6 +21,7 @@ from sglang_hybrid.scout.tuning import (
     DEFAULT_INTERVAL,
     DEFAULT_MISS_SHARE,
     hot_blocks_of,
+    resident_tokens_of,
     score_interval_of,
 )
 
@@ -36,11 +37,19 @@ def resolved(config: HybridConfig, host: Host) -> dict[str, str]:
 
     Call ``check`` first: settings that the host cannot have cannot be resolved.
     """
-    unused = None if policy_named(config.policy).needs.worker else f"unused by policy {config.policy}"
-    texts = {key: unused or choice(config, host) for key, choice in _CHOICES.items() if getattr(config, key) == "auto"}
+    values, texts = config.by_key(), {}
+    for key, choice in _CHOICES.items():
+        if values[key] == "auto":
+            texts[key] = choice(config, host) if _uses(config, key) else f"unused by policy {config.policy}"
     if config.host_memory == "auto" or config.host_memory.endswith("%"):
         texts["host_memory"] = f"{config.host_memory_bytes(host.available) / GIB:.2f} GiB"
     return texts
+
+
+def _uses(config: HybridConfig, key: str) -> bool:
+    """Whether the chosen policy looks at a setting of its own, or at one for policies that need a worker."""
+    section, dot, _ = key.partition(".")
+    return section == config.policy if dot else policy_named(config.policy).needs.worker
 
 
 def _worker(config: HybridConfig, host: Host) -> str:
@@ -106,18 +115,18 @@ def _cores(config: HybridConfig, host: Host) -> str:
     return format_cpus(cores) if cores else "none (threads are not bound here)"
 
 
-# Of every setting of policy scout that can be "auto"; host_memory, which every policy has, has its own line above.
+# Of every setting that can be "auto"; host_memory, which every policy has, has its own line above.
 _CHOICES: dict[str, Callable[[HybridConfig, Host], str]] = {
-    "resident_tokens": lambda config, _host: str(config.budget_tokens),
+    "scout.resident_tokens": lambda config, _host: str(resident_tokens_of(config)),
     "digest_dtype": _digest_dtype,
     "prediction": _prediction,
-    "sticky_bonus": _with_profile(DEFAULT_BONUS),
-    "miss_share": _with_profile(DEFAULT_MISS_SHARE),
+    "scout.resident_bonus": _with_profile(DEFAULT_BONUS),
+    "scout.min_miss_attention": _with_profile(DEFAULT_MISS_SHARE),
     "whole_requests": _whole_requests,
-    "cpu_share": _cpu_share,
-    "score_interval": _score_interval,
-    "hot_tokens": _hot_tokens,
-    "recall_interval": _with_profile(DEFAULT_INTERVAL),
+    "scout.cpu_share": _cpu_share,
+    "scout.score_interval": _score_interval,
+    "scout.hot_tokens": _hot_tokens,
+    "scout.recall_interval": _with_profile(DEFAULT_INTERVAL),
     "worker": _worker,
     "worker_threads": _threads,
     "worker_cores": _cores,
@@ -138,10 +147,10 @@ def check(config: HybridConfig, host: Host, sources: Mapping[str, str] | None = 
 
 
 def _problems(config: HybridConfig, host: Host, sources: Mapping[str, str], ranks: int) -> list[str]:
+    values = config.by_key()
+
     def given(*keys: str) -> str:
-        return ", ".join(
-            f"{key}={getattr(config, key)!r}" + (f" ({sources[key]})" if key in sources else "") for key in keys
-        )
+        return ", ".join(f"{key}={values[key]!r}" + (f" ({sources[key]})" if key in sources else "") for key in keys)
 
     problems = []
     if (asked := config.host_memory_bytes(host.available)) > host.memory:

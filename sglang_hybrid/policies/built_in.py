@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.policies.registry import Needs, PolicyContext, register_policy
+from sglang_hybrid.policies.scout_options import ScoutOptions
 
 if TYPE_CHECKING:
     from sglang_hybrid.config import HybridConfig
@@ -39,6 +40,7 @@ def create_full(_context: PolicyContext) -> DecodePolicy:
     needs=Needs(worker=True, prediction=True),
     cuda_program=_device_scout,
     native_budget=_budget_blocks,
+    settings=ScoutOptions,
 )
 def create_scout(context: PolicyContext) -> DecodePolicy:
     from sglang_hybrid.policies.scout import ScoutPolicy

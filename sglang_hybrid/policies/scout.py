@@ -23,7 +23,7 @@ from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.base import BlockList, DecodeBatch, DecodePolicy, LayerCache
 from sglang_hybrid.scout.recall import RecallSchedule
 from sglang_hybrid.scout.scoring import RecentScores
-from sglang_hybrid.scout.tuning import Tuning, hot_blocks_of, score_interval_of
+from sglang_hybrid.scout.tuning import Tuning, hot_blocks_of, resident_tokens_of, score_interval_of
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,14 @@ class ScoutPolicy(DecodePolicy):
         self._budget_blocks = config.budget_tokens // BLOCK_TOKENS
         self._sink = config.sink_blocks
         self._recent = config.recent_blocks
-        self._per_layer = config.selection == "layer"
-        self._only_selected = config.attend == "selected"
+        self._per_layer = config.scout.selection == "layer"
+        self._only_selected = config.scout.attend == "selected"
         self._bonus = tuning.bonus
         self._miss_shares = tuning.miss_shares
         self._any_block = tuning.any_block
-        self._shifts = config.lse_shift
+        self._shifts = config.scout.lse_shift
         self._score_interval = score_interval_of(config, on_gpu=False)
-        resident_tokens = config.budget_tokens if config.resident_tokens == "auto" else config.resident_tokens
-        self._slots = max(0, int(resident_tokens) // BLOCK_TOKENS - self._always)
+        self._slots = max(0, resident_tokens_of(config) // BLOCK_TOKENS - self._always)
         self._rows = rows
         self._prompts = prompts or PromptQueries(rows)
         self.recall = RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt)

@@ -37,11 +37,13 @@ SCRATCH_ONE_TASK_SHORT = (
 RAW = ("--prediction", "raw")
 # lists as long as they can be
 LONG_LISTS = (
-    "sink_blocks=0", "recent_blocks=0", "resident_tokens=0", "miss_share=0", "worker_threads=2",
+    "sink_blocks=0", "recent_blocks=0", "scout.resident_tokens=0", "scout.min_miss_attention=0", "worker_threads=2",
 )  # fmt: skip
 A_TASK_FOR_EACH_BLOCK = {env.WORKER_TASK_BLOCKS.name: "1"}
 # one block beside the first and the last
-SHORT_LISTS = ("sink_blocks=1", "recent_blocks=1", "budget_tokens=96", "resident_tokens=0", "miss_share=0")
+SHORT_LISTS = (
+    "sink_blocks=1", "recent_blocks=1", "budget_tokens=96", "scout.resident_tokens=0", "scout.min_miss_attention=0",
+)  # fmt: skip
 
 
 def settings(hybrid: tuple[str, ...]) -> tuple[str, ...]:
