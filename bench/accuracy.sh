@@ -3,10 +3,10 @@
 # About two hours on two cores. Results go to configs/profiles and bench/results/eval-*.
 set -euo pipefail
 P=configs/profiles/SmolLM2-135M-Instruct
-SMALL="budget_tokens=1024 profile=$P-1024.safetensors recall_interval=8"
+SMALL="budget_tokens=1024 profile=$P-1024.safetensors scout.recall_interval=8"
 DEFAULT="budget_tokens=2048 profile=$P-2048.safetensors"
-EVERY8="$DEFAULT recall_interval=8"
-TINY="budget_tokens=512 prediction=none recall_interval=8"
+EVERY8="$DEFAULT scout.recall_interval=8"
+TINY="budget_tokens=512 prediction=none scout.recall_interval=8"
 
 sglang-hybrid profile --dtype float32 --prompts 2
 sglang-hybrid profile --dtype float32 --prompts 1 --steps 96 --predictor-of "$P-2048.safetensors" --budget 1024
@@ -14,29 +14,29 @@ sglang-hybrid profile --dtype float32 --prompts 1 --steps 96 --predictor-of "$P-
 # six places: none of the decoded tokens was among those that the predictor was fitted on
 sglang-hybrid eval --dtype float32 --tasks text --windows 6 --decode-tokens 64 --out bench/results/eval-text \
     --run "1024, real query: $SMALL prediction=none" \
-    --run "1024, raw, no shift: $SMALL prediction=raw lse_shift=false" \
-    --run "1024, calibrated, no shift: $SMALL lse_shift=false" \
+    --run "1024, raw, no shift: $SMALL prediction=raw scout.lse_shift=false" \
+    --run "1024, calibrated, no shift: $SMALL scout.lse_shift=false" \
     --run "1024, calibrated: $SMALL"
 
 sglang-hybrid eval --dtype float32 --tasks text --windows 6 --decode-tokens 64 --out bench/results/eval-sticky \
     --run "2048, as profiled: $DEFAULT" \
     --run "2048, every 8: $EVERY8" \
-    --run "2048, every 8, not sticky: $EVERY8 sticky_bonus=0 miss_share=0" \
-    --run "2048, every 8, not sticky, selected only: $EVERY8 sticky_bonus=0 miss_share=0 attend=selected" \
-    --run "2048, every 8, per layer: $EVERY8 selection=layer"
+    --run "2048, every 8, not sticky: $EVERY8 scout.resident_bonus=0 scout.min_miss_attention=0" \
+    --run "2048, every 8, not sticky, selected only: $EVERY8 scout.resident_bonus=0 scout.min_miss_attention=0 scout.attend=selected" \
+    --run "2048, every 8, per layer: $EVERY8 scout.selection=layer"
 
 sglang-hybrid eval --dtype float32 --tasks text --windows 4 --decode-tokens 64 --out bench/results/eval-scoring \
     --run "2048: $DEFAULT" \
-    --run "2048, every 2nd step: $DEFAULT score_interval=2 hot_tokens=0" \
-    --run "2048, every 4th step: $DEFAULT score_interval=4 hot_tokens=0" \
+    --run "2048, every 2nd step: $DEFAULT scout.score_interval=2 scout.hot_tokens=0" \
+    --run "2048, every 4th step: $DEFAULT scout.score_interval=4 scout.hot_tokens=0" \
     --run "1024: $SMALL" \
-    --run "1024, every 4th step: $SMALL score_interval=4 hot_tokens=0"
+    --run "1024, every 4th step: $SMALL scout.score_interval=4 scout.hot_tokens=0"
 
 sglang-hybrid eval --dtype float32 --tasks text --windows 4 --decode-tokens 64 --out bench/results/eval-hot \
-    --run "1024, every 4th step, hot: $SMALL score_interval=4" \
+    --run "1024, every 4th step, hot: $SMALL scout.score_interval=4" \
     --run "512: $TINY" \
-    --run "512, every 4th step, hot: $TINY score_interval=4" \
-    --run "512, every 2nd step: $TINY score_interval=2 hot_tokens=0"
+    --run "512, every 4th step, hot: $TINY scout.score_interval=4" \
+    --run "512, every 2nd step: $TINY scout.score_interval=2 scout.hot_tokens=0"
 
 sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 4096 6144 --repeats 2 \
     --out bench/results/eval-retrieval --run "1024, calibrated: $SMALL"
@@ -44,14 +44,14 @@ sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 
 sglang-hybrid eval --dtype float32 --tasks needle lines multi-needle --lengths 6144 --repeats 2 \
     --out bench/results/eval-retrieval-hot \
     --run "1024, calibrated: $SMALL" \
-    --run "1024, calibrated, every 4th step, hot: $SMALL score_interval=4" \
+    --run "1024, calibrated, every 4th step, hot: $SMALL scout.score_interval=4" \
     --run "512: $TINY" \
-    --run "512, every 4th step, hot: $TINY score_interval=4"
+    --run "512, every 4th step, hot: $TINY scout.score_interval=4"
 
 sglang-hybrid eval --dtype float32 --tasks lines --lengths 6144 --repeats 2 --out bench/results/eval-retrieval-lines \
     --run "1024, calibrated: $SMALL" \
     --run "1024, real query: $SMALL prediction=none" \
-    --run "1024, real query, every step: $SMALL prediction=none recall_interval=1"
+    --run "1024, real query, every step: $SMALL prediction=none scout.recall_interval=1"
 
 # figures that no document shows
 rm -f bench/results/eval-{hot,scoring,retrieval-hot,retrieval-lines}/*.png

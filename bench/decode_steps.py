@@ -1,8 +1,9 @@
 """Times of prefill and of decode steps in one process: no server, no scheduler, what the GPU does and nothing else.
 
     python -m bench.decode_steps --model DIR --points 32k:8,8k:32 --out FILE -- --attention-backend flashinfer ...
-    python -m bench.decode_steps --model DIR --points 32k:64 --variants "cpu_share=1;cpu_share=1,prediction=none" \\
-        --out FILE -- --attention-backend hybrid --hybrid prediction=raw ...
+    python -m bench.decode_steps --model DIR --points 32k:64 --out FILE \\
+        --variants "scout.cpu_share=1;scout.cpu_share=1,prediction=none" \\
+        -- --attention-backend hybrid --hybrid prediction=raw ...
 
 What follows `--` are SGLang's flags. A point is tokens:rows; every row has a prompt of its own (side_by_side.prompts),
 prefilled in one piece. A step is timed by CUDA events around SGLang's forward pass, so that the scheduler, which a
@@ -199,7 +200,7 @@ def measure_points(
             session.runner.init_cuda_graphs()
             points.append(measure(session, rows, tokens, count, variant, args))
         if args.main_lane:
-            settings = [*settings_of(args.flags), "prediction=none", "cpu_share=1", "dense=never"]
+            settings = [*settings_of(args.flags), "prediction=none", "scout.cpu_share=1", "whole_requests=never"]
             session.use(load_config(None, settings))
             session.runner.init_cuda_graphs()
             rows.steps(2)  # something is resident then

@@ -11,7 +11,7 @@ differ by 1.5 times what control differs by, and another arg max must be a near 
 
     gate1-budget      the budget is above the context: everything is resident
     gate2-worker      everything but sink and tail is computed by the CPU worker, with real queries; by nobody else
-    gate2-gather      the same, but the best 16 misses of a list are copied to the GPU (cpu_share=0)
+    gate2-gather      the same, but the best 16 misses of a list are copied to the GPU (scout.cpu_share=0)
     too-small         a budget of 128 tokens: must differ by more than rounding, or the comparison sees nothing
     gate2-no-worker   gate2-gather without a worker: the rest is read from host memory by the GPU
 

@@ -3,7 +3,7 @@
     python -m bench.gpu_serving [--model DIR] [--parts openai,benchmark,kill] [--hybrid key=value ...] --out FILE
     python -m bench.gpu_serving --pd-fake [--model DIR] [--batches 1,8,32] --out FILE
     python -m bench.gpu_serving --device cpu --model DIR --prompts 4 --input 300 --output 8 --concurrency 2 \\
-        --kill-rows 3 --kill-input 400 --kill-output 24 --hybrid budget_tokens=256 --hybrid resident_tokens=128
+        --kill-rows 3 --kill-input 400 --kill-output 24 --hybrid budget_tokens=256 --hybrid scout.resident_tokens=128
 
 openai     the model's name, a completion, the same one streamed; a chat, where the model has a template for it.
 benchmark  `sglang-hybrid bench serving`: random ids, all sent at once, at most --concurrency at a time. Times.
@@ -49,7 +49,14 @@ from bench.throughput import is_installed, tokens_of
 NAME = "gpu-serving"
 PARTS = ("openai", "benchmark", "kill")
 # Recall intervals that follow live traffic change what is resident, and so what is attended, from run to run.
-EXACT = ("prediction=none", "resident_tokens=1024", "miss_share=0", "cpu_share=1", "recall_interval=8", "dense=never")
+EXACT = (
+    "prediction=none",
+    "scout.resident_tokens=1024",
+    "scout.min_miss_attention=0",
+    "scout.cpu_share=1",
+    "scout.recall_interval=8",
+    "whole_requests=never",
+)
 # SGLang looks through its books when it is idle and dies when they do not add up; --strict also at every step
 IDLE_CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 STEP_CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}

@@ -49,7 +49,9 @@ from bench.side_by_side.prompts import Prompts
 from bench.side_by_side.server import STREAM_INTERVAL, Server
 from bench.side_by_side.statistics import NotSteady
 from bench.synthetic_model import TINY, Character, Shape, ensure_model, read_model
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.memory.digests import is_compact
+from sglang_hybrid.scout.tuning import resident_tokens_of
 
 NAME = "throughput"
 MAX = "max"
@@ -93,8 +95,6 @@ class Benchmark:
         if "hybrid" in self.args.runs:
             for lengths in self._together():
                 self._serve(hybrid, lengths, self.args.batches)
-                for tokens in self.args.blocks:
-                    self._serve(configurations.with_blocks(hybrid, tokens), lengths, [MAX])
         if "ablation" in self.args.runs:
             for configuration in configurations.ablation(self.args.hybrid):
                 self._serve(configuration, [self.args.ablation_length], [MAX])
@@ -267,9 +267,8 @@ def ablation_of(points: list[dict[str, Any]], length: int) -> list[dict[str, Any
 def selected_of(configuration: Configuration, head_dim: int, device: str) -> Selected:
     settings = configuration.parsed()
     channels = min(settings.sketch_channels, head_dim)
-    resident = settings.budget_tokens if settings.resident_tokens == "auto" else int(settings.resident_tokens)
     compact = is_compact(settings.digest_dtype, channels, head_dim, device)
-    return Selected(resident, settings.sketch_channels, settings.block_tokens, compact)
+    return Selected(resident_tokens_of(settings), settings.sketch_channels, BLOCK_TOKENS, compact)
 
 
 def _rows(batches: list[int | str], capacity: Capacity) -> list[int]:
@@ -321,7 +320,6 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=10, help="of the model that is made")
     parser.add_argument("--lengths", default="8k,16k,32k,64k", help="input tokens")
     parser.add_argument("--batches", default="1,max", help="rows; max is what fits")
-    parser.add_argument("--blocks", default="", help="more block sizes of hybrid beside the default, such as 64,128")
     parser.add_argument("--gpu-limit", type=float, default=11.0, help="GB of GPU memory for the KV cache, both sides")
     parser.add_argument("--host-limit", type=float, default=100.0, help="GB of host memory for hybrid's pool")
     parser.add_argument("--most-rows", type=int, default=64)
@@ -356,7 +354,6 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     args.lengths = [tokens_of(one) for one in args.lengths.split(",")]
     args.ablation_length = tokens_of(args.ablation_length)
     args.batches = [MAX if one == MAX else int(one) for one in args.batches.split(",")]
-    args.blocks = [int(one) for one in args.blocks.split(",") if one]
     args.runs = ["stock", "hybrid", "ablation"] if args.ablation else args.runs.split(",")
     return args
 

@@ -1,29 +1,39 @@
-"""The configuration of the package: one frozen, typed object.
+"""The configuration of the package: one frozen, typed object, with a section for each policy that has settings.
 
-Values come from the defaults, then a YAML file, then single ``key=value`` overrides;
-the last one wins and the result is checked as a whole. A new setting is one line in
-``HybridConfig`` (plus its lines in configs/default.yaml); a condition on settings is
-one function in ``_RULES``.
+Values come from the defaults, then a YAML file, then single ``key=value`` overrides; the last one wins and the result
+is checked as a whole. A section is a mapping under its policy's name in a file, and has dotted keys elsewhere::
+
+    scout:                                # --hybrid scout.recall_interval=3
+      recall_interval: 3
+
+A new setting is one field: here if every policy can have it, or in the struct that its policy registers (see
+``policies.registry``). ``python tools/generate_docs.py`` brings configs/default.yaml and docs/configuration.md up to
+date. A condition on several settings is one function in ``_RULES``.
 """
 
 import difflib
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import yaml  # type: ignore[import-untyped,unused-ignore]
 from msgspec import Meta
-from msgspec import inspect as types
+from msgspec.structs import FieldInfo
 
 from sglang_hybrid import env
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.config_history import what_became_of
+from sglang_hybrid.config_sources import read_file, read_override
 from sglang_hybrid.env import ConfigError
-from sglang_hybrid.policies.registry import policy_names
+from sglang_hybrid.policies.registry import has_policy, policies_with_settings, policy_named, policy_names
+from sglang_hybrid.policies.scout_options import ScoutOptions
+from sglang_hybrid.setting_fields import default_of, description_of, fields_of, legal_values_of
 from sglang_hybrid.shipped import profile_path
 
 __all__ = ["ConfigError", "HybridConfig", "config_from_environment", "describe", "load_config", "load_with_sources"]
@@ -34,6 +44,9 @@ _HOST_MEMORY_LEGAL = (
     '"auto", a size such as "40GiB", "512MiB" or "1.5GB", '
     'or a percentage of the available memory above 0% and up to 100%, such as "60%"'
 )
+
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,25 +60,14 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             extra={"legal": "one of full, scout, or a policy of another package"},
         ),
     ] = "scout"
-    block_tokens: Annotated[
-        Literal[32],
-        Meta(description="Tokens per block, equal to SGLang's page size. Only 32 is supported today."),
-    ] = 32
     budget_tokens: Annotated[
         int,
         Meta(
             gt=0,
-            description="Tokens attended per (request, layer, KV head) under policy scout. A multiple of block_tokens "
-            "that holds the sink blocks, the recent blocks and the tail (the block being filled).",
+            description="Tokens attended per (request, layer, KV head) under policy scout. A multiple of 32, the "
+            "size of a block, that holds the sink blocks, the recent blocks and the tail (the block being filled).",
         ),
     ] = 2048
-    resident_tokens: Annotated[
-        int | Literal["auto"],
-        Meta(
-            description="Tokens per (request, layer, KV head) that are kept resident, sink, recent and tail blocks "
-            "included; those are resident in any case. auto is budget_tokens; 0 leaves all others to the worker.",
-        ),
-    ] = "auto"
     sink_blocks: Annotated[
         int, Meta(ge=0, description="Blocks at the start of a request that are always selected.")
     ] = 1
@@ -85,8 +87,8 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str,
         Meta(
             description="File made by sglang-hybrid profile for this model and budget, or the name of one that comes "
-            "with the package: the calibrated predictor, and per layer the recall interval and the sticky bonus. none "
-            "serves without one."
+            "with the package: the calibrated predictor, and per layer the recall interval and the bonus of resident "
+            "blocks. none serves without one."
         ),
     ] = "none"
     prediction: Annotated[
@@ -97,94 +99,13 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "computed while the layer waits), or auto (calibrated with a profile, none without)."
         ),
     ] = "auto"
-    selection: Annotated[
-        Literal["head", "layer"],
-        Meta(description="Whether each KV head has its own selection, or all KV heads of a layer share one."),
-    ] = "head"
-    attend: Annotated[
-        Literal["resident", "selected"],
-        Meta(
-            description="What is attended besides misses, sink, recent and tail blocks: all resident blocks, or only "
-            "those that are selected in this step, so that budget_tokens bounds what is attended (ScoutAttention)."
-        ),
-    ] = "resident"
-    sticky_bonus: Annotated[
-        float | Literal["auto"],
-        Meta(
-            description="What resident blocks get on top of their score, in attention logits, so that blocks of nearly "
-            "equal scores do not swap at every token. 0 is none; auto takes the profile's, or 1 without a profile.",
-        ),
-    ] = "auto"
-    miss_share: Annotated[
-        float | Literal["auto"],
-        Meta(
-            description="Attention that a selected block must be estimated to get, as a share of its KV head's, to be "
-            "computed by the worker. One that is not resident and gets less is left out until a recall. 0 leaves out "
-            "none; auto takes the profile's share of each layer and computes every block that gets it, selected or "
-            "not (with attend resident), or 0.001 without a profile.",
-        ),
-    ] = "auto"
-    lse_shift: Annotated[
-        bool,
-        Meta(
-            description="Whether the weight of what was computed with a predicted query is corrected once the real "
-            "query is there, by what digests and sketches tell of both.",
-        ),
-    ] = True
-    dense: Annotated[
+    whole_requests: Annotated[
         Literal["auto", "never"],
         Meta(
             description="On a GPU server: auto keeps requests in GPU memory as a whole and attends to all of them, "
             "exactly, while the resident blocks' memory holds all running requests; never selects blocks always."
         ),
     ] = "auto"
-    cpu_share: Annotated[
-        float | Literal["auto"],
-        Meta(
-            description="Share of the misses that the worker computes on a GPU server; the others, those with the best "
-            "scores, are copied to the GPU and attended there with the real query. 1 is ScoutAttention, 0 leaves the "
-            "worker what the GPU has no room for; auto copies only what the worker cannot compute in time.",
-        ),
-    ] = "auto"
-    score_interval: Annotated[
-        int | Literal["auto"],
-        Meta(
-            description="Decode steps between two scorings of all of a layer's blocks, up to 16. In between, hot "
-            "blocks are scored (hot_tokens), so a cold one that becomes important is noticed that much later; resident "
-            "blocks are attended to anyway, with the real query. auto: 4 where a GPU scores, which "
-            "then reads less than half as much of contexts of 16 budgets and more, and 1 elsewhere.",
-        ),
-    ] = "auto"
-    hot_tokens: Annotated[
-        int | Literal["auto"],
-        Meta(
-            description="With score_interval above 1: the tokens of each (row, layer, KV head) whose blocks are scored "
-            "at every step, those with the best scores when all were scored. auto: four times the budget. 0: none.",
-        ),
-    ] = "auto"
-    recall_interval: Annotated[
-        int | Literal["auto"],
-        Meta(
-            description="Decode steps between two recalls of a layer, which make its selection resident. 0 is never; "
-            "auto takes the profile's, or 8 without a profile.",
-        ),
-    ] = "auto"
-    recall_beta: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=1,
-            description="The CPU compute ratio (misses over budget) that recall keeps: profiles choose intervals by "
-            "it, and recall_adapt holds it.",
-        ),
-    ] = 0.12
-    recall_adapt: Annotated[
-        bool,
-        Meta(
-            description="Whether recall intervals follow live traffic when its ratio leaves the band below "
-            "recall_beta. Intervals that are set by recall_interval stay as they are.",
-        ),
-    ] = True
     sketch_channels: Annotated[
         int,
         Meta(
@@ -221,15 +142,11 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description="What the worker computes with: its own kernels, torch's, or Intel's extension for torch."),
     ] = "native"
     worker_threads: Annotated[
-        int | Literal["auto"],
+        Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"],
         Meta(
             description="Threads of the worker; auto takes one for each physical core it may use, less a quarter of "
             "them, at most four and one for every further rank: SGLang's own processes need those."
         ),
-    ] = "auto"
-    worker_group_threads: Annotated[
-        int | Literal["auto"],
-        Meta(description="Threads that work on one sequence together; groups with nothing to do help the others."),
     ] = "auto"
     worker_cores: Annotated[
         str,
@@ -239,17 +156,6 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             extra={"legal": '"auto", "none" or a list of cores such as "0-7,16"; a single one as "3-3"'},
         ),
     ] = "auto"
-    worker_task_blocks: Annotated[
-        int, Meta(ge=1, le=4096, description="Blocks that one thread takes at a time: the unit of balancing.")
-    ] = 8
-    worker_spin_us: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=10_000_000,
-            description="How long the worker's threads stay awake after the last work; then they sleep until woken.",
-        ),
-    ] = 200
     worker_deadline_ms: Annotated[
         int,
         Meta(
@@ -268,10 +174,52 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = 5.0
 
+    # Settings of policies by the policy's name: the struct that the policy registered. A section whose values are all
+    # defaults is left out. Mappings become structs.
+    sections: dict[str, Any] = {}
+
     def __post_init__(self) -> None:
-        problems = _problems(msgspec.structs.asdict(self), sources={})
+        values = {key: getattr(self, key) for key in _FIELDS}
+        failed = _load_policies(self.sections)
+        for name, section in self.sections.items():
+            if name in failed:
+                continue
+            given = section if isinstance(section, Mapping) else msgspec.structs.asdict(section)
+            values |= {f"{name}.{key}": value for key, value in given.items()}
+        problems = [*failed.values(), *_problems(values, {})]
         if problems:
             raise ConfigError(*problems)
+        sections = _nested(values)["sections"]
+        typed = {name: msgspec.convert(given, policy_named(name).settings) for name, given in sections.items()}
+        changed = {name: section for name, section in typed.items() if section != type(section)()}
+        msgspec.structs.force_setattr(self, "sections", changed)
+
+    def section(self, settings: type[S]) -> S:
+        """Return the section of the policy that registered ``settings``."""
+        for section in self.sections.values():
+            if type(section) is settings:
+                return section
+        return settings()
+
+    def with_section(self, section: msgspec.Struct) -> "HybridConfig":
+        """Return this configuration with another section for the policy that registered the type of ``section``."""
+        (name,) = (policy.name for policy in policies_with_settings() if policy.settings is type(section))
+        return msgspec.structs.replace(self, sections={**self.sections, name: section})
+
+    @property
+    def scout(self) -> ScoutOptions:
+        """The section of policy scout."""
+        return self.section(ScoutOptions)
+
+    def by_key(self) -> dict[str, Any]:
+        """Return every setting by its key; ``policy.setting`` in the sections of all policies that are loaded."""
+        values = {key: getattr(self, key) for key in _FIELDS}
+        policy_named(self.policy)  # loads it
+        for policy in policies_with_settings():
+            assert policy.settings is not None
+            section = msgspec.structs.asdict(self.section(policy.settings))
+            values |= {f"{policy.name}.{key}": value for key, value in section.items()}
+        return values
 
     def host_memory_bytes(self, available: int) -> int:
         """Size of the host pool on a machine with ``available`` bytes free. A fixed size may exceed ``available``."""
@@ -279,7 +227,7 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return int(available * amount / 100) if unit == "%" else int(amount * _UNIT_BYTES[unit])
 
 
-_FIELDS = {field.name: field for field in msgspec.structs.fields(HybridConfig)}
+_FIELDS = {key: field for key, field in fields_of(HybridConfig).items() if key != "sections"}  # of the top level
 
 _UNIT_BYTES = {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)} | {
     f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)
@@ -311,45 +259,11 @@ def _host_memory_is_a_size(host_memory: str) -> str | None:
 
 
 def _policy_is_registered(policy: str) -> str | None:
-    names = policy_names()
-    return None if policy in names else f"must be one of {', '.join(names)}"
+    return None if has_policy(policy) else f"must be one of {', '.join(policy_names())}"
 
 
 def _worker_is_a_choice_or_a_directory(worker: str) -> str | None:
     return None if worker in ("auto", "start", "none") or "/" in worker else f"must be {_WORKER_LEGAL}"
-
-
-def _threads_are_positive(worker_threads: int | str, worker_group_threads: int | str) -> str | None:
-    if all(value == "auto" or 1 <= int(value) <= 1024 for value in (worker_threads, worker_group_threads)):
-        return None
-    return 'must each be a whole number from 1 to 1024, or "auto"'
-
-
-def _groups_are_not_larger_than_the_worker(worker_group_threads: int | str, worker_threads: int | str) -> str | None:
-    if "auto" in (worker_group_threads, worker_threads) or int(worker_group_threads) <= int(worker_threads):
-        return None
-    return f"worker_group_threads must be auto, or a whole number from 1 to worker_threads ({worker_threads})"
-
-
-def _numbers_are_not_negative(
-    sticky_bonus: float | str, recall_interval: int | str, resident_tokens: int | str, hot_tokens: int | str
-) -> str | None:
-    values = sticky_bonus, recall_interval, resident_tokens, hot_tokens
-    if all(value == "auto" or 0 <= float(value) <= 1e9 for value in values):
-        return None
-    return 'must each be "auto" or a number from 0 on'
-
-
-def _scores_are_not_too_old(score_interval: int | str) -> str | None:
-    return None if score_interval == "auto" or 1 <= int(score_interval) <= 16 else 'must be "auto" or 1 to 16'
-
-
-def _miss_share_is_a_part(miss_share: float | str) -> str | None:
-    return None if miss_share == "auto" or 0 <= float(miss_share) <= 1 else 'must be "auto" or a number from 0 to 1'
-
-
-def _cpu_share_is_a_part(cpu_share: float | str) -> str | None:
-    return None if cpu_share == "auto" or 0 <= float(cpu_share) <= 1 else 'must be "auto" or a number from 0 to 1'
 
 
 def _calibration_needs_a_profile(prediction: str, profile: str) -> str | None:
@@ -364,21 +278,19 @@ def _compact_digests_need_sketches(digest_dtype: str, sketch_channels: int) -> s
     return "digest_dtype int8 needs sketch_channels that are a multiple of 8"
 
 
-def _budget_is_whole_blocks(budget_tokens: int, block_tokens: int) -> str | None:
-    if budget_tokens % block_tokens == 0:
+def _budget_is_whole_blocks(budget_tokens: int) -> str | None:
+    if budget_tokens % BLOCK_TOKENS == 0:
         return None
-    rounded_up = -(-budget_tokens // block_tokens) * block_tokens
-    return f"budget_tokens must be a multiple of block_tokens, such as {rounded_up}"
+    rounded_up = -(-budget_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+    return f"must be a multiple of {BLOCK_TOKENS}, the tokens of a block, such as {rounded_up}"
 
 
-def _budget_holds_what_is_always_selected(
-    budget_tokens: int, block_tokens: int, sink_blocks: int, recent_blocks: int
-) -> str | None:
+def _budget_holds_what_is_always_selected(budget_tokens: int, sink_blocks: int, recent_blocks: int) -> str | None:
     needed_blocks = sink_blocks + recent_blocks + 1
-    if budget_tokens // block_tokens >= needed_blocks:
+    if budget_tokens // BLOCK_TOKENS >= needed_blocks:
         return None
     return (
-        f"budget_tokens must be at least {needed_blocks * block_tokens} to hold the sink blocks, the recent blocks "
+        f"budget_tokens must be at least {needed_blocks * BLOCK_TOKENS} to hold the sink blocks, the recent blocks "
         "and the tail; raise it or lower sink_blocks or recent_blocks"
     )
 
@@ -387,12 +299,6 @@ _RULES: tuple[Callable[..., str | None], ...] = (
     _policy_is_registered,
     _host_memory_is_a_size,
     _worker_is_a_choice_or_a_directory,
-    _threads_are_positive,
-    _groups_are_not_larger_than_the_worker,
-    _numbers_are_not_negative,
-    _scores_are_not_too_old,
-    _miss_share_is_a_part,
-    _cpu_share_is_a_part,
     _calibration_needs_a_profile,
     _compact_digests_need_sketches,
     _budget_is_whole_blocks,
@@ -400,117 +306,113 @@ _RULES: tuple[Callable[..., str | None], ...] = (
 )
 
 
-def _problems(values: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
+# Keys: names of the top level, and policy.setting. Values and sources are held by key until all of them are checked.
+
+
+def _section_of(key: Any) -> str | None:
+    """The section that a dotted key belongs to, None for every other key."""
+    name, dot, _ = str(key).partition(".")
+    return name if dot else None
+
+
+def _load_policies(names: Iterable[str]) -> dict[str, str]:
+    """Import the packages of these policies. Returns what went wrong, in words, by the policy's name."""
+    problems = {}
+    for name in names:
+        try:
+            policy_named(name)
+        except Exception as error:  # whatever the import of another package raises
+            problems[name] = f"policy {name} cannot be loaded: {type(error).__name__}: {error}"
+    return problems
+
+
+def _known_fields() -> dict[str, FieldInfo]:
+    """The fields of the top level and of the sections of all policies that are loaded, by key."""
+    fields = dict(_FIELDS)
+    for policy in policies_with_settings():
+        assert policy.settings is not None
+        fields |= {f"{policy.name}.{key}": field for key, field in fields_of(policy.settings).items()}
+    return fields
+
+
+def _problems(values: Mapping[Any, Any], sources: Mapping[str, str]) -> list[str]:
     """Everything wrong with a full set of values; ``sources`` says where a value came from, if that is known."""
 
     def given(key: str) -> str:
         return f"{key}={values[key]!r}" + (f" ({sources[key]})" if key in sources else "")
 
-    problems, mistyped = [], set()
-    for key, field in _FIELDS.items():
+    problems, mistyped, fields = [], set(), _known_fields()
+    for key, value in values.items():
+        if key not in fields:
+            problems.append(_unknown_key(key, sources.get(key), fields))
+            continue
         try:
-            msgspec.convert(values[key], field.type)
+            msgspec.convert(value, fields[key].type)
         except msgspec.ValidationError:
             mistyped.add(key)
-            problems.append(f"{given(key)}: must be {_legal(types.type_info(field.type))}")
+            problems.append(f"{given(key)}: must be {legal_values_of(fields[key])}")
     for rule in _RULES:
         keys = list(inspect.signature(rule).parameters)
         if mistyped.isdisjoint(keys) and (broken := rule(*(values[key] for key in keys))):
             problems.append(f"{', '.join(map(given, keys))}: {broken}")
+    return problems or _problems_of_sections(values)
+
+
+def _problems_of_sections(values: Mapping[str, Any]) -> list[str]:
+    """What ``__post_init__`` of a policy's struct says about values that have the right types."""
+    problems = []
+    for name, section in _nested(values)["sections"].items():
+        try:
+            msgspec.convert(section, policy_named(name).settings)
+        except msgspec.ValidationError as error:
+            problems.append(f"section {name}: {error}")
     return problems
 
 
-def _legal(kind: types.Type) -> str:
-    """The legal values of a field's type, in words."""
-    match kind:
-        case types.Metadata(type=inner, extra=extra):
-            return str(extra["legal"]) if extra and "legal" in extra else _legal(inner)
-        case types.UnionType(types=members):
-            return " or ".join(map(_legal, members))
-        case types.LiteralType(values=values):
-            return ("one of " if len(values) > 1 else "") + ", ".join(map(str, values))
-        case types.IntType() | types.FloatType():
-            bounds = {">": kind.gt, ">=": kind.ge, "<": kind.lt, "<=": kind.le}
-            limits = [f"{sign} {bound}" for sign, bound in bounds.items() if bound is not None]
-            name = "a whole number" if isinstance(kind, types.IntType) else "a number"
-            return f"{name} {' and '.join(limits)}".rstrip()
-        case types.BoolType():
-            return "true or false"
-        case types.StrType():
-            return "text"
-        case types.NoneType():
-            return "null"
-    raise TypeError(f"a setting has a type without a description in words: {kind}")
-
-
-class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc,unused-ignore]
-    """Safe YAML in which a repeated key is an error: PyYAML would silently keep the last."""
-
-    def compose_mapping_node(self, anchor: Any) -> Any:
-        node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue  # lists and mappings cannot be keys; the constructor says so
-            if key.value in seen:
-                raise yaml.composer.ComposerError(None, None, f"duplicate key {key.value!r}", key.start_mark)
-            seen.add(key.value)
-        return node
-
-
-# PyYAML follows YAML 1.1, where 1e-3 (no dot) is text; everyone means the number.
-_YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), [*"-+0123456789"]
-)
-
-
-def _parse_yaml(text: str, source: str) -> Any:
-    try:
-        return yaml.load(text, _YamlLoader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or number that only looks like one
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        what = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{source}{where}: not valid YAML: {what}") from error
-
-
-def _read_file(file: Path) -> dict[Any, Any]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"file {file}: does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"file {file}: cannot be read: {error}") from error
-    content = _parse_yaml(text, f"file {file}")
-    if content is None:  # empty, or comments only
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"file {file}: must hold lines of the form key: value, not a {type(content).__name__}")
-    return content
-
-
-def _read_override(override: str) -> dict[Any, Any]:
-    key, equals, text = override.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"override {override!r}: must have the form key=value")
-    return {key.strip(): _parse_yaml(text, f"override {override!r}")}
-
-
-# Settings of earlier versions: what to do instead.
-_REMOVED = {
-    "digest": "selection scores the minimum and maximum of a block's keys: drop it",
-    "digest_spread": "without sketches, scores go half of the way to Quest's upper bound: drop it",
-    "sketch_bits": "sketches have four bits a channel: drop it, and set sketch_channels to take less memory",
-    "most_budget_tokens": "budgets do not grow while few requests run: drop it, and raise budget_tokens instead",
-}
-
-
-def _unknown_key(key: Any, source: str) -> str:
-    if key in _REMOVED:
-        return f"{key} ({source}): was removed; {_REMOVED[key]}"
-    nearest = difflib.get_close_matches(str(key), _FIELDS, n=1, cutoff=0.5)
+def _unknown_key(key: Any, source: str | None, fields: Mapping[str, FieldInfo]) -> str:
+    where = f" ({source})" if source else ""
+    if advice := what_became_of(key):
+        return f"{key}{where}: {advice}"
+    nearest = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.5)
     hint = f", did you mean {nearest[0]}?" if nearest else ";"
-    return f"unknown key {key!r} ({source}){hint} legal keys: {', '.join(_FIELDS)}"
+    section = _section_of(key)
+    sections = [policy.name for policy in policies_with_settings()]
+    if section in sections:
+        return f"unknown key {key!r}{where}{hint} legal keys: {', '.join(_keys_of(section, fields))}"
+    if section and has_policy(section):
+        return f"{key}{where}: policy {section} has no settings"
+    legal = f"legal keys: {', '.join(_keys_of(None, fields))}; sections: {', '.join(sections)}"
+    return f"unknown key {key!r}{where}{hint} {legal}"
+
+
+def _keys_of(section: str | None, fields: Iterable[str]) -> list[str]:
+    return [key for key in fields if _section_of(key) == section]
+
+
+def _by_key(content: Mapping[Any, Any], source: str) -> tuple[dict[Any, Any], list[str]]:
+    """What a source gives, with one dotted key for each setting of a section; and what is wrong with its sections."""
+    values: dict[Any, Any] = {}
+    problems = []
+    for key, value in content.items():
+        if key in _FIELDS or _section_of(key) or not isinstance(key, str) or not has_policy(key):
+            given = {key: value}
+        elif value is None or isinstance(value, dict):
+            given = {f"{key}.{setting}": one for setting, one in (value or {}).items()}
+        else:
+            problems.append(f"{key}={value!r} ({source}): must be a section, settings of policy {key} below its name")
+            continue
+        problems += [f"{twice} ({source}): is given twice" for twice in given.keys() & values.keys()]
+        values |= given
+    return values, problems
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of ``HybridConfig`` for values by key: sections become mappings by the policy's name."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        if name := _section_of(key):
+            sections.setdefault(name, {})[key.partition(".")[2]] = value
+    return {**{key: values[key] for key in _FIELDS}, "sections": sections}
 
 
 def load_with_sources(file: Path | None, overrides: Sequence[str]) -> tuple[HybridConfig, dict[str, str]]:
@@ -518,31 +420,40 @@ def load_with_sources(file: Path | None, overrides: Sequence[str]) -> tuple[Hybr
 
     Raises ConfigError with every problem of all sources. Values that a later source replaced are not checked.
     """
-    values: dict[str, Any] = {key: field.default for key, field in _FIELDS.items()}
-    sources = dict.fromkeys(values, "default")
+    given: dict[Any, Any] = {}
+    sources: dict[Any, str] = {}
     problems: list[str] = []
 
     readers: list[tuple[str, Callable[[], dict[Any, Any]]]] = []
     if file is not None:
-        readers.append((f"file {file}", partial(_read_file, file)))
-    readers += [("override", partial(_read_override, override)) for override in overrides]
+        readers.append((f"file {file}", partial(read_file, file)))
+    readers += [("override", partial(read_override, override)) for override in overrides]
     for source, read in readers:
         try:
-            given = read()
+            values, wrong = _by_key(read(), source)
         except ConfigError as error:
             problems += error.problems
             continue
-        for key, value in given.items():
-            if key in _FIELDS:
-                values[key], sources[key] = value, source
-            else:
-                problems.append(_unknown_key(key, source))
+        given |= values
+        sources |= dict.fromkeys(values, source)
+        problems += wrong
+    failed = _load_policies(_policies_of(given))
+    problems += failed.values()
+    values = {key: default_of(field) for key, field in _known_fields().items()}
+    values |= {key: value for key, value in given.items() if _section_of(key) not in failed}
+    sources = {key: sources.get(key, "default") for key in values}
     if isinstance(values["profile"], str):
         values["profile"] = profile_path(values["profile"])
     problems += _problems(values, sources)
     if problems:
         raise ConfigError(*problems)
-    return msgspec.convert(values, HybridConfig), sources
+    return msgspec.convert(_nested(values), HybridConfig), sources
+
+
+def _policies_of(given: Mapping[Any, Any]) -> list[str]:
+    """The policies whose settings have to be known for the values that were given."""
+    names = [given.get("policy"), *map(_section_of, given)]
+    return [name for name in dict.fromkeys(one for one in names if isinstance(one, str)) if has_policy(name)]
 
 
 def load_config(file: Path | None, overrides: Sequence[str]) -> HybridConfig:
@@ -562,14 +473,21 @@ def describe(
 
     Comments say the source of each value, and what ``resolved`` tells of it (see ``host_settings``).
     """
-    paragraphs = []
-    for key, value in msgspec.structs.asdict(config).items():
-        kind = types.type_info(_FIELDS[key].type)
-        description = (kind.extra_json_schema or {}).get("description", "") if isinstance(kind, types.Metadata) else ""
-        comment = textwrap.fill(description, width=110, initial_indent="# ", subsequent_indent="# ")
-        setting = yaml.safe_dump({key: value}, width=4096).strip()
-        notes = [f"{value} -> {resolved[key]}"] if resolved and key in resolved else []
-        notes += [sources[key]] if sources else []
+    values = config.by_key()
+    fields = _known_fields()
+
+    def paragraph(key: str, name: str) -> str:
+        comment = textwrap.fill(description_of(fields[key]), width=110, initial_indent="# ", subsequent_indent="# ")
+        setting = yaml.safe_dump({name: values[key]}, width=4096).strip()
+        notes = [f"{values[key]} -> {resolved[key]}"] if resolved and key in resolved else []
+        notes += [sources.get(key, "default")] if sources else []
         note = f"  # {'; '.join(notes)}" if notes else ""
-        paragraphs.append(f"{comment}\n{setting}{note}\n")
+        return f"{comment}\n{setting}{note}\n"
+
+    paragraphs = [paragraph(key, key) for key in _FIELDS]
+    for policy in policies_with_settings():
+        assert policy.settings is not None
+        section = [paragraph(f"{policy.name}.{name}", name) for name in fields_of(policy.settings)]
+        body = textwrap.indent("\n".join(section), "  ")
+        paragraphs.append(f"# Settings of policy {policy.name}: {policy.description}.\n{policy.name}:\n{body}")
     return "\n".join(paragraphs)

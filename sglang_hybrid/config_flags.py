@@ -26,7 +26,8 @@ def add_config_flags(parser: Any) -> None:
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="one setting, wins over the file; may be repeated. `sglang-hybrid config` lists them",
+        help="one setting, wins over the file; may be repeated. One of a section has a dotted key, such as "
+        "scout.recall_interval=3. `sglang-hybrid config` lists them",
     )
 
 

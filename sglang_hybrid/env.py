@@ -68,14 +68,21 @@ def _parse_strings(text: str) -> tuple[str, ...]:
     return tuple(items)
 
 
+def _parse_task_blocks(text: str) -> int:
+    if not 1 <= (blocks := int(text)) <= 4096:
+        raise ValueError(text)
+    return blocks
+
+
 TEXT = EnvType[str | None]("text", str)
 BOOL = EnvType[bool](f"one of {', '.join(_BOOLS)}", _parse_bool)
 PATH = EnvType[Path | None]("a path", Path)
 BYTES = EnvType[int | None]("a number of bytes", int)
+TASK_BLOCKS = EnvType[int]("a whole number from 1 to 4096", _parse_task_blocks)
 STRINGS = EnvType[tuple[str, ...]]('a JSON list of strings such as ["key=value"]', _parse_strings)
 
-CONFIG = EnvVar("SGLANG_HYBRID_CONFIG", PATH, None, "YAML file with settings, see configs/default.yaml")
-SET = EnvVar("SGLANG_HYBRID_SET", STRINGS, (), "single settings that win over the file: a JSON list of key=value")
+CONFIG = EnvVar("SGLANG_HYBRID_CONFIG", PATH, None, "YAML file with settings; --hybrid-config sets it")
+SET = EnvVar("SGLANG_HYBRID_SET", STRINGS, (), "single settings, which win over the file; --hybrid appends to it")
 ALLOW_UNTESTED_SGLANG = EnvVar(
     "SGLANG_HYBRID_ALLOW_UNTESTED_SGLANG", BOOL, False, "start on SGLang versions this package was not tested with"
 )
@@ -105,10 +112,19 @@ CHAOS = EnvVar(
 NATIVE_LIBRARY = EnvVar(
     "SGLANG_HYBRID_NATIVE_LIBRARY", PATH, None, "internal: another build of the CPU kernels, for tests of the tests"
 )
+WORKER_TASK_BLOCKS = EnvVar(
+    "SGLANG_HYBRID_WORKER_TASK_BLOCKS",
+    TASK_BLOCKS,
+    8,
+    "internal: blocks that one thread of the CPU worker takes at a time, for tests of its lists",
+)
 
 # read by the C++ library itself, wherever a kernel is chosen; here for its documentation
 CPU_VARIANT = EnvVar(
-    "SGLANG_HYBRID_CPU_VARIANT", TEXT, None, "CPU kernel variant to use instead of the fastest that this machine has"
+    "SGLANG_HYBRID_CPU_VARIANT",
+    TEXT,
+    None,
+    "CPU kernel variant to use instead of the fastest of this machine: amx, avx512, avx2, neon-bf16, neon or portable",
 )
 
 VARIABLES: tuple[EnvVar[Any], ...] = (
@@ -121,5 +137,6 @@ VARIABLES: tuple[EnvVar[Any], ...] = (
     EVENTS,
     CHAOS,
     NATIVE_LIBRARY,
+    WORKER_TASK_BLOCKS,
     CPU_VARIANT,
 )

@@ -8,9 +8,9 @@ import neither torch nor SGLang.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from cpu_worker.cores import CoresError, Placement, format_cpus, place
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import ConfigError, HybridConfig
 from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
 from sglang_hybrid.gpu.settings import why_not
@@ -21,6 +21,7 @@ from sglang_hybrid.scout.tuning import (
     DEFAULT_INTERVAL,
     DEFAULT_MISS_SHARE,
     hot_blocks_of,
+    resident_tokens_of,
     score_interval_of,
 )
 
@@ -36,11 +37,19 @@ def resolved(config: HybridConfig, host: Host) -> dict[str, str]:
 
     Call ``check`` first: settings that the host cannot have cannot be resolved.
     """
-    unused = None if policy_named(config.policy).needs.worker else f"unused by policy {config.policy}"
-    texts = {key: unused or choice(config, host) for key, choice in _CHOICES.items() if getattr(config, key) == "auto"}
+    values, texts = config.by_key(), {}
+    for key, choice in _CHOICES.items():
+        if values[key] == "auto":
+            texts[key] = choice(config, host) if _uses(config, key) else f"unused by policy {config.policy}"
     if config.host_memory == "auto" or config.host_memory.endswith("%"):
         texts["host_memory"] = f"{config.host_memory_bytes(host.available) / GIB:.2f} GiB"
     return texts
+
+
+def _uses(config: HybridConfig, key: str) -> bool:
+    """Whether the chosen policy looks at a setting of its own, or at one for policies that need a worker."""
+    section, dot, _ = key.partition(".")
+    return section == config.policy if dot else policy_named(config.policy).needs.worker
 
 
 def _worker(config: HybridConfig, host: Host) -> str:
@@ -73,7 +82,7 @@ def _prediction(config: HybridConfig, _host: Host) -> str:
     return "none (no profile)" if config.profile == "none" else "calibrated"
 
 
-def _dense(_config: HybridConfig, host: Host) -> str:
+def _whole_requests(_config: HybridConfig, host: Host) -> str:
     return "while the running requests fit the resident blocks' memory" if host.gpus else _NO_GPU
 
 
@@ -88,7 +97,7 @@ def _score_interval(config: HybridConfig, host: Host) -> str:
 def _hot_tokens(config: HybridConfig, host: Host) -> str:
     if score_interval_of(config, on_gpu=_kernels_score(config, host)) == 1:
         return "unused: all blocks are scored at every step"
-    return str(hot_blocks_of(config) * config.block_tokens)
+    return str(hot_blocks_of(config) * BLOCK_TOKENS)
 
 
 def _kernels_score(config: HybridConfig, host: Host) -> bool:
@@ -99,10 +108,6 @@ def _threads(config: HybridConfig, host: Host) -> str:
     return str(_placement(config, host).threads) if _has_worker(config, host) else _NO_WORKER
 
 
-def _group_threads(config: HybridConfig, host: Host) -> str:
-    return str(_placement(config, host).group_threads) if _has_worker(config, host) else _NO_WORKER
-
-
 def _cores(config: HybridConfig, host: Host) -> str:
     if not _has_worker(config, host):
         return _NO_WORKER
@@ -110,21 +115,20 @@ def _cores(config: HybridConfig, host: Host) -> str:
     return format_cpus(cores) if cores else "none (threads are not bound here)"
 
 
-# Of every setting of policy scout that can be "auto"; host_memory, which every policy has, has its own line above.
+# Of every setting that can be "auto"; host_memory, which every policy has, has its own line above.
 _CHOICES: dict[str, Callable[[HybridConfig, Host], str]] = {
-    "resident_tokens": lambda config, _host: str(config.budget_tokens),
+    "scout.resident_tokens": lambda config, _host: str(resident_tokens_of(config)),
     "digest_dtype": _digest_dtype,
     "prediction": _prediction,
-    "sticky_bonus": _with_profile(DEFAULT_BONUS),
-    "miss_share": _with_profile(DEFAULT_MISS_SHARE),
-    "dense": _dense,
-    "cpu_share": _cpu_share,
-    "score_interval": _score_interval,
-    "hot_tokens": _hot_tokens,
-    "recall_interval": _with_profile(DEFAULT_INTERVAL),
+    "scout.resident_bonus": _with_profile(DEFAULT_BONUS),
+    "scout.min_miss_attention": _with_profile(DEFAULT_MISS_SHARE),
+    "whole_requests": _whole_requests,
+    "scout.cpu_share": _cpu_share,
+    "scout.score_interval": _score_interval,
+    "scout.hot_tokens": _hot_tokens,
+    "scout.recall_interval": _with_profile(DEFAULT_INTERVAL),
     "worker": _worker,
     "worker_threads": _threads,
-    "worker_group_threads": _group_threads,
     "worker_cores": _cores,
 }
 
@@ -143,10 +147,10 @@ def check(config: HybridConfig, host: Host, sources: Mapping[str, str] | None = 
 
 
 def _problems(config: HybridConfig, host: Host, sources: Mapping[str, str], ranks: int) -> list[str]:
+    values = config.by_key()
+
     def given(*keys: str) -> str:
-        return ", ".join(
-            f"{key}={getattr(config, key)!r}" + (f" ({sources[key]})" if key in sources else "") for key in keys
-        )
+        return ", ".join(f"{key}={values[key]!r}" + (f" ({sources[key]})" if key in sources else "") for key in keys)
 
     problems = []
     if (asked := config.host_memory_bytes(host.available)) > host.memory:
@@ -165,26 +169,16 @@ def _problems(config: HybridConfig, host: Host, sources: Mapping[str, str], rank
         )
         return problems
     try:
-        placed = _placement(config, host)
+        _placement(config, host)
     except CoresError as error:
         problems.append(f"{given('worker_cores')}: {error}")
-        return problems
-    group = config.worker_group_threads
-    if group != "auto" and group > placed.threads:
-        problems.append(
-            f"{given('worker_group_threads')}: the worker has {_count(placed.threads, 'thread')} here: must be auto, "
-            f"or {_up_to(placed.threads)}"
-        )
     return problems
 
 
 def _placement(config: HybridConfig, host: Host) -> Placement:
     """Raises CoresError."""
-
-    def number(value: Any) -> int:
-        return 0 if value == "auto" else int(value)
-
-    return place(host.topology, config.worker_cores, number(config.worker_threads), number(config.worker_group_threads))
+    threads = 0 if config.worker_threads == "auto" else config.worker_threads
+    return place(host.topology, config.worker_cores, threads, group_threads=0)
 
 
 def _count(number: int, what: str) -> str:

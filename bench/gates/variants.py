@@ -4,15 +4,15 @@ from __future__ import annotations
 
 BUDGET = 8192  # above every prompt: everything is selected
 # Everything but sink and tail is missed, at every step, with real queries: nothing is resident, nothing is left out.
-_ALL_MISSED = ("recent_blocks=0", "resident_tokens=0", "prediction=none", "miss_share=0")
+_ALL_MISSED = ("recent_blocks=0", "scout.resident_tokens=0", "prediction=none", "scout.min_miss_attention=0")
 # of the process: the worker's mailbox has room for this budget, and a busy host makes no row late
-START = (f"budget_tokens={BUDGET}", "worker_deadline_ms=2000", "dense=never")
+START = (f"budget_tokens={BUDGET}", "worker_deadline_ms=2000", "whole_requests=never")
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "gate1-budget": START,
-    "gate1-dense": (*START, "dense=auto"),  # prompts fit in the memory of the resident blocks
-    "gate2-worker": (*START, *_ALL_MISSED, "cpu_share=1"),
-    "gate2-gather": (*START, *_ALL_MISSED, "cpu_share=0"),
+    "gate1-dense": (*START, "whole_requests=auto"),  # prompts fit in the memory of the resident blocks
+    "gate2-worker": (*START, *_ALL_MISSED, "scout.cpu_share=1"),
+    "gate2-gather": (*START, *_ALL_MISSED, "scout.cpu_share=0"),
     "too-small": (*START, "budget_tokens=128", "prediction=none"),
     "gate2-no-worker": (*START, *_ALL_MISSED, "worker=none"),
 }

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from sglang_hybrid.config import HybridConfig, load_config
 
-GATHER_SETTING = "cpu_share"  # 1: all misses to the CPU; auto: part of them are gathered over PCIe
+RECALL_SETTING = "scout.recall_interval"
+GATHER_SETTING = "scout.cpu_share"  # 1: all misses to the CPU; auto: part of them are gathered over PCIe
 
 
 @dataclass(frozen=True)
@@ -33,20 +34,14 @@ def hybrid(given: Sequence[str]) -> Configuration:
     return Configuration("hybrid", "hybrid", (*_prediction(given), *_gather("auto"), *given))
 
 
-def with_blocks(configuration: Configuration, tokens: int) -> Configuration:
-    """The same with blocks of another size."""
-    name = f"{configuration.name}, blocks of {tokens}"
-    return Configuration(name, configuration.backend, (*configuration.settings, f"block_tokens={tokens}"))
-
-
 def has_gather() -> bool:
-    return GATHER_SETTING in HybridConfig.__struct_fields__
+    return GATHER_SETTING in HybridConfig().by_key()
 
 
 def ablation(given: Sequence[str]) -> list[Configuration]:
     """From nothing on, in the order of the design; the whole is ``hybrid``."""
-    predicts, never, cpu = _prediction(given), "recall_interval=0", _gather("1")
-    kept = tuple(one for one in given if one.split("=", 1)[0] not in ("prediction", "recall_interval", GATHER_SETTING))
+    predicts, never, cpu = _prediction(given), f"{RECALL_SETTING}=0", _gather("1")
+    kept = tuple(one for one in given if one.split("=", 1)[0] not in ("prediction", RECALL_SETTING, GATHER_SETTING))
     runs = [
         Configuration("no prediction", "hybrid", ("prediction=none", never, *cpu, *kept)),
         Configuration("+ prediction", "hybrid", (*predicts, never, *cpu, *kept)),

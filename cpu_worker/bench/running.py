@@ -16,7 +16,7 @@ from sglang_hybrid.native.library import checked, library
 from sglang_hybrid.native.lists import HostLists
 from sglang_hybrid.native.structs import EngineOptions, EngineStats, Geometry
 from sglang_hybrid.transport.mailbox import Mailbox
-from sglang_hybrid.transport.messages import Plan
+from sglang_hybrid.transport.messages import SPIN_US
 
 _TIMEOUT_S = 60.0
 
@@ -48,7 +48,7 @@ class RunningEngine:
             threads=placement.threads,
             group_threads=placement.group_threads,
             task_blocks=task_blocks,
-            spin_us=Plan().spin_us,
+            spin_us=SPIN_US,
             cores=core_array(placement.cores),
             variant=variant.encode() if variant else None,
         )

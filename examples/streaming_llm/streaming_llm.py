@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Annotated
 
+import msgspec
+import torch
+from msgspec import Meta
+
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.base import DecodeBatch, DecodePolicy, LayerCache
 from sglang_hybrid.policies.registry import PolicyContext, register_policy
@@ -28,8 +33,18 @@ class StreamingLLM(DecodePolicy):
         return out.to(query.dtype)
 
 
-@register_policy("streaming_llm", description="the first and the last tokens of a request are attended to")
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of this policy: ``--hybrid streaming_llm.window_tokens=512``."""
+
+    sink_blocks: Annotated[int, Meta(ge=0, description="Blocks at the start of a request.")] = 1
+    window_tokens: Annotated[
+        int, Meta(ge=BLOCK_TOKENS, description="Tokens at the end of a request, in whole blocks.")
+    ] = 1024
+
+
+@register_policy(
+    "streaming_llm", description="the first and the last tokens of a request are attended to", settings=Options
+)
 def create(context: PolicyContext) -> StreamingLLM:
-    """Sink blocks and budget are the server's settings: the window is what the sink leaves of the budget."""
-    config = context.config
-    return StreamingLLM(config.sink_blocks, config.budget_tokens // config.block_tokens - config.sink_blocks)
+    options = context.config.section(Options)
+    return StreamingLLM(options.sink_blocks, options.window_tokens // BLOCK_TOKENS)

@@ -26,7 +26,10 @@ from sglang_hybrid.chaos.workload import Request, make_requests, source_text
 from sglang_hybrid.origin import origin
 
 LAYERS = 6
-SCOUT = ("budget_tokens=256", "resident_tokens=192", "recall_interval=3", "worker=start", "worker_restart_seconds=0.3")
+SCOUT = (
+    "budget_tokens=256", "scout.resident_tokens=192", "scout.recall_interval=3", "worker=start",
+    "worker_restart_seconds=0.3",
+)  # fmt: skip
 PREDICTIONS = ("raw", "none")
 _LONG_RUN_MINUTES = 10.0
 _CPU = ("--device", "cpu", "--dtype", "float32", "--sleep-on-idle")

@@ -54,7 +54,7 @@ class Peers:
             ),
         )  # fmt: skip
         self._commands = {
-            "prefill": commands.prefill(ports, flags, page_tokens=32, gpu=False),
+            "prefill": commands.prefill(ports, flags, gpu=False),
             "decode": commands.decode(ports, flags, gpu=False),
             "router": commands.router(commands.LOOPBACK, ports, flags),
         }

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_hybrid import env, host_settings
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.commands import model_files
 from sglang_hybrid.commands.arguments import Refused, ServerArguments
 from sglang_hybrid.commands.ports import check_port
@@ -66,7 +67,7 @@ def check_model(arguments: ServerArguments, config: HybridConfig | None) -> None
 
 def _check_profile(config: HybridConfig, model: dict[str, object]) -> None:
     try:
-        wrong = mismatches(read_facts(Path(config.profile)), model, config.block_tokens, config.budget_tokens)
+        wrong = mismatches(read_facts(Path(config.profile)), model, BLOCK_TOKENS, config.budget_tokens)
     except ProfileError as error:
         raise Refused(f"profile {config.profile}: {error}") from error
     if wrong:

@@ -13,9 +13,10 @@ import ctypes
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.cuda.library import checked, launch, library
 from sglang_hybrid.cuda.structs import AttendSlots, Merge, Side
-from sglang_hybrid.cuda.tensors import BLOCK_TOKENS, HALVES, active_address, address, dtype_code
+from sglang_hybrid.cuda.tensors import HALVES, active_address, address, dtype_code
 
 
 class AttendWorkspace:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.cuda import dense_structs as structs
 from sglang_hybrid.cuda.attention import AttendWorkspace
 from sglang_hybrid.cuda.digests import DenseTable, Step
 from sglang_hybrid.cuda.library import launch, library
-from sglang_hybrid.cuda.tensors import BLOCK_TOKENS, HALVES, address, dtype_code
+from sglang_hybrid.cuda.tensors import HALVES, address, dtype_code
 
 
 class PageAllocator:

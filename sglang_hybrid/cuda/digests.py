@@ -19,10 +19,11 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.cuda import selection_structs as structs
 from sglang_hybrid.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.cuda.library import launch, library
-from sglang_hybrid.cuda.tensors import BLOCK_TOKENS, HALVES, active_address, address, dtype_code
+from sglang_hybrid.cuda.tensors import HALVES, active_address, address, dtype_code
 from sglang_hybrid.ops.reference import compact_bytes
 
 

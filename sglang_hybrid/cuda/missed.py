@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.cuda import lane_structs as structs
 from sglang_hybrid.cuda.attention import Partial, side_arguments
 from sglang_hybrid.cuda.digests import HostPool
 from sglang_hybrid.cuda.library import launch, library
-from sglang_hybrid.cuda.tensors import BLOCK_TOKENS, HALVES, active_address, address, dtype_code
+from sglang_hybrid.cuda.tensors import HALVES, active_address, address, dtype_code
 
 
 def attend_missed(

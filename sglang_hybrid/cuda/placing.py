@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.cuda.library import launch, library
 from sglang_hybrid.cuda.prefill_structs import PlaceTokens
-from sglang_hybrid.cuda.tensors import BLOCK_TOKENS, HALVES, address
+from sglang_hybrid.cuda.tensors import HALVES, address
 
 
 def place_tokens(

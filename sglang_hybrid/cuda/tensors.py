@@ -6,7 +6,6 @@ import torch
 
 from sglang_hybrid.native.structs import DTYPES
 
-BLOCK_TOKENS = 32
 HALVES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes that kernels read or write of it at a time
 

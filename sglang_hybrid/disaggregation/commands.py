@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.integration import BACKEND_NAME
 
 # of both instances, unless the user's environment says otherwise
@@ -53,7 +54,7 @@ class Flags:
     router: Sequence[str] = ()
 
 
-def prefill(ports: Ports, flags: Flags, page_tokens: int, gpu: bool) -> list[str]:
+def prefill(ports: Ports, flags: Flags, gpu: bool) -> list[str]:
     """Stock SGLang. Pages must be as large as the decode instance's, whose blocks they become."""
     # without a GPU: SGLang sizes its pool by all of the machine's memory, and its overlapped prefill wants CUDA events;
     # the dtype is what our plugin gives the decode instance there
@@ -63,7 +64,7 @@ def prefill(ports: Ports, flags: Flags, page_tokens: int, gpu: bool) -> list[str
     )  # fmt: skip
     return [
         *_server("sglang.launch_server", "prefill", ports.prefill, gpu),
-        "--page-size", str(page_tokens),
+        "--page-size", str(BLOCK_TOKENS),
         "--disaggregation-bootstrap-port", str(ports.bootstrap),
         *(() if gpu else on_cpu),
         *flags.both, *flags.prefill,

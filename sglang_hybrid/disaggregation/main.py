@@ -39,11 +39,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, more = _parser().parse_known_args(argv)
         flags = _flags(options, more)
-        page_tokens = _check(options, flags)
+        _check(options, flags)
         gpu = bool(gpu_names())
         ports = Ports(options.port, *_free_ports(4))
         lines = {
-            "prefill": commands.prefill(ports, flags, page_tokens, gpu),
+            "prefill": commands.prefill(ports, flags, gpu),
             "decode": commands.decode(ports, flags, gpu),
             "router": commands.router(options.host, ports, flags),
         }
@@ -59,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
 
 
-def _check(options: argparse.Namespace, flags: Flags) -> int:
-    """Tokens of a page. Raises Refused for what cannot be served."""
+def _check(options: argparse.Namespace, flags: Flags) -> None:
+    """Raises Refused for what cannot be served."""
     if not options.dry_run:
         check_port(options.host, options.port)
         for package in ("mooncake", "sglang_router"):
@@ -74,7 +74,6 @@ def _check(options: argparse.Namespace, flags: Flags) -> int:
     decode = arguments.read([*flags.both, *flags.decode])
     config = preflight.check_settings(decode.hybrid_config, decode.hybrid, decode.ranks)
     preflight.check_model(decode, config)
-    return config.block_tokens
 
 
 def _print_commands(lines: dict[str, list[str]]) -> None:

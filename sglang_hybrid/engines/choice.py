@@ -7,17 +7,17 @@ from sglang_hybrid.policies.registry import policy_named
 
 _CHANNELS_MULTIPLE = 16  # of a sketch, in the native loops
 
-# Settings of policy scout that describe what is resident on a GPU, and who computes the rest ahead of time. Who sets
-# one of them wants to see it at work, and gets the torch implementation.
+# Settings that describe what is resident on a GPU, and who computes the rest ahead of time. Who sets one of them wants
+# to see it at work, and gets the torch implementation.
 _OF_GPU = {
     "prediction": ("auto", "none"),
-    "resident_tokens": ("auto",),
-    "sticky_bonus": ("auto",),
-    "miss_share": ("auto",),
-    "recall_interval": ("auto",),
+    "scout.resident_tokens": ("auto",),
+    "scout.resident_bonus": ("auto",),
+    "scout.min_miss_attention": ("auto",),
+    "scout.recall_interval": ("auto",),
     "worker": ("auto", "none"),
-    "score_interval": ("auto", 1),
-    "selection": ("head",),
+    "scout.score_interval": ("auto", 1),
+    "scout.selection": ("head",),
     "digest_dtype": ("auto", "model"),
 }
 
@@ -29,9 +29,11 @@ def unsupported_by_cpu_engine(config: HybridConfig, head_dim: int) -> str | None
         return f"policy={config.policy}"
     if policy.native_budget(config) is None:  # everything is attended to: nothing is selected
         return None
-    for name, known in _OF_GPU.items():
-        if (value := getattr(config, name)) not in known:
-            return f"{name}={value}"
+    values = config.by_key()
+    for key, known in _OF_GPU.items():
+        section, dot, _ = key.partition(".")
+        if (not dot or section == config.policy) and values[key] not in known:
+            return f"{key}={values[key]}"
     if (channels := min(config.sketch_channels, head_dim)) % _CHANNELS_MULTIPLE:
         return f"a sketch of {channels} channels is not a multiple of {_CHANNELS_MULTIPLE}"
     return None

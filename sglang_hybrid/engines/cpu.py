@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.base import DeviceBytes, Engine, ModelFacts, PrefillBatch, StepBatch
 from sglang_hybrid.memory.capacity import KVShape
@@ -39,7 +40,7 @@ class CpuEngine(Engine):
         rules = SelectionRules(_EVERYTHING if blocks is None else blocks, config.sink_blocks, config.recent_blocks)
         summaries = [_summaries(pool, layer) for layer in range(pool.layer_num)]
         self.kernels = HostKernels(pool.region.address, geometry, summaries, rules, threads)
-        self._pool, self._req_to_token, self._block_tokens = pool, model.req_to_token, config.block_tokens
+        self._pool, self._req_to_token = pool, model.req_to_token
         self._table = torch.empty(0)
         self._lengths: list[int] = []
         self._new_tokens: list[int] = []
@@ -92,7 +93,7 @@ class CpuEngine(Engine):
         """Nothing to do: blocks are chosen anew at every step."""
 
     def _page_table(self, rows: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        return page_table(self._req_to_token, rows, max(lengths, default=0), self._block_tokens)
+        return page_table(self._req_to_token, rows, max(lengths, default=0), BLOCK_TOKENS)
 
     def _cache(self, layer: int) -> LayerCache:
         pool = self._pool

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.base import (
     DeviceBytes,
@@ -180,7 +181,7 @@ class TorchEngine(Engine):
         self._watcher = self.attention.policy.on_ratio = watcher
 
     def _table(self, rows: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        return page_table(self._req_to_token, rows, max(lengths, default=0), self._config.block_tokens)
+        return page_table(self._req_to_token, rows, max(lengths, default=0), BLOCK_TOKENS)
 
     def _cache(self, layer: int) -> LayerCache:
         pool = self._pool

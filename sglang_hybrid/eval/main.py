@@ -15,7 +15,7 @@ from sglang_hybrid.integration.session_flags import add_model_flags, session_fla
 
 TASKS = ("text", "needle", "multi-needle", "lines")
 _BASELINE = "full attention"
-_OF_PREFILL = ("block_tokens", "digest_dtype", "sketch_channels")
+_OF_PREFILL = ("digest_dtype", "sketch_channels")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.cuda.digests import digest_pages
 from sglang_hybrid.cuda.gathering import gather_blocks
 from sglang_hybrid.cuda.scattering import scatter_blocks
-from sglang_hybrid.cuda.tensors import BLOCK_TOKENS
 from sglang_hybrid.gpu.layers import DeviceLayer
 
 _PAGES_AT_A_TIME = 256  # of one layer

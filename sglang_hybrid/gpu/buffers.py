@@ -6,10 +6,10 @@ import functools
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.cuda.attention import AttendWorkspace
 from sglang_hybrid.cuda.scoring import ScoreWorkspace
 from sglang_hybrid.cuda.selection import Misses, RecallPlan
-from sglang_hybrid.cuda.tensors import BLOCK_TOKENS
 from sglang_hybrid.gpu.layers import DeviceShape
 
 MOST_GATHERED = 16  # misses of a (row, KV head) that are copied to the device in a step

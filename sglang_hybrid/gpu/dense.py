@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.cuda.dense import PageAllocator, attend_pages
 from sglang_hybrid.cuda.digests import DenseTable, append
 from sglang_hybrid.cuda.gathering import gather_blocks
-from sglang_hybrid.cuda.tensors import BLOCK_TOKENS
 from sglang_hybrid.gpu.buffers import MainBuffers
 from sglang_hybrid.gpu.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.gpu.slots import ResidentSlots

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.cuda import CudaError
 from sglang_hybrid.cuda.digests import HostPool, LayerDigests, Step
@@ -87,11 +88,11 @@ class CudaEngine(Engine):
     ) -> None:
         """``worker``: attached, or None where the device reads misses from the pool itself."""
         assert model.scale is not None  # unsupported_reason asks before
-        self._req_to_token, self._block_tokens = model.req_to_token, config.block_tokens
+        self._req_to_token = model.req_to_token
         self._shape = DeviceShape(
             rows=model.req_to_token.shape[0],
             most=model.req_to_token.shape[0],
-            max_blocks=-(-model.req_to_token.shape[1] // config.block_tokens),
+            max_blocks=-(-model.req_to_token.shape[1] // BLOCK_TOKENS),
             heads=pool.head_num,
             group=model.group,
             dim=pool.head_dim,
@@ -137,7 +138,7 @@ class CudaEngine(Engine):
     def device_bytes(
         cls, config: HybridConfig, shape: KVShape, rows: int, context: int, dtype: torch.dtype
     ) -> DeviceBytes:
-        longest = -(-context // config.block_tokens)
+        longest = -(-context // BLOCK_TOKENS)
         per_row = ResidentSlots.bytes_per_row(shape.layers, shape.kv_heads, slots_of(config), shape.key_dim, dtype)
         per_row += DeviceScout.score_bytes_per_row(shape.layers, shape.kv_heads, longest, hot_blocks_of(config))
         staging = DevicePrefill.device_bytes(longest, shape.kv_heads, shape.key_dim, dtype)
@@ -155,7 +156,7 @@ class CudaEngine(Engine):
             self.scout.is_ended = self._has_logits
             self._used = config, tuning
             self._room: Room | None = None
-            if config.dense == "auto" and self._one_batch:
+            if config.whole_requests == "auto" and self._one_batch:
                 self._room = Room(self.scout.dense.pages, self.scout.dense.block_bytes)
                 self.scout.is_dense = self._room.is_dense
             self._budget_tokens = config.budget_tokens
@@ -280,7 +281,7 @@ class CudaEngine(Engine):
 
     def begin_prefill(self, batch: PrefillBatch) -> None:
         rows, lengths, new_tokens = batch.rows.to(torch.int64), batch.lengths, batch.new_tokens
-        table = page_table(self._req_to_token, rows, max(lengths, default=0), self._block_tokens)
+        table = page_table(self._req_to_token, rows, max(lengths, default=0), BLOCK_TOKENS)
         self._prefill.begin(PrefillRows(table.cpu(), lengths, new_tokens), self._scale)
         # where whole rows are held, their first decode step loads them
         self._settling = None

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.cuda.digests import digest_pages
 from sglang_hybrid.cuda.placing import place_tokens
-from sglang_hybrid.cuda.tensors import BLOCK_TOKENS, HALVES
+from sglang_hybrid.cuda.tensors import HALVES
 from sglang_hybrid.gpu.layers import DeviceLayer
 from sglang_hybrid.gpu.row_groups import PrefillRows, RowGroup, group_rows
 from sglang_hybrid.gpu.staging import Staging, Transfer, runs_of, suits_engine

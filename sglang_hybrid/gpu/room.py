@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_hybrid.cuda.tensors import BLOCK_TOKENS
+from sglang_hybrid.blocks import BLOCK_TOKENS
 
 _GATHER_BYTES_S = 50e9  # of PCIe 5
 _MOST_OF_TIME = 0.1  # that loading rows may take of the time between two loadings

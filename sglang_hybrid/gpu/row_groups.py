@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_hybrid.cuda.tensors import BLOCK_TOKENS
+from sglang_hybrid.blocks import BLOCK_TOKENS
 
 
 @dataclass(frozen=True)

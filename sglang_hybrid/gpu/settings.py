@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.policies.registry import policy_named
-from sglang_hybrid.scout.tuning import Tuning, hot_blocks_of, score_interval_of
+from sglang_hybrid.scout.tuning import Tuning, hot_blocks_of, resident_tokens_of, score_interval_of
 
 if TYPE_CHECKING:  # needs torch, which ``sglang-hybrid config`` does without
     from sglang_hybrid.scout.profile import HostRates
@@ -68,12 +69,12 @@ def gather_share_of(config: HybridConfig) -> float | None:
     """None: it follows what is missed, with ``PathRates``."""
     if config.worker == "none":
         return 1.0  # the device attends to all of them
-    return None if config.cpu_share == "auto" else 1 - float(config.cpu_share)
+    return None if config.scout.cpu_share == "auto" else 1 - config.scout.cpu_share
 
 
 def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettings:
     return ScoutSettings(
-        budget=config.budget_tokens // config.block_tokens,
+        budget=config.budget_tokens // BLOCK_TOKENS,
         slots=slots_of(config),
         sink=config.sink_blocks,
         recent=config.recent_blocks,
@@ -81,7 +82,7 @@ def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettin
         worth=tuple(math.log(share * group) if share else -math.inf for share in tuning.miss_shares),
         any_block=tuning.any_block,
         score_interval=score_interval_of(config, on_gpu=True),
-        shifts=config.lse_shift,
+        shifts=config.scout.lse_shift,
         gather_share=gather_share_of(config),
         deadline_s=config.worker_deadline_ms / 1000,
         hot=hot_blocks_of(config),
@@ -91,22 +92,21 @@ def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettin
 def slots_of(config: HybridConfig) -> int:
     """Blocks of a (row, KV head) in device memory."""
     always = config.sink_blocks + config.recent_blocks + 1
-    tokens = config.budget_tokens if config.resident_tokens == "auto" else config.resident_tokens
-    return max(always, int(tokens) // config.block_tokens)
+    return max(always, resident_tokens_of(config) // BLOCK_TOKENS)
 
 
 def why_not(config: HybridConfig) -> str | None:
     """What of these settings the kernels cannot do, in words; None if they can."""
     if policy_named(config.policy).cuda_program is None:
         return f"policy={config.policy}"
-    if config.selection != "head":
-        return f"selection={config.selection}"
-    if config.attend != "resident":
-        return f"attend={config.attend}"
+    if config.scout.selection != "head":
+        return f"scout.selection={config.scout.selection}"
+    if config.scout.attend != "resident":
+        return f"scout.attend={config.scout.attend}"
     if config.sketch_channels not in _CHANNELS:
         return f"sketch_channels={config.sketch_channels}"
-    if max(config.budget_tokens // config.block_tokens, slots_of(config)) > _MOST_BLOCKS:
-        return f"more than {_MOST_BLOCKS * config.block_tokens} tokens in the budget"
+    if max(config.budget_tokens // BLOCK_TOKENS, slots_of(config)) > _MOST_BLOCKS:
+        return f"more than {_MOST_BLOCKS * BLOCK_TOKENS} tokens in the budget"
     return None
 
 

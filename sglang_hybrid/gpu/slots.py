@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.cuda.digests import SlotTable
-from sglang_hybrid.cuda.tensors import BLOCK_TOKENS
 from sglang_hybrid.ops.reference import NO_BLOCK
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.cuda.copying import copy_runs
 from sglang_hybrid.cuda.digests import HostPool
 from sglang_hybrid.cuda.gathering import gather_blocks
 from sglang_hybrid.cuda.scattering import scatter_blocks
-from sglang_hybrid.cuda.tensors import BLOCK_TOKENS
 
 # An estimate, to be measured by bench/cuda_prefill.py: a copy engine's command takes one to two microseconds, in which
 # the link moves some 64 KiB. Longer runs are its business; a kernel copies shorter ones faster, at the price of the

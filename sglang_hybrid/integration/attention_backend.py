@@ -49,8 +49,8 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.use(config, profile)
         if model_runner.server_args.enable_metrics and policy_named(config.policy).needs.worker:
             self.watch_ratio(ScoutMetrics(rank_of(model_runner)).ratio if self.engine.reports_ratio else None)
-        settings = msgspec.structs.asdict(self._config)
-        logger.info("hybrid attention: %s", " ".join(f"{key}={value}" for key, value in settings.items()))
+        settings = self._config.by_key().items()
+        logger.info("hybrid attention: %s", " ".join(f"{key}={value}" for key, value in settings))
 
     # -- settings ----------------------------------------------------------------------------
 

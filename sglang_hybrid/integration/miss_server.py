@@ -8,6 +8,7 @@ from typing import Any
 
 from cpu_worker import cores
 from sglang_hybrid import env
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.integration import console_events
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
@@ -21,7 +22,7 @@ from sglang_hybrid.misses.worker import WorkerMisses
 from sglang_hybrid.native import NativeError, library, variants
 from sglang_hybrid.native.local import LocalAttention
 from sglang_hybrid.native.structs import DTYPES, Geometry
-from sglang_hybrid.transport.messages import Plan
+from sglang_hybrid.transport.messages import SPIN_US, Plan
 from sglang_hybrid.worker.supervisor import Supervisor, WorkerError, WorkerSettings
 
 _SILENCE_SECONDS = 2.0
@@ -32,7 +33,7 @@ def create_miss_server(config: HybridConfig, pool: HostKVPool, model_runner: Any
     geometry = checked_geometry(config, pool, model_runner)
     if geometry is None:
         return ReferenceMisses()
-    local = LocalAttention(pool.region.address, geometry, config.worker_task_blocks, len(os.sched_getaffinity(0)))
+    local = LocalAttention(pool.region.address, geometry, env.WORKER_TASK_BLOCKS.get(), len(os.sched_getaffinity(0)))
     if config.worker == "none":
         return NativeMisses(local)
     supervisor, metrics = start_worker(config, pool, model_runner, geometry)
@@ -111,7 +112,7 @@ def geometry_of(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Ge
         group=query_heads // pool.head_num,
         head_dim=pool.head_dim,
         dtype=DTYPES[dtype],
-        max_blocks=config.budget_tokens // config.block_tokens,
+        max_blocks=config.budget_tokens // BLOCK_TOKENS,
         layers=len(pool.k_buffer),
         pages=pool.k_buffer[0].shape[0],
         keys=first_key - start,
@@ -140,8 +141,7 @@ def plan_of(config: HybridConfig, rank: int, ranks: int, spin_us: int = 0) -> Pl
     return Plan(
         provider=config.worker_provider,
         threads=threads,
-        group_threads=0 if config.worker_group_threads == "auto" else config.worker_group_threads,
-        task_blocks=config.worker_task_blocks,
-        spin_us=max(config.worker_spin_us, spin_us),
+        task_blocks=env.WORKER_TASK_BLOCKS.get(),
+        spin_us=max(SPIN_US, spin_us),
         cores=chosen,
     )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sglang_hybrid import container, env
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.chaos.switches import SPOIL_FREED_PAGES
 from sglang_hybrid.config import HybridConfig, config_from_environment
 from sglang_hybrid.engines.base import DeviceBytes
@@ -75,7 +76,7 @@ def available_bytes(original: Callable[[Any, int], int], configurator: Any, pre_
         on_device = original(configurator, pre_model_load_memory)
         share = min(
             share,
-            _pages_on_device(on_device, config, shape, configurator) * config.block_tokens * shape.bytes_per_token,
+            _pages_on_device(on_device, config, shape, configurator) * BLOCK_TOKENS * shape.bytes_per_token,
         )
     logger.info(
         "host pool: room for %d tokens in %.2f GiB (%.2f GiB of host memory available, %d rank(s), %d bytes per token)",
@@ -92,7 +93,7 @@ def _pages_on_device(available: int, config: HybridConfig, shape: KVShape, confi
         per_page = CompactDigests.bytes_per_page(shape.layers, shape.kv_heads, shape.key_dim, channels)
     else:
         per_page = Digests.bytes_per_page(shape.layers, shape.kv_heads, shape.key_dim, dtype)
-    per_page += Sketches.bytes_per_page(channels, shape.layers, shape.kv_heads, config.block_tokens)
+    per_page += Sketches.bytes_per_page(channels, shape.layers, shape.kv_heads, BLOCK_TOKENS)
     rows = args.max_running_requests + 1
     if args.disaggregation_mode == "decode":  # rows of requests whose KV cache is on its way
         rows += args.disaggregation_decode_extra_slots or 0
@@ -101,7 +102,7 @@ def _pages_on_device(available: int, config: HybridConfig, shape: KVShape, confi
         needed = CudaEngine.device_bytes(config, shape, rows, configurator.model_config.context_len, dtype)
     resident, staging = needed.resident, needed.staging
     pages = (available - resident - staging) // per_page
-    if pages * config.block_tokens < config.budget_tokens:
+    if pages * BLOCK_TOKENS < config.budget_tokens:
         raise CapacityError(
             f"{available / GIB:.2f} GiB of device memory are left for the KV cache, of which the resident blocks of "
             f"{rows} rows take {resident / GIB:.2f} GiB, one context during prefill {staging / GIB:.2f} GiB and the "
@@ -110,7 +111,7 @@ def _pages_on_device(available: int, config: HybridConfig, shape: KVShape, confi
         )
     logger.info(
         "device memory: %.2f GiB for the resident blocks of %d rows, digests for at most %d tokens",
-        resident / GIB, rows, pages * config.block_tokens,
+        resident / GIB, rows, pages * BLOCK_TOKENS,
     )  # fmt: skip
     return pages
 

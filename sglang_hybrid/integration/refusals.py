@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sglang_hybrid import events
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import ConfigError, HybridConfig
 from sglang_hybrid.integration import BACKEND_NAME
 from sglang_hybrid.memory.capacity import CapacityError
@@ -152,10 +153,10 @@ def refuse_flags(args: Any, config: HybridConfig) -> None:
     for asked_for, sentence in _FLAGS:
         if asked_for(args):
             raise Refusal(f"--attention-backend {BACKEND_NAME}: {sentence}")
-    if args.page_size not in (None, config.block_tokens):
+    if args.page_size not in (None, BLOCK_TOKENS):
         raise Refusal(
             f"--attention-backend {BACKEND_NAME}: --page-size {args.page_size} differs from the block size: "
-            f"use --page-size {config.block_tokens} or drop the flag"
+            f"use --page-size {BLOCK_TOKENS} or drop the flag"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.base import Engine, LayerPrediction
 from sglang_hybrid.integration.decoder_layers import DecoderLayers, UnknownLayers
@@ -128,7 +129,7 @@ def read_profile(config: HybridConfig, model_runner: Any) -> Profile | None:
         return None
     try:
         profile = load_profile(Path(config.profile))
-        profile.check(identity(model_runner), config.block_tokens, config.budget_tokens)
+        profile.check(identity(model_runner), BLOCK_TOKENS, config.budget_tokens)
     except ProfileError as error:
         raise Refusal(
             str(error) if str(error).startswith("profile ") else f"profile {config.profile}: {error}"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sglang_hybrid import host_settings
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig, config_from_environment
 from sglang_hybrid.config_flags import add_config_flags, export_config_flags
 from sglang_hybrid.gpu.settings import why_not
@@ -112,7 +113,7 @@ _ROWS_ON_DEVICE = 64
 
 
 def _set_defaults(args: Any, config: HybridConfig) -> None:
-    args.page_size = config.block_tokens
+    args.page_size = BLOCK_TOKENS
     if not (args.device in (None, "cuda") and torch.cuda.is_available()) or why_not(config):
         # the plain torch version of a decode step copies between host and device as it goes
         args.disable_cuda_graph = True

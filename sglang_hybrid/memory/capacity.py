@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.memory.region import ALIGNMENT
 
@@ -49,7 +50,7 @@ def host_pool_bytes(
             "of host memory are available: lower host_memory or free memory"
         )
     # one page takes the writes of padding tokens; each layer's two buffers end on an alignment boundary
-    overhead = config.block_tokens * shape.bytes_per_token + 2 * shape.layers * ALIGNMENT
+    overhead = BLOCK_TOKENS * shape.bytes_per_token + 2 * shape.layers * ALIGNMENT
     share = taken - overhead
     needed = config.budget_tokens * shape.bytes_per_token
     if share < needed:

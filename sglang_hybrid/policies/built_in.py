@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.policies.registry import Needs, PolicyContext, register_policy
+from sglang_hybrid.policies.scout_options import ScoutOptions
 
 if TYPE_CHECKING:
     from sglang_hybrid.config import HybridConfig
@@ -16,7 +18,7 @@ def _everything(_config: HybridConfig) -> None:
 
 
 def _budget_blocks(config: HybridConfig) -> int:
-    return config.budget_tokens // config.block_tokens
+    return config.budget_tokens // BLOCK_TOKENS
 
 
 def _device_scout() -> Any:
@@ -38,6 +40,7 @@ def create_full(_context: PolicyContext) -> DecodePolicy:
     needs=Needs(worker=True, prediction=True),
     cuda_program=_device_scout,
     native_budget=_budget_blocks,
+    settings=ScoutOptions,
 )
 def create_scout(context: PolicyContext) -> DecodePolicy:
     from sglang_hybrid.policies.scout import ScoutPolicy

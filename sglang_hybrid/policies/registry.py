@@ -2,13 +2,18 @@
 
 A package adds a policy with a decorator and names its module in the entry point group ``sglang_hybrid.policies``::
 
-    @register_policy("window", description="the first and the last blocks of every request")
+    class WindowOptions(msgspec.Struct, frozen=True, kw_only=True):
+        blocks: Annotated[int, Meta(ge=1, description="Last blocks of a request that are attended to.")] = 16
+
+    @register_policy("window", description="the first and the last blocks of every request", settings=WindowOptions)
     def create(context: PolicyContext) -> DecodePolicy:
-        return WindowPolicy(context.config)
+        return WindowPolicy(context.config.section(WindowOptions).blocks)
 
     [project.entry-points."sglang_hybrid.policies"]
     window = "my_package.window"
 
+The struct becomes the section ``window`` of the configuration: a mapping ``window`` in a YAML file, and
+``--hybrid window.blocks=8``. A package is imported when its policy is chosen or its section is given.
 This module imports neither torch nor SGLang: commands ask about policies before they load either.
 """
 
@@ -19,6 +24,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 if TYPE_CHECKING:
     from sglang_hybrid.config import HybridConfig
@@ -63,6 +70,7 @@ class Policy:
     cuda_program: Callable[[], Any] | None
     # blocks that a row attends to in the native CPU engine, None for all; without the function: the torch engine
     native_budget: Callable[[HybridConfig], int | None] | None
+    settings: type[msgspec.Struct] | None  # its section of the configuration; None: it has none
 
 
 class UnknownPolicy(ValueError):
@@ -79,22 +87,54 @@ def register_policy(
     needs: Needs | None = None,
     cuda_program: Callable[[], Any] | None = None,
     native_budget: Callable[[HybridConfig], int | None] | None = None,
+    settings: type[msgspec.Struct] | None = None,
 ) -> Callable[[Callable[[PolicyContext], DecodePolicy]], Callable[[PolicyContext], DecodePolicy]]:
-    """Decorate the function that creates the torch implementation of a policy. Raises ValueError for a taken name."""
+    """Decorate the function that creates the torch implementation of a policy.
+
+    ``settings``: a frozen struct whose fields have defaults and descriptions. Raises ValueError for a name that is
+    taken, and for settings that cannot be a section of the configuration.
+    """
 
     def register(create: Callable[[PolicyContext], DecodePolicy]) -> Callable[[PolicyContext], DecodePolicy]:
         if name in _policies:
             raise ValueError(f"there is a policy {name} already, made by {_policies[name].create.__module__}")
-        _policies[name] = Policy(name, description, create, needs or Needs(), cuda_program, native_budget)
+        if settings is not None:
+            _check_settings(name, settings)
+        _policies[name] = Policy(name, description, create, needs or Needs(), cuda_program, native_budget, settings)
         return create
 
     return register
+
+
+def _check_settings(name: str, settings: type[msgspec.Struct]) -> None:
+    from sglang_hybrid.config import HybridConfig  # which imports this module
+
+    if name in HybridConfig.__struct_fields__ or not name.replace("-", "_").isidentifier():
+        raise ValueError(f"policy {name} has settings and needs a name that no setting has, of letters and digits")
+    if not settings.__struct_config__.frozen:
+        raise ValueError(f"the settings of policy {name} must be frozen: class {settings.__name__}(..., frozen=True)")
+    if required := [field.name for field in msgspec.structs.fields(settings) if field.required]:
+        raise ValueError(f"settings of policy {name} must have defaults: {', '.join(required)}")
+    if any(policy.settings is settings for policy in _policies.values()):
+        raise ValueError(f"{settings.__name__} has the settings of another policy: policy {name} needs its own struct")
+
+
+def policies_with_settings() -> list[Policy]:
+    """Policies that have a section in the configuration: the built-in ones, and those of packages that were loaded."""
+    import_module(_BUILT_IN)
+    return [policy for policy in _policies.values() if policy.settings is not None]
 
 
 def policy_names() -> list[str]:
     """All names that a configuration may have, without importing packages of others."""
     import_module(_BUILT_IN)
     return sorted({*_policies, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
+
+
+def has_policy(name: str) -> bool:
+    """Whether a configuration may have this name. Looks through the installed packages only if it must."""
+    import_module(_BUILT_IN)
+    return name in _policies or bool(entry_points(group=ENTRY_POINTS, name=name))
 
 
 def policy_named(name: str) -> Policy:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.memory.prompt_queries import PromptQueries
 from sglang_hybrid.memory.resident import ResidentSet
@@ -22,7 +23,7 @@ from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.base import BlockList, DecodeBatch, DecodePolicy, LayerCache
 from sglang_hybrid.scout.recall import RecallSchedule
 from sglang_hybrid.scout.scoring import RecentScores
-from sglang_hybrid.scout.tuning import Tuning, hot_blocks_of, score_interval_of
+from sglang_hybrid.scout.tuning import Tuning, hot_blocks_of, resident_tokens_of, score_interval_of
 
 
 @dataclass(frozen=True)
@@ -54,19 +55,17 @@ class ScoutPolicy(DecodePolicy):
         rows: int = 1,
     ) -> None:
         self._misses = misses
-        self._budget_blocks = config.budget_tokens // config.block_tokens
-        self._block_tokens = config.block_tokens
+        self._budget_blocks = config.budget_tokens // BLOCK_TOKENS
         self._sink = config.sink_blocks
         self._recent = config.recent_blocks
-        self._per_layer = config.selection == "layer"
-        self._only_selected = config.attend == "selected"
+        self._per_layer = config.scout.selection == "layer"
+        self._only_selected = config.scout.attend == "selected"
         self._bonus = tuning.bonus
         self._miss_shares = tuning.miss_shares
         self._any_block = tuning.any_block
-        self._shifts = config.lse_shift
+        self._shifts = config.scout.lse_shift
         self._score_interval = score_interval_of(config, on_gpu=False)
-        resident_tokens = config.budget_tokens if config.resident_tokens == "auto" else config.resident_tokens
-        self._slots = max(0, int(resident_tokens) // config.block_tokens - self._always)
+        self._slots = max(0, resident_tokens_of(config) // BLOCK_TOKENS - self._always)
         self._rows = rows
         self._prompts = prompts or PromptQueries(rows)
         self.recall = RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt)
@@ -89,7 +88,7 @@ class ScoutPolicy(DecodePolicy):
         self._ahead.clear()
         fresh = [row in self._fresh for row in batch.rows_on_host]
         self._fresh.difference_update(batch.rows_on_host)
-        opens = [length % self._block_tokens == 1 for length in batch.lengths_on_host]
+        opens = [length % BLOCK_TOKENS == 1 for length in batch.lengths_on_host]
         device = batch.lengths.device
         self._first_length = self._first_length.to(device)
         self._begin = torch.tensor([i for i, new in enumerate(fresh) if new], dtype=torch.int64, device=device)
@@ -97,7 +96,7 @@ class ScoutPolicy(DecodePolicy):
         self._leave = torch.tensor(leave, dtype=torch.int64, device=device)
         self._first_length[batch.rows[self._begin]] = batch.lengths[self._begin]
         self._steps = batch.lengths - self._first_length[batch.rows] + 1
-        if max(batch.lengths_on_host, default=0) > self._always * self._block_tokens:
+        if max(batch.lengths_on_host, default=0) > self._always * BLOCK_TOKENS:
             self._misses.work_is_near()
 
     @property

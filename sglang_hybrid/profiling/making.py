@@ -12,6 +12,7 @@ import msgspec
 import torch
 from rich.console import Console
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig, load_config
 from sglang_hybrid.eval.errors import InputError
 from sglang_hybrid.integration.decoder_layers import DecoderLayers
@@ -35,9 +36,10 @@ WITHOUT_RECALL, WITH_RECALL = "without recall", "with recall at the profiled int
 
 def make_profile(options: argparse.Namespace, notes: dict[str, object], console: Console) -> tuple[Profile, Path]:
     """Raises InputError, ConfigError or ProfileError for what a person can change."""
-    config = load_config(None, [*options.hybrid, f"budget_tokens={options.budget}", f"recall_beta={options.beta}"])
+    served = [*options.hybrid, f"budget_tokens={options.budget}"]
+    config = load_config(None, [*served, f"scout.target_cpu_ratio={options.beta}"])
     console.print("loading the model")
-    session = ModelSession(session_flags(options, [*options.hybrid, f"budget_tokens={options.budget}"]))
+    session = ModelSession(session_flags(options, served))
     model = identity(session.runner)
     _check_lengths(options, session, config)
     texts = kinds(session.tokenizer, options.text, options.windows, options.window_tokens)
@@ -88,7 +90,7 @@ def _check_lengths(options: argparse.Namespace, session: ModelSession, config: H
             f"prompts of {options.prompt_tokens} tokens fit into the budget of {config.budget_tokens}: there is "
             "nothing to select; raise --prompt-tokens or lower --budget"
         )
-    needed = max(options.window_tokens, options.prompts * (longest + 2 * config.block_tokens))
+    needed = max(options.window_tokens, options.prompts * (longest + 2 * BLOCK_TOKENS))
     if needed > session.capacity_tokens:
         raise InputError(
             f"{options.prompts} prompts need room for {needed} tokens, the KV cache has {session.capacity_tokens}: "
@@ -147,9 +149,9 @@ def _facts(
 
     return ProfileFacts(
         model=model,
-        block_tokens=config.block_tokens,
+        block_tokens=BLOCK_TOKENS,
         budget_tokens=config.budget_tokens,
-        beta=config.recall_beta,
+        beta=config.scout.target_cpu_ratio,
         intervals=[1] * layers,
         bonus=[0.0] * layers,
         ranks=[fitted[layer].rank if layer in fitted else 0 for layer in range(layers)],
@@ -211,7 +213,7 @@ def _decode(
         records: list[LayerRecord] = [recorder.record(layer)]
         bonuses.append(choose_bonus(records, budget))
         own = _with_share(budget, config, draft.facts.model, shares[layer])
-        intervals.append(choose_interval(records, own, bonuses[-1], config.recall_beta))
+        intervals.append(choose_interval(records, own, bonuses[-1], config.scout.target_cpu_ratio))
         changes.append(round(block_change(records, budget), 4))
     profile = draft.with_facts(
         intervals=intervals,
@@ -245,17 +247,18 @@ def _watch_costs(
 
 def _budget(config: HybridConfig, model: ModelIdentity) -> Budget:
     group = model.query_heads // model.kv_heads  # whose shares of attention a score adds up
-    share = 0.0 if config.miss_share == "auto" else float(config.miss_share)
+    least = config.scout.min_miss_attention
+    share = 0.0 if least == "auto" else float(least)
     worth = math.log(share * group) if share else -math.inf
-    return Budget(config.budget_tokens // config.block_tokens, config.sink_blocks, config.recent_blocks, worth)
+    return Budget(config.budget_tokens // BLOCK_TOKENS, config.sink_blocks, config.recent_blocks, worth)
 
 
 def _with_share(budget: Budget, config: HybridConfig, model: ModelIdentity, share: float) -> Budget:
     """As the layer will be served: by its own share, unless the settings name one for all."""
-    if config.miss_share != "auto":
+    if config.scout.min_miss_attention != "auto":
         return budget
     worth = math.log(share * (model.query_heads // model.kv_heads))
-    return dataclasses.replace(budget, worth=worth, any_block=config.attend == "resident")
+    return dataclasses.replace(budget, worth=worth, any_block=config.scout.attend == "resident")
 
 
 def _ratios(
@@ -269,7 +272,7 @@ def _ratios(
 ) -> list[list[float]]:
     """CPU compute ratio of each layer at each step, by the policy as it is served."""
     seen: list[list[float]] = [[] for _ in range(profile.facts.model.layers)]
-    session.use(msgspec.structs.replace(config, recall_adapt=False), profile)
+    session.use(config.with_section(msgspec.structs.replace(config.scout, recall_adapt=False)), profile)
     session.watch_ratio(lambda layer, ratio: seen[layer].append(round(ratio, 4)))
     _teacher_force(prefilled, following, lambda: bar.advance(cost))
     return seen

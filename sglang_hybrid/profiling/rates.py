@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.memory.region import SharedRegion
 from sglang_hybrid.native import library
 from sglang_hybrid.native.lists import HostLists
@@ -24,9 +25,9 @@ _SECONDS = 1.0
 def measure_rates(kv_heads: int, group: int, head_dim: int, dtype: torch.dtype) -> HostRates:
     """For blocks of the model's shape at random places. Takes a few seconds."""
     threads = len(os.sched_getaffinity(0))
-    block_bytes = 32 * head_dim * dtype.itemsize
+    block_bytes = BLOCK_TOKENS * head_dim * dtype.itemsize
     pages = _POOL_BYTES // (2 * kv_heads * block_bytes)
-    shape = (pages, kv_heads, 32, head_dim)
+    shape = (pages, kv_heads, BLOCK_TOKENS, head_dim)
     region = SharedRegion(SharedRegion.size_for(*[pages * kv_heads * block_bytes] * 2), name="sglang-hybrid-rates")
     keys, values = (region.take(shape, dtype) for _ in range(2))
     for pool in (keys, values):

@@ -13,7 +13,7 @@ from sglang_hybrid.scout.profile import Profile, ProfileFacts
 def print_summary(profile: Profile, console: Console) -> None:
     facts = profile.facts
     table = Table(title=f"{facts.model.architecture}, budget {facts.budget_tokens} tokens, beta {facts.beta:.0%}")
-    names = ("layer", "cosine raw", "calibrated", "rank", "blocks new per step", "sticky bonus", "miss share")
+    names = ("layer", "cosine raw", "calibrated", "rank", "blocks new per step", "resident bonus", "miss share")
     for name in (*names, "recall every"):
         table.add_column(name, justify="right")
     without, with_recall = (curve.ratios for curve in facts.curves) if len(facts.curves) == 2 else ([], [])

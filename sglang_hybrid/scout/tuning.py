@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 
 # Without a profile. A small bonus removes most of the churn around the boundary and costs nothing on any text we know;
@@ -21,15 +22,22 @@ GPU_INTERVAL = 4  # a longer one saves little: the hot blocks are what is left
 
 def score_interval_of(config: HybridConfig, *, on_gpu: bool) -> int:
     """Steps between two scorings of all blocks. ``on_gpu``: by kernels that read what they score and no more."""
-    if config.score_interval != "auto":
-        return int(config.score_interval)
+    if config.scout.score_interval != "auto":
+        return config.scout.score_interval
     return GPU_INTERVAL if on_gpu else 1
+
+
+def resident_tokens_of(config: HybridConfig) -> int:
+    """Tokens of a (row, KV head) that are kept resident."""
+    resident = config.scout.resident_tokens
+    return config.budget_tokens if resident == "auto" else resident
 
 
 def hot_blocks_of(config: HybridConfig) -> int:
     """Blocks of a (row, KV head) that are scored at every step."""
-    tokens = HOT_BUDGETS * config.budget_tokens if config.hot_tokens == "auto" else int(config.hot_tokens)
-    return tokens // config.block_tokens
+    hot = config.scout.hot_tokens
+    tokens = HOT_BUDGETS * config.budget_tokens if hot == "auto" else hot
+    return tokens // BLOCK_TOKENS
 
 
 class Profiled(Protocol):
@@ -68,22 +76,23 @@ def beyond_selection(interval: int) -> bool:
 
 def tuning_of(config: HybridConfig, layers: int, profile: Profiled | None = None) -> Tuning:
     """Settings win over the profile."""
-    if config.sticky_bonus != "auto":
-        bonus = (float(config.sticky_bonus),) * layers
+    options = config.scout
+    if options.resident_bonus != "auto":
+        bonus = (float(options.resident_bonus),) * layers
     else:
         bonus = profile.bonus if profile else (DEFAULT_BONUS,) * layers
-    if config.recall_interval != "auto":
-        intervals = (int(config.recall_interval),) * layers
+    if options.recall_interval != "auto":
+        intervals = (options.recall_interval,) * layers
     else:
         intervals = profile.intervals if profile else (DEFAULT_INTERVAL,) * layers
     # a fixed interval is meant to stay
-    adapt = config.recall_adapt and config.recall_interval == "auto"
+    adapt = options.recall_adapt and options.recall_interval == "auto"
     miss_shares, any_block = (DEFAULT_MISS_SHARE,) * layers, (False,) * layers
-    if config.miss_share != "auto":
-        miss_shares = (float(config.miss_share),) * layers
+    if options.min_miss_attention != "auto":
+        miss_shares = (float(options.min_miss_attention),) * layers
     elif profile and profile.miss_shares:
         # One share for all layers needs the limit that a selection is: it says too little about what matters where.
-        # With attend=selected the budget bounds what is attended, so that nothing beyond the selection is.
+        # With attend "selected" the budget bounds what is attended, so that nothing beyond the selection is.
         miss_shares = profile.miss_shares
-        any_block = tuple(config.attend == "resident" and beyond_selection(interval) for interval in intervals)
-    return Tuning(bonus, intervals, config.recall_beta, adapt, miss_shares, any_block)
+        any_block = tuple(options.attend == "resident" and beyond_selection(interval) for interval in intervals)
+    return Tuning(bonus, intervals, options.target_cpu_ratio, adapt, miss_shares, any_block)

@@ -15,6 +15,7 @@ from msgspec import Meta
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_THREADS = 1024
+SPIN_US = 200  # how long threads stay awake after the last work; then they sleep until they are woken
 
 _Text = Annotated[str, Meta(max_length=4096)]
 _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -45,8 +46,8 @@ class Plan(_Message, frozen=True, tag="plan"):
     provider: Provider = "native"
     threads: Annotated[int, Meta(ge=0, le=MAX_THREADS)] = 0  # 0: the worker chooses
     group_threads: Annotated[int, Meta(ge=0, le=MAX_THREADS)] = 0  # 0: the worker chooses
-    task_blocks: Annotated[int, Meta(ge=1, le=4096)] = 8
-    spin_us: Annotated[int, Meta(ge=0, le=10_000_000)] = 200
+    task_blocks: Annotated[int, Meta(ge=1, le=4096)] = 8  # that one thread takes at a time: the unit of balancing
+    spin_us: Annotated[int, Meta(ge=0, le=10_000_000)] = SPIN_US
     cores: Annotated[str, Meta(max_length=1024)] = "auto"  # "auto", "none" or a list such as "0-7,16"
 
 

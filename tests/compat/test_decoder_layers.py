@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from sglang_hybrid.integration.decoder_layers import DecoderLayers, UnknownLayers
+from sglang_hybrid.policies.scout_options import ScoutOptions
 
 LAYERS, HIDDEN, VOCABULARY = 3, 64, 128
 PROMPTS = [[(7 * i + 3) % VOCABULARY for i in range(200)], [(5 * i + 1) % VOCABULARY for i in range(71)]]
@@ -393,7 +394,7 @@ def report(directory: str) -> None:
     by_calibrated, announced_calibrated, calibrated_difference = with_prediction("auto", calibrated)
 
     # a small budget, where there is something to forget
-    session.use(HybridConfig(worker="none", budget_tokens=160, recall_interval=2))
+    session.use(HybridConfig(worker="none", budget_tokens=160, sections={"scout": ScoutOptions(recall_interval=2)}))
     parts: list[float] = []
     prefilled = session.prefill(PROMPTS, parts.append)
     once = decode(prefilled)

@@ -83,7 +83,7 @@ def test_both_instances_of_pd(model: Path, dtype_of: Dtype, role: str, monkeypat
     flags = commands.Flags(both=["--model-path", str(model)])
     if role == "prefill":
         monkeypatch.setattr(server_args, "_every_backend", False)  # it is a stock server
-        line = commands.prefill(PORTS, flags, page_tokens=32, gpu=False)
+        line = commands.prefill(PORTS, flags, gpu=False)
     else:
         line = commands.decode(PORTS, flags, gpu=False)
     python, m, _module, *arguments = line

@@ -13,6 +13,7 @@ from typing import Any
 import build_native
 import pytest
 
+from sglang_hybrid import env
 from sglang_hybrid.chaos.switches import ROWS_NOT_RESET
 
 ROOT = Path(__file__).parents[2]
@@ -34,12 +35,15 @@ SCRATCH_ONE_TASK_SHORT = (
     "tasks_per_row_(geometry.kv_heads * (most_tasks_of(geometry.max_blocks, options.task_blocks) - 1) - 1)",
 )
 RAW = ("--prediction", "raw")
-# lists as long as they can be, a task for each block
+# lists as long as they can be
 LONG_LISTS = (
-    "sink_blocks=0", "recent_blocks=0", "resident_tokens=0", "miss_share=0", "worker_task_blocks=1", "worker_threads=2",
+    "sink_blocks=0", "recent_blocks=0", "scout.resident_tokens=0", "scout.min_miss_attention=0", "worker_threads=2",
 )  # fmt: skip
+A_TASK_FOR_EACH_BLOCK = {env.WORKER_TASK_BLOCKS.name: "1"}
 # one block beside the first and the last
-SHORT_LISTS = ("sink_blocks=1", "recent_blocks=1", "budget_tokens=96", "resident_tokens=0", "miss_share=0")
+SHORT_LISTS = (
+    "sink_blocks=1", "recent_blocks=1", "budget_tokens=96", "scout.resident_tokens=0", "scout.min_miss_attention=0",
+)  # fmt: skip
 
 
 def settings(hybrid: tuple[str, ...]) -> tuple[str, ...]:
@@ -70,30 +74,31 @@ def test_two_minutes_of_chaos_cost_no_token(prediction: str, tmp_path: Path) -> 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("patch", "arguments"),
+    ("patch", "arguments", "environment"),
     [
-        pytest.param(NO_GENERATION_CHECK, RAW, id="no generation check"),
+        pytest.param(NO_GENERATION_CHECK, RAW, {}, id="no generation check"),
         # Of two layers each has a slot of its own: what it holds may pass for the reply of the next step, if the step
         # lists the same blocks. So lists have one block.
         pytest.param(
             REPLIES_NOT_CLEARED,
             ("--layers", "2", "--prediction", "none", *settings(SHORT_LISTS)),
+            {},
             id="replies not cleared",
         ),
         pytest.param(
             SCRATCH_ONE_TASK_SHORT,
             (*RAW, *settings(LONG_LISTS)),
+            A_TASK_FOR_EACH_BLOCK,
             id="scratch one task short",
         ),
-        pytest.param(None, (*RAW, "--bug", ROWS_NOT_RESET), id="rows not reset"),
+        pytest.param(None, (*RAW, "--bug", ROWS_NOT_RESET), {}, id="rows not reset"),
     ],
 )
 def test_a_bug_on_purpose_is_found(
-    patch: tuple[str, str, str] | None, arguments: tuple[str, ...], tmp_path: Path
+    patch: tuple[str, str, str] | None, arguments: tuple[str, ...], environment: dict[str, str], tmp_path: Path
 ) -> None:
-    environment = {}
     if patch:
-        environment["SGLANG_HYBRID_NATIVE_LIBRARY"] = str(built_with(*patch, tmp_path / "build"))
+        environment = {**environment, env.NATIVE_LIBRARY.name: str(built_with(*patch, tmp_path / "build"))}
     quick = ("--requests", "6", "--longest", "700", "--stop-at-first")
     _status, summary = chaos(tmp_path, *quick, *arguments, minutes=3, **environment)
     assert summary["wrong tokens"] > 0, summary

@@ -46,8 +46,8 @@ LONG = Requests(
 
 SCOUT = (
     "--hybrid", "policy=scout", "--hybrid", "worker=start", "--hybrid", "budget_tokens=8192",
-    "--hybrid", "recent_blocks=0", "--hybrid", "resident_tokens=0", "--hybrid", "prediction=none",
-    "--hybrid", "miss_share=0",
+    "--hybrid", "recent_blocks=0", "--hybrid", "scout.resident_tokens=0", "--hybrid", "prediction=none",
+    "--hybrid", "scout.min_miss_attention=0",
     # long, so that a busy machine does not move work from the worker into the server
     "--hybrid", "worker_deadline_ms=2000", "--enable-metrics",
 )  # fmt: skip

@@ -15,7 +15,7 @@ pytestmark = needs_transfer_engine
 
 # everything is selected, and everything but sink and tail is computed by the worker, from pages that arrived
 ABOVE_CONTEXT = (
-    "budget_tokens=8192", "resident_tokens=0", "recent_blocks=0", "miss_share=0", "prediction=none",
+    "budget_tokens=8192", "scout.resident_tokens=0", "recent_blocks=0", "scout.min_miss_attention=0", "prediction=none",
     "worker_deadline_ms=2000", "worker=start", "host_memory=1GiB",
 )  # fmt: skip
 

@@ -51,7 +51,7 @@ def settings(*given: str) -> list[str]:
 def test_the_example_is_served(
     model: Path, stock_server: Server, english: list[int], example: dict[str, str], tmp_path: Path
 ) -> None:
-    flags = settings("policy=streaming_llm", "budget_tokens=256", "host_memory=512MiB")
+    flags = settings("policy=streaming_llm", "streaming_llm.window_tokens=256", "host_memory=512MiB")
     with Server(model, "hybrid", *flags, log=tmp_path / "log", environment=example) as server:
         within, beyond = english[500:700], english[2000:2600]
         for prompt in (within, beyond):
@@ -78,7 +78,7 @@ def test_a_policy_that_is_registered_at_run_time_is_served(
 def test_the_example_is_evaluated_and_benchmarked(model: Path, example: dict[str, str], tmp_path: Path) -> None:
     program, environment = Path(sys.executable).with_name("sglang-hybrid"), os.environ | example
     text = ("--tasks", "text", "--windows", "1", "--prompt-tokens", "700", "--decode-tokens", "16")
-    run = ("--run", "window: policy=streaming_llm budget_tokens=256")
+    run = ("--run", "window: policy=streaming_llm streaming_llm.window_tokens=256")
     evaluate = [program, "eval", "--model-path", model, *text, *run, "--out", tmp_path / "eval"]
     subprocess.run(evaluate, check=True, env=environment, timeout=600)
     full, window = json.loads((tmp_path / "eval/eval.json").read_text())["runs"]

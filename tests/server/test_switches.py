@@ -20,10 +20,10 @@ RECALLS, SELECTIONS, BONUSES, ATTENDED = (0, 2), ("head", "layer"), (0, 2), ("re
 def combination(prediction: tuple[str], recall: int, selection: str, bonus: int, attend: str) -> list[str]:
     return [
         *prediction,
-        f"recall_interval={recall}",
-        f"selection={selection}",
-        f"sticky_bonus={bonus}",
-        f"attend={attend}",
+        f"scout.recall_interval={recall}",
+        f"scout.selection={selection}",
+        f"scout.resident_bonus={bonus}",
+        f"scout.attend={attend}",
     ]
 
 
@@ -45,7 +45,10 @@ COMBINATIONS = {
     "pairs": [
         *(one for one, covers in ALL if covers),
         # without misses there is nothing that these two change, whatever the others say: one each is enough
-        *([*prediction, "recall_interval=2", "lse_shift=false", "miss_share=0"] for prediction in PREDICTIONS),
+        *(
+            [*prediction, "scout.recall_interval=2", "scout.lse_shift=false", "scout.min_miss_attention=0"]
+            for prediction in PREDICTIONS
+        ),
     ],
     "others": [one for one, covers in ALL if not covers],
 }

@@ -40,8 +40,11 @@ NEW_TOKENS = 28
 # Above the context: everything is attended, and all of it but the sink and the tail is the worker's, one layer ahead by
 # calibrated prediction: two posts are on their way at a time. Below: blocks are selected and some of them are resident;
 # what is selected must not depend on how a batch rounds.
-ABOVE = ("budget_tokens=2048", "recent_blocks=0", "resident_tokens=0", "miss_share=0", f"profile={PROFILE}")
-BELOW = ("budget_tokens=256", "resident_tokens=192", "recall_interval=3", "prediction=raw")
+ABOVE = (
+    "budget_tokens=2048", "recent_blocks=0", "scout.resident_tokens=0", "scout.min_miss_attention=0",
+    f"profile={PROFILE}",
+)  # fmt: skip
+BELOW = ("budget_tokens=256", "scout.resident_tokens=192", "scout.recall_interval=3", "prediction=raw")
 SETTINGS = [
     pytest.param(((500, 400, 350, 300), ABOVE), id="short", marks=pytest.mark.full),
     pytest.param(((1000, 850, 700, 550), ABOVE), id="long", marks=pytest.mark.full),

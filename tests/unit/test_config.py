@@ -11,8 +11,7 @@ import msgspec
 import pytest
 import yaml
 
-from sglang_hybrid import config as config_module
-from sglang_hybrid import env
+from sglang_hybrid import env, setting_fields
 from sglang_hybrid.config import (
     ConfigError,
     HybridConfig,
@@ -21,10 +20,14 @@ from sglang_hybrid.config import (
     load_config,
     load_with_sources,
 )
+from sglang_hybrid.config_sources import parse_yaml
+from sglang_hybrid.policies import registry
+from sglang_hybrid.policies.scout_options import ScoutOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_YAML = ROOT / "configs" / "default.yaml"
-KEYS = [field.name for field in msgspec.structs.fields(HybridConfig)]
+KEYS = [field.name for field in msgspec.structs.fields(HybridConfig) if field.name != "sections"]
+SCOUT_KEYS = [f"scout.{field.name}" for field in msgspec.structs.fields(ScoutOptions)]
 GIB = 1024**3
 
 
@@ -63,51 +66,14 @@ def test_without_any_source_the_defaults_apply():
     assert load_config(None, []) == HybridConfig()
 
 
-def test_defaults_are_the_documented_ones():
-    assert msgspec.structs.asdict(HybridConfig()) == {
-        "policy": "scout",
-        "block_tokens": 32,
-        "budget_tokens": 2048,
-        "resident_tokens": "auto",
-        "sink_blocks": 1,
-        "recent_blocks": 2,
-        "digest_dtype": "auto",
-        "profile": "none",
-        "prediction": "auto",
-        "selection": "head",
-        "attend": "resident",
-        "sticky_bonus": "auto",
-        "miss_share": "auto",
-        "lse_shift": True,
-        "dense": "auto",
-        "cpu_share": "auto",
-        "score_interval": "auto",
-        "hot_tokens": "auto",
-        "recall_interval": "auto",
-        "recall_beta": 0.12,
-        "recall_adapt": True,
-        "sketch_channels": 32,
-        "host_memory": "auto",
-        "worker": "auto",
-        "worker_provider": "native",
-        "worker_threads": "auto",
-        "worker_group_threads": "auto",
-        "worker_cores": "auto",
-        "worker_task_blocks": 8,
-        "worker_spin_us": 200,
-        "worker_deadline_ms": 500,
-        "worker_restart_seconds": 5.0,
-    }
-
-
 def test_the_file_wins_over_defaults_and_overrides_win_over_the_file(write):
     file = write("budget_tokens: 1024\nsink_blocks: 3\n")
     config, sources = load_with_sources(file, ["sink_blocks=0", "policy=full"])
     assert config == HybridConfig(budget_tokens=1024, sink_blocks=0, policy="full")
     assert sources["budget_tokens"] == f"file {file}"
     assert sources["sink_blocks"] == sources["policy"] == "override"
-    assert sources["attend"] == "default"
-    assert list(sources) == KEYS
+    assert sources["scout.attend"] == "default"
+    assert list(sources) == [*KEYS, *SCOUT_KEYS]
 
 
 def test_the_last_of_two_overrides_of_one_key_wins():
@@ -230,9 +196,7 @@ def test_an_override_with_bad_yaml_is_named():
         ("policy=", "policy=None", "one of full, scout"),
         ("policy=on", "policy=True", "one of full, scout"),
         ("policy=[full]", "policy=['full']", "one of full, scout"),
-        ("attend=all", "attend='all'", "one of resident, selected"),
-        ("block_tokens=64", "block_tokens=64", "32"),
-        ("block_tokens=32.0", "block_tokens=32.0", "32"),
+        ("scout.attend=all", "scout.attend='all'", "one of resident, selected"),
         ("budget_tokens=abc", "budget_tokens='abc'", "a whole number > 0"),
         ("budget_tokens=10.5", "budget_tokens=10.5", "a whole number > 0"),
         ("budget_tokens=2048.0", "budget_tokens=2048.0", "a whole number > 0"),
@@ -244,11 +208,11 @@ def test_an_override_with_bad_yaml_is_named():
         ("recent_blocks=-1", "recent_blocks=-1", "a whole number >= 0"),
         ("profile=5", "profile=5", "text"),
         ("prediction=perfect", "prediction='perfect'", "one of auto, calibrated, none, raw"),
-        ("selection=row", "selection='row'", "one of head, layer"),
-        ("attend=all", "attend='all'", "one of resident, selected"),
-        ("recall_beta=0", "recall_beta=0", "a number > 0 and <= 1"),
-        ("recall_beta=1.5", "recall_beta=1.5", "a number > 0 and <= 1"),
-        ("recall_adapt=maybe", "recall_adapt='maybe'", "true or false"),
+        ("scout.selection=row", "scout.selection='row'", "one of head, layer"),
+        ("scout.attend=all", "scout.attend='all'", "one of resident, selected"),
+        ("scout.target_cpu_ratio=0", "scout.target_cpu_ratio=0", "a number > 0 and <= 1"),
+        ("scout.target_cpu_ratio=1.5", "scout.target_cpu_ratio=1.5", "a number > 0 and <= 1"),
+        ("scout.recall_adapt=maybe", "scout.recall_adapt='maybe'", "true or false"),
         ("host_memory=1024", "host_memory=1024", '"auto", a size such as "40GiB"'),
     ],
 )
@@ -261,7 +225,7 @@ def test_a_bad_value_is_refused_with_key_value_source_and_what_is_legal(write, o
 
 def test_a_budget_that_is_not_whole_blocks_is_refused_with_one_that_is():
     problem = problem_of(overrides=["budget_tokens=1000"])
-    assert problem.startswith("budget_tokens=1000 (override), block_tokens=32 (default): ")
+    assert problem.startswith("budget_tokens=1000 (override): must be a multiple of 32")
     assert problem.endswith("such as 1024")
 
 
@@ -280,23 +244,30 @@ def test_a_budget_of_the_tail_alone_is_legal():
 
 
 def test_all_problems_of_all_sources_are_reported_together(write):
-    file = write("polcy: full\nattend: all\n")
+    file = write("polcy: full\nscout: {attend: all}\n")
     problems = problems_of(file, ["oops", "sink_blocks=-1", "host_memory=lots", "budget_tokens=100"])
-    found = "unknown key 'polcy'", "'oops'", "attend='all'", "sink_blocks=-1", "host_memory='lots'", "budget_tokens=100"
+    found = (
+        "unknown key 'polcy'",
+        "'oops'",
+        "scout.attend='all'",
+        "sink_blocks=-1",
+        "host_memory='lots'",
+        "budget_tokens=100",
+    )
     assert len(problems) == len(found)
     for expected in found:
         assert sum(expected in problem for problem in problems) == 1
 
 
 def test_problems_of_overrides_are_reported_next_to_a_file_that_cannot_be_parsed(write):
-    assert len(problems_of(write("policy: [\n"), ["attend=all"])) == 2
+    assert len(problems_of(write("policy: [\n"), ["scout.attend=all"])) == 2
 
 
 # The object
 
 
 def test_a_configuration_that_cannot_work_cannot_be_built():
-    with pytest.raises(ConfigError, match=r"budget_tokens=100, block_tokens=32: .*multiple"):
+    with pytest.raises(ConfigError, match=r"budget_tokens=100: must be a multiple of 32"):
         HybridConfig(budget_tokens=100)
     with pytest.raises(ConfigError, match="policy='none': must be one of full, scout"):
         HybridConfig(policy="none")  # type: ignore[arg-type]
@@ -440,19 +411,17 @@ def test_every_variable_carries_the_package_prefix_and_a_one_line_description():
 
 def test_the_shipped_default_file_equals_the_defaults_and_names_every_key():
     assert load_config(DEFAULT_YAML, []) == HybridConfig()
-    assert list(yaml.safe_load(DEFAULT_YAML.read_text(encoding="utf-8"))) == KEYS
-
-
-def test_the_shipped_default_file_carries_the_description_of_every_setting():
-    assert DEFAULT_YAML.read_text(encoding="utf-8").endswith("\n\n" + describe(HybridConfig()))
+    content = yaml.safe_load(DEFAULT_YAML.read_text(encoding="utf-8"))
+    assert list(content) == [*KEYS, "scout"]
+    assert [f"scout.{name}" for name in content["scout"]] == SCOUT_KEYS
 
 
 def test_every_setting_has_a_description_and_legal_values_in_words():
-    for field in msgspec.structs.fields(HybridConfig):
-        kind = msgspec.inspect.type_info(field.type)
-        assert isinstance(kind, msgspec.inspect.Metadata), field.name
-        assert kind.extra_json_schema["description"], field.name
-        assert config_module._legal(kind)
+    for settings in (HybridConfig, ScoutOptions):
+        for name, field in setting_fields.fields_of(settings).items():
+            if name != "sections":
+                assert setting_fields.description_of(field), name
+                assert setting_fields.legal_values_of(field), name
 
 
 @pytest.mark.parametrize(
@@ -468,19 +437,19 @@ def test_every_setting_has_a_description_and_legal_values_in_words():
     ],
 )
 def test_legal_values_of_types_that_settings_may_get_are_told_in_words(kind, words):
-    assert set(config_module._legal(msgspec.inspect.type_info(kind)).split()) == set(words.split())
+    assert set(setting_fields.legal_values(msgspec.inspect.type_info(kind)).split()) == set(words.split())
 
 
 @pytest.mark.parametrize("text", ["1e-3", "1E-3", "+1e-3", "0.001"])
 def test_numbers_in_scientific_notation_are_numbers(text):
-    assert config_module._parse_yaml(text, "override") == 0.001
+    assert parse_yaml(text, "override") == 0.001
 
 
 def test_a_description_of_the_configuration_can_be_loaded_again_and_tells_sources(write):
     config, sources = load_with_sources(None, ["policy=full", "host_memory=60%"])
     text = describe(config, sources)
     assert "policy: full  # override\n" in text
-    assert "attend: resident  # default\n" in text
+    assert "\nscout:\n" in text and "\n  attend: resident  # default\n" in text
     assert load_config(write(text), []) == config
 
 
@@ -505,9 +474,9 @@ def test_a_misspelled_worker_is_refused_with_the_legal_values():
     assert '"auto", "start", "none"' in problem_of(overrides=["worker=statr"])
 
 
-@pytest.mark.parametrize("setting", ["worker_threads=0", "worker_threads=2000", "worker_group_threads=-1"])
+@pytest.mark.parametrize("setting", ["worker_threads=0", "worker_threads=2000"])
 def test_thread_counts_out_of_range_are_refused(setting: str):
-    assert "from 1 to 1024" in problem_of(overrides=[setting])
+    assert "a whole number >= 1 and <= 1024 or auto" in problem_of(overrides=[setting])
 
 
 # The settings of prediction and recall
@@ -516,63 +485,71 @@ def test_thread_counts_out_of_range_are_refused(setting: str):
 @pytest.mark.parametrize(
     ("override", "key", "value"),
     [
-        ("sticky_bonus=0", "sticky_bonus", 0.0),
-        ("sticky_bonus=1.5", "sticky_bonus", 1.5),
-        ("sticky_bonus=auto", "sticky_bonus", "auto"),
-        ("miss_share=0", "miss_share", 0.0),
-        ("miss_share=0.002", "miss_share", 0.002),
-        ("miss_share=auto", "miss_share", "auto"),
-        ("recall_interval=0", "recall_interval", 0),
-        ("resident_tokens=0", "resident_tokens", 0),
-        ("resident_tokens=1024", "resident_tokens", 1024),
-        ("recall_interval=300", "recall_interval", 300),
-        ("recall_interval=auto", "recall_interval", "auto"),
-        ("recall_beta=1", "recall_beta", 1.0),
-        ("recall_adapt=off", "recall_adapt", False),
+        ("scout.resident_bonus=0", "scout.resident_bonus", 0.0),
+        ("scout.resident_bonus=1.5", "scout.resident_bonus", 1.5),
+        ("scout.resident_bonus=auto", "scout.resident_bonus", "auto"),
+        ("scout.min_miss_attention=0", "scout.min_miss_attention", 0.0),
+        ("scout.min_miss_attention=0.002", "scout.min_miss_attention", 0.002),
+        ("scout.min_miss_attention=auto", "scout.min_miss_attention", "auto"),
+        ("scout.recall_interval=0", "scout.recall_interval", 0),
+        ("scout.resident_tokens=0", "scout.resident_tokens", 0),
+        ("scout.resident_tokens=1024", "scout.resident_tokens", 1024),
+        ("scout.recall_interval=300", "scout.recall_interval", 300),
+        ("scout.recall_interval=auto", "scout.recall_interval", "auto"),
+        ("scout.target_cpu_ratio=1", "scout.target_cpu_ratio", 1.0),
+        ("scout.recall_adapt=off", "scout.recall_adapt", False),
         ("prediction=none", "prediction", "none"),
-        ("selection=layer", "selection", "layer"),
-        ("attend=selected", "attend", "selected"),
+        ("scout.selection=layer", "scout.selection", "layer"),
+        ("scout.attend=selected", "scout.attend", "selected"),
         ("profile=configs/profiles/a.safetensors", "profile", "configs/profiles/a.safetensors"),
     ],
 )
 def test_prediction_and_recall_are_set_by_number_or_left_to_the_profile(override: str, key: str, value: object):
-    assert getattr(load_config(None, [override]), key) == value
+    assert load_config(None, [override]).by_key()[key] == value
 
 
 @pytest.mark.parametrize(
     ("override", "given"),
     [
-        ("sticky_bonus=-0.5", "sticky_bonus=-0.5"),
-        ("sticky_bonus=.inf", "sticky_bonus=inf"),
-        ("sticky_bonus=.nan", "sticky_bonus=nan"),
-        ("recall_interval=-1", "recall_interval=-1"),
-        ("resident_tokens=-32", "resident_tokens=-32"),
-        ("hot_tokens=-32", "hot_tokens=-32"),
+        ("scout.resident_bonus=-0.5", "scout.resident_bonus=-0.5"),
+        ("scout.resident_bonus=.inf", "scout.resident_bonus=inf"),
+        ("scout.resident_bonus=.nan", "scout.resident_bonus=nan"),
+        ("scout.recall_interval=-1", "scout.recall_interval=-1"),
+        ("scout.resident_tokens=-32", "scout.resident_tokens=-32"),
+        ("scout.hot_tokens=-32", "scout.hot_tokens=-32"),
     ],
 )
 def test_a_bonus_an_interval_or_a_size_that_is_no_number_from_zero_on_is_refused(override: str, given: str):
-    problem = problem_of(overrides=[override])
-    assert f"{given} (override)" in problem
-    assert problem.endswith(': must each be "auto" or a number from 0 on')
+    assert problem_of(overrides=[override]).startswith(f"{given} (override): must be a ")
+    assert " >= 0 " in problem_of(overrides=[override])
 
 
 @pytest.mark.parametrize(
-    ("override", "given"), [("miss_share=-0.1", "-0.1"), ("miss_share=1.5", "1.5"), ("miss_share=.nan", "nan")]
+    ("override", "given"),
+    [
+        ("scout.min_miss_attention=-0.1", "-0.1"),
+        ("scout.min_miss_attention=1.5", "1.5"),
+        ("scout.min_miss_attention=.nan", "nan"),
+    ],
 )
 def test_a_share_that_is_no_part_of_one_is_refused(override: str, given: str):
     problem = problem_of(overrides=[override])
-    assert f"miss_share={given} (override)" in problem
-    assert problem.endswith(': must be "auto" or a number from 0 to 1')
+    assert f"scout.min_miss_attention={given} (override)" in problem
+    assert problem.endswith(": must be a number >= 0 and <= 1 or auto")
 
 
-@pytest.mark.parametrize("override", ["sticky_bonus=much", "sticky_bonus=true", "sticky_bonus="])
+@pytest.mark.parametrize(
+    "override", ["scout.resident_bonus=much", "scout.resident_bonus=true", "scout.resident_bonus="]
+)
 def test_a_bonus_of_another_type_is_refused_with_what_is_legal(override: str):
-    assert set(problem_of(overrides=[override]).split("must be ")[1].split()) == {"a", "number", "or", "auto"}
+    assert set(problem_of(overrides=[override]).split("must be ")[1].split()) >= {"a", "number", "or", "auto"}
 
 
-@pytest.mark.parametrize("override", ["recall_interval=2.5", "recall_interval=often", "recall_interval=false"])
+@pytest.mark.parametrize(
+    "override", ["scout.recall_interval=2.5", "scout.recall_interval=often", "scout.recall_interval=false"]
+)
 def test_an_interval_of_another_type_is_refused_with_what_is_legal(override: str):
-    assert set(problem_of(overrides=[override]).split("must be ")[1].split()) == {"a", "whole", "number", "or", "auto"}
+    assert set(problem_of(overrides=[override]).split("must be ")[1].split()) >= {"a", "whole", "number", "or", "auto"}
 
 
 def test_a_calibrated_prediction_needs_a_profile():
@@ -589,14 +566,18 @@ def test_every_other_prediction_does_with_and_without_a_profile(prediction: str)
         assert load_config(None, [f"prediction={prediction}", f"profile={profile}"]).prediction == prediction
 
 
-@pytest.mark.parametrize("override", ["score_interval=0", "score_interval=17"])
+@pytest.mark.parametrize("override", ["scout.score_interval=0", "scout.score_interval=17"])
 def test_scores_are_not_older_than_sixteen_steps(override: str) -> None:
-    assert problem_of(overrides=[override]).endswith(': must be "auto" or 1 to 16')
+    assert problem_of(overrides=[override]).endswith(": must be a whole number >= 1 and <= 16 or auto")
 
 
 @pytest.mark.parametrize(
     ("override", "advice"),
     [
+        ("block_tokens=64", "blocks have 32 tokens"),
+        ("worker_group_threads=2", "drop it"),
+        ("worker_spin_us=0", "drop it"),
+        ("worker_task_blocks=1", "drop it"),
         ("digest=mean", "drop it"),
         ("digest_spread=1", "drop it"),
         ("most_budget_tokens=8192", "raise budget_tokens instead"),
@@ -606,3 +587,210 @@ def test_scores_are_not_older_than_sixteen_steps(override: str) -> None:
 def test_a_setting_of_an_earlier_version_is_refused_with_what_to_do_instead(override: str, advice: str) -> None:
     problem = problem_of(overrides=[override])
     assert problem.startswith(f"{override.partition('=')[0]} (override): was removed; ") and advice in problem
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("dense=never", "whole_requests"),
+        ("recall_interval=3", "scout.recall_interval"),
+        ("attend=selected", "scout.attend"),
+        ("sticky_bonus=0", "scout.resident_bonus"),
+        ("scout.sticky_bonus=0", "scout.resident_bonus"),
+        ("miss_share=0", "scout.min_miss_attention"),
+        ("recall_beta=0.2", "scout.target_cpu_ratio"),
+    ],
+)
+def test_a_setting_that_has_another_name_is_refused_with_the_new_one(old: str, new: str) -> None:
+    assert problem_of(overrides=[old]) == f"{old.partition('=')[0]} (override): is called {new} now"
+
+
+def test_tasks_of_the_worker_have_as_many_blocks_as_its_plan_says_unless_a_test_asks_for_others(monkeypatch) -> None:
+    from sglang_hybrid.transport.messages import Plan
+
+    assert env.WORKER_TASK_BLOCKS.get() == Plan().task_blocks
+    for text in ("0", "4097", "many"):
+        monkeypatch.setenv(env.WORKER_TASK_BLOCKS.name, text)
+        with pytest.raises(ConfigError, match="a whole number from 1 to 4096"):
+            env.WORKER_TASK_BLOCKS.get()
+
+
+# Sections of policies
+
+
+def test_there_are_at_most_eighteen_settings_at_the_top_level():
+    assert len(KEYS) <= 18
+
+
+def test_a_section_is_a_mapping_in_a_file_and_has_dotted_keys_on_the_command_line(write):
+    file = write("policy: scout\nscout:\n  recall_interval: 3\n  attend: selected\n")
+    config, sources = load_with_sources(file, ["scout.recall_interval=5"])
+    assert config.scout == config.section(ScoutOptions) == ScoutOptions(recall_interval=5, attend="selected")
+    assert sources["scout.recall_interval"] == "override"
+    assert sources["scout.attend"] == f"file {file}"
+    assert sources["scout.selection"] == "default"
+
+
+@pytest.mark.parametrize("text", ["scout:\n", "scout: {}\n", "scout: {attend: resident}\n"])
+def test_a_section_without_other_values_than_the_defaults_changes_nothing(write, text):
+    assert load_config(write(text), []) == HybridConfig()
+
+
+def test_the_section_of_a_policy_that_is_not_chosen_is_accepted_and_checked():
+    assert load_config(None, ["policy=full", "scout.recall_interval=3"]).scout.recall_interval == 3
+    assert problem_of(overrides=["policy=full", "scout.attend=all"]).startswith(
+        "scout.attend='all' (override): must be "
+    )
+
+
+def test_a_section_is_built_changed_and_checked_in_python_too():
+    config = HybridConfig(sections={"scout": ScoutOptions(recall_interval=3)})
+    assert config == HybridConfig(sections={"scout": {"recall_interval": 3}})
+    assert config.with_section(ScoutOptions(attend="selected")).scout == ScoutOptions(attend="selected")
+    assert config.by_key()["scout.recall_interval"] == 3
+    with pytest.raises(ConfigError, match=r"scout.cpu_share=2: must be a number >= 0 and <= 1"):
+        HybridConfig(sections={"scout": ScoutOptions(cpu_share=2)})
+    with pytest.raises(ConfigError, match=r"unknown key 'scout.nope'"):
+        HybridConfig(sections={"scout": {"nope": 1}})
+    with pytest.raises(ConfigError, match="there is no policy nope: there are full, scout"):
+        HybridConfig(sections={"nope": {}})
+
+
+def test_sections_survive_msgpack():
+    config = HybridConfig(sections={"scout": ScoutOptions(recall_interval=3)})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=HybridConfig) == config
+
+
+def test_an_unknown_key_of_a_section_is_refused_with_the_keys_of_that_section(write):
+    file = write("scout:\n  recal_interval: 3\n")
+    for problem in (problem_of(file), problem_of(overrides=["scout.recal_interval=3"])):
+        assert problem.startswith("unknown key 'scout.recal_interval' (")
+        assert problem.endswith(f", did you mean scout.recall_interval? legal keys: {', '.join(SCOUT_KEYS)}")
+
+
+@pytest.mark.parametrize("key", ["recal_interval", "scot.recall_interval"])
+def test_a_key_without_its_section_or_with_a_misspelled_one_gets_the_dotted_name(key):
+    problem = problem_of(overrides=[f"{key}=3"])
+    assert ", did you mean scout.recall_interval? legal keys: policy, " in problem
+    assert problem.endswith("; sections: scout")
+
+
+def test_a_policy_without_settings_has_no_section():
+    assert problem_of(overrides=["full.speed=3"]) == "full.speed (override): policy full has no settings"
+
+
+@pytest.mark.parametrize("value", ["3", "[1]", "fast"])
+def test_a_section_that_is_no_mapping_is_refused(value):
+    assert "must be a section, settings of policy scout below its name" in problem_of(overrides=[f"scout={value}"])
+
+
+def test_a_setting_that_one_file_gives_in_both_ways_is_refused(write):
+    file = write("scout: {recall_interval: 3}\nscout.recall_interval: 4\n")
+    assert problem_of(file) == f"scout.recall_interval (file {file}): is given twice"
+
+
+def test_sections_reach_other_processes_through_the_environment(monkeypatch):
+    monkeypatch.setenv("SGLANG_HYBRID_SET", json.dumps(["scout.recall_interval=3"]))
+    assert config_from_environment() == HybridConfig(sections={"scout": ScoutOptions(recall_interval=3)})
+
+
+# Policies of other packages
+
+WINDOW = """
+from typing import Annotated
+import msgspec
+from msgspec import Meta
+from sglang_hybrid.policies.registry import register_policy
+
+class WindowOptions(msgspec.Struct, frozen=True, kw_only=True):
+    first: Annotated[int, Meta(ge=0, description="First blocks of a request.")] = 1
+    last: Annotated[int, Meta(ge=1, description="Last blocks of a request.")] = 16
+
+    def __post_init__(self):
+        if self.first > self.last:
+            raise ValueError("first must not be larger than last")
+
+@register_policy("window", description="the first and the last blocks", settings=WindowOptions)
+def create(context):
+    raise NotImplementedError
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Install a package with one policy, window; its module has the given source."""
+
+    def install(source: str) -> str:
+        name = f"window_of_{tmp_path.name}".replace("-", "_")
+        (tmp_path / f"{name}.py").write_text(source)
+        metadata = tmp_path / f"{name}-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[{registry.ENTRY_POINTS}]\nwindow = {name}\n")
+        monkeypatch.setattr(registry, "_policies", dict(registry._policies))
+        monkeypatch.syspath_prepend(tmp_path)
+        return name
+
+    return install
+
+
+def test_a_policy_of_another_package_gets_its_section_like_ours(package, write):
+    name = package(WINDOW)
+    config, sources = load_with_sources(write("window: {last: 8}\n"), ["window.first=2"])
+    options = sys.modules[name].WindowOptions
+    assert config.policy == "scout" and config.section(options) == options(first=2, last=8)
+    assert sources["window.first"] == "override"
+    assert "\nwindow:\n  # First blocks of a request.\n  first: 2\n" in describe(config)
+    assert load_config(write(describe(config)), []) == config
+    assert load_config(None, ["policy=window"]).by_key()["window.last"] == 16
+
+
+def test_the_package_of_a_policy_is_imported_only_when_it_is_chosen_or_its_section_is_given(package):
+    name = package(WINDOW)
+    assert "window" not in describe(load_config(None, ["scout.attend=selected"]))
+    assert name not in sys.modules
+    assert "window.last" in load_with_sources(None, ["policy=window"])[1]
+    assert name in sys.modules
+
+
+def test_settings_of_another_package_are_refused_as_ours_are(package):
+    package(WINDOW)
+    assert problem_of(overrides=["window.last=0"]) == "window.last=0 (override): must be a whole number >= 1"
+    assert ", did you mean window.last? legal keys: window.first, window.last" in problem_of(overrides=["window.lst=1"])
+    assert problem_of(overrides=["window.first=20"]) == "section window: first must not be larger than last"
+
+
+def test_a_package_that_cannot_be_imported_is_refused_with_the_reason(package):
+    package("import no_such_module")
+    expected = "policy window cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'"
+    assert problem_of(overrides=["window.last=3"]) == expected
+    assert problem_of(overrides=["policy=window"]) == expected
+
+
+class Required(msgspec.Struct, frozen=True):
+    size: int
+
+
+class Mutable(msgspec.Struct):
+    size: int = 1
+
+
+class Fine(msgspec.Struct, frozen=True):
+    size: int = 1
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("window", Required, "must have defaults: size"),
+        ("window", Mutable, "must be frozen"),
+        ("window", ScoutOptions, "has the settings of another policy"),
+        ("worker", Fine, "needs a name that no setting has"),
+        ("a.b", Fine, "needs a name that no setting has"),
+    ],
+)
+def test_settings_that_cannot_be_a_section_are_refused_when_they_are_registered(name, settings, reason, monkeypatch):
+    registry.policy_names()
+    monkeypatch.setattr(registry, "_policies", dict(registry._policies))
+    with pytest.raises(ValueError, match=reason):
+        registry.register_policy(name, description="x", settings=settings)(lambda context: None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention_oracle import causal_attention, seeded, softmax_attention
 
-from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.config import HybridConfig, load_config
 from sglang_hybrid.engines.base import ModelFacts, PrefillBatch, StepBatch
 from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
 from sglang_hybrid.engines.cpu import CpuEngine
@@ -274,19 +274,18 @@ def test_pages_and_lengths_that_cannot_be_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("prediction", "raw"),
-        ("resident_tokens", 0),
-        ("worker", "start"),
-        ("sketch_channels", 24),
-        ("selection", "layer"),
-    ],
+    "setting",
+    ["prediction=raw", "scout.resident_tokens=0", "worker=start", "scout.selection=layer", "scout.score_interval=2"],
 )
-def test_settings_that_describe_a_gpu_are_left_to_torch(setting, value):
+def test_settings_that_describe_a_gpu_are_left_to_torch(setting):
     assert unsupported_by_cpu_engine(HybridConfig(), 64) is None
-    assert str(value) in str(unsupported_by_cpu_engine(HybridConfig(**{setting: value}), 64))
-    assert unsupported_by_cpu_engine(HybridConfig(**{setting: value, "policy": "full"}), 64) is None
+    assert unsupported_by_cpu_engine(load_config(None, [setting]), 64) == setting
+    assert unsupported_by_cpu_engine(load_config(None, [setting, "policy=full"]), 64) is None
+
+
+def test_a_sketch_that_the_native_loops_do_not_have_is_left_to_torch():
+    config = HybridConfig(sketch_channels=24)
+    assert unsupported_by_cpu_engine(config, 64) == "a sketch of 24 channels is not a multiple of 16"
 
 
 def test_tensors_of_another_dtype_than_the_pool_are_refused():

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
+import generate_docs
 import pytest
 
 from sglang_hybrid import env
@@ -26,17 +26,31 @@ SHAPES = {  # layers, KV heads, head_dim, from each model's config.json
 }
 
 
-def test_the_table_of_settings_has_every_setting_with_its_default() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", CONFIGURATION, re.MULTILINE))
-    defaults = msgspec.structs.asdict(HybridConfig())
-    expected = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in defaults.items()}
-    assert {key: rows.get(key) for key in expected} == expected
-    assert not {key for key in rows if key.islower()} - set(expected)
+def test_generated_documents_are_up_to_date() -> None:
+    assert [str(path) for path in generate_docs.outdated(ROOT)] == [], "run python tools/generate_docs.py"
 
 
-def test_the_table_of_environment_variables_has_every_one() -> None:
-    rows = set(re.findall(r"^\| `(SGLANG_HYBRID_\w+)` \|", CONFIGURATION, re.MULTILINE))
-    assert {variable.name for variable in env.VARIABLES} <= rows
+def test_generated_tables_have_every_setting_and_every_environment_variable() -> None:
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (.*?) \|", CONFIGURATION, re.MULTILINE))
+    defaults = HybridConfig().by_key()
+    shown = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in defaults.items()}
+    assert {key: rows.get(key) for key in shown} == {key: f"`{value}`" for key, value in shown.items()}
+    assert not {key for key in rows if key.islower()} - set(shown)
+    assert {variable.name for variable in env.VARIABLES} <= set(rows)
+
+
+def test_a_check_of_documents_says_which_are_old_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (generate_docs.DEFAULT_YAML, generate_docs.CONFIGURATION):
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).write_text((ROOT / path).read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(generate_docs, "ROOT", tmp_path)
+    assert generate_docs.main(["--check"]) == 0
+    (tmp_path / "configs/default.yaml").write_text("policy: full\n")
+    assert generate_docs.main(["--check"]) == 1
+    assert "configs/default.yaml; run python tools/generate_docs.py" in capsys.readouterr().err
+    assert generate_docs.main([]) == 0 == generate_docs.main(["--check"])
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

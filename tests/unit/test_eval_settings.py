@@ -13,7 +13,6 @@ def test_what_prefill_works_by_is_taken_from_the_runs():
         for budget in ("budget_tokens=1024", "budget_tokens=2048")
     ]
     assert _settings_of_prefill(runs) == [
-        "block_tokens=32",
         "digest_dtype=int8",
         "sketch_channels=16",
     ]

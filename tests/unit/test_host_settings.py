@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from cpu_worker.cores import Core, Topology
@@ -22,7 +21,7 @@ GPU_SERVER = Host(("NVIDIA H200",), SIXTEEN_CORES, memory=256 * GIB, available=2
 def problem_of(where: Host, *overrides: str, ranks: int = 1) -> str:
     config = load_config(None, list(overrides))
     with pytest.raises(ConfigError) as caught:
-        check(config, where, dict.fromkeys(msgspec.structs.asdict(config), "override"), ranks)
+        check(config, where, dict.fromkeys(config.by_key(), "override"), ranks)
     (problem,) = caught.value.problems
     return problem
 
@@ -32,31 +31,33 @@ def problem_of(where: Host, *overrides: str, ranks: int = 1) -> str:
 
 def test_every_setting_that_is_auto_is_resolved() -> None:
     config = HybridConfig()
-    open_choices = {key for key, value in msgspec.structs.asdict(config).items() if value == "auto"}
+    open_choices = {key for key, value in config.by_key().items() if value == "auto"}
     for where in (LAPTOP, GPU_SERVER):
         assert open_choices == resolved(config, where).keys()
 
 
 def test_a_host_without_a_gpu_scores_at_every_step_and_leaves_gpu_settings_unused() -> None:
     here = resolved(HybridConfig(), LAPTOP)
-    assert here["score_interval"] == "1"
+    assert here["scout.score_interval"] == "1"
     assert here["digest_dtype"] == "model"
-    assert here["cpu_share"] == here["dense"] == "unused: no GPU"
+    assert here["scout.cpu_share"] == here["whole_requests"] == "unused: no GPU"
     assert here["host_memory"] == "7.00 GiB"  # 70 % of what is available
-    assert (here["sticky_bonus"], here["recall_interval"], here["miss_share"]) == ("1.0", "8", "0.001")
+    without_profile = {"resident_bonus": "1.0", "recall_interval": "8", "min_miss_attention": "0.001"}
+    assert {name: here[f"scout.{name}"] for name in without_profile} == without_profile
 
 
 def test_a_gpu_host_gets_the_kernels_values_unless_settings_exclude_the_kernels() -> None:
     here = resolved(load_config(None, ["budget_tokens=1024"]), GPU_SERVER)
-    assert (here["score_interval"], here["hot_tokens"], here["resident_tokens"]) == ("4", "4096", "1024")
+    of_kernels = {"score_interval": "4", "hot_tokens": "4096", "resident_tokens": "1024"}
+    assert {name: here[f"scout.{name}"] for name in of_kernels} == of_kernels
     assert here["digest_dtype"].startswith("int8")
-    plain = resolved(load_config(None, ["attend=selected"]), GPU_SERVER)
-    assert plain["score_interval"] == "1"
+    plain = resolved(load_config(None, ["scout.attend=selected"]), GPU_SERVER)
+    assert plain["scout.score_interval"] == "1"
 
 
 def test_the_workers_threads_and_cores_are_those_it_would_start_with() -> None:
     here = resolved(load_config(None, ["worker=start"]), GPU_SERVER)
-    assert (here["worker_threads"], here["worker_group_threads"], here["worker_cores"]) == ("12", "4", "1-12")
+    assert (here["worker_threads"], here["worker_cores"]) == ("12", "1-12")
     without = resolved(load_config(None, ["worker=none"]), GPU_SERVER)
     assert without["worker_threads"] == without["worker_cores"] == "unused: no worker"
 
@@ -64,7 +65,8 @@ def test_the_workers_threads_and_cores_are_those_it_would_start_with() -> None:
 def test_what_a_profile_decides_is_left_to_the_profile() -> None:
     here = resolved(load_config(None, ["profile=/some/file"]), LAPTOP)
     assert here["prediction"] == "calibrated"
-    assert here["recall_interval"] == here["miss_share"] == here["sticky_bonus"] == "what the profile says, by layer"
+    for name in ("recall_interval", "min_miss_attention", "resident_bonus"):
+        assert here[f"scout.{name}"] == "what the profile says, by layer"
 
 
 def test_full_attention_uses_none_of_the_choices_but_memory() -> None:
@@ -80,7 +82,7 @@ def test_a_percentage_is_resolved_and_a_size_needs_no_resolution() -> None:
 
 def test_the_printed_settings_show_both_values_and_load_again(tmp_path: Path) -> None:
     config = load_config(None, ["worker=start"])
-    text = describe(config, dict.fromkeys(msgspec.structs.asdict(config), "default"), resolved(config, LAPTOP))
+    text = describe(config, dict.fromkeys(config.by_key(), "default"), resolved(config, LAPTOP))
     assert "worker_threads: auto  # auto -> 1; default\n" in text
     file = tmp_path / "printed.yaml"
     file.write_text(text)
@@ -105,12 +107,6 @@ def test_ranks_of_one_host_share_its_cores() -> None:
 def test_cores_that_do_not_exist_are_refused_with_those_that_do() -> None:
     assert "2-7 cannot be used by this process, which may run on 0-1" in problem_of(LAPTOP, "worker_cores=0-7")
     assert "list such as" in problem_of(LAPTOP, "worker_cores=first")
-
-
-def test_groups_larger_than_the_worker_are_refused() -> None:
-    assert "the worker has 1 thread here: must be auto, or 1" in problem_of(LAPTOP, "worker_group_threads=4")
-    with pytest.raises(ConfigError, match=r"1 to worker_threads \(2\)"):  # on any host
-        load_config(None, ["worker_group_threads=4", "worker_threads=2"])
 
 
 def test_more_memory_than_the_machine_has_is_refused_with_what_it_has() -> None:

@@ -6,7 +6,6 @@ import math
 import random
 from dataclasses import dataclass
 
-import msgspec
 import pytest
 import torch
 from attention_oracle import attention_over_blocks, causal_attention, softmax_attention
@@ -23,6 +22,7 @@ from sglang_hybrid.ops.reference import DIGEST_SPREAD, NO_BLOCK
 from sglang_hybrid.policies.base import BlockList, DecodeBatch, DecodePolicy, LayerCache
 from sglang_hybrid.policies.full import FullPolicy
 from sglang_hybrid.policies.scout import ScoutPolicy, Selection
+from sglang_hybrid.policies.scout_options import ScoutOptions
 from sglang_hybrid.scout.tuning import DEFAULT_MISS_SHARE, tuning_of
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -231,14 +231,12 @@ def test_a_budget_that_holds_the_context_gives_full_attention_at_every_step(
     always: tuple[int, int],
     attend: str,
 ):
+    options = ScoutOptions(selection=selection, attend=attend, resident_bonus=bonus, recall_interval=interval)
     config = HybridConfig(
         budget_tokens=8 * T,
         sink_blocks=always[0],
         recent_blocks=always[1],
-        selection=selection,
-        attend=attend,
-        sticky_bonus=bonus,
-        recall_interval=interval,
+        sections={"scout": options},
     )
     decoding, policy = Decoding(plan, shape, seed), Watched(config, rows=3)
     requests = decoding.requests
@@ -258,7 +256,9 @@ class PlainScout:
     def __init__(self, config: HybridConfig, decoding: Decoding, from_prompts: bool) -> None:
         self.config = config
         self.any_block = False
-        self.miss_share = DEFAULT_MISS_SHARE if config.miss_share == "auto" else float(config.miss_share)
+        self.miss_share = (
+            DEFAULT_MISS_SHARE if config.scout.min_miss_attention == "auto" else float(config.scout.min_miss_attention)
+        )
         self._decoding = decoding
         self._from_prompts = from_prompts
         self.resident: dict[tuple[int, int], set[int]] = {}
@@ -276,7 +276,7 @@ class PlainScout:
         if full == 0:
             return {}
         group, total = requests.shape.group, torch.zeros(full, dtype=torch.float64)
-        for h in range(requests.shape.heads) if config.selection == "layer" else [head]:
+        for h in range(requests.shape.heads) if config.scout.selection == "layer" else [head]:
             blocks = requests.row_keys[request][h, : full * T].double().split(T)
             own = query[h * group : (h + 1) * group].double()
             tops, bottoms = (torch.stack([f(b, dim=0) for b in blocks]) for f in (torch.amax, torch.amin))
@@ -291,7 +291,7 @@ class PlainScout:
         """What is near and what is missed in this step; recall, if its time has come, is for the steps after it."""
         config = self.config
         always, scores = self.always(length), self.scores(request, head, query, length)
-        kept = config.budget_tokens if config.resident_tokens == "auto" else config.resident_tokens
+        kept = config.budget_tokens if config.scout.resident_tokens == "auto" else config.scout.resident_tokens
         slots = max(0, kept // T - config.sink_blocks - config.recent_blocks - 1)
         room = config.budget_tokens // T - len(always)
 
@@ -308,19 +308,19 @@ class PlainScout:
                 resident = resident | {left}
                 if len(resident) > slots:
                     resident = resident - {min(resident - {left}, key=scores.__getitem__)}
-        selected = best({p: s + config.sticky_bonus * (p in resident) for p, s in scores.items()}, room)
+        selected = best({p: s + config.scout.resident_bonus * (p in resident) for p, s in scores.items()}, room)
         group = self._decoding.requests.shape.group
-        shared_by = group * (self._decoding.requests.shape.heads if config.selection == "layer" else 1)
+        shared_by = group * (self._decoding.requests.shape.heads if config.scout.selection == "layer" else 1)
         candidates = set(scores) if self.any_block else selected
         least = self.miss_share * shared_by
         misses = {p for p in candidates - resident if math.exp(scores[p]) >= least}
         if self.any_block:
             misses = best({p: scores[p] for p in misses}, room)
         near = always | resident
-        if config.attend == "selected":
+        if config.scout.attend == "selected":
             near = always | (resident & selected)
         steps = length - self._decoding.plan[request].prompt
-        due = config.recall_interval and steps % config.recall_interval == 0
+        due = config.scout.recall_interval and steps % config.scout.recall_interval == 0
         self.resident[request, head] = best({p: scores[p] for p in selected}, slots) if due else resident
         return near, misses
 
@@ -337,7 +337,7 @@ def attention_by_two_queries(
     guess = real_query if step.guesses is None else step.guesses[row, own].double()
     scale, keys = requests.shape.scale, requests.row_keys[request][head].double()
     shift = torch.zeros(group, 1, dtype=torch.float64)
-    if config.lse_shift and misses:
+    if config.scout.lse_shift and misses:
         blocks_of = [keys[p * T : (p + 1) * T] for p in sorted(misses)]
         told = [(b.amax(dim=0) + b.amin(dim=0)) / 2 for b in blocks_of]
         masses = [torch.logsumexp(query @ torch.stack(told).T * scale, dim=1) for query in (real_query, guess)]
@@ -353,17 +353,16 @@ def attention_by_two_queries(
 
 @st.composite
 def scouting(draw: st.DrawFn) -> HybridConfig:
-    config = draw(small_budgets())
-    return msgspec.structs.replace(
-        config,
+    options = ScoutOptions(
         selection=draw(st.sampled_from(["head", "layer"])),
         attend=draw(st.sampled_from(["resident", "selected"])),
         resident_tokens=draw(st.sampled_from(["auto", 0, 4 * T, 5 * T, 20 * T])),
-        sticky_bonus=draw(st.sampled_from([0.0, 0.5, 2.0])),
-        miss_share=draw(st.sampled_from([0.0, 0.001, 0.1, 0.3])),
+        resident_bonus=draw(st.sampled_from([0.0, 0.5, 2.0])),
+        min_miss_attention=draw(st.sampled_from([0.0, 0.001, 0.1, 0.3])),
         lse_shift=draw(st.booleans()),
         recall_interval=draw(st.sampled_from([0, 1, 2, 3, 7])),
     )
+    return draw(small_budgets()).with_section(options)
 
 
 @settings(max_examples=60)
@@ -389,7 +388,9 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
     prompts = PromptQueries(3) if from_prompts else None
     plain = PlainScout(config, decoding, from_prompts)
     # a profile that says so has shares
-    plain.any_block = any_block = any_block and config.attend == "resident" and config.miss_share > 0
+    plain.any_block = any_block = (
+        any_block and config.scout.attend == "resident" and config.scout.min_miss_attention > 0
+    )
     policy = Watched(config, rows=3, prompts=prompts, any_block=any_block)
 
     def check(step: Step) -> None:
@@ -442,10 +443,15 @@ class Run:
         return self.lengths[step] % T == 1
 
 
+def scouting_by(**options: object) -> HybridConfig:
+    config = HybridConfig(budget_tokens=6 * T, sink_blocks=1, recent_blocks=1)
+    return config.with_section(ScoutOptions(**options))  # type: ignore[arg-type]
+
+
 def long_run(
     steps: int = 70, predicted: bool = True, prompt: int = 9 * T + 20, any_block: bool = False, **settings: object
 ) -> Run:
-    config = HybridConfig(budget_tokens=6 * T, sink_blocks=1, recent_blocks=1, **settings)  # 3 slots
+    config = scouting_by(**settings)  # 3 slots
     decoding = Decoding([Life(0, prompt, 0, steps)], SMALL, seed=5)
     run = Run(config, decoding, Watched(config, rows=1, any_block=any_block), [], [])
 
@@ -460,7 +466,7 @@ def long_run(
 @pytest.mark.parametrize("predicted", [True, False])
 @pytest.mark.parametrize("bonus", [0.0, 0.5])
 def test_recall_makes_a_selection_resident_from_the_next_step_on_and_not_before(predicted: bool, bonus: float):
-    run = long_run(recall_interval=1, sticky_bonus=bonus, predicted=predicted)
+    run = long_run(recall_interval=1, resident_bonus=bonus, predicted=predicted)
     moved = 0
     for step in range(len(run.chosen) - 1):
         for head in range(SMALL.heads):
@@ -473,7 +479,7 @@ def test_recall_makes_a_selection_resident_from_the_next_step_on_and_not_before(
 
 
 def test_between_two_recalls_the_resident_blocks_stay():
-    run = long_run(recall_interval=4, sticky_bonus=0.0)
+    run = long_run(recall_interval=4, resident_bonus=0.0)
     changed = {head: [] for head in range(SMALL.heads)}
     for step in range(1, len(run.chosen)):
         for head in range(SMALL.heads):
@@ -485,7 +491,7 @@ def test_between_two_recalls_the_resident_blocks_stay():
 
 
 def test_interval_0_never_recalls():
-    run = long_run(recall_interval=0, sticky_bonus=0.0)
+    run = long_run(recall_interval=0, resident_bonus=0.0)
     first = run.resident(0, 0)
     for step in range(len(run.chosen)):
         if any(map(run.opens_a_block, range(step + 1))):
@@ -512,7 +518,7 @@ def test_what_is_always_in_is_never_among_the_resident_or_recalled_blocks(interv
 
 @pytest.mark.parametrize("interval", [0, 1, 3])
 def test_a_block_that_leaves_the_recent_window_is_resident_at_once(interval: int):
-    run = long_run(recall_interval=interval, sticky_bonus=0.0)
+    run = long_run(recall_interval=interval, resident_bonus=0.0)
     opened = [step for step in range(1, len(run.chosen)) if run.opens_a_block(step)]
     assert len(opened) > 1
     for step in opened:
@@ -524,7 +530,7 @@ def test_a_block_that_leaves_the_recent_window_is_resident_at_once(interval: int
 
 @pytest.mark.parametrize("interval", [0, 1, 3])
 def test_what_gives_way_to_it_is_the_resident_block_that_scores_worst(interval: int):
-    run = long_run(recall_interval=interval, sticky_bonus=0.0, predicted=False)
+    run = long_run(recall_interval=interval, resident_bonus=0.0, predicted=False)
     plain = PlainScout(run.config, run.decoding, from_prompts=False)
     for step in (step for step in range(1, len(run.chosen)) if run.opens_a_block(step)):
         length = run.lengths[step]
@@ -542,7 +548,7 @@ def test_a_larger_bonus_keeps_more_of_what_is_resident():
     missed = {
         bonus: sum(
             len(real(chosen.misses[0, head]))
-            for chosen in long_run(recall_interval=1, sticky_bonus=bonus, predicted=False).chosen
+            for chosen in long_run(recall_interval=1, resident_bonus=bonus, predicted=False).chosen
             for head in range(SMALL.heads)
         )
         for bonus in (0.0, 1.0, 1e6)
@@ -551,7 +557,7 @@ def test_a_larger_bonus_keeps_more_of_what_is_resident():
 
 
 def test_a_miss_must_be_worth_its_share_of_attention_and_is_recalled_all_the_same():
-    runs = [long_run(recall_interval=4, sticky_bonus=0.0, miss_share=share) for share in (0.0, 0.12, 1.0)]
+    runs = [long_run(recall_interval=4, resident_bonus=0.0, min_miss_attention=share) for share in (0.0, 0.12, 1.0)]
     counts = []
     for run in runs:
         counts.append(0)
@@ -565,7 +571,10 @@ def test_a_miss_must_be_worth_its_share_of_attention_and_is_recalled_all_the_sam
 
 
 def test_a_share_that_decides_alone_takes_blocks_beyond_the_selection_and_changes_nothing_else():
-    runs = [long_run(recall_interval=4, sticky_bonus=0.0, miss_share=0.05, any_block=some) for some in (False, True)]
+    runs = [
+        long_run(recall_interval=4, resident_bonus=0.0, min_miss_attention=0.05, any_block=some)
+        for some in (False, True)
+    ]
     more = 0
     for selected, every in zip(*(run.chosen for run in runs), strict=True):
         assert torch.equal(selected.recalled, every.recalled)
@@ -593,7 +602,7 @@ def test_attending_to_what_is_selected_bounds_what_is_attended_by_the_budget():
 
 @pytest.mark.parametrize(("tokens", "slots"), [(0, 0), (3 * T, 0), (4 * T, 1), (5 * T, 2), (20 * T, 17)])
 def test_residents_are_as_many_as_asked_for_and_the_rest_of_the_selection_is_missed(tokens: int, slots: int):
-    run = long_run(recall_interval=1, sticky_bonus=0.0, resident_tokens=tokens)
+    run = long_run(recall_interval=1, resident_bonus=0.0, resident_tokens=tokens)
     for step, chosen in enumerate(run.chosen):
         for head in range(SMALL.heads):
             resident, misses = run.resident(step, head), real(chosen.misses[0, head])
@@ -606,7 +615,7 @@ def test_residents_are_as_many_as_asked_for_and_the_rest_of_the_selection_is_mis
 
 def test_what_a_request_gets_does_not_depend_on_which_others_run_beside_it():
     plan = [Life(0, 9 * T + 20, 2, 30), Life(1, 5 * T + 1, 0, 7), Life(2, 12 * T - 2, 9, 10), Life(1, 9 * T, 9, 30)]
-    config = HybridConfig(budget_tokens=6 * T, recall_interval=3, sticky_bonus=0.0)
+    config = HybridConfig(budget_tokens=6 * T).with_section(ScoutOptions(recall_interval=3, resident_bonus=0.0))
 
     def run(lives: list[Life]) -> list[tuple[list[int], list[int], torch.Tensor]]:
         decoding, policy, seen = Decoding(plan, SMALL, seed=13), Watched(config, rows=3), []
@@ -640,7 +649,7 @@ def test_heads_that_share_a_selection_choose_the_same_blocks_and_heads_that_do_n
 @pytest.mark.parametrize("computed_here", [True, False])
 def test_the_first_resident_blocks_are_the_best_for_the_last_token_of_the_prompt(computed_here: bool):
     # of a prompt that was computed elsewhere there is no query: the first one that is decoded has to do
-    config = HybridConfig(budget_tokens=6 * T, sink_blocks=1, recent_blocks=1, recall_interval=0, sticky_bonus=0.0)
+    config = scouting_by(recall_interval=0, resident_bonus=0.0)
     decoding = Decoding([Life(2, 20 * T, 0, 1)], SMALL, seed=7)
     prompts = PromptQueries(3)
     prompts.store(0, torch.tensor([1]), torch.ones(1, 4, 8))  # somebody else's
@@ -672,7 +681,7 @@ def begun(**settings: object) -> tuple[Requests, Watched]:
     """One long request whose resident blocks were chosen for zero queries: what is asked for later is missed."""
     requests = Requests([12 * T], SMALL, seed=3)
     requests.write_all()
-    config = HybridConfig(budget_tokens=6 * T, sink_blocks=1, recent_blocks=1, sticky_bonus=0.0, **settings)
+    config = scouting_by(resident_bonus=0.0, **settings)
     policy = Watched(config, rows=1, layers=2)
     policy.rows_begin([0])
     decode_one(requests, policy, torch.zeros(1, 4, 8))
@@ -746,7 +755,9 @@ def test_a_row_number_that_is_reused_starts_with_blocks_of_its_own():
     # the second request is shorter: blocks of the first would lie beyond its end
     plan = [Life(0, 20 * T, 0, 3), Life(0, 7 * T, 3, 3)]
     decoding = Decoding(plan, SMALL, seed=11)
-    policy = Watched(HybridConfig(budget_tokens=6 * T, recall_interval=0, sticky_bonus=0.0), rows=1)
+    policy = Watched(
+        HybridConfig(budget_tokens=6 * T).with_section(ScoutOptions(recall_interval=0, resident_bonus=0.0)), rows=1
+    )
     seen = []
 
     def check(step: Step) -> None:
@@ -759,7 +770,8 @@ def test_a_row_number_that_is_reused_starts_with_blocks_of_its_own():
 
 def test_settings_that_change_start_the_rows_anew_from_their_prompts():
     requests = Requests([12 * T + 1], SMALL, seed=3)
-    few = HybridConfig(budget_tokens=5 * T, recent_blocks=1, sticky_bonus=0.0, recall_interval=0)
+    few = HybridConfig(budget_tokens=5 * T, recent_blocks=1)
+    few = few.with_section(ScoutOptions(resident_bonus=0.0, recall_interval=0))
     attention = TorchAttention(few, rows=1, layers=1)
     prefill(requests, attention, {0: (0, 12 * T)})
     requests.write(0, 12 * T, 12 * T + 1)

@@ -72,13 +72,14 @@ def installed(directory: Path) -> dict[str, str]:
 def test_a_package_adds_a_policy_by_its_entry_point(tmp_path: Path) -> None:
     program = (
         "from sglang_hybrid.config import HybridConfig; from sglang_hybrid.policies.registry import policy_named;"
-        "import sys; HybridConfig(policy='streaming_llm'); assert 'torch' not in sys.modules;"
-        "print(policy_named('streaming_llm').description)"
+        "import sys; HybridConfig(); assert 'streaming_llm' not in sys.modules;"
+        "config = HybridConfig(policy='streaming_llm'); policy = policy_named('streaming_llm');"
+        "print(policy.description, config.section(policy.settings).window_tokens)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], env=installed(tmp_path), capture_output=True, text=True, check=False
     )
-    assert done.stdout == "the first and the last tokens of a request are attended to\n", done.stderr
+    assert done.stdout == "the first and the last tokens of a request are attended to 1024\n", done.stderr
 
 
 def test_the_example_attends_to_sink_and_window(monkeypatch: pytest.MonkeyPatch) -> None:

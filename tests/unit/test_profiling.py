@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import msgspec
 import pytest
 import torch
 from attention_oracle import seeded, softmax_attention
@@ -20,6 +19,7 @@ from sglang_hybrid.misses.reference import ReferenceMisses
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.base import DecodeBatch, LayerCache
 from sglang_hybrid.policies.scout import ScoutPolicy, Selection
+from sglang_hybrid.policies.scout_options import ScoutOptions
 from sglang_hybrid.profiling import choosing
 from sglang_hybrid.profiling.calibrating import RANK_PARTS, Calibrator, LayerInputs
 from sglang_hybrid.profiling.choosing import (
@@ -218,13 +218,12 @@ def test_the_simulation_of_a_recording_is_what_the_policy_does(
     record, _, _ = recorded(predicted, seed=2)
     simulated = simulate(record, CHOICES, budget)
     for number, choice in enumerate(CHOICES):
+        options = ScoutOptions(resident_bonus=choice.bonus, recall_interval=choice.interval, min_miss_attention=share)
         config = HybridConfig(
             budget_tokens=budget.blocks * T,
             sink_blocks=sink,
             recent_blocks=recent,
-            sticky_bonus=choice.bonus,
-            recall_interval=choice.interval,
-            miss_share=share,
+            sections={"scout": options},
         )
         beyond = any_block and beyond_selection(choice.interval)
         tuning = dataclasses.replace(tuning_of(config, layers=1), any_block=(beyond,))
@@ -253,7 +252,7 @@ def test_costs_of_shares_are_what_the_policy_misses_and_how_far_its_output_is_of
     predicted: bool, sink: int, recent: int, slots: int
 ):
     blocks = sink + recent + 1 + slots
-    base = HybridConfig(budget_tokens=blocks * T, sink_blocks=sink, recent_blocks=recent, lse_shift=False)
+    base = HybridConfig(budget_tokens=blocks * T, sink_blocks=sink, recent_blocks=recent)
     projection = torch.randn(12, SHAPE.heads * SHAPE.group * SHAPE.dim, generator=seeded(3))
     costs = ShareCosts(Budget(blocks, sink, recent), SHAPE.group, {0: projection})
     recorder, exact = RecordingPolicy(costs), []
@@ -261,7 +260,8 @@ def test_costs_of_shares_are_what_the_policy_misses_and_how_far_its_output_is_of
     cost = costs.of(0)
     # a share of 1 leaves all misses out, so that the policy's output has nothing of a predicted query in it
     for number, share in [*enumerate(SHARES)][-6:]:
-        config = msgspec.structs.replace(base, sticky_bonus=0.0, recall_interval=8, miss_share=share)
+        options = ScoutOptions(resident_bonus=0.0, recall_interval=8, min_miss_attention=share, lse_shift=False)
+        config = base.with_section(options)
         tuning = dataclasses.replace(tuning_of(config, layers=1), any_block=(True,))
         policy, ratios, moved = ScoutPolicy(config, ReferenceMisses(), tuning, rows=2), [], []
         policy.on_ratio = lambda _, ratio, seen=ratios: seen.append(ratio)

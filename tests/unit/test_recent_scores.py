@@ -87,10 +87,10 @@ def test_longer_rows_keep_what_they_had() -> None:
 
 def test_a_gpu_scores_all_blocks_less_often() -> None:
     assert [score_interval_of(load_config(None, []), on_gpu=on_gpu) for on_gpu in (False, True)] == [1, 4]
-    assert score_interval_of(load_config(None, ["score_interval=2"]), on_gpu=True) == 2
+    assert score_interval_of(load_config(None, ["scout.score_interval=2"]), on_gpu=True) == 2
 
 
 def test_hot_tokens_follow_the_budget() -> None:
     assert hot_blocks_of(load_config(None, ["budget_tokens=1024"])) == 128
-    assert hot_blocks_of(load_config(None, ["hot_tokens=640"])) == 20
-    assert hot_blocks_of(load_config(None, ["hot_tokens=0"])) == 0
+    assert hot_blocks_of(load_config(None, ["scout.hot_tokens=640"])) == 20
+    assert hot_blocks_of(load_config(None, ["scout.hot_tokens=0"])) == 0

@@ -149,6 +149,10 @@ def test_layers_that_all_never_recall_need_no_ratios():
 # What settings and a profile say about it
 
 
+def scouting(**options: object) -> HybridConfig:
+    return HybridConfig(sections={"scout": options})
+
+
 class SomeProfile:
     bonus = (0.5, 2.0)
     intervals = (3, 16)
@@ -164,7 +168,7 @@ def test_without_a_profile_there_are_defaults():
 
 
 def test_a_profile_tunes_each_layer():
-    tuning = tuning_of(HybridConfig(recall_beta=0.2), 2, SomeProfile())
+    tuning = tuning_of(scouting(target_cpu_ratio=0.2), 2, SomeProfile())
     assert (tuning.bonus, tuning.intervals) == ((0.5, 2.0), (3, 16))
     assert (tuning.beta, tuning.adapt) == (0.2, True)
     assert (tuning.miss_shares, tuning.any_block) == ((0.004, 0.0005), (True, True))
@@ -175,11 +179,11 @@ def test_a_layer_that_recalls_at_every_step_misses_nothing_beyond_its_selection(
         intervals = (1, 16)
 
     assert tuning_of(HybridConfig(), 2, Often()).any_block == (False, True)
-    assert tuning_of(HybridConfig(recall_interval=8), 2, Often()).any_block == (True, True)
+    assert tuning_of(scouting(recall_interval=8), 2, Often()).any_block == (True, True)
 
 
 def test_what_is_selected_bounds_the_misses_where_it_bounds_what_is_attended():
-    tuning = tuning_of(HybridConfig(attend="selected"), 2, SomeProfile())
+    tuning = tuning_of(scouting(attend="selected"), 2, SomeProfile())
     assert (tuning.miss_shares, tuning.any_block) == ((0.004, 0.0005), (False, False))
 
 
@@ -193,9 +197,9 @@ def test_a_profile_without_shares_has_the_default_ones():
 
 @pytest.mark.parametrize("profile", [None, SomeProfile()])
 def test_settings_win_over_a_profile_and_a_fixed_interval_is_meant_to_stay(profile: SomeProfile | None):
-    tuning = tuning_of(HybridConfig(sticky_bonus=0, recall_interval=0), 2, profile)
+    tuning = tuning_of(scouting(resident_bonus=0, recall_interval=0), 2, profile)
     assert (tuning.bonus, tuning.intervals, tuning.adapt) == ((0.0, 0.0), (0, 0), False)
     for share in (0.0, 0.002):
-        tuning = tuning_of(HybridConfig(miss_share=share), 2, profile)
+        tuning = tuning_of(scouting(min_miss_attention=share), 2, profile)
         assert (tuning.miss_shares, tuning.any_block) == ((share, share), (False, False))
-    assert not tuning_of(HybridConfig(recall_adapt=False), 2, profile).adapt
+    assert not tuning_of(scouting(recall_adapt=False), 2, profile).adapt

@@ -54,7 +54,7 @@ def test_an_unknown_setting(model: Path) -> None:
 
 
 def test_an_impossible_value(model: Path) -> None:
-    assert "multiple of block_tokens" in refusal("serve", "--model-path", str(model), "--hybrid", "budget_tokens=1000")
+    assert "must be a multiple of 32" in refusal("serve", "--model-path", str(model), "--hybrid", "budget_tokens=1000")
 
 
 def test_more_host_memory_than_there_is(model: Path) -> None:

@@ -176,13 +176,13 @@ def test_counters_count_what_happened_meanwhile_and_gauges_are_as_they_are() -> 
 
 
 def test_all_configurations_are_legal_and_the_ablation_adds_one_part_at_a_time() -> None:
-    given = ["budget_tokens=1024", "recall_interval=4"]
+    given = ["budget_tokens=1024", "scout.recall_interval=4"]
     runs = [*configurations.ablation(given), configurations.hybrid(given)]
     parsed = [run.parsed() for run in runs]
     assert {one.budget_tokens for one in parsed} == {1024}
-    assert (parsed[0].prediction, parsed[0].recall_interval) == ("none", 0)
-    assert (parsed[1].prediction, parsed[1].recall_interval) == ("raw", 0)
-    assert (parsed[-1].prediction, parsed[-1].recall_interval) == ("raw", 4)
+    assert (parsed[0].prediction, parsed[0].scout.recall_interval) == ("none", 0)
+    assert (parsed[1].prediction, parsed[1].scout.recall_interval) == ("raw", 0)
+    assert (parsed[-1].prediction, parsed[-1].scout.recall_interval) == ("raw", 4)
 
 
 # -- tables and figures ------------------------------------------------------------------------------------------------

@@ -1,0 +1,46 @@
+"""Settings of earlier versions: the sentence that a refusal ends with."""
+
+from __future__ import annotations
+
+from sglang_hybrid.blocks import BLOCK_TOKENS
+
+_MOVED_TO_SCOUT = {
+    "resident_tokens": "resident_tokens",
+    "selection": "selection",
+    "attend": "attend",
+    "sticky_bonus": "resident_bonus",
+    "miss_share": "min_miss_attention",
+    "lse_shift": "lse_shift",
+    "cpu_share": "cpu_share",
+    "score_interval": "score_interval",
+    "hot_tokens": "hot_tokens",
+    "recall_interval": "recall_interval",
+    "recall_beta": "target_cpu_ratio",
+    "recall_adapt": "recall_adapt",
+}
+
+_RENAMED = {
+    "dense": "whole_requests",
+    **{old: f"scout.{new}" for old, new in _MOVED_TO_SCOUT.items()},
+    **{f"scout.{old}": f"scout.{new}" for old, new in _MOVED_TO_SCOUT.items() if old != new},
+}
+
+_REMOVED = {
+    "block_tokens": f"blocks have {BLOCK_TOKENS} tokens, which the kernels are compiled for: drop it",
+    "worker_group_threads": "the worker divides its threads into groups by itself: drop it",
+    "worker_spin_us": "the worker stays awake for 200 us after the last work, and longer if steps need it: drop it",
+    "worker_task_blocks": "the worker divides lists into tasks by itself: drop it",
+    "digest": "selection scores the minimum and maximum of a block's keys: drop it",
+    "digest_spread": "without sketches, scores go half of the way to Quest's upper bound: drop it",
+    "sketch_bits": "sketches have four bits a channel: drop it, and set sketch_channels to take less memory",
+    "most_budget_tokens": "budgets do not grow while few requests run: drop it, and raise budget_tokens instead",
+}
+
+
+def what_became_of(key: str) -> str | None:
+    """Return what to do about a setting of an earlier version, in words, or None for a key that never was one."""
+    if key in _RENAMED:
+        return f"is called {_RENAMED[key]} now"
+    if key in _REMOVED:
+        return f"was removed; {_REMOVED[key]}"
+    return None

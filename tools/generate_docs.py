@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""Write what follows from the typed configuration: configs/default.yaml and the tables of docs/configuration.md.
+
+python tools/generate_docs.py            # after a change of a setting or an environment variable
+python tools/generate_docs.py --check    # status 1 and a list, if a document is not up to date
+
+A document keeps its hand-written text. What is generated stands between ``<!-- begin generated: NAME -->`` and
+``<!-- end generated -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import FieldInfo
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from sglang_hybrid import env  # noqa: E402
+from sglang_hybrid.config import HybridConfig, describe  # noqa: E402
+from sglang_hybrid.policies.registry import policies_with_settings  # noqa: E402
+from sglang_hybrid.setting_fields import default_of, description_of, fields_of, legal_values_of  # noqa: E402
+
+DEFAULT_YAML, CONFIGURATION = Path("configs/default.yaml"), Path("docs/configuration.md")
+_HEADER = """\
+# Every setting with its default, made by tools/generate_docs.py. Copy what you want to change into a file of your own
+# and start with --hybrid-config FILE, or change single settings with --hybrid key=value, which wins over the file.
+# A setting of a section has a dotted key there: --hybrid scout.recall_interval=3.
+
+"""
+_GENERATED = re.compile(r"(<!-- begin generated: ([\w-]+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 if documents were checked and are not up to date."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("--check", action="store_true", help="change nothing, and say what is not up to date")
+    old = outdated(ROOT)
+    if not parser.parse_args(arguments).check:
+        for path, text in old.items():
+            (ROOT / path).write_text(text, encoding="utf-8")
+            print(path)
+        return 0
+    if old:
+        print(f"not up to date: {', '.join(map(str, old))}; run python tools/generate_docs.py", file=sys.stderr)
+    return 1 if old else 0
+
+
+def outdated(root: Path) -> dict[Path, str]:
+    """Return the documents below ``root`` that differ from what would be written, with the text they should have."""
+    hand_written = (root / CONFIGURATION).read_text(encoding="utf-8")
+    wanted = {DEFAULT_YAML: _HEADER + describe(HybridConfig()), CONFIGURATION: with_tables(hand_written)}
+    return {path: text for path, text in wanted.items() if (root / path).read_text(encoding="utf-8") != text}
+
+
+def with_tables(document: str) -> str:
+    """Return ``document`` with everything between its markers written anew. Raises KeyError for an unknown name."""
+    return _GENERATED.sub(lambda found: f"{found[1]}\n{_PARTS[found[2]]()}\n{found[3]}", document)
+
+
+def _settings() -> str:
+    top_level = {name: field for name, field in fields_of(HybridConfig).items() if name != "sections"}
+    return _table_of_settings(top_level)
+
+
+def _sections() -> str:
+    parts = []
+    for policy in policies_with_settings():
+        assert policy.settings is not None
+        fields = {f"{policy.name}.{name}": field for name, field in fields_of(policy.settings).items()}
+        title = f"### Section `{policy.name}`: settings of policy `{policy.name}`"
+        parts.append(f"{title}\n{_table_of_settings(fields)}")
+    return "\n".join(parts)
+
+
+def _table_of_settings(fields: Mapping[str, FieldInfo]) -> str:
+    rows = (
+        (f"`{key}`", f"`{_value(default_of(field))}`", legal_values_of(field), _marked(description_of(field)))
+        for key, field in fields.items()
+    )
+    return _table(("setting", "default", "legal values", "meaning"), rows)
+
+
+def _environment_variables() -> str:
+    rows = (
+        (f"`{variable.name}`", variable.type.legal, _default_of_variable(variable), variable.doc)
+        for variable in env.VARIABLES
+    )
+    return _table(("environment variable", "value", "default", "meaning"), rows)
+
+
+def _default_of_variable(variable: env.EnvVar[Any]) -> str:
+    return "none" if variable.default is None else f"`{_value(variable.default)}`"
+
+
+def _value(value: Any) -> str:
+    """A default as a person writes it."""
+    return str(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _marked(description: str) -> str:
+    """Names of settings as code."""
+    words = re.compile(r'(?<!")\b(?:\w+_\w+|auto)\b(?!")')
+    return words.sub(lambda word: f"`{word[0]}`" if _is_setting(word[0]) else word[0], description)
+
+
+def _is_setting(name: str) -> bool:
+    structs = [HybridConfig, *(policy.settings for policy in policies_with_settings() if policy.settings)]
+    return name == "auto" or any(name in fields_of(struct) for struct in structs)
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in escaped).replace("| --- ", "|---").replace("|--- |", "|---|")
+
+
+_PARTS: dict[str, Callable[[], str]] = {
+    "settings": _settings,
+    "sections": _sections,
+    "environment-variables": _environment_variables,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
