@@ -77,33 +77,31 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     digest_dtype: Annotated[
         Literal["auto", "model", "int8"],
         Meta(
-            description="What digests (channel-wise minimum and maximum of a block's keys) are stored in: the model's "
-            "dtype, or int8, which keeps of them what sketches need (the middle of every range in 8 bits; 44 % of a "
-            "bfloat16 model's with head_dim 128) and selects nearly the same blocks. int8 needs sketches and a "
-            "head_dim that is a multiple of 32. auto is int8 on a GPU, where these are given, and model elsewhere."
+            description="Storage of digests: the model's dtype, or int8, which takes less than half of the memory "
+            "and selects nearly the same blocks. int8 needs sketches and a head_dim that is a multiple "
+            "of 32. auto is int8 on a GPU where possible, and model elsewhere."
         ),
     ] = "auto"
     profile: Annotated[
         str,
         Meta(
-            description="File made by sglang-hybrid profile for this model and budget, or the name of one that comes "
-            "with the package: the calibrated predictor, and per layer the recall interval and the bonus of resident "
-            "blocks. none serves without one."
+            description="File made by sglang-hybrid profile for this model and budget, or the name of a shipped "
+            "one. none serves without a profile."
         ),
     ] = "none"
     prediction: Annotated[
         Literal["auto", "calibrated", "raw", "none"],
         Meta(
-            description="Query that misses are selected and computed with, one layer ahead: calibrated (needs a "
-            "profile), raw (the next layer's own projection on this layer's input), none (the layer's real query, "
-            "computed while the layer waits), or auto (calibrated with a profile, none without)."
+            description="Query that selects and computes misses one layer ahead: calibrated (needs a profile), raw "
+            "(the next layer's projection of this layer's input), none (the layer's real query, later),"
+            " or auto (calibrated with a profile, none without)."
         ),
     ] = "auto"
     whole_requests: Annotated[
         Literal["auto", "never"],
         Meta(
-            description="On a GPU server: auto keeps requests in GPU memory as a whole and attends to all of them, "
-            "exactly, while the resident blocks' memory holds all running requests; never selects blocks always."
+            description="On a GPU: auto keeps whole requests in GPU memory and attends to them exactly while all "
+            "running requests fit; never always selects blocks."
         ),
     ] = "auto"
     sketch_channels: Annotated[
@@ -112,28 +110,24 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ge=0,
             le=256,
             multiple_of=2,
-            description="Channels of every key that are kept beside the minmax digests, in four bits each, so that "
-            "selection sees single tokens. 0 is none. 32 cost as much memory as the minmax digests of a bfloat16 model "
-            "with head_dim 128.",
+            description="Channels of every key that are kept in four bits each, so that selection sees single "
+            "tokens. 0 keeps none.",
             extra={"legal": "an even whole number, >= 0 and <= 256"},
         ),
     ] = 32
     host_memory: Annotated[
         str,
         Meta(
-            description='Size of the host pool: "auto" (70 % of the available memory), a size such as "40GiB", '
-            'or a percentage of the available memory such as "60%".',
+            description='Size of the host pool. "auto" is 70 % of the available memory.',
             extra={"legal": _HOST_MEMORY_LEGAL},
         ),
     ] = "auto"
     worker: Annotated[
         str,
         Meta(
-            description="The CPU worker that computes attention over misses under policy scout: start (each scheduler "
-            "process starts its own and watches it), none (the scheduler process computes them itself), the "
-            "directory of a worker started by hand ({rank} stands for the tensor-parallel rank, {replica} for the "
-            "replica), or auto: none on a host without a GPU, where it would take the server's own cores, start on a "
-            "GPU.",
+            description="CPU worker that computes attention over misses: start (each scheduler process starts one),"
+            " none (the scheduler process computes), or the directory of a worker started by hand, in "
+            "which {rank} and {replica} are replaced. auto is start on a GPU and none elsewhere.",
             extra={"legal": _WORKER_LEGAL},
         ),
     ] = "auto"
@@ -144,8 +138,8 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     worker_threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"],
         Meta(
-            description="Threads of the worker; auto takes one for each physical core it may use, less a quarter of "
-            "them, at most four and one for every further rank: SGLang's own processes need those."
+            description="Threads of the worker. auto takes the physical cores less a quarter, at most four, and "
+            "less one for every further rank: SGLang's own processes need those."
         ),
     ] = "auto"
     worker_cores: Annotated[

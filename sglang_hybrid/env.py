@@ -92,31 +92,27 @@ CACHE = EnvVar(
     None,
     "where converted models and compiled CUDA kernels are kept (default: sglang-hybrid in the user's cache)",
 )
-LOAD_FILE = EnvVar("SGLANG_HYBRID_LOAD_FILE", PATH, None, "internal: where SGLang's processes share their load figures")
+LOAD_FILE = EnvVar("SGLANG_HYBRID_LOAD_FILE", PATH, None, "internal: load figures of SGLang's processes")
 MEMORY_AT_START = EnvVar(
     "SGLANG_HYBRID_MEMORY_AT_START",
     BYTES,
     None,
-    "internal: host memory that was free when the server was started, which its ranks share",
+    "internal: host memory that was free at the start",
 )
 EVENTS = EnvVar(
     "SGLANG_HYBRID_EVENTS",
     PATH,
     None,
-    "internal: FIFO by which a server tells its launcher what the console shows",
+    "internal: FIFO of what the console shows",
 )
 
-CHAOS = EnvVar(
-    "SGLANG_HYBRID_CHAOS", STRINGS, (), "internal: what sglang-hybrid chaos switches on in its servers, a JSON list"
-)
-NATIVE_LIBRARY = EnvVar(
-    "SGLANG_HYBRID_NATIVE_LIBRARY", PATH, None, "internal: another build of the CPU kernels, for tests of the tests"
-)
+CHAOS = EnvVar("SGLANG_HYBRID_CHAOS", STRINGS, (), "internal: switches of a chaos run")
+NATIVE_LIBRARY = EnvVar("SGLANG_HYBRID_NATIVE_LIBRARY", PATH, None, "internal: another build of the CPU kernels")
 WORKER_TASK_BLOCKS = EnvVar(
     "SGLANG_HYBRID_WORKER_TASK_BLOCKS",
     TASK_BLOCKS,
     8,
-    "internal: blocks that one thread of the CPU worker takes at a time, for tests of its lists",
+    "internal: blocks of one task of the CPU worker",
 )
 
 # read by the C++ library itself, wherever a kernel is chosen; here for its documentation
