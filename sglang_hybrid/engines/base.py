@@ -84,19 +84,20 @@ class Engine(ABC):
     """Attention of all layers of one model runner. Layers are numbered from 0, as the pool's buffers are."""
 
     reports_ratio: ClassVar[bool] = False  # whether some blocks are computed by a CPU worker
+    predicts: ClassVar[bool] = False  # whether `ahead` does anything
     may_change: ClassVar[bool] = True  # whether `use` may be called again with other settings
     holds_weights: ClassVar[bool] = False  # whether predictors keep copies of weights that cannot be replaced
 
     @classmethod
-    @abstractmethod
     def device_bytes(
         cls, config: HybridConfig, shape: KVShape, rows: int, context: int, dtype: torch.dtype
     ) -> DeviceBytes:
-        """Device memory for ``rows`` requests of at most ``context`` tokens."""
+        """Return the device memory for ``rows`` requests of at most ``context`` tokens."""
+        return DeviceBytes()
 
-    @abstractmethod
     def unsupported_reason(self, config: HybridConfig) -> str | None:
         """Return why `use` cannot have these settings, in words."""
+        return None
 
     @abstractmethod
     def use(self, config: HybridConfig, tuning: Tuning) -> None:

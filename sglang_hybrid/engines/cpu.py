@@ -14,8 +14,7 @@ import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.engines.base import DeviceBytes, Engine, ModelFacts, PrefillBatch, StepBatch
-from sglang_hybrid.memory.capacity import KVShape
+from sglang_hybrid.engines.base import Engine, ModelFacts, PrefillBatch, StepBatch
 from sglang_hybrid.memory.pages import page_table
 from sglang_hybrid.memory.pool import KVPool
 from sglang_hybrid.native.host import BlockSummaries, HostKernels, SelectionRules
@@ -44,15 +43,6 @@ class CpuEngine(Engine):
         self._table = torch.empty(0)
         self._lengths: list[int] = []
         self._new_tokens: list[int] = []
-
-    @classmethod
-    def device_bytes(
-        cls, config: HybridConfig, shape: KVShape, rows: int, context: int, dtype: torch.dtype
-    ) -> DeviceBytes:
-        return DeviceBytes()
-
-    def unsupported_reason(self, config: HybridConfig) -> str | None:
-        return None
 
     def use(self, config: HybridConfig, tuning: Tuning) -> None:
         """Nothing to do: the settings are those of the constructor."""

@@ -11,7 +11,6 @@ import torch
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.base import (
-    DeviceBytes,
     Engine,
     LayerPrediction,
     ModelFacts,
@@ -19,7 +18,6 @@ from sglang_hybrid.engines.base import (
     RatioWatcher,
     StepBatch,
 )
-from sglang_hybrid.memory.capacity import KVShape
 from sglang_hybrid.memory.digests import CompactDigests
 from sglang_hybrid.memory.pages import page_table
 from sglang_hybrid.memory.pool import KVPool
@@ -103,6 +101,7 @@ class TorchEngine(Engine):
     """``TorchAttention`` over a server's pool."""
 
     reports_ratio: ClassVar[bool] = True
+    predicts: ClassVar[bool] = True
 
     def __init__(self, config: HybridConfig, pool: KVPool, model: ModelFacts, misses: MissServer | None) -> None:
         """``misses`` serves blocks that a policy does not keep near; None: plain torch does."""
@@ -114,15 +113,6 @@ class TorchEngine(Engine):
         self._prefill = PagedPrefill(self._slots, self._slots, [], [])
         self._step = DecodeBatch(self._slots, self._slots, [], self._slots, [])
         self._steps = 0
-
-    @classmethod
-    def device_bytes(
-        cls, config: HybridConfig, shape: KVShape, rows: int, context: int, dtype: torch.dtype
-    ) -> DeviceBytes:
-        return DeviceBytes()
-
-    def unsupported_reason(self, config: HybridConfig) -> str | None:
-        return None
 
     def use(self, config: HybridConfig, tuning: Tuning) -> None:
         self._config = config

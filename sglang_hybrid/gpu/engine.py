@@ -75,6 +75,7 @@ class CudaEngine(Engine):
     """One per model runner on a GPU."""
 
     reports_ratio: ClassVar[bool] = True
+    predicts: ClassVar[bool] = True
     holds_weights: ClassVar[bool] = True
 
     def __init__(

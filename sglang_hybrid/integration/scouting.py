@@ -45,7 +45,7 @@ class Scouting:
         if self._stop:
             self._stop()
             self._stop = None
-        predictions = self._predictions(config, profile)
+        predictions = self._predictions(config, profile) if engine.predicts else {}
         self._predicted = set(predictions)
         first = min(predictions, default=0)
         engine.set_predictors({layer - first: given for layer, given in predictions.items()})

@@ -11,6 +11,7 @@ import pytest
 import torch
 from attention_oracle import softmax_attention
 from decoding import Requests, Shape, T
+from installed_package import installed
 
 from sglang_hybrid.config import ConfigError, HybridConfig
 from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
@@ -18,7 +19,14 @@ from sglang_hybrid.engines.torch import TorchAttention
 from sglang_hybrid.gpu.settings import why_not
 from sglang_hybrid.policies import registry
 from sglang_hybrid.policies.full import FullPolicy
-from sglang_hybrid.policies.registry import PolicyContext, UnknownPolicy, policy_named, policy_names, register_policy
+from sglang_hybrid.policies.registry import (
+    ENTRY_POINTS,
+    PolicyContext,
+    UnknownPolicy,
+    policy_named,
+    policy_names,
+    register_policy,
+)
 
 EXAMPLE = Path(__file__).parents[2] / "examples/streaming_llm"
 
@@ -60,15 +68,6 @@ def test_a_name_is_given_once() -> None:
         register_policy("full", description="")(lambda _context: FullPolicy())
 
 
-def installed(directory: Path) -> dict[str, str]:
-    """An environment in which the example package is installed, as far as entry points go."""
-    information = directory / "streaming_llm-0.1.0.dist-info"
-    information.mkdir(parents=True)
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: streaming-llm\nVersion: 0.1.0\n")
-    (information / "entry_points.txt").write_text("[sglang_hybrid.policies]\nstreaming_llm = streaming_llm\n")
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLE), str(directory), *sys.path])}
-
-
 def test_a_package_adds_a_policy_by_its_entry_point(tmp_path: Path) -> None:
     program = (
         "from sglang_hybrid.config import HybridConfig; from sglang_hybrid.policies.registry import policy_named;"
@@ -77,7 +76,11 @@ def test_a_package_adds_a_policy_by_its_entry_point(tmp_path: Path) -> None:
         "print(policy.description, config.section(policy.settings).window_tokens)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], env=installed(tmp_path), capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        env=os.environ | installed(tmp_path, "streaming_llm", ENTRY_POINTS, "streaming_llm", EXAMPLE),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stdout == "the first and the last tokens of a request are attended to 1024\n", done.stderr
 
