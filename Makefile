@@ -45,7 +45,7 @@ pd: install
 
 chaos: USE := serve
 chaos: install
-	@$(BIN)/sglang-hybrid chaos $(ARGS)
+	@$(BIN)/python -m bench.chaos $(ARGS)
 
 test: lint types
 	$(TOGETHER) -m "not gpu and not full"

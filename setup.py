@@ -16,9 +16,9 @@ import build_native  # noqa: E402
 
 # from the checkout into the package: CUDA kernels, which are compiled where they run, and settings that come with it
 SHIPPED = {
-    "kernels/cuda/include": "cuda/kernels/cuda/include",
-    "kernels/cuda/src": "cuda/kernels/cuda/src",
-    "kernels/cpu/include": "cuda/kernels/cpu/include",
+    "kernels/cuda/include": "ops/cuda/kernels/cuda/include",
+    "kernels/cuda/src": "ops/cuda/kernels/cuda/src",
+    "kernels/cpu/include": "ops/cuda/kernels/cpu/include",
     "configs": "configs",
 }
 

@@ -37,7 +37,7 @@ FLAGS = {
 
 def main() -> None:
     options = parse_args()
-    from sglang_hybrid.default_model import prepare_default_model
+    from sglang_hybrid.commands.model import prepare_default_model
 
     model = options.model_path or prepare_default_model()
     prompts = cut_prompts(model, options.rounds, options.lengths)

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 
 from bench.record import write_result
-from sglang_hybrid.cuda.attention import AttendWorkspace, attend_slots, merge
-from sglang_hybrid.cuda.gathering import gather_blocks
-from sglang_hybrid.cuda.host_memory import RegisteredRegion
-from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
-from sglang_hybrid.memory.region import SharedRegion
-from sglang_hybrid.native.library import checked, library, variants
-from sglang_hybrid.native.structs import DTYPES, EngineOptions, Geometry
-from sglang_hybrid.transport.mailbox import Mailbox
+from sglang_hybrid.ops.cpu.library import checked, library, variants
+from sglang_hybrid.ops.cpu.structs import DTYPES, EngineOptions, Geometry
+from sglang_hybrid.ops.cuda.attention import AttendWorkspace, attend_slots, merge
+from sglang_hybrid.ops.cuda.copies import gather_blocks
+from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
+from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.protocol.mailbox import Mailbox
+from sglang_hybrid.protocol.region import SharedRegion
 
 HEADS, GROUP, DIM, TOKENS, SLOTS = 8, 5, 128, 32, 64
 BLOCK_BYTES = 2 * TOKENS * DIM * 2  # keys and values

@@ -27,13 +27,13 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
 from bench.record import write_result
-from sglang_hybrid.cuda.digests import HostPool, LayerDigests
-from sglang_hybrid.cuda.host_memory import RegisteredRegion
-from sglang_hybrid.cuda.placing import place_tokens
-from sglang_hybrid.gpu import staging
-from sglang_hybrid.gpu.layers import DeviceLayer
-from sglang_hybrid.gpu.prefill import DevicePrefill, PrefillRows
-from sglang_hybrid.memory.region import SharedRegion
+from sglang_hybrid.engines.cuda import staging
+from sglang_hybrid.engines.cuda.layers import DeviceLayer
+from sglang_hybrid.engines.cuda.prefill import DevicePrefill, PrefillRows
+from sglang_hybrid.ops.cuda.copies import place_tokens
+from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests
+from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
+from sglang_hybrid.protocol.region import SharedRegion
 
 QUERY_HEADS, HEADS, DIM, TOKENS, CHANNELS = 40, 8, 128, 32, 32
 HIDDEN, INTERMEDIATE = 5120, 17408

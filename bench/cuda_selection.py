@@ -17,12 +17,12 @@ import torch
 
 from bench.cuda_kernels import COLD_BYTES, DIM, DTYPE, GROUP, HEADS, SCALE, TOKENS, Row, copy_rate, row, timed
 from bench.record import write_result
-from sglang_hybrid.cuda.digests import HostPool, LayerDigests, SlotTable, Step, append, digest_pages
-from sglang_hybrid.cuda.host_memory import RegisteredRegion
-from sglang_hybrid.cuda.scoring import ScoreWorkspace, score_blocks, shift_lse
-from sglang_hybrid.cuda.selection import Misses, RecallPlan, select_blocks
-from sglang_hybrid.memory.region import SharedRegion
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, SlotTable, Step, append, digest_pages
+from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
+from sglang_hybrid.ops.cuda.scoring import ScoreWorkspace, score_blocks, shift_lse
+from sglang_hybrid.ops.cuda.selection import Misses, RecallPlan, select_blocks
+from sglang_hybrid.protocol.region import SharedRegion
 
 BUDGET, SINK, RECENT = 64, 1, 2
 RESIDENT = BUDGET - SINK - RECENT - 1
@@ -102,8 +102,8 @@ def selecting(batch: int, blocks: int, due: bool, most: int = 16) -> Row:
         scores = torch.randn(batch, HEADS, blocks, device="cuda") * 3 - 6
         launches.append(
             partial(
-                select_blocks, scores, table, step, BUDGET, misses, pool_pages=batch * blocks, bonus=1.0, worth=-3.0,
-                plan=plan, recall=flags,
+                select_blocks, scores, table, step, BUDGET, misses, pool_pages=batch * blocks, bonus=1.0,
+                min_miss_score=-3.0, plan=plan, recall=flags,
             )
         )  # fmt: skip
     moved = batch * HEADS * blocks * 4

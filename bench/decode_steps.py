@@ -31,7 +31,7 @@ import torch
 from bench.record import write_result
 from bench.side_by_side.prompts import Prompts
 from sglang_hybrid.config import config_from_environment, load_config
-from sglang_hybrid.gpu.engine import CudaEngine
+from sglang_hybrid.engines.cuda.engine import CudaEngine
 from sglang_hybrid.integration.model_session import ModelSession
 
 NAME = "decode-steps"

@@ -38,7 +38,7 @@ from bench.gates.spec import MARK, Spec, write_whole
 from bench.gates.variants import ALL_ON_WORKER, MUST_DIFFER, ON_CPU, START, VARIANTS
 from bench.record import write_result
 from bench.side_by_side.telling import log_tail, say
-from sglang_hybrid.disaggregation.processes import Member, end_all
+from sglang_hybrid.commands.pd.processes import ServerProcess, end_all
 from sglang_hybrid.origin import ROOT
 
 NAME = "gpu-gates"
@@ -89,14 +89,14 @@ class Run:
             out=str(folder / f"{role}.json"), turn=str(args.turn or folder / "turn"), timeout=args.timeout,
         )  # fmt: skip
 
-    def _start(self, role: str) -> Member:
+    def _start(self, role: str) -> ServerProcess:
         spec = self._workspace / f"{role}.spec.json"
         spec.write_text(json.dumps(asdict(self._spec(role))))
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         environment = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         if role != "hybrid" and self._args.device == "cuda":
             environment["SGLANG_PLUGINS"] = "none"
-        return Member(
+        return ServerProcess(
             role, [sys.executable, "-m", "bench.gates.child", str(spec)], self._workspace / f"{role}.log", environment
         )
 
@@ -117,7 +117,7 @@ class Run:
                 found |= json.loads((self._workspace / f"{role}.json").read_text())
         return found
 
-    def _watch(self, members: list[Member]) -> None:
+    def _watch(self, members: list[ServerProcess]) -> None:
         deadline, left = time.monotonic() + self._args.timeout, list(members)
         while left:
             for member in list(left):
@@ -132,13 +132,13 @@ class Run:
                         return  # nobody can be compared with anything
             time.sleep(0.3)  # no event to wait for: other programs work
 
-    def _pass_on(self, member: Member) -> None:
+    def _pass_on(self, member: ServerProcess) -> None:
         lines = [line for line in member.log.read_text(errors="replace").splitlines() if line.startswith(MARK)]
         for line in lines[self._shown.get(member.name, 0) :]:
             say(line.removeprefix(MARK))
         self._shown[member.name] = len(lines)
 
-    def _failed(self, member: Member, why: str) -> None:
+    def _failed(self, member: ServerProcess, why: str) -> None:
         self.failures[member.name] = why
         say(f"{member.name} {why}")
         print("\n".join(log_tail(member.log)), flush=True)

@@ -44,14 +44,14 @@ from bench.side_by_side.capacity import (
     stock_tokens,
 )
 from bench.side_by_side.configurations import Configuration
-from bench.side_by_side.measuring import Plan, measure, profile
+from bench.side_by_side.measuring import MeasurementPlan, measure, profile
 from bench.side_by_side.prompts import Prompts
 from bench.side_by_side.server import STREAM_INTERVAL, Server
 from bench.side_by_side.statistics import NotSteady
 from bench.synthetic_model import TINY, Character, Shape, ensure_model, read_model
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.memory.digests import is_compact
-from sglang_hybrid.scout.tuning import resident_tokens_of
+from sglang_hybrid.policies.scout.tuning import resident_tokens_of
 
 NAME = "throughput"
 MAX = "max"
@@ -68,7 +68,7 @@ class Benchmark:
         self._kv = KVModel.of(self._model, itemsize=4 if args.device == "cpu" else 2)
         self._limits = Limits(int(args.gpu_limit * GB), int(args.host_limit * GB), args.most_rows)
         self._prompts = Prompts(self._model, seed=0)
-        self._plan = Plan(
+        self._plan = MeasurementPlan(
             args.new_tokens, args.warm_tokens, args.repeats, args.slices, args.prompts or None, args.device
         )
         self.result: dict[str, Any] = {

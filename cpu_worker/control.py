@@ -14,7 +14,6 @@ import time
 
 import zmq
 
-from cpu_worker.cores import CoresError
 from cpu_worker.logs import LimitedLog
 from cpu_worker.parent import Parent
 from cpu_worker.providers import ProviderError
@@ -22,12 +21,12 @@ from cpu_worker.regions import DescriptorSocket, RegionError
 from cpu_worker.session import Session, SessionError
 from cpu_worker.wakes import Wakes
 from sglang_hybrid import __version__
-from sglang_hybrid.native.library import NativeError, variants
-from sglang_hybrid.native.structs import MAILBOX_VERSION
-from sglang_hybrid.transport import messages
-from sglang_hybrid.transport.control_client import CLIENT_ID_BYTES
-from sglang_hybrid.transport.directory import DirectoryError, MeetingPlace
-from sglang_hybrid.transport.messages import (
+from sglang_hybrid.ops.cpu.library import NativeError, variants
+from sglang_hybrid.ops.cpu.structs import MAILBOX_VERSION
+from sglang_hybrid.protocol import messages
+from sglang_hybrid.protocol.cores import CoresError
+from sglang_hybrid.protocol.directory import DirectoryError, WorkerDirectory
+from sglang_hybrid.protocol.messages import (
     Answer,
     Attach,
     Done,
@@ -36,10 +35,10 @@ from sglang_hybrid.transport.messages import (
     Health,
     HealthReport,
     Hello,
-    Plan,
     Request,
     Stats,
     Stop,
+    ThreadPlan,
     WarmUp,
     Welcome,
 )
@@ -59,7 +58,7 @@ class ControlServer:
     Use as a context manager: what it created in the directory is gone afterwards.
     """
 
-    def __init__(self, place: MeetingPlace, parent: Parent | None, wakes: Wakes) -> None:
+    def __init__(self, place: WorkerDirectory, parent: Parent | None, wakes: Wakes) -> None:
         """Raises DirectoryError where the directory is not ours alone, or another worker lives there."""
         self._parent, self._wakes = parent, wakes
         self._started = time.monotonic()
@@ -163,7 +162,7 @@ class ControlServer:
         try:
             if len(frames) != 1:
                 raise messages.ProtocolError(f"a message of {len(frames)} frames instead of one")
-            return self._answer(identity[:CLIENT_ID_BYTES], messages.decode_request(frames[0]))
+            return self._answer(identity[: messages.CLIENT_ID_BYTES], messages.decode_request(frames[0]))
         except (
             messages.ProtocolError, CoresError, ProviderError, NativeError, RegionError, SessionError, OSError,
         ) as error:  # fmt: skip
@@ -185,7 +184,7 @@ class ControlServer:
                 return self._health()
             case Attach(token=token):
                 self._attach(client, token)
-            case Plan():
+            case ThreadPlan():
                 planned = self._session_of(client, "plan").plan(request)
                 bound = f"on cores {','.join(map(str, planned.cores))}" if planned.cores else "not bound to cores"
                 log.info("computing: %s (%s), %d threads %s", planned.provider, planned.variant, planned.threads, bound)
@@ -245,7 +244,7 @@ class ControlServer:
         self._detach()
 
 
-def _lock(place: MeetingPlace) -> int:
+def _lock(place: WorkerDirectory) -> int:
     """A lock on the directory itself: no file to leave behind, and gone with the process that held it."""
     place.check()
     fd = os.open(place.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -266,14 +265,14 @@ def _lock(place: MeetingPlace) -> int:
     return fd
 
 
-def _listen(place: MeetingPlace) -> DescriptorSocket:
+def _listen(place: WorkerDirectory) -> DescriptorSocket:
     try:
         return DescriptorSocket(place.regions)
     except OSError as error:
         raise DirectoryError(f"no socket can be made in {place.path}: {error.strerror}") from error
 
 
-def _bind(place: MeetingPlace, stack: contextlib.ExitStack) -> zmq.Socket[bytes]:
+def _bind(place: WorkerDirectory, stack: contextlib.ExitStack) -> zmq.Socket[bytes]:
     context = zmq.Context()
     stack.callback(context.term)
     control = context.socket(zmq.ROUTER)

@@ -7,11 +7,11 @@ import time
 from ctypes import c_int32, c_uint64
 from dataclasses import dataclass
 
-from cpu_worker.cores import Placement
 from cpu_worker.mapping import Mapping
-from sglang_hybrid.native.library import checked, library, mailbox_fields
-from sglang_hybrid.native.structs import EngineOptions, EngineStats, Geometry, Job, MailboxLayout
-from sglang_hybrid.transport.messages import Plan, StatsReport
+from sglang_hybrid.ops.cpu.library import checked, library, mailbox_fields
+from sglang_hybrid.ops.cpu.structs import EngineOptions, EngineStats, Geometry, Job, MailboxLayout
+from sglang_hybrid.protocol.cores import Placement
+from sglang_hybrid.protocol.messages import StatsReport, ThreadPlan
 
 _MOST = (1 << 63) - 1  # what a message can carry
 _DRAIN_LOOK_S = 0.001
@@ -46,7 +46,7 @@ class Regions:
 class Engine:
     """Threads of the engine on attached regions, from construction to ``stop``."""
 
-    def __init__(self, regions: Regions, plan: Plan, placement: Placement) -> None:
+    def __init__(self, regions: Regions, plan: ThreadPlan, placement: Placement) -> None:
         """``placement.threads`` 0: no threads that compute, the owner calls ``take`` and ``answer``.
 
         Raises NativeError; nothing runs then.

@@ -15,8 +15,8 @@ from cpu_worker import logs
 from cpu_worker.control import ControlServer
 from cpu_worker.parent import Parent, set_process_name
 from cpu_worker.wakes import Wakes
-from sglang_hybrid.native.library import NativeError, library
-from sglang_hybrid.transport.directory import DirectoryError, MeetingPlace
+from sglang_hybrid.ops.cpu.library import NativeError, library
+from sglang_hybrid.protocol.directory import DirectoryError, WorkerDirectory
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _directory(given: Path | None, ours: bool) -> Iterator[MeetingPlace]:
+def _directory(given: Path | None, ours: bool) -> Iterator[WorkerDirectory]:
     """The directory to serve, made if it does not exist; what was made is removed afterwards. Raises DirectoryError.
 
     ``ours``: a server made it for this worker alone, and may be gone when it is to be removed.
@@ -70,12 +70,12 @@ def _directory(given: Path | None, ours: bool) -> Iterator[MeetingPlace]:
         if given is None:
             given = Path(tempfile.mkdtemp(prefix="sglang-hybrid-", dir=os.environ.get("XDG_RUNTIME_DIR") or "/tmp"))
         elif made:
-            MeetingPlace.at(given)  # before there is something to remove
+            WorkerDirectory.at(given)  # before there is something to remove
             given.mkdir(mode=0o700)
     except OSError as error:
         raise DirectoryError(f"directory {given or ''} cannot be made: {error.strerror}") from error
     try:
-        yield MeetingPlace.at(given)
+        yield WorkerDirectory.at(given)
     finally:
         if made or ours:
             with contextlib.suppress(OSError):  # somebody else put something there, or removed it

@@ -6,14 +6,14 @@ import ctypes
 from collections.abc import Callable
 
 from cpu_worker import providers
-from cpu_worker.cores import place, read_topology
 from cpu_worker.engine import Regions
 from cpu_worker.mapping import Mapping
 from cpu_worker.providers import Provider
 from cpu_worker.regions import Offer, RegionError, checked_size
-from sglang_hybrid.native.library import checked, library
-from sglang_hybrid.native.structs import Geometry
-from sglang_hybrid.transport.messages import Plan, Planned, StatsReport
+from sglang_hybrid.ops.cpu.library import checked, library
+from sglang_hybrid.ops.cpu.structs import Geometry
+from sglang_hybrid.protocol.cores import place, read_topology
+from sglang_hybrid.protocol.messages import Planned, StatsReport, ThreadPlan
 
 
 class SessionError(RuntimeError):
@@ -47,7 +47,7 @@ class Session:
     def completed(self) -> int:
         return self._regions.completed
 
-    def plan(self, plan: Plan) -> Planned:
+    def plan(self, plan: ThreadPlan) -> Planned:
         """Start computing, in place of what ran before.
 
         Raises CoresError or ProviderError before anything changed; NativeError when the engine could not be started,

@@ -4,7 +4,7 @@ SGLang's own entry point does not load plugins before it reads its arguments. Lo
 at import, because the processes it spawns import this module again.
 """
 
-from sglang_hybrid.integration.loading import load_plugin
+from sglang_hybrid.integration.activate import load_plugin
 
 load_plugin()
 

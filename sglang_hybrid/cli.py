@@ -28,14 +28,13 @@ class Command:
 
 COMMANDS = {
     "serve": Command("sglang_hybrid.commands.serve", "start an OpenAI-compatible server; takes every SGLang flag"),
-    "pd": Command("sglang_hybrid.disaggregation.main", "start prefill, decode and router on this machine"),
+    "pd": Command("sglang_hybrid.commands.pd.main", "start prefill, decode and router on this machine"),
     "worker": Command("cpu_worker.main", "start a CPU worker by hand; servers start their own"),
-    "profile": Command("sglang_hybrid.profiling.main", "tune prediction, selection and recall for a model"),
-    "eval": Command("sglang_hybrid.eval.main", "accuracy of settings against full attention"),
-    "bench": Command("sglang_hybrid.commands.bench", "measure this host's CPU worker, or run SGLang's benchmarks"),
+    "profile": Command("sglang_hybrid.commands.profile.main", "tune prediction, selection and recall for a model"),
+    "eval": Command("sglang_hybrid.commands.eval.main", "accuracy of settings against full attention"),
+    "bench": Command("sglang_hybrid.commands.bench", "run SGLang's benchmarks with this backend"),
     "config": Command("sglang_hybrid.commands.config", "every setting: its value, what auto becomes here, its source"),
-    "model": Command("sglang_hybrid.default_model.__main__", "prepare the default model and print its directory"),
-    "chaos": Command("sglang_hybrid.chaos.main", "faults at random against a real server, every answer compared"),
+    "model": Command("sglang_hybrid.commands.model.__main__", "prepare the default model and print its directory"),
     "check": Command("sglang_hybrid.commands.check", "verify that this SGLang takes all our hooks"),
 }
 

@@ -32,7 +32,7 @@ from sglang_hybrid.config_history import what_became_of
 from sglang_hybrid.config_sources import read_file, read_override
 from sglang_hybrid.env import ConfigError
 from sglang_hybrid.policies.registry import has_policy, policies_with_settings, policy_named, policy_names
-from sglang_hybrid.policies.scout_options import ScoutOptions
+from sglang_hybrid.policies.scout.options import ScoutOptions
 from sglang_hybrid.setting_fields import default_of, description_of, fields_of, legal_values_of
 from sglang_hybrid.shipped import profile_path
 

@@ -106,7 +106,6 @@ EVENTS = EnvVar(
     "internal: FIFO of what the console shows",
 )
 
-CHAOS = EnvVar("SGLANG_HYBRID_CHAOS", STRINGS, (), "internal: switches of a chaos run")
 NATIVE_LIBRARY = EnvVar("SGLANG_HYBRID_NATIVE_LIBRARY", PATH, None, "internal: another build of the CPU kernels")
 WORKER_TASK_BLOCKS = EnvVar(
     "SGLANG_HYBRID_WORKER_TASK_BLOCKS",
@@ -131,7 +130,6 @@ VARIABLES: tuple[EnvVar[Any], ...] = (
     LOAD_FILE,
     MEMORY_AT_START,
     EVENTS,
-    CHAOS,
     NATIVE_LIBRARY,
     WORKER_TASK_BLOCKS,
     CPU_VARIANT,

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpu_worker.cores import Topology, format_cpus, read_topology
 from sglang_hybrid import container
+from sglang_hybrid.protocol.cores import Topology, format_cpus, read_topology
 
 GIB = 1 << 30
 _NAME_BYTES = 96  # NVML's own limit for the name of a device

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from cpu_worker.cores import CoresError, Placement, format_cpus, place
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import ConfigError, HybridConfig
 from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
-from sglang_hybrid.gpu.settings import why_not
+from sglang_hybrid.engines.cuda.settings import unsupported_settings
 from sglang_hybrid.host import GIB, Host
 from sglang_hybrid.policies.registry import policy_named
-from sglang_hybrid.scout.tuning import (
+from sglang_hybrid.policies.scout.tuning import (
     DEFAULT_BONUS,
     DEFAULT_INTERVAL,
     DEFAULT_MISS_SHARE,
@@ -24,6 +23,7 @@ from sglang_hybrid.scout.tuning import (
     resident_tokens_of,
     score_interval_of,
 )
+from sglang_hybrid.protocol.cores import CoresError, Placement, format_cpus, place
 
 _NO_WORKER = "unused: no worker"
 _NO_GPU = "unused: no GPU"
@@ -101,7 +101,7 @@ def _hot_tokens(config: HybridConfig, host: Host) -> str:
 
 
 def _kernels_score(config: HybridConfig, host: Host) -> bool:
-    return bool(host.gpus) and why_not(config) is None
+    return bool(host.gpus) and unsupported_settings(config) is None
 
 
 def _threads(config: HybridConfig, host: Host) -> str:

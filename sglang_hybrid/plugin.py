@@ -27,15 +27,10 @@ def register() -> None:
 
 def create_backend(model_runner: Any) -> Any:
     """SGLang's factory call, in the process that runs the model."""
-    from sglang_hybrid import env
     from sglang_hybrid.integration import hooks
     from sglang_hybrid.integration.attention_backend import HybridAttnBackend
     from sglang_hybrid.integration.refusals import told
 
     hooks.verify()
-    if env.CHAOS.get():
-        from sglang_hybrid.chaos import inside
-
-        inside.install()
     with told():
         return HybridAttnBackend(model_runner)

@@ -27,7 +27,7 @@ REFUSED = 2  # exit status
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    from sglang_hybrid.integration.loading import load_plugin
+    from sglang_hybrid.integration.activate import load_plugin
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     load_plugin()

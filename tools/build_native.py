@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))  # the package itself is not installed yet
 from sglang_hybrid.user_cache import default_cache_dir  # noqa: E402
 
 SOURCE = ROOT / "kernels" / "cpu"
-TARGET = ROOT / "sglang_hybrid" / "native"
+TARGET = ROOT / "sglang_hybrid" / "ops" / "cpu"
 LIBRARY = "libsglang_hybrid_cpu.so"
 BUILT_FROM = ".built-from"  # beside the library: the hash of what it was built from
 

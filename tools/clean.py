@@ -19,7 +19,7 @@ from sglang_hybrid.user_cache import default_cache_dir  # noqa: E402
 
 _MADE = (
     *(".venv", ".venv-*", "build", "dist", "*.egg-info", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"),
-    *("sglang_hybrid/native/*.so", "sglang_hybrid/native/.built-from"),
+    *("sglang_hybrid/ops/cpu/*.so", "sglang_hybrid/ops/cpu/.built-from"),
 )
 _PACKAGES = ("sglang_hybrid", "cpu_worker", "bench", "tests", "tools")
 _CACHED = ("models", "native", "cuda")  # nothing else: the user may have named a directory with other things in it

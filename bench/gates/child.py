@@ -73,7 +73,7 @@ def read_cases(session: Any, spec: Spec, cases: dict[str, Any], reference: dict[
 
 def cuda_engine(session: Any) -> Any:
     """The engine of recorded graphs, or None."""
-    from sglang_hybrid.gpu.engine import CudaEngine
+    from sglang_hybrid.engines.cuda.engine import CudaEngine
 
     fast = session.runner.attn_backend._fast
     return fast if isinstance(fast, CudaEngine) else None
@@ -146,10 +146,10 @@ def read_variants(
 def main() -> None:
     spec = Spec(**json.loads(Path(sys.argv[1]).read_text()))
     begun = time.monotonic()
-    from sglang_hybrid.integration import loading
+    from sglang_hybrid.integration import activate
 
     if spec.role != "hybrid" and spec.device == "cuda":
-        loading.load_plugin = lambda: None  # stock is stock. Without a GPU it needs ours for its page allocator
+        activate.load_plugin = lambda: None  # stock is stock. Without a GPU it needs ours for its page allocator
     from sglang_hybrid.integration.model_session import ModelSession
 
     session = ModelSession(spec.flags)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.side_by_side.telling import log_tail
-from sglang_hybrid.disaggregation.processes import Member, end_all
+from sglang_hybrid.commands.pd.processes import ServerProcess, end_all
 from sglang_hybrid.origin import ROOT
 
 _FIGURES = (
@@ -48,7 +48,7 @@ class Benchmark:
     def __enter__(self) -> Benchmark:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-        self._member = Member("bench_serving", self._command, self._folder / "bench-serving.log", environment)
+        self._member = ServerProcess("bench_serving", self._command, self._folder / "bench-serving.log", environment)
         return self
 
     def __exit__(self, *_: object) -> None:

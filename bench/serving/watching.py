@@ -11,7 +11,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from sglang_hybrid.disaggregation.processes import get
+from sglang_hybrid.commands.pd.processes import get
 
 
 def gpu_mib() -> int | None:

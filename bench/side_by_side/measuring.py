@@ -21,7 +21,7 @@ _TRACE_SECONDS = 60
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeasurementPlan:
     """How each point is measured."""
 
     new_tokens: int
@@ -36,7 +36,7 @@ class Plan:
         return rows if self.different is None else min(self.different, rows)
 
 
-def measure(server: Server, prompts: Prompts, plan: Plan, length: int, rows: int) -> Point:
+def measure(server: Server, prompts: Prompts, plan: MeasurementPlan, length: int, rows: int) -> Point:
     """All rows are sent together, ``repeats`` times; from the second time on their prompts are cached."""
     different = plan.different_of(rows)
     ids = prompts.rows(length, rows, different)
@@ -66,7 +66,7 @@ def measure(server: Server, prompts: Prompts, plan: Plan, length: int, rows: int
     }
 
 
-def profile(server: Server, prompts: Prompts, plan: Plan, length: int, rows: int) -> dict[str, Any]:
+def profile(server: Server, prompts: Prompts, plan: MeasurementPlan, length: int, rows: int) -> dict[str, Any]:
     """Where the time of a step goes, from a trace of a few steps of the same batch. Profiling slows steps down."""
 
     async def start(session: aiohttp.ClientSession) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.side_by_side import metrics
 from bench.side_by_side.configurations import Configuration
-from sglang_hybrid.disaggregation.processes import Member, answers, end_all, get, wait_until
+from sglang_hybrid.commands.pd.processes import ServerProcess, answers, end_all, get, wait_until
 from sglang_hybrid.origin import ROOT
 
 START_SECONDS = 400  # kernels may be compiled on the way
@@ -52,7 +52,7 @@ class Server:
     def __enter__(self) -> Server:
         begin = time.monotonic()
         paths = {"PYTHONPATH": _path_with_root()}
-        self._member = Member(self._name, self.command, self.log, self._environment | paths)
+        self._member = ServerProcess(self._name, self.command, self.log, self._environment | paths)
         try:
             ready = lambda: answers(f"{self.url}/health")  # noqa: E731
             wait_until([self._member], ready, START_SECONDS, f"{self._name} did not serve")

@@ -26,7 +26,7 @@ CATEGORIES: tuple[tuple[str, str], ...] = (
     ("append", r"append_tokens|digest_pages|set_kv|store_cache|store_kv"),
     (
         "attention",
-        r"attend_slots|attend_pages|attend_missed|finish_late|merge_sides|flash|BatchDecode|BatchPrefill|paged|MergeState|VariableLength|attention|fmha",
+        r"attend_slots|attend_pages|finish_late|merge_sides|flash|BatchDecode|BatchPrefill|paged|MergeState|VariableLength|attention|fmha",
     ),
     ("GEMM", r"gemm|gemv|cutlass|cublas|nvjet|splitKreduce|wgmma"),
     ("copy", r"memcpy|memset"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cpu_worker.providers.base import Provider, ProviderError
-from sglang_hybrid.transport.messages import Provider as Name
+from sglang_hybrid.protocol.messages import Provider as Name
 
 __all__ = ["Provider", "ProviderError", "create"]
 

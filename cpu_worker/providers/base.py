@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from cpu_worker.cores import Placement
 from cpu_worker.engine import Regions
-from sglang_hybrid.transport.messages import Plan, Planned, StatsReport
+from sglang_hybrid.protocol.cores import Placement
+from sglang_hybrid.protocol.messages import Planned, StatsReport, ThreadPlan
 
 
 class ProviderError(RuntimeError):
@@ -18,7 +18,7 @@ class Provider(ABC):
     """Started once. Every method but ``stop`` needs a started provider."""
 
     @abstractmethod
-    def start(self, regions: Regions, plan: Plan, placement: Placement, failed: Callable[[str], None]) -> Planned:
+    def start(self, regions: Regions, plan: ThreadPlan, placement: Placement, failed: Callable[[str], None]) -> Planned:
         """Answer posts from now on; ``regions`` stay mapped until ``stop``.
 
         ``failed`` is called, from any thread, with a reason when the provider cannot go on after all.

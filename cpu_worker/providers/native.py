@@ -6,13 +6,13 @@ import ctypes
 import logging
 from collections.abc import Callable
 
-from cpu_worker.cores import Placement
 from cpu_worker.engine import Engine, Regions
 from cpu_worker.population import Population
 from cpu_worker.providers.base import Provider
-from sglang_hybrid.native.library import checked, library
-from sglang_hybrid.native.structs import ITEMSIZES, BlockAttention
-from sglang_hybrid.transport.messages import Plan, Planned, StatsReport
+from sglang_hybrid.ops.cpu.library import checked, library
+from sglang_hybrid.ops.cpu.structs import ITEMSIZES, BlockAttention
+from sglang_hybrid.protocol.cores import Placement
+from sglang_hybrid.protocol.messages import Planned, StatsReport, ThreadPlan
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class NativeProvider(Provider):
         self._regions: Regions | None = None
         self._population: Population | None = None
 
-    def start(self, regions: Regions, plan: Plan, placement: Placement, failed: Callable[[str], None]) -> Planned:
+    def start(self, regions: Regions, plan: ThreadPlan, placement: Placement, failed: Callable[[str], None]) -> Planned:
         self._engine = Engine(regions, plan, placement)
         self._regions, threads = regions, self._engine.threads
         if threads < placement.threads:

@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
-from cpu_worker.cores import Placement
 from cpu_worker.engine import Engine, Regions
 from cpu_worker.providers.base import Provider, ProviderError
-from sglang_hybrid.native.structs import Job
-from sglang_hybrid.transport.messages import Plan, Planned, StatsReport
+from sglang_hybrid.ops.cpu.structs import Job
+from sglang_hybrid.protocol.cores import Placement
+from sglang_hybrid.protocol.messages import Planned, StatsReport, ThreadPlan
 
 try:
     import torch
@@ -98,7 +98,7 @@ class TorchProvider(Provider):
     def kernel(self) -> Kernel:
         return flash_attention
 
-    def start(self, regions: Regions, plan: Plan, placement: Placement, failed: Callable[[str], None]) -> Planned:
+    def start(self, regions: Regions, plan: ThreadPlan, placement: Placement, failed: Callable[[str], None]) -> Planned:
         self._regions, self._placement, self._failed = regions, placement, failed
         self._kernel = self.kernel()
         self._engine = Engine(regions, plan, Placement(threads=0, group_threads=1))

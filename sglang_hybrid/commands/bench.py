@@ -1,4 +1,4 @@
-"""``sglang-hybrid bench NAME``: this host's CPU worker, or one of SGLang's benchmarks with the plugin loaded."""
+"""``sglang-hybrid bench NAME``: one of SGLang's benchmarks with the plugin loaded."""
 
 from __future__ import annotations
 
@@ -14,19 +14,11 @@ _MODULES = {
     # a client of a running server: it needs no plugin
     "serving": ("sglang.benchmark.serving", "requests over time, sent to a server that runs already"),
 }
-_SUMMARIES = {
-    "worker": "GB/s of block attention on this host's CPU, beside its read bandwidth",
-    **{name: f"SGLang's: {summary}" for name, (_, summary) in _MODULES.items()},
-}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit status, except for SGLang's benchmarks, which take the place of this process."""
     name, rest = (arguments[0] if arguments else ""), list(arguments[1:])
-    if name == "worker":
-        from cpu_worker.bench.main import main as bench_worker
-
-        return bench_worker(rest)
     if name in _MODULES:
         # as the main module of a process of its own, which is what the processes it spawns import again
         os.execv(sys.executable, [sys.executable, "-m", _MODULES[name][0], *rest])
@@ -40,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_with_defaults(benchmark: Callable[[], None]) -> None:
     """Run one of SGLang's benchmarks, which reads this process's arguments, with the backend and model of ``serve``."""
-    from sglang_hybrid.default_model import DefaultModelError
+    from sglang_hybrid.commands.model import DefaultModelError
     from sglang_hybrid.env import ConfigError
     from sglang_hybrid.integration.refusals import Refusal
     from sglang_hybrid.memory.capacity import CapacityError
@@ -54,7 +46,7 @@ def run_with_defaults(benchmark: Callable[[], None]) -> None:
 
 def with_defaults(arguments: Sequence[str]) -> list[str]:
     """The arguments of one of SGLang's benchmarks, with our backend and the default model where none is named."""
-    from sglang_hybrid.default_model import prepare_default_model
+    from sglang_hybrid.commands.model import prepare_default_model
     from sglang_hybrid.integration import BACKEND_NAME
 
     named = {argument.split("=", 1)[0] for argument in arguments}
@@ -68,12 +60,11 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
 
 
 def _help() -> str:
-    names = "\n".join(f"  {name:20}{summary}" for name, summary in _SUMMARIES.items())
+    names = "\n".join(f"  {name:20}{summary}" for name, (_, summary) in _MODULES.items())
     return (
         "usage: sglang-hybrid bench NAME ...\n\n"
         f"benchmarks (NAME --help lists the flags of each):\n{names}\n\n"
         "SGLang's benchmarks run the default model with --attention-backend hybrid unless flags say otherwise.\n\n"
         "examples:\n"
-        "  sglang-hybrid bench worker --quick\n"
         "  sglang-hybrid bench one_batch --batch-size 2 --input-len 512 --output-len 16\n"
     )

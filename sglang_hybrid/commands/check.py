@@ -16,7 +16,7 @@ def main(arguments: Sequence[str]) -> None:
         "name of the hook, where SGLang does not take one. Takes as long as importing SGLang does.",
     ).parse_args(arguments)
     from sglang_hybrid.integration import hooks
-    from sglang_hybrid.integration.loading import load_plugin
+    from sglang_hybrid.integration.activate import load_plugin
     from sglang_hybrid.integration.versions import installed_sglang
 
     load_plugin()

@@ -41,7 +41,7 @@ def with_model(arguments: Sequence[str]) -> list[str]:
 
 
 def _default_model() -> Path:
-    from sglang_hybrid.default_model import DefaultModelError, prepare_default_model
+    from sglang_hybrid.commands.model import DefaultModelError, prepare_default_model
 
     try:
         return prepare_default_model(report=lambda line: print(line, file=sys.stderr, flush=True))

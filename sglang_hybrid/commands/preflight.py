@@ -17,7 +17,7 @@ from sglang_hybrid.commands.ports import check_port
 from sglang_hybrid.config import ConfigError, HybridConfig, load_with_sources
 from sglang_hybrid.host import GIB, this_host
 from sglang_hybrid.policies.registry import policy_named
-from sglang_hybrid.scout.profile_facts import ProfileError, mismatches, read_facts
+from sglang_hybrid.policies.scout.profile_facts import ProfileError, mismatches, read_facts
 
 _ALLOW_LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 

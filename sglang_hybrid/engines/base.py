@@ -21,8 +21,8 @@ import torch
 
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.memory.capacity import KVShape
-from sglang_hybrid.scout.predictor import Correction, QueryWeights
-from sglang_hybrid.scout.tuning import Tuning
+from sglang_hybrid.policies.scout.predictor import Correction, QueryWeights
+from sglang_hybrid.policies.scout.tuning import Tuning
 
 RatioWatcher = Callable[[int, float], None]  # layer, share of its blocks that the CPU computed
 

@@ -22,14 +22,14 @@ from sglang_hybrid.memory.digests import CompactDigests
 from sglang_hybrid.memory.pages import page_table
 from sglang_hybrid.memory.pool import KVPool
 from sglang_hybrid.memory.prompt_queries import PromptQueries
-from sglang_hybrid.misses.base import MissServer
-from sglang_hybrid.misses.reference import ReferenceMisses
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.base import DecodeBatch, LayerCache
 from sglang_hybrid.policies.full import read_row
 from sglang_hybrid.policies.registry import PolicyContext, policy_named
-from sglang_hybrid.scout.predictor import QueryPredictor
-from sglang_hybrid.scout.tuning import Tuning, tuning_of
+from sglang_hybrid.policies.scout.predictor import QueryPredictor
+from sglang_hybrid.policies.scout.tuning import Tuning, tuning_of
+from sglang_hybrid.worker.miss_server import MissServer
+from sglang_hybrid.worker.torch_attention import TorchMisses
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TorchAttention:
         """For at most ``rows`` requests at a time and ``layers`` layers."""
         self._rows = rows
         self._layers = layers
-        self._misses = misses or ReferenceMisses()
+        self._misses = misses or TorchMisses()
         self._prompts = PromptQueries(rows)
         self.use(config)
 
@@ -61,11 +61,11 @@ class TorchAttention:
                 config, self._rows, self._layers, self._misses, self._prompts, tuning or tuning_of(config, self._layers)
             )
         )
-        self.policy.rows_begin(list(range(self._rows)))
+        self.policy.reset_rows(list(range(self._rows)))
 
-    def rows_begin(self, rows: list[int]) -> None:
+    def reset_rows(self, rows: list[int]) -> None:
         """Forget all state of ``rows``: a new request took the row, or a request was rewound to its prompt."""
-        self.policy.rows_begin(rows)
+        self.policy.reset_rows(rows)
 
     def prefill(self, query: torch.Tensor, cache: LayerCache, batch: PagedPrefill, scale: float) -> torch.Tensor:
         """query ``[new tokens of all rows, query heads, head_dim]`` -> the same, with the value's dim.
@@ -138,7 +138,7 @@ class TorchEngine(Engine):
         self._slots = batch.slots
         rows = batch.rows.to(torch.int64)
         self._prefill = PagedPrefill(self._table(rows, batch.lengths), rows, batch.lengths, batch.new_tokens)
-        self.attention.rows_begin(rows.tolist())
+        self.attention.reset_rows(rows.tolist())
 
     def prefill(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
@@ -165,7 +165,7 @@ class TorchEngine(Engine):
         return self.attention.decode(query, self._cache(layer), self._step, scale)
 
     def reset_rows(self, rows: torch.Tensor) -> None:
-        self.attention.rows_begin(rows.tolist())
+        self.attention.reset_rows(rows.tolist())
 
     def watch_ratio(self, watcher: RatioWatcher | None) -> None:
         self._watcher = self.attention.policy.on_ratio = watcher

@@ -16,13 +16,13 @@ from sglang_hybrid.integration.channels import choose_channels
 from sglang_hybrid.integration.create_engines import create_engines
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
 from sglang_hybrid.integration.miss_server import rank_of
+from sglang_hybrid.integration.predictor import Scouting, read_profile
 from sglang_hybrid.integration.refusals import Refusal
-from sglang_hybrid.integration.scouting import Scouting, read_profile
 from sglang_hybrid.metrics import ScoutMetrics
 from sglang_hybrid.policies.base import DecodePolicy
 from sglang_hybrid.policies.registry import policy_named
-from sglang_hybrid.scout.profile import Profile
-from sglang_hybrid.scout.tuning import tuning_of
+from sglang_hybrid.policies.scout.profile import Profile
+from sglang_hybrid.policies.scout.tuning import tuning_of
 
 logger = logging.getLogger("sglang.srt.hybrid")
 

@@ -8,7 +8,7 @@ import torch
 
 from sglang_hybrid.integration.decoder_layers import DecoderLayers, UnknownLayers
 from sglang_hybrid.memory.sketches import Sketches, channel_order
-from sglang_hybrid.scout.profile import Profile
+from sglang_hybrid.policies.scout.profile import Profile
 
 logger = logging.getLogger("sglang.srt.hybrid")
 

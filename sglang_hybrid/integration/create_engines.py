@@ -12,8 +12,8 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.base import Engine, ModelFacts
 from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
 from sglang_hybrid.engines.cpu import CpuEngine
+from sglang_hybrid.engines.cuda import engine as cuda
 from sglang_hybrid.engines.torch import TorchEngine
-from sglang_hybrid.gpu import engine as cuda
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
 from sglang_hybrid.integration.miss_server import (
     checked_geometry,
@@ -23,10 +23,10 @@ from sglang_hybrid.integration.miss_server import (
     start_worker,
 )
 from sglang_hybrid.integration.refusals import Refusal
-from sglang_hybrid.native import NativeError, library
+from sglang_hybrid.ops.cpu import NativeError, library
 from sglang_hybrid.policies.registry import policy_named
-from sglang_hybrid.scout.profile import Profile
-from sglang_hybrid.scout.tuning import tuning_of
+from sglang_hybrid.policies.scout.profile import Profile
+from sglang_hybrid.policies.scout.tuning import tuning_of
 
 logger = logging.getLogger("sglang.srt.hybrid")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang_hybrid.scout.predictor import QueryWeights
+from sglang_hybrid.policies.scout.predictor import QueryWeights
 
 # layer id, the layer's input [tokens, hidden], positions [tokens], SGLang's forward batch
 LayerInput = Callable[[int, torch.Tensor, torch.Tensor, Any], None]

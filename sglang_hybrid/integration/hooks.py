@@ -18,7 +18,7 @@ from sglang_hybrid.integration import (
     arrivals,
     console_events,
     decode_graphs,
-    load_file,
+    load_snapshot,
     memory_kinds,
     pools,
     refusals,
@@ -73,7 +73,7 @@ def all_hooks() -> tuple[Hook, ...]:
             HookType.BEFORE,
             refusals.refuse_request,
         ),
-        Hook("sglang.srt.managers.load_snapshot.shm_path_for", HookType.AROUND, load_file.shm_path_for),
+        Hook("sglang.srt.managers.load_snapshot.shm_path_for", HookType.AROUND, load_snapshot.shm_path_for),
         *(
             Hook(f"sglang.srt.managers.tp_worker.BaseTpWorker.{method}", HookType.AROUND, weight_updates.update)
             for method in weight_updates.METHODS

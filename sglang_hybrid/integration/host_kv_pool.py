@@ -8,13 +8,13 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_hybrid.config import config_from_environment
-from sglang_hybrid.gpu.admission import PageAdmission
+from sglang_hybrid.engines.cuda.admission import PageAdmission
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.memory.digests import CompactDigests, Digests, is_compact
 from sglang_hybrid.memory.pages import to_head_major, touched_pages
-from sglang_hybrid.memory.region import SharedRegion
 from sglang_hybrid.memory.sketches import Sketches
-from sglang_hybrid.native.host import HostKernels
+from sglang_hybrid.ops.cpu.decoder import HostKernels
+from sglang_hybrid.protocol.region import SharedRegion
 
 _PAGES_AT_A_TIME = 256  # of one layer are copied while pages that arrived are permuted
 
@@ -105,20 +105,13 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         if self.sketches:
             self.sketches.refresh(layer, keys, self.digests.of_layer(layer), pages)
 
-    def spoil(self, pages: torch.Tensor) -> None:
-        """Nobody needs these pages: NaN for whoever reads them all the same."""
-        self._wait_for_device()
-        pages = pages.to("cpu", torch.int64)
-        for buffer in (*self.k_buffer, *self.v_buffer):
-            buffer[pages] = torch.nan
-
     # SGLang takes a request's KV out of the pool and puts it back elsewhere when it retracts a
     # request on a disaggregated decode instance.
 
     def get_cpu_copy(
         self, indices: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        self._wait_for_device()
+        self.wait_for_device()
         slots = indices.to("cpu", torch.int64)
         pages, offsets = slots // self.page_size, slots % self.page_size
         return [
@@ -127,12 +120,12 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         ]
 
     def load_cpu_copy(self, kv_cache_cpu: LayerCopies, indices: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
-        self._wait_for_device()
+        self.wait_for_device()
         for layer, (keys, values) in enumerate(kv_cache_cpu):
             self._store_kv_layer(layer, indices, keys, values)
-        self._wait_for_device()  # digests are written: steps on another stream read them
+        self.wait_for_device()  # digests are written: steps on another stream read them
 
-    def _wait_for_device(self) -> None:
+    def wait_for_device(self) -> None:
         """The GPU writes new tokens to the pool by itself, and steps may be under way."""
         if torch.device(self.device).type == "cuda":
             torch.cuda.synchronize(self.device)

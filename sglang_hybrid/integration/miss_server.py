@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cpu_worker import cores
 from sglang_hybrid import env
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
@@ -15,15 +14,16 @@ from sglang_hybrid.integration.host_kv_pool import HostKVPool
 from sglang_hybrid.integration.pools import ranks_on_this_host
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.metrics import Rank, WorkerMetrics
-from sglang_hybrid.misses.base import MissServer
-from sglang_hybrid.misses.native import NativeMisses
-from sglang_hybrid.misses.reference import ReferenceMisses
-from sglang_hybrid.misses.worker import WorkerMisses
-from sglang_hybrid.native import NativeError, library, variants
-from sglang_hybrid.native.local import LocalAttention
-from sglang_hybrid.native.structs import DTYPES, Geometry
-from sglang_hybrid.transport.messages import SPIN_US, Plan
+from sglang_hybrid.ops.cpu import NativeError, library, variants
+from sglang_hybrid.ops.cpu.local import LocalAttention
+from sglang_hybrid.ops.cpu.structs import DTYPES, Geometry
+from sglang_hybrid.protocol import cores
+from sglang_hybrid.protocol.messages import SPIN_US, ThreadPlan
+from sglang_hybrid.worker.local_attention import LocalMisses
+from sglang_hybrid.worker.miss_server import MissServer
+from sglang_hybrid.worker.remote_attention import WorkerMisses
 from sglang_hybrid.worker.supervisor import Supervisor, WorkerError, WorkerSettings
+from sglang_hybrid.worker.torch_attention import TorchMisses
 
 _SILENCE_SECONDS = 2.0
 
@@ -32,10 +32,10 @@ def create_miss_server(config: HybridConfig, pool: HostKVPool, model_runner: Any
     """Starts the worker where the configuration wants one. Raises Refusal with what to change."""
     geometry = checked_geometry(config, pool, model_runner)
     if geometry is None:
-        return ReferenceMisses()
+        return TorchMisses()
     local = LocalAttention(pool.region.address, geometry, env.WORKER_TASK_BLOCKS.get(), len(os.sched_getaffinity(0)))
     if config.worker == "none":
-        return NativeMisses(local)
+        return LocalMisses(local)
     supervisor, metrics = start_worker(config, pool, model_runner, geometry)
     return WorkerMisses(supervisor, local, config.worker_deadline_ms / 1000, metrics)
 
@@ -127,7 +127,7 @@ def has_kernel(geometry: Geometry) -> bool:
     return known and geometry.group <= 16
 
 
-def plan_of(config: HybridConfig, rank: int, ranks: int, spin_us: int = 0) -> Plan:
+def plan_of(config: HybridConfig, rank: int, ranks: int, spin_us: int = 0) -> ThreadPlan:
     """The thread plan of one rank; ranks on one host share its cores evenly."""
     chosen = config.worker_cores
     threads = 0 if config.worker_threads == "auto" else config.worker_threads
@@ -138,7 +138,7 @@ def plan_of(config: HybridConfig, rank: int, ranks: int, spin_us: int = 0) -> Pl
             chosen = cores.format_cpus(placed.cores[rank * share : (rank + 1) * share])
         else:
             threads = threads or 1
-    return Plan(
+    return ThreadPlan(
         provider=config.worker_provider,
         threads=threads,
         task_blocks=env.WORKER_TASK_BLOCKS.get(),

@@ -16,7 +16,7 @@ import torch
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.integration import BACKEND_NAME
 from sglang_hybrid.policies.base import DecodePolicy
-from sglang_hybrid.scout.profile import Profile
+from sglang_hybrid.policies.scout.profile import Profile
 
 
 class ModelSession:
@@ -24,7 +24,7 @@ class ModelSession:
 
     def __init__(self, flags: Sequence[str]) -> None:
         """``flags``: SGLang's command line, such as ``--model-path DIR --attention-backend hybrid``."""
-        from sglang_hybrid.integration.loading import load_plugin
+        from sglang_hybrid.integration.activate import load_plugin
 
         load_plugin()
         logging.getLogger("sglang.srt.hybrid").setLevel(logging.WARNING)  # ours are for the user, at any --log-level

@@ -14,12 +14,11 @@ import torch
 
 from sglang_hybrid import container, env
 from sglang_hybrid.blocks import BLOCK_TOKENS
-from sglang_hybrid.chaos.switches import SPOIL_FREED_PAGES
 from sglang_hybrid.config import HybridConfig, config_from_environment
 from sglang_hybrid.engines.base import DeviceBytes
-from sglang_hybrid.gpu.engine import CudaEngine
-from sglang_hybrid.gpu.settings import why_not
-from sglang_hybrid.integration import BACKEND_NAME, console_events, freed_pages
+from sglang_hybrid.engines.cuda.engine import CudaEngine
+from sglang_hybrid.engines.cuda.settings import unsupported_settings
+from sglang_hybrid.integration import BACKEND_NAME, console_events
 from sglang_hybrid.integration.refusals import refuse_model, told
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
 from sglang_hybrid.memory.digests import CompactDigests, Digests, is_compact
@@ -98,7 +97,7 @@ def _pages_on_device(available: int, config: HybridConfig, shape: KVShape, confi
     if args.disaggregation_mode == "decode":  # rows of requests whose KV cache is on its way
         rows += args.disaggregation_decode_extra_slots or 0
     needed = DeviceBytes()
-    if why_not(config) is None and not args.disable_cuda_graph:
+    if unsupported_settings(config) is None and not args.disable_cuda_graph:
         needed = CudaEngine.device_bytes(config, shape, rows, configurator.model_config.context_len, dtype)
     resident, staging = needed.resident, needed.staging
     pages = (available - resident - staging) // per_page
@@ -142,8 +141,6 @@ def build_allocator(
     allocator = original(configurator, sizes=sizes, token_to_kv_pool=token_to_kv_pool, **kwargs)
     if torch.device(configurator.device).type == "cpu" and type(allocator) is PagedTokenToKVPoolAllocator:
         allocator = _cpu_allocator(configurator, sizes.max_total_num_tokens, token_to_kv_pool)
-    if _is_hybrid(configurator) and SPOIL_FREED_PAGES in env.CHAOS.get():
-        freed_pages.spoil(allocator, token_to_kv_pool)
     return allocator
 
 

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Sequence
 
-from cpu_worker.cores import Core, read_topology
+from sglang_hybrid.protocol.cores import Core, read_topology
 
 VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"  # "0-3|4-7": cores of the first rank, cores of the second
 

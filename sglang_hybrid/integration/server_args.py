@@ -13,9 +13,9 @@ from sglang_hybrid import host_settings
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig, config_from_environment
 from sglang_hybrid.config_flags import add_config_flags, export_config_flags
-from sglang_hybrid.gpu.settings import why_not
+from sglang_hybrid.engines.cuda.settings import unsupported_settings
 from sglang_hybrid.host import multiplies_fast, this_host
-from sglang_hybrid.integration import BACKEND_NAME, load_file
+from sglang_hybrid.integration import BACKEND_NAME, load_snapshot
 from sglang_hybrid.integration.pools import check_capacity, ranks_on_this_host
 from sglang_hybrid.integration.rank_cores import share_cores
 from sglang_hybrid.integration.refusals import Refusal, refuse_flags, refuse_model_config, refuse_on_cpu
@@ -48,7 +48,7 @@ def resolve(original: Callable[[Any], None], args: Any) -> None:
     finished = getattr(args, "_resolution_finished", False)  # by the process that spawned this one
     asked = (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend)
     if BACKEND_NAME not in asked:
-        load_file.withdraw()
+        load_snapshot.withdraw()
         if _every_backend and not finished:
             _set_device_and_dtype(args)
         original(args)
@@ -71,7 +71,7 @@ def resolve(original: Callable[[Any], None], args: Any) -> None:
         check_capacity(model_config, args)
     if _is_on_cpu(args):
         share_cores(args.tp_size * args.pp_size * args.dp_size, ranks_on_this_host(args))
-    load_file.provide()
+    load_snapshot.provide()
 
 
 def _is_on_cpu(args: Any) -> bool:
@@ -114,7 +114,7 @@ _ROWS_ON_DEVICE = 64
 
 def _set_defaults(args: Any, config: HybridConfig) -> None:
     args.page_size = BLOCK_TOKENS
-    if not (args.device in (None, "cuda") and torch.cuda.is_available()) or why_not(config):
+    if not (args.device in (None, "cuda") and torch.cuda.is_available()) or unsupported_settings(config):
         # the plain torch version of a decode step copies between host and device as it goes
         args.disable_cuda_graph = True
     elif args.max_running_requests is None:

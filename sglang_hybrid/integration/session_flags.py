@@ -24,7 +24,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def session_flags(options: argparse.Namespace, settings: Sequence[str]) -> list[str]:
     """``settings``: of the backend, as key=value."""
-    from sglang_hybrid.default_model import prepare_default_model
+    from sglang_hybrid.commands.model import prepare_default_model
 
     model = options.model_path or prepare_default_model()
     everything = [f"host_memory={options.host_memory}", "worker=none", *settings]

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 
 from sglang_hybrid.memory.digests import CompactDigests, Digests
-from sglang_hybrid.memory.region import SharedRegion
 from sglang_hybrid.memory.sketches import Sketches
+from sglang_hybrid.protocol.region import SharedRegion
 
 
 class KVPool(Protocol):

@@ -79,7 +79,7 @@ class DecodePolicy(ABC):
 
     on_ratio: Callable[[int, float], None] | None = None  # called with every layer's CPU compute ratio
 
-    def rows_begin(self, rows: list[int]) -> None:  # noqa: B027
+    def reset_rows(self, rows: list[int]) -> None:  # noqa: B027
         """These rows are other requests from now on, or the same with other tokens."""
 
     def begin_step(self, batch: DecodeBatch) -> None:  # noqa: B027 (most policies have nothing to prepare)

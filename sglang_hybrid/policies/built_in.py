@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.policies.registry import Needs, PolicyContext, register_policy
-from sglang_hybrid.policies.scout_options import ScoutOptions
+from sglang_hybrid.policies.scout.options import ScoutOptions
 
 if TYPE_CHECKING:
     from sglang_hybrid.config import HybridConfig
@@ -22,7 +22,7 @@ def _budget_blocks(config: HybridConfig) -> int:
 
 
 def _device_scout() -> Any:
-    from sglang_hybrid.gpu.decode import DeviceScout
+    from sglang_hybrid.engines.cuda.decode import DeviceScout
 
     return DeviceScout
 
@@ -43,6 +43,6 @@ def create_full(_context: PolicyContext) -> DecodePolicy:
     settings=ScoutOptions,
 )
 def create_scout(context: PolicyContext) -> DecodePolicy:
-    from sglang_hybrid.policies.scout import ScoutPolicy
+    from sglang_hybrid.policies.scout.policy import ScoutPolicy
 
     return ScoutPolicy(context.config, context.misses, context.tuning, context.prompts, context.rows)

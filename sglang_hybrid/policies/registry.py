@@ -30,9 +30,9 @@ import msgspec
 if TYPE_CHECKING:
     from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.memory.prompt_queries import PromptQueries
-    from sglang_hybrid.misses.base import MissServer
     from sglang_hybrid.policies.base import DecodePolicy
-    from sglang_hybrid.scout.tuning import Tuning
+    from sglang_hybrid.policies.scout.tuning import Tuning
+    from sglang_hybrid.worker.miss_server import MissServer
 
 ENTRY_POINTS = "sglang_hybrid.policies"
 _BUILT_IN = "sglang_hybrid.policies.built_in"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from sglang_hybrid.transport.directory import MeetingPlace
+from sglang_hybrid.protocol.directory import WorkerDirectory
 
 PREFIX = "sglang-hybrid-"
 _STOP_SECONDS = 2.0
@@ -71,7 +71,7 @@ def _remove(directory: Path) -> None:
     """Also where no descriptor is left, which rmtree needs."""
     shutil.rmtree(directory, ignore_errors=True)
     with contextlib.suppress(OSError):
-        place = MeetingPlace(directory)
+        place = WorkerDirectory(directory)
         for socket in (place.control, place.regions):
             socket.unlink(missing_ok=True)
         directory.rmdir()

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_hybrid.memory.region import RegionError
-from sglang_hybrid.native import NativeError
-from sglang_hybrid.native.structs import Geometry
-from sglang_hybrid.transport.control_client import ControlError
-from sglang_hybrid.transport.messages import Plan
-from sglang_hybrid.worker.link import Link
+from sglang_hybrid.ops.cpu import NativeError
+from sglang_hybrid.ops.cpu.structs import Geometry
+from sglang_hybrid.protocol.messages import ThreadPlan
+from sglang_hybrid.protocol.region import RegionError
+from sglang_hybrid.worker.connection import WorkerConnection
+from sglang_hybrid.worker.control_client import ControlError
 from sglang_hybrid.worker.process import WorkerProcess, remove_leftovers
 
 logger = logging.getLogger("sglang.srt.hybrid")
@@ -37,7 +37,7 @@ class WorkerError(RuntimeError):
 @dataclass(frozen=True)
 class WorkerSettings:
     directory: Path | None  # of a worker that somebody else started; None: start our own
-    plan: Plan
+    plan: ThreadPlan
     longest_pause_s: float
     silence_s: float  # a worker whose heart stops that long is given up
 
@@ -49,7 +49,7 @@ class Supervisor:
         self._settings = settings
         self._geometry = geometry
         self._pool_fd = pool_fd
-        self.link: Link | None = None
+        self.link: WorkerConnection | None = None
         self.restarts = 0
         self._ends: deque[float] = deque(maxlen=_CRASHES)  # when workers were lost that had answered nothing
         self.on_change: Callable[[bool], None] = lambda up: None
@@ -76,9 +76,9 @@ class Supervisor:
         os.close(self._stop_read)
         os.close(self._stop_write)
 
-    def _connect(self) -> Link:
+    def _connect(self) -> WorkerConnection:
         place = self._settings.directory or WorkerProcess()
-        return Link(place, self._geometry, self._pool_fd, self._settings.plan, self._stop_read)
+        return WorkerConnection(place, self._geometry, self._pool_fd, self._settings.plan, self._stop_read)
 
     def _run(self) -> None:
         pause = first = min(_FIRST_PAUSE_SECONDS, self._settings.longest_pause_s)
@@ -122,7 +122,7 @@ class Supervisor:
         )  # fmt: skip
         return True
 
-    def _watch(self, link: Link) -> str:
+    def _watch(self, link: WorkerConnection) -> str:
         """Until the worker is no more; why, in words. Empty when we shall stop."""
         while True:
             ready = _readable(_LOOK_SECONDS, link.connection.fileno(), self._stop_read)
@@ -133,7 +133,7 @@ class Supervisor:
             if link.silent_seconds() > self._settings.silence_s:
                 return f"has not answered for {self._settings.silence_s:.1f} s"
 
-    def _give_up(self, link: Link, why: str, pause: float) -> None:
+    def _give_up(self, link: WorkerConnection, why: str, pause: float) -> None:
         self.link = None
         link.give_up()  # before anything that takes time: a GPU may be waiting
         if self._stopping:
@@ -152,7 +152,7 @@ class Supervisor:
             link.pid, why, ended, "a new worker starts" if link.process else "it is looked for again", pause,
         )  # fmt: skip
 
-    def _tell(self, does: str, link: Link) -> None:
+    def _tell(self, does: str, link: WorkerConnection) -> None:
         self.on_change(True)
         planned = link.planned
         logger.info(

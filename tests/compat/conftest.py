@@ -2,7 +2,7 @@
 
 import pytest
 
-from sglang_hybrid.integration.loading import load_plugin
+from sglang_hybrid.integration.activate import load_plugin
 
 
 @pytest.fixture(scope="session", autouse=True)

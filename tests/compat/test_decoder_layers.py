@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from sglang_hybrid.integration.decoder_layers import DecoderLayers, UnknownLayers
-from sglang_hybrid.policies.scout_options import ScoutOptions
+from sglang_hybrid.policies.scout.options import ScoutOptions
 
 LAYERS, HIDDEN, VOCABULARY = 3, 64, 128
 PROMPTS = [[(7 * i + 3) % VOCABULARY for i in range(200)], [(5 * i + 1) % VOCABULARY for i in range(71)]]
@@ -291,8 +291,8 @@ def main(directories: list[str]) -> None:
 def report(directory: str) -> None:
     from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.integration.model_session import ModelSession, Prefilled
-    from sglang_hybrid.integration.scouting import identity
-    from sglang_hybrid.scout.predictor import Correction, QueryPredictor
+    from sglang_hybrid.integration.predictor import identity
+    from sglang_hybrid.policies.scout.predictor import Correction, QueryPredictor
 
     session = ModelSession([
         f"--model-path={directory}", "--load-format=dummy", "--attention-backend=hybrid", "--device=cpu",

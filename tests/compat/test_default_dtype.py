@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from sglang_hybrid.commands.defaults import with_defaults
-from sglang_hybrid.disaggregation import commands
+from sglang_hybrid.commands.pd import command_lines
 from sglang_hybrid.integration import server_args
 from sglang_hybrid.integration.session_flags import add_model_flags, session_flags
 
 from test_server_args import LLAMA, write_model  # isort: skip
 
-PORTS = commands.Ports(1, 2, 3, 4, 5)
+PORTS = command_lines.Ports(1, 2, 3, 4, 5)
 Dtype = Callable[..., torch.dtype]
 
 
@@ -80,12 +80,12 @@ def test_another_backend_in_the_stock_launcher_is_left_alone(
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_both_instances_of_pd(model: Path, dtype_of: Dtype, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = commands.Flags(both=["--model-path", str(model)])
+    flags = command_lines.Flags(both=["--model-path", str(model)])
     if role == "prefill":
         monkeypatch.setattr(server_args, "_every_backend", False)  # it is a stock server
-        line = commands.prefill(PORTS, flags, gpu=False)
+        line = command_lines.prefill(PORTS, flags, gpu=False)
     else:
-        line = commands.decode(PORTS, flags, gpu=False)
+        line = command_lines.decode(PORTS, flags, gpu=False)
     python, m, _module, *arguments = line
     assert (python, m) == (sys.executable, "-m")
     assert dtype_of(*arguments) == torch.float32

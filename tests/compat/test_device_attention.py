@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_hybrid.cuda import CudaError
-from sglang_hybrid.gpu.engine import CudaEngine
+from sglang_hybrid.engines.cuda.engine import CudaEngine
 from sglang_hybrid.integration.pools import ranks_on_this_host
+from sglang_hybrid.ops.cuda import CudaError
 
 
 class Mailbox:
@@ -29,7 +29,7 @@ class Scout:
     def __init__(self) -> None:
         self.begun: list[list[int]] = []
 
-    def rows_begin(self, rows: torch.Tensor) -> None:
+    def reset_rows(self, rows: torch.Tensor) -> None:
         self.begun.append(rows.tolist())
 
 

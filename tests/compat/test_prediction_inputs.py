@@ -10,8 +10,8 @@ import pytest
 from sglang_hybrid.integration import weight_updates
 from sglang_hybrid.integration.attention_backend import HybridAttnBackend
 from sglang_hybrid.integration.decoder_layers import UnknownLayers
+from sglang_hybrid.integration.predictor import refuse_inputs
 from sglang_hybrid.integration.refusals import Refusal
-from sglang_hybrid.integration.scouting import refuse_inputs
 
 
 def args(**given: Any) -> SimpleNamespace:
@@ -39,11 +39,11 @@ def test_a_part_of_an_input_is_not_taken_for_the_whole(flag: str) -> None:
 class Backend(HybridAttnBackend):
     """One that only counts."""
 
-    def __init__(self, why_not: str | None) -> None:
-        self.why_not, self.changes = why_not, 0
+    def __init__(self, reason: str | None) -> None:
+        self.reason, self.changes = reason, 0
 
     def why_weights_must_stay(self) -> str | None:
-        return self.why_not
+        return self.reason
 
     def weights_changed(self) -> None:
         self.changes += 1

@@ -15,11 +15,11 @@ import psutil
 import pytest
 import torch
 
-from cpu_worker.cores import Core
 from sglang_hybrid.config import ConfigError, config_from_environment
 from sglang_hybrid.integration import rank_cores
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.memory.capacity import CapacityError
+from sglang_hybrid.protocol.cores import Core
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "pd"
 # a model directory needs no weights to be refused or resolved

@@ -3,8 +3,8 @@
     KERNELS_ON_CPU=library.so PYTHONPATH=tests/emulation:tests/gpu python -m pytest -p emulated_device --noconftest \\
         tests/gpu/test_cuda_scoring.py
 
-What is CUDA's in the tests and in ``sglang_hybrid.cuda`` is replaced: launches, checks of the device, host memory that
-is registered, gathering, and graphs, which become lists of launches.
+What is CUDA's in the tests and in ``sglang_hybrid.ops.cuda`` is replaced: launches, checks of the device, host memory
+that is registered, gathering, and graphs, which become lists of launches.
 """
 
 from __future__ import annotations
@@ -18,28 +18,21 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_hybrid.cuda import (
+from sglang_hybrid.ops.cuda import (
     attention,
-    beginning,
-    copying,
-    dense,
-    dense_structs,
+    copies,
     digests,
-    gathering,
     host_memory,
-    lane_structs,
     mailbox,
     missed,
-    placing,
-    prediction,
-    prefill_structs,
-    scattering,
+    predictor,
     scoring,
     selection,
-    selection_structs,
-    structs,
+    step,
+    whole_requests,
 )
-from sglang_hybrid.memory.region import SharedRegion
+from sglang_hybrid.ops.cuda.structs import KernelStruct, struct
+from sglang_hybrid.protocol.region import SharedRegion
 
 PART = "EMULATED_PART"  # "1/3": the second third of the tests
 
@@ -52,13 +45,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 _library = ctypes.CDLL(os.environ["KERNELS_ON_CPU"])
-for _name, _struct in (
-    selection_structs.BY_NAME | lane_structs.BY_NAME | prefill_structs.BY_NAME | dense_structs.BY_NAME
-).items():
-    getattr(_library, "sh_cuda_" + _name.removeprefix("sh_")).argtypes = [ctypes.POINTER(_struct), ctypes.c_void_p]
-for _name in ("attend_slots", "gather_blocks", "merge", "mailbox_post", "mailbox_wait"):
-    _struct = structs.BY_NAME[f"sh_{_name}"]
-    getattr(_library, f"sh_cuda_{_name}").argtypes = [ctypes.POINTER(_struct), ctypes.c_void_p]
 _library.sh_cuda_mailbox_attach.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p]
 
 
@@ -87,11 +73,14 @@ def run(work: Callable[[], None]) -> None:
         work()
 
 
-def launch(function: Any, arguments: ctypes.Structure) -> None:
+def launch(name: str, **fields: Any) -> KernelStruct:
+    function, arguments = getattr(_library, f"sh_cuda_{name}"), struct(name, **fields)
+
     def work() -> None:
         assert function(ctypes.byref(arguments), None) == 0
 
     run(work)
+    return arguments
 
 
 def checked(function: Any, *arguments: Any) -> None:
@@ -138,16 +127,11 @@ class HostMemory(host_memory.RegisteredRegion):
         pass
 
 
-_LAUNCHING = (
-    attention, beginning, copying, dense, digests, gathering, mailbox, missed, placing, prediction, scattering,
-    scoring,
-    selection,
-)  # fmt: skip
-for _module in _LAUNCHING:
-    _module.launch, _module.library, _module.address = launch, lambda: _library, address
+for _module in (attention, copies, digests, mailbox, missed, predictor, scoring, selection, step, whole_requests):
+    _module.launch, _module.address = launch, address
 for _module in (attention, mailbox):
-    _module.checked = checked
-for _module in (beginning, digests, scoring, prediction, attention, mailbox, missed):
+    _module.checked, _module.library = checked, lambda: _library
+for _module in (step, digests, scoring, predictor, attention, mailbox, missed):
     _module.active_address = lambda active: None if active is None else active.data_ptr()
 digests.RegisteredRegion = mailbox.RegisteredRegion = host_memory.RegisteredRegion = HostMemory
 torch.Tensor.is_cuda = property(lambda _: True)

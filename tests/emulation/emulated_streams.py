@@ -18,7 +18,7 @@ import emulated_device
 import selection_cases
 import torch
 
-from sglang_hybrid.gpu import prefill
+from sglang_hybrid.engines.cuda import prefill
 from sglang_hybrid.ops import reference
 
 _order = random.Random(1)

@@ -8,11 +8,11 @@ import torch
 from cuda_cases import BLOCK_TOKENS, seeded
 from selection_cases import DEVICE
 
-from sglang_hybrid.cuda import digests as device_digests
-from sglang_hybrid.cuda.digests import HostPool, LayerDigests
-from sglang_hybrid.gpu.prefill import DeviceLayer, DevicePrefill, PrefillRows
-from sglang_hybrid.memory.region import SharedRegion
+from sglang_hybrid.engines.cuda.prefill import DeviceLayer, DevicePrefill, PrefillRows
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cuda import digests as device_digests
+from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests
+from sglang_hybrid.protocol.region import SharedRegion
 
 UNTOUCHED = 77.0
 

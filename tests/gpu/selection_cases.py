@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 
-from sglang_hybrid.cuda.digests import LayerDigests, SlotTable, Step
 from sglang_hybrid.memory.sketches import LayerSketch
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cuda.digests import LayerDigests, SlotTable, Step
 from sglang_hybrid.policies.base import LayerCache
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from cuda_cases import DEVICE, Shape, SlotCase, random_partial, random_slots
 
-from sglang_hybrid.cuda.attention import AttendWorkspace, attend_slots, merge
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cuda.attention import AttendWorkspace, attend_slots, merge
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 LSE_TOLERANCE = 1e-3

@@ -7,12 +7,10 @@ import torch
 from cuda_cases import BLOCK_TOKENS, seeded
 from selection_cases import DEVICE, numbers
 
-from sglang_hybrid.cuda import digests as device_digests
-from sglang_hybrid.cuda.copying import copy_runs
-from sglang_hybrid.cuda.digests import HostPool
-from sglang_hybrid.cuda.placing import place_tokens
-from sglang_hybrid.cuda.scattering import scatter_blocks
-from sglang_hybrid.memory.region import SharedRegion
+from sglang_hybrid.ops.cuda import digests as device_digests
+from sglang_hybrid.ops.cuda.copies import copy_runs, place_tokens, scatter_blocks
+from sglang_hybrid.ops.cuda.digests import HostPool
+from sglang_hybrid.protocol.region import SharedRegion
 
 UNTOUCHED = 77.0
 SHAPES = [(3, 64, torch.bfloat16), (8, 128, torch.float16), (2, 96, torch.bfloat16)]  # KV heads, head_dim

@@ -7,10 +7,10 @@ import torch
 from cuda_cases import BLOCK_TOKENS, seeded
 from selection_cases import DEVICE
 
-from sglang_hybrid.cuda.attention import AttendWorkspace
-from sglang_hybrid.cuda.dense import PageAllocator, attend_pages
-from sglang_hybrid.cuda.digests import DenseTable, Step
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cuda.attention import AttendWorkspace
+from sglang_hybrid.ops.cuda.digests import DenseTable, Step
+from sglang_hybrid.ops.cuda.whole_requests import PageAllocator, attend_pages
 
 ROWS, MAX_BLOCKS, HEADS = 9, 20, 2
 
@@ -79,7 +79,7 @@ def test_rows_get_pages_when_they_come_and_give_them_back_when_they_leave() -> N
 def test_a_row_of_another_request_is_loaded_anew() -> None:
     allocator = PageAllocator(table_of(10), HEADS)
     for _ in range(3):
-        allocator.rows_begin(torch.tensor([2], device=DEVICE))
+        allocator.reset_rows(torch.tensor([2], device=DEVICE))
         allocator.hold_rows(step_of({2: 200, 4: 64}))
         torch.cuda.synchronize()
         check(allocator, {2: 200, 4: 64})
@@ -122,7 +122,7 @@ def test_many_steps_of_random_traffic_lose_no_page() -> None:
         row = int(torch.randint(1, ROWS, (), generator=random))
         if row not in rows and sum(-(-length // 32) for length in rows.values()) < 45:
             rows[row] = int(torch.randint(1, 300, (), generator=random))
-            allocator.rows_begin(torch.tensor([row], device=DEVICE))
+            allocator.reset_rows(torch.tensor([row], device=DEVICE))
         if not rows:
             continue
         allocator.hold_rows(step_of(rows))

@@ -9,11 +9,11 @@ import torch
 from cuda_cases import BLOCK_TOKENS, seeded
 from selection_cases import DEVICE, LayerCase, Shape, numbers, random_layer, random_table
 
-from sglang_hybrid.cuda import digests as device_digests
-from sglang_hybrid.cuda.digests import HostPool, LayerDigests, SlotTable, append, digest_pages
-from sglang_hybrid.memory.region import SharedRegion
 from sglang_hybrid.memory.resident import ResidentSet
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cuda import digests as device_digests
+from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, SlotTable, append, digest_pages
+from sglang_hybrid.protocol.region import SharedRegion
 
 UNTOUCHED = 77.0
 SHAPES = [

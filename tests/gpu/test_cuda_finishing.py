@@ -13,13 +13,13 @@ from selection_cases import Shape as DigestShape
 from test_cuda_digests import region_pool
 from test_cuda_mailbox import PATIENCE_S, SCALE, SHORT_S, Host, Lists
 
-from sglang_hybrid.cuda import digests as device_digests
-from sglang_hybrid.cuda.attention import Partial, merge
-from sglang_hybrid.cuda.digests import HostPool, LayerDigests
-from sglang_hybrid.cuda.missed import attend_missed, finish_late
-from sglang_hybrid.cuda.scoring import shift_lse
 from sglang_hybrid.memory.sketches import LayerSketch
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cuda import digests as device_digests
+from sglang_hybrid.ops.cuda.attention import Partial, merge
+from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests
+from sglang_hybrid.ops.cuda.missed import finish_late
+from sglang_hybrid.ops.cuda.scoring import shift_lse
 from sglang_hybrid.policies.base import LayerCache
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -80,11 +80,15 @@ class Missed:
         self.served[0] = 0
         self.scale = shape.dim**-0.5
 
-    def attend(self, **more: torch.Tensor | None) -> Partial:
-        out, lse = (torch.full(shape, UNTOUCHED, device=DEVICE) for shape in (self.query.shape, self.query.shape[:2]))
+    def finish(self, local: Partial | None = None, **more: torch.Tensor) -> torch.Tensor:
+        """``local``: nothing, unless it is given."""
+        if local is None:
+            local = torch.full(self.query.shape, torch.nan, device=DEVICE), torch.full(self.query.shape[:2], -torch.inf)
+        out = torch.full(self.query.shape, UNTOUCHED, dtype=self.shape.dtype, device=DEVICE)
         options = {"served": self.served, **more}
-        attend_missed(self.query, self.pool, self.pages, self.counts, self.scale, out, lse, **options)
-        return out, lse
+        lse = local[1].to(DEVICE)
+        finish_late(self.query, self.pool, self.pages, self.counts, self.scale, (local[0], lse), out, **options)
+        return out
 
     def expected(self) -> Partial:
         """Of all entries, served or not."""
@@ -95,27 +99,26 @@ class Missed:
         return reference.attend_blocks(self.query, self.pool.keys, self.pool.values, ids, fill, self.scale)
 
 
-def assert_partial(found: Partial, expected: Partial, dtype: torch.dtype, which: torch.Tensor) -> None:
-    for mine, theirs, tolerance in zip(found, expected, (TOLERANCE[dtype], LSE_TOLERANCE), strict=True):
-        torch.testing.assert_close(mine[which], theirs[which], atol=tolerance, rtol=tolerance)
+def assert_rows(found: torch.Tensor, expected: torch.Tensor, which: torch.Tensor) -> None:
+    tolerance = 2 * TOLERANCE[found.dtype]
+    torch.testing.assert_close(found[which], expected[which].to(found.dtype), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_missed_blocks_are_attended_where_they_lie(shape: Shape) -> None:
     for seed in range(2):
         case = Missed(shape, seed)
-        found = case.attend()
-        served = case.served.bool()
-        assert_partial(found, case.expected(), shape.dtype, ~served)
-        assert all((part[served] == UNTOUCHED).all() for part in found)
-        everybody = case.attend(served=None)
-        assert_partial(everybody, case.expected(), shape.dtype, torch.ones_like(served))
+        found, served = case.finish(), case.served.bool()
+        assert_rows(found, case.expected()[0], ~served)
+        assert (found[served] == UNTOUCHED).all()
+        everybody = case.finish(served=torch.zeros_like(case.served))
+        assert_rows(everybody, case.expected()[0], torch.ones_like(served))
 
 
 def test_groups_of_every_size_are_attended() -> None:
     for group in range(1, 17):
         case = Missed(Shape(2, 2, group, 64, 3), group)
-        assert_partial(case.attend(), case.expected(), torch.bfloat16, ~case.served.bool())
+        assert_rows(case.finish(), case.expected()[0], ~case.served.bool())
 
 
 def test_lists_that_are_empty_or_wrong_harm_nobody() -> None:
@@ -124,43 +127,36 @@ def test_lists_that_are_empty_or_wrong_harm_nobody() -> None:
     case.counts[1] = 0
     case.counts[2, 0], case.counts[2, 1] = -7, 1000
     case.pages[3, 0, :2], case.pages[3, 1, 1] = numbers(-1, 30), 1 << 30
-    out, lse = case.attend()
-    assert not out[1].any() and (lse[1] == -torch.inf).all()
-    assert not out[2, :3].any() and (lse[2, :3] == -torch.inf).all()
+    found = case.finish()
+    assert not found[1].any() and not found[2, :3].any()
     case.counts.clamp_(0, 5)
-    assert_partial((out, lse), case.expected(), torch.bfloat16, torch.ones(4, dtype=torch.bool))
+    assert_rows(found, case.expected()[0], torch.ones(4, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("active", [0, 2])
 def test_entries_that_are_not_active_are_left_alone(active: int) -> None:
     case = Missed(Shape(4, 2, 3, 64, 5), 1)
     case.served.zero_()
-    found = case.attend(active_rows=numbers(active))
-    assert_partial(found, case.expected(), torch.bfloat16, torch.arange(4) < active)
-    assert all((part[active:] == UNTOUCHED).all() for part in found)
+    found = case.finish(active_rows=numbers(active))
+    assert_rows(found, case.expected()[0], torch.arange(4) < active)
+    assert (found[active:] == UNTOUCHED).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_was_late_is_merged_with_what_is_local(shape: Shape) -> None:
     case = Missed(shape, 3)
     local = random_local((shape.batch, shape.heads * shape.group, shape.dim), 4)
-    out = torch.full(case.query.shape, UNTOUCHED, dtype=shape.dtype, device=DEVICE)
-    finish_late(case.query, case.pool, case.pages, case.counts, case.scale, local, out, served=case.served)
-    served = case.served.bool()
+    out, served = case.finish(local), case.served.bool()
     assert (out[served] == UNTOUCHED).all()
-    expected = reference.merge(*local, *case.expected())[0].to(shape.dtype)
-    tolerance = 2 * TOLERANCE[shape.dtype]
-    torch.testing.assert_close(out[~served], expected[~served], atol=tolerance, rtol=tolerance)
-    in_two_launches = torch.full_like(out, UNTOUCHED)
-    merge(local, case.attend(), out=in_two_launches)
-    assert torch.equal(out[~served], in_two_launches[~served])
+    assert_rows(out, reference.merge(*local, *case.expected())[0], ~served)
 
 
 def test_a_pool_of_another_shape_is_refused() -> None:
     case = Missed(Shape(2, 2, 3, 64, 5), 1)
     for query in (case.query.half(), torch.cat((case.query, case.query), dim=2)):
+        case.query = query
         with pytest.raises(ValueError, match="the pool's keys are"):
-            attend_missed(query, case.pool, case.pages, case.counts, 1.0, *case.attend())
+            case.finish()
 
 
 # -- the end of a layer ----------------------------------------------------------------------

@@ -8,10 +8,10 @@ import pytest
 import torch
 from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 
-from sglang_hybrid.cuda.gathering import gather_blocks
-from sglang_hybrid.cuda.host_memory import RegisteredRegion
-from sglang_hybrid.memory.region import SharedRegion
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cuda.copies import gather_blocks
+from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
+from sglang_hybrid.protocol.region import SharedRegion
 
 UNTOUCHED = 77.0
 

@@ -10,10 +10,10 @@ import torch
 from cuda_cases import BLOCK_TOKENS, seeded
 from selection_cases import DEVICE, LayerCase, Shape, numbers, random_layer, random_table
 
-from sglang_hybrid.cuda.digests import Step
-from sglang_hybrid.cuda.scoring import HotBlocks, ScoreInterval, ScoreWorkspace, score_blocks
-from sglang_hybrid.cuda.selection import Misses, select_blocks
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cuda.digests import Step
+from sglang_hybrid.ops.cuda.scoring import HotBlocks, ScoreInterval, ScoreWorkspace, score_blocks
+from sglang_hybrid.ops.cuda.selection import Misses, select_blocks
 
 SINK, RECENT = 2, 3
 

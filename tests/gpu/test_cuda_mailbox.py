@@ -14,14 +14,14 @@ import pytest
 import torch
 from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 
-from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
-from sglang_hybrid.memory.region import SharedRegion
-from sglang_hybrid.native.library import checked, library, mailbox_fields
-from sglang_hybrid.native.lists import HostLists
-from sglang_hybrid.native.local import LocalAttention
-from sglang_hybrid.native.structs import DTYPES, EngineOptions, Geometry
 from sglang_hybrid.ops import reference
-from sglang_hybrid.transport.mailbox import SLOTS, Mailbox
+from sglang_hybrid.ops.cpu.library import checked, library, mailbox_fields
+from sglang_hybrid.ops.cpu.lists import HostLists
+from sglang_hybrid.ops.cpu.local import LocalAttention
+from sglang_hybrid.ops.cpu.structs import DTYPES, EngineOptions, Geometry
+from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.protocol.mailbox import SLOTS, Mailbox
+from sglang_hybrid.protocol.region import SharedRegion
 
 TASK_BLOCKS = 2
 SCALE = 0.125

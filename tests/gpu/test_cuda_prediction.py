@@ -9,10 +9,10 @@ import torch
 from cuda_cases import seeded
 from selection_cases import DEVICE, numbers
 
-from sglang_hybrid.cuda.prediction import finish_queries, unit_rms
-from sglang_hybrid.gpu.predicting import DevicePredictor, PredictionBuffers
+from sglang_hybrid.engines.cuda.predictor import DevicePredictor, PredictionBuffers
 from sglang_hybrid.ops import reference
-from sglang_hybrid.scout.predictor import Correction, QueryPredictor, QueryWeights
+from sglang_hybrid.ops.cuda.predictor import finish_queries, unit_rms
+from sglang_hybrid.policies.scout.predictor import Correction, QueryPredictor, QueryWeights
 
 UNTOUCHED = 77.0
 EPS = 1e-6

@@ -9,10 +9,10 @@ import torch
 from cuda_cases import seeded
 from selection_cases import DEVICE, LayerCase, Shape, numbers, random_layer, summaries
 
-from sglang_hybrid.cuda.digests import SlotTable
-from sglang_hybrid.cuda.scoring import ScoreWorkspace, score_blocks, shift_lse
-from sglang_hybrid.cuda.selection import Misses, select_blocks
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cuda.digests import SlotTable
+from sglang_hybrid.ops.cuda.scoring import ScoreWorkspace, score_blocks, shift_lse
+from sglang_hybrid.ops.cuda.selection import Misses, select_blocks
 
 UNTOUCHED = 77.0
 TOLERANCE = 0.02  # in attention logits: steps of codes are float16 there

@@ -11,12 +11,12 @@ from cuda_cases import BLOCK_TOKENS, seeded
 from selection_cases import DEVICE, LayerCase, Shape, numbers, random_layer, random_table
 from test_cuda_digests import Device, device_layer
 
-from sglang_hybrid.cuda.digests import SlotTable
-from sglang_hybrid.cuda.gathering import gather_blocks
-from sglang_hybrid.cuda.scoring import ScoreWorkspace, score_blocks
-from sglang_hybrid.cuda.selection import Misses, RecallInterval, RecallPlan, apply_plan, select_blocks
 from sglang_hybrid.memory.resident import ResidentSet
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cuda.copies import gather_blocks
+from sglang_hybrid.ops.cuda.digests import SlotTable
+from sglang_hybrid.ops.cuda.scoring import ScoreWorkspace, score_blocks
+from sglang_hybrid.ops.cuda.selection import Misses, RecallInterval, RecallPlan, apply_plan, select_blocks
 
 SINK, RECENT = 2, 3
 ALWAYS = SINK + RECENT + 1
@@ -41,7 +41,7 @@ class Expected:
         scores: torch.Tensor,
         budget: int,
         bonus: float,
-        worth: float,
+        min_miss_score: float,
         any_block: bool = False,
     ):
         count = -(-length // BLOCK_TOKENS)
@@ -62,16 +62,16 @@ class Expected:
         self.selected = [p for p in reference.split(chosen, forced)[1].flatten().tolist() if p >= 0]
         self.always = [p for p in reference.split(chosen, forced)[0].flatten().tolist() if p >= 0]
         self.residents = {p for p in listed_now.flatten().tolist() if p >= 0}
-        self.misses = [p for p in self.selected if p not in self.residents and float(scores[0, 0, p]) >= worth]
+        self.misses = [p for p in self.selected if p not in self.residents and float(scores[0, 0, p]) >= min_miss_score]
         if any_block:
             most = budget - ALWAYS
-            missing = reference.blocks_worth(scores, is_resident, counts, worth, most, SINK, RECENT)
+            missing = reference.blocks_worth(scores, is_resident, counts, min_miss_score, most, SINK, RECENT)
             self.misses = [p for p in missing.flatten().tolist() if p >= 0]
         value = scores[0, 0].tolist()
         by_score = sorted(self.selected, key=lambda p: -value[p])
         self.recalled = set(by_score[:room])
         # who gives up slots to gathered blocks, the first one first; and how many slots are empty
-        victims = {p for p in self.residents - set(self.selected) if not (any_block and value[p] >= worth)}
+        victims = {p for p in self.residents - set(self.selected) if not (any_block and value[p] >= min_miss_score)}
         self.victims = sorted(victims, key=lambda p: value[p])
         near = {p for p in held if max(SINK, count - 1 - RECENT) <= p < count} | {count - 1} - set(range(SINK))
         self.empty = len(held) - SINK - len(near) - len(self.residents)
@@ -88,13 +88,13 @@ def expected_lists(
     scores: torch.Tensor,
     budget: int,
     bonus: float,
-    worth: float,
+    min_miss_score: float,
     any_block: bool = False,
 ) -> list[list[Expected]]:
     return [
         [
             Expected(int(case.step.lengths[entry]), table.positions[row, head].tolist(), scores[entry, head], budget,
-                     bonus, worth, any_block)
+                     bonus, min_miss_score, any_block)
             for head in range(case.shape.heads)
         ]
         for entry, row in enumerate(case.step.row_of.tolist())
@@ -120,13 +120,14 @@ def test_misses_are_what_the_reference_selects_beyond_the_residents(
     batch: int, max_blocks: int, budget: int, resident: int
 ) -> None:
     shape = layer_shape(batch, max_blocks)
-    for seed, (bonus, worth) in enumerate([(0.0, -math.inf), (1.0, -math.inf), (2.0, math.log(0.01))]):
+    for seed, (bonus, min_miss_score) in enumerate([(0.0, -math.inf), (1.0, -math.inf), (2.0, math.log(0.01))]):
         case = random_layer(shape, seed)
         table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, resident, seed)
         scores = random_scores(shape, seed)
-        expected = expected_lists(case, table, scores, budget, bonus, worth)
+        expected = expected_lists(case, table, scores, budget, bonus, min_miss_score)
         misses = Misses(batch, shape.heads, budget, DEVICE)
-        select_blocks(scores, table, case.step, budget, misses, pool_pages=case.keys.shape[0], bonus=bonus, worth=worth)
+        select_blocks(scores, table, case.step, budget, misses, pool_pages=case.keys.shape[0], bonus=bonus,
+                      min_miss_score=min_miss_score)  # fmt: skip
         assert_misses(case, misses, expected)
 
 
@@ -157,15 +158,16 @@ def test_every_block_that_is_worth_it_is_a_miss_where_the_score_decides_alone(
 ) -> None:
     shape = layer_shape(batch, max_blocks)
     beyond = 0
-    for seed, worth in enumerate((-math.inf, -6.0, math.log(0.01), 1.0, 1e9)):
+    for seed, min_miss_score in enumerate((-math.inf, -6.0, math.log(0.01), 1.0, 1e9)):
         case = random_layer(shape, seed)
         table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, resident, seed)
         scores = random_scores(shape, seed)
-        expected = expected_lists(case, table, scores, budget, 1.0, worth, any_block=True)
+        expected = expected_lists(case, table, scores, budget, 1.0, min_miss_score, any_block=True)
         misses = Misses(batch, shape.heads, budget, DEVICE)
         plan = RecallPlan(batch * shape.heads * table.positions.shape[2], DEVICE)
-        select_blocks(scores, table, case.step, budget, misses, pool_pages=case.keys.shape[0], bonus=1.0, worth=worth,
-                      any_block=True, plan=plan, recall=numbers(*[1] * batch))  # fmt: skip
+        select_blocks(scores, table, case.step, budget, misses, pool_pages=case.keys.shape[0], bonus=1.0,
+                      min_miss_score=min_miss_score, any_block=True,
+                      plan=plan, recall=numbers(*[1] * batch))  # fmt: skip
         assert_misses(case, misses, expected)
         beyond += sum(not set(one.misses) <= set(one.selected + one.always) for lists in expected for one in lists)
         # what becomes resident is the selection all the same
@@ -303,7 +305,7 @@ def test_misses_are_shared_between_worker_and_gather(
         misses, gathered = Misses(5, 3, most, DEVICE), RecallPlan(5 * 3 * most_gathered, DEVICE)
         total = torch.full((2,), 1000, dtype=torch.int64, device=DEVICE)
         select_blocks(
-            scores, table, case.step, 30, misses, pool_pages=case.keys.shape[0], bonus=0.5, worth=-9.0,
+            scores, table, case.step, 30, misses, pool_pages=case.keys.shape[0], bonus=0.5, min_miss_score=-9.0,
             any_block=any_block, gathered=gathered, gather_share=torch.tensor([9.0, share], device=DEVICE)[1],
             most_gathered=most_gathered, totals=total,
         )  # fmt: skip
@@ -443,7 +445,7 @@ def test_a_plan_is_made_for_slots_that_have_the_gathered_blocks(budget: int, res
         expected = expected_lists(case, table, scores, budget, 1.0, -8.0, any_block)
         plan, gathered = RecallPlan(6 * 2 * slots, DEVICE), RecallPlan(6 * 2 * 5, DEVICE)
         misses, totals = Misses(6, 2, budget, DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
-        options = {"pool_pages": case.keys.shape[0], "bonus": 1.0, "worth": -8.0, "any_block": any_block}
+        options = {"pool_pages": case.keys.shape[0], "bonus": 1.0, "min_miss_score": -8.0, "any_block": any_block}
         options |= {"plan": plan, "recall": due}
         select_blocks(scores, alone, case.step, budget, misses, **options)
         apply_plan(plan, alone)
@@ -618,9 +620,9 @@ def test_slots_stay_those_of_policy_scout_over_many_steps() -> None:
 
 
 @pytest.mark.parametrize("appends_first", [False, True])  # beside each other on a GPU
-@pytest.mark.parametrize(("share", "worth", "any_block"), [(1.0, -math.inf, False), (0.6, -6.0, True)])
+@pytest.mark.parametrize(("share", "min_miss_score", "any_block"), [(1.0, -math.inf, False), (0.6, -6.0, True)])
 def test_gathered_blocks_are_resident_from_their_step_on(
-    share: float, worth: float, any_block: bool, appends_first: bool
+    share: float, min_miss_score: float, any_block: bool, appends_first: bool
 ) -> None:
     budget, resident, steps, interval = 16, 10, 36, 7
     shape = layer_shape(3, 26)
@@ -640,10 +642,11 @@ def test_gathered_blocks_are_resident_from_their_step_on(
             if int(step.page_table[entry, tail]) < 0:
                 step.page_table[entry, tail] = unused.pop()
         scores = scores * 0.8 + (random_scores(shape, number) + 6) * 0.6 - 1.2
-        expected = expected_lists(layer.case, layer.table, scores, budget, 0.5, worth, any_block)
+        expected = expected_lists(layer.case, layer.table, scores, budget, 0.5, min_miss_score, any_block)
         select_blocks(
-            scores, layer.table, step, budget, misses, pool_pages=layer.case.keys.shape[0], bonus=0.5, worth=worth,
-            any_block=any_block, plan=plan, recall=RecallInterval(numbers(interval), first),
+            scores, layer.table, step, budget, misses, pool_pages=layer.case.keys.shape[0], bonus=0.5,
+            min_miss_score=min_miss_score, any_block=any_block,
+            plan=plan, recall=RecallInterval(numbers(interval), first),
             gathered=gathered, gather_share=torch.full((1,), share, device=DEVICE), most_gathered=4,
         )  # fmt: skip
         layer.keys.copy_(torch.randn(layer.keys.shape, generator=seeded(number)))

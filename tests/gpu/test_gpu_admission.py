@@ -9,11 +9,11 @@ import torch
 from prefill_cases import Shape
 from selection_cases import DEVICE
 
-from sglang_hybrid.cuda import digests as device_digests
-from sglang_hybrid.cuda.digests import HostPool, LayerDigests, digest_pages
-from sglang_hybrid.gpu import admission
-from sglang_hybrid.gpu.layers import DeviceLayer
-from sglang_hybrid.memory.region import SharedRegion
+from sglang_hybrid.engines.cuda import admission
+from sglang_hybrid.engines.cuda.layers import DeviceLayer
+from sglang_hybrid.ops.cuda import digests as device_digests
+from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, digest_pages
+from sglang_hybrid.protocol.region import SharedRegion
 
 TOKENS = 32
 

@@ -25,7 +25,7 @@ def begin(decoding: Decoding) -> None:
 @pytest.mark.parametrize("recorded", [False, True] if DEVICE == "cuda" else [False])
 def test_attention_is_exact_while_whole_rows_are_held(recorded: bool) -> None:
     decoding = Decoding(12, 0, slots=12)
-    decoding.scout.rows_begin(decoding.rows)
+    decoding.scout.reset_rows(decoding.rows)
     decoding.scout.hold_rows(whole=True)
     if recorded:
         decoding.scout.step.load_nothing()
@@ -47,7 +47,7 @@ def test_attention_is_exact_while_whole_rows_are_held(recorded: bool) -> None:
 
 def test_rows_go_on_with_slots_and_come_back() -> None:
     decoding = Decoding(36, 4, slots=36)  # a budget above the context: both ways are exact
-    decoding.scout.rows_begin(decoding.rows)
+    decoding.scout.reset_rows(decoding.rows)
     for whole in (True, False, True, False):
         for step in range(2):
             decoding.next_tokens()
@@ -69,7 +69,7 @@ def test_rows_go_on_with_slots_and_come_back() -> None:
 
 def test_a_row_that_begins_anew_is_loaded_anew() -> None:
     decoding = Decoding(12, 0, slots=12)
-    decoding.scout.rows_begin(decoding.rows)
+    decoding.scout.reset_rows(decoding.rows)
     decoding.scout.hold_rows(whole=True)
     begin(decoding)
     decoding.run(predicts=False)
@@ -79,7 +79,7 @@ def test_a_row_that_begins_anew_is_loaded_anew() -> None:
     row = list(LENGTHS)[entry]
     for part in (*decoding.keys, *decoding.values):
         part[decoding.pages[entry, :8]] = part[decoding.pages[entry, :8]].flip(0)
-    decoding.scout.rows_begin(torch.tensor([row], device=DEVICE))
+    decoding.scout.reset_rows(torch.tensor([row], device=DEVICE))
     begin(decoding)
     decoding.run(predicts=False)
     torch.cuda.synchronize()
@@ -89,7 +89,7 @@ def test_a_row_that_begins_anew_is_loaded_anew() -> None:
 def test_a_row_that_joins_later_than_it_began_is_loaded() -> None:
     """Of a step with fewer real rows: the last one waits, having begun with the others."""
     decoding = Decoding(12, 0, slots=12)
-    decoding.scout.rows_begin(decoding.rows)
+    decoding.scout.reset_rows(decoding.rows)
     decoding.scout.hold_rows(whole=True)
     count = decoding.query.shape[1]
     for waiting in (1, 0):

@@ -8,9 +8,9 @@ from cuda_cases import BLOCK_TOKENS, seeded
 from prefill_cases import Model, Row, Shape
 from selection_cases import DEVICE
 
-from sglang_hybrid.cuda import gathering
-from sglang_hybrid.gpu import staging
-from sglang_hybrid.gpu.prefill import PrefillRows
+from sglang_hybrid.engines.cuda import staging
+from sglang_hybrid.engines.cuda.prefill import PrefillRows
+from sglang_hybrid.ops.cuda.copies import gather_blocks
 
 SHAPES = [  # few kinds of (head_dim, dtype): FlashInfer compiles its kernels for each
     Shape(),
@@ -87,7 +87,7 @@ def test_what_follows_on_the_main_stream_finds_the_pool_written(copies: str) -> 
         found = torch.zeros(2, *pages.shape, BLOCK_TOKENS, shape.dim, dtype=shape.dtype, device=DEVICE)
         result = model.run([row], seed=seed)
         last = model.layers[-1].pool
-        gathering.gather_blocks(last.region, last.keys, last.values, pages, found[0], found[1])
+        gather_blocks(last.region, last.keys, last.values, pages, found[0], found[1])
         torch.cuda.synchronize()
         for copied, truth in zip(found, model.truth[-1], strict=True):
             tokens = copied.squeeze(2).transpose(1, 2).flatten(0, 1)[: row.length]

@@ -13,17 +13,17 @@ import torch
 from cuda_cases import BLOCK_TOKENS, seeded
 from selection_cases import DEVICE, later
 
-from sglang_hybrid.cuda import digests as device_digests
-from sglang_hybrid.cuda.digests import HostPool, LayerDigests, Step, digest_pages
-from sglang_hybrid.cuda.mailbox import DeviceMailboxClient
-from sglang_hybrid.gpu.decode import DeviceScout
-from sglang_hybrid.gpu.layers import DeviceLayer, DeviceShape
-from sglang_hybrid.gpu.settings import ScoutSettings
-from sglang_hybrid.memory.region import SharedRegion
-from sglang_hybrid.native.library import checked, library
-from sglang_hybrid.native.structs import DTYPES, EngineOptions, Geometry
+from sglang_hybrid.engines.cuda.decode import DeviceScout
+from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
+from sglang_hybrid.engines.cuda.settings import ScoutSettings
 from sglang_hybrid.ops import reference
-from sglang_hybrid.transport.mailbox import Mailbox
+from sglang_hybrid.ops.cpu.library import checked, library
+from sglang_hybrid.ops.cpu.structs import DTYPES, EngineOptions, Geometry
+from sglang_hybrid.ops.cuda import digests as device_digests
+from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, Step, digest_pages
+from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.protocol.mailbox import Mailbox
+from sglang_hybrid.protocol.region import SharedRegion
 
 LAYERS, HEADS, GROUP, DIM, CHANNELS = 2, 2, 3, 64, 32  # two layers: the lanes' buffers still tell of both after a step
 ROWS, MAX_BLOCKS, PAGES = 9, 40, 150  # half of the rows, those with twice the budget, are four
@@ -38,9 +38,9 @@ class Decoding:
 
     def __init__(
         self, budget: int, interval: int, slots: int | None = None, worker: bool = False, share: float = 0.0,
-        worth: float | None = None, compact: bool = False, score_interval: int = 1, hot: int = 0,
+        min_miss_score: float | None = None, compact: bool = False, score_interval: int = 1, hot: int = 0,
     ) -> None:  # fmt: skip
-        """``worth``: with it, every block that has such a score is a miss.
+        """``min_miss_score``: with it, every block that has such a score is a miss.
 
         ``compact``: digests.
         """
@@ -82,7 +82,8 @@ class Decoding:
             client.attach(self.mailbox)
         settings = ScoutSettings(
             budget=budget, slots=slots or budget, sink=SINK, recent=RECENT, bonus=(0.5,) * LAYERS,
-            worth=(-math.inf if worth is None else worth,) * LAYERS, any_block=(worth is not None,) * LAYERS,
+            min_miss_score=(-math.inf if min_miss_score is None else min_miss_score,) * LAYERS,
+            any_block=(min_miss_score is not None,) * LAYERS,
             score_interval=score_interval, shifts=True, gather_share=share, deadline_s=20.0,
             hot=hot,
         )  # fmt: skip
@@ -123,14 +124,14 @@ class Decoding:
             torch.cuda.synchronize()
             library().sh_engine_stop(engine)
 
-    def settle(self) -> None:
-        self.scout.rows_begin(self.rows, prefilled=True)
+    def load_initial_blocks(self) -> None:
+        self.scout.reset_rows(self.rows, prefilled=True)
         table = torch.zeros(len(LENGTHS), MAX_BLOCKS, dtype=torch.int32, device=DEVICE)
         table[:, : self.pages.shape[1]] = self.pages.to(DEVICE)
         step = Step(table, self.lengths.int().to(DEVICE) + 1, self.rows.int())
         for layer in range(LAYERS):
             query = torch.randn(len(LENGTHS), HEADS * GROUP, DIM, generator=self.random).to(DEVICE, DTYPE)
-            self.scout.settle(layer, step, query, SCALE)
+            self.scout.load_initial_blocks(layer, step, query, SCALE)
             self._settled.append((step, query))  # whoever runs this later than torch would, finds them
 
     def next_tokens(self) -> None:
@@ -250,9 +251,9 @@ def test_decoding_attends_to_slots_and_misses(
     # with a worker, so that shifts read compact digests too
     decoding = Decoding(budget, interval, slots, worker, share, compact=worker and interval == 0)
     everything = budget == 36
-    decoding.ends = decoding.scout.is_ended = interval > 2
+    decoding.ends = decoding.scout.recall_joins_at_logits = interval > 2
     with decoding.engine():
-        decoding.settle()
+        decoding.load_initial_blocks()
         torch.cuda.synchronize()
         decoding.check_slots()
         if recorded:
@@ -279,12 +280,12 @@ def test_decoding_attends_to_slots_and_misses(
 
 def test_steps_that_nobody_ends_end_with_their_last_layer() -> None:
     decoding = Decoding(9, 2, None, worker=False, share=0.0)
-    decoding.scout.is_ended = True  # which is not so
-    decoding.settle()
+    decoding.scout.recall_joins_at_logits = True  # which is not so
+    decoding.load_initial_blocks()
     for _ in range(STEPS):
         decoding.next_tokens()
         decoding.run(predicts=True)
-    assert not decoding.scout.is_ended
+    assert not decoding.scout.recall_joins_at_logits
     torch.cuda.synchronize()
     decoding.check_slots()
     assert int(decoding.scout.counted[:, 1].sum()) > 0
@@ -292,15 +293,16 @@ def test_steps_that_nobody_ends_end_with_their_last_layer() -> None:
 
 @pytest.mark.parametrize("predicts", [False, True])
 @pytest.mark.parametrize(
-    ("worker", "share", "worth", "interval"), [(False, 1.0, None, 0), (True, 0.5, -3.5, 0), (False, 1.0, -2.5, 2)]
+    ("worker", "share", "min_miss_score", "interval"),
+    [(False, 1.0, None, 0), (True, 0.5, -3.5, 0), (False, 1.0, -2.5, 2)],
 )
 def test_gathered_blocks_stay_in_their_slots(
-    worker: bool, share: float, worth: float | None, interval: int, predicts: bool
+    worker: bool, share: float, min_miss_score: float | None, interval: int, predicts: bool
 ) -> None:
-    decoding = Decoding(9, interval, None, worker, share, worth)
+    decoding = Decoding(9, interval, None, worker, share, min_miss_score)
     gathered = 0
     with decoding.engine():
-        decoding.settle()
+        decoding.load_initial_blocks()
         torch.cuda.synchronize()
         for _ in range(STEPS):
             before = [decoding.is_held(decoding.held(layer)) for layer in range(LAYERS)]
@@ -319,7 +321,7 @@ def test_gathered_blocks_stay_in_their_slots(
                 assert ((now & ~before[layer]) <= (new | opened)).all()
                 expected = decoding.expected(layer, everything=False)
                 torch.testing.assert_close(decoding.out[layer, :-1].cpu().float(), expected, rtol=2e-2, atol=2e-2)
-                if share == 1.0 and worth is None:
+                if share == 1.0 and min_miss_score is None:
                     assert (decoding.misses(layer) < 0).all()  # as many slots as a selection has blocks
     misses, recalled = decoding.scout.counted.sum(dim=0).tolist()
     assert 0 < gathered <= misses and (gathered < misses or share == 1.0)
@@ -330,7 +332,7 @@ def test_gathered_blocks_stay_in_their_slots(
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_row_that_arrived_is_resident_after_its_first_step(share: float) -> None:
     decoding = Decoding(36, 0, share=share)
-    decoding.scout.rows_begin(decoding.rows)
+    decoding.scout.reset_rows(decoding.rows)
     decoding.next_tokens()
     decoding.run(predicts=False)
     torch.cuda.synchronize()
@@ -346,7 +348,7 @@ def test_a_row_that_arrived_is_resident_after_its_first_step(share: float) -> No
 def test_scores_stay_between_two_scorings_and_the_text_is_the_same_above_the_budget() -> None:
     """Every third step: layers take turns, and rows that arrive are scored at once."""
     decoding = Decoding(36, 2, slots=8, score_interval=3)
-    decoding.scout.rows_begin(decoding.rows)
+    decoding.scout.reset_rows(decoding.rows)
     scored = []
     for _ in range(6):
         before = [scores.clone() for scores in decoding.scout._scores]
@@ -369,7 +371,7 @@ def test_hot_blocks_are_scored_at_every_step_and_the_others_in_turn() -> None:
     long, most = [0, 3], 8
     decoding = Decoding(7, 0, score_interval=3, hot=most)
     scout = decoding.scout
-    scout.rows_begin(decoding.rows)
+    scout.reset_rows(decoding.rows)
     scout.hold_rows(whole=False)
     for number in range(1, 7):
         before = [scores.clone() for scores in scout._scores]

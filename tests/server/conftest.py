@@ -13,7 +13,7 @@ import pytest
 from disaggregated import Answer, answers, prompts
 from real_server import CHUNK, Server
 
-from sglang_hybrid.default_model import prepare_default_model
+from sglang_hybrid.commands.model import prepare_default_model
 
 FIRST_ANSWER_SECONDS = 120
 

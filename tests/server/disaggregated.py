@@ -14,7 +14,7 @@ import pytest
 import requests
 from real_server import CHUNK, Server, free_port
 
-from sglang_hybrid.disaggregation.commands import ENVIRONMENT
+from sglang_hybrid.commands.pd.command_lines import ENVIRONMENT
 
 
 def _transfer_engine_is_missing() -> str:

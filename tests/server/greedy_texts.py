@@ -17,9 +17,9 @@ import torch
 from sglang_hybrid.config import load_config
 from sglang_hybrid.integration.decoder_layers import DecoderLayers
 from sglang_hybrid.integration.model_session import ModelSession
-from sglang_hybrid.integration.scouting import identity
-from sglang_hybrid.scout.predictor import Correction
-from sglang_hybrid.scout.profile import HostRates, Profile, ProfileFacts
+from sglang_hybrid.integration.predictor import identity
+from sglang_hybrid.policies.scout.predictor import Correction
+from sglang_hybrid.policies.scout.profile import HostRates, Profile, ProfileFacts
 
 
 def random_profile(session: ModelSession, budget: int) -> Profile:

@@ -65,9 +65,10 @@ class Server:
         log: Path,
         environment: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
+        module: str = "sglang.launch_server",
     ) -> None:
         """``prefix``: a command that sets something up and then becomes the server."""
-        command = (*prefix, sys.executable, "-m", "sglang.launch_server", "--model-path", str(model))
+        command = (*prefix, sys.executable, "-m", module, "--model-path", str(model))
         self._prepare([*command, "--attention-backend", backend, *_COMMON, *flags], log, environment or {})
 
     @classmethod

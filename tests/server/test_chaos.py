@@ -13,8 +13,8 @@ from typing import Any
 import build_native
 import pytest
 
+from bench.chaos.switches import ROWS_NOT_RESET
 from sglang_hybrid import env
-from sglang_hybrid.chaos.switches import ROWS_NOT_RESET
 
 ROOT = Path(__file__).parents[2]
 # file, what is there, what takes its place
@@ -53,7 +53,7 @@ def settings(hybrid: tuple[str, ...]) -> tuple[str, ...]:
 def chaos(directory: Path, *arguments: str, minutes: float, **environment: str) -> tuple[int, dict[str, Any]]:
     """Exit status and summary."""
     summary = directory / "summary.json"
-    command = [sys.executable, "-m", "sglang_hybrid.cli", "chaos", "--minutes", str(minutes), "--json", str(summary)]
+    command = [sys.executable, "-m", "bench.chaos", "--minutes", str(minutes), "--json", str(summary)]
     done = subprocess.run(
         [*command, "--keep", str(directory), *arguments],
         env=os.environ | environment, capture_output=True, text=True, check=False, timeout=1500,

@@ -31,10 +31,10 @@ from disaggregated import (
 from in_process import greedy
 from real_server import CHUNK, STRICT, Server
 
-from sglang_hybrid.disaggregation.commands import ENVIRONMENT
-from sglang_hybrid.eval.haystack import Haystack
-from sglang_hybrid.eval.lines import lines_prompts
-from sglang_hybrid.eval.needle import needle_prompts
+from sglang_hybrid.commands.eval.haystack import Haystack
+from sglang_hybrid.commands.eval.lines import lines_prompts
+from sglang_hybrid.commands.eval.needle import needle_prompts
+from sglang_hybrid.commands.pd.command_lines import ENVIRONMENT
 
 pytestmark = [needs_transfer_engine, pytest.mark.full]  # three more servers, and minutes
 LONG = LENGTHS.index(700)

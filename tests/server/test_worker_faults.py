@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import random
 import re
@@ -28,11 +27,10 @@ import requests
 import zmq
 from real_server import Server
 
-from sglang_hybrid import env
-from sglang_hybrid.chaos.mailbox_memory import MailboxMemory
-from sglang_hybrid.chaos.switches import SAME_BITS
-from sglang_hybrid.transport.control_client import ControlClient
-from sglang_hybrid.transport.messages import Health, Plan, Stats, encode
+from bench.chaos.mailbox_memory import MailboxMemory
+from bench.chaos.switches import SAME_BITS, in_environment
+from sglang_hybrid.protocol.messages import Health, Stats, ThreadPlan, encode
+from sglang_hybrid.worker.control_client import ControlClient
 
 PROFILE = Path(__file__).parents[2] / "configs/profiles/SmolLM2-135M-Instruct-2048.safetensors"
 LONGEST_PAUSE = 2.0  # on a quiet machine
@@ -138,10 +136,10 @@ def faulty(
     own = tmp_path_factory.mktemp("own")
     prefix = ("unshare", "--mount", "sh", "-c", OWN_FILE_SYSTEMS, "sh") if may_mount() else ()
     prompts = [english[n * 2000 : n * 2000 + length] for n, length in enumerate(lengths)]
-    environment = {"TMPDIR": str(own)} | (
-        {env.CHAOS.name: json.dumps([SAME_BITS])} if request.param[1] == BELOW else {}
-    )
-    with Server(model, "hybrid", *flags, log=log, environment=environment, prefix=prefix) as server:
+    environment, module = {"TMPDIR": str(own)}, "sglang.launch_server"
+    if request.param[1] == BELOW:
+        environment, module = environment | in_environment([SAME_BITS]), "bench.chaos.server"
+    with Server(model, "hybrid", *flags, log=log, environment=environment, prefix=prefix, module=module) as server:
         for ids in prompts:  # into the radix cache, so that load is decode
             server.generate(ids, 1)
         texts = [answer["text"] for answer in server.generate_together(prompts, NEW_TOKENS)]
@@ -284,7 +282,7 @@ def test_garbage_on_the_control_sockets_changes_nothing(faulty: Faulty) -> None:
         talker.connect(f"ipc://{directory}/control.sock")
         for _ in range(200):
             talker.send_multipart([chance.randbytes(chance.randrange(300)) for _ in range(chance.randrange(1, 4))])
-        talker.send(encode(Plan(threads=7)))  # well-formed, but from a stranger
+        talker.send(encode(ThreadPlan(threads=7)))  # well-formed, but from a stranger
         for _ in range(200):
             for name, kind in (("control.sock", socket.SOCK_STREAM), ("regions.sock", socket.SOCK_SEQPACKET)):
                 raw = socket.socket(socket.AF_UNIX, kind)

@@ -169,7 +169,7 @@ class Decoding:
             for request in (r for r, new in zip(alive, fresh, strict=True) if new):
                 number = self.plan[request].number
                 requests.write(request, 0, self.plan[request].prompt)
-                policy.rows_begin([number])
+                policy.reset_rows([number])
                 if prompts:
                     prompts.store(0, torch.tensor([number]), self.prompt_query(request)[None])
             lengths = [self.plan[r].prompt + now - self.plan[r].first + 1 for r in alive]

@@ -11,12 +11,12 @@ import torch
 from attention_oracle import seeded
 from worker_process import BLOCK_TOKENS, PATIENCE_S, TORCH_DTYPES
 
-from sglang_hybrid.native.library import checked, library
-from sglang_hybrid.native.lists import HostLists
-from sglang_hybrid.native.local import LocalAttention
-from sglang_hybrid.native.structs import DTYPES, EngineOptions, Geometry
 from sglang_hybrid.ops import reference
-from sglang_hybrid.transport.mailbox import Mailbox
+from sglang_hybrid.ops.cpu.library import checked, library
+from sglang_hybrid.ops.cpu.lists import HostLists
+from sglang_hybrid.ops.cpu.local import LocalAttention
+from sglang_hybrid.ops.cpu.structs import DTYPES, EngineOptions, Geometry
+from sglang_hybrid.protocol.mailbox import Mailbox
 
 SCALE = 0.125
 

@@ -1,4 +1,4 @@
-"""``sglang-hybrid bench worker``, on a pool that is much too small to measure anything."""
+"""``python -m bench.worker``, on a pool that is much too small to measure anything."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from cpu_worker.bench import arguments, memory, result_file
-from cpu_worker.bench.arguments import Settings, parse
-from cpu_worker.bench.main import main
-from cpu_worker.bench.memory import GIB, default_pool
-from cpu_worker.bench.pool import Pool, posts_of
-from cpu_worker.bench.running import client_cpus
-from cpu_worker.bench.table import plain_table, print_table
-from cpu_worker.cores import Core, Placement, Topology, place
-from sglang_hybrid import cli
-from sglang_hybrid.native import variants
+from bench.worker import arguments, memory
+from bench.worker.__main__ import main
+from bench.worker.arguments import Settings, parse
+from bench.worker.memory import GIB, default_pool
+from bench.worker.pool import Pool, posts_of
+from bench.worker.running import client_cpus
+from bench.worker.table import plain_table, print_table
+from sglang_hybrid.ops.cpu import variants
+from sglang_hybrid.protocol.cores import Core, Placement, Topology, place
 
 TINY = ["--pool", "4MiB", "--threads", "1", "--blocks", "1,8", "--dtypes", "bfloat16", "--seconds", "0.01"]
 SIXTEEN = Topology(tuple(Core((cpu,)) for cpu in range(16)))
@@ -47,11 +46,7 @@ def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("bench") / "result.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["sglang-hybrid", "bench", "worker"])
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["bench", "worker", *TINY, "--out", str(out)])
-    assert ended.value.code == 0
+    assert main([*TINY, "--out", str(out)]) == 0
     result: dict[str, Any] = json.loads(out.read_text())
     return result
 
@@ -97,17 +92,10 @@ def test_the_round_trip_is_told_with_and_without_collecting(finished: dict[str, 
 
 def test_the_file_says_where_it_comes_from(finished: dict[str, Any]) -> None:
     origin = finished["origin"]
-    assert origin["command"].startswith("sglang-hybrid bench worker --pool 4MiB --threads 1")
+    assert origin["command"].startswith("python -m bench.worker --pool 4MiB --threads 1")
     assert {"commit", "date", "machine", "python"} <= set(origin)
     assert finished["settings"]["pool_bytes"] == 4 << 20
     assert any("last-level cache" in note for note in finished["notes"]) or memory.last_level_cache() is None
-
-
-def test_an_installed_package_records_the_same_without_the_checkout(
-    finished: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(result_file, "_RECORD", Path("/nowhere/record.py"))
-    assert set(result_file._origin()) | {"command"} == set(finished["origin"])
 
 
 def test_the_table_is_printed_and_nothing_is_left_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,7 +232,7 @@ def test_without_rich_the_table_is_plain_text(
 
 
 def test_without_torch_one_is_told_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in [name for name in sys.modules if name.startswith("cpu_worker.bench.")]:
+    for name in [name for name in sys.modules if name.startswith("bench.worker.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(TINY) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isnan
 from typing import Any
 
-from sglang_hybrid.chaos.asking import _tokens
+from bench.chaos.asking import _tokens
 
 
 def said(ids: list[int], told: list[int]) -> dict[str, Any]:

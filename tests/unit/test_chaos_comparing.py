@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_hybrid.chaos.asking import Answer, Token
-from sglang_hybrid.chaos.comparing import is_explained, wrong_but_for_ties, wrong_tokens
-from sglang_hybrid.chaos.workload import Request
+from bench.chaos.asking import Answer, Token
+from bench.chaos.comparing import is_explained, wrong_but_for_ties, wrong_tokens
+from bench.chaos.workload import Request
 
 REQUEST = Request(0, (7, 8, 9), new_tokens=4)
 

@@ -117,7 +117,7 @@ def test_what_is_given_is_kept(default_model: None) -> None:
 
 
 def test_sglangs_benchmarks_get_the_backend_and_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_hybrid.default_model.prepare_default_model", lambda report: Path("/models/Small"))
+    monkeypatch.setattr("sglang_hybrid.commands.model.prepare_default_model", lambda report: Path("/models/Small"))
     assert bench.with_defaults(["--batch-size", "2"]) == [
         "--batch-size", "2", "--attention-backend", "hybrid", "--model-path", "/models/Small",
     ]  # fmt: skip

@@ -22,7 +22,7 @@ from sglang_hybrid.config import (
 )
 from sglang_hybrid.config_sources import parse_yaml
 from sglang_hybrid.policies import registry
-from sglang_hybrid.policies.scout_options import ScoutOptions
+from sglang_hybrid.policies.scout.options import ScoutOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_YAML = ROOT / "configs" / "default.yaml"
@@ -606,9 +606,9 @@ def test_a_setting_that_has_another_name_is_refused_with_the_new_one(old: str, n
 
 
 def test_tasks_of_the_worker_have_as_many_blocks_as_its_plan_says_unless_a_test_asks_for_others(monkeypatch) -> None:
-    from sglang_hybrid.transport.messages import Plan
+    from sglang_hybrid.protocol.messages import ThreadPlan
 
-    assert env.WORKER_TASK_BLOCKS.get() == Plan().task_blocks
+    assert env.WORKER_TASK_BLOCKS.get() == ThreadPlan().task_blocks
     for text in ("0", "4097", "many"):
         monkeypatch.setenv(env.WORKER_TASK_BLOCKS.name, text)
         with pytest.raises(ConfigError, match="a whole number from 1 to 4096"):

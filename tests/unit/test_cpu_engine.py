@@ -12,10 +12,10 @@ from sglang_hybrid.config import HybridConfig, load_config
 from sglang_hybrid.engines.base import ModelFacts, PrefillBatch, StepBatch
 from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
 from sglang_hybrid.engines.cpu import CpuEngine
-from sglang_hybrid.memory.region import SharedRegion
-from sglang_hybrid.native.library import NativeError
-from sglang_hybrid.native.structs import DTYPES, Geometry
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cpu.library import NativeError
+from sglang_hybrid.ops.cpu.structs import DTYPES, Geometry
+from sglang_hybrid.protocol.region import SharedRegion
 
 T = 32
 NO_SLOTS = torch.empty(0, dtype=torch.int64)  # this engine reads them off its table
@@ -223,7 +223,7 @@ def test_prefill_is_causal_attention_over_all_tokens_so_far(chunks):
 @pytest.mark.parametrize("openmp", [True, False])
 def test_threads_and_company_change_no_bit(openmp, monkeypatch):
     if not openmp:
-        monkeypatch.setattr("sglang_hybrid.native.host.gomp_parallel", lambda: None)
+        monkeypatch.setattr("sglang_hybrid.ops.cpu.decoder.gomp_parallel", lambda: None)
     alone = Rows([900, 1500, 200], threads=1, budget_tokens=512)
     alone.write()
     expected = torch.cat([alone.decode(rows=[row]) for row in range(3)])

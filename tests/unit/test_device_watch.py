@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from sglang_hybrid.cuda.structs import OUTCOMES
-from sglang_hybrid.gpu.settings import PathRates
-from sglang_hybrid.gpu.watch import DeviceWatch
-from sglang_hybrid.scout.recall import RecallSchedule
+from sglang_hybrid.engines.cuda.settings import PathRates
+from sglang_hybrid.engines.cuda.watch import DeviceWatch
+from sglang_hybrid.ops.cuda.structs import OUTCOMES
+from sglang_hybrid.policies.scout.recall import RecallSchedule
 
 LAYERS, PER_ROW = 2, 100
 

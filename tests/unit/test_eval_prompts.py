@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.eval.errors import InputError
-from sglang_hybrid.eval.haystack import Haystack
-from sglang_hybrid.eval.lines import lines_prompts
-from sglang_hybrid.eval.longbench import Record, longbench_prompts, read_records, without_middle
-from sglang_hybrid.eval.multi_needle import multi_needle_prompts
-from sglang_hybrid.eval.needle import needle_prompts
-from sglang_hybrid.eval.text import builtin_text, read_text, windows
-from sglang_hybrid.eval.words import CITIES
+from sglang_hybrid.commands.eval.errors import InputError
+from sglang_hybrid.commands.eval.haystack import Haystack
+from sglang_hybrid.commands.eval.lines import lines_prompts
+from sglang_hybrid.commands.eval.longbench import Record, longbench_prompts, read_records, without_middle
+from sglang_hybrid.commands.eval.multi_needle import multi_needle_prompts
+from sglang_hybrid.commands.eval.needle import needle_prompts
+from sglang_hybrid.commands.eval.text import builtin_text, read_text, windows
+from sglang_hybrid.commands.eval.words import CITIES
 
 SENTENCE = "The quick brown fox jumps over the lazy dog, says number {}."
 STORY = " ".join(SENTENCE.format(n) for n in range(200))

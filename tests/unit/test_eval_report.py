@@ -16,9 +16,9 @@ from rich.console import Console
 
 from bench import record
 from sglang_hybrid import origin as origin_module
-from sglang_hybrid.eval import plots
-from sglang_hybrid.eval.report import document, print_report, write_json, write_report
-from sglang_hybrid.eval.result import NeedleGrid, Run, TaskResult
+from sglang_hybrid.commands.eval import plots
+from sglang_hybrid.commands.eval.report import document, print_report, write_json, write_report
+from sglang_hybrid.commands.eval.result import NeedleGrid, Run, TaskResult
 
 ROOT = Path(__file__).resolve().parents[2]
 GRID = NeedleGrid((512, 1024, 6000), (0.0, 0.5, 1.0), ((1.0, 1.0, 0.5), (0.0, 0.25, None), (1.0, 0.75, 1.0)))

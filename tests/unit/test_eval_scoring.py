@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.eval.comparison import compare
-from sglang_hybrid.eval.prompts import RetrievalPrompt
-from sglang_hybrid.eval.result import Run, TaskResult
-from sglang_hybrid.eval.scoring import (
+from sglang_hybrid.commands.eval.comparison import compare
+from sglang_hybrid.commands.eval.prompts import RetrievalPrompt
+from sglang_hybrid.commands.eval.result import Run, TaskResult
+from sglang_hybrid.commands.eval.scoring import (
     Answered,
     Difference,
     f1,

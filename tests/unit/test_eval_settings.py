@@ -2,9 +2,9 @@
 
 import pytest
 
+from sglang_hybrid.commands.eval.errors import InputError
+from sglang_hybrid.commands.eval.main import _settings_of_prefill
 from sglang_hybrid.config import load_config
-from sglang_hybrid.eval.errors import InputError
-from sglang_hybrid.eval.main import _settings_of_prefill
 
 
 def test_what_prefill_works_by_is_taken_from_the_runs():

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cpu_worker.cores import Core, Topology
 from sglang_hybrid import host
 from sglang_hybrid.config import ConfigError, HybridConfig, describe, load_config
 from sglang_hybrid.host import GIB, Host
 from sglang_hybrid.host_settings import check, resolved
+from sglang_hybrid.protocol.cores import Core, Topology
 
 TWO_CORES = Topology((Core((0,)), Core((1,))))
 LAPTOP = Host((), TWO_CORES, memory=16 * GIB, available=10 * GIB)

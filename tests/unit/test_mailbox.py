@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from mailbox_host import SCALE, Host, Lists, assert_same_bits, collected
 from worker_process import BLOCK_TOKENS, PATIENCE_S, eventually
 
-from sglang_hybrid.memory.region import SharedRegion
-from sglang_hybrid.native import NativeError
-from sglang_hybrid.native.library import checked, library, mailbox_fields
-from sglang_hybrid.native.structs import (
+from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cpu import NativeError
+from sglang_hybrid.ops.cpu.library import checked, library, mailbox_fields
+from sglang_hybrid.ops.cpu.structs import (
     MAILBOX_VERSION,
     EngineStats,
     Geometry,
     Job,
     MailboxLayout,
 )
-from sglang_hybrid.ops import reference
-from sglang_hybrid.transport.mailbox import DAMAGED, SERVED, Mailbox
+from sglang_hybrid.protocol.mailbox import DAMAGED, SERVED, Mailbox
+from sglang_hybrid.protocol.region import SharedRegion
 
 LATE = 0
 SLOTS = 2

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from cpu_worker.mapping import Mapping
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.memory import region
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
 from sglang_hybrid.memory.digests import Digests, is_compact
 from sglang_hybrid.memory.pages import page_table, touched_pages
-from sglang_hybrid.memory.region import RegionError, SharedRegion
+from sglang_hybrid.protocol import region
+from sglang_hybrid.protocol.region import RegionError, SharedRegion
 
 MIB = 1 << 20
 SEEDS = st.integers(0, 2**32 - 1)

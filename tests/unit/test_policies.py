@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.torch import PagedPrefill, TorchAttention
 from sglang_hybrid.memory.prompt_queries import PromptQueries
-from sglang_hybrid.misses.base import Posted
-from sglang_hybrid.misses.reference import ReferenceMisses
 from sglang_hybrid.ops.reference import DIGEST_SPREAD, NO_BLOCK
 from sglang_hybrid.policies.base import BlockList, DecodeBatch, DecodePolicy, LayerCache
 from sglang_hybrid.policies.full import FullPolicy
-from sglang_hybrid.policies.scout import ScoutPolicy, Selection
-from sglang_hybrid.policies.scout_options import ScoutOptions
-from sglang_hybrid.scout.tuning import DEFAULT_MISS_SHARE, tuning_of
+from sglang_hybrid.policies.scout.options import ScoutOptions
+from sglang_hybrid.policies.scout.policy import ScoutPolicy, Selection
+from sglang_hybrid.policies.scout.tuning import DEFAULT_MISS_SHARE, tuning_of
+from sglang_hybrid.worker.miss_server import PendingAttention
+from sglang_hybrid.worker.torch_attention import TorchMisses
 
 SEEDS = st.integers(0, 2**32 - 1)
 HEADS = st.integers(1, 3)
@@ -39,7 +39,7 @@ SHAPES = st.builds(Shape, heads=HEADS, group=GROUP, dim=DIM, value_dim=DIM, dtyp
 def decode_once(policy: DecodePolicy, requests: Requests) -> torch.Tensor:
     """The last token of every row, as the first that is decoded."""
     batch = requests.decode_batch()
-    policy.rows_begin(batch.rows_on_host)
+    policy.reset_rows(batch.rows_on_host)
     policy.begin_step(batch)
     return policy.decode(requests.last_queries(), requests.cache, batch, requests.shape.scale)
 
@@ -139,7 +139,7 @@ def real(positions: torch.Tensor) -> list[int]:
 def test_scout_tells_the_blocks_that_are_always_in_from_those_that_earned_it(case: tuple[HybridConfig, Requests]):
     config, requests = case
     policy, batch = Watched(config, rows=len(requests.lengths)), requests.decode_batch()
-    policy.rows_begin(batch.rows_on_host)
+    policy.reset_rows(batch.rows_on_host)
     policy.begin_step(batch)
     chosen = policy.select(requests.last_queries(), requests.cache, batch, requests.shape.scale)
     for row in range(len(requests.lengths)):
@@ -170,13 +170,15 @@ def lives(draw: st.DrawFn, longest: int) -> list[Life]:
     return drawn
 
 
-class RecordedMisses(ReferenceMisses):
+class RecordedMisses(TorchMisses):
     def __init__(self) -> None:
         self.query = torch.empty(0)
         self.blocks: BlockList | None = None
         self.steps: list[int] = []
 
-    def post(self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int) -> Posted:
+    def post(
+        self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int
+    ) -> PendingAttention:
         self.query, self.blocks = query, blocks
         self.steps.append(step)
         return super().post(query, cache, blocks, scale, step)
@@ -683,7 +685,7 @@ def begun(**settings: object) -> tuple[Requests, Watched]:
     requests.write_all()
     config = scouting_by(resident_bonus=0.0, **settings)
     policy = Watched(config, rows=1, layers=2)
-    policy.rows_begin([0])
+    policy.reset_rows([0])
     decode_one(requests, policy, torch.zeros(1, 4, 8))
     return requests, policy
 
@@ -703,7 +705,7 @@ def test_an_announcement_is_for_one_layer():
     requests, policy = begun(recall_interval=0)
     other = LayerCache(requests.cache.keys, requests.cache.values, requests.cache.digests, layer=1)
     batch, query, guess = requests.decode_batch(), requests.last_queries(), torch.full((1, 4, 8), 9.0)
-    policy.rows_begin([0])
+    policy.reset_rows([0])
     policy.begin_step(batch)
     policy.ahead(guess, other, batch, SMALL.scale)
     policy.decode(query, requests.cache, batch, SMALL.scale)
@@ -716,7 +718,7 @@ def test_an_announcement_is_for_one_layer():
 def test_layers_have_resident_blocks_of_their_own():
     requests, policy = begun(recall_interval=1)
     other = LayerCache(requests.cache.keys, requests.cache.values, requests.cache.digests, layer=1)
-    policy.rows_begin([0])
+    policy.reset_rows([0])
     batch = requests.decode_batch()
     policy.begin_step(batch)
     queries = {0: requests.last_queries(), 1: -requests.last_queries()}

@@ -15,8 +15,8 @@ from installed_package import installed
 
 from sglang_hybrid.config import ConfigError, HybridConfig
 from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
+from sglang_hybrid.engines.cuda.settings import unsupported_settings
 from sglang_hybrid.engines.torch import TorchAttention
-from sglang_hybrid.gpu.settings import why_not
 from sglang_hybrid.policies import registry
 from sglang_hybrid.policies.full import FullPolicy
 from sglang_hybrid.policies.registry import (
@@ -31,14 +31,13 @@ from sglang_hybrid.policies.registry import (
 EXAMPLE = Path(__file__).parents[2] / "examples/streaming_llm"
 
 
-@pytest.fixture
-def empty_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def registry_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
     policy_names()  # the built-in ones are there
     monkeypatch.setattr(registry, "_policies", dict(registry._policies))
 
 
-@pytest.mark.usefixtures("empty_slot")
 def test_a_policy_that_is_registered_at_run_time_is_used() -> None:
     made: list[PolicyContext] = []
 
@@ -51,7 +50,7 @@ def test_a_policy_that_is_registered_at_run_time_is_used() -> None:
     assert isinstance(TorchAttention(config, rows=3, layers=2).policy, FullPolicy)
     assert [(context.rows, context.layers) for context in made] == [(3, 2)]
     # the torch engine serves it, on any host
-    assert why_not(config) == "policy=mine"
+    assert unsupported_settings(config) == "policy=mine"
     assert unsupported_by_cpu_engine(config, head_dim=64) == "policy=mine"
 
 
@@ -62,7 +61,6 @@ def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
         policy_named("nobodys")
 
 
-@pytest.mark.usefixtures("empty_slot")
 def test_a_name_is_given_once() -> None:
     with pytest.raises(ValueError, match=r"a policy full already, made by sglang_hybrid\.policies\.built_in"):
         register_policy("full", description="")(lambda _context: FullPolicy())

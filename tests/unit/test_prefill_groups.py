@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_hybrid.gpu.row_groups import PrefillRows, RowGroup, group_rows
-from sglang_hybrid.gpu.staging import runs_of, suits_engine
+from sglang_hybrid.engines.cuda.row_groups import PrefillRows, RowGroup, group_rows
+from sglang_hybrid.engines.cuda.staging import runs_of, suits_engine
 
 BLOCK_TOKENS = 32
 

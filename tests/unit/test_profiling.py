@@ -14,15 +14,13 @@ from decoding import CLOSE, Decoding, Life, Shape, Step, T
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.misses.reference import ReferenceMisses
-from sglang_hybrid.ops import reference
-from sglang_hybrid.policies.base import DecodeBatch, LayerCache
-from sglang_hybrid.policies.scout import ScoutPolicy, Selection
-from sglang_hybrid.policies.scout_options import ScoutOptions
-from sglang_hybrid.profiling import choosing
-from sglang_hybrid.profiling.calibrating import RANK_PARTS, Calibrator, LayerInputs
-from sglang_hybrid.profiling.choosing import (
+from sglang_hybrid.commands.profile import choosing
+from sglang_hybrid.commands.profile.fit_predictor import RANK_PARTS, Calibrator, LayerInputs
+from sglang_hybrid.commands.profile.recording import RecordingPolicy
+from sglang_hybrid.commands.profile.records import LayerRecord
+from sglang_hybrid.commands.profile.share_costs import SHARES, LayerCost, ShareCosts
+from sglang_hybrid.commands.profile.simulation import Budget, Choice, simulate
+from sglang_hybrid.commands.profile.tune import (
     BONUSES,
     INTERVALS,
     block_change,
@@ -30,14 +28,16 @@ from sglang_hybrid.profiling.choosing import (
     choose_interval,
     choose_shares,
 )
-from sglang_hybrid.profiling.recording import RecordingPolicy
-from sglang_hybrid.profiling.records import LayerRecord
-from sglang_hybrid.profiling.share_costs import SHARES, LayerCost, ShareCosts
-from sglang_hybrid.profiling.simulation import Budget, Choice, simulate
-from sglang_hybrid.scout.calibration import LayerFit, cosines
-from sglang_hybrid.scout.predictor import QueryPredictor, QueryWeights
-from sglang_hybrid.scout.recall import LONGEST
-from sglang_hybrid.scout.tuning import beyond_selection, tuning_of
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.ops import reference
+from sglang_hybrid.policies.base import DecodeBatch, LayerCache
+from sglang_hybrid.policies.scout.calibration import LayerFit, cosines
+from sglang_hybrid.policies.scout.options import ScoutOptions
+from sglang_hybrid.policies.scout.policy import ScoutPolicy, Selection
+from sglang_hybrid.policies.scout.predictor import QueryPredictor, QueryWeights
+from sglang_hybrid.policies.scout.recall import LONGEST
+from sglang_hybrid.policies.scout.tuning import beyond_selection, tuning_of
+from sglang_hybrid.worker.torch_attention import TorchMisses
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -213,8 +213,8 @@ def test_the_simulation_of_a_recording_is_what_the_policy_does(
     predicted: bool, sink: int, recent: int, slots: int, any_block: bool
 ):
     share = 0.05
-    worth = math.log(share * SHAPE.group)
-    budget = Budget(sink + recent + 1 + slots, sink, recent, worth, any_block)
+    min_miss_score = math.log(share * SHAPE.group)
+    budget = Budget(sink + recent + 1 + slots, sink, recent, min_miss_score, any_block)
     record, _, _ = recorded(predicted, seed=2)
     simulated = simulate(record, CHOICES, budget)
     for number, choice in enumerate(CHOICES):
@@ -227,7 +227,7 @@ def test_the_simulation_of_a_recording_is_what_the_policy_does(
         )
         beyond = any_block and beyond_selection(choice.interval)
         tuning = dataclasses.replace(tuning_of(config, layers=1), any_block=(beyond,))
-        policy = Watched(config, ReferenceMisses(), tuning, rows=2)
+        policy = Watched(config, TorchMisses(), tuning, rows=2)
         ratios: list[float] = []
         missed: list[float] = []
         policy.on_ratio = lambda _, ratio, seen=ratios: seen.append(ratio)
@@ -263,7 +263,7 @@ def test_costs_of_shares_are_what_the_policy_misses_and_how_far_its_output_is_of
         options = ScoutOptions(resident_bonus=0.0, recall_interval=8, min_miss_attention=share, lse_shift=False)
         config = base.with_section(options)
         tuning = dataclasses.replace(tuning_of(config, layers=1), any_block=(True,))
-        policy, ratios, moved = ScoutPolicy(config, ReferenceMisses(), tuning, rows=2), [], []
+        policy, ratios, moved = ScoutPolicy(config, TorchMisses(), tuning, rows=2), [], []
         policy.on_ratio = lambda _, ratio, seen=ratios: seen.append(ratio)
 
         def check(step: Step, moved: list[float] = moved) -> None:

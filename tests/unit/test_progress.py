@@ -8,9 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from sglang_hybrid.commands.eval.prompts import RetrievalPrompt, TextPrompt
+from sglang_hybrid.commands.eval.running import Evaluation, Variant, cost
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.eval.prompts import RetrievalPrompt, TextPrompt
-from sglang_hybrid.eval.running import Evaluation, Variant, cost
 from sglang_hybrid.progress import steps
 
 

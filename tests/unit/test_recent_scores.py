@@ -8,8 +8,8 @@ from attention_oracle import seeded
 
 from sglang_hybrid.config import load_config
 from sglang_hybrid.ops import reference
-from sglang_hybrid.scout.scoring import RecentScores
-from sglang_hybrid.scout.tuning import hot_blocks_of, score_interval_of
+from sglang_hybrid.policies.scout.scoring import RecentScores
+from sglang_hybrid.policies.scout.tuning import hot_blocks_of, score_interval_of
 
 HEADS, GROUP, BLOCKS, ROWS, SCALE = 2, 3, 40, 6, 0.5
 COUNTS, ROW_OF = torch.tensor([40, 33, 9]), torch.tensor([4, 0, 2])

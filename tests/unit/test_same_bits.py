@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention_oracle import seeded
 
-from sglang_hybrid.chaos import same_bits
+from bench.chaos import same_bits
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.base import LayerCache
 

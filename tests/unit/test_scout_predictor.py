@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hybrid.ops import reference
-from sglang_hybrid.scout.calibration import FullCorrection, LayerFit, cosines
-from sglang_hybrid.scout.predictor import Correction, QueryPredictor, QueryWeights
+from sglang_hybrid.policies.scout.calibration import FullCorrection, LayerFit, cosines
+from sglang_hybrid.policies.scout.predictor import Correction, QueryPredictor, QueryWeights
 
 SEEDS = st.integers(0, 2**32 - 1)
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from sglang_hybrid.scout import profile as profile_module
-from sglang_hybrid.scout.predictor import Correction
-from sglang_hybrid.scout.profile import (
+from sglang_hybrid.policies.scout import profile as profile_module
+from sglang_hybrid.policies.scout.predictor import Correction
+from sglang_hybrid.policies.scout.profile import (
     VERSION,
     Curve,
     HostRates,

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.scout.recall import LONGEST, RecallSchedule
-from sglang_hybrid.scout.tuning import DEFAULT_BONUS, DEFAULT_INTERVAL, DEFAULT_MISS_SHARE, tuning_of
+from sglang_hybrid.policies.scout.recall import LONGEST, RecallSchedule
+from sglang_hybrid.policies.scout.tuning import DEFAULT_BONUS, DEFAULT_INTERVAL, DEFAULT_MISS_SHARE, tuning_of
 
 BETA = 0.12
 INTERVALS = st.lists(st.integers(0, 20), min_size=1, max_size=12)

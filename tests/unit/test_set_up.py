@@ -243,13 +243,13 @@ def test_a_build_directory_that_moved_with_its_checkout_is_configured_again(
 
 
 def test_clean_removes_what_the_checkout_made_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for made in (".venv/bin", ".venv-0.5.17", "build/native", "sglang_hybrid/native/__pycache__", "kept"):
+    for made in (".venv/bin", ".venv-0.5.17", "build/native", "sglang_hybrid/ops/cpu/__pycache__", "kept"):
         (tmp_path / made).mkdir(parents=True)
-    (tmp_path / "sglang_hybrid/native/libsglang_hybrid_cpu.so").touch()
-    (tmp_path / "sglang_hybrid/native/library.py").touch()
+    (tmp_path / "sglang_hybrid/ops/cpu/libsglang_hybrid_cpu.so").touch()
+    (tmp_path / "sglang_hybrid/ops/cpu/library.py").touch()
     clean.clean_checkout(tmp_path)
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-    assert left == ["sglang_hybrid/native/library.py"]
+    assert left == ["sglang_hybrid/ops/cpu/library.py"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "sglang_hybrid"]
     said = capsys.readouterr().out
     for removed in (".venv", ".venv-0.5.17", "build", "libsglang_hybrid_cpu.so"):

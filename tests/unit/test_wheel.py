@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid import shipped
-from sglang_hybrid.cuda import sources
+from sglang_hybrid.ops.cuda import sources
 
 ROOT = Path(__file__).resolve().parents[2]
 # the library that is there is taken: other tests use it at the same time, and it must not be replaced under them
@@ -22,7 +22,8 @@ build_native.main = lambda arguments: None
 sys.argv = ["setup.py", "--quiet", "build_py", "--build-lib", sys.argv[1]]
 runpy.run_path("setup.py")
 """
-ASK = "from sglang_hybrid.cuda import sources; print(sources.source_hash(), *sources.translation_units(), sep='\\n')"
+ASK = """from sglang_hybrid.ops.cuda import sources
+print(sources.source_hash(), *sources.translation_units(), sep="\\n")"""
 
 
 SETTINGS = """
@@ -55,7 +56,7 @@ def test_a_wheel_holds_the_cuda_sources_of_the_checkout(wheel: Path) -> None:
     assert version == sources.source_hash()
     assert all(Path(unit).is_relative_to(wheel) for unit in units)
     assert [Path(unit).name for unit in units] == [unit.name for unit in sources.translation_units()]
-    assert list(wheel.glob("sglang_hybrid/native/*.so"))
+    assert list(wheel.glob("sglang_hybrid/ops/cpu/*.so"))
 
 
 def test_a_wheel_holds_the_settings_that_come_with_the_package(wheel: Path) -> None:

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu_worker.cores import Core, CoresError, Placement, Topology, format_cpus, parse_cpus, place, read_topology
+from sglang_hybrid.protocol.cores import (
+    Core,
+    CoresError,
+    Placement,
+    Topology,
+    format_cpus,
+    parse_cpus,
+    place,
+    read_topology,
+)
 
 
 def machine(nodes: int, cores: int, hyperthreads: bool = True, quota: float | None = None) -> Topology:

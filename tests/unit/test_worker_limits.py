@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from mailbox_host import Host, assert_same_bits, collected
 
-from sglang_hybrid.transport.mailbox import SERVED, Mailbox
+from sglang_hybrid.protocol.mailbox import SERVED, Mailbox
 
 # Runs in a process of its own, whose address space then has no room for another thread's stack.
 WITHOUT_THREADS = """
 import resource
 from mailbox_host import Host, assert_same_bits, collected
-from sglang_hybrid.native.library import library
-from sglang_hybrid.transport.mailbox import Mailbox
+from sglang_hybrid.ops.cpu.library import library
+from sglang_hybrid.protocol.mailbox import Mailbox
 
 host = Host(rows=64)
 mailbox = Mailbox(host.geometry)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hybrid.transport.messages import (
+from sglang_hybrid.protocol.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
     Answer,
@@ -18,13 +18,13 @@ from sglang_hybrid.transport.messages import (
     Health,
     HealthReport,
     Hello,
-    Plan,
     Planned,
     ProtocolError,
     Request,
     Stats,
     StatsReport,
     Stop,
+    ThreadPlan,
     WarmUp,
     Welcome,
     decode_answer,
@@ -36,8 +36,8 @@ TOKEN = "0123456789abcdef" * 2
 LARGEST = (1 << 63) - 1
 
 REQUESTS: list[Request] = [
-    Hello(), Attach(token=TOKEN), Plan(), WarmUp(), Health(), Stats(), Drain(), Stop(),
-    Plan(provider="torch", threads=7, group_threads=2, task_blocks=16, spin_us=0, cores="0-3,9"),
+    Hello(), Attach(token=TOKEN), ThreadPlan(), WarmUp(), Health(), Stats(), Drain(), Stop(),
+    ThreadPlan(provider="torch", threads=7, group_threads=2, task_blocks=16, spin_us=0, cores="0-3,9"),
 ]  # fmt: skip
 ANSWERS: list[Answer] = [
     Welcome(version="1", pid=1, mailbox_version=1, variants=["avx2", "portable"], attached=True),
@@ -75,7 +75,7 @@ def test_a_damaged_request_is_refused_or_still_a_request_in_range(request_: Requ
         decoded = decode_request(bytes(data))
     except ProtocolError:
         return
-    if isinstance(decoded, Plan):
+    if isinstance(decoded, ThreadPlan):
         assert decoded.task_blocks >= 1
 
 

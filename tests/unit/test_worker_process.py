@@ -34,13 +34,12 @@ from worker_process import (
 )
 
 from sglang_hybrid import __version__
-from sglang_hybrid.native.library import mailbox_fields, variants
-from sglang_hybrid.native.lists import HostLists
-from sglang_hybrid.native.structs import MAILBOX_VERSION
 from sglang_hybrid.ops import reference
-from sglang_hybrid.transport import messages
-from sglang_hybrid.transport.control_client import ControlClient, ControlError, ControlTimeout
-from sglang_hybrid.transport.messages import (
+from sglang_hybrid.ops.cpu.library import mailbox_fields, variants
+from sglang_hybrid.ops.cpu.lists import HostLists
+from sglang_hybrid.ops.cpu.structs import MAILBOX_VERSION
+from sglang_hybrid.protocol import messages
+from sglang_hybrid.protocol.messages import (
     Answer,
     Attach,
     Done,
@@ -48,14 +47,15 @@ from sglang_hybrid.transport.messages import (
     Failed,
     Health,
     Hello,
-    Plan,
     Request,
     Stats,
     Stop,
+    ThreadPlan,
     WarmUp,
 )
+from sglang_hybrid.worker.control_client import ControlClient, ControlError, ControlTimeout
 
-PLAN = Plan(threads=2, group_threads=1, task_blocks=3, spin_us=50, cores="none")
+PLAN = ThreadPlan(threads=2, group_threads=1, task_blocks=3, spin_us=50, cores="none")
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_bytes_that_are_not_even_zmq_disturb_nobody(worker: WorkerProcess, clien
 
 @pytest.mark.parametrize("request_", [PLAN, WarmUp(), Stats(), Drain()], ids=lambda request: type(request).__name__)
 def test_what_needs_regions_is_refused_before_they_are_attached(
-    client: ControlClient, request_: Plan | WarmUp | Stats | Drain
+    client: ControlClient, request_: ThreadPlan | WarmUp | Stats | Drain
 ) -> None:
     with pytest.raises(ControlError, match="needs attached regions"):
         client.ask(request_, PATIENCE_S)
@@ -437,13 +437,13 @@ def test_a_client_that_gave_up_waiting_gets_the_right_answer_the_next_time(
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        (Plan(cores="4000"), "cannot be used by this process"),
-        (Plan(cores="every"), '"auto", "none" or a list'),
-        (Plan(provider="ipex"), "optional extra"),
+        (ThreadPlan(cores="4000"), "cannot be used by this process"),
+        (ThreadPlan(cores="every"), '"auto", "none" or a list'),
+        (ThreadPlan(provider="ipex"), "optional extra"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_leaves_the_one_before(
-    client: ControlClient, regions: Regions, plan: Plan, says: str
+    client: ControlClient, regions: Regions, plan: ThreadPlan, says: str
 ) -> None:
     with regions.attach(client):
         client.ask(PLAN, PATIENCE_S)
@@ -459,7 +459,7 @@ def test_threads_run_on_the_cores_they_were_planned_for(
 ) -> None:
     core = max(os.sched_getaffinity(worker.pid))
     with regions.attach(client):
-        planned = client.ask(Plan(cores=str(core)), PATIENCE_S)
+        planned = client.ask(ThreadPlan(cores=str(core)), PATIENCE_S)
         assert (planned.threads, planned.cores) == (1, [core])
         tasks = [int(task) for task in os.listdir(f"/proc/{worker.pid}/task")]
         assert eventually(lambda: {core} in [os.sched_getaffinity(task) for task in tasks])
@@ -662,7 +662,7 @@ def test_a_provider_that_fails_ends_the_worker_with_its_reason(directory: Path, 
     with WorkerProcess(directory=directory, code=code) as process, ControlClient(directory) as client:
         process.ready()
         with regions.attach(client):
-            client.ask(Plan(provider="torch", threads=1, cores="none"), PATIENCE_S)
+            client.ask(ThreadPlan(provider="torch", threads=1, cores="none"), PATIENCE_S)
             regions.post(lists)
             assert process.wait() == 1
             assert "ending: provider torch failed: out of luck" in process.log()

@@ -26,27 +26,27 @@ from prometheus_client import REGISTRY
 from worker_process import BLOCK_TOKENS, PATIENCE_S, eventually, is_stopped, short_directory
 from worker_process import WorkerProcess as StartedByHand
 
-from sglang_hybrid.memory.region import RegionError, SharedRegion
 from sglang_hybrid.metrics import Rank, WorkerMetrics
-from sglang_hybrid.misses.base import Partial, Posted
-from sglang_hybrid.misses.worker import WorkerMisses
-from sglang_hybrid.native.local import LocalAttention
-from sglang_hybrid.native.structs import DTYPES, Geometry
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cpu.local import LocalAttention
+from sglang_hybrid.ops.cpu.structs import DTYPES, Geometry
 from sglang_hybrid.policies.base import BlockList, LayerCache
-from sglang_hybrid.transport.mailbox import Mailbox
-from sglang_hybrid.transport.messages import Plan
+from sglang_hybrid.protocol.mailbox import Mailbox
+from sglang_hybrid.protocol.messages import ThreadPlan
+from sglang_hybrid.protocol.region import RegionError, SharedRegion
 from sglang_hybrid.worker import link as link_module
 from sglang_hybrid.worker import process as process_module
 from sglang_hybrid.worker import supervisor as supervisor_module
-from sglang_hybrid.worker.link import Link
+from sglang_hybrid.worker.connection import WorkerConnection
+from sglang_hybrid.worker.miss_server import Partial, PendingAttention
 from sglang_hybrid.worker.process import remove_leftovers
+from sglang_hybrid.worker.remote_attention import WorkerMisses
 from sglang_hybrid.worker.supervisor import Supervisor, WorkerError, WorkerSettings
 
 ROWS, KV_HEADS, GROUP, HEAD_DIM, MAX_BLOCKS, LAYERS, PAGES = 4, 2, 3, 64, 6, 2, 16
 SCALE = 0.125
 # one thread: these tests are not about speed. It may be silent for as long as a test may take, unless that is the test.
-SETTINGS = WorkerSettings(None, Plan(threads=1, cores="none"), longest_pause_s=0.2, silence_s=PATIENCE_S)
+SETTINGS = WorkerSettings(None, ThreadPlan(threads=1, cores="none"), longest_pause_s=0.2, silence_s=PATIENCE_S)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Server:
         fill = torch.full(beyond.shape, BLOCK_TOKENS).masked_fill(beyond, 0)
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         cache = LayerCache(keys, values, torch.empty(0), layer)
-        posted: Posted = self.misses.post(query, cache, BlockList(ids, fill), SCALE, self._step)
+        posted: PendingAttention = self.misses.post(query, cache, BlockList(ids, fill), SCALE, self._step)
 
         def collect() -> None:
             result: Partial = posted.collect()
@@ -222,7 +222,7 @@ def test_while_there_is_no_worker_this_process_computes(pool: Pool) -> None:
         assert server.supervisor.link is None
         assert [server.serve() for _ in range(3)] == ["process-no-worker"] * 3
         assert (server.metric("worker_up"), server.metric("degraded")) == (0, 1)
-        server.misses.work_is_near()  # nobody to wake, and no harm
+        server.misses.wake()  # nobody to wake, and no harm
         may_restart.set()
         server.expect(up=True)
         assert server.serve() == "worker"
@@ -274,7 +274,7 @@ def test_a_worker_that_was_late_gets_nothing_new_until_it_has_caught_up(pool: Po
 
 def test_a_worker_that_cannot_do_what_it_is_told_is_an_error_at_start(pool: Pool) -> None:
     with pytest.raises(WorkerError, match=r"the CPU worker cannot be used: .*99999") as refused:
-        Server(pool, replace(SETTINGS, plan=Plan(cores="99999"))).__enter__()
+        Server(pool, replace(SETTINGS, plan=ThreadPlan(cores="99999"))).__enter__()
     assert "\n" not in str(refused.value)
     assert not workers()
     assert not our_directories()
@@ -387,7 +387,7 @@ def test_an_error_that_nobody_thought_of_does_not_end_the_watch(
     failures = iter(range(2))
     connect = Supervisor._connect
 
-    def without_threads(supervisor: Supervisor) -> Link:
+    def without_threads(supervisor: Supervisor) -> WorkerConnection:
         if next(failures, None) is not None:
             raise RuntimeError("can't start new thread")
         return connect(supervisor)

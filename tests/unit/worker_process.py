@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 
-from sglang_hybrid.native.library import checked, library
-from sglang_hybrid.native.lists import HostLists
-from sglang_hybrid.native.structs import DTYPES, Geometry, MailboxLayout
-from sglang_hybrid.transport.control_client import ControlClient
-from sglang_hybrid.transport.messages import Attach, Hello
+from sglang_hybrid.ops.cpu.library import checked, library
+from sglang_hybrid.ops.cpu.lists import HostLists
+from sglang_hybrid.ops.cpu.structs import DTYPES, Geometry, MailboxLayout
+from sglang_hybrid.protocol.messages import Attach, Hello
+from sglang_hybrid.worker.control_client import ControlClient
 
 ROOT = Path(__file__).resolve().parents[2]
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW

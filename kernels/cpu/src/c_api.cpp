@@ -7,13 +7,13 @@
 #include <string>
 
 #include "host/decoder.h"
-#include "worker/engine.h"
-#include "worker/external_jobs.h"
-#include "worker/flags.h"
-#include "worker/life.h"
-#include "worker/local.h"
-#include "worker/mailbox_client.h"
-#include "worker/read_bandwidth.h"
+#include "engine/engine.h"
+#include "engine/external_jobs.h"
+#include "engine/flags.h"
+#include "engine/life.h"
+#include "engine/local.h"
+#include "engine/mailbox_client.h"
+#include "engine/read_bandwidth.h"
 
 using namespace sglang_hybrid;
 

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "sglang_hybrid/c_api.h"
-#include "worker/flags.h"
-#include "worker/mailbox_view.h"
+#include "engine/flags.h"
+#include "engine/mailbox_view.h"
 
 using namespace sglang_hybrid;
 

@@ -27,9 +27,9 @@
 #include "fuzz_memory.h"
 #include "sglang_hybrid/c_api.h"
 #include "values.h"
-#include "worker/flags.h"
-#include "worker/mailbox_view.h"
-#include "worker/post_reader.h"
+#include "engine/flags.h"
+#include "engine/mailbox_view.h"
+#include "engine/post_reader.h"
 
 using namespace sglang_hybrid;
 

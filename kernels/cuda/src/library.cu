@@ -50,7 +50,6 @@ SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
         {"sh_place_tokens", sizeof(sh_place_tokens)},
         {"sh_scatter_blocks", sizeof(sh_scatter_blocks)},
         {"sh_copy_runs", sizeof(sh_copy_runs)},
-        {"sh_attend_missed", sizeof(sh_attend_missed)},
         {"sh_finish_late", sizeof(sh_finish_late)},
         {"sh_begin_step", sizeof(sh_begin_step)},
         {"sh_hold_rows", sizeof(sh_hold_rows)},

@@ -69,7 +69,7 @@ struct alignas(128) WorkerLine {
     uint64_t heartbeat;  // counts up several times a second while the worker waits for posts
     uint32_t parked;     // 1 while the worker sleeps on ClientLine.wake
     uint32_t done;       // futex: changes after every post that is answered
-    uint32_t life;       // robust futex that the worker's lead thread owns as long as it lives, see worker/life.h
+    uint32_t life;       // robust futex that the worker's lead thread owns as long as it lives, see engine/life.h
 };
 
 struct alignas(128) ClientLine {

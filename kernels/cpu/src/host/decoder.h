@@ -15,7 +15,7 @@
 #include "host/select.h"
 #include "host/threads.h"
 #include "sglang_hybrid/mailbox.h"
-#include "worker/tasks.h"
+#include "engine/tasks.h"
 
 namespace sglang_hybrid {
 

@@ -47,18 +47,18 @@ struct sh_finish_queries {
 
 // -- misses that the worker did not compute ----------------------------------------------------------------------------
 
-// Attention of entries that were not served over their lists of full blocks, read from the host pool. Entries that were
-// served are neither read nor written.
-struct sh_attend_missed {
+// Attention of entries that were not served over their lists of full blocks, read from the host pool and merged with the
+// local partial. Entries that were served are neither read nor written.
+struct sh_finish_late {
     const void* query;  // [batch][KV head][group][head_dim], the real one
     const void* keys;   // a layer of the pool, as the device sees it: [page][KV head][32][head_dim]
     const void* values;
     const int32_t* pages;   // [batch][KV head][most_misses]; those that are not in the pool are left out
     const int32_t* counts;  // [batch][KV head]
-    const int32_t* served;  // [batch]; null: no entry was
+    const int32_t* served;  // [batch]
     const int32_t* active_rows;
-    float* out;  // [batch][KV head][group][head_dim]; 0 where a list is empty
-    float* lse;  // [batch][KV head][group], natural logarithm; -inf where a list is empty
+    sh_side local;
+    void* out;  // [batch][KV head][group][head_dim] of `dtype`
     float scale;
     uint32_t batch;
     uint32_t kv_heads;
@@ -67,13 +67,4 @@ struct sh_attend_missed {
     uint32_t dtype;  // DType, 16 bits
     uint32_t most_misses;
     uint32_t pool_pages;
-};
-
-// -- the end of a layer ------------------------------------------------------------------------------------------------
-
-// For entries that were not served: sh_attend_missed, merged with the local partial.
-struct sh_finish_late {
-    sh_attend_missed missed;  // its out and lse are not looked at
-    sh_side local;
-    void* out;  // [batch][KV head][group][head_dim] of missed.dtype
 };

@@ -76,7 +76,7 @@ __device__ inline uint32_t choose_worth(const sh_select_blocks& args, SelectionM
     __syncthreads();  // everybody has taken what is in memory.chosen
     for (uint32_t i = threadIdx.x; i < candidates; i += select_threads) {
         const int32_t position = row.first + static_cast<int32_t>(i);
-        const bool counts = !in_slots.has(position) && or_lowest(scores[position]) >= args.worth;
+        const bool counts = !in_slots.has(position) && or_lowest(scores[position]) >= args.min_miss_score;
         ranks[i] = counts ? rank_of(scores[position]) : 0;  // below that of any score
         mine += counts;
     }
@@ -100,7 +100,7 @@ __device__ inline uint32_t find_slots_to_gather(const sh_select_blocks& args, Se
     __syncthreads();
     if (mine.position >= 0) selected.add(mine.position);
     __syncthreads();
-    return find_free_slots(memory, args.table, row, selected, scores, args.any_block ? args.worth : INFINITY);
+    return find_free_slots(memory, args.table, row, selected, scores, args.any_block ? args.min_miss_score : INFINITY);
 }
 
 // By a whole CTA: what of `missed` is not in a slot and worth it, to the first list or to that of gathered blocks. A block
@@ -109,7 +109,7 @@ __device__ inline uint32_t find_slots_to_gather(const sh_select_blocks& args, Se
 __device__ inline bool write_misses(const sh_select_blocks& args, SelectionMemory& memory, const RowBlocks& row,
                                     const Entry& mine, const Entry& missed, PositionSet in_slots, PositionSet selected,
                                     const float* scores, uint32_t pair, uint64_t first_slot, float phase) {
-    const bool worth = !missed.is_candidate || missed.score >= args.worth;
+    const bool worth = !missed.is_candidate || missed.score >= args.min_miss_score;
     const bool is_miss = missed.position >= 0 && !missed.has_slot && missed.in_pool && worth;
     const bool is_sink = missed.position < row.first;
     const auto misses = static_cast<uint32_t>(__syncthreads_count(is_miss));

@@ -151,7 +151,7 @@ struct sh_select_blocks {
     const int32_t* first_lengths; // [rows]: length in the row's first step, with `interval`
     sh_plan plan;                 // not looked at without due and interval
     float bonus;                  // of resident blocks
-    float worth;                  // a miss has at least this score
+    float min_miss_score;                  // a miss has at least this score
     uint32_t kv_heads;
     uint32_t budget;  // blocks
     uint32_t most_misses;

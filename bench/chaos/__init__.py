@@ -1,0 +1,6 @@
+"""``python -m bench.chaos``: a real server, random faults, and answers that must be those of an undisturbed run.
+
+Every request is answered once while nothing happens, then again and again while workers are killed, memory is damaged,
+pages are reused and requests are aborted. ``same_bits`` makes numbers independent of the batch they are computed in, so
+the comparison is exact: one wrong bit anywhere is a finding.
+"""

@@ -1,0 +1,133 @@
+"""A worker's mailbox, seen and written to behind everybody's back."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from sglang_hybrid.ops.cpu.library import library, mailbox_fields
+from sglang_hybrid.ops.cpu.structs import Geometry, MailboxLayout
+
+SLOTS = 2
+_FACTOR = 0x9E3779B97F4A7C15
+
+
+class MailboxMemory:
+    """Use as a context, while the worker lives. Raises OSError when it does not."""
+
+    def __init__(self, worker: psutil.Process) -> None:
+        maps = Path(f"/proc/{worker.pid}/maps").read_text()
+        mapped = [line for line in maps.splitlines() if "memfd:sglang-hybrid-mailbox" in line]
+        if not mapped:
+            raise ProcessLookupError(f"worker {worker.pid} has no mailbox")
+        self._start = int(mapped[0].split("-")[0], 16)
+        self._memory = os.open(f"/proc/{worker.pid}/mem", os.O_RDWR)
+        self._fields = mailbox_fields()
+        offset, size = self._fields["Header"]["geometry"]
+        self.geometry = Geometry.from_buffer_copy(self._read(offset, size))
+        layout = MailboxLayout()
+        if library().sh_mailbox_layout(ctypes.byref(self.geometry), ctypes.byref(layout), None):
+            raise ProcessLookupError(f"the mailbox of worker {worker.pid} has no geometry")
+        rows, heads = SLOTS * self.geometry.rows, self.geometry.kv_heads
+        self._places = {  # record -> where the first one is, and how many there are
+            "Header": (0, 1),
+            "Bell": (layout.bell, 1),
+            "WorkerLine": (layout.worker, 1),
+            "ClientLine": (layout.client, 1),
+            "Post": (layout.posts, SLOTS),
+            "Request": (layout.requests, rows),
+            "Reply": (layout.replies, rows),
+            "List": (layout.lists, rows * heads),
+        }
+        self._checks = layout.checks
+        self._pages = layout.pages, rows * heads * self.geometry.max_blocks
+
+    def posted(self) -> int:
+        offset, size = self._fields["Bell"]["posted"]
+        return int.from_bytes(self._read(self._places["Bell"][0] + offset, size), "little")
+
+    def write_replies(self, **fields: int) -> None:
+        """Every reply of both slots gets these values, in this order."""
+        for record in range(self._places["Reply"][1]):
+            self._write_reply(record, fields)
+
+    def forge_replies(self, **wrong: int) -> None:
+        """Every reply to the newest post becomes one that fits its request, but for what is ``wrong``."""
+        newest = self.posted()
+        for row in range(self._number("Post", newest % SLOTS, "rows")):
+            record = newest % SLOTS * self.geometry.rows + row
+            self._write(self._checks + 8 * record, self._check_of_request(newest, record).to_bytes(8, "little"))
+            generation = self._number("Request", record, "generation")
+            self._write_reply(record, {"generation": generation, "status": 0} | wrong | {"sequence": newest})
+
+    def foretell_replies(self) -> None:
+        """What the next post's slot holds becomes the reply to it, if it is the same layer's with the same lists, one
+        step later: so it may be with two layers that are posted in turn."""
+        coming = self.posted() + 1
+        for row in range(min(self._number("Post", coming % SLOTS, "rows"), self.geometry.rows)):
+            record = coming % SLOTS * self.geometry.rows + row
+            generation = (self._number("Request", record, "generation") + 1) % (1 << 32)
+            self._write_reply(record, {"generation": generation, "status": 0, "sequence": coming})
+
+    def generation(self) -> int:
+        """Of the newest post."""
+        return self._number("Request", self.posted() % SLOTS * self.geometry.rows, "generation")
+
+    def _check_of_request(self, sequence: int, record: int) -> int:
+        """As kernels/cpu/src/engine/checks.h defines it."""
+        if not self._number("Request", record, "blocks"):
+            return 0
+        heads, most = self.geometry.kv_heads, self.geometry.max_blocks
+        numbers = [self._number("Post", sequence % SLOTS, name) for name in ("layer", "scale")]
+        for entry in range(record * heads, (record + 1) * heads):
+            count, last_fill = (self._number("List", entry, name) for name in ("count", "last_fill"))
+            count = min(count, most)
+            listed = self._read(self._pages[0] + 4 * entry * most, 4 * count)
+            pages = [int.from_bytes(listed[4 * i : 4 * i + 4], "little") for i in range(count)]
+            numbers += [count, last_fill if count else 0, *pages, *[0] * (most - count)]
+        return sum(number * _FACTOR * (2 * place + 1) for place, number in enumerate(numbers)) % (1 << 64)
+
+    def _number(self, record: str, index: int, name: str) -> int:
+        offset, width = self._fields[record][name]
+        place = self._places[record][0] + index * self._fields[record][""][1] + offset
+        return int.from_bytes(self._read(place, width), "little")
+
+    def _write_reply(self, record: int, fields: Mapping[str, int]) -> None:
+        for name, value in fields.items():
+            offset, width = self._fields["Reply"][name]
+            place = self._places["Reply"][0] + record * self._fields["Reply"][""][1] + offset
+            self._write(place, value.to_bytes(width, "little"))
+
+    def flip_bit(self, chance: random.Random) -> str:
+        """Some bit of some field, or of a page number in a list. Says which."""
+        record = chance.choice([*self._places, "page"])
+        if record == "page":
+            start, count = self._pages
+            place, size, name = start + 4 * chance.randrange(count), 4, ""
+        else:
+            start, count = self._places[record]
+            name = chance.choice([name for name in self._fields[record] if name])
+            offset, size = self._fields[record][name]
+            _, record_size = self._fields[record][""]
+            place = start + chance.randrange(count) * record_size + offset
+        bit = chance.randrange(8 * size)
+        byte = self._read(place + bit // 8, 1)[0]
+        self._write(place + bit // 8, bytes([byte ^ 1 << bit % 8]))
+        return f"{record}.{name}" if name else record
+
+    def _read(self, offset: int, size: int) -> bytes:
+        return os.pread(self._memory, size, self._start + offset)
+
+    def _write(self, offset: int, data: bytes) -> None:
+        os.pwrite(self._memory, data, self._start + offset)
+
+    def __enter__(self) -> MailboxMemory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._memory)

@@ -1,0 +1,1 @@
+"""``python -m bench.worker``: what block attention gets out of this host's memory."""

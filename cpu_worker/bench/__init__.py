@@ -1,1 +1,0 @@
-"""``sglang-hybrid bench worker``: what block attention gets out of this host's memory."""

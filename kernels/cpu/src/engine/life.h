@@ -1,0 +1,55 @@
+// Whether a worker lives, told by the kernel the moment its lead thread is no more.
+//
+// The end of its connection comes late: a killed process first gives back all memory that it had mapped, which takes 100 ms
+// for a gigabyte of small pages. The kernel looks at a thread's robust futexes before that, and marks those that it owns.
+// There is one such word, in the mailbox. All pointers are in the worker's own memory, and neither side trusts the word.
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "sglang_hybrid/mailbox.h"
+#include "engine/flags.h"
+
+namespace sglang_hybrid {
+
+// In the worker, on the stack of the thread whose life it is.
+class Life {
+public:
+    explicit Life(WorkerLine& line) : word_(line.life) {
+        syscall(SYS_get_robust_list, 0, &before_, &before_bytes_);  // the C library's own
+        head_.list.next = &entry_;
+        entry_.next = &head_.list;
+        head_.futex_offset = reinterpret_cast<char*>(&word_) - reinterpret_cast<char*>(&entry_);
+        store_release(word_, uint32_t(syscall(SYS_gettid)));
+        syscall(SYS_set_robust_list, &head_, sizeof(head_));
+    }
+    ~Life() {
+        syscall(SYS_set_robust_list, before_, before_bytes_);
+        store_release(word_, 0u);
+        syscall(SYS_futex, &word_, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+    }
+    Life(const Life&) = delete;
+
+private:
+    uint32_t& word_;
+    robust_list_head* before_ = nullptr;
+    size_t before_bytes_ = sizeof(robust_list_head);
+    robust_list entry_{};
+    robust_list_head head_{};
+};
+
+// In the client: wait until the thread that owns the word has ended, however; false: the time is over. The word holds the
+// owner's thread id and two flags. The kernel wakes one who waits: let there be one.
+inline bool wait_for_end(WorkerLine& line, uint64_t timeout_ns) {
+    const uint64_t deadline = now_ns() + timeout_ns;
+    for (uint64_t now; (now = now_ns()) < deadline;) {
+        const uint32_t seen = __atomic_or_fetch(&line.life, FUTEX_WAITERS, __ATOMIC_SEQ_CST);  // else nobody wakes us
+        if ((seen & FUTEX_OWNER_DIED) || (seen & FUTEX_TID_MASK) == 0) return true;
+        sleep_on(line.life, seen, deadline - now);
+    }
+    return false;
+}
+
+}  // namespace sglang_hybrid

@@ -1,0 +1,194 @@
+#include "engine/mailbox_client.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "engine/checks.h"
+#include "engine/flags.h"
+
+namespace sglang_hybrid {
+namespace {
+
+constexpr uint64_t spin_ns = 100'000;    // then let others have the core: they may be what is waited for
+constexpr uint64_t short_spin_ns = 10'000;  // after a post that took longer than that: the next will be like it
+constexpr uint64_t doze_ns = 2'000'000;  // how late a sleeping client may notice that the worker is gone
+constexpr uint32_t looks_per_clock = 64;
+
+uint64_t entry_of(const sh_lists& lists, const Geometry& g, uint32_t row, uint32_t head) {
+    return (uint64_t{row} * g.kv_heads + head) * lists.listed;
+}
+
+}  // namespace
+
+List list_of(const sh_lists& lists, const Geometry& g, uint32_t row, uint32_t head) {
+    const uint64_t first = entry_of(lists, g, row, head);
+    List list{0, block_tokens};
+    while (list.count < lists.listed && lists.pages[first + list.count] >= 0) ++list.count;
+    if (list.count) list.last_fill = uint32_t(lists.fill[first + list.count - 1]);
+    return list;
+}
+
+std::string problem_of(const sh_lists& lists, const Geometry& g) {
+    if (lists.rows > g.rows) return std::to_string(lists.rows) + " rows, at most " + std::to_string(g.rows) + " fit";
+    if (lists.layer >= g.layers) return "layer " + std::to_string(lists.layer) + " of " + std::to_string(g.layers);
+    for (uint32_t row = 0; row < lists.rows; ++row) {
+        for (uint32_t head = 0; head < g.kv_heads; ++head) {
+            const auto where = [&] { return " (row " + std::to_string(row) + ", KV head " + std::to_string(head) + ")"; };
+            const uint64_t first = entry_of(lists, g, row, head);
+            const List list = list_of(lists, g, row, head);
+            if (list.count > g.max_blocks) {
+                return std::to_string(list.count) + " blocks, at most " + std::to_string(g.max_blocks) + " fit" + where();
+            }
+            for (uint32_t i = 0; i < lists.listed; ++i) {
+                const int64_t page = lists.pages[first + i], fill = lists.fill[first + i];
+                if (i >= list.count) {
+                    if (page >= 0) return "a block behind the end of its list" + where();
+                    continue;
+                }
+                if (page >= int64_t{g.pages}) {
+                    return "page " + std::to_string(page) + " of " + std::to_string(g.pages) + where();
+                }
+                const bool last = i + 1 == list.count;
+                if (fill < 1 || fill > int64_t{block_tokens} || (!last && fill != int64_t{block_tokens})) {
+                    return std::to_string(fill) + " tokens in a block: 32, or 1 to 32 in the last one" + where();
+                }
+            }
+        }
+    }
+    return {};
+}
+
+uint64_t MailboxClient::post(const sh_lists& lists, uint32_t generation) {
+    const uint64_t sequence = ++posted_;
+    auto& own = posts_[sequence % mailbox_slots];
+    own.sequence = sequence;
+    own.rows = lists.rows;
+    own.generation = generation;
+    own.checks.assign(lists.rows, 0);
+    // whatever is there now is no reply to this post, even if it says so
+    for (uint32_t row = 0; row < lists.rows; ++row) store_release(view.reply(sequence, row).sequence, 0);
+    Post& post = view.post(sequence);
+    store_release(post.layer, lists.layer);
+    store_release(post.rows, lists.rows);
+    post.scale = lists.scale;
+    store_release(post.sequence, sequence);
+    // the bell before the rows: the worker begins with the first row while the others are written
+    store_ordered(view.bell().posted, sequence);
+    if (load_ordered(view.worker().parked)) wake_all(view.client().wake);
+    for (uint32_t row = 0; row < lists.rows; ++row) write_request(lists, sequence, row, generation);
+    return sequence;
+}
+
+void MailboxClient::write_request(const sh_lists& lists, uint64_t sequence, uint32_t row, uint32_t generation) {
+    const Geometry& g = view.geometry;
+    uint32_t blocks = 0;
+    for (uint32_t head = 0; head < g.kv_heads; ++head) {
+        lists_[head] = list_of(lists, g, row, head);
+        blocks += lists_[head].count;
+    }
+    if (blocks) {
+        uint64_t& check = posts_[sequence % mailbox_slots].checks[row] = check_of_post(lists.layer, lists.scale);
+        for (uint32_t head = 0; head < g.kv_heads; ++head) {
+            const List list = lists_[head];
+            check += check_of_list(g, head, list);
+            const int64_t* const from = lists.pages + entry_of(lists, g, row, head);
+            uint32_t* const to = view.pages(sequence, row, head);
+            for (uint32_t i = 0; i < list.count; ++i) {
+                __atomic_store_n(&to[i], uint32_t(from[i]), __ATOMIC_RELAXED);
+                check += check_of_page(g, head, i, uint32_t(from[i]));
+            }
+            store_release(view.lists(sequence, row)[head].count, list.count);
+            store_release(view.lists(sequence, row)[head].last_fill, list.last_fill);
+        }
+        const char* const from = static_cast<const char*>(lists.query) + row * view.query_row_bytes();
+        std::memcpy(view.query(sequence, row, 0), from, view.query_row_bytes());
+    }
+    Request& request = view.request(sequence, row);
+    store_release(request.generation, generation);
+    store_release(request.blocks, blocks);
+    store_release(request.sequence, sequence);
+}
+
+bool MailboxClient::is_settled(uint64_t sequence, uint32_t row) const {
+    // nobody answers a post that does not exist yet: a larger number is damage, and waiting would not repair it
+    return load_acquire(view.reply(sequence, row).sequence) >= sequence;
+}
+
+bool MailboxClient::copy_row(uint64_t sequence, uint32_t row, float* out, float* lse) const {
+    // The worker's cores have the output. Copied line by line each one would be waited for; the next row is asked for
+    // meanwhile, once nobody writes to it any more.
+    const bool next_is_there = row + 1 < posts_[sequence % mailbox_slots].rows && is_settled(sequence, row + 1);
+    const char* const next = reinterpret_cast<const char*>(view.output(sequence, row, 0) + view.output_row());
+    const uint64_t head_bytes = view.geometry.head_dim * sizeof(float);
+    const Reply& reply = view.reply(sequence, row);
+    if (load_acquire(reply.sequence) != sequence) return false;
+    if (load_acquire(reply.generation) != posts_[sequence % mailbox_slots].generation) return false;
+    const auto status = static_cast<ReplyStatus>(load_acquire(reply.status));
+    out += row * view.output_row();
+    lse += row * view.lse_row();
+    const uint64_t expected = posts_[sequence % mailbox_slots].checks[row];
+    if (load_acquire(view.check(sequence, row)) != expected) return false;
+    if (status == ReplyStatus::empty && expected == 0) {
+        std::fill_n(lse, view.lse_row(), -std::numeric_limits<float>::infinity());
+        return true;
+    }
+    if (status != ReplyStatus::answered) return false;
+    std::copy_n(view.lse(sequence, row, 0), view.lse_row(), lse);
+    for (uint64_t head = 0; head < view.lse_row(); ++head) {
+        if (next_is_there) {
+            constexpr uint64_t line = 64;
+            for (uint64_t at = 0; at < head_bytes; at += line) __builtin_prefetch(next + head * head_bytes + at, 0, 2);
+        }
+        if (lse[head] == -std::numeric_limits<float>::infinity()) continue;
+        const uint64_t first = head * view.geometry.head_dim;
+        std::copy_n(view.output(sequence, row, 0) + first, view.geometry.head_dim, out + first);
+    }
+    return true;
+}
+
+uint32_t MailboxClient::collect(uint64_t sequence, uint64_t timeout_ns, const uint32_t* gone, float* out, float* lse,
+                                uint8_t* served) {
+    const auto& post = posts_[sequence % mailbox_slots];
+    if (post.sequence != sequence) return 0;  // the caller's mistake: nothing of it is left
+    const uint64_t start = now_ns();
+    uint32_t missing = 0;
+    const auto settle = [&](uint32_t row) {
+        served[row] = copy_row(sequence, row, out, lse) ? sh_served : sh_damaged;
+        missing += served[row] != sh_served;
+    };
+    // on a core that is shared with the worker, spinning holds up what is waited for
+    const uint64_t spin = outlasted_spinning_ ? short_spin_ns : spin_ns;
+    uint32_t row = 0;  // all before it are settled and copied, while the worker computes the others
+    while (row < post.rows) {
+        for (uint32_t look = 0; look < looks_per_clock && row < post.rows; ++look) {
+            for (; row < post.rows && is_settled(sequence, row); ++row) settle(row);
+            if (row < post.rows) pause_core();
+        }
+        const uint64_t waited = now_ns() - start;
+        if (row == post.rows || (gone && load_acquire(*gone)) || waited >= timeout_ns) break;
+        if (waited < spin) continue;
+        const uint32_t seen = load_acquire(view.worker().done);
+        store_ordered(view.client().waiting, 1u);
+        if (load_ordered(view.worker().completed) < sequence) {
+            sleep_on(view.worker().done, seen, std::min(doze_ns, timeout_ns - waited));
+        }
+        store_ordered(view.client().waiting, 0u);
+    }
+    outlasted_spinning_ = now_ns() - start >= spin_ns;
+    for (; row < post.rows; ++row) {
+        if (is_settled(sequence, row)) {
+            settle(row);
+        } else {
+            served[row] = sh_late;
+            ++missing;
+        }
+    }
+    return missing;
+}
+
+void MailboxClient::wake() { wake_all(view.client().wake); }
+
+}  // namespace sglang_hybrid

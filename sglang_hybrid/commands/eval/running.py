@@ -1,0 +1,173 @@
+"""Decodes every prompt by every variant of the settings, behind one prefill, and takes the measurements.
+
+Prefill is exact and the same for all variants, so it runs once. The first token behind a prompt comes from prefill;
+everything counted here comes from decode steps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sglang_hybrid.commands.eval.prompts import RetrievalPrompt, TextPrompt
+from sglang_hybrid.commands.eval.result import Run
+from sglang_hybrid.commands.eval.scoring import Answered, kl_summary, mean, needle_grid, perplexity, task_results
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.progress import DECODE_STEP_COST
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    settings: dict[str, object]  # those that differ from the defaults, as a person gave them
+    config: HybridConfig
+
+
+class PrefilledPrompts(Protocol):
+    logits: torch.Tensor  # [prompts, vocabulary], of the token behind each prompt
+
+    def rewind(self) -> None: ...
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor: ...
+
+
+class Session(Protocol):
+    """A loaded model, see ``integration.model_session``."""
+
+    def use(self, config: HybridConfig) -> None: ...
+
+    def prefill(self, prompts: Sequence[Sequence[int]], progress: Callable[[float], None]) -> PrefilledPrompts: ...
+
+    def watch_ratio(self, watcher: Callable[[int, float], None] | None) -> None: ...
+
+    def text(self, ids: Sequence[int]) -> str: ...
+
+
+class Bar(Protocol):
+    """Progress over the costs of all groups, see ``progress.Steps``."""
+
+    def say(self, text: str) -> None: ...
+
+    def advance(self, cost: float) -> None: ...
+
+
+class Measurements:
+    """What one variant has shown so far."""
+
+    def __init__(self) -> None:
+        self.logprobs: list[list[float]] = []  # per text prompt, per decode step
+        self.kl: list[float] = []
+        self.agrees: list[float] = []
+        self.answered: list[Answered] = []
+        self.ratios: list[float] = []  # per layer and step
+
+    def run(self, variant: Variant) -> Run:
+        everything = [one for prompt in self.logprobs for one in prompt]
+        kl = kl_summary(self.kl) if self.kl else None
+        return Run(
+            name=variant.name,
+            settings=variant.settings,
+            tasks=task_results(self.answered),
+            perplexity=perplexity(everything) if everything else None,
+            loss_by_prompt=tuple(-mean(prompt) for prompt in self.logprobs),
+            kl_mean=kl.mean if kl else None,
+            kl_p95=kl.p95 if kl else None,
+            top1_agreement=mean(self.agrees) if self.agrees else None,
+            cpu_ratio=mean(self.ratios) if self.ratios else None,
+            needle=needle_grid(self.answered),
+        )
+
+
+class Evaluation:
+    """All variants over all prompts. The first variant is what the others are compared with."""
+
+    def __init__(self, session: Session, variants: Sequence[Variant], bar: Bar) -> None:
+        self._session = session
+        self._variants = variants
+        self._bar = bar
+        self._seen: dict[str, Measurements] = defaultdict(Measurements)
+
+    def runs(self) -> list[Run]:
+        return [self._seen[variant.name].run(variant) for variant in self._variants]
+
+    def check(self) -> None:
+        """All variants can be used: one that cannot must not cost what the others have measured."""
+        for variant in self._variants:
+            self._session.use(variant.config)
+
+    def texts(self, prompts: Sequence[TextPrompt]) -> None:
+        """Perplexity, and KL to the first variant: decodes the text itself, whatever the variant would have said."""
+        prefilled = self._prefill("text", prompts)
+        following = torch.tensor([prompt.following for prompt in prompts])
+        reference: list[torch.Tensor] = []
+        for variant, seen in self._in_turn("text", prefilled):
+            logprobs = []
+            for step in range(following.shape[1] - 1):
+                predicted = prefilled.step(following[:, step]).log_softmax(dim=1)
+                self._bar.advance(len(prompts) * DECODE_STEP_COST)
+                logprobs.append(predicted.gather(1, following[:, step + 1 :][:, :1].to(predicted.device))[:, 0])
+                if variant is self._variants[0]:
+                    reference.append(predicted)
+                    continue
+                exact = reference[step]
+                seen.kl += (exact.exp() * (exact - predicted)).sum(dim=1).tolist()
+                seen.agrees += (exact.argmax(dim=1) == predicted.argmax(dim=1)).float().tolist()
+            seen.logprobs += torch.stack(logprobs, dim=1).tolist()
+
+    def retrieval(self, prompts: Sequence[RetrievalPrompt]) -> None:
+        """Greedy answers."""
+        prefilled = self._prefill(prompts[0].task, prompts)
+        longest = max(prompt.new_tokens for prompt in prompts)
+        for _, seen in self._in_turn(prompts[0].task, prefilled):
+            tokens = [prefilled.logits.argmax(dim=1)]
+            while len(tokens) < longest:
+                tokens.append(prefilled.step(tokens[-1]).argmax(dim=1))
+                self._bar.advance(len(prompts) * DECODE_STEP_COST)
+            said = torch.stack(tokens, dim=1).tolist()
+            seen.answered += [
+                Answered(prompt, self._session.text(ids[: prompt.new_tokens]))
+                for prompt, ids in zip(prompts, said, strict=True)
+            ]
+
+    def _prefill(self, task: str, prompts: Sequence[RetrievalPrompt | TextPrompt]) -> PrefilledPrompts:
+        tokens = sum(len(prompt.ids) for prompt in prompts)
+        self._bar.say(f"{task}: prefill of {tokens} tokens")
+        return self._session.prefill([prompt.ids for prompt in prompts], lambda part: self._bar.advance(part * tokens))
+
+    def _in_turn(self, task: str, prefilled: PrefilledPrompts) -> Iterator[tuple[Variant, Measurements]]:
+        for variant in self._variants:
+            seen = self._seen[variant.name]
+            self._bar.say(f"{task}: {variant.name}")
+            self._session.use(variant.config)
+            self._session.watch_ratio(lambda _layer, ratio, seen=seen: seen.ratios.append(ratio))  # type: ignore[misc]
+            prefilled.rewind()
+            yield variant, seen
+
+
+def cost(group: Sequence[RetrievalPrompt | TextPrompt], variants: int) -> float:
+    """Of one group, in prefilled tokens: what its prefill and all its decode steps advance the bar by."""
+    steps = max(map(_new_tokens, group)) - 1  # the first token comes from prefill
+    return sum(len(prompt.ids) for prompt in group) + variants * steps * len(group) * DECODE_STEP_COST
+
+
+def batches(prompts: Sequence[RetrievalPrompt | TextPrompt], tokens: int) -> list[list[RetrievalPrompt | TextPrompt]]:
+    """Prompts that are prefilled together: neighbours of one kind, at most ``tokens`` tokens and 8 prompts."""
+    groups: list[list[RetrievalPrompt | TextPrompt]] = []
+    used = 0
+    for prompt in prompts:
+        needed = len(prompt.ids) + _new_tokens(prompt) + 64  # the last pages of a row are not full
+        together = groups and type(groups[-1][0]) is type(prompt) and len(groups[-1]) < 8 and used + needed <= tokens
+        if not together:
+            groups.append([])
+            used = 0
+        groups[-1].append(prompt)
+        used += needed
+    return groups
+
+
+def _new_tokens(prompt: RetrievalPrompt | TextPrompt) -> int:
+    return prompt.new_tokens if isinstance(prompt, RetrievalPrompt) else len(prompt.following)

@@ -1,0 +1,88 @@
+"""The byte-level BPE tokenizer of a GGUF as the two tokenizer files of a Hugging Face directory."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from sglang_hybrid.commands.model.errors import DefaultModelError
+from sglang_hybrid.commands.model.gguf_metadata import GgufMetadata
+
+# Values of tokenizer.ggml.token_type
+CONTROL_TOKEN = 3
+USER_DEFINED_TOKEN = 4
+
+
+def write_tokenizer(fields: GgufMetadata, context_length: int, out: Path) -> None:
+    tokenizer = _rebuild(fields)
+    tokenizer.save(str(out / "tokenizer.json"))
+    (out / "tokenizer_config.json").write_text(
+        json.dumps(_tokenizer_config(fields, context_length), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+
+
+def check_tokenizer_is_supported(fields: GgufMetadata) -> None:
+    """Raise rather than write a tokenizer that splits text differently from the one the model was trained with."""
+    model = fields.text("tokenizer.ggml.model")
+    if model != "gpt2":
+        raise DefaultModelError(
+            f"{fields.path} has a {model!r} tokenizer; this converter rebuilds only byte-level BPE ('gpt2')."
+        )
+    split = fields.text("tokenizer.ggml.pre")
+    if split not in _TEXT_SPLITS:
+        known = ", ".join(sorted(_TEXT_SPLITS))
+        raise DefaultModelError(f"{fields.path} splits text the {split!r} way; this converter knows: {known}.")
+    if fields.get("tokenizer.ggml.add_bos_token"):
+        raise DefaultModelError(f"{fields.path} puts a BOS token before every text, which this converter does not do.")
+
+
+def _byte_level() -> Any:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def _digits_one_by_one() -> Any:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level()])
+
+
+# How text is cut before BPE, by tokenizer.ggml.pre
+_TEXT_SPLITS = {"gpt-2": _byte_level, "smollm": _digits_one_by_one}
+
+
+def _rebuild(fields: GgufMetadata) -> Any:
+    tokens = fields.require("tokenizer.ggml.tokens")
+    kinds = fields.require("tokenizer.ggml.token_type")
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.require("tokenizer.ggml.merges")]
+
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = _TEXT_SPLITS[fields.text("tokenizer.ggml.pre")]()
+    tokenizer.decoder = decoders.ByteLevel()
+    by_kind = list(zip(tokens, kinds, strict=True))
+    # Both are matched whole in the input; only control tokens disappear when text is decoded for people.
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t, k in by_kind if k == CONTROL_TOKEN]
+    )
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, k in by_kind if k == USER_DEFINED_TOKEN])
+    return tokenizer
+
+
+def _tokenizer_config(fields: GgufMetadata, context_length: int) -> dict[str, Any]:
+    tokens = fields.require("tokenizer.ggml.tokens")
+    eos_id = fields.integer("tokenizer.ggml.eos_token_id")
+    ids = {
+        "bos_token": fields.get("tokenizer.ggml.bos_token_id"),
+        "eos_token": eos_id,
+        "pad_token": fields.get("tokenizer.ggml.padding_token_id", eos_id),
+        "unk_token": fields.get("tokenizer.ggml.unknown_token_id"),
+    }
+    config: dict[str, Any] = {
+        # Not GPT2Tokenizer: in transformers 5 that class replaces the pre-tokenizer of tokenizer.json with its own,
+        # which does not cut digits apart.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    config |= {name: tokens[index] for name, index in ids.items() if index is not None}
+    if (template := fields.get("tokenizer.chat_template")) is not None:
+        config["chat_template"] = template
+    return config

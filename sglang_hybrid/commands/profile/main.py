@@ -1,0 +1,88 @@
+"""``sglang-hybrid profile``."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+from sglang_hybrid import __version__
+from sglang_hybrid.commands.eval.errors import InputError
+from sglang_hybrid.config import ConfigError
+from sglang_hybrid.integration.session_flags import add_model_flags
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    from rich.console import Console
+
+    from sglang_hybrid.commands.profile.build_profile import make_profile
+    from sglang_hybrid.commands.profile.summary import print_summary, write_plot
+    from sglang_hybrid.policies.scout.profile import ProfileError
+
+    console = Console(stderr=True)
+
+    try:
+        profile, path = make_profile(options, _notes(argv), console)
+    except (InputError, ConfigError, ProfileError) as error:
+        print(f"sglang-hybrid profile: {error}", file=sys.stderr)
+        return 2
+    print_summary(profile, Console())
+    plot = write_plot(profile, path.with_suffix(".png"))
+    print(f"{path}\n{plot}")
+    print(f"serve with it: sglang-hybrid serve --hybrid profile={path} --hybrid budget_tokens={options.budget}")
+    return 0
+
+
+def _notes(argv: Sequence[str]) -> dict[str, object]:
+    command = shlex.join(["sglang-hybrid", "profile", *argv])
+    return {"command": command, "release": __version__, "date": date.today().isoformat()}
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="sglang-hybrid profile",
+        description="Make a profile of a model at a budget: the calibrated predictor, and for each layer the sticky "
+        "bonus and the recall interval. Takes minutes on a small model.",
+    )
+    add_model_flags(parser)
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--text", type=Path, nargs="+", default=[], metavar="FILE",
+        help="what the profile is made on: text or LongBench jsonl, best several kinds that resemble what will be "
+        "served (default: Python's language reference). Generated retrieval prompts come on top",
+    )  # fmt: skip
+    text.add_argument("--windows", type=int, default=6, help="pieces of each text to fit on (default: 6)")
+    text.add_argument("--window-tokens", type=int, default=4096, help="tokens of each (default: 4096)")
+    decode = parser.add_argument_group("decode")
+    decode.add_argument("--prompts", type=int, default=3, help="prompts to decode behind (default: 3)")
+    decode.add_argument("--prompt-tokens", type=int, default=6144, help="tokens of each (default: 6144)")
+    decode.add_argument("--steps", type=int, default=256, help="decode steps behind each (default: 256)")
+    what = parser.add_argument_group("profile")
+    what.add_argument("--budget", type=int, default=2048, help="budget_tokens that will be served (default: 2048)")
+    what.add_argument("--beta", type=float, default=0.12, help="CPU compute ratio to stay under (default: 0.12)")
+    what.add_argument(
+        "--rank", default="auto", type=_rank,
+        help="of the predictor's correction: auto (per layer, the smallest that keeps the gain), full, or a number "
+        "(default: auto)",
+    )  # fmt: skip
+    what.add_argument(
+        "--predictor-of", type=Path, metavar="PROFILE", help="take the predictor of another profile of this model "
+        "instead of fitting one, such as one for another budget",
+    )  # fmt: skip
+    what.add_argument(
+        "--hybrid", action="append", default=[], metavar="KEY=VALUE", help="settings that will be served, as in serve"
+    )
+    what.add_argument("--out", type=Path, help="default: configs/profiles/MODEL-BUDGET.safetensors, its plot beside it")
+    return parser.parse_args(argv)
+
+
+def _rank(text: str) -> int | str:
+    if text in ("auto", "full"):
+        return text
+    if text.isdigit() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} must be auto, full or a number from 1 on")

@@ -1,0 +1,86 @@
+"""What it costs to leave misses out: how far a layer's output moves, for many least shares at once.
+
+Values are needed for that, which a recording does not keep: so it is found out while one exact decode runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from sglang_hybrid.commands.profile.records import BlockParts
+from sglang_hybrid.commands.profile.simulation import Budget, best, best_of, with_leaving
+
+# Least shares of a KV head's attention that are compared; with the last one there are no misses.
+SHARES = (*(1e-4 * 2 ** (n / 2) for n in range(17)), 1.0)
+_INTERVAL = 8  # of recalls, as bonuses are compared at it
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Means over the steps of one layer."""
+
+    ratio: torch.Tensor  # [shares] CPU compute ratio where a share decides alone what is a miss
+    moved: torch.Tensor  # [shares] squared change of the layer's attention, as it is added to the residual stream
+    not_sticky: float  # CPU compute ratio of all that is selected
+
+
+class _Layer:
+    def __init__(self) -> None:
+        self.steps = 0
+        self.ratio, self.moved = torch.zeros(2, len(SHARES)).unbind(0)
+        self.not_sticky = 0.0
+        self.resident = torch.empty(0)
+        self.counts = torch.empty(0)
+
+
+class ShareCosts:
+    """Residents as policy ``scout`` has them without a bonus."""
+
+    def __init__(self, budget: Budget, group: int, projections: Mapping[int, torch.Tensor]) -> None:
+        """``projections`` by layer, ``[hidden, query heads * value dim]``: from attention to the residual stream."""
+        self._budget = budget
+        self._projections = projections
+        # a score adds up the shares of a group
+        self._worth = torch.tensor([math.log(share * group) for share in SHARES])[:, None, None, None]
+        self._layers: dict[int, _Layer] = {}
+
+    def of(self, layer: int) -> LayerCost:
+        seen = self._layers[layer]
+        return LayerCost(seen.ratio / seen.steps, seen.moved / seen.steps, seen.not_sticky / seen.steps)
+
+    def add(self, layer: int, scores: torch.Tensor, counts: torch.Tensor, parts: BlockParts) -> None:
+        """One step: scores ``[rows, KV heads, blocks]``, counts ``[rows]``."""
+        seen, budget = self._layers.setdefault(layer, _Layer()), self._budget
+        blocks = scores.shape[2]
+        position = torch.arange(blocks)
+        age = counts[:, None] - 1 - position
+        forced = (((age <= budget.recent) | (position < budget.sink)) & (age >= 0))[:, None, :]
+        beyond = (age < 0)[:, None, :]
+        scores = scores.masked_fill(beyond, -torch.inf)
+        selected = best(scores.masked_fill(forced, torch.inf), min(budget.blocks, blocks)) & ~forced & ~beyond
+        if seen.steps == 0:
+            resident = selected
+        else:
+            kept = torch.nn.functional.pad(seen.resident, (0, blocks - seen.resident.shape[2]))
+            resident = with_leaving(kept[None], scores, age, counts > seen.counts, budget)[0]
+        missing = best_of(~resident & ~forced & ~beyond & (scores >= self._worth), scores, budget.room)
+        seen.steps += 1
+        seen.ratio += missing.float().sum(dim=3).mean(dim=(1, 2)) / budget.blocks
+        seen.moved += self._moved(layer, missing | resident | forced, parts)
+        seen.not_sticky += float((selected & ~resident).float().sum(dim=2).mean()) / budget.blocks
+        seen.resident = selected if seen.steps % _INTERVAL == 0 else resident
+        seen.counts = counts
+
+    def _moved(self, layer: int, attended: torch.Tensor, parts: BlockParts) -> torch.Tensor:
+        """attended ``[shares, rows, KV heads, blocks]`` -> ``[shares]``."""
+        rows, heads, group, _, dim = parts.outputs.shape
+        lists = attended.permute(1, 2, 0, 3).float()  # [rows, KV heads, shares, blocks]
+        outputs = (lists @ parts.outputs.transpose(2, 3).flatten(3)).view(rows, heads, -1, group, dim)
+        outputs = outputs / (lists @ parts.shares.transpose(2, 3)).unsqueeze(4)
+        change = (outputs - parts.outputs.sum(dim=3).unsqueeze(2)).permute(2, 0, 1, 3, 4).flatten(2)
+        projected = change @ self._projections[layer].to(change).T
+        return projected.square().sum(dim=2).mean(dim=1)

@@ -1,0 +1,107 @@
+"""What policy ``scout`` would do on a recorded decode, for many bonuses and recall intervals at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_hybrid.commands.profile.records import LayerRecord
+from sglang_hybrid.policies.scout.tuning import beyond_selection
+
+
+@dataclass(frozen=True)
+class Choice:
+    bonus: float
+    interval: int  # 0: never
+    min_miss_score: float | None = None  # instead of the budget's
+
+
+@dataclass(frozen=True)
+class Simulated:
+    ratio: torch.Tensor  # [choices, steps] CPU compute ratio: misses over budget
+    missed: torch.Tensor  # [choices, steps] share of attention that is neither resident nor selected
+    unselected: torch.Tensor  # [choices, steps] share of attention that is not selected, resident or not
+    change: torch.Tensor  # [choices, steps] part of the selection that the step before did not have
+
+
+@dataclass(frozen=True)
+class Budget:
+    blocks: int
+    sink: int
+    recent: int
+    min_miss_score: float = -math.inf  # the lowest score of a block that is computed although it is not resident
+    any_block: bool = False  # whether every block that is worth it is computed where that is so at all, or the selected
+
+    @property
+    def room(self) -> int:
+        """Blocks of a selection that are not always in it."""
+        return max(0, self.blocks - self.sink - self.recent - 1)
+
+
+def simulate(record: LayerRecord, choices: Sequence[Choice], budget: Budget) -> Simulated:
+    """Resident sets are masks over blocks here, ``[choices, rows, KV heads, blocks]``."""
+    steps, rows, heads, blocks = record.scores.shape
+    bonus = torch.tensor([choice.bonus for choice in choices])[:, None, None, None]
+    intervals = torch.tensor([choice.interval for choice in choices])
+    least = [budget.min_miss_score if choice.min_miss_score is None else choice.min_miss_score for choice in choices]
+    min_miss_score = torch.tensor(least)
+    min_miss_score = min_miss_score[:, None, None, None]
+    any_block = torch.tensor([budget.any_block and beyond_selection(choice.interval) for choice in choices])
+    any_block = any_block[:, None, None, None]
+    limit = min(budget.blocks, blocks)
+    position = torch.arange(blocks)
+    resident = torch.zeros(len(choices), rows, heads, blocks, dtype=torch.bool)
+    before = resident
+    ratios, misses_of, unselected, changes = [], [], [], []
+    for step in range(steps):
+        age = record.counts[step][:, None] - 1 - position  # [rows, blocks]
+        forced = (((age <= budget.recent) | (position < budget.sink)) & (age >= 0))[:, None, :]
+        beyond = (age < 0)[:, None, :]
+        scores = record.scores[step].masked_fill(beyond, -torch.inf)
+        if step == 0:
+            resident = best(scores.masked_fill(forced, torch.inf), limit)[None] & ~forced & ~beyond
+            resident = resident.expand(len(choices), -1, -1, -1).clone()
+        else:
+            opened = record.counts[step] > record.counts[step - 1]
+            resident = with_leaving(resident, scores, age, opened, budget)
+        ranked = (scores + bonus * resident).masked_fill(forced, torch.inf).masked_fill(beyond, -torch.inf)
+        selected = best(ranked, limit) & ~beyond
+        missing = ~resident & ~forced & ~beyond & (scores >= min_miss_score)
+        of_selection, missing = missing & selected, best_of(missing, scores, budget.room)
+        missing = torch.where(any_block, missing, of_selection)
+        attended = missing | resident | forced
+        ratios.append(missing.float().sum(dim=3).mean(dim=(1, 2)) / budget.blocks)
+        misses_of.append(1 - (record.shares[step] * attended).sum(dim=3).mean(dim=(1, 2)))
+        unselected.append(1 - (record.shares[step] * (selected | forced)).sum(dim=3).mean(dim=(1, 2)))
+        changes.append((selected & ~before).float().sum(dim=3).mean(dim=(1, 2)) / limit)
+        before = selected
+        due = (intervals > 0) & ((step + 1) % intervals.clamp(min=1) == 0)
+        resident = torch.where(due[:, None, None, None], selected & ~forced, resident)
+    return Simulated(*(torch.stack(one, 1) for one in (ratios, misses_of, unselected, changes[1:] or changes)))
+
+
+def best(scores: torch.Tensor, limit: int) -> torch.Tensor:
+    """Which have the ``limit`` best scores of the last dimension."""
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(limit, dim=-1).indices, True)
+
+
+def best_of(blocks: torch.Tensor, scores: torch.Tensor, limit: int) -> torch.Tensor:
+    """Of these blocks (bool) all, or of more than ``limit`` the best."""
+    if not (blocks.sum(dim=-1) > limit).any():
+        return blocks
+    return best(scores.expand_as(blocks).masked_fill(~blocks, -torch.inf), min(limit, blocks.shape[-1])) & blocks
+
+
+def with_leaving(
+    resident: torch.Tensor, scores: torch.Tensor, age: torch.Tensor, opened: torch.Tensor, budget: Budget
+) -> torch.Tensor:
+    """A block that is recent no more stays, in place of the worst resident where there is no room.
+
+    ``opened`` ``[rows]``: whose step is the first of a new block.
+    """
+    leaving = (age == budget.recent + 1) & (torch.arange(age.shape[1]) >= budget.sink) & opened[:, None]
+    resident = resident | leaving[:, None, :]
+    return best_of(resident, scores.masked_fill(leaving[:, None, :], torch.inf), budget.room)

@@ -1,8 +1,0 @@
-"""The GPU's side: CUDA kernels that know no framework, compiled when first used, and their operations in Python.
-
-Importing this package needs neither a GPU nor a compiler.
-"""
-
-from sglang_hybrid.cuda.errors import CudaError
-
-__all__ = ["CudaError"]

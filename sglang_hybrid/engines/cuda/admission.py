@@ -1,0 +1,57 @@
+"""Pages that a prefill instance wrote become ours: the GPU turns them into the pool's layout and makes their digests.
+
+    as written  [token][KV head][head_dim]        SGLang's layout of a page
+    as kept     [KV head][token][head_dim]        so that a block is one run
+
+Over PCIe and back, on a stream of its own: a prompt of 32k tokens takes tens of milliseconds like that, and seconds by
+torch on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.engines.cuda.layers import DeviceLayer
+from sglang_hybrid.ops.cuda.copies import gather_blocks, scatter_blocks
+from sglang_hybrid.ops.cuda.digests import digest_pages
+
+_PAGES_AT_A_TIME = 256  # of one layer
+
+
+class PageAdmission:
+    def __init__(
+        self, layers: Sequence[DeviceLayer], heads: int, dim: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """Takes four times ``_PAGES_AT_A_TIME`` pages of keys of device memory."""
+        self._layers, self._heads, self._dim, self._device = list(layers), heads, dim, torch.device(device)
+        shape = (_PAGES_AT_A_TIME, heads, 1, BLOCK_TOKENS, dim)
+        self._written = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)]
+        self._kept = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)]
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
+
+    def admit(self, pages: torch.Tensor, filled: torch.Tensor) -> None:
+        """``pages`` ``[n]``, of which the first ``filled`` ``[n]`` tokens are there; both on the host. Waits."""
+        # behind all steps that are under way: one of them may write the last token of the pages' previous owner
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            for some, full in zip(pages.split(_PAGES_AT_A_TIME), filled.split(_PAGES_AT_A_TIME), strict=True):
+                on_device = some.to(self._device, torch.int32)
+                listed = on_device[:, None, None].expand(-1, self._heads, 1).contiguous()
+                tokens = full.to(self._device, torch.int32)
+                for layer in self._layers:
+                    self._admit_layer(layer, on_device, listed, tokens)
+            self._stream.synchronize()
+
+    def _admit_layer(self, layer: DeviceLayer, pages: torch.Tensor, listed: torch.Tensor, tokens: torch.Tensor) -> None:
+        count, pool = len(pages), layer.pool
+        written, kept = ([part[:count] for part in parts] for parts in (self._written, self._kept))
+        # a page is copied as it is, whatever the order inside
+        gather_blocks(pool.region, pool.keys, pool.values, listed, *written)
+        for source, target in zip(written, kept, strict=True):
+            as_written = source.view(count, BLOCK_TOKENS, self._heads, self._dim)
+            target.view(count, self._heads, BLOCK_TOKENS, self._dim).copy_(as_written.transpose(1, 2))
+        digest_pages(layer.digests, kept[0].squeeze(2), pages, tokens)
+        scatter_blocks(pool.region, pool.keys, pool.values, listed, *kept)

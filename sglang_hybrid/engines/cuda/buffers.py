@@ -1,0 +1,81 @@
+"""The memory between the kernels of a layer: allocated once, for the largest batch, and cut for smaller ones."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.engines.cuda.layers import DeviceShape
+from sglang_hybrid.ops.cuda.attention import AttendWorkspace
+from sglang_hybrid.ops.cuda.scoring import ScoreWorkspace
+from sglang_hybrid.ops.cuda.selection import Misses, RecallPlan
+
+MOST_GATHERED = 16  # misses of a (row, KV head) that are copied to the device in a step
+
+
+class LaneBuffers:
+    """Of one layer on its way: written one layer ahead, so there are two of them, for even and for odd layers."""
+
+    def __init__(
+        self, shape: DeviceShape, budget: int, gathers: bool, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self._query = torch.zeros(shape.max_batch, shape.heads * shape.group, shape.dim, dtype=dtype, device=device)
+        self._misses = Misses(shape.max_batch, shape.heads, budget, device)
+        # misses that get slots before the layer is attended
+        self.gathered = RecallPlan(shape.max_batch * shape.heads * MOST_GATHERED, device) if gathers else None
+
+    def query(self, count: int) -> torch.Tensor:
+        return self._query[:count]
+
+    @functools.cache  # noqa: B019 (lives as long as the backend)
+    def misses(self, count: int) -> Misses:
+        return self._misses.of_batch(count)
+
+
+class MainBuffers:
+    """Of the layer that is being attended."""
+
+    def __init__(self, shape: DeviceShape, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._shape = shape
+        self._device = device
+        heads = shape.heads * shape.group
+        of_query = (shape.max_batch, heads, shape.dim)
+        self._local = torch.zeros(of_query, device=device), torch.zeros(of_query[:2], device=device)
+        self._replies = torch.zeros(of_query, device=device), torch.zeros(of_query[:2], device=device)
+        self._served = torch.zeros(shape.max_batch, dtype=torch.int32, device=device)
+        self._out = torch.zeros(of_query, dtype=dtype, device=device)
+        self._estimates = ScoreWorkspace(shape.max_batch, shape.heads, shape.group, shape.max_blocks, device)
+        self._full = torch.full((shape.max_batch, shape.heads), BLOCK_TOKENS, dtype=torch.int32, device=device)
+
+    def local(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._local[0][:count], self._local[1][:count]
+
+    def replies(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the worker, on the device."""
+        return self._replies[0][:count], self._replies[1][:count]
+
+    def served(self, count: int) -> torch.Tensor:
+        """Stays 0 where there is no worker."""
+        return self._served[:count]
+
+    def out(self, count: int) -> torch.Tensor:
+        return self._out[:count]
+
+    def full(self, count: int) -> torch.Tensor:
+        """Tokens in the last block of each list: misses are full blocks."""
+        return self._full[:count]
+
+    @functools.cache  # noqa: B019
+    def attending(self, count: int) -> AttendWorkspace:
+        shape = self._shape
+        return AttendWorkspace(count, shape.heads, shape.group, shape.dim, self._device)
+
+    @functools.cache  # noqa: B019
+    def scoring(self, count: int) -> ScoreWorkspace:
+        return self._estimates.of_batch(count)
+
+
+def plan_for(shape: DeviceShape, slots: int, device: torch.device | str) -> RecallPlan:
+    return RecallPlan(shape.max_batch * shape.heads * slots, device)

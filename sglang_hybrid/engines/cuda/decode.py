@@ -1,0 +1,309 @@
+"""Policy ``scout`` on a GPU, layer by layer: which kernel runs on which lane, and who waits for whom.
+
+    scout lane    predicted query -> scores -> selection -> post                          of the next layer
+    gather lane   a share of its misses -> slots -> slot table
+    main lane     append -> attention over slots -> merging with replies -> what is late
+    reply lane    replies of the worker, when they are there -> shifted                   beside attention
+    recall lane   copies of the plan -> slot table                                        of the layer just attended
+
+Everything is launched with static shapes on persistent buffers, so a whole step can be recorded in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from sglang_hybrid.engines.cuda.buffers import MOST_GATHERED, LaneBuffers, MainBuffers, plan_for
+from sglang_hybrid.engines.cuda.lanes import Lane
+from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
+from sglang_hybrid.engines.cuda.settings import ScoutSettings
+from sglang_hybrid.engines.cuda.slots import ResidentSlots
+from sglang_hybrid.engines.cuda.step import ARRIVED, PREFILLED, StepBuffers
+from sglang_hybrid.engines.cuda.whole_requests import WholeRequests
+from sglang_hybrid.ops.cuda.attention import Partial, attend_slots, merge
+from sglang_hybrid.ops.cuda.copies import gather_blocks
+from sglang_hybrid.ops.cuda.digests import Step, append
+from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.ops.cuda.missed import finish_late
+from sglang_hybrid.ops.cuda.scoring import HotBlocks, ScoreInterval, score_blocks, shift_lse
+from sglang_hybrid.ops.cuda.selection import RecallInterval, RecallPlan, apply_plan, select_blocks
+
+
+class DeviceScout:
+    """The state of all rows and the order of kernels."""
+
+    def __init__(
+        self,
+        layers: Sequence[DeviceLayer],
+        shape: DeviceShape,
+        settings: ScoutSettings,
+        intervals: Sequence[int],
+        mailbox: DeviceMailboxClient | None,
+    ) -> None:
+        """``mailbox``: of the worker that computes misses; None: this device reads them from the pool itself."""
+        device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
+        self._layers, self._shape, self._settings, self._mailbox = list(layers), shape, settings, mailbox
+        self.slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, dtype, device)
+        self.step = StepBuffers(shape.rows, shape.max_batch, shape.max_blocks, device)
+        self._tables = [self.slots.table(layer, settings.sink, settings.recent) for layer in range(len(layers))]
+        # by row, since they outlive the step where rows are not scored at every one
+        of_scores = (shape.rows, shape.heads, shape.max_blocks)
+        self._scores = [torch.full(of_scores, -math.inf, device=device) for _ in layers]
+        self._hot = [self._no_hot_blocks() for _ in layers]
+        gathers = settings.gather_share != 0
+        self._lanes = [LaneBuffers(shape, settings.budget, gathers, dtype, device) for _ in range(2)]
+        of_layers = (len(layers),)
+        self.gather_shares = torch.full(of_layers, settings.gather_share or 0.0, device=device) if gathers else None
+        self._main = MainBuffers(shape, dtype, device)
+        self._receipts = [mailbox.new_receipt(shape.max_batch) for _ in range(2)] if mailbox else []
+        # one plan for each layer: copies of one may still be under way when the next but one is selected
+        self._plans = [plan_for(shape, settings.slots, device) for _ in layers]
+        self.intervals = torch.tensor(list(intervals), dtype=torch.int32, device=device)
+        # misses and recalled blocks of each layer, added up over all steps
+        self.counted = torch.zeros(len(layers), 2, dtype=torch.int64, device=device)
+        self.refused = torch.zeros(1, dtype=torch.int64, device=device)  # numbers that were out of bounds
+        self._everybody = torch.ones(shape.max_batch, dtype=torch.int32, device=device)
+        self.dense = WholeRequests(layers, shape, self.slots, self.step, self._main, self.refused)
+        self.is_dense = False  # whether steps are launched, or recorded, that hold whole rows
+        self._scout, self._gather, self._recall = Lane(device), Lane(device), Lane(device)
+        # a few small CTAs that must not queue behind those of attention, beside which they wait
+        self._replies = Lane(device, urgent=True)
+        self._ahead: set[int] = set()  # layers of this step whose misses are on their way, by a predicted query
+        self._posted = False  # whether this step has posted
+        # Whether somebody calls end_step: recalls go on behind the last layer's attention then.
+        self.recall_joins_at_logits = False
+        self._unended: int | None = None  # the layer whose recall nobody has waited for
+
+    def _no_hot_blocks(self) -> HotBlocks | None:
+        """None where there are none, or no others: rows are scored as a whole then, or not at all."""
+        shape, settings = self._shape, self._settings
+        if settings.score_interval == 1 or not 0 < settings.hot < shape.max_blocks - 1:
+            return None
+        return HotBlocks.none_yet(shape.rows, shape.heads, shape.group, settings.hot, self.step.lengths.device)
+
+    @staticmethod
+    def score_bytes_per_row(layers: int, heads: int, max_blocks: int, hot: int) -> int:
+        """Scores, and which blocks are hot."""
+        return layers * heads * (max_blocks + min(hot, max_blocks)) * torch.float32.itemsize
+
+    @property
+    def max_batch(self) -> int:
+        """Rows of a step, at most."""
+        return self._shape.max_batch
+
+    @property
+    def block_bytes(self) -> int:
+        """Keys and values of a block."""
+        slots = self.slots.keys[0]
+        return 2 * slots.shape[3] * slots.shape[4] * slots.itemsize
+
+    # -- settings that change while graphs are replayed ----------------------------------------
+
+    def set_intervals(self, intervals: Sequence[int]) -> None:
+        """Steps between two recalls of each layer."""
+        self.intervals.copy_(torch.tensor(list(intervals), dtype=torch.int32).pin_memory(), non_blocking=True)
+
+    def set_gather_shares(self, shares: Sequence[float]) -> None:
+        """Of each layer's misses, that are copied to the device. Only where they did not begin as a fixed 0."""
+        if self.gather_shares is not None:
+            self.gather_shares.copy_(torch.tensor(list(shares)).pin_memory(), non_blocking=True)
+
+    # -- steps and rows ----------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Before the layers of a step are launched or recorded."""
+        self._ahead.clear()
+        self._posted = False
+
+    def reset_rows(self, rows: torch.Tensor, prefilled: bool = False) -> None:
+        """These rows ``[n]`` are other requests from now on, or go back to the end of their prompts.
+
+        ``prefilled``: their prompts are being computed here, and ``load_initial_blocks`` follows.
+        """
+        rows = rows.to(torch.int64)
+        self.slots.forget(rows)
+        self.dense.reset_rows(rows)
+        self.step.reset_rows(rows, PREFILLED if prefilled else ARRIVED)
+
+    def hold_rows(self, whole: bool, count: int = 0) -> None:
+        """From this step on rows are held as a whole, or in slots. What is in device memory becomes void.
+
+        ``count``: rows that are loaded for this step; they have to be loaded again.
+        """
+        if self.is_dense and count:
+            self.dense.digest_tails(count)
+        self.is_dense = whole
+        if whole:
+            self.dense.forget_all()
+        else:
+            self.slots.forget_all()
+            self.step.all_begin()
+
+    # -- lanes -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def scout_lane(self) -> Iterator[None]:
+        with self._scout.fork():
+            yield
+
+    def query_ahead(self, layer: int, count: int) -> torch.Tensor:
+        """Where the predicted query of a layer goes: ``[count, query heads, head_dim]``."""
+        return self._lanes[layer % 2].query(count)
+
+    def ahead(self, layer: int, count: int, scale: float) -> None:
+        """On the scout lane: begin with a layer whose predicted query is in its place."""
+        self._begin_layer(layer, self.query_ahead(layer, count), scale)
+        self._scout.mark(layer)
+        self._ahead.add(layer)
+
+    def decode(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """One token of each row: query ``[B, query heads, D]``, keys and values ``[B, KV heads, D]``.
+
+        The result is in a buffer that the next layer overwrites.
+        """
+        if self.is_dense:
+            return self.dense.decode(layer, query, keys, values, scale)
+        count = query.shape[0]
+        step, lane = self.step.of_batch(count), self._lanes[layer % 2]
+        predicted = layer in self._ahead
+        if predicted:
+            self._scout.wait_for(layer)
+        else:
+            self._begin_layer(layer, query, scale)
+        of_layer, table, misses = self._layers[layer], self._tables[layer], lane.misses(count)
+        key_slots, value_slots = self.slots.keys[layer], self.slots.values[layer]
+        append(
+            of_layer.digests, table, step, keys, values, key_slots, value_slots, of_layer.pool,
+            scores=self._scores[layer], by_row=True, refused=self.refused,
+        )  # fmt: skip
+        if lane.gathered:
+            # append did not have to wait: the tail's slot is none that selection gives to others
+            self._gather.wait_for(layer)
+        local, served, out = self._main.local(count), self._main.served(count), self._main.out(count)
+        replies = self._collect(layer, query, scale, predicted)
+        attend_slots(
+            query, key_slots, value_slots, table.positions, self.step.lengths, step.row_of, scale,
+            active_rows=step.active_rows, workspace=self._main.attending(count), out=local[0], lse=local[1],
+        )  # fmt: skip
+        with self._recall.fork():
+            self._make_resident(layer, self._plans[layer])
+            self._recall.mark(layer)
+        if replies is not None:
+            self._replies.wait_for(layer)
+            merge(local, replies, active_rows=step.active_rows, out=out)
+        finish_late(
+            query, of_layer.pool, misses.pages, misses.counts, scale, local, out,
+            served=served, active_rows=step.active_rows,
+        )  # fmt: skip
+        if layer == len(self._layers) - 1:
+            self._end_layers(layer)
+        return out
+
+    def _end_layers(self, last: int) -> None:
+        """A step has to wait for its recalls, best at its very end."""
+        self.recall_joins_at_logits &= self._unended is None  # else nobody ended the step before
+        self._unended = last
+        if not self.recall_joins_at_logits:
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Behind everything that a step computes."""
+        if self._unended is not None:
+            self._recall.wait_for(self._unended)  # and so for all layers before it
+            self._unended = None
+
+    def _collect(self, layer: int, query: torch.Tensor, scale: float, predicted: bool) -> Partial | None:
+        """On the lane of replies: wait for the worker, bring its replies to the device, shift them. None without one.
+
+        Replies cross PCIe beside attention, and this is all that waits for the worker, whoever computes in the end.
+        """
+        if self._mailbox is None:
+            return None
+        count = query.shape[0]
+        lane, step, served = self._lanes[layer % 2], self.step.of_batch(count), self._main.served(count)
+        out, lse = self._main.replies(count)
+        with self._replies.fork():
+            self._mailbox.wait(self._receipt(layer, count), self._settings.deadline_s, out, lse, served)
+            if predicted and self._settings.shifts:
+                misses = lane.misses(count)
+                shift_lse(
+                    query, lane.query(count), self._layers[layer].digests, misses.pages, misses.counts, scale, lse,
+                    active_rows=step.active_rows,
+                )  # fmt: skip
+            self._replies.mark(layer)
+        return out, lse
+
+    # -- prompts -----------------------------------------------------------------------------
+
+    def load_initial_blocks(self, layer: int, step: Step, query: torch.Tensor, scale: float) -> None:
+        """Choose and load the first resident blocks of rows by the query of their last prompt token.
+
+        step: these rows as their first decode step will see them, one token longer. query ``[B, query heads, D]``.
+        The layer's pages and digests are written.
+        """
+        self._select(layer, step, query, scale, self._everybody[: step.batch], first=True)
+        self._make_resident(layer, self._plans[layer])
+
+    # -- kernels -----------------------------------------------------------------------------
+
+    def _begin_layer(self, layer: int, query: torch.Tensor, scale: float) -> None:
+        count = query.shape[0]
+        lane, step = self._lanes[layer % 2], self.step.of_batch(count)
+        self._select(layer, step, query, scale, self.step.begins(count))
+        if self._mailbox is not None:
+            misses = lane.misses(count)
+            self._mailbox.post(
+                query, misses.pages, misses.counts, self._main.full(count), layer, scale,
+                self._receipt(layer, count), begins_step=not self._posted, active_rows=step.active_rows,
+            )  # fmt: skip
+            self._posted = True
+        if lane.gathered:
+            with self._gather.fork():
+                self._make_resident(layer, lane.gathered)
+                self._gather.mark(layer)
+
+    def _select(
+        self, layer: int, step: Step, query: torch.Tensor, scale: float, due: torch.Tensor, first: bool = False
+    ) -> None:
+        """``first``: of rows that do not decode yet. Nobody attends to misses, and the plan has all that they want."""
+        settings, lane, count = self._settings, self._lanes[layer % 2], step.batch
+        scores = self._scores[layer]
+        share = None if first or self.gather_shares is None else self.gather_shares[layer : layer + 1]
+        put_off = score_blocks(
+            query, self._layers[layer].digests, step, scale, self._main.scoring(count), scores,
+            by_row=True, interval=self._score_interval(layer, due),
+        )  # fmt: skip
+        select_blocks(
+            scores, self._tables[layer], step, settings.budget, lane.misses(count),
+            pool_pages=self._shape.pool_pages, bonus=settings.bonus[layer],
+            min_miss_score=settings.min_miss_score[layer], any_block=settings.any_block[layer],
+            plan=self._plans[layer], due=due,
+            recall=RecallInterval(self.intervals[layer : layer + 1], self.step.first_lengths, layer),
+            gathered=None if first else lane.gathered, gather_share=share,
+            most_gathered=MOST_GATHERED, totals=None if first else self.counted[layer], by_row=True,
+            put_off=put_off,
+        )  # fmt: skip
+
+    def _score_interval(self, layer: int, due: torch.Tensor) -> ScoreInterval:
+        hot = self._hot[layer]
+        # where the longest row has no others than hot blocks, all are scored at every step
+        steps = 1 if hot is None and self._settings.hot else self._settings.score_interval
+        return ScoreInterval(steps, self.step.first_lengths, due, layer, hot)
+
+    def _make_resident(self, layer: int, plan: RecallPlan) -> None:
+        pool, slots = self._layers[layer].pool, self.slots
+        gather_blocks(
+            pool.region, pool.keys, pool.values, plan.pages, slots.keys[layer], slots.values[layer],
+            destinations=plan.destinations, count=plan.count, refused=self.refused,
+        )  # fmt: skip
+        apply_plan(plan, self._tables[layer])
+
+    def _receipt(self, layer: int, count: int) -> torch.Tensor:
+        assert self._mailbox is not None
+        return self._mailbox.receipt_of_batch(self._receipts[layer % 2], count)

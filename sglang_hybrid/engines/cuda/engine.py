@@ -1,0 +1,359 @@
+"""Attention by CUDA graphs: a policy's step program, prefill by FlashInfer, and the worker that is posted to."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.engines.base import (
+    DeviceBytes,
+    Engine,
+    LayerPrediction,
+    ModelFacts,
+    PrefillBatch,
+    RatioWatcher,
+    StepBatch,
+)
+from sglang_hybrid.engines.cuda.admission import PageAdmission
+from sglang_hybrid.engines.cuda.decode import DeviceScout
+from sglang_hybrid.engines.cuda.lanes import Lane
+from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
+from sglang_hybrid.engines.cuda.predictor import DevicePredictor, PredictionBuffers
+from sglang_hybrid.engines.cuda.prefill import DevicePrefill, PrefillRows
+from sglang_hybrid.engines.cuda.settings import (
+    path_rates,
+    settings_of,
+    slots_of,
+    unsupported_model,
+    unsupported_settings,
+)
+from sglang_hybrid.engines.cuda.slots import ResidentSlots
+from sglang_hybrid.engines.cuda.watch import DeviceWatch
+from sglang_hybrid.engines.cuda.whole_request_mode import WholeRequestMode
+from sglang_hybrid.memory.capacity import KVShape
+from sglang_hybrid.memory.digests import CompactDigests
+from sglang_hybrid.memory.pages import page_table
+from sglang_hybrid.memory.pool import KVPool
+from sglang_hybrid.metrics import WorkerMetrics
+from sglang_hybrid.ops.cpu.structs import Geometry
+from sglang_hybrid.ops.cuda import CudaError
+from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, Step
+from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
+from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.policies.registry import policy_named
+from sglang_hybrid.policies.scout.profile import HostRates
+from sglang_hybrid.policies.scout.recall import RecallSchedule
+from sglang_hybrid.policies.scout.tuning import Tuning, hot_blocks_of
+from sglang_hybrid.worker.connection import WorkerConnection
+from sglang_hybrid.worker.supervisor import Supervisor
+
+logger = logging.getLogger("sglang.srt.hybrid")
+
+
+# A GPU cannot wake a worker that sleeps. The host does so before every step, which it launches a step ahead, so the
+# worker has to stay awake for two steps, long ones too: it would find the next post only 0.1 s later.
+WORKER_SPIN_US = 200_000
+
+
+def unsupported_reason(config: HybridConfig, pool: KVPool, model: ModelFacts) -> str | None:
+    """Return why the CUDA kernels cannot serve this, in words."""
+    if torch.device(pool.device).type != "cuda":
+        return "the model is not on a GPU"
+    if not model.cuda_graphs:
+        return "CUDA graphs are off"
+    if model.scale is None:
+        return "layers that scale attention differently"
+    shape = (pool.head_dim, pool.v_head_dim, model.group, pool.store_dtype.itemsize)
+    return unsupported_settings(config) or unsupported_model(*shape)
+
+
+_WHOLE_REQUESTS = "dense"  # the graph of steps that hold all of their rows in device memory
+
+
+class CudaEngine(Engine):
+    """One per model runner on a GPU."""
+
+    reports_ratio: ClassVar[bool] = True
+    predicts: ClassVar[bool] = True
+    holds_weights: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        tuning: Tuning,
+        rates: HostRates | None,
+        pool: KVPool,
+        model: ModelFacts,
+        worker: tuple[Supervisor, WorkerMetrics, Geometry] | None,
+    ) -> None:
+        """``worker``: attached, or None where the device reads misses from the pool itself."""
+        assert model.scale is not None  # unsupported_reason asks before
+        self._req_to_token = model.req_to_token
+        self._shape = DeviceShape(
+            rows=model.req_to_token.shape[0],
+            max_batch=model.req_to_token.shape[0],
+            max_blocks=-(-model.req_to_token.shape[1] // BLOCK_TOKENS),
+            heads=pool.head_num,
+            group=model.group,
+            dim=pool.head_dim,
+            pool_pages=pool.k_buffer[0].shape[0],
+        )
+        region = RegisteredRegion(pool.region)
+        self._layers = [
+            DeviceLayer(HostPool(region, keys, values), _digests(pool, layer))
+            for layer, (keys, values) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True))
+        ]
+        self.admission: PageAdmission | None = None
+        if model.admits_pages:
+            self.admission = PageAdmission(self._layers, pool.head_num, pool.head_dim, pool.store_dtype, pool.device)
+        self._arrived: list[torch.Tensor] = []  # rows that begin with the next step
+        self._supervisor: Supervisor | None = None
+        self._link: WorkerConnection | None = None  # whose mailbox the device posts to
+        self._followed: WorkerConnection | None = None  # the newest that was tried
+        self._mailbox: DeviceMailboxClient | None = None
+        self._metrics: WorkerMetrics | None = None
+        if worker is not None:
+            self._supervisor, self._metrics, geometry = worker
+            self._mailbox = DeviceMailboxClient(geometry, pool.device)
+            self._follow_worker()
+        self._used: tuple[HybridConfig, Tuning] | None = None
+        self._rates = rates
+        self._one_batch = model.one_batch  # rows of other batches would lose their pages at every step
+        # logits are the last thing that a step computes; without any it ends with its last attention
+        self._has_logits = model.logits is not None
+        if model.logits is not None:
+            model.logits.register_forward_hook(self._after_logits)
+        self._predictors: dict[int, tuple[DevicePredictor, float]] = {}
+        self._watcher: RatioWatcher | None = None
+        self.use(config, tuning)
+        self._scale = model.scale
+        self._prefill = DevicePrefill(
+            self._layers, self._shape.max_blocks, model.group * pool.head_num, pool.store_dtype, pool.device,
+        )  # fmt: skip
+        self._settling_lane = Lane(pool.device)
+        self._settling: Step | None = None
+        self._last_tokens = torch.empty(0, dtype=torch.int64)
+
+    @classmethod
+    def device_bytes(
+        cls, config: HybridConfig, shape: KVShape, rows: int, context: int, dtype: torch.dtype
+    ) -> DeviceBytes:
+        longest = -(-context // BLOCK_TOKENS)
+        per_row = ResidentSlots.bytes_per_row(shape.layers, shape.kv_heads, slots_of(config), shape.key_dim, dtype)
+        per_row += DeviceScout.score_bytes_per_row(shape.layers, shape.kv_heads, longest, hot_blocks_of(config))
+        staging = DevicePrefill.device_bytes(longest, shape.kv_heads, shape.key_dim, dtype)
+        return DeviceBytes(rows * per_row, staging)
+
+    def unsupported_reason(self, config: HybridConfig) -> str | None:
+        return unsupported_settings(config)
+
+    def use(self, config: HybridConfig, tuning: Tuning) -> None:
+        if (config, tuning) != self._used:
+            settings = settings_of(config, tuning, self._shape.group)
+            program = policy_named(config.policy).cuda_program
+            assert program is not None  # unsupported_reason asks before
+            self.scout: DeviceScout = program()(self._layers, self._shape, settings, tuning.intervals, self._mailbox)
+            self.scout.recall_joins_at_logits = self._has_logits
+            self._used = config, tuning
+            self._whole_requests: WholeRequestMode | None = None
+            if config.whole_requests == "auto" and self._one_batch:
+                self._whole_requests = WholeRequestMode(self.scout.dense.pages, self.scout.dense.block_bytes)
+                self.scout.is_dense = self._whole_requests.is_dense
+            self._budget_tokens = config.budget_tokens
+            recall = RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt)
+            outcomes = self._mailbox.outcome_counts if self._mailbox else None
+            cores = len(self._link.planned.cores or os.sched_getaffinity(0)) if self._link else 0
+            rates = path_rates(self._rates, cores) if settings.gather_share is None else None
+            self.watch = DeviceWatch(self.scout, recall, self._shape.heads * settings.budget, outcomes, rates)
+            self.watch.metrics = self._metrics
+            self.watch.on_ratio = self._watcher
+
+    def watch_ratio(self, watcher: RatioWatcher | None) -> None:
+        self._watcher = self.watch.on_ratio = watcher
+
+    # -- prediction --------------------------------------------------------------------------
+
+    def set_predictors(self, predictions: Mapping[int, LayerPrediction]) -> None:
+        self._predictors = {}
+        if not predictions:
+            return
+        # the queries of two layers can be on their way at a time
+        buffers = [_prediction_buffers(self._shape.max_batch, predictions) for _ in range(2)]
+        for layer, given in predictions.items():
+            predictor = DevicePredictor(
+                given.weights, given.correction, max_batch=self._shape.max_batch, buffers=buffers[layer % 2]
+            )
+            self._predictors[layer] = predictor, given.scale
+
+    def ahead(
+        self, layers: Sequence[int], hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+    ) -> None:
+        if self.scout.is_dense:
+            return
+        count = hidden.shape[0]
+        for layer in layers:  # on the main lane: the layer changes these inputs in place
+            self._predictors[layer][0].prepare(hidden, residual)
+        with self.scout.scout_lane():
+            for layer in layers:
+                predictor, scale = self._predictors[layer]
+                predictor.finish(positions, self.scout.query_ahead(layer, count))
+                self.scout.ahead(layer, count, scale)
+
+    # -- decode ------------------------------------------------------------------------------
+
+    def begin_step(self, batch: StepBatch) -> None:
+        self.scout.begin_step()
+        if not batch.is_recorded:
+            self._begin_arrived_rows()
+        rows, count = batch.rows, batch.rows.shape[0]
+        if batch.is_recorded or count == 0:  # nothing is decoded: a graph is recorded, or another rank has work
+            self.scout.step.load_nothing()
+            return
+        active = count - batch.padding
+        self.scout.step.load(self._req_to_token, rows, batch.lengths, active)
+        lengths = batch.lengths_on_host[:active].tolist()
+        whole = self._whole_requests is not None and self._whole_requests.decide(lengths, time.monotonic())
+        if whole != self.scout.is_dense:
+            self._tell(whole, len(lengths))
+            self.scout.hold_rows(whole, count)
+            self.scout.step.load(self._req_to_token, rows, batch.lengths, active)
+        if self.scout.is_dense:
+            self.scout.dense.begin_step(count, lengths)
+            self.watch.step(0)
+            return
+        self._follow_worker()
+        if self._link is not None:
+            self._link.mailbox.wake()
+        self.watch.step(int((batch.lengths_on_host > self._budget_tokens).sum()))
+
+    def _after_logits(self, *_of_module: Any) -> None:
+        self.scout.end_step()
+
+    def _tell(self, whole: bool, rows: int) -> None:
+        if whole:
+            logger.info("the GPU's memory holds %d running requests as a whole: attention is exact", rows)
+            return
+        logger.info(
+            "%d running requests are longer than the GPU's memory holds: blocks are selected, %d tokens of each",
+            rows, self._budget_tokens,
+        )  # fmt: skip
+
+    @property
+    def graph_variant(self) -> str:
+        return _WHOLE_REQUESTS if self.scout.is_dense else ""
+
+    def graph_variants(self, batch_size: int) -> list[str]:
+        return [""] if self._whole_requests is None else ["", _WHOLE_REQUESTS]
+
+    @contextlib.contextmanager
+    def recording(self, variant: str) -> Iterator[None]:
+        serving = self.scout.is_dense
+        self.scout.is_dense = variant == _WHOLE_REQUESTS
+        try:
+            yield
+        finally:
+            self.scout.is_dense = serving
+
+    def _follow_worker(self) -> None:
+        """Post to the worker that is there now."""
+        link = self._supervisor.link if self._supervisor else None
+        if self._mailbox is None or link is self._followed:
+            return
+        self._followed, self._link = link, None
+        self._mailbox.attach(None)
+        if link is None:
+            return
+        try:
+            self._mailbox.attach(link.mailbox)
+        except CudaError as error:  # such as a limit on locked memory
+            logger.warning("CPU worker %d is not used, the GPU cannot have its mailbox: %s", link.pid, error)
+            if self._metrics:
+                self._metrics.worker_is(False)
+            return
+        self._link = link
+
+    def decode(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        return self.scout.decode(layer, query.contiguous(), keys, values, scale)
+
+    # -- prefill -----------------------------------------------------------------------------
+
+    def begin_prefill(self, batch: PrefillBatch) -> None:
+        rows, lengths, new_tokens = batch.rows.to(torch.int64), batch.lengths, batch.new_tokens
+        table = page_table(self._req_to_token, rows, max(lengths, default=0), BLOCK_TOKENS)
+        self._prefill.begin(PrefillRows(table.cpu(), lengths, new_tokens), self._scale)
+        # where whole rows are held, their first decode step loads them
+        self._settling = None
+        settles = not self.scout.is_dense
+        self.scout.reset_rows(rows, prefilled=settles)
+        if not settles:
+            return
+        device = rows.device
+        pages = torch.zeros(len(lengths), self._shape.max_blocks, dtype=torch.int32, device=device)
+        pages[:, : table.shape[1]] = table
+        # as the first decode step will see them
+        longer = torch.tensor(lengths, dtype=torch.int32, device=device) + 1
+        self._settling = Step(pages, longer, rows.to(torch.int32))
+        self._last_tokens = torch.tensor(new_tokens, device=device).cumsum(0) - 1
+
+    def prefill(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Attend, and choose and load the rows' first resident blocks beside the layers that follow."""
+        out = self._prefill.attend(layer, query, keys, values)
+        if self._settling is not None:
+            self._settle(layer, query[self._last_tokens], self._settling, scale)
+        if layer == len(self._layers) - 1:
+            self._prefill.finish()
+            if self._settling is not None:
+                self._settling_lane.wait_for(layer)
+        return out
+
+    def _settle(self, layer: int, last: torch.Tensor, rows: Step, scale: float) -> None:
+        with self._settling_lane.fork():
+            lane = torch.cuda.current_stream()
+            lane.wait_event(self._prefill.written(layer))
+            last.record_stream(lane)
+            self.scout.load_initial_blocks(layer, rows, last, scale)
+            self._settling_lane.mark(layer)
+
+    def reset_rows(self, rows: torch.Tensor) -> None:
+        """Forget all state of ``rows`` before the next step, on the stream of steps.
+
+        Called on SGLang's scheduling stream, while a step of the rows' previous owners may still be under way.
+        """
+        self._arrived.append(rows.to(self._req_to_token.device))
+
+    def _begin_arrived_rows(self) -> None:
+        if self._arrived:
+            rows = torch.cat(self._arrived)
+            for arrived in self._arrived:
+                if arrived.is_cuda:  # made on another stream, which must not use the memory again before this one has
+                    arrived.record_stream(torch.cuda.current_stream())
+            self._arrived = []
+            self.scout.reset_rows(rows)
+
+
+def _prediction_buffers(max_batch: int, predictions: Mapping[int, LayerPrediction]) -> PredictionBuffers:
+    projection = next(iter(predictions.values())).weights.projection
+    corrections = [given.correction for given in predictions.values() if given.correction is not None]
+    ranks = [correction.right.shape[0] for correction in corrections if correction.right is not None]
+    width, hidden = projection.shape
+    return PredictionBuffers(max_batch, hidden, width, max(ranks, default=0), projection.dtype, projection.device)
+
+
+def _digests(pool: KVPool, layer: int) -> LayerDigests:
+    if pool.sketches is None:
+        return LayerDigests(pool.digests.of_layer(layer))
+    sketch, keys = pool.sketches.of_layer(layer), pool.k_buffer[layer]
+    compact_of = (keys.dtype, pool.head_dim) if isinstance(pool.digests, CompactDigests) else None
+    return LayerDigests(pool.digests.of_layer(layer), sketch.codes, sketch.channels, compact_of)

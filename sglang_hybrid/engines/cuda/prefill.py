@@ -1,0 +1,241 @@
+"""Exact prefill on the GPU, with the KV cache in host memory.
+
+FlashInfer attends over staged pages, of which there are two buffers that take turns. What happens in a turn, which is
+one group of rows in one layer (usually all rows)::
+
+    load stream        pages of prefixes: pool -> staging            one turn ahead
+    main stream        new tokens -> staging, digests and codes of their pages, attention
+    write-back stream  pages with new tokens: staging -> pool        beside attention and what follows it
+
+The host waits for nothing in ``attend``; all order is by events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.engines.cuda.layers import DeviceLayer
+from sglang_hybrid.engines.cuda.row_groups import PrefillRows, RowGroup, group_rows
+from sglang_hybrid.engines.cuda.staging import Staging, Transfer, runs_of, suits_engine
+from sglang_hybrid.ops.cuda.copies import place_tokens
+from sglang_hybrid.ops.cuda.digests import digest_pages
+from sglang_hybrid.ops.cuda.tensors import HALVES
+
+WORKSPACE_BYTES = 128 << 20  # of FlashInfer's split attention; its kernels for Hopper do not use it
+
+__all__ = ["DevicePrefill", "PrefillRows"]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group of rows, what of it is on the device, and FlashInfer's plan for it."""
+
+    tokens: slice
+    places: torch.Tensor
+    written_pages: torch.Tensor
+    filled: torch.Tensor
+    loads: Transfer
+    write_backs: Transfer
+    attention: Any
+
+
+class DevicePrefill:
+    """Begin a pass, attend layer by layer, finish. One for all layers of a model."""
+
+    def __init__(
+        self,
+        layers: list[DeviceLayer],
+        staging_pages: int,
+        query_heads: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        workspace: torch.Tensor | None = None,
+        flashinfer_backend: str = "auto",
+    ) -> None:
+        """``staging_pages`` hold at least the longest context. ``workspace``: FlashInfer's, if there is one."""
+        shape = layers[0].pool.keys.shape
+        for layer in layers:
+            for part in (layer.pool.keys, layer.pool.values):
+                if part.shape != shape or part.dtype != dtype or dtype not in HALVES:
+                    raise ValueError(f"a pool is {tuple(part.shape)} of {part.dtype}, not {tuple(shape)} of {dtype}")
+        self._layers = layers
+        self._pages, self._heads, _, self._dim = shape
+        self._query_heads, self._dtype, self._device = query_heads, dtype, torch.device(device)
+        if query_heads % self._heads:
+            raise ValueError(f"{query_heads} query heads cannot share {self._heads} KV heads")
+        self._staging_pages = staging_pages
+        self._staging = [Staging(staging_pages, self._heads, self._dim, dtype, device) for _ in range(2)]
+        self._backend = flashinfer_backend
+        self._workspace = workspace
+        if workspace is None:
+            self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._wrappers: list[Any] = []  # FlashInfer's, one for each group
+        self._load, self._write_back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._planned = torch.cuda.Event()
+        self._written = [torch.cuda.Event() for _ in layers]
+        self._groups: list[_Group] = []
+        self._next_layer = 0
+        self._refused = torch.zeros(1, dtype=torch.int64, device=device)
+
+    @staticmethod
+    def device_bytes(staging_pages: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Of the two stagings and the workspace."""
+        return 4 * staging_pages * heads * BLOCK_TOKENS * head_dim * dtype.itemsize + WORKSPACE_BYTES
+
+    def begin(self, batch: PrefillRows, scale: float) -> None:
+        """Plan a pass and begin to load what its first layer needs. Everything on the main stream so far comes before.
+
+        Raises ValueError for rows that cannot be served; nothing has happened then.
+        """
+        groups = group_rows(batch, self._staging_pages, self._pages)
+        self.finish()  # a pass that was left in the middle
+        # Plans travel through pinned memory of FlashInfer's: the last ones must have left it. They have, unless the
+        # host is a whole pass ahead.
+        self._planned.synchronize()
+        self._groups = self._on_device(groups, scale)
+        main = torch.cuda.current_stream()
+        self._planned.record(main)
+        self._load.wait_stream(main)
+        self._next_layer = 0
+        self._load_turn(0)
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attention of the new tokens, query ``[T, Hq, D]``, key and value ``[T, H, D]`` -> ``[T, Hq, D]``.
+
+        Layers come in their order. T may be more than the rows' new tokens; behind them the result is 0.
+        """
+        if layer != self._next_layer:
+            raise RuntimeError(f"layer {layer} is attended when it is layer {self._next_layer}'s turn")
+        self._next_layer += 1
+        tokens = self._groups[-1].tokens.stop if self._groups else 0
+        if query.shape[0] < tokens:
+            raise ValueError(f"the rows have {tokens} new tokens, queries are {tuple(query.shape)}")
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        out[tokens:].zero_()
+        for index, group in enumerate(self._groups):
+            turn = layer * len(self._groups) + index
+            if turn + 1 < len(self._layers) * len(self._groups):
+                self._load_turn(turn + 1)
+            self._attend_group(turn, group, query, key, value, out)
+        self._written[layer].record(self._write_back)
+        return out
+
+    def written(self, layer: int) -> torch.cuda.Event:
+        """After it pool and digests of the layer's new tokens are complete. To be asked for after ``attend``."""
+        return self._written[layer]
+
+    def finish(self) -> None:
+        """What follows on the main stream sees the pool with all new tokens."""
+        main = torch.cuda.current_stream()
+        main.wait_stream(self._load)
+        main.wait_stream(self._write_back)
+
+    def refused(self) -> int:
+        """Blocks and tokens that kernels left out, their numbers being out of bounds: 0. Waits for the device."""
+        return int(self._refused)
+
+    def _load_turn(self, turn: int) -> None:
+        if not self._groups:
+            return
+        layer, index = divmod(turn, len(self._groups))
+        staging = self._staging[turn % 2]
+        self._load.wait_event(staging.attended)
+        self._load.wait_event(staging.returned)
+        with torch.cuda.stream(self._load):
+            self._groups[index].loads.load(self._layers[layer].pool, staging, self._refused)
+        staging.loaded.record(self._load)
+
+    def _attend_group(
+        self,
+        turn: int,
+        group: _Group,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        layer, staging = self._layers[turn // len(self._groups)], self._staging[turn % 2]
+        main = torch.cuda.current_stream()
+        # loading waits for the staging to be free, also where there is nothing to load
+        main.wait_event(staging.loaded)
+        new_keys, new_values = (_tokens_contiguous(part[group.tokens]) for part in (key, value))
+        place_tokens(new_keys, new_values, group.places, staging.keys, staging.values, refused=self._refused)
+        count = group.filled.shape[0]
+        digest_pages(layer.digests, staging.keys[:count], group.written_pages, group.filled)
+        staging.placed.record(main)
+
+        self._write_back.wait_event(staging.placed)
+        with torch.cuda.stream(self._write_back):
+            group.write_backs.write_back(layer.pool, staging, self._refused)
+        staging.returned.record(self._write_back)
+
+        group.attention.run(query[group.tokens], (staging.keys, staging.values), out=out[group.tokens])
+        staging.attended.record(main)
+
+    def _on_device(self, groups: list[RowGroup], scale: float) -> list[_Group]:
+        """All numbers in one copy, then FlashInfer's plans."""
+        parts = [
+            part
+            for group in groups
+            for part in (
+                group.places,
+                group.filled,
+                group.pages[: group.written],
+                group.page_slots,
+                group.pages.repeat_interleave(self._heads),
+            )
+        ]
+        if not parts:
+            return []
+        together = torch.cat(parts).pin_memory().to(self._device, non_blocking=True)
+        there = iter(together.split([len(part) for part in parts]))
+        made = []
+        for index, group in enumerate(groups):
+            places, filled, written_pages, page_slots, pages = (next(there) for _ in range(5))
+            pages = pages.view(-1, self._heads, 1)
+            attention = self._wrapper(index)
+            attention.plan(
+                group.query_starts,
+                group.page_starts,
+                page_slots,
+                group.last_page_tokens,
+                self._query_heads,
+                self._heads,
+                self._dim,
+                BLOCK_TOKENS,
+                causal=True,
+                sm_scale=scale,
+                q_data_type=self._dtype,
+                kv_data_type=self._dtype,
+            )
+            loads = self._transfer(group, pages, group.loaded, len(group.pages))
+            write_backs = self._transfer(group, pages, 0, group.written)
+            tokens = slice(group.first_token, group.last_token)
+            made.append(_Group(tokens, places, written_pages, filled, loads, write_backs, attention))
+        return made
+
+    def _transfer(self, group: RowGroup, pages: torch.Tensor, first: int, last: int) -> Transfer:
+        runs = runs_of(group.pages[first:last], first)
+        page_bytes = self._heads * BLOCK_TOKENS * self._dim * self._dtype.itemsize
+        return Transfer(first, last, runs, pages[first:last], suits_engine(last - first, len(runs), page_bytes))
+
+    def _wrapper(self, index: int) -> Any:
+        # imported here: this package can be looked at without FlashInfer
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        while len(self._wrappers) <= index:
+            self._wrappers.append(
+                BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout="HND", backend=self._backend)
+            )
+        return self._wrappers[index]
+
+
+def _tokens_contiguous(part: torch.Tensor) -> torch.Tensor:
+    """As ``place_tokens`` wants it: a fused projection's slice is fine, other views are copied."""
+    is_fine = part.stride()[1:] == (part.shape[2], 1) and part.stride(0) % 8 == 0 and part.data_ptr() % 16 == 0
+    return part if is_fine else part.contiguous()

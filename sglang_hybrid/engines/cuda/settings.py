@@ -1,0 +1,121 @@
+"""What the kernels are told about policy ``scout``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.policies.registry import policy_named
+from sglang_hybrid.policies.scout.tuning import Tuning, hot_blocks_of, resident_tokens_of, score_interval_of
+
+if TYPE_CHECKING:  # needs torch, which ``sglang-hybrid config`` does without
+    from sglang_hybrid.policies.scout.profile import HostRates
+
+_DIMS, _CHANNELS, _MOST_BLOCKS = (64, 128), (0, 32, 64), 256  # what the kernels are compiled for
+
+
+@dataclass(frozen=True)
+class ScoutSettings:
+    budget: int  # blocks
+    slots: int  # blocks of a (row, KV head) in device memory
+    sink: int
+    recent: int
+    bonus: tuple[float, ...]  # of each layer
+    min_miss_score: tuple[float, ...]  # the score that a miss of each layer must have
+    any_block: tuple[bool, ...]  # whether every block that has it is a miss, or only the selected ones
+    score_interval: int  # steps between two scorings of all blocks of a layer
+    shifts: bool
+    gather_share: float | None  # of the misses, that are copied to the device; None: it changes, and begins with 0
+    deadline_s: float
+    hot: int = 0  # blocks of a (row, KV head) that are scored in between
+
+
+# Without a profile: what a gather gets out of PCIe 5, and a core out of memory (docs/measurements.md).
+_GATHER_GB_S, _CORE_GB_S = 50.0, 8.0
+_HIDDEN = 0.6  # of a layer's time: what the worker computes in that, nobody waits for
+
+
+@dataclass(frozen=True)
+class PathRates:
+    """Two ways to serve a miss, in bytes a second: the device gathers its block, or the worker computes it."""
+
+    gathers: float
+    computes: float
+
+    def gather_share(self, missed: float, recalled: float, layer_seconds: float) -> float:
+        """Of what a layer misses, the part that is gathered. ``missed`` and ``recalled``: bytes of one layer.
+
+        Nothing, while the worker is done before it is waited for: both ways read the same host memory, and a gather
+        beside a worker that saturates it is slow. Beyond that both end at the same time. Recalls come over PCIe too: a
+        share g takes (g missed + recalled) / gathers there and (1 - g) missed / computes here.
+        """
+        if missed <= self.computes * layer_seconds * _HIDDEN:
+            return 0.0
+        left = missed / self.computes - recalled / self.gathers
+        return min(1.0, max(0.0, left / (missed / self.gathers + missed / self.computes)))
+
+
+def path_rates(rates: HostRates | None, cores: int) -> PathRates:
+    """As the profile measured them, on a host with a GPU."""
+    if rates and rates.transfer_gb_s:
+        return PathRates(1e9 * rates.transfer_gb_s, 1e9 * rates.attention_gb_s)
+    return PathRates(1e9 * _GATHER_GB_S, 1e9 * max(1, cores) * _CORE_GB_S)
+
+
+def gather_share_of(config: HybridConfig) -> float | None:
+    """None: it follows what is missed, with ``PathRates``."""
+    if config.worker == "none":
+        return 1.0  # the device attends to all of them
+    return None if config.scout.cpu_share == "auto" else 1 - config.scout.cpu_share
+
+
+def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettings:
+    return ScoutSettings(
+        budget=config.budget_tokens // BLOCK_TOKENS,
+        slots=slots_of(config),
+        sink=config.sink_blocks,
+        recent=config.recent_blocks,
+        bonus=tuning.bonus,
+        min_miss_score=tuple(math.log(share * group) if share else -math.inf for share in tuning.miss_shares),
+        any_block=tuning.any_block,
+        score_interval=score_interval_of(config, on_gpu=True),
+        shifts=config.scout.lse_shift,
+        gather_share=gather_share_of(config),
+        deadline_s=config.worker_deadline_ms / 1000,
+        hot=hot_blocks_of(config),
+    )
+
+
+def slots_of(config: HybridConfig) -> int:
+    """Blocks of a (row, KV head) in device memory."""
+    always = config.sink_blocks + config.recent_blocks + 1
+    return max(always, resident_tokens_of(config) // BLOCK_TOKENS)
+
+
+def unsupported_settings(config: HybridConfig) -> str | None:
+    """What of these settings the kernels cannot do, in words; None if they can."""
+    if policy_named(config.policy).cuda_program is None:
+        return f"policy={config.policy}"
+    if config.scout.selection != "head":
+        return f"scout.selection={config.scout.selection}"
+    if config.scout.attend != "resident":
+        return f"scout.attend={config.scout.attend}"
+    if config.sketch_channels not in _CHANNELS:
+        return f"sketch_channels={config.sketch_channels}"
+    if max(config.budget_tokens // BLOCK_TOKENS, slots_of(config)) > _MOST_BLOCKS:
+        return f"more than {_MOST_BLOCKS * BLOCK_TOKENS} tokens in the budget"
+    return None
+
+
+def unsupported_model(head_dim: int, value_dim: int, group: int, itemsize: int) -> str | None:
+    """The same of a model."""
+    if head_dim not in _DIMS or value_dim != head_dim:
+        return f"head_dim {head_dim} (values: {value_dim})"
+    if group > 16:
+        return f"{group} query heads per KV head"
+    if itemsize != 2:
+        return "a KV cache that is neither bfloat16 nor float16"
+    return None

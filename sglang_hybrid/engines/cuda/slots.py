@@ -1,0 +1,40 @@
+"""The blocks that are in device memory."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.ops.cuda.digests import SlotTable
+from sglang_hybrid.ops.reference import NO_BLOCK
+
+
+class ResidentSlots:
+    """For every layer, row and KV head ``slots`` blocks of keys and values, and which blocks of the row they are."""
+
+    def __init__(
+        self, layers: int, rows: int, heads: int, slots: int, dim: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        of_layer = (rows, heads, slots, BLOCK_TOKENS, dim)
+        # zeros: a slot that was never written is multiplied by a weight of 0, and garbage may be NaN
+        self.keys = [torch.zeros(of_layer, dtype=dtype, device=device) for _ in range(layers)]
+        self.values = [torch.zeros(of_layer, dtype=dtype, device=device) for _ in range(layers)]
+        self.all_positions = torch.full((layers, rows, heads, slots), NO_BLOCK, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def bytes_per_row(layers: int, heads: int, slots: int, dim: int, dtype: torch.dtype) -> int:
+        return layers * heads * slots * (2 * BLOCK_TOKENS * dim * dtype.itemsize + 4)
+
+    def positions(self, layer: int) -> torch.Tensor:
+        """``[rows, KV heads, slots]``, -1 for an empty slot."""
+        return self.all_positions[layer]
+
+    def table(self, layer: int, sink: int, recent: int) -> SlotTable:
+        return SlotTable(self.all_positions[layer], sink, recent)
+
+    def forget(self, rows: torch.Tensor) -> None:
+        """These rows have nothing resident."""
+        self.all_positions.index_fill_(1, rows, NO_BLOCK)
+
+    def forget_all(self) -> None:
+        self.all_positions.fill_(NO_BLOCK)

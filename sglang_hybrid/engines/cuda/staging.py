@@ -1,0 +1,76 @@
+"""Pages in device memory that a layer's prefill attends over, and the copies between them and the host pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.ops.cuda.copies import copy_runs, gather_blocks, scatter_blocks
+from sglang_hybrid.ops.cuda.digests import HostPool
+
+# An estimate, to be measured by bench/cuda_prefill.py: a copy engine's command takes one to two microseconds, in which
+# the link moves some 64 KiB. Longer runs are its business; a kernel copies shorter ones faster, at the price of the
+# processors that it takes from attention.
+ENGINE_RUN_BYTES = 128 << 10
+
+
+class Staging:
+    """Keys and values ``[pages, H, 32, D]``, the pool's layout, and events by which streams take turns with them."""
+
+    def __init__(self, pages: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        shape = (pages, heads, BLOCK_TOKENS, head_dim)
+        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.loaded = torch.cuda.Event()  # prefixes are there
+        self.placed = torch.cuda.Event()  # new tokens too
+        self.attended = torch.cuda.Event()  # nobody reads it on the main stream any more
+        self.returned = torch.cuda.Event()  # new tokens are in the pool
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Staged pages ``first`` to ``last`` and the pages of the pool that they are."""
+
+    first: int
+    last: int  # the one behind the last
+    runs: torch.Tensor  # [n, 3] in host memory: page, slot, how many
+    pages: torch.Tensor  # [last - first, H, 1] int32 on the device
+    by_engine: bool
+
+    def load(self, pool: HostPool, to: Staging, refused: torch.Tensor) -> None:
+        """On the current stream."""
+        if self.first == self.last:
+            return
+        if self.by_engine:
+            copy_runs(pool.region, pool.keys, pool.values, self.runs, to.keys, to.values, to_pool=False)
+        else:
+            slots = self._slots(to)
+            gather_blocks(pool.region, pool.keys, pool.values, self.pages, *slots, refused=refused)
+
+    def write_back(self, pool: HostPool, staging: Staging, refused: torch.Tensor) -> None:
+        """On the current stream."""
+        if self.first == self.last:
+            return
+        if self.by_engine:
+            copy_runs(pool.region, pool.keys, pool.values, self.runs, staging.keys, staging.values, to_pool=True)
+        else:
+            slots = self._slots(staging)
+            scatter_blocks(pool.region, pool.keys, pool.values, self.pages, *slots, refused=refused)
+
+    def _slots(self, staging: Staging) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(part[self.first : self.last].unsqueeze(2) for part in (staging.keys, staging.values))  # type: ignore[return-value]
+
+
+def runs_of(pages: torch.Tensor, first_slot: int) -> torch.Tensor:
+    """Pages ``[n]`` of the slots from ``first_slot`` on, as runs ``[m, 3]`` of page, slot and how many."""
+    if not len(pages):
+        return torch.empty(0, 3, dtype=torch.int32)
+    begins = torch.cat((torch.tensor([True]), pages[1:] != pages[:-1] + 1)).nonzero().flatten()
+    ends = torch.cat((begins[1:], torch.tensor([len(pages)])))
+    return torch.stack((pages[begins], begins + first_slot, ends - begins), dim=1).int().contiguous()
+
+
+def suits_engine(pages: int, runs: int, page_bytes: int) -> bool:
+    """Whether the copy engine is the better one for that many pages in that many runs."""
+    return pages * page_bytes >= runs * ENGINE_RUN_BYTES

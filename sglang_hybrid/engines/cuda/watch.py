@@ -1,0 +1,102 @@
+"""What a GPU server tells about itself, and what follows it: recall intervals, and who serves misses.
+
+Never waits for the device: numbers are those of some steps ago.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sglang_hybrid.engines.cuda.counters import Counters
+from sglang_hybrid.engines.cuda.decode import DeviceScout
+from sglang_hybrid.engines.cuda.settings import PathRates
+from sglang_hybrid.metrics import WorkerMetrics
+from sglang_hybrid.ops.cuda.structs import OUTCOMES
+from sglang_hybrid.policies.scout.recall import RecallSchedule
+from sglang_hybrid.worker.fallback_log import FallbackLog
+
+_LOOK_STEPS = 16
+# what became of rows, as SGLang's metrics call it; those without misses are nobody's
+_BY = {"late": "device-late", "damaged": "device-damaged", "refused": "device-damaged", "withheld": "device-no-worker"}
+_WHY = {"device-late": "late", "device-damaged": "damaged", "device-no-worker": "no-worker"}
+
+
+class DeviceWatch:
+    def __init__(
+        self,
+        scout: DeviceScout,
+        recall: RecallSchedule,
+        blocks_per_row: int,
+        outcomes: torch.Tensor | None,
+        rates: PathRates | None,
+        counters: Callable[[torch.Tensor], Counters] = Counters,
+    ) -> None:
+        """``blocks_per_row``: of all KV heads, within the budget. ``outcomes``: the mailbox's, in device memory.
+
+        ``rates``: with them the share of misses that is gathered follows what is missed and recalled.
+        """
+        self._scout, self._recall, self._per_row, self._rates = scout, recall, blocks_per_row, rates
+        self._counted = counters(scout.counted)
+        self._outcomes = counters(outcomes) if outcomes is not None else None
+        self._seen_counted = torch.zeros_like(scout.counted, device="cpu")
+        self._seen_outcomes = torch.zeros(len(OUTCOMES), dtype=torch.int64)
+        self._steps = self._rows = self._looked_steps = self._looked_rows = 0
+        self._log = FallbackLog("were read from host memory by the GPU")
+        self.metrics: WorkerMetrics | None = None
+        self.on_ratio: Callable[[int, float], None] | None = None  # told every layer's CPU compute ratio
+
+    def step(self, longer_rows: int) -> None:
+        """Before a decode step, of which so many rows are longer than the budget: only they can miss."""
+        self._steps += 1
+        self._rows += longer_rows
+        if self._steps % _LOOK_STEPS:
+            return
+        self._look()
+        if not self._counted.is_looking:
+            self._looked_steps, self._looked_rows = self._steps, self._rows
+            self._counted.begin()
+            if self._outcomes:
+                self._outcomes.begin()
+
+    def _look(self) -> None:
+        if (counted := self._counted.look()) is not None:
+            new, self._seen_counted = counted - self._seen_counted, counted
+            steps, rows = self._looked_steps, self._looked_rows
+            self._steps, self._rows = self._steps - steps, self._rows - rows
+            if rows:
+                self._tell_ratios((new[:, 0].double() / (rows * self._per_row)).tolist(), steps)
+                self._balance(new.double() / steps, steps)
+        if self._outcomes and (outcomes := self._outcomes.look()) is not None:
+            new, self._seen_outcomes = outcomes - self._seen_outcomes, outcomes
+            self._tell_outcomes(dict(zip(OUTCOMES, new.tolist(), strict=True)))
+
+    def _tell_ratios(self, ratios: list[float], steps: int) -> None:
+        before = list(self._recall.intervals)
+        for layer, ratio in enumerate(ratios):
+            self._recall.observe(layer, ratio, steps)
+            if self.on_ratio:
+                self.on_ratio(layer, ratio)
+        if self._recall.intervals != before:
+            self._scout.set_intervals(self._recall.intervals)
+
+    def _balance(self, blocks: torch.Tensor, steps: int) -> None:
+        """``blocks`` ``[layers, 2]`` that each layer misses and recalls in a step."""
+        # Time on the device: the host may run ahead of it. Pauses count too, a device that has time is left to itself.
+        seconds = self._counted.seconds
+        if self._rates and blocks[:, 0].any() and seconds is not None:
+            layer_seconds = seconds / steps / len(self._recall.intervals)
+            moved = (blocks * self._scout.block_bytes).tolist()
+            self._scout.set_gather_shares(
+                [self._rates.gather_share(missed, recalled, layer_seconds) for missed, recalled in moved]
+            )
+
+    def _tell_outcomes(self, rows: dict[str, int]) -> None:
+        if self.metrics and rows["served"]:
+            self.metrics.served("worker", rows["served"])
+        for outcome, by in _BY.items():
+            if rows[outcome]:
+                self._log.note(_WHY[by], rows[outcome])
+                if self.metrics:
+                    self.metrics.served(by, rows[outcome])

@@ -1,0 +1,107 @@
+"""Steps in which every running row is in device memory as a whole: exact attention, as fast as without a host pool.
+
+The slots' memory is used as pages then. The host pool is written as always, and so are digests: whenever rows no
+longer fit, they go on with slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.engines.cuda.buffers import MainBuffers
+from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
+from sglang_hybrid.engines.cuda.slots import ResidentSlots
+from sglang_hybrid.engines.cuda.step import StepBuffers
+from sglang_hybrid.ops.cuda.copies import gather_blocks
+from sglang_hybrid.ops.cuda.digests import DenseTable, append
+from sglang_hybrid.ops.cuda.whole_requests import PageAllocator, attend_pages
+
+
+class WholeRequests:
+    def __init__(
+        self,
+        layers: Sequence[DeviceLayer],
+        shape: DeviceShape,
+        slots: ResidentSlots,
+        step: StepBuffers,
+        main: MainBuffers,
+        refused: torch.Tensor,
+    ) -> None:
+        """Shares the memory of ``slots`` and the buffers of ``step`` and ``main`` with steps of the other kind."""
+        device = slots.keys[0].device
+        self._layers, self._step, self._main, self._refused = list(layers), step, main, refused
+        self._keys, self._values = (
+            [part.view(-1, shape.heads, BLOCK_TOKENS, shape.dim) for part in parts]
+            for parts in (slots.keys, slots.values)
+        )
+        self.pages = self._keys[0].shape[0]
+        self._no_slots = slots.table(0, 0, 0)
+        table = torch.full((shape.rows, shape.max_blocks), -1, dtype=torch.int32, device=device)
+        held = torch.zeros(shape.rows, dtype=torch.int32, device=device)
+        self._allocator = PageAllocator(DenseTable(table, held, self.pages), shape.heads)
+        self._something_new = True  # rows that have not been loaded
+        self._expected: list[int] = []  # lengths of the next step, if it has the same rows
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block of a row in all layers and KV heads."""
+        return len(self._layers) * 2 * self._keys[0][0].numel() * self._keys[0].itemsize
+
+    def forget_all(self) -> None:
+        """The memory was used as slots in between."""
+        self._allocator.forget_all()
+        self._something_new = True
+
+    def reset_rows(self, rows: torch.Tensor) -> None:
+        """These rows ``[n]`` int64 are other requests from now on."""
+        self._allocator.reset_rows(rows)
+        self._something_new = True
+
+    def begin_step(self, count: int, lengths: Sequence[int]) -> None:
+        """Before the layers, never recorded: rows that are new in this step are loaded. The step's rows are there.
+
+        ``lengths`` of its real rows, on the host.
+        """
+        step, pages = self._step.of_batch(count), self._allocator
+        # a row may join later than in the step after it began
+        self._something_new |= list(lengths) != self._expected
+        self._expected = [length + 1 for length in lengths]
+        # rows that left give their pages back when others need them
+        if self._something_new or any(length % BLOCK_TOKENS == 1 for length in lengths):
+            pages.hold_rows(step, self._refused)
+        if not self._something_new:  # a new tail has nothing to load
+            return
+        self._something_new = False
+        for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
+            gather_blocks(
+                layer.pool.region, layer.pool.keys, layer.pool.values, pages.load_pages,
+                keys.unsqueeze(2), values.unsqueeze(2),
+                destinations=pages.load_destinations, count=pages.load_count, refused=self._refused,
+            )  # fmt: skip
+
+    def digest_tails(self, count: int) -> None:
+        """Before rows go on with slots: what was put off while nobody looked. The step's rows are there."""
+        step = self._step.of_batch(count)
+        for number, layer in enumerate(self._layers):
+            append(
+                layer.digests, self._no_slots, step, None, None, self._keys[number], self._values[number], layer.pool,
+                dense=self._allocator.table, refused=self._refused,
+            )  # fmt: skip
+
+    def decode(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """One token of each row, as ``DeviceScout.decode``: attention over the whole row."""
+        count, of_layer, table = query.shape[0], self._layers[layer], self._allocator.table
+        step, out = self._step.of_batch(count), self._main.out(count)
+        append(
+            of_layer.digests, self._no_slots, step, keys, values, self._keys[layer], self._values[layer],
+            of_layer.pool, dense=table, overlaps=True, refused=self._refused,
+        )  # fmt: skip
+        return attend_pages(
+            query, self._keys[layer], self._values[layer], table, step, scale,
+            workspace=self._main.attending(count), out=out, overlaps=True,
+        )  # fmt: skip

@@ -1,0 +1,156 @@
+"""Prediction in SGLang's forward pass: hooks in front of the decoder layers that look one layer ahead."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.engines.base import Engine, LayerPrediction
+from sglang_hybrid.integration.decoder_layers import DecoderLayers, UnknownLayers
+from sglang_hybrid.integration.refusals import Refusal
+from sglang_hybrid.policies.registry import policy_named
+from sglang_hybrid.policies.scout.predictor import Correction
+from sglang_hybrid.policies.scout.profile import ModelIdentity, Profile, ProfileError, load_profile
+
+logger = logging.getLogger("sglang.srt.hybrid")
+
+_SAMPLED_GAINS = 8
+
+
+class Scouting:
+    """The predictions of one model runner. At layer i the engine gets what predicts layer i + 1."""
+
+    def __init__(self, model_runner: Any) -> None:
+        self._runner = model_runner
+        self._layers: DecoderLayers | None = None
+        self._predicted: set[int] = set()  # layer ids
+        self._stop: Callable[[], None] | None = None
+
+    @property
+    def is_predicting(self) -> bool:
+        return self._stop is not None
+
+    def use(self, config: HybridConfig, profile: Profile | None, engine: Engine) -> None:
+        """Predict by these settings from now on, for ``engine``.
+
+        Raises Refusal where settings ask for what this model cannot do.
+        """
+        if self._stop:
+            self._stop()
+            self._stop = None
+        predictions = self._predictions(config, profile) if engine.predicts else {}
+        self._predicted = set(predictions)
+        first = min(predictions, default=0)
+        engine.set_predictors({layer - first: given for layer, given in predictions.items()})
+        if predictions and self._layers is not None:
+            self._stop = self._layers.on_parts(partial(self._on_parts, engine))
+
+    def _predictions(self, config: HybridConfig, profile: Profile | None) -> dict[int, LayerPrediction]:
+        """By layer id. Empty where nothing is predicted."""
+        if not policy_named(config.policy).needs.prediction or config.prediction == "none":
+            return {}
+        if config.prediction == "auto" and profile is None:
+            # raw predictions are fast and cost accuracy: nobody gets them without asking
+            logger.info("queries are not predicted without a profile: sglang-hybrid profile makes one")
+            return {}
+        try:
+            refuse_inputs(self._runner.server_args)
+            self._layers = self._layers or DecoderLayers(self._runner.model)
+            weights = {layer: self._layers.query_weights(layer) for layer in self._layers.ids}
+        except UnknownLayers as unknown:
+            if config.prediction != "auto":
+                raise Refusal(f"prediction={config.prediction}: {unknown}; serve it with prediction=none") from unknown
+            logger.warning("queries are not predicted: %s; misses wait for the real query", unknown)
+            return {}
+        corrections = profile.corrections if profile and config.prediction != "raw" else {}
+        predictions = {}
+        for layer, of_layer in weights.items():
+            # the first layer's query is computed from its own input: there is nothing to correct
+            correction = corrections.get(layer) if layer != self._layers.ids[0] else None
+            if correction is not None:
+                correction = self._of_rank(correction, of_layer.projection)
+            predictions[layer] = LayerPrediction(of_layer, correction, self._layers.scale(layer))
+        return predictions
+
+    def _of_rank(self, correction: Correction, projection: torch.Tensor) -> Correction:
+        width, rank = projection.shape[0], self._runner.ps.tp_rank
+        part = slice(rank * width, (rank + 1) * width)
+        own = Correction(correction.left[part], correction.right, correction.bias[part])
+        return own.to(projection.device, projection.dtype)
+
+    def _announced(self, layer: int) -> list[int]:
+        """Whose queries the input of ``layer`` tells.
+
+        The first layer has none before it, but these inputs are its own, so this is its real query. It is posted
+        before the second: the worker holds two posts, and a third would take the place of one not collected yet.
+        """
+        assert self._layers is not None
+        numbers = (layer, layer + 1) if layer == self._layers.ids[0] else (layer + 1,)
+        return [number for number in numbers if number in self._predicted]
+
+    def _on_parts(
+        self,
+        engine: Engine,
+        layer: int,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        forward_batch: Any,
+    ) -> None:
+        if self._layers is None or not forward_batch.forward_mode.is_decode():
+            return
+        first = self._layers.ids[0]
+        if announced := self._announced(layer):
+            engine.ahead([number - first for number in announced], hidden, residual, positions)
+
+
+def refuse_inputs(args: Any) -> None:
+    """Raise UnknownLayers where what the hooks read is not what makes the query."""
+    if args.enable_lora or args.lora_paths:
+        raise UnknownLayers("LoRA adapters change queries, and predictions are made from the model's own weights")
+    fused = ("enable_flashinfer_allreduce_fusion", "enable_aiter_allreduce_fusion")
+    if args.tp_size > 1 and any(getattr(args, flag, False) for flag in fused):
+        raise UnknownLayers(
+            "layers get a rank's part of their input before it is summed: start with "
+            "--enforce-disable-flashinfer-allreduce-fusion"
+        )
+
+
+def read_profile(config: HybridConfig, model_runner: Any) -> Profile | None:
+    """The profile that the configuration names. Raises Refusal for one that does not fit."""
+    if not policy_named(config.policy).needs.prediction or config.profile == "none":
+        return None
+    try:
+        profile = load_profile(Path(config.profile))
+        profile.check(identity(model_runner), BLOCK_TOKENS, config.budget_tokens)
+    except ProfileError as error:
+        raise Refusal(
+            str(error) if str(error).startswith("profile ") else f"profile {config.profile}: {error}"
+        ) from error
+    return profile
+
+
+def identity(model_runner: Any) -> ModelIdentity:
+    """Raises ProfileError for a model that profiles cannot be made of."""
+    config = model_runner.model_config
+    try:
+        layers = DecoderLayers(model_runner.model)
+        norms = [layers.query_weights(layer).norm for layer in (layers.ids[0], layers.ids[-1])]
+    except UnknownLayers as unknown:
+        raise ProfileError(f"profiles need predictable queries, but {unknown}") from unknown
+    return ModelIdentity(
+        architecture=config.hf_config.architectures[0],
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        query_heads=config.num_attention_heads,
+        kv_heads=config.get_total_num_kv_heads(),
+        head_dim=config.head_dim,
+        weights=[round(float(gain), 5) for norm in norms for gain in norm[:_SAMPLED_GAINS]],
+    )

@@ -1,1 +1,0 @@
-"""Who computes attention over the misses, and what happens when he cannot."""

@@ -1,5 +1,0 @@
-"""The C++ library of ``kernels/cpu``: attention kernels, mailbox and worker engine. Needs no torch."""
-
-from sglang_hybrid.native.library import NativeError, library, variants
-
-__all__ = ["NativeError", "library", "variants"]

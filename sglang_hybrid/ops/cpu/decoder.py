@@ -1,0 +1,106 @@
+"""Decode on a host without a GPU: ``sh_host_*`` of the library, one call for each layer."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cpu.library import checked, library
+from sglang_hybrid.ops.cpu.openmp import gomp_parallel
+from sglang_hybrid.ops.cpu.structs import Geometry, HostLayer, HostOptions, Rows
+
+
+@dataclass(frozen=True)
+class BlockSummaries:
+    """What selection knows of one layer's blocks; tensors that the library keeps up to date."""
+
+    digests: torch.Tensor  # [pages, KV heads, 2, head_dim], of the pool's dtype
+    codes: torch.Tensor | None = None  # [pages, KV heads, 32, channels / 2]
+    channels: torch.Tensor | None = None  # [KV heads, channels]
+
+
+@dataclass(frozen=True)
+class SelectionRules:
+    """Rows of more than ``budget`` blocks attend to so many of them."""
+
+    budget: int
+    sink: int
+    recent: int
+
+
+class HostKernels:
+    """The library's state for one pool. Not for two threads at a time."""
+
+    def __init__(
+        self,
+        pool_address: int,
+        geometry: Geometry,
+        layers: Sequence[BlockSummaries],
+        rules: SelectionRules,
+        threads: int,
+    ) -> None:
+        """Raises NativeError for a shape that the kernels do not have."""
+        self._library = library()
+        self._dtype = layers[0].digests.dtype
+        self._kept = (list(layers), geometry)  # the library has pointers into these
+        described = (HostLayer * len(layers))(*(_describe(layer) for layer in layers))
+        channels = layers[0].channels
+        options = HostOptions(
+            threads, rules.budget, rules.sink, rules.recent, 0 if channels is None else channels.shape[1],
+            reference.DIGEST_SPREAD, gomp_parallel(),
+        )  # fmt: skip
+        self._host = checked(
+            self._library.sh_host_open, ctypes.c_void_p(pool_address), ctypes.byref(geometry), described,
+            ctypes.byref(options),
+        )  # fmt: skip
+
+    def __del__(self) -> None:
+        if host := getattr(self, "_host", None):
+            self._library.sh_host_close(host)
+
+    def begin(self, pages: torch.Tensor, lengths: torch.Tensor, new_tokens: torch.Tensor) -> None:
+        """The rows of the calls that follow: ``pages`` [rows, blocks], the others [rows], int64 on the host. Copied."""
+        pages, lengths, new_tokens = pages.contiguous(), lengths.contiguous(), new_tokens.contiguous()
+        checked(
+            self._library.sh_host_begin, self._host, pages.data_ptr(), pages.shape[1], lengths.data_ptr(),
+            new_tokens.data_ptr(), pages.shape[0],
+        )  # fmt: skip
+
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """K and V ``[new tokens, KV heads, head_dim]`` into the pool, and the summaries of their blocks."""
+        checked(self._library.sh_host_store, self._host, layer, self._rows(keys), self._rows(values))
+
+    def decode(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """``store`` of one token a row, and its attention: ``[rows, query heads, head_dim]`` in float32."""
+        out = torch.empty(query.shape, dtype=torch.float32)
+        checked(
+            self._library.sh_host_decode, self._host, layer, self._rows(query), self._rows(keys), self._rows(values),
+            scale, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def summarise(self, layer: int, pages: torch.Tensor, filled: torch.Tensor) -> None:
+        """Summaries of pages that somebody else wrote, whose first ``filled`` tokens are valid."""
+        pages, filled = pages.contiguous(), filled.contiguous()
+        checked(self._library.sh_host_summarise, self._host, layer, pages.data_ptr(), filled.data_ptr(), pages.numel())
+
+    def _rows(self, tensor: torch.Tensor) -> Rows:
+        """``[rows, heads, dim]`` of the pool's dtype, whose rows may be parts of longer ones."""
+        if tensor.dtype != self._dtype:
+            raise ValueError(f"the pool holds {self._dtype}, not {tensor.dtype}")
+        if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
+            raise ValueError(f"heads must lie side by side, not with strides {tensor.stride()}")
+        return Rows(tensor.data_ptr(), tensor.stride(0) * tensor.element_size())
+
+
+def _describe(layer: BlockSummaries) -> HostLayer:
+    channels = None
+    if layer.channels is not None:
+        channels = ctypes.cast(layer.channels.data_ptr(), ctypes.POINTER(ctypes.c_int64))
+    return HostLayer(layer.digests.data_ptr(), layer.codes.data_ptr() if layer.codes is not None else None, channels)

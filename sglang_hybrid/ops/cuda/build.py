@@ -1,0 +1,90 @@
+"""Compile the CUDA kernels for an architecture, once: ``python -m sglang_hybrid.ops.cuda.build --arch 80 90 100``.
+
+In the cache directory (``SGLANG_HYBRID_CACHE``), under ``cuda``:
+
+    .SOURCES-sm90.lock             held (flock) while a process compiles; the kernel frees it when that process dies
+    SOURCES-sm90-nvcc13.0.88.so    appears by rename, complete
+
+A host without a compiler uses what was compiled for the same sources elsewhere and put there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from sglang_hybrid.ops.cuda.errors import CudaError
+from sglang_hybrid.ops.cuda.sources import FLAGS, INCLUDES, source_hash, translation_units
+from sglang_hybrid.ops.cuda.toolchain import Nvcc, find_nvcc
+from sglang_hybrid.user_cache import default_cache_dir
+
+QUICK_FLAGS = ("-Xcicc", "-O1", "-Xptxas", "-O1")
+OLDEST = 80  # cp.async, bf16 products and system-scope release all begin with sm_80
+
+
+def built(architecture: int) -> Path:
+    """The library for ``architecture`` (90 is sm_90), compiled now if it is not there yet."""
+    if architecture < OLDEST:
+        raise CudaError(f"the CUDA kernels need compute capability {OLDEST / 10} or newer, not {architecture / 10}")
+    folder = default_cache_dir().expanduser() / "cuda"
+    nvcc = find_nvcc()
+    name = f"{source_hash()}-sm{architecture}"
+    if nvcc is None:
+        elsewhere = sorted(folder.glob(f"{name}-nvcc*.so"))
+        if elsewhere:
+            return elsewhere[-1]
+        raise CudaError(
+            "there is no CUDA compiler: set CUDA_HOME or put nvcc on the PATH, or fill the cache on a host that has "
+            f"one (python -m sglang_hybrid.ops.cuda.build --arch {architecture}); it would be in {folder}"
+        )
+    target = folder / f"{name}-nvcc{nvcc.version}.so"
+    if target.is_file():
+        return target
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with (folder / f".{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.is_file():  # else compiled by the process that held the lock
+                _compile(nvcc, architecture, target)
+    except OSError as error:
+        raise CudaError(
+            f"cannot write the CUDA kernels to {folder}: {error}; choose another place with SGLANG_HYBRID_CACHE"
+        ) from error
+    return target
+
+
+def _compile(nvcc: Nvcc, architecture: int, target: Path, *, quickly: bool = False) -> None:
+    """``quickly``: with little optimization, for who wants to know whether it compiles."""
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.stem}-") as work:
+        made = Path(work) / target.name
+        command = [
+            str(nvcc.path), *FLAGS, "--threads", "0", *(f"-I{path}" for path in INCLUDES),
+            "-gencode", f"arch=compute_{architecture},code=sm_{architecture}",
+            *(QUICK_FLAGS if quickly else ()), *map(str, translation_units()), "-o", str(made),
+        ]  # fmt: skip
+        environment = os.environ | {"TMPDIR": work}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = (done.stdout + done.stderr).strip()[-4000:]
+            raise CudaError(f"nvcc {nvcc.version} failed for sm_{architecture}:\n{said}\n{' '.join(command)}")
+        made.chmod(0o700)  # whatever the umask: nobody loads what others may write
+        made.rename(target)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="+", required=True, help="compute capabilities, such as 80 90 100")
+    for architecture in parser.parse_args(arguments).arch:
+        try:
+            print(built(architecture), flush=True)
+        except CudaError as error:
+            sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

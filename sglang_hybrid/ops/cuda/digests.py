@@ -1,0 +1,256 @@
+"""Keys and values of new tokens: to slots, to the host pool, and into digests and sketches.
+
+What the kernels of a layer share::
+
+    digests  [pages, H, 2, D]        maximum, minimum; or compact [pages, H, bytes], see reference.compact_digest
+    codes    [pages, H, 32, C / 2]   of channels [H, C], see reference.sketch_codes
+    slots    [rows, H, S, 32, D]     and positions [rows, H, S]: block of the row's sequence, -1 for none
+
+Slot s < sink holds block s and no other. All other slots hold recent blocks, the tail and resident blocks in any
+order: what a block is follows from its position. S = sink + recent + 1 + resident blocks. A new tail takes an empty
+slot or that of the resident with the lowest score; a block that is recent no more stays in its slot and is resident.
+
+A row's positions must be -1 before its first step: whoever begins a row writes that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
+from sglang_hybrid.ops.cuda.library import launch
+from sglang_hybrid.ops.cuda.structs import KernelStruct, struct
+from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address, dtype_code
+from sglang_hybrid.ops.reference import compact_bytes
+
+
+@dataclass(frozen=True)
+class LayerDigests:
+    """One layer's digests and, if there are any, sketches: what ``Digests`` and ``Sketches`` hold."""
+
+    digests: torch.Tensor
+    codes: torch.Tensor | None = None
+    channels: torch.Tensor | None = None  # int64
+    compact_of: tuple[torch.dtype, int] | None = None  # of compact digests: the model's dtype and head_dim
+
+    @property
+    def heads(self) -> int:
+        return self.digests.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and queries."""
+        return self.compact_of[0] if self.compact_of else self.digests.dtype
+
+    @property
+    def dim(self) -> int:
+        return self.compact_of[1] if self.compact_of else self.digests.shape[3]
+
+    def arguments(self) -> KernelStruct:
+        pages, heads, dim = self.digests.shape[0], self.heads, self.dim
+        codes, channels, count = self.codes, self.channels, 0
+        if (codes is None) != (channels is None):
+            raise ValueError("codes need their channels, and channels codes")
+        if codes is not None:
+            count = 2 * codes.shape[3]
+            if codes.data_ptr() % 16:
+                raise ValueError("codes must be aligned to 16 bytes")
+        if self.compact_of is None:
+            digests = address("digests", self.digests, HALVES, (pages, heads, 2, dim))
+        elif count == 0 or count % 8 or dim % 32 or self.digests.data_ptr() % 16:
+            raise ValueError("compact digests need sketches, whole words of channels, and alignment to 16 bytes")
+        else:
+            digests = address("digests", self.digests, torch.uint8, (pages, heads, compact_bytes(dim, count)))
+        return struct(
+            "digests",
+            digests=digests,
+            codes=address("codes", codes, torch.uint8, (pages, heads, BLOCK_TOKENS, count // 2)),
+            channels=address("channels", channels, torch.int64, (heads, count)),
+            pages=pages,
+            kv_heads=heads,
+            head_dim=dim,
+            channel_count=count,
+            dtype=dtype_code(self.dtype),
+            compact=self.compact_of is not None,
+        )
+
+
+@dataclass(frozen=True)
+class SlotTable:
+    """Which block each slot of a layer holds, and how many blocks of a row are always in."""
+
+    positions: torch.Tensor  # [rows, H, S] int32
+    sink: int
+    recent: int
+
+    def arguments(self, heads: int) -> KernelStruct:
+        rows, _, slots = self.positions.shape
+        if slots < self.sink + self.recent + 1:
+            raise ValueError(f"{slots} slots do not hold {self.sink} sink and {self.recent} recent blocks and the tail")
+        return struct(
+            "slot_table",
+            positions=address("positions", self.positions, torch.int32, (rows, heads, slots)),
+            rows=rows,
+            slots=slots,
+            sink=self.sink,
+            recent=self.recent,
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """The rows of a decode step. Lengths count the token that is being computed: its block is the tail."""
+
+    page_table: torch.Tensor  # [B, max_blocks] int32
+    lengths: torch.Tensor  # [B] int32
+    row_of: torch.Tensor  # [B] int32
+    active_rows: torch.Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.page_table.shape[0]
+
+    @property
+    def max_blocks(self) -> int:
+        return self.page_table.shape[1]
+
+    def arguments(self) -> KernelStruct:
+        return struct(
+            "step",
+            page_table=address("page_table", self.page_table, torch.int32, (self.batch, self.max_blocks)),
+            lengths=address("lengths", self.lengths, torch.int32, (self.batch,)),
+            row_of=address("row_of", self.row_of, torch.int32, (self.batch,)),
+            active_rows=active_address(self.active_rows),
+            batch=self.batch,
+            max_blocks=self.max_blocks,
+        )
+
+
+@dataclass(frozen=True)
+class DenseTable:
+    """Rows that are in device memory as a whole: which page holds which block."""
+
+    pages: torch.Tensor  # [rows, max_blocks] int32
+    held: torch.Tensor  # [rows] int32: blocks that have one
+    device_pages: int  # that there are
+
+    def arguments(self) -> KernelStruct:
+        rows, max_blocks = self.pages.shape
+        return struct(
+            "dense_table",
+            pages=address("pages of the dense table", self.pages, torch.int32, (rows, max_blocks)),
+            held=address("held", self.held, torch.int32, (rows,)),
+            rows=rows,
+            max_blocks=max_blocks,
+            device_pages=self.device_pages,
+        )
+
+
+@dataclass(frozen=True)
+class HostPool:
+    """One layer of the pool in registered host memory, ``[pages, H, 32, D]`` each."""
+
+    region: RegisteredRegion
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def append(
+    digests: LayerDigests,
+    table: SlotTable,
+    step: Step,
+    keys: torch.Tensor | None,
+    values: torch.Tensor | None,
+    key_slots: torch.Tensor,
+    value_slots: torch.Tensor,
+    pool: HostPool,
+    *,
+    scores: torch.Tensor | None = None,
+    by_row: bool = False,
+    dense: DenseTable | None = None,
+    overlaps: bool = False,
+    refused: torch.Tensor | None = None,
+) -> None:
+    """The step's new tokens, keys and values ``[B, H, D]``, to the tails' slots and to the host pool.
+
+    Entries may lie apart. None: there are no new tokens yet, digests and codes of the tails are made of what the pool
+    has of them.
+
+    The tails' digests and codes are made anew from the slots. Selection has given a slot to a tail that it saw opened;
+    a tail without one gets it here, by ``scores`` of the last selection (``[B, H, max_blocks]``, or with ``by_row``
+    ``[rows, H, max_blocks]``), and what earlier tokens it has come from the pool. With ``dense`` slots are pages
+    ``[pages, H, 32, D]``, and tails are where it says; they are digested when they are full, since nobody looks at
+    them before. A launch that ``overlaps`` may begin before the one in front of it on the stream is done: of what is
+    read here, that one may write keys and values only. Rows whose page is not in the pool are left out and added to
+    ``refused`` (one int64).
+    """
+    dtype, heads, dim = digests.dtype, digests.heads, digests.dim
+    of_slots = (*table.positions.shape, BLOCK_TOKENS, dim)
+    owners = table.positions.shape[0] if by_row else step.batch
+    if dense is not None:
+        of_slots = (dense.device_pages, heads, BLOCK_TOKENS, dim)
+        if dense.pages.shape[1] != step.max_blocks:
+            raise ValueError(f"the dense table is for {dense.pages.shape[1]} blocks, the step for {step.max_blocks}")
+    of_pool = (digests.digests.shape[0], heads, BLOCK_TOKENS, dim)
+    for name, part in (("keys", pool.keys), ("values", pool.values)):
+        if tuple(part.shape) != of_pool or part.dtype != dtype:
+            raise ValueError(f"the pool's {name} are {tuple(part.shape)} of {part.dtype}, not {of_pool} of {dtype}")
+    launch(
+        "append",
+        digests=digests.arguments(),
+        table=table.arguments(heads),
+        dense=struct("dense_table") if dense is None else dense.arguments(),
+        step=step.arguments(),
+        keys=None if keys is None else _entries("keys", keys, dtype, (step.batch, heads, dim)),
+        values=None if values is None else _entries("values", values, dtype, (step.batch, heads, dim)),
+        key_stride=0 if keys is None else keys.stride(0),
+        value_stride=0 if values is None else values.stride(0),
+        key_slots=address("key_slots", key_slots, dtype, of_slots),
+        value_slots=address("value_slots", value_slots, dtype, of_slots),
+        pool_keys=pool.region.address_of("keys of the pool", pool.keys),
+        pool_values=pool.region.address_of("values of the pool", pool.values),
+        scores=address("scores", scores, torch.float32, (owners, heads, step.max_blocks)),
+        scores_by_row=by_row,
+        overlaps=overlaps and dense is not None,
+        refused=None if refused is None else address("refused", refused.view(-1), torch.int64, (1,)),
+    )
+
+
+def _entries(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int, int]) -> int:
+    """Of a tensor whose entries may lie apart, as parts of one projection do."""
+    apart = tensor.stride(0)
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_cuda:
+        raise ValueError(
+            f"{name} are {tuple(tensor.shape)} of {tensor.dtype}, must be {shape} of {dtype} on the device"
+        )
+    if tensor.stride()[1:] != (shape[2], 1) or apart % 8 or tensor.data_ptr() % 16:
+        raise ValueError(f"{name} must be contiguous in each entry and aligned, their strides are {tensor.stride()}")
+    return tensor.data_ptr()
+
+
+def digest_pages(digests: LayerDigests, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
+    """Digests and codes of ``pages`` ``[n]``, whose first ``filled`` ``[n]`` tokens are there.
+
+    keys ``[n, H, 32, D]`` on the device, any strides: prefill's ``[tokens, H, D]`` can be viewed like that.
+    """
+    count, heads, tokens, dim = keys.shape
+    if (heads, tokens, dim) != (digests.heads, BLOCK_TOKENS, digests.dim):
+        raise ValueError(f"keys {tuple(keys.shape)} do not fit digests {tuple(digests.digests.shape)}")
+    if not keys.is_cuda or keys.dtype != digests.dtype:
+        raise ValueError(f"keys are {keys.dtype} on {keys.device}, must be {digests.dtype} on a CUDA device")
+    if keys.stride(3) != 1 or keys.data_ptr() % 16 or any(stride % 8 for stride in keys.stride()[:3]):
+        raise ValueError(f"channels of keys must be contiguous and aligned to 16 bytes, strides are {keys.stride()}")
+    launch(
+        "digest_pages",
+        digests=digests.arguments(),
+        keys=keys.data_ptr(),
+        pages=address("pages", pages, torch.int32, (count,)),
+        filled=address("filled", filled, torch.int32, (count,)),
+        page_stride=keys.stride(0),
+        head_stride=keys.stride(1),
+        token_stride=keys.stride(2),
+        count=count,
+    )

@@ -1,0 +1,143 @@
+"""The GPU as the mailbox's client: kernels post a layer and wait for its replies.
+
+The host's part: make the mailbox and attach it (again for each life of a worker), and wake the worker before it
+launches work that posts, since a GPU can wake nobody. What changes from post to post is in device memory, so a CUDA
+graph with posts and waits can be replayed, across lives of workers too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from sglang_hybrid.ops.cpu.structs import DTYPES, Geometry
+from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
+from sglang_hybrid.ops.cuda.library import checked, launch, library
+from sglang_hybrid.ops.cuda.structs import OUTCOMES, STRUCTS
+from sglang_hybrid.ops.cuda.tensors import active_address, address
+from sglang_hybrid.protocol.mailbox import Mailbox, layout_of
+
+_STATE = STRUCTS["sh_mailbox_state"]
+_TORCH_DTYPES = {code: getattr(torch, name) for name, code in DTYPES.items()}
+
+
+class DeviceMailboxClient:
+    """Posts and waits on one device, one post after the other; a wait may run beside the next post.
+
+    All mailboxes that are attached must have the same geometry.
+    """
+
+    def __init__(self, geometry: Geometry, device: torch.device | str = "cuda") -> None:
+        """Raises NativeError when the geometry cannot be served."""
+        self._geometry = geometry
+        self._layout = layout_of(geometry)
+        self._state = torch.zeros(ctypes.sizeof(_STATE), dtype=torch.uint8, device=device)
+        self._registered: RegisteredRegion | None = None
+        self._heads = geometry.kv_heads * geometry.group
+        self._dtype: torch.dtype = _TORCH_DTYPES[geometry.dtype]
+
+    def attach(self, mailbox: Mailbox | None) -> None:
+        """From the next launch on this mailbox, or nobody: then all rows are withheld. Waits for the current stream."""
+        if mailbox is not None and bytes(mailbox.geometry) != bytes(self._geometry):
+            raise ValueError("the mailbox has another geometry")
+        if self._registered is not None:
+            self._tell(0, 0)
+            torch.cuda.current_stream().synchronize()  # nothing that was launched before uses the old one any more
+            self._registered.close()
+            self._registered = None
+        if mailbox is not None:
+            self._registered = RegisteredRegion(mailbox.region)
+            self._tell(self._registered.device_address, mailbox.bell)
+
+    def _tell(self, device_address: int, sequence: int) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        checked(library().sh_cuda_mailbox_attach, self._state.data_ptr(), device_address, sequence, stream)
+
+    def new_receipt(self, batch: int) -> torch.Tensor:
+        """Memory for what ``wait`` has to know about its ``post``. One for each post that can be on its way."""
+        return torch.zeros(self._receipt_bytes(batch), dtype=torch.uint8, device=self._state.device)
+
+    def receipt_of_batch(self, receipt: torch.Tensor, batch: int) -> torch.Tensor:
+        """The part of a receipt that a smaller batch needs."""
+        return receipt[: self._receipt_bytes(batch)]
+
+    def _receipt_bytes(self, batch: int) -> int:
+        kv_heads: int = self._geometry.kv_heads
+        return ctypes.sizeof(STRUCTS["sh_receipt"]) + 4 * batch * (1 + kv_heads)
+
+    def post(
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        counts: torch.Tensor,
+        last_fill: torch.Tensor,
+        layer: int,
+        scale: float,
+        receipt: torch.Tensor,
+        *,
+        begins_step: bool,
+        active_rows: torch.Tensor | None = None,
+    ) -> None:
+        """Post one layer. Lists: pages ``[B, H, N]``, counts and last_fill ``[B, H]``, int32; query ``[B, H * G, D]``.
+
+        ``last_fill``: tokens in a list's last block; all others are full. ``begins_step`` belongs to the first post
+        of a decode step. Lists are not checked here: the worker refuses rows that are out of bounds.
+        """
+        g = self._geometry
+        batch, listed = query.shape[0], pages.shape[2]
+        launch(
+            "mailbox_post",
+            state=self._state.data_ptr(),
+            receipt=address("receipt", receipt, torch.uint8, (self._receipt_bytes(batch),)),
+            query=address("query", query, self._dtype, (batch, self._heads, g.head_dim)),
+            pages=address("pages", pages, torch.int32, (batch, g.kv_heads, listed)),
+            counts=address("counts", counts, torch.int32, (batch, g.kv_heads)),
+            last_fill=address("last_fill", last_fill, torch.int32, (batch, g.kv_heads)),
+            active_rows=active_address(active_rows),
+            geometry=g,
+            layout=self._layout,
+            batch=batch,
+            listed=listed,
+            layer=layer,
+            begins_step=begins_step,
+            scale=scale,
+        )
+
+    def wait(
+        self, receipt: torch.Tensor, deadline_s: float, out: torch.Tensor, lse: torch.Tensor, served: torch.Tensor
+    ) -> None:
+        """Wait for the replies to a post: out ``[B, H * G, D]`` and lse ``[B, H * G]`` float32, served ``[B]`` int32.
+
+        A row that is not served by then has LSE -inf and ``served`` 0; what it misses is the caller's to get
+        otherwise. A row without blocks is served, with LSE -inf. Rows that were not active in the post are left alone.
+        """
+        g = self._geometry
+        batch = out.shape[0]
+        launch(
+            "mailbox_wait",
+            state=self._state.data_ptr(),
+            receipt=address("receipt", receipt, torch.uint8, (self._receipt_bytes(batch),)),
+            out=address("out", out, torch.float32, (batch, self._heads, g.head_dim)),
+            lse=address("lse", lse, torch.float32, (batch, self._heads)),
+            served=address("served", served, torch.int32, (batch,)),
+            deadline_ns=int(deadline_s * 1e9),
+            geometry=g,
+            layout=self._layout,
+            batch=batch,
+        )
+
+    @property
+    def outcome_counts(self) -> torch.Tensor:
+        """Rows so far, by what became of them, in device memory: int64, in the order of ``OUTCOMES``."""
+        first = _STATE.outcomes.offset
+        return self._state[first : first + 8 * len(OUTCOMES)].view(torch.int64)
+
+    def read_state(self) -> Any:
+        """A copy of what the kernels keep; waits for the current stream."""
+        return _STATE.from_buffer_copy(self._state.cpu().numpy().tobytes())
+
+    def outcomes(self) -> dict[str, int]:
+        """Rows so far, by what became of them; waits for the current stream."""
+        return dict(zip(OUTCOMES, self.read_state().outcomes, strict=True))

@@ -1,0 +1,59 @@
+"""Misses that the worker did not compute in time: attention over blocks in the host pool, with the real query."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.ops.cuda.attention import Partial, side_arguments
+from sglang_hybrid.ops.cuda.digests import HostPool
+from sglang_hybrid.ops.cuda.library import launch
+from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address, dtype_code
+
+
+def finish_late(
+    query: torch.Tensor,
+    pool: HostPool,
+    pages: torch.Tensor,
+    counts: torch.Tensor,
+    scale: float,
+    local: Partial,
+    out: torch.Tensor,
+    *,
+    served: torch.Tensor,
+    active_rows: torch.Tensor | None = None,
+) -> None:
+    """``reference.attend_blocks`` of entries that are not ``served`` ``[B]``, merged with ``local`` to ``out``.
+
+    query and out ``[B, H * G, D]``; pages ``[B, H, N]`` of which the first ``counts`` ``[B, H]`` are there, full blocks
+    all of them. Pages that are not in the pool are left out. Served entries keep what they have, so this can follow
+    every wait for the mailbox in a CUDA graph.
+    """
+    batch, query_heads, dim = query.shape
+    pool_pages, heads = pool.keys.shape[:2]
+    of_pool = (pool_pages, heads, BLOCK_TOKENS, dim)
+    for name, part in (("keys", pool.keys), ("values", pool.values)):
+        if tuple(part.shape) != of_pool or part.dtype != query.dtype:
+            raise ValueError(
+                f"the pool's {name} are {tuple(part.shape)} of {part.dtype}, not {of_pool} of {query.dtype}"
+            )
+    launch(
+        "finish_late",
+        query=address("query", query, HALVES, (batch, query_heads // heads * heads, dim)),
+        keys=pool.region.address_of("keys of the pool", pool.keys),
+        values=pool.region.address_of("values of the pool", pool.values),
+        pages=address("pages", pages, torch.int32, (batch, heads, pages.shape[2])),
+        counts=address("counts", counts, torch.int32, (batch, heads)),
+        served=address("served", served, torch.int32, (batch,)),
+        active_rows=active_address(active_rows),
+        local=side_arguments(local, (batch, query_heads, dim)),
+        out=address("out", out, query.dtype, (batch, query_heads, dim)),
+        scale=scale,
+        batch=batch,
+        kv_heads=heads,
+        group=query_heads // heads,
+        head_dim=dim,
+        dtype=dtype_code(query.dtype),
+        most_misses=pages.shape[2],
+        pool_pages=pool_pages,
+    )

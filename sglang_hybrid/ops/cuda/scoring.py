@@ -1,0 +1,163 @@
+"""Scores of all blocks of a batch by a query, and what the real query changes about a predicted one."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+
+from sglang_hybrid.ops.cuda.digests import LayerDigests, Step
+from sglang_hybrid.ops.cuda.library import launch
+from sglang_hybrid.ops.cuda.structs import KernelStruct
+from sglang_hybrid.ops.cuda.tensors import active_address, address
+from sglang_hybrid.ops.reference import DIGEST_SPREAD
+
+
+class ScoreWorkspace:
+    """Estimates of every query head. One for all launches that do not run beside each other."""
+
+    def __init__(
+        self, batch: int, heads: int, group: int, max_blocks: int, device: torch.device | str = "cuda"
+    ) -> None:
+        self.estimates = torch.empty(batch, heads, group, max_blocks, dtype=torch.float32, device=device)
+
+    def of_batch(self, count: int) -> ScoreWorkspace:
+        """The part that a smaller batch needs, in the same memory."""
+        part = copy.copy(self)
+        part.estimates = self.estimates[:count]
+        return part
+
+
+@dataclass(frozen=True)
+class HotBlocks:
+    """Of each row and KV head, the blocks that are scored at every step. ``select_blocks`` chooses them."""
+
+    positions: torch.Tensor  # [rows, H, most] int32
+    shares: torch.Tensor  # [rows, H, G] float32: logarithm to base 2 of what they and the tail had of the attention
+
+    @classmethod
+    def none_yet(cls, rows: int, heads: int, group: int, most: int, device: torch.device | str = "cuda") -> HotBlocks:
+        positions = torch.full((rows, heads, most), -1, dtype=torch.int32, device=device)
+        return cls(positions, torch.zeros(rows, heads, group, device=device))
+
+
+@dataclass(frozen=True)
+class ScoreInterval:
+    """Rows are scored when ``steps + layer`` is a multiple of the interval, steps counted from each row's first one.
+
+    In between, ``hot`` blocks are, and the tail.
+    """
+
+    steps: int
+    first_lengths: torch.Tensor  # [rows] int32: each row's length in its first step; negative: it has not begun
+    due: torch.Tensor  # [B] int32: 1 for entries that are scored in any case
+    layer: int = 0
+    hot: HotBlocks | None = None
+
+
+@dataclass(frozen=True)
+class PendingScores:
+    """Estimates that ``select_blocks`` makes scores of, in the same stream."""
+
+    arguments: KernelStruct
+    scores: torch.Tensor
+
+
+_DIMS, _CHANNELS, _MOST_GROUP = (64, 128), (0, 32, 64), 16
+
+
+def _group_of(query: torch.Tensor, digests: LayerDigests) -> int:
+    """Query heads per KV head. Raises ValueError for shapes that the kernels do not have."""
+    heads, dim = digests.heads, digests.dim
+    channels = 0 if digests.codes is None else 2 * digests.codes.shape[3]
+    group = query.shape[1] // heads
+    if dim not in _DIMS or channels not in _CHANNELS or not 1 <= group <= _MOST_GROUP:
+        raise ValueError(
+            f"blocks are estimated for head_dim {_DIMS}, {_CHANNELS} sketch channels and up to {_MOST_GROUP} query "
+            f"heads per KV head, not for {dim}, {channels} and {group}"
+        )
+    return group
+
+
+def score_blocks(
+    query: torch.Tensor,
+    digests: LayerDigests,
+    step: Step,
+    scale: float,
+    workspace: ScoreWorkspace,
+    scores: torch.Tensor,
+    *,
+    by_row: bool = False,
+    interval: ScoreInterval | None = None,
+) -> PendingScores:
+    """What ``block_scores`` of the reference has of query ``[B, H * G, D]``, for scores ``[B, H, max_blocks]`` float32.
+
+    Estimates are computed now, by sketches, or by digests alone where there are none. ``select_blocks``
+    gets what is returned, and writes the scores. With ``by_row`` scores are ``[rows, H, max_blocks]``, and with an
+    ``interval`` those of rows whose turn it is not stay as they are, but for hot blocks (``reference.rescore``).
+    """
+    batch, heads = query.shape[0], digests.heads
+    group = _group_of(query, digests)
+    owners = scores.shape[0] if by_row else batch
+    if interval is not None and not by_row:
+        raise ValueError("an interval needs scores by row: batch entries are others in the next step")
+    hot = None if interval is None or interval.steps <= 1 else interval.hot
+    most_hot = 0 if hot is None else hot.positions.shape[2]
+    arguments = launch(
+        "score_blocks",
+        digests=digests.arguments(),
+        step=step.arguments(),
+        query=address("query", query, digests.dtype, (step.batch, heads * group, digests.dim)),
+        estimates=address(
+            "the workspace's estimates", workspace.estimates, torch.float32, (batch, heads, group, step.max_blocks)
+        ),
+        scores=address("scores", scores, torch.float32, (owners, heads, step.max_blocks)),
+        due=None if interval is None else address("due", interval.due, torch.int32, (batch,)),
+        first_lengths=None
+        if interval is None
+        else address("first_lengths", interval.first_lengths, torch.int32, (owners,)),
+        hot=None if hot is None else address("hot", hot.positions, torch.int32, (owners, heads, most_hot)),
+        hot_shares=None if hot is None else address("hot_shares", hot.shares, torch.float32, (owners, heads, group)),
+        scale=scale,
+        spread=DIGEST_SPREAD,
+        group=group,
+        most_hot=most_hot,
+        interval=0 if interval is None else interval.steps,
+        layer=0 if interval is None else interval.layer,
+        by_row=owners if by_row else 0,
+    )
+    return PendingScores(arguments, scores)
+
+
+def shift_lse(
+    query: torch.Tensor,
+    query_ahead: torch.Tensor,
+    digests: LayerDigests,
+    pages: torch.Tensor,
+    counts: torch.Tensor,
+    scale: float,
+    lse: torch.Tensor,
+    *,
+    active_rows: torch.Tensor | None = None,
+) -> None:
+    """Add ``reference.lse_shift`` to ``lse`` ``[B, H * G]``, which ``query_ahead`` has computed for ``pages``.
+
+    queries ``[B, H * G, D]``; pages ``[B, H, N]`` of which the first ``counts`` ``[B, H]`` are there.
+    """
+    batch, query_heads, dim = query.shape
+    heads, dtype = digests.heads, digests.dtype
+    launch(
+        "shift_lse",
+        digests=digests.arguments(),
+        query=address("query", query, dtype, (batch, query_heads, digests.dim)),
+        query_ahead=address("query_ahead", query_ahead, dtype, (batch, query_heads, dim)),
+        pages=address("pages", pages, torch.int32, (batch, heads, pages.shape[2])),
+        counts=address("counts", counts, torch.int32, (batch, heads)),
+        active_rows=active_address(active_rows),
+        lse=address("lse", lse, torch.float32, (batch, query_heads)),
+        scale=scale,
+        batch=batch,
+        group=_group_of(query, digests),
+        most_misses=pages.shape[2],
+    )

@@ -1,0 +1,78 @@
+"""The structs that kernels are launched with, read from the C++ headers: no field can differ in name, type or place.
+
+The headers keep to a small part of C++: structs of pointers, numbers, arrays of numbers and other structs, and enums.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from ctypes import c_float, c_int32, c_uint32, c_uint64, c_void_p
+from typing import Any
+
+from sglang_hybrid.ops.cpu.structs import Geometry, MailboxLayout
+from sglang_hybrid.ops.cuda.sources import INCLUDES
+
+_HEADERS = ("c_api.h", "selection_api.h", "dense_api.h", "lanes_api.h", "prefill_api.h")  # none before what it needs
+_NUMBERS = {"float": c_float, "int32_t": c_int32, "uint32_t": c_uint32, "uint64_t": c_uint64}
+_SHARED = {"sglang_hybrid::Geometry": Geometry, "sglang_hybrid::MailboxLayout": MailboxLayout}
+_UNUSED = "unused"  # fields that only fill up
+
+_COMMENT = re.compile(r"//.*")
+_DEFINITION = re.compile(r"\b(struct|enum) (sh_\w+)(?: : \w+)? \{(.*?)\};", re.S)
+_FIELD = re.compile(r"(?:const )?([\w:]+)(\*?) (\w+)(?:\[(\w+)\])?")
+
+
+class KernelStruct(ctypes.Structure):
+    """Made of zeros, or of all of its fields by name; pointers that are not given are null."""
+
+    _numbers: frozenset[str]  # fields that must be given
+
+    def __init__(self, **fields: Any) -> None:
+        known = {name for name, _type in self._fields_}  # type: ignore[misc]
+        if unknown := fields.keys() - known:
+            raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
+        if fields and (missing := self._numbers - fields.keys()):
+            raise TypeError(f"{type(self).__name__} needs {', '.join(sorted(missing))}")
+        super().__init__(**fields)
+
+
+def _make(name: str, body: str, made: dict[str, type[KernelStruct]], values: dict[str, int]) -> type[KernelStruct]:
+    fields: list[tuple[str, Any]] = []
+    for line in filter(None, map(str.strip, body.split(";"))):
+        match = _FIELD.fullmatch(line)
+        if match is None:
+            raise ValueError(f"{name}: {line!r} is no field that this module can read")
+        kind, pointer, field, length = match.groups()
+        known: Any = c_void_p if pointer else (_NUMBERS | _SHARED | made)[kind]
+        fields.append((field, known * values[length] if length else known))
+    numbers = frozenset(field for field, kind in fields if kind in _NUMBERS.values()) - {_UNUSED}
+    return type(name, (KernelStruct,), {"_fields_": fields, "_numbers": numbers})
+
+
+def _read_headers() -> tuple[dict[str, type[KernelStruct]], dict[str, int]]:
+    made: dict[str, type[KernelStruct]] = {}
+    values: dict[str, int] = {}
+    for header in _HEADERS:
+        text = _COMMENT.sub("", (INCLUDES[0] / "sglang_hybrid" / "cuda" / header).read_text())
+        for kind, name, body in _DEFINITION.findall(text):
+            if kind == "enum":
+                values |= {entry: int(number) for entry, number in re.findall(r"(\w+) = (-?\d+)", body)}
+            else:
+                made[name] = _make(name, body, made, values)
+    return made, values
+
+
+STRUCTS, _VALUES = _read_headers()
+# What can become of a posted row, in the order of the counters of sh_mailbox_state.
+OUTCOMES = tuple(
+    name.removeprefix("sh_row_")
+    for number in range(_VALUES["sh_row_outcomes"])
+    for name in _VALUES
+    if name.startswith("sh_row_") and _VALUES[name] == number
+)
+
+
+def struct(name: str, **fields: Any) -> KernelStruct:
+    """Return ``sh_<name>`` of the headers with these fields."""
+    return STRUCTS[f"sh_{name}"](**fields)

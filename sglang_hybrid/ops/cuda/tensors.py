@@ -1,0 +1,50 @@
+"""What launchers demand of tensors. A pointer that is wrong here would be wrong silently there."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_hybrid.ops.cpu.structs import DTYPES
+
+HALVES = (torch.bfloat16, torch.float16)
+_ALIGNMENT = 16  # bytes that kernels read or write of it at a time
+
+
+def address(
+    name: str, tensor: torch.Tensor | None, dtype: torch.dtype | tuple[torch.dtype, ...], shape: tuple[int, ...]
+) -> int | None:
+    """Where a tensor lies in device memory, None where there is none. Raises ValueError if it is not what is needed."""
+    if tensor is None:
+        return None
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}, must be {' or '.join(map(str, dtypes))}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, must be {shape}")
+    if not tensor.is_cuda:
+        raise ValueError(f"{name} is on {tensor.device}, must be on a CUDA device")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()}")
+    pointer: int = tensor.data_ptr()
+    if tensor.is_floating_point() and pointer % _ALIGNMENT:
+        raise ValueError(f"{name} must be aligned to {_ALIGNMENT} bytes")
+    return pointer
+
+
+def scalar_address(name: str, number: torch.Tensor | None, dtype: torch.dtype) -> int | None:
+    """Of one number in device memory, any shape; it may lie between others."""
+    if number is None:
+        return None
+    if number.dtype != dtype or number.numel() != 1 or not number.is_cuda:
+        raise ValueError(f"{name} must be one {dtype} on a CUDA device, not {tuple(number.shape)} of {number.dtype}")
+    pointer: int = number.data_ptr()
+    return pointer
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    return DTYPES[str(dtype).removeprefix("torch.")]
+
+
+def active_address(active_rows: torch.Tensor | None) -> int | None:
+    """The number of real batch entries: one int32 in device memory, any shape."""
+    return None if active_rows is None else address("active_rows", active_rows.view(-1), torch.int32, (1,))

@@ -1,0 +1,72 @@
+"""Fits what a calibrated prediction adds to the raw one: ridge regression on the inputs of all layers of some text.
+
+Fitted is the difference between the real query and the raw prediction, so that the penalty pulls toward the raw
+predictor and not toward zero. Sums over tokens are all that is kept: memory does not grow with the text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_hybrid.ops import reference
+from sglang_hybrid.policies.scout.predictor import Correction, QueryPredictor, QueryWeights
+
+# Penalty on squared coefficients, relative to the mean square of an input channel. Chosen on unseen text.
+PENALTIES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+
+
+class LayerFit:
+    """Sums for one layer: inputs of the layer before it against what the raw prediction gets wrong."""
+
+    def __init__(self, weights: QueryWeights) -> None:
+        hidden, width = weights.norm.shape[0], weights.projection.shape[0]
+        self._eps = weights.norm_eps
+        self._raw = QueryPredictor(weights)
+        self.tokens = 0
+        self._inputs = torch.zeros(hidden + 1, hidden + 1, dtype=torch.float64)  # the last channel is constant 1
+        self._targets = torch.zeros(hidden + 1, width, dtype=torch.float64)
+
+    def add(self, before: torch.Tensor, own: torch.Tensor) -> None:
+        """``before``: inputs of the layer before, ``own``: of this one, both ``[tokens, hidden]``."""
+        unit = reference.rms_unit(before, self._eps)
+        inputs = torch.cat((unit, torch.ones_like(unit[:, :1])), dim=1)
+        wrong = (self._raw.project(own) - self._raw.project(before)).float()
+        self._inputs += (inputs.T @ inputs).double().cpu()
+        self._targets += (inputs.T @ wrong).double().cpu()
+        self.tokens += before.shape[0]
+
+    def solve(self, penalty: float) -> FullCorrection:
+        size = self._inputs.shape[0]
+        scale = self._inputs.diagonal()[:-1].mean()
+        ridge = torch.full((size,), float(penalty * scale), dtype=torch.float64)
+        ridge[-1] = 0.0  # a constant is not penalised
+        solution = torch.linalg.solve(self._inputs + ridge.diag(), self._targets)
+        return FullCorrection(solution[:-1].T.float(), solution[-1].float(), self._inputs[:-1, :-1] / self.tokens)
+
+
+@dataclass(frozen=True)
+class FullCorrection:
+    """A full matrix, and the mean square of its inputs, which tells which of its directions matter."""
+
+    matrix: torch.Tensor  # [query heads * head_dim, hidden]
+    bias: torch.Tensor
+    inputs: torch.Tensor  # [hidden, hidden]
+
+    def full(self) -> Correction:
+        return Correction(self.matrix, None, self.bias)
+
+    def low_rank(self, rank: int) -> Correction:
+        """The best approximation of the correction *on these inputs*, not of its matrix (reduced-rank regression)."""
+        values, vectors = torch.linalg.eigh(self.inputs)
+        root = vectors * values.clamp(min=0).sqrt()  # root root^T = inputs
+        left, _, _ = torch.linalg.svd(self.matrix.double() @ root, full_matrices=False)
+        basis = left[:, :rank]
+        return Correction(basis.float(), (basis.T @ self.matrix.double()).float(), self.bias)
+
+
+def cosines(real: torch.Tensor, predicted: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Of every head of every token: ``[tokens, query heads]``. Rotation does not change them."""
+    a, b = (x.float().unflatten(-1, (-1, head_dim)) for x in (real, predicted))
+    return torch.nn.functional.cosine_similarity(a, b, dim=-1)

@@ -1,0 +1,260 @@
+"""Policy ``scout``: a small resident set, and the best blocks beyond it one layer ahead of time.
+
+Every (row, KV head) attends to its resident blocks with the real query; resident are sink, recent and tail blocks,
+and as many others as the budget holds. Blocks that score well enough to be among them, or to be worth the while, but
+are not resident are the misses of the step: somebody else computes them, begun while the layer before was still
+running, with a predicted query. What it got wrong about their weight is made up for when the real query is there. From
+time to time a layer recalls: what it selected becomes resident, from the next step on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.memory.prompt_queries import PromptQueries
+from sglang_hybrid.memory.resident import ResidentSet
+from sglang_hybrid.ops import reference
+from sglang_hybrid.policies.base import BlockList, DecodeBatch, DecodePolicy, LayerCache
+from sglang_hybrid.policies.scout.recall import RecallSchedule
+from sglang_hybrid.policies.scout.scoring import RecentScores
+from sglang_hybrid.policies.scout.tuning import Tuning, hot_blocks_of, resident_tokens_of, score_interval_of
+from sglang_hybrid.worker.miss_server import MissServer, PendingAttention
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What one layer attends to in one step: positions ``[rows, KV heads, n]`` in the rows' sequences."""
+
+    near: torch.Tensor  # sink, recent, tail and resident blocks
+    misses: torch.Tensor
+    recalled: torch.Tensor  # what becomes resident if the layer recalls: the best that were selected
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A layer whose misses are on their way."""
+
+    query: torch.Tensor  # that they are computed with
+    selection: Selection
+    misses: BlockList
+    posted: PendingAttention
+
+
+class ScoutPolicy(DecodePolicy):
+    def __init__(
+        self,
+        config: HybridConfig,
+        misses: MissServer,
+        tuning: Tuning,
+        prompts: PromptQueries | None = None,
+        rows: int = 1,
+    ) -> None:
+        self._misses = misses
+        self._budget_blocks = config.budget_tokens // BLOCK_TOKENS
+        self._sink = config.sink_blocks
+        self._recent = config.recent_blocks
+        self._per_layer = config.scout.selection == "layer"
+        self._only_selected = config.scout.attend == "selected"
+        self._bonus = tuning.bonus
+        self._miss_shares = tuning.miss_shares
+        self._any_block = tuning.any_block
+        self._shifts = config.scout.lse_shift
+        self._score_interval = score_interval_of(config, on_gpu=False)
+        self._slots = max(0, resident_tokens_of(config) // BLOCK_TOKENS - self._always)
+        self._rows = rows
+        self._prompts = prompts or PromptQueries(rows)
+        self.recall = RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt)
+        self._resident: dict[int, ResidentSet] = {}
+        self._hot_blocks = hot_blocks_of(config)
+        self._kept_scores: dict[int, RecentScores] = {}  # of each layer
+        self._ahead: dict[int, _Begun] = {}
+        self._fresh: set[int] = set()  # rows that have not decoded yet
+        self._first_length = torch.zeros(rows, dtype=torch.int64)  # of each row, when it began to decode
+        self._steps = torch.empty(0, dtype=torch.int64)  # of this batch's rows, this step included
+        self._begin = torch.empty(0, dtype=torch.int64)  # of this batch, rows that decode for the first time
+        self._leave = torch.empty(0, dtype=torch.int64)  # of this batch, rows with a block that is recent no more
+
+    # -- steps and rows ----------------------------------------------------------------------
+
+    def reset_rows(self, rows: list[int]) -> None:
+        self._fresh.update(rows)
+
+    def begin_step(self, batch: DecodeBatch) -> None:
+        self._ahead.clear()
+        fresh = [row in self._fresh for row in batch.rows_on_host]
+        self._fresh.difference_update(batch.rows_on_host)
+        opens = [length % BLOCK_TOKENS == 1 for length in batch.lengths_on_host]
+        device = batch.lengths.device
+        self._first_length = self._first_length.to(device)
+        self._begin = torch.tensor([i for i, new in enumerate(fresh) if new], dtype=torch.int64, device=device)
+        leave = [i for i, (new, opened) in enumerate(zip(fresh, opens, strict=True)) if opened and not new]
+        self._leave = torch.tensor(leave, dtype=torch.int64, device=device)
+        self._first_length[batch.rows[self._begin]] = batch.lengths[self._begin]
+        self._steps = batch.lengths - self._first_length[batch.rows] + 1
+        if max(batch.lengths_on_host, default=0) > self._always * BLOCK_TOKENS:
+            self._misses.wake()
+
+    @property
+    def _always(self) -> int:
+        return self._sink + self._recent + 1
+
+    # -- one layer ---------------------------------------------------------------------------
+
+    def ahead(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> None:
+        self._ahead[cache.layer] = self._begin_layer(query, cache, batch, scale)
+
+    def decode(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
+        begun = self._ahead.pop(cache.layer, None) or self._begin_layer(query, cache, batch, scale)
+        near = self._block_list(begun.selection.near, cache, batch)
+        local = reference.attend_blocks(query, cache.keys, cache.values, near.ids, near.fill, scale)
+        missed, lse = begun.posted.collect()
+        if self._shifts and begun.query is not query:
+            lse = lse + self._shift(query, begun, cache, scale)
+        out, _ = reference.merge(*local, missed, lse)
+        due = self.recall.due(cache.layer, self._steps)
+        if due.any():
+            self._resident[cache.layer].replace(batch.rows[due], begun.selection.recalled[due])
+        return out.to(query.dtype)
+
+    @staticmethod
+    def _shift(query: torch.Tensor, begun: _Begun, cache: LayerCache, scale: float) -> torch.Tensor:
+        pages, listed = begun.misses.ids.clamp(min=0), begun.misses.ids != reference.NO_BLOCK
+        real, ahead = (cache.estimates(asked, pages, 0.0, scale) for asked in (query, begun.query))
+        return reference.lse_shift(real, ahead, listed, scale)
+
+    def _begin_layer(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> _Begun:
+        selection = self.select(query, cache, batch, scale)
+        misses = self._block_list(selection.misses, cache, batch)
+        if self.on_ratio or self.recall.adapts:
+            self._tell_ratio(misses, batch, cache)
+        return _Begun(query, selection, misses, self._misses.post(query, cache, misses, scale, batch.step))
+
+    def _tell_ratio(self, misses: BlockList, batch: DecodeBatch, cache: LayerCache) -> None:
+        missed = (misses.ids != reference.NO_BLOCK).sum(dim=2).float().mean(dim=1) / self._budget_blocks
+        # a row within the budget never misses: it says nothing about the intervals that a longer one needs
+        if (longer := missed[batch.block_counts(cache.block_tokens) > self._budget_blocks]).numel():
+            self.recall.observe(cache.layer, float(longer.mean()))
+        if self.on_ratio and missed.numel():
+            self.on_ratio(cache.layer, float(missed.mean()))
+
+    def select(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> Selection:
+        counts = batch.block_counts(cache.block_tokens)
+        scores = self._recent_scores(query, cache, batch, scale)
+        listed = self._prepare(query, cache, batch, scale, scores).of(batch.rows)
+        listed = listed.masked_fill(
+            reference.is_forced(listed, counts, self._sink, self._recent) | (listed >= counts[:, None, None]),
+            reference.NO_BLOCK,
+        )
+        chosen, is_resident = self._choose(scores, listed, counts, cache.layer)
+        forced = reference.is_forced(chosen, counts, self._sink, self._recent)
+        always, selected = map(_compact, reference.split(chosen, forced))
+        here = is_resident.gather(2, selected.clamp(min=0)) & (selected != reference.NO_BLOCK)
+        both, missing = reference.split(selected, here)
+        misses = self._worth_it(missing, scores, is_resident, counts, cache.layer, query.shape[1] // scores.shape[1])
+        resident_part = both if self._only_selected else listed
+        recalled = self._best_for_slots(selected, scores)
+        return Selection(_compact(torch.cat((always, resident_part), dim=2)), _compact(misses), recalled)
+
+    def _prepare(
+        self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float, scores: torch.Tensor
+    ) -> ResidentSet:
+        """The layer's resident set, with what this step's rows bring: first blocks, and one that is recent no more."""
+        if cache.layer not in self._resident:
+            heads = cache.keys.shape[1]
+            self._resident[cache.layer] = ResidentSet(self._rows, heads, self._slots, query.device)
+        resident = self._resident[cache.layer]
+        if len(self._begin):
+            rows = batch.part(self._begin)
+            asked = self._prompts.of(cache.layer, rows.rows, otherwise=query[self._begin])
+            counts = rows.block_counts(cache.block_tokens)
+            none = torch.full((len(self._begin), cache.keys.shape[1], 0), reference.NO_BLOCK, device=query.device)
+            by_prompt = self._scores(asked, cache, rows, scale)
+            chosen, _ = self._choose(by_prompt, none, counts, cache.layer)
+            forced = reference.is_forced(chosen, counts, self._sink, self._recent)
+            selected = _compact(reference.split(chosen, forced)[1])
+            resident.replace(rows.rows, self._best_for_slots(selected, by_prompt))
+        if len(self._leave):
+            rows = batch.part(self._leave)
+            left = rows.block_counts(cache.block_tokens) - 1 - self._recent - 1
+            entering = left >= self._sink
+            resident.admit(rows.rows[entering], left[entering], scores[self._leave][entering])
+        return resident
+
+    def _recent_scores(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
+        """Of this step, or of the last one at which they were made: see ``RecentScores``."""
+        if self._score_interval == 1:
+            return self._scores(query, cache, batch, scale)
+        turn = (self._steps + cache.layer) % self._score_interval == 0
+        turn[self._begin] = True
+        if cache.layer not in self._kept_scores:
+            self._kept_scores[cache.layer] = RecentScores(self._rows, self._hot_blocks)
+        counts = batch.block_counts(cache.block_tokens)
+        logits = reference.without_tail(
+            cache.estimates(query, batch.page_table, reference.DIGEST_SPREAD, scale), counts
+        )
+        return self._by_layer(self._kept_scores[cache.layer].of_step(logits, counts, batch.rows, turn, scale))
+
+    def _scores(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
+        counts = batch.block_counts(cache.block_tokens)
+        logits = reference.without_tail(
+            cache.estimates(query, batch.page_table, reference.DIGEST_SPREAD, scale), counts
+        )
+        return self._by_layer(reference.block_scores(logits, counts, scale))
+
+    def _by_layer(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.logsumexp(dim=1, keepdim=True).expand_as(scores) if self._per_layer else scores
+
+    def _choose(
+        self, scores: torch.Tensor, listed: torch.Tensor, counts: torch.Tensor, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best blocks, resident ones favoured, as positions; and for every block whether it is resident."""
+        is_resident = reference.is_listed(listed, scores.shape[2])
+        ranked = scores + self._bonus[layer] * is_resident
+        return reference.select_blocks(ranked, counts, self._budget_blocks, self._sink, self._recent), is_resident
+
+    def _worth_it(
+        self,
+        missing: torch.Tensor,
+        scores: torch.Tensor,
+        is_resident: torch.Tensor,
+        counts: torch.Tensor,
+        layer: int,
+        group: int,
+    ) -> torch.Tensor:
+        """Of the selected positions that are not resident, or of all, those that get enough attention by estimate."""
+        if self._miss_shares[layer] == 0:
+            return missing
+        heads = group * scores.shape[1] if self._per_layer else group  # whose shares a score adds up
+        least = math.log(self._miss_shares[layer] * heads)
+        if self._any_block[layer]:
+            most = self._budget_blocks - self._always
+            return reference.blocks_worth(scores, is_resident, counts, least, most, self._sink, self._recent)
+        return reference.split(missing, scores.gather(2, missing.clamp(min=0)) >= least)[0]
+
+    def _best_for_slots(self, selected: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Of the selected positions, as many as there are slots, those with the best scores."""
+        if selected.shape[2] <= self._slots:
+            return selected
+        absent = selected == reference.NO_BLOCK
+        rank = scores.gather(2, selected.clamp(min=0)).masked_fill(absent, -torch.inf)
+        return selected.gather(2, rank.topk(self._slots, dim=2).indices)
+
+    @staticmethod
+    def _block_list(positions: torch.Tensor, cache: LayerCache, batch: DecodeBatch) -> BlockList:
+        return BlockList(
+            reference.block_ids(positions, batch.page_table),
+            reference.block_fill(positions, batch.lengths, cache.block_tokens),
+        )
+
+
+def _compact(positions: torch.Tensor) -> torch.Tensor:
+    """Shift each list's blocks to the front, in order, and cut off what is empty in all of them."""
+    present = positions != reference.NO_BLOCK
+    order = (~present).to(torch.uint8).argsort(dim=2, stable=True)
+    longest = int(present.sum(dim=2).max()) if positions.numel() else 0
+    return positions.gather(2, order)[..., :longest]

@@ -1,0 +1,132 @@
+"""The profile: what ``sglang-hybrid profile`` found out about one model at one budget on one host.
+
+One file in the safetensors format, so nothing in it can run: the predictor's matrices as tensors, everything else as
+JSON in the file's metadata.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from sglang_hybrid.policies.scout.predictor import Correction
+from sglang_hybrid.policies.scout.profile_facts import (
+    METADATA_KEY,
+    VERSION,
+    Curve,
+    HostRates,
+    ModelIdentity,
+    ProfileError,
+    ProfileFacts,
+    facts_of,
+    mismatches,
+)
+
+__all__ = ["VERSION", "Curve", "HostRates", "ModelIdentity", "Profile", "ProfileError", "ProfileFacts", "load_profile"]
+
+
+class Profile:
+    def __init__(
+        self,
+        facts: ProfileFacts,
+        corrections: dict[int, Correction],
+        channels: dict[int, torch.Tensor] | None = None,
+    ) -> None:
+        self.facts = facts
+        self.corrections = corrections  # by layer; the first layer has none
+        self.channels = channels or {}  # by layer [KV heads, head_dim]: channels of keys, the most telling first
+
+    def with_facts(self, **changes: Any) -> Profile:
+        return Profile(msgspec.structs.replace(self.facts, **changes), self.corrections, self.channels)
+
+    @property
+    def bonus(self) -> tuple[float, ...]:
+        return tuple(self.facts.bonus)
+
+    @property
+    def intervals(self) -> tuple[int, ...]:
+        return tuple(self.facts.intervals)
+
+    @property
+    def miss_shares(self) -> tuple[float, ...]:
+        return tuple(self.facts.miss_shares)
+
+    def save(self, path: Path) -> None:
+        """Complete or not at all: an interrupted write leaves what was there before."""
+        tensors = {}
+        for layer, correction in self.corrections.items():
+            tensors[f"layers.{layer}.left"] = correction.left.contiguous()
+            tensors[f"layers.{layer}.bias"] = correction.bias.contiguous()
+            if correction.right is not None:
+                tensors[f"layers.{layer}.right"] = correction.right.contiguous()
+        for layer, order in self.channels.items():
+            tensors[f"layers.{layer}.channels"] = order.to(torch.uint8).contiguous()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        save_file(tensors, part, metadata={METADATA_KEY: msgspec.json.encode(self.facts).decode()})
+        os.replace(part, path)
+
+    def check(self, model: ModelIdentity, block_tokens: int, budget_tokens: int) -> None:
+        """Raise ProfileError unless this profile was made for that."""
+        of_model = msgspec.structs.asdict(model)
+        if wrong := mismatches(self.facts, of_model, block_tokens, budget_tokens):
+            raise ProfileError("made for something else: " + "; ".join(wrong))
+
+
+def load_profile(path: Path) -> Profile:
+    """Raises ProfileError, which names the file."""
+    try:
+        return _load(path)
+    except ProfileError as error:
+        raise ProfileError(f"profile {path}: {error}") from error
+
+
+def _load(path: Path) -> Profile:
+    if not path.is_file():
+        raise ProfileError("there is no such file; sglang-hybrid profile makes one")
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = facts_of(file.metadata())
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, msgspec.MsgspecError) as error:
+        raise ProfileError(f"cannot be read: {error}") from error
+    layers = facts.model.layers
+    lists = ["intervals", "bonus", "ranks", "cosine_raw", "cosine_calibrated", "block_change"]
+    lists += ["miss_shares"] if facts.miss_shares else []
+    if short := [name for name in lists if len(getattr(facts, name)) != layers]:
+        raise ProfileError(f"damaged: {', '.join(short)} must have one value for each of {layers} layers")
+    corrections = {}
+    width = facts.model.query_heads * facts.model.head_dim
+    for layer in range(1, layers):
+        left, right, bias = (tensors.get(f"layers.{layer}.{part}") for part in ("left", "right", "bias"))
+        if left is None and bias is None:
+            continue
+        if left is None or bias is None or bias.shape != (width,) or left.ndim != 2 or left.shape[0] != width:
+            raise ProfileError(f"damaged: the matrices of layer {layer} do not fit {width} query channels")
+        hidden = facts.model.hidden
+        if left.shape[1:] != (hidden,) if right is None else right.shape != (left.shape[1], hidden):
+            raise ProfileError(f"damaged: the matrices of layer {layer} do not fit a hidden size of {hidden}")
+        corrections[layer] = Correction(left, right, bias)
+    return Profile(facts, corrections, _channels(tensors, facts.model))
+
+
+def _channels(tensors: dict[str, torch.Tensor], model: ModelIdentity) -> dict[int, torch.Tensor]:
+    channels = {}
+    for layer in range(model.layers):
+        order = tensors.get(f"layers.{layer}.channels")
+        if order is None:
+            continue
+        every = torch.arange(model.head_dim).expand(model.kv_heads, -1)
+        if order.shape != every.shape or not torch.equal(order.to(torch.int64).sort(dim=1).values, every):
+            raise ProfileError(
+                f"damaged: the channels of layer {layer} must be an order of {model.head_dim} channels for each of "
+                f"{model.kv_heads} KV heads"
+            )
+        channels[layer] = order.to(torch.int64)
+    return channels

@@ -1,0 +1,22 @@
+"""Misses served in this process by the native kernels: what ``worker=none`` means."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_hybrid.ops.cpu.lists import HostLists
+from sglang_hybrid.ops.cpu.local import LocalAttention
+from sglang_hybrid.policies.base import BlockList, LayerCache
+from sglang_hybrid.worker.miss_server import MissServer, PendingAttention, Ready
+
+
+class LocalMisses(MissServer):
+    def __init__(self, local: LocalAttention) -> None:
+        self._local = local
+
+    def post(
+        self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int
+    ) -> PendingAttention:
+        lists = HostLists(query, blocks.ids, blocks.fill, cache.layer, scale, cache.keys.dtype)
+        self._local.attend(lists)
+        return Ready((lists.out.to(query.device), lists.lse.to(query.device)))

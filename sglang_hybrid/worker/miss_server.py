@@ -1,0 +1,43 @@
+"""What it means to serve misses: post a layer's block lists, go on, collect partial attention."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+
+from sglang_hybrid.policies.base import BlockList, LayerCache
+
+Partial = tuple[torch.Tensor, torch.Tensor]  # output [rows, query heads, head_dim] and LSE [rows, query heads], float32
+
+
+class PendingAttention(Protocol):
+    """One layer on its way."""
+
+    def collect(self) -> Partial:
+        """What ``reference.attend_blocks`` gives for the posted lists. Called once."""
+
+
+class MissServer(ABC):
+    @abstractmethod
+    def post(
+        self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int
+    ) -> PendingAttention:
+        """Begin with one layer. Every list's blocks come first, then ``NO_BLOCK``; only the last may be partial.
+
+        Nothing that was passed may change before the result is collected.
+        """
+
+    def wake(self) -> None:  # noqa: B027 (most servers never sleep)
+        """A decode step with misses begins: be awake."""
+
+
+class Ready:
+    """A result that was there at once."""
+
+    def __init__(self, partial: Partial) -> None:
+        self._partial = partial
+
+    def collect(self) -> Partial:
+        return self._partial

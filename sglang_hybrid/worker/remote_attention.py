@@ -1,0 +1,85 @@
+"""Misses served by the CPU worker, and by this process when the worker does not answer in time.
+
+With provider native both compute with the same bits, so nobody can tell from the text which one it
+was; counters and the log tell.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_hybrid.metrics import WorkerMetrics
+from sglang_hybrid.ops.cpu.lists import HostLists
+from sglang_hybrid.ops.cpu.local import LocalAttention
+from sglang_hybrid.policies.base import BlockList, LayerCache
+from sglang_hybrid.protocol.mailbox import DAMAGED
+from sglang_hybrid.worker.connection import WorkerConnection
+from sglang_hybrid.worker.fallback_log import FallbackLog
+from sglang_hybrid.worker.miss_server import MissServer, Partial, PendingAttention, Ready
+from sglang_hybrid.worker.supervisor import Supervisor
+
+
+class WorkerMisses(MissServer):
+    def __init__(
+        self, supervisor: Supervisor, local: LocalAttention, deadline_s: float, metrics: WorkerMetrics
+    ) -> None:
+        self._supervisor = supervisor
+        self._local = local
+        self._deadline_s = deadline_s
+        self._metrics = metrics
+        self._log = FallbackLog()
+
+    def wake(self) -> None:
+        if link := self._supervisor.link:
+            link.mailbox.wake()
+
+    def post(
+        self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int
+    ) -> PendingAttention:
+        lists = HostLists(query, blocks.ids, blocks.fill, cache.layer, scale, cache.keys.dtype)
+        if blocks.ids.shape[2] == 0:  # nothing to attend, for anybody
+            return Ready((torch.zeros_like(query, dtype=torch.float32), lists.lse.fill_(-torch.inf).to(query.device)))
+        link = self._supervisor.link
+        if link and link.late and link.mailbox.caught_up:
+            link.late = False
+        # a worker that is behind gets nothing new: every layer would wait for it in vain
+        sequence = link.mailbox.post(lists, step) if link and not link.late else None
+        return _PostedLayer(self, lists, link, sequence, query.device)
+
+    def collect(self, lists: HostLists, link: WorkerConnection | None, sequence: int | None) -> None:
+        """Fill ``lists``, by the worker if it was posted and answers in time."""
+        if link is None or sequence is None:
+            self._compute(lists, "behind" if link else "no-worker", lists.rows)
+            return
+        missing = link.mailbox.collect(sequence, lists, self._deadline_s, link.gone)
+        self._metrics.served("worker", lists.rows - missing)
+        if not missing:
+            return
+        damaged = int((lists.outcome == DAMAGED).sum())
+        link.late = link.late or damaged < missing
+        self._compute(lists, "damaged" if damaged else "no-worker" if link.gone.value else "late", missing)
+
+    def _compute(self, lists: HostLists, why: str, rows: int) -> None:
+        self._local.attend(lists, lists.outcome)
+        self._metrics.served(f"process-{why}", rows)
+        self._log.note(why, rows)
+
+
+class _PostedLayer:
+    def __init__(
+        self,
+        misses: WorkerMisses,
+        lists: HostLists,
+        link: WorkerConnection | None,
+        sequence: int | None,
+        device: torch.device,
+    ) -> None:
+        self._misses = misses
+        self._lists = lists
+        self._link = link
+        self._sequence = sequence
+        self._device = device
+
+    def collect(self) -> Partial:
+        self._misses.collect(self._lists, self._link, self._sequence)
+        return self._lists.out.to(self._device), self._lists.lse.to(self._device)
