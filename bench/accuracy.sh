@@ -14,16 +14,13 @@ sglang-hybrid profile --dtype float32 --prompts 1 --steps 96 --predictor-of "$P-
 # six places: none of the decoded tokens was among those that the predictor was fitted on
 sglang-hybrid eval --dtype float32 --tasks text --windows 6 --decode-tokens 64 --out bench/results/eval-text \
     --run "1024, real query: $SMALL prediction=none" \
-    --run "1024, raw, no shift: $SMALL prediction=raw scout.lse_shift=false" \
-    --run "1024, calibrated, no shift: $SMALL scout.lse_shift=false" \
     --run "1024, calibrated: $SMALL"
 
 sglang-hybrid eval --dtype float32 --tasks text --windows 6 --decode-tokens 64 --out bench/results/eval-sticky \
     --run "2048, as profiled: $DEFAULT" \
     --run "2048, every 8: $EVERY8" \
     --run "2048, every 8, not sticky: $EVERY8 scout.resident_bonus=0 scout.min_miss_attention=0" \
-    --run "2048, every 8, not sticky, selected only: $EVERY8 scout.resident_bonus=0 scout.min_miss_attention=0 scout.attend=selected" \
-    --run "2048, every 8, per layer: $EVERY8 scout.selection=layer"
+    --run "2048, every 8, ScoutAttention: budget_tokens=2048 policy=scoutattention scoutattention.recall_interval=8"
 
 sglang-hybrid eval --dtype float32 --tasks text --windows 4 --decode-tokens 64 --out bench/results/eval-scoring \
     --run "2048: $DEFAULT" \

@@ -6,11 +6,8 @@ from sglang_hybrid.blocks import BLOCK_TOKENS
 
 _MOVED_TO_SCOUT = {
     "resident_tokens": "resident_tokens",
-    "selection": "selection",
-    "attend": "attend",
     "sticky_bonus": "resident_bonus",
     "miss_share": "min_miss_attention",
-    "lse_shift": "lse_shift",
     "cpu_share": "cpu_share",
     "score_interval": "score_interval",
     "hot_tokens": "hot_tokens",
@@ -25,7 +22,9 @@ _RENAMED = {
     **{f"scout.{old}": f"scout.{new}" for old, new in _MOVED_TO_SCOUT.items() if old != new},
 }
 
+_PAPER = "policy=scoutattention does what the paper does: drop it"
 _REMOVED = {
+    **{f"{section}{key}": _PAPER for key in ("selection", "attend", "lse_shift") for section in ("", "scout.")},
     "block_tokens": f"blocks have {BLOCK_TOKENS} tokens, which the kernels are compiled for: drop it",
     "worker_group_threads": "the worker divides its threads into groups by itself: drop it",
     "worker_spin_us": "the worker stays awake for 200 us after the last work, and longer if steps need it: drop it",

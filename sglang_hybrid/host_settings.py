@@ -14,7 +14,7 @@ from sglang_hybrid.config import ConfigError, HybridConfig
 from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
 from sglang_hybrid.engines.cuda.settings import unsupported_settings
 from sglang_hybrid.host import GIB, Host
-from sglang_hybrid.policies.registry import policy_named
+from sglang_hybrid.policies.registry import policy_named, prediction_of
 from sglang_hybrid.policies.scout.tuning import (
     DEFAULT_BONUS,
     DEFAULT_INTERVAL,
@@ -79,7 +79,8 @@ def _digest_dtype(config: HybridConfig, host: Host) -> str:
 
 
 def _prediction(config: HybridConfig, _host: Host) -> str:
-    return "none (no profile)" if config.profile == "none" else "calibrated"
+    prediction = prediction_of(config, has_profile=config.profile != "none")
+    return "none (no profile)" if prediction == "none" else prediction
 
 
 def _whole_requests(_config: HybridConfig, host: Host) -> str:
@@ -127,6 +128,8 @@ _CHOICES: dict[str, Callable[[HybridConfig, Host], str]] = {
     "scout.score_interval": _score_interval,
     "scout.hot_tokens": _hot_tokens,
     "scout.recall_interval": _with_profile(DEFAULT_INTERVAL),
+    "scoutattention.resident_tokens": lambda config, _host: str(config.budget_tokens),
+    "scoutattention.recall_interval": _with_profile(DEFAULT_INTERVAL),
     "worker": _worker,
     "worker_threads": _threads,
     "worker_cores": _cores,

@@ -17,7 +17,6 @@ _OF_GPU = {
     "scout.recall_interval": ("auto",),
     "worker": ("auto", "none"),
     "scout.score_interval": ("auto", 1),
-    "scout.selection": ("head",),
     "digest_dtype": ("auto", "model"),
 }
 

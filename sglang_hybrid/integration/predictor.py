@@ -15,7 +15,7 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.base import Engine, LayerPrediction
 from sglang_hybrid.integration.decoder_layers import DecoderLayers, UnknownLayers
 from sglang_hybrid.integration.refusals import Refusal
-from sglang_hybrid.policies.registry import policy_named
+from sglang_hybrid.policies.registry import policy_named, prediction_of
 from sglang_hybrid.policies.scout.predictor import Correction
 from sglang_hybrid.policies.scout.profile import ModelIdentity, Profile, ProfileError, load_profile
 
@@ -54,11 +54,10 @@ class Scouting:
 
     def _predictions(self, config: HybridConfig, profile: Profile | None) -> dict[int, LayerPrediction]:
         """By layer id. Empty where nothing is predicted."""
-        if not policy_named(config.policy).needs.prediction or config.prediction == "none":
-            return {}
-        if config.prediction == "auto" and profile is None:
-            # raw predictions are fast and cost accuracy: nobody gets them without asking
-            logger.info("queries are not predicted without a profile: sglang-hybrid profile makes one")
+        prediction = prediction_of(config, has_profile=profile is not None)
+        if prediction == "none":
+            if config.prediction == "auto" and policy_named(config.policy).needs.prediction:
+                logger.info("queries are not predicted without a profile: sglang-hybrid profile makes one")
             return {}
         try:
             refuse_inputs(self._runner.server_args)
@@ -69,7 +68,7 @@ class Scouting:
                 raise Refusal(f"prediction={config.prediction}: {unknown}; serve it with prediction=none") from unknown
             logger.warning("queries are not predicted: %s; misses wait for the real query", unknown)
             return {}
-        corrections = profile.corrections if profile and config.prediction != "raw" else {}
+        corrections = profile.corrections if profile and prediction == "calibrated" else {}
         predictions = {}
         for layer, of_layer in weights.items():
             # the first layer's query is computed from its own input: there is nothing to correct

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.policies.registry import Needs, PolicyContext, register_policy
-from sglang_hybrid.policies.scout.options import ScoutOptions
+from sglang_hybrid.policies.scout.options import ScoutAttentionOptions, ScoutOptions
 
 if TYPE_CHECKING:
     from sglang_hybrid.config import HybridConfig
@@ -44,5 +44,19 @@ def create_full(_context: PolicyContext) -> DecodePolicy:
 )
 def create_scout(context: PolicyContext) -> DecodePolicy:
     from sglang_hybrid.policies.scout.policy import ScoutPolicy
+    from sglang_hybrid.policies.scout.rules import rules_of_scout
 
-    return ScoutPolicy(context.config, context.misses, context.tuning, context.prompts, context.rows)
+    rules = rules_of_scout(context.config)
+    return ScoutPolicy(context.config, rules, context.misses, context.tuning, context.prompts, context.rows)
+
+
+@register_policy(
+    "scoutattention",
+    description="as scout, but as the paper ScoutAttention has it: for comparison",
+    needs=Needs(worker=True, prediction=True, prediction_by_default="raw"),
+    settings=ScoutAttentionOptions,
+)
+def create_scoutattention(context: PolicyContext) -> DecodePolicy:
+    from sglang_hybrid.policies.scout import scoutattention
+
+    return scoutattention.create(context)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -55,7 +55,9 @@ class Needs:
     """What has to be set up for a policy."""
 
     worker: bool = False  # a CPU worker that computes attention over blocks
-    prediction: bool = False  # queries one layer ahead, calibrated by a profile where there is one
+    prediction: bool = False  # queries one layer ahead
+    # what prediction=auto is; None: calibrated by a profile where there is one, none without
+    prediction_by_default: Literal["raw"] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,3 +148,14 @@ def policy_named(name: str) -> Policy:
     if name not in _policies:
         raise UnknownPolicy(f"there is no policy {name}: there are {', '.join(policy_names())}")
     return _policies[name]
+
+
+def prediction_of(config: HybridConfig, *, has_profile: bool) -> str:
+    """Return ``calibrated``, ``raw`` or ``none``: what these settings mean for the policy that they name."""
+    needs = policy_named(config.policy).needs
+    if not needs.prediction:
+        return "none"
+    if config.prediction != "auto":
+        return config.prediction
+    # raw predictions are fast and cost accuracy: only a policy that is made of them has them without asking
+    return needs.prediction_by_default or ("calibrated" if has_profile else "none")

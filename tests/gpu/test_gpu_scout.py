@@ -84,7 +84,7 @@ class Decoding:
             budget=budget, slots=slots or budget, sink=SINK, recent=RECENT, bonus=(0.5,) * LAYERS,
             min_miss_score=(-math.inf if min_miss_score is None else min_miss_score,) * LAYERS,
             any_block=(min_miss_score is not None,) * LAYERS,
-            score_interval=score_interval, shifts=True, gather_share=share, deadline_s=20.0,
+            score_interval=score_interval, gather_share=share, deadline_s=20.0,
             hot=hot,
         )  # fmt: skip
         self.digests = [layer.digests.digests for layer in layers]

@@ -13,44 +13,32 @@ from transformers import AutoTokenizer
 
 PROMPT_TOKENS = (58, 187, 507)
 STEPS = 12  # crosses a block boundary behind every prompt, with recalls before and after it
-PREDICTIONS = (("prediction=none",), ("prediction=raw",), ("profile=random",))
-RECALLS, SELECTIONS, BONUSES, ATTENDED = (0, 2), ("head", "layer"), (0, 2), ("resident", "selected")
+PREDICTIONS = ("prediction=none", "prediction=raw", "profile=random")
+RECALLS, BONUSES = (0, 2), (0, 2)
 
 
-def combination(prediction: tuple[str], recall: int, selection: str, bonus: int, attend: str) -> list[str]:
-    return [
-        *prediction,
-        f"scout.recall_interval={recall}",
-        f"scout.selection={selection}",
-        f"scout.resident_bonus={bonus}",
-        f"scout.attend={attend}",
-    ]
+def combination(prediction: str, recall: int, bonus: int) -> list[str]:
+    return [prediction, f"scout.recall_interval={recall}", f"scout.resident_bonus={bonus}"]
 
 
-# Two for each prediction, opposite to each other: every value of one switch meets every value of another.
-PAIRS = {PREDICTIONS[0]: ("000", "111"), PREDICTIONS[1]: ("001", "110"), PREDICTIONS[2]: ("010", "101")}
-
-
-def covers_pairs(prediction: tuple[str], recall: int, selection: str, bonus: int) -> bool:
-    return f"{RECALLS.index(recall)}{SELECTIONS.index(selection)}{BONUSES.index(bonus)}" in PAIRS[prediction]
-
-
-ALL = [
-    (combination(prediction, *switches, attend), covers_pairs(prediction, *switches))
-    for prediction, *switches, attend in itertools.product(PREDICTIONS, RECALLS, SELECTIONS, BONUSES, ATTENDED)
-    # what is attended does not depend on who predicts: one of them is enough
-    if attend == "resident" or prediction == ("prediction=raw",)
+# Of each pair of values of recall and bonus two predictions, and every value of one switch with every value of another.
+PAIRS = [
+    combination(prediction, RECALLS[number % 2], BONUSES[(number + other) % 2])
+    for number, prediction in enumerate(PREDICTIONS)
+    for other in range(2)
 ]
 COMBINATIONS = {
     "pairs": [
-        *(one for one, covers in ALL if covers),
-        # without misses there is nothing that these two change, whatever the others say: one each is enough
-        *(
-            [*prediction, "scout.recall_interval=2", "scout.lse_shift=false", "scout.min_miss_attention=0"]
-            for prediction in PREDICTIONS
-        ),
+        *PAIRS,
+        # without misses there is nothing that this changes, whatever the others say: one each is enough
+        *([prediction, "scout.recall_interval=2", "scout.min_miss_attention=0"] for prediction in PREDICTIONS),
+        *(["policy=scoutattention", prediction, "scoutattention.recall_interval=2"] for prediction in PREDICTIONS),
     ],
-    "others": [one for one, covers in ALL if not covers],
+    "others": [
+        one
+        for one in (combination(*switches) for switches in itertools.product(PREDICTIONS, RECALLS, BONUSES))
+        if one not in PAIRS
+    ],
 }
 
 

@@ -22,12 +22,15 @@ from sglang_hybrid.config import (
 )
 from sglang_hybrid.config_sources import parse_yaml
 from sglang_hybrid.policies import registry
-from sglang_hybrid.policies.scout.options import ScoutOptions
+from sglang_hybrid.policies.scout.options import ScoutAttentionOptions, ScoutOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_YAML = ROOT / "configs" / "default.yaml"
 KEYS = [field.name for field in msgspec.structs.fields(HybridConfig) if field.name != "sections"]
-SCOUT_KEYS = [f"scout.{field.name}" for field in msgspec.structs.fields(ScoutOptions)]
+SECTIONS = {"scout": ScoutOptions, "scoutattention": ScoutAttentionOptions}
+SECTION_KEYS = [
+    f"{name}.{field.name}" for name, section in SECTIONS.items() for field in msgspec.structs.fields(section)
+]
 GIB = 1024**3
 
 
@@ -72,8 +75,8 @@ def test_the_file_wins_over_defaults_and_overrides_win_over_the_file(write):
     assert config == HybridConfig(budget_tokens=1024, sink_blocks=0, policy="full")
     assert sources["budget_tokens"] == f"file {file}"
     assert sources["sink_blocks"] == sources["policy"] == "override"
-    assert sources["scout.attend"] == "default"
-    assert list(sources) == [*KEYS, *SCOUT_KEYS]
+    assert sources["scout.recall_adapt"] == "default"
+    assert list(sources) == [*KEYS, *SECTION_KEYS]
 
 
 def test_the_last_of_two_overrides_of_one_key_wins():
@@ -196,7 +199,7 @@ def test_an_override_with_bad_yaml_is_named():
         ("policy=", "policy=None", "one of full, scout"),
         ("policy=on", "policy=True", "one of full, scout"),
         ("policy=[full]", "policy=['full']", "one of full, scout"),
-        ("scout.attend=all", "scout.attend='all'", "one of resident, selected"),
+        ("whole_requests=all", "whole_requests='all'", "one of auto, never"),
         ("budget_tokens=abc", "budget_tokens='abc'", "a whole number > 0"),
         ("budget_tokens=10.5", "budget_tokens=10.5", "a whole number > 0"),
         ("budget_tokens=2048.0", "budget_tokens=2048.0", "a whole number > 0"),
@@ -208,8 +211,6 @@ def test_an_override_with_bad_yaml_is_named():
         ("recent_blocks=-1", "recent_blocks=-1", "a whole number >= 0"),
         ("profile=5", "profile=5", "text"),
         ("prediction=perfect", "prediction='perfect'", "one of auto, calibrated, none, raw"),
-        ("scout.selection=row", "scout.selection='row'", "one of head, layer"),
-        ("scout.attend=all", "scout.attend='all'", "one of resident, selected"),
         ("scout.target_cpu_ratio=0", "scout.target_cpu_ratio=0", "a number > 0 and <= 1"),
         ("scout.target_cpu_ratio=1.5", "scout.target_cpu_ratio=1.5", "a number > 0 and <= 1"),
         ("scout.recall_adapt=maybe", "scout.recall_adapt='maybe'", "true or false"),
@@ -244,12 +245,12 @@ def test_a_budget_of_the_tail_alone_is_legal():
 
 
 def test_all_problems_of_all_sources_are_reported_together(write):
-    file = write("polcy: full\nscout: {attend: all}\n")
+    file = write("polcy: full\nscout: {recall_adapt: all}\n")
     problems = problems_of(file, ["oops", "sink_blocks=-1", "host_memory=lots", "budget_tokens=100"])
     found = (
         "unknown key 'polcy'",
         "'oops'",
-        "scout.attend='all'",
+        "scout.recall_adapt='all'",
         "sink_blocks=-1",
         "host_memory='lots'",
         "budget_tokens=100",
@@ -260,7 +261,7 @@ def test_all_problems_of_all_sources_are_reported_together(write):
 
 
 def test_problems_of_overrides_are_reported_next_to_a_file_that_cannot_be_parsed(write):
-    assert len(problems_of(write("policy: [\n"), ["scout.attend=all"])) == 2
+    assert len(problems_of(write("policy: [\n"), ["scout.recall_adapt=all"])) == 2
 
 
 # The object
@@ -412,12 +413,12 @@ def test_every_variable_carries_the_package_prefix_and_a_one_line_description():
 def test_the_shipped_default_file_equals_the_defaults_and_names_every_key():
     assert load_config(DEFAULT_YAML, []) == HybridConfig()
     content = yaml.safe_load(DEFAULT_YAML.read_text(encoding="utf-8"))
-    assert list(content) == [*KEYS, "scout"]
-    assert [f"scout.{name}" for name in content["scout"]] == SCOUT_KEYS
+    assert list(content) == [*KEYS, *SECTIONS]
+    assert [f"{section}.{name}" for section in SECTIONS for name in content[section]] == SECTION_KEYS
 
 
 def test_every_setting_has_a_description_and_legal_values_in_words():
-    for settings in (HybridConfig, ScoutOptions):
+    for settings in (HybridConfig, *SECTIONS.values()):
         for name, field in setting_fields.fields_of(settings).items():
             if name != "sections":
                 assert setting_fields.description_of(field), name
@@ -449,7 +450,7 @@ def test_a_description_of_the_configuration_can_be_loaded_again_and_tells_source
     config, sources = load_with_sources(None, ["policy=full", "host_memory=60%"])
     text = describe(config, sources)
     assert "policy: full  # override\n" in text
-    assert "\nscout:\n" in text and "\n  attend: resident  # default\n" in text
+    assert "\nscout:\n" in text and "\n  recall_adapt: true  # default\n" in text
     assert load_config(write(text), []) == config
 
 
@@ -499,8 +500,6 @@ def test_thread_counts_out_of_range_are_refused(setting: str):
         ("scout.target_cpu_ratio=1", "scout.target_cpu_ratio", 1.0),
         ("scout.recall_adapt=off", "scout.recall_adapt", False),
         ("prediction=none", "prediction", "none"),
-        ("scout.selection=layer", "scout.selection", "layer"),
-        ("scout.attend=selected", "scout.attend", "selected"),
         ("profile=configs/profiles/a.safetensors", "profile", "configs/profiles/a.safetensors"),
     ],
 )
@@ -582,6 +581,8 @@ def test_scores_are_not_older_than_sixteen_steps(override: str) -> None:
         ("digest_spread=1", "drop it"),
         ("most_budget_tokens=8192", "raise budget_tokens instead"),
         ("sketch_bits=3", "set sketch_channels to take less memory"),
+        ("attend=selected", "policy=scoutattention"),
+        ("scout.selection=layer", "policy=scoutattention"),
     ],
 )
 def test_a_setting_of_an_earlier_version_is_refused_with_what_to_do_instead(override: str, advice: str) -> None:
@@ -594,7 +595,7 @@ def test_a_setting_of_an_earlier_version_is_refused_with_what_to_do_instead(over
     [
         ("dense=never", "whole_requests"),
         ("recall_interval=3", "scout.recall_interval"),
-        ("attend=selected", "scout.attend"),
+        ("hot_tokens=0", "scout.hot_tokens"),
         ("sticky_bonus=0", "scout.resident_bonus"),
         ("scout.sticky_bonus=0", "scout.resident_bonus"),
         ("miss_share=0", "scout.min_miss_attention"),
@@ -623,30 +624,30 @@ def test_there_are_at_most_eighteen_settings_at_the_top_level():
 
 
 def test_a_section_is_a_mapping_in_a_file_and_has_dotted_keys_on_the_command_line(write):
-    file = write("policy: scout\nscout:\n  recall_interval: 3\n  attend: selected\n")
+    file = write("policy: scout\nscout:\n  recall_interval: 3\n  recall_adapt: false\n")
     config, sources = load_with_sources(file, ["scout.recall_interval=5"])
-    assert config.scout == config.section(ScoutOptions) == ScoutOptions(recall_interval=5, attend="selected")
+    assert config.scout == config.section(ScoutOptions) == ScoutOptions(recall_interval=5, recall_adapt=False)
     assert sources["scout.recall_interval"] == "override"
-    assert sources["scout.attend"] == f"file {file}"
-    assert sources["scout.selection"] == "default"
+    assert sources["scout.recall_adapt"] == f"file {file}"
+    assert sources["scout.cpu_share"] == "default"
 
 
-@pytest.mark.parametrize("text", ["scout:\n", "scout: {}\n", "scout: {attend: resident}\n"])
+@pytest.mark.parametrize("text", ["scout:\n", "scout: {}\n", "scout: {recall_adapt: true}\n"])
 def test_a_section_without_other_values_than_the_defaults_changes_nothing(write, text):
     assert load_config(write(text), []) == HybridConfig()
 
 
 def test_the_section_of_a_policy_that_is_not_chosen_is_accepted_and_checked():
     assert load_config(None, ["policy=full", "scout.recall_interval=3"]).scout.recall_interval == 3
-    assert problem_of(overrides=["policy=full", "scout.attend=all"]).startswith(
-        "scout.attend='all' (override): must be "
+    assert problem_of(overrides=["policy=full", "scout.recall_adapt=all"]).startswith(
+        "scout.recall_adapt='all' (override): must be "
     )
 
 
 def test_a_section_is_built_changed_and_checked_in_python_too():
     config = HybridConfig(sections={"scout": ScoutOptions(recall_interval=3)})
     assert config == HybridConfig(sections={"scout": {"recall_interval": 3}})
-    assert config.with_section(ScoutOptions(attend="selected")).scout == ScoutOptions(attend="selected")
+    assert config.with_section(ScoutOptions(recall_adapt=False)).scout == ScoutOptions(recall_adapt=False)
     assert config.by_key()["scout.recall_interval"] == 3
     with pytest.raises(ConfigError, match=r"scout.cpu_share=2: must be a number >= 0 and <= 1"):
         HybridConfig(sections={"scout": ScoutOptions(cpu_share=2)})
@@ -663,16 +664,17 @@ def test_sections_survive_msgpack():
 
 def test_an_unknown_key_of_a_section_is_refused_with_the_keys_of_that_section(write):
     file = write("scout:\n  recal_interval: 3\n")
+    keys = [key for key in SECTION_KEYS if key.startswith("scout.")]
     for problem in (problem_of(file), problem_of(overrides=["scout.recal_interval=3"])):
         assert problem.startswith("unknown key 'scout.recal_interval' (")
-        assert problem.endswith(f", did you mean scout.recall_interval? legal keys: {', '.join(SCOUT_KEYS)}")
+        assert problem.endswith(f", did you mean scout.recall_interval? legal keys: {', '.join(keys)}")
 
 
 @pytest.mark.parametrize("key", ["recal_interval", "scot.recall_interval"])
 def test_a_key_without_its_section_or_with_a_misspelled_one_gets_the_dotted_name(key):
     problem = problem_of(overrides=[f"{key}=3"])
     assert ", did you mean scout.recall_interval? legal keys: policy, " in problem
-    assert problem.endswith("; sections: scout")
+    assert problem.endswith("; sections: scout, scoutattention")
 
 
 def test_a_policy_without_settings_has_no_section():
@@ -747,7 +749,7 @@ def test_a_policy_of_another_package_gets_its_section_like_ours(package, write):
 
 def test_the_package_of_a_policy_is_imported_only_when_it_is_chosen_or_its_section_is_given(package):
     name = package(WINDOW)
-    assert "window" not in describe(load_config(None, ["scout.attend=selected"]))
+    assert "window" not in describe(load_config(None, ["scout.recall_adapt=off"]))
     assert name not in sys.modules
     assert "window.last" in load_with_sources(None, ["policy=window"])[1]
     assert name in sys.modules

@@ -275,7 +275,7 @@ def test_pages_and_lengths_that_cannot_be_are_refused():
 
 @pytest.mark.parametrize(
     "setting",
-    ["prediction=raw", "scout.resident_tokens=0", "worker=start", "scout.selection=layer", "scout.score_interval=2"],
+    ["prediction=raw", "scout.resident_tokens=0", "worker=start", "scout.resident_bonus=2.0", "scout.score_interval=2"],
 )
 def test_settings_that_describe_a_gpu_are_left_to_torch(setting):
     assert unsupported_by_cpu_engine(HybridConfig(), 64) is None

@@ -51,7 +51,7 @@ def test_a_gpu_host_gets_the_kernels_values_unless_settings_exclude_the_kernels(
     of_kernels = {"score_interval": "4", "hot_tokens": "4096", "resident_tokens": "1024"}
     assert {name: here[f"scout.{name}"] for name in of_kernels} == of_kernels
     assert here["digest_dtype"].startswith("int8")
-    plain = resolved(load_config(None, ["scout.attend=selected"]), GPU_SERVER)
+    plain = resolved(load_config(None, ["sketch_channels=24"]), GPU_SERVER)
     assert plain["scout.score_interval"] == "1"
 
 

@@ -19,8 +19,10 @@ from sglang_hybrid.memory.prompt_queries import PromptQueries
 from sglang_hybrid.ops.reference import DIGEST_SPREAD, NO_BLOCK
 from sglang_hybrid.policies.base import BlockList, DecodeBatch, DecodePolicy, LayerCache
 from sglang_hybrid.policies.full import FullPolicy
-from sglang_hybrid.policies.scout.options import ScoutOptions
+from sglang_hybrid.policies.registry import PolicyContext, policy_named, prediction_of
+from sglang_hybrid.policies.scout.options import ScoutAttentionOptions, ScoutOptions
 from sglang_hybrid.policies.scout.policy import ScoutPolicy, Selection
+from sglang_hybrid.policies.scout.rules import ScoutRules, rules_of_scout
 from sglang_hybrid.policies.scout.tuning import DEFAULT_MISS_SHARE, tuning_of
 from sglang_hybrid.worker.miss_server import PendingAttention
 from sglang_hybrid.worker.torch_attention import TorchMisses
@@ -194,10 +196,11 @@ class Watched(ScoutPolicy):
         layers: int = 1,
         prompts: PromptQueries | None = None,
         any_block: bool = False,
+        rules: ScoutRules | None = None,
     ) -> None:
         self.misses = RecordedMisses()
         tuning = dataclasses.replace(tuning_of(config, layers), any_block=(any_block,) * layers)
-        super().__init__(config, self.misses, tuning, prompts, rows)
+        super().__init__(config, rules or rules_of_scout(config), self.misses, tuning, prompts, rows)
         self.chosen = Selection(*3 * [torch.empty(0)])
         self.ratios: list[tuple[int, float]] = []
         self.on_ratio = lambda layer, ratio: self.ratios.append((layer, ratio))
@@ -210,7 +213,7 @@ class Watched(ScoutPolicy):
 SMALL_SHAPES = st.builds(Shape, heads=st.integers(1, 2), group=st.integers(1, 3), dim=st.just(8), value_dim=st.just(8))
 
 
-@pytest.mark.parametrize("selection", ["head", "layer"])
+@pytest.mark.parametrize("per_layer", [False, True])
 @pytest.mark.parametrize("bonus", [0.0, 2.0])
 @pytest.mark.parametrize("interval", [0, 1, 3])
 @pytest.mark.parametrize("predicted", [True, False], ids=["wrong predictions", "no prediction"])
@@ -220,10 +223,10 @@ SMALL_SHAPES = st.builds(Shape, heads=st.integers(1, 2), group=st.integers(1, 3)
     shape=SMALL_SHAPES,
     seed=SEEDS,
     always=st.sampled_from([(0, 0), (1, 2), (2, 1)]),
-    attend=st.sampled_from(["resident", "selected"]),
+    only_selected=st.booleans(),
 )
 def test_a_budget_that_holds_the_context_gives_full_attention_at_every_step(
-    selection: str,
+    per_layer: bool,
     bonus: float,
     interval: int,
     predicted: bool,
@@ -231,16 +234,17 @@ def test_a_budget_that_holds_the_context_gives_full_attention_at_every_step(
     shape: Shape,
     seed: int,
     always: tuple[int, int],
-    attend: str,
+    only_selected: bool,
 ):
-    options = ScoutOptions(selection=selection, attend=attend, resident_bonus=bonus, recall_interval=interval)
+    options = ScoutOptions(resident_bonus=bonus, recall_interval=interval)
     config = HybridConfig(
         budget_tokens=8 * T,
         sink_blocks=always[0],
         recent_blocks=always[1],
         sections={"scout": options},
     )
-    decoding, policy = Decoding(plan, shape, seed), Watched(config, rows=3)
+    rules = dataclasses.replace(rules_of_scout(config), per_layer=per_layer, only_selected=only_selected)
+    decoding, policy = Decoding(plan, shape, seed), Watched(config, rows=3, rules=rules)
     requests = decoding.requests
 
     def check(step: Step) -> None:
@@ -255,8 +259,8 @@ def test_a_budget_that_holds_the_context_gives_full_attention_at_every_step(
 class PlainScout:
     """Policy scout from its description, in plain Python: sets of positions, one (request, KV head) at a time."""
 
-    def __init__(self, config: HybridConfig, decoding: Decoding, from_prompts: bool) -> None:
-        self.config = config
+    def __init__(self, config: HybridConfig, rules: ScoutRules, decoding: Decoding, from_prompts: bool) -> None:
+        self.config, self._rules = config, rules
         self.any_block = False
         self.miss_share = (
             DEFAULT_MISS_SHARE if config.scout.min_miss_attention == "auto" else float(config.scout.min_miss_attention)
@@ -273,12 +277,12 @@ class PlainScout:
 
     def scores(self, request: int, head: int, query: torch.Tensor, length: int) -> dict[int, float]:
         """Of the blocks that are not always in: shares of all but the tail."""
-        requests, config = self._decoding.requests, self.config
+        requests = self._decoding.requests
         full = (length - 1) // T
         if full == 0:
             return {}
         group, total = requests.shape.group, torch.zeros(full, dtype=torch.float64)
-        for h in range(requests.shape.heads) if config.scout.selection == "layer" else [head]:
+        for h in range(requests.shape.heads) if self._rules.per_layer else [head]:
             blocks = requests.row_keys[request][h, : full * T].double().split(T)
             own = query[h * group : (h + 1) * group].double()
             tops, bottoms = (torch.stack([f(b, dim=0) for b in blocks]) for f in (torch.amax, torch.amin))
@@ -312,14 +316,14 @@ class PlainScout:
                     resident = resident - {min(resident - {left}, key=scores.__getitem__)}
         selected = best({p: s + config.scout.resident_bonus * (p in resident) for p, s in scores.items()}, room)
         group = self._decoding.requests.shape.group
-        shared_by = group * (self._decoding.requests.shape.heads if config.scout.selection == "layer" else 1)
+        shared_by = group * (self._decoding.requests.shape.heads if self._rules.per_layer else 1)
         candidates = set(scores) if self.any_block else selected
         least = self.miss_share * shared_by
         misses = {p for p in candidates - resident if math.exp(scores[p]) >= least}
         if self.any_block:
             misses = best({p: scores[p] for p in misses}, room)
         near = always | resident
-        if config.scout.attend == "selected":
+        if self._rules.only_selected:
             near = always | (resident & selected)
         steps = length - self._decoding.plan[request].prompt
         due = config.scout.recall_interval and steps % config.scout.recall_interval == 0
@@ -328,7 +332,7 @@ class PlainScout:
 
 
 def attention_by_two_queries(
-    decoding: Decoding, config: HybridConfig, step: Step, row: int, head: int, near: set[int], misses: set[int]
+    decoding: Decoding, shifts: bool, step: Step, row: int, head: int, near: set[int], misses: set[int]
 ) -> torch.Tensor:
     """One softmax over all tokens of both sets; those of the misses have logits by the predicted query, shifted by
     what the middles of their blocks tell of the mass that the real query gives them."""
@@ -339,7 +343,7 @@ def attention_by_two_queries(
     guess = real_query if step.guesses is None else step.guesses[row, own].double()
     scale, keys = requests.shape.scale, requests.row_keys[request][head].double()
     shift = torch.zeros(group, 1, dtype=torch.float64)
-    if config.scout.lse_shift and misses:
+    if shifts and misses:
         blocks_of = [keys[p * T : (p + 1) * T] for p in sorted(misses)]
         told = [(b.amax(dim=0) + b.amin(dim=0)) / 2 for b in blocks_of]
         masses = [torch.logsumexp(query @ torch.stack(told).T * scale, dim=1) for query in (real_query, guess)]
@@ -356,12 +360,9 @@ def attention_by_two_queries(
 @st.composite
 def scouting(draw: st.DrawFn) -> HybridConfig:
     options = ScoutOptions(
-        selection=draw(st.sampled_from(["head", "layer"])),
-        attend=draw(st.sampled_from(["resident", "selected"])),
         resident_tokens=draw(st.sampled_from(["auto", 0, 4 * T, 5 * T, 20 * T])),
         resident_bonus=draw(st.sampled_from([0.0, 0.5, 2.0])),
         min_miss_attention=draw(st.sampled_from([0.0, 0.001, 0.1, 0.3])),
-        lse_shift=draw(st.booleans()),
         recall_interval=draw(st.sampled_from([0, 1, 2, 3, 7])),
     )
     return draw(small_budgets()).with_section(options)
@@ -370,6 +371,9 @@ def scouting(draw: st.DrawFn) -> HybridConfig:
 @settings(max_examples=60)
 @given(
     config=scouting(),
+    per_layer=st.booleans(),
+    only_selected=st.booleans(),
+    shifts=st.booleans(),
     plan=lives(longest=12 * T),
     shape=SMALL_SHAPES,
     seed=SEEDS,
@@ -379,6 +383,9 @@ def scouting(draw: st.DrawFn) -> HybridConfig:
 )
 def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_its_query(
     config: HybridConfig,
+    per_layer: bool,
+    only_selected: bool,
+    shifts: bool,
     plan: list[Life],
     shape: Shape,
     seed: int,
@@ -388,12 +395,11 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
 ):
     decoding = Decoding(plan, shape, seed)
     prompts = PromptQueries(3) if from_prompts else None
-    plain = PlainScout(config, decoding, from_prompts)
+    rules = dataclasses.replace(rules_of_scout(config), per_layer=per_layer, only_selected=only_selected, shifts=shifts)
+    plain = PlainScout(config, rules, decoding, from_prompts)
     # a profile that says so has shares
-    plain.any_block = any_block = (
-        any_block and config.scout.attend == "resident" and config.scout.min_miss_attention > 0
-    )
-    policy = Watched(config, rows=3, prompts=prompts, any_block=any_block)
+    plain.any_block = any_block = any_block and not only_selected and config.scout.min_miss_attention > 0
+    policy = Watched(config, rows=3, prompts=prompts, any_block=any_block, rules=rules)
 
     def check(step: Step) -> None:
         missed = 0
@@ -406,7 +412,7 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
                 assert sorted(real(policy.chosen.near[row, head])) == sorted(near)
                 assert sorted(real(policy.chosen.misses[row, head])) == sorted(misses)
                 assert near.isdisjoint(misses)
-                expected = attention_by_two_queries(decoding, config, step, row, head, near, misses)
+                expected = attention_by_two_queries(decoding, shifts, step, row, head, near, misses)
                 out = step.out[row].unflatten(0, (shape.heads, -1))[head]
                 torch.testing.assert_close(out.double(), expected, **CLOSE[torch.float32])
         ratio = missed / (len(step.requests) * shape.heads * (config.budget_tokens // T))
@@ -432,7 +438,9 @@ class Run:
     lengths: list[int]
 
     def always(self, step: int) -> set[int]:
-        return PlainScout(self.config, self.decoding, from_prompts=False).always(self.lengths[step])
+        return PlainScout(self.config, rules_of_scout(self.config), self.decoding, from_prompts=False).always(
+            self.lengths[step]
+        )
 
     def resident(self, step: int, head: int) -> set[int]:
         return set(real(self.chosen[step].near[0, head])) - self.always(step)
@@ -451,11 +459,17 @@ def scouting_by(**options: object) -> HybridConfig:
 
 
 def long_run(
-    steps: int = 70, predicted: bool = True, prompt: int = 9 * T + 20, any_block: bool = False, **settings: object
+    steps: int = 70,
+    predicted: bool = True,
+    prompt: int = 9 * T + 20,
+    any_block: bool = False,
+    rules: dict[str, bool] | None = None,
+    **settings: object,
 ) -> Run:
     config = scouting_by(**settings)  # 3 slots
+    changed = dataclasses.replace(rules_of_scout(config), **(rules or {}))  # type: ignore[arg-type]
     decoding = Decoding([Life(0, prompt, 0, steps)], SMALL, seed=5)
-    run = Run(config, decoding, Watched(config, rows=1, any_block=any_block), [], [])
+    run = Run(config, decoding, Watched(config, rows=1, any_block=any_block, rules=changed), [], [])
 
     def check(step: Step) -> None:
         run.chosen.append(run.policy.chosen)
@@ -533,7 +547,7 @@ def test_a_block_that_leaves_the_recent_window_is_resident_at_once(interval: int
 @pytest.mark.parametrize("interval", [0, 1, 3])
 def test_what_gives_way_to_it_is_the_resident_block_that_scores_worst(interval: int):
     run = long_run(recall_interval=interval, resident_bonus=0.0, predicted=False)
-    plain = PlainScout(run.config, run.decoding, from_prompts=False)
+    plain = PlainScout(run.config, rules_of_scout(run.config), run.decoding, from_prompts=False)
     for step in (step for step in range(1, len(run.chosen)) if run.opens_a_block(step)):
         length = run.lengths[step]
         query = run.decoding.requests.row_queries[0][length - 1]
@@ -588,7 +602,7 @@ def test_a_share_that_decides_alone_takes_blocks_beyond_the_selection_and_change
 
 
 def test_attending_to_what_is_selected_bounds_what_is_attended_by_the_budget():
-    bounded, all_resident = (long_run(recall_interval=4, attend=attend) for attend in ("selected", "resident"))
+    bounded, all_resident = (long_run(recall_interval=4, rules={"only_selected": only}) for only in (True, False))
     more = 0
     for step, (chosen, other) in enumerate(zip(bounded.chosen, all_resident.chosen, strict=True)):
         for head in range(SMALL.heads):
@@ -641,7 +655,7 @@ def test_what_a_request_gets_does_not_depend_on_which_others_run_beside_it():
 
 
 def test_heads_that_share_a_selection_choose_the_same_blocks_and_heads_that_do_not_choose_others():
-    together, alone = (long_run(selection=selection, recall_interval=2) for selection in ("layer", "head"))
+    together, alone = (long_run(recall_interval=2, rules={"per_layer": shared}) for shared in (True, False))
     for chosen in together.chosen:
         assert torch.equal(chosen.near[0, 0], chosen.near[0, 1])
         assert torch.equal(chosen.recalled[0, 0], chosen.recalled[0, 1])
@@ -656,7 +670,7 @@ def test_the_first_resident_blocks_are_the_best_for_the_last_token_of_the_prompt
     prompts = PromptQueries(3)
     prompts.store(0, torch.tensor([1]), torch.ones(1, 4, 8))  # somebody else's
     policy = Watched(config, rows=3, prompts=prompts)
-    plain = PlainScout(config, decoding, from_prompts=True)
+    plain = PlainScout(config, rules_of_scout(config), decoding, from_prompts=True)
     length = 20 * T + 1
 
     def check(step: Step) -> None:
@@ -859,3 +873,41 @@ def test_prefill_and_then_decode_is_causal_softmax_over_the_whole_row(
             outputs[row].append(out[row : row + 1])
     for row in rows:
         requests.assert_close(torch.cat(outputs[row]), causal(requests, row))
+
+
+# Policy scoutattention
+
+
+def test_scoutattention_shares_a_selection_attends_to_it_alone_and_corrects_nothing():
+    config = HybridConfig(policy="scoutattention", budget_tokens=6 * T, sink_blocks=1, recent_blocks=1)
+    config = config.with_section(ScoutAttentionOptions(recall_interval=4))
+    decoding, misses = Decoding([Life(0, 9 * T + 20, 0, 40)], SMALL, seed=5), RecordedMisses()
+    context = PolicyContext(config, 1, 1, misses, PromptQueries(1), tuning_of(config, 1))
+    policy = policy_named("scoutattention").create(context)
+    assert isinstance(policy, ScoutPolicy)
+    plain_config = config.with_section(ScoutOptions(recall_interval=4, resident_bonus=0.0, min_miss_attention=0.0))
+    rules = ScoutRules(config.budget_tokens, per_layer=True, only_selected=True, shifts=False)
+    plain, missed = PlainScout(plain_config, rules, decoding, from_prompts=False), 0
+
+    def check(step: Step) -> None:
+        nonlocal missed
+        assert step.guesses is not None
+        for head in range(SMALL.heads):
+            near, far = plain.attend(0, head, step.lengths[0], step.fresh[0], step.guesses[0])
+            assert len(near) + len(far) == 6
+            missed += len(far)
+            expected = attention_by_two_queries(decoding, False, step, 0, head, near, far)
+            out = step.out[0].unflatten(0, (SMALL.heads, -1))[head]
+            torch.testing.assert_close(out.double(), expected, **CLOSE[torch.float32])
+
+    decoding.run(policy, check, lambda _: True)
+    assert missed > 0
+
+
+def test_scoutattention_predicts_by_raw_projections_unless_it_is_told_otherwise():
+    paper = HybridConfig(policy="scoutattention")
+    assert prediction_of(paper, has_profile=False) == prediction_of(paper, has_profile=True) == "raw"
+    assert prediction_of(HybridConfig(policy="scoutattention", prediction="none"), has_profile=False) == "none"
+    assert prediction_of(HybridConfig(), has_profile=False) == "none"
+    assert prediction_of(HybridConfig(), has_profile=True) == "calibrated"
+    assert prediction_of(HybridConfig(policy="full", prediction="raw"), has_profile=True) == "none"

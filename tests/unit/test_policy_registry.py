@@ -55,9 +55,9 @@ def test_a_policy_that_is_registered_at_run_time_is_used() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match="must be one of full, scout"):
+    with pytest.raises(ConfigError, match="must be one of full, scout, scoutattention"):
         HybridConfig(policy="nobodys")
-    with pytest.raises(UnknownPolicy, match="there is no policy nobodys: there are full, scout"):
+    with pytest.raises(UnknownPolicy, match="there is no policy nobodys: there are full, scout, scoutattention"):
         policy_named("nobodys")
 
 

@@ -14,7 +14,7 @@ from decoding import CLOSE, Decoding, Life, Shape, Step, T
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.commands.profile import choosing
+from sglang_hybrid.commands.profile import tune
 from sglang_hybrid.commands.profile.fit_predictor import RANK_PARTS, Calibrator, LayerInputs
 from sglang_hybrid.commands.profile.recording import RecordingPolicy
 from sglang_hybrid.commands.profile.records import LayerRecord
@@ -36,6 +36,7 @@ from sglang_hybrid.policies.scout.options import ScoutOptions
 from sglang_hybrid.policies.scout.policy import ScoutPolicy, Selection
 from sglang_hybrid.policies.scout.predictor import QueryPredictor, QueryWeights
 from sglang_hybrid.policies.scout.recall import LONGEST
+from sglang_hybrid.policies.scout.rules import rules_of_scout
 from sglang_hybrid.policies.scout.tuning import beyond_selection, tuning_of
 from sglang_hybrid.worker.torch_attention import TorchMisses
 
@@ -227,7 +228,7 @@ def test_the_simulation_of_a_recording_is_what_the_policy_does(
         )
         beyond = any_block and beyond_selection(choice.interval)
         tuning = dataclasses.replace(tuning_of(config, layers=1), any_block=(beyond,))
-        policy = Watched(config, TorchMisses(), tuning, rows=2)
+        policy = Watched(config, rules_of_scout(config), TorchMisses(), tuning, rows=2)
         ratios: list[float] = []
         missed: list[float] = []
         policy.on_ratio = lambda _, ratio, seen=ratios: seen.append(ratio)
@@ -260,10 +261,11 @@ def test_costs_of_shares_are_what_the_policy_misses_and_how_far_its_output_is_of
     cost = costs.of(0)
     # a share of 1 leaves all misses out, so that the policy's output has nothing of a predicted query in it
     for number, share in [*enumerate(SHARES)][-6:]:
-        options = ScoutOptions(resident_bonus=0.0, recall_interval=8, min_miss_attention=share, lse_shift=False)
+        options = ScoutOptions(resident_bonus=0.0, recall_interval=8, min_miss_attention=share)
         config = base.with_section(options)
+        rules = dataclasses.replace(rules_of_scout(config), shifts=False)
         tuning = dataclasses.replace(tuning_of(config, layers=1), any_block=(True,))
-        policy, ratios, moved = ScoutPolicy(config, TorchMisses(), tuning, rows=2), [], []
+        policy, ratios, moved = ScoutPolicy(config, rules, TorchMisses(), tuning, rows=2), [], []
         policy.on_ratio = lambda _, ratio, seen=ratios: seen.append(ratio)
 
         def check(step: Step, moved: list[float] = moved) -> None:
@@ -292,7 +294,7 @@ def some_cost(seed: int) -> LayerCost:
 def test_shares_leave_no_more_misses_than_allowed_and_no_layer_could_swap_with_another(seeds: list[int]):
     costs, norms = [some_cost(seed) for seed in seeds], [1.0 + n for n in range(len(seeds))]
     chosen = [SHARES.index(share) for share in choose_shares(costs, norms)]
-    allowed = choosing._OF_NOT_STICKY * sum(cost.not_sticky for cost in costs)
+    allowed = tune._OF_NOT_STICKY * sum(cost.not_sticky for cost in costs)
     ratio = sum(float(cost.ratio[n]) for cost, n in zip(costs, chosen, strict=True))
     moved = sum(float(cost.moved[n]) / norm for cost, norm, n in zip(costs, norms, chosen, strict=True))
     assert ratio <= allowed + 1e-6
@@ -333,7 +335,7 @@ def ratios_at(records: Sequence[LayerRecord], bonus: float, intervals: Sequence[
 
 
 def missed_at(records: Sequence[LayerRecord], bonuses: Sequence[float]) -> list[float]:
-    choices = [Choice(bonus, choosing._BONUS_INTERVAL) for bonus in bonuses]
+    choices = [Choice(bonus, tune._BONUS_INTERVAL) for bonus in bonuses]
     missed: list[float] = (
         torch.stack([simulate(r, choices, BUDGET).missed.mean(dim=1) for r in records]).mean(dim=0).tolist()
     )
@@ -352,7 +354,7 @@ def test_an_interval_keeps_the_mean_ratio_under_beta_and_is_the_longest_that_doe
     ratios = ratios_at(records, 0.5, [0, chosen, *longer])
     if chosen > 1:
         assert ratios[chosen] < beta
-    most = min(choosing._MARGIN * beta, choosing._OF_NO_RECALL * ratios[0])
+    most = min(tune._MARGIN * beta, tune._OF_NO_RECALL * ratios[0])
     assert all(ratios[interval] > most - 1e-6 for interval in longer)
 
 
@@ -369,7 +371,7 @@ def test_a_larger_beta_never_shortens_an_interval(seed: int, wobble: float, beta
 def test_a_bonus_misses_no_more_than_the_best_blocks_of_every_step_and_the_next_would(kinds: list[tuple[int, float]]):
     records = [long_record(*kind) for kind in kinds]
     chosen = choose_bonus(records, BUDGET)
-    best = Choice(0.0, choosing._BONUS_INTERVAL)
+    best = Choice(0.0, tune._BONUS_INTERVAL)
     allowed = float(torch.stack([simulate(r, [best], BUDGET).unselected.mean() for r in records]).mean())
     smaller = BONUSES.index(chosen) + 1
     missed = missed_at(records, BONUSES)

@@ -34,7 +34,7 @@ from sglang_hybrid.policies.base import BlockList, LayerCache
 from sglang_hybrid.protocol.mailbox import Mailbox
 from sglang_hybrid.protocol.messages import ThreadPlan
 from sglang_hybrid.protocol.region import RegionError, SharedRegion
-from sglang_hybrid.worker import link as link_module
+from sglang_hybrid.worker import connection as link_module
 from sglang_hybrid.worker import process as process_module
 from sglang_hybrid.worker import supervisor as supervisor_module
 from sglang_hybrid.worker.connection import WorkerConnection

@@ -258,7 +258,7 @@ def _with_share(budget: Budget, config: HybridConfig, model: ModelIdentity, shar
     if config.scout.min_miss_attention != "auto":
         return budget
     min_miss_score = math.log(share * (model.query_heads // model.kv_heads))
-    return dataclasses.replace(budget, min_miss_score=min_miss_score, any_block=config.scout.attend == "resident")
+    return dataclasses.replace(budget, min_miss_score=min_miss_score, any_block=True)
 
 
 def _ratios(

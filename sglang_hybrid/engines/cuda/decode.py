@@ -230,7 +230,7 @@ class DeviceScout:
         out, lse = self._main.replies(count)
         with self._replies.fork():
             self._mailbox.wait(self._receipt(layer, count), self._settings.deadline_s, out, lse, served)
-            if predicted and self._settings.shifts:
+            if predicted:
                 misses = lane.misses(count)
                 shift_lse(
                     query, lane.query(count), self._layers[layer].digests, misses.pages, misses.counts, scale, lse,

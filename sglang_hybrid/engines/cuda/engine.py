@@ -67,12 +67,13 @@ def unsupported_reason(config: HybridConfig, pool: KVPool, model: ModelFacts) ->
     """Return why the CUDA kernels cannot serve this, in words."""
     if torch.device(pool.device).type != "cuda":
         return "the model is not on a GPU"
+    if why := unsupported_settings(config):  # which turned CUDA graphs off: say why
+        return why
     if not model.cuda_graphs:
         return "CUDA graphs are off"
     if model.scale is None:
         return "layers that scale attention differently"
-    shape = (pool.head_dim, pool.v_head_dim, model.group, pool.store_dtype.itemsize)
-    return unsupported_settings(config) or unsupported_model(*shape)
+    return unsupported_model(pool.head_dim, pool.v_head_dim, model.group, pool.store_dtype.itemsize)
 
 
 _WHOLE_REQUESTS = "dense"  # the graph of steps that hold all of their rows in device memory

@@ -27,7 +27,6 @@ class ScoutSettings:
     min_miss_score: tuple[float, ...]  # the score that a miss of each layer must have
     any_block: tuple[bool, ...]  # whether every block that has it is a miss, or only the selected ones
     score_interval: int  # steps between two scorings of all blocks of a layer
-    shifts: bool
     gather_share: float | None  # of the misses, that are copied to the device; None: it changes, and begins with 0
     deadline_s: float
     hot: int = 0  # blocks of a (row, KV head) that are scored in between
@@ -82,7 +81,6 @@ def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettin
         min_miss_score=tuple(math.log(share * group) if share else -math.inf for share in tuning.miss_shares),
         any_block=tuning.any_block,
         score_interval=score_interval_of(config, on_gpu=True),
-        shifts=config.scout.lse_shift,
         gather_share=gather_share_of(config),
         deadline_s=config.worker_deadline_ms / 1000,
         hot=hot_blocks_of(config),
@@ -99,10 +97,6 @@ def unsupported_settings(config: HybridConfig) -> str | None:
     """What of these settings the kernels cannot do, in words; None if they can."""
     if policy_named(config.policy).cuda_program is None:
         return f"policy={config.policy}"
-    if config.scout.selection != "head":
-        return f"scout.selection={config.scout.selection}"
-    if config.scout.attend != "resident":
-        return f"scout.attend={config.scout.attend}"
     if config.sketch_channels not in _CHANNELS:
         return f"sketch_channels={config.sketch_channels}"
     if max(config.budget_tokens // BLOCK_TOKENS, slots_of(config)) > _MOST_BLOCKS:

@@ -1,4 +1,4 @@
-"""The settings of policy scout: the section ``scout`` of the configuration. Imports neither torch nor SGLang."""
+"""The settings of policies scout and scoutattention. Imports neither torch nor SGLang."""
 
 from __future__ import annotations
 
@@ -23,17 +23,6 @@ class ScoutOptions(msgspec.Struct, frozen=True, kw_only=True):
             "included. auto is budget_tokens; 0 leaves all other blocks to the worker.",
         ),
     ] = "auto"
-    selection: Annotated[
-        Literal["head", "layer"],
-        Meta(description="Whether each KV head has its own selection, or all KV heads of a layer share one."),
-    ] = "head"
-    attend: Annotated[
-        Literal["resident", "selected"],
-        Meta(
-            description="Blocks attended besides misses, sink, recent and tail blocks: all resident ones, or only "
-            "those that are selected in this step (ScoutAttention)."
-        ),
-    ] = "resident"
     resident_bonus: Annotated[
         _Bonus,
         Meta(
@@ -50,18 +39,11 @@ class ScoutOptions(msgspec.Struct, frozen=True, kw_only=True):
             "profile.",
         ),
     ] = "auto"
-    lse_shift: Annotated[
-        bool,
-        Meta(
-            description="Whether digests and sketches correct the weight of misses that were computed with a "
-            "predicted query.",
-        ),
-    ] = True
     cpu_share: Annotated[
         _Share,
         Meta(
             description="Share of the misses that the worker computes on a GPU server; the others, with the best "
-            "scores, are copied to the GPU. 1 is ScoutAttention; auto copies only what the worker "
+            "scores, are copied to the GPU. auto copies only what the worker "
             "cannot compute in time.",
         ),
     ] = "auto"
@@ -101,3 +83,28 @@ class ScoutOptions(msgspec.Struct, frozen=True, kw_only=True):
             "recall_interval that is set stays.",
         ),
     ] = True
+
+
+class ScoutAttentionOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of policy scoutattention."""
+
+    resident_tokens: Annotated[
+        _Count,
+        Meta(
+            description="As scout.resident_tokens.",
+        ),
+    ] = "auto"
+    recall_interval: Annotated[
+        _Count,
+        Meta(
+            description="As scout.recall_interval.",
+        ),
+    ] = "auto"
+    target_cpu_ratio: Annotated[
+        float,
+        Meta(gt=0, le=1, description="CPU compute ratio that recall_adapt keeps to: the paper's beta."),
+    ] = 0.12
+    recall_adapt: Annotated[
+        bool,
+        Meta(description="As scout.recall_adapt."),
+    ] = False

@@ -21,8 +21,9 @@ from sglang_hybrid.memory.resident import ResidentSet
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.base import BlockList, DecodeBatch, DecodePolicy, LayerCache
 from sglang_hybrid.policies.scout.recall import RecallSchedule
+from sglang_hybrid.policies.scout.rules import ScoutRules
 from sglang_hybrid.policies.scout.scoring import RecentScores
-from sglang_hybrid.policies.scout.tuning import Tuning, hot_blocks_of, resident_tokens_of, score_interval_of
+from sglang_hybrid.policies.scout.tuning import Tuning
 from sglang_hybrid.worker.miss_server import MissServer, PendingAttention
 
 
@@ -49,6 +50,7 @@ class ScoutPolicy(DecodePolicy):
     def __init__(
         self,
         config: HybridConfig,
+        rules: ScoutRules,
         misses: MissServer,
         tuning: Tuning,
         prompts: PromptQueries | None = None,
@@ -58,19 +60,15 @@ class ScoutPolicy(DecodePolicy):
         self._budget_blocks = config.budget_tokens // BLOCK_TOKENS
         self._sink = config.sink_blocks
         self._recent = config.recent_blocks
-        self._per_layer = config.scout.selection == "layer"
-        self._only_selected = config.scout.attend == "selected"
+        self._rules = rules
         self._bonus = tuning.bonus
         self._miss_shares = tuning.miss_shares
         self._any_block = tuning.any_block
-        self._shifts = config.scout.lse_shift
-        self._score_interval = score_interval_of(config, on_gpu=False)
-        self._slots = max(0, resident_tokens_of(config) // BLOCK_TOKENS - self._always)
+        self._slots = max(0, rules.resident_tokens // BLOCK_TOKENS - self._always)
         self._rows = rows
         self._prompts = prompts or PromptQueries(rows)
         self.recall = RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt)
         self._resident: dict[int, ResidentSet] = {}
-        self._hot_blocks = hot_blocks_of(config)
         self._kept_scores: dict[int, RecentScores] = {}  # of each layer
         self._ahead: dict[int, _Begun] = {}
         self._fresh: set[int] = set()  # rows that have not decoded yet
@@ -113,7 +111,7 @@ class ScoutPolicy(DecodePolicy):
         near = self._block_list(begun.selection.near, cache, batch)
         local = reference.attend_blocks(query, cache.keys, cache.values, near.ids, near.fill, scale)
         missed, lse = begun.posted.collect()
-        if self._shifts and begun.query is not query:
+        if self._rules.shifts and begun.query is not query:
             lse = lse + self._shift(query, begun, cache, scale)
         out, _ = reference.merge(*local, missed, lse)
         due = self.recall.due(cache.layer, self._steps)
@@ -156,7 +154,7 @@ class ScoutPolicy(DecodePolicy):
         here = is_resident.gather(2, selected.clamp(min=0)) & (selected != reference.NO_BLOCK)
         both, missing = reference.split(selected, here)
         misses = self._worth_it(missing, scores, is_resident, counts, cache.layer, query.shape[1] // scores.shape[1])
-        resident_part = both if self._only_selected else listed
+        resident_part = both if self._rules.only_selected else listed
         recalled = self._best_for_slots(selected, scores)
         return Selection(_compact(torch.cat((always, resident_part), dim=2)), _compact(misses), recalled)
 
@@ -187,12 +185,12 @@ class ScoutPolicy(DecodePolicy):
 
     def _recent_scores(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
         """Of this step, or of the last one at which they were made: see ``RecentScores``."""
-        if self._score_interval == 1:
+        if self._rules.score_interval == 1:
             return self._scores(query, cache, batch, scale)
-        turn = (self._steps + cache.layer) % self._score_interval == 0
+        turn = (self._steps + cache.layer) % self._rules.score_interval == 0
         turn[self._begin] = True
         if cache.layer not in self._kept_scores:
-            self._kept_scores[cache.layer] = RecentScores(self._rows, self._hot_blocks)
+            self._kept_scores[cache.layer] = RecentScores(self._rows, self._rules.hot_blocks)
         counts = batch.block_counts(cache.block_tokens)
         logits = reference.without_tail(
             cache.estimates(query, batch.page_table, reference.DIGEST_SPREAD, scale), counts
@@ -207,7 +205,7 @@ class ScoutPolicy(DecodePolicy):
         return self._by_layer(reference.block_scores(logits, counts, scale))
 
     def _by_layer(self, scores: torch.Tensor) -> torch.Tensor:
-        return scores.logsumexp(dim=1, keepdim=True).expand_as(scores) if self._per_layer else scores
+        return scores.logsumexp(dim=1, keepdim=True).expand_as(scores) if self._rules.per_layer else scores
 
     def _choose(
         self, scores: torch.Tensor, listed: torch.Tensor, counts: torch.Tensor, layer: int
@@ -229,7 +227,7 @@ class ScoutPolicy(DecodePolicy):
         """Of the selected positions that are not resident, or of all, those that get enough attention by estimate."""
         if self._miss_shares[layer] == 0:
             return missing
-        heads = group * scores.shape[1] if self._per_layer else group  # whose shares a score adds up
+        heads = group * scores.shape[1] if self._rules.per_layer else group  # whose shares a score adds up
         least = math.log(self._miss_shares[layer] * heads)
         if self._any_block[layer]:
             most = self._budget_blocks - self._always

@@ -92,7 +92,6 @@ def tuning_of(config: HybridConfig, layers: int, profile: Profiled | None = None
         miss_shares = (float(options.min_miss_attention),) * layers
     elif profile and profile.miss_shares:
         # One share for all layers needs the limit that a selection is: it says too little about what matters where.
-        # With attend "selected" the budget bounds what is attended, so that nothing beyond the selection is.
         miss_shares = profile.miss_shares
-        any_block = tuple(options.attend == "resident" and beyond_selection(interval) for interval in intervals)
+        any_block = tuple(beyond_selection(interval) for interval in intervals)
     return Tuning(bonus, intervals, options.target_cpu_ratio, adapt, miss_shares, any_block)
