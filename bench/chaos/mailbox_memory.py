@@ -59,7 +59,7 @@ class MailboxMemory:
     def forge_replies(self, **wrong: int) -> None:
         """Every reply to the newest post becomes one that fits its request, but for what is ``wrong``."""
         newest = self.posted()
-        for row in range(self._number("Post", newest % SLOTS, "rows")):
+        for row in range(self._rows_of(newest)):
             record = newest % SLOTS * self.geometry.rows + row
             self._write(self._checks + 8 * record, self._check_of_request(newest, record).to_bytes(8, "little"))
             generation = self._number("Request", record, "generation")
@@ -69,7 +69,7 @@ class MailboxMemory:
         """What the next post's slot holds becomes the reply to it, if it is the same layer's with the same lists, one
         step later: so it may be with two layers that are posted in turn."""
         coming = self.posted() + 1
-        for row in range(min(self._number("Post", coming % SLOTS, "rows"), self.geometry.rows)):
+        for row in range(self._rows_of(coming)):
             record = coming % SLOTS * self.geometry.rows + row
             generation = (self._number("Request", record, "generation") + 1) % (1 << 32)
             self._write_reply(record, {"generation": generation, "status": 0, "sequence": coming})
@@ -77,6 +77,10 @@ class MailboxMemory:
     def generation(self) -> int:
         """Of the newest post."""
         return self._number("Request", self.posted() % SLOTS * self.geometry.rows, "generation")
+
+    def _rows_of(self, sequence: int) -> int:
+        """No more than there is room for: a flipped bit may have made it a very large number."""
+        return min(self._number("Post", sequence % SLOTS, "rows"), self.geometry.rows)
 
     def _check_of_request(self, sequence: int, record: int) -> int:
         """As kernels/cpu/src/engine/checks.h defines it."""
