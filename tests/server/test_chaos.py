@@ -19,18 +19,18 @@ from sglang_hybrid import env
 ROOT = Path(__file__).parents[2]
 # file, what is there, what takes its place
 NO_GENERATION_CHECK = (
-    "worker/mailbox_client.cpp",
+    "engine/mailbox_client.cpp",
     "if (load_acquire(reply.generation) != posts_[sequence % mailbox_slots].generation) return false;",
     "",
 )
 REPLIES_NOT_CLEARED = (
-    "worker/mailbox_client.cpp",
+    "engine/mailbox_client.cpp",
     "for (uint32_t row = 0; row < lists.rows; ++row) store_release(view.reply(sequence, row).sequence, 0);",
     "",
 )
 # The tail is never missed: of the blocks of a budget, one less can be in a list.
 SCRATCH_ONE_TASK_SHORT = (
-    "worker/engine.cpp",
+    "engine/engine.cpp",
     "tasks_per_row_(geometry.kv_heads * most_tasks_of(geometry.max_blocks, options.task_blocks) + guard_tasks)",
     "tasks_per_row_(geometry.kv_heads * (most_tasks_of(geometry.max_blocks, options.task_blocks) - 1) - 1)",
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.full  # two servers; tests/unit/test_throughput.py has the program's parts
+pytestmark = pytest.mark.full  # two servers; tests/unit/bench/test_throughput.py has the program's parts
 ROOT = Path(__file__).parents[2]
 
 

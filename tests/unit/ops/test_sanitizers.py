@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
+SOURCE = Path(__file__).resolve().parents[3] / "kernels" / "cpu"
 # Behind the options of every file, whose -O3 takes the compiler minutes under a sanitizer. What is looked for (memory
 # beyond an end, accesses without order) is there without optimization too.
 COMPILE = "<CMAKE_CXX_COMPILER> <DEFINES> <INCLUDES> <FLAGS> -O0 -o <OBJECT> -c <SOURCE>"

@@ -28,7 +28,7 @@ from sglang_hybrid.policies.registry import (
     register_policy,
 )
 
-EXAMPLE = Path(__file__).parents[2] / "examples/streaming_llm"
+EXAMPLE = Path(__file__).parents[3] / "examples/streaming_llm"
 
 
 @pytest.fixture(autouse=True)

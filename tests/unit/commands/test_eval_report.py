@@ -20,7 +20,7 @@ from sglang_hybrid.commands.eval import plots
 from sglang_hybrid.commands.eval.report import document, print_report, write_json, write_report
 from sglang_hybrid.commands.eval.result import NeedleGrid, Run, TaskResult
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GRID = NeedleGrid((512, 1024, 6000), (0.0, 0.5, 1.0), ((1.0, 1.0, 0.5), (0.0, 0.25, None), (1.0, 0.75, 1.0)))
 FULL = Run(
     "full",

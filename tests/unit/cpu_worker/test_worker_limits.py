@@ -62,7 +62,7 @@ for stacks in range(1, 20):  # so few that one engine gets some and takes them a
 def run_with_few_threads(body: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_THREADS.replace("{body}", body)],
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[1],  # where its helpers are
         capture_output=True,
         text=True,
         timeout=120,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = str(Path(sys.executable).with_name("sglang-hybrid"))
-PROFILES = Path(__file__).parents[2] / "configs" / "profiles"
+PROFILES = Path(__file__).parents[3] / "configs" / "profiles"
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512,

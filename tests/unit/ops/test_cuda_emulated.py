@@ -13,7 +13,7 @@ from kernels_on_cpu import built
 
 from sglang_hybrid.user_cache import default_cache_dir
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 # how many processes share the tests of a file
 DEVICE_ALONE = {
     "test_cuda_attention.py": 2,
