@@ -80,7 +80,7 @@ class MailboxMemory:
 
     def _rows_of(self, sequence: int) -> int:
         """No more than there is room for: a flipped bit may have made it a very large number."""
-        return min(self._number("Post", sequence % SLOTS, "rows"), self.geometry.rows)
+        return min(self._number("Post", sequence % SLOTS, "rows"), int(self.geometry.rows))
 
     def _check_of_request(self, sequence: int, record: int) -> int:
         """As kernels/cpu/src/engine/checks.h defines it."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from sglang_hybrid.core import LayerCache
 from sglang_hybrid.ops import reference
-from sglang_hybrid.policies.base import LayerCache
 
 ROWS = 8  # of every matrix product
 TOKENS = 32  # of a prompt that are attended at a time, from multiples of it

@@ -9,8 +9,9 @@ import torch
 from msgspec import Meta
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.core import DecodeBatch, LayerCache
 from sglang_hybrid.ops import reference
-from sglang_hybrid.policies.base import DecodeBatch, DecodePolicy, LayerCache
+from sglang_hybrid.policies.base import DecodePolicy
 from sglang_hybrid.policies.registry import PolicyContext, register_policy
 
 

@@ -14,13 +14,13 @@ import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.core import LayerCache
 from sglang_hybrid.engines.base import Engine, ModelFacts, PrefillBatch, StepBatch
 from sglang_hybrid.memory.pages import page_table
 from sglang_hybrid.memory.pool import KVPool
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cpu.decoder import BlockSummaries, HostKernels, SelectionRules
 from sglang_hybrid.ops.cpu.structs import Geometry
-from sglang_hybrid.policies.base import LayerCache
 from sglang_hybrid.policies.full import read_row
 from sglang_hybrid.policies.registry import policy_named
 from sglang_hybrid.policies.scout.tuning import Tuning

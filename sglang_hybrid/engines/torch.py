@@ -10,6 +10,7 @@ import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.core import DecodeBatch, LayerCache
 from sglang_hybrid.engines.base import (
     Engine,
     LayerPrediction,
@@ -23,7 +24,6 @@ from sglang_hybrid.memory.pages import page_table
 from sglang_hybrid.memory.pool import KVPool
 from sglang_hybrid.memory.prompt_queries import PromptQueries
 from sglang_hybrid.ops import reference
-from sglang_hybrid.policies.base import DecodeBatch, LayerCache
 from sglang_hybrid.policies.full import read_row
 from sglang_hybrid.policies.registry import PolicyContext, policy_named
 from sglang_hybrid.policies.scout.predictor import QueryPredictor

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from sglang_hybrid.core import DecodeBatch, LayerCache
 from sglang_hybrid.ops import reference
-from sglang_hybrid.policies.base import DecodeBatch, DecodePolicy, LayerCache
+from sglang_hybrid.policies.base import DecodePolicy
 
 
 class FullPolicy(DecodePolicy):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from sglang_hybrid.core import BlockList, LayerCache
 from sglang_hybrid.ops.cpu.lists import HostLists
 from sglang_hybrid.ops.cpu.local import LocalAttention
-from sglang_hybrid.policies.base import BlockList, LayerCache
 from sglang_hybrid.worker.miss_server import MissServer, PendingAttention, Ready
 
 

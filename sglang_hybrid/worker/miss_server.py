@@ -7,9 +7,7 @@ from typing import Protocol
 
 import torch
 
-from sglang_hybrid.policies.base import BlockList, LayerCache
-
-Partial = tuple[torch.Tensor, torch.Tensor]  # output [rows, query heads, head_dim] and LSE [rows, query heads], float32
+from sglang_hybrid.core import BlockList, LayerCache, Partial
 
 
 class PendingAttention(Protocol):

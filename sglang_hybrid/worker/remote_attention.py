@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import torch
 
+from sglang_hybrid.core import BlockList, LayerCache, Partial
 from sglang_hybrid.metrics import WorkerMetrics
 from sglang_hybrid.ops.cpu.lists import HostLists
 from sglang_hybrid.ops.cpu.local import LocalAttention
-from sglang_hybrid.policies.base import BlockList, LayerCache
 from sglang_hybrid.protocol.mailbox import DAMAGED
 from sglang_hybrid.worker.connection import WorkerConnection
 from sglang_hybrid.worker.fallback_log import FallbackLog
-from sglang_hybrid.worker.miss_server import MissServer, Partial, PendingAttention, Ready
+from sglang_hybrid.worker.miss_server import MissServer, PendingAttention, Ready
 from sglang_hybrid.worker.supervisor import Supervisor
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from sglang_hybrid.core import BlockList, LayerCache
 from sglang_hybrid.ops import reference
-from sglang_hybrid.policies.base import BlockList, LayerCache
 from sglang_hybrid.worker.miss_server import MissServer, PendingAttention, Ready
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 
+from sglang_hybrid.core import LayerCache
 from sglang_hybrid.memory.sketches import LayerSketch
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cuda.digests import LayerDigests, SlotTable, Step
-from sglang_hybrid.policies.base import LayerCache
 
 
 def later(work: Callable[[], object]) -> None:

@@ -13,6 +13,7 @@ from selection_cases import Shape as DigestShape
 from test_cuda_digests import region_pool
 from test_cuda_mailbox import PATIENCE_S, SCALE, SHORT_S, Host, Lists
 
+from sglang_hybrid.core import LayerCache
 from sglang_hybrid.memory.sketches import LayerSketch
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cuda import digests as device_digests
@@ -20,7 +21,6 @@ from sglang_hybrid.ops.cuda.attention import Partial, merge
 from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests
 from sglang_hybrid.ops.cuda.missed import finish_late
 from sglang_hybrid.ops.cuda.scoring import shift_lse
-from sglang_hybrid.policies.base import LayerCache
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 LSE_TOLERANCE = 1e-3

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from attention_oracle import seeded, softmax_attention
 
+from sglang_hybrid.core import DecodeBatch, LayerCache
 from sglang_hybrid.memory.digests import Digests
 from sglang_hybrid.memory.pages import page_table, touched_pages
 from sglang_hybrid.memory.prompt_queries import PromptQueries
-from sglang_hybrid.policies.base import DecodeBatch, DecodePolicy, LayerCache
+from sglang_hybrid.policies.base import DecodePolicy
 
 T = 32  # tokens per block
 # computed in float32, rounded to the query's dtype at the end

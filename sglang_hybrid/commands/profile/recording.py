@@ -10,8 +10,8 @@ import torch
 
 from sglang_hybrid.commands.profile.records import BlockParts, LayerRecord
 from sglang_hybrid.commands.profile.share_costs import ShareCosts
+from sglang_hybrid.core import DecodeBatch, LayerCache
 from sglang_hybrid.ops import reference
-from sglang_hybrid.policies.base import DecodeBatch, LayerCache
 from sglang_hybrid.policies.full import FullPolicy, read_row
 
 

@@ -16,10 +16,11 @@ import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.core import BlockList, DecodeBatch, LayerCache
 from sglang_hybrid.memory.prompt_queries import PromptQueries
 from sglang_hybrid.memory.resident import ResidentSet
 from sglang_hybrid.ops import reference
-from sglang_hybrid.policies.base import BlockList, DecodeBatch, DecodePolicy, LayerCache
+from sglang_hybrid.policies.base import DecodePolicy
 from sglang_hybrid.policies.scout.recall import RecallSchedule
 from sglang_hybrid.policies.scout.rules import ScoutRules
 from sglang_hybrid.policies.scout.scoring import RecentScores

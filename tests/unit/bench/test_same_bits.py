@@ -9,8 +9,8 @@ import torch
 from attention_oracle import seeded
 
 from bench.chaos import same_bits
+from sglang_hybrid.core import LayerCache
 from sglang_hybrid.ops import reference
-from sglang_hybrid.policies.base import LayerCache
 
 HEADS, GROUP, DIM, SCALE = 3, 3, 64, 0.125
 

@@ -29,8 +29,8 @@ from sglang_hybrid.commands.profile.tune import (
     choose_shares,
 )
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.core import DecodeBatch, LayerCache
 from sglang_hybrid.ops import reference
-from sglang_hybrid.policies.base import DecodeBatch, LayerCache
 from sglang_hybrid.policies.scout.calibration import LayerFit, cosines
 from sglang_hybrid.policies.scout.options import ScoutOptions
 from sglang_hybrid.policies.scout.policy import ScoutPolicy, Selection

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_hybrid.core import LayerCache
 from sglang_hybrid.memory.digests import CompactDigests, Digests
 from sglang_hybrid.memory.pages import touched_pages
 from sglang_hybrid.memory.sketches import Sketches, channel_order
 from sglang_hybrid.ops import reference
-from sglang_hybrid.policies.base import LayerCache
 
 HEADS, TOKENS, DIM, PAGES = 2, 4, 16, 6
 

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.core import BlockList, DecodeBatch, LayerCache
 from sglang_hybrid.engines.torch import PagedPrefill, TorchAttention
 from sglang_hybrid.memory.prompt_queries import PromptQueries
 from sglang_hybrid.ops.reference import DIGEST_SPREAD, NO_BLOCK
-from sglang_hybrid.policies.base import BlockList, DecodeBatch, DecodePolicy, LayerCache
+from sglang_hybrid.policies.base import DecodePolicy
 from sglang_hybrid.policies.full import FullPolicy
 from sglang_hybrid.policies.registry import PolicyContext, policy_named, prediction_of
 from sglang_hybrid.policies.scout.options import ScoutAttentionOptions, ScoutOptions

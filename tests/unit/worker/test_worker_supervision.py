@@ -26,11 +26,11 @@ from prometheus_client import REGISTRY
 from worker_process import BLOCK_TOKENS, PATIENCE_S, eventually, is_stopped, short_directory
 from worker_process import WorkerProcess as StartedByHand
 
+from sglang_hybrid.core import BlockList, LayerCache, Partial
 from sglang_hybrid.metrics import Rank, WorkerMetrics
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cpu.local import LocalAttention
 from sglang_hybrid.ops.cpu.structs import DTYPES, Geometry
-from sglang_hybrid.policies.base import BlockList, LayerCache
 from sglang_hybrid.protocol.mailbox import Mailbox
 from sglang_hybrid.protocol.messages import ThreadPlan
 from sglang_hybrid.protocol.region import RegionError, SharedRegion
@@ -38,7 +38,7 @@ from sglang_hybrid.worker import connection as link_module
 from sglang_hybrid.worker import process as process_module
 from sglang_hybrid.worker import supervisor as supervisor_module
 from sglang_hybrid.worker.connection import WorkerConnection
-from sglang_hybrid.worker.miss_server import Partial, PendingAttention
+from sglang_hybrid.worker.miss_server import PendingAttention
 from sglang_hybrid.worker.process import remove_leftovers
 from sglang_hybrid.worker.remote_attention import WorkerMisses
 from sglang_hybrid.worker.supervisor import Supervisor, WorkerError, WorkerSettings
