@@ -31,6 +31,7 @@ import torch
 from bench.record import write_result
 from bench.side_by_side.prompts import Prompts
 from sglang_hybrid.config import config_from_environment, load_config
+from sglang_hybrid.engines.cuda.decode import DeviceScout
 from sglang_hybrid.engines.cuda.engine import CudaEngine
 from sglang_hybrid.integration.model_session import ModelSession
 
@@ -102,24 +103,26 @@ class Rows:
 
 
 class Counts:
-    """What the hybrid backend has counted, between two looks. Nothing for other backends."""
+    """What the hybrid backend has counted, between two looks. Nothing for other backends and policy full."""
 
     def __init__(self, session: ModelSession) -> None:
         engine = getattr(session.runner.attn_backend, "engine", None)
         self._engine = engine if isinstance(engine, CudaEngine) else None
+        program = self._engine.program if self._engine else None
+        self._scout = program if isinstance(program, DeviceScout) else None
         self._before = self._now()
 
     def _now(self) -> dict[str, Any]:
-        if self._engine is None:
+        if self._engine is None or self._scout is None:
             return {}
-        scout, mailbox = self._engine.scout, self._engine._mailbox
+        scout, mailbox = self._scout, self._engine._mailbox
         misses, recalled = scout.counted.cpu().unbind(1)
         return {"misses": misses, "recalled": recalled, "rows": mailbox.outcomes() if mailbox else {}}
 
     def since(self, steps: int, rows: int) -> dict[str, Any]:
-        if self._engine is None:
+        if self._engine is None or self._scout is None:
             return {}
-        now, shape, scout = self._now(), self._engine._shape, self._engine.scout
+        now, shape, scout = self._now(), self._engine._shape, self._scout
         lists = steps * rows * shape.heads
         misses, recalled = ((now[name] - self._before[name]).double() / lists for name in ("misses", "recalled"))
         budget = config_from_environment().budget_tokens // 32
@@ -163,7 +166,7 @@ def main_lane_alone(session: ModelSession) -> Iterator[None]:
 
     Attention goes on over the blocks that are resident.
     """
-    scout = session.runner.attn_backend.engine.scout
+    scout = session.runner.attn_backend.engine.program
     kept = scout._begin_layer, scout._mailbox, scout._make_resident
     scout._begin_layer, scout._mailbox, scout._make_resident = lambda *_: None, None, lambda *_: None
     for lane in scout._lanes:

@@ -65,8 +65,9 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(
             gt=0,
-            description="Tokens attended per (request, layer, KV head) under policy scout. A multiple of 32, the "
-            "size of a block, that holds the sink blocks, the recent blocks and the tail (the block being filled).",
+            description="Tokens attended per (request, layer, KV head) under policy scout; tokens of GPU memory per "
+            "request under full. A multiple of 32, the size of a block, that holds the sink blocks, the recent blocks "
+            "and the tail (the block being filled).",
         ),
     ] = 2048
     sink_blocks: Annotated[
@@ -102,7 +103,7 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "never"],
         Meta(
             description="On a GPU: auto keeps whole requests in GPU memory and attends to them exactly while all "
-            "running requests fit; never always selects blocks."
+            "running requests fit; never leaves them in host memory."
         ),
     ] = "auto"
     sketch_channels: Annotated[

@@ -47,9 +47,12 @@ def resolved(config: HybridConfig, host: Host) -> dict[str, str]:
 
 
 def _uses(config: HybridConfig, key: str) -> bool:
-    """Whether the chosen policy looks at a setting of its own, or at one for policies that need a worker."""
+    """Whether the chosen policy looks at a setting: its own, one of its step program, or one for who needs a worker."""
     section, dot, _ = key.partition(".")
-    return section == config.policy if dot else policy_named(config.policy).needs.worker
+    if dot:
+        return section == config.policy
+    policy = policy_named(config.policy)
+    return policy.cuda_program is not None if key == "whole_requests" else policy.needs.worker
 
 
 def _worker(config: HybridConfig, host: Host) -> str:

@@ -133,7 +133,7 @@ def read_variants(
             rows = {key: value - before.get(key, 0) for key, value in after.items()}
             results[name]["rows"] = {key: value for key, value in rows.items() if value}
             if engine := cuda_engine(session):
-                results[name]["refused"] = int(engine.scout.refused)
+                results[name]["refused"] = int(engine.program.refused)
         except Exception as error:  # the next variant may work
             say(f"{name} failed: {type(error).__name__}: {str(error)[:300]}")
             results[name] = {"error": f"{type(error).__name__}: {str(error)[:1000]}"}

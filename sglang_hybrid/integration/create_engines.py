@@ -75,7 +75,7 @@ def _cuda_engine(
         logger.warning("attention is computed in plain torch, which is slow: %s", why)
         return None
     worker = None
-    if config.worker != "none":
+    if config.worker != "none" and policy_named(config.policy).needs.worker:
         geometry = checked_geometry(config, pool, model_runner)
         assert geometry is not None  # the device's kernels have fewer shapes than the CPU's
         worker = (*start_worker(config, pool, model_runner, geometry, cuda.WORKER_SPIN_US), geometry)

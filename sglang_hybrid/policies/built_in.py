@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.policies.registry import Needs, PolicyContext, register_policy
@@ -10,6 +10,7 @@ from sglang_hybrid.policies.scout.options import ScoutAttentionOptions, ScoutOpt
 
 if TYPE_CHECKING:
     from sglang_hybrid.config import HybridConfig
+    from sglang_hybrid.engines.cuda.program import StepProgram
     from sglang_hybrid.policies.base import DecodePolicy
 
 
@@ -21,13 +22,30 @@ def _budget_blocks(config: HybridConfig) -> int:
     return config.budget_tokens // BLOCK_TOKENS
 
 
-def _device_scout() -> Any:
+def _device_full() -> type[StepProgram]:
+    from sglang_hybrid.engines.cuda.full import DeviceFull
+
+    return DeviceFull
+
+
+def _device_scout() -> type[StepProgram]:
     from sglang_hybrid.engines.cuda.decode import DeviceScout
 
     return DeviceScout
 
 
-@register_policy("full", description="every token of a request is attended to", native_budget=_everything)
+def _not_by_device_scout(config: HybridConfig) -> str | None:
+    from sglang_hybrid.engines.cuda.settings import unsupported_by_scout
+
+    return unsupported_by_scout(config)
+
+
+@register_policy(
+    "full",
+    description="every token of a request is attended to",
+    cuda_program=_device_full,
+    native_budget=_everything,
+)
 def create_full(_context: PolicyContext) -> DecodePolicy:
     from sglang_hybrid.policies.full import FullPolicy
 
@@ -39,6 +57,7 @@ def create_full(_context: PolicyContext) -> DecodePolicy:
     description="the best-scoring blocks of a request are attended to",
     needs=Needs(worker=True, prediction=True),
     cuda_program=_device_scout,
+    cuda_unsupported=_not_by_device_scout,
     native_budget=_budget_blocks,
     settings=ScoutOptions,
 )

@@ -23,12 +23,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 if TYPE_CHECKING:
     from sglang_hybrid.config import HybridConfig
+    from sglang_hybrid.engines.cuda.program import StepProgram
     from sglang_hybrid.memory.prompt_queries import PromptQueries
     from sglang_hybrid.policies.base import DecodePolicy
     from sglang_hybrid.policies.scout.tuning import Tuning
@@ -69,7 +70,9 @@ class Policy:
     create: Callable[[PolicyContext], DecodePolicy]  # the torch implementation
     needs: Needs
     # returns the class of the step program that CUDA graphs are recorded from; None: served by the torch engine
-    cuda_program: Callable[[], Any] | None
+    cuda_program: Callable[[], type[StepProgram]] | None
+    # returns which of the settings the step program cannot have, in words; without the function it can have all
+    cuda_unsupported: Callable[[HybridConfig], str | None] | None
     # blocks that a row attends to in the native CPU engine, None for all; without the function: the torch engine
     native_budget: Callable[[HybridConfig], int | None] | None
     settings: type[msgspec.Struct] | None  # its section of the configuration; None: it has none
@@ -87,7 +90,8 @@ def register_policy(
     *,
     description: str,
     needs: Needs | None = None,
-    cuda_program: Callable[[], Any] | None = None,
+    cuda_program: Callable[[], type[StepProgram]] | None = None,
+    cuda_unsupported: Callable[[HybridConfig], str | None] | None = None,
     native_budget: Callable[[HybridConfig], int | None] | None = None,
     settings: type[msgspec.Struct] | None = None,
 ) -> Callable[[Callable[[PolicyContext], DecodePolicy]], Callable[[PolicyContext], DecodePolicy]]:
@@ -102,7 +106,9 @@ def register_policy(
             raise ValueError(f"there is a policy {name} already, made by {_policies[name].create.__module__}")
         if settings is not None:
             _check_settings(name, settings)
-        _policies[name] = Policy(name, description, create, needs or Needs(), cuda_program, native_budget, settings)
+        _policies[name] = Policy(
+            name, description, create, needs or Needs(), cuda_program, cuda_unsupported, native_budget, settings
+        )
         return create
 
     return register

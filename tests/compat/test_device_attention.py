@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_hybrid.config import load_config
+from sglang_hybrid.engines.base import StepBatch
+from sglang_hybrid.engines.cuda import engine as cuda_engine
 from sglang_hybrid.engines.cuda.engine import CudaEngine
+from sglang_hybrid.engines.cuda.whole_request_mode import WholeRequestMode
+from sglang_hybrid.integration import create_engines
 from sglang_hybrid.integration.pools import ranks_on_this_host
 from sglang_hybrid.ops.cuda import CudaError
 
@@ -25,7 +30,7 @@ class Mailbox:
             raise CudaError("out of memory: ulimit -l")
 
 
-class Scout:
+class Program:
     def __init__(self) -> None:
         self.begun: list[list[int]] = []
 
@@ -38,7 +43,7 @@ def device_attention() -> Any:
     made._mailbox, made._followed, made._link = Mailbox(), None, None
     made._supervisor = SimpleNamespace(link=None)
     made._metrics = SimpleNamespace(ups=[], worker_is=lambda up: made._metrics.ups.append(up))
-    made.scout, made._arrived, made._req_to_token = Scout(), [], torch.empty(0)
+    made.program, made._arrived, made._req_to_token = Program(), [], torch.empty(0)
     return made
 
 
@@ -63,10 +68,53 @@ def test_rows_that_arrive_are_reset_with_the_next_step() -> None:
     device = device_attention()
     device.reset_rows(torch.tensor([3]))
     device.reset_rows(torch.tensor([5, 1]))
-    assert device.scout.begun == []
+    assert device.program.begun == []
     device._begin_arrived_rows()
     device._begin_arrived_rows()
-    assert device.scout.begun == [[3, 5, 1]]
+    assert device.program.begun == [[3, 5, 1]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "starts"),
+    [([], True), (["worker=none"], False), (["policy=full"], False), (["policy=full", "worker=start"], False)],
+)
+def test_a_worker_is_started_for_policies_that_need_one(
+    settings: list[str], starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever selected nothing had a worker that nobody posted to."""
+    monkeypatch.setattr(cuda_engine, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(cuda_engine, "CudaEngine", lambda *given: SimpleNamespace(worker=given[-1], admission=None))
+    monkeypatch.setattr(create_engines, "checked_geometry", lambda *_: "geometry")
+    monkeypatch.setattr(create_engines, "start_worker", lambda *_: ("supervisor", "metrics"))
+    pool: Any = SimpleNamespace(layer_num=2)
+    model: Any = SimpleNamespace()
+    made: Any = create_engines._cuda_engine(load_config(None, settings), None, pool, model, None)
+    assert made.worker == (("supervisor", "metrics", "geometry") if starts else None)
+
+
+def test_a_program_without_counters_moves_rows_out_of_device_memory(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="sglang.srt.hybrid")
+    told: list[Any] = []
+    device = device_attention()
+    device._whole_requests, device._budget_tokens, device.watch = WholeRequestMode(pages=4, block_bytes=1), 32, None
+    device.program = SimpleNamespace(
+        is_dense=True,
+        begin_step=lambda: None,
+        step=SimpleNamespace(load=lambda *_: told.append("load")),
+        dense=SimpleNamespace(begin_step=lambda count, lengths: told.append(lengths)),
+        without_whole_requests="all is read",
+    )
+
+    def hold_rows(whole: bool, count: int) -> None:
+        device.program.is_dense = whole
+        told.append(f"{count} rows in {'device' if whole else 'host'} memory")
+
+    device.program.hold_rows = hold_rows
+    rows = torch.tensor([1, 2])
+    for lengths in (torch.tensor([64, 33]), torch.tensor([65, 34])):
+        device.begin_step(StepBatch(rows, lengths, lengths, slots=rows))
+    assert told == ["load", [64, 33], "load", "2 rows in host memory", "load"]
+    assert "2 running requests are longer than the GPU's memory holds: all is read" in caplog.text
 
 
 @pytest.mark.parametrize(

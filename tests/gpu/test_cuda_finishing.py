@@ -18,8 +18,8 @@ from sglang_hybrid.memory.sketches import LayerSketch
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cuda import digests as device_digests
 from sglang_hybrid.ops.cuda.attention import Partial, merge
-from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests
-from sglang_hybrid.ops.cuda.missed import finish_late
+from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, Step
+from sglang_hybrid.ops.cuda.missed import attend_pool, finish_late
 from sglang_hybrid.ops.cuda.scoring import shift_lse
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -157,6 +157,79 @@ def test_a_pool_of_another_shape_is_refused() -> None:
         case.query = query
         with pytest.raises(ValueError, match="the pool's keys are"):
             case.finish()
+
+
+# -- whole rows ------------------------------------------------------------------------------
+
+
+class WholeRows:
+    """Rows of all lengths in a pool, whose pages have NaN behind the last token."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        random = seeded(seed)
+        self.shape, pages = shape, shape.batch * shape.most
+        self.pool = region_pool(pages, shape.heads, shape.dim, shape.dtype)
+        most = shape.most * BLOCK_TOKENS
+        # the first rows: as long as can be, a block and its first token, a block to the end
+        self.lengths = torch.randint(1, most + 1, (shape.batch,), generator=random)
+        self.lengths[: min(3, shape.batch)] = torch.tensor([most, BLOCK_TOKENS + 1, BLOCK_TOKENS])[: shape.batch]
+        self.lengths.clamp_(max=most)
+        self.table = torch.randperm(pages, generator=random).view(shape.batch, shape.most)
+        places = torch.arange(most).view(shape.most, BLOCK_TOKENS)
+        beyond = places >= self.lengths[:, None, None]  # [batch, blocks, tokens]
+        for part in (self.pool.keys, self.pool.values):
+            content = torch.randn(part.shape, generator=random)
+            content[self.table] = content[self.table].masked_fill(beyond[:, :, None, :, None], torch.nan)
+            part.copy_(content)
+        query = torch.randn(shape.batch, shape.heads * shape.group, shape.dim, generator=random)
+        self.query, self.scale = query.to(DEVICE, shape.dtype), shape.dim**-0.5
+        self.active = numbers(shape.batch)
+        lengths, owners = self.lengths.int().to(DEVICE), torch.arange(shape.batch, dtype=torch.int32, device=DEVICE)
+        self.step = Step(self.table.int().to(DEVICE), lengths, owners, self.active)
+
+    def attend(self) -> torch.Tensor:
+        out = torch.full(self.query.shape, UNTOUCHED, dtype=self.shape.dtype, device=DEVICE)
+        return attend_pool(self.query, self.pool, self.step, self.scale, out=out)
+
+    def expected(self) -> torch.Tensor:
+        """Softmax over the tokens of each row."""
+        rows = []
+        for entry, length in enumerate(self.lengths.tolist()):
+            keys, values = (
+                part.cpu()[self.table[entry]].transpose(0, 1).flatten(1, 2)[:, :length].float()
+                for part in (self.pool.keys, self.pool.values)
+            )
+            rows.append(reference.attend_prefill(self.query[entry : entry + 1].cpu().float(), keys, values, self.scale))
+        return torch.cat(rows).to(DEVICE)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, Shape(2, 1, 2, 64, 300)], ids=str)
+def test_whole_rows_are_attended_in_the_pool_up_to_their_last_token(shape: Shape) -> None:
+    for seed in range(2):
+        case = WholeRows(shape, seed)
+        assert_rows(case.attend(), case.expected(), torch.ones(shape.batch, dtype=torch.bool))
+
+
+def test_rows_of_every_length_within_two_blocks_are_attended() -> None:
+    case = WholeRows(Shape(64, 1, 2, 64, 2), 3)
+    for part in (case.pool.keys, case.pool.values):
+        part.copy_(torch.randn(part.shape, generator=seeded(4)))
+    case.lengths = torch.arange(1, 65)
+    case.step.lengths.copy_(case.lengths)
+    assert_rows(case.attend(), case.expected(), torch.ones(64, dtype=torch.bool))
+
+
+def test_rows_that_are_not_active_or_wrong_harm_nobody() -> None:
+    case = WholeRows(Shape(5, 2, 3, 64, 4), 1)
+    case.active.fill_(4)
+    case.step.lengths[0] = 1000  # longer than its list
+    case.step.lengths[1] = 0
+    case.step.page_table[2] = -1
+    case.step.page_table[3] = numbers(1 << 30, *[case.pool.keys.shape[0]] * 3)
+    found = case.attend()
+    assert_rows(found, case.expected(), torch.tensor([True, False, False, False, False]))
+    assert not found[1:4].any()
+    assert (found[4] == UNTOUCHED).all()
 
 
 # -- the end of a layer ----------------------------------------------------------------------

@@ -7,6 +7,7 @@ import ctypes
 import math
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ class Decoding:
         )  # fmt: skip
         self.digests = [layer.digests.digests for layer in layers]
         self.shape = DeviceShape(ROWS, ROWS, MAX_BLOCKS, HEADS, GROUP, DIM, PAGES)
-        self.scout = DeviceScout(layers, self.shape, settings, (interval,) * LAYERS, client)
+        self.scout = self.program(layers, settings, interval, client)
         self.rows = torch.tensor(list(LENGTHS), device=DEVICE)
         self.lengths = torch.tensor(list(LENGTHS.values()))
         self.pages = torch.randperm(PAGES, generator=self.random)[: len(LENGTHS) * 36].view(len(LENGTHS), 36)
@@ -103,6 +104,11 @@ class Decoding:
         self.new_keys, self.new_values = torch.zeros(2, *shape, HEADS, DIM, dtype=DTYPE, device=DEVICE)
         self.out = torch.zeros_like(self.query)
         self.ends = False  # whether steps are ended behind their last layer
+
+    def program(
+        self, layers: list[DeviceLayer], settings: ScoutSettings, interval: int, client: DeviceMailboxClient | None
+    ) -> Any:
+        return DeviceScout(layers, self.shape, settings, (interval,) * LAYERS, client)
 
     def blocks(self, pages: int) -> torch.Tensor:
         keys = torch.randn(pages, HEADS, BLOCK_TOKENS, DIM, generator=self.random)

@@ -69,9 +69,10 @@ def test_what_a_profile_decides_is_left_to_the_profile() -> None:
         assert here[f"scout.{name}"] == "what the profile says, by layer"
 
 
-def test_full_attention_uses_none_of_the_choices_but_memory() -> None:
+def test_full_attention_uses_none_of_the_choices_but_memory_and_whole_requests() -> None:
     here = resolved(load_config(None, ["policy=full"]), GPU_SERVER)
     assert here.pop("host_memory") == "140.00 GiB"
+    assert here.pop("whole_requests") == "while the running requests fit the resident blocks' memory"
     assert set(here.values()) == {"unused by policy full"}
 
 

@@ -1,4 +1,4 @@
-// Misses that the worker did not compute: launcher.
+// Attention over blocks in the host pool: launcher.
 #include "attend_launch.h"
 #include "sglang_hybrid/cuda/finish_late.cuh"
 

@@ -34,18 +34,31 @@ class LaneBuffers:
         return self._misses.of_batch(count)
 
 
-class MainBuffers:
-    """Of the layer that is being attended."""
+class AttentionBuffers:
+    """Of the layer that is being attended: its result, and what CTAs leave for each other."""
 
     def __init__(self, shape: DeviceShape, dtype: torch.dtype, device: torch.device | str) -> None:
-        self._shape = shape
-        self._device = device
+        self._shape, self._device = shape, device
+        self._out = torch.zeros(shape.max_batch, shape.heads * shape.group, shape.dim, dtype=dtype, device=device)
+
+    def out(self, count: int) -> torch.Tensor:
+        return self._out[:count]
+
+    @functools.cache  # noqa: B019 (lives as long as the backend)
+    def attending(self, count: int) -> AttendWorkspace:
+        shape = self._shape
+        return AttendWorkspace(count, shape.heads, shape.group, shape.dim, self._device)
+
+
+class MissBuffers:
+    """Of a layer whose misses others compute: both parts of its attention, and the estimates of its blocks."""
+
+    def __init__(self, shape: DeviceShape, device: torch.device | str) -> None:
         heads = shape.heads * shape.group
         of_query = (shape.max_batch, heads, shape.dim)
         self._local = torch.zeros(of_query, device=device), torch.zeros(of_query[:2], device=device)
         self._replies = torch.zeros(of_query, device=device), torch.zeros(of_query[:2], device=device)
         self._served = torch.zeros(shape.max_batch, dtype=torch.int32, device=device)
-        self._out = torch.zeros(of_query, dtype=dtype, device=device)
         self._estimates = ScoreWorkspace(shape.max_batch, shape.heads, shape.group, shape.max_blocks, device)
         self._full = torch.full((shape.max_batch, shape.heads), BLOCK_TOKENS, dtype=torch.int32, device=device)
 
@@ -60,17 +73,9 @@ class MainBuffers:
         """Stays 0 where there is no worker."""
         return self._served[:count]
 
-    def out(self, count: int) -> torch.Tensor:
-        return self._out[:count]
-
     def full(self, count: int) -> torch.Tensor:
         """Tokens in the last block of each list: misses are full blocks."""
         return self._full[:count]
-
-    @functools.cache  # noqa: B019
-    def attending(self, count: int) -> AttendWorkspace:
-        shape = self._shape
-        return AttendWorkspace(count, shape.heads, shape.group, shape.dim, self._device)
 
     @functools.cache  # noqa: B019
     def scoring(self, count: int) -> ScoreWorkspace:

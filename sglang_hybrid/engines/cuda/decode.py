@@ -14,16 +14,20 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from typing import ClassVar, Self
 
 import torch
 
-from sglang_hybrid.engines.cuda.buffers import MOST_GATHERED, LaneBuffers, MainBuffers, plan_for
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.engines.cuda.buffers import MOST_GATHERED, LaneBuffers, MissBuffers, plan_for
 from sglang_hybrid.engines.cuda.lanes import Lane
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
-from sglang_hybrid.engines.cuda.settings import ScoutSettings
+from sglang_hybrid.engines.cuda.program import ProgramContext, QueryAhead, StepProgram
+from sglang_hybrid.engines.cuda.settings import ScoutSettings, path_rates, settings_of, slots_of
 from sglang_hybrid.engines.cuda.slots import ResidentSlots
-from sglang_hybrid.engines.cuda.step import ARRIVED, PREFILLED, StepBuffers
-from sglang_hybrid.engines.cuda.whole_requests import WholeRequests
+from sglang_hybrid.engines.cuda.watch import DeviceWatch
+from sglang_hybrid.memory.capacity import KVShape
 from sglang_hybrid.ops.cuda.attention import Partial, attend_slots, merge
 from sglang_hybrid.ops.cuda.copies import gather_blocks
 from sglang_hybrid.ops.cuda.digests import Step, append
@@ -31,10 +35,14 @@ from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.ops.cuda.missed import finish_late
 from sglang_hybrid.ops.cuda.scoring import HotBlocks, ScoreInterval, score_blocks, shift_lse
 from sglang_hybrid.ops.cuda.selection import RecallInterval, RecallPlan, apply_plan, select_blocks
+from sglang_hybrid.policies.scout.recall import RecallSchedule
+from sglang_hybrid.policies.scout.tuning import hot_blocks_of
 
 
-class DeviceScout:
+class DeviceScout(StepProgram):
     """The state of all rows and the order of kernels."""
+
+    loads_initial_blocks: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -46,9 +54,9 @@ class DeviceScout:
     ) -> None:
         """``mailbox``: of the worker that computes misses; None: this device reads them from the pool itself."""
         device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
-        self._layers, self._shape, self._settings, self._mailbox = list(layers), shape, settings, mailbox
         self.slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, dtype, device)
-        self.step = StepBuffers(shape.rows, shape.max_batch, shape.max_blocks, device)
+        super().__init__(layers, shape, self.slots)
+        self._settings, self._mailbox = settings, mailbox
         self._tables = [self.slots.table(layer, settings.sink, settings.recent) for layer in range(len(layers))]
         # by row, since they outlive the step where rows are not scored at every one
         of_scores = (shape.rows, shape.heads, shape.max_blocks)
@@ -58,17 +66,14 @@ class DeviceScout:
         self._lanes = [LaneBuffers(shape, settings.budget, gathers, dtype, device) for _ in range(2)]
         of_layers = (len(layers),)
         self.gather_shares = torch.full(of_layers, settings.gather_share or 0.0, device=device) if gathers else None
-        self._main = MainBuffers(shape, dtype, device)
+        self._main = MissBuffers(shape, device)
         self._receipts = [mailbox.new_receipt(shape.max_batch) for _ in range(2)] if mailbox else []
         # one plan for each layer: copies of one may still be under way when the next but one is selected
         self._plans = [plan_for(shape, settings.slots, device) for _ in layers]
         self.intervals = torch.tensor(list(intervals), dtype=torch.int32, device=device)
         # misses and recalled blocks of each layer, added up over all steps
         self.counted = torch.zeros(len(layers), 2, dtype=torch.int64, device=device)
-        self.refused = torch.zeros(1, dtype=torch.int64, device=device)  # numbers that were out of bounds
         self._everybody = torch.ones(shape.max_batch, dtype=torch.int32, device=device)
-        self.dense = WholeRequests(layers, shape, self.slots, self.step, self._main, self.refused)
-        self.is_dense = False  # whether steps are launched, or recorded, that hold whole rows
         self._scout, self._gather, self._recall = Lane(device), Lane(device), Lane(device)
         # a few small CTAs that must not queue behind those of attention, beside which they wait
         self._replies = Lane(device, urgent=True)
@@ -78,6 +83,29 @@ class DeviceScout:
         self.recall_joins_at_logits = False
         self._unended: int | None = None  # the layer whose recall nobody has waited for
 
+    @classmethod
+    def create(cls, context: ProgramContext) -> Self:
+        settings = settings_of(context.config, context.tuning, context.shape.group)
+        made = cls(context.layers, context.shape, settings, context.tuning.intervals, context.mailbox)
+        made.recall_joins_at_logits = context.has_logits
+        return made
+
+    @classmethod
+    def bytes_per_row(cls, config: HybridConfig, shape: KVShape, max_blocks: int, dtype: torch.dtype) -> int:
+        slots = ResidentSlots.bytes_per_row(shape.layers, shape.kv_heads, slots_of(config), shape.key_dim, dtype)
+        scored = max_blocks + min(hot_blocks_of(config), max_blocks)  # scores, and which blocks are hot
+        return slots + shape.layers * shape.kv_heads * scored * torch.float32.itemsize
+
+    def new_watch(self, context: ProgramContext) -> DeviceWatch:
+        tuning, mailbox = context.tuning, context.mailbox
+        return DeviceWatch(
+            self,
+            RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt),
+            self._shape.heads * self._settings.budget,
+            outcomes=mailbox.outcome_counts if mailbox else None,
+            rates=path_rates(context.rates, context.worker_cores) if self._settings.gather_share is None else None,
+        )
+
     def _no_hot_blocks(self) -> HotBlocks | None:
         """None where there are none, or no others: rows are scored as a whole then, or not at all."""
         shape, settings = self._shape, self._settings
@@ -85,15 +113,9 @@ class DeviceScout:
             return None
         return HotBlocks.none_yet(shape.rows, shape.heads, shape.group, settings.hot, self.step.lengths.device)
 
-    @staticmethod
-    def score_bytes_per_row(layers: int, heads: int, max_blocks: int, hot: int) -> int:
-        """Scores, and which blocks are hot."""
-        return layers * heads * (max_blocks + min(hot, max_blocks)) * torch.float32.itemsize
-
     @property
-    def max_batch(self) -> int:
-        """Rows of a step, at most."""
-        return self._shape.max_batch
+    def without_whole_requests(self) -> str:
+        return f"blocks are selected, {self._settings.budget * BLOCK_TOKENS} tokens of each"
 
     @property
     def block_bytes(self) -> int:
@@ -115,31 +137,18 @@ class DeviceScout:
     # -- steps and rows ----------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Before the layers of a step are launched or recorded."""
         self._ahead.clear()
         self._posted = False
 
     def reset_rows(self, rows: torch.Tensor, prefilled: bool = False) -> None:
-        """These rows ``[n]`` are other requests from now on, or go back to the end of their prompts.
-
-        ``prefilled``: their prompts are being computed here, and ``load_initial_blocks`` follows.
-        """
-        rows = rows.to(torch.int64)
-        self.slots.forget(rows)
-        self.dense.reset_rows(rows)
-        self.step.reset_rows(rows, PREFILLED if prefilled else ARRIVED)
+        super().reset_rows(rows, prefilled)
+        self.slots.forget(rows.to(torch.int64))
 
     def hold_rows(self, whole: bool, count: int = 0) -> None:
-        """From this step on rows are held as a whole, or in slots. What is in device memory becomes void.
-
-        ``count``: rows that are loaded for this step; they have to be loaded again.
-        """
         if self.is_dense and count:
             self.dense.digest_tails(count)
-        self.is_dense = whole
-        if whole:
-            self.dense.forget_all()
-        else:
+        super().hold_rows(whole, count)
+        if not whole:
             self.slots.forget_all()
             self.step.all_begin()
 
@@ -149,6 +158,23 @@ class DeviceScout:
     def scout_lane(self) -> Iterator[None]:
         with self._scout.fork():
             yield
+
+    def predict(
+        self,
+        queries: Sequence[QueryAhead],
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+    ) -> None:
+        if self.is_dense:
+            return
+        count = hidden.shape[0]
+        for query in queries:  # on the main lane: the layer changes these inputs in place
+            query.predictor.prepare(hidden, residual)
+        with self.scout_lane():
+            for query in queries:
+                query.predictor.finish(positions, self.query_ahead(query.layer, count))
+                self.ahead(query.layer, count, query.scale)
 
     def query_ahead(self, layer: int, count: int) -> torch.Tensor:
         """Where the predicted query of a layer goes: ``[count, query heads, head_dim]``."""
@@ -163,10 +189,6 @@ class DeviceScout:
     def decode(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """One token of each row: query ``[B, query heads, D]``, keys and values ``[B, KV heads, D]``.
-
-        The result is in a buffer that the next layer overwrites.
-        """
         if self.is_dense:
             return self.dense.decode(layer, query, keys, values, scale)
         count = query.shape[0]
@@ -185,11 +207,11 @@ class DeviceScout:
         if lane.gathered:
             # append did not have to wait: the tail's slot is none that selection gives to others
             self._gather.wait_for(layer)
-        local, served, out = self._main.local(count), self._main.served(count), self._main.out(count)
+        local, served, out = self._main.local(count), self._main.served(count), self._attention.out(count)
         replies = self._collect(layer, query, scale, predicted)
         attend_slots(
             query, key_slots, value_slots, table.positions, self.step.lengths, step.row_of, scale,
-            active_rows=step.active_rows, workspace=self._main.attending(count), out=local[0], lse=local[1],
+            active_rows=step.active_rows, workspace=self._attention.attending(count), out=local[0], lse=local[1],
         )  # fmt: skip
         with self._recall.fork():
             self._make_resident(layer, self._plans[layer])
@@ -213,7 +235,6 @@ class DeviceScout:
             self.end_step()
 
     def end_step(self) -> None:
-        """Behind everything that a step computes."""
         if self._unended is not None:
             self._recall.wait_for(self._unended)  # and so for all layers before it
             self._unended = None
@@ -242,11 +263,6 @@ class DeviceScout:
     # -- prompts -----------------------------------------------------------------------------
 
     def load_initial_blocks(self, layer: int, step: Step, query: torch.Tensor, scale: float) -> None:
-        """Choose and load the first resident blocks of rows by the query of their last prompt token.
-
-        step: these rows as their first decode step will see them, one token longer. query ``[B, query heads, D]``.
-        The layer's pages and digests are written.
-        """
         self._select(layer, step, query, scale, self._everybody[: step.batch], first=True)
         self._make_resident(layer, self._plans[layer])
 

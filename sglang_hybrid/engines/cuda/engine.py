@@ -23,19 +23,12 @@ from sglang_hybrid.engines.base import (
     StepBatch,
 )
 from sglang_hybrid.engines.cuda.admission import PageAdmission
-from sglang_hybrid.engines.cuda.decode import DeviceScout
 from sglang_hybrid.engines.cuda.lanes import Lane
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.engines.cuda.predictor import DevicePredictor, PredictionBuffers
 from sglang_hybrid.engines.cuda.prefill import DevicePrefill, PrefillRows
-from sglang_hybrid.engines.cuda.settings import (
-    path_rates,
-    settings_of,
-    slots_of,
-    unsupported_model,
-    unsupported_settings,
-)
-from sglang_hybrid.engines.cuda.slots import ResidentSlots
+from sglang_hybrid.engines.cuda.program import ProgramContext, QueryAhead, StepProgram
+from sglang_hybrid.engines.cuda.settings import unsupported_model, unsupported_settings
 from sglang_hybrid.engines.cuda.watch import DeviceWatch
 from sglang_hybrid.engines.cuda.whole_request_mode import WholeRequestMode
 from sglang_hybrid.memory.capacity import KVShape
@@ -50,8 +43,7 @@ from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.policies.registry import policy_named
 from sglang_hybrid.policies.scout.profile import HostRates
-from sglang_hybrid.policies.scout.recall import RecallSchedule
-from sglang_hybrid.policies.scout.tuning import Tuning, hot_blocks_of
+from sglang_hybrid.policies.scout.tuning import Tuning
 from sglang_hybrid.worker.connection import WorkerConnection
 from sglang_hybrid.worker.supervisor import Supervisor
 
@@ -132,7 +124,7 @@ class CudaEngine(Engine):
         self._has_logits = model.logits is not None
         if model.logits is not None:
             model.logits.register_forward_hook(self._after_logits)
-        self._predictors: dict[int, tuple[DevicePredictor, float]] = {}
+        self._predictors: dict[int, QueryAhead] = {}
         self._watcher: RatioWatcher | None = None
         self.use(config, tuning)
         self._scale = model.scale
@@ -148,8 +140,7 @@ class CudaEngine(Engine):
         cls, config: HybridConfig, shape: KVShape, rows: int, context: int, dtype: torch.dtype
     ) -> DeviceBytes:
         longest = -(-context // BLOCK_TOKENS)
-        per_row = ResidentSlots.bytes_per_row(shape.layers, shape.kv_heads, slots_of(config), shape.key_dim, dtype)
-        per_row += DeviceScout.score_bytes_per_row(shape.layers, shape.kv_heads, longest, hot_blocks_of(config))
+        per_row = _program_of(config).bytes_per_row(config, shape, longest, dtype)
         staging = DevicePrefill.device_bytes(longest, shape.kv_heads, shape.key_dim, dtype)
         return DeviceBytes(rows * per_row, staging)
 
@@ -157,28 +148,35 @@ class CudaEngine(Engine):
         return unsupported_settings(config)
 
     def use(self, config: HybridConfig, tuning: Tuning) -> None:
-        if (config, tuning) != self._used:
-            settings = settings_of(config, tuning, self._shape.group)
-            program = policy_named(config.policy).cuda_program
-            assert program is not None  # unsupported_reason asks before
-            self.scout: DeviceScout = program()(self._layers, self._shape, settings, tuning.intervals, self._mailbox)
-            self.scout.recall_joins_at_logits = self._has_logits
-            self._used = config, tuning
-            self._whole_requests: WholeRequestMode | None = None
-            if config.whole_requests == "auto" and self._one_batch:
-                self._whole_requests = WholeRequestMode(self.scout.dense.pages, self.scout.dense.block_bytes)
-                self.scout.is_dense = self._whole_requests.is_dense
-            self._budget_tokens = config.budget_tokens
-            recall = RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt)
-            outcomes = self._mailbox.outcome_counts if self._mailbox else None
-            cores = len(self._link.planned.cores or os.sched_getaffinity(0)) if self._link else 0
-            rates = path_rates(self._rates, cores) if settings.gather_share is None else None
-            self.watch = DeviceWatch(self.scout, recall, self._shape.heads * settings.budget, outcomes, rates)
+        if (config, tuning) == self._used:
+            return
+        context = ProgramContext(
+            layers=self._layers,
+            shape=self._shape,
+            config=config,
+            tuning=tuning,
+            holds_whole_requests=config.whole_requests == "auto" and self._one_batch,
+            has_logits=self._has_logits,
+            mailbox=self._mailbox,
+            worker_cores=len(self._link.planned.cores or os.sched_getaffinity(0)) if self._link else 0,
+            rates=self._rates,
+        )
+        self.program: StepProgram = _program_of(config).create(context)
+        self._used = config, tuning
+        self._whole_requests: WholeRequestMode | None = None
+        if context.holds_whole_requests:
+            self._whole_requests = WholeRequestMode(self.program.dense.pages, self.program.dense.block_bytes)
+            self.program.is_dense = self._whole_requests.is_dense
+        self._budget_tokens = config.budget_tokens
+        self.watch: DeviceWatch | None = self.program.new_watch(context)
+        if self.watch:
             self.watch.metrics = self._metrics
-            self.watch.on_ratio = self._watcher
+        self.watch_ratio(self._watcher)
 
     def watch_ratio(self, watcher: RatioWatcher | None) -> None:
-        self._watcher = self.watch.on_ratio = watcher
+        self._watcher = watcher
+        if self.watch:
+            self.watch.on_ratio = watcher
 
     # -- prediction --------------------------------------------------------------------------
 
@@ -192,76 +190,71 @@ class CudaEngine(Engine):
             predictor = DevicePredictor(
                 given.weights, given.correction, max_batch=self._shape.max_batch, buffers=buffers[layer % 2]
             )
-            self._predictors[layer] = predictor, given.scale
+            self._predictors[layer] = QueryAhead(layer, predictor, given.scale)
 
     def ahead(
         self, layers: Sequence[int], hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
     ) -> None:
-        if self.scout.is_dense:
-            return
-        count = hidden.shape[0]
-        for layer in layers:  # on the main lane: the layer changes these inputs in place
-            self._predictors[layer][0].prepare(hidden, residual)
-        with self.scout.scout_lane():
-            for layer in layers:
-                predictor, scale = self._predictors[layer]
-                predictor.finish(positions, self.scout.query_ahead(layer, count))
-                self.scout.ahead(layer, count, scale)
+        self.program.predict([self._predictors[layer] for layer in layers], hidden, residual, positions)
 
     # -- decode ------------------------------------------------------------------------------
 
     def begin_step(self, batch: StepBatch) -> None:
-        self.scout.begin_step()
+        self.program.begin_step()
         if not batch.is_recorded:
             self._begin_arrived_rows()
         rows, count = batch.rows, batch.rows.shape[0]
         if batch.is_recorded or count == 0:  # nothing is decoded: a graph is recorded, or another rank has work
-            self.scout.step.load_nothing()
+            self.program.step.load_nothing()
             return
         active = count - batch.padding
-        self.scout.step.load(self._req_to_token, rows, batch.lengths, active)
+        self.program.step.load(self._req_to_token, rows, batch.lengths, active)
         lengths = batch.lengths_on_host[:active].tolist()
         whole = self._whole_requests is not None and self._whole_requests.decide(lengths, time.monotonic())
-        if whole != self.scout.is_dense:
+        if whole != self.program.is_dense:
             self._tell(whole, len(lengths))
-            self.scout.hold_rows(whole, count)
-            self.scout.step.load(self._req_to_token, rows, batch.lengths, active)
-        if self.scout.is_dense:
-            self.scout.dense.begin_step(count, lengths)
-            self.watch.step(0)
+            self.program.hold_rows(whole, count)
+            self.program.step.load(self._req_to_token, rows, batch.lengths, active)
+        if self.program.is_dense:
+            self.program.dense.begin_step(count, lengths)
+            self._watch_step(0)
             return
         self._follow_worker()
         if self._link is not None:
             self._link.mailbox.wake()
-        self.watch.step(int((batch.lengths_on_host > self._budget_tokens).sum()))
+        self._watch_step(int((batch.lengths_on_host > self._budget_tokens).sum()))
+
+    def _watch_step(self, longer_rows: int) -> None:
+        if self.watch:
+            self.watch.step(longer_rows)
 
     def _after_logits(self, *_of_module: Any) -> None:
-        self.scout.end_step()
+        self.program.end_step()
 
     def _tell(self, whole: bool, rows: int) -> None:
         if whole:
             logger.info("the GPU's memory holds %d running requests as a whole: attention is exact", rows)
             return
         logger.info(
-            "%d running requests are longer than the GPU's memory holds: blocks are selected, %d tokens of each",
-            rows, self._budget_tokens,
+            "%d running requests are longer than the GPU's memory holds: %s",
+            rows, self.program.without_whole_requests,
         )  # fmt: skip
 
     @property
     def graph_variant(self) -> str:
-        return _WHOLE_REQUESTS if self.scout.is_dense else ""
+        return _WHOLE_REQUESTS if self.program.is_dense else ""
 
     def graph_variants(self, batch_size: int) -> list[str]:
         return [""] if self._whole_requests is None else ["", _WHOLE_REQUESTS]
 
     @contextlib.contextmanager
     def recording(self, variant: str) -> Iterator[None]:
-        serving = self.scout.is_dense
-        self.scout.is_dense = variant == _WHOLE_REQUESTS
+        serving = self.program.is_dense
+        self.program.is_dense = variant == _WHOLE_REQUESTS
         try:
             yield
         finally:
-            self.scout.is_dense = serving
+            self.program.is_dense = serving
 
     def _follow_worker(self) -> None:
         """Post to the worker that is there now."""
@@ -284,7 +277,7 @@ class CudaEngine(Engine):
     def decode(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        return self.scout.decode(layer, query.contiguous(), keys, values, scale)
+        return self.program.decode(layer, query.contiguous(), keys, values, scale)
 
     # -- prefill -----------------------------------------------------------------------------
 
@@ -294,8 +287,8 @@ class CudaEngine(Engine):
         self._prefill.begin(PrefillRows(table.cpu(), lengths, new_tokens), self._scale)
         # where whole rows are held, their first decode step loads them
         self._settling = None
-        settles = not self.scout.is_dense
-        self.scout.reset_rows(rows, prefilled=settles)
+        settles = self.program.loads_initial_blocks and not self.program.is_dense
+        self.program.reset_rows(rows, prefilled=settles)
         if not settles:
             return
         device = rows.device
@@ -324,7 +317,7 @@ class CudaEngine(Engine):
             lane = torch.cuda.current_stream()
             lane.wait_event(self._prefill.written(layer))
             last.record_stream(lane)
-            self.scout.load_initial_blocks(layer, rows, last, scale)
+            self.program.load_initial_blocks(layer, rows, last, scale)
             self._settling_lane.mark(layer)
 
     def reset_rows(self, rows: torch.Tensor) -> None:
@@ -341,7 +334,13 @@ class CudaEngine(Engine):
                 if arrived.is_cuda:  # made on another stream, which must not use the memory again before this one has
                     arrived.record_stream(torch.cuda.current_stream())
             self._arrived = []
-            self.scout.reset_rows(rows)
+            self.program.reset_rows(rows)
+
+
+def _program_of(config: HybridConfig) -> type[StepProgram]:
+    program = policy_named(config.policy).cuda_program
+    assert program is not None  # unsupported_reason asks before
+    return program()
 
 
 def _prediction_buffers(max_batch: int, predictions: Mapping[int, LayerPrediction]) -> PredictionBuffers:

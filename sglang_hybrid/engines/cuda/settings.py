@@ -1,4 +1,4 @@
-"""What the kernels are told about policy ``scout``."""
+"""Which settings the CUDA kernels can have, and what they are told about policy ``scout``."""
 
 from __future__ import annotations
 
@@ -95,10 +95,16 @@ def slots_of(config: HybridConfig) -> int:
 
 def unsupported_settings(config: HybridConfig) -> str | None:
     """What of these settings the kernels cannot do, in words; None if they can."""
-    if policy_named(config.policy).cuda_program is None:
+    policy = policy_named(config.policy)
+    if policy.cuda_program is None:
         return f"policy={config.policy}"
     if config.sketch_channels not in _CHANNELS:
         return f"sketch_channels={config.sketch_channels}"
+    return policy.cuda_unsupported(config) if policy.cuda_unsupported else None
+
+
+def unsupported_by_scout(config: HybridConfig) -> str | None:
+    """The same of the kernels that select."""
     if max(config.budget_tokens // BLOCK_TOKENS, slots_of(config)) > _MOST_BLOCKS:
         return f"more than {_MOST_BLOCKS * BLOCK_TOKENS} tokens in the budget"
     return None

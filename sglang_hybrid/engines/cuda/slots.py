@@ -9,8 +9,8 @@ from sglang_hybrid.ops.cuda.digests import SlotTable
 from sglang_hybrid.ops.reference import NO_BLOCK
 
 
-class ResidentSlots:
-    """For every layer, row and KV head ``slots`` blocks of keys and values, and which blocks of the row they are."""
+class BlockMemory:
+    """Keys and values of ``slots`` blocks for every layer, row and KV head: ``[rows, KV heads, slots, 32, dim]``."""
 
     def __init__(
         self, layers: int, rows: int, heads: int, slots: int, dim: int, dtype: torch.dtype, device: torch.device | str
@@ -19,11 +19,25 @@ class ResidentSlots:
         # zeros: a slot that was never written is multiplied by a weight of 0, and garbage may be NaN
         self.keys = [torch.zeros(of_layer, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(of_layer, dtype=dtype, device=device) for _ in range(layers)]
+
+    @staticmethod
+    def bytes_per_row(layers: int, heads: int, slots: int, dim: int, dtype: torch.dtype) -> int:
+        return layers * heads * slots * 2 * BLOCK_TOKENS * dim * dtype.itemsize
+
+
+class ResidentSlots(BlockMemory):
+    """The same, and which blocks of their rows are in the slots."""
+
+    def __init__(
+        self, layers: int, rows: int, heads: int, slots: int, dim: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__(layers, rows, heads, slots, dim, dtype, device)
         self.all_positions = torch.full((layers, rows, heads, slots), NO_BLOCK, dtype=torch.int32, device=device)
 
     @staticmethod
     def bytes_per_row(layers: int, heads: int, slots: int, dim: int, dtype: torch.dtype) -> int:
-        return layers * heads * slots * (2 * BLOCK_TOKENS * dim * dtype.itemsize + 4)
+        positions = layers * heads * slots * torch.int32.itemsize
+        return BlockMemory.bytes_per_row(layers, heads, slots, dim, dtype) + positions
 
     def positions(self, layer: int) -> torch.Tensor:
         """``[rows, KV heads, slots]``, -1 for an empty slot."""

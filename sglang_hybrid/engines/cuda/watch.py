@@ -5,12 +5,12 @@ Never waits for the device: numbers are those of some steps ago.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from sglang_hybrid.engines.cuda.counters import Counters
-from sglang_hybrid.engines.cuda.decode import DeviceScout
 from sglang_hybrid.engines.cuda.settings import PathRates
 from sglang_hybrid.metrics import WorkerMetrics
 from sglang_hybrid.ops.cuda.structs import OUTCOMES
@@ -23,10 +23,23 @@ _BY = {"late": "device-late", "damaged": "device-damaged", "refused": "device-da
 _WHY = {"device-late": "late", "device-damaged": "damaged", "device-no-worker": "no-worker"}
 
 
+class Watched(Protocol):
+    """A step program that misses and recalls blocks."""
+
+    counted: torch.Tensor  # [layers, 2]: misses and recalled blocks so far, in device memory
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    def set_intervals(self, intervals: Sequence[int]) -> None: ...
+
+    def set_gather_shares(self, shares: Sequence[float]) -> None: ...
+
+
 class DeviceWatch:
     def __init__(
         self,
-        scout: DeviceScout,
+        scout: Watched,
         recall: RecallSchedule,
         blocks_per_row: int,
         outcomes: torch.Tensor | None,

@@ -1,7 +1,7 @@
 """Steps in which every running row is in device memory as a whole: exact attention, as fast as without a host pool.
 
-The slots' memory is used as pages then. The host pool is written as always, and so are digests: whenever rows no
-longer fit, they go on with slots.
+The memory of resident blocks is used as pages then. The host pool is written as always, and so are digests: rows that
+no longer fit go on in the way of their policy.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
-from sglang_hybrid.engines.cuda.buffers import MainBuffers
+from sglang_hybrid.engines.cuda.buffers import AttentionBuffers
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
-from sglang_hybrid.engines.cuda.slots import ResidentSlots
+from sglang_hybrid.engines.cuda.slots import BlockMemory
 from sglang_hybrid.engines.cuda.step import StepBuffers
 from sglang_hybrid.ops.cuda.copies import gather_blocks
-from sglang_hybrid.ops.cuda.digests import DenseTable, append
+from sglang_hybrid.ops.cuda.digests import DenseTable, SlotTable, append
 from sglang_hybrid.ops.cuda.whole_requests import PageAllocator, attend_pages
+from sglang_hybrid.ops.reference import NO_BLOCK
 
 
 class WholeRequests:
@@ -25,20 +26,22 @@ class WholeRequests:
         self,
         layers: Sequence[DeviceLayer],
         shape: DeviceShape,
-        slots: ResidentSlots,
+        memory: BlockMemory,
         step: StepBuffers,
-        main: MainBuffers,
+        attention: AttentionBuffers,
         refused: torch.Tensor,
     ) -> None:
-        """Shares the memory of ``slots`` and the buffers of ``step`` and ``main`` with steps of the other kind."""
-        device = slots.keys[0].device
-        self._layers, self._step, self._main, self._refused = list(layers), step, main, refused
+        """Shares ``memory`` and the buffers of ``step`` and ``attention`` with steps of the other kind."""
+        device = memory.keys[0].device
+        self._layers, self._step, self._attention, self._refused = list(layers), step, attention, refused
+        rows, _, slots = memory.keys[0].shape[:3]
+        self.pages = rows * slots  # none, where nothing is ever held
         self._keys, self._values = (
-            [part.view(-1, shape.heads, BLOCK_TOKENS, shape.dim) for part in parts]
-            for parts in (slots.keys, slots.values)
+            [part.view(self.pages, shape.heads, BLOCK_TOKENS, shape.dim) for part in parts]
+            for parts in (memory.keys, memory.values)
         )
-        self.pages = self._keys[0].shape[0]
-        self._no_slots = slots.table(0, 0, 0)
+        no_positions = torch.full((shape.rows, shape.heads, 1), NO_BLOCK, dtype=torch.int32, device=device)
+        self._no_slots = SlotTable(no_positions, 0, 0)
         table = torch.full((shape.rows, shape.max_blocks), -1, dtype=torch.int32, device=device)
         held = torch.zeros(shape.rows, dtype=torch.int32, device=device)
         self._allocator = PageAllocator(DenseTable(table, held, self.pages), shape.heads)
@@ -48,10 +51,10 @@ class WholeRequests:
     @property
     def block_bytes(self) -> int:
         """Of a block of a row in all layers and KV heads."""
-        return len(self._layers) * 2 * self._keys[0][0].numel() * self._keys[0].itemsize
+        return len(self._layers) * 2 * self._keys[0].shape[1:].numel() * self._keys[0].itemsize
 
     def forget_all(self) -> None:
-        """The memory was used as slots in between."""
+        """No row is held any more."""
         self._allocator.forget_all()
         self._something_new = True
 
@@ -91,17 +94,21 @@ class WholeRequests:
                 dense=self._allocator.table, refused=self._refused,
             )  # fmt: skip
 
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, *, overlaps: bool = False) -> None:
+        """Write the step's tokens to the host pool, and to the tails' pages of rows that are held."""
+        of_layer, step = self._layers[layer], self._step.of_batch(keys.shape[0])
+        append(
+            of_layer.digests, self._no_slots, step, keys, values, self._keys[layer], self._values[layer],
+            of_layer.pool, dense=self._allocator.table, overlaps=overlaps, refused=self._refused,
+        )  # fmt: skip
+
     def decode(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """One token of each row, as ``DeviceScout.decode``: attention over the whole row."""
-        count, of_layer, table = query.shape[0], self._layers[layer], self._allocator.table
-        step, out = self._step.of_batch(count), self._main.out(count)
-        append(
-            of_layer.digests, self._no_slots, step, keys, values, self._keys[layer], self._values[layer],
-            of_layer.pool, dense=table, overlaps=True, refused=self._refused,
-        )  # fmt: skip
+        """One token of each row, as ``StepProgram.decode``: attention over the whole row."""
+        count = query.shape[0]
+        self.store(layer, keys, values, overlaps=True)
         return attend_pages(
-            query, self._keys[layer], self._values[layer], table, step, scale,
-            workspace=self._main.attending(count), out=out, overlaps=True,
+            query, self._keys[layer], self._values[layer], self._allocator.table, self._step.of_batch(count), scale,
+            workspace=self._attention.attending(count), out=self._attention.out(count), overlaps=True,
         )  # fmt: skip

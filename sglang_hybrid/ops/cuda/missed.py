@@ -1,12 +1,14 @@
-"""Misses that the worker did not compute in time: attention over blocks in the host pool, with the real query."""
+"""Attention over blocks in the host pool, read over PCIe: misses that the worker did not compute, or whole rows."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.ops.cuda.attention import Partial, side_arguments
-from sglang_hybrid.ops.cuda.digests import HostPool
+from sglang_hybrid.ops.cuda.digests import HostPool, Step
 from sglang_hybrid.ops.cuda.library import launch
 from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address, dtype_code
 
@@ -30,6 +32,38 @@ def finish_late(
     every wait for the mailbox in a CUDA graph.
     """
     batch, query_heads, dim = query.shape
+    heads = pool.keys.shape[1]
+    launch(
+        "finish_late",
+        pages=address("pages", pages, torch.int32, (batch, heads, pages.shape[2])),
+        counts=address("counts", counts, torch.int32, (batch, heads)),
+        served=address("served", served, torch.int32, (batch,)),
+        active_rows=active_address(active_rows),
+        local=side_arguments(local, (batch, query_heads, dim)),
+        most_blocks=pages.shape[2],
+        **_common_arguments(query, pool, scale, out),
+    )
+
+
+def attend_pool(query: torch.Tensor, pool: HostPool, step: Step, scale: float, *, out: torch.Tensor) -> torch.Tensor:
+    """Attention over all tokens of each row of ``step``: query and ``out`` ``[B, H * G, D]``.
+
+    The step's own tokens are in the pool. Pages that are not in the pool are left out, and entries from the step's
+    ``active_rows`` on are left alone.
+    """
+    launch(
+        "finish_late",
+        pages=address("page_table", step.page_table, torch.int32, (query.shape[0], step.max_blocks)),
+        lengths=address("lengths", step.lengths, torch.int32, (query.shape[0],)),
+        active_rows=active_address(step.active_rows),
+        most_blocks=step.max_blocks,
+        **_common_arguments(query, pool, scale, out),
+    )
+    return out
+
+
+def _common_arguments(query: torch.Tensor, pool: HostPool, scale: float, out: torch.Tensor) -> dict[str, Any]:
+    batch, query_heads, dim = query.shape
     pool_pages, heads = pool.keys.shape[:2]
     of_pool = (pool_pages, heads, BLOCK_TOKENS, dim)
     for name, part in (("keys", pool.keys), ("values", pool.values)):
@@ -37,23 +71,16 @@ def finish_late(
             raise ValueError(
                 f"the pool's {name} are {tuple(part.shape)} of {part.dtype}, not {of_pool} of {query.dtype}"
             )
-    launch(
-        "finish_late",
-        query=address("query", query, HALVES, (batch, query_heads // heads * heads, dim)),
-        keys=pool.region.address_of("keys of the pool", pool.keys),
-        values=pool.region.address_of("values of the pool", pool.values),
-        pages=address("pages", pages, torch.int32, (batch, heads, pages.shape[2])),
-        counts=address("counts", counts, torch.int32, (batch, heads)),
-        served=address("served", served, torch.int32, (batch,)),
-        active_rows=active_address(active_rows),
-        local=side_arguments(local, (batch, query_heads, dim)),
-        out=address("out", out, query.dtype, (batch, query_heads, dim)),
-        scale=scale,
-        batch=batch,
-        kv_heads=heads,
-        group=query_heads // heads,
-        head_dim=dim,
-        dtype=dtype_code(query.dtype),
-        most_misses=pages.shape[2],
-        pool_pages=pool_pages,
-    )
+    return {
+        "query": address("query", query, HALVES, (batch, query_heads // heads * heads, dim)),
+        "keys": pool.region.address_of("keys of the pool", pool.keys),
+        "values": pool.region.address_of("values of the pool", pool.values),
+        "out": address("out", out, query.dtype, (batch, query_heads, dim)),
+        "scale": scale,
+        "batch": batch,
+        "kv_heads": heads,
+        "group": query_heads // heads,
+        "head_dim": dim,
+        "dtype": dtype_code(query.dtype),
+        "pool_pages": pool_pages,
+    }

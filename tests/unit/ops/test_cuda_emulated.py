@@ -31,6 +31,7 @@ DEVICE_ALONE = {
 }
 WITH_STREAMS = {
     "test_gpu_dense.py": 1,
+    "test_gpu_full.py": 1,
     "test_gpu_prefill.py": 1,
     "test_gpu_scout.py": 2,
 }

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +14,18 @@ from attention_oracle import softmax_attention
 from decoding import Requests, Shape, T
 from installed_package import installed
 
-from sglang_hybrid.config import ConfigError, HybridConfig
+from sglang_hybrid.config import ConfigError, HybridConfig, load_config
 from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
+from sglang_hybrid.engines.cuda.engine import CudaEngine
+from sglang_hybrid.engines.cuda.program import StepProgram
 from sglang_hybrid.engines.cuda.settings import unsupported_settings
 from sglang_hybrid.engines.torch import TorchAttention
+from sglang_hybrid.memory.capacity import KVShape
 from sglang_hybrid.policies import registry
 from sglang_hybrid.policies.full import FullPolicy
 from sglang_hybrid.policies.registry import (
     ENTRY_POINTS,
+    Needs,
     PolicyContext,
     UnknownPolicy,
     policy_named,
@@ -52,6 +57,34 @@ def test_a_policy_that_is_registered_at_run_time_is_used() -> None:
     # the torch engine serves it, on any host
     assert unsupported_settings(config) == "policy=mine"
     assert unsupported_by_cpu_engine(config, head_dim=64) == "policy=mine"
+
+
+def test_built_in_policies_have_step_programs_for_cuda_graphs() -> None:
+    for name in ("full", "scout"):
+        program = policy_named(name).cuda_program
+        assert program is not None and issubclass(program(), StepProgram)
+    assert policy_named("full").needs == Needs()  # neither a worker nor prediction
+
+
+def test_limits_of_selection_do_not_bind_a_policy_that_selects_nothing() -> None:
+    def unsupported(*settings: str) -> str | None:
+        return unsupported_settings(load_config(None, settings))
+
+    assert unsupported("policy=full", "budget_tokens=16384", "scout.selection=layer") is None
+    assert unsupported("budget_tokens=16384") == "more than 8192 tokens in the budget"
+    assert unsupported("scout.selection=layer") == "scout.selection=layer"
+    assert unsupported("policy=full", "sketch_channels=16") == "sketch_channels=16"
+
+
+def test_policy_full_takes_device_memory_for_whole_requests_only() -> None:
+    shape, dtype = KVShape(layers=3, kv_heads=2, key_dim=64, value_dim=64, itemsize=2), torch.bfloat16
+
+    def resident(**settings: Any) -> int:
+        return CudaEngine.device_bytes(HybridConfig(**settings), shape, rows=5, context=4096, dtype=dtype).resident
+
+    assert resident(policy="full", budget_tokens=1024) == 5 * 1024 * shape.bytes_per_token
+    assert resident(policy="full", whole_requests="never") == 0
+    assert resident(policy="scout", budget_tokens=1024) > 5 * 1024 * shape.bytes_per_token  # scores and positions
 
 
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:

@@ -45,26 +45,28 @@ struct sh_finish_queries {
     uint32_t dtype;         // DType, 16 bits
 };
 
-// -- misses that the worker did not compute ----------------------------------------------------------------------------
+// -- blocks that are read from the host pool ---------------------------------------------------------------------------
 
-// Attention of entries that were not served over their lists of full blocks, read from the host pool and merged with the
-// local partial. Entries that were served are neither read nor written.
+// Attention of entries that were not served over lists of blocks in the host pool, merged with the local partial. Entries
+// that were served are neither read nor written. Without `lengths` every KV head has its own list, of full blocks: misses
+// that the worker did not compute. With `lengths` the KV heads of an entry share the list of all its blocks.
 struct sh_finish_late {
     const void* query;  // [batch][KV head][group][head_dim], the real one
     const void* keys;   // a layer of the pool, as the device sees it: [page][KV head][32][head_dim]
     const void* values;
-    const int32_t* pages;   // [batch][KV head][most_misses]; those that are not in the pool are left out
-    const int32_t* counts;  // [batch][KV head]
-    const int32_t* served;  // [batch]
+    const int32_t* pages;    // [batch][KV head][most_blocks], or [batch][most_blocks]; pages that are not in the pool are left out
+    const int32_t* counts;   // [batch][KV head], blocks of a list; not looked at with `lengths`
+    const int32_t* lengths;  // [batch], tokens of a list, whose last block may be partly filled; or null
+    const int32_t* served;   // [batch]; null: nobody was
     const int32_t* active_rows;
-    sh_side local;
-    void* out;  // [batch][KV head][group][head_dim] of `dtype`
+    sh_side local;  // null: there is none
+    void* out;      // [batch][KV head][group][head_dim] of `dtype`
     float scale;
     uint32_t batch;
     uint32_t kv_heads;
     uint32_t group;
     uint32_t head_dim;
     uint32_t dtype;  // DType, 16 bits
-    uint32_t most_misses;
+    uint32_t most_blocks;
     uint32_t pool_pages;
 };

@@ -1,0 +1,61 @@
+"""Policy ``full`` on a GPU: every row attends to its whole context.
+
+While all running rows fit in device memory they are held there. Otherwise nothing is held: every layer stores the new
+tokens in the host pool and reads all blocks of all rows from there, over PCIe. That is exact and slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
+from sglang_hybrid.engines.cuda.program import ProgramContext, StepProgram
+from sglang_hybrid.engines.cuda.slots import BlockMemory
+from sglang_hybrid.memory.capacity import KVShape
+from sglang_hybrid.ops.cuda.missed import attend_pool
+
+
+class DeviceFull(StepProgram):
+    """Neither selects nor recalls: it has no lanes beside the main one, and no buffers between its two kernels."""
+
+    def __init__(self, layers: Sequence[DeviceLayer], shape: DeviceShape, blocks_per_row: int) -> None:
+        """``blocks_per_row``: device memory for whole rows, shared by all of them; 0: rows are never held."""
+        digests = layers[0].digests
+        memory = BlockMemory(
+            len(layers), shape.rows, shape.heads, blocks_per_row, shape.dim, digests.dtype, digests.digests.device
+        )
+        super().__init__(layers, shape, memory)
+
+    @classmethod
+    def create(cls, context: ProgramContext) -> Self:
+        blocks = _blocks_per_row(context.config) if context.holds_whole_requests else 0
+        return cls(context.layers, context.shape, blocks)
+
+    @classmethod
+    def bytes_per_row(cls, config: HybridConfig, shape: KVShape, max_blocks: int, dtype: torch.dtype) -> int:
+        return BlockMemory.bytes_per_row(shape.layers, shape.kv_heads, _blocks_per_row(config), shape.key_dim, dtype)
+
+    @property
+    def without_whole_requests(self) -> str:
+        return "every step reads all of their blocks from host memory"
+
+    def decode(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        if self.is_dense:
+            return self.dense.decode(layer, query, keys, values, scale)
+        self.dense.store(layer, keys, values)  # no row is held: to the pool only
+        count = query.shape[0]
+        return attend_pool(
+            query, self._layers[layer].pool, self.step.of_batch(count), scale, out=self._attention.out(count)
+        )
+
+
+def _blocks_per_row(config: HybridConfig) -> int:
+    """As much device memory as a budget takes under policies that select."""
+    return config.budget_tokens // BLOCK_TOKENS if config.whole_requests == "auto" else 0
