@@ -62,6 +62,7 @@ test-gpu: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'kernels/*.cpp' 'kernels/*.h' 'kernels/*.cu' 'kernels/*.cuh' 'tests/emulation/*.h' 'tests/emulation/*.cpp')
 
 types: install
 	$(BIN)/mypy

@@ -40,9 +40,9 @@ LONG_LISTS = (
     "sink_blocks=0", "recent_blocks=0", "scout.resident_tokens=0", "scout.min_miss_attention=0", "worker_threads=2",
 )  # fmt: skip
 A_TASK_FOR_EACH_BLOCK = {env.WORKER_TASK_BLOCKS.name: "1"}
-# one block beside the first and the last
+# one block beside the first and the last, and always the same for a while
 SHORT_LISTS = (
-    "sink_blocks=1", "recent_blocks=1", "budget_tokens=96", "scout.resident_tokens=0", "scout.min_miss_attention=0",
+    "sink_blocks=1", "recent_blocks=0", "budget_tokens=96", "scout.resident_tokens=0", "scout.min_miss_attention=0",
 )  # fmt: skip
 
 

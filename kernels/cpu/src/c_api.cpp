@@ -6,7 +6,6 @@
 #include <memory>
 #include <string>
 
-#include "host/decoder.h"
 #include "engine/engine.h"
 #include "engine/external_jobs.h"
 #include "engine/flags.h"
@@ -14,6 +13,7 @@
 #include "engine/local.h"
 #include "engine/mailbox_client.h"
 #include "engine/read_bandwidth.h"
+#include "host/decoder.h"
 
 using namespace sglang_hybrid;
 
@@ -52,27 +52,61 @@ int guarded(char* error, Work work) {
 }
 
 std::string no_kernel(const Geometry& g, const char* variant) {
-    return "no CPU kernel for head_dim " + std::to_string(g.head_dim) + (variant ? " and variant " + std::string(variant) : "") +
+    return "no CPU kernel for head_dim " + std::to_string(g.head_dim) +
+           (variant ? " and variant " + std::string(variant) : "") +
            " on this machine: head_dim must be 64, 96, 128 or 256, variants are " + variants();
 }
 
 #define FIELD(record, name) {#record, #name, offsetof(record, name), sizeof(record::name)}
 #define WHOLE(record) {#record, "", 0, sizeof(record)}  // the field without a name is the record's size
 constexpr sh_field fields[] = {
-    WHOLE(Header), FIELD(Header, magic), FIELD(Header, version), FIELD(Header, header_bytes),
-    FIELD(Header, mailbox_bytes), FIELD(Header, geometry),
-    WHOLE(Geometry), FIELD(Geometry, rows), FIELD(Geometry, kv_heads), FIELD(Geometry, group), FIELD(Geometry, head_dim),
-    FIELD(Geometry, dtype), FIELD(Geometry, max_blocks), FIELD(Geometry, layers), FIELD(Geometry, pages),
-    FIELD(Geometry, keys), FIELD(Geometry, values), FIELD(Geometry, layer_stride), FIELD(Geometry, pool_bytes),
-    WHOLE(Bell), FIELD(Bell, posted),
-    WHOLE(WorkerLine), FIELD(WorkerLine, completed), FIELD(WorkerLine, heartbeat), FIELD(WorkerLine, parked),
-    FIELD(WorkerLine, done), FIELD(WorkerLine, life),
-    WHOLE(ClientLine), FIELD(ClientLine, wake), FIELD(ClientLine, waiting),
+    WHOLE(Header),
+    FIELD(Header, magic),
+    FIELD(Header, version),
+    FIELD(Header, header_bytes),
+    FIELD(Header, mailbox_bytes),
+    FIELD(Header, geometry),
+    WHOLE(Geometry),
+    FIELD(Geometry, rows),
+    FIELD(Geometry, kv_heads),
+    FIELD(Geometry, group),
+    FIELD(Geometry, head_dim),
+    FIELD(Geometry, dtype),
+    FIELD(Geometry, max_blocks),
+    FIELD(Geometry, layers),
+    FIELD(Geometry, pages),
+    FIELD(Geometry, keys),
+    FIELD(Geometry, values),
+    FIELD(Geometry, layer_stride),
+    FIELD(Geometry, pool_bytes),
+    WHOLE(Bell),
+    FIELD(Bell, posted),
+    WHOLE(WorkerLine),
+    FIELD(WorkerLine, completed),
+    FIELD(WorkerLine, heartbeat),
+    FIELD(WorkerLine, parked),
+    FIELD(WorkerLine, done),
+    FIELD(WorkerLine, life),
+    WHOLE(ClientLine),
+    FIELD(ClientLine, wake),
+    FIELD(ClientLine, waiting),
     FIELD(ClientLine, gone),
-    WHOLE(Post), FIELD(Post, sequence), FIELD(Post, layer), FIELD(Post, rows), FIELD(Post, scale),
-    WHOLE(Request), FIELD(Request, sequence), FIELD(Request, generation), FIELD(Request, blocks),
-    WHOLE(Reply), FIELD(Reply, sequence), FIELD(Reply, generation), FIELD(Reply, status),
-    WHOLE(List), FIELD(List, count), FIELD(List, last_fill),
+    WHOLE(Post),
+    FIELD(Post, sequence),
+    FIELD(Post, layer),
+    FIELD(Post, rows),
+    FIELD(Post, scale),
+    WHOLE(Request),
+    FIELD(Request, sequence),
+    FIELD(Request, generation),
+    FIELD(Request, blocks),
+    WHOLE(Reply),
+    FIELD(Reply, sequence),
+    FIELD(Reply, generation),
+    FIELD(Reply, status),
+    WHOLE(List),
+    FIELD(List, count),
+    FIELD(List, last_fill),
 };
 #undef FIELD
 #undef WHOLE
@@ -146,8 +180,8 @@ int sh_mailbox_check(const void* mailbox, uint64_t bytes, uint64_t pool_bytes, G
     }
     const uint64_t needed = layout_of(header.geometry).bytes;
     if (header.mailbox_bytes != needed || bytes < needed) {
-        return fail(error, "the mailbox has " + std::to_string(std::min(bytes, header.mailbox_bytes)) + " bytes, its geometry needs " +
-                               std::to_string(needed));
+        return fail(error, "the mailbox has " + std::to_string(std::min(bytes, header.mailbox_bytes)) +
+                               " bytes, its geometry needs " + std::to_string(needed));
     }
     *geometry = header.geometry;
     return 0;
@@ -193,8 +227,8 @@ uint64_t sh_client_heartbeat(const sh_client* client) { return load_acquire(clie
 
 // -- without a worker --------------------------------------------------------------------------------------------------
 
-int sh_attend_local(const char* pool, const Geometry* geometry, const sh_lists* lists, uint32_t task_blocks,
-                    uint32_t threads, const uint8_t* served, float* out, float* lse, char* error) {
+int sh_attend_local(const char* pool, const Geometry* geometry, const sh_lists* lists, uint32_t task_blocks, uint32_t threads,
+                    const uint8_t* served, float* out, float* lse, char* error) {
     return guarded(error, [&] {
         if (const char* const problem = problem_of(*geometry)) return fail(error, problem);
         const std::string problem = problem_of(*lists, *geometry);
@@ -273,8 +307,8 @@ int sh_host_store(sh_host* host, uint32_t layer, const sh_rows* keys, const sh_r
     });
 }
 
-int sh_host_decode(sh_host* host, uint32_t layer, const sh_rows* query, const sh_rows* keys, const sh_rows* values,
-                   float scale, float* out, char* error) {
+int sh_host_decode(sh_host* host, uint32_t layer, const sh_rows* query, const sh_rows* keys, const sh_rows* values, float scale,
+                   float* out, char* error) {
     return guarded(error, [&] {
         if (layer >= host->decoder.geometry.layers) return fail(error, "no such layer");
         host->decoder.decode(layer, rows_of(query), rows_of(keys), rows_of(values), scale, out);
@@ -306,8 +340,11 @@ sh_engine* sh_engine_start(void* mailbox, const char* pool, const Geometry* geom
             }
             const Kernel kernel = find_kernel(static_cast<DType>(geometry->dtype), geometry->head_dim, options->variant);
             if (!kernel) return fail(error, no_kernel(*geometry, options->variant));
-            EngineOptions chosen{options->threads, std::min(options->group_threads, options->threads),
-                                 options->task_blocks, options->spin_us, {}};
+            EngineOptions chosen{options->threads,
+                                 std::min(options->group_threads, options->threads),
+                                 options->task_blocks,
+                                 options->spin_us,
+                                 {}};
             if (options->cores) chosen.cores.assign(options->cores, options->cores + options->threads);
             made->threads = std::make_unique<Engine>(mailbox, pool, *geometry, chosen, kernel);
         }
@@ -343,7 +380,7 @@ void sh_engine_read_stats(const sh_engine* engine, sh_engine_stats* stats) {
 int sh_engine_take(sh_engine* engine, uint64_t timeout_us, sh_job* job) {
     ExternalJobs* const jobs = engine->jobs.get();
     if (!jobs || !jobs->take(timeout_us * 1000)) return 0;
-    *job = {jobs->post.sequence, jobs->post.layer,       jobs->post.rows,         jobs->post.scale,
+    *job = {jobs->post.sequence, jobs->post.layer,   jobs->post.rows,        jobs->post.scale,
             jobs->query.data(),  jobs->count.data(), jobs->last_fill.data(), jobs->pages.data()};
     return 1;
 }

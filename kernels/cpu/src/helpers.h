@@ -9,7 +9,7 @@
 namespace sglang_hybrid {
 
 class Helpers {
-public:
+  public:
     // Start `count` threads that run work(number), numbers from 1. A limit on threads or on memory means fewer of them, so
     // what they do must be shared out as they take it, or counted by `started`.
     template <class Work>
@@ -29,7 +29,7 @@ public:
         threads_.clear();
     }
 
-private:
+  private:
     std::vector<std::thread> threads_;
 };
 

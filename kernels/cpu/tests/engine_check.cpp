@@ -13,9 +13,9 @@
 #include <string>
 #include <vector>
 
-#include "sglang_hybrid/c_api.h"
 #include "engine/flags.h"
 #include "engine/mailbox_view.h"
+#include "sglang_hybrid/c_api.h"
 
 using namespace sglang_hybrid;
 
@@ -70,7 +70,8 @@ void check_reply(const Geometry& g, const char* pool, const Layer& layer, sh_cli
     const uint32_t missing = sh_client_collect(client, sequence, patience_ns, nullptr, out.data(), lse.data(), served.data());
     require(missing == 0, "rows without a reply: " + std::to_string(missing));
     char error[sh_error_bytes];
-    require(sh_attend_local(pool, &g, &layer.lists, task_blocks, 2, nullptr, want_out.data(), want_lse.data(), error) == 0, error);
+    require(sh_attend_local(pool, &g, &layer.lists, task_blocks, 2, nullptr, want_out.data(), want_lse.data(), error) == 0,
+            error);
     require(std::memcmp(out.data(), want_out.data(), out.size() * sizeof(float)) == 0, "the worker's output has other bits");
     require(std::memcmp(lse.data(), want_lse.data(), lse.size() * sizeof(float)) == 0, "the worker's LSE has other bits");
 }
@@ -82,7 +83,8 @@ void check_reply(const Geometry& g, const char* pool, const Layer& layer, sh_cli
         const Layer layers[4] = {random_layer(g), random_layer(g), random_layer(g), random_layer(g)};
         uint64_t sequences[4];
         char error[sh_error_bytes];
-        for (int i = 0; i < 4; ++i) require(sh_client_post(client, &layers[i].lists, uint32_t(time), &sequences[i], error) == 0, error);
+        for (int i = 0; i < 4; ++i)
+            require(sh_client_post(client, &layers[i].lists, uint32_t(time), &sequences[i], error) == 0, error);
         for (int i = 2; i < 4; ++i) check_reply(g, pool, layers[i], client, sequences[i], task_blocks);
     }
 }
@@ -176,8 +178,8 @@ void run(Geometry g, uint32_t threads, uint32_t group_threads, uint32_t spin_us,
     sh_client_close(client);
     munmap(mailbox, bytes);
     munmap(pool, g.pool_bytes);
-    std::printf("%u threads in groups of %u, spinning %u us, lists of %u blocks: %llu posts\n", threads, group_threads,
-                spin_us, g.max_blocks, static_cast<unsigned long long>(posts));
+    std::printf("%u threads in groups of %u, spinning %u us, lists of %u blocks: %llu posts\n", threads, group_threads, spin_us,
+                g.max_blocks, static_cast<unsigned long long>(posts));
 }
 
 }  // namespace

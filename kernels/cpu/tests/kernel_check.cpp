@@ -29,9 +29,7 @@ using namespace sglang_hybrid;
 
 namespace {
 
-const char* name_of(DType dtype) {
-    return dtype == DType::bf16 ? "bf16" : dtype == DType::fp16 ? "fp16" : "fp32";
-}
+const char* name_of(DType dtype) { return dtype == DType::bf16 ? "bf16" : dtype == DType::fp16 ? "fp16" : "fp32"; }
 
 std::vector<std::string> available_variants() {
     std::vector<std::string> names;
@@ -55,7 +53,7 @@ void put_poison(DType dtype, char* to, uint32_t which) {
 
 // Ends right before a page that must not be touched, and begins behind bytes that must not change.
 class Guarded {
-public:
+  public:
     explicit Guarded(size_t bytes) : bytes_(bytes) {
         const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
         mapped_ = (bytes + guard + page - 1) / page * page + page;
@@ -76,7 +74,7 @@ public:
         return std::all_of(base_, data_, [](char byte) { return static_cast<unsigned char>(byte) == 0xff; });
     }
 
-private:
+  private:
     static constexpr size_t guard = 256;
     size_t bytes_, mapped_;
     char* base_;
@@ -94,9 +92,8 @@ struct Shape {
 
 std::string describe(const Shape& shape) {
     char text[160];
-    std::snprintf(text, sizeof text, "%s head_dim %u group %u count %u last_fill %u key_size %g seed %u",
-                  name_of(shape.dtype), shape.dim, shape.group, shape.count, shape.last_fill,
-                  static_cast<double>(shape.key_size), shape.seed);
+    std::snprintf(text, sizeof text, "%s head_dim %u group %u count %u last_fill %u key_size %g seed %u", name_of(shape.dtype),
+                  shape.dim, shape.group, shape.count, shape.last_fill, static_cast<double>(shape.key_size), shape.seed);
     return text;
 }
 
@@ -106,14 +103,10 @@ struct Result {
 
 // Blocks of KV head 1 of 2, in pages in random order; everything that is not a listed token is NaN or infinite.
 class Case {
-public:
+  public:
     explicit Case(const Shape& shape)
-        : shape_(shape),
-          row_(shape.dim * bytes_of(shape.dtype)),
-          page_stride_(2 * block_tokens * row_),
-          query_(shape.group * row_),
-          keys_((shape.count + 1) * page_stride_),
-          values_((shape.count + 1) * page_stride_),
+        : shape_(shape), row_(shape.dim * bytes_of(shape.dtype)), page_stride_(2 * block_tokens * row_),
+          query_(shape.group * row_), keys_((shape.count + 1) * page_stride_), values_((shape.count + 1) * page_stride_),
           pages_(shape.count + 1) {
         std::mt19937 random(shape.seed);
         std::normal_distribution<float> normal;
@@ -155,8 +148,7 @@ public:
         Guarded out(shape_.group * shape_.dim * 4), lse(shape_.group * 4);
         std::fill_n(reinterpret_cast<float*>(out.data()), shape_.group * shape_.dim, untouched);
         const BlockAttention next = work(nullptr, nullptr, nullptr);
-        kernel(work(reinterpret_cast<float*>(out.data()), reinterpret_cast<float*>(lse.data()),
-                    announced ? &next : nullptr));
+        kernel(work(reinterpret_cast<float*>(out.data()), reinterpret_cast<float*>(lse.data()), announced ? &next : nullptr));
         if (!out.intact() || !lse.intact()) {
             problem = "wrote in front of its output";
         }
@@ -202,7 +194,7 @@ public:
                std::all_of(result.lse.begin(), result.lse.end(), is_empty);
     }
 
-private:
+  private:
     static constexpr float untouched = 12345.0f;
 
     float scale() const { return 1.0f / std::sqrt(static_cast<float>(shape_.dim)); }
@@ -335,8 +327,7 @@ void check(const Shape& shape, const std::vector<std::string>& names, Worst& wor
             // when logits are so large that their rounding decides, what is left to check is that nothing overflows
             const double slack = one.logit_error();
             const bool is_finite = std::isfinite(errors.out) && std::isfinite(errors.lse);
-            if (!is_finite || !(errors.out <= allowed_error(shape.dtype) + 4 * slack) ||
-                !(errors.lse <= 1e-3 + 4 * slack)) {
+            if (!is_finite || !(errors.out <= allowed_error(shape.dtype) + 4 * slack) || !(errors.lse <= 1e-3 + 4 * slack)) {
                 char text[100];
                 std::snprintf(text, sizeof text, "out off by %.3g (relative), lse by %.3g", errors.out, errors.lse);
                 problem = text;
@@ -466,9 +457,7 @@ int check_everything() {
 
 // -- benchmark --------------------------------------------------------------------------------------------------------
 
-double seconds() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // body(thread) on all threads at once; the time from the first one's begin to the last one's end, best of a few
 template <class Body>
@@ -497,13 +486,12 @@ double best_time(uint32_t threads, Body body) {
 
 // A pool of one layer of bf16, 8 KV heads, head_dim 128: page p holds keys, then values, of all heads.
 class BenchPool {
-public:
+  public:
     static constexpr uint32_t heads = 8, dim = 128, list = 8;
     static constexpr size_t block = block_tokens * dim * 2, page = 2 * heads * block;
 
     BenchPool(size_t bytes, int advice) : pages_(static_cast<uint32_t>(bytes / page)) {
-        void* memory =
-            mmap(nullptr, size(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        void* memory = mmap(nullptr, size(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (memory == MAP_FAILED) {
             std::perror("kernel_check: pool");
             std::exit(2);
@@ -537,8 +525,8 @@ public:
             std::vector<float> out(max_group * dim), lse(max_group);
             const auto work = [&](uint32_t i) {
                 const char* keys = data_ + i * list / pages_ * block;
-                return BlockAttention{query, keys, keys + heads * block, page, &order_[i * list], list, block_tokens,
-                                      group, dim, DType::bf16, 0.0884f, out.data(), lse.data(), nullptr};
+                return BlockAttention{query, keys, keys + heads * block, page,    &order_[i * list], list,       block_tokens,
+                                      group, dim,  DType::bf16,          0.0884f, out.data(),        lse.data(), nullptr};
             };
             const uint32_t begin = lists * thread / threads, end = lists * (thread + 1) / threads;
             for (uint32_t pass = 0; pass < passes; ++pass) {
@@ -575,7 +563,7 @@ public:
         return static_cast<double>(size()) * passes / time / 1e9;
     }
 
-private:
+  private:
     uint32_t pages_;
     char* data_;
     std::vector<uint32_t> order_;

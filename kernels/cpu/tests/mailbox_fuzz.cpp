@@ -24,12 +24,12 @@
 #include <utility>
 #include <vector>
 
-#include "fuzz_memory.h"
-#include "sglang_hybrid/c_api.h"
-#include "values.h"
 #include "engine/flags.h"
 #include "engine/mailbox_view.h"
 #include "engine/post_reader.h"
+#include "fuzz_memory.h"
+#include "sglang_hybrid/c_api.h"
+#include "values.h"
 
 using namespace sglang_hybrid;
 
@@ -191,8 +191,7 @@ void require_servable(const Geometry& g) {
 
 Geometry hostile_geometry(Random& random) {
     Geometry g = random_geometry(random);
-    uint32_t* const small[] = {&g.rows,  &g.kv_heads,   &g.group,  &g.head_dim,
-                               &g.dtype, &g.max_blocks, &g.layers, &g.pages};
+    uint32_t* const small[] = {&g.rows, &g.kv_heads, &g.group, &g.head_dim, &g.dtype, &g.max_blocks, &g.layers, &g.pages};
     uint64_t* const large[] = {&g.keys, &g.values, &g.layer_stride, &g.pool_bytes};
     // a huge pool, or most of the other fields' values would be refused for that alone
     if (random.once_in(2)) g.pool_bytes = ~uint64_t{0} >> random.below(16);
@@ -215,7 +214,7 @@ void check_header(Random& random, const Geometry& g) {
         const uint32_t bit = random.below(8 * sizeof(header));
         reinterpret_cast<char*>(&header)[bit / 8] ^= char(1 << bit % 8);
     }
-    const uint64_t bytes = random.once_in(4) ? random.below(sizeof(header) + 2)
+    const uint64_t bytes = random.once_in(4)   ? random.below(sizeof(header) + 2)
                            : random.once_in(4) ? random.hostile_word(header.mailbox_bytes)
                                                : header.mailbox_bytes;
     const uint64_t pool_bytes = random.once_in(8) ? random.hostile_word(g.pool_bytes) : header.geometry.pool_bytes;
@@ -277,8 +276,7 @@ Layer random_layer(const Geometry& g, Random& random) {
 
 struct Answer {
     explicit Answer(const Geometry& g, uint32_t rows)
-        : lse(uint64_t{rows} * g.kv_heads * g.group, untouched), out(lse.size() * g.head_dim, untouched),
-          served(rows, 99) {}
+        : lse(uint64_t{rows} * g.kv_heads * g.group, untouched), out(lse.size() * g.head_dim, untouched), served(rows, 99) {}
     static constexpr float untouched = 7;
     std::vector<float> lse, out;
     std::vector<uint8_t> served;
@@ -295,8 +293,8 @@ uint64_t post(sh_client* client, const Layer& layer, uint32_t generation) {
 // The number of rows that are not served.
 uint32_t collect(sh_client* client, uint64_t sequence, uint64_t timeout_ns, Answer& answer) {
     const Limit limit("collecting");
-    const uint32_t missing = sh_client_collect(client, sequence, timeout_ns, nullptr, answer.out.data(),
-                                               answer.lse.data(), answer.served.data());
+    const uint32_t missing =
+        sh_client_collect(client, sequence, timeout_ns, nullptr, answer.out.data(), answer.lse.data(), answer.served.data());
     uint32_t counted = 0;
     for (const uint8_t outcome : answer.served) {
         require(outcome <= sh_damaged, "an outcome that there is not");
@@ -504,9 +502,7 @@ class Intruder {
     // A whole post with lists in order, but for one field in `damage` (0: none), and with pauses between its rows where
     // that is wanted. Without both the rows are there before the bell, so that none can be late.
     void forge_post(uint64_t sequence, uint32_t rows, uint32_t damage, uint32_t pause_us = 0) {
-        const auto sent = [&](uint64_t value) {
-            return damage && random_.once_in(damage) ? hostile_word(value) : value;
-        };
+        const auto sent = [&](uint64_t value) { return damage && random_.once_in(damage) ? hostile_word(value) : value; };
         Post& post = view_.post(sequence);
         store_release(post.layer, sent(random_.below(g_.layers)));
         store_release(post.rows, sent(rows));
@@ -584,9 +580,13 @@ class Intruder {
         forge_post(sequence, rows, 0);
         List& list = view_.lists(sequence, row)[head];
         Post& post = view_.post(sequence);
-        const std::pair<uint32_t*, uint32_t> words[] = {  // each with the least number that is too large
-            {&list.count, g_.max_blocks + 1}, {&list.last_fill, block_tokens + 1},
-            {view_.pages(sequence, row, head), g_.pages}, {&post.rows, g_.rows + 1}, {&post.layer, g_.layers},
+        const std::pair<uint32_t*, uint32_t> words[] = {
+            // each with the least number that is too large
+            {&list.count, g_.max_blocks + 1},
+            {&list.last_fill, block_tokens + 1},
+            {view_.pages(sequence, row, head), g_.pages},
+            {&post.rows, g_.rows + 1},
+            {&post.layer, g_.layers},
         };
         const auto& [place, too_large] = words[random_.below(std::size(words))];
         uint32_t& word = *place;

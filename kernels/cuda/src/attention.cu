@@ -39,9 +39,8 @@ SH_CUDA_API int sh_cuda_attend_units(uint32_t head_dim, uint32_t* units) {
 
 SH_CUDA_API int sh_cuda_attend_slots(const sh_attend_slots* args, cudaStream_t stream) {
     if (args->batch == 0 || args->kv_heads == 0) return cudaSuccess;
-    return for_heads(args->dtype, args->head_dim, args->group, [&](auto element, auto dim) {
-        return launch_attend<decltype(element), dim()>(*args, stream);
-    });
+    return for_heads(args->dtype, args->head_dim, args->group,
+                     [&](auto element, auto dim) { return launch_attend<decltype(element), dim()>(*args, stream); });
 }
 
 SH_CUDA_API int sh_cuda_merge(const sh_merge* args, cudaStream_t stream) {

@@ -46,7 +46,6 @@ SH_CUDA_API int sh_cuda_hold_rows(const sh_hold_rows* args, cudaStream_t stream)
 
 SH_CUDA_API int sh_cuda_attend_pages(const sh_attend_pages* args, cudaStream_t stream) {
     if (args->step.batch == 0 || args->kv_heads == 0) return cudaSuccess;
-    return for_heads(args->dtype, args->head_dim, args->group, [&](auto element, auto dim) {
-        return launch_pages<decltype(element), dim()>(*args, stream);
-    });
+    return for_heads(args->dtype, args->head_dim, args->group,
+                     [&](auto element, auto dim) { return launch_pages<decltype(element), dim()>(*args, stream); });
 }

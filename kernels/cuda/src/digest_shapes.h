@@ -19,7 +19,8 @@ template <class Use>
 cudaError_t for_shape(const sh_digests& digests, Use use) {
     using sglang_hybrid::cuda::Format;
     const auto with_format = [&](auto dim, auto channels) {
-        return digests.compact ? use(dim, channels, FormatOf<Format::compact>{}) : use(dim, channels, FormatOf<Format::minmax>{});
+        return digests.compact ? use(dim, channels, FormatOf<Format::compact>{})
+                               : use(dim, channels, FormatOf<Format::minmax>{});
     };
     const auto with_channels = [&](auto dim) {
         switch (digests.channel_count) {
@@ -30,7 +31,8 @@ cudaError_t for_shape(const sh_digests& digests, Use use) {
             default: return cudaErrorInvalidValue;
         }
     };
-    if (uint64_t{digests.pages} * digests.kv_heads > UINT32_MAX) return cudaErrorInvalidValue;  // kernels count blocks in 32 bits
+    if (uint64_t{digests.pages} * digests.kv_heads > UINT32_MAX)
+        return cudaErrorInvalidValue;  // kernels count blocks in 32 bits
     switch (digests.head_dim) {
         case 64: return with_channels(Number<64>{});
         case 128: return with_channels(Number<128>{});

@@ -7,8 +7,8 @@ using namespace sglang_hybrid::cuda;
 
 SH_CUDA_API int sh_cuda_unit_rms(const sh_unit_rms* args, cudaStream_t stream) {
     const auto dtype = static_cast<DType>(args->dtype);
-    if ((dtype != DType::bf16 && dtype != DType::fp16) || args->width == 0 || args->width > most_rms_width ||
-        args->width % 8 || args->hidden_stride % 8 || args->residual_stride % 8) {
+    if ((dtype != DType::bf16 && dtype != DType::fp16) || args->width == 0 || args->width > most_rms_width || args->width % 8 ||
+        args->hidden_stride % 8 || args->residual_stride % 8) {
         return cudaErrorInvalidValue;
     }
     if (args->batch == 0) return cudaSuccess;
@@ -19,9 +19,8 @@ SH_CUDA_API int sh_cuda_unit_rms(const sh_unit_rms* args, cudaStream_t stream) {
 
 SH_CUDA_API int sh_cuda_finish_queries(const sh_finish_queries* args, cudaStream_t stream) {
     const auto dtype = static_cast<DType>(args->dtype), rotary = static_cast<DType>(args->rotary_dtype);
-    if ((dtype != DType::bf16 && dtype != DType::fp16) || (rotary != dtype && rotary != DType::fp32) ||
-        args->head_dim % 2 || args->head_dim > max_head_dim || args->rotary_dim % 2 || args->rotary_dim > args->head_dim ||
-        args->rotary_rows == 0) {
+    if ((dtype != DType::bf16 && dtype != DType::fp16) || (rotary != dtype && rotary != DType::fp32) || args->head_dim % 2 ||
+        args->head_dim > max_head_dim || args->rotary_dim % 2 || args->rotary_dim > args->head_dim || args->rotary_rows == 0) {
         return cudaErrorInvalidValue;
     }
     const uint64_t heads = uint64_t{args->batch} * args->heads;

@@ -39,8 +39,8 @@ SH_CUDA_API int sh_cuda_copy_runs(const sh_copy_runs* args, cudaStream_t stream)
                              : cudaMemcpyAsync(staged, in_pool, bytes, cudaMemcpyHostToDevice, stream);
     };
     for (uint32_t i = 0; i < args->count; ++i) {
-        const auto error = first_error({copy(args->runs[i], args->keys, args->key_slots),
-                                        copy(args->runs[i], args->values, args->value_slots)});
+        const auto error = first_error(
+            {copy(args->runs[i], args->keys, args->key_slots), copy(args->runs[i], args->values, args->value_slots)});
         if (error) return error;
     }
     return cudaSuccess;

@@ -20,7 +20,7 @@ _UNUSED = "unused"  # fields that only fill up
 
 _COMMENT = re.compile(r"//.*")
 _DEFINITION = re.compile(r"\b(struct|enum) (sh_\w+)(?: : \w+)? \{(.*?)\};", re.S)
-_FIELD = re.compile(r"(?:const )?([\w:]+)(\*?) (\w+)(?:\[(\w+)\])?")
+_FIELD = re.compile(r"(?:const )?([\w:]+)(\*?)\s+(\w+)(?:\[(\w+)\])?")
 
 
 class KernelStruct(ctypes.Structure):

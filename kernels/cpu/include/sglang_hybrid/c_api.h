@@ -67,8 +67,8 @@ enum sh_outcome : uint8_t {
 // Wait until every row of the post is answered, `timeout_ns` are over, or *gone is not 0 (another thread sets it when
 // the worker died). Copies what was answered to out [rows][KV head][group][head_dim] (left alone where a list was empty) and
 // lse [rows][KV head][group], and sets served[row] to an sh_outcome. Returns the number of rows that are not sh_served.
-SH_API uint32_t sh_client_collect(sh_client* client, uint64_t sequence, uint64_t timeout_ns, const uint32_t* gone,
-                                  float* out, float* lse, uint8_t* served);
+SH_API uint32_t sh_client_collect(sh_client* client, uint64_t sequence, uint64_t timeout_ns, const uint32_t* gone, float* out,
+                                  float* lse, uint8_t* served);
 SH_API void sh_client_wake(sh_client* client);
 SH_API uint64_t sh_client_completed(const sh_client* client);
 // 1 as soon as the worker's lead thread is no more, whatever ended it; 0: it lived all the time. Of workers with threads.
@@ -80,8 +80,7 @@ SH_API uint64_t sh_client_heartbeat(const sh_client* client);
 // The same computation in the calling process, to the bit, for the rows that are not sh_served (null: all rows).
 // Uses up to `threads` threads, and only for as long as the call takes.
 SH_API int sh_attend_local(const char* pool, const sglang_hybrid::Geometry* geometry, const sh_lists* lists,
-                           uint32_t task_blocks, uint32_t threads, const uint8_t* served, float* out, float* lse,
-                           char* error);
+                           uint32_t task_blocks, uint32_t threads, const uint8_t* served, float* out, float* lse, char* error);
 
 // -- decode on a host without a GPU: one thread at a time -----------------------------------------------------------------
 

@@ -65,7 +65,7 @@ struct alignas(64) TileConfiguration {
 
 template <uint32_t dim>
 class AmxKernel {
-public:
+  public:
     static void attend(const BlockAttention& work) {
         if (work.count == 0) {
             return answer_empty(work);
@@ -99,7 +99,7 @@ public:
         ahead.leave();
     }
 
-private:
+  private:
     static constexpr uint32_t chunks = dim / tile_dims;
     static constexpr uint32_t row_bytes = dim * 2;
     static constexpr uint32_t block_bytes = block_tokens * row_bytes;
@@ -410,8 +410,8 @@ private:
             value = _mm512_fmadd_ps(value, rest, constant(1.0f));
             // with powers below -125 it would be denormal
             const __mmask16 kept = _mm512_cmp_ps_mask(shifted, constant(12582912.0f - 125.0f), _CMP_GE_OQ);
-            return _mm512_castsi512_ps(_mm512_maskz_add_epi32(kept, _mm512_castps_si512(value),
-                                                              _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
+            return _mm512_castsi512_ps(
+                _mm512_maskz_add_epi32(kept, _mm512_castps_si512(value), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
         }
 
         // The sum is of the weights as they are, not as bf16 rounds them: LSE must not inherit that error.

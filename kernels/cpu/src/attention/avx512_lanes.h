@@ -29,9 +29,7 @@ struct Avx512Lanes {
     static Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
     static Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
     static Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
-    static Vector round(Vector x) {
-        return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    }
+    static Vector round(Vector x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
     static Vector scaled_where_at_least(Vector value, Vector power, Vector x, float threshold) {
         const __mmask16 kept = _mm512_cmp_ps_mask(x, _mm512_set1_ps(threshold), _CMP_GE_OQ);
@@ -77,7 +75,7 @@ struct Avx512Lanes {
 
     static constexpr uint32_t weight_tokens = 1;
 
-private:
+  private:
     // 128-bit lanes of four partial sums, one of each vector
     static Vector sum_in_lanes(const Vector* v) {
         const __m512d a = _mm512_castps_pd(add(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1])));

@@ -69,7 +69,7 @@ constexpr int second_level = 2;
 // level. Requesting only the beginnings of pages and leaving the rest to the hardware is slower (97 to 124 GB/s).
 template <int level>
 class LinesInto {
-public:
+  public:
     LinesInto() = default;
     LinesInto(const char* begin, uint32_t bytes) : next_(begin), end_(begin + bytes) {}
 
@@ -80,7 +80,7 @@ public:
 
     void request_all() { request_until(end_); }
 
-private:
+  private:
     void request_until(const char* stop) {
         for (; next_ < stop; next_ += cache_line) {
             __builtin_prefetch(next_, 0, level);
@@ -96,7 +96,7 @@ using LineStream = LinesInto<second_level>;
 // A block that is in the second level already, requested into the first; no address: nothing. Exactly as many lines as
 // it has are to be asked for, in steps that the compiler knows: a loop would cost more than its requests.
 class NearLines {
-public:
+  public:
     NearLines() = default;
     explicit NearLines(const char* block) : next_(block) {}
 
@@ -112,7 +112,7 @@ public:
         next_ += lines * cache_line;
     }
 
-private:
+  private:
     const char* next_ = nullptr;
 };
 
@@ -131,7 +131,7 @@ private:
 // block 5 us after it was requested took 1600 to 2100 cycles if that was done at once (16 threads, same machine), 1070
 // to 1090 if it was done 16 lines at a time, and 870 to 900 when surely all of it was there.
 class RequestStream {
-public:
+  public:
     static constexpr uint32_t lines_of_turn = 4;
 
     RequestStream(const BlockAttention& work, uint32_t bytes)
@@ -186,7 +186,7 @@ public:
         last_ = begun ? Last{next, next->pages, turn_ - own} : Last{};
     }
 
-private:
+  private:
     struct Last {
         const BlockAttention* next;
         const uint32_t* pages;

@@ -51,13 +51,9 @@ std::string available_names() {
 
 }  // namespace
 
-Kernel find_kernel(DType dtype, uint32_t head_dim, const char* variant) {
-    return choose(dtype, head_dim, variant).kernel;
-}
+Kernel find_kernel(DType dtype, uint32_t head_dim, const char* variant) { return choose(dtype, head_dim, variant).kernel; }
 
-const char* variant_name(DType dtype, uint32_t head_dim, const char* variant) {
-    return choose(dtype, head_dim, variant).name;
-}
+const char* variant_name(DType dtype, uint32_t head_dim, const char* variant) { return choose(dtype, head_dim, variant).name; }
 
 const char* variants() {
     static const std::string names = available_names();

@@ -25,10 +25,9 @@ inline void with_constant(uint32_t number, Body body) {
 // A number of heads in parts of nearly equal size, each at most `limit`.
 template <uint32_t limit>
 class GroupParts {
-public:
+  public:
     GroupParts() = default;
-    explicit GroupParts(uint32_t group)
-        : count_((group + limit - 1) / limit), size_(group / count_), larger_(group % count_) {}
+    explicit GroupParts(uint32_t group) : count_((group + limit - 1) / limit), size_(group / count_), larger_(group % count_) {}
 
     uint32_t count() const { return count_; }
 
@@ -43,7 +42,7 @@ public:
         }
     }
 
-private:
+  private:
     uint32_t count_;
     uint32_t size_;
     uint32_t larger_;  // the first parts have one head more

@@ -21,7 +21,7 @@ constexpr uint32_t tile_heads = 8;  // at most: every key and value is converted
 
 template <DType dtype>
 class NeonKernel {
-public:
+  public:
     static void attend(const BlockAttention& work) {
         if (work.count == 0) {
             return answer_empty(work);
@@ -45,7 +45,7 @@ public:
         state.finish(work);
     }
 
-private:
+  private:
     // All of it is uninitialised until start(). Query and output are in the order of the tiles: part after part of the
     // group, and within a part as a tile wants it.
     struct State {
@@ -79,8 +79,8 @@ private:
             parts.each([&](uint32_t first, auto heads) {
                 constexpr uint32_t tokens = logit_tokens<heads.value>;
                 for (uint32_t token = 0; token < block.tokens; token += tokens) {
-                    compute_logits_of<dtype, heads.value>(query + first * dim, block.keys + token * row_bytes,
-                                                          row_bytes, &softmax.weights[first][token], ahead);
+                    compute_logits_of<dtype, heads.value>(query + first * dim, block.keys + token * row_bytes, row_bytes,
+                                                          &softmax.weights[first][token], ahead);
                 }
             });
             ahead.request_all();
@@ -93,8 +93,8 @@ private:
                 constexpr uint32_t tile_dims = output_vectors<heads.value> * vector_width;
                 for (uint32_t i = 0; i < dim; i += tile_dims) {
                     add_values_to<dtype, heads.value>(output + first * dim + i * heads.value, &softmax.rescale[first],
-                                                      softmax.weights[first], tokens, values + i * bytes_of(dtype),
-                                                      row_bytes, ahead);
+                                                      softmax.weights[first], tokens, values + i * bytes_of(dtype), row_bytes,
+                                                      ahead);
                 }
             });
             ahead.request_all();

@@ -22,9 +22,7 @@ constexpr uint32_t step = 8;                // dimensions in a register
 constexpr uint32_t logit_tokens = 8;        // whose logits are summed at once
 constexpr uint32_t depth = 4;               // of a product
 
-inline uint16x8_t load_row(const char* from) {
-    return vreinterpretq_u16_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(from)));
-}
+inline uint16x8_t load_row(const char* from) { return vreinterpretq_u16_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(from))); }
 
 inline uint16x8_t zip_low_32(uint16x8_t a, uint16x8_t b) {
     return vreinterpretq_u16_u32(vzip1q_u32(vreinterpretq_u32_u16(a), vreinterpretq_u32_u16(b)));
@@ -52,7 +50,7 @@ inline float32x4_t high_halves(float32x4_t a, float32x4_t b) {
 
 template <uint32_t dim>
 class NeonBf16Kernel {
-public:
+  public:
     static void attend(const BlockAttention& work) {
         if (work.count == 0) {
             return answer_empty(work);
@@ -77,7 +75,7 @@ public:
         state.finish(work);
     }
 
-private:
+  private:
     static constexpr uint32_t row_bytes = dim * 2;
     static constexpr uint32_t block_lines = block_tokens * row_bytes / cache_line;
 
@@ -125,8 +123,7 @@ private:
         }
 
         template <uint32_t pairs>
-        void compute_logits_of(const char* keys, uint32_t first, uint32_t token, LineStream& next_keys,
-                               uint32_t lines) {
+        void compute_logits_of(const char* keys, uint32_t first, uint32_t token, LineStream& next_keys, uint32_t lines) {
             constexpr uint32_t token_pairs = logit_tokens / 2;
             float32x4_t sum[pairs][token_pairs];
 #pragma GCC unroll 16

@@ -36,8 +36,8 @@ inline void store_sums(float* to, const float32x4_t (&v)[4]) {
 // `query` is [head_dim / 4][heads][4]; `logits` of a head are `block_tokens` behind those of the one before it. A
 // function of its own for each number of heads: inlined next to each other, they would keep their sums in memory.
 template <DType dtype, uint32_t heads>
-__attribute__((noinline)) void compute_logits_of(const float* query, const char* keys, uint64_t row_bytes,
-                                                 float* logits, TwoLevelLines& lines_ahead) {
+__attribute__((noinline)) void compute_logits_of(const float* query, const char* keys, uint64_t row_bytes, float* logits,
+                                                 TwoLevelLines& lines_ahead) {
     constexpr uint32_t tokens = logit_tokens<heads>;
     constexpr uint32_t lines = (2 * tokens * vector_bytes<dtype> + cache_line - 1) / cache_line;
 

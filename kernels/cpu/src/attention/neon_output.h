@@ -14,7 +14,9 @@ namespace {
 // Vectors of dimensions in a tile, and tokens whose values are in registers at a time. With a register of weights for
 // each head that makes 17 to 28 registers.
 template <uint32_t heads>
-constexpr uint32_t output_vectors = heads == 1 ? 8 : heads <= 3 ? 4 : 2;
+constexpr uint32_t output_vectors = heads == 1   ? 8
+                                    : heads <= 3 ? 4
+                                                 : 2;
 template <uint32_t heads>
 constexpr uint32_t value_tokens = (heads <= 6 ? 8 : 4) / output_vectors<heads>;
 

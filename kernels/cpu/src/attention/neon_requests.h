@@ -16,7 +16,7 @@ namespace {
 // In assembler, since GCC takes a prefetch for something that may be done before it is known to be wanted, and a
 // request of what is no address costs a walk through the page table.
 class TwoLevelLines {
-public:
+  public:
     TwoLevelLines(const char* far, const char* near, uint32_t bytes)
         : far_(far ? far : near), near_(near ? near : far), left_(near_ ? bytes : 0) {}
 
@@ -42,7 +42,7 @@ public:
         }
     }
 
-private:
+  private:
     const char* far_;
     const char* near_;
     uint64_t left_;  // bytes of each

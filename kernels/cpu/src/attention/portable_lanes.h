@@ -52,12 +52,11 @@ struct PortableLanes {
     static float sum(Vector v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 
     static void store_sums(float* to, const Vector (&v)[logit_tokens]) {
-        const Vector low = __builtin_shuffle(v[0], v[1], Integers{0, 4, 1, 5}) +
-                           __builtin_shuffle(v[0], v[1], Integers{2, 6, 3, 7});
-        const Vector high = __builtin_shuffle(v[2], v[3], Integers{0, 4, 1, 5}) +
-                            __builtin_shuffle(v[2], v[3], Integers{2, 6, 3, 7});
-        store(to, __builtin_shuffle(low, high, Integers{0, 1, 4, 5}) +
-                      __builtin_shuffle(low, high, Integers{2, 3, 6, 7}));
+        const Vector low =
+            __builtin_shuffle(v[0], v[1], Integers{0, 4, 1, 5}) + __builtin_shuffle(v[0], v[1], Integers{2, 6, 3, 7});
+        const Vector high =
+            __builtin_shuffle(v[2], v[3], Integers{0, 4, 1, 5}) + __builtin_shuffle(v[2], v[3], Integers{2, 6, 3, 7});
+        store(to, __builtin_shuffle(low, high, Integers{0, 1, 4, 5}) + __builtin_shuffle(low, high, Integers{2, 3, 6, 7}));
     }
 
     template <DType dtype>
@@ -88,7 +87,7 @@ struct PortableLanes {
 
     static constexpr uint32_t weight_tokens = 1;
 
-private:
+  private:
     template <class To>
     static To copied(const void* from) {
         To to;

@@ -28,12 +28,12 @@ namespace {
 // are in the order of load_pair everywhere in here. All of it is uninitialised until start().
 template <class Lanes, uint32_t dim>
 class RunningAttention {
-public:
+  public:
     using Vector = typename Lanes::Vector;
     static constexpr uint32_t width = Lanes::width;
     static constexpr uint32_t pair = 2 * width;
     static_assert(dim % pair == 0 && block_tokens % width == 0 && block_tokens % Lanes::logit_tokens == 0 &&
-                   max_group % width == 0);
+                  max_group % width == 0);
 
     template <DType dtype>
     static constexpr uint32_t row_bytes = dim * (dtype == DType::fp32 ? 4 : 2);
@@ -121,7 +121,7 @@ public:
         }
     }
 
-private:
+  private:
     static constexpr uint32_t tokens_at_once = Lanes::logit_tokens;
     static constexpr uint32_t output_columns = Lanes::output_pairs * pair;
     static constexpr uint32_t value_tokens = 8;

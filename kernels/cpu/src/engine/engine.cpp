@@ -372,8 +372,7 @@ void Engine::compute(Claimed& claimed, const Claimed* next, uint32_t thread) {
     if (claimed.finished && row.tasks_left.fetch_sub(claimed.finished, std::memory_order_acq_rel) == claimed.finished) {
         for (uint32_t other = 0; other < geometry_.kv_heads; ++other) {
             if (row.heads[other].list.count) continue;
-            std::fill_n(reader.view.lse(post.sequence, index, other), geometry_.group,
-                        -std::numeric_limits<float>::infinity());
+            std::fill_n(reader.view.lse(post.sequence, index, other), geometry_.group, -std::numeric_limits<float>::infinity());
         }
         const bool refused = row.out_of_bounds.load(std::memory_order_relaxed);
         reader.reply(post, index, row.generation, refused ? ReplyStatus::refused : ReplyStatus::answered,

@@ -9,14 +9,14 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "sglang_hybrid/mailbox.h"
 #include "engine/flags.h"
+#include "sglang_hybrid/mailbox.h"
 
 namespace sglang_hybrid {
 
 // In the worker, on the stack of the thread whose life it is.
 class Life {
-public:
+  public:
     explicit Life(WorkerLine& line) : word_(line.life) {
         syscall(SYS_get_robust_list, 0, &before_, &before_bytes_);  // the C library's own
         head_.list.next = &entry_;
@@ -32,7 +32,7 @@ public:
     }
     Life(const Life&) = delete;
 
-private:
+  private:
     uint32_t& word_;
     robust_list_head* before_ = nullptr;
     size_t before_bytes_ = sizeof(robust_list_head);

@@ -1,14 +1,15 @@
 // The worker's computation in the calling process: for what the worker did not answer in time.
+#include "engine/local.h"
+
 #include <atomic>
 #include <cstring>
 #include <limits>
 #include <memory>
 #include <vector>
 
-#include "helpers.h"
-#include "engine/local.h"
 #include "engine/mailbox_client.h"
 #include "engine/tasks.h"
+#include "helpers.h"
 
 namespace sglang_hybrid {
 namespace {
@@ -64,7 +65,8 @@ void attend_local(const char* pool, const Geometry& g, const sh_lists& lists, ui
             // the caller's query need not be aligned as kernels want it
             char* const query = queries.data + u * query_bytes;
             std::memcpy(query, static_cast<const char*>(lists.query) + index * query_bytes, query_bytes);
-            const Partials parts{outs.data() + unit.first_task * partial_out_floats(g), lses.data() + unit.first_task * g.group};
+            const Partials parts{outs.data() + unit.first_task * partial_out_floats(g),
+                                 lses.data() + unit.first_task * g.group};
             float* const unit_out = out + index * partial_out_floats(g);
             float* const unit_lse = lse + index * g.group;
             const bool whole = unit.split.tasks == 1;

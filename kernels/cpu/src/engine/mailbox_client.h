@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "sglang_hybrid/c_api.h"
 #include "engine/mailbox_view.h"
+#include "sglang_hybrid/c_api.h"
 
 namespace sglang_hybrid {
 

@@ -19,8 +19,7 @@ constexpr uint32_t looks_per_clock = 64;          // reading the clock costs mor
 
 PostReader::PostReader(void* mailbox, const Geometry& geometry, uint32_t spin_us)
     : view(mailbox, geometry), spin_ns_(uint64_t{spin_us} * 1000),
-      next_(std::min(load_acquire(view.worker().completed), last_sequence) + 1),
-      wake_seen_(load_acquire(view.client().wake)) {}
+      next_(std::min(load_acquire(view.worker().completed), last_sequence) + 1), wake_seen_(load_acquire(view.client().wake)) {}
 
 uint64_t PostReader::newest() const {
     const uint64_t posted = load_ordered(view.bell().posted);
@@ -107,8 +106,8 @@ Arrival PostReader::look_for_row(const OpenPost& post, uint32_t row, Request& re
     if (!is_there()) {
         const uint64_t now = now_ns();
         if (!row_deadline_ns_) row_deadline_ns_ = now + row_timeout_ns;
-        const bool late = now > row_deadline_ns_ || now > post.arrived_ns + rows_timeout_ns ||
-                          newest() >= post.sequence + mailbox_slots;
+        const bool late =
+            now > row_deadline_ns_ || now > post.arrived_ns + rows_timeout_ns || newest() >= post.sequence + mailbox_slots;
         if (!late) return Arrival::awaited;
         // this thread may have been stopped between the two looks, for longer than the client took
         if (!is_there()) {

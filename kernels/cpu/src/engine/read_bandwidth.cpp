@@ -6,8 +6,8 @@
 
 #include <atomic>
 
-#include "helpers.h"
 #include "engine/flags.h"
+#include "helpers.h"
 
 namespace sglang_hybrid {
 namespace {

@@ -114,7 +114,8 @@ void HostDecoder::plan() {
     listed_.resize(std::max<size_t>(listed_.size(), listed));
     queries_.resize(std::max<size_t>(queries_.size(), units_.size() * g.group * row_bytes_ + 64));
     const uint64_t work = attended + scored / scored_per_attended;
-    useful_threads_ = static_cast<uint32_t>(std::min<uint64_t>({threads_.count(), units_.size() * 4, 1 + work / blocks_per_thread}));
+    useful_threads_ =
+        static_cast<uint32_t>(std::min<uint64_t>({threads_.count(), units_.size() * 4, 1 + work / blocks_per_thread}));
     planned_ = true;
 }
 
@@ -145,8 +146,7 @@ void HostDecoder::summarise_block(uint32_t layer, uint64_t page, uint32_t head, 
 }
 
 // The new tokens of one block, and its summary.
-void HostDecoder::store_block(uint32_t layer, uint32_t row, uint32_t block, uint32_t head, TensorRows keys,
-                              TensorRows values) {
+void HostDecoder::store_block(uint32_t layer, uint32_t row, uint32_t block, uint32_t head, TensorRows keys, TensorRows values) {
     const uint32_t length = lengths_[row], before = length - new_tokens_[row];
     const uint32_t first = std::max(before, block * block_tokens), end = std::min(length, (block + 1) * block_tokens);
     const uint64_t page = page_of(row, block);
@@ -248,8 +248,8 @@ void HostDecoder::store_token(const Unit& unit, const Layer& layer) {
     const uint32_t index = static_cast<uint32_t>(&unit - units_.data());
     store_block(layer.number, unit.row, unit.blocks - 1, unit.head, layer.keys, layer.values);
     const uint64_t bytes = uint64_t{geometry.group} * row_bytes_;
-    std::memcpy(aligned(queries_.data()) + index * bytes,
-                layer.query.data + unit.row * layer.query.stride + unit.head * bytes, bytes);
+    std::memcpy(aligned(queries_.data()) + index * bytes, layer.query.data + unit.row * layer.query.stride + unit.head * bytes,
+                bytes);
 }
 
 void HostDecoder::score(const Unit& unit, uint32_t part, const Layer& layer) {

@@ -11,11 +11,11 @@
 #include <string>
 #include <vector>
 
+#include "engine/tasks.h"
 #include "host/loops.h"
 #include "host/select.h"
 #include "host/threads.h"
 #include "sglang_hybrid/mailbox.h"
-#include "engine/tasks.h"
 
 namespace sglang_hybrid {
 
@@ -32,14 +32,13 @@ struct TensorRows {
 };
 
 class HostDecoder {
-public:
+  public:
     HostDecoder(char* pool, const Geometry& geometry, std::vector<HostLayer> layers, uint32_t channels, float spread,
                 const SelectionRules& rules, Kernel kernel, Threads threads);
 
     // The rows of the step that follows, the same for all layers: pages [rows][stride], tokens of each row with the new
     // ones, new ones. Copies them. Returns what is wrong with them, or nothing.
-    std::string begin(const int64_t* pages, uint32_t stride, const int64_t* lengths, const int64_t* new_tokens,
-                      uint32_t rows);
+    std::string begin(const int64_t* pages, uint32_t stride, const int64_t* lengths, const int64_t* new_tokens, uint32_t rows);
     // Rows of tensors are the new tokens, one request's after the other's.
     void store(uint32_t layer, TensorRows keys, TensorRows values);
     // One new token for each row. out: [rows][KV head][group][head_dim]
@@ -49,7 +48,7 @@ public:
 
     const Geometry geometry;
 
-private:
+  private:
     enum class Kind : uint32_t { store, score, select, attend };
     struct Task {
         Kind kind;

@@ -44,9 +44,8 @@ void select_blocks(float* estimates, uint32_t group, uint32_t blocks, const Sele
     order.resize(last - first);
     std::iota(order.begin(), order.end(), first);
     const uint32_t wanted = rules.limit - first - (blocks - last);
-    std::nth_element(order.begin(), order.begin() + wanted, order.end(), [&](uint32_t a, uint32_t b) {
-        return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
-    });
+    std::nth_element(order.begin(), order.begin() + wanted, order.end(),
+                     [&](uint32_t a, uint32_t b) { return scores[a] > scores[b] || (scores[a] == scores[b] && a < b); });
     uint32_t* to = positions;
     for (uint32_t i = 0; i < first; ++i) *to++ = i;
     std::sort(order.begin(), order.begin() + wanted);

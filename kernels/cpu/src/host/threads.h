@@ -12,7 +12,7 @@ namespace sglang_hybrid {
 using OpenMP = void (*)(void (*work)(void*), void* argument, unsigned threads, unsigned flags);
 
 class Threads {
-public:
+  public:
     // `openmp` may be null: threads are started for each call then.
     Threads(uint32_t count, OpenMP openmp) : count_(count), openmp_(openmp) {}
 
@@ -31,7 +31,7 @@ public:
         }
     }
 
-private:
+  private:
     uint32_t count_;
     OpenMP openmp_;
 };

@@ -70,7 +70,8 @@ struct VectorLoops {
             for (uint32_t i = 0; i < dim; i += width) {
                 const Vector x = Lanes::load(row + i);
                 Lanes::store(high + i, Lanes::max(x, Lanes::load(high + i)));
-                const Vector opposite = Lanes::max(Lanes::sub(Lanes::zero(), x), Lanes::sub(Lanes::zero(), Lanes::load(low + i)));
+                const Vector opposite =
+                    Lanes::max(Lanes::sub(Lanes::zero(), x), Lanes::sub(Lanes::zero(), Lanes::load(low + i)));
                 Lanes::store(low + i, Lanes::sub(Lanes::zero(), opposite));
                 // 0, but NaN from a key that is not finite on: maxima would drop it
                 Lanes::store(poison + i, Lanes::fma(x, Lanes::zero(), Lanes::load(poison + i)));
@@ -243,9 +244,7 @@ struct VectorLoops {
         }
     }
 
-    static constexpr HostLoops named(const char* name) {
-        return {name, any_digest, any_codes, any_estimate, any_to_floats};
-    }
+    static constexpr HostLoops named(const char* name) { return {name, any_digest, any_codes, any_estimate, any_to_floats}; }
 };
 
 }  // namespace

@@ -16,8 +16,7 @@ struct TailSlot {
 
 __device__ inline TailSlot tail_slot(const sh_append& args, uint32_t entry, uint32_t row, uint32_t head,
                                      const RowBlocks& blocks) {
-    int32_t* const positions =
-        args.table.positions + (uint64_t{row} * args.digests.kv_heads + head) * args.table.slots;
+    int32_t* const positions = args.table.positions + (uint64_t{row} * args.digests.kv_heads + head) * args.table.slots;
     int32_t slot = find_slot(positions, args.table, blocks.tail());
     if (slot >= 0) return {slot, false};
     const uint64_t list = uint64_t{args.scores_by_row ? row : entry} * args.digests.kv_heads + head;
@@ -57,7 +56,8 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
     } else if (args.dense.pages) {
         // the row is held as a whole: its tail has a page, and earlier tokens are in it
         const int32_t held = args.dense.pages[uint64_t{static_cast<uint32_t>(row)} * args.dense.max_blocks + blocks.tail()];
-        const bool has_page = blocks.tail() < args.dense.held[row] && held >= 0 && static_cast<uint32_t>(held) < args.dense.device_pages;
+        const bool has_page =
+            blocks.tail() < args.dense.held[row] && held >= 0 && static_cast<uint32_t>(held) < args.dense.device_pages;
         if (threadIdx.x == 0) tail = {has_page ? 0 : -1, false};
         in_slots = has_page ? uint64_t{static_cast<uint32_t>(held)} * heads + head : 0;
         __syncthreads();

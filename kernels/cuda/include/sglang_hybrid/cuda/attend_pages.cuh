@@ -187,13 +187,14 @@ __global__ void __launch_bounds__(page_warps* warp_size) attend_pages(const __gr
             const uint32_t first = shares.first_cta(part), ctas = shares.last_cta(part) - first + 1;
             const auto place = [&](uint32_t cta) { return uint64_t{2} * cta + (cta == first); };
             const uint64_t mine = place(blockIdx.x);
-            merge_warps<kDim>(shared, at, warps, args.group,
-                              PartialResult<kDim>{args.partial_out + mine * args.group * kDim,
-                                                  args.partial_lse + mine * args.group});
+            merge_warps<kDim>(
+                shared, at, warps, args.group,
+                PartialResult<kDim>{args.partial_out + mine * args.group * kDim, args.partial_lse + mine * args.group});
             // the tiles are free by now
             if (is_last(args.arrived[pair], ctas)) {
-                merge_ctas<kDim>(args.partial_out, args.partial_lse, args.group, ctas,
-                                 [&](uint32_t i) { return place(first + i); }, shared + at.tiles, result);
+                merge_ctas<kDim>(
+                    args.partial_out, args.partial_lse, args.group, ctas, [&](uint32_t i) { return place(first + i); },
+                    shared + at.tiles, result);
             }
         }
         number += numbers;

@@ -121,8 +121,8 @@ class WarpSlots {
 
     __device__ WarpSlots(const sh_attend_slots& args, uint32_t row, uint32_t head, int32_t length, uint32_t first,
                          uint32_t step, uint32_t end)
-        : args_(args), list_((uint64_t{row} * args.kv_heads + head) * args.slots), length_(length), next_(first),
-          step_(step), end_(end) {
+        : args_(args), list_((uint64_t{row} * args.kv_heads + head) * args.slots), length_(length), next_(first), step_(step),
+          end_(end) {
         look();
     }
 
@@ -195,8 +195,8 @@ class WarpAttention {
         const uint32_t token = (lane & 7) + (lane >> 3 & 1) * 8, chunk = lane >> 4;
 #pragma unroll
         for (uint32_t step = 0; step < block_tokens / 16; ++step) {
-            const float(&left)[4] = weights_[2 * step];
-            const float(&right)[4] = weights_[2 * step + 1];
+            const float (&left)[4] = weights_[2 * step];
+            const float (&right)[4] = weights_[2 * step + 1];
             const uint32_t weights[4] = {Element::pack(left[0], left[1]), Element::pack(left[2], left[3]),
                                          Element::pack(right[0], right[1]), Element::pack(right[2], right[3])};
 #pragma unroll
@@ -498,9 +498,9 @@ __device__ void attend_list(const void* queries, uint32_t group, float scale, ch
     attention.write_sums(maxima + warp * query_rows, sums + warp * query_rows);
     __syncthreads();
     // this warp's tiles are free
-    attention.write_out(reinterpret_cast<float*>(shared + at.tiles + warp * attend_tiles * block_bytes), group, [&](uint32_t r) {
-        return Union(maxima + r, sums + r, warps, query_rows).weight(maxima[warp * query_rows + r]);
-    });
+    attention.write_out(
+        reinterpret_cast<float*>(shared + at.tiles + warp * attend_tiles * block_bytes), group,
+        [&](uint32_t r) { return Union(maxima + r, sums + r, warps, query_rows).weight(maxima[warp * query_rows + r]); });
     __syncthreads();
 }
 
@@ -538,16 +538,17 @@ __global__ void __launch_bounds__(attend_warps* warp_size)
             merge_warps<kDim>(shared, at, warps, args.group, PartialResult<kDim>{out, lse});
         } else {
             const uint64_t partial = shares.partial(pair, blockIdx.x);
-            merge_warps<kDim>(shared, at, warps, args.group,
-                              PartialResult<kDim>{args.partial_out + partial * args.group * kDim,
-                                                  args.partial_lse + partial * args.group});
+            merge_warps<kDim>(
+                shared, at, warps, args.group,
+                PartialResult<kDim>{args.partial_out + partial * args.group * kDim, args.partial_lse + partial * args.group});
             const uint32_t ctas = shares.last_cta(pair) - shares.first_cta(pair) + 1;
             // the tiles are free by now
             if (is_last(args.arrived[pair], ctas)) {
                 const uint32_t first = shares.first_cta(pair);
-                merge_ctas<kDim>(args.partial_out, args.partial_lse, args.group, ctas,
-                                 [&](uint32_t i) { return uint64_t{shares.partial(pair, first + i)}; },
-                                 shared + at.tiles, PartialResult<kDim>{out, lse});
+                merge_ctas<kDim>(
+                    args.partial_out, args.partial_lse, args.group, ctas,
+                    [&](uint32_t i) { return uint64_t{shares.partial(pair, first + i)}; }, shared + at.tiles,
+                    PartialResult<kDim>{out, lse});
             }
         }
         slot += to - from;

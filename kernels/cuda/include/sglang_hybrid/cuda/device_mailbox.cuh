@@ -75,7 +75,8 @@ __device__ inline const uint32_t* lists_of(const sh_receipt* receipt, uint32_t r
 
 // By one thread: until there is a reply to this post, the time is over, or the host says that the worker is no more. What
 // the reply says is not looked at.
-__device__ inline sh_mailbox_outcome wait_for_sequence(const sh_mailbox_wait& args, const DeviceMailbox& mailbox, uint32_t row) {
+__device__ inline sh_mailbox_outcome wait_for_sequence(const sh_mailbox_wait& args, const DeviceMailbox& mailbox,
+                                                       uint32_t row) {
     const uint64_t sequence = args.receipt->sequence;
     const Reply& reply = mailbox.reply(sequence, row);
     uint64_t found = load_acquire(reply.sequence);

@@ -233,7 +233,8 @@ class HeadTile {
             const uint2 pairs = *reinterpret_cast<const uint2*>(scales + four * 2);
 #pragma unroll
             for (uint32_t i = 0; i < 4; ++i) {
-                const uint32_t group[4] = {halves_of_bytes<0>(bytes[i]), any_value(), halves_of_bytes<2>(bytes[i]), any_value()};
+                const uint32_t group[4] = {halves_of_bytes<0>(bytes[i]), any_value(), halves_of_bytes<2>(bytes[i]),
+                                           any_value()};
                 float product[4] = {};
                 Float16::multiply_add(product, group, query_[four + i][0], query_[four + i][1]);
                 const uint32_t pair = i < 2 ? pairs.x : pairs.y;
@@ -319,7 +320,7 @@ class HeadTile {
             for (uint32_t r = 0; r < 4; r += 2) {
 #pragma unroll
                 for (uint32_t b = 0; b < 2; ++b) {
-                    const uint32_t(&of)[4] = weights[b].of[part];
+                    const uint32_t (&of)[4] = weights[b].of[part];
                     Float16::multiply_add(weights[b].begin, offsets_[r / 2], of[r], of[r + 1]);
                 }
             }
@@ -339,10 +340,10 @@ class HeadTile {
                 for (uint32_t b = 0; b < 2; ++b) {
 #pragma unroll
                     for (uint32_t half = 0; half < 2; ++half) {
-                        const uint32_t(&first)[4] = codes[b][2 * half];
-                        const uint32_t(&second)[4] = codes[b][2 * half + 1];
+                        const uint32_t (&first)[4] = codes[b][2 * half];
+                        const uint32_t (&second)[4] = codes[b][2 * half + 1];
                         const uint32_t both[4] = {first[r], second[r], first[r + 1], second[r + 1]};
-                        const uint32_t(&of)[4] = weights[b].of[part];
+                        const uint32_t (&of)[4] = weights[b].of[part];
                         if (part == 0 && r == 0) {
                             Float16::multiply_add(tokens[b][half], both, of[r], of[r + 1], weights[b].begin);
                         } else {

@@ -93,7 +93,8 @@ inline constexpr uint32_t finish_at_once = kTiles == 1 ? 2 : 1;
 
 // found[head][i]: of blocks first + i * finish_threads; -inf where there is none.
 template <uint32_t kMost, uint32_t kAtOnce, class Blocks>
-__device__ void load_estimates(const Estimates& estimates, const Blocks& blocks, uint32_t first, float (&found)[kMost][kAtOnce]) {
+__device__ void load_estimates(const Estimates& estimates, const Blocks& blocks, uint32_t first,
+                               float (&found)[kMost][kAtOnce]) {
 #pragma unroll
     for (uint32_t i = 0; i < kAtOnce; ++i) {
         const uint32_t index = first + i * finish_threads;

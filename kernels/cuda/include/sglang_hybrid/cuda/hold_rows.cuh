@@ -30,8 +30,7 @@ __device__ inline void give_back(const sh_hold_rows& args, HoldMemory& memory, u
 }
 
 // By a whole warp: pages for the blocks of a row that have none. False if there are too few.
-__device__ inline bool take_pages(const sh_hold_rows& args, HoldMemory& memory, uint32_t entry, uint32_t row,
-                                  int32_t length) {
+__device__ inline bool take_pages(const sh_hold_rows& args, HoldMemory& memory, uint32_t entry, uint32_t row, int32_t length) {
     const uint32_t lane = threadIdx.x % 32;
     const int32_t blocks = min((length + 31) / 32, static_cast<int32_t>(args.table.max_blocks));
     const int32_t held = max(args.table.held[row], 0), wanted = blocks - held;

@@ -54,7 +54,7 @@ struct sh_finish_late {
     const void* query;  // [batch][KV head][group][head_dim], the real one
     const void* keys;   // a layer of the pool, as the device sees it: [page][KV head][32][head_dim]
     const void* values;
-    const int32_t* pages;    // [batch][KV head][most_blocks], or [batch][most_blocks]; pages that are not in the pool are left out
+    const int32_t* pages;    // [batch][KV head][most_blocks], or [batch][most_blocks]; those not in the pool are left out
     const int32_t* counts;   // [batch][KV head], blocks of a list; not looked at with `lengths`
     const int32_t* lengths;  // [batch], tokens of a list, whose last block may be partly filled; or null
     const int32_t* served;   // [batch]; null: nobody was

@@ -82,7 +82,8 @@ __device__ inline void announce(const sh_mailbox_post& args, const DeviceMailbox
 }
 
 // By one thread of the CTA that finishes last: state for the next launch.
-__device__ inline void finish_post(sh_mailbox_state& state, const DeviceMailbox& mailbox, uint64_t newest, uint32_t generation) {
+__device__ inline void finish_post(sh_mailbox_state& state, const DeviceMailbox& mailbox, uint64_t newest,
+                                   uint32_t generation) {
     state.finished = 0;
     state.sequence = newest;
     state.generation = generation;

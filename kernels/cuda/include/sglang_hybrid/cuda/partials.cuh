@@ -21,8 +21,7 @@ __device__ inline Partial merged(const Partial& a, const Partial& b) {
     const float lse = __fadd_rn(fmaxf(a.lse, b.lse), log1pf(expf(-fabsf(__fsub_rn(a.lse, b.lse)))));
     const float weight_a = expf(__fsub_rn(a.lse, lse)), weight_b = expf(__fsub_rn(b.lse, lse));
     const auto both = [&](float x, float y) { return __fadd_rn(__fmul_rn(x, weight_a), __fmul_rn(y, weight_b)); };
-    return {make_float4(both(a.out.x, b.out.x), both(a.out.y, b.out.y), both(a.out.z, b.out.z), both(a.out.w, b.out.w)),
-            lse};
+    return {make_float4(both(a.out.x, b.out.x), both(a.out.y, b.out.y), both(a.out.z, b.out.z), both(a.out.w, b.out.w)), lse};
 }
 
 // Quad `index` of an output.

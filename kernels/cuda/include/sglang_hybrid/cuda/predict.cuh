@@ -27,7 +27,8 @@ __device__ float high_of(uint32_t pair) {
 // Two values by two, each result rounded to the dtype.
 template <class Element, class Operation>
 __device__ uint32_t pairwise(uint32_t a, uint32_t b, Operation operation) {
-    return Element::pack(operation(low_of<Element>(a), low_of<Element>(b)), operation(high_of<Element>(a), high_of<Element>(b)));
+    return Element::pack(operation(low_of<Element>(a), low_of<Element>(b)),
+                         operation(high_of<Element>(a), high_of<Element>(b)));
 }
 
 template <class Element, class Operation>
@@ -50,7 +51,8 @@ __global__ void __launch_bounds__(rms_threads) unit_rms(const __grid_constant__ 
     __shared__ float sums[rms_threads / 32];
     const uint32_t row = blockIdx.x, chunks = args.width / 8;
     if (row >= active_of(args.active_rows, args.batch)) return;
-    const auto* const hidden = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(args.hidden) + row * args.hidden_stride);
+    const auto* const hidden =
+        reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(args.hidden) + row * args.hidden_stride);
     const auto* const residual =
         reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(args.residual) + row * args.residual_stride);
     const auto* const gain = static_cast<const uint4*>(args.gain);
@@ -158,8 +160,8 @@ __global__ void __launch_bounds__(finish_threads) finish_queries(const __grid_co
     __syncwarp();
     const RotaryRow<Element> row = rotary_row<Element>(args, entry);
     for (uint32_t i = lane; i < pairs; i += 32) {
-        static_cast<uint32_t*>(args.out)[first + i] =
-            Element::pack(turned(mine, 2 * i, row, args.rotary_dim, args.neox), turned(mine, 2 * i + 1, row, args.rotary_dim, args.neox));
+        static_cast<uint32_t*>(args.out)[first + i] = Element::pack(turned(mine, 2 * i, row, args.rotary_dim, args.neox),
+                                                                    turned(mine, 2 * i + 1, row, args.rotary_dim, args.neox));
     }
 }
 

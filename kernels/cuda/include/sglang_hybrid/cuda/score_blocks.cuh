@@ -214,7 +214,8 @@ __device__ void estimate_octets(const sh_score_blocks& args, char* shared, const
 // Registers as if there were four CTAs on a processor, of which launchers use three: the main lane's small kernels run beside
 // them, and attention waits for these.
 template <class Element, int kDim, int kChannels, Format kFormat, int kTiles>
-__global__ void __launch_bounds__(score_threads, kTiles == 1 ? 4 : 2) score_blocks(const __grid_constant__ sh_score_blocks args) {
+__global__ void __launch_bounds__(score_threads, kTiles == 1 ? 4 : 2)
+    score_blocks(const __grid_constant__ sh_score_blocks args) {
     using Memory = ScoreMemory<kDim, kChannels, kFormat>;
     extern __shared__ __align__(128) char shared[];
     const uint32_t heads = args.digests.kv_heads, active = active_of(args.step.active_rows, args.step.batch);

@@ -83,8 +83,7 @@ __device__ inline uint32_t choose_worth(const sh_select_blocks& args, SelectionM
     sum_before(mine, memory.select, worth);
     const uint32_t wanted = min(worth, most);
     if (wanted) {
-        const Threshold threshold =
-            wanted == worth ? Threshold{0, 0} : best_ranks(ranks, candidates, wanted, memory.select);
+        const Threshold threshold = wanted == worth ? Threshold{0, 0} : best_ranks(ranks, candidates, wanted, memory.select);
         take_best(ranks, candidates, threshold, memory.select,
                   [&](uint32_t n, uint32_t index) { memory.chosen[n] = row.first + static_cast<int32_t>(index); });
     }
@@ -219,8 +218,7 @@ __device__ inline void select_of_row(const sh_select_blocks& args, SelectionMemo
     }
     const float phase = rounding_phase(static_cast<uint32_t>(row_index), pair % args.kv_heads, static_cast<uint32_t>(length));
     const PositionSet selected(ranks);  // nobody needs the ranks any more
-    const bool gathers =
-        write_misses(args, memory, row, mine, missed, in_slots, selected, scores, pair, first_slot, phase);
+    const bool gathers = write_misses(args, memory, row, mine, missed, in_slots, selected, scores, pair, first_slot, phase);
     if (args.plan.count && is_due(args, entry, row_index, length)) {
         // the plan finds the slots as they are when the gathered blocks are there
         if (gathers && mine.position >= 0) mine.has_slot = in_slots.has(mine.position);
@@ -240,8 +238,8 @@ __device__ void choose_hot(const sh_score_blocks& args, uint32_t entry, uint32_t
     int32_t* const hot = args.hot + owner * args.most_hot;
     for (uint32_t i = threadIdx.x; i < candidates; i += select_threads) ranks[i] = rank_of(scores[i]);
     __syncthreads();
-    const Threshold threshold = candidates == args.most_hot ? Threshold{0, candidates}
-                                                            : best_ranks(ranks, candidates, args.most_hot, memory.select);
+    const Threshold threshold =
+        candidates == args.most_hot ? Threshold{0, candidates} : best_ranks(ranks, candidates, args.most_hot, memory.select);
     take_best(ranks, candidates, threshold, memory.select,
               [&](uint32_t n, uint32_t index) { hot[n] = static_cast<int32_t>(index); });
     auto& scratch = *reinterpret_cast<FinishScratch<kTiles>*>(shared);

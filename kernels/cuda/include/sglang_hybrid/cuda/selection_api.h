@@ -14,14 +14,14 @@
 // Digests and codes of one layer, for every page of the pool.
 struct sh_digests {
     void* digests;            // [page][KV head][max, min][head_dim] of `dtype`; or compact, see compact.cuh
-    uint8_t* codes;           // [page][KV head][token][channels / 2], of two channels the first in the low bits; null without sketches
+    uint8_t* codes;  // [page][KV head][token][channels / 2], the first of two in the low bits; null without sketches
     const int64_t* channels;  // [KV head][channel_count]
     uint32_t pages;
     uint32_t kv_heads;
     uint32_t head_dim;
     uint32_t channel_count;  // 0 without sketches
-    uint32_t dtype;          // DType of the model, 16 bits
-    uint32_t compact;        // whether digests are; needs sketches
+    uint32_t dtype;  // DType of the model, 16 bits
+    uint32_t compact;  // whether digests are; needs sketches
 };
 
 struct sh_slot_table {
@@ -35,8 +35,8 @@ struct sh_slot_table {
 // The rows of a step. Lengths count the token that is being computed; its block is the tail.
 struct sh_step {
     const int32_t* page_table;  // [batch][max_blocks]
-    const int32_t* lengths;     // [batch]
-    const int32_t* row_of;      // [batch]
+    const int32_t* lengths;  // [batch]
+    const int32_t* row_of;  // [batch]
     const int32_t* active_rows;
     uint32_t batch;
     uint32_t max_blocks;
@@ -45,7 +45,7 @@ struct sh_step {
 // Rows that are in device memory as a whole: keys and values [page][KV head][32][head_dim] in every layer.
 struct sh_dense_table {
     int32_t* pages;  // [row][max_blocks]: of each block of the row
-    int32_t* held;   // [row]: how many blocks have one
+    int32_t* held;  // [row]: how many blocks have one
     uint32_t rows;
     uint32_t max_blocks;
     uint32_t device_pages;
@@ -57,19 +57,19 @@ struct sh_dense_table {
 // One token for each (batch entry, KV head): to the tail's slot and to the host pool; digest and codes of the tail.
 struct sh_append {
     sh_digests digests;
-    sh_slot_table table;   // positions are not looked at where `dense` has pages
+    sh_slot_table table;  // positions are not looked at where `dense` has pages
     sh_dense_table dense;  // the tail is in a page of its row instead of a slot; no pages: it is not
     sh_step step;
-    const void* keys;    // [batch][KV head][head_dim], entries key_stride values apart; null: only digests of what is there
+    const void* keys;  // [batch][KV head][head_dim], entries key_stride values apart; null: only digests of what is there
     const void* values;  // likewise
     uint64_t key_stride;
     uint64_t value_stride;
-    void* key_slots;     // [row][KV head][slots][32][head_dim]
+    void* key_slots;  // [row][KV head][slots][32][head_dim]
     void* value_slots;
     void* pool_keys;  // a layer of the pool, as the device sees it: [page][KV head][32][head_dim]
     void* pool_values;
     const float* scores;  // of the last selection, as sh_select_blocks has them, or null: who gives up its slot
-    uint64_t* refused;    // tokens whose page is not in the pool, added up; or null
+    uint64_t* refused;  // tokens whose page is not in the pool, added up; or null
     uint32_t scores_by_row;
     uint32_t overlaps;  // of what is read, the launch in front writes keys and values only: this one begins before it is done
 };
@@ -77,10 +77,10 @@ struct sh_append {
 // Digests and codes of whole pages, [count][KV head] blocks.
 struct sh_digest_pages {
     sh_digests digests;
-    const void* keys;       // block i of head h begins at i * page_stride + h * head_stride, its tokens token_stride apart
-    const int32_t* pages;   // [count]; those that are not in the pool are left out
+    const void* keys;  // block i of head h begins at i * page_stride + h * head_stride, its tokens token_stride apart
+    const int32_t* pages;  // [count]; those that are not in the pool are left out
     const int32_t* filled;  // [count] tokens, at least 1
-    uint64_t page_stride;   // in values
+    uint64_t page_stride;  // in values
     uint64_t head_stride;
     uint64_t token_stride;
     uint32_t count;
@@ -96,21 +96,21 @@ struct sh_digest_pages {
 // sh_select_blocks when a row is.
 struct sh_score_blocks {
     sh_digests digests;
-    sh_step step;                // row_of is looked at with by_row and interval only
-    const void* query;           // [batch][KV head][group][head_dim]
-    float* estimates;            // workspace [batch][KV head][group][max_blocks], in units of log2
-    float* scores;               // [batch][KV head][max_blocks], -inf behind the row's end; with by_row [rows][..][..]
-    const int32_t* due;            // [batch]: entries that are scored whatever the interval says; or null
+    sh_step step;  // row_of is looked at with by_row and interval only
+    const void* query;  // [batch][KV head][group][head_dim]
+    float* estimates;  // workspace [batch][KV head][group][max_blocks], in units of log2
+    float* scores;  // [batch][KV head][max_blocks], -inf behind the row's end; with by_row [rows][..][..]
+    const int32_t* due;  // [batch]: entries that are scored whatever the interval says; or null
     const int32_t* first_lengths;  // [rows]: length in the row's first step, with `interval`
-    int32_t* hot;                  // [rows][KV head][most_hot] positions; or null
-    float* hot_shares;             // [rows][KV head][group], in units of log2: of hot blocks and tail when all were scored
+    int32_t* hot;  // [rows][KV head][most_hot] positions; or null
+    float* hot_shares;  // [rows][KV head][group], in units of log2: of hot blocks and tail when all were scored
     float scale;
     float spread;  // without sketches
     uint32_t group;
     uint32_t interval;  // steps between two scorings of a row, whose scores stay as they are in between, but for the hot
-                        // ones; 0 and 1: none
-    uint32_t layer;     // layers score at different steps
-    uint32_t by_row;    // how many rows have scores; 0: batch entries have them
+    // ones; 0 and 1: none
+    uint32_t layer;  // layers score at different steps
+    uint32_t by_row;  // how many rows have scores; 0: batch entries have them
     uint32_t most_hot;
     uint32_t unused;
 };
@@ -123,7 +123,7 @@ struct sh_plan {
     int32_t* pages;
     int32_t* destinations;
     int32_t* positions;
-    int32_t* count;      // of entries
+    int32_t* count;  // of entries
     uint32_t* progress;  // [2], 0 before and after a launch
     uint64_t capacity;
 };
@@ -138,20 +138,20 @@ struct sh_plan {
 struct sh_select_blocks {
     sh_slot_table table;
     sh_step step;
-    sh_score_blocks scored;       // scores that were put off are written first; or nothing: estimates are null
-    const float* scores;          // [batch][KV head][max_blocks]; with scores_by_row [rows][KV head][max_blocks]
-    int32_t* miss_pages;          // [batch][KV head][most_misses], -1 behind the last; ascending positions
-    int32_t* miss_positions;      // likewise
-    int32_t* miss_counts;         // [batch][KV head]
-    const float* gather_share;    // one number; or null: all misses are in the first list
-    sh_plan gathered;             // with a share; room for batch x KV heads x most_gathered
-    uint64_t* totals;             // [2], or null: misses of all lists, also the dropped ones, and entries of the plan are added
-    const int32_t* due;           // [batch]: rows that recall whatever the interval says; or null
-    const int32_t* interval;      // steps between recalls, one number; or null. 0: never
-    const int32_t* first_lengths; // [rows]: length in the row's first step, with `interval`
-    sh_plan plan;                 // not looked at without due and interval
-    float bonus;                  // of resident blocks
-    float min_miss_score;                  // a miss has at least this score
+    sh_score_blocks scored;  // scores that were put off are written first; or nothing: estimates are null
+    const float* scores;  // [batch][KV head][max_blocks]; with scores_by_row [rows][KV head][max_blocks]
+    int32_t* miss_pages;  // [batch][KV head][most_misses], -1 behind the last; ascending positions
+    int32_t* miss_positions;  // likewise
+    int32_t* miss_counts;  // [batch][KV head]
+    const float* gather_share;  // one number; or null: all misses are in the first list
+    sh_plan gathered;  // with a share; room for batch x KV heads x most_gathered
+    uint64_t* totals;  // [2], or null: misses of all lists, also the dropped ones, and entries of the plan are added
+    const int32_t* due;  // [batch]: rows that recall whatever the interval says; or null
+    const int32_t* interval;  // steps between recalls, one number; or null. 0: never
+    const int32_t* first_lengths;  // [rows]: length in the row's first step, with `interval`
+    sh_plan plan;  // not looked at without due and interval
+    float bonus;  // of resident blocks
+    float min_miss_score;  // a miss has at least this score
     uint32_t kv_heads;
     uint32_t budget;  // blocks
     uint32_t most_misses;
@@ -165,7 +165,7 @@ struct sh_select_blocks {
 struct sh_apply_plan {
     sh_plan plan;
     int32_t* positions;  // the slot table's
-    uint64_t slots;      // in the whole table
+    uint64_t slots;  // in the whole table
 };
 
 // -- after the worker's reply ------------------------------------------------------------------------------------------
@@ -173,10 +173,10 @@ struct sh_apply_plan {
 // lse += `lse_shift` of the reference, for what was computed with the predicted query.
 struct sh_shift_lse {
     sh_digests digests;
-    const void* query;        // [batch][KV head][group][head_dim], real
+    const void* query;  // [batch][KV head][group][head_dim], real
     const void* query_ahead;  // predicted
-    const int32_t* pages;     // [batch][KV head][most_misses]
-    const int32_t* counts;    // [batch][KV head]
+    const int32_t* pages;  // [batch][KV head][most_misses]
+    const int32_t* counts;  // [batch][KV head]
     const int32_t* active_rows;
     float* lse;  // [batch][KV head][group]
     float scale;

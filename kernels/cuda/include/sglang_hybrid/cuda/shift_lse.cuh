@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(shift_threads, 3) shift_lse(const __grid_const
     char* const written = octet + Here::bytes;
     const char* const steps = Here::steps(octet, written);
     const int32_t* const list = args.pages + uint64_t{pair} * args.most_misses;
-    const auto* const query = static_cast<const char*>(warp % 2 ? args.query_ahead : args.query) +
-                              uint64_t{pair} * args.group * kDim * 2;
+    const auto* const query =
+        static_cast<const char*>(warp % 2 ? args.query_ahead : args.query) + uint64_t{pair} * args.group * kDim * 2;
     const SketchSteps<kDim, kChannels, kFormat> sketch(args.digests, head, args.scale);
 
     Mass mass[2][2] = {{Mass::none(), Mass::none()}, {Mass::none(), Mass::none()}};  // [tile][head 2j, 2j + 1]

@@ -39,9 +39,7 @@ template <class Values>
 struct Emulated {
     static uint32_t pack(float low, float high) { return Values::narrow(low) | Values::narrow(high) << 16; }
 
-    static void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-        multiply_add(c, a, b0, b1, c);
-    }
+    static void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { multiply_add(c, a, b0, b1, c); }
     static void multiply_add(float (&to)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const float (&c)[4]) {
         const uint32_t mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
         const char* const all = emulated::show(mine, sizeof mine);
