@@ -84,12 +84,11 @@ _FLAGS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (
         lambda a: getattr(a, "enable_pd_role_switch", False),
-        "a decode instance with this backend cannot become a prefill instance: drop --enable-pd-role-switch",
+        "a decode instance cannot become a prefill instance: drop --enable-pd-role-switch",
     ),
     (
         lambda a: getattr(a, "disaggregation_enable_kv_checksum", False),
-        "pages get another layout when they arrive, which a checksum would call damage: drop "
-        "--disaggregation-enable-kv-checksum",
+        "pages get another layout on arrival, and so another checksum: drop --disaggregation-enable-kv-checksum",
     ),
     (lambda a: a.enable_hisparse, "HiSparse is another backend's host offload: drop --enable-hisparse"),
     (
@@ -142,8 +141,7 @@ _FLAGS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (
         lambda a: getattr(a, "enable_nvidia_megakernel", False) or getattr(a, "enable_amd_monokernel", False),
-        "kernels for whole models read the KV cache themselves, in SGLang's layout: drop --enable-nvidia-megakernel "
-        "and --enable-amd-monokernel",
+        "megakernels read a KV cache in SGLang's layout: drop --enable-nvidia-megakernel and --enable-amd-monokernel",
     ),
     (
         lambda a: getattr(a, "dllm_algorithm", None) is not None,
