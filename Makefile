@@ -5,7 +5,7 @@
 # make test-full    the same with long prompts, more settings and all CUDA architectures
 # make chaos        faults at random against real servers, for 15 minutes (ARGS="--minutes 5 --seed 7")
 # make test-gpu     what needs a GPU
-# make test-compat  the hook self-test against the oldest and the newest SGLang we know, each in its own venv
+# make test-compat  tests of what touches SGLang, on each SGLang that we know, each in its own venv
 # make clean        remove what this checkout made: .venv, build, caches of tools
 # make clean-cache  remove what is kept for all checkouts: the converted default model, compiled kernels
 #
@@ -16,7 +16,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
-COMPAT_VERSIONS := 0.5.17 0.5.20
+COMPAT_VERSIONS = $(shell $(PYTHON) -c "from sglang_hybrid.integration.versions import TESTED; print(*TESTED)")
 
 # Two processes share the tests that may run at the same time: most of them wait for one thread of another program. Each
 # gets half of the cores; a GPU would be too small for both. tests/conftest.py says which tests stay together.

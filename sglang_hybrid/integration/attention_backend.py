@@ -85,7 +85,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
     def choose_channels(self, profile: Profile | None) -> None:
         """Choose what sketches hold. Those of keys that are written already become void."""
         if self._pool.sketches:
-            heads, rank = self._pool.head_num, self._model_runner.ps.tp_rank
+            heads, rank = self._pool.head_num, rank_of(self._model_runner).rank
             # with more ranks than KV heads several ranks share one
             shared = max(
                 1, self._model_runner.server_args.tp_size // self._model_runner.model_config.get_total_num_kv_heads()

@@ -2,7 +2,8 @@
 
 Llama, Mistral, Qwen2 and Qwen3 are built alike: ``layer(positions, hidden_states, forward_batch, residual)`` with an
 ``input_layernorm`` and ``self_attn.{qkv_proj, rotary_emb, attn}``. Nothing of the model is changed: hooks in front of
-the layers read their inputs.
+the layers read their inputs. Since SGLang 0.5.21 (Qwen3) and 0.5.22 (the others) the residual is no argument: it is in
+``forward_batch.residual_stream``, and hidden states may be an output whose sum over the ranks is still owed.
 """
 
 from __future__ import annotations
@@ -114,11 +115,24 @@ class _Input:
         self._layer = layer
         self._callback = callback
 
-    def __call__(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Returns other arguments for the layer where the hook had to complete the layer's input."""
         given = dict(zip(self._NAMES, args, strict=False)) | kwargs
+        hidden, batch = given["hidden_states"], given["forward_batch"]
+        stream = getattr(batch, "residual_stream", None)
+        if stream is None:
+            self._callback(self._layer, hidden, given.get("residual"), given["positions"], batch)
+            return None
+        completed = stream.complete(hidden)
+        # without a pending output the hidden states are the whole input
         self._callback(
-            self._layer, given["hidden_states"], given.get("residual"), given["positions"], given["forward_batch"]
+            self._layer, completed, None if stream.pending is None else stream.residual, given["positions"], batch
         )
+        if completed is hidden:
+            return None
+        if "hidden_states" in kwargs:
+            return args, kwargs | {"hidden_states": completed}
+        return (args[0], completed, *args[2:]), kwargs
 
 
 def _is_plain(weight: Any) -> bool:

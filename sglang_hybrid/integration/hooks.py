@@ -75,8 +75,12 @@ def all_hooks() -> tuple[Hook, ...]:
         ),
         Hook("sglang.srt.managers.load_snapshot.shm_path_for", HookType.AROUND, load_snapshot.shm_path_for),
         *(
-            Hook(f"sglang.srt.managers.tp_worker.BaseTpWorker.{method}", HookType.AROUND, weight_updates.update)
-            for method in weight_updates.METHODS
+            Hook(f"{weight_updates.UPDATER}.{method}", HookType.AROUND, weight_updates.update)
+            for method in weight_updates.methods_that_load()
+        ),
+        *(
+            Hook(f"{weight_updates.UPDATER}.{method}", HookType.AFTER, weight_updates.session_ended)
+            for method in weight_updates.methods_that_finish()
         ),
         Hook("sglang.srt.models.utils.enable_fused_set_kv_buffer", HookType.AROUND, pools.enable_fused_set_kv_buffer),
         Hook("sglang.srt.utils.common.support_triton", HookType.AROUND, triton_gates.support_triton),

@@ -66,6 +66,10 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         else:
             self.digests = Digests(*shape, self.store_dtype, self.device)
 
+    def _kv_tokens_per_row(self) -> int:
+        """The first dimension of every buffer is pages. SGLang before 0.5.22 reads that off the buffers' shapes."""
+        return int(self.page_size)
+
     def admit(self, pages: torch.Tensor, last_filled: int) -> None:
         """Make pages that a prefill instance wrote ours: layout, digests, sketches. Once for every page that arrives.
 

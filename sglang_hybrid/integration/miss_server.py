@@ -88,8 +88,12 @@ def start_worker(
 
 
 def rank_of(model_runner: Any) -> Rank:
-    replica = 0 if model_runner.server_args.enable_dp_attention else getattr(model_runner.ps, "dp_rank", None)
-    return Rank(model_runner.ps.tp_rank, replica or 0)
+    """This process's rank. SGLang before 0.5.21 keeps it at the model runner, later versions one for the process."""
+    from sglang.srt.runtime_context import get_parallel
+
+    ranks = model_runner.ps if hasattr(model_runner, "ps") else get_parallel()
+    replica = 0 if model_runner.server_args.enable_dp_attention else getattr(ranks, "dp_rank", None)
+    return Rank(ranks.tp_rank, replica or 0)
 
 
 def local_index(rank: Rank, args: Any) -> int:

@@ -34,7 +34,7 @@ class ModelSession:
         args = prepare_server_args([*flags])
         if hasattr(args, "resolve_once"):  # newer SGLang resolves in a step of its own, and publishes the result
             args.resolve_once()
-            one_batch.publish(args, role="scheduler")
+            one_batch.publish(args, role="scheduler", **_placement(one_batch))
         one_batch._set_envs_and_config(args)
         if args.skip_tokenizer_init:  # one_batch does not know the flag
             one_batch.get_tokenizer = lambda *_args, **_kwargs: None
@@ -112,6 +112,13 @@ class ModelSession:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _placement(one_batch: Any) -> dict[str, Any]:
+    """The only rank of one, which SGLang since 0.5.21 wants to be told."""
+    if not hasattr(one_batch, "SpawnRanks"):
+        return {}
+    return {"ranks": one_batch.SpawnRanks(world_rank=0, gpu_id=0)}
 
 
 class Prefilled:

@@ -14,6 +14,7 @@ from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.base import Engine, LayerPrediction
 from sglang_hybrid.integration.decoder_layers import DecoderLayers, UnknownLayers
+from sglang_hybrid.integration.miss_server import rank_of
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.policies.registry import policy_named, prediction_of
 from sglang_hybrid.policies.scout.predictor import Correction
@@ -79,7 +80,7 @@ class Scouting:
         return predictions
 
     def _of_rank(self, correction: Correction, projection: torch.Tensor) -> Correction:
-        width, rank = projection.shape[0], self._runner.ps.tp_rank
+        width, rank = projection.shape[0], rank_of(self._runner).rank
         part = slice(rank * width, (rank + 1) * width)
         own = Correction(correction.left[part], correction.right, correction.bias[part])
         return own.to(projection.device, projection.dtype)

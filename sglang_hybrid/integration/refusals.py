@@ -82,8 +82,19 @@ _FLAGS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "requests that are retracted are copied out of the host pool: use --disaggregation-decode-retraction-backup "
         "cpu_tensor or drop the flag",
     ),
+    (
+        lambda a: getattr(a, "enable_pd_role_switch", False),
+        "a decode instance cannot become a prefill instance: drop --enable-pd-role-switch",
+    ),
+    (
+        lambda a: getattr(a, "disaggregation_enable_kv_checksum", False),
+        "pages get another layout on arrival, and so another checksum: drop --disaggregation-enable-kv-checksum",
+    ),
     (lambda a: a.enable_hisparse, "HiSparse is another backend's host offload: drop --enable-hisparse"),
-    (lambda a: a.enable_dp_attention, "data-parallel attention is not supported: drop --enable-dp-attention"),
+    (
+        lambda a: a.enable_dp_attention or getattr(a, "attn_dp_size", 1) > 1,
+        "data-parallel attention is not supported: drop --enable-dp-attention and --attn-dp-size",
+    ),
     (lambda a: a.dcp_size > 1, "decode context parallelism is not supported: drop --dcp-size"),
     (lambda a: a.enable_two_batch_overlap, "two-batch overlap is not supported: drop --enable-two-batch-overlap"),
     (lambda a: a.enable_pdmux, "PD multiplexing is not supported: drop --enable-pdmux"),
@@ -127,6 +138,10 @@ _FLAGS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda a: a.enable_torch_compile,
         "attention reads other blocks at every step, which torch.compile cannot trace: drop --enable-torch-compile",
+    ),
+    (
+        lambda a: getattr(a, "enable_nvidia_megakernel", False) or getattr(a, "enable_amd_monokernel", False),
+        "megakernels read a KV cache in SGLang's layout: drop --enable-nvidia-megakernel and --enable-amd-monokernel",
     ),
     (
         lambda a: getattr(a, "dllm_algorithm", None) is not None,

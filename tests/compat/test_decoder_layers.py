@@ -231,6 +231,40 @@ def test_a_layer_of_the_known_structure_is_read_whatever_its_model_is_called() -
     assert layers.output_projection(5).shape == (6, 8)
 
 
+class Stream:
+    """As SGLang's stream of residuals: ``hidden`` is either a tensor or a name for a sum that is still owed."""
+
+    def __init__(self, residual: torch.Tensor | None, pending: torch.Tensor | None) -> None:
+        self.residual, self.pending = residual, pending
+
+    def complete(self, hidden: Any) -> Any:
+        return hidden if self.pending is None else self.pending
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("owed", [False, True])
+def test_a_residual_that_the_batch_carries_is_part_of_the_input(owed: bool, by_name: bool) -> None:
+    output, residual, positions = torch.ones(2, 8), torch.full((2, 8), 2.0), torch.arange(2)
+    given: Any = "owed" if owed else output
+    batch = SimpleNamespace(residual_stream=Stream(residual, output))
+    got: list[Any] = []
+
+    class Asked(Layer):
+        def forward(self, positions: Any, hidden_states: Any, forward_batch: Any, capture_output: Any = None) -> Any:
+            return hidden_states
+
+    layer = Asked()
+    DecoderLayers(torch.nn.Sequential(layer)).on_input(lambda *inputs: got.append(inputs))
+    arguments = (positions,) if by_name else (positions, given, batch)
+    named = {"hidden_states": given, "forward_batch": batch} if by_name else {}
+    assert layer(*arguments, capture_output=None, **named) is output
+    batch.residual_stream = Stream(residual, None)  # written already: hidden states are all of it
+    layer(positions, residual, batch)
+    assert [inputs[0] for inputs in got] == [5, 5]
+    assert torch.equal(got[0][1], output + residual)
+    assert torch.equal(got[1][1], residual)
+
+
 def test_an_output_projection_that_is_no_plain_matrix_is_refused() -> None:
     packed, absent = Layer(), Layer()
     packed.self_attn.o_proj.weight = torch.nn.Parameter(torch.zeros(6, 1, dtype=torch.int32), requires_grad=False)

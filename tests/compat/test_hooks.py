@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 from packaging.version import Version
@@ -61,12 +62,16 @@ def test_the_installed_sglang_is_within_the_tested_range() -> None:
     versions.check_sglang_version()
 
 
-@pytest.mark.parametrize("version", ["0.5.16", "0.5.21", "0.6.0"])
+_AFTER = Version(versions.NEWEST_TESTED).micro + 1
+
+
+@pytest.mark.parametrize("version", ["0.5.16", f"0.5.{_AFTER}", "0.6.0"])
 def test_another_sglang_is_refused_with_the_range_and_the_override(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versions, "installed_sglang", lambda: Version(version))
-    with pytest.raises(versions.UntestedSGLang, match=r"0\.5\.17 to 0\.5\.20.*SGLANG_HYBRID_ALLOW_UNTESTED_SGLANG=1"):
+    known = re.escape(f"{versions.OLDEST_TESTED} to {versions.NEWEST_TESTED}")
+    with pytest.raises(versions.UntestedSGLang, match=f"{known}.*SGLANG_HYBRID_ALLOW_UNTESTED_SGLANG=1"):
         versions.check_sglang_version()
     monkeypatch.setenv("SGLANG_HYBRID_ALLOW_UNTESTED_SGLANG", "1")
     versions.check_sglang_version()

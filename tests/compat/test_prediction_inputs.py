@@ -50,8 +50,11 @@ class Backend(HybridAttnBackend):
 
 
 def update(backend: object, outcome: tuple[bool, str] = (True, "")) -> tuple[bool, str]:
-    worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend))
-    return weight_updates.update(lambda _worker, _request: outcome, worker, "request")
+    return weight_updates.update(lambda _updater, _request: outcome, updater_of(backend), "request")
+
+
+def updater_of(backend: object) -> SimpleNamespace:
+    return SimpleNamespace(get_model_runner=lambda: SimpleNamespace(attn_backend=backend))
 
 
 @pytest.mark.parametrize("outcome", [(True, "done"), (False, "half of it")])
@@ -67,7 +70,15 @@ def test_weights_that_must_stay_are_left_alone_and_the_caller_is_told() -> None:
     assert backend.changes == 0
 
 
+@pytest.mark.parametrize("through_sglang", [False, True])
+def test_predictors_are_made_anew_after_a_session_in_which_a_peer_wrote_the_weights(through_sglang: bool) -> None:
+    backend = Backend(None)
+    weight_updates.session_ended(None, updater_of(backend), run_post_load=not through_sglang)
+    assert backend.changes == (0 if through_sglang else 1)
+
+
 def test_other_backends_update_as_they_always_did() -> None:
+    weight_updates.session_ended(None, updater_of(object()), run_post_load=True)
     assert update(object()) == (True, "")
 
 

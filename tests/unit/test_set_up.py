@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,10 @@ import pip_settings
 import pytest
 import steps
 from installers import InstallError, Pip, Uv
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from sglang_hybrid.integration.versions import INSTALLED, NEWEST_TESTED, OLDEST_TESTED, TESTED
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_PLAN = " + torch==2.13.0+cpu\n + numpy==2.4.0\n"
@@ -284,11 +289,36 @@ def test_bytecode_is_made_once_for_what_servers_import(tmp_path: Path) -> None:
     assert not compile_bytecode.is_compiled(found[1])
 
 
+def test_versions_are_those_of_sglangs_metadata_unless_we_name_them(tmp_path: Path) -> None:
+    information = tmp_path / "lib/python3.11/site-packages/sglang-1.0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text(
+        "Name: sglang\nRequires-Dist: torch==2.14.1\nRequires-Dist: Apache_TVM.ffi==0.1.11\nRequires-Dist: numpy\n"
+        'Requires-Dist: some[cu13]==1.2; sys_platform == "linux"\nRequires-Dist: pytest==9; extra == "test"\n\nSGLang\n'
+    )
+    own = tmp_path / "cpu.txt"
+    own.write_text("# for a CPU: ==\ntorch==2.13.0\napache-tvm-ffi==0.1.9\nnumpy>=2\n")
+    pins = install.write_pins(tmp_path, own).read_text()
+    assert pins.splitlines() == ["numpy", 'some==1.2; sys_platform == "linux"']
+
+
+def test_every_place_with_a_version_of_sglang_agrees_with_the_table() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (accepted,) = (needed.specifier for needed in map(Requirement, project["dependencies"]) if needed.name == "sglang")
+    newest = Version(NEWEST_TESTED)
+    assert all(version in accepted for version in (*TESTED, f"{newest}.post1"))
+    assert f"{newest.major}.{newest.minor}.{newest.micro + 1}" not in accepted
+    assert list(TESTED) == sorted(TESTED, key=Version)
+    assert set(INSTALLED.values()) <= set(TESTED)
+    tried = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| SGLang |"))
+    assert all(version in tried for version in (OLDEST_TESTED, NEWEST_TESTED, *INSTALLED.values()))
+
+
 def test_a_step_that_uv_cannot_do_is_done_by_pip_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uv = program(tmp_path / "uv", "echo 'error: connection reset'; exit 2")
     pip = program(tmp_path / "pip", f'echo "$@" >> {tmp_path}/asked')
     monkeypatch.setattr(install, "pip_for", lambda python: [pip])
-    setup = install.Setup(tmp_path, "cpu", "0.5.20", any_torch=False)
+    setup = install.Setup(tmp_path, "cpu", NEWEST_TESTED, any_torch=False)
     setup._installer = Uv(uv, tmp_path / "bin" / "python", {})
     assert setup._install("sglang") == "by pip, because uv failed: error: connection reset"
     assert setup._install("pytest") is None  # pip from then on
