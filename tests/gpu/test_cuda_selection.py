@@ -43,7 +43,7 @@ class Expected:
         bonus: float,
         min_miss_score: float,
         any_block: bool = False,
-    ):
+    ) -> None:
         count = -(-length // BLOCK_TOKENS)
         counts = torch.tensor([count])
         scores = scores.cpu()[None, None]
