@@ -43,7 +43,9 @@ from sglang_hybrid.worker.torch_attention import TorchMisses
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def some_record(seed: int, steps: int, rows: int, heads: int, wobble: float, first: int = 6, opens: float = 0.2):
+def some_record(
+    seed: int, steps: int, rows: int, heads: int, wobble: float, first: int = 6, opens: float = 0.2
+) -> LayerRecord:
     """Blocks with scores that wobble around their means, and rows that open blocks now and then.
 
     Attention follows the scores of another query than the one that was asked for.
@@ -170,7 +172,8 @@ PLAN = [Life(0, 9 * T - 3, 0, 40), Life(1, 3 * T - 20, 0, 40)]  # both open a bl
 
 
 def recorded(predicted: bool, seed: int) -> tuple[LayerRecord, Decoding, list[Step]]:
-    decoding, policy, steps = Decoding(PLAN, SHAPE, seed), RecordingPolicy(), []
+    decoding, policy = Decoding(PLAN, SHAPE, seed), RecordingPolicy()
+    steps: list[Step] = []
     decoding.run(policy, steps.append, lambda _: predicted, shuffled=False)
     return policy.record(0), decoding, steps
 
@@ -258,7 +261,8 @@ def test_costs_of_shares_are_what_the_policy_misses_and_how_far_its_output_is_of
     base = HybridConfig(budget_tokens=blocks * T, sink_blocks=sink, recent_blocks=recent)
     projection = torch.randn(12, SHAPE.heads * SHAPE.group * SHAPE.dim, generator=seeded(3))
     costs = ShareCosts(Budget(blocks, sink, recent), SHAPE.group, {0: projection})
-    recorder, exact = RecordingPolicy(costs), []
+    recorder = RecordingPolicy(costs)
+    exact: list[Step] = []
     Decoding(PLAN, SHAPE, seed=2).run(recorder, exact.append, lambda _: predicted, shuffled=False)
     cost = costs.of(0)
     # a share of 1 leaves all misses out, so that the policy's output has nothing of a predicted query in it
@@ -267,8 +271,14 @@ def test_costs_of_shares_are_what_the_policy_misses_and_how_far_its_output_is_of
         config = base.with_section(options)
         rules = dataclasses.replace(rules_of_scout(config), shifts=False)
         tuning = dataclasses.replace(tuning_of(config, layers=1), any_block=(True,))
-        policy, ratios, moved = ScoutPolicy(config, rules, TorchMisses(), tuning, rows=2), [], []
-        policy.on_ratio = lambda _, ratio, seen=ratios: seen.append(ratio)
+        policy = ScoutPolicy(config, rules, TorchMisses(), tuning, rows=2)
+        ratios: list[float] = []
+        moved: list[float] = []
+
+        def watch(_: int, ratio: float, seen: list[float] = ratios) -> None:
+            seen.append(ratio)
+
+        policy.on_ratio = watch
 
         def check(step: Step, moved: list[float] = moved) -> None:
             change = (step.out - exact[len(moved)].out).flatten(1) @ projection.T
@@ -431,7 +441,8 @@ def weights_of_layers(layers: int) -> dict[int, QueryWeights]:
 def reflection(rank: int, seed: int = 21) -> torch.Tensor:
     """An orthogonal matrix that differs from the identity by this rank: it keeps the rms, so that errors are linear."""
     basis = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=seeded(seed))).Q[:, :rank]
-    return torch.eye(HIDDEN) - 2 * basis @ basis.T
+    reflection: torch.Tensor = torch.eye(HIDDEN) - 2 * basis @ basis.T
+    return reflection
 
 
 def inputs_of_layers(seed: int, ranks: Sequence[int], noise: float = 0.0, tokens: int = 600) -> LayerInputs:

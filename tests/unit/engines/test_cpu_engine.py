@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_oracle import causal_attention, seeded, softmax_attention
+from attention_oracle import Tolerance, causal_attention, seeded, softmax_attention
 
 from sglang_hybrid.config import HybridConfig, load_config
 from sglang_hybrid.engines.base import ModelFacts, PrefillBatch, StepBatch
@@ -19,7 +19,7 @@ from sglang_hybrid.protocol.region import SharedRegion
 
 T = 32
 NO_SLOTS = torch.empty(0, dtype=torch.int64)  # this engine reads them off its table
-CLOSE = {
+CLOSE: dict[torch.dtype, Tolerance] = {
     torch.float32: {"rtol": 1e-4, "atol": 2e-5},
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
@@ -82,7 +82,7 @@ class Rows:
         self.req_to_token = (self.table.repeat_interleave(T, dim=1) * T).to(torch.int32)
         model = ModelFacts(self.req_to_token, group, dtype, self.scale, cuda_graphs=False)
         self.config = HybridConfig(**{"sketch_channels": channels, **settings})  # type: ignore[arg-type]
-        self.engine = CpuEngine(self.config, pool, geometry, model, threads)  # type: ignore[arg-type]
+        self.engine = CpuEngine(self.config, pool, geometry, model, threads)
 
     def sketch(self, layer: int) -> SimpleNamespace:
         return SimpleNamespace(codes=self.codes[layer], channels=self.channels)
@@ -165,7 +165,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['heads']}x{s['group']}x{s['dim']}")
-def test_a_context_within_the_budget_is_attended_as_a_whole(shape, dtype) -> None:
+def test_a_context_within_the_budget_is_attended_as_a_whole(shape: dict[str, int], dtype: torch.dtype) -> None:
     rows = Rows([1, 2, 31, 32, 33, 700, 2047, 2048], **shape, dtype=dtype)
     rows.write()
     torch.testing.assert_close(rows.decode().double(), rows.by_definition(), **CLOSE[dtype])
@@ -174,7 +174,9 @@ def test_a_context_within_the_budget_is_attended_as_a_whole(shape, dtype) -> Non
 @pytest.mark.parametrize("channels", [32, 0, 16, 64])
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['heads']}x{s['group']}x{s['dim']}")
-def test_a_longer_one_attends_to_what_the_reference_selects(shape, dtype, channels) -> None:
+def test_a_longer_one_attends_to_what_the_reference_selects(
+    shape: dict[str, int], dtype: torch.dtype, channels: int
+) -> None:
     rows = Rows([200, 257, 999, 1500], **shape, dtype=dtype, channels=channels, budget_tokens=256)
     rows.write()
     out = rows.decode()
@@ -191,7 +193,7 @@ def test_policy_full_selects_nothing() -> None:
 @pytest.mark.parametrize(
     ("dtype", "chunks"), [*((dtype, 0) for dtype in CLOSE), (torch.float32, 1), (torch.float32, 3)]
 )
-def test_digests_and_sketches_are_the_reference_ones_to_the_bit(dtype, chunks) -> None:
+def test_digests_and_sketches_are_the_reference_ones_to_the_bit(dtype: torch.dtype, chunks: int) -> None:
     rows = Rows([1, 40, 64, 333], dtype=dtype, dim=128)
     if chunks:
         rows.prefill(chunks=chunks)
@@ -212,7 +214,7 @@ def test_digests_and_sketches_are_the_reference_ones_to_the_bit(dtype, chunks) -
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_prefill_is_causal_attention_over_all_tokens_so_far(chunks) -> None:
+def test_prefill_is_causal_attention_over_all_tokens_so_far(chunks: int) -> None:
     rows = Rows([2, 33, 300])
     for row, out in enumerate(rows.prefill(chunks=chunks)):
         query, keys, values = rows.of(row, 0, rows.lengths[row] - 1)
@@ -221,7 +223,7 @@ def test_prefill_is_causal_attention_over_all_tokens_so_far(chunks) -> None:
 
 
 @pytest.mark.parametrize("openmp", [True, False])
-def test_threads_and_company_change_no_bit(openmp, monkeypatch) -> None:
+def test_threads_and_company_change_no_bit(openmp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not openmp:
         monkeypatch.setattr("sglang_hybrid.ops.cpu.decoder.gomp_parallel", lambda: None)
     alone = Rows([900, 1500, 200], threads=1, budget_tokens=512)
@@ -277,7 +279,7 @@ def test_pages_and_lengths_that_cannot_be_are_refused() -> None:
     "setting",
     ["prediction=raw", "scout.resident_tokens=0", "worker=start", "scout.resident_bonus=2.0", "scout.score_interval=2"],
 )
-def test_settings_that_describe_a_gpu_are_left_to_torch(setting) -> None:
+def test_settings_that_describe_a_gpu_are_left_to_torch(setting: str) -> None:
     assert unsupported_by_cpu_engine(HybridConfig(), 64) is None
     assert unsupported_by_cpu_engine(load_config(None, [setting]), 64) == setting
     assert unsupported_by_cpu_engine(load_config(None, [setting, "policy=full"]), 64) is None

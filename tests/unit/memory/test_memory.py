@@ -117,7 +117,9 @@ def test_a_region_is_not_in_core_files(side: str) -> None:
 def smaps_flags(address: int) -> list[str]:
     """Of the mapping that begins there."""
     _, _, mapping = Path("/proc/self/smaps").read_text().partition(f"{address:x}-")
-    return re.search("VmFlags: (.*)", mapping)[1].split()
+    flags = re.search("VmFlags: (.*)", mapping)
+    assert flags is not None
+    return flags[1].split()
 
 
 def test_the_descriptor_is_not_inherited_by_accident() -> None:

@@ -1,11 +1,12 @@
 """The reference operations against their definitions: brute force, and softmax attention in float64."""
 
 import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
-from attention_oracle import attention_over_blocks, causal_attention, seeded
+from attention_oracle import Tolerance, attention_over_blocks, causal_attention, seeded
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -24,9 +25,9 @@ BLOCKS = st.integers(1, 12)
 SCALES = st.sampled_from([0.125, 0.3, 0.5])
 
 # Inputs of any dtype, computation in float32: only its rounding is left against float64.
-CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+CLOSE: Tolerance = {"rtol": 1e-4, "atol": 2e-5}
 # Where the result itself is rounded to the input's dtype.
-ROUNDED = {
+ROUNDED: dict[torch.dtype, Tolerance] = {
     torch.float32: CLOSE,
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
@@ -148,10 +149,11 @@ class Scored:
     keys: torch.Tensor  # [B, N, H, T, D]
     filled: torch.Tensor  # [B, N]
 
-    def digests(self, build) -> torch.Tensor:
-        return build(self.keys.flatten(0, 1), self.filled.flatten()).unflatten(0, self.filled.shape)
+    def digests(self, build: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        built: torch.Tensor = build(self.keys.flatten(0, 1), self.filled.flatten()).unflatten(0, self.filled.shape)
+        return built
 
-    def each_query_and_block(self):
+    def each_query_and_block(self) -> Iterator[tuple[tuple[int, int, int], torch.Tensor, torch.Tensor]]:
         """(row, KV head, block), the head's G queries, the block's keys; all in float64."""
         rows, blocks, heads, _, dim = self.keys.shape
         queries = self.query.double().reshape(rows, heads, -1, dim)

@@ -118,7 +118,8 @@ def overflowing_requests(draw: st.DrawFn) -> tuple[HybridConfig, Requests]:
 @given(overflowing_requests())
 def test_scout_is_softmax_over_exactly_the_blocks_within_the_budget(case: tuple[HybridConfig, Requests]) -> None:
     config, requests = case
-    table, blocks = requests.decode_batch().page_table, []
+    table = requests.decode_batch().page_table
+    blocks: list[list[list[tuple[int, int]]]] = []
     for row, length in enumerate(requests.lengths):
         blocks.append([])
         for head in range(requests.shape.heads):
@@ -298,7 +299,8 @@ class PlainScout:
         self, request: int, head: int, length: int, fresh: bool, query: torch.Tensor
     ) -> tuple[set[int], set[int]]:
         """What is near and what is missed in this step; recall, if its time has come, is for the steps after it."""
-        config = self.config
+        config, bonus, interval = self.config, self.config.scout.resident_bonus, self.config.scout.recall_interval
+        assert bonus != "auto" and interval != "auto"
         always, scores = self.always(length), self.scores(request, head, query, length)
         kept = config.budget_tokens if config.scout.resident_tokens == "auto" else config.scout.resident_tokens
         slots = max(0, kept // T - config.sink_blocks - config.recent_blocks - 1)
@@ -317,7 +319,7 @@ class PlainScout:
                 resident = resident | {left}
                 if len(resident) > slots:
                     resident = resident - {min(resident - {left}, key=scores.__getitem__)}
-        selected = best({p: s + config.scout.resident_bonus * (p in resident) for p, s in scores.items()}, room)
+        selected = best({p: s + bonus * (p in resident) for p, s in scores.items()}, room)
         group = self._decoding.requests.shape.group
         shared_by = group * (self._decoding.requests.shape.heads if self._rules.per_layer else 1)
         candidates = set(scores) if self.any_block else selected
@@ -329,7 +331,7 @@ class PlainScout:
         if self._rules.only_selected:
             near = always | (resident & selected)
         steps = length - self._decoding.plan[request].prompt
-        due = config.scout.recall_interval and steps % config.scout.recall_interval == 0
+        due = interval and steps % interval == 0
         self.resident[request, head] = best({p: scores[p] for p in selected}, slots) if due else resident
         return near, misses
 
@@ -401,7 +403,7 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
     rules = dataclasses.replace(rules_of_scout(config), per_layer=per_layer, only_selected=only_selected, shifts=shifts)
     plain = PlainScout(config, rules, decoding, from_prompts)
     # a profile that says so has shares
-    plain.any_block = any_block = any_block and not only_selected and config.scout.min_miss_attention > 0
+    plain.any_block = any_block = any_block and not only_selected and plain.miss_share > 0
     policy = Watched(config, rows=3, prompts=prompts, any_block=any_block, rules=rules)
 
     def check(step: Step) -> None:
@@ -419,7 +421,8 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
                 out = step.out[row].unflatten(0, (shape.heads, -1))[head]
                 torch.testing.assert_close(out.double(), expected, **CLOSE[torch.float32])
         ratio = missed / (len(step.requests) * shape.heads * (config.budget_tokens // T))
-        assert policy.ratios.pop() == (0, pytest.approx(ratio))
+        layer, told = policy.ratios.pop()
+        assert layer == 0 and told == pytest.approx(ratio)
         assert not policy.ratios
 
     decoding.run(policy, check, lambda now: bool(predicted_one_in) and now % predicted_one_in == 0, prompts)
@@ -470,7 +473,7 @@ def long_run(
     **settings: object,
 ) -> Run:
     config = scouting_by(**settings)  # 3 slots
-    changed = dataclasses.replace(rules_of_scout(config), **(rules or {}))  # type: ignore[arg-type]
+    changed = dataclasses.replace(rules_of_scout(config), **(rules or {}))
     decoding = Decoding([Life(0, prompt, 0, steps)], SMALL, seed=5)
     run = Run(config, decoding, Watched(config, rows=1, any_block=any_block, rules=changed), [], [])
 
@@ -499,7 +502,7 @@ def test_recall_makes_a_selection_resident_from_the_next_step_on_and_not_before(
 
 def test_between_two_recalls_the_resident_blocks_stay() -> None:
     run = long_run(recall_interval=4, resident_bonus=0.0)
-    changed = {head: [] for head in range(SMALL.heads)}
+    changed: dict[int, list[int]] = {head: [] for head in range(SMALL.heads)}
     for step in range(1, len(run.chosen)):
         for head in range(SMALL.heads):
             if run.resident(step, head) != run.resident(step - 1, head) and not run.opens_a_block(step):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Literal
 
 import pytest
 import torch
-from attention_oracle import seeded
+from attention_oracle import Tolerance, seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from sglang_hybrid.policies.scout.calibration import FullCorrection, LayerFit, c
 from sglang_hybrid.policies.scout.predictor import Correction, QueryPredictor, QueryWeights
 
 SEEDS = st.integers(0, 2**32 - 1)
-CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+CLOSE: Tolerance = {"rtol": 1e-4, "atol": 2e-5}
 HIDDEN, HEADS, HEAD_DIM, POSITIONS = 24, 3, 8, 40
 WIDTH = HEADS * HEAD_DIM
 
@@ -92,7 +93,7 @@ def query_by_definition(
 @settings(max_examples=3)
 @given(seed=SEEDS, tokens=st.integers(1, 5))
 def test_a_predicted_query_is_the_formula(
-    rank: str | int | None, neox: bool, rotary_dim: int, head_norm: bool, bias: bool, seed: int, tokens: int
+    rank: Literal["raw"] | int | None, neox: bool, rotary_dim: int, head_norm: bool, bias: bool, seed: int, tokens: int
 ) -> None:
     random = seeded(seed)
     weights = some_weights(random, bias=bias, head_norm=head_norm, rotary_dim=rotary_dim, neox=neox)
@@ -140,11 +141,13 @@ def test_the_size_of_the_input_does_not_matter_beyond_the_norms_epsilon() -> Non
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rank", ["raw", 4, None])
 def test_a_query_has_the_models_dtype_and_is_the_formula_within_its_rounding(
-    dtype: torch.dtype, rank: str | int | None
+    dtype: torch.dtype, rank: Literal["raw"] | int | None
 ) -> None:
     random = seeded(3)
     plain = some_weights(random, head_norm=True)
-    halved = {name: value.to(dtype) for name, value in vars(plain).items() if isinstance(value, torch.Tensor)}
+    halved: dict[str, Any] = {
+        name: value.to(dtype) for name, value in vars(plain).items() if isinstance(value, torch.Tensor)
+    }
     weights = dataclasses.replace(plain, **halved | {"rotary": plain.rotary})
     correction = None if rank == "raw" else some_correction(random, rank).to("cpu", dtype)
     inputs = torch.randn(3, HIDDEN, generator=random).to(dtype)
@@ -340,5 +343,5 @@ def test_cosines_of_equal_opposite_and_rotated_queries() -> None:
     torch.testing.assert_close(cosines(real, 3 * real, HEAD_DIM), ones)
     torch.testing.assert_close(cosines(real, -real, HEAD_DIM), -ones)
     predictor, positions = QueryPredictor(weights), torch.tensor([3, 30])
-    turned = [predictor.finish(x, positions).flatten(1) for x in (real, other)]
-    torch.testing.assert_close(cosines(*turned, HEAD_DIM), cosines(real, other, HEAD_DIM), **CLOSE)
+    turned, other_turned = (predictor.finish(x, positions).flatten(1) for x in (real, other))
+    torch.testing.assert_close(cosines(turned, other_turned, HEAD_DIM), cosines(real, other, HEAD_DIM), **CLOSE)

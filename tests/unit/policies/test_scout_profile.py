@@ -8,7 +8,7 @@ import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -247,7 +247,11 @@ def save_raw(
 
 @pytest.mark.parametrize("version", [0, VERSION + 1, 99])
 def test_another_version_is_refused_with_both_even_if_nothing_else_can_be_read(path: Path, version: int) -> None:
-    save_raw(path, lambda facts: (facts.clear(), facts.update(version=version, other="things")))
+    def replace_everything(facts: dict[str, Any]) -> None:
+        facts.clear()
+        facts.update(version=version, other="things")
+
+    save_raw(path, replace_everything)
     assert refusal(path) == f"has format version {version}, this release reads {VERSION}; make it anew"
 
 
@@ -262,7 +266,9 @@ def test_another_version_is_refused_with_both_even_if_nothing_else_can_be_read(p
         (lambda facts: facts.update(intervals=[1.5, 2, 3]), "intervals"),
     ],
 )
-def test_facts_of_another_form_cannot_be_read_and_name_the_field(path: Path, change: Callable, named: str) -> None:
+def test_facts_of_another_form_cannot_be_read_and_name_the_field(
+    path: Path, change: Callable[[dict[str, Any]], object], named: str
+) -> None:
     save_raw(path, change)
     assert refusal(path).startswith("cannot be read: ")
     assert named in refusal(path)
@@ -346,13 +352,15 @@ def test_any_damage_is_either_harmless_or_refused_by_name(
 
 
 class Bomb:
-    def __reduce__(self) -> tuple[Callable, tuple[str]]:
-        return (Path.touch, (Bomb.marker,))  # type: ignore[attr-defined]
+    marker: ClassVar[Path]
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
+        return (Path.touch, (Bomb.marker,))
 
 
 def test_nothing_in_a_profile_is_executed(path: Path, tmp_path: Path) -> None:
     marker = tmp_path / "was-run"
-    Bomb.marker = marker  # type: ignore[attr-defined]
+    Bomb.marker = marker
     for content in (pickle.dumps(Bomb()), pickle.dumps({"state": Bomb()}, protocol=2)):
         path.write_bytes(content)
         assert refusal(path).startswith("cannot be read: ")

@@ -156,7 +156,7 @@ def scouting(**options: object) -> HybridConfig:
 class SomeProfile:
     bonus = (0.5, 2.0)
     intervals = (3, 16)
-    miss_shares = (0.004, 0.0005)
+    miss_shares: tuple[float, ...] = (0.004, 0.0005)
 
 
 def test_without_a_profile_there_are_defaults() -> None:
