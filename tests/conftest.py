@@ -25,7 +25,7 @@ LONG = (
 SPREAD = ("test_cuda_emulated",)
 
 
-class ByFile(LoadScopeScheduling):
+class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """Tests of a file run in one process, one after the other, but for those that are spread."""
 
     def _split_scope(self, nodeid: str) -> str:

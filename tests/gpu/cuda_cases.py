@@ -34,7 +34,7 @@ class Shape:
 
     @property
     def scale(self) -> float:
-        return self.dim**-0.5
+        return float(self.dim**-0.5)
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class SlotCase:
         positions = kept.positions[owner]
         fill = reference.block_fill(positions.long(), self.lengths[owner].long(), BLOCK_TOKENS)
         ids = pages[owner].expand_as(positions).masked_fill(fill == 0, reference.NO_BLOCK)
-        pool = [part.transpose(1, 2).flatten(0, 1) for part in (kept.keys, kept.values)]
+        keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (kept.keys, kept.values))
         # NaN in keys of tokens that do not count is masked by the reference, after the product
-        return reference.attend_blocks(self.query, *pool, ids, fill, self.shape.scale)
+        return reference.attend_blocks(self.query, keys, values, ids, fill, self.shape.scale)
 
 
 def random_slots(shape: Shape, seed: int) -> SlotCase:
@@ -94,7 +94,8 @@ def _random_blocks(shape: Shape, blocks: int, lengths: torch.Tensor, random: tor
     on_device = torch.Generator(DEVICE).manual_seed(random.initial_seed())
     tokens = (2, rows, shape.heads, slots, BLOCK_TOKENS, shape.dim)
     both = torch.randn(tokens, generator=on_device, device=DEVICE, dtype=shape.dtype).masked_fill(beyond, torch.nan)
-    return BlockSlots(*both, positions.int().to(DEVICE))
+    keys, values = both
+    return BlockSlots(keys, values, positions.int().to(DEVICE))
 
 
 def random_partial(shape: tuple[int, int, int], seed: int, empty: float = 0.3) -> Result:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from cuda_cases import BLOCK_TOKENS, seeded
-from selection_cases import DEVICE
+from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 
-from sglang_hybrid.engines.cuda.prefill import DeviceLayer, DevicePrefill, PrefillRows
+from sglang_hybrid.engines.cuda.layers import DeviceLayer
+from sglang_hybrid.engines.cuda.prefill import DevicePrefill, PrefillRows
 from sglang_hybrid.ops import reference
-from sglang_hybrid.ops.cuda import digests as device_digests
+from sglang_hybrid.ops.cuda import host_memory
 from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests
 from sglang_hybrid.protocol.region import SharedRegion
 
@@ -30,7 +30,7 @@ class Shape:
 
     @property
     def scale(self) -> float:
-        return 0.9 * self.dim**-0.5  # not FlashInfer's default
+        return float(0.9 * self.dim**-0.5)  # not FlashInfer's default
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Model:
         of_pool = (shape.pages, shape.heads, BLOCK_TOKENS, shape.dim)
         size = torch.Size(of_pool).numel() * shape.dtype.itemsize
         memory = SharedRegion(SharedRegion.size_for(*[size] * 2 * shape.layers))
-        region = device_digests.RegisteredRegion(memory)
+        region = host_memory.RegisteredRegion(memory)
         self.truth: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.layers: list[DeviceLayer] = []
         random = seeded(seed)

@@ -36,7 +36,7 @@ class Shape:
 
     @property
     def scale(self) -> float:
-        return self.dim**-0.5
+        return float(self.dim**-0.5)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from cuda_cases import DEVICE, Shape, SlotCase, random_partial, random_slots
@@ -39,7 +41,7 @@ def large(shape: Shape) -> object:
     return pytest.param(shape, marks=pytest.mark.full)
 
 
-def attended(case: SlotCase, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+def attended(case: SlotCase, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     kept = case.resident
     return attend_slots(
         case.query, kept.keys, kept.values, kept.positions, case.lengths, case.row_of, case.shape.scale, **options
@@ -138,7 +140,7 @@ def test_a_graph_attends_to_what_is_there_when_it_is_replayed(shape: Shape) -> N
     workspace = AttendWorkspace(shape.batch, shape.heads, shape.group, shape.dim, device=DEVICE)
     out, lse = attended(case, workspace=workspace)
     merged = torch.empty(out.shape, dtype=shape.dtype, device=DEVICE)
-    nothing = random_partial(tuple(out.shape), 1, empty=1.0)
+    nothing = random_partial((shape.batch, shape.heads * shape.group, shape.dim), 1, empty=1.0)
     merge((out, lse), nothing, out=merged)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -165,7 +167,7 @@ def _tensors(case: SlotCase) -> list[torch.Tensor]:
 def test_tensors_that_do_not_fit_are_refused_with_their_name() -> None:
     case = random_slots(Shape(batch=2, heads=2, group=3, dim=64, slots=4), seed=0)
     kept = case.resident
-    good = (case.query, kept.keys, kept.values, kept.positions, case.lengths, case.row_of, 1.0)
+    good: tuple[Any, ...] = (case.query, kept.keys, kept.values, kept.positions, case.lengths, case.row_of, 1.0)
     for place, wrong, sentence in (
         (0, case.query.float(), "query is torch.float32"),
         (1, kept.keys.cpu(), "keys of slots is on cpu"),

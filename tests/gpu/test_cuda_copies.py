@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_cases import BLOCK_TOKENS, seeded
-from selection_cases import DEVICE, numbers
+from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
+from selection_cases import numbers
 
-from sglang_hybrid.ops.cuda import digests as device_digests
+from sglang_hybrid.ops.cuda import host_memory
 from sglang_hybrid.ops.cuda.copies import copy_runs, place_tokens, scatter_blocks
 from sglang_hybrid.ops.cuda.digests import HostPool
 from sglang_hybrid.protocol.region import SharedRegion
@@ -21,7 +21,7 @@ def pool_of(pages: int, heads: int, dim: int, dtype: torch.dtype) -> HostPool:
     size = pages * heads * BLOCK_TOKENS * dim * dtype.itemsize
     memory = SharedRegion(SharedRegion.size_for(size, size))
     keys, values = (memory.take(shape, dtype).fill_(UNTOUCHED) for _ in range(2))
-    return HostPool(device_digests.RegisteredRegion(memory), keys, values)
+    return HostPool(host_memory.RegisteredRegion(memory), keys, values)
 
 
 def random_pair(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

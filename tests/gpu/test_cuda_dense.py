@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_cases import BLOCK_TOKENS, seeded
-from selection_cases import DEVICE
+from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cuda.attention import AttendWorkspace
@@ -113,7 +112,8 @@ def test_padding_and_rows_that_are_not_active_hold_nothing() -> None:
 
 def test_many_steps_of_random_traffic_lose_no_page() -> None:
     random = seeded(5)
-    allocator, rows = PageAllocator(table_of(60), HEADS), {}
+    allocator = PageAllocator(table_of(60), HEADS)
+    rows: dict[int, int] = {}
     for _ in range(40):
         for row in list(rows):
             rows[row] += 1
@@ -169,7 +169,9 @@ def test_all_tokens_of_a_row_are_attended(
     assert (out[batch] == 7.0).all()
     for entry, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):
         held_pages = table.pages[row, : -(-length // BLOCK_TOKENS)].long()
-        of_row = [part[held_pages].transpose(0, 1).flatten(1, 2)[:, :length].float() for part in (keys, values)]
-        expected = reference.attend_prefill(query[entry : entry + 1].float(), *of_row, dim**-0.5)
+        row_keys, row_values = (
+            part[held_pages].transpose(0, 1).flatten(1, 2)[:, :length].float() for part in (keys, values)
+        )
+        expected = reference.attend_prefill(query[entry : entry + 1].float(), row_keys, row_values, dim**-0.5)
         tolerance = 2e-2 if dtype == torch.bfloat16 else 4e-3
         torch.testing.assert_close(out[entry : entry + 1].float(), expected, rtol=tolerance, atol=tolerance)

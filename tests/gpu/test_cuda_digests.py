@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from cuda_cases import BLOCK_TOKENS, seeded
-from selection_cases import DEVICE, LayerCase, Shape, numbers, random_layer, random_table
+from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
+from selection_cases import LayerCase, Shape, numbers, random_layer, random_table
 
 from sglang_hybrid.memory.resident import ResidentSet
 from sglang_hybrid.ops import reference
-from sglang_hybrid.ops.cuda import digests as device_digests
+from sglang_hybrid.ops.cuda import host_memory
 from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, SlotTable, append, digest_pages
 from sglang_hybrid.protocol.region import SharedRegion
 
@@ -108,10 +108,10 @@ class Device:
     keys: torch.Tensor  # of the new tokens
     values: torch.Tensor
 
-    def append(self, **more: torch.Tensor) -> None:
+    def append(self, *, scores: torch.Tensor | None = None, refused: torch.Tensor | None = None) -> None:
         append(
             self.digests, self.table, self.case.step, self.keys, self.values, self.key_slots, self.value_slots,
-            self.pool, **more,
+            self.pool, scores=scores, refused=refused,
         )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def region_pool(pages: int, heads: int, dim: int, dtype: torch.dtype) -> HostPoo
     size = pages * heads * BLOCK_TOKENS * dim * dtype.itemsize
     memory = SharedRegion(SharedRegion.size_for(size, size))
     keys, values = (memory.take(shape, dtype) for _ in range(2))
-    return HostPool(device_digests.RegisteredRegion(memory), keys, values)
+    return HostPool(host_memory.RegisteredRegion(memory), keys, values)
 
 
 def device_layer(

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
-from cuda_cases import BLOCK_TOKENS, seeded
-from selection_cases import DEVICE, numbers, summaries
+from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 from selection_cases import Shape as DigestShape
+from selection_cases import numbers, summaries
 from test_cuda_digests import region_pool
 from test_cuda_mailbox import PATIENCE_S, SCALE, SHORT_S, Host, Lists
 
 from sglang_hybrid.core import LayerCache
 from sglang_hybrid.memory.sketches import LayerSketch
 from sglang_hybrid.ops import reference
-from sglang_hybrid.ops.cuda import digests as device_digests
+from sglang_hybrid.ops.cuda import host_memory
 from sglang_hybrid.ops.cuda.attention import Partial, merge
 from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, Step
 from sglang_hybrid.ops.cuda.missed import attend_pool, finish_late
@@ -244,7 +245,7 @@ class Layer:
         self.host = Host(dtype, kv_heads, group, dim)
         self.shape = (self.host.rows, kv_heads * group, dim)
         keys, values = self.host.pool[0, self.number], self.host.pool[1, self.number]
-        self.pool = HostPool(device_digests.RegisteredRegion(self.host.memory), keys, values)
+        self.pool = HostPool(host_memory.RegisteredRegion(self.host.memory), keys, values)
         of_digests = DigestShape(1, kv_heads, group, dim, channels, 1, self.host.dtype, compact)
         self.digests: LayerDigests = summaries(keys, of_digests, 0)
         self.lists = self.new_lists(0)
@@ -269,7 +270,7 @@ class Layer:
         self.out.fill_(UNTOUCHED)
         self.served.fill_(7)
 
-    def post(self, **more: torch.Tensor) -> None:
+    def post(self, **more: Any) -> None:
         self.host.post(self.lists, self.number, **more)
 
     def finish(
@@ -301,8 +302,10 @@ class Layer:
             sketch = None if codes is None or channels is None else LayerSketch(codes, channels)
             cache = LayerCache(self.pool.keys, self.pool.values, self.digests.digests, sketch=sketch)
             ids = self.lists.as_reference()[0].to(DEVICE)
-            estimates = [cache.estimates(q, ids.clamp(min=0), 0.0, SCALE) for q in (self.query, self.lists.query)]
-            lse = lse + reference.lse_shift(*estimates, ids != reference.NO_BLOCK, SCALE)
+            exact, predicted = (
+                cache.estimates(q, ids.clamp(min=0), 0.0, SCALE) for q in (self.query, self.lists.query)
+            )
+            lse = lse + reference.lse_shift(exact, predicted, ids != reference.NO_BLOCK, SCALE)
         return reference.merge(*self.local, out, lse)[0].to(self.out.dtype)
 
     def expected_late(self) -> torch.Tensor:

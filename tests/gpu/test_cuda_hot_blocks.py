@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_cases import BLOCK_TOKENS, seeded
-from selection_cases import DEVICE, LayerCase, Shape, numbers, random_layer, random_table
+from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
+from selection_cases import LayerCase, Shape, numbers, random_layer, random_table
 
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cuda.digests import Step

@@ -176,7 +176,8 @@ def test_a_layer_is_computed_by_the_worker(dtype: str, kv_heads: int, group: int
             assert results.served.tolist() == [1] * host.rows
             assert_same_bits(results, host.expected(lists, layer))
             ids, fill = lists.as_reference()
-            out, lse = reference.attend_blocks(lists.query.cpu(), *host.pool[:, layer], ids, fill, SCALE)
+            keys, values = host.pool[:, layer]
+            out, lse = reference.attend_blocks(lists.query.cpu(), keys, values, ids, fill, SCALE)
             torch.testing.assert_close(results.lse.cpu(), lse, atol=1e-2, rtol=1e-2)
             torch.testing.assert_close(results.out.cpu(), out, atol=1e-2, rtol=1e-2)
     outcomes = host.client.outcomes()

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cuda_cases import seeded
-from selection_cases import DEVICE, numbers
+from cuda_cases import DEVICE, seeded
+from selection_cases import numbers
 
 from sglang_hybrid.engines.cuda.predictor import DevicePredictor, PredictionBuffers
 from sglang_hybrid.ops import reference
@@ -77,14 +77,14 @@ def test_rows_of_zeros_and_damaged_rows_harm_no_other() -> None:
 
 def test_rows_that_do_not_fit_are_refused_with_their_name() -> None:
     hidden = random_values(2, 64, seed=1, dtype=torch.bfloat16)
-    for arguments, sentence in (
-        ((hidden.float(), None), "hidden is .* of torch.float32"),
-        ((hidden, hidden[:1]), "residual is"),
-        ((hidden[:, ::2], None), "rows of hidden must be contiguous"),
-        ((hidden[:, :60], None), "must be a multiple of 8"),
+    for rows, residual, sentence in (
+        (hidden.float(), None, "hidden is .* of torch.float32"),
+        (hidden, hidden[:1], "residual is"),
+        (hidden[:, ::2], None, "rows of hidden must be contiguous"),
+        (hidden[:, :60], None, "must be a multiple of 8"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            unit_rms(*arguments, EPS, unit=hidden)
+            unit_rms(rows, residual, EPS, unit=hidden)
     with pytest.raises(ValueError, match="a gain normed"):
         unit_rms(hidden, None, EPS, gain=hidden[0])
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_cases import seeded
-from selection_cases import DEVICE, LayerCase, Shape, numbers, random_layer, summaries
+from cuda_cases import DEVICE, seeded
+from selection_cases import LayerCase, Shape, numbers, random_layer, summaries
 
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cuda.digests import SlotTable
@@ -154,8 +154,8 @@ def test_an_lse_is_shifted_as_the_reference_does(shape: Shape) -> None:
     pages = pages.masked_fill(torch.arange(listed) >= counts[..., None], -1).to(DEVICE)
     wrong = torch.randn(case.query.shape, generator=random).to(DEVICE) * 0.3
     ahead = (case.query.float() + wrong).to(shape.dtype)
-    estimates = [case.cache().estimates(q, pages.clamp(min=0), 0.0, shape.scale) for q in (case.query, ahead)]
-    expected = reference.lse_shift(*estimates, pages != -1, shape.scale)
+    exact, predicted = (case.cache().estimates(q, pages.clamp(min=0), 0.0, shape.scale) for q in (case.query, ahead))
+    expected = reference.lse_shift(exact, predicted, pages != -1, shape.scale)
     before = torch.randn(shape.batch, shape.heads * shape.group, generator=random).to(DEVICE)
     before[counts.to(DEVICE).repeat_interleave(shape.group, dim=1) == 0] = -torch.inf
     lse = before.clone()
@@ -178,7 +178,7 @@ def test_a_damaged_page_and_inactive_entries_shift_nothing() -> None:
 
 
 def test_shapes_that_the_kernels_do_not_have_are_refused_with_what_they_have() -> None:
-    for wrong in ({"dim": 96}, {"channels": 16}, {"group": 17}):
-        case = random_layer(replace(SHAPES[1], **wrong), 0)
+    for wrong in (replace(SHAPES[1], dim=96), replace(SHAPES[1], channels=16), replace(SHAPES[1], group=17)):
+        case = random_layer(wrong, 0)
         with pytest.raises(ValueError, match=r"head_dim \(64, 128\), \(0, 32, 64\) sketch channels and up to 16"):
             scored(case)

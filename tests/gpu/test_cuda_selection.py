@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from cuda_cases import BLOCK_TOKENS, seeded
-from selection_cases import DEVICE, LayerCase, Shape, numbers, random_layer, random_table
+from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
+from selection_cases import LayerCase, Shape, numbers, random_layer, random_table
 from test_cuda_digests import Device, device_layer
 
 from sglang_hybrid.memory.resident import ResidentSet
@@ -43,7 +44,7 @@ class Expected:
         bonus: float,
         min_miss_score: float,
         any_block: bool = False,
-    ):
+    ) -> None:
         count = -(-length // BLOCK_TOKENS)
         counts = torch.tensor([count])
         scores = scores.cpu()[None, None]
@@ -445,8 +446,10 @@ def test_a_plan_is_made_for_slots_that_have_the_gathered_blocks(budget: int, res
         expected = expected_lists(case, table, scores, budget, 1.0, -8.0, any_block)
         plan, gathered = RecallPlan(6 * 2 * slots, DEVICE), RecallPlan(6 * 2 * 5, DEVICE)
         misses, totals = Misses(6, 2, budget, DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
-        options = {"pool_pages": case.keys.shape[0], "bonus": 1.0, "min_miss_score": -8.0, "any_block": any_block}
-        options |= {"plan": plan, "recall": due}
+        options: dict[str, Any] = {
+            "pool_pages": case.keys.shape[0], "bonus": 1.0, "min_miss_score": -8.0, "any_block": any_block,
+            "plan": plan, "recall": due,
+        }  # fmt: skip
         select_blocks(scores, alone, case.step, budget, misses, **options)
         apply_plan(plan, alone)
         for _ in range(2):  # planned twice without being applied is planned once
@@ -562,7 +565,7 @@ def test_slots_stay_those_of_policy_scout_over_many_steps() -> None:
     layer.table.positions.fill_(-1)
     unused = list(set(range(layer.case.keys.shape[0])) - set(step.page_table.flatten().tolist()))
     plan, misses = RecallPlan(3 * 2 * (ALWAYS + resident), DEVICE), Misses(3, 2, budget, DEVICE)
-    options = {"pool_pages": layer.case.keys.shape[0], "bonus": 1.0, "plan": plan}
+    options: dict[str, Any] = {"pool_pages": layer.case.keys.shape[0], "bonus": 1.0, "plan": plan}
     residents: dict[tuple[int, int], ResidentSet] = {}
     first = torch.zeros(shape.rows, dtype=torch.int32, device=DEVICE)
     first[step.row_of.long()] = step.lengths + 1

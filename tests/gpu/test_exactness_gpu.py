@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_server import Server
+from real_server import CHUNK, Server
 
 from bench.record import write_result
 
@@ -32,9 +32,9 @@ def ask(backend: str, *flags: str, log: Path) -> list[dict[str, Any]]:
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
     english = tokenizer("\n\n".join(topics[key] for key in sorted(topics)))["input_ids"]
-    chunk = ("--chunked-prefill-size", str(test_exactness.CHUNK))
+    chunk = ("--chunked-prefill-size", str(CHUNK))
     with Server(Path(str(MODEL)), backend, *flags, *chunk, *FLAGS, log=log) as server:
-        return test_exactness.ask(server, english).all()
+        return test_exactness.ask(server, english, test_exactness.LONG).all()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from selection_cases import DEVICE
+from cuda_cases import DEVICE
 from test_gpu_scout import LAYERS, LENGTHS, Decoding
 
 STEPS = 40 if DEVICE == "cuda" else 3

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_cases import BLOCK_TOKENS
-from selection_cases import DEVICE
+from cuda_cases import BLOCK_TOKENS, DEVICE
 from test_gpu_scout import HEADS, LAYERS, LENGTHS, ROWS, SCALE, Decoding
 
 from sglang_hybrid.engines.cuda.full import DeviceFull

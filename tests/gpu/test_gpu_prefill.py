@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_cases import BLOCK_TOKENS, seeded
+from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 from prefill_cases import Model, Row, Shape
-from selection_cases import DEVICE
 
 from sglang_hybrid.engines.cuda import staging
 from sglang_hybrid.engines.cuda.prefill import PrefillRows

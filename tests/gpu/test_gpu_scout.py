@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import BLOCK_TOKENS, seeded
-from selection_cases import DEVICE, later
+from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
+from selection_cases import later
 
 from sglang_hybrid.engines.cuda.decode import DeviceScout
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
@@ -20,7 +20,7 @@ from sglang_hybrid.engines.cuda.settings import ScoutSettings
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cpu.library import checked, library
 from sglang_hybrid.ops.cpu.structs import DTYPES, EngineOptions, Geometry
-from sglang_hybrid.ops.cuda import digests as device_digests
+from sglang_hybrid.ops.cuda import host_memory
 from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, Step, digest_pages
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.protocol.mailbox import Mailbox
@@ -52,7 +52,7 @@ class Decoding:
         region = SharedRegion(SharedRegion.size_for(*[size] * 2 * LAYERS))
         self.keys = [region.take(shape, DTYPE) for _ in range(LAYERS)]
         self.values = [region.take(shape, DTYPE) for _ in range(LAYERS)]
-        self.region, registered = region, device_digests.RegisteredRegion(region)
+        self.region, registered = region, host_memory.RegisteredRegion(region)
         order = torch.rand(HEADS, DIM, generator=self.random).argsort(dim=1)
         channels = order[:, :CHANNELS].contiguous().to(DEVICE)
         layers = []
@@ -99,9 +99,9 @@ class Decoding:
             tokens = pages[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
             self.req_to_token[row, : tokens.numel()] = tokens.flatten()
         self.req_to_token = self.req_to_token.to(DEVICE)
-        shape = (LAYERS, len(LENGTHS) + 1)  # and one that is padding
-        self.query = torch.zeros(*shape, HEADS * GROUP, DIM, dtype=DTYPE, device=DEVICE)
-        self.new_keys, self.new_values = torch.zeros(2, *shape, HEADS, DIM, dtype=DTYPE, device=DEVICE)
+        entries = (LAYERS, len(LENGTHS) + 1)  # and one that is padding
+        self.query = torch.zeros(*entries, HEADS * GROUP, DIM, dtype=DTYPE, device=DEVICE)
+        self.new_keys, self.new_values = torch.zeros(2, *entries, HEADS, DIM, dtype=DTYPE, device=DEVICE)
         self.out = torch.zeros_like(self.query)
         self.ends = False  # whether steps are ended behind their last layer
 
@@ -187,7 +187,8 @@ class Decoding:
 
     def misses(self, layer: int) -> torch.Tensor:
         """Of the worker, or read from the pool: positions ``[rows, KV heads, n]``."""
-        return self.scout._lanes[layer % 2].misses(self.query.shape[1]).positions[:-1].cpu().long()
+        positions: torch.Tensor = self.scout._lanes[layer % 2].misses(self.query.shape[1]).positions
+        return positions[:-1].cpu().long()
 
     def gathered(self, layer: int) -> torch.Tensor:
         """``[rows, KV heads, blocks]``: whether this step has gathered the block."""
@@ -201,7 +202,7 @@ class Decoding:
 
     def held(self, layer: int) -> torch.Tensor:
         """Positions of the blocks in slots, ``[rows, KV heads, slots]``."""
-        held = self.scout.slots.positions(layer)[self.rows].cpu().long()
+        held: torch.Tensor = self.scout.slots.positions(layer)[self.rows].cpu().long()
         counts = -(-self.lengths // BLOCK_TOKENS)
         return held.masked_fill(held >= counts[:, None, None], reference.NO_BLOCK)
 

@@ -82,7 +82,7 @@ class Server:
         self.log = log
         self._flags = command
         self.listen_at(free_port())
-        self._environment = os.environ | {"HF_HUB_OFFLINE": "1"} | environment
+        self._environment = os.environ | {"HF_HUB_OFFLINE": "1"} | dict(environment)
 
     def listen_at(self, port: int) -> None:
         """Before it is started: where another one was, say."""
@@ -118,8 +118,8 @@ class Server:
     def wait_until_healthy(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended with status {self.process.returncode}:\n{self.log_tail()}")
+            if (status := self.process.poll()) is not None:
+                raise RuntimeError(f"the server ended with status {status}:\n{self.log_tail()}")
             try:
                 if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return
@@ -128,6 +128,12 @@ class Server:
             time.sleep(0.5)  # no event to wait for: another program starts
         raise RuntimeError(f"the server was not healthy after {START_SECONDS} s:\n{self.log_tail()}")
 
+    @property
+    def own_process(self) -> subprocess.Popen[bytes]:
+        """The server's process, of which this process is the parent: only a parent can wait for the end."""
+        assert isinstance(self.process, subprocess.Popen), "another process started the server"
+        return self.process
+
     def family(self) -> list[psutil.Process]:
         """The server's process and all below it."""
         main = psutil.Process(self.process.pid)
@@ -135,21 +141,21 @@ class Server:
 
     def stop(self) -> None:
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+            self.own_process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(STOP_SECONDS)
+                self.own_process.wait(STOP_SECONDS)
         self.kill()
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.own_process.wait()
 
     def generate(
         self, ids: list[int], new_tokens: int = 16, seconds: float = ANSWER_SECONDS, **more: Any
     ) -> dict[str, Any]:
         """Greedy continuation of a prompt given as token ids, with the logprobs of what was chosen."""
-        body = {
+        body: dict[str, Any] = {
             "input_ids": ids,
             "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
             "return_logprob": True,
@@ -164,7 +170,7 @@ class Server:
 
     def stream(self, ids: list[int], new_tokens: int) -> Iterator[str]:
         """The text so far, after every token."""
-        body = {
+        body: dict[str, Any] = {
             "input_ids": ids,
             "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
             "stream": True,

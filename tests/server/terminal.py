@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import psutil
 
@@ -33,7 +34,7 @@ class Terminal:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def __enter__(self) -> Terminal:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -103,7 +104,7 @@ def test_a_second_server_at_the_port_is_refused_in_one_sentence(server: Serving)
 
 
 def test_a_long_prompt_shows_how_far_it_is(server: Serving) -> None:
-    body = {"input_ids": [5 + n % 1000 for n in range(1200)], "sampling_params": {"max_new_tokens": 30}}
+    body: dict[str, Any] = {"input_ids": [5 + n % 1000 for n in range(1200)], "sampling_params": {"max_new_tokens": 30}}
     requests.post(f"{server.url}/generate", json=body, timeout=600).raise_for_status()
     assert server.saw("% of 1,200 tokens")
     assert server.saw("1 running")

@@ -92,7 +92,7 @@ def test_prompts_of_one_request_are_answered_as_by_stock(hybrid: Server, stock_s
 
 
 def test_logprobs_of_prompt_and_answer_are_stocks(hybrid: Server, stock_server: Server) -> None:
-    fields = {"logprob_start_len": 0, "top_logprobs_num": 3, "token_ids_logprob": [PARIS, FULL_STOP]}
+    fields: dict[str, Any] = {"logprob_start_len": 0, "top_logprobs_num": 3, "token_ids_logprob": [PARIS, FULL_STOP]}
     ours, theirs = (
         generate(server, return_logprob=True, return_text_in_logprobs=True, **fields)["meta_info"]
         for server in (hybrid, stock_server)
@@ -125,14 +125,14 @@ def test_a_custom_logit_processor_changes_text_as_with_stock(hybrid: Server, sto
     from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
     processor = DisallowedTokensLogitsProcessor().to_str()
-    asked = {"sampling_params": {"custom_params": {"token_ids": [PARIS, FULL_STOP]}}}
+    asked: dict[str, Any] = {"sampling_params": {"custom_params": {"token_ids": [PARIS, FULL_STOP]}}}
     ours, theirs = (generate(server, custom_logit_processor=processor, **asked) for server in (hybrid, stock_server))
     assert told(ours) == told(theirs)
     assert not ours["text"].startswith(" Paris")
 
 
 def test_beam_search_is_refused_with_a_sentence(hybrid: Server) -> None:
-    body = {"text": PROMPT, "sampling_params": {"beam_width": 2, "max_new_tokens": 4}}
+    body: dict[str, Any] = {"text": PROMPT, "sampling_params": {"beam_width": 2, "max_new_tokens": 4}}
     reply = requests.post(f"{hybrid.url}/generate", json=body, timeout=60)
     assert (reply.status_code, reply.json()["error"]["message"]) == (
         400, "Beam search currently requires --page-size 1.",
@@ -141,7 +141,7 @@ def test_beam_search_is_refused_with_a_sentence(hybrid: Server) -> None:
 
 def test_embeddings_as_input_are_refused_by_a_server_in_float32(hybrid: Server, stock_server: Server) -> None:
     """SGLang would end its scheduler process."""
-    body = {"input_embeds": [[0.0] * 576] * 4, "sampling_params": {"max_new_tokens": 2}}
+    body: dict[str, Any] = {"input_embeds": [[0.0] * 576] * 4, "sampling_params": {"max_new_tokens": 2}}
     reply = requests.post(f"{hybrid.url}/generate", json=body, timeout=60)
     assert reply.status_code == 400
     assert "start the server with --dtype bfloat16" in reply.json()["error"]["message"]
@@ -212,7 +212,7 @@ def test_an_aborted_request_ends_and_others_go_on(hybrid: Server, stock_server: 
         assert began.wait(120)
         post(hybrid, "/abort_request", {"rid": "to-be-aborted"})
 
-    body = {
+    body: dict[str, Any] = {
         "text": STORY, "rid": "to-be-aborted", "stream": True,
         "sampling_params": {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True},
     }  # fmt: skip
@@ -262,16 +262,16 @@ def test_embeddings_of_a_server_without_that_flag_are_refused_with_a_sentence(hy
 def test_a_chat_with_a_schema_and_logprobs_is_stocks(hybrid: Server, stock_server: Server) -> None:
     def ask(server: Server) -> Any:
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
-        form = {"type": "json_schema", "json_schema": {"name": "year", "schema": SCHEMA}}
-        chat = [{"role": "user", "content": "When did the war end?"}]
+        form: Any = {"type": "json_schema", "json_schema": {"name": "year", "schema": SCHEMA}}
+        chat: Any = [{"role": "user", "content": "When did the war end?"}]
         return client.chat.completions.create(
             model="any", messages=chat, temperature=0, max_tokens=12, response_format=form, logprobs=True
         ).choices[0]  # fmt: skip
 
     ours, theirs = ask(hybrid), ask(stock_server)
     assert ours.message.content == theirs.message.content
-    logprobs = [[entry.logprob for entry in choice.logprobs.content] for choice in (ours, theirs)]
-    assert close(*logprobs)
+    our_logprobs, their_logprobs = ([entry.logprob for entry in choice.logprobs.content] for choice in (ours, theirs))
+    assert close(our_logprobs, their_logprobs)
 
 
 @pytest.mark.parametrize(

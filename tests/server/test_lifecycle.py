@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -59,7 +60,7 @@ def assert_nothing_leaked(server: Server) -> None:
 
 def test_requests_aborted_mid_stream_leave_no_page_and_no_row(server: Server, english: list[int]) -> None:
     def start_and_drop(n: int) -> None:
-        body = {
+        body: dict[str, Any] = {
             "input_ids": english[n * 300 : n * 300 + 100],
             "sampling_params": {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True},
             "stream": True,
@@ -113,8 +114,8 @@ def test_a_killed_server_leaves_no_process_and_nothing_in_shared_memory(server: 
     shared = shared_memory.files_mapped_by(process.pid for process in family)
     pools = {pool for process in family for pool in pools_of(process)}
     assert len(pools) == 1
-    server.process.send_signal(signal.SIGKILL)
-    server.process.wait(30)
+    server.own_process.send_signal(signal.SIGKILL)
+    server.own_process.wait(30)
     _gone, alive = psutil.wait_procs(family, timeout=30)
     assert not alive, [(process.pid, process.cmdline()) for process in alive]
     assert not shared_memory.names_of(shared)

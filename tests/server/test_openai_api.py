@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import OpenAI
@@ -38,7 +39,7 @@ def test_a_chat_is_answered(client: OpenAI) -> None:
 
 
 def test_a_streamed_chat_gives_the_same_text_in_pieces(client: OpenAI) -> None:
-    request = {
+    request: dict[str, Any] = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "Name three colours."}],
         "max_tokens": 24,

@@ -64,8 +64,8 @@ def test_ctrl_c_ends_all_of_them(disaggregated: Server) -> None:
     assert len(family) > 6  # three programs with what SGLang spawns, and a worker
     # what a shell starts in the background, this test run for one, ignores Ctrl-C, and so does all that it starts
     ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    disaggregated.process.send_signal(signal.SIGTERM if ignored else signal.SIGINT)
-    assert disaggregated.process.wait(60) == 0
+    disaggregated.own_process.send_signal(signal.SIGTERM if ignored else signal.SIGINT)
+    assert disaggregated.own_process.wait(60) == 0
     _gone, alive = psutil.wait_procs(family, timeout=20)
     # what nobody has asked for its status yet has ended all the same
     left = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]

@@ -61,8 +61,10 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield running
 
 
-def begin(servers: Set, pool: ThreadPoolExecutor, ids: list[int], new_tokens: int = NEW_TOKENS, **more: Any) -> Future:
-    body = {
+def begin(
+    servers: Set, pool: ThreadPoolExecutor, ids: list[int], new_tokens: int = NEW_TOKENS, **more: Any
+) -> Future[requests.Response]:
+    body: dict[str, Any] = {
         "input_ids": ids,
         "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
     } | more

@@ -71,13 +71,21 @@ def test_the_example_is_evaluated_and_benchmarked(model: Path, example: dict[str
     program, environment = Path(sys.executable).with_name("sglang-hybrid"), os.environ | example
     text = ("--tasks", "text", "--windows", "1", "--prompt-tokens", "700", "--decode-tokens", "16")
     run = ("--run", "window: policy=streaming_llm streaming_llm.window_tokens=256")
-    evaluate = [program, "eval", "--model-path", model, *text, *run, "--out", tmp_path / "eval"]
+    evaluate: list[str | Path] = [program, "eval", "--model-path", model, *text, *run, "--out", tmp_path / "eval"]
     subprocess.run(evaluate, check=True, env=environment, timeout=600)
     full, window = json.loads((tmp_path / "eval/eval.json").read_text())["runs"]
     assert 0 < window["kl_mean"] < 5
     assert window["perplexity"] != full["perplexity"]
 
     small = ("--batch-size", "1", "--input-len", "600", "--output-len", "4")
-    bench = [program, "bench", "one_batch", "--model-path", model, *settings("policy=streaming_llm"), *small]
+    bench: list[str | Path] = [
+        program,
+        "bench",
+        "one_batch",
+        "--model-path",
+        model,
+        *settings("policy=streaming_llm"),
+        *small,
+    ]
     done = subprocess.run(bench, capture_output=True, text=True, check=True, env=environment, timeout=600)
     assert "Decode." in done.stdout + done.stderr

@@ -363,8 +363,8 @@ def test_a_killed_server_takes_its_worker_with_it(faulty: Faulty) -> None:
     faulty.server.wait_for_worker()
     family = faulty.server.family()
     faulty.ended = True
-    faulty.server.process.kill()
-    faulty.server.process.wait(30)
+    faulty.server.own_process.kill()
+    faulty.server.own_process.wait(30)
     _gone, alive = psutil.wait_procs(family, timeout=30)
     assert not alive, [(process.pid, process.cmdline()) for process in alive]
 

@@ -58,7 +58,8 @@ class _Random:
         self._generator = torch.Generator().manual_seed(seed)
 
     def matrix(self, outputs: int, inputs: int, gain: float = 1.0) -> torch.Tensor:
-        return torch.randn(outputs, inputs, generator=self._generator) * gain * inputs**-0.5
+        drawn: torch.Tensor = torch.randn(outputs, inputs, generator=self._generator) * gain * inputs**-0.5
+        return drawn
 
 
 def write_llama(target: Path, seed: int = 0) -> Path:

@@ -4,8 +4,16 @@ Shapes as in ``sglang_hybrid.ops.reference``; keys and values are dense here, ``
 """
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
+
+
+class Tolerance(TypedDict):
+    """How far a result may be from the definition: keyword arguments of ``torch.testing.assert_close``."""
+
+    rtol: float
+    atol: float
 
 
 def softmax_attention(

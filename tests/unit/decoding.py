@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from attention_oracle import seeded, softmax_attention
+from attention_oracle import Tolerance, seeded, softmax_attention
 
 from sglang_hybrid.core import DecodeBatch, LayerCache
 from sglang_hybrid.memory.digests import Digests
@@ -16,7 +16,7 @@ from sglang_hybrid.policies.base import DecodePolicy
 
 T = 32  # tokens per block
 # computed in float32, rounded to the query's dtype at the end
-CLOSE = {
+CLOSE: dict[torch.dtype, Tolerance] = {
     torch.float32: {"rtol": 1e-4, "atol": 2e-5},
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
@@ -33,7 +33,7 @@ class Shape:
 
     @property
     def scale(self) -> float:
-        return 1.2 * self.dim**-0.5  # not what torch would take by default
+        return float(1.2 * self.dim**-0.5)  # not what torch would take by default
 
 
 class Requests:
@@ -70,10 +70,11 @@ class Requests:
             self._digests.of_layer(0),
         )
 
-    def _as_part_of_qkv(self, normal, tokens: int) -> torch.Tensor:
+    def _as_part_of_qkv(self, normal: Callable[[int, int], torch.Tensor], tokens: int) -> torch.Tensor:
         """Queries ``[n, H * G, D]`` as a model makes them: one slice of a wider projection."""
         width = self.shape.heads * self.shape.group * self.shape.dim
-        return normal(tokens, width + 24)[:, :width].unflatten(1, (-1, self.shape.dim))
+        queries: torch.Tensor = normal(tokens, width + 24)[:, :width].unflatten(1, (-1, self.shape.dim))
+        return queries
 
     def write(self, row: int, first: int, last: int) -> None:
         """Put the row's tokens ``first`` to ``last`` into the pool, as the KV pool does."""

@@ -4,8 +4,9 @@ import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 
 import msgspec
 import pytest
@@ -27,11 +28,12 @@ from sglang_hybrid.policies.scout.options import ScoutAttentionOptions, ScoutOpt
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_YAML = ROOT / "configs" / "default.yaml"
 KEYS = [field.name for field in msgspec.structs.fields(HybridConfig) if field.name != "sections"]
-SECTIONS = {"scout": ScoutOptions, "scoutattention": ScoutAttentionOptions}
+SECTIONS: dict[str, type[msgspec.Struct]] = {"scout": ScoutOptions, "scoutattention": ScoutAttentionOptions}
 SECTION_KEYS = [
     f"{name}.{field.name}" for name, section in SECTIONS.items() for field in msgspec.structs.fields(section)
 ]
 GIB = 1024**3
+Write: TypeAlias = Callable[[str], Path]  # settings as text -> the file that holds them
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +43,7 @@ def no_inherited_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def write(tmp_path: Path):
+def write(tmp_path: Path) -> Write:
     def write_file(text: str) -> Path:
         path = tmp_path / "settings.yaml"
         path.write_text(text, encoding="utf-8")
@@ -65,11 +67,11 @@ def problem_of(file: Path | None = None, overrides: list[str] | None = None) -> 
 # Sources
 
 
-def test_without_any_source_the_defaults_apply():
+def test_without_any_source_the_defaults_apply() -> None:
     assert load_config(None, []) == HybridConfig()
 
 
-def test_the_file_wins_over_defaults_and_overrides_win_over_the_file(write):
+def test_the_file_wins_over_defaults_and_overrides_win_over_the_file(write: Write) -> None:
     file = write("budget_tokens: 1024\nsink_blocks: 3\n")
     config, sources = load_with_sources(file, ["sink_blocks=0", "policy=full"])
     assert config == HybridConfig(budget_tokens=1024, sink_blocks=0, policy="full")
@@ -79,20 +81,20 @@ def test_the_file_wins_over_defaults_and_overrides_win_over_the_file(write):
     assert list(sources) == [*KEYS, *SECTION_KEYS]
 
 
-def test_the_last_of_two_overrides_of_one_key_wins():
+def test_the_last_of_two_overrides_of_one_key_wins() -> None:
     assert load_config(None, ["sink_blocks=3", "sink_blocks=4"]).sink_blocks == 4
 
 
-def test_an_override_may_repair_a_bad_value_of_the_file(write):
+def test_an_override_may_repair_a_bad_value_of_the_file(write: Write) -> None:
     assert load_config(write("sink_blocks: many\n"), ["sink_blocks=2"]).sink_blocks == 2
 
 
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n"])
-def test_an_empty_file_changes_nothing(write, text):
+def test_an_empty_file_changes_nothing(write: Write, text: str) -> None:
     assert load_config(write(text), []) == HybridConfig()
 
 
-def test_an_override_may_have_spaces_and_quotes_and_further_equal_signs():
+def test_an_override_may_have_spaces_and_quotes_and_further_equal_signs() -> None:
     assert load_config(None, [" sink_blocks = 2 "]).sink_blocks == 2
     assert load_config(None, ['host_memory="40GiB"']).host_memory == "40GiB"
     assert "'a=b'" in problem_of(overrides=["policy=a=b"])
@@ -110,7 +112,9 @@ def test_an_override_may_have_spaces_and_quotes_and_further_equal_signs():
         ("sink", "sink_blocks"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_legal_keys_and_the_nearest_one(write, key, nearest):
+def test_an_unknown_key_is_refused_with_the_legal_keys_and_the_nearest_one(
+    write: Write, key: str, nearest: str
+) -> None:
     file = write(f"{key}: 1\n")
     for problem, source in [
         (problem_of(file), f"(file {file})"),
@@ -122,27 +126,27 @@ def test_an_unknown_key_is_refused_with_the_legal_keys_and_the_nearest_one(write
         assert f"legal keys: {', '.join(KEYS)}" in problem
 
 
-def test_an_unknown_key_that_resembles_nothing_gets_no_suggestion():
+def test_an_unknown_key_that_resembles_nothing_gets_no_suggestion() -> None:
     problem = problem_of(overrides=["zzz=1"])
     assert "did you mean" not in problem
     assert "legal keys: policy" in problem
 
 
 @pytest.mark.parametrize("text", ["1: 2\n", "null: 2\n", "2020-01-01: 2\n", "1.5: 2\n"])
-def test_a_file_key_that_is_not_text_is_an_unknown_key(write, text):
+def test_a_file_key_that_is_not_text_is_an_unknown_key(write: Write, text: str) -> None:
     assert "unknown key" in problem_of(write(text))
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "nowhere.yaml"
     assert problem_of(file) == f"file {file}: does not exist"
 
 
-def test_a_directory_in_place_of_the_file_is_named(tmp_path):
+def test_a_directory_in_place_of_the_file_is_named(tmp_path: Path) -> None:
     assert f"file {tmp_path}: cannot be read" in problem_of(tmp_path)
 
 
-def test_a_file_that_is_not_text_is_named(tmp_path):
+def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
     file = tmp_path / "binary.yaml"
     file.write_bytes(b"policy: \xff\xfe\n")
     assert f"file {file}: cannot be read" in problem_of(file)
@@ -158,34 +162,34 @@ def test_a_file_that_is_not_text_is_named(tmp_path):
         ("? [policy]\n: full\n", 1),
     ],
 )
-def test_bad_yaml_is_refused_with_file_and_line(write, text, line):
+def test_bad_yaml_is_refused_with_file_and_line(write: Write, text: str, line: int) -> None:
     file = write(text)
     assert problem_of(file).startswith(f"file {file}, line {line}: not valid YAML: ")
 
 
 @pytest.mark.parametrize("text", ["policy: 2024-13-45\n", "policy: \x07\n"])
-def test_text_that_only_looks_like_yaml_is_refused_with_the_file(write, text):
+def test_text_that_only_looks_like_yaml_is_refused_with_the_file(write: Write, text: str) -> None:
     file = write(text)
     assert problem_of(file).startswith(f"file {file}: not valid YAML: ")
 
 
-def test_a_repeated_key_is_refused_with_its_line(write):
+def test_a_repeated_key_is_refused_with_its_line(write: Write) -> None:
     file = write("sink_blocks: 1\npolicy: full\nsink_blocks: 2\n")
     assert problem_of(file) == f"file {file}, line 3: not valid YAML: duplicate key 'sink_blocks'"
 
 
 @pytest.mark.parametrize(("text", "kind"), [("- policy\n", "list"), ("full\n", "str")])
-def test_a_file_without_keys_is_refused(write, text, kind):
+def test_a_file_without_keys_is_refused(write: Write, text: str, kind: str) -> None:
     file = write(text)
     assert problem_of(file) == f"file {file}: must hold lines of the form key: value, not a {kind}"
 
 
 @pytest.mark.parametrize("override", ["policy", "", "=full", "policy:full", "  =1"])
-def test_an_override_that_is_not_key_equals_value_is_refused(override):
+def test_an_override_that_is_not_key_equals_value_is_refused(override: str) -> None:
     assert problem_of(overrides=[override]) == f"override {override!r}: must have the form key=value"
 
 
-def test_an_override_with_bad_yaml_is_named():
+def test_an_override_with_bad_yaml_is_named() -> None:
     assert problem_of(overrides=["policy=[full"]).startswith("override 'policy=[full', line 1: not valid YAML: ")
 
 
@@ -217,20 +221,22 @@ def test_an_override_with_bad_yaml_is_named():
         ("host_memory=1024", "host_memory=1024", '"auto", a size such as "40GiB"'),
     ],
 )
-def test_a_bad_value_is_refused_with_key_value_source_and_what_is_legal(write, override, given, legal):
+def test_a_bad_value_is_refused_with_key_value_source_and_what_is_legal(
+    write: Write, override: str, given: str, legal: str
+) -> None:
     key, _, text = override.partition("=")
     file = write(f"{key}: {text}\n")
     assert problem_of(overrides=[override]).startswith(f"{given} (override): must be {legal}")
     assert problem_of(file).startswith(f"{given} (file {file}): must be {legal}")
 
 
-def test_a_budget_that_is_not_whole_blocks_is_refused_with_one_that_is():
+def test_a_budget_that_is_not_whole_blocks_is_refused_with_one_that_is() -> None:
     problem = problem_of(overrides=["budget_tokens=1000"])
     assert problem.startswith("budget_tokens=1000 (override): must be a multiple of 32")
     assert problem.endswith("such as 1024")
 
 
-def test_a_budget_that_cannot_hold_sink_recent_and_tail_is_refused_with_the_least_that_can(write):
+def test_a_budget_that_cannot_hold_sink_recent_and_tail_is_refused_with_the_least_that_can(write: Write) -> None:
     file = write("sink_blocks: 2\n")
     problem = problem_of(file, ["budget_tokens=128"])
     assert "budget_tokens=128 (override)" in problem
@@ -240,11 +246,11 @@ def test_a_budget_that_cannot_hold_sink_recent_and_tail_is_refused_with_the_leas
     assert load_config(file, ["budget_tokens=160"]).budget_tokens == 160
 
 
-def test_a_budget_of_the_tail_alone_is_legal():
+def test_a_budget_of_the_tail_alone_is_legal() -> None:
     assert load_config(None, ["budget_tokens=32", "sink_blocks=0", "recent_blocks=0"]).budget_tokens == 32
 
 
-def test_all_problems_of_all_sources_are_reported_together(write):
+def test_all_problems_of_all_sources_are_reported_together(write: Write) -> None:
     file = write("polcy: full\nscout: {recall_adapt: all}\n")
     problems = problems_of(file, ["oops", "sink_blocks=-1", "host_memory=lots", "budget_tokens=100"])
     found = (
@@ -260,28 +266,28 @@ def test_all_problems_of_all_sources_are_reported_together(write):
         assert sum(expected in problem for problem in problems) == 1
 
 
-def test_problems_of_overrides_are_reported_next_to_a_file_that_cannot_be_parsed(write):
+def test_problems_of_overrides_are_reported_next_to_a_file_that_cannot_be_parsed(write: Write) -> None:
     assert len(problems_of(write("policy: [\n"), ["scout.recall_adapt=all"])) == 2
 
 
 # The object
 
 
-def test_a_configuration_that_cannot_work_cannot_be_built():
+def test_a_configuration_that_cannot_work_cannot_be_built() -> None:
     with pytest.raises(ConfigError, match=r"budget_tokens=100: must be a multiple of 32"):
         HybridConfig(budget_tokens=100)
     with pytest.raises(ConfigError, match="policy='none': must be one of full, scout"):
-        HybridConfig(policy="none")  # type: ignore[arg-type]
+        HybridConfig(policy="none")
     with pytest.raises(ConfigError, match="host_memory"):
         msgspec.structs.replace(HybridConfig(), host_memory="0%")
 
 
-def test_a_configuration_cannot_be_changed():
+def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         HybridConfig().policy = "full"  # type: ignore[misc]
 
 
-def test_a_configuration_survives_msgpack_and_is_checked_on_arrival():
+def test_a_configuration_survives_msgpack_and_is_checked_on_arrival() -> None:
     config = HybridConfig(policy="full", host_memory="1.5GB")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=HybridConfig) == config
     with pytest.raises(msgspec.ValidationError, match="multiple"):
@@ -290,7 +296,7 @@ def test_a_configuration_survives_msgpack_and_is_checked_on_arrival():
         msgspec.msgpack.decode(msgspec.msgpack.encode({"nope": 1}), type=HybridConfig)
 
 
-def test_an_error_keeps_its_problems_when_it_crosses_processes():
+def test_an_error_keeps_its_problems_when_it_crosses_processes() -> None:
     error = ConfigError("one", "two")
     assert pickle.loads(pickle.dumps(error)).problems == ("one", "two")  # noqa: S301
 
@@ -317,11 +323,11 @@ def test_an_error_keeps_its_problems_when_it_crosses_processes():
         ("1TB", 10**12),
     ],
 )
-def test_host_memory_is_a_share_of_what_is_available_or_a_fixed_size(text, expected):
+def test_host_memory_is_a_share_of_what_is_available_or_a_fixed_size(text: str, expected: int) -> None:
     assert load_config(None, [f"host_memory={text}"]).host_memory_bytes(available=100 * GIB) == expected
 
 
-def test_a_share_of_host_memory_is_rounded_down_to_whole_bytes():
+def test_a_share_of_host_memory_is_rounded_down_to_whole_bytes() -> None:
     assert HybridConfig(host_memory="33.3%").host_memory_bytes(available=1001) == 333
 
 
@@ -332,7 +338,7 @@ def test_a_share_of_host_memory_is_rounded_down_to_whole_bytes():
         "٤GiB", "40GiB\n", "9" * 5000 + "GB",
     ],
 )  # fmt: skip
-def test_host_memory_that_is_no_size_is_refused_with_what_is_legal(text):
+def test_host_memory_that_is_no_size_is_refused_with_what_is_legal(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         HybridConfig(host_memory=text)
     (problem,) = caught.value.problems
@@ -344,21 +350,21 @@ def test_host_memory_that_is_no_size_is_refused_with_what_is_legal(text):
 # Environment
 
 
-def test_the_environment_gives_file_and_overrides(write, monkeypatch):
+def test_the_environment_gives_file_and_overrides(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config_from_environment() == HybridConfig()
     monkeypatch.setenv("SGLANG_HYBRID_CONFIG", str(write("policy: full\nsink_blocks: 3\n")))
     monkeypatch.setenv("SGLANG_HYBRID_SET", json.dumps(["sink_blocks=2", "host_memory=60%"]))
     assert config_from_environment() == HybridConfig(policy="full", sink_blocks=2, host_memory="60%")
 
 
-def test_environment_variables_are_read_at_use(monkeypatch):
+def test_environment_variables_are_read_at_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.ALLOW_UNTESTED_SGLANG.get() is False
     monkeypatch.setenv("SGLANG_HYBRID_ALLOW_UNTESTED_SGLANG", "1")
     assert env.ALLOW_UNTESTED_SGLANG.get() is True
 
 
 @pytest.mark.parametrize("variable", env.VARIABLES, ids=lambda variable: variable.name)
-def test_an_empty_variable_means_its_default(monkeypatch, variable):
+def test_an_empty_variable_means_its_default(monkeypatch: pytest.MonkeyPatch, variable: env.EnvVar[Any]) -> None:
     monkeypatch.setenv(variable.name, "")
     assert variable.get() == variable.default
 
@@ -376,13 +382,15 @@ def test_an_empty_variable_means_its_default(monkeypatch, variable):
         ("off", False),
     ],
 )
-def test_bools_have_several_spellings(monkeypatch, text, expected):
+def test_bools_have_several_spellings(monkeypatch: pytest.MonkeyPatch, text: str, expected: bool) -> None:
     monkeypatch.setenv("SGLANG_HYBRID_ALLOW_UNTESTED_SGLANG", text)
     assert env.ALLOW_UNTESTED_SGLANG.get() is expected
 
 
 @pytest.mark.parametrize("text", ["2", "maybe", "t", " "])
-def test_a_bad_bool_is_refused_with_the_variable_and_the_legal_values(monkeypatch, text):
+def test_a_bad_bool_is_refused_with_the_variable_and_the_legal_values(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     monkeypatch.setenv("SGLANG_HYBRID_ALLOW_UNTESTED_SGLANG", text)
     with pytest.raises(ConfigError) as caught:
         env.ALLOW_UNTESTED_SGLANG.get()
@@ -391,13 +399,15 @@ def test_a_bad_bool_is_refused_with_the_variable_and_the_legal_values(monkeypatc
 
 
 @pytest.mark.parametrize("text", ["policy=full", '"policy=full"', '{"policy": "full"}', "[1]", "[", "null"])
-def test_overrides_in_the_environment_must_be_a_json_list_of_strings(monkeypatch, text):
+def test_overrides_in_the_environment_must_be_a_json_list_of_strings(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     monkeypatch.setenv("SGLANG_HYBRID_SET", text)
     with pytest.raises(ConfigError, match=r"SGLANG_HYBRID_SET=.*must be a JSON list of strings"):
         config_from_environment()
 
 
-def test_every_variable_carries_the_package_prefix_and_a_one_line_description():
+def test_every_variable_carries_the_package_prefix_and_a_one_line_description() -> None:
     for variable in env.VARIABLES:
         assert variable.name.startswith("SGLANG_HYBRID_")
         assert variable.doc
@@ -410,14 +420,14 @@ def test_every_variable_carries_the_package_prefix_and_a_one_line_description():
 # Documentation
 
 
-def test_the_shipped_default_file_equals_the_defaults_and_names_every_key():
+def test_the_shipped_default_file_equals_the_defaults_and_names_every_key() -> None:
     assert load_config(DEFAULT_YAML, []) == HybridConfig()
     content = yaml.safe_load(DEFAULT_YAML.read_text(encoding="utf-8"))
     assert list(content) == [*KEYS, *SECTIONS]
     assert [f"{section}.{name}" for section in SECTIONS for name in content[section]] == SECTION_KEYS
 
 
-def test_every_setting_has_a_description_and_legal_values_in_words():
+def test_every_setting_has_a_description_and_legal_values_in_words() -> None:
     for settings in (HybridConfig, *SECTIONS.values()):
         for name, field in setting_fields.fields_of(settings).items():
             if name != "sections":
@@ -437,16 +447,16 @@ def test_every_setting_has_a_description_and_legal_values_in_words():
         (str, "text"),
     ],
 )
-def test_legal_values_of_types_that_settings_may_get_are_told_in_words(kind, words):
+def test_legal_values_of_types_that_settings_may_get_are_told_in_words(kind: object, words: str) -> None:
     assert set(setting_fields.legal_values(msgspec.inspect.type_info(kind)).split()) == set(words.split())
 
 
 @pytest.mark.parametrize("text", ["1e-3", "1E-3", "+1e-3", "0.001"])
-def test_numbers_in_scientific_notation_are_numbers(text):
+def test_numbers_in_scientific_notation_are_numbers(text: str) -> None:
     assert parse_yaml(text, "override") == 0.001
 
 
-def test_a_description_of_the_configuration_can_be_loaded_again_and_tells_sources(write):
+def test_a_description_of_the_configuration_can_be_loaded_again_and_tells_sources(write: Write) -> None:
     config, sources = load_with_sources(None, ["policy=full", "host_memory=60%"])
     text = describe(config, sources)
     assert "policy: full  # override\n" in text
@@ -454,7 +464,7 @@ def test_a_description_of_the_configuration_can_be_loaded_again_and_tells_source
     assert load_config(write(text), []) == config
 
 
-def test_importing_the_configuration_imports_neither_torch_nor_sglang():
+def test_importing_the_configuration_imports_neither_torch_nor_sglang() -> None:
     check = (
         "import sys, sglang_hybrid.config, sglang_hybrid.env; "
         "sys.exit(', '.join({'torch', 'sglang'} & sys.modules.keys()) or 0)"
@@ -467,16 +477,16 @@ def test_importing_the_configuration_imports_neither_torch_nor_sglang():
 
 
 @pytest.mark.parametrize("value", ["auto", "start", "none", "/run/worker", "./worker-{rank}"])
-def test_a_worker_is_started_left_out_or_named_by_its_directory(value: str):
+def test_a_worker_is_started_left_out_or_named_by_its_directory(value: str) -> None:
     assert load_config(None, [f"worker={value}"]).worker == value
 
 
-def test_a_misspelled_worker_is_refused_with_the_legal_values():
+def test_a_misspelled_worker_is_refused_with_the_legal_values() -> None:
     assert '"auto", "start", "none"' in problem_of(overrides=["worker=statr"])
 
 
 @pytest.mark.parametrize("setting", ["worker_threads=0", "worker_threads=2000"])
-def test_thread_counts_out_of_range_are_refused(setting: str):
+def test_thread_counts_out_of_range_are_refused(setting: str) -> None:
     assert "a whole number >= 1 and <= 1024 or auto" in problem_of(overrides=[setting])
 
 
@@ -503,7 +513,7 @@ def test_thread_counts_out_of_range_are_refused(setting: str):
         ("profile=configs/profiles/a.safetensors", "profile", "configs/profiles/a.safetensors"),
     ],
 )
-def test_prediction_and_recall_are_set_by_number_or_left_to_the_profile(override: str, key: str, value: object):
+def test_prediction_and_recall_are_set_by_number_or_left_to_the_profile(override: str, key: str, value: object) -> None:
     assert load_config(None, [override]).by_key()[key] == value
 
 
@@ -518,7 +528,7 @@ def test_prediction_and_recall_are_set_by_number_or_left_to_the_profile(override
         ("scout.hot_tokens=-32", "scout.hot_tokens=-32"),
     ],
 )
-def test_a_bonus_an_interval_or_a_size_that_is_no_number_from_zero_on_is_refused(override: str, given: str):
+def test_a_bonus_an_interval_or_a_size_that_is_no_number_from_zero_on_is_refused(override: str, given: str) -> None:
     assert problem_of(overrides=[override]).startswith(f"{given} (override): must be a ")
     assert " >= 0 " in problem_of(overrides=[override])
 
@@ -531,7 +541,7 @@ def test_a_bonus_an_interval_or_a_size_that_is_no_number_from_zero_on_is_refused
         ("scout.min_miss_attention=.nan", "nan"),
     ],
 )
-def test_a_share_that_is_no_part_of_one_is_refused(override: str, given: str):
+def test_a_share_that_is_no_part_of_one_is_refused(override: str, given: str) -> None:
     problem = problem_of(overrides=[override])
     assert f"scout.min_miss_attention={given} (override)" in problem
     assert problem.endswith(": must be a number >= 0 and <= 1 or auto")
@@ -540,18 +550,18 @@ def test_a_share_that_is_no_part_of_one_is_refused(override: str, given: str):
 @pytest.mark.parametrize(
     "override", ["scout.resident_bonus=much", "scout.resident_bonus=true", "scout.resident_bonus="]
 )
-def test_a_bonus_of_another_type_is_refused_with_what_is_legal(override: str):
+def test_a_bonus_of_another_type_is_refused_with_what_is_legal(override: str) -> None:
     assert set(problem_of(overrides=[override]).split("must be ")[1].split()) >= {"a", "number", "or", "auto"}
 
 
 @pytest.mark.parametrize(
     "override", ["scout.recall_interval=2.5", "scout.recall_interval=often", "scout.recall_interval=false"]
 )
-def test_an_interval_of_another_type_is_refused_with_what_is_legal(override: str):
+def test_an_interval_of_another_type_is_refused_with_what_is_legal(override: str) -> None:
     assert set(problem_of(overrides=[override]).split("must be ")[1].split()) >= {"a", "whole", "number", "or", "auto"}
 
 
-def test_a_calibrated_prediction_needs_a_profile():
+def test_a_calibrated_prediction_needs_a_profile() -> None:
     problem = problem_of(overrides=["prediction=calibrated"])
     assert problem.startswith("prediction='calibrated' (override), profile='none' (default): ")
     assert "sglang-hybrid profile makes one" in problem
@@ -560,7 +570,7 @@ def test_a_calibrated_prediction_needs_a_profile():
 
 
 @pytest.mark.parametrize("prediction", ["auto", "raw", "none"])
-def test_every_other_prediction_does_with_and_without_a_profile(prediction: str):
+def test_every_other_prediction_does_with_and_without_a_profile(prediction: str) -> None:
     for profile in ("none", "some.safetensors"):
         assert load_config(None, [f"prediction={prediction}", f"profile={profile}"]).prediction == prediction
 
@@ -606,7 +616,9 @@ def test_a_setting_that_has_another_name_is_refused_with_the_new_one(old: str, n
     assert problem_of(overrides=[old]) == f"{old.partition('=')[0]} (override): is called {new} now"
 
 
-def test_tasks_of_the_worker_have_as_many_blocks_as_its_plan_says_unless_a_test_asks_for_others(monkeypatch) -> None:
+def test_tasks_of_the_worker_have_as_many_blocks_as_its_plan_says_unless_a_test_asks_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from sglang_hybrid.protocol.messages import ThreadPlan
 
     assert env.WORKER_TASK_BLOCKS.get() == ThreadPlan().task_blocks
@@ -619,11 +631,11 @@ def test_tasks_of_the_worker_have_as_many_blocks_as_its_plan_says_unless_a_test_
 # Sections of policies
 
 
-def test_there_are_at_most_eighteen_settings_at_the_top_level():
+def test_there_are_at_most_eighteen_settings_at_the_top_level() -> None:
     assert len(KEYS) <= 18
 
 
-def test_a_section_is_a_mapping_in_a_file_and_has_dotted_keys_on_the_command_line(write):
+def test_a_section_is_a_mapping_in_a_file_and_has_dotted_keys_on_the_command_line(write: Write) -> None:
     file = write("policy: scout\nscout:\n  recall_interval: 3\n  recall_adapt: false\n")
     config, sources = load_with_sources(file, ["scout.recall_interval=5"])
     assert config.scout == config.section(ScoutOptions) == ScoutOptions(recall_interval=5, recall_adapt=False)
@@ -633,18 +645,18 @@ def test_a_section_is_a_mapping_in_a_file_and_has_dotted_keys_on_the_command_lin
 
 
 @pytest.mark.parametrize("text", ["scout:\n", "scout: {}\n", "scout: {recall_adapt: true}\n"])
-def test_a_section_without_other_values_than_the_defaults_changes_nothing(write, text):
+def test_a_section_without_other_values_than_the_defaults_changes_nothing(write: Write, text: str) -> None:
     assert load_config(write(text), []) == HybridConfig()
 
 
-def test_the_section_of_a_policy_that_is_not_chosen_is_accepted_and_checked():
+def test_the_section_of_a_policy_that_is_not_chosen_is_accepted_and_checked() -> None:
     assert load_config(None, ["policy=full", "scout.recall_interval=3"]).scout.recall_interval == 3
     assert problem_of(overrides=["policy=full", "scout.recall_adapt=all"]).startswith(
         "scout.recall_adapt='all' (override): must be "
     )
 
 
-def test_a_section_is_built_changed_and_checked_in_python_too():
+def test_a_section_is_built_changed_and_checked_in_python_too() -> None:
     config = HybridConfig(sections={"scout": ScoutOptions(recall_interval=3)})
     assert config == HybridConfig(sections={"scout": {"recall_interval": 3}})
     assert config.with_section(ScoutOptions(recall_adapt=False)).scout == ScoutOptions(recall_adapt=False)
@@ -657,12 +669,12 @@ def test_a_section_is_built_changed_and_checked_in_python_too():
         HybridConfig(sections={"nope": {}})
 
 
-def test_sections_survive_msgpack():
+def test_sections_survive_msgpack() -> None:
     config = HybridConfig(sections={"scout": ScoutOptions(recall_interval=3)})
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=HybridConfig) == config
 
 
-def test_an_unknown_key_of_a_section_is_refused_with_the_keys_of_that_section(write):
+def test_an_unknown_key_of_a_section_is_refused_with_the_keys_of_that_section(write: Write) -> None:
     file = write("scout:\n  recal_interval: 3\n")
     keys = [key for key in SECTION_KEYS if key.startswith("scout.")]
     for problem in (problem_of(file), problem_of(overrides=["scout.recal_interval=3"])):
@@ -671,27 +683,27 @@ def test_an_unknown_key_of_a_section_is_refused_with_the_keys_of_that_section(wr
 
 
 @pytest.mark.parametrize("key", ["recal_interval", "scot.recall_interval"])
-def test_a_key_without_its_section_or_with_a_misspelled_one_gets_the_dotted_name(key):
+def test_a_key_without_its_section_or_with_a_misspelled_one_gets_the_dotted_name(key: str) -> None:
     problem = problem_of(overrides=[f"{key}=3"])
     assert ", did you mean scout.recall_interval? legal keys: policy, " in problem
     assert problem.endswith("; sections: scout, scoutattention")
 
 
-def test_a_policy_without_settings_has_no_section():
+def test_a_policy_without_settings_has_no_section() -> None:
     assert problem_of(overrides=["full.speed=3"]) == "full.speed (override): policy full has no settings"
 
 
 @pytest.mark.parametrize("value", ["3", "[1]", "fast"])
-def test_a_section_that_is_no_mapping_is_refused(value):
+def test_a_section_that_is_no_mapping_is_refused(value: str) -> None:
     assert "must be a section, settings of policy scout below its name" in problem_of(overrides=[f"scout={value}"])
 
 
-def test_a_setting_that_one_file_gives_in_both_ways_is_refused(write):
+def test_a_setting_that_one_file_gives_in_both_ways_is_refused(write: Write) -> None:
     file = write("scout: {recall_interval: 3}\nscout.recall_interval: 4\n")
     assert problem_of(file) == f"scout.recall_interval (file {file}): is given twice"
 
 
-def test_sections_reach_other_processes_through_the_environment(monkeypatch):
+def test_sections_reach_other_processes_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_HYBRID_SET", json.dumps(["scout.recall_interval=3"]))
     assert config_from_environment() == HybridConfig(sections={"scout": ScoutOptions(recall_interval=3)})
 
@@ -719,7 +731,7 @@ def create(context):
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Install a package with one policy, window; its module has the given source."""
 
     def install(source: str) -> str:
@@ -736,7 +748,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return install
 
 
-def test_a_policy_of_another_package_gets_its_section_like_ours(package, write):
+def test_a_policy_of_another_package_gets_its_section_like_ours(package: Callable[[str], str], write: Write) -> None:
     name = package(WINDOW)
     config, sources = load_with_sources(write("window: {last: 8}\n"), ["window.first=2"])
     options = sys.modules[name].WindowOptions
@@ -747,7 +759,9 @@ def test_a_policy_of_another_package_gets_its_section_like_ours(package, write):
     assert load_config(None, ["policy=window"]).by_key()["window.last"] == 16
 
 
-def test_the_package_of_a_policy_is_imported_only_when_it_is_chosen_or_its_section_is_given(package):
+def test_the_package_of_a_policy_is_imported_only_when_it_is_chosen_or_its_section_is_given(
+    package: Callable[[str], str],
+) -> None:
     name = package(WINDOW)
     assert "window" not in describe(load_config(None, ["scout.recall_adapt=off"]))
     assert name not in sys.modules
@@ -755,14 +769,14 @@ def test_the_package_of_a_policy_is_imported_only_when_it_is_chosen_or_its_secti
     assert name in sys.modules
 
 
-def test_settings_of_another_package_are_refused_as_ours_are(package):
+def test_settings_of_another_package_are_refused_as_ours_are(package: Callable[[str], str]) -> None:
     package(WINDOW)
     assert problem_of(overrides=["window.last=0"]) == "window.last=0 (override): must be a whole number >= 1"
     assert ", did you mean window.last? legal keys: window.first, window.last" in problem_of(overrides=["window.lst=1"])
     assert problem_of(overrides=["window.first=20"]) == "section window: first must not be larger than last"
 
 
-def test_a_package_that_cannot_be_imported_is_refused_with_the_reason(package):
+def test_a_package_that_cannot_be_imported_is_refused_with_the_reason(package: Callable[[str], str]) -> None:
     package("import no_such_module")
     expected = "policy window cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'"
     assert problem_of(overrides=["window.last=3"]) == expected
@@ -781,6 +795,10 @@ class Fine(msgspec.Struct, frozen=True):
     size: int = 1
 
 
+def create_nothing(context: object) -> NoReturn:
+    raise AssertionError("a policy that is refused is not created")
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "reason"),
     [
@@ -791,8 +809,10 @@ class Fine(msgspec.Struct, frozen=True):
         ("a.b", Fine, "needs a name that no setting has"),
     ],
 )
-def test_settings_that_cannot_be_a_section_are_refused_when_they_are_registered(name, settings, reason, monkeypatch):
+def test_settings_that_cannot_be_a_section_are_refused_when_they_are_registered(
+    name: str, settings: type[msgspec.Struct], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     registry.policy_names()
     monkeypatch.setattr(registry, "_policies", dict(registry._policies))
     with pytest.raises(ValueError, match=reason):
-        registry.register_policy(name, description="x", settings=settings)(lambda context: None)
+        registry.register_policy(name, description="x", settings=settings)(create_nothing)

@@ -24,7 +24,7 @@ def test_first_differences_are_found_for_each_answer() -> None:
 
 
 def test_places_where_any_run_left_the_first_one_are_found_once() -> None:
-    runs = [{}, {"first_differences": [None, 4]}, {"first_differences": [2, 4]}]
+    runs: list[dict[str, Any]] = [{}, {"first_differences": [None, 4]}, {"first_differences": [2, 4]}]
     assert places_of(runs) == [(0, 2), (1, 4)]
 
 

@@ -48,7 +48,12 @@ def test_worker_hands_everything_after_it_to_the_worker(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[list[str]] = []
-    monkeypatch.setattr("cpu_worker.main.main", lambda arguments: given.append(arguments) or 3)
+
+    def worker(arguments: list[str]) -> int:
+        given.append(arguments)
+        return 3
+
+    monkeypatch.setattr("cpu_worker.main.main", worker)
     with pytest.raises(SystemExit) as ended:
         cli.main(["worker", "--dir", "/tmp/x"])
     assert (given, ended.value.code) == ([["--dir", "/tmp/x"]], 3)

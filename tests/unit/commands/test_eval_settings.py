@@ -7,7 +7,7 @@ from sglang_hybrid.commands.eval.main import _settings_of_prefill
 from sglang_hybrid.config import load_config
 
 
-def test_what_prefill_works_by_is_taken_from_the_runs():
+def test_what_prefill_works_by_is_taken_from_the_runs() -> None:
     runs = [
         load_config(None, ["digest_dtype=int8", "sketch_channels=16", budget])
         for budget in ("budget_tokens=1024", "budget_tokens=2048")
@@ -19,6 +19,6 @@ def test_what_prefill_works_by_is_taken_from_the_runs():
 
 
 @pytest.mark.parametrize("setting", ["sketch_channels=16", "digest_dtype=int8"])
-def test_runs_that_would_need_another_prefill_are_refused(setting: str):
+def test_runs_that_would_need_another_prefill_are_refused(setting: str) -> None:
     with pytest.raises(InputError, match=f"runs differ in {setting.partition('=')[0]} "):
         _settings_of_prefill([load_config(None, []), load_config(None, [setting])])

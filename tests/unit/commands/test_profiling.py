@@ -43,7 +43,9 @@ from sglang_hybrid.worker.torch_attention import TorchMisses
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def some_record(seed: int, steps: int, rows: int, heads: int, wobble: float, first: int = 6, opens: float = 0.2):
+def some_record(
+    seed: int, steps: int, rows: int, heads: int, wobble: float, first: int = 6, opens: float = 0.2
+) -> LayerRecord:
     """Blocks with scores that wobble around their means, and rows that open blocks now and then.
 
     Attention follows the scores of another query than the one that was asked for.
@@ -122,7 +124,9 @@ def simulated_in_plain_python(record: LayerRecord, choice: Choice, budget: Budge
 
 @settings(max_examples=60)
 @given(RECORDS, BUDGETS)
-def test_the_simulation_is_what_plain_python_finds_for_every_choice_at_once(record: LayerRecord, budget: Budget):
+def test_the_simulation_is_what_plain_python_finds_for_every_choice_at_once(
+    record: LayerRecord, budget: Budget
+) -> None:
     simulated = simulate(record, CHOICES, budget)
     steps = record.scores.shape[0]
     assert simulated.ratio.shape == simulated.missed.shape == (len(CHOICES), steps)
@@ -136,7 +140,7 @@ def test_the_simulation_is_what_plain_python_finds_for_every_choice_at_once(reco
 
 @settings(max_examples=60)
 @given(RECORDS, BUDGETS)
-def test_nothing_is_missed_of_rows_within_the_budget(record: LayerRecord, budget: Budget):
+def test_nothing_is_missed_of_rows_within_the_budget(record: LayerRecord, budget: Budget) -> None:
     roomy = Budget(budget.blocks + record.scores.shape[3], budget.sink, budget.recent)
     simulated = simulate(record, CHOICES, roomy)
     assert not simulated.ratio.any()
@@ -145,7 +149,7 @@ def test_nothing_is_missed_of_rows_within_the_budget(record: LayerRecord, budget
 
 @settings(max_examples=60)
 @given(RECORDS, BUDGETS)
-def test_without_recall_a_larger_bonus_never_misses_more_blocks(record: LayerRecord, budget: Budget):
+def test_without_recall_a_larger_bonus_never_misses_more_blocks(record: LayerRecord, budget: Budget) -> None:
     # what is resident does not depend on the bonus then: only whether something else is worth fetching
     ratios = simulate(record, [Choice(bonus, 0) for bonus in BONUSES], budget).ratio
     assert (ratios[1:] <= ratios[:-1] + 1e-6).all()
@@ -168,13 +172,14 @@ PLAN = [Life(0, 9 * T - 3, 0, 40), Life(1, 3 * T - 20, 0, 40)]  # both open a bl
 
 
 def recorded(predicted: bool, seed: int) -> tuple[LayerRecord, Decoding, list[Step]]:
-    decoding, policy, steps = Decoding(PLAN, SHAPE, seed), RecordingPolicy(), []
+    decoding, policy = Decoding(PLAN, SHAPE, seed), RecordingPolicy()
+    steps: list[Step] = []
     decoding.run(policy, steps.append, lambda _: predicted, shuffled=False)
     return policy.record(0), decoding, steps
 
 
 @pytest.mark.parametrize("predicted", [True, False])
-def test_a_recording_decodes_exactly_and_notes_scores_of_the_prediction_and_true_shares(predicted: bool):
+def test_a_recording_decodes_exactly_and_notes_scores_of_the_prediction_and_true_shares(predicted: bool) -> None:
     record, decoding, steps = recorded(predicted, seed=1)
     requests = decoding.requests
     blocks = -(-(PLAN[0].prompt + 40) // T)
@@ -212,7 +217,7 @@ def test_a_recording_decodes_exactly_and_notes_scores_of_the_prediction_and_true
 @pytest.mark.parametrize("any_block", [False, True], ids=["of the selection", "any block"])
 def test_the_simulation_of_a_recording_is_what_the_policy_does(
     predicted: bool, sink: int, recent: int, slots: int, any_block: bool
-):
+) -> None:
     share = 0.05
     min_miss_score = math.log(share * SHAPE.group)
     budget = Budget(sink + recent + 1 + slots, sink, recent, min_miss_score, any_block)
@@ -251,12 +256,13 @@ def test_the_simulation_of_a_recording_is_what_the_policy_does(
 @pytest.mark.parametrize(("sink", "recent", "slots"), [(1, 1, 3), (0, 0, 2), (1, 2, 0)])
 def test_costs_of_shares_are_what_the_policy_misses_and_how_far_its_output_is_off(
     predicted: bool, sink: int, recent: int, slots: int
-):
+) -> None:
     blocks = sink + recent + 1 + slots
     base = HybridConfig(budget_tokens=blocks * T, sink_blocks=sink, recent_blocks=recent)
     projection = torch.randn(12, SHAPE.heads * SHAPE.group * SHAPE.dim, generator=seeded(3))
     costs = ShareCosts(Budget(blocks, sink, recent), SHAPE.group, {0: projection})
-    recorder, exact = RecordingPolicy(costs), []
+    recorder = RecordingPolicy(costs)
+    exact: list[Step] = []
     Decoding(PLAN, SHAPE, seed=2).run(recorder, exact.append, lambda _: predicted, shuffled=False)
     cost = costs.of(0)
     # a share of 1 leaves all misses out, so that the policy's output has nothing of a predicted query in it
@@ -265,8 +271,14 @@ def test_costs_of_shares_are_what_the_policy_misses_and_how_far_its_output_is_of
         config = base.with_section(options)
         rules = dataclasses.replace(rules_of_scout(config), shifts=False)
         tuning = dataclasses.replace(tuning_of(config, layers=1), any_block=(True,))
-        policy, ratios, moved = ScoutPolicy(config, rules, TorchMisses(), tuning, rows=2), [], []
-        policy.on_ratio = lambda _, ratio, seen=ratios: seen.append(ratio)
+        policy = ScoutPolicy(config, rules, TorchMisses(), tuning, rows=2)
+        ratios: list[float] = []
+        moved: list[float] = []
+
+        def watch(_: int, ratio: float, seen: list[float] = ratios) -> None:
+            seen.append(ratio)
+
+        policy.on_ratio = watch
 
         def check(step: Step, moved: list[float] = moved) -> None:
             change = (step.out - exact[len(moved)].out).flatten(1) @ projection.T
@@ -291,7 +303,7 @@ def some_cost(seed: int) -> LayerCost:
 
 @settings(max_examples=40)
 @given(st.lists(SEEDS, min_size=1, max_size=6))
-def test_shares_leave_no_more_misses_than_allowed_and_no_layer_could_swap_with_another(seeds: list[int]):
+def test_shares_leave_no_more_misses_than_allowed_and_no_layer_could_swap_with_another(seeds: list[int]) -> None:
     costs, norms = [some_cost(seed) for seed in seeds], [1.0 + n for n in range(len(seeds))]
     chosen = [SHARES.index(share) for share in choose_shares(costs, norms)]
     allowed = tune._OF_NOT_STICKY * sum(cost.not_sticky for cost in costs)
@@ -306,7 +318,7 @@ def test_shares_leave_no_more_misses_than_allowed_and_no_layer_could_swap_with_a
             assert less >= moved - 1e-4
 
 
-def test_a_layer_whose_output_hardly_moves_has_the_larger_share():
+def test_a_layer_whose_output_hardly_moves_has_the_larger_share() -> None:
     number = torch.arange(len(SHARES))
     steady = LayerCost(0.3 * 0.8**number, 1.25**number, not_sticky=0.15)
     moving = LayerCost(steady.ratio, 100 * steady.moved, steady.not_sticky)
@@ -346,7 +358,7 @@ def missed_at(records: Sequence[LayerRecord], bonuses: Sequence[float]) -> list[
 @given(st.lists(st.tuples(SEEDS, WOBBLES), min_size=1, max_size=2), st.floats(0.005, 0.6))
 def test_an_interval_keeps_the_mean_ratio_under_beta_and_is_the_longest_that_does(
     kinds: list[tuple[int, float]], beta: float
-):
+) -> None:
     records = [long_record(*kind) for kind in kinds]
     chosen = choose_interval(records, BUDGET, 0.5, beta)
     assert chosen in INTERVALS
@@ -360,7 +372,7 @@ def test_an_interval_keeps_the_mean_ratio_under_beta_and_is_the_longest_that_doe
 
 @settings(max_examples=20)
 @given(SEEDS, WOBBLES, st.lists(st.floats(0.001, 1), min_size=2, max_size=5))
-def test_a_larger_beta_never_shortens_an_interval(seed: int, wobble: float, betas: list[float]):
+def test_a_larger_beta_never_shortens_an_interval(seed: int, wobble: float, betas: list[float]) -> None:
     record = long_record(seed, wobble)
     chosen = [choose_interval([record], BUDGET, 0.0, beta) for beta in sorted(betas)]
     assert chosen == sorted(chosen)
@@ -368,7 +380,9 @@ def test_a_larger_beta_never_shortens_an_interval(seed: int, wobble: float, beta
 
 @settings(max_examples=20)
 @given(st.lists(st.tuples(SEEDS, WOBBLES), min_size=1, max_size=2))
-def test_a_bonus_misses_no_more_than_the_best_blocks_of_every_step_and_the_next_would(kinds: list[tuple[int, float]]):
+def test_a_bonus_misses_no_more_than_the_best_blocks_of_every_step_and_the_next_would(
+    kinds: list[tuple[int, float]],
+) -> None:
     records = [long_record(*kind) for kind in kinds]
     chosen = choose_bonus(records, BUDGET)
     best = Choice(0.0, tune._BONUS_INTERVAL)
@@ -379,20 +393,20 @@ def test_a_bonus_misses_no_more_than_the_best_blocks_of_every_step_and_the_next_
     assert all(share > allowed - 1e-5 for share in missed[smaller : smaller + 1])
 
 
-def test_scores_that_never_change_need_no_recall_and_bear_any_bonus():
+def test_scores_that_never_change_need_no_recall_and_bear_any_bonus() -> None:
     record = some_record(3, steps=40, rows=2, heads=2, wobble=0.0, first=20, opens=0.0)
     assert choose_interval([record], BUDGET, 0.0, beta=0.01) == LONGEST
     assert choose_bonus([record], BUDGET) == BONUSES[-1]
     assert block_change([record], BUDGET) == 0.0
 
 
-def test_scores_that_always_change_are_recalled_at_every_step_under_a_small_beta():
+def test_scores_that_always_change_are_recalled_at_every_step_under_a_small_beta() -> None:
     record = some_record(4, steps=40, rows=2, heads=2, wobble=50.0, first=20, opens=0.0)
     assert choose_interval([record], BUDGET, 0.0, beta=0.01) == 1
     assert block_change([record], BUDGET) > 0.2
 
 
-def test_intervals_and_bonuses_begin_at_what_is_safest():
+def test_intervals_and_bonuses_begin_at_what_is_safest() -> None:
     assert BONUSES[0] == 0.0
     assert INTERVALS[0] == 1
     assert list(BONUSES) == sorted(set(BONUSES))
@@ -427,7 +441,8 @@ def weights_of_layers(layers: int) -> dict[int, QueryWeights]:
 def reflection(rank: int, seed: int = 21) -> torch.Tensor:
     """An orthogonal matrix that differs from the identity by this rank: it keeps the rms, so that errors are linear."""
     basis = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=seeded(seed))).Q[:, :rank]
-    return torch.eye(HIDDEN) - 2 * basis @ basis.T
+    reflection: torch.Tensor = torch.eye(HIDDEN) - 2 * basis @ basis.T
+    return reflection
 
 
 def inputs_of_layers(seed: int, ranks: Sequence[int], noise: float = 0.0, tokens: int = 600) -> LayerInputs:
@@ -447,7 +462,7 @@ def calibrator(ranks: Sequence[int], noise: float = 0.0) -> Calibrator:
     return made
 
 
-def test_every_layer_takes_the_smallest_rank_that_keeps_the_gain():
+def test_every_layer_takes_the_smallest_rank_that_keeps_the_gain() -> None:
     turned = [2, 4, 7, 30, 60]
     made = calibrator(turned)
     calibrated = made.calibrate([inputs_of_layers(9, turned)], "auto")
@@ -459,7 +474,7 @@ def test_every_layer_takes_the_smallest_rank_that_keeps_the_gain():
 
 
 @pytest.mark.parametrize("noise", [0.1, 0.5])
-def test_a_smaller_rank_than_the_chosen_one_would_lose_some_of_the_gain(noise: float):
+def test_a_smaller_rank_than_the_chosen_one_would_lose_some_of_the_gain(noise: float) -> None:
     turned = [3, 12, 50]
     made, unseen = calibrator(turned, noise), [inputs_of_layers(seed, turned, noise) for seed in (8, 9)]
     chosen, full = made.calibrate(unseen, "auto"), made.calibrate(unseen, "full")
@@ -475,7 +490,7 @@ def test_a_smaller_rank_than_the_chosen_one_would_lose_some_of_the_gain(noise: f
         assert one.cosine_raw == full[layer].cosine_raw < one.cosine
 
 
-def test_a_rank_that_is_given_is_taken_and_bounded_by_the_hidden_size():
+def test_a_rank_that_is_given_is_taken_and_bounded_by_the_hidden_size() -> None:
     made, unseen = calibrator([3]), [inputs_of_layers(9, [3])]
     for asked, taken in ((1, 1), (5, 5), (HIDDEN, HIDDEN), (1000, HIDDEN)):
         one = made.calibrate(unseen, asked)[1]
@@ -487,20 +502,20 @@ def test_a_rank_that_is_given_is_taken_and_bounded_by_the_hidden_size():
     assert full.correction.right is None
 
 
-def test_corrections_are_stored_in_half_precision_on_the_host():
+def test_corrections_are_stored_in_half_precision_on_the_host() -> None:
     for rank in ("auto", "full", 3):
         correction = calibrator([3]).calibrate([inputs_of_layers(9, [3])], rank)[1].correction
         for part in vars(correction).values():
             assert part is None or (part.dtype, part.device.type) == (torch.float16, "cpu")
 
 
-def test_progress_is_told_after_every_layer():
+def test_progress_is_told_after_every_layer() -> None:
     told = []
     calibrator([3, 3]).calibrate([inputs_of_layers(9, [3, 3])], "full", lambda: told.append(len(told)))
     assert told == [0, 1]
 
 
-def test_the_penalty_is_chosen_on_text_that_the_fit_has_not_seen():
+def test_the_penalty_is_chosen_on_text_that_the_fit_has_not_seen() -> None:
     # few tokens and much noise: a fit without penalty would learn the noise
     turned, noise = [6], 1.0
     made = Calibrator(weights_of_layers(2))

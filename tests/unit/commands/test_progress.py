@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ class FakeSession:
     def __init__(self, bar: RecordedBar) -> None:
         self._bar = bar
 
-    def prefill(self, prompts, progress):
+    def prefill(self, prompts: Sequence[Sequence[int]], progress: Callable[[float], None]) -> FakeSession:
         for _ in range(4):
             progress(0.25)
             self._bar.during_prefill.append(self._bar.done)
@@ -59,14 +60,14 @@ class FakeSession:
 
     def use(self, config: HybridConfig) -> None: ...
 
-    def watch_ratio(self, watcher) -> None: ...
+    def watch_ratio(self, watcher: Callable[[int, float], None] | None) -> None: ...
 
     def rewind(self) -> None: ...
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.logits
 
-    def text(self, ids) -> str:
+    def text(self, ids: Sequence[int]) -> str:
         return "1"
 
 
@@ -75,11 +76,13 @@ QUESTIONS = [RetrievalPrompt("needle", (0,) * 100, ("1",), 100, 0.5, new) for ne
 
 
 @pytest.mark.parametrize("group", [TEXTS, QUESTIONS], ids=["texts", "retrieval"])
-def test_an_evaluation_advances_during_prefill_and_ends_at_what_it_was_to_cost(group) -> None:
+def test_an_evaluation_advances_during_prefill_and_ends_at_what_it_was_to_cost(
+    group: Sequence[TextPrompt | RetrievalPrompt],
+) -> None:
     bar = RecordedBar()
     variants = [Variant("a", {}, HybridConfig()), Variant("b", {}, HybridConfig())]
     evaluation = Evaluation(FakeSession(bar), variants, bar)
-    evaluation.texts(group) if group is TEXTS else evaluation.retrieval(group)
+    evaluation.texts(TEXTS) if group is TEXTS else evaluation.retrieval(QUESTIONS)
     tokens = sum(len(prompt.ids) for prompt in group)
     assert bar.during_prefill == [tokens * part / 4 for part in (1, 2, 3, 4)]
     assert bar.done == cost(group, len(variants))

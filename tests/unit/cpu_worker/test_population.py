@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 from worker_process import PATIENCE_S
 
-from cpu_worker import population
 from cpu_worker.population import Population
 
 
@@ -41,6 +40,6 @@ def test_without_a_thread_pages_come_as_they_are_read(
     def no_thread(_self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(population.threading.Thread, "start", no_thread)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
     Population(LargeMapping()).stop()  # type: ignore[arg-type]
     assert "when they are first read: can't start new thread" in caplog.text

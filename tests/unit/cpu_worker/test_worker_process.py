@@ -498,7 +498,8 @@ def assert_answers_are_exact(regions: Regions) -> None:
             regions.pool[:, layer, pages[row, head, place], head, fill[row, head, place] :] = torch.nan
         lists = HostLists(query, pages, fill, layer, 0.125, TORCH_DTYPES[regions.dtype])
         assert regions.collect(lists, regions.post(lists)) == 0
-        out, lse = reference.attend_blocks(query, *regions.pool[:, layer], pages, fill, 0.125)
+        keys, values = regions.pool[:, layer]
+        out, lse = reference.attend_blocks(query, keys, values, pages, fill, 0.125)
         torch.testing.assert_close(lists.out, out, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(lists.lse, lse, rtol=0, atol=1e-3)
 

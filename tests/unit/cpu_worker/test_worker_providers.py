@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import types
 from collections.abc import Iterator
 
@@ -13,7 +14,7 @@ from attention_oracle import attention_over_blocks, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu_worker import logs, providers
+from cpu_worker import providers
 from cpu_worker.logs import LimitedLog
 from cpu_worker.providers import ProviderError
 from cpu_worker.providers.torch import Kernel, attend, flash_attention
@@ -128,7 +129,7 @@ def test_mistakes_are_logged_once_a_second_with_the_number_of_those_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(logs.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     limited = LimitedLog(logging.getLogger("test"))
     for now in (100.0, 100.5, 100.9, 101.0, 102.5):
         limited.warning(f"at {now}")

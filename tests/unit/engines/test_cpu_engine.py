@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_oracle import causal_attention, seeded, softmax_attention
+from attention_oracle import Tolerance, causal_attention, seeded, softmax_attention
 
 from sglang_hybrid.config import HybridConfig, load_config
 from sglang_hybrid.engines.base import ModelFacts, PrefillBatch, StepBatch
@@ -19,7 +19,7 @@ from sglang_hybrid.protocol.region import SharedRegion
 
 T = 32
 NO_SLOTS = torch.empty(0, dtype=torch.int64)  # this engine reads them off its table
-CLOSE = {
+CLOSE: dict[torch.dtype, Tolerance] = {
     torch.float32: {"rtol": 1e-4, "atol": 2e-5},
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
@@ -82,7 +82,7 @@ class Rows:
         self.req_to_token = (self.table.repeat_interleave(T, dim=1) * T).to(torch.int32)
         model = ModelFacts(self.req_to_token, group, dtype, self.scale, cuda_graphs=False)
         self.config = HybridConfig(**{"sketch_channels": channels, **settings})  # type: ignore[arg-type]
-        self.engine = CpuEngine(self.config, pool, geometry, model, threads)  # type: ignore[arg-type]
+        self.engine = CpuEngine(self.config, pool, geometry, model, threads)
 
     def sketch(self, layer: int) -> SimpleNamespace:
         return SimpleNamespace(codes=self.codes[layer], channels=self.channels)
@@ -165,7 +165,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['heads']}x{s['group']}x{s['dim']}")
-def test_a_context_within_the_budget_is_attended_as_a_whole(shape, dtype):
+def test_a_context_within_the_budget_is_attended_as_a_whole(shape: dict[str, int], dtype: torch.dtype) -> None:
     rows = Rows([1, 2, 31, 32, 33, 700, 2047, 2048], **shape, dtype=dtype)
     rows.write()
     torch.testing.assert_close(rows.decode().double(), rows.by_definition(), **CLOSE[dtype])
@@ -174,7 +174,9 @@ def test_a_context_within_the_budget_is_attended_as_a_whole(shape, dtype):
 @pytest.mark.parametrize("channels", [32, 0, 16, 64])
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['heads']}x{s['group']}x{s['dim']}")
-def test_a_longer_one_attends_to_what_the_reference_selects(shape, dtype, channels):
+def test_a_longer_one_attends_to_what_the_reference_selects(
+    shape: dict[str, int], dtype: torch.dtype, channels: int
+) -> None:
     rows = Rows([200, 257, 999, 1500], **shape, dtype=dtype, channels=channels, budget_tokens=256)
     rows.write()
     out = rows.decode()
@@ -182,7 +184,7 @@ def test_a_longer_one_attends_to_what_the_reference_selects(shape, dtype, channe
     assert (out.double() - rows.by_definition()).abs().max() > 10 * CLOSE[dtype]["atol"], "nothing was left out"
 
 
-def test_policy_full_selects_nothing():
+def test_policy_full_selects_nothing() -> None:
     rows = Rows([999, 1500], budget_tokens=256, policy="full")
     rows.write()
     torch.testing.assert_close(rows.decode().double(), rows.by_definition(), **CLOSE[torch.float32])
@@ -191,7 +193,7 @@ def test_policy_full_selects_nothing():
 @pytest.mark.parametrize(
     ("dtype", "chunks"), [*((dtype, 0) for dtype in CLOSE), (torch.float32, 1), (torch.float32, 3)]
 )
-def test_digests_and_sketches_are_the_reference_ones_to_the_bit(dtype, chunks):
+def test_digests_and_sketches_are_the_reference_ones_to_the_bit(dtype: torch.dtype, chunks: int) -> None:
     rows = Rows([1, 40, 64, 333], dtype=dtype, dim=128)
     if chunks:
         rows.prefill(chunks=chunks)
@@ -212,7 +214,7 @@ def test_digests_and_sketches_are_the_reference_ones_to_the_bit(dtype, chunks):
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_prefill_is_causal_attention_over_all_tokens_so_far(chunks):
+def test_prefill_is_causal_attention_over_all_tokens_so_far(chunks: int) -> None:
     rows = Rows([2, 33, 300])
     for row, out in enumerate(rows.prefill(chunks=chunks)):
         query, keys, values = rows.of(row, 0, rows.lengths[row] - 1)
@@ -221,7 +223,7 @@ def test_prefill_is_causal_attention_over_all_tokens_so_far(chunks):
 
 
 @pytest.mark.parametrize("openmp", [True, False])
-def test_threads_and_company_change_no_bit(openmp, monkeypatch):
+def test_threads_and_company_change_no_bit(openmp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not openmp:
         monkeypatch.setattr("sglang_hybrid.ops.cpu.decoder.gomp_parallel", lambda: None)
     alone = Rows([900, 1500, 200], threads=1, budget_tokens=512)
@@ -233,7 +235,7 @@ def test_threads_and_company_change_no_bit(openmp, monkeypatch):
         assert torch.equal(together.decode(), expected)
 
 
-def test_a_page_of_nan_is_not_selected_and_poisons_nothing():
+def test_a_page_of_nan_is_not_selected_and_poisons_nothing() -> None:
     rows = Rows([1500], budget_tokens=256)
     rows.write()
     damaged = rows.table[0, 20]
@@ -242,7 +244,7 @@ def test_a_page_of_nan_is_not_selected_and_poisons_nothing():
     assert rows.decode().isfinite().all()
 
 
-def test_summaries_of_pages_that_somebody_else_wrote():
+def test_summaries_of_pages_that_somebody_else_wrote() -> None:
     rows = Rows([300])
     rows.write()
     before = rows.digests[1].clone(), rows.codes[1].clone()
@@ -255,7 +257,7 @@ def test_summaries_of_pages_that_somebody_else_wrote():
     assert torch.equal(rows.codes[1], before[1])
 
 
-def test_pages_and_lengths_that_cannot_be_are_refused():
+def test_pages_and_lengths_that_cannot_be_are_refused() -> None:
     rows = Rows([100])
 
     def begin(table: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -277,18 +279,18 @@ def test_pages_and_lengths_that_cannot_be_are_refused():
     "setting",
     ["prediction=raw", "scout.resident_tokens=0", "worker=start", "scout.resident_bonus=2.0", "scout.score_interval=2"],
 )
-def test_settings_that_describe_a_gpu_are_left_to_torch(setting):
+def test_settings_that_describe_a_gpu_are_left_to_torch(setting: str) -> None:
     assert unsupported_by_cpu_engine(HybridConfig(), 64) is None
     assert unsupported_by_cpu_engine(load_config(None, [setting]), 64) == setting
     assert unsupported_by_cpu_engine(load_config(None, [setting, "policy=full"]), 64) is None
 
 
-def test_a_sketch_that_the_native_loops_do_not_have_is_left_to_torch():
+def test_a_sketch_that_the_native_loops_do_not_have_is_left_to_torch() -> None:
     config = HybridConfig(sketch_channels=24)
     assert unsupported_by_cpu_engine(config, 64) == "a sketch of 24 channels is not a multiple of 16"
 
 
-def test_tensors_of_another_dtype_than_the_pool_are_refused():
+def test_tensors_of_another_dtype_than_the_pool_are_refused() -> None:
     rows = Rows([100])
     rows.write()
     rows.projected = [projected.bfloat16() for projected in rows.projected]

@@ -33,7 +33,8 @@ class Late:
     """Counters whose numbers arrive one look later."""
 
     def __init__(self, counted: torch.Tensor) -> None:
-        self._counted, self._taken = counted, None
+        self._counted = counted
+        self._taken: torch.Tensor | None = None
         self.seconds = 1e-6
 
     def look(self) -> torch.Tensor | None:

@@ -47,6 +47,7 @@ def random_batch(seed: int, pool_pages: int) -> PrefillRows:
 @pytest.mark.parametrize("seed", range(40))
 def test_every_row_finds_its_tokens(seed: int) -> None:
     batch = random_batch(seed, 80)
+    assert isinstance(batch.page_table, list)
     staging_pages = 8 + seed % 5 * 4
     groups = group_rows(batch, staging_pages, 80)
     rows = [row for row, new in enumerate(batch.new_tokens) if new]
@@ -59,7 +60,8 @@ def test_every_row_finds_its_tokens(seed: int) -> None:
         assert group.last_token == token
         assert len(group.pages) <= staging_pages and len(group.pages.unique()) == len(group.pages)
 
-        places, loaded, written = [], set(), {}
+        places, loaded = [], set()
+        written: dict[int, int] = {}
         for index, row in enumerate(own):
             pages, length, old = batch.page_table[row], batch.lengths[row], batch.lengths[row] - batch.new_tokens[row]
             assert tokens_of(group, index) == expected_tokens(pages, 0, length)

@@ -23,7 +23,10 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[events.R
 
 
 def test_what_is_told_arrives_in_order(reader: events.Reader) -> None:
-    told = [events.Ready(url="http://h:1", model="M"), events.Prefill(done=0, chunk=8, total=9, running=1, waiting=0)]
+    told: list[events.AnyEvent] = [
+        events.Ready(url="http://h:1", model="M"),
+        events.Prefill(done=0, chunk=8, total=9, running=1, waiting=0),
+    ]
     for event in told:
         events.tell(event)
     assert reader.read() == told

@@ -119,7 +119,7 @@ class Host:
 @given(data=st.data())
 def test_pages_belong_to_one_request_are_filled_in_order_and_all_come_back(
     make_allocator: Make, need_sort: bool, data: st.DataObject
-):
+) -> None:
     page_size, pages = data.draw(st.sampled_from([2, 4, 32])), data.draw(st.integers(1, 12))
     host = Host(make_allocator(pages, page_size, need_sort), pages, page_size)
     names, tokens = st.integers(0, 4), st.integers(1, 3 * page_size + 1)
@@ -143,7 +143,7 @@ def test_pages_belong_to_one_request_are_filled_in_order_and_all_come_back(
 
 
 @pytest.mark.parametrize("need_sort", [False, True])
-def test_the_last_page_can_be_had_and_then_there_is_none(make_allocator: Make, need_sort: bool):
+def test_the_last_page_can_be_had_and_then_there_is_none(make_allocator: Make, need_sort: bool) -> None:
     host = Host(make_allocator(3, 4, need_sort), 3, 4)
     host.extend({0: 9})
     assert host.allocator.available_size() == 0
@@ -158,13 +158,13 @@ def test_the_last_page_can_be_had_and_then_there_is_none(make_allocator: Make, n
     assert len(host.requests[1]) == 12
 
 
-def test_a_batch_gets_all_its_pages_or_none(make_allocator: Make):
+def test_a_batch_gets_all_its_pages_or_none(make_allocator: Make) -> None:
     host = Host(make_allocator(3, 4), 3, 4)
     host.extend({0: 4, 1: 4, 2: 5})
     assert host.requests == {} and host.allocator.available_size() == 12
 
 
-def test_pages_freed_in_any_order_are_handed_out_sorted_when_transfers_want_it(make_allocator: Make):
+def test_pages_freed_in_any_order_are_handed_out_sorted_when_transfers_want_it(make_allocator: Make) -> None:
     host = Host(make_allocator(4, 2, need_sort=True), 4, 2)
     host.extend({0: 2, 1: 2, 2: 2, 3: 2})
     for name in (2, 0, 3, 1):
@@ -173,14 +173,14 @@ def test_pages_freed_in_any_order_are_handed_out_sorted_when_transfers_want_it(m
     assert host.requests[4] == list(range(2, 10))
 
 
-def test_slot_0_is_never_handed_out(make_allocator: Make):
+def test_slot_0_is_never_handed_out(make_allocator: Make) -> None:
     # SGLang lets padding tokens write there
     host = Host(make_allocator(5, 4), 5, 4)
     host.extend({0: 20})
     assert min(host.requests[0]) == 4
 
 
-def test_arguments_of_later_sglang_versions_are_accepted(make_allocator: Make):
+def test_arguments_of_later_sglang_versions_are_accepted(make_allocator: Make) -> None:
     allocator = make_allocator(2, 4)
     lengths = torch.tensor([3])
     slots = allocator.alloc_extend(

@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.integration.cpu_host import kernel_stand_in
 
+Spans: TypeAlias = tuple[list[int], list[int], list[int]]  # rows; the first token of each span, and the last + 1
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -22,7 +24,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 @st.composite
-def spans(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+def spans(draw: st.DrawFn) -> Spans:
     """Rows, each once and in any order, and a span of tokens in each; some spans are empty."""
     rows = draw(st.lists(st.integers(0, 7), max_size=5, unique=True))
     edges = [sorted((draw(st.integers(0, 20)), draw(st.integers(0, 20)))) for _ in rows]
@@ -34,7 +36,7 @@ def as_tensors(*lists: list[int]) -> list[torch.Tensor]:
 
 
 @given(spans(), SEEDS)
-def test_new_slots_are_written_to_each_rows_span_and_nowhere_else(case, seed: int):
+def test_new_slots_are_written_to_each_rows_span_and_nowhere_else(case: Spans, seed: int) -> None:
     rows, first, last = case
     before = torch.randint(0, 1000, (8, 20), dtype=torch.int32, generator=seeded(seed))
     slots = list(range(5000, 5000 + sum(last) - sum(first)))
@@ -44,24 +46,24 @@ def test_new_slots_are_written_to_each_rows_span_and_nowhere_else(case, seed: in
             expected[row][position] = next(left)
 
     requests = before.clone()
-    kernel_stand_in.assign_req_to_token_pool_cpu(
-        *as_tensors(rows), requests, *as_tensors(first, last, slots), requests.shape[1]
-    )
+    row_ids, starts, ends, new_slots = as_tensors(rows, first, last, slots)
+    kernel_stand_in.assign_req_to_token_pool_cpu(row_ids, requests, starts, ends, new_slots, requests.shape[1])
     assert requests.dtype == torch.int32
     assert requests.tolist() == expected
 
 
 @given(spans(), SEEDS, st.sampled_from([torch.int32, torch.int64]), st.integers(0, 3))
-def test_slots_of_each_rows_span_are_collected_one_row_after_the_other(case, seed: int, dtype: torch.dtype, spare: int):
+def test_slots_of_each_rows_span_are_collected_one_row_after_the_other(
+    case: Spans, seed: int, dtype: torch.dtype, spare: int
+) -> None:
     rows, first, last = case
     requests = torch.randint(0, 1000, (8, 20), dtype=torch.int32, generator=seeded(seed))
     content = requests.tolist()
     expected = [slot for row, begin, end in zip(*case, strict=True) for slot in content[row][begin:end]]
 
     slots = torch.full((len(expected) + spare,), -7, dtype=dtype)
-    kernel_stand_in.assign_extend_cache_locs_cpu(
-        *as_tensors(rows), requests, *as_tensors(first, last), slots, requests.shape[1]
-    )
+    row_ids, starts, ends = as_tensors(rows, first, last)
+    kernel_stand_in.assign_extend_cache_locs_cpu(row_ids, requests, starts, ends, slots, requests.shape[1])
     assert slots.tolist() == expected + [-7] * spare
     assert requests.tolist() == content
 
@@ -85,7 +87,7 @@ def murmur3_x86_32(key: bytes) -> int:
     return h ^ h >> 16
 
 
-def test_the_murmur_oracle_knows_published_values():
+def test_the_murmur_oracle_knows_published_values() -> None:
     assert murmur3_x86_32(b"") == 0
     assert murmur3_x86_32(b"test") == 0xBA6BD213
     assert murmur3_x86_32(bytes(4)) == 0x2362F9DE
@@ -100,7 +102,9 @@ SAMPLING_SEEDS = st.one_of(st.sampled_from([0, -1, 2**32, 2**63 - 1, -(2**63)]),
     st.lists(WORDS, min_size=1, max_size=8),
     st.sampled_from([torch.int32, torch.int64]),
 )
-def test_murmur_hash_is_that_of_the_16_byte_key_seed_position_column(rows, columns, dtype: torch.dtype):
+def test_murmur_hash_is_that_of_the_16_byte_key_seed_position_column(
+    rows: list[tuple[int, int]], columns: list[int], dtype: torch.dtype
+) -> None:
     hashes = kernel_stand_in.murmur_hash32(
         torch.tensor([seed for seed, _ in rows]),
         torch.tensor([position for _, position in rows], dtype=dtype),
@@ -111,7 +115,7 @@ def test_murmur_hash_is_that_of_the_16_byte_key_seed_position_column(rows, colum
     assert hashes.tolist() == expected
 
 
-def test_sglang_finds_the_hash_among_torchs_operators():
+def test_sglang_finds_the_hash_among_torchs_operators() -> None:
     seed, position, columns = torch.tensor([5]), torch.tensor([6]), torch.arange(3)
     found = torch.ops.sgl_kernel.murmur_hash32_cpu.default(seed, position, columns)
     assert torch.equal(found, kernel_stand_in.murmur_hash32(seed, position, columns))
@@ -120,7 +124,7 @@ def test_sglang_finds_the_hash_among_torchs_operators():
 # What there is not
 
 
-def test_any_other_kernel_can_be_imported_and_says_so_when_it_is_called():
+def test_any_other_kernel_can_be_imported_and_says_so_when_it_is_called() -> None:
     from sglang_hybrid.integration.cpu_host.kernel_stand_in import moe_align_block_size, rmsnorm
 
     for name, kernel in {"moe_align_block_size": moe_align_block_size, "rmsnorm": rmsnorm}.items():
@@ -128,16 +132,16 @@ def test_any_other_kernel_can_be_imported_and_says_so_when_it_is_called():
             kernel(torch.ones(1), eps=1e-6)
 
 
-def test_special_names_stay_missing_so_that_python_does_not_take_the_stand_in_for_more_than_it_is():
+def test_special_names_stay_missing_so_that_python_does_not_take_the_stand_in_for_more_than_it_is() -> None:
     for name in ("__version__", "__all__", "__wrapped__"):
         assert not hasattr(kernel_stand_in, name)
 
 
-def test_the_operator_by_which_sglang_recognises_compiled_cpu_kernels_stays_undefined():
+def test_the_operator_by_which_sglang_recognises_compiled_cpu_kernels_stays_undefined() -> None:
     assert not hasattr(torch.ops.sgl_kernel, "convert_weight_packed")
 
 
-def test_initialising_takes_back_the_promise_of_a_shared_memory_all_reduce(monkeypatch: pytest.MonkeyPatch):
+def test_initialising_takes_back_the_promise_of_a_shared_memory_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_SIZE", "2")
     torch.ops.sgl_kernel.initialize(2, 0)
     assert "LOCAL_SIZE" not in os.environ
@@ -147,7 +151,7 @@ def test_initialising_takes_back_the_promise_of_a_shared_memory_all_reduce(monke
 # Where SGLang finds it
 
 
-def test_sgl_kernel_is_the_stand_in_and_its_submodules_stay_missing():
+def test_sgl_kernel_is_the_stand_in_and_its_submodules_stay_missing() -> None:
     from sglang_hybrid.integration.cpu_host.startup import _KernelFinder
 
     spec = _KernelFinder().find_spec("sgl_kernel")
@@ -157,9 +161,11 @@ def test_sgl_kernel_is_the_stand_in_and_its_submodules_stay_missing():
     assert _KernelFinder().find_spec("some_other_module") is None
 
 
-def test_a_real_sgl_kernel_wins_over_the_stand_in(tmp_path: Path):
+def test_a_real_sgl_kernel_wins_over_the_stand_in(tmp_path: Path) -> None:
     (tmp_path / "sgl_kernel.py").write_text("real = True\n")
-    root = Path(importlib.import_module("sglang_hybrid").__file__).parents[1]
+    package = importlib.import_module("sglang_hybrid").__file__
+    assert package is not None
+    root = Path(package).parents[1]
     script = (
         f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(root)!r}]\n"
         "from sglang_hybrid.integration.cpu_host import startup\n"

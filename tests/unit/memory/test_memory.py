@@ -42,7 +42,7 @@ def open_descriptors() -> set[str]:
 # Shared region
 
 
-def test_pieces_are_zeroed_aligned_and_apart():
+def test_pieces_are_zeroed_aligned_and_apart() -> None:
     shapes = [((3, 5), torch.float32), ((2 * MIB,), torch.bfloat16), ((1,), torch.uint8), ((7, 2, 2), torch.int64)]
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes]
     with SharedRegion(SharedRegion.size_for(*sizes)) as region:
@@ -57,7 +57,7 @@ def test_pieces_are_zeroed_aligned_and_apart():
             assert (piece == number).all()
 
 
-def test_a_piece_starts_on_a_2_mib_boundary_of_the_file():
+def test_a_piece_starts_on_a_2_mib_boundary_of_the_file() -> None:
     with SharedRegion(6 * MIB) as region:
         for _ in range(3):
             region.take((5,), torch.uint8).fill_(9)
@@ -66,7 +66,7 @@ def test_a_piece_starts_on_a_2_mib_boundary_of_the_file():
     assert marked == [0, 2 * MIB, 4 * MIB]
 
 
-def test_size_for_is_just_enough():
+def test_size_for_is_just_enough() -> None:
     pieces = (1, 2 * MIB, 2 * MIB + 1)
     with SharedRegion(SharedRegion.size_for(*pieces)) as region:
         for size in pieces:
@@ -83,7 +83,7 @@ with mmap.mmap(int(sys.argv[1]), int(sys.argv[2])) as region:
 """
 
 
-def test_another_process_with_the_descriptor_sees_the_same_memory():
+def test_another_process_with_the_descriptor_sees_the_same_memory() -> None:
     with SharedRegion(6 * MIB, others_write=True) as region:
         first, second = region.take((4 * MIB // 8,), torch.int64), region.take((3,), torch.int64)
         second[0] = 42
@@ -92,7 +92,7 @@ def test_another_process_with_the_descriptor_sees_the_same_memory():
         assert first[:2].tolist() == [7, 0]
 
 
-def test_who_is_handed_the_pool_can_read_it_and_never_write_it():
+def test_who_is_handed_the_pool_can_read_it_and_never_write_it() -> None:
     with SharedRegion(2 * MIB) as region:
         region.take((1,), torch.uint8).fill_(3)
         with mmap.mmap(region.fd, region.size, access=mmap.ACCESS_READ) as seen:
@@ -104,7 +104,7 @@ def test_who_is_handed_the_pool_can_read_it_and_never_write_it():
 
 
 @pytest.mark.parametrize("side", ["server", "worker"])
-def test_a_region_is_not_in_core_files(side: str):
+def test_a_region_is_not_in_core_files(side: str) -> None:
     with SharedRegion(2 * MIB, name=f"test-dump-{side}") as region:
         mapped = Mapping(region.fd, region.size, writable=False) if side == "worker" else None
         address = mapped.address if mapped else region.address
@@ -117,15 +117,17 @@ def test_a_region_is_not_in_core_files(side: str):
 def smaps_flags(address: int) -> list[str]:
     """Of the mapping that begins there."""
     _, _, mapping = Path("/proc/self/smaps").read_text().partition(f"{address:x}-")
-    return re.search("VmFlags: (.*)", mapping)[1].split()
+    flags = re.search("VmFlags: (.*)", mapping)
+    assert flags is not None
+    return flags[1].split()
 
 
-def test_the_descriptor_is_not_inherited_by_accident():
+def test_the_descriptor_is_not_inherited_by_accident() -> None:
     with SharedRegion(MIB) as region:
         assert not os.get_inheritable(region.fd)
 
 
-def test_a_tensor_outlives_its_closed_region():
+def test_a_tensor_outlives_its_closed_region() -> None:
     region = SharedRegion(2 * MIB)
     piece = region.take((1000,), torch.int64)
     region.close()
@@ -136,7 +138,7 @@ def test_a_tensor_outlives_its_closed_region():
     assert piece.sum() == 499500
 
 
-def test_nothing_stays_open_once_region_and_tensors_are_gone():
+def test_nothing_stays_open_once_region_and_tensors_are_gone() -> None:
     before = open_descriptors()
     with SharedRegion(2 * MIB) as region:
         piece = region.take((10,), torch.int64)
@@ -146,18 +148,18 @@ def test_nothing_stays_open_once_region_and_tensors_are_gone():
     assert open_descriptors() == before
 
 
-def test_a_region_has_no_name_in_shared_memory():
+def test_a_region_has_no_name_in_shared_memory() -> None:
     before = set(os.listdir("/dev/shm"))
     with SharedRegion(2 * MIB, name="test-has-no-name"):
         assert not any("test-has-no-name" in name for name in set(os.listdir("/dev/shm")) - before)
 
 
-def test_memory_is_taken_when_the_region_is_made():
+def test_memory_is_taken_when_the_region_is_made() -> None:
     with SharedRegion(6 * MIB) as region:
         assert os.fstat(region.fd).st_blocks * 512 >= 6 * MIB
 
 
-def test_taking_too_much_says_how_many_bytes_are_missing_and_takes_nothing():
+def test_taking_too_much_says_how_many_bytes_are_missing_and_takes_nothing() -> None:
     with SharedRegion(4 * MIB) as region:
         region.take((1,), torch.uint8)
         with pytest.raises(RegionError, match=r"4194304 bytes .* 96 bytes are missing"):
@@ -169,7 +171,7 @@ def test_taking_too_much_says_how_many_bytes_are_missing_and_takes_nothing():
     "size",
     [0, 2**60, 2**62, 2**63],
 )
-def test_an_impossible_size_is_refused_with_the_number_and_leaves_nothing_open(size: int):
+def test_an_impossible_size_is_refused_with_the_number_and_leaves_nothing_open(size: int) -> None:
     before = open_descriptors()
     with pytest.raises(RegionError, match=rf"{size / 2**30:.2f} GiB"):
         SharedRegion(size)
@@ -188,7 +190,7 @@ class NoRoom:
         return -1
 
 
-def test_a_host_without_room_for_the_region_is_refused_with_the_number(monkeypatch: pytest.MonkeyPatch):
+def test_a_host_without_room_for_the_region_is_refused_with_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region, "_libc", NoRoom(errno.ENOMEM))
     before = open_descriptors()
     with pytest.raises(RegionError, match=r"0\.50 GiB .* Cannot allocate memory"):
@@ -197,13 +199,13 @@ def test_a_host_without_room_for_the_region_is_refused_with_the_number(monkeypat
     assert open_descriptors() == before
 
 
-def test_a_kernel_that_cannot_populate_a_mapping_allocates_the_file(monkeypatch: pytest.MonkeyPatch):
+def test_a_kernel_that_cannot_populate_a_mapping_allocates_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region, "_libc", NoRoom(errno.EINVAL))
     with SharedRegion(16 * MIB) as made:
         assert os.fstat(made.fd).st_blocks * 512 == 16 * MIB
 
 
-def test_a_region_takes_its_memory_at_once_and_cannot_be_shrunk():
+def test_a_region_takes_its_memory_at_once_and_cannot_be_shrunk() -> None:
     with SharedRegion(16 * MIB) as made:
         assert os.fstat(made.fd).st_blocks * 512 == 16 * MIB
         for size in (0, 32 * MIB):
@@ -215,7 +217,7 @@ def test_a_region_takes_its_memory_at_once_and_cannot_be_shrunk():
 
 
 @given(SEEDS, st.sampled_from([4, 32]), st.integers(1, 4))
-def test_touched_pages_are_the_pages_written_and_how_full_they_are(seed: int, page_tokens: int, requests: int):
+def test_touched_pages_are_the_pages_written_and_how_full_they_are(seed: int, page_tokens: int, requests: int) -> None:
     random = seeded(seed)
     pages = (torch.randperm(50, generator=random)[: requests * 3]).view(requests, 3)
     slots, filled = [], {}
@@ -231,7 +233,7 @@ def test_touched_pages_are_the_pages_written_and_how_full_they_are(seed: int, pa
     assert dict(zip(found.tolist(), counts.tolist(), strict=True)) == filled
 
 
-def test_padding_tokens_that_share_slot_0_touch_page_0_once():
+def test_padding_tokens_that_share_slot_0_touch_page_0_once() -> None:
     pages, filled = touched_pages(torch.tensor([0, 0, 64, 0]), 32)
     assert (pages.tolist(), filled.tolist()) == ([0, 2], [1, 1])
 
@@ -247,7 +249,7 @@ def request_table(rows: list[list[int]], page_tokens: int, width: int) -> torch.
 
 
 @pytest.mark.parametrize(("longest", "columns"), [(1, 1), (4, 1), (5, 2), (8, 2), (12, 3)])
-def test_a_page_table_has_one_column_per_started_page_of_the_longest_row(longest: int, columns: int):
+def test_a_page_table_has_one_column_per_started_page_of_the_longest_row(longest: int, columns: int) -> None:
     requests = request_table([[5, 9, 1], [7, 2, 3], [4, 8, 6]], page_tokens=4, width=16)
     table = page_table(requests, torch.tensor([2, 0]), longest, 4)
     assert table.dtype == torch.int64
@@ -257,7 +259,7 @@ def test_a_page_table_has_one_column_per_started_page_of_the_longest_row(longest
 @pytest.mark.parametrize("rows", [[0, 1], [1]])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("page_tokens", [1, 4])
-def test_a_page_table_is_a_copy(rows: list[int], dtype: torch.dtype, page_tokens: int):
+def test_a_page_table_is_a_copy(rows: list[int], dtype: torch.dtype, page_tokens: int) -> None:
     requests = request_table([[5, 9], [7, 2]], page_tokens, width=2 * page_tokens).to(dtype)
     table = page_table(requests, torch.tensor(rows), 2 * page_tokens, page_tokens)
     before = table.clone()
@@ -279,7 +281,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
 @given(DTYPES, st.integers(1, 3), SEEDS)
-def test_a_refresh_builds_the_digests_of_its_pages_and_of_no_others(dtype: torch.dtype, heads: int, seed: int):
+def test_a_refresh_builds_the_digests_of_its_pages_and_of_no_others(dtype: torch.dtype, heads: int, seed: int) -> None:
     random = seeded(seed)
     keys = torch.randn(10, heads, 8, 16, generator=random).to(dtype)
     digests = Digests(layers=2, pages=10, heads=heads, head_dim=16, dtype=dtype, device="cpu")
@@ -296,7 +298,7 @@ def test_a_refresh_builds_the_digests_of_its_pages_and_of_no_others(dtype: torch
 @given(DTYPES, st.integers(1, 3), SEEDS, st.integers(1, 40))
 def test_writing_token_by_token_ends_at_the_same_digests_as_writing_at_once(
     dtype: torch.dtype, heads: int, seed: int, tokens: int
-):
+) -> None:
     page_tokens, random = 8, seeded(seed)
     pages = torch.randperm(10, generator=random)[:5]
     slots = (pages[:, None] * page_tokens + torch.arange(page_tokens)).flatten()[:tokens]
@@ -317,7 +319,7 @@ def test_writing_token_by_token_ends_at_the_same_digests_as_writing_at_once(
             assert_digest(digests.of_layer(0), page, own.transpose(0, 1))
 
 
-def test_the_next_user_of_a_page_starts_its_digest_anew():
+def test_the_next_user_of_a_page_starts_its_digest_anew() -> None:
     keys = torch.full((2, 1, 4, 8), 100.0)
     digests = Digests(layers=1, pages=2, heads=1, head_dim=8, dtype=torch.float32, device="cpu")
     digests.refresh(0, keys, torch.tensor([1]), torch.tensor([4]))
@@ -326,7 +328,7 @@ def test_the_next_user_of_a_page_starts_its_digest_anew():
     assert (digests.of_layer(0)[1] == 2.0).all()
 
 
-def test_bytes_per_page_is_what_a_page_of_all_layers_takes():
+def test_bytes_per_page_is_what_a_page_of_all_layers_takes() -> None:
     digests = Digests(layers=3, pages=7, heads=2, head_dim=16, dtype=torch.bfloat16, device="cpu")
     taken = sum(digests.of_layer(layer).nbytes for layer in range(3))
     assert taken == 7 * Digests.bytes_per_page(3, 2, 16, torch.bfloat16) == 7 * 3 * 2 * 2 * 16 * 2
@@ -339,48 +341,48 @@ LEAST = 2048 * 23040  # the default budget
 OVERHEAD = 32 * 23040 + 2 * 30 * (2 << 20)  # the padding page, and the ends of the buffers
 
 
-def test_a_token_costs_its_keys_and_values_in_all_layers():
+def test_a_token_costs_its_keys_and_values_in_all_layers() -> None:
     assert SMALL_MODEL.bytes_per_token == 23040
     assert KVShape(layers=2, kv_heads=3, key_dim=5, value_dim=7, itemsize=4).bytes_per_token == 2 * 3 * 12 * 4
 
 
 @pytest.mark.parametrize(("host_memory", "share"), [("auto", 7 * GIB // 2), ("50%", 5 * GIB // 2), ("4GiB", 2 * GIB)])
-def test_ranks_share_the_host_memory_evenly(host_memory: str, share: int):
+def test_ranks_share_the_host_memory_evenly(host_memory: str, share: int) -> None:
     config = HybridConfig(host_memory=host_memory)
     assert host_pool_bytes(config, SMALL_MODEL, available=10 * GIB, ranks=1) == 2 * share - OVERHEAD
     assert host_pool_bytes(config, SMALL_MODEL, available=10 * GIB, ranks=2) == share - OVERHEAD
 
 
 @pytest.mark.parametrize(("host_memory", "share"), [("auto", 7 * GIB // 2), ("4GiB", 2 * GIB)])
-def test_a_rank_that_comes_later_gets_the_share_of_what_was_there_at_the_start(host_memory: str, share: int):
+def test_a_rank_that_comes_later_gets_the_share_of_what_was_there_at_the_start(host_memory: str, share: int) -> None:
     config = HybridConfig(host_memory=host_memory)
     left = 10 * GIB - share  # by the rank that was first
     assert host_pool_bytes(config, SMALL_MODEL, available=left, ranks=2, at_start=10 * GIB) == share - OVERHEAD
 
 
-def test_weights_that_were_loaded_meanwhile_make_the_pool_smaller():
+def test_weights_that_were_loaded_meanwhile_make_the_pool_smaller() -> None:
     config = HybridConfig(host_memory="50%")
     assert host_pool_bytes(config, SMALL_MODEL, available=4 * GIB, ranks=1, at_start=10 * GIB) == 2 * GIB - OVERHEAD
 
 
-def test_asking_for_more_than_there_is_is_refused_with_both_numbers():
+def test_asking_for_more_than_there_is_is_refused_with_both_numbers() -> None:
     with pytest.raises(CapacityError, match=r"host_memory=40GiB asks for 40\.00 GiB, but only 10\.00 GiB"):
         host_pool_bytes(HybridConfig(host_memory="40GiB"), SMALL_MODEL, available=10 * GIB, ranks=1)
 
 
-def test_all_of_the_available_memory_may_be_asked_for():
+def test_all_of_the_available_memory_may_be_asked_for() -> None:
     assert host_pool_bytes(HybridConfig(host_memory="100%"), SMALL_MODEL, available=GIB, ranks=1) == GIB - OVERHEAD
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_a_pool_below_one_budget_is_refused_and_one_byte_more_is_not(ranks: int):
+def test_a_pool_below_one_budget_is_refused_and_one_byte_more_is_not(ranks: int) -> None:
     config = HybridConfig(host_memory="100%")
     assert host_pool_bytes(config, SMALL_MODEL, available=(LEAST + OVERHEAD) * ranks, ranks=ranks) == LEAST
     with pytest.raises(CapacityError):
         host_pool_bytes(config, SMALL_MODEL, available=(LEAST + OVERHEAD) * ranks - 1, ranks=ranks)
 
 
-def test_the_refusal_of_a_small_pool_carries_every_number_that_led_to_it():
+def test_the_refusal_of_a_small_pool_carries_every_number_that_led_to_it() -> None:
     with pytest.raises(CapacityError) as caught:
         host_pool_bytes(HybridConfig(host_memory="272MiB"), SMALL_MODEL, available=10 * GIB, ranks=2)
     message = str(caught.value)
@@ -403,7 +405,7 @@ def advised_size(refusal: CapacityError) -> str:
     return found[1]
 
 
-def test_doing_what_the_refusal_says_is_enough():
+def test_doing_what_the_refusal_says_is_enough() -> None:
     with pytest.raises(CapacityError) as caught:
         host_pool_bytes(HybridConfig(host_memory="1MiB"), SMALL_MODEL, available=10 * GIB, ranks=1)
     advised = HybridConfig(host_memory=advised_size(caught.value))

@@ -19,7 +19,9 @@ HEADS, TOKENS, DIM, PAGES = 2, 4, 16, 6
 @pytest.mark.parametrize(("neox", "rotary"), [(True, 16), (False, 16), (True, 8), (False, 8)])
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**31))
-def test_an_order_holds_every_channel_once_and_rotated_partners_side_by_side(neox: bool, rotary: int, seed: int):
+def test_an_order_holds_every_channel_once_and_rotated_partners_side_by_side(
+    neox: bool, rotary: int, seed: int
+) -> None:
     importance = torch.rand(HEADS, DIM, generator=torch.Generator().manual_seed(seed))
     order = channel_order(importance, rotary, neox)
     assert torch.equal(order.sort(dim=1).values, torch.arange(DIM).expand(HEADS, -1))
@@ -49,7 +51,7 @@ def extremes(keys: torch.Tensor) -> torch.Tensor:
     return torch.stack((keys.amax(dim=2), keys.amin(dim=2)), dim=2)
 
 
-def test_a_refresh_writes_the_chosen_channels_of_its_pages_and_of_no_others():
+def test_a_refresh_writes_the_chosen_channels_of_its_pages_and_of_no_others() -> None:
     keys = random_keys()
     sketches = Sketches(4, layers=2, pages=PAGES, heads=HEADS, page_tokens=TOKENS, device="cpu")
     order = torch.stack([torch.randperm(DIM), torch.randperm(DIM)])
@@ -64,7 +66,7 @@ def test_a_refresh_writes_the_chosen_channels_of_its_pages_and_of_no_others():
     assert not sketches.of_layer(0).codes.any()
 
 
-def test_writing_token_by_token_ends_at_the_same_sketch_as_writing_at_once():
+def test_writing_token_by_token_ends_at_the_same_sketch_as_writing_at_once() -> None:
     keys, slots = random_keys(), torch.arange(2 * TOKENS, 4 * TOKENS - 1)
     keys[3, :, TOKENS - 1] = float("nan")  # behind the last token there may be anything
     written = []
@@ -79,7 +81,7 @@ def test_writing_token_by_token_ends_at_the_same_sketch_as_writing_at_once():
     assert torch.equal(*written)
 
 
-def test_a_sketch_of_all_channels_nearly_tells_the_blocks_true_attention():
+def test_a_sketch_of_all_channels_nearly_tells_the_blocks_true_attention() -> None:
     keys = random_keys(1)
     sketches = Sketches(DIM, 1, PAGES, HEADS, TOKENS, "cpu")
     sketches.refresh(0, keys, extremes(keys), torch.arange(PAGES))
@@ -99,7 +101,7 @@ def test_a_sketch_of_all_channels_nearly_tells_the_blocks_true_attention():
                 )
 
 
-def test_pages_may_differ_between_kv_heads():
+def test_pages_may_differ_between_kv_heads() -> None:
     keys = random_keys(2)
     sketches = Sketches(6, 1, PAGES, HEADS, TOKENS, "cpu")
     sketches.refresh(0, keys, extremes(keys), torch.arange(PAGES))
@@ -112,7 +114,7 @@ def test_pages_may_differ_between_kv_heads():
             torch.testing.assert_close(by_head[:, head], alike[:, head])
 
 
-def test_a_partial_sketch_finds_one_key_among_many_that_extremes_hide():
+def test_a_partial_sketch_finds_one_key_among_many_that_extremes_hide() -> None:
     """Two blocks with equal extremes: only one has a key that is large in both channels of the query at once."""
     keys = torch.zeros(2, 1, TOKENS, DIM)
     keys[0, 0, 0, 0], keys[0, 0, 1, 1] = 6.0, 6.0
@@ -128,7 +130,7 @@ def test_a_partial_sketch_finds_one_key_among_many_that_extremes_hide():
     assert float(seeing.flatten()[1]) > float(seeing.flatten()[0]) + 4
 
 
-def test_the_memory_of_a_page_is_what_is_taken():
+def test_the_memory_of_a_page_is_what_is_taken() -> None:
     sketches = Sketches(8, 3, PAGES, HEADS, TOKENS, "cpu")
     taken = sum(sketches.of_layer(layer).codes.nbytes for layer in range(3))
     assert Sketches.bytes_per_page(8, 3, HEADS, TOKENS) * PAGES == taken
@@ -146,7 +148,7 @@ def wide_keys(seed: int = 0) -> torch.Tensor:
     return keys
 
 
-def test_compact_digests_tell_middles_to_half_a_unit_and_ranges_of_the_sketch():
+def test_compact_digests_tell_middles_to_half_a_unit_and_ranges_of_the_sketch() -> None:
     keys, channels = wide_keys(), torch.stack([torch.randperm(64)[:16] for _ in range(HEADS)])
     exact = extremes(keys)
     compact = reference.compact_digest(exact, channels)
@@ -163,7 +165,7 @@ def test_compact_digests_tell_middles_to_half_a_unit_and_ranges_of_the_sketch():
     assert not ranges[others].any()
 
 
-def test_a_block_that_is_not_finite_is_seen_to_be_damaged_and_others_are_not():
+def test_a_block_that_is_not_finite_is_seen_to_be_damaged_and_others_are_not() -> None:
     keys, channels = wide_keys(), torch.arange(8).expand(HEADS, -1)
     for page, value in ((1, float("nan")), (2, float("inf")), (4, float("-inf"))):
         keys[page, 0, 3, 40] = value
@@ -172,7 +174,7 @@ def test_a_block_that_is_not_finite_is_seen_to_be_damaged_and_others_are_not():
     assert damaged.nonzero().tolist() == [[1, 0], [2, 0], [4, 0]]
 
 
-def test_estimates_by_compact_digests_are_nearly_those_by_the_whole_ones():
+def test_estimates_by_compact_digests_are_nearly_those_by_the_whole_ones() -> None:
     keys, pages = wide_keys(2), torch.arange(PAGES)
     sketches = Sketches(32, 1, PAGES, HEADS, TOKENS, "cpu")
     compact = CompactDigests(sketches, 1, PAGES, HEADS, 64, "cpu")
@@ -190,7 +192,7 @@ def test_estimates_by_compact_digests_are_nearly_those_by_the_whole_ones():
     assert float((estimates[1] - estimates[0]).std()) < 0.03 * float(estimates[0].std())
 
 
-def test_codes_tell_every_token_its_part_of_the_range():
+def test_codes_tell_every_token_its_part_of_the_range() -> None:
     random, most, count = torch.Generator().manual_seed(5), 15, 6
     places = torch.randint(0, most + 1, (PAGES, HEADS, TOKENS, 64), generator=random)
     places[:, :, 0], places[:, :, 1] = 0, most  # so that the range is known: from 0 to most + 1
@@ -203,7 +205,7 @@ def test_codes_tell_every_token_its_part_of_the_range():
     assert Sketches.bytes_per_page(count, 1, HEADS, TOKENS) * PAGES == codes.nbytes
 
 
-def test_compact_digests_of_pages_that_grow_are_those_of_the_whole_page():
+def test_compact_digests_of_pages_that_grow_are_those_of_the_whole_page() -> None:
     keys = wide_keys(3)
     sketches = Sketches(8, 1, PAGES, HEADS, TOKENS, "cpu")
     written = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import pytest
 
@@ -10,20 +11,24 @@ from sglang_hybrid.ops.cpu.structs import Geometry
 from sglang_hybrid.ops.cuda.structs import OUTCOMES, STRUCTS, struct
 
 
+def types_of_fields(struct_type: type[ctypes.Structure]) -> dict[str, Any]:
+    return {field[0]: field[1] for field in struct_type._fields_}
+
+
 def test_fields_have_the_types_and_places_that_a_compiler_gives_them() -> None:
     merge, side = STRUCTS["sh_merge"], STRUCTS["sh_side"]
-    assert [(name, getattr(merge, name).offset) for name, _ in merge._fields_] == [
+    assert [(name, getattr(merge, name).offset) for name in types_of_fields(merge)] == [
         ("first", 0), ("second", 16), ("out", 32), ("lse", 40), ("active_rows", 48), ("batch", 56), ("heads", 60),
         ("head_dim", 64), ("dtype", 68),
     ]  # fmt: skip
-    assert dict(merge._fields_)["first"] is side and ctypes.sizeof(side) == 16
-    post = dict(STRUCTS["sh_mailbox_post"]._fields_)
+    assert types_of_fields(merge)["first"] is side and ctypes.sizeof(side) == 16
+    post = types_of_fields(STRUCTS["sh_mailbox_post"])
     assert post["geometry"] is Geometry and post["scale"] is ctypes.c_float and post["state"] is ctypes.c_void_p
 
 
 def test_outcomes_are_those_of_the_counters() -> None:
     assert OUTCOMES == ("served", "empty", "late", "damaged", "refused", "withheld")
-    assert dict(STRUCTS["sh_mailbox_state"]._fields_)["outcomes"]._length_ == len(OUTCOMES)
+    assert types_of_fields(STRUCTS["sh_mailbox_state"])["outcomes"]._length_ == len(OUTCOMES)
 
 
 def test_a_field_that_is_unknown_or_forgotten_is_refused() -> None:

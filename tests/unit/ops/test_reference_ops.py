@@ -1,11 +1,12 @@
 """The reference operations against their definitions: brute force, and softmax attention in float64."""
 
 import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
-from attention_oracle import attention_over_blocks, causal_attention, seeded
+from attention_oracle import Tolerance, attention_over_blocks, causal_attention, seeded
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -24,9 +25,9 @@ BLOCKS = st.integers(1, 12)
 SCALES = st.sampled_from([0.125, 0.3, 0.5])
 
 # Inputs of any dtype, computation in float32: only its rounding is left against float64.
-CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+CLOSE: Tolerance = {"rtol": 1e-4, "atol": 2e-5}
 # Where the result itself is rounded to the input's dtype.
-ROUNDED = {
+ROUNDED: dict[torch.dtype, Tolerance] = {
     torch.float32: CLOSE,
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
@@ -45,7 +46,7 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @given(SEEDS, st.lists(st.integers(1, 4), max_size=2), DIM, DTYPES, st.sampled_from([0.0, 1e-6, 0.1]))
 def test_rms_unit_divides_by_the_root_of_the_mean_square(
     seed: int, shape: list[int], dim: int, dtype: torch.dtype, eps: float
-):
+) -> None:
     x = (3 * torch.randn(*shape, dim, generator=seeded(seed))).to(dtype)
     unit = reference.rms_unit(x, eps)
     assert (unit.dtype, unit.shape) == (torch.float32, x.shape)
@@ -53,7 +54,7 @@ def test_rms_unit_divides_by_the_root_of_the_mean_square(
     torch.testing.assert_close(unit.double(), expected, **CLOSE)
 
 
-def test_rms_unit_of_zeros_is_zero_and_of_large_half_precision_inputs_is_finite():
+def test_rms_unit_of_zeros_is_zero_and_of_large_half_precision_inputs_is_finite() -> None:
     assert not reference.rms_unit(torch.zeros(2, 8), 1e-6).any()
     # their squares are beyond float16
     assert torch.equal(reference.rms_unit(torch.full((1, 8), 6e4, dtype=torch.float16), 1e-6), torch.ones(1, 8))
@@ -82,7 +83,7 @@ def rotations(draw: st.DrawFn, dtypes: st.SearchStrategy[torch.dtype] = DTYPES) 
 
 
 @given(rotations())
-def test_rotation_turns_each_pair_of_channels_as_a_complex_number_and_leaves_the_rest(case: Rotation):
+def test_rotation_turns_each_pair_of_channels_as_a_complex_number_and_leaves_the_rest(case: Rotation) -> None:
     rotated = case.rotate()
     assert rotated.dtype == case.heads.dtype
     expected = case.heads.double()
@@ -98,14 +99,14 @@ def test_rotation_turns_each_pair_of_channels_as_a_complex_number_and_leaves_the
 
 
 @given(rotations(st.just(torch.float32)))
-def test_rotation_keeps_lengths_and_is_undone_by_the_opposite_one(case: Rotation):
+def test_rotation_keeps_lengths_and_is_undone_by_the_opposite_one(case: Rotation) -> None:
     rotated = case.rotate()
     torch.testing.assert_close(rotated.norm(dim=2), case.heads.norm(dim=2), **CLOSE)
     torch.testing.assert_close(Rotation(rotated, -case.angles, case.neox).rotate(), case.heads, **CLOSE)
 
 
 @given(rotations())
-def test_rotation_leaves_its_input_alone(case: Rotation):
+def test_rotation_leaves_its_input_alone(case: Rotation) -> None:
     before = case.heads.clone()
     case.rotate()
     assert torch.equal(case.heads, before)
@@ -134,7 +135,7 @@ def partly_filled_pages(draw: st.DrawFn) -> Pages:
 
 
 @given(partly_filled_pages())
-def test_the_minmax_digest_is_the_maximum_then_the_minimum_of_the_keys_that_count(pages: Pages):
+def test_the_minmax_digest_is_the_maximum_then_the_minimum_of_the_keys_that_count(pages: Pages) -> None:
     digest = reference.minmax_digest(pages.keys, pages.filled)
     assert digest.dtype == pages.keys.dtype
     for page, built in enumerate(digest):
@@ -148,10 +149,11 @@ class Scored:
     keys: torch.Tensor  # [B, N, H, T, D]
     filled: torch.Tensor  # [B, N]
 
-    def digests(self, build) -> torch.Tensor:
-        return build(self.keys.flatten(0, 1), self.filled.flatten()).unflatten(0, self.filled.shape)
+    def digests(self, build: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        built: torch.Tensor = build(self.keys.flatten(0, 1), self.filled.flatten()).unflatten(0, self.filled.shape)
+        return built
 
-    def each_query_and_block(self):
+    def each_query_and_block(self) -> Iterator[tuple[tuple[int, int, int], torch.Tensor, torch.Tensor]]:
         """(row, KV head, block), the head's G queries, the block's keys; all in float64."""
         rows, blocks, heads, _, dim = self.keys.shape
         queries = self.query.double().reshape(rows, heads, -1, dim)
@@ -177,7 +179,9 @@ SPREADS = st.sampled_from([0.0, 0.25, 0.5, 1.0])
 
 
 @given(queries_and_blocks(), SPREADS)
-def test_a_minmax_estimate_is_the_middle_plus_the_spread_times_what_the_rest_can_add(case: Scored, spread: float):
+def test_a_minmax_estimate_is_the_middle_plus_the_spread_times_what_the_rest_can_add(
+    case: Scored, spread: float
+) -> None:
     logits = reference.digest_logits(case.query, case.digests(reference.minmax_digest), spread)
     expected = torch.empty_like(logits, dtype=torch.float64)
     for (row, head, block), queries, keys in case.each_query_and_block():
@@ -187,7 +191,7 @@ def test_a_minmax_estimate_is_the_middle_plus_the_spread_times_what_the_rest_can
 
 
 @given(queries_and_blocks())
-def test_no_token_of_a_block_beats_the_minmax_estimate_with_full_spread(case: Scored):
+def test_no_token_of_a_block_beats_the_minmax_estimate_with_full_spread(case: Scored) -> None:
     logits = reference.digest_logits(case.query, case.digests(reference.minmax_digest), spread=1.0)
     for (row, head, block), queries, keys in case.each_query_and_block():
         best = (queries @ keys.T).amax(dim=1)
@@ -217,7 +221,7 @@ def sketched(block: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
 @given(queries_and_blocks(), st.sampled_from([0.0, 0.25, 1.0]), SCALES, SEEDS)
 def test_a_sketch_gives_each_token_its_own_logit_in_its_channels_and_the_middle_in_the_others(
     case: Scored, part: float, scale: float, seed: int
-):
+) -> None:
     whole = Scored(case.query, case.keys, torch.full_like(case.filled, case.keys.shape[3]))
     channels = some_channels(case.keys.shape[2], case.keys.shape[4], part, seed)
     digests = whole.digests(reference.minmax_digest)
@@ -237,7 +241,7 @@ def test_a_sketch_gives_each_token_its_own_logit_in_its_channels_and_the_middle_
     assert ((logits.double() - expected).abs() <= width + 1e-3)[~close].all()
 
 
-def test_codes_of_a_channel_without_a_range_and_of_what_no_token_was_written_to_do_no_harm():
+def test_codes_of_a_channel_without_a_range_and_of_what_no_token_was_written_to_do_no_harm() -> None:
     keys = torch.randn(1, 1, 4, 6, generator=seeded(3))
     keys[..., 2] = 0.7
     digests = reference.minmax_digest(keys, torch.tensor([3]))
@@ -250,7 +254,7 @@ def test_codes_of_a_channel_without_a_range_and_of_what_no_token_was_written_to_
 
 
 @pytest.mark.parametrize(("rows", "blocks"), [(2, 0), (0, 3), (1, 1)])
-def test_lists_without_blocks_and_batches_without_rows_have_estimates_too(rows: int, blocks: int):
+def test_lists_without_blocks_and_batches_without_rows_have_estimates_too(rows: int, blocks: int) -> None:
     query, digests = torch.randn(rows, 6, 8), torch.randn(rows, blocks, 3, 2, 8)
     codes, channels = torch.zeros(rows, blocks, 3, 32, 2, dtype=torch.uint8), torch.arange(4).expand(3, -1)
     logits = reference.sketch_logits(query, digests, codes, channels, 0.5)
@@ -260,7 +264,7 @@ def test_lists_without_blocks_and_batches_without_rows_have_estimates_too(rows: 
 
 
 @given(queries_and_blocks(), SCALES, SEEDS)
-def test_a_shift_is_the_difference_of_the_estimated_masses_of_the_list(case: Scored, scale: float, seed: int):
+def test_a_shift_is_the_difference_of_the_estimated_masses_of_the_list(case: Scored, scale: float, seed: int) -> None:
     digests = case.digests(reference.minmax_digest)
     real = reference.digest_logits(case.query, digests, 0.0)
     ahead = real + torch.randn(real.shape, generator=seeded(seed))
@@ -275,7 +279,7 @@ def test_a_shift_is_the_difference_of_the_estimated_masses_of_the_list(case: Sco
         assert float(shift[row, head, query]) == pytest.approx(float(masses[0] - masses[1]), rel=1e-3, abs=1e-3)
 
 
-def test_a_shift_makes_up_for_a_predicted_query_of_the_wrong_length():
+def test_a_shift_makes_up_for_a_predicted_query_of_the_wrong_length() -> None:
     """Two halves of a row, one attended with a query that is too long: its weight is wrong until it is shifted."""
     keys, values = (torch.randn(2, 1, 8, 16, generator=seeded(seed)) for seed in (5, 6))
     query = torch.randn(1, 2, 16, generator=seeded(7))
@@ -294,7 +298,7 @@ def test_a_shift_makes_up_for_a_predicted_query_of_the_wrong_length():
 
 
 @given(queries_and_blocks(), SEEDS)
-def test_a_score_is_the_log_of_the_attention_that_the_group_is_estimated_to_give(case: Scored, seed: int):
+def test_a_score_is_the_log_of_the_attention_that_the_group_is_estimated_to_give(case: Scored, seed: int) -> None:
     logits = reference.digest_logits(case.query, case.digests(reference.minmax_digest), spread=0.5)
     counts = torch.randint(1, logits.shape[3] + 1, (logits.shape[0],), generator=seeded(seed))
     scores = reference.block_scores(logits, counts, scale=0.125)
@@ -308,7 +312,7 @@ def test_a_score_is_the_log_of_the_attention_that_the_group_is_estimated_to_give
 @given(case=queries_and_blocks(), data=st.data())
 def test_a_page_with_garbage_scores_lowest_and_only_for_its_own_kv_head(
     garbage: float, case: Scored, data: st.DataObject
-):
+) -> None:
     rows, blocks, heads, _, dim = case.keys.shape
     row, block, head, channel = (data.draw(st.integers(0, n - 1)) for n in (rows, blocks, heads, dim))
 
@@ -369,7 +373,7 @@ def real(positions: torch.Tensor) -> list[int]:
 
 
 @given(selections())
-def test_selection_is_what_is_always_in_and_then_the_best_scores(case: Selection):
+def test_selection_is_what_is_always_in_and_then_the_best_scores(case: Selection) -> None:
     chosen = case.chosen()
     for row, count in enumerate(case.counts.tolist()):
         forced = case.forced(row)
@@ -381,7 +385,9 @@ def test_selection_is_what_is_always_in_and_then_the_best_scores(case: Selection
 
 @pytest.mark.parametrize("distinct", [True, False], ids=["distinct scores", "many ties"])
 @given(data=st.data())
-def test_a_selection_is_ascending_within_the_row_and_as_long_as_the_limit_allows(distinct: bool, data: st.DataObject):
+def test_a_selection_is_ascending_within_the_row_and_as_long_as_the_limit_allows(
+    distinct: bool, data: st.DataObject
+) -> None:
     case = data.draw(selections(distinct))
     rows, heads, blocks = case.scores.shape
     chosen = case.chosen()
@@ -397,7 +403,7 @@ def test_a_selection_is_ascending_within_the_row_and_as_long_as_the_limit_allows
 
 
 @given(selections(distinct=False))
-def test_among_equal_scores_any_block_will_do_but_no_better_one_is_left_out(case: Selection):
+def test_among_equal_scores_any_block_will_do_but_no_better_one_is_left_out(case: Selection) -> None:
     chosen = case.chosen()
     for row, count in enumerate(case.counts.tolist()):
         for head, scores in enumerate(case.scores[row].tolist()):
@@ -407,7 +413,7 @@ def test_among_equal_scores_any_block_will_do_but_no_better_one_is_left_out(case
 
 
 @given(selections())
-def test_a_limit_that_holds_the_row_takes_every_block(case: Selection):
+def test_a_limit_that_holds_the_row_takes_every_block(case: Selection) -> None:
     all_in = Selection(case.scores, case.counts, int(case.counts.max()), case.sink, case.recent)
     for row, count in enumerate(case.counts.tolist()):
         for positions in all_in.chosen()[row]:
@@ -424,20 +430,20 @@ def scores_with_odd_pages(value: float, pages: list[int]) -> torch.Tensor:
     return reference.block_scores(logits, torch.tensor([8]), scale=0.125)
 
 
-def test_a_page_with_a_nan_is_not_selected_while_there_are_others():
+def test_a_page_with_a_nan_is_not_selected_while_there_are_others() -> None:
     for page in range(7):  # the tail, number 7, is always in
         scores = scores_with_odd_pages(float("nan"), [page])
         chosen = reference.select_blocks(scores, torch.tensor([8]), limit=7, sink=0, recent=0)
         assert real(chosen[0, 0]) == [p for p in range(8) if p != page]
 
 
-def test_pages_with_infinite_keys_cannot_displace_what_is_always_in():
+def test_pages_with_infinite_keys_cannot_displace_what_is_always_in() -> None:
     scores = scores_with_odd_pages(float("inf"), [1, 2, 3, 4])
     chosen = reference.select_blocks(scores, torch.tensor([8]), limit=4, sink=1, recent=2)
     assert real(chosen[0, 0]) == [0, 5, 6, 7]
 
 
-def test_a_limit_that_holds_the_row_takes_every_block_even_one_with_a_nan():
+def test_a_limit_that_holds_the_row_takes_every_block_even_one_with_a_nan() -> None:
     for page in range(4):
         scores = scores_with_odd_pages(float("nan"), [page])
         chosen = reference.select_blocks(scores, torch.tensor([4]), limit=4, sink=0, recent=0)
@@ -447,7 +453,7 @@ def test_a_limit_that_holds_the_row_takes_every_block_even_one_with_a_nan():
 @given(selections(), st.integers(-6, 8), st.integers(0, 6), st.data())
 def test_blocks_that_are_worth_it_are_those_with_the_score_that_are_not_here(
     case: Selection, least: int, limit: int, data: st.DataObject
-):
+) -> None:
     resident = torch.rand(case.scores.shape, generator=seeded(data.draw(SEEDS))) < 0.3
     found = reference.blocks_worth(case.scores, resident, case.counts, float(least), limit, case.sink, case.recent)
     assert found.shape == (*case.scores.shape[:2], min(limit, case.scores.shape[2]))
@@ -459,7 +465,7 @@ def test_blocks_that_are_worth_it_are_those_with_the_score_that_are_not_here(
             assert real(found[row, head]) == sorted(best)
 
 
-def test_a_page_with_a_nan_is_never_worth_it():
+def test_a_page_with_a_nan_is_never_worth_it() -> None:
     scores = scores_with_odd_pages(float("nan"), [2, 3])
     none = torch.zeros(scores.shape, dtype=torch.bool)
     found = reference.blocks_worth(scores, none, torch.tensor([8]), -1e9, limit=8, sink=0, recent=0)
@@ -467,7 +473,7 @@ def test_a_page_with_a_nan_is_never_worth_it():
 
 
 @given(selections())
-def test_is_forced_tells_tail_recent_and_sink_from_the_rest(case: Selection):
+def test_is_forced_tells_tail_recent_and_sink_from_the_rest(case: Selection) -> None:
     chosen = case.chosen()
     forced = reference.is_forced(chosen, case.counts, case.sink, case.recent)
     for row in range(len(case.counts)):
@@ -477,7 +483,7 @@ def test_is_forced_tells_tail_recent_and_sink_from_the_rest(case: Selection):
 
 
 @given(selections(), st.integers(0, 14))
-def test_is_listed_tells_which_positions_are_in_the_list(case: Selection, blocks: int):
+def test_is_listed_tells_which_positions_are_in_the_list(case: Selection, blocks: int) -> None:
     chosen = case.chosen()
     listed = reference.is_listed(chosen, blocks)
     assert listed.shape == (*chosen.shape[:2], blocks)
@@ -486,14 +492,14 @@ def test_is_listed_tells_which_positions_are_in_the_list(case: Selection, blocks
             assert flags == [p in positions for p in range(blocks)]
 
 
-def test_is_listed_ignores_order_repetition_empty_places_and_what_lies_beyond():
+def test_is_listed_ignores_order_repetition_empty_places_and_what_lies_beyond() -> None:
     positions = torch.tensor([[[3, NO_BLOCK, 0, 3, 7], [NO_BLOCK] * 5]])
     assert reference.is_listed(positions, 5).tolist() == [[[True, False, False, True, False], [False] * 5]]
     assert not reference.is_listed(positions[..., :0], 5).any()
 
 
 @given(selections(), SEEDS)
-def test_split_gives_each_block_to_one_side_and_keeps_its_place(case: Selection, seed: int):
+def test_split_gives_each_block_to_one_side_and_keeps_its_place(case: Selection, seed: int) -> None:
     chosen = case.chosen()
     first = torch.rand(chosen.shape, generator=seeded(seed)) < 0.5
     before = chosen.clone()
@@ -504,7 +510,7 @@ def test_split_gives_each_block_to_one_side_and_keeps_its_place(case: Selection,
 
 
 @given(selections(), SEEDS)
-def test_block_ids_looks_positions_up_in_each_rows_own_page_table(case: Selection, seed: int):
+def test_block_ids_looks_positions_up_in_each_rows_own_page_table(case: Selection, seed: int) -> None:
     rows, _, blocks = case.scores.shape
     table = torch.randperm(1000, generator=seeded(seed))[: rows * blocks].view(rows, blocks)
     chosen = case.chosen()
@@ -515,7 +521,7 @@ def test_block_ids_looks_positions_up_in_each_rows_own_page_table(case: Selectio
 
 
 @given(selections(), BLOCK_TOKENS, SEEDS)
-def test_block_fill_counts_the_tokens_of_each_listed_block(case: Selection, block_tokens: int, seed: int):
+def test_block_fill_counts_the_tokens_of_each_listed_block(case: Selection, block_tokens: int, seed: int) -> None:
     in_tail = torch.randint(1, block_tokens + 1, case.counts.shape, generator=seeded(seed))
     lengths = (case.counts - 1) * block_tokens + in_tail
     chosen = case.chosen()
@@ -576,7 +582,7 @@ def block_attentions(draw: st.DrawFn) -> BlockAttention:
 
 
 @given(block_attentions())
-def test_attention_over_blocks_is_softmax_over_the_tokens_in_them(case: BlockAttention):
+def test_attention_over_blocks_is_softmax_over_the_tokens_in_them(case: BlockAttention) -> None:
     out, lse = case.attend()
     expected_out, expected_lse = case.expected()
     assert out.dtype == lse.dtype == torch.float32
@@ -585,7 +591,7 @@ def test_attention_over_blocks_is_softmax_over_the_tokens_in_them(case: BlockAtt
 
 
 @pytest.mark.parametrize("listed", [0, 3])
-def test_a_list_without_blocks_gives_output_zero_and_lse_minus_infinity(listed: int):
+def test_a_list_without_blocks_gives_output_zero_and_lse_minus_infinity(listed: int) -> None:
     pool = torch.full((4, 2, 8, 16), float("nan"))
     ids = torch.full((3, 2, listed), NO_BLOCK)
     out, lse = reference.attend_blocks(torch.ones(3, 6, 16), pool, pool, ids, torch.zeros_like(ids), 0.25)
@@ -594,7 +600,7 @@ def test_a_list_without_blocks_gives_output_zero_and_lse_minus_infinity(listed: 
 
 
 @given(block_attentions(), st.sampled_from([1e2, 1e4]))
-def test_keys_of_large_magnitude_give_a_mix_of_values_and_no_nan(case: BlockAttention, magnitude: float):
+def test_keys_of_large_magnitude_give_a_mix_of_values_and_no_nan(case: BlockAttention, magnitude: float) -> None:
     large = BlockAttention(case.query, case.keys * magnitude, case.values, case.ids, case.fill, case.scale)
     out, lse = large.attend()
     _, expected_lse = large.expected()
@@ -610,13 +616,13 @@ def one_token(logit: float, value: float) -> tuple[torch.Tensor, torch.Tensor]:
     return reference.attend_blocks(torch.ones(1, 1, 1), keys, values, first, one, 1.0)
 
 
-def test_the_lse_of_one_token_is_its_logit_in_natural_logarithm():
+def test_the_lse_of_one_token_is_its_logit_in_natural_logarithm() -> None:
     out, lse = one_token(logit=2.0, value=7.0)
     assert lse.item() == 2.0  # 2.885 in FlashInfer's log2 units
     assert out.item() == 7.0
 
 
-def test_the_scale_is_part_of_the_logit():
+def test_the_scale_is_part_of_the_logit() -> None:
     query, pool = torch.full((1, 1, 4), 3.0), torch.ones(1, 1, 1, 4)
     first, one = torch.zeros(1, 1, 1, dtype=torch.int64), torch.ones(1, 1, 1, dtype=torch.int64)
     _, lse = reference.attend_blocks(query, pool, pool, first, one, 0.5)
@@ -651,7 +657,9 @@ def emptied(side: Partial, where: torch.Tensor, left_over: float) -> Partial:
 
 
 @given(partials(), st.sampled_from([0.0, 5.0, float("nan"), float("inf")]))
-def test_merging_an_empty_side_returns_the_other_sides_bits(sides: tuple[Partial, Partial, torch.Tensor], left: float):
+def test_merging_an_empty_side_returns_the_other_sides_bits(
+    sides: tuple[Partial, Partial, torch.Tensor], left: float
+) -> None:
     a, b, mask = sides
     # where the mask is set the first side is empty, elsewhere the second: every entry has one empty side
     empty_a, empty_b = emptied(a, mask, left), emptied(b, ~mask, left)
@@ -661,7 +669,7 @@ def test_merging_an_empty_side_returns_the_other_sides_bits(sides: tuple[Partial
 
 
 @pytest.mark.parametrize("empty_first", [True, False])
-def test_merging_an_empty_side_keeps_a_negative_zero(empty_first: bool):
+def test_merging_an_empty_side_keeps_a_negative_zero(empty_first: bool) -> None:
     full = (torch.tensor([[-0.0, 1.0]]), torch.tensor([0.5]))
     empty = (torch.zeros(1, 2), torch.tensor([-torch.inf]))
     out, _ = reference.merge(*empty, *full) if empty_first else reference.merge(*full, *empty)
@@ -669,7 +677,7 @@ def test_merging_an_empty_side_keeps_a_negative_zero(empty_first: bool):
 
 
 @given(partials(), st.sampled_from([0.0, float("nan")]))
-def test_merging_two_empty_sides_is_empty(sides: tuple[Partial, Partial, torch.Tensor], left: float):
+def test_merging_two_empty_sides_is_empty(sides: tuple[Partial, Partial, torch.Tensor], left: float) -> None:
     a, b, mask = sides
     everywhere = torch.ones_like(mask)
     empty_a, empty_b = emptied(a, everywhere, left), emptied(b, everywhere, left)
@@ -678,14 +686,14 @@ def test_merging_two_empty_sides_is_empty(sides: tuple[Partial, Partial, torch.T
     assert torch.equal(lse, torch.full_like(lse, -torch.inf))
 
 
-def test_merge_reads_and_returns_natural_logarithms():
+def test_merge_reads_and_returns_natural_logarithms() -> None:
     # weights e^ln3 : e^0 are 3 : 1; read as log2 they would be 2^ln3 = 2.14 : 1
     out, lse = reference.merge(*one_token(1.0986122886681098, value=8.0), *one_token(0.0, value=4.0))
     assert out.item() == pytest.approx(7.0, rel=1e-6)
     assert lse.item() == pytest.approx(1.3862943611198906, rel=1e-6)  # ln 4
 
 
-def test_merge_of_sides_far_apart_is_the_heavier_one():
+def test_merge_of_sides_far_apart_is_the_heavier_one() -> None:
     for far in (1e3, 1e6, 1e30):
         out, lse = reference.merge(*one_token(far, value=8.0), *one_token(-far, value=4.0))
         assert (out.item(), lse.item()) == (8.0, torch.tensor(far).item())
@@ -694,7 +702,7 @@ def test_merge_of_sides_far_apart_is_the_heavier_one():
 @given(block_attentions(), SEEDS, st.booleans())
 def test_any_split_in_three_parts_merges_to_one_softmax_over_the_union(
     case: BlockAttention, seed: int, right_first: bool
-):
+) -> None:
     part = torch.randint(0, 3, case.ids.shape, generator=seeded(seed))
     resident, on_cpu, gathered = (case.attend(case.ids.masked_fill(part != i, NO_BLOCK)) for i in range(3))
     if right_first:
@@ -736,16 +744,16 @@ def assert_prefill_is_causal_softmax(
 )
 def test_prefill_is_causal_softmax(
     total: int, before: int, tile: int, heads: int, group: int, dims: tuple[int, int], dtype: torch.dtype, seed: int
-):
+) -> None:
     before = min(before, total - 1)
     assert_prefill_is_causal_softmax(total - before, total, tile, heads, group, dims, dtype, seed)
 
 
 @pytest.mark.parametrize("before", [0, 1, 8, 13])
 @pytest.mark.parametrize("new", [1, 7, 8, 9, 16, 17])
-def test_prefill_is_exact_on_both_sides_of_a_tile_boundary(new: int, before: int):
+def test_prefill_is_exact_on_both_sides_of_a_tile_boundary(new: int, before: int) -> None:
     assert_prefill_is_causal_softmax(new, before + new, 8, 2, 3, (16, 16), torch.float32, seed=new)
 
 
-def test_prefill_with_the_default_tile_spans_several_tiles():
+def test_prefill_with_the_default_tile_spans_several_tiles() -> None:
     assert_prefill_is_causal_softmax(520, 530, 512, 1, 1, (8, 8), torch.float32, seed=1)

@@ -47,7 +47,7 @@ def decode_once(policy: DecodePolicy, requests: Requests) -> torch.Tensor:
     return policy.decode(requests.last_queries(), requests.cache, batch, requests.shape.scale)
 
 
-def test_the_configuration_names_the_policy():
+def test_the_configuration_names_the_policy() -> None:
     assert isinstance(TorchAttention(HybridConfig(policy="full"), rows=1, layers=1).policy, FullPolicy)
     assert isinstance(TorchAttention(HybridConfig(policy="scout"), rows=1, layers=1).policy, ScoutPolicy)
 
@@ -69,7 +69,7 @@ def test_the_configuration_names_the_policy():
 @given(lengths=SEVERAL_LENGTHS, shape=SHAPES, seed=SEEDS)
 def test_a_budget_that_holds_the_context_gives_full_attention(
     config: HybridConfig, lengths: list[int], shape: Shape, seed: int
-):
+) -> None:
     requests = Requests(lengths, shape, seed)
     requests.write_all()
     out = decode_once(TorchAttention(config, len(lengths), layers=1).policy, requests)
@@ -116,9 +116,10 @@ def overflowing_requests(draw: st.DrawFn) -> tuple[HybridConfig, Requests]:
 
 
 @given(overflowing_requests())
-def test_scout_is_softmax_over_exactly_the_blocks_within_the_budget(case: tuple[HybridConfig, Requests]):
+def test_scout_is_softmax_over_exactly_the_blocks_within_the_budget(case: tuple[HybridConfig, Requests]) -> None:
     config, requests = case
-    table, blocks = requests.decode_batch().page_table, []
+    table = requests.decode_batch().page_table
+    blocks: list[list[list[tuple[int, int]]]] = []
     for row, length in enumerate(requests.lengths):
         blocks.append([])
         for head in range(requests.shape.heads):
@@ -139,7 +140,9 @@ def real(positions: torch.Tensor) -> list[int]:
 
 
 @given(overflowing_requests())
-def test_scout_tells_the_blocks_that_are_always_in_from_those_that_earned_it(case: tuple[HybridConfig, Requests]):
+def test_scout_tells_the_blocks_that_are_always_in_from_those_that_earned_it(
+    case: tuple[HybridConfig, Requests],
+) -> None:
     config, requests = case
     policy, batch = Watched(config, rows=len(requests.lengths)), requests.decode_batch()
     policy.reset_rows(batch.rows_on_host)
@@ -236,7 +239,7 @@ def test_a_budget_that_holds_the_context_gives_full_attention_at_every_step(
     seed: int,
     always: tuple[int, int],
     only_selected: bool,
-):
+) -> None:
     options = ScoutOptions(resident_bonus=bonus, recall_interval=interval)
     config = HybridConfig(
         budget_tokens=8 * T,
@@ -296,7 +299,8 @@ class PlainScout:
         self, request: int, head: int, length: int, fresh: bool, query: torch.Tensor
     ) -> tuple[set[int], set[int]]:
         """What is near and what is missed in this step; recall, if its time has come, is for the steps after it."""
-        config = self.config
+        config, bonus, interval = self.config, self.config.scout.resident_bonus, self.config.scout.recall_interval
+        assert bonus != "auto" and interval != "auto"
         always, scores = self.always(length), self.scores(request, head, query, length)
         kept = config.budget_tokens if config.scout.resident_tokens == "auto" else config.scout.resident_tokens
         slots = max(0, kept // T - config.sink_blocks - config.recent_blocks - 1)
@@ -315,7 +319,7 @@ class PlainScout:
                 resident = resident | {left}
                 if len(resident) > slots:
                     resident = resident - {min(resident - {left}, key=scores.__getitem__)}
-        selected = best({p: s + config.scout.resident_bonus * (p in resident) for p, s in scores.items()}, room)
+        selected = best({p: s + bonus * (p in resident) for p, s in scores.items()}, room)
         group = self._decoding.requests.shape.group
         shared_by = group * (self._decoding.requests.shape.heads if self._rules.per_layer else 1)
         candidates = set(scores) if self.any_block else selected
@@ -327,7 +331,7 @@ class PlainScout:
         if self._rules.only_selected:
             near = always | (resident & selected)
         steps = length - self._decoding.plan[request].prompt
-        due = config.scout.recall_interval and steps % config.scout.recall_interval == 0
+        due = interval and steps % interval == 0
         self.resident[request, head] = best({p: scores[p] for p in selected}, slots) if due else resident
         return near, misses
 
@@ -393,13 +397,13 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
     predicted_one_in: int,
     from_prompts: bool,
     any_block: bool,
-):
+) -> None:
     decoding = Decoding(plan, shape, seed)
     prompts = PromptQueries(3) if from_prompts else None
     rules = dataclasses.replace(rules_of_scout(config), per_layer=per_layer, only_selected=only_selected, shifts=shifts)
     plain = PlainScout(config, rules, decoding, from_prompts)
     # a profile that says so has shares
-    plain.any_block = any_block = any_block and not only_selected and config.scout.min_miss_attention > 0
+    plain.any_block = any_block = any_block and not only_selected and plain.miss_share > 0
     policy = Watched(config, rows=3, prompts=prompts, any_block=any_block, rules=rules)
 
     def check(step: Step) -> None:
@@ -417,7 +421,8 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
                 out = step.out[row].unflatten(0, (shape.heads, -1))[head]
                 torch.testing.assert_close(out.double(), expected, **CLOSE[torch.float32])
         ratio = missed / (len(step.requests) * shape.heads * (config.budget_tokens // T))
-        assert policy.ratios.pop() == (0, pytest.approx(ratio))
+        layer, told = policy.ratios.pop()
+        assert layer == 0 and told == pytest.approx(ratio)
         assert not policy.ratios
 
     decoding.run(policy, check, lambda now: bool(predicted_one_in) and now % predicted_one_in == 0, prompts)
@@ -468,7 +473,7 @@ def long_run(
     **settings: object,
 ) -> Run:
     config = scouting_by(**settings)  # 3 slots
-    changed = dataclasses.replace(rules_of_scout(config), **(rules or {}))  # type: ignore[arg-type]
+    changed = dataclasses.replace(rules_of_scout(config), **(rules or {}))
     decoding = Decoding([Life(0, prompt, 0, steps)], SMALL, seed=5)
     run = Run(config, decoding, Watched(config, rows=1, any_block=any_block, rules=changed), [], [])
 
@@ -482,7 +487,7 @@ def long_run(
 
 @pytest.mark.parametrize("predicted", [True, False])
 @pytest.mark.parametrize("bonus", [0.0, 0.5])
-def test_recall_makes_a_selection_resident_from_the_next_step_on_and_not_before(predicted: bool, bonus: float):
+def test_recall_makes_a_selection_resident_from_the_next_step_on_and_not_before(predicted: bool, bonus: float) -> None:
     run = long_run(recall_interval=1, resident_bonus=bonus, predicted=predicted)
     moved = 0
     for step in range(len(run.chosen) - 1):
@@ -495,9 +500,9 @@ def test_recall_makes_a_selection_resident_from_the_next_step_on_and_not_before(
     assert moved, "otherwise nothing was recalled"
 
 
-def test_between_two_recalls_the_resident_blocks_stay():
+def test_between_two_recalls_the_resident_blocks_stay() -> None:
     run = long_run(recall_interval=4, resident_bonus=0.0)
-    changed = {head: [] for head in range(SMALL.heads)}
+    changed: dict[int, list[int]] = {head: [] for head in range(SMALL.heads)}
     for step in range(1, len(run.chosen)):
         for head in range(SMALL.heads):
             if run.resident(step, head) != run.resident(step - 1, head) and not run.opens_a_block(step):
@@ -507,7 +512,7 @@ def test_between_two_recalls_the_resident_blocks_stay():
         assert all(step % 4 == 0 for step in steps)  # the fourth step recalls for the one after it, and so on
 
 
-def test_interval_0_never_recalls():
+def test_interval_0_never_recalls() -> None:
     run = long_run(recall_interval=0, resident_bonus=0.0)
     first = run.resident(0, 0)
     for step in range(len(run.chosen)):
@@ -522,7 +527,7 @@ def test_interval_0_never_recalls():
 
 
 @pytest.mark.parametrize("interval", [0, 1, 3])
-def test_what_is_always_in_is_never_among_the_resident_or_recalled_blocks(interval: int):
+def test_what_is_always_in_is_never_among_the_resident_or_recalled_blocks(interval: int) -> None:
     run = long_run(recall_interval=interval)
     for step in range(len(run.chosen)):
         for head in range(SMALL.heads):
@@ -534,7 +539,7 @@ def test_what_is_always_in_is_never_among_the_resident_or_recalled_blocks(interv
 
 
 @pytest.mark.parametrize("interval", [0, 1, 3])
-def test_a_block_that_leaves_the_recent_window_is_resident_at_once(interval: int):
+def test_a_block_that_leaves_the_recent_window_is_resident_at_once(interval: int) -> None:
     run = long_run(recall_interval=interval, resident_bonus=0.0)
     opened = [step for step in range(1, len(run.chosen)) if run.opens_a_block(step)]
     assert len(opened) > 1
@@ -546,7 +551,7 @@ def test_a_block_that_leaves_the_recent_window_is_resident_at_once(interval: int
 
 
 @pytest.mark.parametrize("interval", [0, 1, 3])
-def test_what_gives_way_to_it_is_the_resident_block_that_scores_worst(interval: int):
+def test_what_gives_way_to_it_is_the_resident_block_that_scores_worst(interval: int) -> None:
     run = long_run(recall_interval=interval, resident_bonus=0.0, predicted=False)
     plain = PlainScout(run.config, rules_of_scout(run.config), run.decoding, from_prompts=False)
     for step in (step for step in range(1, len(run.chosen)) if run.opens_a_block(step)):
@@ -561,7 +566,7 @@ def test_what_gives_way_to_it_is_the_resident_block_that_scores_worst(interval: 
             assert gone == min(before, key=scores.__getitem__)
 
 
-def test_a_larger_bonus_keeps_more_of_what_is_resident():
+def test_a_larger_bonus_keeps_more_of_what_is_resident() -> None:
     missed = {
         bonus: sum(
             len(real(chosen.misses[0, head]))
@@ -573,7 +578,7 @@ def test_a_larger_bonus_keeps_more_of_what_is_resident():
     assert missed[0.0] > missed[1.0] > missed[1e6] == 0
 
 
-def test_a_miss_must_be_worth_its_share_of_attention_and_is_recalled_all_the_same():
+def test_a_miss_must_be_worth_its_share_of_attention_and_is_recalled_all_the_same() -> None:
     runs = [long_run(recall_interval=4, resident_bonus=0.0, min_miss_attention=share) for share in (0.0, 0.12, 1.0)]
     counts = []
     for run in runs:
@@ -587,7 +592,7 @@ def test_a_miss_must_be_worth_its_share_of_attention_and_is_recalled_all_the_sam
     assert counts[0] > counts[1] > counts[2] == 0
 
 
-def test_a_share_that_decides_alone_takes_blocks_beyond_the_selection_and_changes_nothing_else():
+def test_a_share_that_decides_alone_takes_blocks_beyond_the_selection_and_changes_nothing_else() -> None:
     runs = [
         long_run(recall_interval=4, resident_bonus=0.0, min_miss_attention=0.05, any_block=some)
         for some in (False, True)
@@ -602,7 +607,7 @@ def test_a_share_that_decides_alone_takes_blocks_beyond_the_selection_and_change
     assert more > 0
 
 
-def test_attending_to_what_is_selected_bounds_what_is_attended_by_the_budget():
+def test_attending_to_what_is_selected_bounds_what_is_attended_by_the_budget() -> None:
     bounded, all_resident = (long_run(recall_interval=4, rules={"only_selected": only}) for only in (True, False))
     more = 0
     for step, (chosen, other) in enumerate(zip(bounded.chosen, all_resident.chosen, strict=True)):
@@ -618,7 +623,7 @@ def test_attending_to_what_is_selected_bounds_what_is_attended_by_the_budget():
 
 
 @pytest.mark.parametrize(("tokens", "slots"), [(0, 0), (3 * T, 0), (4 * T, 1), (5 * T, 2), (20 * T, 17)])
-def test_residents_are_as_many_as_asked_for_and_the_rest_of_the_selection_is_missed(tokens: int, slots: int):
+def test_residents_are_as_many_as_asked_for_and_the_rest_of_the_selection_is_missed(tokens: int, slots: int) -> None:
     run = long_run(recall_interval=1, resident_bonus=0.0, resident_tokens=tokens)
     for step, chosen in enumerate(run.chosen):
         for head in range(SMALL.heads):
@@ -630,7 +635,7 @@ def test_residents_are_as_many_as_asked_for_and_the_rest_of_the_selection_is_mis
         assert all(run.resident(step, 0) > run.selected(step - 1, 0) for step in opened)
 
 
-def test_what_a_request_gets_does_not_depend_on_which_others_run_beside_it():
+def test_what_a_request_gets_does_not_depend_on_which_others_run_beside_it() -> None:
     plan = [Life(0, 9 * T + 20, 2, 30), Life(1, 5 * T + 1, 0, 7), Life(2, 12 * T - 2, 9, 10), Life(1, 9 * T, 9, 30)]
     config = HybridConfig(budget_tokens=6 * T).with_section(ScoutOptions(recall_interval=3, resident_bonus=0.0))
 
@@ -655,7 +660,7 @@ def test_what_a_request_gets_does_not_depend_on_which_others_run_beside_it():
         torch.testing.assert_close(out, other_out, **CLOSE[torch.float32])
 
 
-def test_heads_that_share_a_selection_choose_the_same_blocks_and_heads_that_do_not_choose_others():
+def test_heads_that_share_a_selection_choose_the_same_blocks_and_heads_that_do_not_choose_others() -> None:
     together, alone = (long_run(recall_interval=2, rules={"per_layer": shared}) for shared in (True, False))
     for chosen in together.chosen:
         assert torch.equal(chosen.near[0, 0], chosen.near[0, 1])
@@ -664,7 +669,7 @@ def test_heads_that_share_a_selection_choose_the_same_blocks_and_heads_that_do_n
 
 
 @pytest.mark.parametrize("computed_here", [True, False])
-def test_the_first_resident_blocks_are_the_best_for_the_last_token_of_the_prompt(computed_here: bool):
+def test_the_first_resident_blocks_are_the_best_for_the_last_token_of_the_prompt(computed_here: bool) -> None:
     # of a prompt that was computed elsewhere there is no query: the first one that is decoded has to do
     config = scouting_by(recall_interval=0, resident_bonus=0.0)
     decoding = Decoding([Life(2, 20 * T, 0, 1)], SMALL, seed=7)
@@ -705,7 +710,7 @@ def begun(**settings: object) -> tuple[Requests, Watched]:
     return requests, policy
 
 
-def test_an_announcement_is_not_used_in_a_later_step():
+def test_an_announcement_is_not_used_in_a_later_step() -> None:
     requests, policy = begun(recall_interval=0)
     batch, query, guess = requests.decode_batch(), requests.last_queries(), torch.full((1, 4, 8), 9.0)
     policy.begin_step(batch)
@@ -716,7 +721,7 @@ def test_an_announcement_is_not_used_in_a_later_step():
     assert torch.equal(policy.misses.query, query)
 
 
-def test_an_announcement_is_for_one_layer():
+def test_an_announcement_is_for_one_layer() -> None:
     requests, policy = begun(recall_interval=0)
     other = LayerCache(requests.cache.keys, requests.cache.values, requests.cache.digests, layer=1)
     batch, query, guess = requests.decode_batch(), requests.last_queries(), torch.full((1, 4, 8), 9.0)
@@ -730,7 +735,7 @@ def test_an_announcement_is_for_one_layer():
     assert len(policy.misses.steps) == posted, "what was announced is on its way already"
 
 
-def test_layers_have_resident_blocks_of_their_own():
+def test_layers_have_resident_blocks_of_their_own() -> None:
     requests, policy = begun(recall_interval=1)
     other = LayerCache(requests.cache.keys, requests.cache.values, requests.cache.digests, layer=1)
     policy.reset_rows([0])
@@ -744,7 +749,7 @@ def test_layers_have_resident_blocks_of_their_own():
         policy.begin_step(batch)
 
 
-def test_misses_are_posted_with_their_pages_and_the_step_they_belong_to():
+def test_misses_are_posted_with_their_pages_and_the_step_they_belong_to() -> None:
     requests, policy = begun(recall_interval=0)
     batch = dataclasses.replace(requests.decode_batch(), step=41)
     policy.begin_step(batch)
@@ -759,7 +764,7 @@ def test_misses_are_posted_with_their_pages_and_the_step_they_belong_to():
         assert blocks.fill[0, head, : len(positions)].tolist() == [T] * len(positions)
 
 
-def test_the_ratio_is_misses_over_budget_of_all_rows_and_heads():
+def test_the_ratio_is_misses_over_budget_of_all_rows_and_heads() -> None:
     requests, policy = begun(recall_interval=0)
     policy.ratios.clear()
     chosen = decode_one(requests, policy, requests.last_queries())
@@ -768,7 +773,7 @@ def test_the_ratio_is_misses_over_budget_of_all_rows_and_heads():
     assert policy.ratios == [(0, missed / (6 * SMALL.heads))]
 
 
-def test_a_row_number_that_is_reused_starts_with_blocks_of_its_own():
+def test_a_row_number_that_is_reused_starts_with_blocks_of_its_own() -> None:
     # the second request is shorter: blocks of the first would lie beyond its end
     plan = [Life(0, 20 * T, 0, 3), Life(0, 7 * T, 3, 3)]
     decoding = Decoding(plan, SMALL, seed=11)
@@ -785,7 +790,7 @@ def test_a_row_number_that_is_reused_starts_with_blocks_of_its_own():
     assert seen == [20] * 3 + [7] * 3
 
 
-def test_settings_that_change_start_the_rows_anew_from_their_prompts():
+def test_settings_that_change_start_the_rows_anew_from_their_prompts() -> None:
     requests = Requests([12 * T + 1], SMALL, seed=3)
     few = HybridConfig(budget_tokens=5 * T, recent_blocks=1)
     few = few.with_section(ScoutOptions(resident_bonus=0.0, recall_interval=0))
@@ -837,7 +842,7 @@ def causal(requests: Requests, row: int) -> torch.Tensor:
 @given(lengths=SHORT_LENGTHS, shape=SHAPES, seed=SEEDS, data=st.data())
 def test_prefill_in_chunks_is_causal_softmax_over_the_whole_row(
     lengths: list[int], shape: Shape, seed: int, data: st.DataObject
-):
+) -> None:
     requests, attention = Requests(lengths, shape, seed), TorchAttention(HybridConfig(), len(lengths), layers=1)
     left = [data.draw(chunks(length)) for length in lengths]
     outputs: list[list[torch.Tensor]] = [[] for _ in lengths]
@@ -857,7 +862,7 @@ def test_prefill_in_chunks_is_causal_softmax_over_the_whole_row(
 @given(prompts=SHORT_LENGTHS, shape=SHAPES, seed=SEEDS, steps=st.integers(1, 5))
 def test_prefill_and_then_decode_is_causal_softmax_over_the_whole_row(
     policy: str, prompts: list[int], shape: Shape, seed: int, steps: int
-):
+) -> None:
     requests = Requests([n + steps for n in prompts], shape, seed)
     attention = TorchAttention(HybridConfig(policy=policy, budget_tokens=4 * T), len(prompts), layers=1)
     rows = list(range(len(prompts)))
@@ -879,7 +884,7 @@ def test_prefill_and_then_decode_is_causal_softmax_over_the_whole_row(
 # Policy scoutattention
 
 
-def test_scoutattention_shares_a_selection_attends_to_it_alone_and_corrects_nothing():
+def test_scoutattention_shares_a_selection_attends_to_it_alone_and_corrects_nothing() -> None:
     config = HybridConfig(policy="scoutattention", budget_tokens=6 * T, sink_blocks=1, recent_blocks=1)
     config = config.with_section(ScoutAttentionOptions(recall_interval=4))
     decoding, misses = Decoding([Life(0, 9 * T + 20, 0, 40)], SMALL, seed=5), RecordedMisses()
@@ -905,7 +910,7 @@ def test_scoutattention_shares_a_selection_attends_to_it_alone_and_corrects_noth
     assert missed > 0
 
 
-def test_scoutattention_predicts_by_raw_projections_unless_it_is_told_otherwise():
+def test_scoutattention_predicts_by_raw_projections_unless_it_is_told_otherwise() -> None:
     paper = HybridConfig(policy="scoutattention")
     assert prediction_of(paper, has_profile=False) == prediction_of(paper, has_profile=True) == "raw"
     assert prediction_of(HybridConfig(policy="scoutattention", prediction="none"), has_profile=False) == "none"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Literal
 
 import pytest
 import torch
-from attention_oracle import seeded
+from attention_oracle import Tolerance, seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from sglang_hybrid.policies.scout.calibration import FullCorrection, LayerFit, c
 from sglang_hybrid.policies.scout.predictor import Correction, QueryPredictor, QueryWeights
 
 SEEDS = st.integers(0, 2**32 - 1)
-CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+CLOSE: Tolerance = {"rtol": 1e-4, "atol": 2e-5}
 HIDDEN, HEADS, HEAD_DIM, POSITIONS = 24, 3, 8, 40
 WIDTH = HEADS * HEAD_DIM
 
@@ -92,8 +93,8 @@ def query_by_definition(
 @settings(max_examples=3)
 @given(seed=SEEDS, tokens=st.integers(1, 5))
 def test_a_predicted_query_is_the_formula(
-    rank: str | int | None, neox: bool, rotary_dim: int, head_norm: bool, bias: bool, seed: int, tokens: int
-):
+    rank: Literal["raw"] | int | None, neox: bool, rotary_dim: int, head_norm: bool, bias: bool, seed: int, tokens: int
+) -> None:
     random = seeded(seed)
     weights = some_weights(random, bias=bias, head_norm=head_norm, rotary_dim=rotary_dim, neox=neox)
     correction = None if rank == "raw" else some_correction(random, rank)
@@ -106,7 +107,7 @@ def test_a_predicted_query_is_the_formula(
 
 
 @given(SEEDS, st.booleans())
-def test_a_full_correction_that_is_merged_into_the_projection_equals_one_that_is_not(seed: int, bias: bool):
+def test_a_full_correction_that_is_merged_into_the_projection_equals_one_that_is_not(seed: int, bias: bool) -> None:
     random = seeded(seed)
     weights = some_weights(random, bias=bias)
     full = some_correction(random, None)
@@ -118,7 +119,7 @@ def test_a_full_correction_that_is_merged_into_the_projection_equals_one_that_is
     )
 
 
-def test_merging_leaves_the_models_weights_alone():
+def test_merging_leaves_the_models_weights_alone() -> None:
     random = seeded(1)
     weights = some_weights(random)
     before = {name: value.clone() for name, value in vars(weights).items() if isinstance(value, torch.Tensor)}
@@ -128,7 +129,7 @@ def test_merging_leaves_the_models_weights_alone():
         assert torch.equal(getattr(weights, name), value)
 
 
-def test_the_size_of_the_input_does_not_matter_beyond_the_norms_epsilon():
+def test_the_size_of_the_input_does_not_matter_beyond_the_norms_epsilon() -> None:
     random = seeded(2)
     weights = dataclasses.replace(some_weights(random), norm_eps=0.0)
     inputs, positions = torch.randn(3, HIDDEN, generator=random), torch.tensor([0, 1, 2])
@@ -140,11 +141,13 @@ def test_the_size_of_the_input_does_not_matter_beyond_the_norms_epsilon():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rank", ["raw", 4, None])
 def test_a_query_has_the_models_dtype_and_is_the_formula_within_its_rounding(
-    dtype: torch.dtype, rank: str | int | None
-):
+    dtype: torch.dtype, rank: Literal["raw"] | int | None
+) -> None:
     random = seeded(3)
     plain = some_weights(random, head_norm=True)
-    halved = {name: value.to(dtype) for name, value in vars(plain).items() if isinstance(value, torch.Tensor)}
+    halved: dict[str, Any] = {
+        name: value.to(dtype) for name, value in vars(plain).items() if isinstance(value, torch.Tensor)
+    }
     weights = dataclasses.replace(plain, **halved | {"rotary": plain.rotary})
     correction = None if rank == "raw" else some_correction(random, rank).to("cpu", dtype)
     inputs = torch.randn(3, HIDDEN, generator=random).to(dtype)
@@ -155,7 +158,7 @@ def test_a_query_has_the_models_dtype_and_is_the_formula_within_its_rounding(
 
 
 @pytest.mark.parametrize("rank", [3, None])
-def test_a_correction_moves_as_a_whole(rank: int | None):
+def test_a_correction_moves_as_a_whole(rank: int | None) -> None:
     correction = some_correction(seeded(4), rank)
     moved = correction.to("cpu", torch.float16)
     for before, after in zip(vars(correction).values(), vars(moved).values(), strict=True):
@@ -217,7 +220,7 @@ def known_linear_text(seed: int, tokens: int = 400) -> tuple[Text, torch.Tensor]
 
 @given(SEEDS)
 @settings(max_examples=20)
-def test_a_fit_recovers_a_known_linear_map(seed: int):
+def test_a_fit_recovers_a_known_linear_map(seed: int) -> None:
     text, matrix = known_linear_text(seed)
     found = text.fit().solve(penalty=1e-9)
     torch.testing.assert_close(found.matrix, matrix, rtol=1e-3, atol=1e-3)
@@ -227,7 +230,7 @@ def test_a_fit_recovers_a_known_linear_map(seed: int):
 
 @given(SEEDS, st.sampled_from([1e-3, 1e-1, 10.0]))
 @settings(max_examples=20)
-def test_a_fit_is_ridge_regression_of_the_raw_error(seed: int, penalty: float):
+def test_a_fit_is_ridge_regression_of_the_raw_error(seed: int, penalty: float) -> None:
     text = some_text(seed)
     found = text.fit().solve(penalty)
     # by gradient: at the minimum of |error|^2 + lambda |matrix|^2 nothing pulls in any direction
@@ -239,7 +242,7 @@ def test_a_fit_is_ridge_regression_of_the_raw_error(seed: int, penalty: float):
     assert float(left.sum(dim=0).abs().max() / text.wrong().abs().sum(dim=0).max()) < 1e-4, "constants are free"
 
 
-def test_sums_over_pieces_of_a_text_fit_as_the_whole_does():
+def test_sums_over_pieces_of_a_text_fit_as_the_whole_does() -> None:
     text = some_text(seed=6)
     whole, pieces = text.fit(), text.fit(pieces=7)
     assert whole.tokens == pieces.tokens == 400
@@ -248,14 +251,14 @@ def test_sums_over_pieces_of_a_text_fit_as_the_whole_does():
     torch.testing.assert_close(a.inputs, b.inputs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_huge_penalty_leaves_the_raw_prediction_and_a_constant():
+def test_a_huge_penalty_leaves_the_raw_prediction_and_a_constant() -> None:
     text = some_text(seed=7)
     found = text.fit().solve(penalty=1e9)
     assert float(found.matrix.abs().max()) < 1e-6
     torch.testing.assert_close(found.bias.double(), text.wrong().mean(dim=0), rtol=1e-3, atol=1e-4)
 
 
-def test_a_larger_penalty_shrinks_the_correction_and_fits_its_own_text_less():
+def test_a_larger_penalty_shrinks_the_correction_and_fits_its_own_text_less() -> None:
     text = some_text(seed=8)
     found = [text.fit().solve(penalty) for penalty in (1e-4, 1e-2, 1.0, 100.0)]
     sizes = [float(one.matrix.norm()) for one in found]
@@ -267,7 +270,7 @@ def test_a_larger_penalty_shrinks_the_correction_and_fits_its_own_text_less():
 
 @given(SEEDS)
 @settings(max_examples=20)
-def test_full_rank_is_the_full_correction(seed: int):
+def test_full_rank_is_the_full_correction(seed: int) -> None:
     text = some_text(seed)
     found = text.fit().solve(1e-3)
     thin, full = found.low_rank(min(WIDTH, HIDDEN)), found.full()
@@ -283,7 +286,7 @@ def mean_square_on(inputs: torch.Tensor, matrix: torch.Tensor) -> float:
 
 @given(SEEDS, st.integers(1, 12))
 @settings(max_examples=40)
-def test_a_low_rank_is_the_best_of_its_rank_on_the_inputs(seed: int, rank: int):
+def test_a_low_rank_is_the_best_of_its_rank_on_the_inputs(seed: int, rank: int) -> None:
     found = some_text(seed).fit().solve(1e-3)
     thin = found.low_rank(rank)
     assert thin.right is not None
@@ -301,7 +304,7 @@ def test_a_low_rank_is_the_best_of_its_rank_on_the_inputs(seed: int, rank: int):
     assert lost <= mean_square_on(found.inputs, found.matrix - of_matrix) * (1 + 1e-4)
 
 
-def test_more_rank_loses_less():
+def test_more_rank_loses_less() -> None:
     text = some_text(seed=9)
     found = text.fit().solve(1e-3)
     lefts = [text.left(found.low_rank(rank)) for rank in (1, 2, 4, 8, 16, 24)]
@@ -309,7 +312,7 @@ def test_more_rank_loses_less():
     assert lefts[-1] == pytest.approx(text.left(found.full()), rel=1e-3)
 
 
-def test_a_correction_of_nothing_has_rank_enough_at_one():
+def test_a_correction_of_nothing_has_rank_enough_at_one() -> None:
     nothing = FullCorrection(torch.zeros(WIDTH, HIDDEN), torch.zeros(WIDTH), torch.eye(HIDDEN, dtype=torch.float64))
     thin = nothing.low_rank(1)
     assert thin.right is not None
@@ -320,7 +323,7 @@ def test_a_correction_of_nothing_has_rank_enough_at_one():
 
 
 @given(SEEDS, st.integers(1, 6))
-def test_cosines_are_those_of_every_head_of_every_token(seed: int, tokens: int):
+def test_cosines_are_those_of_every_head_of_every_token(seed: int, tokens: int) -> None:
     random = seeded(seed)
     real, predicted = (torch.randn(tokens, WIDTH, generator=random) for _ in range(2))
     found = cosines(real, predicted, HEAD_DIM)
@@ -332,7 +335,7 @@ def test_cosines_are_those_of_every_head_of_every_token(seed: int, tokens: int):
             assert float(found[token, head]) == pytest.approx(float(a @ b / (a.norm() * b.norm())), abs=1e-5)
 
 
-def test_cosines_of_equal_opposite_and_rotated_queries():
+def test_cosines_of_equal_opposite_and_rotated_queries() -> None:
     random = seeded(10)
     weights = some_weights(random)
     real, other = (torch.randn(2, WIDTH, generator=random) for _ in range(2))
@@ -340,5 +343,5 @@ def test_cosines_of_equal_opposite_and_rotated_queries():
     torch.testing.assert_close(cosines(real, 3 * real, HEAD_DIM), ones)
     torch.testing.assert_close(cosines(real, -real, HEAD_DIM), -ones)
     predictor, positions = QueryPredictor(weights), torch.tensor([3, 30])
-    turned = [predictor.finish(x, positions).flatten(1) for x in (real, other)]
-    torch.testing.assert_close(cosines(*turned, HEAD_DIM), cosines(real, other, HEAD_DIM), **CLOSE)
+    turned, other_turned = (predictor.finish(x, positions).flatten(1) for x in (real, other))
+    torch.testing.assert_close(cosines(turned, other_turned, HEAD_DIM), cosines(real, other, HEAD_DIM), **CLOSE)

@@ -8,7 +8,7 @@ import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -87,7 +87,7 @@ def refusal(path: Path) -> str:
 # Saving and loading
 
 
-def test_a_profile_comes_back_as_it_was_saved(path: Path):
+def test_a_profile_comes_back_as_it_was_saved(path: Path) -> None:
     saved = some_profile()
     saved.save(path)
     loaded = load_profile(path)
@@ -104,23 +104,25 @@ def test_a_profile_comes_back_as_it_was_saved(path: Path):
                 assert torch.equal(before, after)
 
 
-def test_a_profile_without_corrections_is_a_profile(path: Path):
+def test_a_profile_without_corrections_is_a_profile(path: Path) -> None:
     Profile(FACTS, {}).save(path)
     assert load_profile(path).corrections == {}
 
 
-def test_saving_makes_the_directory_and_leaves_nothing_else_in_it(tmp_path: Path):
+def test_saving_makes_the_directory_and_leaves_nothing_else_in_it(tmp_path: Path) -> None:
     path = tmp_path / "configs" / "profiles" / "model.safetensors"
     some_profile().save(path)
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_a_mean_curve_is_over_layers():
+def test_a_mean_curve_is_over_layers() -> None:
     assert FACTS.curves[0].mean() == pytest.approx([0.1, 0.2])
 
 
 @pytest.mark.parametrize("fails", ["writing", "renaming"])
-def test_an_interrupted_save_leaves_the_profile_that_was_there(path: Path, monkeypatch: pytest.MonkeyPatch, fails: str):
+def test_an_interrupted_save_leaves_the_profile_that_was_there(
+    path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
     some_profile().save(path)
     before = path.read_bytes()
 
@@ -142,7 +144,7 @@ def test_an_interrupted_save_leaves_the_profile_that_was_there(path: Path, monke
     assert load_profile(path).facts == FACTS
 
 
-def test_saving_over_a_profile_replaces_it(path: Path):
+def test_saving_over_a_profile_replaces_it(path: Path) -> None:
     some_profile().save(path)
     Profile(msgspec.structs.replace(FACTS, beta=0.5), {}).save(path)
     assert load_profile(path).facts.beta == 0.5
@@ -152,7 +154,7 @@ def test_saving_over_a_profile_replaces_it(path: Path):
 # Fitting the model that is served
 
 
-def test_the_model_that_it_was_made_of_is_accepted():
+def test_the_model_that_it_was_made_of_is_accepted() -> None:
     some_profile().check(MODEL, 32, 2048)
 
 
@@ -171,7 +173,7 @@ def test_the_model_that_it_was_made_of_is_accepted():
         ("weights", [0.25], "norms have 4 sampled gains, served 1"),
     ],
 )
-def test_another_model_is_refused_with_both_values(field: str, value: Any, shown: str):
+def test_another_model_is_refused_with_both_values(field: str, value: Any, shown: str) -> None:
     served = msgspec.structs.replace(MODEL, **{field: value})
     with pytest.raises(ProfileError) as caught:
         some_profile().check(served, 32, 2048)
@@ -180,14 +182,14 @@ def test_another_model_is_refused_with_both_values(field: str, value: Any, shown
     assert ";" not in str(caught.value), "nothing else differs"
 
 
-def test_another_block_size_and_another_budget_are_refused_with_both_values():
+def test_another_block_size_and_another_budget_are_refused_with_both_values() -> None:
     with pytest.raises(ProfileError, match=r"block_tokens: profile 32, served 16$"):
         some_profile().check(MODEL, 16, 2048)
     with pytest.raises(ProfileError, match=r"budget_tokens: profile 2048, served 1024$"):
         some_profile().check(MODEL, 32, 1024)
 
 
-def test_all_that_does_not_fit_is_said_at_once():
+def test_all_that_does_not_fit_is_said_at_once() -> None:
     served = msgspec.structs.replace(MODEL, layers=4, hidden=24)
     with pytest.raises(ProfileError) as caught:
         some_profile().check(served, 16, 1024)
@@ -196,7 +198,7 @@ def test_all_that_does_not_fit_is_said_at_once():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_same_weights_in_another_dtype_are_the_same_model(dtype: torch.dtype):
+def test_the_same_weights_in_another_dtype_are_the_same_model(dtype: torch.dtype) -> None:
     rounded = torch.tensor(MODEL.weights).to(dtype).tolist()
     some_profile().check(msgspec.structs.replace(MODEL, weights=rounded), 32, 2048)
 
@@ -204,27 +206,27 @@ def test_the_same_weights_in_another_dtype_are_the_same_model(dtype: torch.dtype
 # Files that are not profiles
 
 
-def test_a_missing_file_is_named_with_what_makes_one(path: Path):
+def test_a_missing_file_is_named_with_what_makes_one(path: Path) -> None:
     assert refusal(path) == "there is no such file; sglang-hybrid profile makes one"
 
 
-def test_a_directory_is_no_file(tmp_path: Path):
+def test_a_directory_is_no_file(tmp_path: Path) -> None:
     assert "there is no such file" in refusal(tmp_path)
 
 
-def test_the_safetensors_file_of_a_model_is_not_a_profile(path: Path):
+def test_the_safetensors_file_of_a_model_is_not_a_profile(path: Path) -> None:
     for metadata in (None, {"format": "pt"}):
         save_file({"weight": torch.zeros(2)}, path, metadata=metadata)
         assert refusal(path) == "not a profile: a safetensors file without our metadata"
 
 
 @pytest.mark.parametrize("content", [b"", b"beta: 0.12\n", b"\x00" * 64, b"\xff" * 64, b"PK\x03\x04 some archive"])
-def test_other_files_cannot_be_read(path: Path, content: bytes):
+def test_other_files_cannot_be_read(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     assert refusal(path).startswith("cannot be read: ")
 
 
-def test_a_file_without_permission_cannot_be_read(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_without_permission_cannot_be_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some_profile().save(path)
 
     def refused(*_: object, **__: object) -> None:
@@ -244,8 +246,12 @@ def save_raw(
 
 
 @pytest.mark.parametrize("version", [0, VERSION + 1, 99])
-def test_another_version_is_refused_with_both_even_if_nothing_else_can_be_read(path: Path, version: int):
-    save_raw(path, lambda facts: (facts.clear(), facts.update(version=version, other="things")))
+def test_another_version_is_refused_with_both_even_if_nothing_else_can_be_read(path: Path, version: int) -> None:
+    def replace_everything(facts: dict[str, Any]) -> None:
+        facts.clear()
+        facts.update(version=version, other="things")
+
+    save_raw(path, replace_everything)
     assert refusal(path) == f"has format version {version}, this release reads {VERSION}; make it anew"
 
 
@@ -260,13 +266,15 @@ def test_another_version_is_refused_with_both_even_if_nothing_else_can_be_read(p
         (lambda facts: facts.update(intervals=[1.5, 2, 3]), "intervals"),
     ],
 )
-def test_facts_of_another_form_cannot_be_read_and_name_the_field(path: Path, change: Callable, named: str):
+def test_facts_of_another_form_cannot_be_read_and_name_the_field(
+    path: Path, change: Callable[[dict[str, Any]], object], named: str
+) -> None:
     save_raw(path, change)
     assert refusal(path).startswith("cannot be read: ")
     assert named in refusal(path)
 
 
-def test_metadata_that_is_not_json_cannot_be_read(path: Path):
+def test_metadata_that_is_not_json_cannot_be_read(path: Path) -> None:
     save_file({}, path, metadata={KEY: "{'version': 1}"})
     assert refusal(path).startswith("cannot be read: ")
 
@@ -274,12 +282,12 @@ def test_metadata_that_is_not_json_cannot_be_read(path: Path):
 @pytest.mark.parametrize(
     "name", ["intervals", "bonus", "miss_shares", "ranks", "cosine_raw", "cosine_calibrated", "block_change"]
 )
-def test_a_list_that_is_not_one_value_per_layer_is_damage(path: Path, name: str):
+def test_a_list_that_is_not_one_value_per_layer_is_damage(path: Path, name: str) -> None:
     save_raw(path, lambda facts: facts[name].pop())
     assert refusal(path) == f"damaged: {name} must have one value for each of 3 layers"
 
 
-def test_a_profile_that_is_older_than_its_least_shares_has_none(path: Path):
+def test_a_profile_that_is_older_than_its_least_shares_has_none(path: Path) -> None:
     save_raw(path, lambda facts: facts.pop("miss_shares"))
     assert load_profile(path).miss_shares == ()
 
@@ -307,7 +315,9 @@ LEFT, RIGHT, BIAS = (WIDTH, 3), (3, HIDDEN), (WIDTH,)
     ],
     ids=str,
 )
-def test_matrices_that_do_not_fit_the_model_are_damage_of_their_layer(path: Path, shapes: dict[str, tuple[int, ...]]):
+def test_matrices_that_do_not_fit_the_model_are_damage_of_their_layer(
+    path: Path, shapes: dict[str, tuple[int, ...]]
+) -> None:
     save_raw(path, lambda _: None, {f"layers.2.{name}": torch.zeros(shape) for name, shape in shapes.items()})
     assert refusal(path).startswith("damaged: the matrices of layer 2 do not fit ")
 
@@ -316,7 +326,7 @@ def test_matrices_that_do_not_fit_the_model_are_damage_of_their_layer(path: Path
 @given(seed=st.integers(0, 2**32 - 1), kind=st.sampled_from(["cut", "flip", "noise"]))
 def test_any_damage_is_either_harmless_or_refused_by_name(
     seed: int, kind: str, tmp_path_factory: pytest.TempPathFactory
-):
+) -> None:
     choice = random.Random(seed)
     path = tmp_path_factory.getbasetemp() / "damaged.safetensors"
     some_profile().save(path)
@@ -342,13 +352,15 @@ def test_any_damage_is_either_harmless_or_refused_by_name(
 
 
 class Bomb:
-    def __reduce__(self) -> tuple[Callable, tuple[str]]:
-        return (Path.touch, (Bomb.marker,))  # type: ignore[attr-defined]
+    marker: ClassVar[Path]
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
+        return (Path.touch, (Bomb.marker,))
 
 
-def test_nothing_in_a_profile_is_executed(path: Path, tmp_path: Path):
+def test_nothing_in_a_profile_is_executed(path: Path, tmp_path: Path) -> None:
     marker = tmp_path / "was-run"
-    Bomb.marker = marker  # type: ignore[attr-defined]
+    Bomb.marker = marker
     for content in (pickle.dumps(Bomb()), pickle.dumps({"state": Bomb()}, protocol=2)):
         path.write_bytes(content)
         assert refusal(path).startswith("cannot be read: ")

@@ -29,7 +29,7 @@ def observe(schedule: RecallSchedule, ratio: float, steps: int) -> None:
 
 
 @given(INTERVALS)
-def test_a_layer_recalls_once_per_interval_and_never_if_it_is_zero(intervals: list[int]):
+def test_a_layer_recalls_once_per_interval_and_never_if_it_is_zero(intervals: list[int]) -> None:
     schedule = RecallSchedule(intervals, BETA, adapt=False)
     for layer, interval in enumerate(intervals):
         steps = due(schedule, layer, 70)
@@ -41,7 +41,7 @@ def test_a_layer_recalls_once_per_interval_and_never_if_it_is_zero(intervals: li
 
 
 @given(st.integers(1, 16), st.integers(1, 40))
-def test_layers_with_the_same_interval_spread_evenly_over_its_steps(interval: int, layers: int):
+def test_layers_with_the_same_interval_spread_evenly_over_its_steps(interval: int, layers: int) -> None:
     schedule = RecallSchedule([interval] * layers, BETA, adapt=False)
     of_layers = [due(schedule, layer, 3 * interval) for layer in range(layers)]
     sizes = [sum(step in steps for steps in of_layers) for step in range(1, 3 * interval + 1)]
@@ -49,12 +49,12 @@ def test_layers_with_the_same_interval_spread_evenly_over_its_steps(interval: in
     assert sum(sizes) == 3 * layers
 
 
-def test_the_first_layer_recalls_when_its_first_interval_is_over():
+def test_the_first_layer_recalls_when_its_first_interval_is_over() -> None:
     assert due(RecallSchedule([4], BETA, adapt=False), 0, 12) == [4, 8, 12]
     assert due(RecallSchedule([1], BETA, adapt=False), 0, 3) == [1, 2, 3]
 
 
-def test_rows_are_told_apart():
+def test_rows_are_told_apart() -> None:
     answer = RecallSchedule([4, 4], BETA, adapt=False).due(1, torch.tensor([7, 1, 8, 3]))
     assert answer.dtype == torch.bool
     assert answer.tolist() == [True, False, False, True]
@@ -64,7 +64,7 @@ def test_rows_are_told_apart():
 
 
 @given(INTERVALS, st.lists(RATIOS, max_size=200))
-def test_without_adaptation_no_ratio_changes_an_interval(intervals: list[int], ratios: list[float]):
+def test_without_adaptation_no_ratio_changes_an_interval(intervals: list[int], ratios: list[float]) -> None:
     schedule = RecallSchedule(intervals, BETA, adapt=False)
     assert not schedule.adapts
     for ratio in ratios:
@@ -73,7 +73,7 @@ def test_without_adaptation_no_ratio_changes_an_interval(intervals: list[int], r
 
 
 @given(st.lists(st.integers(1, LONGEST), min_size=1, max_size=4), st.lists(RATIOS, max_size=20), st.floats(0.01, 1))
-def test_intervals_stay_between_one_and_the_longest(intervals: list[int], ratios: list[float], beta: float):
+def test_intervals_stay_between_one_and_the_longest(intervals: list[int], ratios: list[float], beta: float) -> None:
     schedule = RecallSchedule(intervals, beta, adapt=True)
     for ratio in ratios:
         for _ in range(100):
@@ -83,7 +83,7 @@ def test_intervals_stay_between_one_and_the_longest(intervals: list[int], ratios
 
 @settings(max_examples=30)
 @given(st.integers(1, LONGEST), st.floats(1.01, 8))
-def test_a_ratio_above_beta_shortens_the_interval_down_to_every_step(interval: int, times: float):
+def test_a_ratio_above_beta_shortens_the_interval_down_to_every_step(interval: int, times: float) -> None:
     schedule = RecallSchedule([interval], BETA, adapt=True)
     seen = [interval]
     for _ in range(100):
@@ -95,7 +95,7 @@ def test_a_ratio_above_beta_shortens_the_interval_down_to_every_step(interval: i
 
 @settings(max_examples=30)
 @given(st.integers(1, LONGEST), st.floats(0, 0.49))
-def test_a_ratio_far_below_beta_lengthens_the_interval_up_to_the_longest(interval: int, times: float):
+def test_a_ratio_far_below_beta_lengthens_the_interval_up_to_the_longest(interval: int, times: float) -> None:
     schedule = RecallSchedule([interval], BETA, adapt=True)
     seen = [interval]
     for _ in range(120):
@@ -107,14 +107,14 @@ def test_a_ratio_far_below_beta_lengthens_the_interval_up_to_the_longest(interva
 
 @settings(max_examples=30)
 @given(st.integers(1, LONGEST), st.floats(0.51, 0.99))
-def test_a_ratio_in_the_band_leaves_the_interval_alone(interval: int, times: float):
+def test_a_ratio_in_the_band_leaves_the_interval_alone(interval: int, times: float) -> None:
     schedule = RecallSchedule([interval], BETA, adapt=True)
     observe(schedule, times * BETA, 1200)
     assert schedule.intervals == [interval]
 
 
 @pytest.mark.parametrize(("interval", "steps"), [(1, 32), (8, 32), (16, 32), (20, 40), (100, 200)])
-def test_an_interval_is_judged_after_a_while_and_after_at_least_two_recalls(interval: int, steps: int):
+def test_an_interval_is_judged_after_a_while_and_after_at_least_two_recalls(interval: int, steps: int) -> None:
     schedule = RecallSchedule([interval], BETA, adapt=True)
     observe(schedule, 0.0, steps - 1)
     assert schedule.intervals == [interval]
@@ -122,7 +122,7 @@ def test_an_interval_is_judged_after_a_while_and_after_at_least_two_recalls(inte
     assert schedule.intervals[0] > interval
 
 
-def test_what_is_held_against_beta_is_the_mean_and_what_was_judged_is_forgotten():
+def test_what_is_held_against_beta_is_the_mean_and_what_was_judged_is_forgotten() -> None:
     schedule = RecallSchedule([4], BETA, adapt=True)
     for _ in range(8):
         for ratio in (0.0, 0.1, 0.11, 0.35):  # 0.14 in the mean; most of them are below beta
@@ -132,7 +132,7 @@ def test_what_is_held_against_beta_is_the_mean_and_what_was_judged_is_forgotten(
     assert schedule.intervals == [2]
 
 
-def test_layers_are_controlled_one_by_one_and_one_that_never_recalls_stays_so():
+def test_layers_are_controlled_one_by_one_and_one_that_never_recalls_stays_so() -> None:
     schedule = RecallSchedule([4, 4, 0], BETA, adapt=True)
     for _ in range(200):
         for layer, ratio in enumerate((1.0, 0.0, 1.0)):
@@ -142,7 +142,7 @@ def test_layers_are_controlled_one_by_one_and_one_that_never_recalls_stays_so():
     assert schedule.intervals[2] == 0
 
 
-def test_layers_that_all_never_recall_need_no_ratios():
+def test_layers_that_all_never_recall_need_no_ratios() -> None:
     assert not RecallSchedule([0, 0], BETA, adapt=True).adapts
 
 
@@ -156,10 +156,10 @@ def scouting(**options: object) -> HybridConfig:
 class SomeProfile:
     bonus = (0.5, 2.0)
     intervals = (3, 16)
-    miss_shares = (0.004, 0.0005)
+    miss_shares: tuple[float, ...] = (0.004, 0.0005)
 
 
-def test_without_a_profile_there_are_defaults():
+def test_without_a_profile_there_are_defaults() -> None:
     tuning = tuning_of(HybridConfig(), layers=2)
     assert tuning.bonus == (DEFAULT_BONUS,) * 2
     assert tuning.intervals == (DEFAULT_INTERVAL,) * 2
@@ -167,14 +167,14 @@ def test_without_a_profile_there_are_defaults():
     assert (tuning.miss_shares, tuning.any_block) == ((DEFAULT_MISS_SHARE,) * 2, (False, False))
 
 
-def test_a_profile_tunes_each_layer():
+def test_a_profile_tunes_each_layer() -> None:
     tuning = tuning_of(scouting(target_cpu_ratio=0.2), 2, SomeProfile())
     assert (tuning.bonus, tuning.intervals) == ((0.5, 2.0), (3, 16))
     assert (tuning.beta, tuning.adapt) == (0.2, True)
     assert (tuning.miss_shares, tuning.any_block) == ((0.004, 0.0005), (True, True))
 
 
-def test_a_layer_that_recalls_at_every_step_misses_nothing_beyond_its_selection():
+def test_a_layer_that_recalls_at_every_step_misses_nothing_beyond_its_selection() -> None:
     class Often(SomeProfile):
         intervals = (1, 16)
 
@@ -182,12 +182,12 @@ def test_a_layer_that_recalls_at_every_step_misses_nothing_beyond_its_selection(
     assert tuning_of(scouting(recall_interval=8), 2, Often()).any_block == (True, True)
 
 
-def test_what_is_selected_bounds_the_misses_where_it_bounds_what_is_attended():
+def test_what_is_selected_bounds_the_misses_where_it_bounds_what_is_attended() -> None:
     tuning = tuning_of(scouting(attend="selected"), 2, SomeProfile())
     assert (tuning.miss_shares, tuning.any_block) == ((0.004, 0.0005), (False, False))
 
 
-def test_a_profile_without_shares_has_the_default_ones():
+def test_a_profile_without_shares_has_the_default_ones() -> None:
     class Older(SomeProfile):
         miss_shares = ()
 
@@ -196,7 +196,7 @@ def test_a_profile_without_shares_has_the_default_ones():
 
 
 @pytest.mark.parametrize("profile", [None, SomeProfile()])
-def test_settings_win_over_a_profile_and_a_fixed_interval_is_meant_to_stay(profile: SomeProfile | None):
+def test_settings_win_over_a_profile_and_a_fixed_interval_is_meant_to_stay(profile: SomeProfile | None) -> None:
     tuning = tuning_of(scouting(resident_bonus=0, recall_interval=0), 2, profile)
     assert (tuning.bonus, tuning.intervals, tuning.adapt) == ((0.0, 0.0), (0, 0), False)
     for share in (0.0, 0.002):

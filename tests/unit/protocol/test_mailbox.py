@@ -72,7 +72,7 @@ class Behind:
 
     def check_of_request(self, sequence: int, row: int) -> int:
         """By its definition, of what is in the mailbox now; 0 where nothing was posted to the row."""
-        numbers = [self.word("posts", "Post", name, sequence % SLOTS).value for name in ("layer", "scale")]
+        numbers: list[int] = [self.word("posts", "Post", name, sequence % SLOTS).value for name in ("layer", "scale")]
         if not self.word("requests", "Request", "blocks", sequence % SLOTS * self._rows + row).value:
             return 0
         for head in range(self._heads):
@@ -305,7 +305,8 @@ def test_replies_have_the_bits_of_this_process_and_the_values_of_the_reference(
             assert collected(mailbox, replied, mailbox.post(replied, generation=seed)) == 0
             assert (replied.outcome == SERVED).all()
             assert_same_bits(replied, host.computed_here(lists, layer))
-            out, lse = reference.attend_blocks(lists.query, *host.pool[:, layer], lists.ids, lists.fill, SCALE)
+            keys, values = host.pool[:, layer]
+            out, lse = reference.attend_blocks(lists.query, keys, values, lists.ids, lists.fill, SCALE)
             torch.testing.assert_close(replied.out, out, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
             torch.testing.assert_close(replied.lse, lse, rtol=0, atol=1e-3)
 

@@ -35,7 +35,6 @@ from sglang_hybrid.protocol.mailbox import Mailbox
 from sglang_hybrid.protocol.messages import ThreadPlan
 from sglang_hybrid.protocol.region import RegionError, SharedRegion
 from sglang_hybrid.worker import connection as link_module
-from sglang_hybrid.worker import process as process_module
 from sglang_hybrid.worker import supervisor as supervisor_module
 from sglang_hybrid.worker.connection import WorkerConnection
 from sglang_hybrid.worker.miss_server import PendingAttention
@@ -281,14 +280,14 @@ def test_a_worker_that_cannot_do_what_it_is_told_is_an_error_at_start(pool: Pool
 
 
 def test_a_worker_that_cannot_even_run_is_an_error_at_start(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_module.sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(WorkerError, match=r"the CPU worker cannot be used: .*/nowhere/python"):
         Server(pool).__enter__()
     assert not our_directories()
 
 
 def test_a_worker_that_ends_at_once_is_an_error_at_start(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_module.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(WorkerError, match="the CPU worker cannot be used: the worker went away"):
         Server(pool).__enter__()
     assert not our_directories()
@@ -581,7 +580,7 @@ def test_directories_of_other_users_are_not_touched(
     temporary: Path, dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = leave(temporary, f"sglang-hybrid-{dead}-abc")
-    monkeypatch.setattr(process_module.os, "getuid", lambda: theirs.stat().st_uid + 1)
+    monkeypatch.setattr(os, "getuid", lambda: theirs.stat().st_uid + 1)
     remove_leftovers()
     assert (theirs / "control.sock").exists()
 
