@@ -69,6 +69,11 @@ def all_hooks() -> tuple[Hook, ...]:
             memory_kinds.tell_memory_kinds,
         ),
         Hook(
+            "sglang.srt.disaggregation.common.conn.CommonKVSender.__init__",
+            HookType.AFTER,
+            memory_kinds.send_without_pinned_memory,
+        ),
+        Hook(
             "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
             HookType.BEFORE,
             refusals.refuse_request,

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager
 
+from sglang_hybrid.integration import memory_kinds
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
 
 
@@ -41,3 +42,13 @@ def test_a_cache_in_host_memory_is_dram(kinds: Any, pool: bool, gpu: bool) -> No
 
 def test_a_stock_cache_on_a_gpu_stays_what_it_is(kinds: Any) -> None:
     assert kinds(pool=False, gpu=True) == ["VRAM"] * 3
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_page_numbers_are_not_sent_from_pinned_memory_where_there_is_none(
+    gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    sender = SimpleNamespace(supports_host_tensor_indices=True)  # as Mooncake's since SGLang 0.5.23
+    memory_kinds.send_without_pinned_memory(None, sender)
+    assert sender.supports_host_tensor_indices == gpu
