@@ -182,11 +182,6 @@ def test_a_layer_that_recalls_at_every_step_misses_nothing_beyond_its_selection(
     assert tuning_of(scouting(recall_interval=8), 2, Often()).any_block == (True, True)
 
 
-def test_what_is_selected_bounds_the_misses_where_it_bounds_what_is_attended() -> None:
-    tuning = tuning_of(scouting(attend="selected"), 2, SomeProfile())
-    assert (tuning.miss_shares, tuning.any_block) == ((0.004, 0.0005), (False, False))
-
-
 def test_a_profile_without_shares_has_the_default_ones() -> None:
     class Older(SomeProfile):
         miss_shares = ()
