@@ -70,9 +70,8 @@ def test_limits_of_selection_do_not_bind_a_policy_that_selects_nothing() -> None
     def unsupported(*settings: str) -> str | None:
         return unsupported_settings(load_config(None, settings))
 
-    assert unsupported("policy=full", "budget_tokens=16384", "scout.selection=layer") is None
+    assert unsupported("policy=full", "budget_tokens=16384") is None
     assert unsupported("budget_tokens=16384") == "more than 8192 tokens in the budget"
-    assert unsupported("scout.selection=layer") == "scout.selection=layer"
     assert unsupported("policy=full", "sketch_channels=16") == "sketch_channels=16"
 
 
