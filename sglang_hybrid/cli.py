@@ -33,6 +33,7 @@ COMMANDS = {
     "profile": Command("sglang_hybrid.commands.profile.main", "tune prediction, selection and recall for a model"),
     "eval": Command("sglang_hybrid.commands.eval.main", "accuracy of settings against full attention"),
     "bench": Command("sglang_hybrid.commands.bench", "run SGLang's benchmarks with this backend"),
+    "chaos": Command("sglang_hybrid.commands.checkout", "faults at random against a real server, in a checkout"),
     "config": Command("sglang_hybrid.commands.config", "every setting: its value, what auto becomes here, its source"),
     "model": Command("sglang_hybrid.commands.model.__main__", "prepare the default model and print its directory"),
     "check": Command("sglang_hybrid.commands.check", "verify that this SGLang takes all our hooks"),

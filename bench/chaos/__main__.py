@@ -46,7 +46,7 @@ _LONGEST_OF_PEERS = 1500  # tokens: stock SGLang computes all tokens before a ch
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     assert __doc__
     parser = argparse.ArgumentParser(
-        prog="python -m bench.chaos",
+        prog="sglang-hybrid chaos",
         description=__doc__.partition("\n\n")[2], epilog="Needs Linux and two free cores.",
     )  # fmt: skip
     add = parser.add_argument

@@ -111,7 +111,7 @@ def _pool_bytes(parser: argparse.ArgumentParser, text: str, quick: bool) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.worker",
+        prog="sglang-hybrid bench worker",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

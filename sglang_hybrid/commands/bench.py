@@ -1,10 +1,12 @@
-"""``sglang-hybrid bench NAME``: one of SGLang's benchmarks with the plugin loaded."""
+"""``sglang-hybrid bench NAME``: one of SGLang's benchmarks with the plugin loaded, or the CPU worker's."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Sequence
+
+from sglang_hybrid.commands import checkout
 
 # the module that runs it as the main module of a process, and what it measures
 _MODULES = {
@@ -14,6 +16,7 @@ _MODULES = {
     # a client of a running server: it needs no plugin
     "serving": ("sglang.benchmark.serving", "requests over time, sent to a server that runs already"),
 }
+_WORKER = "GB/s of block attention on this host's CPU, beside its read bandwidth, in a checkout"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -22,6 +25,8 @@ def main(arguments: Sequence[str]) -> int:
     if name in _MODULES:
         # as the main module of a process of its own, which is what the processes it spawns import again
         os.execv(sys.executable, [sys.executable, "-m", _MODULES[name][0], *rest])
+    if name == "worker":
+        return checkout.run("bench.worker", "sglang-hybrid bench worker", rest)
     if name in ("-h", "--help"):
         print(_help())
         return 0
@@ -60,7 +65,7 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
 
 
 def _help() -> str:
-    names = "\n".join(f"  {name:20}{summary}" for name, (_, summary) in _MODULES.items())
+    names = "\n".join(f"  {name:20}{summary}" for name, (_, summary) in {**_MODULES, "worker": ("", _WORKER)}.items())
     return (
         "usage: sglang-hybrid bench NAME ...\n\n"
         f"benchmarks (NAME --help lists the flags of each):\n{names}\n\n"

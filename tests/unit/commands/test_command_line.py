@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid import cli
-from sglang_hybrid.commands import bench, defaults
+from sglang_hybrid.commands import bench, checkout, defaults
 
 
 @pytest.fixture(autouse=True)
@@ -73,11 +73,12 @@ def test_a_command_that_does_not_exist_is_answered_with_those_that_do(
 
 
 HEAVY = ("torch", "sglang", "transformers", "numpy")
-OWN_HELP = [[name, "--help"] for name in cli.COMMANDS if name != "serve"]  # SGLang's parser answers that one
+# SGLang's parser answers the one, a process of its own the other
+OWN_HELP = [[name, "--help"] for name in cli.COMMANDS if name not in ("serve", "chaos")]
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["config"], ["bench", "worker", "--help"], ["frobnicate"], *OWN_HELP], ids=" ".join
+    "arguments", [["--help"], ["config"], ["bench", "--help"], ["frobnicate"], *OWN_HELP], ids=" ".join
 )
 def test_help_and_config_answer_without_loading_torch_or_sglang(arguments: list[str]) -> None:
     look = (
@@ -90,6 +91,21 @@ def test_help_and_config_answer_without_loading_torch_or_sglang(arguments: list[
     )
     assert "usage: sglang-hybrid" in done.stdout + done.stderr or arguments == ["config"]
     assert done.stdout.splitlines()[-1] == "LOADED"
+
+
+@pytest.mark.parametrize("command", [["chaos"], ["bench", "worker"]], ids=" ".join)
+def test_programs_of_the_repository_run_in_a_checkout_from_any_folder(command: list[str], tmp_path: Path) -> None:
+    called = [sys.executable, "-m", "sglang_hybrid.cli", *command, "--help"]
+    done = subprocess.run(called, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.startswith(f"usage: sglang-hybrid {' '.join(command)}")
+
+
+def test_programs_of_the_repository_are_not_in_a_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkout, "ROOT", tmp_path)
+    assert checkout.main(["--minutes", "1"]) == bench.main(["worker"]) == 2
+    assert capsys.readouterr().err.count("call it in a checkout") == 2
 
 
 def test_every_command_has_a_module_with_a_main_function() -> None:
