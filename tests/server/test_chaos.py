@@ -101,7 +101,6 @@ def test_a_bug_on_purpose_is_found(
         environment = {**environment, env.NATIVE_LIBRARY.name: str(built_with(*patch, tmp_path / "build"))}
     quick = ("--requests", "6", "--longest", "700", "--stop-at-first")
     _status, summary = chaos(tmp_path, *quick, *arguments, minutes=3, **environment)
-    assert summary["rows by"].get("worker"), "nothing was posted, so there was nothing to find"
     assert summary["wrong tokens"] > 0, summary
 
 
