@@ -66,6 +66,7 @@ class Rows:
         self.prefill_seconds: list[float] = []
         session._bench.clear()
         for number, prompt in enumerate(prompts):
+            self._check_pages(f"before prompt {number}")
             requests = one_batch.prepare_synthetic_inputs_for_latency_test(1, len(prompt), [prompt])
             torch.cuda.synchronize()
             begun = time.perf_counter()
@@ -78,6 +79,13 @@ class Rows:
                 self._batch.merge_batch(batch)
                 self._tokens = torch.cat((self._tokens, token))
             self.steps(1)
+
+    def _check_pages(self, when: str) -> None:
+        """Nothing but the allocator may write its list of free pages: a stray write of a kernel is found here first."""
+        allocator = self._session.runner.token_to_kv_pool_allocator
+        free = getattr(allocator, "free_pages", None)  # where pages are tokens there is none
+        if free is not None and len(free) and not (free.min() >= 0 and free.max() <= allocator.size):
+            raise RuntimeError(f"SGLang's list of free pages is damaged {when}: {int(free.min())} to {int(free.max())}")
 
     def steps(self, count: int) -> list[float]:
         """Milliseconds of each."""
