@@ -87,16 +87,18 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     profile: Annotated[
         str,
         Meta(
-            description="File made by sglang-hybrid profile for this model and budget, or the name of a shipped "
-            "one. none serves without a profile."
+            description="What predictions are calibrated with: auto (the server fits a predictor at its first start "
+            "with a model, and keeps it for later ones), a file made by sglang-hybrid profile for this model and "
+            "budget, the name of a shipped one, or none. default is auto on a GPU and none elsewhere.",
+            extra={"legal": '"default", "auto", "none", a file, or the name of a shipped profile'},
         ),
-    ] = "none"
+    ] = "default"
     prediction: Annotated[
         Literal["auto", "calibrated", "raw", "none"],
         Meta(
-            description="Query that selects and computes misses one layer ahead: calibrated (needs a profile), raw "
-            "(the next layer's projection of this layer's input), none (the layer's real query, later),"
-            " or auto (calibrated with a profile, none without)."
+            description="Query that selects and computes misses one layer ahead: calibrated, raw (the next layer's "
+            "projection of this layer's input), none (the layer's real query, later), or auto (calibrated where "
+            "profile is not none, none elsewhere)."
         ),
     ] = "auto"
     whole_requests: Annotated[
@@ -203,6 +205,11 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return msgspec.structs.replace(self, sections={**self.sections, name: section})
 
     @property
+    def profile_file(self) -> str | None:
+        """The profile's file; None where these settings name none."""
+        return None if self.profile in ("default", "auto", "none") else self.profile
+
+    @property
     def scout(self) -> ScoutOptions:
         """The section of policy scout."""
         return self.section(ScoutOptions)
@@ -265,7 +272,7 @@ def _worker_is_a_choice_or_a_directory(worker: str) -> str | None:
 def _calibration_needs_a_profile(prediction: str, profile: str) -> str | None:
     if prediction != "calibrated" or profile != "none":
         return None
-    return "calibrated needs a profile: sglang-hybrid profile makes one; or take raw, none or auto"
+    return "calibrated needs a profile: profile=auto fits a predictor at the start; or take raw, none or auto"
 
 
 def _compact_digests_need_sketches(digest_dtype: str, sketch_channels: int) -> str | None:

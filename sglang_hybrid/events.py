@@ -51,6 +51,12 @@ class Worker(Event, frozen=True, kw_only=True):
     threads: int
 
 
+class Calibrating(Event, frozen=True, kw_only=True):
+    """Predictions are calibrated, as they are at the first start with a model: ``part`` of it is done."""
+
+    part: float
+
+
 class Refused(Event, frozen=True, kw_only=True):
     """The server ends, and this sentence says what to change."""
 
@@ -94,7 +100,7 @@ class Idle(Event, frozen=True, kw_only=True):
     """Nothing runs."""
 
 
-AnyEvent = Pool | Model | Worker | Refused | Ready | Prefill | Layer | Decode | Idle
+AnyEvent = Pool | Model | Worker | Calibrating | Refused | Ready | Prefill | Layer | Decode | Idle
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(AnyEvent)

@@ -14,11 +14,12 @@ from sglang_hybrid.config import ConfigError, HybridConfig
 from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
 from sglang_hybrid.engines.cuda.settings import unsupported_settings
 from sglang_hybrid.host import GIB, Host
-from sglang_hybrid.policies.registry import policy_named, prediction_of
+from sglang_hybrid.policies.registry import calibrates_at_start, policy_named, prediction_of
 from sglang_hybrid.policies.scout.tuning import (
     DEFAULT_BONUS,
     DEFAULT_INTERVAL,
     DEFAULT_MISS_SHARE,
+    DEFAULT_TARGET,
     hot_blocks_of,
     resident_tokens_of,
     score_interval_of,
@@ -39,7 +40,7 @@ def resolved(config: HybridConfig, host: Host) -> dict[str, str]:
     """
     values, texts = config.by_key(), {}
     for key, choice in _CHOICES.items():
-        if values[key] == "auto":
+        if values[key] in ("auto", "default"):
             texts[key] = choice(config, host) if _uses(config, key) else f"unused by policy {config.policy}"
     if config.host_memory == "auto" or config.host_memory.endswith("%"):
         texts["host_memory"] = f"{config.host_memory_bytes(host.available) / GIB:.2f} GiB"
@@ -70,7 +71,7 @@ def _has_worker(config: HybridConfig, host: Host) -> bool:
 
 
 def _with_profile(without: object) -> Callable[[HybridConfig, Host], str]:
-    return lambda config, _host: str(without) if config.profile == "none" else "what the profile says, by layer"
+    return lambda config, _host: str(without) if config.profile_file is None else "what the profile says, by layer"
 
 
 def _digest_dtype(config: HybridConfig, host: Host) -> str:
@@ -81,8 +82,19 @@ def _digest_dtype(config: HybridConfig, host: Host) -> str:
     return "int8 (model, if the model's head_dim is no multiple of 32)"
 
 
-def _prediction(config: HybridConfig, _host: Host) -> str:
-    prediction = prediction_of(config, has_profile=config.profile != "none")
+def _profile(config: HybridConfig, host: Host) -> str:
+    if calibrates_at_start(config, on_gpu=bool(host.gpus)):
+        return "a predictor that the server fits at its first start with a model"
+    return "none"
+
+
+def _target_cpu_ratio(_config: HybridConfig, host: Host) -> str:
+    return "chosen while serving, by what the worker computes in time" if host.gpus else str(DEFAULT_TARGET)
+
+
+def _prediction(config: HybridConfig, host: Host) -> str:
+    fits = calibrates_at_start(config, on_gpu=bool(host.gpus))
+    prediction = prediction_of(config, is_calibrated=fits or config.profile_file is not None)
     return "none (no profile)" if prediction == "none" else prediction
 
 
@@ -123,6 +135,7 @@ def _cores(config: HybridConfig, host: Host) -> str:
 _CHOICES: dict[str, Callable[[HybridConfig, Host], str]] = {
     "scout.resident_tokens": lambda config, _host: str(resident_tokens_of(config)),
     "digest_dtype": _digest_dtype,
+    "profile": _profile,
     "prediction": _prediction,
     "scout.resident_bonus": _with_profile(DEFAULT_BONUS),
     "scout.min_miss_attention": _with_profile(DEFAULT_MISS_SHARE),
@@ -131,6 +144,7 @@ _CHOICES: dict[str, Callable[[HybridConfig, Host], str]] = {
     "scout.score_interval": _score_interval,
     "scout.hot_tokens": _hot_tokens,
     "scout.recall_interval": _with_profile(DEFAULT_INTERVAL),
+    "scout.target_cpu_ratio": _target_cpu_ratio,
     "scoutattention.resident_tokens": lambda config, _host: str(config.budget_tokens),
     "scoutattention.recall_interval": _with_profile(DEFAULT_INTERVAL),
     "worker": _worker,

@@ -149,7 +149,7 @@ class Facts:
         policy = policy_named(self._config.policy)
         if not policy.needs.prediction:
             return f"  policy   {policy.name}: {policy.description}"
-        profile = "" if self._config.profile == "none" else f", profile {os.path.basename(self._config.profile)}"
+        profile = f", profile {os.path.basename(file)}" if (file := self._config.profile_file) else ""
         return f"  policy   {policy.name}: a budget of {self._config.budget_tokens:,} tokens a request{profile}"
 
     def _worker(self) -> str | None:

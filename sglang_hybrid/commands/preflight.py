@@ -61,14 +61,14 @@ def check_model(arguments: ServerArguments, config: HybridConfig | None) -> None
                 f"--context-length {arguments.context_length} is longer than the {longest} tokens that this model was "
                 f"made for: lower it, or set {_ALLOW_LONGER}=1 to try it all the same"
             )
-    if config is not None and policy_named(config.policy).needs.prediction and config.profile != "none":
-        _check_profile(config, {} if model is None else model_files.identity(model))
+    if config is not None and policy_named(config.policy).needs.prediction and config.profile_file is not None:
+        _check_profile(config.profile_file, config, {} if model is None else model_files.identity(model))
 
 
-def _check_profile(config: HybridConfig, model: dict[str, object]) -> None:
+def _check_profile(file: str, config: HybridConfig, model: dict[str, object]) -> None:
     try:
-        wrong = mismatches(read_facts(Path(config.profile)), model, BLOCK_TOKENS, config.budget_tokens)
+        wrong = mismatches(read_facts(Path(file)), model, BLOCK_TOKENS, config.budget_tokens)
     except ProfileError as error:
-        raise Refused(f"profile {config.profile}: {error}") from error
+        raise Refused(f"profile {file}: {error}") from error
     if wrong:
-        raise Refused(f"profile {config.profile}: made for something else: {'; '.join(wrong)}")
+        raise Refused(f"profile {file}: made for something else: {'; '.join(wrong)}")

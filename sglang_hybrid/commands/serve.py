@@ -88,6 +88,7 @@ class _Watch:
         self._facts, self._progress = Facts(config), Progress(console)
         self._refused: str | None = None
         self._is_ready = False
+        self._calibrated: float | None = None  # part; None: nothing is calibrated
         self._log = child.log.open(errors="replace") if verbose else None
         self._began = time.monotonic()
         self._noted = 0.0
@@ -120,7 +121,8 @@ class _Watch:
             self._show(event)
         now = time.monotonic()
         if not self._is_ready:
-            self._console.status(f"loading, {now - self._began:.0f} s")
+            what = "loading" if self._calibrated in (None, 1.0) else f"calibrating {100 * self._calibrated:.0f} %"
+            self._console.status(f"{what}, {now - self._began:.0f} s")
             if now - self._noted >= _NOTE_SECONDS:
                 self._noted = now
                 self._run.note_shared_memory()
@@ -135,6 +137,10 @@ class _Watch:
                 for line in self._facts.lines():
                     self._console.say(line)
                 announce(self._console, url, model)
+            case events.Calibrating(part=part):
+                if part == 0.0:
+                    self._console.say("  calibrating predictions, once for this model")
+                self._calibrated = part
             case _ if not self._is_ready:  # SGLang's warm-up is a request too
                 self._facts.take(event)
             case _:

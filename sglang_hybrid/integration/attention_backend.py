@@ -12,15 +12,18 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang_hybrid import events
 from sglang_hybrid.config import HybridConfig, config_from_environment
 from sglang_hybrid.engines.base import Engine, PrefillBatch, RatioWatcher, StepBatch
+from sglang_hybrid.integration.automatic_calibration import calibration_for
 from sglang_hybrid.integration.channels import choose_channels
 from sglang_hybrid.integration.create_engines import create_engines
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
-from sglang_hybrid.integration.miss_server import rank_of
 from sglang_hybrid.integration.predictor import Scouting, read_profile
+from sglang_hybrid.integration.ranks import rank_of
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.metrics import ScoutMetrics
 from sglang_hybrid.policies.base import DecodePolicy
-from sglang_hybrid.policies.registry import policy_named
+from sglang_hybrid.policies.registry import calibrates_at_start, policy_named
+from sglang_hybrid.policies.scout.calibration_file import Calibration
+from sglang_hybrid.policies.scout.corrections_file import Calibrated
 from sglang_hybrid.policies.scout.profile import Profile
 from sglang_hybrid.policies.scout.tuning import tuning_of
 
@@ -42,7 +45,8 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._model_runner = model_runner
         config = config_from_environment()
         profile = read_profile(config, model_runner)  # what is wrong with it is said before a worker is started
-        self.choose_channels(profile)
+        self._calibration: Calibration | None = None  # that this server fitted, or an earlier one
+        self.choose_channels(self._calibrated(config, profile))
         self._torch, self._fast = create_engines(config, profile, pool, model_runner)
         self.engine: Engine = self._torch  # of the settings that are used now
         self._scouting = Scouting(model_runner)
@@ -64,8 +68,17 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         fits = self._fast is not None and self._fast.unsupported_reason(config) is None
         self.engine = self._fast if self._fast is not None and fits else self._torch
         self.engine.use(config, tuning_of(config, self._pool.layer_num, profile))
-        self._scouting.use(config, profile, self.engine)
+        self._scouting.use(config, self._calibrated(config, profile), self.engine)
         self._config = config
+
+    def _calibrated(self, config: HybridConfig, profile: Profile | None) -> Calibrated | None:
+        """What predicts queries by these settings. Fits it where they ask for that and nobody has done so yet."""
+        on_gpu = torch.device(self._pool.device).type == "cuda"
+        if profile is not None or not calibrates_at_start(config, on_gpu=on_gpu):
+            return profile
+        if self._calibration is None:
+            self._calibration = calibration_for(config, self._model_runner)
+        return self._calibration
 
     def expect_changes(self) -> None:
         """Settings and policies will change: leave engines that cannot follow."""
@@ -82,7 +95,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         """Call ``watcher`` with every layer's CPU compute ratio from now on."""
         self.engine.watch_ratio(watcher)
 
-    def choose_channels(self, profile: Profile | None) -> None:
+    def choose_channels(self, calibrated: Calibrated | None) -> None:
         """Choose what sketches hold. Those of keys that are written already become void."""
         if self._pool.sketches:
             heads, rank = self._pool.head_num, rank_of(self._model_runner).rank
@@ -92,7 +105,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             )
             first = rank // shared * heads
             own = slice(first, first + heads)
-            choose_channels(self._pool.sketches, self._pool.start_layer, own, self._model_runner.model, profile)
+            choose_channels(self._pool.sketches, self._pool.start_layer, own, self._model_runner.model, calibrated)
 
     # -- weights -----------------------------------------------------------------------------
 
@@ -111,9 +124,12 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         Rows that are decoding go on as they are.
         """
         try:
+            if self._calibration is not None:
+                raise Refusal("predictions were calibrated on the old weights, and are calibrated at the next start")
             self._scouting.use(self._config, read_profile(self._config, self._model_runner), self.engine)
         except Refusal as refusal:
             logger.error("after an update of weights: %s. Queries are not predicted any more", refusal)
+            self._calibration = None
             self.use(msgspec.structs.replace(self._config, profile="none", prediction="none"))
 
     # -- forward passes ----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which channels of the keys are worth a sketch: as the profile measured, or read off the model's weights."""
+"""Which channels of the keys are worth a sketch: as calibration measured, or read off the model's weights."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 
 from sglang_hybrid.integration.decoder_layers import DecoderLayers, UnknownLayers
 from sglang_hybrid.memory.sketches import Sketches, channel_order
-from sglang_hybrid.policies.scout.profile import Profile
+from sglang_hybrid.policies.scout.corrections_file import Calibrated
 
 logger = logging.getLogger("sglang.srt.hybrid")
 
 
 def choose_channels(
-    sketches: Sketches, first_layer: int, heads: slice, model: torch.nn.Module, profile: Profile | None
+    sketches: Sketches, first_layer: int, heads: slice, model: torch.nn.Module, calibrated: Calibrated | None
 ) -> None:
-    """Before the first key is written. ``heads``: this rank's KV heads.
+    """Before the first key is written. ``heads``: this rank's KV heads. ``calibrated``: of the model or of this rank.
 
     A channel adds ``q_c k_c`` to a logit, and what it adds varies as much as its queries and keys do.
     """
-    if profile and profile.channels:
-        for layer, order in profile.channels.items():
-            sketches.choose(layer - first_layer, order[heads])
+    if calibrated and calibrated.channels:
+        for layer, order in calibrated.channels.items():
+            sketches.choose(layer - first_layer, order[heads] if len(order) != heads.stop - heads.start else order)
         return
     try:
         layers = DecoderLayers(model)

@@ -12,6 +12,7 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.integration import console_events
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
 from sglang_hybrid.integration.pools import ranks_on_this_host
+from sglang_hybrid.integration.ranks import rank_of
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.metrics import Rank, WorkerMetrics
 from sglang_hybrid.ops.cpu import NativeError, library, variants
@@ -85,15 +86,6 @@ def start_worker(
         raise Refusal(f"{error}; --hybrid worker=none serves without one") from error
     console_events.tell_worker(supervisor)
     return supervisor, metrics
-
-
-def rank_of(model_runner: Any) -> Rank:
-    """This process's rank. SGLang before 0.5.21 keeps it at the model runner, later versions one for the process."""
-    from sglang.srt.runtime_context import get_parallel
-
-    ranks = model_runner.ps if hasattr(model_runner, "ps") else get_parallel()
-    replica = 0 if model_runner.server_args.enable_dp_attention else getattr(ranks, "dp_rank", None)
-    return Rank(ranks.tp_rank, replica or 0)
 
 
 def local_index(rank: Rank, args: Any) -> int:

@@ -71,13 +71,6 @@ class ModelSession:
         """What sketches hold, from now on: before prompts are prefilled."""
         self.runner.attn_backend.choose_channels(profile)
 
-    def keys(self, layer: int, tokens: int) -> torch.Tensor:
-        """Of the only prompt that is prefilled: ``[KV heads, tokens, head_dim]``."""
-        pool, page_tokens = self.runner.token_to_kv_pool, self.runner.token_to_kv_pool.page_size
-        row = self.runner.req_to_token_pool.req_to_token[self._only_row, :tokens:page_tokens]
-        keys: torch.Tensor = pool.get_key_buffer(layer)[(row // page_tokens).cpu().long()]
-        return keys.transpose(0, 1).flatten(1, 2)[:, :tokens]
-
     def watch_ratio(self, watcher: Callable[[int, float], None] | None) -> None:
         """Tell ``watcher`` every layer's CPU compute ratio at every decode step, until settings change."""
         self.runner.attn_backend.watch_ratio(watcher)
@@ -97,7 +90,6 @@ class ModelSession:
         )
         with self._telling_progress(progress):
             _, logits, batch = self._bench.extend(requests)
-        self._only_row = int(batch.req_pool_indices[0])
         return Prefilled(self._bench, self.runner, batch, logits)
 
     @contextmanager

@@ -13,10 +13,12 @@ import torch
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.base import Engine, LayerPrediction
+from sglang_hybrid.integration.calibrate import refuse_inputs
 from sglang_hybrid.integration.decoder_layers import DecoderLayers, UnknownLayers
-from sglang_hybrid.integration.miss_server import rank_of
+from sglang_hybrid.integration.ranks import rank_of
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.policies.registry import policy_named, prediction_of
+from sglang_hybrid.policies.scout.corrections_file import Calibrated
 from sglang_hybrid.policies.scout.predictor import Correction
 from sglang_hybrid.policies.scout.profile import ModelIdentity, Profile, ProfileError, load_profile
 
@@ -38,27 +40,27 @@ class Scouting:
     def is_predicting(self) -> bool:
         return self._stop is not None
 
-    def use(self, config: HybridConfig, profile: Profile | None, engine: Engine) -> None:
-        """Predict by these settings from now on, for ``engine``.
+    def use(self, config: HybridConfig, calibrated: Calibrated | None, engine: Engine) -> None:
+        """Predict by these settings from now on, for ``engine``. ``calibrated``: a profile or a calibration.
 
         Raises Refusal where settings ask for what this model cannot do.
         """
         if self._stop:
             self._stop()
             self._stop = None
-        predictions = self._predictions(config, profile) if engine.predicts else {}
+        predictions = self._predictions(config, calibrated) if engine.predicts else {}
         self._predicted = set(predictions)
         first = min(predictions, default=0)
         engine.set_predictors({layer - first: given for layer, given in predictions.items()})
         if predictions and self._layers is not None:
             self._stop = self._layers.on_parts(partial(self._on_parts, engine))
 
-    def _predictions(self, config: HybridConfig, profile: Profile | None) -> dict[int, LayerPrediction]:
+    def _predictions(self, config: HybridConfig, calibrated: Calibrated | None) -> dict[int, LayerPrediction]:
         """By layer id. Empty where nothing is predicted."""
-        prediction = prediction_of(config, has_profile=profile is not None)
+        prediction = prediction_of(config, is_calibrated=calibrated is not None)
         if prediction == "none":
             if config.prediction == "auto" and policy_named(config.policy).needs.prediction:
-                logger.info("queries are not predicted without a profile: sglang-hybrid profile makes one")
+                logger.info("queries are not predicted; profile=auto fits a predictor when the server starts")
             return {}
         try:
             refuse_inputs(self._runner.server_args)
@@ -69,7 +71,7 @@ class Scouting:
                 raise Refusal(f"prediction={config.prediction}: {unknown}; serve it with prediction=none") from unknown
             logger.warning("queries are not predicted: %s; misses wait for the real query", unknown)
             return {}
-        corrections = profile.corrections if profile and prediction == "calibrated" else {}
+        corrections = calibrated.corrections if calibrated and prediction == "calibrated" else {}
         predictions = {}
         for layer, of_layer in weights.items():
             # the first layer's query is computed from its own input: there is nothing to correct
@@ -80,8 +82,9 @@ class Scouting:
         return predictions
 
     def _of_rank(self, correction: Correction, projection: torch.Tensor) -> Correction:
+        """A calibration is of this rank already, a profile of the whole model."""
         width, rank = projection.shape[0], rank_of(self._runner).rank
-        part = slice(rank * width, (rank + 1) * width)
+        part = slice(rank * width, (rank + 1) * width) if correction.left.shape[0] != width else slice(None)
         own = Correction(correction.left[part], correction.right, correction.bias[part])
         return own.to(projection.device, projection.dtype)
 
@@ -111,24 +114,12 @@ class Scouting:
             engine.ahead([number - first for number in announced], hidden, residual, positions)
 
 
-def refuse_inputs(args: Any) -> None:
-    """Raise UnknownLayers where what the hooks read is not what makes the query."""
-    if args.enable_lora or args.lora_paths:
-        raise UnknownLayers("LoRA adapters change queries, and predictions are made from the model's own weights")
-    fused = ("enable_flashinfer_allreduce_fusion", "enable_aiter_allreduce_fusion")
-    if args.tp_size > 1 and any(getattr(args, flag, False) for flag in fused):
-        raise UnknownLayers(
-            "layers get a rank's part of their input before it is summed: start with "
-            "--enforce-disable-flashinfer-allreduce-fusion"
-        )
-
-
 def read_profile(config: HybridConfig, model_runner: Any) -> Profile | None:
     """The profile that the configuration names. Raises Refusal for one that does not fit."""
-    if not policy_named(config.policy).needs.prediction or config.profile == "none":
+    if not policy_named(config.policy).needs.prediction or config.profile_file is None:
         return None
     try:
-        profile = load_profile(Path(config.profile))
+        profile = load_profile(Path(config.profile_file))
         profile.check(identity(model_runner), BLOCK_TOKENS, config.budget_tokens)
     except ProfileError as error:
         raise Refusal(

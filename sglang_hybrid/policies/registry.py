@@ -57,7 +57,7 @@ class Needs:
 
     worker: bool = False  # a CPU worker that computes attention over blocks
     prediction: bool = False  # queries one layer ahead
-    # what prediction=auto is; None: calibrated by a profile where there is one, none without
+    # what prediction=auto is; None: calibrated where there is a profile or a calibration, none without
     prediction_by_default: Literal["raw"] | None = None
 
 
@@ -156,7 +156,17 @@ def policy_named(name: str) -> Policy:
     return _policies[name]
 
 
-def prediction_of(config: HybridConfig, *, has_profile: bool) -> str:
+def calibrates_at_start(config: HybridConfig, *, on_gpu: bool) -> bool:
+    """Whether these settings ask for a predictor that the server fits itself."""
+    needs = policy_named(config.policy).needs
+    if not needs.prediction or config.prediction not in ("auto", "calibrated"):
+        return False
+    if config.prediction == "auto" and needs.prediction_by_default:
+        return False
+    return config.profile == "auto" or (config.profile == "default" and (on_gpu or config.prediction == "calibrated"))
+
+
+def prediction_of(config: HybridConfig, *, is_calibrated: bool) -> str:
     """Return ``calibrated``, ``raw`` or ``none``: what these settings mean for the policy that they name."""
     needs = policy_named(config.policy).needs
     if not needs.prediction:
@@ -164,4 +174,4 @@ def prediction_of(config: HybridConfig, *, has_profile: bool) -> str:
     if config.prediction != "auto":
         return config.prediction
     # raw predictions are fast and cost accuracy: only a policy that is made of them has them without asking
-    return needs.prediction_by_default or ("calibrated" if has_profile else "none")
+    return needs.prediction_by_default or ("calibrated" if is_calibrated else "none")

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -146,6 +147,21 @@ def test_a_raw_announcement_is_the_next_layers_formula_and_a_calibrated_one_adds
     assert found["raw_difference"] < 1e-5
     assert found["calibrated_difference"] < 1e-5
     assert found["correction_changes"] > 0.1
+
+
+def test_a_text_outside_any_request_has_the_inputs_of_its_prefill(found: dict[str, Any]) -> None:
+    assert found["input_differences"] == [pytest.approx(0.0, abs=1e-4)] * LAYERS
+
+
+def test_calibration_is_fitted_once_and_found_again(found: dict[str, Any]) -> None:
+    raw, fitted = found["cosines"]
+    assert fitted > raw + 0.01
+    assert found["found_again"]
+    assert found["channels_are_orders"] == [True] * LAYERS
+
+
+def test_fitting_a_few_layers_at_a_time_gives_the_same(found: dict[str, Any]) -> None:
+    assert found["group_difference"] < 1e-3
 
 
 def test_decoding_behind_a_prompt_can_begin_again(found: dict[str, Any]) -> None:
@@ -427,6 +443,8 @@ def report(directory: str) -> None:
     by_raw, announced, raw_difference = with_prediction("raw")
     by_calibrated, announced_calibrated, calibrated_difference = with_prediction("auto", calibrated)
 
+    calibration = report_calibration(session, layers)
+
     # a small budget, where there is something to forget
     session.use(HybridConfig(worker="none", budget_tokens=160, sections={"scout": ScoutOptions(recall_interval=2)}))
     parts: list[float] = []
@@ -456,8 +474,66 @@ def report(directory: str) -> None:
         "announced": announced,
         "announced_calibrated": announced_calibrated,
         "announced_without_prediction": announced_without,
+        **calibration,
     }
     print("\n" + json.dumps(facts))
+
+
+def report_calibration(session: Any, layers: DecoderLayers) -> dict[str, Any]:
+    from sglang_hybrid.config import HybridConfig
+    from sglang_hybrid.integration import automatic_calibration, calibrate
+    from sglang_hybrid.integration.causal_forward import run_text
+    from sglang_hybrid.policies.scout.calibration_text import without_tokenizer
+
+    def inputs(run: Any) -> dict[int, torch.Tensor]:
+        seen: dict[int, torch.Tensor] = {}
+        stop = layers.on_input(lambda layer, given, *_: seen.__setitem__(layer, given.clone()))
+        run()
+        stop()
+        return seen
+
+    session.use(HybridConfig(worker="none", prediction="none"))
+    in_prefill = inputs(lambda: session.prefill(PROMPTS[:1]))
+    alone = inputs(lambda: run_text(session.runner, PROMPTS[0], lambda *_: None))
+    text = without_tokenizer(VOCABULARY, HIDDEN, 512)
+    automatic_calibration.text_for = calibrate.text_for = lambda _runner: text
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["SGLANG_HYBRID_CACHE"] = cache
+        fitted = automatic_calibration.calibration_for(HybridConfig(profile="auto"), session.runner)
+        automatic_calibration.calibrate = None  # type: ignore[assignment] # the second time nothing may be fitted
+        found = automatic_calibration.calibration_for(HybridConfig(profile="auto"), session.runner)
+    assert fitted is not None
+    assert found is not None
+    calibrate._MOST_BYTES = 1  # one layer at a time
+    one_by_one = calibrate.calibrate(session.runner, text)
+    same_files = [
+        torch.equal(found.corrections[n].left, fitted.corrections[n].left)
+        and torch.equal(found.channels[n], fitted.channels[n])
+        for n in fitted.corrections
+    ]
+    probe = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(3))
+    return {
+        "input_differences": [float((in_prefill[n] - alone[n]).abs().max()) for n in layers.ids],
+        "cosines": [
+            sum(getattr(one, name) for one in fitted.layers.values()) / len(fitted.layers)
+            for name in ("cosine_raw", "cosine")
+        ],
+        "found_again": all(same_files) and len(same_files) == LAYERS - 1,
+        "channels_are_orders": [
+            sorted(order[0].tolist()) == list(range(order.shape[1])) for order in fitted.channels.values()
+        ],
+        "group_difference": max(
+            float((corrected(fitted.corrections[n], probe) - corrected(one_by_one.corrections[n], probe)).abs().max())
+            for n in fitted.corrections
+        ),
+    }
+
+
+def corrected(correction: Any, unit: torch.Tensor) -> torch.Tensor:
+    """What a correction adds, whatever its rank."""
+    left = correction.left.float()
+    added: torch.Tensor = unit @ (left if correction.right is None else left @ correction.right.float()).T
+    return added + correction.bias.float()
 
 
 def randomise(model: torch.nn.Module) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from sglang_hybrid.integration import weight_updates
 from sglang_hybrid.integration.attention_backend import HybridAttnBackend
+from sglang_hybrid.integration.calibrate import refuse_inputs
 from sglang_hybrid.integration.decoder_layers import UnknownLayers
-from sglang_hybrid.integration.predictor import refuse_inputs
 from sglang_hybrid.integration.refusals import Refusal
 
 

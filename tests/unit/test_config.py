@@ -213,7 +213,7 @@ def test_an_override_with_bad_yaml_is_named() -> None:
         ("budget_tokens=-32", "budget_tokens=-32", "a whole number > 0"),
         ("sink_blocks=-1", "sink_blocks=-1", "a whole number >= 0"),
         ("recent_blocks=-1", "recent_blocks=-1", "a whole number >= 0"),
-        ("profile=5", "profile=5", "text"),
+        ("profile=5", "profile=5", '"default", "auto", "none"'),
         ("prediction=perfect", "prediction='perfect'", "one of auto, calibrated, none, raw"),
         ("scout.target_cpu_ratio=0", "scout.target_cpu_ratio=0", "a number > 0 and <= 1"),
         ("scout.target_cpu_ratio=1.5", "scout.target_cpu_ratio=1.5", "a number > 0 and <= 1"),
@@ -562,9 +562,9 @@ def test_an_interval_of_another_type_is_refused_with_what_is_legal(override: str
 
 
 def test_a_calibrated_prediction_needs_a_profile() -> None:
-    problem = problem_of(overrides=["prediction=calibrated"])
-    assert problem.startswith("prediction='calibrated' (override), profile='none' (default): ")
-    assert "sglang-hybrid profile makes one" in problem
+    problem = problem_of(overrides=["profile=none", "prediction=calibrated"])
+    assert problem.startswith("prediction='calibrated' (override), profile='none' (override): ")
+    assert "profile=auto fits a predictor at the start" in problem
     config = load_config(None, ["prediction=calibrated", "profile=some.safetensors"])
     assert (config.prediction, config.profile) == ("calibrated", "some.safetensors")
 

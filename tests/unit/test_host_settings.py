@@ -31,7 +31,7 @@ def problem_of(where: Host, *overrides: str, ranks: int = 1) -> str:
 
 def test_every_setting_that_is_auto_is_resolved() -> None:
     config = HybridConfig()
-    open_choices = {key for key, value in config.by_key().items() if value == "auto"}
+    open_choices = {key for key, value in config.by_key().items() if value in ("auto", "default")}
     for where in (LAPTOP, GPU_SERVER):
         assert open_choices == resolved(config, where).keys()
 
@@ -44,6 +44,13 @@ def test_a_host_without_a_gpu_scores_at_every_step_and_leaves_gpu_settings_unuse
     assert here["host_memory"] == "7.00 GiB"  # 70 % of what is available
     without_profile = {"resident_bonus": "1.0", "recall_interval": "8", "min_miss_attention": "0.001"}
     assert {name: here[f"scout.{name}"] for name in without_profile} == without_profile
+
+
+def test_predictions_are_calibrated_on_a_gpu_host_and_elsewhere_when_asked_for() -> None:
+    default, asked = HybridConfig(), HybridConfig(profile="auto")
+    assert resolved(default, GPU_SERVER)["prediction"] == resolved(asked, LAPTOP)["prediction"] == "calibrated"
+    assert resolved(default, LAPTOP)["profile"] == "none"
+    assert "fits" in resolved(default, GPU_SERVER)["profile"]
 
 
 def test_a_gpu_host_gets_the_kernels_values_unless_settings_exclude_the_kernels() -> None:

@@ -97,7 +97,7 @@ def _choose_channels(session: Any, variants: Sequence[Any]) -> None:
     from sglang_hybrid.policies.scout.profile import ProfileError, load_profile
 
     chosen = None
-    for name in dict.fromkeys(variant.config.profile for variant in variants if variant.config.profile != "none"):
+    for name in dict.fromkeys(variant.config.profile_file for variant in variants if variant.config.profile_file):
         try:
             profile = load_profile(Path(name))
         except ProfileError as error:

@@ -14,8 +14,6 @@ from rich.console import Console
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.commands.eval.errors import InputError
-from sglang_hybrid.commands.profile.channels import ChannelSpread
-from sglang_hybrid.commands.profile.fit_predictor import Calibrator, LayerCalibration, LayerInputs
 from sglang_hybrid.commands.profile.rates import measure_rates
 from sglang_hybrid.commands.profile.recording import RecordingPolicy
 from sglang_hybrid.commands.profile.records import LayerRecord
@@ -24,10 +22,13 @@ from sglang_hybrid.commands.profile.simulation import Budget
 from sglang_hybrid.commands.profile.texts import Kind, kinds
 from sglang_hybrid.commands.profile.tune import block_change, choose_bonus, choose_interval, choose_shares
 from sglang_hybrid.config import HybridConfig, load_config
-from sglang_hybrid.integration.decoder_layers import DecoderLayers
+from sglang_hybrid.integration.calibrate import calibrate
+from sglang_hybrid.integration.decoder_layers import DecoderLayers, UnknownLayers
 from sglang_hybrid.integration.model_session import ModelSession, Prefilled
 from sglang_hybrid.integration.predictor import identity
 from sglang_hybrid.integration.session_flags import session_flags
+from sglang_hybrid.policies.scout.calibration_text import CalibrationText
+from sglang_hybrid.policies.scout.fit_predictor import LayerCalibration
 from sglang_hybrid.policies.scout.profile import Curve, HostRates, ModelIdentity, Profile, ProfileFacts, load_profile
 from sglang_hybrid.progress import DECODE_STEP_COST, Steps, steps
 
@@ -50,9 +51,9 @@ def make_profile(options: argparse.Namespace, notes: dict[str, object], console:
         if options.predictor_of:
             fitted, channels = _reuse(options.predictor_of, model)
         else:
-            fitted, channels = _fit(session, texts, options.rank, bar)
+            fitted, channels = _fit(session, texts, options.rank, fit_cost, bar)
         corrections = {layer: one.correction for layer, one in fitted.items()}
-        draft = Profile(_facts(model, config, fitted, notes), corrections, channels)
+        draft = Profile(_facts(model, config, options.beta, fitted, notes), corrections, channels)
         profile = _decode(session, draft, config, _prompts(texts, options), options, bar)
     console.print("measuring this host")
     rates = measure_rates(
@@ -104,28 +105,14 @@ def _check_lengths(options: argparse.Namespace, session: ModelSession, config: H
 Fitted = tuple[dict[int, LayerCalibration], dict[int, torch.Tensor]]  # and the order of the keys' channels
 
 
-def _fit(session: ModelSession, texts: Sequence[Kind], rank: int | str, bar: Steps) -> Fitted:
-    layers = DecoderLayers(session.model)
-    weights = {layer: layers.query_weights(layer) for layer in layers.ids}
-    calibrator = Calibrator(weights)
-    spreads = {layer: ChannelSpread(of_layer) for layer, of_layer in weights.items()}
-    inputs: LayerInputs = {}
-    stop = layers.on_input(lambda layer, seen, _positions, _batch: inputs.__setitem__(layer, seen.clone()))
-    unseen = []
+def _fit(session: ModelSession, texts: Sequence[Kind], rank: int | str, cost: float, bar: Steps) -> Fitted:
+    bar.say(f"fitting the predictor on {', '.join(kind.name for kind in texts)}")
+    text = CalibrationText(tuple(window for kind in texts for window in kind.fit), tuple(kind.unseen for kind in texts))
     try:
-        for kind in texts:
-            bar.say(f"fitting the predictor on {kind.name}")
-            for window in kind.fit:
-                _prefill(session, [window], bar)
-                calibrator.add(inputs)
-                for layer, spread in spreads.items():
-                    spread.add(inputs[layer], session.keys(layer, len(window)))
-            _prefill(session, [kind.unseen], bar)
-            unseen.append(dict(inputs))
-    finally:
-        stop()
-    bar.say("choosing penalties and ranks")
-    return calibrator.calibrate(unseen, rank), {layer: spread.order() for layer, spread in spreads.items()}
+        fitted = calibrate(session.runner, text, rank, lambda part: bar.advance(part * cost))
+    except UnknownLayers as unknown:
+        raise InputError(f"this model's queries cannot be predicted: {unknown}") from unknown
+    return fitted.layers, fitted.channels
 
 
 def _reuse(path: Path, model: ModelIdentity) -> Fitted:
@@ -140,7 +127,11 @@ def _reuse(path: Path, model: ModelIdentity) -> Fitted:
 
 
 def _facts(
-    model: ModelIdentity, config: HybridConfig, fitted: dict[int, LayerCalibration], notes: dict[str, object]
+    model: ModelIdentity,
+    config: HybridConfig,
+    beta: float,
+    fitted: dict[int, LayerCalibration],
+    notes: dict[str, object],
 ) -> ProfileFacts:
     layers = model.layers
 
@@ -151,7 +142,7 @@ def _facts(
         model=model,
         block_tokens=BLOCK_TOKENS,
         budget_tokens=config.budget_tokens,
-        beta=config.scout.target_cpu_ratio,
+        beta=beta,
         intervals=[1] * layers,
         bonus=[0.0] * layers,
         ranks=[fitted[layer].rank if layer in fitted else 0 for layer in range(layers)],
@@ -213,7 +204,7 @@ def _decode(
         records: list[LayerRecord] = [recorder.record(layer)]
         bonuses.append(choose_bonus(records, budget))
         own = _with_share(budget, config, draft.facts.model, shares[layer])
-        intervals.append(choose_interval(records, own, bonuses[-1], config.scout.target_cpu_ratio))
+        intervals.append(choose_interval(records, own, bonuses[-1], options.beta))
         changes.append(round(block_change(records, budget), 4))
     profile = draft.with_facts(
         intervals=intervals,

@@ -103,7 +103,9 @@ class DeviceScout(StepProgram):
             RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt),
             self._shape.heads * self._settings.budget,
             outcomes=mailbox.outcome_counts if mailbox else None,
-            rates=path_rates(context.rates, context.worker_cores) if self._settings.gather_share is None else None,
+            rates=path_rates(context.rates, context.worker_cores),
+            gathers=self._settings.gather_share is None,
+            follows_host=tuning.follows_host and mailbox is not None,
         )
 
     def _no_hot_blocks(self) -> HotBlocks | None:

@@ -35,6 +35,9 @@ class ScoutSettings:
 # Without a profile: what a gather gets out of PCIe 5, and a core out of memory (docs/measurements.md).
 _GATHER_GB_S, _CORE_GB_S = 50.0, 8.0
 _HIDDEN = 0.6  # of a layer's time: what the worker computes in that, nobody waits for
+# Of the CPU compute ratio. Below, recalls would take more than they save; above, intervals get so long that they follow
+# traffic too slowly.
+_TARGETS = (0.03, 0.25)
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ class PathRates:
             return 0.0
         left = missed / self.computes - recalled / self.gathers
         return min(1.0, max(0.0, left / (missed / self.gathers + missed / self.computes)))
+
+    def target_ratio(self, budget: float, layer_seconds: float) -> float:
+        """CPU compute ratio that costs no time. ``budget``: bytes of all rows' budgets in one layer."""
+        low, high = _TARGETS
+        return min(high, max(low, self.computes * layer_seconds * _HIDDEN / max(budget, 1.0)))
 
 
 def path_rates(rates: HostRates | None, cores: int) -> PathRates:

@@ -44,12 +44,17 @@ class DeviceWatch:
         blocks_per_row: int,
         outcomes: torch.Tensor | None,
         rates: PathRates | None,
+        *,
+        gathers: bool = True,
+        follows_host: bool = False,
         counters: Callable[[torch.Tensor], Counters] = Counters,
     ) -> None:
         """``blocks_per_row``: of all KV heads, within the budget. ``outcomes``: the mailbox's, in device memory.
 
-        ``rates``: with them the share of misses that is gathered follows what is missed and recalled.
+        ``rates``: of this host, None where nothing follows them. With ``gathers`` the share of misses that is gathered
+        follows what is missed and recalled; with ``follows_host`` recalls aim at what the worker computes in time.
         """
+        self._gathers, self._follows_host = gathers, follows_host
         self._scout, self._recall, self._per_row, self._rates = scout, recall, blocks_per_row, rates
         self._counted = counters(scout.counted)
         self._outcomes = counters(outcomes) if outcomes is not None else None
@@ -79,6 +84,7 @@ class DeviceWatch:
             steps, rows = self._looked_steps, self._looked_rows
             self._steps, self._rows = self._steps - steps, self._rows - rows
             if rows:
+                self._aim(rows / steps, steps)
                 self._tell_ratios((new[:, 0].double() / (rows * self._per_row)).tolist(), steps)
                 self._balance(new.double() / steps, steps)
         if self._outcomes and (outcomes := self._outcomes.look()) is not None:
@@ -94,11 +100,18 @@ class DeviceWatch:
         if self._recall.intervals != before:
             self._scout.set_intervals(self._recall.intervals)
 
+    def _aim(self, rows: float, steps: int) -> None:
+        """``rows`` of a step that may miss."""
+        seconds = self._counted.seconds
+        if self._follows_host and self._rates and seconds is not None:
+            layer_seconds = seconds / steps / len(self._recall.intervals)
+            self._recall.beta = self._rates.target_ratio(rows * self._per_row * self._scout.block_bytes, layer_seconds)
+
     def _balance(self, blocks: torch.Tensor, steps: int) -> None:
         """``blocks`` ``[layers, 2]`` that each layer misses and recalls in a step."""
         # Time on the device: the host may run ahead of it. Pauses count too, a device that has time is left to itself.
         seconds = self._counted.seconds
-        if self._rates and blocks[:, 0].any() and seconds is not None:
+        if self._gathers and self._rates and blocks[:, 0].any() and seconds is not None:
             layer_seconds = seconds / steps / len(self._recall.intervals)
             moved = (blocks * self._scout.block_bytes).tolist()
             self._scout.set_gather_shares(

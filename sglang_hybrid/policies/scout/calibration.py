@@ -1,12 +1,14 @@
 """Fits what a calibrated prediction adds to the raw one: ridge regression on the inputs of all layers of some text.
 
 Fitted is the difference between the real query and the raw prediction, so that the penalty pulls toward the raw
-predictor and not toward zero. Sums over tokens are all that is kept: memory does not grow with the text.
+predictor and not toward zero. Sums over tokens are all that is kept, on the device of the weights: memory does not
+grow with the text.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -25,22 +27,30 @@ class LayerFit:
         self._eps = weights.norm_eps
         self._raw = QueryPredictor(weights)
         self.tokens = 0
-        self._inputs = torch.zeros(hidden + 1, hidden + 1, dtype=torch.float64)  # the last channel is constant 1
-        self._targets = torch.zeros(hidden + 1, width, dtype=torch.float64)
+        device = weights.projection.device
+        # the last channel is constant 1
+        self._inputs = torch.zeros(hidden + 1, hidden + 1, dtype=torch.float64, device=device)
+        self._targets = torch.zeros(hidden + 1, width, dtype=torch.float64, device=device)
+
+    @staticmethod
+    def device_bytes(weights: QueryWeights) -> int:
+        """Return the memory that the sums of a layer take."""
+        hidden, width = weights.norm.shape[0], weights.projection.shape[0]
+        return (hidden + 1) * (hidden + 1 + width) * torch.float64.itemsize
 
     def add(self, before: torch.Tensor, own: torch.Tensor) -> None:
         """``before``: inputs of the layer before, ``own``: of this one, both ``[tokens, hidden]``."""
         unit = reference.rms_unit(before, self._eps)
         inputs = torch.cat((unit, torch.ones_like(unit[:, :1])), dim=1)
         wrong = (self._raw.project(own) - self._raw.project(before)).float()
-        self._inputs += (inputs.T @ inputs).double().cpu()
-        self._targets += (inputs.T @ wrong).double().cpu()
+        self._inputs += inputs.T @ inputs
+        self._targets += inputs.T @ wrong
         self.tokens += before.shape[0]
 
     def solve(self, penalty: float) -> FullCorrection:
         size = self._inputs.shape[0]
         scale = self._inputs.diagonal()[:-1].mean()
-        ridge = torch.full((size,), float(penalty * scale), dtype=torch.float64)
+        ridge = torch.full((size,), float(penalty * scale), dtype=torch.float64, device=self._inputs.device)
         ridge[-1] = 0.0  # a constant is not penalised
         solution = torch.linalg.solve(self._inputs + ridge.diag(), self._targets)
         return FullCorrection(solution[:-1].T.float(), solution[-1].float(), self._inputs[:-1, :-1] / self.tokens)
@@ -57,13 +67,18 @@ class FullCorrection:
     def full(self) -> Correction:
         return Correction(self.matrix, None, self.bias)
 
+    @cached_property
+    def _basis(self) -> torch.Tensor:
+        """Directions of queries in which the correction moves them most *on these inputs*, strongest first."""
+        matrix = self.matrix.double()
+        # single precision tells directions apart well enough, and takes half of the time
+        vectors: torch.Tensor = torch.linalg.eigh((matrix @ self.inputs @ matrix.T).float()).eigenvectors
+        return vectors.flip(1)
+
     def low_rank(self, rank: int) -> Correction:
         """The best approximation of the correction *on these inputs*, not of its matrix (reduced-rank regression)."""
-        values, vectors = torch.linalg.eigh(self.inputs)
-        root = vectors * values.clamp(min=0).sqrt()  # root root^T = inputs
-        left, _, _ = torch.linalg.svd(self.matrix.double() @ root, full_matrices=False)
-        basis = left[:, :rank]
-        return Correction(basis.float(), (basis.T @ self.matrix.double()).float(), self.bias)
+        basis = self._basis[:, :rank].contiguous()
+        return Correction(basis, basis.T @ self.matrix, self.bias)
 
 
 def cosines(real: torch.Tensor, predicted: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from sglang_hybrid.policies.scout.corrections_file import Shape, channels_of, corrections_of, to_tensors
 from sglang_hybrid.policies.scout.predictor import Correction
 from sglang_hybrid.policies.scout.profile_facts import (
     METADATA_KEY,
@@ -59,17 +60,9 @@ class Profile:
 
     def save(self, path: Path) -> None:
         """Complete or not at all: an interrupted write leaves what was there before."""
-        tensors = {}
-        for layer, correction in self.corrections.items():
-            tensors[f"layers.{layer}.left"] = correction.left.contiguous()
-            tensors[f"layers.{layer}.bias"] = correction.bias.contiguous()
-            if correction.right is not None:
-                tensors[f"layers.{layer}.right"] = correction.right.contiguous()
-        for layer, order in self.channels.items():
-            tensors[f"layers.{layer}.channels"] = order.to(torch.uint8).contiguous()
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
-        save_file(tensors, part, metadata={METADATA_KEY: msgspec.json.encode(self.facts).decode()})
+        save_file(to_tensors(self), part, metadata={METADATA_KEY: msgspec.json.encode(self.facts).decode()})
         os.replace(part, path)
 
     def check(self, model: ModelIdentity, block_tokens: int, budget_tokens: int) -> None:
@@ -101,32 +94,6 @@ def _load(path: Path) -> Profile:
     lists += ["miss_shares"] if facts.miss_shares else []
     if short := [name for name in lists if len(getattr(facts, name)) != layers]:
         raise ProfileError(f"damaged: {', '.join(short)} must have one value for each of {layers} layers")
-    corrections = {}
-    width = facts.model.query_heads * facts.model.head_dim
-    for layer in range(1, layers):
-        left, right, bias = (tensors.get(f"layers.{layer}.{part}") for part in ("left", "right", "bias"))
-        if left is None and bias is None:
-            continue
-        if left is None or bias is None or bias.shape != (width,) or left.ndim != 2 or left.shape[0] != width:
-            raise ProfileError(f"damaged: the matrices of layer {layer} do not fit {width} query channels")
-        hidden = facts.model.hidden
-        if left.shape[1:] != (hidden,) if right is None else right.shape != (left.shape[1], hidden):
-            raise ProfileError(f"damaged: the matrices of layer {layer} do not fit a hidden size of {hidden}")
-        corrections[layer] = Correction(left, right, bias)
-    return Profile(facts, corrections, _channels(tensors, facts.model))
-
-
-def _channels(tensors: dict[str, torch.Tensor], model: ModelIdentity) -> dict[int, torch.Tensor]:
-    channels = {}
-    for layer in range(model.layers):
-        order = tensors.get(f"layers.{layer}.channels")
-        if order is None:
-            continue
-        every = torch.arange(model.head_dim).expand(model.kv_heads, -1)
-        if order.shape != every.shape or not torch.equal(order.to(torch.int64).sort(dim=1).values, every):
-            raise ProfileError(
-                f"damaged: the channels of layer {layer} must be an order of {model.head_dim} channels for each of "
-                f"{model.kv_heads} KV heads"
-            )
-        channels[layer] = order.to(torch.int64)
-    return channels
+    model = facts.model
+    shape = Shape(layers, model.hidden, model.query_heads, model.kv_heads, model.head_dim)
+    return Profile(facts, corrections_of(tensors, shape), channels_of(tensors, shape))

@@ -25,7 +25,7 @@ class RecallSchedule:
     def __init__(self, intervals: Sequence[int], beta: float, adapt: bool) -> None:
         self.intervals = list(intervals)
         self.adapts = adapt and any(self.intervals)
-        self._beta = beta
+        self.beta = beta  # may change while rows decode
         self._sums = [0.0] * len(self.intervals)
         self._counts = [0] * len(self.intervals)
 
@@ -50,7 +50,7 @@ class RecallSchedule:
             return
         mean = self._sums[layer] / self._counts[layer]
         self._sums[layer], self._counts[layer] = 0.0, 0
-        low, high = (part * self._beta for part in _BAND)
+        low, high = (part * self.beta for part in _BAND)
         if mean > high:
             self.intervals[layer] = max(1, int(interval * _SHORTER))
         elif mean < low:

@@ -16,6 +16,7 @@ from sglang_hybrid.config import HybridConfig
 DEFAULT_BONUS = 1.0
 DEFAULT_INTERVAL = 8
 DEFAULT_MISS_SHARE = 0.001
+DEFAULT_TARGET = 0.12  # of the CPU compute ratio, as in ScoutAttention, until the host tells a better one
 HOT_BUDGETS = 4  # what is selected next is nearly always among so many times as many blocks (docs/accuracy.md)
 GPU_INTERVAL = 4  # a longer one saves little: the hot blocks are what is left
 
@@ -59,10 +60,11 @@ class Tuning:
 
     bonus: tuple[float, ...]  # what a resident block's score gets on top, in attention logits
     intervals: tuple[int, ...]  # decode steps between two recalls, 0 for never
-    beta: float  # the CPU compute ratio that recall keeps
+    beta: float  # the CPU compute ratio that recall keeps, or begins with
     adapt: bool  # whether live traffic changes the intervals
     miss_shares: tuple[float, ...]  # of a KV head's attention, that a block must get to be a miss
     any_block: tuple[bool, ...]  # whether every such block is a miss, or those only that are selected
+    follows_host: bool = False  # whether beta becomes what the worker computes while nobody waits for it
 
 
 def beyond_selection(interval: int) -> bool:
@@ -94,4 +96,6 @@ def tuning_of(config: HybridConfig, layers: int, profile: Profiled | None = None
         # One share for all layers needs the limit that a selection is: it says too little about what matters where.
         miss_shares = profile.miss_shares
         any_block = tuple(beyond_selection(interval) for interval in intervals)
-    return Tuning(bonus, intervals, options.target_cpu_ratio, adapt, miss_shares, any_block)
+    follows = options.target_cpu_ratio == "auto"
+    beta = DEFAULT_TARGET if options.target_cpu_ratio == "auto" else options.target_cpu_ratio
+    return Tuning(bonus, intervals, beta, adapt, miss_shares, any_block, follows)

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hybrid.commands.profile import tune
-from sglang_hybrid.commands.profile.fit_predictor import RANK_PARTS, Calibrator, LayerInputs
 from sglang_hybrid.commands.profile.recording import RecordingPolicy
 from sglang_hybrid.commands.profile.records import LayerRecord
 from sglang_hybrid.commands.profile.share_costs import SHARES, LayerCost, ShareCosts
@@ -32,6 +31,7 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.core import DecodeBatch, LayerCache
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.scout.calibration import LayerFit, cosines
+from sglang_hybrid.policies.scout.fit_predictor import RANK_PARTS, Calibrator, LayerInputs
 from sglang_hybrid.policies.scout.options import ScoutOptions
 from sglang_hybrid.policies.scout.policy import ScoutPolicy, Selection
 from sglang_hybrid.policies.scout.predictor import QueryPredictor, QueryWeights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from sglang_hybrid.engines.cuda.settings import PathRates
@@ -50,7 +51,8 @@ class Late:
 
 
 def watch_of(scout: Scout, outcomes: torch.Tensor | None = None, rates: PathRates | None = None) -> DeviceWatch:
-    return DeviceWatch(scout, RecallSchedule([8, 8], 0.12, True), PER_ROW, outcomes, rates, Late)  # type: ignore[arg-type]
+    schedule = RecallSchedule([8, 8], 0.12, True)
+    return DeviceWatch(scout, schedule, PER_ROW, outcomes, rates, counters=Late)  # type: ignore[arg-type]
 
 
 def test_ratios_are_misses_over_what_rows_beyond_the_budget_may_hold() -> None:
@@ -120,3 +122,26 @@ def test_a_share_follows_what_is_missed() -> None:
         scout.counted += torch.tensor([[100, 20], [100, 100]])
         watch.step(3)
     assert scout.shares == [[0.4, 0.0]]  # 0.4 * 100 + 20 blocks over PCIe, 60 computed; 100 over PCIe, 100 computed
+
+
+def test_recalls_aim_at_what_the_worker_computes_in_time() -> None:
+    rates = PathRates(gathers=50e9, computes=100e9)
+    # 0.6 ms of 1 ms, 60 MB of it, of budgets of 600 MB
+    assert rates.target_ratio(600e6, 1e-3) == pytest.approx(0.1)
+    assert rates.target_ratio(1e12, 1e-3) == 0.03
+    assert rates.target_ratio(1e6, 1e-3) == 0.25
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_fast_host_recalls_less_often(follows: bool) -> None:
+    scout, schedule = Scout(), RecallSchedule([8, 8], 0.12, True)
+    rates = PathRates(gathers=1.0, computes=1e18)
+    watch = DeviceWatch(
+        scout, schedule, PER_ROW, None, rates, gathers=False, follows_host=follows, counters=Late  # type: ignore[arg-type]
+    )  # fmt: skip
+    for _ in range(80):
+        scout.counted += torch.tensor([[45, 0], [45, 0]])  # a ratio of 0.15
+        watch.step(3)
+    assert schedule.beta == (0.25 if follows else 0.12)
+    assert scout.shares == []
+    assert (scout.intervals == []) == follows  # 0.15 is within the band of 0.25 and above 0.12

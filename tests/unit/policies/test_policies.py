@@ -912,8 +912,8 @@ def test_scoutattention_shares_a_selection_attends_to_it_alone_and_corrects_noth
 
 def test_scoutattention_predicts_by_raw_projections_unless_it_is_told_otherwise() -> None:
     paper = HybridConfig(policy="scoutattention")
-    assert prediction_of(paper, has_profile=False) == prediction_of(paper, has_profile=True) == "raw"
-    assert prediction_of(HybridConfig(policy="scoutattention", prediction="none"), has_profile=False) == "none"
-    assert prediction_of(HybridConfig(), has_profile=False) == "none"
-    assert prediction_of(HybridConfig(), has_profile=True) == "calibrated"
-    assert prediction_of(HybridConfig(policy="full", prediction="raw"), has_profile=True) == "none"
+    assert prediction_of(paper, is_calibrated=False) == prediction_of(paper, is_calibrated=True) == "raw"
+    assert prediction_of(HybridConfig(policy="scoutattention", prediction="none"), is_calibrated=False) == "none"
+    assert prediction_of(HybridConfig(), is_calibrated=False) == "none"
+    assert prediction_of(HybridConfig(), is_calibrated=True) == "calibrated"
+    assert prediction_of(HybridConfig(policy="full", prediction="raw"), is_calibrated=True) == "none"

@@ -163,14 +163,14 @@ def test_without_a_profile_there_are_defaults() -> None:
     tuning = tuning_of(HybridConfig(), layers=2)
     assert tuning.bonus == (DEFAULT_BONUS,) * 2
     assert tuning.intervals == (DEFAULT_INTERVAL,) * 2
-    assert (tuning.beta, tuning.adapt) == (0.12, True)
+    assert (tuning.beta, tuning.adapt, tuning.follows_host) == (0.12, True, True)
     assert (tuning.miss_shares, tuning.any_block) == ((DEFAULT_MISS_SHARE,) * 2, (False, False))
 
 
 def test_a_profile_tunes_each_layer() -> None:
     tuning = tuning_of(scouting(target_cpu_ratio=0.2), 2, SomeProfile())
     assert (tuning.bonus, tuning.intervals) == ((0.5, 2.0), (3, 16))
-    assert (tuning.beta, tuning.adapt) == (0.2, True)
+    assert (tuning.beta, tuning.adapt, tuning.follows_host) == (0.2, True, False)
     assert (tuning.miss_shares, tuning.any_block) == ((0.004, 0.0005), (True, True))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from sglang_hybrid.policies.scout.predictor import Correction, QueryPredictor, Q
 RANK_PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 _KEEPS_THE_GAIN = 0.002  # of cosine, against the full matrix
 
-LayerInputs = dict[int, torch.Tensor]  # by layer: inputs [tokens, hidden] of one text
+LayerInputs = Mapping[int, torch.Tensor]  # by layer: inputs [tokens, hidden] of one text
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class LayerCalibration:
 class Calibrator:
     """``add`` texts to fit on, then ``calibrate`` with texts that were not among them."""
 
-    def __init__(self, weights: dict[int, QueryWeights]) -> None:
-        """``weights`` of all layers; the first one's query is never predicted."""
+    def __init__(self, weights: Mapping[int, QueryWeights], layers: Sequence[int] | None = None) -> None:
+        """``weights`` of all layers; ``layers`` to fit, by default all but the first, which needs no prediction."""
         self._weights = weights
-        self._fits = {layer: LayerFit(of_layer) for layer, of_layer in list(weights.items())[1:]}
+        self._fits = {layer: LayerFit(weights[layer]) for layer in (list(weights)[1:] if layers is None else layers)}
 
     @property
     def layers(self) -> list[int]:
@@ -44,15 +44,15 @@ class Calibrator:
     def calibrate(
         self, unseen: Sequence[LayerInputs], rank: int | str, progress: Callable[[], None] = lambda: None
     ) -> dict[int, LayerCalibration]:
-        """``rank``: "auto", "full" or a number for all layers."""
+        """Solve, and forget the sums. ``rank``: "auto", "full" or a number for all layers."""
         calibrated = {}
-        for layer in self._fits:
-            calibrated[layer] = self._calibrate(layer, unseen, rank)
+        for layer in list(self._fits):
+            calibrated[layer] = self._calibrate(layer, self._fits.pop(layer), unseen, rank)
             progress()
         return calibrated
 
-    def _calibrate(self, layer: int, unseen: Sequence[LayerInputs], rank: int | str) -> LayerCalibration:
-        fit, weights = self._fits[layer], self._weights[layer]
+    def _calibrate(self, layer: int, fit: LayerFit, unseen: Sequence[LayerInputs], rank: int | str) -> LayerCalibration:
+        weights = self._weights[layer]
         real = QueryPredictor(weights)
         pairs = [(inputs[layer - 1], real.project(inputs[layer])) for inputs in unseen]
 

@@ -1,0 +1,157 @@
+"""Fits the predictor while a server starts: the loaded model computes a text, and its layers' inputs are regressed.
+
+A few layers at a time, because the sums of a layer take hundreds of megabytes where models are wide. The text is
+computed anew for each group of layers, up to the last of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sglang_hybrid import container
+from sglang_hybrid.integration.causal_forward import run_text
+from sglang_hybrid.integration.decoder_layers import DecoderLayers, UnknownLayers
+from sglang_hybrid.integration.ranks import smallest_of_ranks
+from sglang_hybrid.policies.scout.calibration import LayerFit
+from sglang_hybrid.policies.scout.calibration_file import Calibration
+from sglang_hybrid.policies.scout.calibration_text import CalibrationText, calibration_text, without_tokenizer
+from sglang_hybrid.policies.scout.channel_spread import ChannelSpread
+from sglang_hybrid.policies.scout.fit_predictor import Calibrator, LayerCalibration
+from sglang_hybrid.policies.scout.predictor import QueryWeights
+
+logger = logging.getLogger("sglang.srt.hybrid")
+
+_MOST_BYTES = 4 << 30  # for the sums of a group of layers, where the device has as much
+_SHARE_OF_FREE = 0.25
+
+
+def refuse_inputs(args: Any) -> None:
+    """Raise UnknownLayers where what the hooks read is not what makes the query."""
+    if args.enable_lora or args.lora_paths:
+        raise UnknownLayers("LoRA adapters change queries, and predictions are made from the model's own weights")
+    fused = ("enable_flashinfer_allreduce_fusion", "enable_aiter_allreduce_fusion")
+    if args.tp_size > 1 and any(getattr(args, flag, False) for flag in fused):
+        raise UnknownLayers(
+            "layers get a rank's part of their input before it is summed: start with "
+            "--enforce-disable-flashinfer-allreduce-fusion"
+        )
+
+
+def calibrate(
+    model_runner: Any,
+    text: CalibrationText,
+    rank: int | str = "auto",
+    progress: Callable[[float], None] = lambda _part: None,
+) -> Calibration:
+    """Fit all layers of this rank. Every rank has to call this with the same text.
+
+    ``progress`` is told of each part that is done; the parts sum to 1. Raises UnknownLayers.
+    """
+    args = model_runner.server_args
+    refuse_inputs(args)
+    if args.enable_dp_attention:
+        raise UnknownLayers("with data-parallel attention the ranks compute different tokens")
+    layers = DecoderLayers(model_runner.model)
+    weights = {layer: layers.query_weights(layer) for layer in layers.ids}
+    fitted: dict[int, LayerCalibration] = {}
+    channels: dict[int, torch.Tensor] = {}
+    most = smallest_of_ranks(model_runner, _layers_at_a_time(weights, text, _free_bytes(model_runner.device)))
+    groups = [layers.ids[start : start + most] for start in range(0, len(layers.ids), most)]
+    for group in groups:
+        _fit_group(model_runner, layers, weights, group, text, rank, fitted, channels)
+        progress(1 / len(groups))
+    return Calibration(fitted, channels)
+
+
+def _fit_group(
+    model_runner: Any,
+    layers: DecoderLayers,
+    weights: Mapping[int, QueryWeights],
+    group: Sequence[int],
+    text: CalibrationText,
+    rank: int | str,
+    fitted: dict[int, LayerCalibration],
+    channels: dict[int, torch.Tensor],
+) -> None:
+    """Add the layers of ``group`` to ``fitted`` and ``channels``."""
+    calibrator = Calibrator(weights, [layer for layer in group if layer != layers.ids[0]])
+    spreads = {layer: ChannelSpread(weights[layer].rotary.shape[-1], weights[layer].neox) for layer in group}
+
+    def attended(layer: int, queries: torch.Tensor, keys: torch.Tensor) -> None:
+        if layer in spreads:
+            spreads[layer].add(queries, keys)
+
+    for window in text.fit:
+        calibrator.add(_inputs(model_runner, layers, group, window, attended))
+    unseen = [_inputs(model_runner, layers, group, window, lambda *_: None) for window in text.unseen]
+    fitted |= calibrator.calibrate(unseen, rank)
+    channels |= {layer: spread.order() for layer, spread in spreads.items()}
+
+
+class _Computed(Exception):
+    """All that is asked for has been computed."""
+
+
+def _inputs(
+    model_runner: Any,
+    layers: DecoderLayers,
+    group: Sequence[int],
+    window: Sequence[int],
+    attended: Callable[[int, torch.Tensor, torch.Tensor], None],
+) -> dict[int, torch.Tensor]:
+    """Inputs ``[tokens, hidden]`` of the layers of ``group`` and of the layer before them."""
+    seen: dict[int, torch.Tensor] = {}
+
+    def take(layer: int, inputs: torch.Tensor, _positions: torch.Tensor, _batch: Any) -> None:
+        if layer > group[-1]:
+            raise _Computed
+        if layer >= group[0] - 1:
+            seen[layer] = inputs.clone()
+
+    with _on_input(layers, take), contextlib.suppress(_Computed):
+        run_text(model_runner, window, attended)
+    return seen
+
+
+@contextlib.contextmanager
+def _on_input(layers: DecoderLayers, take: Callable[..., None]) -> Iterator[None]:
+    stop = layers.on_input(take)
+    try:
+        yield
+    finally:
+        stop()
+
+
+def _layers_at_a_time(weights: Mapping[int, QueryWeights], text: CalibrationText, free: int) -> int:
+    """Layers whose sums, and inputs of unseen text, fit in a part of the free memory."""
+    of_layer = next(iter(weights.values()))
+    unseen = sum(map(len, text.unseen)) * of_layer.norm.shape[0] * of_layer.projection.element_size()
+    each = LayerFit.device_bytes(of_layer) + unseen
+    return max(1, int(min(_MOST_BYTES, free * _SHARE_OF_FREE)) // each)
+
+
+def _free_bytes(device: str) -> int:
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    return container.memory().available
+
+
+def text_for(model_runner: Any) -> CalibrationText:
+    """Return the package's own text in the model's tokens; tokens at random for a model that has no tokenizer."""
+    config, args = model_runner.model_config, model_runner.server_args
+    hidden, longest = config.hidden_size, config.context_len
+    try:
+        from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
+
+        tokenizer = get_tokenizer(
+            args.tokenizer_path, tokenizer_mode=args.tokenizer_mode, trust_remote_code=args.trust_remote_code
+        )
+    except Exception as error:  # whatever Hugging Face's code raises where there are no files
+        logger.warning("calibrating on tokens at random, because the model has no tokenizer: %s", error)
+        return without_tokenizer(config.vocab_size, hidden, longest)
+    return calibration_text(lambda text: tokenizer.encode(text, add_special_tokens=False), hidden, longest)

@@ -1,0 +1,32 @@
+"""This process among the ranks of a server, and what all of them agree on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_hybrid.metrics import Rank
+
+
+def rank_of(model_runner: Any) -> Rank:
+    """This process's rank. SGLang before 0.5.21 keeps it at the model runner, later versions one for the process."""
+    ranks = model_runner.ps if hasattr(model_runner, "ps") else _parallel()
+    replica = 0 if model_runner.server_args.enable_dp_attention else getattr(ranks, "dp_rank", None)
+    return Rank(ranks.tp_rank, replica or 0)
+
+
+def smallest_of_ranks(model_runner: Any, value: int) -> int:
+    """Return the smallest ``value`` that a rank of this model has. Every rank has to call this."""
+    if model_runner.server_args.tp_size == 1:
+        return value
+    group = model_runner.tp_group if hasattr(model_runner, "tp_group") else _parallel().tp_group
+    smallest = torch.tensor([value])
+    torch.distributed.all_reduce(smallest, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return int(smallest)
+
+
+def _parallel() -> Any:
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel()

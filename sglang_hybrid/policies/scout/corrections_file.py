@@ -1,0 +1,78 @@
+"""Corrections and channel orders as named tensors: what profiles and calibrations have in common on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sglang_hybrid.policies.scout.predictor import Correction
+from sglang_hybrid.policies.scout.profile_facts import ProfileError
+
+
+class Calibrated(Protocol):
+    """What serving needs of a profile or of a calibration."""
+
+    @property
+    def corrections(self) -> Mapping[int, Correction]: ...  # by layer; the first layer has none
+
+    @property
+    def channels(self) -> Mapping[int, torch.Tensor]: ...  # by layer [KV heads, head_dim], the most telling first
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the tensors of a file must fit."""
+
+    layers: int
+    hidden: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def to_tensors(calibrated: Calibrated) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for layer, correction in calibrated.corrections.items():
+        tensors[f"layers.{layer}.left"] = correction.left.contiguous()
+        tensors[f"layers.{layer}.bias"] = correction.bias.contiguous()
+        if correction.right is not None:
+            tensors[f"layers.{layer}.right"] = correction.right.contiguous()
+    for layer, order in calibrated.channels.items():
+        tensors[f"layers.{layer}.channels"] = order.to(torch.uint8).contiguous()
+    return tensors
+
+
+def corrections_of(tensors: Mapping[str, torch.Tensor], shape: Shape) -> dict[int, Correction]:
+    """Raises ProfileError for matrices that do not fit."""
+    corrections = {}
+    width, hidden = shape.query_heads * shape.head_dim, shape.hidden
+    for layer in range(1, shape.layers):
+        left, right, bias = (tensors.get(f"layers.{layer}.{part}") for part in ("left", "right", "bias"))
+        if left is None and bias is None:
+            continue
+        if left is None or bias is None or bias.shape != (width,) or left.ndim != 2 or left.shape[0] != width:
+            raise ProfileError(f"damaged: the matrices of layer {layer} do not fit {width} query channels")
+        if left.shape[1:] != (hidden,) if right is None else right.shape != (left.shape[1], hidden):
+            raise ProfileError(f"damaged: the matrices of layer {layer} do not fit a hidden size of {hidden}")
+        corrections[layer] = Correction(left, right, bias)
+    return corrections
+
+
+def channels_of(tensors: Mapping[str, torch.Tensor], shape: Shape) -> dict[int, torch.Tensor]:
+    """Raises ProfileError for what is no order of channels."""
+    channels = {}
+    for layer in range(shape.layers):
+        order = tensors.get(f"layers.{layer}.channels")
+        if order is None:
+            continue
+        every = torch.arange(shape.head_dim).expand(shape.kv_heads, -1)
+        if order.shape != every.shape or not torch.equal(order.to(torch.int64).sort(dim=1).values, every):
+            raise ProfileError(
+                f"damaged: the channels of layer {layer} must be an order of {shape.head_dim} channels for each of "
+                f"{shape.kv_heads} KV heads"
+            )
+        channels[layer] = order.to(torch.int64)
+    return channels
