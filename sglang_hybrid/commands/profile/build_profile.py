@@ -226,7 +226,7 @@ def _watch_costs(
 ) -> tuple[ShareCosts, dict[int, float], Callable[[], None]]:
     """For the decode that follows: what least shares cost, each layer's mean squared input, and what ends that."""
     layers = DecoderLayers(session.model)
-    projections = {layer: layers.output_projection(layer).cpu() for layer in layers.ids}
+    projections = {layer: layers.output_projection(layer) for layer in layers.ids}
     norms: dict[int, float] = dict.fromkeys(layers.ids, 0.0)  # a sum does as well as a mean: all have as many steps
 
     def watch(layer: int, inputs: torch.Tensor, _positions: torch.Tensor, _batch: object) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 
 from sglang_hybrid.commands.profile.records import BlockParts, LayerRecord
+from sglang_hybrid.commands.profile.row_copies import RowCopies
 from sglang_hybrid.commands.profile.share_costs import ShareCosts
 from sglang_hybrid.core import DecodeBatch, LayerCache
 from sglang_hybrid.ops import reference
-from sglang_hybrid.policies.full import FullPolicy, read_row
+from sglang_hybrid.policies.full import FullPolicy
 
 
 class RecordingPolicy(FullPolicy):
@@ -25,6 +26,7 @@ class RecordingPolicy(FullPolicy):
         self._shares: dict[int, list[torch.Tensor]] = {}
         self._counts: dict[int, list[torch.Tensor]] = {}
         self._ahead: dict[int, torch.Tensor] = {}
+        self._rows = RowCopies()
 
     def ahead(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> None:
         # now, as policy scout does it: the new token is not in the tail's digest yet
@@ -34,15 +36,15 @@ class RecordingPolicy(FullPolicy):
         layer, counts = cache.layer, batch.block_counts(cache.block_tokens)
         scores = self._ahead.pop(layer, None)
         self._scores.setdefault(layer, []).append(self._score(query, cache, batch, scale) if scores is None else scores)
-        self._counts.setdefault(layer, []).append(counts.cpu())
+        self._counts.setdefault(layer, []).append(counts.to(query.device))
         rows, shares, outputs = [], [], []
         for row, length in enumerate(batch.lengths_on_host):
-            key, value = read_row(cache, batch.page_table[row], length, query.device)
+            key, value = self._rows.read(cache, row, batch.page_table[row], length, query.device)
             rows.append(reference.attend_prefill(query[row : row + 1], key, value, scale))
             weights = _block_weights(query[row], key, scale, cache.block_tokens, batch.page_table.shape[1])
-            shares.append(weights.sum(dim=3).cpu())
+            shares.append(weights.sum(dim=3))
             if self._costs:
-                outputs.append(_block_outputs(weights, value).cpu())
+                outputs.append(_block_outputs(weights, value))
         grouped = torch.stack(shares)
         self._shares.setdefault(layer, []).append(grouped.mean(dim=2))
         if self._costs:
@@ -55,7 +57,7 @@ class RecordingPolicy(FullPolicy):
         logits = reference.without_tail(
             cache.estimates(query, batch.page_table, reference.DIGEST_SPREAD, scale), counts
         )
-        return reference.block_scores(logits, counts, scale).cpu()
+        return reference.block_scores(logits, counts, scale)
 
     def record(self, layer: int) -> LayerRecord:
         blocks = self._scores[layer][-1].shape[2]

@@ -29,9 +29,9 @@ class LayerCost:
 
 
 class _Layer:
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.steps = 0
-        self.ratio, self.moved = torch.zeros(2, len(SHARES)).unbind(0)
+        self.ratio, self.moved = torch.zeros(2, len(SHARES), device=device).unbind(0)
         self.not_sticky = 0.0
         self.resident = torch.empty(0)
         self.counts = torch.empty(0)
@@ -45,7 +45,8 @@ class ShareCosts:
         self._budget = budget
         self._projections = projections
         # a score adds up the shares of a group
-        self._worth = torch.tensor([math.log(share * group) for share in SHARES])[:, None, None, None]
+        device = next(iter(projections.values())).device
+        self._worth = torch.tensor([math.log(share * group) for share in SHARES], device=device)[:, None, None, None]
         self._layers: dict[int, _Layer] = {}
 
     def of(self, layer: int) -> LayerCost:
@@ -54,9 +55,9 @@ class ShareCosts:
 
     def add(self, layer: int, scores: torch.Tensor, counts: torch.Tensor, parts: BlockParts) -> None:
         """One step: scores ``[rows, KV heads, blocks]``, counts ``[rows]``."""
-        seen, budget = self._layers.setdefault(layer, _Layer()), self._budget
+        seen, budget = self._layers.setdefault(layer, _Layer(scores.device)), self._budget
         blocks = scores.shape[2]
-        position = torch.arange(blocks)
+        position = torch.arange(blocks, device=scores.device)
         age = counts[:, None] - 1 - position
         forced = (((age <= budget.recent) | (position < budget.sink)) & (age >= 0))[:, None, :]
         beyond = (age < 0)[:, None, :]

@@ -44,16 +44,16 @@ class Budget:
 def simulate(record: LayerRecord, choices: Sequence[Choice], budget: Budget) -> Simulated:
     """Resident sets are masks over blocks here, ``[choices, rows, KV heads, blocks]``."""
     steps, rows, heads, blocks = record.scores.shape
-    bonus = torch.tensor([choice.bonus for choice in choices])[:, None, None, None]
-    intervals = torch.tensor([choice.interval for choice in choices])
+    device = record.scores.device
+    bonus = torch.tensor([choice.bonus for choice in choices], device=device)[:, None, None, None]
+    intervals = torch.tensor([choice.interval for choice in choices], device=device)
     least = [budget.min_miss_score if choice.min_miss_score is None else choice.min_miss_score for choice in choices]
-    min_miss_score = torch.tensor(least)
-    min_miss_score = min_miss_score[:, None, None, None]
-    any_block = torch.tensor([budget.any_block and beyond_selection(choice.interval) for choice in choices])
-    any_block = any_block[:, None, None, None]
+    min_miss_score = torch.tensor(least, device=device)[:, None, None, None]
+    beyond_selected = [budget.any_block and beyond_selection(choice.interval) for choice in choices]
+    any_block = torch.tensor(beyond_selected, device=device)[:, None, None, None]
     limit = min(budget.blocks, blocks)
-    position = torch.arange(blocks)
-    resident = torch.zeros(len(choices), rows, heads, blocks, dtype=torch.bool)
+    position = torch.arange(blocks, device=device)
+    resident = torch.zeros(len(choices), rows, heads, blocks, dtype=torch.bool, device=device)
     before = resident
     ratios, misses_of, unselected, changes = [], [], [], []
     for step in range(steps):
@@ -102,6 +102,8 @@ def with_leaving(
 
     ``opened`` ``[rows]``: whose step is the first of a new block.
     """
-    leaving = (age == budget.recent + 1) & (torch.arange(age.shape[1]) >= budget.sink) & opened[:, None]
+    leaving = (
+        (age == budget.recent + 1) & (torch.arange(age.shape[1], device=age.device) >= budget.sink) & opened[:, None]
+    )
     resident = resident | leaving[:, None, :]
     return best_of(resident, scores.masked_fill(leaving[:, None, :], torch.inf), budget.room)

@@ -44,10 +44,10 @@ class Calibrator:
     def calibrate(
         self, unseen: Sequence[LayerInputs], rank: int | str, progress: Callable[[], None] = lambda: None
     ) -> dict[int, LayerCalibration]:
-        """Solve, and forget the sums. ``rank``: "auto", "full" or a number for all layers."""
+        """``rank``: "auto", "full" or a number for all layers."""
         calibrated = {}
-        for layer in list(self._fits):
-            calibrated[layer] = self._calibrate(layer, self._fits.pop(layer), unseen, rank)
+        for layer, fit in self._fits.items():
+            calibrated[layer] = self._calibrate(layer, fit, unseen, rank)
             progress()
         return calibrated
 
