@@ -102,8 +102,7 @@ def with_leaving(
 
     ``opened`` ``[rows]``: whose step is the first of a new block.
     """
-    leaving = (
-        (age == budget.recent + 1) & (torch.arange(age.shape[1], device=age.device) >= budget.sink) & opened[:, None]
-    )
+    position = torch.arange(age.shape[1], device=age.device)
+    leaving = (age == budget.recent + 1) & (position >= budget.sink) & opened[:, None]
     resident = resident | leaving[:, None, :]
     return best_of(resident, scores.masked_fill(leaving[:, None, :], torch.inf), budget.room)
