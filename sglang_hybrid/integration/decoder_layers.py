@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sglang_hybrid.integration.plain_weights import is_plain, matrix_of
 from sglang_hybrid.policies.scout.predictor import QueryWeights
 
 # layer id, the layer's input [tokens, hidden], positions [tokens], SGLang's forward batch
@@ -29,6 +30,7 @@ class DecoderLayers:
     def __init__(self, model: torch.nn.Module) -> None:
         modules: list[Any] = [module for module in model.modules() if _is_decoder_layer(module)]
         self._layers: dict[int, Any] = {int(module.self_attn.attn.layer_id): module for module in modules}
+        self._matrices: dict[int, torch.Tensor] = {}  # made from quantised weights, or the plain weights themselves
         if not self._layers:
             raise UnknownLayers(f"{type(model).__name__} has no decoder layers with self_attn.attn and input_layernorm")
 
@@ -40,10 +42,7 @@ class DecoderLayers:
         """Raises UnknownLayers for weights that cannot be read as a plain matrix."""
         module = self._layers[layer]
         attention, norm = module.self_attn, module.input_layernorm
-        projection: Any = getattr(attention.qkv_proj, "weight", None)
-        hidden = norm.weight.shape[0]
-        if not _is_plain(projection) or projection.shape[1:] != (hidden,):
-            raise UnknownLayers(f"layer {layer}'s qkv_proj is quantised or packed, not a plain matrix")
+        projection = self._projection(layer)
         if type(norm).__name__ != "RMSNorm" or not hasattr(norm, "variance_epsilon"):
             raise UnknownLayers(f"layer {layer}'s input_layernorm is a {type(norm).__name__}")
         rotary = attention.rotary_emb
@@ -54,7 +53,7 @@ class DecoderLayers:
         return QueryWeights(
             norm=norm.weight.data,
             norm_eps=float(norm.variance_epsilon),
-            projection=projection.data[: attention.q_size],
+            projection=projection[: attention.q_size],
             bias=None if bias is None else bias.data[: attention.q_size],
             head_dim=int(attention.head_dim),
             head_norm=None if head_norm is None else head_norm.weight.data,
@@ -66,14 +65,23 @@ class DecoderLayers:
     def key_projection(self, layer: int) -> torch.Tensor:
         """``[KV heads * head_dim, hidden]`` of this rank."""
         attention = self._layers[layer].self_attn
-        rows: torch.Tensor = attention.qkv_proj.weight.data[attention.q_size : attention.q_size + attention.kv_size]
-        return rows
+        return self._projection(layer)[attention.q_size : attention.q_size + attention.kv_size]
+
+    def _projection(self, layer: int) -> torch.Tensor:
+        """Of queries, keys and values ``[outputs, hidden]``. Raises UnknownLayers for weights that tell no matrix."""
+        if layer not in self._matrices:
+            gain = self._layers[layer].input_layernorm.weight
+            matrix = matrix_of(self._layers[layer].self_attn.qkv_proj, gain.shape[0], gain.dtype)
+            if matrix is None:
+                raise UnknownLayers(f"layer {layer}'s qkv_proj is quantised or packed, not a plain matrix")
+            self._matrices[layer] = matrix
+        return self._matrices[layer]
 
     def output_projection(self, layer: int) -> torch.Tensor:
         """``[hidden, query heads * head_dim]``: from attention to the residual stream. Raises UnknownLayers."""
         attention = self._layers[layer].self_attn
         projection: Any = getattr(getattr(attention, "o_proj", None), "weight", None)
-        if not _is_plain(projection) or projection.shape[1:] != (attention.q_size,):
+        if not is_plain(projection) or projection.shape[1:] != (attention.q_size,):
             raise UnknownLayers(f"layer {layer}'s o_proj is quantised or packed, not a plain matrix")
         matrix: torch.Tensor = projection.data
         return matrix
@@ -133,11 +141,6 @@ class _Input:
         if "hidden_states" in kwargs:
             return args, kwargs | {"hidden_states": completed}
         return (args[0], completed, *args[2:]), kwargs
-
-
-def _is_plain(weight: Any) -> bool:
-    """Numbers as they are. Eight-bit floating point is not: its scales are elsewhere."""
-    return weight is not None and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _is_decoder_layer(module: torch.nn.Module) -> bool:

@@ -64,7 +64,7 @@ class Scouting:
             return {}
         try:
             refuse_inputs(self._runner.server_args)
-            self._layers = self._layers or DecoderLayers(self._runner.model)
+            self._layers = DecoderLayers(self._runner.model)  # anew: weights may have been updated
             weights = {layer: self._layers.query_weights(layer) for layer in self._layers.ids}
         except UnknownLayers as unknown:
             if config.prediction != "auto":

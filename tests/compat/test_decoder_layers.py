@@ -310,6 +310,34 @@ def test_a_projection_that_is_no_plain_matrix_is_refused_with_the_layer() -> Non
         assert refusal(layer) == "layer 5's qkv_proj is quantised or packed, not a plain matrix"
 
 
+class EightBits(torch.nn.Module):
+    """A linear layer as a quantised model has it: weights of eight bits, a scale for each output, a bias."""
+
+    def __init__(self, weight: torch.Tensor, input_scale: float | None = None) -> None:
+        super().__init__()
+        self.scales = weight.abs().amax(dim=1, keepdim=True) / 448
+        # transposed, as kernels want it
+        self.weight = torch.nn.Parameter((weight / self.scales).to(torch.float8_e4m3fn).T, requires_grad=False)
+        self.bias = torch.nn.Parameter(torch.randn(weight.shape[0]))
+        self.input_scale = None if input_scale is None else torch.tensor(input_scale)
+
+    def forward(self, given: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if self.input_scale is not None:
+            given = (given / self.input_scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * self.input_scale
+        return given @ (self.weight.T.float() * self.scales).T + self.bias, None
+
+
+@pytest.mark.parametrize("input_scale", [None, 0.01])
+def test_quantised_weights_are_read_by_what_the_layer_makes_of_the_identity(input_scale: float | None) -> None:
+    layer, weight = Layer(), torch.randn(16, 8)
+    layer.self_attn.qkv_proj = EightBits(weight, input_scale)  # type: ignore[assignment]
+    layers = DecoderLayers(torch.nn.ModuleList([layer]))
+    found = layers.query_weights(5)
+    assert torch.allclose(found.projection, weight[:8], rtol=0.07, atol=0.01)
+    assert found.bias is not None
+    assert torch.equal(found.bias, layer.self_attn.qkv_proj.bias[:8])
+
+
 def test_another_norm_or_another_rotation_is_refused_with_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
     other_norm, other_rotary, none = Layer(), Layer(), Layer()
     other_norm.input_layernorm = torch.nn.LayerNorm(8)

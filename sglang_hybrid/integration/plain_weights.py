@@ -1,0 +1,59 @@
+"""The matrix of a linear layer, whatever its weights are stored as."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_ROWS = 1024  # of the identity at a time
+_MOST_DIFFERENCE = 0.05  # between the layer and its matrix, relative: eight bits have a few per cent
+_LARGEST_EXACT = 256.0  # a power of two within float8: inputs of this size lose nothing when they are quantised
+
+
+def is_plain(weight: Any) -> bool:
+    """Numbers as they are. Eight-bit floating point is not: its scales are elsewhere."""
+    return weight is not None and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def matrix_of(linear: Any, inputs: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return ``[outputs, inputs]`` without the bias; None for a layer that tells no such matrix.
+
+    Plain weights are returned as they are, not copied. Of quantised ones, in whatever format, the layer itself tells
+    what they are: it is given the identity. Layers that sum over ranks cannot be asked so.
+    """
+    weight = getattr(linear, "weight", None)
+    if is_plain(weight):
+        plain: torch.Tensor = weight.data
+        return plain if plain.ndim == 2 and plain.shape[1] == inputs else None
+    try:
+        with torch.no_grad():
+            matrix = _by_identity(linear, inputs, dtype)
+            return matrix if _agrees(linear, matrix) else None
+    except Exception:  # whatever kernels raise for inputs that they were not made for
+        return None
+
+
+def _by_identity(linear: Any, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    device = next(linear.parameters()).device
+    scale = getattr(linear, "input_scale", None)  # of inputs, where it is fixed: larger ones would be cut off
+    size = 1.0 if scale is None else _LARGEST_EXACT * float(scale.max())
+    parts = []
+    for first in range(0, inputs, _ROWS):
+        rows = torch.arange(first, min(first + _ROWS, inputs), device=device)
+        one_hot = torch.nn.functional.one_hot(rows, inputs).to(dtype) * size
+        parts.append(_without_bias(linear, one_hot) / size)
+    return torch.cat(parts).T.contiguous().to(dtype)
+
+
+def _without_bias(linear: Any, given: torch.Tensor) -> torch.Tensor:
+    out = linear(given)
+    out = (out[0] if isinstance(out, tuple) else out).float()
+    bias = getattr(linear, "bias", None)
+    return out if bias is None else out - bias.float()
+
+
+def _agrees(linear: Any, matrix: torch.Tensor) -> bool:
+    probe = torch.randn(8, matrix.shape[1], generator=torch.Generator().manual_seed(0)).to(matrix)
+    out, expected = _without_bias(linear, probe), probe.float() @ matrix.float().T
+    return bool((out - expected).norm() <= _MOST_DIFFERENCE * expected.norm())
