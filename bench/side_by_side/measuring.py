@@ -13,7 +13,7 @@ from bench.side_by_side import metrics
 from bench.side_by_side.load import send_together
 from bench.side_by_side.prompts import Prompts
 from bench.side_by_side.server import Server
-from bench.side_by_side.statistics import Slice, steady_slices, summary
+from bench.side_by_side.statistics import Slice, course, steady_slices, summary
 from bench.side_by_side.trace import EmptyTrace, breakdown, read_trace
 
 Point = dict[str, Any]
@@ -58,7 +58,9 @@ def measure(server: Server, prompts: Prompts, plan: MeasurementPlan, length: int
         "length": length,
         "rows": rows,
         "different_prompts": different,
+        "text": prompts.kind,
         **summary(slices, rows),
+        "course": course(slices, plan.slices),
         "expected_tokens_share": round(sum(expected) / len(expected), 4) if expected else None,
         "seconds_to_all_first_tokens": [round(seconds, 2) for seconds in first_tokens],
         "seconds": round(time.monotonic() - begin, 1),

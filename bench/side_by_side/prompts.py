@@ -6,14 +6,20 @@ import json
 import random
 from pathlib import Path
 
+from bench.side_by_side.real_text import RealText
 from bench.synthetic_model import next_token, prompt, read_model
 
 OWN_TOKENS = 32
 
 
 class Prompts:
+    """Of a synthetic model its own kind of text; of another model real text, or random tokens without a tokenizer."""
+
     def __init__(self, model: Path, seed: int) -> None:
         self._synthetic = read_model(model)
+        tokenizer = model / "tokenizer.json"
+        self._text = RealText(tokenizer, seed) if not self._synthetic and tokenizer.is_file() else None
+        self._made: dict[tuple[int, str], list[int]] = {}
         self._vocabulary: int = json.loads((model / "config.json").read_text())["vocab_size"]
         self._seed = seed
 
@@ -36,7 +42,16 @@ class Prompts:
         vocabulary = self._synthetic[0].vocabulary
         return sum(next_token(a, vocabulary) == b for a, b in zip(before, answer, strict=False)) / len(answer)
 
+    @property
+    def kind(self) -> str:
+        return "synthetic" if self._synthetic else "real text" if self._text else "random tokens"
+
     def _tokens(self, count: int, which: str) -> list[int]:
+        """The same for the same ``which``."""
+        if self._text is not None:
+            if (count, which) not in self._made:
+                self._made[count, which] = self._text.take(count)
+            return self._made[count, which]
         seed = random.Random(f"{self._seed} {which}").getrandbits(32)
         if self._synthetic:
             return prompt(count, *self._synthetic, seed)

@@ -79,6 +79,11 @@ def summary(slices: list[Slice], rows: int) -> dict[str, Any]:
     }
 
 
+def course(slices: list[Slice], parts: int) -> list[float]:
+    """Tokens a second in each of ``parts`` equal parts of an answer, medians over the runs that ``slices`` are of."""
+    return [round(statistics.median(one.rate for one in slices[part::parts]), 1) for part in range(parts)]
+
+
 def quantile(rising: list[float], share: float) -> float:
     """Linear between neighbours."""
     place = share * (len(rising) - 1)

@@ -16,7 +16,8 @@ from bench import throughput
 from bench.side_by_side import claims, configurations, metrics, plots, report, trace
 from bench.side_by_side.capacity import KVModel, Limits, Selected, hybrid_capacity, hybrid_server_bytes, stock_capacity
 from bench.side_by_side.prompts import OWN_TOKENS, Prompts
-from bench.side_by_side.statistics import Arrivals, NotSteady, Slice, steady_slices, summary
+from bench.side_by_side.real_text import RealText
+from bench.side_by_side.statistics import Arrivals, NotSteady, Slice, course, steady_slices, summary
 from bench.side_by_side.synthetic_check import check
 from bench.synthetic_model import TINY, Character, Shape, next_token, parts, read_model, write_model
 
@@ -305,3 +306,29 @@ def test_queries_drift_slowly_from_step_to_step_and_layer_to_layer() -> None:
     assert 0 < found["block_change_in_steps"][1] < 0.3  # 100 % with random weights; --check has the numbers
     assert found["raw_prediction_cosine"] > 0.85
     assert found["steps_on_the_walk"] == "4 of 4"
+
+
+def test_the_course_of_answers_is_told_part_by_part_over_all_runs() -> None:
+    slices = [Slice(1.0, tokens) for tokens in (10, 20, 30, 14, 20, 50)]  # two runs in three parts
+    assert course(slices, 3) == [12.0, 20.0, 40.0]
+
+
+def test_prompts_of_a_real_model_are_pieces_of_text_that_do_not_overlap(tmp_path: Path) -> None:
+    words = {f"w{n}": n for n in range(500)}
+    tokenizer = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "added_tokens": [],
+                 "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"}}  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    files = [tmp_path / f"text-{n}" for n in range(2)]
+    for n, file in enumerate(files):
+        file.write_text(" ".join(f"w{250 * n + m}" for m in range(250)))
+    text = RealText(tmp_path / "tokenizer.json", seed=1, files=files)
+    taken = [text.take(100) for _ in range(5)]
+    assert sorted(token for piece in taken for token in piece) == list(range(500))
+    with pytest.raises(ValueError, match="the text has 500 tokens"):
+        text.take(1)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 500}))
+    prompts = Prompts(tmp_path, seed=0)
+    rows = prompts.rows(64, rows=3, different=3)
+    assert rows == prompts.rows(64, rows=3, different=3)
+    assert prompts.kind == "real text"
+    assert {len(row) for row in rows} == {64}
