@@ -1,7 +1,8 @@
 """Gates 1 and 2 in one go: logits of the hybrid backend beside those of stock SGLang, in few processes, no server.
 
     python -m bench.gpu_gates --model DIR [--dtype float16] --out FILE
-    python -m bench.gpu_gates --random-qwen3 --out FILE           a small random Qwen3: head_dim 128, query-key norms
+    python -m bench.gpu_gates --random qwen3 --out FILE           a small random model: heads of 128 channels
+    python -m bench.gpu_gates --random llama --flag=--quantization=fp8 --out FILE
     python -m bench.gpu_gates --model DIR --device cpu --lengths 10,33,150 --steps 6 --out FILE
 
 One process for each of: stock (FlashInfer), a control (Triton, another stock kernel), hybrid. Stock decodes greedily;
@@ -34,6 +35,7 @@ from typing import Any
 
 from bench.gates.cases import ALONE, LENGTHS, cases
 from bench.gates.comparing import Comparison, Reading, compare, judge, rows_with_misses, served_by_worker
+from bench.gates.random_models import ARCHITECTURES, write_random_model
 from bench.gates.spec import MARK, Spec, write_whole
 from bench.gates.variants import ALL_ON_WORKER, MUST_DIFFER, ON_CPU, START, VARIANTS
 from bench.record import write_result
@@ -194,7 +196,7 @@ def tell(result: dict[str, Any]) -> None:
 def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="directory of a Hugging Face model")
-    parser.add_argument("--random-qwen3", action="store_true", help="make a small random Qwen3 and take that")
+    parser.add_argument("--random", choices=ARCHITECTURES, help="make a small random model of it and take that")
     parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
     parser.add_argument("--dtype", default="", help="float16 (default), bfloat16; float32 (default) on a CPU")
     parser.add_argument("--stock", default="", help="backend to compare with (flashinfer; torch_native on a CPU)")
@@ -211,8 +213,8 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="where logs and readings stay; default: nowhere")
     parser.add_argument("--out", type=Path, help=f"default: bench/results/{NAME}.json")
     args = parser.parse_args(argv)
-    if bool(args.model) == args.random_qwen3:
-        parser.error("give either --model or --random-qwen3")
+    if bool(args.model) == bool(args.random):
+        parser.error("give either --model or --random")
     on_cpu = args.device == "cpu"
     args.dtype = args.dtype or ("float32" if on_cpu else "float16")
     args.stock = args.stock or ("torch_native" if on_cpu else "flashinfer")
@@ -239,10 +241,8 @@ def main() -> None:
         for old in workspace.glob("*.json"):
             old.unlink()  # children would take them for new ones
         model = args.model
-        if args.random_qwen3:
-            from bench.gates.random_qwen3 import write_random_qwen3
-
-            model = write_random_qwen3(temporary / "random-qwen3")
+        if args.random:
+            model = write_random_model(temporary / f"random-{args.random}", args.random)
         asked = cases(model, args.lengths, args.alone)
         say(f"{model.name}, {args.dtype}: {len(asked)} cases of {args.steps} tokens; processes start")
         run = Run(args, workspace, model)

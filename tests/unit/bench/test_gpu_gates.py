@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from bench import gpu_gates
 from bench.gates import child
 from bench.gates.comparing import Comparison, Reading, compare, judge, rows_with_misses, served_by_worker
+from bench.gates.random_models import ARCHITECTURES, SHAPE, write_random_model
 
 
 def reading(logprob: float = -1.0, gap: float = 2.0, best: int = 5, position: int = 1) -> list[Reading]:
@@ -117,7 +122,7 @@ def test_stock_decodes_greedily_and_others_are_fed_its_tokens() -> None:
 def test_a_budget_that_is_too_small_must_be_seen() -> None:
     case = {"best": [[5]], "logprob": [[-1.0]], "gap": [[2.0]], "logit": [[3.0]]}
     found = {name: {"cases": {"together": case}} for name in ("stock", "control", "too-small")}
-    args = gpu_gates.parsed(["--random-qwen3", "--variants", "too-small"])
+    args = gpu_gates.parsed(["--random", "qwen3", "--variants", "too-small"])
     assert not gpu_gates.judged(found, {}, args)["passed"]
     found["too-small"] = {"cases": {"together": case | {"logprob": [[-1.5]]}}}
     assert gpu_gates.judged(found, {}, args)["passed"]
@@ -126,7 +131,20 @@ def test_a_budget_that_is_too_small_must_be_seen() -> None:
 def test_a_control_that_was_asked_for_and_is_missing_is_red() -> None:
     case = {"best": [[5]], "logprob": [[-1.0]], "gap": [[2.0]], "logit": [[3.0]]}
     found: dict[str, Any] = {"stock": {"cases": {"together": case}}, "gate1-budget": {"cases": {"together": case}}}
-    args = gpu_gates.parsed(["--random-qwen3", "--variants", "gate1-budget"])
+    args = gpu_gates.parsed(["--random", "qwen3", "--variants", "gate1-budget"])
     assert not gpu_gates.judged(found, {}, args)["passed"]
     found["control"] = {"cases": {"together": case}}
     assert gpu_gates.judged(found, {}, args)["passed"]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_random_model_has_the_weights_of_its_architecture(architecture: str, tmp_path: Path) -> None:
+    shape = replace(SHAPE, layers=1, vocabulary=64)
+    model = write_random_model(tmp_path, architecture, shape=shape)
+    described = json.loads((model / "config.json").read_text())
+    assert described["architectures"] == ARCHITECTURES[architecture]["architectures"]
+    with safe_open(model / "model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+    assert ("model.layers.0.self_attn.q_norm.weight" in names) == architecture.startswith("qwen3")
+    assert ("model.layers.0.self_attn.q_proj.bias" in names) == (architecture == "qwen2")
+    assert ("model.layers.0.mlp.experts.7.up_proj.weight" in names) == (architecture == "qwen3-moe")
