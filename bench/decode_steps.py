@@ -70,7 +70,10 @@ class Rows:
             requests = one_batch.prepare_synthetic_inputs_for_latency_test(1, len(prompt), [prompt])
             torch.cuda.synchronize()
             begun = time.perf_counter()
-            token, _, batch = session._bench.extend(requests)
+            try:
+                token, _, batch = session._bench.extend(requests)
+            except ValueError as error:
+                raise RuntimeError(f"prompt {number}: {error}; {self._damage()}") from error
             torch.cuda.synchronize()
             self.prefill_seconds.append(time.perf_counter() - begun)
             if number == 0:
@@ -86,6 +89,18 @@ class Rows:
         free = getattr(allocator, "free_pages", None)  # where pages are tokens there is none
         if free is not None and len(free) and not (free.min() >= 0 and free.max() <= allocator.size):
             raise RuntimeError(f"SGLang's list of free pages is damaged {when}: {int(free.min())} to {int(free.max())}")
+
+    def _damage(self) -> str:
+        """Where SGLang's table of tokens has numbers that are no tokens, and which."""
+        runner = self._session.runner
+        table, free = runner.req_to_token_pool.req_to_token, runner.token_to_kv_pool_allocator.free_pages
+        wrong = (table < 0) | (table > runner.max_total_num_tokens + 64)
+        found = [f"free pages {int(free.min())} to {int(free.max())}"]
+        for row in wrong.any(dim=1).nonzero().flatten().tolist()[:4]:
+            places = wrong[row].nonzero().flatten()
+            sample = [f"{value & 0xFFFFFFFF:08x}" for value in table[row][places[:8]].tolist()]
+            found.append(f"row {row}: {len(places)} from {int(places[0])} to {int(places[-1])}, {' '.join(sample)}")
+        return "; ".join(found)
 
     def steps(self, count: int) -> list[float]:
         """Milliseconds of each."""
