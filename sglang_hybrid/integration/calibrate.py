@@ -62,10 +62,24 @@ def calibrate(
     channels: dict[int, torch.Tensor] = {}
     most = smallest_of_ranks(model_runner, _layers_at_a_time(weights, text, _free_bytes(model_runner.device)))
     groups = [layers.ids[start : start + most] for start in range(0, len(layers.ids), most)]
-    for group in groups:
-        _fit_group(model_runner, layers, weights, group, text, rank, fitted, channels)
-        progress(1 / len(groups))
+    with _exact_products():
+        for group in groups:
+            _fit_group(model_runner, layers, weights, group, text, rank, fitted, channels)
+            progress(1 / len(groups))
+    if torch.device(model_runner.device).type == "cuda":
+        torch.cuda.empty_cache()  # graphs are recorded next, in memory of their own
     return Calibration(fitted, channels)
+
+
+@contextlib.contextmanager
+def _exact_products() -> Iterator[None]:
+    """Sums of squares lose what a regression needs in TensorFloat-32, which a server may have switched on."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _fit_group(
