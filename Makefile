@@ -26,7 +26,7 @@ PYTEST := $(BIN)/python -m pytest --durations=10
 TOGETHER := $(if $(filter 2,$(PROCESSES)),OMP_NUM_THREADS=$(shell expr \( $$(nproc) + 1 \) / 2)) \
 	$(PYTEST) -n $(PROCESSES) --dist loadscope --no-loadscope-reorder
 
-.PHONY: serve pd chaos test test-fast test-full test-gpu test-compat lint types install clean clean-cache help
+.PHONY: serve pd chaos test tests test-fast test-full test-gpu test-compat lint types install clean clean-cache help
 .DEFAULT_GOAL := help
 
 help:
@@ -48,7 +48,10 @@ chaos: USE := serve
 chaos: install
 	@$(BIN)/python -m bench.chaos $(ARGS)
 
-test: lint types
+test: lint
+	@$(MAKE) --no-print-directory -j2 types tests  # types take one core for a minute, tests begin meanwhile
+
+tests:
 	$(TOGETHER) -m "not gpu and not full"
 
 test-fast: lint types

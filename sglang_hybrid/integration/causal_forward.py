@@ -36,10 +36,10 @@ class CausalAttention(AttentionBackend):  # type: ignore[misc]
         keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         values = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         self._attended(layer.layer_id, queries, keys)
+        query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (queries, keys, values))
         out = torch.nn.functional.scaled_dot_product_attention(
-            *(part.transpose(0, 1).unsqueeze(0) for part in (queries, keys, values)),
-            is_causal=True, scale=layer.scaling, enable_gqa=True,
-        )  # fmt: skip
+            query, key, value, is_causal=True, scale=layer.scaling, enable_gqa=True
+        )
         return out.squeeze(0).transpose(0, 1).flatten(1)
 
 

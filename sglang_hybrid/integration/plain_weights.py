@@ -22,7 +22,7 @@ def matrix_of(linear: Any, inputs: int, dtype: torch.dtype) -> torch.Tensor | No
     Plain weights are returned as they are, not copied. Of quantised ones, in whatever format, the layer itself tells
     what they are: it is given the identity. Layers that sum over ranks cannot be asked so.
     """
-    weight = getattr(linear, "weight", None)
+    weight: Any = getattr(linear, "weight", None)
     if is_plain(weight):
         plain: torch.Tensor = weight.data
         return plain if plain.ndim == 2 and plain.shape[1] == inputs else None
@@ -47,8 +47,8 @@ def _by_identity(linear: Any, inputs: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _without_bias(linear: Any, given: torch.Tensor) -> torch.Tensor:
-    out = linear(given)
-    out = (out[0] if isinstance(out, tuple) else out).float()
+    given_out = linear(given)
+    out: torch.Tensor = (given_out[0] if isinstance(given_out, tuple) else given_out).float()
     bias = getattr(linear, "bias", None)
     return out if bias is None else out - bias.float()
 

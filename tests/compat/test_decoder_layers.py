@@ -524,11 +524,12 @@ def report_calibration(session: Any, layers: DecoderLayers) -> dict[str, Any]:
     in_prefill = inputs(lambda: session.prefill(PROMPTS[:1]))
     alone = inputs(lambda: run_text(session.runner, PROMPTS[0], lambda *_: None))
     text = without_tokenizer(VOCABULARY, HIDDEN, 512)
-    automatic_calibration.text_for = calibrate.text_for = lambda _runner: text
+    automatic: Any = automatic_calibration
+    automatic.text_for = lambda _runner: text
     with tempfile.TemporaryDirectory() as cache:
         os.environ["SGLANG_HYBRID_CACHE"] = cache
         fitted = automatic_calibration.calibration_for(HybridConfig(profile="auto"), session.runner)
-        automatic_calibration.calibrate = None  # type: ignore[assignment] # the second time nothing may be fitted
+        automatic.calibrate = None  # the second time nothing may be fitted
         found = automatic_calibration.calibration_for(HybridConfig(profile="auto"), session.runner)
     assert fitted is not None
     assert found is not None
@@ -560,8 +561,8 @@ def report_calibration(session: Any, layers: DecoderLayers) -> dict[str, Any]:
 def corrected(correction: Any, unit: torch.Tensor) -> torch.Tensor:
     """What a correction adds, whatever its rank."""
     left = correction.left.float()
-    added: torch.Tensor = unit @ (left if correction.right is None else left @ correction.right.float()).T
-    return added + correction.bias.float()
+    matrix: torch.Tensor = left if correction.right is None else left @ correction.right.float()
+    return unit @ matrix.T + torch.as_tensor(correction.bias).float()
 
 
 def randomise(model: torch.nn.Module) -> None:

@@ -14,6 +14,7 @@ COMMON = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 def test_one_batch_runs_with_the_hybrid_backend(model: Path, tmp_path: Path) -> None:
     result = tmp_path / "result.jsonl"
     run_module(

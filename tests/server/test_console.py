@@ -147,7 +147,8 @@ def test_a_killed_scheduler_ends_the_server_with_what_to_do(model: Path) -> None
         server.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_launcher_while_the_model_loads_leaves_nothing(number: int) -> None:
     with Serving(*MAKE_SERVE) as server:
         deadline = time.monotonic() + START_SECONDS

@@ -54,6 +54,7 @@ def test_the_example_is_served(
         assert "policy=streaming_llm" in server.log.read_text()
 
 
+@pytest.mark.full
 def test_a_policy_that_is_registered_at_run_time_is_served(
     model: Path, stock_server: Server, english: list[int], tmp_path: Path
 ) -> None:
