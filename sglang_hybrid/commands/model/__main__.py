@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         "else ~/.cache/sglang-hybrid)",
     )
     parser.add_argument(
-        "--gguf", type=Path, metavar="FILE", help="convert this GGUF instead (Llama architecture, gpt2 BPE tokenizer)"
+        "--gguf", type=Path, metavar="FILE", help="convert this GGUF instead (Llama or Qwen2, gpt2 BPE tokenizer)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="the directory to make from --gguf")
     return parser

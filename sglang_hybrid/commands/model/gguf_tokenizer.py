@@ -1,10 +1,12 @@
 """The byte-level BPE tokenizer of a GGUF as the two tokenizer files of a Hugging Face directory."""
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from sglang_hybrid.commands.model.errors import DefaultModelError
 from sglang_hybrid.commands.model.gguf_metadata import GgufMetadata
@@ -12,6 +14,7 @@ from sglang_hybrid.commands.model.gguf_metadata import GgufMetadata
 # Values of tokenizer.ggml.token_type
 CONTROL_TOKEN = 3
 USER_DEFINED_TOKEN = 4
+UNUSED_TOKEN = 5  # fills the vocabulary up to the size of the embedding table
 
 
 def write_tokenizer(fields: GgufMetadata, context_length: int, out: Path) -> None:
@@ -45,8 +48,34 @@ def _digits_one_by_one() -> Any:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level()])
 
 
-# How text is cut before BPE, by tokenizer.ggml.pre
-_TEXT_SPLITS = {"gpt-2": _byte_level, "smollm": _digits_one_by_one}
+_QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # endings of English words
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+"  # a word, with the space or sign before it
+    r"|\p{N}"  # one digit
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*"  # signs, with the ends of lines behind them
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"  # white space; the last of it goes with the word behind it
+)
+
+
+def _qwen2_words() -> Any:
+    words = pre_tokenizers.Split(Regex(_QWEN2_WORDS), behavior="isolated")
+    return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+@dataclass(frozen=True)
+class _TextSplit:
+    """How text is cut before BPE, and normalised before that."""
+
+    pre_tokenizer: Callable[[], Any]
+    normalizer: Callable[[], Any] | None = None
+
+
+# by tokenizer.ggml.pre
+_TEXT_SPLITS = {
+    "gpt-2": _TextSplit(_byte_level),
+    "smollm": _TextSplit(_digits_one_by_one),
+    "qwen2": _TextSplit(_qwen2_words, normalizers.NFC),
+}
 
 
 def _rebuild(fields: GgufMetadata) -> Any:
@@ -54,10 +83,15 @@ def _rebuild(fields: GgufMetadata) -> Any:
     kinds = fields.require("tokenizer.ggml.token_type")
     merges = [tuple(merge.split(" ", 1)) for merge in fields.require("tokenizer.ggml.merges")]
 
-    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
-    tokenizer.pre_tokenizer = _TEXT_SPLITS[fields.text("tokenizer.ggml.pre")]()
-    tokenizer.decoder = decoders.ByteLevel()
     by_kind = list(zip(tokens, kinds, strict=True))
+    vocabulary = {token: index for index, (token, kind) in enumerate(by_kind) if kind != UNUSED_TOKEN}
+    split = _TEXT_SPLITS[fields.text("tokenizer.ggml.pre")]
+
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    if split.normalizer is not None:
+        tokenizer.normalizer = split.normalizer()
+    tokenizer.pre_tokenizer = split.pre_tokenizer()
+    tokenizer.decoder = decoders.ByteLevel()
     # Both are matched whole in the input; only control tokens disappear when text is decoded for people.
     tokenizer.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t, k in by_kind if k == CONTROL_TOKEN]

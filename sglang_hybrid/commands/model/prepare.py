@@ -26,7 +26,7 @@ def prepare_default_model(cache_dir: Path | None = None, report: Report | None =
 
 
 def prepare_gguf(gguf: Path, out: Path, report: Report | None = None) -> Path:
-    """Convert a GGUF of the same family (Llama architecture, byte-level BPE) into the directory `out`."""
+    """Convert a GGUF (Llama or Qwen2 architecture, byte-level BPE) into the directory `out`."""
     if not gguf.is_file():
         raise DefaultModelError(f"There is no file {gguf}.")
     with gguf.open("rb") as stream:
@@ -40,9 +40,12 @@ def _convert_once(source: GgufSource, target: Path, report: Report | None) -> Pa
 
     def build(directory: Path) -> None:
         # Here, so that a call that finds the model ready imports neither the GGUF reader nor numpy.
+        from rich.console import Console
+
         from sglang_hybrid.commands.model.gguf_to_hf import convert_gguf
 
-        convert_gguf(source.path, directory, say)
+        say(f"converting {source.path.name}")
+        convert_gguf(source.path, directory, Console(quiet=True))
 
     identity = {"converter_version": CONVERTER_VERSION, "source": source.identity}
     return build_once(target, identity, build, say)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_gguf import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, tiny_tensors, tiny_vocabulary, write_tiny_gguf
 
 from sglang_hybrid.commands.model import DefaultModelError, prepare, prepare_default_model, prepare_gguf
 from sglang_hybrid.commands.model.__main__ import main
@@ -20,74 +21,7 @@ from sglang_hybrid.commands.model.build_once import MARKER, build_once
 from sglang_hybrid.commands.model.locate import PACKAGE
 from sglang_hybrid.user_cache import default_cache_dir
 
-gguf = pytest.importorskip("gguf")
-
-HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 96, 4, 2, 16, 2
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-
-
-def tiny_tensors() -> dict[str, np.ndarray]:
-    random = np.random.default_rng(7)
-    per_layer = {
-        "attn_norm": (HIDDEN,),
-        "attn_q": (HEADS * HEAD_DIM, HIDDEN),
-        "attn_k": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "attn_v": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "attn_output": (HIDDEN, HEADS * HEAD_DIM),
-        "ffn_norm": (HIDDEN,),
-        "ffn_gate": (FEED_FORWARD, HIDDEN),
-        "ffn_up": (FEED_FORWARD, HIDDEN),
-        "ffn_down": (HIDDEN, FEED_FORWARD),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"token_embd": (len(tiny_vocabulary()), HIDDEN), "output_norm": (HIDDEN,)}
-    shapes |= {f"blk.{layer}.{name}": shape for layer in range(LAYERS) for name, shape in per_layer.items()}
-    return {f"{name}.weight": random.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
-
-
-def tiny_vocabulary() -> list[str]:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return [*SPECIAL_TOKENS, *sorted(ByteLevel.alphabet()), "he"]
-
-
-def write_tiny_gguf(
-    path: Path,
-    tensors: dict[str, np.ndarray] | None = None,
-    architecture: str = "llama",
-    tokenizer_model: str = "gpt2",
-    text_split: str = "smollm",
-    quantised: str = "",
-) -> Path:
-    """A GGUF of the default model's family that converts in milliseconds; `quantised` names one tensor in Q4_1."""
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FEED_FORWARD)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(100000.0)
-    vocabulary = tiny_vocabulary()
-    writer.add_tokenizer_model(tokenizer_model)
-    writer.add_tokenizer_pre(text_split)
-    writer.add_token_list(vocabulary)
-    writer.add_token_types([3 if token in SPECIAL_TOKENS else 1 for token in vocabulary])
-    writer.add_token_merges(["h e"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_chat_template("{% for message in messages %}{{ message['content'] }}<|im_end|>{% endfor %}")
-    for name, weights in (tensors or tiny_tensors()).items():
-        if name == quantised:
-            q4_1 = gguf.GGMLQuantizationType.Q4_1
-            writer.add_tensor(name, gguf.quants.quantize(weights, q4_1), raw_dtype=q4_1)
-        else:
-            writer.add_tensor(name, weights)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+pytest.importorskip("gguf")
 
 
 @pytest.fixture
@@ -210,9 +144,9 @@ def test_the_tokenizer_merges_splits_digits_and_keeps_special_tokens_whole(tiny_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"architecture": "qwen2"}, "'qwen2' model; this converter handles only 'llama'"),
+        ({"architecture": "mamba"}, "'mamba' model; this converter handles only 'llama' and 'qwen2'"),
         ({"tokenizer_model": "llama"}, "'llama' tokenizer"),
-        ({"text_split": "llama-bpe"}, "'llama-bpe' way; this converter knows: gpt-2, smollm"),
+        ({"text_split": "llama-bpe"}, "'llama-bpe' way; this converter knows: gpt-2, qwen2, smollm"),
         (
             {"tensors": {**tiny_tensors(), "blk.0.attn_q.bias": np.zeros(HIDDEN, np.float32)}},
             r"'blk\.0\.attn_q\.bias' that a plain Llama does not have",
@@ -383,7 +317,7 @@ def test_the_command_prints_only_the_path_on_stdout(
     assert main(["--gguf", str(tiny_gguf), "--out", str(tmp_path / "hf")]) == 0
     captured = capsys.readouterr()
     assert captured.out == f"{tmp_path / 'hf'}\n"
-    assert "dequantising" in captured.err
+    assert "converting tiny.gguf" in captured.err
 
 
 def test_the_command_reports_a_refusal_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
