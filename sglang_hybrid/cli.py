@@ -35,7 +35,10 @@ COMMANDS = {
     "bench": Command("sglang_hybrid.commands.bench", "run SGLang's benchmarks with this backend"),
     "chaos": Command("sglang_hybrid.commands.checkout", "faults at random against a real server, in a checkout"),
     "config": Command("sglang_hybrid.commands.config", "every setting: its value, what auto becomes here, its source"),
-    "model": Command("sglang_hybrid.commands.model.__main__", "prepare the default model and print its directory"),
+    "model": Command(
+        "sglang_hybrid.commands.model.__main__",
+        "prepare a known model, the default one or another, and print its directory",
+    ),
     "check": Command("sglang_hybrid.commands.check", "verify that this SGLang takes all our hooks"),
 }
 

