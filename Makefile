@@ -1,4 +1,5 @@
-# make serve        install what is missing and serve the default model (ARGS="..." adds any SGLang flag)
+# make serve        install what is missing and serve the default model (MODEL=qwen2.5-coder-1.5b serves another one,
+#                   ARGS="..." adds any SGLang flag)
 # make pd           install what is missing and serve it disaggregated: prefill, decode and router on this machine
 # make test         install what is missing, then lint, types and the tests that CI runs
 # make test-fast    the same without the tests that start servers
@@ -29,7 +30,7 @@ TOGETHER := $(if $(filter 2,$(PROCESSES)),OMP_NUM_THREADS=$(shell expr \( $$(npr
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \(make .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
+	@sed -n 's/^# \(make .*\|  .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
 
 install:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed: make ... PYTHON=/path/to/python3.11"; exit 1; }
@@ -37,11 +38,11 @@ install:
 
 serve: USE := serve
 serve: install
-	@$(BIN)/sglang-hybrid serve --hybrid host_memory=4GiB --max-running-requests 16 $(ARGS)
+	@$(BIN)/sglang-hybrid serve --hybrid host_memory=4GiB --max-running-requests 16 $(if $(MODEL),--model-path "$(MODEL)") $(ARGS)
 
 pd: USE := pd
 pd: install
-	@$(BIN)/sglang-hybrid pd --hybrid host_memory=2GiB --max-running-requests 16 $(ARGS)
+	@$(BIN)/sglang-hybrid pd --hybrid host_memory=2GiB --max-running-requests 16 $(if $(MODEL),--model-path "$(MODEL)") $(ARGS)
 
 chaos: USE := serve
 chaos: install

@@ -37,9 +37,9 @@ FLAGS = {
 
 def main() -> None:
     options = parse_args()
-    from sglang_hybrid.commands.model import prepare_default_model
+    from sglang_hybrid.commands.model import find_model
 
-    model = options.model_path or prepare_default_model()
+    model = find_model(options.model_path)
     prompts = cut_prompts(model, options.rounds, options.lengths)
     sides = [Configuration("stock", "torch_native"), Configuration("hybrid", "hybrid", tuple(options.hybrid))]
     rounds: list[dict[str, Any]] = []
@@ -125,7 +125,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[300, 5000])
     parser.add_argument("--new-tokens", type=int, default=48, help="decode steps behind each prompt (default: 48)")
-    parser.add_argument("--model-path", type=Path, help="directory of a model (default: the default model)")
+    parser.add_argument(
+        "--model-path", type=Path, help="a model's directory or known name (default: the default model)"
+    )
     parser.add_argument("--hybrid", action="append", default=[], metavar="KEY=VALUE", help="settings of our side")
     parser.add_argument("--out", type=Path, help="where the result goes (default: bench/results/cpu-host.json)")
     return parser.parse_args()

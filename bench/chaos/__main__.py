@@ -52,7 +52,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--minutes", type=float, default=15.0, help="how long faults happen, in all (default: %(default)s)")
     add("--seed", type=int, default=1, help="what is asked and what goes wrong (default: %(default)s)")
-    add("--model-path", type=Path, help="a model directory (default: the default model)")
+    add("--model-path", type=Path, help="a model's directory or known name (default: the default model)")
     add("--longest", type=int, help="tokens of the longest prompt (default: 6000, or 1500 in short runs)")
     add("--layers", type=int, default=LAYERS, help="that the model keeps, on a CPU (default: %(default)s)")
     add("--requests", type=int, help="different requests (default: 20, or 10 in short runs)")
@@ -81,9 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     predictions = arguments.prediction or list(PREDICTIONS)
     on_cpu = arguments.device == "cpu"
 
-    from sglang_hybrid.commands.model.prepare import prepare_default_model
+    from sglang_hybrid.commands.model import find_model
 
-    model = arguments.model_path or prepare_default_model()
+    model = find_model(arguments.model_path)
     asked = _requests(model, arguments.seed, count, longest)
     started = time.monotonic()
 

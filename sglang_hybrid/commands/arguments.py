@@ -17,7 +17,8 @@ import yaml  # type: ignore[import-untyped,unused-ignore]
 from sglang_hybrid.config_flags import add_config_flags
 from sglang_hybrid.integration import BACKEND_NAME
 
-MODEL_FLAGS = ("--model-path", "--model", "--config")
+MODEL_PATH_FLAGS = ("--model-path", "--model")
+MODEL_FLAGS = (*MODEL_PATH_FLAGS, "--config")
 
 
 class Refused(ValueError):
@@ -60,10 +61,17 @@ def value_of(arguments: Sequence[str], flag: str) -> str | None:
     return value
 
 
+def without(arguments: Sequence[str], *flags: str) -> list[str]:
+    """The arguments less these flags, which are spellings of one, and their values."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument(*flags)
+    return parser.parse_known_args(arguments)[1]
+
+
 def read(arguments: Sequence[str]) -> ServerArguments:
     """Raises Refused for a value that cannot be what the flag wants."""
     parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model-path", "--model")
+    parser.add_argument(*MODEL_PATH_FLAGS)
     parser.add_argument("--served-model-name")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_with_defaults(benchmark: Callable[[], None]) -> None:
     """Run one of SGLang's benchmarks, which reads this process's arguments, with the backend and model of ``serve``."""
-    from sglang_hybrid.commands.model import DefaultModelError
+    from sglang_hybrid.commands.arguments import Refused
     from sglang_hybrid.env import ConfigError
     from sglang_hybrid.integration.refusals import Refusal
     from sglang_hybrid.memory.capacity import CapacityError
@@ -45,23 +45,20 @@ def run_with_defaults(benchmark: Callable[[], None]) -> None:
     try:
         sys.argv[1:] = with_defaults(sys.argv[1:])
         benchmark()
-    except (ConfigError, Refusal, CapacityError, DefaultModelError) as error:
+    except (ConfigError, Refusal, CapacityError, Refused) as error:
         sys.exit(f"sglang-hybrid: {error}")
 
 
 def with_defaults(arguments: Sequence[str]) -> list[str]:
-    """The arguments of one of SGLang's benchmarks, with our backend and the default model where none is named."""
-    from sglang_hybrid.commands.model import prepare_default_model
+    """The arguments of one of SGLang's benchmarks, with our backend, and the model as ``serve`` understands it."""
+    from sglang_hybrid.commands.arguments import given
+    from sglang_hybrid.commands.defaults import with_model
     from sglang_hybrid.integration import BACKEND_NAME
 
-    named = {argument.split("=", 1)[0] for argument in arguments}
     completed = list(arguments)
-    if "--attention-backend" not in named:
+    if not given(completed, "--attention-backend"):
         completed += ["--attention-backend", BACKEND_NAME]
-    if named.isdisjoint({"--model-path", "--model", "--config", "-h", "--help"}):
-        model = prepare_default_model(report=lambda line: print(line, file=sys.stderr, flush=True))
-        completed += ["--model-path", str(model)]
-    return completed
+    return with_model(completed)
 
 
 def _help() -> str:

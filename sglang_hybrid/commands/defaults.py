@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_hybrid.commands.arguments import MODEL_FLAGS, Refused, given, value_of
+from sglang_hybrid.commands.arguments import MODEL_FLAGS, MODEL_PATH_FLAGS, Refused, given, read, value_of, without
+from sglang_hybrid.commands.model import DefaultModelError, find_model, is_model_name
 from sglang_hybrid.host import gpu_names
 from sglang_hybrid.integration import BACKEND_NAME
 
@@ -32,18 +33,23 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
 
 
 def with_model(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with the default model where none is named. Raises Refused."""
-    if given(arguments, *MODEL_FLAGS, "-h", "--help"):
+    """The arguments, with the default model where none is named, and with a directory where the catalogue's name of a
+    model is given. Raises Refused."""
+    if given(arguments, "-h", "--help"):
         return list(arguments)
-    model = _default_model()
-    name = [] if given(arguments, "--served-model-name") else ["--served-model-name", model.name]
-    return [*arguments, "--model-path", str(model), *name]
+    asked = read(arguments)
+    if given(arguments, *MODEL_FLAGS) and not (asked.model_path and is_model_name(asked.model_path)):
+        return list(arguments)
+    model = _directory_of(asked.model_path)
+    name = ["--served-model-name", model.name] if asked.served_model_name is None else []
+    return [*without(arguments, *MODEL_PATH_FLAGS), "--model-path", str(model), *name]
 
 
-def _default_model() -> Path:
-    from sglang_hybrid.commands.model import DefaultModelError, prepare_default_model
+def _directory_of(name: str | None) -> Path:
+    from rich.console import Console
 
     try:
-        return prepare_default_model(report=lambda line: print(line, file=sys.stderr, flush=True))
+        console = Console(stderr=True)
+        return find_model(name, report=lambda line: print(line, file=sys.stderr, flush=True), console=console)
     except DefaultModelError as error:
         raise Refused(str(error)) from error

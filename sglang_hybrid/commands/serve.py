@@ -163,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,  # what is not ours is SGLang's
         add_help=False,
         description="An OpenAI-compatible server of SGLang with the KV cache in host memory, of the default model "
-        "unless --model-path names another.",
+        "unless --model-path names another: a directory, or a name that sglang-hybrid model --help lists.",
     )
     parser.add_argument("--verbose", action="store_true", help="show the server's whole log")
     parser.add_argument("--log-file", type=Path, metavar="FILE", help="keep the server's log in FILE")

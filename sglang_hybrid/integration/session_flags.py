@@ -9,7 +9,10 @@ from pathlib import Path
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("--model-path", type=Path, help="directory of a Hugging Face model (default: the default model)")
+    group.add_argument(
+        "--model-path", type=Path, metavar="MODEL", help="directory of a Hugging Face model, or a name that "
+        "sglang-hybrid model --help lists (default: the default model)",
+    )  # fmt: skip
     group.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
     group.add_argument(
         "--dtype", default="auto", help="float32, bfloat16 or float16 (default: auto, the model's on a GPU and float32 "
@@ -22,11 +25,18 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def session_flags(options: argparse.Namespace, settings: Sequence[str]) -> list[str]:
-    """``settings``: of the backend, as key=value."""
-    from sglang_hybrid.commands.model import prepare_default_model
+def model_directory(options: argparse.Namespace) -> Path:
+    """Prepares the model where that is needed. Raises DefaultModelError."""
+    from rich.console import Console
 
-    model = options.model_path or prepare_default_model()
+    from sglang_hybrid.commands.model import find_model
+
+    return find_model(options.model_path, console=Console(stderr=True))
+
+
+def session_flags(options: argparse.Namespace, settings: Sequence[str]) -> list[str]:
+    """``settings``: of the backend, as key=value. Raises DefaultModelError."""
+    model = model_directory(options)
     everything = [f"host_memory={options.host_memory}", "worker=none", *settings]
     # plain torch, on a GPU too: settings change all the time here, and so do policies that only watch
     return [

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hybrid.commands.eval.errors import InputError
+from sglang_hybrid.commands.model import DefaultModelError
 from sglang_hybrid.config import ConfigError, HybridConfig, load_config
 from sglang_hybrid.integration.session_flags import add_model_flags, session_flags
 
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     try:
         return _evaluate(options, shlex.join(["sglang-hybrid", "eval", *argv]))
-    except (InputError, ConfigError) as error:
+    except (InputError, ConfigError, DefaultModelError) as error:
         print(f"sglang-hybrid eval: {error}", file=sys.stderr)
         return 2
 

@@ -168,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="sglang-hybrid pd",
         allow_abbrev=False,  # what is not ours is SGLang's
         description="Prefill, decode and router on this machine, with the default model unless --model-path names "
-        "another. Flags that are not listed here go to both SGLang instances.",
+        "another (see sglang-hybrid model --help). Flags that are not listed here go to both SGLang instances.",
     )
     parser.add_argument("--host", default=LOOPBACK, help=f"where the router listens (default: {LOOPBACK})")
     parser.add_argument("--port", type=int, default=30000, help="the router's port (default: 30000)")

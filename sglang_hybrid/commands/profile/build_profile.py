@@ -27,7 +27,7 @@ from sglang_hybrid.config import HybridConfig, load_config
 from sglang_hybrid.integration.decoder_layers import DecoderLayers
 from sglang_hybrid.integration.model_session import ModelSession, Prefilled
 from sglang_hybrid.integration.predictor import identity
-from sglang_hybrid.integration.session_flags import session_flags
+from sglang_hybrid.integration.session_flags import model_directory, session_flags
 from sglang_hybrid.policies.scout.profile import Curve, HostRates, ModelIdentity, Profile, ProfileFacts, load_profile
 from sglang_hybrid.progress import DECODE_STEP_COST, Steps, steps
 
@@ -71,11 +71,7 @@ def _prefill(session: ModelSession, prompts: Sequence[Sequence[int]], bar: Steps
 
 
 def _model_name(options: argparse.Namespace) -> str:
-    if options.model_path:
-        return str(options.model_path.resolve().name)
-    from sglang_hybrid.commands.model.locate import MODEL_NAME
-
-    return MODEL_NAME
+    return model_directory(options).resolve().name
 
 
 def _check_lengths(options: argparse.Namespace, session: ModelSession, config: HybridConfig) -> None:

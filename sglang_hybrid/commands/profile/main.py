@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sglang_hybrid import __version__
 from sglang_hybrid.commands.eval.errors import InputError
+from sglang_hybrid.commands.model import DefaultModelError
 from sglang_hybrid.config import ConfigError
 from sglang_hybrid.integration.session_flags import add_model_flags
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         profile, path = make_profile(options, _notes(argv), console)
-    except (InputError, ConfigError, ProfileError) as error:
+    except (InputError, ConfigError, ProfileError, DefaultModelError) as error:
         print(f"sglang-hybrid profile: {error}", file=sys.stderr)
         return 2
     print_summary(profile, Console())

@@ -11,6 +11,8 @@ import pytest
 
 from sglang_hybrid import cli
 from sglang_hybrid.commands import bench, checkout, defaults
+from sglang_hybrid.commands.arguments import Refused
+from sglang_hybrid.commands.model import DefaultModelError
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +23,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def default_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(defaults, "_default_model", lambda: Path("/models/Small"))
+    monkeypatch.setattr(defaults, "_directory_of", lambda name: Path("/models", name or "Small"))
     monkeypatch.setattr(defaults, "gpu_names", lambda: ("NVIDIA H200",))
 
 
@@ -137,15 +139,51 @@ def test_what_is_given_is_kept(default_model: None) -> None:
     assert defaults.with_defaults(given) == given
 
 
-def test_sglangs_benchmarks_get_the_backend_and_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_hybrid.commands.model.prepare_default_model", lambda report: Path("/models/Small"))
+@pytest.mark.parametrize("flag", [["--model-path", "qwen2.5-coder-1.5b"], ["--model=qwen2.5-coder-1.5b"]])
+def test_the_name_of_a_known_model_becomes_its_directory(default_model: None, flag: list[str]) -> None:
+    directory = ["--model-path", "/models/qwen2.5-coder-1.5b"]
+    assert defaults.with_model([*flag, "--port", "8000"]) == [
+        "--port", "8000", *directory, "--served-model-name", "qwen2.5-coder-1.5b",
+    ]  # fmt: skip
+    named = ["--served-model-name", "coder"]
+    assert defaults.with_model([*named, *flag]) == [*named, *directory]
+
+
+def test_a_directory_comes_before_a_known_model_of_that_name(
+    default_model: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "qwen2.5-coder-1.5b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    given = ["--model-path", "qwen2.5-coder-1.5b"]
+    assert defaults.with_model(given) == given
+
+
+def test_the_name_of_a_known_model_may_stand_in_sglangs_config_file(default_model: None, tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("model-path: qwen2.5-coder-1.5b\nserved-model-name: coder\n")
+    given = ["--config", str(file)]
+    # the command line comes after the file, and wins
+    assert defaults.with_model(given) == [*given, "--model-path", "/models/qwen2.5-coder-1.5b"]
+
+
+def test_a_model_that_cannot_be_prepared_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> Path:
+        raise DefaultModelError("There is no network.")
+
+    monkeypatch.setattr(defaults, "find_model", fail)
+    with pytest.raises(Refused, match=r"^There is no network\.$"):
+        defaults.with_defaults(["--model-path", "qwen2.5-coder-1.5b"])
+
+
+def test_sglangs_benchmarks_get_the_backend_and_the_model(default_model: None) -> None:
     assert bench.with_defaults(["--batch-size", "2"]) == [
         "--batch-size", "2", "--attention-backend", "hybrid", "--model-path", "/models/Small",
+        "--served-model-name", "Small",
     ]  # fmt: skip
     given = ["--model-path=X", "--attention-backend=torch_native"]
     assert bench.with_defaults(given) == given
 
 
 def test_asking_for_help_prepares_no_model(default_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(defaults, "_default_model", lambda: pytest.fail("a model was prepared"))
+    monkeypatch.setattr(defaults, "_directory_of", lambda name: pytest.fail("a model was prepared"))
     assert "--help" in defaults.with_defaults(["--help"])
