@@ -70,7 +70,13 @@ QWEN2 = Architecture(
     dtype="bfloat16",
     permutes_rotary=False,
     layer_names=_LAYER_NAMES | _ATTENTION_BIASES,
-    fixed_config={"use_sliding_window": False, "sliding_window": None, "attention_dropout": 0.0},
+    fixed_config={
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "attention_dropout": 0.0,
+        # Without a version transformers 5 takes a large tokenizer for one of Mistral's with a wrong pattern, and warns.
+        "transformers_version": "4.43.1",
+    },
 )
 ARCHITECTURES = {architecture.key: architecture for architecture in (LLAMA, QWEN2)}
 

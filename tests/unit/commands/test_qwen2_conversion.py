@@ -122,6 +122,7 @@ def test_config_says_what_the_gguf_says(converted: Path) -> None:
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "dtype": "bfloat16", "torch_dtype": "bfloat16",
     }  # fmt: skip
     assert {key: config[key] for key in expected} == expected
+    assert config["transformers_version"]  # or transformers warns that a large tokenizer is a broken one of Mistral's
     generation = json.loads((converted / "generation_config.json").read_text())
     assert generation == {"bos_token_id": 1, "eos_token_id": [2, 0], "pad_token_id": 0}
 
@@ -163,6 +164,13 @@ def test_the_chat_template_comes_out_of_the_gguf(converted: Path) -> None:
         "<|im_start|>", "<|im_end|>", "<|endoftext|>",
     )  # fmt: skip
     assert config["model_max_length"] == tiny_gguf.CONTEXT
+
+
+def test_transformers_loads_the_tokenizer_and_the_chat_template(converted: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(converted)
+    assert tokenizer.decode(tokenizer("he said 42<|im_end|>").input_ids) == "he said 42<|im_end|>"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "he"}], tokenize=False) == "he<|im_end|>"
 
 
 def test_a_layer_without_its_biases_is_refused(tmp_path: Path) -> None:
