@@ -110,8 +110,8 @@ def _tokenizer_config(fields: GgufMetadata, context_length: int) -> dict[str, An
         "unk_token": fields.get("tokenizer.ggml.unknown_token_id"),
     }
     config: dict[str, Any] = {
-        # Not GPT2Tokenizer or Qwen2Tokenizer: in transformers 5 such a class replaces the pre-tokenizer of
-        # tokenizer.json with its own, and GPT-2's does not cut digits apart.
+        # Not GPT2Tokenizer: in transformers 5 that class replaces the pre-tokenizer of tokenizer.json with its own,
+        # which does not cut digits apart.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context_length,
         "clean_up_tokenization_spaces": False,
