@@ -223,19 +223,16 @@ def measure_points(
             trace(rows, args.trace / f"trace-{tokens}-{count}.json.gz")
         for variant in filter(None, args.variants.split(";") if number == 0 else []):
             session.use(load_config(None, [*settings_of(args.flags), *variant.split(",")]))
-            session.runner.init_cuda_graphs()
             points.append(measure(session, rows, tokens, count, variant, args))
         if args.main_lane:
             settings = [*settings_of(args.flags), "prediction=none", "scout.cpu_share=1", "whole_requests=never"]
             session.use(load_config(None, settings))
-            session.runner.init_cuda_graphs()
             rows.steps(2)  # something is resident then
             with main_lane_alone(session):
                 session.runner.init_cuda_graphs()
                 points.append(measure(session, rows, tokens, count, "main lane alone", args))
         if args.main_lane or (args.variants and number == 0):
             session.use(config_from_environment())
-            session.runner.init_cuda_graphs()
         write_result(NAME, {"flags": args.flags, "points": points}, args.out)
 
 

@@ -108,8 +108,6 @@ def use_variant(session: Any, settings: list[str]) -> None:
         # settings alone do not take the worker away from a process that began with one; nothing brings it back
         engine._mailbox = None
     session.use(config)
-    if engine is not None:
-        session.runner.init_cuda_graphs()
 
 
 def read_variants(

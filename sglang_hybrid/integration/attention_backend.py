@@ -84,7 +84,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         """Settings and policies will change: leave engines that cannot follow."""
         if self._fast is not None and not self._fast.may_change:
             self._fast = self._pool.kernels = None
-        self.use(self._config)
+            self.use(self._config)
 
     def use_policy(self, policy: DecodePolicy) -> None:
         """Decode by a policy that no settings name, in torch, until settings change."""

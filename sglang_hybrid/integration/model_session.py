@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.engines.cuda.settings import unsupported_settings
 from sglang_hybrid.integration import BACKEND_NAME
+from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.policies.base import DecodePolicy
 from sglang_hybrid.policies.scout.profile import Profile
 
@@ -44,6 +46,8 @@ class ModelSession:
         if args.attention_backend == BACKEND_NAME:
             # settings and policies change all the time here, and some policies only watch
             self.runner.attn_backend.expect_changes()
+        # off on a CPU, and with settings that the CUDA kernels cannot have
+        self._by_graphs = args.attention_backend == BACKEND_NAME and not self.runner.server_args.disable_cuda_graph
 
     @property
     def model(self) -> torch.nn.Module:
@@ -59,11 +63,23 @@ class ModelSession:
         return int(self.runner.max_total_num_tokens)
 
     def use(self, config: HybridConfig, profile: Profile | None = None) -> None:
-        """Decode by other settings from now on, and by ``profile`` instead of the one they name."""
+        """Decode by other settings from now on, and by ``profile`` instead of the one they name.
+
+        Where CUDA graphs decode, they are recorded anew: the old ones hold the buffers of the settings before.
+        Raises Refusal for what this model cannot do, or graphs cannot.
+        """
+        if self._by_graphs and (why := unsupported_settings(config)):
+            raise Refusal(
+                f"the CUDA kernels do not do this ({why}): decode in plain torch, --server-flag=--disable-cuda-graph"
+            )
         self.runner.attn_backend.use(config, profile)
+        if self._by_graphs:
+            self.runner.init_cuda_graphs()
 
     def use_policy(self, policy: DecodePolicy, config: HybridConfig, profile: Profile | None = None) -> None:
-        """The same, but by another policy than the settings name."""
+        """The same, but by another policy than the settings name. It runs in torch: graphs would go on without it."""
+        if self._by_graphs:
+            raise Refusal("a policy of one's own runs in plain torch: load the model with --disable-cuda-graph")
         self.use(config, profile)
         self.runner.attn_backend.use_policy(policy)
 
@@ -74,6 +90,14 @@ class ModelSession:
     def watch_ratio(self, watcher: Callable[[int, float], None] | None) -> None:
         """Tell ``watcher`` every layer's CPU compute ratio at every decode step, until settings change."""
         self.runner.attn_backend.watch_ratio(watcher)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer, by the model's configuration and its tokenizer."""
+        ends = set(getattr(self.model_config, "hf_eos_token_id", None) or ())
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            ends.add(self.tokenizer.eos_token_id)
+        return frozenset(ends)
 
     def text(self, ids: Sequence[int]) -> str:
         decoded: str = self.tokenizer.decode(list(ids))
@@ -138,4 +162,5 @@ class Prefilled:
         """Decode one given token of each prompt: the logits of what follows, ``[prompts, vocabulary]``."""
         given = torch.as_tensor(tokens, device=self.logits.device)
         logits: torch.Tensor = self._bench.decode(given, self._batch)[1]
-        return logits.float()
+        # a copy: a recorded graph writes the logits of the next step to the same place
+        return logits.to(torch.float32, copy=True)

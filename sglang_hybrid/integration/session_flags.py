@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+MOST_ROWS = 8  # that decode together in a session of `eval`: its CUDA graphs are recorded for so many
+
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
@@ -34,14 +36,33 @@ def model_directory(options: argparse.Namespace) -> Path:
     return find_model(options.model_path, console=Console(stderr=True))
 
 
-def session_flags(options: argparse.Namespace, settings: Sequence[str]) -> list[str]:
-    """``settings``: of the backend, as key=value. Raises DefaultModelError."""
+# few graphs: they are recorded anew whenever settings change. Nothing is sampled, so that no sampler is compiled
+_BY_GRAPHS = (
+    f"--max-running-requests={MOST_ROWS}", "--sampling-backend=pytorch",
+    "--cuda-graph-bs-decode", *(str(rows) for rows in (1, 2, 4, MOST_ROWS)),
+)  # fmt: skip
+
+
+def _has_cuda(options: argparse.Namespace) -> bool:
+    import torch
+
+    device: str | None = options.device
+    return torch.cuda.is_available() if device is None else device.split(":")[0] == "cuda"
+
+
+def session_flags(options: argparse.Namespace, settings: Sequence[str], *, as_served: bool = False) -> list[str]:
+    """``settings``: of the backend, as key=value. Raises DefaultModelError.
+
+    ``as_served``: on a GPU by CUDA graphs, with a worker. Otherwise in plain torch everywhere, which follows policies
+    that only watch.
+    """
     model = model_directory(options)
-    everything = [f"host_memory={options.host_memory}", "worker=none", *settings]
-    # plain torch, on a GPU too: settings change all the time here, and so do policies that only watch
+    by_graphs = as_served and "--disable-cuda-graph" not in options.server_flag and _has_cuda(options)
+    everything = [f"host_memory={options.host_memory}", *([] if by_graphs else ["worker=none"]), *settings]
     return [
         f"--model-path={model}", "--attention-backend=hybrid", f"--dtype={options.dtype}",
         *([f"--device={options.device}"] if options.device else []),
-        "--log-level=error", "--disable-cuda-graph", "--cuda-graph-backend-prefill=disabled",
+        "--log-level=error", *(_BY_GRAPHS if by_graphs else ["--disable-cuda-graph"]),
+        "--cuda-graph-backend-prefill=disabled",
         *(f"--hybrid={setting}" for setting in everything), *options.server_flag,
     ]  # fmt: skip

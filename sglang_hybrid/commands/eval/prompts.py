@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RetrievalPrompt:
-    task: str  # "needle", "lines", "multi-needle" or "longbench:<dataset>"
+    task: str  # "needle", "lines", "multi-needle", "longbench:<dataset>" or "ruler:<task>"
     ids: tuple[int, ...]
     answers: tuple[str, ...]  # all of them must appear in what is decoded; for longbench the best match of any counts
     length: int  # nominal, in tokens
     depth: float | None  # 0 (beginning) to 1, where the needle lies; None if it has no single depth
-    new_tokens: int  # to decode
+    new_tokens: int  # to decode, at most
+    metric: str = ""  # of RULER, by NVIDIA's name; the other tasks have metrics of their own
 
 
 @dataclass(frozen=True)

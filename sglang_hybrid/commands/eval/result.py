@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class TaskResult:
     task: str
-    metric: str  # "found", "contains" or "F1"
+    metric: str  # "found", "contains", "F1", or one of RULER's
     scores: tuple[float, ...]  # one for each prompt, 0 to 1; all runs have the same prompts in the same order
     by_length: dict[int, float] = field(default_factory=dict)  # mean score; empty where lengths are not nominal
 
@@ -23,6 +23,19 @@ class NeedleGrid:
     lengths: tuple[int, ...]  # ascending
     depths: tuple[float, ...]  # ascending
     accuracy: tuple[tuple[float | None, ...], ...]  # [depth][length]; None: not asked
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one prompt was answered. Enough to score it anew."""
+
+    task: str
+    length: int  # of the prompt, nominal, in tokens
+    depth: float | None
+    metric: str
+    expected: tuple[str, ...]
+    text: str
+    score: float  # 0 to 1
 
 
 @dataclass(frozen=True)
@@ -40,3 +53,4 @@ class Run:
     top1_agreement: float | None = None  # 0 to 1
     cpu_ratio: float | None = None  # misses / budget, in blocks: what the CPU computes
     needle: NeedleGrid | None = None
+    answers: tuple[Answer, ...] = ()  # all of them, also those that other runs lack

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from sglang_hybrid.commands.eval.prompts import RetrievalPrompt, TextPrompt
 from sglang_hybrid.commands.eval.result import Run
 from sglang_hybrid.commands.eval.scoring import Answered, kl_summary, mean, needle_grid, perplexity, task_results
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.integration.session_flags import MOST_ROWS
 from sglang_hybrid.progress import DECODE_STEP_COST
 
 
@@ -45,6 +47,11 @@ class Session(Protocol):
     def watch_ratio(self, watcher: Callable[[int, float], None] | None) -> None: ...
 
     def text(self, ids: Sequence[int]) -> str: ...
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        ...
 
 
 class Bar(Protocol):
@@ -79,6 +86,7 @@ class Measurements:
             top1_agreement=mean(self.agrees) if self.agrees else None,
             cpu_ratio=mean(self.ratios) if self.ratios else None,
             needle=needle_grid(self.answered),
+            answers=tuple(one.kept() for one in self.answered),
         )
 
 
@@ -119,19 +127,33 @@ class Evaluation:
             seen.logprobs += torch.stack(logprobs, dim=1).tolist()
 
     def retrieval(self, prompts: Sequence[RetrievalPrompt]) -> None:
-        """Greedy answers."""
+        """Greedy answers, up to the token that ends them."""
         prefilled = self._prefill(prompts[0].task, prompts)
         longest = max(prompt.new_tokens for prompt in prompts)
         for _, seen in self._in_turn(prompts[0].task, prefilled):
-            tokens = [prefilled.logits.argmax(dim=1)]
-            while len(tokens) < longest:
-                tokens.append(prefilled.step(tokens[-1]).argmax(dim=1))
+            said: list[list[int]] = [[] for _ in prompts]
+            tokens = prefilled.logits.argmax(dim=1)
+            for step in range(longest):
+                for ids, token in zip(said, tokens.tolist(), strict=True):
+                    ids.append(token)
+                left = longest - 1 - step
+                if not left or all(map(self._has_ended, said, prompts)):
+                    self._bar.advance(left * len(prompts) * DECODE_STEP_COST)
+                    break
+                tokens = prefilled.step(tokens).argmax(dim=1)
                 self._bar.advance(len(prompts) * DECODE_STEP_COST)
-            said = torch.stack(tokens, dim=1).tolist()
             seen.answered += [
-                Answered(prompt, self._session.text(ids[: prompt.new_tokens]))
+                Answered(prompt, self._session.text(self._answer(ids, prompt)))
                 for prompt, ids in zip(prompts, said, strict=True)
             ]
+
+    def _has_ended(self, ids: list[int], prompt: RetrievalPrompt) -> bool:
+        return len(ids) >= prompt.new_tokens or len(self._answer(ids, prompt)) < len(ids)
+
+    def _answer(self, ids: list[int], prompt: RetrievalPrompt) -> list[int]:
+        """What a server would answer: nothing behind the end."""
+        ends = self._session.end_tokens
+        return list(takewhile(lambda token: token not in ends, ids[: prompt.new_tokens]))
 
     def _prefill(self, task: str, prompts: Sequence[RetrievalPrompt | TextPrompt]) -> PrefilledPrompts:
         tokens = sum(len(prompt.ids) for prompt in prompts)
@@ -150,17 +172,18 @@ class Evaluation:
 
 def cost(group: Sequence[RetrievalPrompt | TextPrompt], variants: int) -> float:
     """Of one group, in prefilled tokens: what its prefill and all its decode steps advance the bar by."""
-    steps = max(map(_new_tokens, group)) - 1  # the first token comes from prefill
+    steps = max(map(new_tokens, group)) - 1  # the first token comes from prefill
     return sum(len(prompt.ids) for prompt in group) + variants * steps * len(group) * DECODE_STEP_COST
 
 
 def batches(prompts: Sequence[RetrievalPrompt | TextPrompt], tokens: int) -> list[list[RetrievalPrompt | TextPrompt]]:
-    """Prompts that are prefilled together: neighbours of one kind, at most ``tokens`` tokens and 8 prompts."""
+    """Prompts that are prefilled together: neighbours of one kind, at most ``tokens`` tokens and ``MOST_ROWS``."""
     groups: list[list[RetrievalPrompt | TextPrompt]] = []
     used = 0
     for prompt in prompts:
-        needed = len(prompt.ids) + _new_tokens(prompt) + 64  # the last pages of a row are not full
-        together = groups and type(groups[-1][0]) is type(prompt) and len(groups[-1]) < 8 and used + needed <= tokens
+        needed = len(prompt.ids) + new_tokens(prompt) + 64  # the last pages of a row are not full
+        together = bool(groups) and type(groups[-1][0]) is type(prompt) and len(groups[-1]) < MOST_ROWS
+        together = together and used + needed <= tokens
         if not together:
             groups.append([])
             used = 0
@@ -169,5 +192,5 @@ def batches(prompts: Sequence[RetrievalPrompt | TextPrompt], tokens: int) -> lis
     return groups
 
 
-def _new_tokens(prompt: RetrievalPrompt | TextPrompt) -> int:
+def new_tokens(prompt: RetrievalPrompt | TextPrompt) -> int:
     return prompt.new_tokens if isinstance(prompt, RetrievalPrompt) else len(prompt.following)

@@ -14,7 +14,8 @@ from sglang_hybrid.commands.eval import needle
 from sglang_hybrid.commands.eval.longbench import PREFIX
 from sglang_hybrid.commands.eval.longbench_datasets import dataset
 from sglang_hybrid.commands.eval.prompts import RetrievalPrompt
-from sglang_hybrid.commands.eval.result import NeedleGrid, TaskResult
+from sglang_hybrid.commands.eval.result import Answer, NeedleGrid, TaskResult
+from sglang_hybrid.commands.eval.ruler import scoring as ruler
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_]+")  # Chinese and Japanese have no spaces: by character
 _ARTICLES = {"a", "an", "the"}
@@ -60,6 +61,8 @@ class Answered:
     def score(self) -> float:
         """0 to 1."""
         prompt = self.prompt
+        if prompt.task.startswith(ruler.PREFIX):
+            return ruler.score(prompt.metric, self.text, prompt.answers)
         if not prompt.task.startswith(PREFIX):
             return float(found(self.text, prompt.answers))
         settings = dataset(prompt.task.removeprefix(PREFIX))
@@ -67,6 +70,14 @@ class Answered:
         if settings.metric == "contains":
             return float(any(found(text, [answer]) for answer in prompt.answers))
         return max(f1(text, answer) for answer in prompt.answers)
+
+    @property
+    def metric(self) -> str:
+        return self.prompt.metric or metric_of(self.prompt.task)
+
+    def kept(self) -> Answer:
+        prompt = self.prompt
+        return Answer(prompt.task, prompt.length, prompt.depth, self.metric, prompt.answers, self.text, self.score)
 
 
 def _first_line(text: str) -> str:
@@ -82,14 +93,19 @@ def metric_of(task: str) -> str:
 
 
 def task_results(answered: Sequence[Answered]) -> tuple[TaskResult, ...]:
-    """One for each task, in the order of their first prompts."""
+    """One for each task, in the order of their first prompts, and behind them one over all tasks of RULER."""
     tasks: dict[str, list[Answered]] = {}
     for one in answered:
         tasks.setdefault(one.prompt.task, []).append(one)
-    return tuple(
-        TaskResult(task, metric_of(task), tuple(one.score for one in its), _by_length(task, its))
+    results = [
+        TaskResult(task, its[0].metric, tuple(one.score for one in its), _by_length(task, its))
         for task, its in tasks.items()
-    )
+    ]
+    of_ruler = [one for one in answered if one.prompt.task.startswith(ruler.PREFIX)]
+    if count := len({one.prompt.task for one in of_ruler}):
+        scores = tuple(one.score for one in of_ruler)
+        results.append(TaskResult(ruler.MEAN, f"mean of {count} tasks", scores, _by_length(ruler.MEAN, of_ruler)))
+    return tuple(results)
 
 
 def _by_length(task: str, answered: Sequence[Answered]) -> dict[int, float]:

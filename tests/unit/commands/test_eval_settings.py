@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_hybrid.commands.eval.errors import InputError
-from sglang_hybrid.commands.eval.main import _settings_of_prefill
+from sglang_hybrid.commands.eval.in_process import _settings_of_prefill
 from sglang_hybrid.config import load_config
 
 

@@ -48,6 +48,7 @@ class FakeSession:
     """Prefills in four parts and always says token 1."""
 
     logits = torch.eye(4)[[1, 1]]
+    end_tokens: frozenset[int] = frozenset()
 
     def __init__(self, bar: RecordedBar) -> None:
         self._bar = bar

@@ -1,0 +1,58 @@
+"""All prompts that a command line asks for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from rich.console import Console
+
+from sglang_hybrid.commands.eval import lines, longbench, multi_needle, needle, text
+from sglang_hybrid.commands.eval.haystack import Haystack
+from sglang_hybrid.commands.eval.model_tokenizer import ModelTokenizer
+from sglang_hybrid.commands.eval.prompts import RetrievalPrompt, TextPrompt
+from sglang_hybrid.commands.eval.ruler.prompts import ruler_prompts
+from sglang_hybrid.commands.eval.ruler.prompts_file import write_prompts
+from sglang_hybrid.commands.eval.ruler.request import request_of
+from sglang_hybrid.commands.eval.tokenizer import Tokenizer
+from sglang_hybrid.integration.session_flags import model_directory
+
+
+def own_prompts(options: argparse.Namespace, tokenizer: Callable[[], Tokenizer]) -> list[RetrievalPrompt | TextPrompt]:
+    """Those that are made here. ``tokenizer`` is called where one is needed. Raises InputError."""
+    asked, repeats, seed = options.tasks, options.repeats, options.seed
+    prompts: list[RetrievalPrompt | TextPrompt] = []
+    if asked:
+        read = text.read_text(options.text)
+        haystack = Haystack(tokenizer(), read)
+    if "text" in asked:
+        ids = tokenizer().encode(read, add_special_tokens=False)
+        prompts += text.windows(ids, options.windows, options.prompt_tokens, options.decode_tokens)
+    if "needle" in asked:
+        prompts += needle.needle_prompts(haystack, options.lengths, options.depths, repeats, seed)
+    if "multi-needle" in asked:
+        prompts += multi_needle.multi_needle_prompts(haystack, options.lengths, repeats=repeats, seed=seed)
+    if "lines" in asked:
+        prompts += lines.lines_prompts(haystack, options.lengths, repeats * len(options.depths), seed)
+    for file in options.longbench:
+        prompts += longbench.longbench_prompts(tokenizer(), longbench.read_records(file), max(options.lengths))
+    return prompts
+
+
+def prompts_of_ruler(
+    options: argparse.Namespace, tokenizer: Callable[[], ModelTokenizer], console: Console, *, check_tokenizer: bool
+) -> list[RetrievalPrompt]:
+    """Empty where nothing of RULER is asked for. Raises InputError."""
+    request = request_of(options)
+    if request is None:
+        return []
+    return ruler_prompts(request, tokenizer, console, check_tokenizer=check_tokenizer)[1]
+
+
+def write_ruler_prompts(options: argparse.Namespace) -> int:
+    """``--ruler-make``. Raises InputError."""
+    request = request_of(options)
+    assert request is not None  # request_of wants lengths for --ruler-make
+    header, prompts = ruler_prompts(request, lambda: ModelTokenizer(model_directory(options)), Console(stderr=True))
+    print(f"{write_prompts(options.ruler_make, header, prompts)}: {len(prompts)} prompts")
+    return 0
