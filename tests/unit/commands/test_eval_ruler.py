@@ -227,6 +227,7 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
         (gzip.compress(b'{"tokenizer":"a","package":"b","seed":1,"format":9}\n'), "has format 9"),
         (gzip.compress(b'{"tokenizer":"a","package":"b","seed":1}\n'), "has no prompts"),
     ],
+    ids=["plain", "cut", "empty", "task", "format", "no prompts"],  # compressed bytes hold the time
 )
 def test_a_file_that_is_no_file_of_prompts_is_named(tmp_path: Path, content: bytes, why: str) -> None:
     (tmp_path / "bad.gz").write_bytes(content)
