@@ -58,7 +58,7 @@ test-fast: lint types
 	$(TOGETHER) -m "not gpu and not full and not server"
 
 test-full: lint types
-	$(TOGETHER) -m "not gpu"
+	HYPOTHESIS_PROFILE=full $(TOGETHER) -m "not gpu"
 
 test-gpu: install
 	$(PYTEST) -m gpu

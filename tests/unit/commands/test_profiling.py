@@ -213,7 +213,10 @@ def test_a_recording_decodes_exactly_and_notes_scores_of_the_prediction_and_true
 
 
 @pytest.mark.parametrize("predicted", [True, False], ids=["predicted", "not predicted"])
-@pytest.mark.parametrize(("sink", "recent", "slots"), [(1, 1, 3), (0, 0, 2), (2, 1, 1), (1, 2, 0)])
+@pytest.mark.parametrize(
+    ("sink", "recent", "slots"),
+    [(1, 1, 3), (2, 1, 1), *(pytest.param(*one, marks=pytest.mark.full) for one in ((0, 0, 2), (1, 2, 0)))],
+)
 @pytest.mark.parametrize("any_block", [False, True], ids=["of the selection", "any block"])
 def test_the_simulation_of_a_recording_is_what_the_policy_does(
     predicted: bool, sink: int, recent: int, slots: int, any_block: bool

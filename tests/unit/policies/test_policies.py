@@ -373,7 +373,7 @@ def scouting(draw: st.DrawFn) -> HybridConfig:
     return draw(small_budgets()).with_section(options)
 
 
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples * 3 // 5)
 @given(
     config=scouting(),
     per_layer=st.booleans(),
