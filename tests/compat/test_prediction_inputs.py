@@ -82,8 +82,12 @@ def test_other_backends_update_as_they_always_did() -> None:
     assert update(object()) == (True, "")
 
 
+@pytest.mark.parametrize(
+    ("calibration", "why"),
+    [(None, "made for other weights"), ("of an earlier start", "were calibrated on the old weights")],
+)
 def test_a_profile_that_does_not_fit_the_new_weights_ends_prediction(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    calibration: Any, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.integration import attention_backend
@@ -98,8 +102,11 @@ def test_a_profile_that_does_not_fit_the_new_weights_ends_prediction(
     backend = HybridAttnBackend.__new__(HybridAttnBackend)
     backend._config = HybridConfig(profile="p")
     backend._model_runner = None
+    backend._calibration = calibration
     for name, value in {"engine": None, "_scouting": SimpleNamespace(use=None), "use": used.append}.items():
         monkeypatch.setattr(backend, name, value, raising=False)
     backend.weights_changed()
     assert [(config.profile, config.prediction) for config in used] == [("none", "none")]
-    assert "made for other weights. Queries are not predicted any more" in caplog.text
+    assert why in caplog.text
+    assert "Queries are not predicted any more" in caplog.text
+    assert backend._calibration is None
