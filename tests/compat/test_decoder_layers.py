@@ -511,7 +511,7 @@ def report_calibration(session: Any, layers: DecoderLayers) -> dict[str, Any]:
     from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.integration import automatic_calibration, calibrate
     from sglang_hybrid.integration.causal_forward import run_text
-    from sglang_hybrid.policies.scout.calibration_text import without_tokenizer
+    from sglang_hybrid.policies.scout.calibration_text import CalibrationText, without_tokenizer
 
     def inputs(run: Any) -> dict[int, torch.Tensor]:
         seen: dict[int, torch.Tensor] = {}
@@ -523,7 +523,8 @@ def report_calibration(session: Any, layers: DecoderLayers) -> dict[str, Any]:
     session.use(HybridConfig(worker="none", prediction="none"))
     in_prefill = inputs(lambda: session.prefill(PROMPTS[:1]))
     alone = inputs(lambda: run_text(session.runner, PROMPTS[0], lambda *_: None))
-    text = without_tokenizer(VOCABULARY, HIDDEN, 512)
+    drawn = without_tokenizer(VOCABULARY, HIDDEN, 512)
+    text = CalibrationText(drawn.fit[:4], drawn.unseen[:1])
     automatic: Any = automatic_calibration
     automatic.text_for = lambda _runner: text
     with tempfile.TemporaryDirectory() as cache:

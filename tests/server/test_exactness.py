@@ -3,8 +3,8 @@
 Gate 1 is what ``sglang-hybrid serve`` starts, with a budget above the context, and policy full. Gate 2 is policy scout
 with everything but the sink and the tail on the CPU worker.
 
-Stock is SGLang's ``torch_native`` backend. All servers get the same requests: prompts of 10 to 1,100 tokens (6,000 in
-``make test-full``) alone, prompts that continue cached ones, and eight different ones at once. Ours chunk prefill.
+Stock is SGLang's ``torch_native`` backend. All servers get the same requests: prompts of 10 to 650 tokens (6,000 in
+``make test-full``) alone, prompts that continue cached ones, and six different ones at once. Ours chunk prefill.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Requests:
 
 
 SHORT = Requests(
-    alone=(10, 31, 32, 33, 80, 150, 400, 1100),
-    continued=(150, 400),
-    together=(15, 31, 70, 100, 150, 200, 256, 300),
+    alone=(10, 31, 32, 33, 80, 150, 650),
+    continued=(150, 650),
+    together=(15, 31, 70, 100, 150, 256),
     new_tokens=8,
 )
 LONG = Requests(

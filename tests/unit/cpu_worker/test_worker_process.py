@@ -290,7 +290,8 @@ def test_a_region_that_cannot_be_trusted_is_refused_and_let_go(
         with pytest.raises(ControlError, match=says):
             client.ask(Attach(token=regions.token), PATIENCE_S)
         assert is_closed_by_worker(connection)
-    assert eventually(lambda: worker.descriptors() == before)
+    # a connection of an earlier client may end meanwhile
+    assert eventually(lambda: worker.descriptors() <= before), (worker.descriptors(), before)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +317,8 @@ def test_a_packet_that_is_not_a_token_with_two_descriptors_ends_the_connection_a
     with connected(worker) as connection:
         socket.send_fds(connection, [data], [connection.fileno()] * count)
         assert is_closed_by_worker(connection)
-    assert eventually(lambda: worker.descriptors() == before)
+    # a connection of an earlier client may end meanwhile
+    assert eventually(lambda: worker.descriptors() <= before), (worker.descriptors(), before)
 
 
 def test_a_second_packet_ends_the_connection_and_leaks_none(
@@ -327,7 +329,8 @@ def test_a_second_packet_ends_the_connection_and_leaks_none(
     with client.send_regions(regions.token, regions.mailbox_fd, regions.pool_fd) as connection:
         socket.send_fds(connection, [b"more"], [regions.pool_fd] * 3)
         assert is_closed_by_worker(connection)
-    assert eventually(lambda: worker.descriptors() == before)
+    # a connection of an earlier client may end meanwhile
+    assert eventually(lambda: worker.descriptors() <= before), (worker.descriptors(), before)
 
 
 def test_of_five_connections_that_wait_the_oldest_is_dropped(
@@ -383,7 +386,8 @@ def test_when_a_server_goes_its_worker_lets_go_of_everything_and_serves_the_next
             client.ask(PLAN, PATIENCE_S)
             assert client.ask(Health(), PATIENCE_S).state == "serving"
         assert client.ask(Health(), PATIENCE_S).state == "idle"
-    assert eventually(lambda: worker.descriptors() == before)
+    # a connection of an earlier client may end meanwhile
+    assert eventually(lambda: worker.descriptors() <= before), (worker.descriptors(), before)
     assert "memfd:test" not in Path(f"/proc/{worker.pid}/maps").read_text()
     assert worker.tasks() == tasks_before
 
