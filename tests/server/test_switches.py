@@ -11,7 +11,7 @@ import pytest
 from in_process import greedy
 from transformers import AutoTokenizer
 
-PROMPT_TOKENS = (58, 187, 507)
+PROMPT_TOKENS = (58, 187, 347)
 STEPS = 12  # crosses a block boundary behind every prompt, with recalls before and after it
 PREDICTIONS = ("prediction=none", "prediction=raw", "profile=random")
 RECALLS, BONUSES = (0, 2), (0, 2)
@@ -27,18 +27,13 @@ PAIRS = [
     for number, prediction in enumerate(PREDICTIONS)
     for other in range(2)
 ]
+# Without misses there is nothing that these change, whatever the others say.
+NO_LEAST = [[prediction, "scout.recall_interval=2", "scout.min_miss_attention=0"] for prediction in PREDICTIONS]
+PAPER = [["policy=scoutattention", prediction, "scoutattention.recall_interval=2"] for prediction in PREDICTIONS]
+ALL = [combination(*switches) for switches in itertools.product(PREDICTIONS, RECALLS, BONUSES)]
 COMBINATIONS = {
-    "pairs": [
-        *PAIRS,
-        # without misses there is nothing that this changes, whatever the others say: one each is enough
-        *([prediction, "scout.recall_interval=2", "scout.min_miss_attention=0"] for prediction in PREDICTIONS),
-        *(["policy=scoutattention", prediction, "scoutattention.recall_interval=2"] for prediction in PREDICTIONS),
-    ],
-    "others": [
-        one
-        for one in (combination(*switches) for switches in itertools.product(PREDICTIONS, RECALLS, BONUSES))
-        if one not in PAIRS
-    ],
+    "pairs": [*PAIRS, NO_LEAST[0], PAPER[1]],
+    "others": [*(one for one in ALL if one not in PAIRS), *NO_LEAST[1:], PAPER[0], PAPER[2]],
 }
 
 
