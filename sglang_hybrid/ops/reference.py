@@ -280,6 +280,58 @@ def rescore(
     return torch.where(hot, shares.logsumexp(dim=2).clamp(min=lowest), scores)
 
 
+# -- what is not attended --------------------------------------------------------------------
+
+
+def near_bias(
+    logits: torch.Tensor, attended: torch.Tensor, block_counts: torch.Tensor, scale: float, sink: int, recent: int
+) -> torch.Tensor:
+    """What to add to the logits of blocks that are always in, so that the selected ones stand for all others.
+
+    logits ``[B, H, G, N]`` as for ``block_scores``, attended ``[B, H, N]`` of bool -> ``[B, H, G]``, at most 0: the
+    logarithm of what attended blocks have of the estimated attention of all that could have been selected. Nobody
+    attends to the others, so a head that looks everywhere would take a few blocks for the context, and its first and
+    newest tokens would weigh too much. 0 where everything is attended, or nothing can be told.
+    """
+    candidates = _candidates(logits, block_counts, sink, recent)
+    estimates = _estimates(logits, scale)
+    return _share(estimates, candidates & attended, estimates.masked_fill(~candidates[:, :, None, :], -torch.inf))
+
+
+def near_bias_by_hot(
+    logits: torch.Tensor,
+    attended: torch.Tensor,
+    block_counts: torch.Tensor,
+    scale: float,
+    sink: int,
+    recent: int,
+    hot: torch.Tensor,
+    kept_shares: torch.Tensor,
+) -> torch.Tensor:
+    """The same after a step in which only hot blocks were estimated: ``hot`` and ``kept_shares`` as for ``rescore``.
+
+    The cold ones have the share of then, and count as not attended: it is little, or they would be hot.
+    """
+    candidates = _candidates(logits, block_counts, sink, recent) & hot
+    estimates = _estimates(logits, scale).masked_fill(~hot[:, :, None, :], -torch.inf)
+    cold_by_hot = torch.where(kept_shares < 0, (-torch.expm1(kept_shares)).log() - kept_shares, -torch.inf)
+    cold = estimates.logsumexp(dim=3, keepdim=True) + cold_by_hot[..., None]
+    known = estimates.masked_fill(~candidates[:, :, None, :], -torch.inf)
+    return _share(estimates, candidates & attended, torch.cat((known, cold), dim=3))
+
+
+def _candidates(logits: torch.Tensor, block_counts: torch.Tensor, sink: int, recent: int) -> torch.Tensor:
+    """Blocks that are not always in, ``[B, 1, N]``."""
+    position = torch.arange(logits.shape[3], device=logits.device)
+    return ((position >= sink) & (block_counts[:, None] - 1 - position > recent))[:, None, :]
+
+
+def _share(estimates: torch.Tensor, part: torch.Tensor, all_of_them: torch.Tensor) -> torch.Tensor:
+    of_part = estimates.masked_fill(~part[:, :, None, :], -torch.inf).logsumexp(dim=3)
+    share = of_part - all_of_them.logsumexp(dim=3)
+    return share.nan_to_num(0.0, posinf=0.0, neginf=0.0).clamp(max=0.0)
+
+
 # -- selection -------------------------------------------------------------------------------
 
 
@@ -376,13 +428,20 @@ def gather_blocks(pool: torch.Tensor, ids: torch.Tensor, device: torch.device | 
 
 
 def attend_blocks(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, fill: torch.Tensor, scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    ids: torch.Tensor,
+    fill: torch.Tensor,
+    scale: float,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one token per row over a list of blocks.
 
     query ``[B, H * G, D]``; keys, values: pools; ids and fill ``[B, H, N]``, ``fill`` tokens of
     block ``ids`` -> output ``[B, H * G, Dv]`` and LSE ``[B, H * G]``, both float32. A row
-    without tokens gives output 0 and LSE ``-inf``: merging it changes nothing.
+    without tokens gives output 0 and LSE ``-inf``: merging it changes nothing. ``bias``
+    ``[B, H, G, N]`` is added to the logits of all tokens of a block.
     """
     rows, heads, listed = ids.shape
     k = gather_blocks(keys, ids, query.device).float().flatten(2, 3)  # [B, H, N * T, D]
@@ -391,7 +450,10 @@ def attend_blocks(
     counted = (token < fill[..., None]).reshape(rows, heads, 1, listed * keys.shape[2])
 
     q = query.float().view(rows, heads, -1, query.shape[-1])
-    logits = (q @ k.transpose(2, 3) * scale).masked_fill(~counted, -torch.inf)
+    logits = q @ k.transpose(2, 3) * scale
+    if bias is not None:
+        logits = logits + bias.repeat_interleave(keys.shape[2], dim=3)
+    logits = logits.masked_fill(~counted, -torch.inf)
     lse = logits.logsumexp(dim=-1)
     weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     # a weight of 0 does not silence NaN or infinity in a slot that holds no token. What was gathered is a copy.

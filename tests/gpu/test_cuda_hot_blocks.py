@@ -32,6 +32,7 @@ def test_hot_blocks_are_scored_at_every_step_and_all_of_them_in_turn(group: int,
     first_lengths = torch.zeros(shape.rows, dtype=torch.int32, device=DEVICE)
     first_lengths[rows] = case.step.lengths
     misses = Misses(shape.batch, shape.heads, 20, DEVICE)
+    bias = torch.zeros(shape.rows, shape.heads, group, device=DEVICE)
     in_part = 0
     for step in range(1, 9):
         begins = numbers(*[step == 1] * shape.batch)
@@ -41,7 +42,8 @@ def test_hot_blocks_are_scored_at_every_step_and_all_of_them_in_turn(group: int,
             case.query, case.digests, case.step, shape.scale, workspace, scores, by_row=True,
             interval=ScoreInterval(4, first_lengths, begins, 2, hot),
         )  # fmt: skip
-        select_blocks(scores, table, case.step, 20, misses, pool_pages=case.keys.shape[0], put_off=put_off, by_row=True)
+        select_blocks(scores, table, case.step, 20, misses, pool_pages=case.keys.shape[0], put_off=put_off, by_row=True,
+                      near_bias=bias)  # fmt: skip
         found, counts, logits = scores[rows].cpu(), case.counts.cpu(), case.logits().cpu()
         turn = torch.full_like(counts, step == 1 or (step + 2) % 4 == 0, dtype=torch.bool) | (counts <= most + 1)
         in_part += int((~turn).sum())
@@ -49,6 +51,11 @@ def test_hot_blocks_are_scored_at_every_step_and_all_of_them_in_turn(group: int,
         part = reference.rescore(before, logits, was_hot | is_tail, shares, shape.scale)
         expected = torch.where(turn[:, None, None], whole, part)
         torch.testing.assert_close(found, expected, atol=0.02, rtol=1e-3)
+        held = torch.cat((table.positions[rows], misses.positions), dim=2).cpu().long()
+        known = logits, reference.is_listed(held, max_blocks), counts, shape.scale, SINK, RECENT
+        of_part = reference.near_bias_by_hot(*known, was_hot | is_tail, shares)
+        expected = torch.where(turn[:, None, None], reference.near_bias(*known), of_part)
+        torch.testing.assert_close(bias[rows].cpu(), expected, atol=0.02, rtol=1e-3)
         chosen = turn & (counts > most)
         is_hot = reference.hot_blocks(found, counts, most)
         assert torch.equal(positions_are(hot.positions[rows].cpu(), max_blocks)[chosen], is_hot[chosen])

@@ -14,9 +14,11 @@ import torch
 from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 from selection_cases import later
 
+from sglang_hybrid.core import LayerCache
 from sglang_hybrid.engines.cuda.decode import DeviceScout
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.engines.cuda.settings import ScoutSettings
+from sglang_hybrid.memory.sketches import LayerSketch
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cpu.library import checked, library
 from sglang_hybrid.ops.cpu.structs import DTYPES, EngineOptions, Geometry
@@ -212,7 +214,20 @@ class Decoding:
         fill = reference.block_fill(positions, self.lengths, BLOCK_TOKENS)
         query = self.query[layer, :-1].cpu().float()
         keys, values = self.keys[layer].float(), self.values[layer].float()
-        return reference.attend_blocks(query, keys, values, ids, fill, SCALE)[0]
+        bias = None if everything else self.bias(layer, query, positions)
+        return reference.attend_blocks(query, keys, values, ids, fill, SCALE, bias)[0]
+
+    def bias(self, layer: int, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Of the listed blocks, ``[rows, KV heads, group, n]``: those that are always in have one."""
+        counts, summaries = -(-self.lengths // BLOCK_TOKENS), self.scout._layers[layer].digests
+        sketch = LayerSketch(summaries.codes.cpu(), summaries.channels.cpu())
+        cache = LayerCache(self.keys[layer], self.values[layer], summaries.digests.cpu(), layer, sketch)
+        pages = torch.nn.functional.pad(self.pages, (0, MAX_BLOCKS - self.pages.shape[1]))
+        logits = reference.without_tail(cache.estimates(query, pages, 0.0, SCALE), counts)
+        bias = reference.near_bias(logits, self.is_held(positions), counts, SCALE, SINK, RECENT)
+        if self.scout._settings.score_interval > 1:  # not all of it is known then, see test_cuda_hot_blocks.py
+            bias = self.scout._near_bias[layer][self.rows].cpu()
+        return bias[..., None] * reference.is_forced(positions, counts, SINK, RECENT)[:, :, None, :]
 
     def check_slots(self) -> None:
         token = torch.arange(BLOCK_TOKENS)

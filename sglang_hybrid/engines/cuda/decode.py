@@ -62,6 +62,8 @@ class DeviceScout(StepProgram):
         of_scores = (shape.rows, shape.heads, shape.max_blocks)
         self._scores = [torch.full(of_scores, -math.inf, device=device) for _ in layers]
         self._hot = [self._no_hot_blocks() for _ in layers]
+        of_heads = (shape.rows, shape.heads, shape.group)
+        self._near_bias = [torch.zeros(of_heads, device=device) for _ in layers]  # by row for the same reason
         gathers = settings.gather_share != 0
         self._lanes = [LaneBuffers(shape, settings.budget, gathers, dtype, device) for _ in range(2)]
         of_layers = (len(layers),)
@@ -214,6 +216,7 @@ class DeviceScout(StepProgram):
         attend_slots(
             query, key_slots, value_slots, table.positions, self.step.lengths, step.row_of, scale,
             active_rows=step.active_rows, workspace=self._attention.attending(count), out=local[0], lse=local[1],
+            near_bias=self._near_bias[layer], sink=table.sink, recent=table.recent,
         )  # fmt: skip
         with self._recall.fork():
             self._make_resident(layer, self._plans[layer])
@@ -305,7 +308,7 @@ class DeviceScout(StepProgram):
             recall=RecallInterval(self.intervals[layer : layer + 1], self.step.first_lengths, layer),
             gathered=None if first else lane.gathered, gather_share=share,
             most_gathered=MOST_GATHERED, totals=None if first else self.counted[layer], by_row=True,
-            put_off=put_off,
+            put_off=put_off, near_bias=None if first else self._near_bias[layer],
         )  # fmt: skip
 
     def _score_interval(self, layer: int, due: torch.Tensor) -> ScoreInterval:

@@ -45,12 +45,16 @@ def attend_slots(
     workspace: AttendWorkspace | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    near_bias: torch.Tensor | None = None,
+    sink: int = 0,
+    recent: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``reference.attend_blocks`` over slots: output ``[B, H * G, D]`` and natural-log LSE ``[B, H * G]``, float32.
 
     query ``[B, H * G, D]``; lengths ``[rows]``: tokens of each row; row_of ``[B]``: the row of each batch entry. A
     block at position p has ``min(32, length - 32 p)`` tokens that count. Batch entries from ``active_rows`` on are
-    left alone.
+    left alone. ``near_bias`` ``[rows, H, G]`` is added to the logits of a row's first ``sink`` blocks, of its tail and
+    of ``recent`` blocks before it.
     """
     batch, query_heads, dim = query.shape
     rows, heads, slots = positions.shape
@@ -75,6 +79,9 @@ def attend_slots(
         active_rows=active_address(active_rows),
         out=address("out", out, torch.float32, (batch, query_heads, dim)),
         lse=address("lse", lse, torch.float32, (batch, query_heads)),
+        near_bias=address("near_bias", near_bias, torch.float32, (rows, heads, group)),
+        sink=sink,
+        recent=recent,
         partial_out=workspace.out.data_ptr(),
         partial_lse=workspace.lse.data_ptr(),
         arrived=workspace.arrived.data_ptr(),

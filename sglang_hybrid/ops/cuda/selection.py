@@ -102,6 +102,7 @@ def select_blocks(
     totals: torch.Tensor | None = None,
     by_row: bool = False,
     put_off: PendingScores | None = None,
+    near_bias: torch.Tensor | None = None,
 ) -> None:
     """``reference.select_blocks`` of scores ``[B, H, max_blocks]``, split by residency, as policy ``scout`` does it.
 
@@ -116,6 +117,9 @@ def select_blocks(
     become resident before the layer is attended: in empty slots, then in those of residents that are not selected and,
     with ``any_block``, would not be misses without them, lowest score first. At most ``most_gathered`` (or a budget) of
     a list, and as many as there are such slots; the others are misses. ``plan`` is for slots that have these blocks.
+
+    ``near_bias`` ``[rows, H, G]`` gets ``reference.near_bias`` of what is then in slots or in a list, by what was
+    estimated for ``put_off``.
 
     To ``totals`` (two int64) are added the number of all misses, also of those that find no room at all, and of the
     plan's entries.
@@ -139,6 +143,8 @@ def select_blocks(
         raise ValueError(f"a budget of {budget} blocks does not hold what is always selected")
     if put_off is not None and put_off.scores.data_ptr() != scores.data_ptr():
         raise ValueError("what was put off are other scores")
+    if put_off is None and near_bias is not None:
+        raise ValueError("nothing was estimated that a bias could be told by")
     launch(
         "select_blocks",
         table=table.arguments(heads),
@@ -151,6 +157,9 @@ def select_blocks(
         miss_counts=address("the misses' counts", misses.counts, torch.int32, (batch, heads)),
         gather_share=scalar_address("gather_share", gather_share, torch.float32),
         gathered=struct("plan") if gathered is None else gathered.arguments(),
+        near_bias=None
+        if near_bias is None or put_off is None
+        else address("near_bias", near_bias, torch.float32, (rows, heads, put_off.arguments.group)),
         totals=address("totals", totals, torch.int64, (2,)),
         due=address("due", due, torch.int32, (batch,)),
         interval=None if recall is None else scalar_address("interval", recall.steps, torch.int32),

@@ -5,6 +5,9 @@ and as many others as the budget holds. Blocks that score well enough to be amon
 are not resident are the misses of the step: somebody else computes them, begun while the layer before was still
 running, with a predicted query. What it got wrong about their weight is made up for when the real query is there. From
 time to time a layer recalls: what it selected becomes resident, from the next step on.
+
+What was selected stands for all that could have been: by its estimated share of their attention, blocks that are always
+in weigh less than they otherwise would.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class Selection:
     near: torch.Tensor  # sink, recent, tail and resident blocks
     misses: torch.Tensor
     recalled: torch.Tensor  # what becomes resident if the layer recalls: the best that were selected
+    near_bias: torch.Tensor | None = None  # [rows, KV heads, group], of blocks that are always in
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,8 @@ class ScoutPolicy(DecodePolicy):
     def decode(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
         begun = self._ahead.pop(cache.layer, None) or self._begin_layer(query, cache, batch, scale)
         near = self._block_list(begun.selection.near, cache, batch)
-        local = reference.attend_blocks(query, cache.keys, cache.values, near.ids, near.fill, scale)
+        bias = self._bias_of_blocks(begun.selection, batch.block_counts(cache.block_tokens))
+        local = reference.attend_blocks(query, cache.keys, cache.values, near.ids, near.fill, scale, bias)
         missed, lse = begun.posted.collect()
         if self._rules.shifts and begun.query is not query:
             lse = lse + self._shift(query, begun, cache, scale)
@@ -119,6 +124,12 @@ class ScoutPolicy(DecodePolicy):
         if due.any():
             self._resident[cache.layer].replace(batch.rows[due], begun.selection.recalled[due])
         return out.to(query.dtype)
+
+    def _bias_of_blocks(self, selection: Selection, counts: torch.Tensor) -> torch.Tensor | None:
+        if selection.near_bias is None:
+            return None
+        always = reference.is_forced(selection.near, counts, self._sink, self._recent)
+        return selection.near_bias[..., None] * always[:, :, None, :]
 
     @staticmethod
     def _shift(query: torch.Tensor, begun: _Begun, cache: LayerCache, scale: float) -> torch.Tensor:
@@ -143,7 +154,8 @@ class ScoutPolicy(DecodePolicy):
 
     def select(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> Selection:
         counts = batch.block_counts(cache.block_tokens)
-        scores = self._recent_scores(query, cache, batch, scale)
+        logits = self._estimates(query, cache, batch, scale)
+        scores = self._recent_scores(logits, cache.layer, batch, counts, scale)
         listed = self._prepare(query, cache, batch, scale, scores).of(batch.rows)
         listed = listed.masked_fill(
             reference.is_forced(listed, counts, self._sink, self._recent) | (listed >= counts[:, None, None]),
@@ -157,7 +169,27 @@ class ScoutPolicy(DecodePolicy):
         misses = self._worth_it(missing, scores, is_resident, counts, cache.layer, query.shape[1] // scores.shape[1])
         resident_part = both if self._rules.only_selected else listed
         recalled = self._best_for_slots(selected, scores)
-        return Selection(_compact(torch.cat((always, resident_part), dim=2)), _compact(misses), recalled)
+        near, misses = _compact(torch.cat((always, resident_part), dim=2)), _compact(misses)
+        bias = None
+        if self._rules.stands_for_all:
+            attended = reference.is_listed(torch.cat((near, misses), dim=2), logits.shape[3])
+            bias = self._near_bias(logits, attended, cache.layer, batch, counts, scale)
+        return Selection(near, misses, recalled, bias)
+
+    def _near_bias(
+        self,
+        logits: torch.Tensor,
+        attended: torch.Tensor,
+        layer: int,
+        batch: DecodeBatch,
+        counts: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        always = self._sink, self._recent
+        if self._rules.score_interval == 1:
+            return reference.near_bias(logits, attended, counts, scale, *always)
+        recent = self._kept_scores[layer]
+        return recent.near_bias(logits, attended, counts, batch.rows, self._turn(layer), scale, *always)
 
     def _prepare(
         self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float, scores: torch.Tensor
@@ -184,26 +216,30 @@ class ScoutPolicy(DecodePolicy):
             resident.admit(rows.rows[entering], left[entering], scores[self._leave][entering])
         return resident
 
-    def _recent_scores(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
+    def _recent_scores(
+        self, logits: torch.Tensor, layer: int, batch: DecodeBatch, counts: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         """Of this step, or of the last one at which they were made: see ``RecentScores``."""
         if self._rules.score_interval == 1:
-            return self._scores(query, cache, batch, scale)
-        turn = (self._steps + cache.layer) % self._rules.score_interval == 0
+            return self._by_layer(reference.block_scores(logits, counts, scale))
+        if layer not in self._kept_scores:
+            self._kept_scores[layer] = RecentScores(self._rows, self._rules.hot_blocks)
+        return self._by_layer(self._kept_scores[layer].of_step(logits, counts, batch.rows, self._turn(layer), scale))
+
+    def _turn(self, layer: int) -> torch.Tensor:
+        """Of whom all blocks are scored in this step."""
+        turn = (self._steps + layer) % self._rules.score_interval == 0
         turn[self._begin] = True
-        if cache.layer not in self._kept_scores:
-            self._kept_scores[cache.layer] = RecentScores(self._rows, self._rules.hot_blocks)
-        counts = batch.block_counts(cache.block_tokens)
-        logits = reference.without_tail(
-            cache.estimates(query, batch.page_table, reference.DIGEST_SPREAD, scale), counts
-        )
-        return self._by_layer(self._kept_scores[cache.layer].of_step(logits, counts, batch.rows, turn, scale))
+        return turn
+
+    @staticmethod
+    def _estimates(query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
+        estimates = cache.estimates(query, batch.page_table, reference.DIGEST_SPREAD, scale)
+        return reference.without_tail(estimates, batch.block_counts(cache.block_tokens))
 
     def _scores(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
-        counts = batch.block_counts(cache.block_tokens)
-        logits = reference.without_tail(
-            cache.estimates(query, batch.page_table, reference.DIGEST_SPREAD, scale), counts
-        )
-        return self._by_layer(reference.block_scores(logits, counts, scale))
+        logits = self._estimates(query, cache, batch, scale)
+        return self._by_layer(reference.block_scores(logits, batch.block_counts(cache.block_tokens), scale))
 
     def _by_layer(self, scores: torch.Tensor) -> torch.Tensor:
         return scores.logsumexp(dim=1, keepdim=True).expand_as(scores) if self._rules.per_layer else scores

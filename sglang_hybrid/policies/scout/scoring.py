@@ -16,6 +16,7 @@ class RecentScores:
         self._scores = torch.empty(0)  # [rows, KV heads, blocks]
         self._is_hot = torch.empty(0, dtype=torch.bool)  # likewise
         self._shares = torch.empty(0)  # [rows, KV heads, G]: of what is hot, when all was scored
+        self._bias = torch.empty(0)  # likewise: see near_bias
 
     def of_step(
         self, logits: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, turn: torch.Tensor, scale: float
@@ -50,6 +51,32 @@ class RecentScores:
                 self._shares[here] = reference.hot_shares(shares, hot | _is_tail(of_due, blocks))
         return self._scores[rows, :, :blocks]
 
+    def near_bias(
+        self,
+        logits: torch.Tensor,
+        attended: torch.Tensor,
+        counts: torch.Tensor,
+        rows: torch.Tensor,
+        turn: torch.Tensor,
+        scale: float,
+        sink: int,
+        recent: int,
+    ) -> torch.Tensor:
+        """``reference.near_bias`` behind ``of_step``, by what is known; attended ``[B, H, N]`` -> ``[B, H, G]``."""
+        if self._hot:
+            turn = turn | (counts <= self._hot + 1)
+            rest = (~turn).nonzero()[:, 0]
+            if len(rest):
+                here = rows[rest]
+                hot = self._is_hot[here, :, : logits.shape[3]]
+                self._bias[here] = reference.near_bias_by_hot(
+                    logits[rest], attended[rest], counts[rest], scale, sink, recent, hot, self._shares[here]
+                )
+        due = turn.nonzero()[:, 0]
+        if len(due):
+            self._bias[rows[due]] = reference.near_bias(logits[due], attended[due], counts[due], scale, sink, recent)
+        return self._bias[rows]
+
     def _make_room(self, logits: torch.Tensor) -> None:
         _, heads, group, blocks = logits.shape
         held = self._scores.shape[2] if self._scores.dim() == 3 else 0
@@ -61,6 +88,7 @@ class RecentScores:
             scores[..., :held], is_hot[..., :held] = self._scores, self._is_hot
         else:
             self._shares = logits.new_zeros(self._rows, heads, group)
+            self._bias = torch.zeros_like(self._shares)
         self._scores, self._is_hot = scores, is_hot
 
 

@@ -129,7 +129,8 @@ def test_scout_is_softmax_over_exactly_the_blocks_within_the_budget(case: tuple[
         requests.last_queries(), requests.cache.keys, requests.cache.values, blocks, requests.shape.scale
     )
     # with the first query that is decoded, what scores best is resident: there is nothing beside it
-    requests.assert_close(decode_once(TorchAttention(config, len(blocks), layers=1).policy, requests), expected)
+    rules = dataclasses.replace(rules_of_scout(config), stands_for_all=False)
+    requests.assert_close(decode_once(Watched(config, len(blocks), rules=rules), requests), expected)
 
 
 def real(positions: torch.Tensor) -> list[int]:
@@ -400,7 +401,9 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
 ) -> None:
     decoding = Decoding(plan, shape, seed)
     prompts = PromptQueries(3) if from_prompts else None
-    rules = dataclasses.replace(rules_of_scout(config), per_layer=per_layer, only_selected=only_selected, shifts=shifts)
+    rules = dataclasses.replace(
+        rules_of_scout(config), per_layer=per_layer, only_selected=only_selected, shifts=shifts, stands_for_all=False
+    )
     plain = PlainScout(config, rules, decoding, from_prompts)
     # a profile that says so has shares
     plain.any_block = any_block = any_block and not only_selected and plain.miss_share > 0

@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(page_warps* warp_size) attend_pages(const __gr
         const uint32_t pair = part.entry * args.kv_heads + part.head;
         const bool exists = part.row >= 0 && static_cast<uint32_t>(part.row) < args.table.rows;
         const auto* const query = static_cast<const char*>(args.query) + uint64_t{pair} * args.group * kDim * 2;
-        attend_list<Element, kDim>(query, args.group, args.scale, shared, at, [&](uint32_t warp, uint32_t of_warps) {
+        attend_list<Element, kDim>(query, args.group, args.scale, nullptr, shared, at, [&](uint32_t warp, uint32_t of_warps) {
             const uint32_t row = exists ? static_cast<uint32_t>(part.row) : 0;
             const int32_t* const pages = args.table.pages + uint64_t{row} * args.table.max_blocks;
             const int32_t held = exists ? args.table.held[row] : 0;

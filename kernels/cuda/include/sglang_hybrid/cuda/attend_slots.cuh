@@ -117,18 +117,19 @@ class WarpSlots {
         const char* keys;
         const char* values;
         uint32_t tokens;  // 0: there is no slot left
+        bool is_near;     // always in
     };
 
     __device__ WarpSlots(const sh_attend_slots& args, uint32_t row, uint32_t head, int32_t length, uint32_t first,
                          uint32_t step, uint32_t end)
-        : args_(args), list_((uint64_t{row} * args.kv_heads + head) * args.slots), length_(length), next_(first), step_(step),
-          end_(end) {
+        : args_(args), list_((uint64_t{row} * args.kv_heads + head) * args.slots), length_(length),
+          recent_((int64_t{length} - 1) / block_tokens - args.recent), next_(first), step_(step), end_(end) {
         look();
     }
 
     __device__ Slot take(uint32_t block_bytes) {
         while (!held_) {
-            if (next_ >= end_) return {nullptr, nullptr, 0};
+            if (next_ >= end_) return {nullptr, nullptr, 0, false};
             look();
         }
         const uint32_t lane = __ffs(held_) - 1;
@@ -136,7 +137,8 @@ class WarpSlots {
         const uint32_t slot = base_ + lane * step_;
         const uint32_t tokens = __shfl_sync(0xFFFFFFFF, tokens_, lane);
         const uint64_t at = (list_ + slot) * block_bytes;
-        return {static_cast<const char*>(args_.keys) + at, static_cast<const char*>(args_.values) + at, tokens};
+        return {static_cast<const char*>(args_.keys) + at, static_cast<const char*>(args_.values) + at, tokens,
+                (near_ >> lane & 1) != 0};
     }
 
   private:
@@ -146,16 +148,17 @@ class WarpSlots {
         const int64_t behind = length_ - position * block_tokens;
         tokens_ = position < 0 || behind <= 0 ? 0 : static_cast<uint32_t>(min(behind, int64_t{block_tokens}));
         held_ = __ballot_sync(0xFFFFFFFF, tokens_ != 0);
+        near_ = __ballot_sync(0xFFFFFFFF, position < int64_t{args_.sink} || position >= recent_);
         base_ = next_;
         next_ += warp_size * step_;
     }
 
     const sh_attend_slots& args_;
     const uint64_t list_;  // its first slot
-    const int64_t length_;
+    const int64_t length_, recent_;  // tokens, and the first block that is recent
     uint32_t next_, base_ = 0;
     const uint32_t step_, end_;
-    uint32_t held_ = 0, tokens_ = 0;
+    uint32_t held_ = 0, near_ = 0, tokens_ = 0;
 };
 
 // -- computation of a warp ---------------------------------------------------------------------------------------------
@@ -169,7 +172,14 @@ class WarpAttention {
 
     __device__ WarpAttention(uint32_t query, float scale) : query_(query), scale_(scale * log2_e) {}
 
-    __device__ void add_keys(uint32_t tile, uint32_t tokens) {
+    // [group], of keys that are added with it; null: there is none.
+    __device__ void set_bias(const float* bias, uint32_t group) {
+        const uint32_t row = threadIdx.x % warp_size / 4;
+        if (bias && row < group) bias_[0] = bias[row] * log2_e;
+        if (bias && row + 8 < group) bias_[1] = bias[row + 8] * log2_e;
+    }
+
+    __device__ void add_keys(uint32_t tile, uint32_t tokens, bool with_bias) {
         const uint32_t lane = threadIdx.x % warp_size;
         const uint32_t query_row = (lane & 7) + (lane >> 3 & 1) * 8, query_chunk = lane >> 4;
         const uint32_t token = (lane & 7) + (lane >> 4) * 8, key_chunk = lane >> 3 & 1;
@@ -187,7 +197,7 @@ class WarpAttention {
                 Element::multiply_add(weights_[2 * half + 1], query, keys[2], keys[3]);
             }
         }
-        to_weights(tokens, lane % 4 * 2);
+        to_weights(tokens, lane % 4 * 2, with_bias ? bias_[0] : 0, with_bias ? bias_[1] : 0);
     }
 
     __device__ void add_values(uint32_t tile) {
@@ -241,14 +251,14 @@ class WarpAttention {
     }
 
   private:
-    __device__ void to_weights(uint32_t tokens, uint32_t column) {
+    __device__ void to_weights(uint32_t tokens, uint32_t column, float upper_bias, float lower_bias) {
         float highest[2] = {maximum_[0], maximum_[1]};
 #pragma unroll
         for (uint32_t i = 0; i < token_tiles; ++i) {
 #pragma unroll
             for (uint32_t j = 0; j < 4; ++j) {
                 const bool counts = i * 8 + column + j % 2 < tokens;
-                weights_[i][j] = counts ? weights_[i][j] * scale_ : -INFINITY;
+                weights_[i][j] = counts ? fmaf(weights_[i][j], scale_, j / 2 ? lower_bias : upper_bias) : -INFINITY;
                 highest[j / 2] = fmaxf(highest[j / 2], weights_[i][j]);
             }
         }
@@ -286,7 +296,15 @@ class WarpAttention {
     float out_[kDim / 8][4] = {};
     float maximum_[2] = {-INFINITY, -INFINITY};
     float sum_[2] = {0, 0};  // of this lane's columns
+    float bias_[2] = {0, 0};
 };
+
+// Whether a block's logits get the bias: where lists do not tell, none does.
+template <class Slot>
+__device__ bool has_bias(const Slot& slot) {
+    if constexpr (requires { slot.is_near; }) return slot.is_near;
+    else return false;
+}
 
 // -- results -----------------------------------------------------------------------------------------------------------
 
@@ -441,9 +459,10 @@ __device__ inline bool is_last(uint32_t& arrived, uint32_t count) {
 
 // Attention over the blocks of a list: what each warp has, weighted as parts of one softmax, to where its tiles were.
 // begin(warp, warps) gives the blocks of a warp, one after the other, by take().
+// `bias`: [group], of the blocks that get one; or null.
 template <class Element, int kDim, class Begin>
-__device__ void attend_list(const void* queries, uint32_t group, float scale, char* shared, const SharedMemory& at,
-                            Begin begin) {
+__device__ void attend_list(const void* queries, uint32_t group, float scale, const float* bias, char* shared,
+                            const SharedMemory& at, Begin begin) {
     const uint32_t warps = blockDim.x / warp_size, warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
     auto mine = begin(warp, warps);
     constexpr uint32_t block_bytes = Tile<kDim>::bytes;
@@ -471,10 +490,11 @@ __device__ void attend_list(const void* queries, uint32_t group, float scale, ch
     __syncthreads();
 
     WarpAttention<Element, kDim> attention(shared_address(shared + at.query), scale);
+    attention.set_bias(bias, group);
     while (slot.tokens) {
         wait_for_copies<2>();
         __syncwarp();
-        attention.add_keys(key_tile, slot.tokens);
+        attention.add_keys(key_tile, slot.tokens, has_bias(slot));
         __syncwarp();  // all lanes are through with the tile
         request(key_tile, next.values, next.tokens);
         wait_for_copies<2>();
@@ -511,8 +531,10 @@ __device__ void attend_part(const sh_attend_slots& args, char* shared, const Sha
     const uint32_t entry = pair / args.kv_heads, head = pair % args.kv_heads;
     const int32_t row = args.row_of[entry];
     const auto* const query = static_cast<const char*>(args.query) + uint64_t{pair} * args.group * kDim * 2;
-    attend_list<Element, kDim>(query, args.group, args.scale, shared, at, [&](uint32_t warp, uint32_t warps) {
-        const bool exists = row >= 0 && static_cast<uint32_t>(row) < args.rows;
+    const bool exists = row >= 0 && static_cast<uint32_t>(row) < args.rows;
+    const uint64_t of_row = (uint64_t{exists ? static_cast<uint32_t>(row) : 0} * args.kv_heads + head) * args.group;
+    const float* const bias = args.near_bias ? args.near_bias + of_row : nullptr;
+    attend_list<Element, kDim>(query, args.group, args.scale, bias, shared, at, [&](uint32_t warp, uint32_t warps) {
         const uint32_t end = exists ? min(to, args.slots) : 0;
         return WarpSlots(args, exists ? row : 0, head, exists ? args.lengths[row] : 0, from + warp, warps, end);
     });

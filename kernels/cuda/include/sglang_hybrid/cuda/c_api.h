@@ -21,6 +21,8 @@ struct sh_attend_slots {
     const int32_t* row_of;   // [batch]; a row that does not exist has no tokens
     const int32_t* lengths;  // [rows]
     const int32_t* active_rows;
+    const float* near_bias;  // [rows][KV head][group], or null: added to the logits of blocks that are always in. Behind the
+    // LSE nothing tells it from other logits
     float* out;  // [batch][KV head][group][head_dim]; 0 where no token counts
     float* lse;  // [batch][KV head][group], natural logarithm
     // Workspace: for `units` partial results, and [batch][KV head] words that are 0 before and after a launch.
@@ -36,6 +38,8 @@ struct sh_attend_slots {
     uint32_t dtype;  // DType of query, keys and values
     uint32_t units;  // of sh_cuda_attend_units; with fewer the device is not used to the full
     uint32_t slots;
+    uint32_t sink;  // blocks that are always in, with near_bias: these,
+    uint32_t recent;  // and these before the tail
     uint32_t unused;
 };
 

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(attend_warps* warp_size) finish_late(const __g
         if (args.served && args.served[pair / args.kv_heads]) continue;
         const uint64_t first = uint64_t{pair} * args.group;
         const auto* const query = static_cast<const char*>(args.query) + first * kDim * 2;
-        attend_list<Element, kDim>(query, args.group, args.scale, shared, at,
+        attend_list<Element, kDim>(query, args.group, args.scale, nullptr, shared, at,
                                    [&](uint32_t warp, uint32_t of) { return PoolBlocks(args, pair, warp, of); });
         merge_warps<kDim>(shared, at, warps, args.group, [&](uint32_t i, uint32_t row, float4 quad, const Union& all) {
             const uint64_t index = first * (kDim / 4) + i;

@@ -91,24 +91,29 @@ struct Estimates {
 template <int kTiles>
 inline constexpr uint32_t finish_at_once = kTiles == 1 ? 2 : 1;
 
-// found[head][i]: of blocks first + i * finish_threads; -inf where there is none.
-template <uint32_t kMost, uint32_t kAtOnce, class Blocks>
-__device__ void load_estimates(const Estimates& estimates, const Blocks& blocks, uint32_t first,
-                               float (&found)[kMost][kAtOnce]) {
+struct Everything {
+    __device__ bool operator()(int32_t) const { return true; }
+};
+
+// found[head][i]: of blocks first + i * finish_threads; -inf where there is none, or none that counts.
+template <uint32_t kMost, uint32_t kAtOnce, class Blocks, class Counts = Everything>
+__device__ void load_estimates(const Estimates& estimates, const Blocks& blocks, uint32_t first, float (&found)[kMost][kAtOnce],
+                               Counts counts = {}) {
 #pragma unroll
     for (uint32_t i = 0; i < kAtOnce; ++i) {
         const uint32_t index = first + i * finish_threads;
         const int32_t position = index < blocks.count ? blocks.at(index) : -1;
+        const bool is_there = position >= 0 && counts(position);
 #pragma unroll
         for (uint32_t head = 0; head < kMost; ++head) {
-            found[head][i] = head < estimates.group && position >= 0 ? estimates.at(head, position) : -INFINITY;
+            found[head][i] = head < estimates.group && is_there ? estimates.at(head, position) : -INFINITY;
         }
     }
 }
 
 // By a whole CTA: scratch.of_warps has the mass of these blocks, each warp's part of it, for every head.
-template <int kTiles, class Blocks>
-__device__ void add_up(const Estimates& estimates, const Blocks& blocks, FinishScratch<kTiles>& scratch) {
+template <int kTiles, class Blocks, class Counts = Everything>
+__device__ void add_up(const Estimates& estimates, const Blocks& blocks, FinishScratch<kTiles>& scratch, Counts counts = {}) {
     constexpr uint32_t most = kTiles * tile_heads, at_once = finish_at_once<kTiles>;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Mass row[most];
@@ -116,7 +121,7 @@ __device__ void add_up(const Estimates& estimates, const Blocks& blocks, FinishS
     for (uint32_t head = 0; head < most; ++head) row[head] = Mass::none();
     for (uint32_t first = threadIdx.x; first < blocks.count; first += at_once * finish_threads) {
         float found[most][at_once];
-        load_estimates(estimates, blocks, first, found);
+        load_estimates(estimates, blocks, first, found, counts);
 #pragma unroll
         for (uint32_t head = 0; head < most; ++head) row[head].add(found[head]);
     }

@@ -2,7 +2,7 @@
 // `select_blocks` and `blocks_worth` of the reference and what policy `scout` makes of them.
 #pragma once
 
-#include "sglang_hybrid/cuda/finish_scores.cuh"
+#include "sglang_hybrid/cuda/near_bias.cuh"
 #include "sglang_hybrid/cuda/slot_plans.cuh"
 
 namespace sglang_hybrid::cuda {
@@ -104,10 +104,14 @@ __device__ inline uint32_t find_slots_to_gather(const sh_select_blocks& args, Se
 
 // By a whole CTA: what of `missed` is not in a slot and worth it, to the first list or to that of gathered blocks. A block
 // that is always in and has no slot is a miss whatever its score. Gathered blocks have slots from here on, as memory.slots
-// and `in_slots` say. Returns whether there are any.
-__device__ inline bool write_misses(const sh_select_blocks& args, SelectionMemory& memory, const RowBlocks& row,
-                                    const Entry& mine, const Entry& missed, PositionSet in_slots, PositionSet selected,
-                                    const float* scores, uint32_t pair, uint64_t first_slot, float phase) {
+// and `in_slots` say.
+struct Missed {
+    bool gathers;  // anything of the pair
+    bool is_listed;  // this thread's block
+};
+__device__ inline Missed write_misses(const sh_select_blocks& args, SelectionMemory& memory, const RowBlocks& row,
+                                      const Entry& mine, const Entry& missed, PositionSet in_slots, PositionSet selected,
+                                      const float* scores, uint32_t pair, uint64_t first_slot, float phase) {
     const bool worth = !missed.is_candidate || missed.score >= args.min_miss_score;
     const bool is_miss = missed.position >= 0 && !missed.has_slot && missed.in_pool && worth;
     const bool is_sink = missed.position < row.first;
@@ -124,7 +128,7 @@ __device__ inline bool write_misses(const sh_select_blocks& args, SelectionMemor
     if (gathered || misses > args.most_misses) better = place_by_score<false>(memory, is_miss, missed.score);
     const bool is_listed = is_miss && better >= gathered && better - gathered < args.most_misses;
     write_list(memory, is_listed, missed, pair, args.most_misses, args.miss_pages, args.miss_positions, args.miss_counts);
-    if (!gathered) return false;
+    if (!gathered) return {false, is_listed};
 
     const bool is_gathered = is_miss && better < gathered;
     int32_t slot = 0;
@@ -135,7 +139,7 @@ __device__ inline bool write_misses(const sh_select_blocks& args, SelectionMemor
         in_slots.add(missed.position);
     }
     __syncthreads();
-    return true;
+    return {true, is_listed};
 }
 
 // The best candidates that were selected become resident, as many as there are slots. Those that have one keep it. The
@@ -164,8 +168,9 @@ __device__ inline void write_plan(const sh_select_blocks& args, SelectionMemory&
     add_to_plan(args.plan, memory, is_new && has_place, entry, first_slot + static_cast<uint32_t>(slot));
 }
 
-__device__ inline void select_of_row(const sh_select_blocks& args, SelectionMemory& memory, uint32_t* ranks, uint32_t entry,
-                                     uint32_t pair, int32_t row_index) {
+// Returns what is attended, in slots or by somebody else.
+__device__ inline PositionSet select_of_row(const sh_select_blocks& args, SelectionMemory& memory, uint32_t* ranks,
+                                            uint32_t entry, uint32_t pair, int32_t row_index) {
     const sh_slot_table& table = args.table;
     const uint32_t max_blocks = args.step.max_blocks;
     const int32_t length = args.step.lengths[entry];
@@ -218,12 +223,24 @@ __device__ inline void select_of_row(const sh_select_blocks& args, SelectionMemo
     }
     const float phase = rounding_phase(static_cast<uint32_t>(row_index), pair % args.kv_heads, static_cast<uint32_t>(length));
     const PositionSet selected(ranks);  // nobody needs the ranks any more
-    const bool gathers = write_misses(args, memory, row, mine, missed, in_slots, selected, scores, pair, first_slot, phase);
+    const auto [gathers, is_listed] =
+        write_misses(args, memory, row, mine, missed, in_slots, selected, scores, pair, first_slot, phase);
     if (args.plan.count && is_due(args, entry, row_index, length)) {
         // the plan finds the slots as they are when the gathered blocks are there
         if (gathers && mine.position >= 0) mine.has_slot = in_slots.has(mine.position);
         write_plan(args, memory, row, mine, recalled, scores, chosen, first_slot);
     }
+    // anew: gathered blocks have taken the slots of others
+    __syncthreads();
+    in_slots.clear(max_blocks);
+    __syncthreads();
+    if (threadIdx.x < table.slots) {
+        const int32_t held = memory.slots[threadIdx.x];
+        if (held >= 0 && held < row.count) in_slots.add(held);
+    }
+    if (is_listed) in_slots.add(missed.position);
+    __syncthreads();
+    return in_slots;
 }
 
 // By a whole CTA: all blocks of a pair have scores, and the best of them are hot from now on.
@@ -273,7 +290,12 @@ __global__ void __launch_bounds__(select_threads, 4) select_blocks(const __grid_
         const int32_t row = args.step.row_of[entry];
         if (row_exists(row, args.table) && args.step.lengths[entry] > 0) {
             if (args.scored.estimates) write_scores<kTiles>(args.scored, entry, pair, shared);
-            select_of_row(args, memory, reinterpret_cast<uint32_t*>(shared + sizeof(SelectionMemory)), entry, pair, row);
+            const PositionSet attended =
+                select_of_row(args, memory, reinterpret_cast<uint32_t*>(shared + sizeof(SelectionMemory)), entry, pair, row);
+            if (args.near_bias && args.scored.estimates) {
+                const RowBlocks blocks(args.step.lengths[entry], args.table, args.step.max_blocks);
+                write_bias<kTiles>(args, entry, pair, blocks, attended, shared);
+            }
         } else {
             write_list(memory, false, Entry{}, pair, args.most_misses, args.miss_pages, args.miss_positions, args.miss_counts);
         }

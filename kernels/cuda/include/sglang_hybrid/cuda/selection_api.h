@@ -145,6 +145,8 @@ struct sh_select_blocks {
     int32_t* miss_counts;  // [batch][KV head]
     const float* gather_share;  // one number; or null: all misses are in the first list
     sh_plan gathered;  // with a share; room for batch x KV heads x most_gathered
+    float* near_bias;  // [rows][KV head][group], or null: `near_bias` of the reference, of what is in slots or in a list then,
+    // by the estimates of this step; stays as it is for entries that have none
     uint64_t* totals;  // [2], or null: misses of all lists, also the dropped ones, and entries of the plan are added
     const int32_t* due;  // [batch]: rows that recall whatever the interval says; or null
     const int32_t* interval;  // steps between recalls, one number; or null. 0: never
