@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ def calibration_for(config: HybridConfig, model_runner: Any) -> Calibration | No
     try:
         refuse_inputs(model_runner.server_args)
         key = key_of(model_runner)
-        return _found(key, model_runner) or _fitted(key, model_runner)
+        path = default_cache_dir() / "calibrations" / key.file_name
+        return _found(path, key, model_runner) or _fitted(path, model_runner)
     except UnknownLayers as unknown:
         if config.prediction == "calibrated":
             raise Refusal(f"prediction=calibrated: {unknown}; serve it with prediction=none") from unknown
@@ -53,9 +55,9 @@ def calibration_for(config: HybridConfig, model_runner: Any) -> Calibration | No
         return None
 
 
-def _found(key: CalibrationKey, model_runner: Any) -> Calibration | None:
+def _found(path: Path, key: CalibrationKey, model_runner: Any) -> Calibration | None:
     """Of an earlier start. None unless every rank has one."""
-    path, found = default_cache_dir() / "calibrations" / key.file_name, None
+    found = None
     try:
         found = load_calibration(path, key)
     except (ProfileError, OSError) as error:
@@ -66,7 +68,7 @@ def _found(key: CalibrationKey, model_runner: Any) -> Calibration | None:
     return found
 
 
-def _fitted(key: CalibrationKey, model_runner: Any) -> Calibration:
+def _fitted(path: Path, model_runner: Any) -> Calibration:
     began, text, done = time.monotonic(), text_for(model_runner), 0.0
     logger.info("calibrating predictions on %d tokens, once for this model (profile=none serves without)", text.tokens)
 
@@ -79,7 +81,6 @@ def _fitted(key: CalibrationKey, model_runner: Any) -> Calibration:
     events.tell(events.Calibrating(part=0.0))
     fitted = calibrate(model_runner, text, progress=progress)
     logger.info("calibrated in %.1f s: %s", time.monotonic() - began, fitted.summary())
-    path = default_cache_dir() / "calibrations" / key.file_name
     try:
         fitted.save(path)
     except OSError as error:

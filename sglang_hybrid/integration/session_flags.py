@@ -43,7 +43,7 @@ _BY_GRAPHS = (
 )  # fmt: skip
 
 
-def _has_cuda(options: argparse.Namespace) -> bool:
+def has_cuda(options: argparse.Namespace) -> bool:
     import torch
 
     device: str | None = options.device
@@ -57,7 +57,7 @@ def session_flags(options: argparse.Namespace, settings: Sequence[str], *, as_se
     that only watch.
     """
     model = model_directory(options)
-    by_graphs = as_served and "--disable-cuda-graph" not in options.server_flag and _has_cuda(options)
+    by_graphs = as_served and "--disable-cuda-graph" not in options.server_flag and has_cuda(options)
     everything = [f"host_memory={options.host_memory}", *([] if by_graphs else ["worker=none"]), *settings]
     return [
         f"--model-path={model}", "--attention-backend=hybrid", f"--dtype={options.dtype}",

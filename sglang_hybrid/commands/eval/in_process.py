@@ -18,7 +18,8 @@ from sglang_hybrid.commands.eval.running import Evaluation, Variant, batches, co
 from sglang_hybrid.config import HybridConfig, load_config
 from sglang_hybrid.integration.model_session import ModelSession
 from sglang_hybrid.integration.refusals import Refusal
-from sglang_hybrid.integration.session_flags import model_directory, session_flags
+from sglang_hybrid.integration.session_flags import has_cuda, model_directory, session_flags
+from sglang_hybrid.policies.registry import calibrates_at_start
 from sglang_hybrid.progress import steps
 
 _BASELINE = "full attention"
@@ -78,7 +79,10 @@ def _load(options: argparse.Namespace, variants: Sequence[Variant]) -> ModelSess
     # the kernels are told once how long a list can be
     budget = max(variant.config.budget_tokens for variant in variants)
     shared = _settings_of_prefill([variant.config for variant in variants[1:]])
-    settings = [*shared, f"budget_tokens={budget}", "prediction=none"]
+    on_gpu = has_cuda(options)
+    # sketches hold the channels that a calibration chose, as in the servers that have one
+    calibrates = any(calibrates_at_start(variant.config, on_gpu=on_gpu) for variant in variants)
+    settings = [*shared, f"budget_tokens={budget}", "profile=auto" if calibrates else "prediction=none"]
     try:
         session = ModelSession(session_flags(options, settings, as_served=True))
     except Refusal as refusal:
