@@ -39,6 +39,15 @@ class ScoutOptions(msgspec.Struct, frozen=True, kw_only=True):
             "profile.",
         ),
     ] = "auto"
+    min_late_attention: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Least attention, as a share of the KV head's and estimated by the real query, with which a "
+            "block is still read in time that a predicted query has missed. 1 is never.",
+        ),
+    ] = 0.005
     cpu_share: Annotated[
         _Share,
         Meta(

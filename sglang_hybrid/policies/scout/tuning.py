@@ -5,6 +5,7 @@ Imports no torch: ``sglang-hybrid config`` shows these numbers too.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +40,12 @@ def hot_blocks_of(config: HybridConfig) -> int:
     hot = config.scout.hot_tokens
     tokens = HOT_BUDGETS * config.budget_tokens if hot == "auto" else hot
     return tokens // BLOCK_TOKENS
+
+
+def late_score_of(config: HybridConfig, group: int) -> float | None:
+    """Score by the real query with which a block is attended that a prediction has missed. None: never."""
+    share = config.scout.min_late_attention
+    return None if share >= 1 else math.log(max(share, 1e-9) * group)
 
 
 class Profiled(Protocol):
