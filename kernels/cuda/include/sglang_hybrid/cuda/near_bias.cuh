@@ -29,8 +29,7 @@ __device__ void write_bias_of(const sh_select_blocks& args, uint32_t entry, uint
     add_up(estimates, blocks, scratch, [&](int32_t position) { return row.is_candidate(position); });
     if (head < scored.group) candidates = candidates.with_any(mass_of(scratch, head));
     __syncthreads();
-    add_up(estimates, blocks, scratch,
-           [&](int32_t position) { return row.is_candidate(position) && attended.has(position); });
+    add_up(estimates, blocks, scratch, [&](int32_t position) { return row.is_candidate(position) && attended.has(position); });
     if (head >= scored.group) return;
     const Mass of_attended = mass_of(scratch, head);
     const float bias = (of_attended.log2() - candidates.log2()) * ln_of_2;
