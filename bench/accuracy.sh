@@ -45,10 +45,6 @@ sglang-hybrid eval --dtype float32 --tasks needle lines multi-needle --lengths 6
     --run "512: $TINY" \
     --run "512, every 4th step, hot: $TINY scout.score_interval=4"
 
-sglang-hybrid eval --dtype float32 --tasks lines --lengths 6144 --repeats 2 --out bench/results/eval-retrieval-lines \
-    --run "1024, calibrated: $SMALL" \
-    --run "1024, real query: $SMALL prediction=none" \
-    --run "1024, real query, every step: $SMALL prediction=none scout.recall_interval=1"
 
 # figures that no document shows
 rm -f bench/results/eval-{hot,scoring,retrieval-hot,retrieval-lines}/*.png

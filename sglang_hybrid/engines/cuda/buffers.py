@@ -11,9 +11,9 @@ from sglang_hybrid.engines.cuda.layers import DeviceShape
 from sglang_hybrid.ops.cuda.attention import AttendWorkspace
 from sglang_hybrid.ops.cuda.scoring import ScoreWorkspace
 from sglang_hybrid.ops.cuda.selection import Misses, RecallPlan
+from sglang_hybrid.policies.scout.tuning import MOST_LATE
 
 MOST_GATHERED = 16  # misses of a (row, KV head) that are copied to the device in a step
-MOST_LATE = 8  # blocks of a (row, KV head) that the real query asks for
 
 
 class LaneBuffers:

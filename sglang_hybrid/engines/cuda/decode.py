@@ -39,7 +39,6 @@ from sglang_hybrid.ops.cuda.selection import RecallInterval, RecallPlan, apply_p
 from sglang_hybrid.policies.scout.recall import RecallSchedule
 from sglang_hybrid.policies.scout.tuning import hot_blocks_of
 
-
 _NEVER = 1 << 30  # steps: nobody decodes that many
 
 

@@ -36,7 +36,9 @@ class ScoutSettings:
     gather_share: float | None  # of the misses, that are copied to the device; None: it changes, and begins with 0
     deadline_s: float
     hot: int = 0  # blocks of a (row, KV head) that are scored in between
-    late_score: float | None = None  # by the real query, with which a block is read that a predicted one missed; None: never
+    late_score: float | None = (
+        None  # by the real query, with which a block is read that a predicted one missed; None: never
+    )
 
 
 # Without a profile: what a gather gets out of PCIe 5, and a core out of memory (docs/measurements.md).

@@ -56,7 +56,7 @@ def attend_missed(
     active_rows: torch.Tensor | None = None,
 ) -> None:
     """``reference.attend_blocks`` to ``partial``, arguments as for ``finish_late``; -inf for empty lists."""
-    batch, query_heads, dim = query.shape
+    batch, query_heads, _ = query.shape
     heads = pool.keys.shape[1]
     out, lse = partial
     launch(

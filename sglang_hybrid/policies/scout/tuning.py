@@ -19,6 +19,7 @@ DEFAULT_INTERVAL = 8
 DEFAULT_MISS_SHARE = 0.001
 DEFAULT_TARGET = 0.12  # of the CPU compute ratio, as in ScoutAttention, until the host tells a better one
 HOT_BUDGETS = 4  # what is selected next is nearly always among so many times as many blocks (docs/accuracy.md)
+MOST_LATE = 8  # blocks of a (row, KV head) that the real query asks for behind a predicted one
 GPU_INTERVAL = 4  # a longer one saves little: the hot blocks are what is left
 
 
