@@ -27,6 +27,7 @@ _attend_blocks = reference.attend_blocks
 _block_scores = reference.block_scores
 _lse_shift = reference.lse_shift
 _merge = reference.merge
+_near_bias = reference.near_bias
 _estimates = LayerCache.estimates
 
 
@@ -37,7 +38,7 @@ def install() -> None:
     for place, replacements in (
         (torch.nn.functional, (linear,)),
         (torch, (matmul,)),
-        (reference, (attend_blocks, attend_prefill, block_scores, lse_shift, merge)),
+        (reference, (attend_blocks, attend_prefill, block_scores, lse_shift, merge, near_bias)),
         (LayerCache, (estimates,)),
     ):
         for function in replacements:
@@ -83,10 +84,18 @@ def attend_prefill(
 
 
 def attend_blocks(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, fill: torch.Tensor, scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    ids: torch.Tensor,
+    fill: torch.Tensor,
+    scale: float,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, fill = _wider(ids, LISTED, reference.NO_BLOCK), _wider(fill, LISTED, 0)
-    return _by_row_pairs(lambda q, i, f: _attend_blocks(q, keys, values, i, f, scale), query, ids, fill)
+    wide = [_wider(ids, LISTED, reference.NO_BLOCK), _wider(fill, LISTED, 0)]
+    if bias is not None:
+        wide.append(_wider(bias, LISTED, 0.0))
+    return _by_row_pairs(lambda q, i, f, *b: _attend_blocks(q, keys, values, i, f, scale, *b), query, *wide)
 
 
 def merge(
@@ -107,6 +116,13 @@ def estimates(cache: LayerCache, query: torch.Tensor, pages: torch.Tensor, sprea
 def block_scores(logits: torch.Tensor, block_counts: torch.Tensor, scale: float) -> torch.Tensor:
     wide = _wider(logits, BLOCKS, 0.0)
     return _by_row(lambda e, counts: _block_scores(e, counts, scale), wide, block_counts)[..., : logits.shape[3]]
+
+
+def near_bias(
+    logits: torch.Tensor, attended: torch.Tensor, block_counts: torch.Tensor, scale: float, sink: int, recent: int
+) -> torch.Tensor:
+    wide = _wider(logits, BLOCKS, 0.0), _wider(attended, BLOCKS, False), block_counts
+    return _by_row(lambda e, there, counts: _near_bias(e, there, counts, scale, sink, recent), *wide)
 
 
 def lse_shift(real: torch.Tensor, ahead: torch.Tensor, listed: torch.Tensor, scale: float) -> torch.Tensor:

@@ -56,17 +56,21 @@ class SlotCase:
     lengths: torch.Tensor
     row_of: torch.Tensor
 
-    def expected(self) -> Result:
+    def expected(self, near_bias: torch.Tensor | None = None, sink: int = 0, recent: int = 0) -> Result:
         """By the reference, on a pool that has the slots as its pages."""
         kept, owner = self.resident, self.row_of.long()
         rows, _, slots = kept.positions.shape
         pages = torch.arange(rows * slots, device=DEVICE).view(rows, 1, slots)
-        positions = kept.positions[owner]
-        fill = reference.block_fill(positions.long(), self.lengths[owner].long(), BLOCK_TOKENS)
+        positions, lengths = kept.positions[owner].long(), self.lengths[owner].long()
+        fill = reference.block_fill(positions, lengths, BLOCK_TOKENS)
         ids = pages[owner].expand_as(positions).masked_fill(fill == 0, reference.NO_BLOCK)
         keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (kept.keys, kept.values))
+        bias = None
+        if near_bias is not None:
+            always = reference.is_forced(positions, -(-lengths // BLOCK_TOKENS), sink, recent)
+            bias = near_bias[owner][..., None] * always[:, :, None, :]
         # NaN in keys of tokens that do not count is masked by the reference, after the product
-        return reference.attend_blocks(self.query, keys, values, ids, fill, self.shape.scale)
+        return reference.attend_blocks(self.query, keys, values, ids, fill, self.shape.scale, bias)
 
 
 def random_slots(shape: Shape, seed: int) -> SlotCase:

@@ -40,6 +40,7 @@ def settings(*given: str) -> list[str]:
     return [part for setting in given for part in ("--hybrid", setting)]
 
 
+@pytest.mark.full
 def test_the_example_is_served(
     model: Path, stock_server: Server, english: list[int], example: dict[str, str], tmp_path: Path
 ) -> None:

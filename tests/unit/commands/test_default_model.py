@@ -356,17 +356,6 @@ def test_a_ready_model_is_found_without_importing_torch_or_gguf(real_model: Path
     assert result.stdout.splitlines() == [str(real_model), "[]"]
 
 
-@pytest.fixture
-def one_torch_thread() -> Iterator[None]:
-    """Threads that wait for each other on a busy host make a few tokens of a small model take half a minute."""
-    torch = pytest.importorskip("torch")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_torch_thread")
 def test_the_real_model_knows_the_capital_of_france_and_when_to_stop(real_model: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(real_model)

@@ -272,7 +272,7 @@ def test_costs_of_shares_are_what_the_policy_misses_and_how_far_its_output_is_of
     for number, share in [*enumerate(SHARES)][-6:]:
         options = ScoutOptions(resident_bonus=0.0, recall_interval=8, min_miss_attention=share)
         config = base.with_section(options)
-        rules = dataclasses.replace(rules_of_scout(config), shifts=False)
+        rules = dataclasses.replace(rules_of_scout(config), shifts=False, stands_for_all=False)
         tuning = dataclasses.replace(tuning_of(config, layers=1), any_block=(True,))
         policy = ScoutPolicy(config, rules, TorchMisses(), tuning, rows=2)
         ratios: list[float] = []

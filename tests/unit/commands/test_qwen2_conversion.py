@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -186,16 +185,6 @@ def test_a_tensor_that_qwen2_does_not_have_is_refused(tmp_path: Path) -> None:
         prepare_gguf(write_qwen2(tmp_path / "tiny.gguf", tensors), tmp_path / "hf")
 
 
-@pytest.fixture
-def one_torch_thread() -> Iterator[None]:
-    torch = pytest.importorskip("torch")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_torch_thread")
 def test_logits_are_those_of_the_model_that_the_gguf_was_made_from(converted: Path) -> None:
     """The original is a model of transformers that gets the GGUF's tensors by hand."""
     torch = pytest.importorskip("torch")
