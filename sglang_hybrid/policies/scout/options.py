@@ -44,8 +44,8 @@ class ScoutOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=1,
-            description="Least attention, as a share of the KV head's and estimated by the real query, with which a "
-            "block is still read in time that a predicted query has missed. 1 is never.",
+            description="Least share of the KV head's attention, estimated by the real query, with which a block is "
+            "read that the prediction missed. 1 is never.",
         ),
     ] = 0.005
     cpu_share: Annotated[

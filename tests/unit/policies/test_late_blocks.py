@@ -27,9 +27,12 @@ class Haystack:
         random = torch.Generator().manual_seed(4)
         keys, values = 0.3 * torch.randn(2, BLOCKS, HEADS, T, DIM, generator=random)
         self.query = torch.randn(1, HEADS * GROUP, DIM, generator=random)
-        self.predicted = torch.randn(1, HEADS * GROUP, DIM, generator=random)
         asked = self.query.view(HEADS, GROUP, DIM).mean(dim=1)
-        keys[NEEDLE] = 4 * asked[:, None] + 0.1 * torch.randn(HEADS, T, DIM, generator=random)
+        # blind for the needle: to the prediction, that block is one like all others
+        blind = torch.randn(HEADS, GROUP, DIM, generator=random)
+        along = torch.nn.functional.normalize(asked, dim=1)[:, None]
+        self.predicted = (blind - (blind * along).sum(dim=2, keepdim=True) * along).view_as(self.query)
+        keys[NEEDLE] += 4 * asked[:, None]
         values[NEEDLE] = 1.0
         self._keys, self._values, tokens = keys, values, BLOCKS * T - 5
         full = torch.full((BLOCKS,), T)
