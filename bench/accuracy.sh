@@ -22,13 +22,6 @@ sglang-hybrid eval --dtype float32 --tasks text --windows 6 --decode-tokens 64 -
     --run "2048, every 8, not sticky: $EVERY8 scout.resident_bonus=0 scout.min_miss_attention=0" \
     --run "2048, every 8, ScoutAttention: budget_tokens=2048 policy=scoutattention scoutattention.recall_interval=8"
 
-sglang-hybrid eval --dtype float32 --tasks text --windows 4 --decode-tokens 64 --out bench/results/eval-scoring \
-    --run "2048: $DEFAULT" \
-    --run "2048, every 2nd step: $DEFAULT scout.score_interval=2 scout.hot_tokens=0" \
-    --run "2048, every 4th step: $DEFAULT scout.score_interval=4 scout.hot_tokens=0" \
-    --run "1024: $SMALL" \
-    --run "1024, every 4th step: $SMALL scout.score_interval=4 scout.hot_tokens=0"
-
 sglang-hybrid eval --dtype float32 --tasks text --windows 4 --decode-tokens 64 --out bench/results/eval-hot \
     --run "1024, every 4th step, hot: $SMALL scout.score_interval=4" \
     --run "512: $TINY" \
@@ -38,17 +31,5 @@ sglang-hybrid eval --dtype float32 --tasks text --windows 4 --decode-tokens 64 -
 sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 4096 6144 --repeats 2 \
     --out bench/results/eval-retrieval --run "1024, calibrated: $SMALL"
 
-sglang-hybrid eval --dtype float32 --tasks needle lines multi-needle --lengths 6144 --repeats 2 \
-    --out bench/results/eval-retrieval-hot \
-    --run "1024, calibrated: $SMALL" \
-    --run "1024, calibrated, every 4th step, hot: $SMALL scout.score_interval=4" \
-    --run "512: $TINY" \
-    --run "512, every 4th step, hot: $TINY scout.score_interval=4"
-
-sglang-hybrid eval --dtype float32 --tasks lines --lengths 6144 --repeats 2 --out bench/results/eval-retrieval-lines \
-    --run "1024, calibrated: $SMALL" \
-    --run "1024, real query: $SMALL prediction=none" \
-    --run "1024, real query, every step: $SMALL prediction=none scout.recall_interval=1"
-
 # figures that no document shows
-rm -f bench/results/eval-{hot,scoring,retrieval-hot,retrieval-lines}/*.png
+rm -f bench/results/eval-hot/*.png
