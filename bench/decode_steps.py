@@ -140,17 +140,14 @@ class Counts:
             return {}
         scout, mailbox = self._scout, self._engine._mailbox
         misses, recalled = scout.counted.cpu().unbind(1)
-        late = scout.late_counted[:, 0].cpu()
-        return {"misses": misses, "recalled": recalled, "late": late, "rows": mailbox.outcomes() if mailbox else {}}
+        return {"misses": misses, "recalled": recalled, "rows": mailbox.outcomes() if mailbox else {}}
 
     def since(self, steps: int, rows: int) -> dict[str, Any]:
         if self._engine is None or self._scout is None:
             return {}
         now, shape, scout = self._now(), self._engine._shape, self._scout
         lists = steps * rows * shape.heads
-        misses, recalled, late = (
-            (now[name] - self._before[name]).double() / lists for name in ("misses", "recalled", "late")
-        )
+        misses, recalled = ((now[name] - self._before[name]).double() / lists for name in ("misses", "recalled"))
         budget = config_from_environment().budget_tokens // 32
         shares = scout.gather_shares
         outcomes = {name: value - self._before["rows"].get(name, 0) for name, value in now["rows"].items()}
@@ -158,7 +155,6 @@ class Counts:
             "cpu_compute_ratio": round(float(misses.mean()) / budget, 4),
             "misses_per_list": [round(value, 2) for value in misses.tolist()],
             "recalled_per_list": round(float(recalled.mean()), 3),
-            "late_per_list": round(float(late.mean()), 4),
             "gather_shares": None if shares is None else [round(share, 3) for share in shares.tolist()],
             "rows_by_outcome": {name: value for name, value in outcomes.items() if value},
             "refused": int(scout.refused),

@@ -42,9 +42,8 @@ class Decoding:
     def __init__(
         self, budget: int, interval: int, slots: int | None = None, worker: bool = False, share: float = 0.0,
         min_miss_score: float | None = None, compact: bool = False, score_interval: int = 1, hot: int = 0,
-        late_score: float | None = None,
     ) -> None:  # fmt: skip
-        """``min_miss_score``: with it, every block that has such a score is a miss. ``late_score``: see ScoutSettings.
+        """``min_miss_score``: with it, every block that has such a score is a miss.
 
         ``compact``: digests.
         """
@@ -89,7 +88,7 @@ class Decoding:
             min_miss_score=(-math.inf if min_miss_score is None else min_miss_score,) * LAYERS,
             any_block=(min_miss_score is not None,) * LAYERS,
             score_interval=score_interval, gather_share=share, deadline_s=20.0,
-            hot=hot, late_score=late_score,
+            hot=hot,
         )  # fmt: skip
         self.digests = [layer.digests.digests for layer in layers]
         self.shape = DeviceShape(ROWS, ROWS, MAX_BLOCKS, HEADS, GROUP, DIM, PAGES)
@@ -104,7 +103,6 @@ class Decoding:
         self.req_to_token = self.req_to_token.to(DEVICE)
         entries = (LAYERS, len(LENGTHS) + 1)  # and one that is padding
         self.query = torch.zeros(*entries, HEADS * GROUP, DIM, dtype=DTYPE, device=DEVICE)
-        self.predicted = self.query  # by default nothing is wrong with it
         self.new_keys, self.new_values = torch.zeros(2, *entries, HEADS, DIM, dtype=DTYPE, device=DEVICE)
         self.out = torch.zeros_like(self.query)
         self.ends = False  # whether steps are ended behind their last layer
@@ -167,7 +165,7 @@ class Decoding:
             if predicts:
                 with scout.scout_lane():
                     for number in (0, 1) if layer == 0 else ():
-                        later(partial(scout.query_ahead(number, count).copy_, self.predicted[number]))
+                        later(partial(scout.query_ahead(number, count).copy_, self.query[number]))
                         scout.ahead(number, count, SCALE)
             out = scout.decode(layer, self.query[layer], self.new_keys[layer], self.new_values[layer], SCALE)
             later(partial(self.out[layer].copy_, out))
@@ -214,36 +212,22 @@ class Decoding:
         positions = self.attended(layer, everything)
         ids = reference.block_ids(positions, self.pages)
         fill = reference.block_fill(positions, self.lengths, BLOCK_TOKENS)
-        query, ahead = (part[layer, :-1].cpu().float() for part in (self.query, self.predicted))
+        query = self.query[layer, :-1].cpu().float()
         keys, values = self.keys[layer].float(), self.values[layer].float()
-        bias = None if everything else self.bias(layer, ahead, positions)
-        if not everything and self.scout._late is not None and layer:
-            late = self.late(layer)
-            ids = torch.cat((ids, reference.block_ids(late, self.pages)), dim=2)
-            fill = torch.cat((fill, reference.block_fill(late, self.lengths, BLOCK_TOKENS)), dim=2)
-            bias = torch.nn.functional.pad(bias, (0, late.shape[2])) if bias is not None else None
+        bias = None if everything else self.bias(layer, query, positions)
         return reference.attend_blocks(query, keys, values, ids, fill, SCALE, bias)[0]
 
     def bias(self, layer: int, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Of the listed blocks, ``[rows, KV heads, group, n]``: those that are always in have one."""
-        counts, logits = -(-self.lengths // BLOCK_TOKENS), self.estimates(layer, query)
+        counts, summaries = -(-self.lengths // BLOCK_TOKENS), self.scout._layers[layer].digests
+        sketch = LayerSketch(summaries.codes.cpu(), summaries.channels.cpu())
+        cache = LayerCache(self.keys[layer], self.values[layer], summaries.digests.cpu(), layer, sketch)
+        pages = torch.nn.functional.pad(self.pages, (0, MAX_BLOCKS - self.pages.shape[1]))
+        logits = reference.without_tail(cache.estimates(query, pages, 0.0, SCALE), counts)
         bias = reference.near_bias(logits, self.is_held(positions), counts, SCALE, SINK, RECENT)
         if self.scout._settings.score_interval > 1:  # not all of it is known then, see test_cuda_hot_blocks.py
             bias = self.scout._near_bias[layer][self.rows].cpu()
         return bias[..., None] * reference.is_forced(positions, counts, SINK, RECENT)[:, :, None, :]
-
-    def estimates(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        summaries = self.scout._layers[layer].digests
-        sketch = LayerSketch(summaries.codes.cpu(), summaries.channels.cpu())
-        cache = LayerCache(self.keys[layer], self.values[layer], summaries.digests.cpu(), layer, sketch)
-        pages = torch.nn.functional.pad(self.pages, (0, MAX_BLOCKS - self.pages.shape[1]))
-        estimates = cache.estimates(query, pages, 0.0, SCALE)
-        return reference.without_tail(estimates, -(-self.lengths // BLOCK_TOKENS))
-
-    def late(self, layer: int) -> torch.Tensor:
-        """Positions that the real query asked for, of the layer that was attended last."""
-        positions: torch.Tensor = self.scout._late.misses(self.query.shape[1]).positions
-        return positions[:-1].cpu().long()
 
     def check_slots(self) -> None:
         token = torch.arange(BLOCK_TOKENS)
@@ -314,38 +298,6 @@ def test_decoding_attends_to_slots_and_misses(
                     expected = decoding.expected(layer, everything)
                     torch.testing.assert_close(decoding.out[layer, :-1].cpu().float(), expected, rtol=2e-2, atol=2e-2)
     assert int(decoding.scout.refused) == 0
-
-
-@pytest.mark.parametrize("worker", [False, True] if ON_GPU else [False])
-@pytest.mark.parametrize("compact", [False, True])
-def test_what_a_prediction_missed_is_read_when_the_real_query_is_there(compact: bool, worker: bool) -> None:
-    budget, least = 9, math.log(0.03 * GROUP)
-    decoding = Decoding(budget, 0, None, worker, compact=compact, late_score=least)
-    decoding.predicted, layer, found = torch.zeros_like(decoding.query), LAYERS - 1, 0
-    with decoding.engine():
-        decoding.load_initial_blocks()
-        for _ in range(STEPS):
-            decoding.next_tokens()
-            wrong = torch.randn(decoding.query.shape, generator=decoding.random).to(DEVICE, DTYPE)
-            decoding.predicted.copy_(decoding.query + 1.5 * wrong)
-            decoding.run(predicts=True)
-            torch.cuda.synchronize()
-            attended = decoding.is_held(decoding.attended(layer, everything=False))
-            counts = -(-decoding.lengths // BLOCK_TOKENS)
-            logits = decoding.estimates(layer, decoding.query[layer, :-1].cpu().float())
-            scores = reference.block_scores(logits, counts, SCALE)
-            chosen = reference.select_blocks(scores + 0.5 * attended, counts, budget, SINK, RECENT)
-            worth = decoding.is_held(chosen) & ~attended & (scores >= least)
-            late = decoding.is_held(decoding.late(layer))
-            differs = late != worth
-            # a score at the border may be on either side of it
-            border = (scores - least).abs() < 0.02
-            assert (differs & ~border).sum() <= 2 and not (late & attended).any()
-            found += int(late.sum())
-            if not worker:  # whose replies are by the predicted query
-                expected = decoding.expected(layer, everything=False)
-                torch.testing.assert_close(decoding.out[layer, :-1].cpu().float(), expected, rtol=2e-2, atol=2e-2)
-    assert found > STEPS and int(decoding.scout.late_counted[layer, 0]) >= found
 
 
 def test_steps_that_nobody_ends_end_with_their_last_layer() -> None:

@@ -11,7 +11,6 @@ from sglang_hybrid.engines.cuda.layers import DeviceShape
 from sglang_hybrid.ops.cuda.attention import AttendWorkspace
 from sglang_hybrid.ops.cuda.scoring import ScoreWorkspace
 from sglang_hybrid.ops.cuda.selection import Misses, RecallPlan
-from sglang_hybrid.policies.scout.tuning import MOST_LATE
 
 MOST_GATHERED = 16  # misses of a (row, KV head) that are copied to the device in a step
 
@@ -77,33 +76,6 @@ class MissBuffers:
     def full(self, count: int) -> torch.Tensor:
         """Tokens in the last block of each list: misses are full blocks."""
         return self._full[:count]
-
-    @functools.cache  # noqa: B019
-    def scoring(self, count: int) -> ScoreWorkspace:
-        return self._estimates.of_batch(count)
-
-
-class LateBuffers:
-    """Of blocks that a prediction has missed: which they are, their attention, and what it makes of the layer's."""
-
-    def __init__(self, shape: DeviceShape, device: torch.device | str) -> None:
-        of_query = (shape.max_batch, shape.heads * shape.group, shape.dim)
-        self._misses = Misses(shape.max_batch, shape.heads, MOST_LATE, device)
-        self._out, self._lse = torch.zeros(of_query, device=device), torch.zeros(of_query[:2], device=device)
-        self._together = torch.zeros(of_query[:2], device=device)
-        # the scout lane has its own, for the layer behind
-        self._estimates = ScoreWorkspace(shape.max_batch, shape.heads, shape.group, shape.max_blocks, device)
-        self.nobody = torch.zeros(shape.max_batch, dtype=torch.int32, device=device)
-
-    @functools.cache  # noqa: B019 (lives as long as the backend)
-    def misses(self, count: int) -> Misses:
-        return self._misses.of_batch(count)
-
-    def partial(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._out[:count], self._lse[:count]
-
-    def lse_together(self, count: int) -> torch.Tensor:
-        return self._together[:count]
 
     @functools.cache  # noqa: B019
     def scoring(self, count: int) -> ScoreWorkspace:

@@ -4,7 +4,6 @@
     gather lane   a share of its misses -> slots -> slot table
     main lane     append -> attention over slots -> merging with replies -> what is late
     reply lane    replies of the worker, when they are there -> shifted                   beside attention
-    late lane     scores by the real query -> what the prediction missed -> its attention beside attention
     recall lane   copies of the plan -> slot table                                        of the layer just attended
 
 Everything is launched with static shapes on persistent buffers, so a whole step can be recorded in a CUDA graph.
@@ -21,7 +20,7 @@ import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.engines.cuda.buffers import MOST_GATHERED, LaneBuffers, LateBuffers, MissBuffers, plan_for
+from sglang_hybrid.engines.cuda.buffers import MOST_GATHERED, LaneBuffers, MissBuffers, plan_for
 from sglang_hybrid.engines.cuda.lanes import Lane
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.engines.cuda.program import ProgramContext, QueryAhead, StepProgram
@@ -33,13 +32,11 @@ from sglang_hybrid.ops.cuda.attention import Partial, attend_slots, merge
 from sglang_hybrid.ops.cuda.copies import gather_blocks
 from sglang_hybrid.ops.cuda.digests import Step, append
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
-from sglang_hybrid.ops.cuda.missed import attend_missed, finish_late
+from sglang_hybrid.ops.cuda.missed import finish_late
 from sglang_hybrid.ops.cuda.scoring import HotBlocks, ScoreInterval, score_blocks, shift_lse
 from sglang_hybrid.ops.cuda.selection import RecallInterval, RecallPlan, apply_plan, select_blocks
 from sglang_hybrid.policies.scout.recall import RecallSchedule
 from sglang_hybrid.policies.scout.tuning import hot_blocks_of
-
-_NEVER = 1 << 30  # steps: nobody decodes that many
 
 
 class DeviceScout(StepProgram):
@@ -78,13 +75,10 @@ class DeviceScout(StepProgram):
         self.intervals = torch.tensor(list(intervals), dtype=torch.int32, device=device)
         # misses and recalled blocks of each layer, added up over all steps
         self.counted = torch.zeros(len(layers), 2, dtype=torch.int64, device=device)
-        self.late_counted = torch.zeros(len(layers), 2, dtype=torch.int64, device=device)  # blocks, the second number 0
-        self._late = LateBuffers(shape, device) if settings.late_score is not None else None
         self._everybody = torch.ones(shape.max_batch, dtype=torch.int32, device=device)
         self._scout, self._gather, self._recall = Lane(device), Lane(device), Lane(device)
         # a few small CTAs that must not queue behind those of attention, beside which they wait
         self._replies = Lane(device, urgent=True)
-        self._late_lane = Lane(device, urgent=True)
         self._ahead: set[int] = set()  # layers of this step whose misses are on their way, by a predicted query
         self._posted = False  # whether this step has posted
         # Whether somebody calls end_step: recalls go on behind the last layer's attention then.
@@ -219,20 +213,11 @@ class DeviceScout(StepProgram):
             self._gather.wait_for(layer)
         local, served, out = self._main.local(count), self._main.served(count), self._attention.out(count)
         replies = self._collect(layer, query, scale, predicted)
-        # the first layer's query is computed from its own input: nothing is missed
-        late = self._late if predicted and layer else None
-        if late is not None:
-            self._look_again(late, layer, query, scale)
         attend_slots(
             query, key_slots, value_slots, table.positions, self.step.lengths, step.row_of, scale,
             active_rows=step.active_rows, workspace=self._attention.attending(count), out=local[0], lse=local[1],
             near_bias=self._near_bias[layer], sink=table.sink, recent=table.recent,
         )  # fmt: skip
-        if late is not None:
-            self._late_lane.wait_for(layer)
-            together = late.lse_together(count)
-            merge(local, late.partial(count), active_rows=step.active_rows, out=local[0], lse=together)
-            local = local[0], together
         with self._recall.fork():
             self._make_resident(layer, self._plans[layer])
             self._recall.mark(layer)
@@ -279,32 +264,6 @@ class DeviceScout(StepProgram):
                 )  # fmt: skip
             self._replies.mark(layer)
         return out, lse
-
-    def _look_again(self, late: LateBuffers, layer: int, query: torch.Tensor, scale: float) -> None:
-        """On the lane of late blocks: what the real query selects and nobody attends to is read from the pool.
-
-        Hot blocks are looked at, if there are any: what a prediction misses is nearly always among them.
-        """
-        count, settings = query.shape[0], self._settings
-        of_layer, step, misses = self._layers[layer], self.step.of_batch(count), late.misses(count)
-        assert settings.late_score is not None
-        hot = ScoreInterval(_NEVER, self.step.first_lengths, late.nobody[:count], 0, self._hot[layer])
-        with self._late_lane.fork():
-            put_off = score_blocks(
-                query, of_layer.digests, step, scale, late.scoring(count), self._scores[layer],
-                by_row=True, interval=hot if hot.hot is not None else None,
-            )  # fmt: skip
-            select_blocks(
-                self._scores[layer], self._tables[layer], step, settings.budget, misses,
-                pool_pages=self._shape.pool_pages, bonus=settings.bonus[layer], min_miss_score=settings.late_score,
-                totals=self.late_counted[layer], by_row=True, put_off=put_off,
-                elsewhere=self._lanes[layer % 2].misses(count).positions,
-            )  # fmt: skip
-            attend_missed(
-                query, of_layer.pool, misses.pages, misses.counts, scale, late.partial(count),
-                active_rows=step.active_rows,
-            )  # fmt: skip
-            self._late_lane.mark(layer)
 
     # -- prompts -----------------------------------------------------------------------------
 

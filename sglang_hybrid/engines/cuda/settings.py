@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.policies.registry import policy_named
-from sglang_hybrid.policies.scout.tuning import (
-    Tuning,
-    hot_blocks_of,
-    late_score_of,
-    resident_tokens_of,
-    score_interval_of,
-)
+from sglang_hybrid.policies.scout.tuning import Tuning, hot_blocks_of, resident_tokens_of, score_interval_of
 
 if TYPE_CHECKING:  # needs torch, which ``sglang-hybrid config`` does without
     from sglang_hybrid.policies.scout.profile import HostRates
@@ -36,9 +30,6 @@ class ScoutSettings:
     gather_share: float | None  # of the misses, that are copied to the device; None: it changes, and begins with 0
     deadline_s: float
     hot: int = 0  # blocks of a (row, KV head) that are scored in between
-    late_score: float | None = (
-        None  # by the real query, with which a block is read that a predicted one missed; None: never
-    )
 
 
 # Without a profile: what a gather gets out of PCIe 5, and a core out of memory (docs/measurements.md).
@@ -101,7 +92,6 @@ def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettin
         gather_share=gather_share_of(config),
         deadline_s=config.worker_deadline_ms / 1000,
         hot=hot_blocks_of(config),
-        late_score=late_score_of(config, group),
     )
 
 

@@ -45,31 +45,6 @@ def finish_late(
     )
 
 
-def attend_missed(
-    query: torch.Tensor,
-    pool: HostPool,
-    pages: torch.Tensor,
-    counts: torch.Tensor,
-    scale: float,
-    partial: Partial,
-    *,
-    active_rows: torch.Tensor | None = None,
-) -> None:
-    """``reference.attend_blocks`` to ``partial``, arguments as for ``finish_late``; -inf for empty lists."""
-    batch, query_heads, _ = query.shape
-    heads = pool.keys.shape[1]
-    out, lse = partial
-    launch(
-        "finish_late",
-        pages=address("pages", pages, torch.int32, (batch, heads, pages.shape[2])),
-        counts=address("counts", counts, torch.int32, (batch, heads)),
-        active_rows=active_address(active_rows),
-        lse=address("lse", lse, torch.float32, (batch, query_heads)),
-        most_blocks=pages.shape[2],
-        **_common_arguments(query, pool, scale, out, torch.float32),
-    )
-
-
 def attend_pool(query: torch.Tensor, pool: HostPool, step: Step, scale: float, *, out: torch.Tensor) -> torch.Tensor:
     """Attention over all tokens of each row of ``step``: query and ``out`` ``[B, H * G, D]``.
 
@@ -87,9 +62,7 @@ def attend_pool(query: torch.Tensor, pool: HostPool, step: Step, scale: float, *
     return out
 
 
-def _common_arguments(
-    query: torch.Tensor, pool: HostPool, scale: float, out: torch.Tensor, out_dtype: torch.dtype | None = None
-) -> dict[str, Any]:
+def _common_arguments(query: torch.Tensor, pool: HostPool, scale: float, out: torch.Tensor) -> dict[str, Any]:
     batch, query_heads, dim = query.shape
     pool_pages, heads = pool.keys.shape[:2]
     of_pool = (pool_pages, heads, BLOCK_TOKENS, dim)
@@ -102,7 +75,7 @@ def _common_arguments(
         "query": address("query", query, HALVES, (batch, query_heads // heads * heads, dim)),
         "keys": pool.region.address_of("keys of the pool", pool.keys),
         "values": pool.region.address_of("values of the pool", pool.values),
-        "out": address("out", out, out_dtype or query.dtype, (batch, query_heads, dim)),
+        "out": address("out", out, query.dtype, (batch, query_heads, dim)),
         "scale": scale,
         "batch": batch,
         "kv_heads": heads,

@@ -103,7 +103,6 @@ def select_blocks(
     by_row: bool = False,
     put_off: PendingScores | None = None,
     near_bias: torch.Tensor | None = None,
-    elsewhere: torch.Tensor | None = None,
 ) -> None:
     """``reference.select_blocks`` of scores ``[B, H, max_blocks]``, split by residency, as policy ``scout`` does it.
 
@@ -121,8 +120,6 @@ def select_blocks(
 
     ``near_bias`` ``[rows, H, G]`` gets ``reference.near_bias`` of what is then in slots or in a list, by what was
     estimated for ``put_off``.
-
-    ``elsewhere`` ``[B, H, n]`` are positions that somebody attends to already: they count as resident.
 
     To ``totals`` (two int64) are added the number of all misses, also of those that find no room at all, and of the
     plan's entries.
@@ -160,10 +157,6 @@ def select_blocks(
         miss_counts=address("the misses' counts", misses.counts, torch.int32, (batch, heads)),
         gather_share=scalar_address("gather_share", gather_share, torch.float32),
         gathered=struct("plan") if gathered is None else gathered.arguments(),
-        elsewhere=None
-        if elsewhere is None
-        else address("elsewhere", elsewhere, torch.int32, (batch, heads, elsewhere.shape[2])),
-        most_elsewhere=0 if elsewhere is None else elsewhere.shape[2],
         near_bias=None
         if near_bias is None or put_off is None
         else address("near_bias", near_bias, torch.float32, (rows, heads, put_off.arguments.group)),

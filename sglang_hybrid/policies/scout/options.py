@@ -39,15 +39,6 @@ class ScoutOptions(msgspec.Struct, frozen=True, kw_only=True):
             "profile.",
         ),
     ] = "auto"
-    min_late_attention: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1,
-            description="Least share of the KV head's attention, estimated by the real query, with which a block is "
-            "read that the prediction missed. 1 is never.",
-        ),
-    ] = 0.005
     cpu_share: Annotated[
         _Share,
         Meta(

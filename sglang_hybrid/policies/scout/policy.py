@@ -6,9 +6,8 @@ are not resident are the misses of the step: somebody else computes them, begun 
 running, with a predicted query. What it got wrong about their weight is made up for when the real query is there. From
 time to time a layer recalls: what it selected becomes resident, from the next step on.
 
-When the real query is there, it selects once more: blocks that get much attention and that the prediction has missed
-are read at once. What was selected stands for all that could have been: by its estimated share of their attention,
-blocks that are always in weigh less than they otherwise would.
+What was selected stands for all that could have been: by its estimated share of their attention, blocks that are always
+in weigh less than they otherwise would.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from sglang_hybrid.policies.base import DecodePolicy
 from sglang_hybrid.policies.scout.recall import RecallSchedule
 from sglang_hybrid.policies.scout.rules import ScoutRules
 from sglang_hybrid.policies.scout.scoring import RecentScores
-from sglang_hybrid.policies.scout.tuning import MOST_LATE, Tuning
+from sglang_hybrid.policies.scout.tuning import Tuning
 from sglang_hybrid.worker.miss_server import MissServer, PendingAttention
 
 
@@ -117,10 +116,6 @@ class ScoutPolicy(DecodePolicy):
         near = self._block_list(begun.selection.near, cache, batch)
         bias = self._bias_of_blocks(begun.selection, batch.block_counts(cache.block_tokens))
         local = reference.attend_blocks(query, cache.keys, cache.values, near.ids, near.fill, scale, bias)
-        if (late := self._late(query, begun, cache, batch, scale)) is not None:
-            local = reference.merge(
-                *local, *reference.attend_blocks(query, cache.keys, cache.values, late.ids, late.fill, scale)
-            )
         missed, lse = begun.posted.collect()
         if self._rules.shifts and begun.query is not query:
             lse = lse + self._shift(query, begun, cache, scale)
@@ -129,29 +124,6 @@ class ScoutPolicy(DecodePolicy):
         if due.any():
             self._resident[cache.layer].replace(batch.rows[due], begun.selection.recalled[due])
         return out.to(query.dtype)
-
-    def _late(
-        self, query: torch.Tensor, begun: _Begun, cache: LayerCache, batch: DecodeBatch, scale: float
-    ) -> BlockList | None:
-        """What the real query selects and nobody attends to, as far as it is worth it."""
-        # the first layer's query is computed from its own input: nothing is missed
-        if begun.query is query or cache.layer == 0 or self._rules.late_share >= 1:
-            return None
-        counts, logits = batch.block_counts(cache.block_tokens), self._estimates(query, cache, batch, scale)
-        if self._rules.score_interval == 1:
-            scores = self._by_layer(reference.block_scores(logits, counts, scale))
-        else:  # hot blocks alone, if there are any
-            kept, nobody = self._kept_scores[cache.layer], torch.zeros_like(counts, dtype=torch.bool)
-            scores = self._by_layer(kept.of_step(logits, counts, batch.rows, nobody, scale))
-        attended = torch.cat((begun.selection.near, begun.selection.misses), dim=2)
-        chosen, is_attended = self._choose(scores, attended, counts, cache.layer)
-        forced = reference.is_forced(chosen, counts, self._sink, self._recent)
-        elsewhere = is_attended.gather(2, chosen.clamp(min=0)) | forced
-        missing = reference.split(chosen, elsewhere)[1]
-        heads = query.shape[1] if self._rules.per_layer else query.shape[1] // scores.shape[1]
-        least = math.log(max(self._rules.late_share, 1e-9) * heads)
-        worth = reference.split(missing, scores.gather(2, missing.clamp(min=0)) >= least)[0]
-        return self._block_list(_compact(_best(worth, scores, MOST_LATE)), cache, batch)
 
     def _bias_of_blocks(self, selection: Selection, counts: torch.Tensor) -> torch.Tensor | None:
         if selection.near_bias is None:
@@ -300,7 +272,12 @@ class ScoutPolicy(DecodePolicy):
         return reference.split(missing, scores.gather(2, missing.clamp(min=0)) >= least)[0]
 
     def _best_for_slots(self, selected: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return _best(selected, scores, self._slots)
+        """Of the selected positions, as many as there are slots, those with the best scores."""
+        if selected.shape[2] <= self._slots:
+            return selected
+        absent = selected == reference.NO_BLOCK
+        rank = scores.gather(2, selected.clamp(min=0)).masked_fill(absent, -torch.inf)
+        return selected.gather(2, rank.topk(self._slots, dim=2).indices)
 
     @staticmethod
     def _block_list(positions: torch.Tensor, cache: LayerCache, batch: DecodeBatch) -> BlockList:
@@ -308,15 +285,6 @@ class ScoutPolicy(DecodePolicy):
             reference.block_ids(positions, batch.page_table),
             reference.block_fill(positions, batch.lengths, cache.block_tokens),
         )
-
-
-def _best(selected: torch.Tensor, scores: torch.Tensor, most: int) -> torch.Tensor:
-    """Of the selected positions at most so many, those with the best scores."""
-    if selected.shape[2] <= most:
-        return selected
-    absent = selected == reference.NO_BLOCK
-    rank = scores.gather(2, selected.clamp(min=0)).masked_fill(absent, -torch.inf)
-    return selected.gather(2, rank.topk(most, dim=2).indices)
 
 
 def _compact(positions: torch.Tensor) -> torch.Tensor:

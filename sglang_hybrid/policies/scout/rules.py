@@ -18,11 +18,9 @@ class ScoutRules:
     per_layer: bool = False  # all KV heads of a layer share one selection
     only_selected: bool = False  # resident blocks that are not selected in this step are not attended
     shifts: bool = True  # the weight of misses is corrected when the real query is there
-    late_share: float = 1.0  # of attention, by the real query, with which what a prediction missed is read; 1: never
     stands_for_all: bool = True  # what was selected counts for all that could have been: see reference.near_bias
 
 
 def rules_of_scout(config: HybridConfig) -> ScoutRules:
     interval = score_interval_of(config, on_gpu=False)
-    late = config.scout.min_late_attention
-    return ScoutRules(resident_tokens_of(config), interval, hot_blocks_of(config), late_share=late)
+    return ScoutRules(resident_tokens_of(config), interval, hot_blocks_of(config))

@@ -5,7 +5,6 @@ Imports no torch: ``sglang-hybrid config`` shows these numbers too.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +18,6 @@ DEFAULT_INTERVAL = 8
 DEFAULT_MISS_SHARE = 0.001
 DEFAULT_TARGET = 0.12  # of the CPU compute ratio, as in ScoutAttention, until the host tells a better one
 HOT_BUDGETS = 4  # what is selected next is nearly always among so many times as many blocks (docs/accuracy.md)
-MOST_LATE = 8  # blocks of a (row, KV head) that the real query asks for behind a predicted one
 GPU_INTERVAL = 4  # a longer one saves little: the hot blocks are what is left
 
 
@@ -41,12 +39,6 @@ def hot_blocks_of(config: HybridConfig) -> int:
     hot = config.scout.hot_tokens
     tokens = HOT_BUDGETS * config.budget_tokens if hot == "auto" else hot
     return tokens // BLOCK_TOKENS
-
-
-def late_score_of(config: HybridConfig, group: int) -> float | None:
-    """Score by the real query with which a block is attended that a prediction has missed. None: never."""
-    share = config.scout.min_late_attention
-    return None if share >= 1 else math.log(max(share, 1e-9) * group)
 
 
 class Profiled(Protocol):

@@ -402,9 +402,8 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
     decoding = Decoding(plan, shape, seed)
     prompts = PromptQueries(3) if from_prompts else None
     rules = dataclasses.replace(
-        rules_of_scout(config), per_layer=per_layer, only_selected=only_selected, shifts=shifts, stands_for_all=False,
-        late_share=1.0,
-    )  # fmt: skip
+        rules_of_scout(config), per_layer=per_layer, only_selected=only_selected, shifts=shifts, stands_for_all=False
+    )
     plain = PlainScout(config, rules, decoding, from_prompts)
     # a profile that says so has shares
     plain.any_block = any_block = any_block and not only_selected and plain.miss_share > 0

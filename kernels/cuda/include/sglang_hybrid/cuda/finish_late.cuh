@@ -70,10 +70,6 @@ __global__ void __launch_bounds__(attend_warps* warp_size) finish_late(const __g
     for (uint32_t pair = blockIdx.x; pair < pairs; pair += gridDim.x) {
         if (args.served && args.served[pair / args.kv_heads]) continue;
         const uint64_t first = uint64_t{pair} * args.group;
-        if (args.lse && !args.lengths && args.counts[pair] <= 0) {
-            if (threadIdx.x < args.group) args.lse[first + threadIdx.x] = -INFINITY;
-            continue;
-        }
         const auto* const query = static_cast<const char*>(args.query) + first * kDim * 2;
         attend_list<Element, kDim>(query, args.group, args.scale, nullptr, shared, at,
                                    [&](uint32_t warp, uint32_t of) { return PoolBlocks(args, pair, warp, of); });
@@ -84,8 +80,7 @@ __global__ void __launch_bounds__(attend_warps* warp_size) finish_late(const __g
                 const auto* const local = reinterpret_cast<const float4*>(args.local.out);
                 found = merged({local[index], args.local.lse[first + row]}, found);
             }
-            write_quad(args.out, index, found.out, args.lse ? DType::fp32 : static_cast<DType>(args.dtype));
-            if (args.lse && i % (kDim / 4) == 0) args.lse[first + row] = found.lse;
+            write_quad(args.out, index, found.out, static_cast<DType>(args.dtype));
         });
         __syncthreads();  // shared memory is free for the next pair
     }

@@ -49,8 +49,7 @@ struct sh_finish_queries {
 
 // Attention of entries that were not served over lists of blocks in the host pool, merged with the local partial. Entries
 // that were served are neither read nor written. Without `lengths` every KV head has its own list, of full blocks: misses
-// that the worker did not compute. With `lengths` the KV heads of an entry share the list of all its blocks. With `lse` the
-// result is a partial one; lists without blocks have an LSE of -inf and any output then.
+// that the worker did not compute. With `lengths` the KV heads of an entry share the list of all its blocks.
 struct sh_finish_late {
     const void* query;  // [batch][KV head][group][head_dim], the real one
     const void* keys;   // a layer of the pool, as the device sees it: [page][KV head][32][head_dim]
@@ -61,8 +60,7 @@ struct sh_finish_late {
     const int32_t* served;   // [batch]; null: nobody was
     const int32_t* active_rows;
     sh_side local;  // null: there is none
-    void* out;      // [batch][KV head][group][head_dim] of `dtype`; with `lse` of float
-    float* lse;     // [batch][KV head][group], or null
+    void* out;      // [batch][KV head][group][head_dim] of `dtype`
     float scale;
     uint32_t batch;
     uint32_t kv_heads;

@@ -200,10 +200,6 @@ __device__ inline PositionSet select_of_row(const sh_select_blocks& args, Select
         const int32_t held = memory.slots[threadIdx.x];
         if (held >= 0 && held < row.count) in_slots.add(held);
     }
-    for (uint32_t i = threadIdx.x; args.elsewhere && i < args.most_elsewhere; i += select_threads) {
-        const int32_t position = args.elsewhere[uint64_t{pair} * args.most_elsewhere + i];
-        if (position >= 0 && position < row.count) in_slots.add(position);
-    }
     __syncthreads();
 
     const uint32_t candidates = static_cast<uint32_t>(row.last - row.first), forced = row.count - candidates;

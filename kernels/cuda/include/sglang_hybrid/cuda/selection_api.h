@@ -145,8 +145,6 @@ struct sh_select_blocks {
     int32_t* miss_counts;  // [batch][KV head]
     const float* gather_share;  // one number; or null: all misses are in the first list
     sh_plan gathered;  // with a share; room for batch x KV heads x most_gathered
-    const int32_t* elsewhere;  // [batch][KV head][most_elsewhere], or null: positions that somebody attends to already. They
-    // count as resident
     float* near_bias;  // [rows][KV head][group], or null: `near_bias` of the reference, of what is in slots or in a list then,
     // by the estimates of this step; stays as it is for entries that have none
     uint64_t* totals;  // [2], or null: misses of all lists, also the dropped ones, and entries of the plan are added
@@ -164,8 +162,6 @@ struct sh_select_blocks {
     uint32_t most_gathered;  // of one (row, KV head)
     uint32_t scores_by_row;
     uint32_t any_block;  // whether every block that is worth it is a miss, or those only that are selected
-    uint32_t most_elsewhere;
-    uint32_t unused;
 };
 
 struct sh_apply_plan {
