@@ -24,7 +24,13 @@ from sglang_hybrid.engines.cuda.buffers import MOST_GATHERED, LaneBuffers, MissB
 from sglang_hybrid.engines.cuda.lanes import Lane
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.engines.cuda.program import ProgramContext, QueryAhead, StepProgram
-from sglang_hybrid.engines.cuda.settings import ScoutSettings, path_rates, settings_of, slots_of
+from sglang_hybrid.engines.cuda.settings import (
+    FIRST_GATHER_SHARE,
+    ScoutSettings,
+    path_rates,
+    settings_of,
+    slots_of,
+)
 from sglang_hybrid.engines.cuda.slots import ResidentSlots
 from sglang_hybrid.engines.cuda.watch import DeviceWatch
 from sglang_hybrid.memory.capacity import KVShape
@@ -67,7 +73,8 @@ class DeviceScout(StepProgram):
         gathers = settings.gather_share != 0
         self._lanes = [LaneBuffers(shape, settings.budget, gathers, dtype, device) for _ in range(2)]
         of_layers = (len(layers),)
-        self.gather_shares = torch.full(of_layers, settings.gather_share or 0.0, device=device) if gathers else None
+        first_share = FIRST_GATHER_SHARE if settings.gather_share is None else settings.gather_share
+        self.gather_shares = torch.full(of_layers, first_share, device=device) if gathers else None
         self._main = MissBuffers(shape, device)
         self._receipts = [mailbox.new_receipt(shape.max_batch) for _ in range(2)] if mailbox else []
         # one plan for each layer: copies of one may still be under way when the next but one is selected

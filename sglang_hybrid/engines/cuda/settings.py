@@ -27,7 +27,7 @@ class ScoutSettings:
     min_miss_score: tuple[float, ...]  # the score that a miss of each layer must have
     any_block: tuple[bool, ...]  # whether every block that has it is a miss, or only the selected ones
     score_interval: int  # steps between two scorings of all blocks of a layer
-    gather_share: float | None  # of the misses, that are copied to the device; None: it changes, and begins with 0
+    gather_share: float | None  # of the misses, that are copied to the device; None: it follows what is missed
     deadline_s: float
     hot: int = 0  # blocks of a (row, KV head) that are scored in between
 
@@ -35,6 +35,10 @@ class ScoutSettings:
 # Without a profile: what a gather gets out of PCIe 5, and a core out of memory (docs/measurements.md).
 _GATHER_GB_S, _CORE_GB_S = 50.0, 8.0
 _HIDDEN = 0.6  # of a layer's time: what the worker computes in that, nobody waits for
+# The same of copies, which have to be there when attention begins, and the worker's results only when it ends. On an H200
+# with 48 rows of 30k tokens half of this is as fast, and twice as much takes 8 % longer (docs/measurements.md).
+_GATHER_HIDDEN = 0.35
+FIRST_GATHER_SHARE = 0.5  # until the first steps were counted
 # Of the CPU compute ratio. Below, recalls would take more than they save; above, intervals get so long that they follow
 # traffic too slowly.
 _TARGETS = (0.03, 0.25)
@@ -50,14 +54,18 @@ class PathRates:
     def gather_share(self, missed: float, recalled: float, layer_seconds: float) -> float:
         """Of what a layer misses, the part that is gathered. ``missed`` and ``recalled``: bytes of one layer.
 
-        Nothing, while the worker is done before it is waited for: both ways read the same host memory, and a gather
-        beside a worker that saturates it is slow. Beyond that both end at the same time. Recalls come over PCIe too: a
-        share g takes (g missed + recalled) / gathers there and (1 - g) missed / computes here.
+        As much as PCIe brings before it is waited for, beside recalls: gathered blocks are attended with the real
+        query, the worker has a predicted one. More only where the worker would not be done with the rest: then both
+        ways end at the same time. A share g takes (g missed + recalled) / gathers there and (1 - g) missed / computes
+        here.
         """
-        if missed <= self.computes * layer_seconds * _HIDDEN:
-            return 0.0
-        left = missed / self.computes - recalled / self.gathers
-        return min(1.0, max(0.0, left / (missed / self.gathers + missed / self.computes)))
+        if missed <= 0:
+            return 1.0
+        share = (self.gathers * layer_seconds * _GATHER_HIDDEN - recalled) / missed
+        if (1 - share) * missed > self.computes * layer_seconds * _HIDDEN:
+            left = missed / self.computes - recalled / self.gathers
+            share = max(share, left / (missed / self.gathers + missed / self.computes))
+        return min(1.0, max(0.0, share))
 
     def target_ratio(self, budget: float, layer_seconds: float) -> float:
         """CPU compute ratio that costs no time. ``budget``: bytes of all rows' budgets in one layer."""

@@ -43,8 +43,7 @@ class ScoutOptions(msgspec.Struct, frozen=True, kw_only=True):
         _Share,
         Meta(
             description="Share of the misses that the worker computes on a GPU server; the others, with the best "
-            "scores, are copied to the GPU. auto copies only what the worker "
-            "cannot compute in time.",
+            "scores, are copied to the GPU and attended with the real query. auto copies what PCIe brings in time.",
         ),
     ] = "auto"
     score_interval: Annotated[

@@ -98,16 +98,24 @@ def test_what_became_of_rows_is_told_once() -> None:
     assert told == [("worker", 40), ("device-late", 2)]
 
 
-def test_the_worker_gets_everything_that_it_computes_before_it_is_waited_for() -> None:
+def test_as_much_is_gathered_as_pcie_hides_beside_recalls() -> None:
     rates = PathRates(gathers=50e9, computes=100e9)
-    assert rates.gather_share(missed=50e6, recalled=0, layer_seconds=1e-3) == 0.0
+    # 0.35 ms of 1 ms: 17.5 MB
+    assert rates.gather_share(missed=17.5e6, recalled=0, layer_seconds=1e-3) == 1.0
+    assert rates.gather_share(missed=50e6, recalled=0, layer_seconds=1e-3) == pytest.approx(0.35)
+    assert rates.gather_share(missed=50e6, recalled=7.5e6, layer_seconds=1e-3) == pytest.approx(0.2)
+    assert rates.gather_share(missed=50e6, recalled=30e6, layer_seconds=1e-3) == 0.0
 
 
-def test_beyond_that_both_ways_end_at_the_same_time() -> None:
+def test_of_nothing_all_is_gathered_so_that_the_first_miss_is() -> None:
+    assert PathRates(50e9, 100e9).gather_share(missed=0, recalled=0, layer_seconds=1e-3) == 1.0
+
+
+def test_where_the_worker_is_late_both_ways_end_at_the_same_time() -> None:
     rates = PathRates(gathers=50e9, computes=100e9)
     for recalled in (0.0, 10e6):
-        share = rates.gather_share(missed=90e6, recalled=recalled, layer_seconds=1e-3)
-        gathering, computing = (share * 90e6 + recalled) / 50e9, (1 - share) * 90e6 / 100e9
+        share = rates.gather_share(missed=190e6, recalled=recalled, layer_seconds=1e-3)
+        gathering, computing = (share * 190e6 + recalled) / 50e9, (1 - share) * 190e6 / 100e9
         assert abs(gathering - computing) < 1e-9
 
 
