@@ -35,8 +35,8 @@ class ScoutSettings:
 # Without a profile: what a gather gets out of PCIe 5, and a core out of memory (docs/measurements.md).
 _GATHER_GB_S, _CORE_GB_S = 50.0, 8.0
 _HIDDEN = 0.6  # of a layer's time: what the worker computes in that, nobody waits for
-# The same of copies, which have to be there when attention begins, and the worker's results only when it ends. On an H200
-# with 48 rows of 30k tokens half of this is as fast, and twice as much takes 8 % longer (docs/measurements.md).
+# The same of copies, which have to be there when attention begins, and the worker's results only when it ends.
+# Measured with 48 rows of 30k tokens: see "Who serves misses" in docs/measurements.md.
 _GATHER_HIDDEN = 0.35
 FIRST_GATHER_SHARE = 0.5  # until the first steps were counted
 # Of the CPU compute ratio. Below, recalls would take more than they save; above, intervals get so long that they follow
