@@ -22,7 +22,7 @@ from sglang_hybrid.policies.scout.predictor import Correction
 from sglang_hybrid.policies.scout.profile_facts import ProfileError
 
 # To be raised with every change of the file, of the text that is fitted on, or of the way it is fitted.
-FORMAT = 1
+FORMAT = 2
 _METADATA_KEY = "sglang_hybrid_calibration"
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.memory.sketches import channel_order
 
 
 class ChannelSpread:
-    """Of one layer: how much each channel of its queries and keys varies over some texts."""
+    """Of one layer: how large its queries are in each channel, and how much keys of a block differ there."""
 
     def __init__(self, rotary_dim: int, neox: bool) -> None:
         """``rotary_dim`` and ``neox``: which two channels the model rotates together."""
@@ -20,8 +21,11 @@ class ChannelSpread:
         """Of one text, after rotation: queries ``[tokens, query heads, dim]``, keys ``[tokens, KV heads, dim]``."""
         grouped = queries.float().unflatten(1, (keys.shape[1], -1))
         self._queries.append(grouped.square().mean(dim=(0, 2)).cpu())
-        # what all keys of a head have in common moves all logits alike, and attention does not see it
-        self._keys.append(keys.float().var(dim=0).cpu())
+        # What the keys of a block have in common is in its digest. Channels that turn slowly with the position vary
+        # most over a text, and hardly within a block.
+        tokens = min(BLOCK_TOKENS, keys.shape[0])
+        blocks = keys[: keys.shape[0] // tokens * tokens].float().unflatten(0, (-1, tokens))
+        self._keys.append(blocks.var(dim=1).mean(dim=0).cpu())
 
     def order(self) -> torch.Tensor:
         """Channels of each KV head, the most telling first: ``[KV heads, head_dim]``."""
