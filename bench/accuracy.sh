@@ -6,7 +6,6 @@ P=configs/profiles/SmolLM2-135M-Instruct
 SMALL="budget_tokens=1024 profile=$P-1024.safetensors scout.recall_interval=8"
 DEFAULT="budget_tokens=2048 profile=$P-2048.safetensors"
 EVERY8="$DEFAULT scout.recall_interval=8"
-TINY="budget_tokens=512 prediction=none scout.recall_interval=8"
 
 sglang-hybrid profile --dtype float32 --prompts 2
 sglang-hybrid profile --dtype float32 --prompts 1 --steps 96 --predictor-of "$P-2048.safetensors" --budget 1024
@@ -22,14 +21,5 @@ sglang-hybrid eval --dtype float32 --tasks text --windows 6 --decode-tokens 64 -
     --run "2048, every 8, not sticky: $EVERY8 scout.resident_bonus=0 scout.min_miss_attention=0" \
     --run "2048, every 8, ScoutAttention: budget_tokens=2048 policy=scoutattention scoutattention.recall_interval=8"
 
-sglang-hybrid eval --dtype float32 --tasks text --windows 4 --decode-tokens 64 --out bench/results/eval-hot \
-    --run "1024, every 4th step, hot: $SMALL scout.score_interval=4" \
-    --run "512: $TINY" \
-    --run "512, every 4th step, hot: $TINY scout.score_interval=4" \
-    --run "512, every 2nd step: $TINY scout.score_interval=2 scout.hot_tokens=0"
-
 sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 4096 6144 --repeats 2 \
     --out bench/results/eval-retrieval --run "1024, calibrated: $SMALL"
-
-# figures that no document shows
-rm -f bench/results/eval-hot/*.png

@@ -9,8 +9,6 @@ _MOVED_TO_SCOUT = {
     "sticky_bonus": "resident_bonus",
     "miss_share": "min_miss_attention",
     "cpu_share": "cpu_share",
-    "score_interval": "score_interval",
-    "hot_tokens": "hot_tokens",
     "recall_interval": "recall_interval",
     "recall_beta": "target_cpu_ratio",
     "recall_adapt": "recall_adapt",
@@ -23,8 +21,10 @@ _RENAMED = {
 }
 
 _PAPER = "policy=scoutattention does what the paper does: drop it"
+_ALL_SCORED = "all blocks are scored at every step: drop it"
 _REMOVED = {
     **{f"{section}{key}": _PAPER for key in ("selection", "attend", "lse_shift") for section in ("", "scout.")},
+    **{f"{section}{key}": _ALL_SCORED for key in ("score_interval", "hot_tokens") for section in ("", "scout.")},
     "block_tokens": f"blocks have {BLOCK_TOKENS} tokens, which the kernels are compiled for: drop it",
     "worker_group_threads": "the worker divides its threads into groups by itself: drop it",
     "worker_spin_us": "the worker stays awake for 200 us after the last work, and longer if steps need it: drop it",

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import ConfigError, HybridConfig
 from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
-from sglang_hybrid.engines.cuda.settings import unsupported_settings
 from sglang_hybrid.host import GIB, Host
 from sglang_hybrid.policies.registry import calibrates_at_start, policy_named, prediction_of
 from sglang_hybrid.policies.scout.tuning import (
@@ -20,9 +18,7 @@ from sglang_hybrid.policies.scout.tuning import (
     DEFAULT_INTERVAL,
     DEFAULT_MISS_SHARE,
     DEFAULT_TARGET,
-    hot_blocks_of,
     resident_tokens_of,
-    score_interval_of,
 )
 from sglang_hybrid.protocol.cores import CoresError, Placement, format_cpus, place
 
@@ -106,20 +102,6 @@ def _cpu_share(_config: HybridConfig, host: Host) -> str:
     return "chosen while serving, by what is missed" if host.gpus else _NO_GPU
 
 
-def _score_interval(config: HybridConfig, host: Host) -> str:
-    return str(score_interval_of(config, on_gpu=_kernels_score(config, host)))
-
-
-def _hot_tokens(config: HybridConfig, host: Host) -> str:
-    if score_interval_of(config, on_gpu=_kernels_score(config, host)) == 1:
-        return "unused: all blocks are scored at every step"
-    return str(hot_blocks_of(config) * BLOCK_TOKENS)
-
-
-def _kernels_score(config: HybridConfig, host: Host) -> bool:
-    return bool(host.gpus) and unsupported_settings(config) is None
-
-
 def _threads(config: HybridConfig, host: Host) -> str:
     return str(_placement(config, host).threads) if _has_worker(config, host) else _NO_WORKER
 
@@ -141,8 +123,6 @@ _CHOICES: dict[str, Callable[[HybridConfig, Host], str]] = {
     "scout.min_miss_attention": _with_profile(DEFAULT_MISS_SHARE),
     "whole_requests": _whole_requests,
     "scout.cpu_share": _cpu_share,
-    "scout.score_interval": _score_interval,
-    "scout.hot_tokens": _hot_tokens,
     "scout.recall_interval": _with_profile(DEFAULT_INTERVAL),
     "scout.target_cpu_ratio": _target_cpu_ratio,
     "scoutattention.resident_tokens": lambda config, _host: str(config.budget_tokens),

@@ -16,7 +16,6 @@ _OF_GPU = {
     "scout.min_miss_attention": ("auto",),
     "scout.recall_interval": ("auto",),
     "worker": ("auto", "none"),
-    "scout.score_interval": ("auto", 1),
     "digest_dtype": ("auto", "model"),
 }
 

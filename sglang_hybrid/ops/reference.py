@@ -224,15 +224,11 @@ def block_scores(logits: torch.Tensor, block_counts: torch.Tensor, scale: float)
     gets them, whatever the size of its logits; a maximum over the logits would not do that.
     Blocks beyond a row's end get ``-inf``.
     """
-    shares = head_shares(logits, block_counts, scale).logsumexp(dim=2)
+    absent = torch.arange(logits.shape[3], device=logits.device) >= block_counts[:, None]
+    estimates = _estimates(logits, scale).masked_fill(absent[:, None, None, :], -torch.inf)
+    shares = estimates.log_softmax(dim=3).logsumexp(dim=2)
     lowest = torch.finfo(logits.dtype).min
-    return shares.clamp(min=lowest).masked_fill(_no_blocks(logits, block_counts)[:, None, :], -torch.inf)
-
-
-def head_shares(logits: torch.Tensor, block_counts: torch.Tensor, scale: float) -> torch.Tensor:
-    """Logarithms of each block's estimated share of a query head's attention, ``[B, H, G, N]``."""
-    absent = _no_blocks(logits, block_counts)[:, None, None, :]
-    return _estimates(logits, scale).masked_fill(absent, -torch.inf).log_softmax(dim=3)
+    return shares.clamp(min=lowest).masked_fill(absent[:, None, :], -torch.inf)
 
 
 def _estimates(logits: torch.Tensor, scale: float) -> torch.Tensor:
@@ -240,44 +236,6 @@ def _estimates(logits: torch.Tensor, scale: float) -> torch.Tensor:
     # is still a block of its row, better than the -inf of "no block".
     lowest = torch.finfo(logits.dtype).min
     return (logits * scale).nan_to_num(nan=lowest, posinf=lowest, neginf=lowest)
-
-
-def _no_blocks(logits: torch.Tensor, block_counts: torch.Tensor) -> torch.Tensor:
-    return torch.arange(logits.shape[3], device=logits.device) >= block_counts[:, None]
-
-
-def hot_blocks(scores: torch.Tensor, block_counts: torch.Tensor, limit: int) -> torch.Tensor:
-    """Which blocks are worth being scored at every step: the ``limit`` best ones, without the tail.
-
-    scores ``[B, H, N]`` with more than ``limit`` blocks, block_counts ``[B]`` -> ``[B, H, N]`` of bool.
-    """
-    position = torch.arange(scores.shape[2], device=scores.device)
-    ranked = scores.masked_fill((position >= block_counts[:, None] - 1)[:, None, :], -torch.inf)
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(2, ranked.topk(limit, dim=2).indices, True)
-
-
-def hot_shares(shares: torch.Tensor, hot: torch.Tensor) -> torch.Tensor:
-    """Logarithm of what the hot blocks have of each head's attention.
-
-    shares ``[B, H, G, N]`` of ``head_shares``, hot ``[B, H, N]`` -> ``[B, H, G]``.
-    """
-    return shares.masked_fill(~hot[:, :, None, :], -torch.inf).logsumexp(dim=3)
-
-
-def rescore(
-    scores: torch.Tensor, logits: torch.Tensor, hot: torch.Tensor, kept_shares: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Scores after a step in which only hot blocks were estimated: ``[B, H, N]``.
-
-    scores ``[B, H, N]`` of before, logits ``[B, H, G, N]`` of which those of ``hot`` blocks count, kept_shares
-    ``[B, H, G]``: ``hot_shares`` when all blocks were scored last. The cold ones keep their shares of then, and the hot
-    ones share what was theirs, by what their estimates are now: all shares of a head still add up to one, whatever the
-    size of its logits has become.
-    """
-    lowest = torch.finfo(logits.dtype).min
-    estimates = _estimates(logits, scale).masked_fill(~hot[:, :, None, :], -torch.inf)
-    shares = estimates.log_softmax(dim=3) + kept_shares[..., None]
-    return torch.where(hot, shares.logsumexp(dim=2).clamp(min=lowest), scores)
 
 
 # -- what is not attended --------------------------------------------------------------------
@@ -293,43 +251,14 @@ def near_bias(
     attends to the others, so a head that looks everywhere would take a few blocks for the context, and its first and
     newest tokens would weigh too much. 0 where everything is attended, or nothing can be told.
     """
-    candidates = _candidates(logits, block_counts, sink, recent)
-    estimates = _estimates(logits, scale)
-    return _share(estimates, candidates & attended, estimates.masked_fill(~candidates[:, :, None, :], -torch.inf))
-
-
-def near_bias_by_hot(
-    logits: torch.Tensor,
-    attended: torch.Tensor,
-    block_counts: torch.Tensor,
-    scale: float,
-    sink: int,
-    recent: int,
-    hot: torch.Tensor,
-    kept_shares: torch.Tensor,
-) -> torch.Tensor:
-    """The same after a step in which only hot blocks were estimated: ``hot`` and ``kept_shares`` as for ``rescore``.
-
-    The cold ones have the share of then, and count as not attended: it is little, or they would be hot.
-    """
-    candidates = _candidates(logits, block_counts, sink, recent) & hot
-    estimates = _estimates(logits, scale).masked_fill(~hot[:, :, None, :], -torch.inf)
-    cold_by_hot = torch.where(kept_shares < 0, (-torch.expm1(kept_shares)).log() - kept_shares, -torch.inf)
-    cold = estimates.logsumexp(dim=3, keepdim=True) + cold_by_hot[..., None]
-    known = estimates.masked_fill(~candidates[:, :, None, :], -torch.inf)
-    return _share(estimates, candidates & attended, torch.cat((known, cold), dim=3))
-
-
-def _candidates(logits: torch.Tensor, block_counts: torch.Tensor, sink: int, recent: int) -> torch.Tensor:
-    """Blocks that are not always in, ``[B, 1, N]``."""
     position = torch.arange(logits.shape[3], device=logits.device)
-    return ((position >= sink) & (block_counts[:, None] - 1 - position > recent))[:, None, :]
-
-
-def _share(estimates: torch.Tensor, part: torch.Tensor, all_of_them: torch.Tensor) -> torch.Tensor:
-    of_part = estimates.masked_fill(~part[:, :, None, :], -torch.inf).logsumexp(dim=3)
-    share = of_part - all_of_them.logsumexp(dim=3)
-    return share.nan_to_num(0.0, posinf=0.0, neginf=0.0).clamp(max=0.0)
+    candidates = ((position >= sink) & (block_counts[:, None] - 1 - position > recent))[:, None, :]
+    estimates = _estimates(logits, scale)
+    of_attended, of_all = (
+        estimates.masked_fill(~part[:, :, None, :], -torch.inf).logsumexp(dim=3)
+        for part in (candidates & attended, candidates)
+    )
+    return (of_attended - of_all).nan_to_num(0.0, posinf=0.0, neginf=0.0).clamp(max=0.0)
 
 
 # -- selection -------------------------------------------------------------------------------

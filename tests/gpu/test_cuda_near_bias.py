@@ -31,13 +31,14 @@ def with_gathered(table: SlotTable, plan: RecallPlan) -> SlotTable:
 
 @pytest.mark.parametrize("share", [0.0, 0.6])
 @pytest.mark.parametrize(
-    ("group", "channels", "compact"), [(1, 32, False), (5, 32, True), (12, 64, False), (3, 0, False)]
+    ("group", "channels", "compact", "max_blocks"),
+    [(1, 32, False, 70), (5, 32, True, 70), (5, 32, False, 300), (12, 64, False, 70), (3, 0, False, 70)],
 )
 def test_selection_tells_what_attended_blocks_have_of_all(
-    group: int, channels: int, compact: bool, share: float
+    group: int, channels: int, compact: bool, max_blocks: int, share: float
 ) -> None:
     dim = 128 if compact else 64
-    shape = Shape(batch=4, heads=2, group=group, dim=dim, channels=channels, max_blocks=70, compact=compact)
+    shape = Shape(batch=4, heads=2, group=group, dim=dim, channels=channels, max_blocks=max_blocks, compact=compact)
     case = random_layer(shape, 3)
     table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, 9, 3)
     workspace = ScoreWorkspace(shape.batch, shape.heads, group, shape.max_blocks, DEVICE)

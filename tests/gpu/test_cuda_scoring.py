@@ -37,16 +37,18 @@ SHAPES = [
 LARGE = Shape(batch=33, heads=4, group=5, dim=128, channels=32, max_blocks=120)
 
 
-def scored(case: LayerCase) -> torch.Tensor:
+def scored(case: LayerCase, *, by_row: bool = False) -> torch.Tensor:
     """Scores as selection writes them, whatever it selects."""
     shape = case.shape
     workspace = ScoreWorkspace(shape.batch, shape.heads, shape.group, shape.max_blocks, DEVICE)
-    scores = torch.full((shape.batch, shape.heads, shape.max_blocks), UNTOUCHED, device=DEVICE)
-    put_off = score_blocks(case.query, case.digests, case.step, shape.scale, workspace, scores)
+    owners = shape.rows if by_row else shape.batch
+    scores = torch.full((owners, shape.heads, shape.max_blocks), UNTOUCHED, device=DEVICE)
+    put_off = score_blocks(case.query, case.digests, case.step, shape.scale, workspace, scores, by_row=by_row)
     assert (scores == UNTOUCHED).all()
     table = SlotTable(torch.full((shape.rows, shape.heads, 1), -1, dtype=torch.int32, device=DEVICE), 0, 0)
     misses = Misses(shape.batch, shape.heads, 1, DEVICE)
-    select_blocks(scores, table, case.step, 1, misses, pool_pages=case.keys.shape[0], put_off=put_off)
+    pages = case.keys.shape[0]
+    select_blocks(scores, table, case.step, 1, misses, pool_pages=pages, put_off=put_off, by_row=by_row)
     return scores
 
 
@@ -65,6 +67,15 @@ def test_many_rows_of_very_different_lengths_are_scored() -> None:
     lengths = [1, 32, 33, 3840, 3839, 2000] + [64 * (i + 1) for i in range(27)]
     case = random_layer(LARGE, 3, lengths)
     assert_scores(scored(case), case.expected_scores())
+
+
+def test_scores_by_row_are_where_their_rows_are() -> None:
+    """One row has more blocks than a CTA that writes scores has threads."""
+    case = random_layer(Shape(batch=4, heads=2, group=5, dim=64, channels=32, max_blocks=300), 4)
+    found, rows = scored(case, by_row=True), case.step.row_of.long()
+    assert_scores(found[rows], case.expected_scores())
+    others = torch.ones(case.shape.rows, dtype=torch.bool, device=DEVICE).index_fill(0, rows, False)
+    assert others.any() and (found[others] == UNTOUCHED).all()
 
 
 def test_estimates_are_more_exact_than_the_tolerance_on_average() -> None:

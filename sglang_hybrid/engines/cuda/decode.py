@@ -39,10 +39,9 @@ from sglang_hybrid.ops.cuda.copies import gather_blocks
 from sglang_hybrid.ops.cuda.digests import Step, append
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.ops.cuda.missed import finish_late
-from sglang_hybrid.ops.cuda.scoring import HotBlocks, ScoreInterval, score_blocks, shift_lse
+from sglang_hybrid.ops.cuda.scoring import score_blocks, shift_lse
 from sglang_hybrid.ops.cuda.selection import RecallInterval, RecallPlan, apply_plan, select_blocks
 from sglang_hybrid.policies.scout.recall import RecallSchedule
-from sglang_hybrid.policies.scout.tuning import hot_blocks_of
 
 
 class DeviceScout(StepProgram):
@@ -64,10 +63,9 @@ class DeviceScout(StepProgram):
         super().__init__(layers, shape, self.slots)
         self._settings, self._mailbox = settings, mailbox
         self._tables = [self.slots.table(layer, settings.sink, settings.recent) for layer in range(len(layers))]
-        # by row, since they outlive the step where rows are not scored at every one
+        # by row, as slots are: who reads one reads the other
         of_scores = (shape.rows, shape.heads, shape.max_blocks)
         self._scores = [torch.full(of_scores, -math.inf, device=device) for _ in layers]
-        self._hot = [self._no_hot_blocks() for _ in layers]
         of_heads = (shape.rows, shape.heads, shape.group)
         self._near_bias = [torch.zeros(of_heads, device=device) for _ in layers]  # by row for the same reason
         gathers = settings.gather_share != 0
@@ -102,8 +100,8 @@ class DeviceScout(StepProgram):
     @classmethod
     def bytes_per_row(cls, config: HybridConfig, shape: KVShape, max_blocks: int, dtype: torch.dtype) -> int:
         slots = ResidentSlots.bytes_per_row(shape.layers, shape.kv_heads, slots_of(config), shape.key_dim, dtype)
-        scored = max_blocks + min(hot_blocks_of(config), max_blocks)  # scores, and which blocks are hot
-        return slots + shape.layers * shape.kv_heads * scored * torch.float32.itemsize
+        scores = shape.layers * shape.kv_heads * max_blocks * torch.float32.itemsize
+        return slots + scores
 
     def new_watch(self, context: ProgramContext) -> DeviceWatch:
         tuning, mailbox = context.tuning, context.mailbox
@@ -116,13 +114,6 @@ class DeviceScout(StepProgram):
             gathers=self._settings.gather_share is None,
             follows_host=tuning.follows_host and mailbox is not None,
         )
-
-    def _no_hot_blocks(self) -> HotBlocks | None:
-        """None where there are none, or no others: rows are scored as a whole then, or not at all."""
-        shape, settings = self._shape, self._settings
-        if settings.score_interval == 1 or not 0 < settings.hot < shape.max_blocks - 1:
-            return None
-        return HotBlocks.none_yet(shape.rows, shape.heads, shape.group, settings.hot, self.step.lengths.device)
 
     @property
     def without_whole_requests(self) -> str:
@@ -304,9 +295,8 @@ class DeviceScout(StepProgram):
         scores = self._scores[layer]
         share = None if first or self.gather_shares is None else self.gather_shares[layer : layer + 1]
         put_off = score_blocks(
-            query, self._layers[layer].digests, step, scale, self._main.scoring(count), scores,
-            by_row=True, interval=self._score_interval(layer, due),
-        )  # fmt: skip
+            query, self._layers[layer].digests, step, scale, self._main.scoring(count), scores, by_row=True
+        )
         select_blocks(
             scores, self._tables[layer], step, settings.budget, lane.misses(count),
             pool_pages=self._shape.pool_pages, bonus=settings.bonus[layer],
@@ -317,12 +307,6 @@ class DeviceScout(StepProgram):
             most_gathered=MOST_GATHERED, totals=None if first else self.counted[layer], by_row=True,
             put_off=put_off, near_bias=None if first else self._near_bias[layer],
         )  # fmt: skip
-
-    def _score_interval(self, layer: int, due: torch.Tensor) -> ScoreInterval:
-        hot = self._hot[layer]
-        # where the longest row has no others than hot blocks, all are scored at every step
-        steps = 1 if hot is None and self._settings.hot else self._settings.score_interval
-        return ScoreInterval(steps, self.step.first_lengths, due, layer, hot)
 
     def _make_resident(self, layer: int, plan: RecallPlan) -> None:
         pool, slots = self._layers[layer].pool, self.slots

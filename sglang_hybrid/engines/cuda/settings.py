@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.policies.registry import policy_named
-from sglang_hybrid.policies.scout.tuning import Tuning, hot_blocks_of, resident_tokens_of, score_interval_of
+from sglang_hybrid.policies.scout.tuning import Tuning, resident_tokens_of
 
 if TYPE_CHECKING:  # needs torch, which ``sglang-hybrid config`` does without
     from sglang_hybrid.policies.scout.profile import HostRates
@@ -26,10 +26,8 @@ class ScoutSettings:
     bonus: tuple[float, ...]  # of each layer
     min_miss_score: tuple[float, ...]  # the score that a miss of each layer must have
     any_block: tuple[bool, ...]  # whether every block that has it is a miss, or only the selected ones
-    score_interval: int  # steps between two scorings of all blocks of a layer
     gather_share: float | None  # of the misses, that are copied to the device; None: it follows what is missed
     deadline_s: float
-    hot: int = 0  # blocks of a (row, KV head) that are scored in between
 
 
 # Without a profile: what a gather gets out of PCIe 5, and a core out of memory (docs/measurements.md).
@@ -96,10 +94,8 @@ def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettin
         bonus=tuning.bonus,
         min_miss_score=tuple(math.log(share * group) if share else -math.inf for share in tuning.miss_shares),
         any_block=tuning.any_block,
-        score_interval=score_interval_of(config, on_gpu=True),
         gather_share=gather_share_of(config),
         deadline_s=config.worker_deadline_ms / 1000,
-        hot=hot_blocks_of(config),
     )
 
 

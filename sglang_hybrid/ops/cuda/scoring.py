@@ -30,33 +30,6 @@ class ScoreWorkspace:
 
 
 @dataclass(frozen=True)
-class HotBlocks:
-    """Of each row and KV head, the blocks that are scored at every step. ``select_blocks`` chooses them."""
-
-    positions: torch.Tensor  # [rows, H, most] int32
-    shares: torch.Tensor  # [rows, H, G] float32: logarithm to base 2 of what they and the tail had of the attention
-
-    @classmethod
-    def none_yet(cls, rows: int, heads: int, group: int, most: int, device: torch.device | str = "cuda") -> HotBlocks:
-        positions = torch.full((rows, heads, most), -1, dtype=torch.int32, device=device)
-        return cls(positions, torch.zeros(rows, heads, group, device=device))
-
-
-@dataclass(frozen=True)
-class ScoreInterval:
-    """Rows are scored when ``steps + layer`` is a multiple of the interval, steps counted from each row's first one.
-
-    In between, ``hot`` blocks are, and the tail.
-    """
-
-    steps: int
-    first_lengths: torch.Tensor  # [rows] int32: each row's length in its first step; negative: it has not begun
-    due: torch.Tensor  # [B] int32: 1 for entries that are scored in any case
-    layer: int = 0
-    hot: HotBlocks | None = None
-
-
-@dataclass(frozen=True)
 class PendingScores:
     """Estimates that ``select_blocks`` makes scores of, in the same stream."""
 
@@ -89,21 +62,15 @@ def score_blocks(
     scores: torch.Tensor,
     *,
     by_row: bool = False,
-    interval: ScoreInterval | None = None,
 ) -> PendingScores:
     """What ``block_scores`` of the reference has of query ``[B, H * G, D]``, for scores ``[B, H, max_blocks]`` float32.
 
     Estimates are computed now, by sketches, or by digests alone where there are none. ``select_blocks``
-    gets what is returned, and writes the scores. With ``by_row`` scores are ``[rows, H, max_blocks]``, and with an
-    ``interval`` those of rows whose turn it is not stay as they are, but for hot blocks (``reference.rescore``).
+    gets what is returned, and writes the scores. With ``by_row`` scores are ``[rows, H, max_blocks]``.
     """
     batch, heads = query.shape[0], digests.heads
     group = _group_of(query, digests)
     owners = scores.shape[0] if by_row else batch
-    if interval is not None and not by_row:
-        raise ValueError("an interval needs scores by row: batch entries are others in the next step")
-    hot = None if interval is None or interval.steps <= 1 else interval.hot
-    most_hot = 0 if hot is None else hot.positions.shape[2]
     arguments = launch(
         "score_blocks",
         digests=digests.arguments(),
@@ -113,18 +80,9 @@ def score_blocks(
             "the workspace's estimates", workspace.estimates, torch.float32, (batch, heads, group, step.max_blocks)
         ),
         scores=address("scores", scores, torch.float32, (owners, heads, step.max_blocks)),
-        due=None if interval is None else address("due", interval.due, torch.int32, (batch,)),
-        first_lengths=None
-        if interval is None
-        else address("first_lengths", interval.first_lengths, torch.int32, (owners,)),
-        hot=None if hot is None else address("hot", hot.positions, torch.int32, (owners, heads, most_hot)),
-        hot_shares=None if hot is None else address("hot_shares", hot.shares, torch.float32, (owners, heads, group)),
         scale=scale,
         spread=DIGEST_SPREAD,
         group=group,
-        most_hot=most_hot,
-        interval=0 if interval is None else interval.steps,
-        layer=0 if interval is None else interval.layer,
         by_row=owners if by_row else 0,
     )
     return PendingScores(arguments, scores)

@@ -46,20 +46,6 @@ class ScoutOptions(msgspec.Struct, frozen=True, kw_only=True):
             "scores, are copied to the GPU and attended with the real query. auto copies what PCIe brings in time.",
         ),
     ] = "auto"
-    score_interval: Annotated[
-        Annotated[int, Meta(ge=1, le=16)] | Literal["auto"],
-        Meta(
-            description="Decode steps between two scorings of all blocks; in between only hot blocks are scored. "
-            "auto is 4 on a GPU and 1 elsewhere.",
-        ),
-    ] = "auto"
-    hot_tokens: Annotated[
-        _Count,
-        Meta(
-            description="Tokens per (request, layer, KV head) whose blocks are scored at every step. auto is four "
-            "times the budget; 0 is none.",
-        ),
-    ] = "auto"
     recall_interval: Annotated[
         _Count,
         Meta(

@@ -26,7 +26,6 @@ from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.base import DecodePolicy
 from sglang_hybrid.policies.scout.recall import RecallSchedule
 from sglang_hybrid.policies.scout.rules import ScoutRules
-from sglang_hybrid.policies.scout.scoring import RecentScores
 from sglang_hybrid.policies.scout.tuning import Tuning
 from sglang_hybrid.worker.miss_server import MissServer, PendingAttention
 
@@ -74,7 +73,6 @@ class ScoutPolicy(DecodePolicy):
         self._prompts = prompts or PromptQueries(rows)
         self.recall = RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt)
         self._resident: dict[int, ResidentSet] = {}
-        self._kept_scores: dict[int, RecentScores] = {}  # of each layer
         self._ahead: dict[int, _Begun] = {}
         self._fresh: set[int] = set()  # rows that have not decoded yet
         self._first_length = torch.zeros(rows, dtype=torch.int64)  # of each row, when it began to decode
@@ -155,7 +153,7 @@ class ScoutPolicy(DecodePolicy):
     def select(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> Selection:
         counts = batch.block_counts(cache.block_tokens)
         logits = self._estimates(query, cache, batch, scale)
-        scores = self._recent_scores(logits, cache.layer, batch, counts, scale)
+        scores = self._scores_of(logits, counts, scale)
         listed = self._prepare(query, cache, batch, scale, scores).of(batch.rows)
         listed = listed.masked_fill(
             reference.is_forced(listed, counts, self._sink, self._recent) | (listed >= counts[:, None, None]),
@@ -173,23 +171,8 @@ class ScoutPolicy(DecodePolicy):
         bias = None
         if self._rules.stands_for_all:
             attended = reference.is_listed(torch.cat((near, misses), dim=2), logits.shape[3])
-            bias = self._near_bias(logits, attended, cache.layer, batch, counts, scale)
+            bias = reference.near_bias(logits, attended, counts, scale, self._sink, self._recent)
         return Selection(near, misses, recalled, bias)
-
-    def _near_bias(
-        self,
-        logits: torch.Tensor,
-        attended: torch.Tensor,
-        layer: int,
-        batch: DecodeBatch,
-        counts: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
-        always = self._sink, self._recent
-        if self._rules.score_interval == 1:
-            return reference.near_bias(logits, attended, counts, scale, *always)
-        recent = self._kept_scores[layer]
-        return recent.near_bias(logits, attended, counts, batch.rows, self._turn(layer), scale, *always)
 
     def _prepare(
         self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float, scores: torch.Tensor
@@ -204,7 +187,7 @@ class ScoutPolicy(DecodePolicy):
             asked = self._prompts.of(cache.layer, rows.rows, otherwise=query[self._begin])
             counts = rows.block_counts(cache.block_tokens)
             none = torch.full((len(self._begin), cache.keys.shape[1], 0), reference.NO_BLOCK, device=query.device)
-            by_prompt = self._scores(asked, cache, rows, scale)
+            by_prompt = self._scores_of(self._estimates(asked, cache, rows, scale), counts, scale)
             chosen, _ = self._choose(by_prompt, none, counts, cache.layer)
             forced = reference.is_forced(chosen, counts, self._sink, self._recent)
             selected = _compact(reference.split(chosen, forced)[1])
@@ -216,32 +199,13 @@ class ScoutPolicy(DecodePolicy):
             resident.admit(rows.rows[entering], left[entering], scores[self._leave][entering])
         return resident
 
-    def _recent_scores(
-        self, logits: torch.Tensor, layer: int, batch: DecodeBatch, counts: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """Of this step, or of the last one at which they were made: see ``RecentScores``."""
-        if self._rules.score_interval == 1:
-            return self._by_layer(reference.block_scores(logits, counts, scale))
-        if layer not in self._kept_scores:
-            self._kept_scores[layer] = RecentScores(self._rows, self._rules.hot_blocks)
-        return self._by_layer(self._kept_scores[layer].of_step(logits, counts, batch.rows, self._turn(layer), scale))
-
-    def _turn(self, layer: int) -> torch.Tensor:
-        """Of whom all blocks are scored in this step."""
-        turn = (self._steps + layer) % self._rules.score_interval == 0
-        turn[self._begin] = True
-        return turn
-
     @staticmethod
     def _estimates(query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
         estimates = cache.estimates(query, batch.page_table, reference.DIGEST_SPREAD, scale)
         return reference.without_tail(estimates, batch.block_counts(cache.block_tokens))
 
-    def _scores(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
-        logits = self._estimates(query, cache, batch, scale)
-        return self._by_layer(reference.block_scores(logits, batch.block_counts(cache.block_tokens), scale))
-
-    def _by_layer(self, scores: torch.Tensor) -> torch.Tensor:
+    def _scores_of(self, logits: torch.Tensor, counts: torch.Tensor, scale: float) -> torch.Tensor:
+        scores = reference.block_scores(logits, counts, scale)
         return scores.logsumexp(dim=1, keepdim=True).expand_as(scores) if self._rules.per_layer else scores
 
     def _choose(

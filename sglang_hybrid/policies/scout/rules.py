@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.policies.scout.tuning import hot_blocks_of, resident_tokens_of, score_interval_of
+from sglang_hybrid.policies.scout.tuning import resident_tokens_of
 
 
 @dataclass(frozen=True)
@@ -13,8 +13,6 @@ class ScoutRules:
     """The defaults are those of ``scout``."""
 
     resident_tokens: int  # of a (row, KV head), sink, recent and tail blocks included
-    score_interval: int = 1  # steps between two scorings of all blocks
-    hot_blocks: int = 0  # that are scored in between
     per_layer: bool = False  # all KV heads of a layer share one selection
     only_selected: bool = False  # resident blocks that are not selected in this step are not attended
     shifts: bool = True  # the weight of misses is corrected when the real query is there
@@ -22,5 +20,4 @@ class ScoutRules:
 
 
 def rules_of_scout(config: HybridConfig) -> ScoutRules:
-    interval = score_interval_of(config, on_gpu=False)
-    return ScoutRules(resident_tokens_of(config), interval, hot_blocks_of(config))
+    return ScoutRules(resident_tokens_of(config))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 
 # Without a profile. A small bonus removes most of the churn around the boundary and costs nothing on any text we know;
@@ -17,28 +16,12 @@ DEFAULT_BONUS = 1.0
 DEFAULT_INTERVAL = 8
 DEFAULT_MISS_SHARE = 0.001
 DEFAULT_TARGET = 0.12  # of the CPU compute ratio, as in ScoutAttention, until the host tells a better one
-HOT_BUDGETS = 4  # what is selected next is nearly always among so many times as many blocks (docs/accuracy.md)
-GPU_INTERVAL = 4  # a longer one saves little: the hot blocks are what is left
-
-
-def score_interval_of(config: HybridConfig, *, on_gpu: bool) -> int:
-    """Steps between two scorings of all blocks. ``on_gpu``: by kernels that read what they score and no more."""
-    if config.scout.score_interval != "auto":
-        return config.scout.score_interval
-    return GPU_INTERVAL if on_gpu else 1
 
 
 def resident_tokens_of(config: HybridConfig) -> int:
     """Tokens of a (row, KV head) that are kept resident."""
     resident = config.scout.resident_tokens
     return config.budget_tokens if resident == "auto" else resident
-
-
-def hot_blocks_of(config: HybridConfig) -> int:
-    """Blocks of a (row, KV head) that are scored at every step."""
-    hot = config.scout.hot_tokens
-    tokens = HOT_BUDGETS * config.budget_tokens if hot == "auto" else hot
-    return tokens // BLOCK_TOKENS
 
 
 class Profiled(Protocol):

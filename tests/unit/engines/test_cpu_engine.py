@@ -277,7 +277,7 @@ def test_pages_and_lengths_that_cannot_be_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    ["prediction=raw", "scout.resident_tokens=0", "worker=start", "scout.resident_bonus=2.0", "scout.score_interval=2"],
+    ["prediction=raw", "scout.resident_tokens=0", "worker=start", "scout.resident_bonus=2.0"],
 )
 def test_settings_that_describe_a_gpu_are_left_to_torch(setting: str) -> None:
     assert unsupported_by_cpu_engine(HybridConfig(), 64) is None

@@ -22,7 +22,6 @@ DEVICE_ALONE = {
     "test_cuda_digests.py": 1,
     "test_cuda_finishing.py": 1,
     "test_cuda_gather.py": 1,
-    "test_cuda_hot_blocks.py": 1,
     "test_cuda_mailbox.py": 1,
     "test_cuda_prediction.py": 1,
     "test_cuda_near_bias.py": 1,
@@ -39,10 +38,7 @@ WITH_STREAMS = {
 # of which every other test is enough here; the others run in make test-full
 HALVED = ("test_gpu_scout.py", "test_cuda_selection.py")
 # what changes least: in make test-full
-RARE = (
-    "test_cuda_hot_blocks.py", "test_cuda_prediction.py", "test_gpu_dense.py",
-    "test_gpu_prefill.py",
-)  # fmt: skip
+RARE = ("test_cuda_prediction.py", "test_gpu_dense.py", "test_gpu_prefill.py")
 # whose largest cases take minutes here: in make test-full
 LARGE = ("test_cuda_attention.py",)
 

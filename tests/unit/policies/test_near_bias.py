@@ -49,19 +49,6 @@ def test_there_is_none_where_everything_is_attended_or_nothing_can_be_told() -> 
     assert (everything == 0).all() and (nothing == 0).all()
 
 
-def test_cold_blocks_have_the_share_that_they_had() -> None:
-    """Nothing has changed since all blocks were scored: what is known of the hot ones tells all."""
-    logits, attended, counts = random_logits(3)
-    hot = reference.hot_blocks(reference.block_scores(logits, counts, SCALE), counts, 5)
-    age = (counts[:, None] - 1 - torch.arange(BLOCKS))[:, None]
-    hot = (hot | (torch.arange(BLOCKS) < SINK) | (age <= RECENT)) & (age >= 0)
-    shares = reference.hot_shares(reference.head_shares(logits, counts, SCALE), hot)
-    attended &= hot
-    found = reference.near_bias_by_hot(logits, attended, counts, SCALE, SINK, RECENT, hot, shares)
-    expected = reference.near_bias(logits, attended, counts, SCALE, SINK, RECENT)
-    torch.testing.assert_close(found[:2], expected[:2], atol=1e-3, rtol=1e-3)
-
-
 # -- policy scout ----------------------------------------------------------------------------
 
 

@@ -16,57 +16,18 @@ __device__ inline uint32_t blocks_of(const sh_step& step, uint32_t entry) {
     return min(static_cast<uint32_t>(max(step.lengths[entry], 0) + 31) / 32, step.max_blocks);
 }
 
-__device__ inline bool row_has_scores(const sh_score_blocks& args, int32_t row) {
+// Whether an entry is scored: with by_row, rows that have no scores are not.
+__device__ inline bool has_scores(const sh_score_blocks& args, uint32_t entry) {
+    if (!args.by_row) return true;
+    const int32_t row = args.step.row_of[entry];
     return row >= 0 && static_cast<uint32_t>(row) < args.by_row;
 }
 
-enum class Scored { nothing, hot, all };
-
-// Which blocks of an entry are scored in this step. Steps are counted from each row's first one, as for recalls.
-__device__ inline Scored scored_of(const sh_score_blocks& args, uint32_t entry) {
-    if (args.by_row && !row_has_scores(args, args.step.row_of[entry])) return Scored::nothing;
-    if (args.interval <= 1 || (args.due && args.due[entry])) return Scored::all;
-    const int32_t first = args.first_lengths[args.step.row_of[entry]], length = args.step.lengths[entry];
-    if (first < 0 || static_cast<uint32_t>(length - first + 1 + static_cast<int32_t>(args.layer)) % args.interval == 0) {
-        return Scored::all;
-    }
-    if (!args.hot) return Scored::nothing;
-    return blocks_of(args.step, entry) > args.most_hot + 1 ? Scored::hot : Scored::all;
-}
-
-// Where the scores of a pair are, and what else belongs to its row.
+// Where the scores of a pair are, and its bias.
 __device__ inline uint64_t owner_of(const sh_score_blocks& args, uint32_t entry, uint32_t pair) {
     const uint32_t heads = args.digests.kv_heads;
     return args.by_row ? uint64_t{static_cast<uint32_t>(args.step.row_of[entry])} * heads + pair % heads : pair;
 }
-
-// The blocks of a pair that become scores, all of a row ...
-struct AllBlocks {
-    uint32_t count;
-
-    static constexpr bool is_all = true;
-    __device__ AllBlocks(const sh_score_blocks& args, uint32_t entry, uint64_t) : count(blocks_of(args.step, entry)) {}
-    __device__ int32_t at(uint32_t index) const { return static_cast<int32_t>(index); }
-};
-
-// ... or the hot ones and the tail.
-struct HotBlocks {
-    uint32_t count;
-
-    static constexpr bool is_all = false;
-    __device__ HotBlocks(const sh_score_blocks& args, uint32_t entry, uint64_t owner)
-        : count(args.most_hot + 1), positions_(args.hot + owner * args.most_hot),
-          tail_(static_cast<int32_t>(blocks_of(args.step, entry)) - 1) {}
-    __device__ int32_t at(uint32_t index) const {  // -1: nothing that could be a block
-        if (index + 1 == count) return tail_;
-        const int32_t position = positions_[index];
-        return position < tail_ ? position : -1;
-    }
-
-  private:
-    const int32_t* const positions_;
-    const int32_t tail_;
-};
 
 // In shared memory, for finish_pair.
 template <int kTiles>
@@ -82,8 +43,8 @@ struct Estimates {
     __device__ Estimates(const sh_score_blocks& args, uint32_t pair)
         : of_pair(args.estimates + uint64_t{pair} * args.group * args.step.max_blocks), group(args.group),
           max_blocks(args.step.max_blocks) {}
-    __device__ float at(uint32_t head, int32_t position) const {
-        return __ldcg(of_pair + uint64_t{head} * max_blocks + static_cast<uint32_t>(position));
+    __device__ float at(uint32_t head, uint32_t position) const {
+        return __ldcg(of_pair + uint64_t{head} * max_blocks + position);
     }
 };
 
@@ -96,14 +57,13 @@ struct Everything {
 };
 
 // found[head][i]: of blocks first + i * finish_threads; -inf where there is none, or none that counts.
-template <uint32_t kMost, uint32_t kAtOnce, class Blocks, class Counts = Everything>
-__device__ void load_estimates(const Estimates& estimates, const Blocks& blocks, uint32_t first, float (&found)[kMost][kAtOnce],
+template <uint32_t kMost, uint32_t kAtOnce, class Counts = Everything>
+__device__ void load_estimates(const Estimates& estimates, uint32_t blocks, uint32_t first, float (&found)[kMost][kAtOnce],
                                Counts counts = {}) {
 #pragma unroll
     for (uint32_t i = 0; i < kAtOnce; ++i) {
-        const uint32_t index = first + i * finish_threads;
-        const int32_t position = index < blocks.count ? blocks.at(index) : -1;
-        const bool is_there = position >= 0 && counts(position);
+        const uint32_t position = first + i * finish_threads;
+        const bool is_there = position < blocks && counts(static_cast<int32_t>(position));
 #pragma unroll
         for (uint32_t head = 0; head < kMost; ++head) {
             found[head][i] = head < estimates.group && is_there ? estimates.at(head, position) : -INFINITY;
@@ -111,15 +71,15 @@ __device__ void load_estimates(const Estimates& estimates, const Blocks& blocks,
     }
 }
 
-// By a whole CTA: scratch.of_warps has the mass of these blocks, each warp's part of it, for every head.
-template <int kTiles, class Blocks, class Counts = Everything>
-__device__ void add_up(const Estimates& estimates, const Blocks& blocks, FinishScratch<kTiles>& scratch, Counts counts = {}) {
+// By a whole CTA: scratch.of_warps has the mass of a pair's blocks, each warp's part of it, for every head.
+template <int kTiles, class Counts = Everything>
+__device__ void add_up(const Estimates& estimates, uint32_t blocks, FinishScratch<kTiles>& scratch, Counts counts = {}) {
     constexpr uint32_t most = kTiles * tile_heads, at_once = finish_at_once<kTiles>;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Mass row[most];
 #pragma unroll
     for (uint32_t head = 0; head < most; ++head) row[head] = Mass::none();
-    for (uint32_t first = threadIdx.x; first < blocks.count; first += at_once * finish_threads) {
+    for (uint32_t first = threadIdx.x; first < blocks; first += at_once * finish_threads) {
         float found[most][at_once];
         load_estimates(estimates, blocks, first, found, counts);
 #pragma unroll
@@ -141,14 +101,12 @@ __device__ Mass mass_of(const FinishScratch<kTiles>& scratch, uint32_t head) {
     return all;
 }
 
-// By a whole CTA: the estimates of a pair become scores, all of them or the hot ones. Where all do and there are hot blocks,
-// the row's mass is left in place of their shares.
-template <int kTiles, class Blocks>
+// By a whole CTA: the estimates of a pair become scores.
+template <int kTiles>
 __device__ void finish_pair(const sh_score_blocks& args, uint32_t entry, uint32_t pair, FinishScratch<kTiles>& scratch) {
     constexpr uint32_t most = kTiles * tile_heads, at_once = finish_at_once<kTiles>;
-    const uint64_t owner = owner_of(args, entry, pair);
+    const uint32_t blocks = blocks_of(args.step, entry), end = args.step.max_blocks;
     const Estimates estimates(args, pair);
-    const Blocks blocks(args, entry, owner);
     add_up(estimates, blocks, scratch);
     float highest_of[most], rest_of[most];  // together the logarithm of the mass
 #pragma unroll
@@ -156,20 +114,15 @@ __device__ void finish_pair(const sh_score_blocks& args, uint32_t entry, uint32_
         const Mass all = mass_of(scratch, head);
         highest_of[head] = all.maximum;
         rest_of[head] = fast_log2(all.sum);
-        if (!args.hot || head >= args.group) continue;
-        float& share = args.hot_shares[owner * args.group + head];
-        if constexpr (!Blocks::is_all) rest_of[head] -= share;  // a part of the whole is theirs
-        else if (threadIdx.x == 0) share = all.log2();
     }
-    float* const scores = args.scores + owner * args.step.max_blocks;
-    const uint32_t end = Blocks::is_all ? args.step.max_blocks : blocks.count;
+    float* const scores = args.scores + owner_of(args, entry, pair) * end;
     for (uint32_t first = threadIdx.x; first < end; first += at_once * finish_threads) {
         float found[most][at_once];
         load_estimates(estimates, blocks, first, found);
 #pragma unroll
         for (uint32_t i = 0; i < at_once; ++i) {
-            const uint32_t index = first + i * finish_threads;
-            if (index >= end) break;
+            const uint32_t position = first + i * finish_threads;
+            if (position >= end) break;
             float share[most], highest = -FLT_MAX;
 #pragma unroll
             for (uint32_t head = 0; head < most; ++head) {
@@ -185,8 +138,7 @@ __device__ void finish_pair(const sh_score_blocks& args, uint32_t entry, uint32_
             }
             // a block that no head can estimate
             const float score = highest < -1e37f ? -FLT_MAX : (highest + fast_log2(sum)) * ln_of_2;
-            if (index >= blocks.count) scores[index] = -INFINITY;
-            else if (const int32_t position = blocks.at(index); position >= 0) scores[position] = score;
+            scores[position] = position < blocks ? score : -INFINITY;
         }
     }
 }

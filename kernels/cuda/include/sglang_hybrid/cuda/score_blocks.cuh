@@ -28,11 +28,8 @@ struct ScoreMemory {
 
 // Octets of one KV head of an entry that is scored.
 __device__ inline uint32_t octets_of(const sh_score_blocks& args, uint32_t entry) {
-    const Scored scored = scored_of(args, entry);
-    if (scored == Scored::nothing) return 0;
-    uint32_t blocks = blocks_of(args.step, entry);
-    if (scored == Scored::hot) blocks = args.most_hot + 1;
-    return (blocks + octet_blocks - 1) / octet_blocks;
+    if (!has_scores(args, entry)) return 0;
+    return (blocks_of(args.step, entry) + octet_blocks - 1) / octet_blocks;
 }
 
 // By the first warp: before[e] = octets of one KV head of all entries before e, up to e = active.
@@ -78,9 +75,6 @@ class OctetCursor {
         }
     }
 
-    // Whether these are not all blocks of the row.
-    __device__ bool is_part(uint32_t blocks) const { return octets_ * octet_blocks < blocks; }
-
   private:
     const uint32_t* const before_;
     const uint32_t heads_;
@@ -97,20 +91,11 @@ struct OctetBlocks {
 
     static __device__ OctetBlocks none() { return {-1, -1, 0, 0}; }
     static __device__ OctetBlocks at(const sh_score_blocks& args, const OctetCursor& cursor) {
-        const uint32_t lane = threadIdx.x % 32, index = cursor.octet * octet_blocks + lane;
-        const auto blocks = static_cast<int32_t>(blocks_of(args.step, cursor.entry));
+        const uint32_t lane = threadIdx.x % 32, position = cursor.octet * octet_blocks + lane;
         OctetBlocks found{-1, -1, cursor.entry, cursor.head};
-        if (lane >= octet_blocks) return found;
-        if (args.hot && cursor.is_part(blocks)) {
-            const uint64_t row = static_cast<uint32_t>(args.step.row_of[cursor.entry]);
-            const uint64_t owner = row * args.digests.kv_heads + cursor.head;
-            if (index < args.most_hot) found.position = args.hot[owner * args.most_hot + index];
-            else if (index == args.most_hot) found.position = blocks - 1;
-        } else {
-            found.position = static_cast<int32_t>(index);
-        }
-        if (found.position < 0 || found.position >= blocks) return found.position = -1, found;
-        const int32_t page = args.step.page_table[uint64_t{cursor.entry} * args.step.max_blocks + found.position];
+        if (lane >= octet_blocks || position >= blocks_of(args.step, cursor.entry)) return found;
+        found.position = static_cast<int32_t>(position);
+        const int32_t page = args.step.page_table[uint64_t{cursor.entry} * args.step.max_blocks + position];
         if (page >= 0 && static_cast<uint32_t>(page) < args.digests.pages) found.page = page;
         return found;
     }

@@ -243,41 +243,12 @@ __device__ inline PositionSet select_of_row(const sh_select_blocks& args, Select
     return in_slots;
 }
 
-// By a whole CTA: all blocks of a pair have scores, and the best of them are hot from now on.
-template <int kTiles>
-__device__ void choose_hot(const sh_score_blocks& args, uint32_t entry, uint32_t pair, char* shared) {
-    const uint32_t count = blocks_of(args.step, entry), candidates = count ? count - 1 : 0;  // the tail is scored anyway
-    if (candidates < args.most_hot) return;  // all of them will be
-    auto& memory = *reinterpret_cast<SelectionMemory*>(shared);
-    auto* const ranks = reinterpret_cast<uint32_t*>(shared + sizeof(SelectionMemory));
-    const uint64_t owner = owner_of(args, entry, pair);
-    const float* const scores = args.scores + owner * args.step.max_blocks;
-    int32_t* const hot = args.hot + owner * args.most_hot;
-    for (uint32_t i = threadIdx.x; i < candidates; i += select_threads) ranks[i] = rank_of(scores[i]);
-    __syncthreads();
-    const Threshold threshold =
-        candidates == args.most_hot ? Threshold{0, candidates} : best_ranks(ranks, candidates, args.most_hot, memory.select);
-    take_best(ranks, candidates, threshold, memory.select,
-              [&](uint32_t n, uint32_t index) { hot[n] = static_cast<int32_t>(index); });
-    auto& scratch = *reinterpret_cast<FinishScratch<kTiles>*>(shared);
-    add_up(Estimates(args, pair), HotBlocks(args, entry, owner), scratch);
-    if (threadIdx.x < args.group) {
-        float& share = args.hot_shares[owner * args.group + threadIdx.x];  // the whole row's mass until now
-        share = mass_of(scratch, threadIdx.x).log2() - share;
-    }
-    __syncthreads();
-}
-
 // By a whole CTA: scores that were put off.
 template <int kTiles>
 __device__ void write_scores(const sh_score_blocks& args, uint32_t entry, uint32_t pair, char* shared) {
     static_assert(select_threads == finish_threads && sizeof(FinishScratch<kTiles>) <= sizeof(SelectionMemory));
-    auto& scratch = *reinterpret_cast<FinishScratch<kTiles>*>(shared);
-    const Scored scored = scored_of(args, entry);
-    if (scored == Scored::all) finish_pair<kTiles, AllBlocks>(args, entry, pair, scratch);
-    if (scored == Scored::hot) finish_pair<kTiles, HotBlocks>(args, entry, pair, scratch);
+    if (has_scores(args, entry)) finish_pair(args, entry, pair, *reinterpret_cast<FinishScratch<kTiles>*>(shared));
     __syncthreads();
-    if (scored == Scored::all && args.hot) choose_hot<kTiles>(args, entry, pair, shared);
 }
 
 // A CTA for each (batch entry, KV head), four of them on a processor.

@@ -90,29 +90,16 @@ struct sh_digest_pages {
 // -- scores ------------------------------------------------------------------------------------------------------------
 
 // Estimates of blocks by queries. sh_select_blocks makes scores of them.
-//
-// With `hot`, entries that are not scored as a whole, because it is not their turn, are scored in these blocks and the tail:
-// `rescore` of the reference. Rows that have no others are always scored as a whole. Which blocks are hot is decided by
-// sh_select_blocks when a row is.
 struct sh_score_blocks {
     sh_digests digests;
-    sh_step step;  // row_of is looked at with by_row and interval only
+    sh_step step;  // row_of is looked at with by_row only
     const void* query;  // [batch][KV head][group][head_dim]
     float* estimates;  // workspace [batch][KV head][group][max_blocks], in units of log2
     float* scores;  // [batch][KV head][max_blocks], -inf behind the row's end; with by_row [rows][..][..]
-    const int32_t* due;  // [batch]: entries that are scored whatever the interval says; or null
-    const int32_t* first_lengths;  // [rows]: length in the row's first step, with `interval`
-    int32_t* hot;  // [rows][KV head][most_hot] positions; or null
-    float* hot_shares;  // [rows][KV head][group], in units of log2: of hot blocks and tail when all were scored
     float scale;
     float spread;  // without sketches
     uint32_t group;
-    uint32_t interval;  // steps between two scorings of a row, whose scores stay as they are in between, but for the hot
-    // ones; 0 and 1: none
-    uint32_t layer;  // layers score at different steps
     uint32_t by_row;  // how many rows have scores; 0: batch entries have them
-    uint32_t most_hot;
-    uint32_t unused;
 };
 
 // -- selection ---------------------------------------------------------------------------------------------------------
