@@ -163,7 +163,10 @@ def text_for(model_runner: Any) -> CalibrationText:
         from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
 
         tokenizer = get_tokenizer(
-            args.tokenizer_path, tokenizer_mode=args.tokenizer_mode, trust_remote_code=args.trust_remote_code
+            # newer SGLang resolves the default elsewhere
+            args.tokenizer_path or args.model_path,
+            tokenizer_mode=args.tokenizer_mode,
+            trust_remote_code=args.trust_remote_code,
         )
     except Exception as error:  # whatever Hugging Face's code raises where there are no files
         logger.warning("calibrating on tokens at random, because the model has no tokenizer: %s", error)

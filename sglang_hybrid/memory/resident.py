@@ -23,8 +23,11 @@ class ResidentSet:
 
     def replace(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
         """From now on these, ``[rows, KV heads, at most slots]``, with NO_BLOCK anywhere."""
-        self.positions[rows] = NO_BLOCK
+        self.forget(rows)
         self.positions[rows, :, : positions.shape[2]] = positions
+
+    def forget(self, rows: torch.Tensor) -> None:
+        self.positions[rows] = NO_BLOCK
 
     def admit(self, rows: torch.Tensor, positions: torch.Tensor, scores: torch.Tensor) -> None:
         """One block more for each row, positions ``[rows]``: into an empty slot, else in place of the worst.

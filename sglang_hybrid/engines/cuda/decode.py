@@ -4,6 +4,7 @@
     gather lane   a share of its misses -> slots -> slot table
     main lane     append -> attention over slots -> merging with replies -> what is late
     reply lane    replies of the worker, when they are there -> shifted                   beside attention
+    plan lane     scores by the real query -> plan, for rows that recall                  beside attention
     recall lane   copies of the plan -> slot table                                        of the layer just attended
 
 Everything is launched with static shapes on persistent buffers, so a whole step can be recorded in a CUDA graph.
@@ -39,7 +40,7 @@ from sglang_hybrid.ops.cuda.copies import gather_blocks
 from sglang_hybrid.ops.cuda.digests import Step, append
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.ops.cuda.missed import finish_late
-from sglang_hybrid.ops.cuda.scoring import score_blocks, shift_lse
+from sglang_hybrid.ops.cuda.scoring import ScoreWorkspace, score_blocks, shift_lse
 from sglang_hybrid.ops.cuda.selection import RecallInterval, RecallPlan, apply_plan, select_blocks
 from sglang_hybrid.policies.scout.recall import RecallSchedule
 
@@ -80,10 +81,13 @@ class DeviceScout(StepProgram):
         self.intervals = torch.tensor(list(intervals), dtype=torch.int32, device=device)
         # misses and recalled blocks of each layer, added up over all steps
         self.counted = torch.zeros(len(layers), 2, dtype=torch.int64, device=device)
+        # who recalls in this step, by layer, and what planning needs beside the scout lane, which scores another layer
+        self._recalls = torch.zeros(len(layers), shape.max_batch, dtype=torch.int32, device=device)
+        self._planning = ScoreWorkspace(shape.max_batch, shape.heads, shape.group, shape.max_blocks, device)
         self._everybody = torch.ones(shape.max_batch, dtype=torch.int32, device=device)
         self._scout, self._gather, self._recall = Lane(device), Lane(device), Lane(device)
         # a few small CTAs that must not queue behind those of attention, beside which they wait
-        self._replies = Lane(device, urgent=True)
+        self._replies, self._plan_lane = Lane(device, urgent=True), Lane(device, urgent=True)
         self._ahead: set[int] = set()  # layers of this step whose misses are on their way, by a predicted query
         self._posted = False  # whether this step has posted
         # Whether somebody calls end_step: recalls go on behind the last layer's attention then.
@@ -184,7 +188,7 @@ class DeviceScout(StepProgram):
 
     def ahead(self, layer: int, count: int, scale: float) -> None:
         """On the scout lane: begin with a layer whose predicted query is in its place."""
-        self._begin_layer(layer, self.query_ahead(layer, count), scale)
+        self._begin_layer(layer, self.query_ahead(layer, count), scale, predicted=True)
         self._scout.mark(layer)
         self._ahead.add(layer)
 
@@ -211,11 +215,18 @@ class DeviceScout(StepProgram):
             self._gather.wait_for(layer)
         local, served, out = self._main.local(count), self._main.served(count), self._attention.out(count)
         replies = self._collect(layer, query, scale, predicted)
+        if predicted:
+            with self._plan_lane.fork():
+                due, workspace = self._recalls[layer, :count], self._planning.of_batch(count)
+                self._plan(layer, step, query, scale, due, workspace)
+                self._plan_lane.mark(layer)
         attend_slots(
             query, key_slots, value_slots, table.positions, self.step.lengths, step.row_of, scale,
             active_rows=step.active_rows, workspace=self._attention.attending(count), out=local[0], lse=local[1],
             near_bias=self._near_bias[layer], sink=table.sink, recent=table.recent,
         )  # fmt: skip
+        if predicted:
+            self._plan_lane.wait_for(layer)
         with self._recall.fork():
             self._make_resident(layer, self._plans[layer])
             self._recall.mark(layer)
@@ -266,15 +277,15 @@ class DeviceScout(StepProgram):
     # -- prompts -----------------------------------------------------------------------------
 
     def load_initial_blocks(self, layer: int, step: Step, query: torch.Tensor, scale: float) -> None:
-        self._select(layer, step, query, scale, self._everybody[: step.batch], first=True)
+        self._plan(layer, step, query, scale, self._everybody[: step.batch], self._main.scoring(step.batch))
         self._make_resident(layer, self._plans[layer])
 
     # -- kernels -----------------------------------------------------------------------------
 
-    def _begin_layer(self, layer: int, query: torch.Tensor, scale: float) -> None:
+    def _begin_layer(self, layer: int, query: torch.Tensor, scale: float, predicted: bool = False) -> None:
         count = query.shape[0]
         lane, step = self._lanes[layer % 2], self.step.of_batch(count)
-        self._select(layer, step, query, scale, self.step.begins(count))
+        self._select(layer, step, query, scale, self.step.begins(count), predicted=predicted)
         if self._mailbox is not None:
             misses = lane.misses(count)
             self._mailbox.post(
@@ -288,12 +299,12 @@ class DeviceScout(StepProgram):
                 self._gather.mark(layer)
 
     def _select(
-        self, layer: int, step: Step, query: torch.Tensor, scale: float, due: torch.Tensor, first: bool = False
+        self, layer: int, step: Step, query: torch.Tensor, scale: float, due: torch.Tensor, predicted: bool
     ) -> None:
-        """``first``: of rows that do not decode yet. Nobody attends to misses, and the plan has all that they want."""
+        """Misses of a step, and what rows want that recall. ``predicted``: that is left to the real query."""
         settings, lane, count = self._settings, self._lanes[layer % 2], step.batch
         scores = self._scores[layer]
-        share = None if first or self.gather_shares is None else self.gather_shares[layer : layer + 1]
+        share = None if self.gather_shares is None else self.gather_shares[layer : layer + 1]
         put_off = score_blocks(
             query, self._layers[layer].digests, step, scale, self._main.scoring(count), scores, by_row=True
         )
@@ -301,11 +312,25 @@ class DeviceScout(StepProgram):
             scores, self._tables[layer], step, settings.budget, lane.misses(count),
             pool_pages=self._shape.pool_pages, bonus=settings.bonus[layer],
             min_miss_score=settings.min_miss_score[layer], any_block=settings.any_block[layer],
-            plan=self._plans[layer], due=due,
+            plan=None if predicted else self._plans[layer], due=due,
             recall=RecallInterval(self.intervals[layer : layer + 1], self.step.first_lengths, layer),
-            gathered=None if first else lane.gathered, gather_share=share,
-            most_gathered=MOST_GATHERED, totals=None if first else self.counted[layer], by_row=True,
-            put_off=put_off, near_bias=None if first else self._near_bias[layer],
+            recalls=self._recalls[layer, :count] if predicted else None,
+            gathered=lane.gathered, gather_share=share, most_gathered=MOST_GATHERED, totals=self.counted[layer],
+            by_row=True, put_off=put_off, near_bias=self._near_bias[layer],
+        )  # fmt: skip
+
+    def _plan(
+        self, layer: int, step: Step, query: torch.Tensor, scale: float, due: torch.Tensor, workspace: ScoreWorkspace
+    ) -> None:
+        """What the rows that are due want to have in their slots, by their real query."""
+        scores = self._scores[layer]
+        put_off = score_blocks(
+            query, self._layers[layer].digests, step, scale, workspace, scores, by_row=True, only=due
+        )
+        select_blocks(
+            scores, self._tables[layer], step, self._settings.budget, None, pool_pages=self._shape.pool_pages,
+            bonus=self._settings.bonus[layer], plan=self._plans[layer], recall=due, totals=self.counted[layer],
+            by_row=True, put_off=put_off,
         )  # fmt: skip
 
     def _make_resident(self, layer: int, plan: RecallPlan) -> None:

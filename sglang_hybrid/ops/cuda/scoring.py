@@ -62,11 +62,13 @@ def score_blocks(
     scores: torch.Tensor,
     *,
     by_row: bool = False,
+    only: torch.Tensor | None = None,
 ) -> PendingScores:
     """What ``block_scores`` of the reference has of query ``[B, H * G, D]``, for scores ``[B, H, max_blocks]`` float32.
 
     Estimates are computed now, by sketches, or by digests alone where there are none. ``select_blocks``
-    gets what is returned, and writes the scores. With ``by_row`` scores are ``[rows, H, max_blocks]``.
+    gets what is returned, and writes the scores. With ``by_row`` scores are ``[rows, H, max_blocks]``. With ``only``
+    (``[B]`` int32) entries that have 0 there are left alone, by ``select_blocks`` too.
     """
     batch, heads = query.shape[0], digests.heads
     group = _group_of(query, digests)
@@ -80,6 +82,7 @@ def score_blocks(
             "the workspace's estimates", workspace.estimates, torch.float32, (batch, heads, group, step.max_blocks)
         ),
         scores=address("scores", scores, torch.float32, (owners, heads, step.max_blocks)),
+        only=address("only", only, torch.int32, (batch,)),
         scale=scale,
         spread=DIGEST_SPREAD,
         group=group,

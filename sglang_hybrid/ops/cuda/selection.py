@@ -5,6 +5,7 @@ A step of one layer::
     score_blocks -> select_blocks -> post the misses ...          by the predicted query, before the layer
                                   -> gather_blocks -> apply_plan  a share of them, before attend_slots
     append -> attend_slots -> wait -> shift_lse -> merge          by the real one
+    score_blocks -> select_blocks                                 by the real one, the plan of rows that recall
     gather_blocks -> apply_plan                                   the plan, before the layer's next selection
 
 Rows that begin to decode are planned the same way, with ``due`` set and the length of their first step: everything but
@@ -87,7 +88,7 @@ def select_blocks(
     table: SlotTable,
     step: Step,
     budget: int,
-    misses: Misses,
+    misses: Misses | None,
     *,
     pool_pages: int,
     bonus: float = 0.0,
@@ -103,6 +104,7 @@ def select_blocks(
     by_row: bool = False,
     put_off: PendingScores | None = None,
     near_bias: torch.Tensor | None = None,
+    recalls: torch.Tensor | None = None,
 ) -> None:
     """``reference.select_blocks`` of scores ``[B, H, max_blocks]``, split by residency, as policy ``scout`` does it.
 
@@ -111,6 +113,8 @@ def select_blocks(
     is one (``reference.blocks_worth``), as many as a selection holds, otherwise those only that are selected. A tail
     that was opened by this step gets its slot here; see ``digests``. With ``plan``, rows that are due (``recall``:
     ``[B]`` int32 or an interval; ``due`` beside an interval: these rows too) add what they want to have in their slots.
+    ``recalls`` ``[B]`` int32 gets who is due, for another launch that makes the plan. Without ``misses`` nobody is told
+    what is missed.
 
     ``gather_share`` (one float32 in device memory) of each list's misses go to ``gathered``, those with the best
     scores, rounded up or down so that it is that share on average. It also takes what ``misses`` has no room for. They
@@ -124,13 +128,13 @@ def select_blocks(
     To ``totals`` (two int64) are added the number of all misses, also of those that find no room at all, and of the
     plan's entries.
     """
-    batch, heads, most = misses.pages.shape
-    rows = table.positions.shape[0]
+    rows, heads, _ = table.positions.shape
+    batch, most = step.batch, 0 if misses is None else misses.pages.shape[2]
     if isinstance(recall, torch.Tensor):
         if due is not None:
             raise ValueError("rows that are due are given twice")
         recall, due = None, recall
-    if (plan is None) != (recall is None and due is None):
+    if (plan is None and recalls is None) != (recall is None and due is None):
         raise ValueError("a plan needs to know who recalls, and the other way round")
     if (gathered is None) != (gather_share is None):
         raise ValueError("a second list needs a share, and a share a second list")
@@ -152,9 +156,7 @@ def select_blocks(
         scored=struct("score_blocks") if put_off is None else put_off.arguments,
         scores=address("scores", scores, torch.float32, (rows if by_row else step.batch, heads, step.max_blocks)),
         scores_by_row=by_row,
-        miss_pages=address("the misses' pages", misses.pages, torch.int32, (step.batch, heads, most)),
-        miss_positions=address("the misses' positions", misses.positions, torch.int32, (batch, heads, most)),
-        miss_counts=address("the misses' counts", misses.counts, torch.int32, (batch, heads)),
+        **_addresses(misses, batch, heads),
         gather_share=scalar_address("gather_share", gather_share, torch.float32),
         gathered=struct("plan") if gathered is None else gathered.arguments(),
         near_bias=None
@@ -164,6 +166,7 @@ def select_blocks(
         due=address("due", due, torch.int32, (batch,)),
         interval=None if recall is None else scalar_address("interval", recall.steps, torch.int32),
         first_lengths=None if recall is None else address("first_lengths", recall.first_lengths, torch.int32, (rows,)),
+        recalls=address("recalls", recalls, torch.int32, (batch,)),
         plan=struct("plan") if plan is None else plan.arguments(),
         bonus=bonus,
         min_miss_score=min_miss_score,
@@ -175,6 +178,17 @@ def select_blocks(
         most_gathered=most_gathered,
         any_block=any_block,
     )
+
+
+def _addresses(misses: Misses | None, batch: int, heads: int) -> dict[str, int | None]:
+    if misses is None:
+        return {}
+    of_lists = (batch, heads, misses.pages.shape[2])
+    return {
+        "miss_pages": address("the misses' pages", misses.pages, torch.int32, of_lists),
+        "miss_positions": address("the misses' positions", misses.positions, torch.int32, of_lists),
+        "miss_counts": address("the misses' counts", misses.counts, torch.int32, of_lists[:2]),
+    }
 
 
 def apply_plan(plan: RecallPlan, table: SlotTable) -> None:

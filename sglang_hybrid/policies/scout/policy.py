@@ -4,7 +4,7 @@ Every (row, KV head) attends to its resident blocks with the real query; residen
 and as many others as the budget holds. Blocks that score well enough to be among them, or to be worth the while, but
 are not resident are the misses of the step: somebody else computes them, begun while the layer before was still
 running, with a predicted query. What it got wrong about their weight is made up for when the real query is there. From
-time to time a layer recalls: what it selected becomes resident, from the next step on.
+time to time a layer recalls: what the real query selects becomes resident, from the next step on.
 
 What was selected stands for all that could have been: by its estimated share of their attention, blocks that are always
 in weigh less than they otherwise would.
@@ -120,7 +120,10 @@ class ScoutPolicy(DecodePolicy):
         out, _ = reference.merge(*local, missed, lse)
         due = self.recall.due(cache.layer, self._steps)
         if due.any():
-            self._resident[cache.layer].replace(batch.rows[due], begun.selection.recalled[due])
+            recalled = begun.selection.recalled[due]
+            if self._rules.recalls_by_real_query and begun.query is not query:
+                recalled = self._wanted(query[due], cache, batch.part(due.nonzero()[:, 0]), scale)
+            self._resident[cache.layer].replace(batch.rows[due], recalled)
         return out.to(query.dtype)
 
     def _bias_of_blocks(self, selection: Selection, counts: torch.Tensor) -> torch.Tensor | None:
@@ -154,11 +157,8 @@ class ScoutPolicy(DecodePolicy):
         counts = batch.block_counts(cache.block_tokens)
         logits = self._estimates(query, cache, batch, scale)
         scores = self._scores_of(logits, counts, scale)
-        listed = self._prepare(query, cache, batch, scale, scores).of(batch.rows)
-        listed = listed.masked_fill(
-            reference.is_forced(listed, counts, self._sink, self._recent) | (listed >= counts[:, None, None]),
-            reference.NO_BLOCK,
-        )
+        self._prepare(query, cache, batch, scale, scores)
+        listed = self._listed(cache.layer, batch.rows, counts)
         chosen, is_resident = self._choose(scores, listed, counts, cache.layer)
         forced = reference.is_forced(chosen, counts, self._sink, self._recent)
         always, selected = map(_compact, reference.split(chosen, forced))
@@ -174,10 +174,24 @@ class ScoutPolicy(DecodePolicy):
             bias = reference.near_bias(logits, attended, counts, scale, self._sink, self._recent)
         return Selection(near, misses, recalled, bias)
 
+    def _listed(self, layer: int, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Resident blocks of these rows, without those that are always in."""
+        listed = self._resident[layer].of(rows)
+        always = reference.is_forced(listed, counts, self._sink, self._recent)
+        return listed.masked_fill(always | (listed >= counts[:, None, None]), reference.NO_BLOCK)
+
+    def _wanted(self, query: torch.Tensor, cache: LayerCache, rows: DecodeBatch, scale: float) -> torch.Tensor:
+        """What these rows want to be resident, by this query."""
+        counts = rows.block_counts(cache.block_tokens)
+        scores = self._scores_of(self._estimates(query, cache, rows, scale), counts, scale)
+        chosen, _ = self._choose(scores, self._listed(cache.layer, rows.rows, counts), counts, cache.layer)
+        forced = reference.is_forced(chosen, counts, self._sink, self._recent)
+        return self._best_for_slots(_compact(reference.split(chosen, forced)[1]), scores)
+
     def _prepare(
         self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float, scores: torch.Tensor
-    ) -> ResidentSet:
-        """The layer's resident set, with what this step's rows bring: first blocks, and one that is recent no more."""
+    ) -> None:
+        """What this step's rows bring becomes resident: first blocks, and one that is recent no more."""
         if cache.layer not in self._resident:
             heads = cache.keys.shape[1]
             self._resident[cache.layer] = ResidentSet(self._rows, heads, self._slots, query.device)
@@ -185,19 +199,13 @@ class ScoutPolicy(DecodePolicy):
         if len(self._begin):
             rows = batch.part(self._begin)
             asked = self._prompts.of(cache.layer, rows.rows, otherwise=query[self._begin])
-            counts = rows.block_counts(cache.block_tokens)
-            none = torch.full((len(self._begin), cache.keys.shape[1], 0), reference.NO_BLOCK, device=query.device)
-            by_prompt = self._scores_of(self._estimates(asked, cache, rows, scale), counts, scale)
-            chosen, _ = self._choose(by_prompt, none, counts, cache.layer)
-            forced = reference.is_forced(chosen, counts, self._sink, self._recent)
-            selected = _compact(reference.split(chosen, forced)[1])
-            resident.replace(rows.rows, self._best_for_slots(selected, by_prompt))
+            resident.forget(rows.rows)
+            resident.replace(rows.rows, self._wanted(asked, cache, rows, scale))
         if len(self._leave):
             rows = batch.part(self._leave)
             left = rows.block_counts(cache.block_tokens) - 1 - self._recent - 1
             entering = left >= self._sink
             resident.admit(rows.rows[entering], left[entering], scores[self._leave][entering])
-        return resident
 
     @staticmethod
     def _estimates(query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:

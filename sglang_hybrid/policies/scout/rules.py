@@ -16,6 +16,7 @@ class ScoutRules:
     per_layer: bool = False  # all KV heads of a layer share one selection
     only_selected: bool = False  # resident blocks that are not selected in this step are not attended
     shifts: bool = True  # the weight of misses is corrected when the real query is there
+    recalls_by_real_query: bool = True  # what becomes resident; otherwise by the query that selected misses
     stands_for_all: bool = True  # what was selected counts for all that could have been: see reference.near_bias
 
 

@@ -2,8 +2,8 @@
 
 Queries are predicted by the next layer's own projection, all KV heads of a layer share one selection, exactly the
 selected blocks are attended, and the CPU computes those that are not resident. Nothing is added to the scores of
-resident blocks, no miss is too small, nothing is corrected when the real query is there, and what was selected stands
-for itself alone.
+resident blocks, no miss is too small, nothing is corrected when the real query is there, what was selected by a
+predicted query becomes resident, and it stands for itself alone.
 """
 
 from __future__ import annotations
@@ -29,5 +29,7 @@ def create(context: PolicyContext) -> ScoutPolicy:
         miss_shares=(0.0,) * layers,
         any_block=(False,) * layers,
     )
-    rules = ScoutRules(resident, per_layer=True, only_selected=True, shifts=False, stands_for_all=False)
+    rules = ScoutRules(
+        resident, per_layer=True, only_selected=True, shifts=False, recalls_by_real_query=False, stands_for_all=False
+    )
     return ScoutPolicy(config, rules, context.misses, tuning, context.prompts, context.rows)

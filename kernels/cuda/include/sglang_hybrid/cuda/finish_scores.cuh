@@ -16,8 +16,9 @@ __device__ inline uint32_t blocks_of(const sh_step& step, uint32_t entry) {
     return min(static_cast<uint32_t>(max(step.lengths[entry], 0) + 31) / 32, step.max_blocks);
 }
 
-// Whether an entry is scored: with by_row, rows that have no scores are not.
+// Whether an entry is scored: with by_row, rows that have no scores are not; with `only`, those that it names.
 __device__ inline bool has_scores(const sh_score_blocks& args, uint32_t entry) {
+    if (args.only && !args.only[entry]) return false;
     if (!args.by_row) return true;
     const int32_t row = args.step.row_of[entry];
     return row >= 0 && static_cast<uint32_t>(row) < args.by_row;

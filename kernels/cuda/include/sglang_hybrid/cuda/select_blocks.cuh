@@ -223,8 +223,14 @@ __device__ inline PositionSet select_of_row(const sh_select_blocks& args, Select
     }
     const float phase = rounding_phase(static_cast<uint32_t>(row_index), pair % args.kv_heads, static_cast<uint32_t>(length));
     const PositionSet selected(ranks);  // nobody needs the ranks any more
-    const auto [gathers, is_listed] =
-        write_misses(args, memory, row, mine, missed, in_slots, selected, scores, pair, first_slot, phase);
+    Missed found{false, false};
+    if (args.miss_counts) {
+        found = write_misses(args, memory, row, mine, missed, in_slots, selected, scores, pair, first_slot, phase);
+    }
+    const auto [gathers, is_listed] = found;
+    if (args.recalls && threadIdx.x == 0 && pair % args.kv_heads == 0) {
+        args.recalls[entry] = is_due(args, entry, row_index, length);
+    }
     if (args.plan.count && is_due(args, entry, row_index, length)) {
         // the plan finds the slots as they are when the gathered blocks are there
         if (gathers && mine.position >= 0) mine.has_slot = in_slots.has(mine.position);
@@ -257,7 +263,8 @@ __global__ void __launch_bounds__(select_threads, 4) select_blocks(const __grid_
     extern __shared__ __align__(16) char shared[];
     auto& memory = *reinterpret_cast<SelectionMemory*>(shared);
     const uint32_t pair = blockIdx.x, entry = pair / args.kv_heads;
-    if (entry < active_of(args.step.active_rows, args.step.batch)) {
+    const bool is_active = entry < active_of(args.step.active_rows, args.step.batch);
+    if (is_active && !(args.scored.only && !args.scored.only[entry])) {
         const int32_t row = args.step.row_of[entry];
         if (row_exists(row, args.table) && args.step.lengths[entry] > 0) {
             if (args.scored.estimates) write_scores<kTiles>(args.scored, entry, pair, shared);
@@ -268,7 +275,11 @@ __global__ void __launch_bounds__(select_threads, 4) select_blocks(const __grid_
                 write_bias<kTiles>(args, entry, pair, blocks, attended, shared);
             }
         } else {
-            write_list(memory, false, Entry{}, pair, args.most_misses, args.miss_pages, args.miss_positions, args.miss_counts);
+            if (args.miss_counts) {
+                write_list(memory, false, Entry{}, pair, args.most_misses, args.miss_pages, args.miss_positions,
+                           args.miss_counts);
+            }
+            if (args.recalls && threadIdx.x == 0) args.recalls[entry] = 0;
         }
     }
     __syncthreads();

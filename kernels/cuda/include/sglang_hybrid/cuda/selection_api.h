@@ -96,6 +96,7 @@ struct sh_score_blocks {
     const void* query;  // [batch][KV head][group][head_dim]
     float* estimates;  // workspace [batch][KV head][group][max_blocks], in units of log2
     float* scores;  // [batch][KV head][max_blocks], -inf behind the row's end; with by_row [rows][..][..]
+    const int32_t* only;  // [batch], or null: entries with 0 are left alone, by sh_select_blocks too
     float scale;
     float spread;  // without sketches
     uint32_t group;
@@ -129,7 +130,7 @@ struct sh_select_blocks {
     const float* scores;  // [batch][KV head][max_blocks]; with scores_by_row [rows][KV head][max_blocks]
     int32_t* miss_pages;  // [batch][KV head][most_misses], -1 behind the last; ascending positions
     int32_t* miss_positions;  // likewise
-    int32_t* miss_counts;  // [batch][KV head]
+    int32_t* miss_counts;  // [batch][KV head]; null: nobody wants to know what is missed
     const float* gather_share;  // one number; or null: all misses are in the first list
     sh_plan gathered;  // with a share; room for batch x KV heads x most_gathered
     float* near_bias;  // [rows][KV head][group], or null: `near_bias` of the reference, of what is in slots or in a list then,
@@ -138,6 +139,7 @@ struct sh_select_blocks {
     const int32_t* due;  // [batch]: rows that recall whatever the interval says; or null
     const int32_t* interval;  // steps between recalls, one number; or null. 0: never
     const int32_t* first_lengths;  // [rows]: length in the row's first step, with `interval`
+    int32_t* recalls;  // [batch], or null: who recalls is written here, for a launch that makes the plan later
     sh_plan plan;  // not looked at without due and interval
     float bonus;  // of resident blocks
     float min_miss_score;  // a miss has at least this score
