@@ -23,6 +23,7 @@ class RecordingPolicy(FullPolicy):
         """``costs`` are told of every step what blocks contribute to it."""
         self._costs = costs
         self._scores: dict[int, list[torch.Tensor]] = {}
+        self._real_scores: dict[int, list[torch.Tensor]] = {}
         self._shares: dict[int, list[torch.Tensor]] = {}
         self._counts: dict[int, list[torch.Tensor]] = {}
         self._ahead: dict[int, torch.Tensor] = {}
@@ -34,8 +35,9 @@ class RecordingPolicy(FullPolicy):
 
     def decode(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
         layer, counts = cache.layer, batch.block_counts(cache.block_tokens)
-        scores = self._ahead.pop(layer, None)
-        self._scores.setdefault(layer, []).append(self._score(query, cache, batch, scale) if scores is None else scores)
+        real_scores = self._score(query, cache, batch, scale)
+        self._scores.setdefault(layer, []).append(self._ahead.pop(layer, real_scores))
+        self._real_scores.setdefault(layer, []).append(real_scores)
         self._counts.setdefault(layer, []).append(counts.to(query.device))
         rows, shares, outputs = [], [], []
         for row, length in enumerate(batch.lengths_on_host):
@@ -49,7 +51,7 @@ class RecordingPolicy(FullPolicy):
         self._shares.setdefault(layer, []).append(grouped.mean(dim=2))
         if self._costs:
             parts = BlockParts(grouped, torch.stack(outputs))
-            self._costs.add(layer, self._scores[layer][-1], self._counts[layer][-1], parts)
+            self._costs.add(layer, self._scores[layer][-1], real_scores, self._counts[layer][-1], parts)
         return torch.cat(rows)
 
     def _score(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
@@ -63,6 +65,7 @@ class RecordingPolicy(FullPolicy):
         blocks = self._scores[layer][-1].shape[2]
         return LayerRecord(
             torch.stack([_padded(step, blocks, -torch.inf) for step in self._scores[layer]]),
+            torch.stack([_padded(step, blocks, -torch.inf) for step in self._real_scores[layer]]),
             torch.stack([_padded(step, blocks, 0.0) for step in self._shares[layer]]),
             torch.stack(self._counts[layer]),
         )

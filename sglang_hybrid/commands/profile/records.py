@@ -12,6 +12,7 @@ class LayerRecord:
     """One layer over all steps, padded to the blocks of the longest row."""
 
     scores: torch.Tensor  # [steps, rows, KV heads, blocks], of the predicted query
+    real_scores: torch.Tensor  # likewise, of the real one: they say what becomes resident
     shares: torch.Tensor  # likewise: attention that the block gets with the real query, mean over the query heads
     counts: torch.Tensor  # [steps, rows] blocks
 

@@ -53,8 +53,10 @@ class ShareCosts:
         seen = self._layers[layer]
         return LayerCost(seen.ratio / seen.steps, seen.moved / seen.steps, seen.not_sticky / seen.steps)
 
-    def add(self, layer: int, scores: torch.Tensor, counts: torch.Tensor, parts: BlockParts) -> None:
-        """One step: scores ``[rows, KV heads, blocks]``, counts ``[rows]``."""
+    def add(
+        self, layer: int, scores: torch.Tensor, real_scores: torch.Tensor, counts: torch.Tensor, parts: BlockParts
+    ) -> None:
+        """One step: scores by both queries, ``[rows, KV heads, blocks]``, counts ``[rows]``."""
         seen, budget = self._layers.setdefault(layer, _Layer(scores.device)), self._budget
         blocks = scores.shape[2]
         position = torch.arange(blocks, device=scores.device)
@@ -62,7 +64,12 @@ class ShareCosts:
         forced = (((age <= budget.recent) | (position < budget.sink)) & (age >= 0))[:, None, :]
         beyond = (age < 0)[:, None, :]
         scores = scores.masked_fill(beyond, -torch.inf)
-        selected = best(scores.masked_fill(forced, torch.inf), min(budget.blocks, blocks)) & ~forced & ~beyond
+        selected, wanted = (
+            best(of.masked_fill(beyond, -torch.inf).masked_fill(forced, torch.inf), min(budget.blocks, blocks))
+            & ~forced
+            & ~beyond
+            for of in (scores, real_scores)
+        )
         if seen.steps == 0:
             resident = selected
         else:
@@ -73,7 +80,7 @@ class ShareCosts:
         seen.ratio += missing.float().sum(dim=3).mean(dim=(1, 2)) / budget.blocks
         seen.moved += self._moved(layer, missing | resident | forced, parts)
         seen.not_sticky += float((selected & ~resident).float().sum(dim=2).mean()) / budget.blocks
-        seen.resident = selected if seen.steps % _INTERVAL == 0 else resident
+        seen.resident = wanted if seen.steps % _INTERVAL == 0 else resident
         seen.counts = counts
 
     def _moved(self, layer: int, attended: torch.Tensor, parts: BlockParts) -> torch.Tensor:

@@ -67,8 +67,11 @@ def simulate(record: LayerRecord, choices: Sequence[Choice], budget: Budget) -> 
         else:
             opened = record.counts[step] > record.counts[step - 1]
             resident = with_leaving(resident, scores, age, opened, budget)
-        ranked = (scores + bonus * resident).masked_fill(forced, torch.inf).masked_fill(beyond, -torch.inf)
-        selected = best(ranked, limit) & ~beyond
+        selected, wanted = (
+            best((of + bonus * resident).masked_fill(forced, torch.inf).masked_fill(beyond, -torch.inf), limit)
+            & ~beyond
+            for of in (scores, record.real_scores[step])
+        )
         missing = ~resident & ~forced & ~beyond & (scores >= min_miss_score)
         of_selection, missing = missing & selected, best_of(missing, scores, budget.room)
         missing = torch.where(any_block, missing, of_selection)
@@ -79,7 +82,7 @@ def simulate(record: LayerRecord, choices: Sequence[Choice], budget: Budget) -> 
         changes.append((selected & ~before).float().sum(dim=3).mean(dim=(1, 2)) / limit)
         before = selected
         due = (intervals > 0) & ((step + 1) % intervals.clamp(min=1) == 0)
-        resident = torch.where(due[:, None, None, None], selected & ~forced, resident)
+        resident = torch.where(due[:, None, None, None], wanted & ~forced, resident)
     return Simulated(*(torch.stack(one, 1) for one in (ratios, misses_of, unselected, changes[1:] or changes)))
 
 

@@ -62,7 +62,7 @@ def some_record(
         wobbling = mean + wobble * torch.randn(steps, rows, heads, blocks, generator=random)
         return wobbling.masked_fill(beyond, -torch.inf).log_softmax(dim=3)
 
-    return LayerRecord(scores(), scores().exp(), counts)
+    return LayerRecord(scores(), scores(), scores().exp(), counts)
 
 
 BUDGETS = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 4)).map(
@@ -110,15 +110,18 @@ def simulated_in_plain_python(record: LayerRecord, choice: Choice, budget: Budge
                     if left >= budget.sink and slots:
                         worst = sorted(resident, key=score.__getitem__)[: max(0, len(resident) + 1 - slots)]
                         resident = resident - set(worst) | {left}
-                ranked = {p: score[p] + choice.bonus * (p in resident) for p in set(score) - always}
-                earned = best(ranked, room)
+                real = record.real_scores[step, row, head, :count].tolist()
+                earned, wanted = (
+                    best({p: of[p] + choice.bonus * (p in resident) for p in set(score) - always}, room)
+                    for of in (score, real)
+                )
                 attended = always | resident | earned
                 found[step][0] += len(earned - resident) / budget.blocks
                 found[step][1] += 1 - sum(float(record.shares[step, row, head, p]) for p in attended)
                 found[step][2] += len((earned | always) - before) / limit
                 before = earned | always
                 if choice.interval and (step + 1) % choice.interval == 0:
-                    resident = earned
+                    resident = wanted
     return [tuple(value / (rows * heads) for value in step) for step in found]  # type: ignore[misc]
 
 

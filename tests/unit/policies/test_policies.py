@@ -297,9 +297,12 @@ class PlainScout:
         return {p: float(total[p].log()) for p in range(len(total)) if p not in self.always(length)}
 
     def attend(
-        self, request: int, head: int, length: int, fresh: bool, query: torch.Tensor
+        self, request: int, head: int, length: int, fresh: bool, query: torch.Tensor, real_query: torch.Tensor
     ) -> tuple[set[int], set[int]]:
-        """What is near and what is missed in this step; recall, if its time has come, is for the steps after it."""
+        """What is near and what is missed in this step; recall, if its time has come, is for the steps after it.
+
+        ``query`` selects; what becomes resident may be told by ``real_query`` instead.
+        """
         config, bonus, interval = self.config, self.config.scout.resident_bonus, self.config.scout.recall_interval
         assert bonus != "auto" and interval != "auto"
         always, scores = self.always(length), self.scores(request, head, query, length)
@@ -320,7 +323,11 @@ class PlainScout:
                 resident = resident | {left}
                 if len(resident) > slots:
                     resident = resident - {min(resident - {left}, key=scores.__getitem__)}
-        selected = best({p: s + bonus * (p in resident) for p, s in scores.items()}, room)
+
+        def chosen_by(scores: dict[int, float]) -> set[int]:
+            return best({p: s + bonus * (p in resident) for p, s in scores.items()}, room)
+
+        selected = chosen_by(scores)
         group = self._decoding.requests.shape.group
         shared_by = group * (self._decoding.requests.shape.heads if self._rules.per_layer else 1)
         candidates = set(scores) if self.any_block else selected
@@ -333,7 +340,12 @@ class PlainScout:
             near = always | (resident & selected)
         steps = length - self._decoding.plan[request].prompt
         due = interval and steps % interval == 0
-        self.resident[request, head] = best({p: scores[p] for p in selected}, slots) if due else resident
+        self.resident[request, head] = resident
+        if due:
+            wanted = scores
+            if self._rules.recalls_by_real_query:
+                wanted = self.scores(request, head, real_query, length)
+            self.resident[request, head] = best({p: wanted[p] for p in chosen_by(wanted)}, slots)
         return near, misses
 
 
@@ -380,6 +392,7 @@ def scouting(draw: st.DrawFn) -> HybridConfig:
     per_layer=st.booleans(),
     only_selected=st.booleans(),
     shifts=st.booleans(),
+    by_real_query=st.booleans(),
     plan=lives(longest=12 * T),
     shape=SMALL_SHAPES,
     seed=SEEDS,
@@ -392,6 +405,7 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
     per_layer: bool,
     only_selected: bool,
     shifts: bool,
+    by_real_query: bool,
     plan: list[Life],
     shape: Shape,
     seed: int,
@@ -402,8 +416,9 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
     decoding = Decoding(plan, shape, seed)
     prompts = PromptQueries(3) if from_prompts else None
     rules = dataclasses.replace(
-        rules_of_scout(config), per_layer=per_layer, only_selected=only_selected, shifts=shifts, stands_for_all=False
-    )
+        rules_of_scout(config), per_layer=per_layer, only_selected=only_selected, shifts=shifts,
+        recalls_by_real_query=by_real_query, stands_for_all=False,
+    )  # fmt: skip
     plain = PlainScout(config, rules, decoding, from_prompts)
     # a profile that says so has shares
     plain.any_block = any_block = any_block and not only_selected and plain.miss_share > 0
@@ -414,7 +429,7 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
         for row, (request, length) in enumerate(zip(step.requests, step.lengths, strict=True)):
             query = step.queries if step.guesses is None else step.guesses
             for head in range(shape.heads):
-                near, misses = plain.attend(request, head, length, step.fresh[row], query[row])
+                near, misses = plain.attend(request, head, length, step.fresh[row], query[row], step.queries[row])
                 missed += len(misses)
                 # lists, not sets: a block that is listed twice would count twice
                 assert sorted(real(policy.chosen.near[row, head])) == sorted(near)
@@ -491,7 +506,8 @@ def long_run(
 @pytest.mark.parametrize("predicted", [True, False])
 @pytest.mark.parametrize("bonus", [0.0, 0.5])
 def test_recall_makes_a_selection_resident_from_the_next_step_on_and_not_before(predicted: bool, bonus: float) -> None:
-    run = long_run(recall_interval=1, resident_bonus=bonus, predicted=predicted)
+    by_prediction = {"recalls_by_real_query": False}
+    run = long_run(recall_interval=1, resident_bonus=bonus, predicted=predicted, rules=by_prediction)
     moved = 0
     for step in range(len(run.chosen) - 1):
         for head in range(SMALL.heads):
@@ -610,6 +626,15 @@ def test_a_share_that_decides_alone_takes_blocks_beyond_the_selection_and_change
     assert more > 0
 
 
+def test_what_the_real_query_wants_becomes_resident_whatever_was_predicted() -> None:
+    by_real, by_prediction = (
+        long_run(recall_interval=1, resident_bonus=0.0, predicted=predicted) for predicted in (False, True)
+    )
+    for step in range(1, len(by_real.chosen)):
+        for head in range(SMALL.heads if not by_real.opens_a_block(step) else 0):
+            assert by_prediction.resident(step, head) == by_real.resident(step, head)
+
+
 def test_attending_to_what_is_selected_bounds_what_is_attended_by_the_budget() -> None:
     bounded, all_resident = (long_run(recall_interval=4, rules={"only_selected": only}) for only in (True, False))
     more = 0
@@ -627,7 +652,9 @@ def test_attending_to_what_is_selected_bounds_what_is_attended_by_the_budget() -
 
 @pytest.mark.parametrize(("tokens", "slots"), [(0, 0), (3 * T, 0), (4 * T, 1), (5 * T, 2), (20 * T, 17)])
 def test_residents_are_as_many_as_asked_for_and_the_rest_of_the_selection_is_missed(tokens: int, slots: int) -> None:
-    run = long_run(recall_interval=1, resident_bonus=0.0, resident_tokens=tokens)
+    run = long_run(
+        recall_interval=1, resident_bonus=0.0, resident_tokens=tokens, rules={"recalls_by_real_query": False}
+    )
     for step, chosen in enumerate(run.chosen):
         for head in range(SMALL.heads):
             resident, misses = run.resident(step, head), real(chosen.misses[0, head])
@@ -895,14 +922,16 @@ def test_scoutattention_shares_a_selection_attends_to_it_alone_and_corrects_noth
     policy = policy_named("scoutattention").create(context)
     assert isinstance(policy, ScoutPolicy)
     plain_config = config.with_section(ScoutOptions(recall_interval=4, resident_bonus=0.0, min_miss_attention=0.0))
-    rules = ScoutRules(config.budget_tokens, per_layer=True, only_selected=True, shifts=False)
+    rules = ScoutRules(
+        config.budget_tokens, per_layer=True, only_selected=True, shifts=False, recalls_by_real_query=False
+    )
     plain, missed = PlainScout(plain_config, rules, decoding, from_prompts=False), 0
 
     def check(step: Step) -> None:
         nonlocal missed
         assert step.guesses is not None
         for head in range(SMALL.heads):
-            near, far = plain.attend(0, head, step.lengths[0], step.fresh[0], step.guesses[0])
+            near, far = plain.attend(0, head, step.lengths[0], step.fresh[0], step.guesses[0], step.queries[0])
             assert len(near) + len(far) == 6
             missed += len(far)
             expected = attention_by_two_queries(decoding, False, step, 0, head, near, far)
