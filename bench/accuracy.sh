@@ -20,6 +20,3 @@ sglang-hybrid eval --dtype float32 --tasks text --windows 6 --decode-tokens 64 -
     --run "2048, every 8: $EVERY8" \
     --run "2048, every 8, not sticky: $EVERY8 scout.resident_bonus=0 scout.min_miss_attention=0" \
     --run "2048, every 8, ScoutAttention: budget_tokens=2048 policy=scoutattention scoutattention.recall_interval=8"
-
-sglang-hybrid eval --dtype bfloat16 --tasks needle lines multi-needle --lengths 4096 6144 --repeats 2 \
-    --out bench/results/eval-retrieval --run "1024, calibrated: $SMALL"

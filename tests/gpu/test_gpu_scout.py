@@ -102,6 +102,7 @@ class Decoding:
         self.req_to_token = self.req_to_token.to(DEVICE)
         entries = (LAYERS, len(LENGTHS) + 1)  # and one that is padding
         self.query = torch.zeros(*entries, HEADS * GROUP, DIM, dtype=DTYPE, device=DEVICE)
+        self.predicted = self.query  # unless a test has others
         self.new_keys, self.new_values = torch.zeros(2, *entries, HEADS, DIM, dtype=DTYPE, device=DEVICE)
         self.out = torch.zeros_like(self.query)
         self.ends = False  # whether steps are ended behind their last layer
@@ -164,7 +165,7 @@ class Decoding:
             if predicts:
                 with scout.scout_lane():
                     for number in (0, 1) if layer == 0 else ():
-                        later(partial(scout.query_ahead(number, count).copy_, self.query[number]))
+                        later(partial(scout.query_ahead(number, count).copy_, self.predicted[number]))
                         scout.ahead(number, count, SCALE)
             out = scout.decode(layer, self.query[layer], self.new_keys[layer], self.new_values[layer], SCALE)
             later(partial(self.out[layer].copy_, out))
@@ -299,6 +300,39 @@ def test_decoding_attends_to_slots_and_misses(
                     expected = decoding.expected(layer, everything)
                     torch.testing.assert_close(decoding.out[layer, :-1].cpu().float(), expected, rtol=2e-2, atol=2e-2)
     assert int(decoding.scout.refused) == 0
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_what_becomes_resident_is_told_by_the_real_query(interval: int) -> None:
+    budget = 9
+    decoding = Decoding(budget, interval)
+    decoding.predicted = torch.zeros_like(decoding.query)
+    first = decoding.lengths + 1
+    wanted = found = 0
+    decoding.load_initial_blocks()
+    for _ in range(STEPS):
+        decoding.next_tokens()
+        wrong = torch.randn(decoding.query.shape, generator=decoding.random).to(DEVICE, DTYPE)
+        decoding.predicted.copy_(decoding.query + 3 * wrong)
+        torch.cuda.synchronize()
+        before = [decoding.is_held(decoding.held(layer)) for layer in range(LAYERS)]
+        decoding.run(predicts=True)
+        torch.cuda.synchronize()
+        decoding.check_slots()
+        for layer in range(LAYERS):
+            logits, counts = decoding.logits(layer, decoding.query[layer, :-1].cpu().float())
+            scores = reference.block_scores(logits, counts, SCALE) + 0.5 * before[layer]
+            chosen = decoding.is_held(reference.select_blocks(scores, counts, budget, SINK, RECENT))
+            held = decoding.is_held(decoding.held(layer))
+            due = (decoding.lengths - first + 1 + layer) % interval == 0
+            due |= decoding.lengths == first
+            wanted += int(chosen[due].sum())
+            found += int((chosen & held)[due].sum())
+            tail = torch.nn.functional.one_hot(counts - 1, MAX_BLOCKS).bool()[:, None]
+            assert not (held & ~before[layer] & ~tail)[~due].any(), "somebody recalled whose turn it was not"
+    # a block that is as good as another may be either
+    assert found >= 0.99 * wanted > 0
+    assert int(decoding.scout.counted[:, 1].sum()) > 0
 
 
 def test_steps_that_nobody_ends_end_with_their_last_layer() -> None:
