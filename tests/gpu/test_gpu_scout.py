@@ -325,7 +325,6 @@ def test_what_becomes_resident_is_told_by_the_real_query(interval: int) -> None:
             chosen = decoding.is_held(reference.select_blocks(scores, counts, budget, SINK, RECENT))
             held = decoding.is_held(decoding.held(layer))
             due = (decoding.lengths - first + 1 + layer) % interval == 0
-            due |= decoding.lengths == first
             wanted += int(chosen[due].sum())
             found += int((chosen & held)[due].sum())
             tail = torch.nn.functional.one_hot(counts - 1, MAX_BLOCKS).bool()[:, None]

@@ -217,8 +217,7 @@ class DeviceScout(StepProgram):
         replies = self._collect(layer, query, scale, predicted)
         if predicted:
             with self._plan_lane.fork():
-                due, workspace = self._recalls[layer, :count], self._planning.of_batch(count)
-                self._plan(layer, step, query, scale, due, workspace)
+                self._plan(layer, step, query, scale, self._recalls[layer, :count], self.counted[layer])
                 self._plan_lane.mark(layer)
         attend_slots(
             query, key_slots, value_slots, table.positions, self.step.lengths, step.row_of, scale,
@@ -277,7 +276,7 @@ class DeviceScout(StepProgram):
     # -- prompts -----------------------------------------------------------------------------
 
     def load_initial_blocks(self, layer: int, step: Step, query: torch.Tensor, scale: float) -> None:
-        self._plan(layer, step, query, scale, self._everybody[: step.batch], self._main.scoring(step.batch))
+        self._plan(layer, step, query, scale, self._everybody[: step.batch], totals=None)
         self._make_resident(layer, self._plans[layer])
 
     # -- kernels -----------------------------------------------------------------------------
@@ -320,16 +319,16 @@ class DeviceScout(StepProgram):
         )  # fmt: skip
 
     def _plan(
-        self, layer: int, step: Step, query: torch.Tensor, scale: float, due: torch.Tensor, workspace: ScoreWorkspace
+        self, layer: int, step: Step, query: torch.Tensor, scale: float, due: torch.Tensor, totals: torch.Tensor | None
     ) -> None:
         """What the rows that are due want to have in their slots, by their real query."""
-        scores = self._scores[layer]
+        scores, workspace = self._scores[layer], self._planning.of_batch(step.batch)
         put_off = score_blocks(
             query, self._layers[layer].digests, step, scale, workspace, scores, by_row=True, only=due
         )
         select_blocks(
             scores, self._tables[layer], step, self._settings.budget, None, pool_pages=self._shape.pool_pages,
-            bonus=self._settings.bonus[layer], plan=self._plans[layer], recall=due, totals=self.counted[layer],
+            bonus=self._settings.bonus[layer], plan=self._plans[layer], recall=due, totals=totals,
             by_row=True, put_off=put_off,
         )  # fmt: skip
 
