@@ -11,10 +11,9 @@ import torch
 from sglang_hybrid.commands.profile.records import LayerRecord
 from sglang_hybrid.commands.profile.share_costs import SHARES, LayerCost
 from sglang_hybrid.commands.profile.simulation import Budget, Choice, simulate
-from sglang_hybrid.policies.scout.recall import LONGEST
 
 BONUSES = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
-INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, LONGEST)
+INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _BONUS_INTERVAL = 8  # at which bonuses are compared
 
 _ROUNDING = 1e-6

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-LONGEST = 256  # steps; beyond that a conversation has moved on
-
 # The controller leaves a layer alone while its mean ratio is in this part of beta, and looks every so many steps.
 _BAND = (0.5, 1.0)
 _SHORTER, _LONGER = 0.7, 1.3
@@ -20,10 +18,13 @@ class RecallSchedule:
     Steps are counted per row from its first one, so what a request gets does not depend on which others run beside it.
     The CPU compute ratio of a layer is misses over budget. It is lowest right after a recall and grows until the next,
     so what is held against beta is its mean over some intervals. An interval of 0 means never.
+
+    Intervals get shorter, and then longer again up to what they were: a host that computes many misses in time could do
+    with hardly any recalls, but a recall is also when the real query says what it wants.
     """
 
     def __init__(self, intervals: Sequence[int], beta: float, adapt: bool) -> None:
-        self.intervals = list(intervals)
+        self.intervals, self._longest = list(intervals), tuple(intervals)
         self.adapts = adapt and any(self.intervals)
         self.beta = beta  # may change while rows decode
         self._sums = [0.0] * len(self.intervals)
@@ -54,4 +55,4 @@ class RecallSchedule:
         if mean > high:
             self.intervals[layer] = max(1, int(interval * _SHORTER))
         elif mean < low:
-            self.intervals[layer] = min(LONGEST, max(interval + 1, int(interval * _LONGER)))
+            self.intervals[layer] = min(self._longest[layer], max(interval + 1, int(interval * _LONGER)))
