@@ -35,7 +35,6 @@ from sglang_hybrid.policies.scout.fit_predictor import RANK_PARTS, Calibrator, L
 from sglang_hybrid.policies.scout.options import ScoutOptions
 from sglang_hybrid.policies.scout.policy import ScoutPolicy, Selection
 from sglang_hybrid.policies.scout.predictor import QueryPredictor, QueryWeights
-from sglang_hybrid.policies.scout.recall import LONGEST
 from sglang_hybrid.policies.scout.rules import rules_of_scout
 from sglang_hybrid.policies.scout.tuning import beyond_selection, tuning_of
 from sglang_hybrid.worker.torch_attention import TorchMisses
@@ -401,7 +400,7 @@ def test_a_bonus_misses_no_more_than_the_best_blocks_of_every_step_and_the_next_
 
 def test_scores_that_never_change_need_no_recall_and_bear_any_bonus() -> None:
     record = some_record(3, steps=40, rows=2, heads=2, wobble=0.0, first=20, opens=0.0)
-    assert choose_interval([record], BUDGET, 0.0, beta=0.01) == LONGEST
+    assert choose_interval([record], BUDGET, 0.0, beta=0.01) == INTERVALS[-1]
     assert choose_bonus([record], BUDGET) == BONUSES[-1]
     assert block_change([record], BUDGET) == 0.0
 
@@ -417,7 +416,6 @@ def test_intervals_and_bonuses_begin_at_what_is_safest() -> None:
     assert INTERVALS[0] == 1
     assert list(BONUSES) == sorted(set(BONUSES))
     assert list(INTERVALS) == sorted(set(INTERVALS))
-    assert INTERVALS[-1] == LONGEST
 
 
 # Calibrating
