@@ -41,7 +41,7 @@ class Decoding:
 
     def __init__(
         self, budget: int, interval: int, slots: int | None = None, worker: bool = False, share: float = 0.0,
-        min_miss_score: float | None = None, compact: bool = False,
+        min_miss_score: float | None = None, compact: bool = False, early: int = 0,
     ) -> None:  # fmt: skip
         """``min_miss_score``: with it, every block that has such a score is a miss.
 
@@ -87,7 +87,7 @@ class Decoding:
             budget=budget, slots=slots or budget, sink=SINK, recent=RECENT, bonus=(0.5,) * LAYERS,
             min_miss_score=(-math.inf if min_miss_score is None else min_miss_score,) * LAYERS,
             any_block=(min_miss_score is not None,) * LAYERS,
-            gather_share=share, deadline_s=20.0,
+            gather_share=share, deadline_s=20.0, early_recalls=early,
         )  # fmt: skip
         self.digests = [layer.digests.digests for layer in layers]
         self.shape = DeviceShape(ROWS, ROWS, MAX_BLOCKS, HEADS, GROUP, DIM, PAGES)
@@ -302,10 +302,10 @@ def test_decoding_attends_to_slots_and_misses(
     assert int(decoding.scout.refused) == 0
 
 
-@pytest.mark.parametrize("interval", [1, 3])
-def test_what_becomes_resident_is_told_by_the_real_query(interval: int) -> None:
+@pytest.mark.parametrize(("interval", "early"), [(1, 0), (3, 0), (7, 2)])
+def test_what_becomes_resident_is_told_by_the_real_query(interval: int, early: int) -> None:
     budget = 9
-    decoding = Decoding(budget, interval)
+    decoding = Decoding(budget, interval, early=early)
     decoding.predicted = torch.zeros_like(decoding.query)
     first = decoding.lengths + 1
     wanted = found = 0
@@ -324,7 +324,8 @@ def test_what_becomes_resident_is_told_by_the_real_query(interval: int) -> None:
             scores = reference.block_scores(logits, counts, SCALE) + 0.5 * before[layer]
             chosen = decoding.is_held(reference.select_blocks(scores, counts, budget, SINK, RECENT))
             held = decoding.is_held(decoding.held(layer))
-            due = (decoding.lengths - first + 1 + layer) % interval == 0
+            steps = decoding.lengths - first + 1
+            due = ((steps + layer) % interval == 0) | (steps <= early)
             wanted += int(chosen[due].sum())
             found += int((chosen & held)[due].sum())
             tail = torch.nn.functional.one_hot(counts - 1, MAX_BLOCKS).bool()[:, None]

@@ -312,7 +312,9 @@ class DeviceScout(StepProgram):
             pool_pages=self._shape.pool_pages, bonus=settings.bonus[layer],
             min_miss_score=settings.min_miss_score[layer], any_block=settings.any_block[layer],
             plan=None if predicted else self._plans[layer], due=due,
-            recall=RecallInterval(self.intervals[layer : layer + 1], self.step.first_lengths, layer),
+            recall=RecallInterval(
+                self.intervals[layer : layer + 1], self.step.first_lengths, layer, settings.early_recalls
+            ),
             recalls=self._recalls[layer, :count] if predicted else None,
             gathered=lane.gathered, gather_share=share, most_gathered=MOST_GATHERED, totals=self.counted[layer],
             by_row=True, put_off=put_off, near_bias=self._near_bias[layer],

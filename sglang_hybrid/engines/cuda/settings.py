@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.policies.registry import policy_named
-from sglang_hybrid.policies.scout.tuning import Tuning, resident_tokens_of
+from sglang_hybrid.policies.scout.tuning import EARLY_RECALLS, Tuning, resident_tokens_of
 
 if TYPE_CHECKING:  # needs torch, which ``sglang-hybrid config`` does without
     from sglang_hybrid.policies.scout.profile import HostRates
@@ -28,6 +28,7 @@ class ScoutSettings:
     any_block: tuple[bool, ...]  # whether every block that has it is a miss, or only the selected ones
     gather_share: float | None  # of the misses, that are copied to the device; None: it follows what is missed
     deadline_s: float
+    early_recalls: int = EARLY_RECALLS  # first steps of a row in which all layers recall
 
 
 # Without a profile: what a gather gets out of PCIe 5, and a core out of memory (docs/measurements.md).

@@ -76,11 +76,15 @@ class RecallPlan:
 
 @dataclass(frozen=True)
 class RecallInterval:
-    """Rows recall when ``steps + layer`` is a multiple of the interval, steps counted from each row's first one."""
+    """Rows recall when ``steps + layer`` is a multiple of the interval, steps counted from each row's first one.
+
+    ``early``: and in so many of their first steps, unless the interval is 0.
+    """
 
     steps: torch.Tensor  # one int32: between two recalls, 0 for never
     first_lengths: torch.Tensor  # [rows] int32: each row's length in its first step
     layer: int = 0
+    early: int = 0
 
 
 def select_blocks(
@@ -174,6 +178,7 @@ def select_blocks(
         budget=budget,
         most_misses=most,
         layer=0 if recall is None else recall.layer,
+        early=0 if recall is None else recall.early,
         pool_pages=pool_pages,
         most_gathered=most_gathered,
         any_block=any_block,

@@ -71,7 +71,7 @@ class ScoutPolicy(DecodePolicy):
         self._slots = max(0, rules.resident_tokens // BLOCK_TOKENS - self._always)
         self._rows = rows
         self._prompts = prompts or PromptQueries(rows)
-        self.recall = RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt)
+        self.recall = RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt, rules.early_recalls)
         self._resident: dict[int, ResidentSet] = {}
         self._ahead: dict[int, _Begun] = {}
         self._fresh: set[int] = set()  # rows that have not decoded yet

@@ -23,7 +23,9 @@ class RecallSchedule:
     with hardly any recalls, but a recall is also when the real query says what it wants.
     """
 
-    def __init__(self, intervals: Sequence[int], beta: float, adapt: bool) -> None:
+    def __init__(self, intervals: Sequence[int], beta: float, adapt: bool, early: int = 0) -> None:
+        """``early``: first steps of a row in which all layers recall that do so at all."""
+        self._early = early
         self.intervals, self._longest = list(intervals), tuple(intervals)
         self.adapts = adapt and any(self.intervals)
         self.beta = beta  # may change while rows decode
@@ -38,7 +40,7 @@ class RecallSchedule:
         interval = self.intervals[layer]
         if interval == 0:
             return torch.zeros_like(steps, dtype=torch.bool)
-        return (steps + layer) % interval == 0
+        return ((steps + layer) % interval == 0) | (steps <= self._early)
 
     def observe(self, layer: int, ratio: float, steps: int = 1) -> None:
         """The CPU compute ratio of this step, or its mean over so many."""

@@ -30,6 +30,7 @@ def create(context: PolicyContext) -> ScoutPolicy:
         any_block=(False,) * layers,
     )
     rules = ScoutRules(
-        resident, per_layer=True, only_selected=True, shifts=False, recalls_by_real_query=False, stands_for_all=False
-    )
+        resident, per_layer=True, only_selected=True, shifts=False, recalls_by_real_query=False, early_recalls=0,
+        stands_for_all=False,
+    )  # fmt: skip
     return ScoutPolicy(config, rules, context.misses, tuning, context.prompts, context.rows)

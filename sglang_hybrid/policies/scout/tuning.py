@@ -14,6 +14,9 @@ from sglang_hybrid.config import HybridConfig
 # the interval is what ScoutAttention's own profiles end up with for most layers.
 DEFAULT_BONUS = 1.0
 DEFAULT_INTERVAL = 8
+# Steps of a row, its first ones, in which all its layers recall: queries change most behind the prompt, and short
+# answers would be over before each layer has recalled once.
+EARLY_RECALLS = 8
 DEFAULT_MISS_SHARE = 0.001
 DEFAULT_TARGET = 0.12  # of the CPU compute ratio, as in ScoutAttention, until the host tells a better one
 

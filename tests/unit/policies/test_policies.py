@@ -24,7 +24,7 @@ from sglang_hybrid.policies.registry import PolicyContext, policy_named, predict
 from sglang_hybrid.policies.scout.options import ScoutAttentionOptions, ScoutOptions
 from sglang_hybrid.policies.scout.policy import ScoutPolicy, Selection
 from sglang_hybrid.policies.scout.rules import ScoutRules, rules_of_scout
-from sglang_hybrid.policies.scout.tuning import DEFAULT_MISS_SHARE, tuning_of
+from sglang_hybrid.policies.scout.tuning import DEFAULT_MISS_SHARE, EARLY_RECALLS, tuning_of
 from sglang_hybrid.worker.miss_server import PendingAttention
 from sglang_hybrid.worker.torch_attention import TorchMisses
 
@@ -339,7 +339,7 @@ class PlainScout:
         if self._rules.only_selected:
             near = always | (resident & selected)
         steps = length - self._decoding.plan[request].prompt
-        due = interval and steps % interval == 0
+        due = interval and (steps % interval == 0 or steps <= self._rules.early_recalls)
         self.resident[request, head] = resident
         if due:
             wanted = scores
@@ -393,6 +393,7 @@ def scouting(draw: st.DrawFn) -> HybridConfig:
     only_selected=st.booleans(),
     shifts=st.booleans(),
     by_real_query=st.booleans(),
+    early=st.sampled_from([0, 2, 8]),
     plan=lives(longest=12 * T),
     shape=SMALL_SHAPES,
     seed=SEEDS,
@@ -406,6 +407,7 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
     only_selected: bool,
     shifts: bool,
     by_real_query: bool,
+    early: int,
     plan: list[Life],
     shape: Shape,
     seed: int,
@@ -417,7 +419,7 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
     prompts = PromptQueries(3) if from_prompts else None
     rules = dataclasses.replace(
         rules_of_scout(config), per_layer=per_layer, only_selected=only_selected, shifts=shifts,
-        recalls_by_real_query=by_real_query, stands_for_all=False,
+        recalls_by_real_query=by_real_query, early_recalls=early, stands_for_all=False,
     )  # fmt: skip
     plain = PlainScout(config, rules, decoding, from_prompts)
     # a profile that says so has shares
@@ -528,7 +530,8 @@ def test_between_two_recalls_the_resident_blocks_stay() -> None:
                 changed[head].append(step)
     for steps in changed.values():
         assert steps
-        assert all(step % 4 == 0 for step in steps)  # the fourth step recalls for the one after it, and so on
+        # the fourth step recalls for the one after it, and so on; so do the first ones
+        assert all(step % 4 == 0 or step <= EARLY_RECALLS for step in steps)
 
 
 def test_interval_0_never_recalls() -> None:
@@ -923,8 +926,9 @@ def test_scoutattention_shares_a_selection_attends_to_it_alone_and_corrects_noth
     assert isinstance(policy, ScoutPolicy)
     plain_config = config.with_section(ScoutOptions(recall_interval=4, resident_bonus=0.0, min_miss_attention=0.0))
     rules = ScoutRules(
-        config.budget_tokens, per_layer=True, only_selected=True, shifts=False, recalls_by_real_query=False
-    )
+        config.budget_tokens, per_layer=True, only_selected=True, shifts=False, recalls_by_real_query=False,
+        early_recalls=0,
+    )  # fmt: skip
     plain, missed = PlainScout(plain_config, rules, decoding, from_prompts=False), 0
 
     def check(step: Step) -> None:

@@ -10,7 +10,9 @@ namespace sglang_hybrid::cuda {
 __device__ inline bool is_due(const sh_select_blocks& args, uint32_t entry, int32_t row, int32_t length) {
     if (args.due && args.due[entry]) return true;
     if (!args.interval || *args.interval <= 0) return false;
-    return static_cast<uint32_t>(length - args.first_lengths[row] + 1 + static_cast<int32_t>(args.layer)) % *args.interval == 0;
+    const int32_t steps = length - args.first_lengths[row] + 1;
+    if (steps <= static_cast<int32_t>(args.early)) return true;
+    return static_cast<uint32_t>(steps + static_cast<int32_t>(args.layer)) % *args.interval == 0;
 }
 
 __device__ inline Entry entry_of(const sh_select_blocks& args, const SelectionMemory& memory, const RowBlocks& row,

@@ -147,10 +147,12 @@ struct sh_select_blocks {
     uint32_t budget;  // blocks
     uint32_t most_misses;
     uint32_t layer;  // layers recall at different steps
+    uint32_t early;  // with `interval`: a row also recalls in so many of its first steps
     uint32_t pool_pages;
     uint32_t most_gathered;  // of one (row, KV head)
     uint32_t scores_by_row;
     uint32_t any_block;  // whether every block that is worth it is a miss, or those only that are selected
+    uint32_t unused;
 };
 
 struct sh_apply_plan {
