@@ -35,7 +35,8 @@ class ScoutSettings:
 _GATHER_GB_S, _CORE_GB_S = 50.0, 8.0
 _HIDDEN = 0.6  # of a layer's time: what the worker computes in that, nobody waits for
 # The same of copies, which have to be there when attention begins, and the worker's results only when it ends.
-# Measured with 48 rows of 30k tokens: see "Who serves misses" in docs/measurements.md.
+# Not measured itself: with 48 rows of 30k tokens it comes to the shares that were fastest ("Who serves misses" in
+# docs/measurements.md).
 _GATHER_HIDDEN = 0.35
 FIRST_GATHER_SHARE = 0.5  # until the first steps were counted
 # Of the CPU compute ratio. Below, recalls would take more than they save; above, intervals get so long that they follow
