@@ -8,6 +8,7 @@ cores, later. The torch engine stays the specification.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -28,6 +29,15 @@ from sglang_hybrid.policies.scout.tuning import Tuning
 _EVERYTHING = 1 << 30  # blocks: no context is longer
 
 
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Of a forward pass: pages ``[rows, blocks]``, tokens of each row, and how many of them are new."""
+
+    table: torch.Tensor
+    lengths: torch.Tensor
+    new_tokens: torch.Tensor
+
+
 class CpuEngine(Engine):
     may_change: ClassVar[bool] = False
 
@@ -40,47 +50,54 @@ class CpuEngine(Engine):
         summaries = [_summaries(pool, layer) for layer in range(pool.layer_num)]
         self.kernels = HostKernels(pool.region.address, geometry, summaries, rules, threads)
         self._pool, self._req_to_token = pool, model.req_to_token
-        self._table = torch.empty(0)
-        self._lengths: list[int] = []
-        self._new_tokens: list[int] = []
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._prefill = self._step = self._kernels_have = _Rows(nothing, nothing, nothing)
 
     def use(self, config: HybridConfig, tuning: Tuning) -> None:
         """Nothing to do: the settings are those of the constructor."""
 
     def begin_prefill(self, batch: PrefillBatch) -> None:
-        self._lengths, self._new_tokens = batch.lengths, batch.new_tokens
-        self._table = self._page_table(batch.rows, batch.lengths)
-        self.kernels.begin(self._table, torch.tensor(batch.lengths), torch.tensor(batch.new_tokens))
+        table = self._page_table(batch.rows, batch.lengths)
+        self._prefill = _Rows(table, torch.tensor(batch.lengths), torch.tensor(batch.new_tokens))
 
     def prefill(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        self.kernels.store(layer, keys, values)
+        self._kernels_of(self._prefill).store(layer, keys, values)
         cache = self._cache(layer)
         # SGLang may pad a batch beyond its real tokens
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
         first = 0
-        for row, (length, new) in enumerate(zip(self._lengths, self._new_tokens, strict=True)):
+        for row, (length, new) in enumerate(
+            zip(self._prefill.lengths.tolist(), self._prefill.new_tokens.tolist(), strict=True)
+        ):
             last = first + new
             if new == length:  # nothing before these tokens: they are at hand
                 key, value = (tensor[first:last].transpose(0, 1) for tensor in (keys, values))
             else:
-                key, value = read_row(cache, self._table[row], length, query.device)
+                key, value = read_row(cache, self._prefill.table[row], length, query.device)
             out[first:last] = reference.attend_prefill(query[first:last], key, value, scale)
             first = last
         return out
 
     def begin_step(self, batch: StepBatch) -> None:
         lengths = batch.lengths_on_host.to(torch.int64)
-        self.kernels.begin(self._page_table(batch.rows, lengths.tolist()), lengths, torch.ones_like(lengths))
+        self._step = _Rows(self._page_table(batch.rows, lengths.tolist()), lengths, torch.ones_like(lengths))
 
     def decode(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        return self.kernels.decode(layer, query, keys, values, scale).to(query.dtype)
+        return self._kernels_of(self._step).decode(layer, query, keys, values, scale).to(query.dtype)
 
     def reset_rows(self, rows: torch.Tensor) -> None:
         """Nothing to do: blocks are chosen anew at every step."""
+
+    def _kernels_of(self, rows: _Rows) -> HostKernels:
+        """A layer of a step may be both, prefill of some rows and decode of others."""
+        if rows is not self._kernels_have:
+            self.kernels.begin(rows.table, rows.lengths, rows.new_tokens)
+            self._kernels_have = rows
+        return self.kernels
 
     def _page_table(self, rows: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         return page_table(self._req_to_token, rows, max(lengths, default=0), BLOCK_TOKENS)

@@ -109,9 +109,10 @@ class TorchEngine(Engine):
         self.attention = TorchAttention(config, model.req_to_token.shape[0], pool.layer_num, misses)
         self._predictors: dict[int, tuple[QueryPredictor, float]] = {}
         self._watcher: RatioWatcher | None = None
-        self._slots = torch.empty(0, dtype=torch.int64)
-        self._prefill = PagedPrefill(self._slots, self._slots, [], [])
-        self._step = DecodeBatch(self._slots, self._slots, [], self._slots, [])
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._prefill_slots = self._step_slots = nothing
+        self._prefill = PagedPrefill(nothing, nothing, [], [])
+        self._step = DecodeBatch(nothing, nothing, [], nothing, [])
         self._steps = 0
 
     def use(self, config: HybridConfig, tuning: Tuning) -> None:
@@ -135,7 +136,7 @@ class TorchEngine(Engine):
             self.attention.ahead(query, self._cache(layer), self._step, scale)
 
     def begin_prefill(self, batch: PrefillBatch) -> None:
-        self._slots = batch.slots
+        self._prefill_slots = batch.slots
         rows = batch.rows.to(torch.int64)
         self._prefill = PagedPrefill(self._table(rows, batch.lengths), rows, batch.lengths, batch.new_tokens)
         self.attention.reset_rows(rows.tolist())
@@ -143,14 +144,14 @@ class TorchEngine(Engine):
     def prefill(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        self._pool.store(layer, self._slots, keys, values)
+        self._pool.store(layer, self._prefill_slots, keys, values)
         new = sum(self._prefill.new_tokens)  # SGLang may pad the batch beyond its real tokens
         out = query.new_zeros(query.shape[0], query.shape[1], values.shape[2])
         out[:new] = self.attention.prefill(query[:new], self._cache(layer), self._prefill, scale)
         return out
 
     def begin_step(self, batch: StepBatch) -> None:
-        self._slots = batch.slots
+        self._step_slots = batch.slots
         self._steps += 1
         rows, lengths = batch.rows.to(torch.int64), batch.lengths_on_host.tolist()
         on_host = rows.tolist()  # on a GPU this waits; rows that come and go are known to the host
@@ -161,7 +162,7 @@ class TorchEngine(Engine):
     def decode(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        self._pool.store(layer, self._slots, keys, values)
+        self._pool.store(layer, self._step_slots, keys, values)
         return self.attention.decode(query, self._cache(layer), self._step, scale)
 
     def reset_rows(self, rows: torch.Tensor) -> None:

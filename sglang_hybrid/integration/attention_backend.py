@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang_hybrid import events
 from sglang_hybrid.config import HybridConfig, config_from_environment
 from sglang_hybrid.engines.base import Engine, PrefillBatch, RatioWatcher, StepBatch
+from sglang_hybrid.engines.first_steps import FirstSteps, SplitStep
 from sglang_hybrid.integration.automatic_calibration import calibration_for
 from sglang_hybrid.integration.channels import choose_channels
 from sglang_hybrid.integration.create_engines import create_engines
@@ -49,7 +51,10 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.choose_channels(self._calibrated(config, profile))
         self._torch, self._fast = create_engines(config, profile, pool, model_runner)
         self.engine: Engine = self._torch  # of the settings that are used now
-        self._scouting = Scouting(model_runner)
+        self._first_steps = FirstSteps()
+        self._split: SplitStep | None = None  # of the step that runs, where some of its rows are in their first one
+        self._replays = False  # whether that step is a recorded graph's
+        self._scouting = Scouting(model_runner, lambda: self._split)
         self.use(config, profile)
         if model_runner.server_args.enable_metrics and policy_named(config.policy).needs.worker:
             self.watch_ratio(ScoutMetrics(rank_of(model_runner)).ratio if self.engine.reports_ratio else None)
@@ -142,19 +147,18 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Before the layers of a forward pass."""
+        self._split = None
         if forward_batch.forward_mode.is_decode_or_idle():
-            count = forward_batch.batch_size
-            self.engine.begin_step(
-                StepBatch(
-                    rows=forward_batch.req_pool_indices[:count],
-                    lengths=forward_batch.seq_lens[:count],
-                    lengths_on_host=forward_batch.seq_lens_cpu[:count],
-                    slots=forward_batch.out_cache_loc,
-                    padding=getattr(forward_batch, "num_padding", 0),
-                    is_recorded=in_capture,
-                )
-            )
+            batch = _step_batch(forward_batch, in_capture)
+            if self._first_steps.any_waits and not in_capture:
+                split = self._first_steps.take(batch, self._exact_beyond(batch))
+                self._split = None if self._replays else split
+            if self._split is None:
+                self.engine.begin_step(batch)
+            else:
+                self._split.begin(self.engine)
             return
+        self._first_steps.begin(forward_batch.req_pool_indices)
         self.engine.begin_prefill(
             PrefillBatch(
                 rows=forward_batch.req_pool_indices,
@@ -163,6 +167,24 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
                 slots=forward_batch.out_cache_loc,
             )
         )
+
+    def may_replay(self, forward_batch: Any) -> bool:
+        """Whether a recorded graph may run this step: not one in which a row attends to everything."""
+        self._replays = True
+        if self._first_steps.any_waits:
+            batch = _step_batch(forward_batch)
+            self._replays = not self._first_steps.are_in(batch, self._exact_beyond(batch))
+        return self._replays
+
+    def _exact_beyond(self, batch: StepBatch) -> float:
+        """Tokens: longer rows attend to everything in their first step."""
+        if not policy_named(self._config.policy).needs.exact_first_step:
+            return math.inf
+        # ranks must not differ about a step, and what fits is decided by each of them
+        alone = self._model_runner.server_args.tp_size == 1
+        if alone and self.engine.attends_to_all(batch.lengths_on_host.tolist()):
+            return math.inf
+        return self._config.budget_tokens
 
     def forward_extend(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
@@ -175,6 +197,8 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
         parts = self._parts(q, k, v, layer, more)
+        if self._split is not None:
+            return self._split.attend(self.engine, *parts).flatten(1)
         return self.engine.decode(*parts).flatten(1)
 
     def _parts(
@@ -198,4 +222,17 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def reset_rows(self, rows: torch.Tensor) -> None:
         """Forget all state of ``rows``: a new request took the row, or a request was rewound to its prompt."""
+        self._first_steps.begin(rows)
         self.engine.reset_rows(rows)
+
+
+def _step_batch(forward_batch: Any, is_recorded: bool = False) -> StepBatch:
+    count = forward_batch.batch_size
+    return StepBatch(
+        rows=forward_batch.req_pool_indices[:count],
+        lengths=forward_batch.seq_lens[:count],
+        lengths_on_host=forward_batch.seq_lens_cpu[:count],
+        slots=forward_batch.out_cache_loc,
+        padding=getattr(forward_batch, "num_padding", 0),
+        is_recorded=is_recorded,
+    )

@@ -13,6 +13,7 @@ import torch
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.base import Engine, LayerPrediction
+from sglang_hybrid.engines.first_steps import SplitStep
 from sglang_hybrid.integration.calibrate import refuse_inputs
 from sglang_hybrid.integration.decoder_layers import DecoderLayers, UnknownLayers
 from sglang_hybrid.integration.ranks import rank_of
@@ -30,8 +31,10 @@ _SAMPLED_GAINS = 8
 class Scouting:
     """The predictions of one model runner. At layer i the engine gets what predicts layer i + 1."""
 
-    def __init__(self, model_runner: Any) -> None:
+    def __init__(self, model_runner: Any, split: Callable[[], SplitStep | None] = lambda: None) -> None:
+        """``split``: of the step that runs; rows in their first one need no prediction."""
         self._runner = model_runner
+        self._split = split
         self._layers: DecoderLayers | None = None
         self._predicted: set[int] = set()  # layer ids
         self._stop: Callable[[], None] | None = None
@@ -110,8 +113,13 @@ class Scouting:
         if self._layers is None or not forward_batch.forward_mode.is_decode():
             return
         first = self._layers.ids[0]
-        if announced := self._announced(layer):
-            engine.ahead([number - first for number in announced], hidden, residual, positions)
+        announced = [number - first for number in self._announced(layer)]
+        split = self._split()
+        if split is not None:
+            hidden, positions = split.of_others(hidden), split.of_others(positions)
+            residual = None if residual is None else split.of_others(residual)
+        if announced and len(hidden):
+            engine.ahead(announced, hidden, residual, positions)
 
 
 def read_profile(config: HybridConfig, model_runner: Any) -> Profile | None:

@@ -55,7 +55,7 @@ def create_full(_context: PolicyContext) -> DecodePolicy:
 @register_policy(
     "scout",
     description="the best-scoring blocks of a request are attended to",
-    needs=Needs(worker=True, prediction=True),
+    needs=Needs(worker=True, prediction=True, exact_first_step=True),
     cuda_program=_device_scout,
     cuda_unsupported=_not_by_device_scout,
     native_budget=_budget_blocks,

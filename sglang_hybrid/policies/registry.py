@@ -57,6 +57,7 @@ class Needs:
 
     worker: bool = False  # a CPU worker that computes attention over blocks
     prediction: bool = False  # queries one layer ahead
+    exact_first_step: bool = False  # rows beyond the budget attend to everything in their first decode step
     # what prediction=auto is; None: calibrated where there is a profile or a calibration, none without
     prediction_by_default: Literal["raw"] | None = None
 

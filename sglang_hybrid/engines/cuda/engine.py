@@ -132,6 +132,7 @@ class CudaEngine(Engine):
             self._layers, self._shape.max_blocks, model.group * pool.head_num, pool.store_dtype, pool.device,
         )  # fmt: skip
         self._settling_lane = Lane(pool.device)
+        self._settles_beside_step = False
         self._settling: Step | None = None
         self._last_tokens = torch.empty(0, dtype=torch.int64)
 
@@ -210,7 +211,7 @@ class CudaEngine(Engine):
         active = count - batch.padding
         self.program.step.load(self._req_to_token, rows, batch.lengths, active)
         lengths = batch.lengths_on_host[:active].tolist()
-        whole = self._whole_requests is not None and self._whole_requests.decide(lengths, time.monotonic())
+        whole = self.attends_to_all(lengths)
         if whole != self.program.is_dense:
             self._tell(whole, len(lengths))
             self.program.hold_rows(whole, count)
@@ -223,6 +224,9 @@ class CudaEngine(Engine):
         if self._link is not None:
             self._link.mailbox.wake()
         self._watch_step(int((batch.lengths_on_host > self._budget_tokens).sum()))
+
+    def attends_to_all(self, lengths: Sequence[int]) -> bool:
+        return self._whole_requests is not None and self._whole_requests.decide(lengths, time.monotonic())
 
     def _watch_step(self, longer_rows: int) -> None:
         if self.watch:
@@ -297,6 +301,7 @@ class CudaEngine(Engine):
         # as the first decode step will see them
         longer = torch.tensor(lengths, dtype=torch.int32, device=device) + 1
         self._settling = Step(pages, longer, rows.to(torch.int32))
+        self._settles_beside_step = batch.beside_step
         self._last_tokens = torch.tensor(new_tokens, device=device).cumsum(0) - 1
 
     def prefill(
@@ -304,11 +309,13 @@ class CudaEngine(Engine):
     ) -> torch.Tensor:
         """Attend, and choose and load the rows' first resident blocks beside the layers that follow."""
         out = self._prefill.attend(layer, query, keys, values)
+        is_last = layer == len(self._layers) - 1
+        if is_last:
+            self._prefill.finish()
         if self._settling is not None:
             self._settle(layer, query[self._last_tokens], self._settling, scale)
-        if layer == len(self._layers) - 1:
-            self._prefill.finish()
-            if self._settling is not None:
+            # the step plans its recalls in the same buffers
+            if is_last or self._settles_beside_step:
                 self._settling_lane.wait_for(layer)
         return out
 

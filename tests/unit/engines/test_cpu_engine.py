@@ -12,6 +12,7 @@ from sglang_hybrid.config import HybridConfig, load_config
 from sglang_hybrid.engines.base import ModelFacts, PrefillBatch, StepBatch
 from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
 from sglang_hybrid.engines.cpu import CpuEngine
+from sglang_hybrid.engines.first_steps import SplitStep
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cpu.library import NativeError
 from sglang_hybrid.ops.cpu.structs import DTYPES, Geometry
@@ -182,6 +183,19 @@ def test_a_longer_one_attends_to_what_the_reference_selects(
     out = rows.decode()
     torch.testing.assert_close(out.float(), rows.by_selection(), **CLOSE[dtype])
     assert (out.double() - rows.by_definition()).abs().max() > 10 * CLOSE[dtype]["atol"], "nothing was left out"
+
+
+def test_a_row_in_its_first_step_attends_to_everything_beside_others() -> None:
+    rows = Rows([200, 999, 1500], budget_tokens=256)
+    rows.write()
+    lengths = torch.tensor(rows.lengths)
+    split = SplitStep(StepBatch(torch.arange(3), lengths, lengths, torch.zeros(3)), first=[1], others=[0, 2])
+    split.begin(rows.engine)
+    parts = [rows.of(row, n - 1, n) for row, n in enumerate(rows.lengths)]
+    query, keys, values = (torch.cat(side) for side in zip(*parts, strict=True))
+    out = split.attend(rows.engine, 1, query, keys, values, rows.scale)
+    torch.testing.assert_close(out[[0, 2]].float(), rows.by_selection()[[0, 2]], **CLOSE[torch.float32])
+    torch.testing.assert_close(out[1].double(), rows.by_definition()[1], **CLOSE[torch.float32])
 
 
 def test_policy_full_selects_nothing() -> None:

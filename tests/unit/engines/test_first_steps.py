@@ -1,0 +1,104 @@
+"""Rows in their first decode step attend to everything, if they are long: who is sent where."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_hybrid.engines.base import StepBatch
+from sglang_hybrid.engines.first_steps import FirstSteps, SplitStep
+
+
+def step(rows: list[int], lengths: list[int], padding: int = 0) -> StepBatch:
+    of_rows, of_lengths = torch.tensor(rows), torch.tensor(lengths)
+    return StepBatch(of_rows, of_lengths, of_lengths, of_rows * 100, padding)
+
+
+def taken(steps: FirstSteps, batch: StepBatch, longer_than: float = 64) -> tuple[list[int], list[int]] | None:
+    split = steps.take(batch, longer_than)
+    return None if split is None else (split.first, split.others)
+
+
+def test_a_long_row_is_taken_once() -> None:
+    steps = FirstSteps()
+    steps.begin(torch.tensor([3, 5]))
+    batch = step([7, 3, 5], [90, 65, 64])
+    assert steps.are_in(batch, 64)
+    assert taken(steps, batch) == ([1], [0, 2])
+    assert not steps.any_waits  # the short one has decoded too
+    assert taken(steps, batch) is None
+
+
+def test_rows_that_are_not_in_the_step_go_on_waiting() -> None:
+    """Such as one whose prompt is computed in chunks, between which the others decode."""
+    steps = FirstSteps()
+    steps.begin(torch.tensor([3]))
+    assert taken(steps, step([1], [90])) is None
+    assert steps.any_waits
+    assert taken(steps, step([1, 3], [91, 90])) == ([1], [0])
+
+
+def test_padding_is_nobodys_first_step() -> None:
+    steps = FirstSteps()
+    steps.begin(torch.tensor([0]))
+    assert taken(steps, step([4, 0], [90, 90], padding=1)) is None
+    assert steps.any_waits
+
+
+def test_a_row_that_begins_anew_is_taken_again() -> None:
+    steps = FirstSteps()
+    for _ in range(2):
+        steps.begin(torch.tensor([2]))
+        assert taken(steps, step([2], [90])) == ([0], [])
+
+
+def test_nobody_is_taken_where_all_steps_are_exact() -> None:
+    steps = FirstSteps()
+    steps.begin(torch.tensor([2]))
+    assert taken(steps, step([2], [90]), math.inf) is None
+    assert not steps.any_waits
+
+
+class Engine:
+    """Remembers what it is asked to compute."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def begin_step(self, batch: Any) -> None:
+        self.calls.append(("step", batch.rows.tolist(), batch.lengths_on_host.tolist(), batch.slots.tolist()))
+
+    def begin_prefill(self, batch: Any) -> None:
+        self.calls.append(("prefill", batch.rows.tolist(), batch.lengths, batch.new_tokens, batch.slots.tolist()))
+
+    def prefill(self, layer: int, query: torch.Tensor, *_: Any) -> torch.Tensor:
+        return query + 1000
+
+    def decode(self, layer: int, query: torch.Tensor, *_: Any) -> torch.Tensor:
+        return query + 2000
+
+
+def test_each_row_goes_its_way_and_comes_back_to_its_place() -> None:
+    engine: Any = Engine()
+    split = SplitStep(step([7, 3, 5], [90, 65, 80]), first=[1], others=[0, 2])
+    split.begin(engine)
+    assert engine.calls == [
+        ("step", [7, 5], [90, 80], [700, 500]),
+        ("prefill", [3], [65], [1], [300]),
+    ]
+    query = torch.arange(3.0)[:, None, None].expand(3, 4, 8)
+    out = split.attend(engine, 0, query, query[:, :2], query[:, :2], 1.0)
+    assert out[:, 0, 0].tolist() == [2000, 1001, 2002]
+    assert split.of_others(torch.arange(3)).tolist() == [0, 2]
+
+
+def test_a_step_of_first_ones_alone_decodes_nothing() -> None:
+    engine: Any = Engine()
+    engine.decode = lambda *_: pytest.fail("nobody is left")
+    split = SplitStep(step([3], [65]), first=[0], others=[])
+    split.begin(engine)
+    query = torch.zeros(1, 4, 8)
+    assert split.attend(engine, 0, query, query[:, :2], query[:, :2], 1.0).shape == (1, 4, 8)
