@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from sglang_hybrid.engines.cuda.settings import PathRates
 from sglang_hybrid.engines.cuda.watch import DeviceWatch
 from sglang_hybrid.ops.cuda.structs import OUTCOMES
+from sglang_hybrid.policies.scout.miss_shares import HIGHEST, LOWEST, MissShares
 from sglang_hybrid.policies.scout.recall import RecallSchedule
 
 LAYERS, PER_ROW = 2, 100
@@ -28,6 +31,9 @@ class Scout:
 
     def set_gather_shares(self, shares: list[float]) -> None:
         self.shares.append(shares)
+
+    def set_miss_scores(self, scores: list[float]) -> None:
+        self.miss_scores = list(scores)
 
 
 class Late:
@@ -72,6 +78,20 @@ def test_a_ratio_above_the_band_shortens_an_interval() -> None:
     for _ in range(80):
         scout.counted += torch.tensor([[60, 0], [3, 0]])
         watch.step(3)
+    assert scout.intervals[0] < 8 == scout.intervals[1]
+
+
+def test_what_a_miss_must_have_follows_first_and_recalls_only_when_it_can_do_no_more() -> None:
+    scout = Scout()
+    schedule, shares = RecallSchedule([8, 8], 0.12, True), MissShares([0.008, 0.008], adapt=True)
+    watch = DeviceWatch(scout, schedule, PER_ROW, None, None, shares=shares, group=5, counters=Late)  # type: ignore[arg-type]
+    for step in range(320):
+        scout.counted += torch.tensor([[60, 0], [3, 0]])  # 20 % and 1 %
+        watch.step(3)
+        if step == 40:
+            assert schedule.intervals == [8, 8]
+            assert scout.miss_scores[0] > math.log(0.008 * 5) > scout.miss_scores[1]
+    assert scout.miss_scores == [math.log(HIGHEST * 5), math.log(LOWEST * 5)]
     assert scout.intervals[0] < 8 == scout.intervals[1]
 
 
@@ -137,7 +157,7 @@ def test_recalls_aim_at_what_the_worker_computes_in_time() -> None:
     # 0.6 ms of 1 ms, 60 MB of it, of budgets of 600 MB
     assert rates.target_ratio(600e6, 1e-3) == pytest.approx(0.1)
     assert rates.target_ratio(1e12, 1e-3) == 0.03
-    assert rates.target_ratio(1e6, 1e-3) == 0.25
+    assert rates.target_ratio(1e6, 1e-3) == 0.5
 
 
 @pytest.mark.parametrize("follows", [False, True])
@@ -150,6 +170,6 @@ def test_a_fast_host_recalls_less_often(follows: bool) -> None:
     for _ in range(80):
         scout.counted += torch.tensor([[45, 0], [45, 0]])  # a ratio of 0.15
         watch.step(3)
-    assert schedule.beta == (0.25 if follows else 0.12)
+    assert schedule.beta == (0.5 if follows else 0.12)
     assert scout.shares == []
-    assert (scout.intervals == []) == follows  # 0.15 is within the band of 0.25 and above 0.12
+    assert (scout.intervals == []) == follows  # 0.15 is less than 0.5 and above 0.12
