@@ -74,15 +74,20 @@ class SplitStep:
         )
 
 
+# Steps of others that a row is waited for: some requests end with their prompt, and while anybody is waited for each
+# step waits for the device to tell its rows.
+PATIENCE = 8
+
+
 class FirstSteps:
     """Rows that have not decoded yet."""
 
     def __init__(self) -> None:
-        self._waiting: set[int] = set()
+        self._waiting: dict[int, int] = {}  # steps that each is waited for yet
 
     def begin(self, rows: torch.Tensor) -> None:
         """Prompts of these rows are being computed, or arrived, or rows were rewound to them."""
-        self._waiting.update(rows.tolist())
+        self._waiting.update(dict.fromkeys(rows.tolist(), PATIENCE))
 
     @property
     def any_waits(self) -> bool:
@@ -95,8 +100,8 @@ class FirstSteps:
 
     def take(self, batch: StepBatch, longer_than: float) -> SplitStep | None:
         """A step that begins now. None where no row of more than ``longer_than`` tokens is in its first one."""
-        first = self._first_of(batch, longer_than)
-        self._waiting.difference_update(_rows(batch))
+        first, here = self._first_of(batch, longer_than), set(_rows(batch))
+        self._waiting = {row: left - 1 for row, left in self._waiting.items() if row not in here and left > 1}
         if not first:
             return None
         others = sorted(set(range(batch.rows.shape[0])) - set(first))

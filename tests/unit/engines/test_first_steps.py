@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_hybrid.engines.base import StepBatch
-from sglang_hybrid.engines.first_steps import FirstSteps, SplitStep
+from sglang_hybrid.engines.first_steps import PATIENCE, FirstSteps, SplitStep
 
 
 def step(rows: list[int], lengths: list[int], padding: int = 0) -> StepBatch:
@@ -39,6 +39,16 @@ def test_rows_that_are_not_in_the_step_go_on_waiting() -> None:
     assert taken(steps, step([1], [90])) is None
     assert steps.any_waits
     assert taken(steps, step([1, 3], [91, 90])) == ([1], [0])
+
+
+def test_nobody_is_waited_for_forever() -> None:
+    """A request that ends with its prompt never decodes."""
+    steps = FirstSteps()
+    steps.begin(torch.tensor([3]))
+    for _ in range(PATIENCE):
+        assert steps.any_waits
+        assert taken(steps, step([1], [90])) is None
+    assert not steps.any_waits
 
 
 def test_padding_is_nobodys_first_step() -> None:
