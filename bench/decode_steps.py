@@ -64,6 +64,7 @@ class Rows:
 
         self._session = session
         self.prefill_seconds: list[float] = []
+        self.first_step_ms: list[float] = []  # of steps that a row joined
         session._bench.clear()
         for number, prompt in enumerate(prompts):
             self._check_pages(f"before prompt {number}")
@@ -81,7 +82,7 @@ class Rows:
             else:
                 self._batch.merge_batch(batch)
                 self._tokens = torch.cat((self._tokens, token))
-            self.steps(1)
+            self.first_step_ms += self.steps(1)
 
     def _check_pages(self, when: str) -> None:
         """Nothing but the allocator may write its list of free pages: a stray write of a kernel is found here first."""
@@ -156,6 +157,7 @@ class Counts:
             "misses_per_list": [round(value, 2) for value in misses.tolist()],
             "recalled_per_list": round(float(recalled.mean()), 3),
             "gather_shares": None if shares is None else [round(share, 3) for share in shares.tolist()],
+            "least_miss_shares": [round(share / shape.group, 5) for share in scout.miss_scores.exp().tolist()],
             "rows_by_outcome": {name: value for name, value in outcomes.items() if value},
             "refused": int(scout.refused),
         }
@@ -176,6 +178,7 @@ def measure(session: ModelSession, rows: Rows, tokens: int, count: int, label: s
         "tokens_per_second": round(1000 * count / median, 1),
         "prefill_s": round(statistics.median(rows.prefill_seconds), 4),
         "prefill_tokens_per_second": round(tokens / statistics.median(rows.prefill_seconds)),
+        "first_step_ms": round(statistics.median(rows.first_step_ms), 3),
         "gpu_gb_allocated": round(torch.cuda.memory_allocated() / 1e9, 2),
         **counts.since(args.steps, count),
     }
