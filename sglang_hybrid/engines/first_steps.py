@@ -2,7 +2,7 @@
 
 What a row attends to is chosen by the queries of the steps before. Before its first step there are only those of the
 prompt, whose end asks for other things than an answer's beginning. And that beginning decides: which of many similar
-lines is quoted, say. Reading the row's pages once more costs a small part of what its prompt did.
+lines is quoted, say. The price is to read the row's pages once more, over PCIe on a GPU server.
 """
 
 from __future__ import annotations

@@ -41,8 +41,9 @@ _HIDDEN = 0.6  # of a layer's time: what the worker computes in that, nobody wai
 # docs/measurements.md).
 _GATHER_HIDDEN = 0.35
 FIRST_GATHER_SHARE = 0.5  # until the first steps were counted
-# Of the CPU compute ratio. Below, recalls would take more than they save; with more, a budget would mean nothing.
-_TARGETS = (0.03, 0.5)
+# Of the CPU compute ratio. Below, recalls would take more than they save; above, intervals get so long that they follow
+# traffic too slowly.
+_TARGETS = (0.03, 0.25)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Of a KV head's attention. With less a block changes no answer; blocks with more are missed too much to be left out,
-# whatever the time that they take.
+# Of a KV head's attention: below, a block hardly changes an answer; above, too much would be left out. Guesses, as the
+# numbers below are.
 LOWEST, HIGHEST = 0.001, 0.05
 FIRST = 0.008  # until the first steps were counted
 _BAND = (0.75, 1.0)  # of the target: a layer in it is left alone

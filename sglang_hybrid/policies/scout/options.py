@@ -31,12 +31,12 @@ class ScoutOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     min_miss_attention: Annotated[
-        _Share,
+        Annotated[float, Meta(ge=0, le=1)] | Literal["auto", "host"],
         Meta(
             description="Least estimated attention, as a share of the KV head's, with which a selected block "
             "becomes a miss; a block with less waits for a recall. auto takes the profile's share of "
-            "each layer and computes every block that reaches it, selected or not. Without a profile, shares on a "
-            "GPU follow traffic so that misses reach target_cpu_ratio; elsewhere it is 0.001, of selected blocks.",
+            "each layer and computes every block that reaches it, selected or not, or 0.001 without a "
+            "profile. host, on a GPU: each layer's share follows traffic, so that misses reach target_cpu_ratio.",
         ),
     ] = "auto"
     cpu_share: Annotated[
@@ -57,7 +57,7 @@ class ScoutOptions(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[float, Meta(gt=0, le=1)] | Literal["auto"],
         Meta(
             description="CPU compute ratio (misses over budget) to aim at. auto is what the worker computes in 60 % "
-            "of a layer's time at the present batch on a GPU, at least 3 % and at most 50 %, and 12 % elsewhere.",
+            "of a layer's time at the present batch on a GPU, at least 3 % and at most 25 %, and 12 % elsewhere.",
         ),
     ] = "auto"
     recall_adapt: Annotated[

@@ -77,14 +77,14 @@ def tuning_of(config: HybridConfig, layers: int, profile: Profiled | None = None
     # a fixed interval is meant to stay
     adapt = options.recall_adapt and options.recall_interval == "auto"
     miss_shares, any_block, adapt_shares = (DEFAULT_MISS_SHARE,) * layers, (False,) * layers, False
-    if options.min_miss_attention != "auto":
+    if options.min_miss_attention == "host":
+        adapt_shares = True  # where somebody adapts them: a GPU server
+    elif options.min_miss_attention != "auto":
         miss_shares = (float(options.min_miss_attention),) * layers
     elif profile and profile.miss_shares:
         # One share for all layers needs the limit that a selection is: it says too little about what matters where.
         miss_shares = profile.miss_shares
         any_block = tuple(beyond_selection(interval) for interval in intervals)
-    else:
-        adapt_shares = True  # where somebody adapts them: a GPU server
     follows = options.target_cpu_ratio == "auto"
     beta = DEFAULT_TARGET if options.target_cpu_ratio == "auto" else options.target_cpu_ratio
     return Tuning(bonus, intervals, beta, adapt, miss_shares, any_block, follows, adapt_shares)

@@ -157,7 +157,7 @@ def test_recalls_aim_at_what_the_worker_computes_in_time() -> None:
     # 0.6 ms of 1 ms, 60 MB of it, of budgets of 600 MB
     assert rates.target_ratio(600e6, 1e-3) == pytest.approx(0.1)
     assert rates.target_ratio(1e12, 1e-3) == 0.03
-    assert rates.target_ratio(1e6, 1e-3) == 0.5
+    assert rates.target_ratio(1e6, 1e-3) == 0.25
 
 
 @pytest.mark.parametrize("follows", [False, True])
@@ -170,6 +170,6 @@ def test_a_fast_host_recalls_less_often(follows: bool) -> None:
     for _ in range(80):
         scout.counted += torch.tensor([[45, 0], [45, 0]])  # a ratio of 0.15
         watch.step(3)
-    assert schedule.beta == (0.5 if follows else 0.12)
+    assert schedule.beta == (0.25 if follows else 0.12)
     assert scout.shares == []
-    assert (scout.intervals == []) == follows  # 0.15 is less than 0.5 and above 0.12
+    assert (scout.intervals == []) == follows  # 0.15 is within the band of 0.25 and above 0.12
