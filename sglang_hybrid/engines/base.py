@@ -5,8 +5,8 @@ An adapter translates batches and calls, for each forward pass::
     begin_prefill, then prefill for each layer            new tokens of prompts
     begin_step, then ahead and decode for each layer      one new token of each row
 
-or, in a step some of whose rows are in their first one (``first_steps``), both, for different rows: begin_step before
-begin_prefill, and for each layer prefill before decode.
+or, for an engine that does not know of first steps (``first_steps``), both for different rows of a step: begin_step
+before begin_prefill, and for each layer prefill before decode.
 
 An engine says how that is executed: in torch, by native CPU kernels, by CUDA graphs. It knows tensors, pages and rows,
 and nothing of SGLang.
@@ -52,7 +52,6 @@ class PrefillBatch:
     lengths: list[int]  # tokens of each row, the new ones included
     new_tokens: list[int]  # of each row
     slots: torch.Tensor  # [T], host slot of each new token; padded perhaps, as the tensors of layers are
-    beside_step: bool = False  # other rows decode in the same pass
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,7 @@ class Engine(ABC):
     reports_ratio: ClassVar[bool] = False  # whether some blocks are computed by a CPU worker
     predicts: ClassVar[bool] = False  # whether `ahead` does anything
     may_change: ClassVar[bool] = True  # whether `use` may be called again with other settings
+    knows_first_steps: ClassVar[bool] = False  # whether `decode` attends to everything in them, where a policy wants it
     holds_weights: ClassVar[bool] = False  # whether predictors keep copies of weights that cannot be replaced
 
     @classmethod
@@ -131,10 +131,6 @@ class Engine(ABC):
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Store keys and values ``[T, KV heads, dim]`` and attend: query and result ``[T, query heads, dim]``."""
-
-    def attends_to_all(self, lengths: Sequence[int]) -> bool:
-        """Whether a step of rows of these lengths attends to all of their tokens, however long they are."""
-        return False
 
     @abstractmethod
     def begin_step(self, batch: StepBatch) -> None:

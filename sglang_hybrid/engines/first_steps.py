@@ -2,7 +2,10 @@
 
 What a row attends to is chosen by the queries of the steps before. Before its first step there are only those of the
 prompt, whose end asks for other things than an answer's beginning. And that beginning decides: which of many similar
-lines is quoted, say. The price is to read the row's pages once more, over PCIe on a GPU server.
+lines is quoted, say. The price is to read the row's pages once more.
+
+These rows take the way of prefill, beside the step of the others. The CUDA engine does without: there the kernel that
+ends a layer reads whole rows from the host pool, in the same graph.
 """
 
 from __future__ import annotations
@@ -40,7 +43,6 @@ class SplitStep:
                 lengths=self.whole.lengths_on_host[self.first].tolist(),
                 new_tokens=[1] * len(self.first),
                 slots=self.whole.slots[first],
-                beside_step=True,
             )
         )
 
@@ -74,8 +76,7 @@ class SplitStep:
         )
 
 
-# Steps of others that a row is waited for: some requests end with their prompt, and while anybody is waited for each
-# step waits for the device to tell its rows.
+# Steps of others that a row is waited for: some requests end with their prompt.
 PATIENCE = 8
 
 
@@ -94,11 +95,7 @@ class FirstSteps:
         """Otherwise there is nothing to ask about a step."""
         return bool(self._waiting)
 
-    def are_in(self, batch: StepBatch, longer_than: float) -> bool:
-        """Whether ``take`` would split this step. Waits for the device to tell its rows."""
-        return bool(self._first_of(batch, longer_than))
-
-    def take(self, batch: StepBatch, longer_than: float) -> SplitStep | None:
+    def take(self, batch: StepBatch, longer_than: int) -> SplitStep | None:
         """A step that begins now. None where no row of more than ``longer_than`` tokens is in its first one."""
         first, here = self._first_of(batch, longer_than), set(_rows(batch))
         self._waiting = {row: left - 1 for row, left in self._waiting.items() if row not in here and left > 1}
@@ -107,7 +104,7 @@ class FirstSteps:
         others = sorted(set(range(batch.rows.shape[0])) - set(first))
         return SplitStep(batch, first, others)
 
-    def _first_of(self, batch: StepBatch, longer_than: float) -> list[int]:
+    def _first_of(self, batch: StepBatch, longer_than: int) -> list[int]:
         lengths = batch.lengths_on_host.tolist()
         return [i for i, row in enumerate(_rows(batch)) if row in self._waiting and lengths[i] > longer_than]
 

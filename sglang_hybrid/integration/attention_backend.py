@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any
 
 import msgspec
@@ -53,7 +52,6 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.engine: Engine = self._torch  # of the settings that are used now
         self._first_steps = FirstSteps()
         self._split: SplitStep | None = None  # of the step that runs, where some of its rows are in their first one
-        self._replays = False  # whether that step is a recorded graph's
         self._scouting = Scouting(model_runner, lambda: self._split)
         self.use(config, profile)
         if model_runner.server_args.enable_metrics and policy_named(config.policy).needs.worker:
@@ -149,16 +147,23 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         """Before the layers of a forward pass."""
         self._split = None
         if forward_batch.forward_mode.is_decode_or_idle():
-            batch = _step_batch(forward_batch, in_capture)
-            if self._first_steps.any_waits and not in_capture:
-                split = self._first_steps.take(batch, self._exact_beyond(batch))
-                self._split = None if self._replays else split
+            count = forward_batch.batch_size
+            batch = StepBatch(
+                rows=forward_batch.req_pool_indices[:count],
+                lengths=forward_batch.seq_lens[:count],
+                lengths_on_host=forward_batch.seq_lens_cpu[:count],
+                slots=forward_batch.out_cache_loc,
+                padding=getattr(forward_batch, "num_padding", 0),
+                is_recorded=in_capture,
+            )
+            if self._first_steps.any_waits:
+                self._split = self._first_steps.take(batch, self._config.budget_tokens)
             if self._split is None:
                 self.engine.begin_step(batch)
             else:
                 self._split.begin(self.engine)
             return
-        self._first_steps.begin(forward_batch.req_pool_indices)
+        self._begin_rows(forward_batch.req_pool_indices)
         self.engine.begin_prefill(
             PrefillBatch(
                 rows=forward_batch.req_pool_indices,
@@ -168,23 +173,9 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             )
         )
 
-    def may_replay(self, forward_batch: Any) -> bool:
-        """Whether a recorded graph may run this step: not one in which a row attends to everything."""
-        self._replays = True
-        if self._first_steps.any_waits:
-            batch = _step_batch(forward_batch)
-            self._replays = not self._first_steps.are_in(batch, self._exact_beyond(batch))
-        return self._replays
-
-    def _exact_beyond(self, batch: StepBatch) -> float:
-        """Tokens: longer rows attend to everything in their first step."""
-        if not policy_named(self._config.policy).needs.exact_first_step:
-            return math.inf
-        # ranks must not differ about a step, and what fits is decided by each of them
-        alone = self._model_runner.server_args.tp_size == 1
-        if alone and self.engine.attends_to_all(batch.lengths_on_host.tolist()):
-            return math.inf
-        return self._config.budget_tokens
+    def _begin_rows(self, rows: torch.Tensor) -> None:
+        if policy_named(self._config.policy).needs.exact_first_step and not self.engine.knows_first_steps:
+            self._first_steps.begin(rows)
 
     def forward_extend(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
@@ -222,17 +213,5 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def reset_rows(self, rows: torch.Tensor) -> None:
         """Forget all state of ``rows``: a new request took the row, or a request was rewound to its prompt."""
-        self._first_steps.begin(rows)
+        self._begin_rows(rows)
         self.engine.reset_rows(rows)
-
-
-def _step_batch(forward_batch: Any, is_recorded: bool = False) -> StepBatch:
-    count = forward_batch.batch_size
-    return StepBatch(
-        rows=forward_batch.req_pool_indices[:count],
-        lengths=forward_batch.seq_lens[:count],
-        lengths_on_host=forward_batch.seq_lens_cpu[:count],
-        slots=forward_batch.out_cache_loc,
-        padding=getattr(forward_batch, "num_padding", 0),
-        is_recorded=is_recorded,
-    )

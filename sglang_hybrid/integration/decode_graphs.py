@@ -29,14 +29,6 @@ def make_graph_key(original: Callable[..., Any], runner: Any, *args: Any, **kwar
     return dataclasses.replace(key, variant_label=label)
 
 
-def can_run_graph(original: Callable[..., Any], runner: Any, forward_batch: Any) -> bool:
-    """Whether this step is one that was recorded."""
-    backend = runner.model_runner.attn_backend
-    if _engine(runner) is None or not forward_batch.forward_mode.is_decode():
-        return bool(original(runner, forward_batch))
-    return bool(backend.may_replay(forward_batch) and original(runner, forward_batch))
-
-
 def _engine(runner: Any) -> Engine | None:
     engine = getattr(runner.model_runner.attn_backend, "engine", None)  # other backends may have one of these
     return engine if isinstance(engine, Engine) else None

@@ -62,7 +62,6 @@ def all_hooks() -> tuple[Hook, ...]:
         Hook("sglang.srt.managers.scheduler.Scheduler.run_batch", HookType.BEFORE, console_events.batch_begins),
         Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", HookType.BEFORE, console_events.scheduler_is_idle),
         Hook(f"{_DECODE_GRAPHS}.capture_one_shape", HookType.AROUND, decode_graphs.capture_one_shape),
-        Hook(f"{_DECODE_GRAPHS}.can_run_graph", HookType.AROUND, decode_graphs.can_run_graph),
         Hook(f"{_DECODE_GRAPHS}._make_graph_key", HookType.AROUND, decode_graphs.make_graph_key),
         Hook(
             "sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__",

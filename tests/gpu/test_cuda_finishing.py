@@ -18,7 +18,7 @@ from sglang_hybrid.core import LayerCache
 from sglang_hybrid.memory.sketches import LayerSketch
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cuda import host_memory
-from sglang_hybrid.ops.cuda.attention import Partial, merge
+from sglang_hybrid.ops.cuda.attention import AttendWorkspace, Partial, merge
 from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, Step
 from sglang_hybrid.ops.cuda.missed import attend_pool, finish_late
 from sglang_hybrid.ops.cuda.scoring import shift_lse
@@ -62,6 +62,14 @@ SHAPES = [
 ]
 
 
+def rows_of(batch: int, pages: int, longest: int, seed: int, active: torch.Tensor | None = None) -> Step:
+    """Of all lengths up to ``longest`` blocks, anywhere in a pool."""
+    random = seeded(seed)
+    table = torch.randint(0, pages, (batch, longest), generator=random).int().to(DEVICE)
+    lengths = torch.randint(1, longest * BLOCK_TOKENS + 1, (batch,), generator=random).int().to(DEVICE)
+    return Step(table, lengths, torch.arange(batch, dtype=torch.int32, device=DEVICE), active)
+
+
 class Missed:
     """Lists of full blocks in a pool, of which some were served."""
 
@@ -80,6 +88,8 @@ class Missed:
         self.served = (torch.rand(shape.batch, generator=random) < 0.4).int().to(DEVICE)
         self.served[0] = 0
         self.scale = shape.dim**-0.5
+        self.step = rows_of(shape.batch, pages, 11, seed)
+        self.workspace = AttendWorkspace(shape.batch, shape.heads, shape.group, shape.dim, DEVICE)
 
     def finish(self, local: Partial | None = None, **more: torch.Tensor) -> torch.Tensor:
         """``local``: nothing, unless it is given."""
@@ -87,8 +97,12 @@ class Missed:
             local = torch.full(self.query.shape, torch.nan, device=DEVICE), torch.full(self.query.shape[:2], -torch.inf)
         out = torch.full(self.query.shape, UNTOUCHED, dtype=self.shape.dtype, device=DEVICE)
         options = {"served": self.served, **more}
-        lse = local[1].to(DEVICE)
-        finish_late(self.query, self.pool, self.pages, self.counts, self.scale, (local[0], lse), out, **options)
+        partial = local[0], local[1].to(DEVICE)
+        finish_late(
+            self.query, self.pool, self.step, self.pages, self.counts, self.scale, partial, out,
+            workspace=self.workspace, **options,
+        )  # fmt: skip
+        assert not self.workspace.arrived.any()
         return out
 
     def expected(self) -> Partial:
@@ -98,6 +112,14 @@ class Missed:
         ids = self.pages.long().masked_fill(absent, reference.NO_BLOCK)
         fill = torch.full_like(ids, BLOCK_TOKENS).masked_fill(absent, 0)
         return reference.attend_blocks(self.query, self.pool.keys, self.pool.values, ids, fill, self.scale)
+
+    def expected_of_rows(self) -> torch.Tensor:
+        """Of all entries, if they attend to all tokens of their rows."""
+        table, lengths = self.step.page_table.long(), self.step.lengths.long()
+        positions = torch.arange(table.shape[1], device=DEVICE).expand(len(table), self.shape.heads, -1)
+        fill = reference.block_fill(positions, lengths, BLOCK_TOKENS)
+        ids = reference.block_ids(positions, table).masked_fill(fill == 0, reference.NO_BLOCK)
+        return reference.attend_blocks(self.query, self.pool.keys, self.pool.values, ids, fill, self.scale)[0]
 
 
 def assert_rows(found: torch.Tensor, expected: torch.Tensor, which: torch.Tensor) -> None:
@@ -138,7 +160,8 @@ def test_lists_that_are_empty_or_wrong_harm_nobody() -> None:
 def test_entries_that_are_not_active_are_left_alone(active: int) -> None:
     case = Missed(Shape(4, 2, 3, 64, 5), 1)
     case.served.zero_()
-    found = case.finish(active_rows=numbers(active))
+    case.step = replace(case.step, active_rows=numbers(active))
+    found = case.finish()
     assert_rows(found, case.expected()[0], torch.arange(4) < active)
     assert (found[active:] == UNTOUCHED).all()
 
@@ -152,12 +175,43 @@ def test_what_was_late_is_merged_with_what_is_local(shape: Shape) -> None:
     assert_rows(out, reference.merge(*local, *case.expected())[0], ~served)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_entries_that_are_whole_attend_to_their_rows_whoever_served_them(shape: Shape) -> None:
+    case = Missed(shape, 5)
+    local = random_local((shape.batch, shape.heads * shape.group, shape.dim), 6)
+    for first in range(2):
+        whole = torch.zeros_like(case.served)
+        whole[first::2] = 1
+        out, of_row = case.finish(local, whole=whole), whole.bool()
+        assert_rows(out, case.expected_of_rows(), of_row)
+        assert_rows(out, reference.merge(*local, *case.expected())[0], ~of_row & ~case.served.bool())
+        assert (out[~of_row & case.served.bool()] == UNTOUCHED).all()
+
+
+def test_many_ctas_share_one_long_row() -> None:
+    case = Missed(Shape(40, 2, 3, 64, 5), 1)
+    case.step = rows_of(40, 30, 700, 2)
+    case.served.fill_(1)
+    whole = torch.zeros_like(case.served)
+    whole[33] = 1
+    case.step.lengths[33] = 700 * BLOCK_TOKENS - 5
+    out = case.finish(whole=whole)
+    assert_rows(out, case.expected_of_rows(), whole.bool())
+    assert (out[~whole.bool()] == UNTOUCHED).all()
+
+
 def test_a_pool_of_another_shape_is_refused() -> None:
     case = Missed(Shape(2, 2, 3, 64, 5), 1)
-    for query in (case.query.half(), torch.cat((case.query, case.query), dim=2)):
-        case.query = query
-        with pytest.raises(ValueError, match="the pool's keys are"):
-            case.finish()
+    case.query = case.query.half()
+    with pytest.raises(ValueError, match="the pool's keys are"):
+        case.finish()
+
+
+def test_a_workspace_for_others_is_refused() -> None:
+    case = Missed(Shape(2, 2, 3, 64, 5), 1)
+    case.workspace = AttendWorkspace(3, 2, 3, 64, DEVICE)
+    with pytest.raises(ValueError, match="the workspace is for"):
+        case.finish()
 
 
 # -- whole rows ------------------------------------------------------------------------------
@@ -190,7 +244,9 @@ class WholeRows:
 
     def attend(self) -> torch.Tensor:
         out = torch.full(self.query.shape, UNTOUCHED, dtype=self.shape.dtype, device=DEVICE)
-        return attend_pool(self.query, self.pool, self.step, self.scale, out=out)
+        shape = self.shape
+        workspace = AttendWorkspace(shape.batch, shape.heads, shape.group, shape.dim, DEVICE)
+        return attend_pool(self.query, self.pool, self.step, self.scale, workspace=workspace, out=out)
 
     def expected(self) -> torch.Tensor:
         """Softmax over the tokens of each row."""
@@ -254,6 +310,8 @@ class Layer:
         self.out = torch.zeros_like(self.query)
         self.replies = torch.zeros(self.shape, device=DEVICE), torch.zeros(self.shape[:2], device=DEVICE)
         self.served = torch.zeros(self.host.rows, dtype=torch.int32, device=DEVICE)
+        self.step = rows_of(self.host.rows, self.host.pages, 1, 0)
+        self.workspace = AttendWorkspace(self.host.rows, kv_heads, group, dim, DEVICE)
         self.begin(0)
 
     def new_lists(self, seed: int, shortest: int = 0) -> Lists:
@@ -284,11 +342,12 @@ class Layer:
             )
         merge(self.local, (out, lse), active_rows=active_rows, out=self.out)
 
-    def finish_late(self, **more: torch.Tensor) -> None:
+    def finish_late(self, active_rows: torch.Tensor | None = None) -> None:
         lists = self.lists
         finish_late(
-            self.query, self.pool, lists.pages, lists.counts, SCALE, self.local, self.out, served=self.served, **more
-        )
+            self.query, self.pool, replace(self.step, active_rows=active_rows), lists.pages, lists.counts, SCALE,
+            self.local, self.out, served=self.served, workspace=self.workspace,
+        )  # fmt: skip
 
     def attended(self, query: torch.Tensor) -> Partial:
         ids, fill = (part.to(DEVICE) for part in self.lists.as_reference())

@@ -51,17 +51,6 @@ def test_rows_of_all_kinds(shape: Shape, copies: str) -> None:
     model.check(result)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_with_one_new_token_each(shape: Shape, copies: str) -> None:
-    """As in their first decode steps: full and empty tails, several groups of rows, one row alone."""
-    model = Model(shape, staging_pages=8)
-    rows = random_rows([(130, 1), (63, 1), (64, 1), (0, 1), (255, 1), (31, 1)], shape.pages, 3)
-    model.have_prefixes(rows)
-    model.check(model.run(rows))
-    longer = [Row(row.pages, row.length + 1, 1) for row in rows if row.length % BLOCK_TOKENS]
-    model.check(model.run(longer, padding=2))
-
-
 def test_other_pages_are_left_alone(copies: str) -> None:
     model = Model(Shape(), staging_pages=20)
     rows = random_rows([(0, 70), (0, 33)], 40, 3)

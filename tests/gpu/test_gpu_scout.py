@@ -42,10 +42,11 @@ class Decoding:
     def __init__(
         self, budget: int, interval: int, slots: int | None = None, worker: bool = False, share: float = 0.0,
         min_miss_score: float | None = None, compact: bool = False, early: int = 0,
+        whole_beyond: int | None = None,
     ) -> None:  # fmt: skip
         """``min_miss_score``: with it, every block that has such a score is a miss.
 
-        ``compact``: digests.
+        ``compact``: digests. ``whole_beyond``: longer rows attend to everything in their first step.
         """
         self.random = seeded(3)
         self._settled: list[object] = []
@@ -87,7 +88,7 @@ class Decoding:
             budget=budget, slots=slots or budget, sink=SINK, recent=RECENT, bonus=(0.5,) * LAYERS,
             min_miss_score=(-math.inf if min_miss_score is None else min_miss_score,) * LAYERS,
             any_block=(min_miss_score is not None,) * LAYERS,
-            gather_share=share, deadline_s=20.0, early_recalls=early,
+            gather_share=share, deadline_s=20.0, early_recalls=early, whole_beyond=whole_beyond,
         )  # fmt: skip
         self.digests = [layer.digests.digests for layer in layers]
         self.shape = DeviceShape(ROWS, ROWS, MAX_BLOCKS, HEADS, GROUP, DIM, PAGES)
@@ -400,6 +401,54 @@ def test_a_row_that_arrived_is_resident_after_its_first_step(share: float) -> No
     held = decoding.scout.slots.positions(0)[decoding.rows].cpu()
     blocks = -(-decoding.lengths // BLOCK_TOKENS)
     assert torch.equal((held >= 0).sum(dim=2), blocks[:, None].expand(-1, HEADS))
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+@pytest.mark.parametrize(("worker", "predicts"), [(True, True), (False, False), *([(True, False)] if ON_GPU else [])])
+def test_long_rows_attend_to_everything_in_their_first_step(worker: bool, predicts: bool, arrived: bool) -> None:
+    decoding = Decoding(9, 0, worker=worker, share=0.4, whole_beyond=700)
+    is_long = torch.tensor([length + 1 > 700 for length in LENGTHS.values()])
+    with decoding.engine():
+        if arrived:
+            decoding.scout.reset_rows(decoding.rows)
+        else:
+            decoding.load_initial_blocks()
+        for step in range(3):
+            decoding.next_tokens()
+            torch.cuda.synchronize()
+            assert decoding.scout.step.whole(len(LENGTHS)).cpu().bool().tolist() == (is_long & (step == 0)).tolist()
+            decoding.run(predicts)
+            torch.cuda.synchronize()
+            decoding.check_slots()
+            for layer in range(LAYERS if not arrived or step else 0):  # a row that arrived gets its slots in that step
+                expected = decoding.expected(layer, everything=False)
+                if step == 0:
+                    expected[is_long] = decoding.expected(layer, everything=True)[is_long]
+                torch.testing.assert_close(decoding.out[layer, :-1].cpu().float(), expected, rtol=2e-2, atol=2e-2)
+            if step == 0:
+                of_long = decoding.out[1, :-1].cpu().float()[is_long]
+                every = decoding.expected(1, everything=True)[is_long]
+                torch.testing.assert_close(of_long, every, rtol=2e-2, atol=2e-2)
+    assert int(decoding.scout.refused) == 0
+
+
+def test_rows_that_are_let_go_begin_again_but_their_first_step_is_over() -> None:
+    decoding = Decoding(9, 0, whole_beyond=700)
+    decoding.scout.reset_rows(decoding.rows[:2])
+    decoding.next_tokens()
+    torch.cuda.synchronize()
+    decoding.scout.reset_rows(decoding.rows[3:])  # another request took this row
+    decoding.next_tokens()
+    torch.cuda.synchronize()
+    decoding.scout.hold_rows(whole=False)  # as in the step in which they no longer fit
+    decoding.load_rows()
+    torch.cuda.synchronize()
+    step, count = decoding.scout.step, len(LENGTHS)
+    assert step.begins(count).cpu().tolist() == [1] * count
+    assert step.whole(count).cpu().tolist() == [0, 0, 0, 1]
+    decoding.next_tokens()
+    torch.cuda.synchronize()
+    assert not step.begins(count).cpu().any() and not step.whole(count).cpu().any()
 
 
 def test_every_row_is_scored_at_every_step_and_the_text_is_the_same_above_the_budget() -> None:

@@ -8,6 +8,8 @@
 #include "sglang_hybrid/block_attention.h"
 #include "sglang_hybrid/cuda/attend_slots.cuh"
 
+inline constexpr uint32_t most_entries = 4096;  // of a step, whose blocks are added up in shared memory
+
 // On the current device.
 struct AttendPlan {
     cudaError_t error;

@@ -12,11 +12,11 @@ using namespace sglang_hybrid::cuda;
 namespace {
 
 constexpr uint32_t most_rows = 1 << 18;   // a bit for each in shared memory
-constexpr uint32_t most_entries = 4096;  // of a step, whose lengths are added up in shared memory
 
 template <class Element, int kDim>
 cudaError_t launch_pages(const sh_attend_pages& args, cudaStream_t stream) {
-    const AttendPlan plan = plan_attend(kDim, page_warps, PageShares::bytes(args.step.batch));
+    const AttendPlan plan =
+        plan_attend(kDim, page_warps, EntryShares::bytes(args.step.batch) + PageRows::bytes(args.step.batch));
     if (plan.error) return plan.error;
     const uint64_t blocks = uint64_t{args.step.batch} * args.kv_heads * args.table.max_blocks;
     const uint32_t ctas = std::min(plan.ctas, args.units / 2);

@@ -62,7 +62,7 @@ class DeviceScout(StepProgram):
         """``mailbox``: of the worker that computes misses; None: this device reads them from the pool itself."""
         device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
         self.slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, dtype, device)
-        super().__init__(layers, shape, self.slots)
+        super().__init__(layers, shape, self.slots, whole_beyond=settings.whole_beyond)
         self._settings, self._mailbox = settings, mailbox
         self._tables = [self.slots.table(layer, settings.sink, settings.recent) for layer in range(len(layers))]
         # by row, as slots are: who reads one reads the other
@@ -240,9 +240,10 @@ class DeviceScout(StepProgram):
         if replies is not None:
             self._replies.wait_for(layer)
             merge(local, replies, active_rows=step.active_rows, out=out)
+        # rows that attend to everything are not looked at by anybody before
         finish_late(
-            query, of_layer.pool, misses.pages, misses.counts, scale, local, out,
-            served=served, active_rows=step.active_rows,
+            query, of_layer.pool, step, misses.pages, misses.counts, scale, local, out,
+            served=served, whole=self.step.whole(count), workspace=self._attention.attending(count),
         )  # fmt: skip
         if layer == len(self._layers) - 1:
             self._end_layers(layer)

@@ -76,6 +76,7 @@ class CudaEngine(Engine):
 
     reports_ratio: ClassVar[bool] = True
     predicts: ClassVar[bool] = True
+    knows_first_steps: ClassVar[bool] = True
     holds_weights: ClassVar[bool] = True
 
     def __init__(
@@ -132,7 +133,6 @@ class CudaEngine(Engine):
             self._layers, self._shape.max_blocks, model.group * pool.head_num, pool.store_dtype, pool.device,
         )  # fmt: skip
         self._settling_lane = Lane(pool.device)
-        self._settles_beside_step = False
         self._settling: Step | None = None
         self._last_tokens = torch.empty(0, dtype=torch.int64)
 
@@ -211,7 +211,7 @@ class CudaEngine(Engine):
         active = count - batch.padding
         self.program.step.load(self._req_to_token, rows, batch.lengths, active)
         lengths = batch.lengths_on_host[:active].tolist()
-        whole = self.attends_to_all(lengths)
+        whole = self._whole_requests is not None and self._whole_requests.decide(lengths, time.monotonic())
         if whole != self.program.is_dense:
             self._tell(whole, len(lengths))
             self.program.hold_rows(whole, count)
@@ -224,9 +224,6 @@ class CudaEngine(Engine):
         if self._link is not None:
             self._link.mailbox.wake()
         self._watch_step(int((batch.lengths_on_host > self._budget_tokens).sum()))
-
-    def attends_to_all(self, lengths: Sequence[int]) -> bool:
-        return self._whole_requests is not None and self._whole_requests.decide(lengths, time.monotonic())
 
     def _watch_step(self, longer_rows: int) -> None:
         if self.watch:
@@ -301,7 +298,6 @@ class CudaEngine(Engine):
         # as the first decode step will see them
         longer = torch.tensor(lengths, dtype=torch.int32, device=device) + 1
         self._settling = Step(pages, longer, rows.to(torch.int32))
-        self._settles_beside_step = batch.beside_step
         self._last_tokens = torch.tensor(new_tokens, device=device).cumsum(0) - 1
 
     def prefill(
@@ -309,13 +305,11 @@ class CudaEngine(Engine):
     ) -> torch.Tensor:
         """Attend, and choose and load the rows' first resident blocks beside the layers that follow."""
         out = self._prefill.attend(layer, query, keys, values)
-        is_last = layer == len(self._layers) - 1
-        if is_last:
-            self._prefill.finish()
         if self._settling is not None:
             self._settle(layer, query[self._last_tokens], self._settling, scale)
-            # the step plans its recalls in the same buffers
-            if is_last or self._settles_beside_step:
+        if layer == len(self._layers) - 1:
+            self._prefill.finish()
+            if self._settling is not None:
                 self._settling_lane.wait_for(layer)
         return out
 

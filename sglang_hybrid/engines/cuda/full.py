@@ -52,8 +52,9 @@ class DeviceFull(StepProgram):
         self.dense.store(layer, keys, values)  # no row is held: to the pool only
         count = query.shape[0]
         return attend_pool(
-            query, self._layers[layer].pool, self.step.of_batch(count), scale, out=self._attention.out(count)
-        )
+            query, self._layers[layer].pool, self.step.of_batch(count), scale,
+            workspace=self._attention.attending(count), out=self._attention.out(count),
+        )  # fmt: skip
 
 
 def _blocks_per_row(config: HybridConfig) -> int:

@@ -1,7 +1,7 @@
 """Exact prefill on the GPU, with the KV cache in host memory.
 
-FlashInfer attends over staged pages, or ``attend_pages`` where rows bring one token each. There are two buffers of
-them that take turns. What happens in a turn, which is one group of rows in one layer (usually all rows)::
+FlashInfer attends over staged pages, of which there are two buffers that take turns. What happens in a turn, which is
+one group of rows in one layer (usually all rows)::
 
     load stream        pages of prefixes: pool -> staging            one turn ahead
     main stream        new tokens -> staging, digests and codes of their pages, attention
@@ -12,7 +12,6 @@ The host waits for nothing in ``attend``; all order is by events.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +20,7 @@ import torch
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.engines.cuda.layers import DeviceLayer
 from sglang_hybrid.engines.cuda.row_groups import PrefillRows, RowGroup, group_rows
-from sglang_hybrid.engines.cuda.single_tokens import SingleTokenAttention, brings_single_tokens
 from sglang_hybrid.engines.cuda.staging import Staging, Transfer, runs_of, suits_engine
-from sglang_hybrid.ops.cuda.attention import AttendWorkspace
 from sglang_hybrid.ops.cuda.copies import place_tokens
 from sglang_hybrid.ops.cuda.digests import digest_pages
 from sglang_hybrid.ops.cuda.tensors import HALVES
@@ -35,7 +32,7 @@ __all__ = ["DevicePrefill", "PrefillRows"]
 
 @dataclass(frozen=True)
 class _Group:
-    """A group of rows, what of it is on the device, and how it is attended."""
+    """A group of rows, what of it is on the device, and FlashInfer's plan for it."""
 
     tokens: slice
     places: torch.Tensor
@@ -201,39 +198,26 @@ class DevicePrefill:
         for index, group in enumerate(groups):
             places, filled, written_pages, page_slots, pages = (next(there) for _ in range(5))
             pages = pages.view(-1, self._heads, 1)
-            attention: Any
-            if brings_single_tokens(group):
-                workspace = self._workspace_of(len(group.last_page_tokens))
-                attention = SingleTokenAttention(group, self._staging_pages, scale, workspace)
-            else:
-                attention = self._planned_attention(index, group, page_slots, scale)
+            attention = self._wrapper(index)
+            attention.plan(
+                group.query_starts,
+                group.page_starts,
+                page_slots,
+                group.last_page_tokens,
+                self._query_heads,
+                self._heads,
+                self._dim,
+                BLOCK_TOKENS,
+                causal=True,
+                sm_scale=scale,
+                q_data_type=self._dtype,
+                kv_data_type=self._dtype,
+            )
             loads = self._transfer(group, pages, group.loaded, len(group.pages))
             write_backs = self._transfer(group, pages, 0, group.written)
             tokens = slice(group.first_token, group.last_token)
             made.append(_Group(tokens, places, written_pages, filled, loads, write_backs, attention))
         return made
-
-    def _planned_attention(self, index: int, group: RowGroup, page_slots: torch.Tensor, scale: float) -> Any:
-        attention = self._wrapper(index)
-        attention.plan(
-            group.query_starts,
-            group.page_starts,
-            page_slots,
-            group.last_page_tokens,
-            self._query_heads,
-            self._heads,
-            self._dim,
-            BLOCK_TOKENS,
-            causal=True,
-            sm_scale=scale,
-            q_data_type=self._dtype,
-            kv_data_type=self._dtype,
-        )
-        return attention
-
-    @functools.cache  # noqa: B019 (lives as long as the backend)
-    def _workspace_of(self, rows: int) -> AttendWorkspace:
-        return AttendWorkspace(rows, self._heads, self._query_heads // self._heads, self._dim, self._device)
 
     def _transfer(self, group: RowGroup, pages: torch.Tensor, first: int, last: int) -> Transfer:
         runs = runs_of(group.pages[first:last], first)

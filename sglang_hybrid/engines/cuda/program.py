@@ -65,11 +65,13 @@ class StepProgram(ABC):
 
     loads_initial_blocks: ClassVar[bool] = False  # whether prefill ends with `load_initial_blocks`
 
-    def __init__(self, layers: Sequence[DeviceLayer], shape: DeviceShape, memory: BlockMemory) -> None:
-        """``memory``: used as pages of whole rows while these fit."""
+    def __init__(
+        self, layers: Sequence[DeviceLayer], shape: DeviceShape, memory: BlockMemory, *, whole_beyond: int | None = None
+    ) -> None:
+        """``memory``: used as pages of whole rows while these fit. ``whole_beyond``: as for ``StepBuffers``."""
         device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
         self._layers, self._shape = list(layers), shape
-        self.step = StepBuffers(shape.rows, shape.max_batch, shape.max_blocks, device)
+        self.step = StepBuffers(shape.rows, shape.max_batch, shape.max_blocks, device, whole_beyond=whole_beyond)
         self._attention = AttentionBuffers(shape, dtype, device)
         self.refused = torch.zeros(1, dtype=torch.int64, device=device)  # numbers that were out of bounds
         self.dense = WholeRequests(layers, shape, memory, self.step, self._attention, self.refused)

@@ -31,6 +31,7 @@ class ScoutSettings:
     gather_share: float | None  # of the misses, that are copied to the device; None: it follows what is missed
     deadline_s: float
     early_recalls: int = EARLY_RECALLS  # first steps of a row in which all layers recall
+    whole_beyond: int | None = None  # tokens: longer rows attend to everything in their first step
 
 
 # Without a profile: what a gather gets out of PCIe 5, and a core out of memory (docs/measurements.md).
@@ -114,6 +115,7 @@ def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettin
         any_block=any_block,
         gather_share=gather_share_of(config),
         deadline_s=config.worker_deadline_ms / 1000,
+        whole_beyond=config.budget_tokens if policy_named(config.policy).needs.exact_first_step else None,
     )
 
 

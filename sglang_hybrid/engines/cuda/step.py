@@ -12,19 +12,28 @@ from sglang_hybrid.ops.cuda.step import begin_step
 # instead of a row's first length, before its first step: sh_first_length
 PREFILLED = -2  # its resident blocks were chosen when its prompt was computed
 ARRIVED = -1  # nothing of it is resident
+LET_GO = -3  # nothing of it is resident any more, and this is not really its first step
+_NOBODY = 2**32 - 1  # tokens that no row has
 
 
 class StepBuffers:
     """Rows of the current step. Written before its layers, on the stream that runs them."""
 
-    def __init__(self, rows: int, most: int, max_blocks: int, device: torch.device | str) -> None:
-        """``rows`` that SGLang knows, at most ``most`` of them in a step, of at most ``max_blocks`` blocks."""
+    def __init__(
+        self, rows: int, most: int, max_blocks: int, device: torch.device | str, *, whole_beyond: int | None = None
+    ) -> None:
+        """``rows`` that SGLang knows, at most ``most`` of them in a step, of at most ``max_blocks`` blocks.
+
+        Rows of more than ``whole_beyond`` tokens are ``whole`` in their first step. None: nobody is.
+        """
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._page_table, self._lengths, self._row_of = zeros(most, max_blocks), zeros(most), zeros(most)
-        self._begins = zeros(most)
+        self._begins, self._whole, self._whole_beyond = zeros(most), zeros(most), _NOBODY
+        if whole_beyond is not None:
+            self._whole_beyond = whole_beyond
         self.active_rows = zeros(1)
         self.lengths = zeros(rows)
         self.first_lengths = torch.full((rows,), ARRIVED, dtype=torch.int32, device=device)
@@ -34,7 +43,8 @@ class StepBuffers:
         begin_step(
             req_to_token, rows, lengths, active,
             step=self.of_batch(rows.numel()), begins=self.begins(rows.numel()),
-            lengths_by_row=self.lengths, first_lengths=self.first_lengths,
+            whole=self.whole(rows.numel()), whole_beyond=self._whole_beyond, lengths_by_row=self.lengths,
+            first_lengths=self.first_lengths,
         )  # fmt: skip
 
     def load_nothing(self) -> None:
@@ -49,9 +59,14 @@ class StepBuffers:
         """``[count]``: 1 for rows of which nothing is resident yet."""
         return self._begins[:count]
 
+    def whole(self, count: int) -> torch.Tensor:
+        """``[count]``: 1 for rows that attend to everything in this step."""
+        return self._whole[:count]
+
     def all_begin(self) -> None:
-        """Nothing of any row is resident."""
-        self.first_lengths.fill_(ARRIVED)
+        """Nothing of any row is resident. Rows are loaded again that are in their first step now."""
+        decoded = (self.first_lengths >= 0) & (self.first_lengths < self.lengths)
+        self.first_lengths.copy_(torch.where(decoded | (self.first_lengths == LET_GO), LET_GO, ARRIVED))
 
     def reset_rows(self, rows: torch.Tensor, state: int) -> None:
         self.first_lengths.index_fill_(0, rows, state)

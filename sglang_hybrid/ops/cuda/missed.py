@@ -7,15 +7,16 @@ from typing import Any
 import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
-from sglang_hybrid.ops.cuda.attention import Partial, side_arguments
+from sglang_hybrid.ops.cuda.attention import AttendWorkspace, Partial, side_arguments
 from sglang_hybrid.ops.cuda.digests import HostPool, Step
 from sglang_hybrid.ops.cuda.library import launch
-from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address, dtype_code
+from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code
 
 
 def finish_late(
     query: torch.Tensor,
     pool: HostPool,
+    step: Step,
     pages: torch.Tensor,
     counts: torch.Tensor,
     scale: float,
@@ -23,13 +24,15 @@ def finish_late(
     out: torch.Tensor,
     *,
     served: torch.Tensor,
-    active_rows: torch.Tensor | None = None,
+    workspace: AttendWorkspace,
+    whole: torch.Tensor | None = None,
 ) -> None:
     """``reference.attend_blocks`` of entries that are not ``served`` ``[B]``, merged with ``local`` to ``out``.
 
     query and out ``[B, H * G, D]``; pages ``[B, H, N]`` of which the first ``counts`` ``[B, H]`` are there, full blocks
-    all of them. Pages that are not in the pool are left out. Served entries keep what they have, so this can follow
-    every wait for the mailbox in a CUDA graph.
+    all of them. Entries that are ``whole`` ``[B]`` attend to all tokens of their row instead, whoever served them.
+    Pages that are not in the pool are left out. All other entries keep what they have, so this can follow every wait
+    for the mailbox in a CUDA graph.
     """
     batch, query_heads, dim = query.shape
     heads = pool.keys.shape[1]
@@ -38,33 +41,34 @@ def finish_late(
         pages=address("pages", pages, torch.int32, (batch, heads, pages.shape[2])),
         counts=address("counts", counts, torch.int32, (batch, heads)),
         served=address("served", served, torch.int32, (batch,)),
-        active_rows=active_address(active_rows),
+        whole=None if whole is None else address("whole", whole, torch.int32, (batch,)),
         local=side_arguments(local, (batch, query_heads, dim)),
         most_blocks=pages.shape[2],
-        **_common_arguments(query, pool, scale, out),
+        **_common_arguments(query, pool, step, scale, workspace, out),
     )
 
 
-def attend_pool(query: torch.Tensor, pool: HostPool, step: Step, scale: float, *, out: torch.Tensor) -> torch.Tensor:
+def attend_pool(
+    query: torch.Tensor, pool: HostPool, step: Step, scale: float, *, workspace: AttendWorkspace, out: torch.Tensor
+) -> torch.Tensor:
     """Attention over all tokens of each row of ``step``: query and ``out`` ``[B, H * G, D]``.
 
     The step's own tokens are in the pool. Pages that are not in the pool are left out, and entries from the step's
     ``active_rows`` on are left alone.
     """
-    launch(
-        "finish_late",
-        pages=address("page_table", step.page_table, torch.int32, (query.shape[0], step.max_blocks)),
-        lengths=address("lengths", step.lengths, torch.int32, (query.shape[0],)),
-        active_rows=active_address(step.active_rows),
-        most_blocks=step.max_blocks,
-        **_common_arguments(query, pool, scale, out),
-    )
+    launch("finish_late", most_blocks=0, **_common_arguments(query, pool, step, scale, workspace, out))
     return out
 
 
-def _common_arguments(query: torch.Tensor, pool: HostPool, scale: float, out: torch.Tensor) -> dict[str, Any]:
+def _common_arguments(
+    query: torch.Tensor, pool: HostPool, step: Step, scale: float, workspace: AttendWorkspace, out: torch.Tensor
+) -> dict[str, Any]:
     batch, query_heads, dim = query.shape
     pool_pages, heads = pool.keys.shape[:2]
+    if workspace.shape != (batch, heads, query_heads // heads, dim) or step.batch != batch:
+        raise ValueError(
+            f"the workspace is for {workspace.shape}, the step for {step.batch} rows, queries are {tuple(query.shape)}"
+        )
     of_pool = (pool_pages, heads, BLOCK_TOKENS, dim)
     for name, part in (("keys", pool.keys), ("values", pool.values)):
         if tuple(part.shape) != of_pool or part.dtype != query.dtype:
@@ -75,12 +79,16 @@ def _common_arguments(query: torch.Tensor, pool: HostPool, scale: float, out: to
         "query": address("query", query, HALVES, (batch, query_heads // heads * heads, dim)),
         "keys": pool.region.address_of("keys of the pool", pool.keys),
         "values": pool.region.address_of("values of the pool", pool.values),
+        "step": step.arguments(),
         "out": address("out", out, query.dtype, (batch, query_heads, dim)),
+        "partial_out": workspace.out.data_ptr(),
+        "partial_lse": workspace.lse.data_ptr(),
+        "arrived": workspace.arrived.data_ptr(),
         "scale": scale,
-        "batch": batch,
         "kv_heads": heads,
         "group": query_heads // heads,
         "head_dim": dim,
         "dtype": dtype_code(query.dtype),
         "pool_pages": pool_pages,
+        "units": workspace.units,
     }

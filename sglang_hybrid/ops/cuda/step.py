@@ -17,13 +17,15 @@ def begin_step(
     *,
     step: Step,
     begins: torch.Tensor,
+    whole: torch.Tensor,
+    whole_beyond: int,
     lengths_by_row: torch.Tensor,
     first_lengths: torch.Tensor,
 ) -> None:
     """Fill ``step`` with rows and lengths ``[B]``, int64 or int32, of which the first ``active`` are real.
 
-    req_to_token ``[rows, tokens]`` int32. begins ``[B]``: 1 for rows of which nothing is resident. first_lengths
-    ``[rows]``: gets the length of a row whose first step this is.
+    req_to_token ``[rows, tokens]`` int32. begins ``[B]``: 1 for rows of which nothing is resident. whole ``[B]``: 1 for
+    rows of more than ``whole_beyond`` tokens whose first step this is. first_lengths ``[rows]``: gets their length.
     """
     batch, known = step.batch, lengths_by_row.shape[0]
     if rows.dtype != lengths.dtype:
@@ -38,6 +40,7 @@ def begin_step(
         step_lengths=address("the step's lengths", step.lengths, torch.int32, (batch,)),
         row_of=address("row_of", step.row_of, torch.int32, (batch,)),
         begins=address("begins", begins, torch.int32, (batch,)),
+        whole=address("whole", whole, torch.int32, (batch,)),
         active_rows=active_address(step.active_rows),
         lengths_by_row=address("lengths_by_row", lengths_by_row, torch.int32, (known,)),
         first_lengths=address("first_lengths", first_lengths, torch.int32, (known,)),
@@ -47,4 +50,5 @@ def begin_step(
         max_blocks=step.max_blocks,
         active=active,
         wide=rows.dtype == torch.int64,
+        whole_beyond=whole_beyond,
     )

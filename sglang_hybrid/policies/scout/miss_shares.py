@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 # Of a KV head's attention: below, a block hardly changes an answer; above, too much would be left out. Guesses, as the
 # numbers below are.
-LOWEST, HIGHEST = 0.001, 0.05
-FIRST = 0.008  # until the first steps were counted
+LOWEST, HIGHEST = 0.0002, 0.05
+FIRST = 0.001  # until the first steps were counted
 _BAND = (0.75, 1.0)  # of the target: a layer in it is left alone
 _MOST_CHANGE = 1.5  # at a time: what is missed follows with a delay
 

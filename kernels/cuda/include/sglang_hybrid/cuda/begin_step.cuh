@@ -23,7 +23,9 @@ __global__ void __launch_bounds__(begin_threads) begin_step(const __grid_constan
         args.step_lengths[entry] = exists ? static_cast<int32_t>(length) : 0;
         args.row_of[entry] = exists ? static_cast<int32_t>(row) : -1;
         const int32_t first = is_real ? args.first_lengths[row] : 0;
-        args.begins[entry] = first == sh_row_arrived;
+        args.begins[entry] = first == sh_row_arrived || first == sh_row_let_go;
+        const bool is_first = first == sh_row_arrived || first == sh_row_prefilled;
+        args.whole[entry] = is_first && length > int64_t{args.whole_beyond};
         if (is_real) {
             args.lengths_by_row[row] = static_cast<int32_t>(length);
             if (first < 0) args.first_lengths[row] = static_cast<int32_t>(length);

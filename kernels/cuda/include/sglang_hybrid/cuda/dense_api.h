@@ -11,6 +11,7 @@
 enum sh_first_length : int32_t {  // instead of a row's first length, before its first step
     sh_row_arrived = -1,          // nothing of it is resident
     sh_row_prefilled = -2,        // its resident blocks were chosen when its prompt was computed
+    sh_row_let_go = -3,           // nothing of it is resident any more, and this is not really its first step
 };
 
 // From SGLang's tables to what the kernels of a step read. Entries from `active` on are padding.
@@ -21,7 +22,8 @@ struct sh_begin_step {
     int32_t* page_table;          // [batch][max_blocks]; entries behind a row's end keep what they have
     int32_t* step_lengths;        // [batch]
     int32_t* row_of;              // [batch]
-    int32_t* begins;              // [batch]: 1 for rows that arrived and have nothing resident
+    int32_t* begins;              // [batch]: 1 for rows that have nothing resident
+    int32_t* whole;               // [batch]: 1 for rows of more than whole_beyond tokens in their first step
     int32_t* active_rows;         // one number
     int32_t* lengths_by_row;      // [rows]
     int32_t* first_lengths;       // [rows]
@@ -31,6 +33,8 @@ struct sh_begin_step {
     uint32_t max_blocks;
     uint32_t active;
     uint32_t wide;  // whether rows and lengths have 64 bits
+    uint32_t whole_beyond;
+    uint32_t unused;
 };
 
 // -- rows that are held as a whole -------------------------------------------------------------------------------------

@@ -1,13 +1,47 @@
 // Attention with the real query over blocks that are read where they lie, in registered host memory: misses that nobody
-// computed in time, or all blocks of a row. Limited by PCIe, so it is `attend_slots` with another list and without sharing a
-// list among CTAs.
+// computed in time, or all blocks of a row. Limited by PCIe, so everybody takes part even if it is one row.
 #pragma once
 
-#include "sglang_hybrid/cuda/attend_slots.cuh"
+#include "sglang_hybrid/cuda/entry_shares.cuh"
 #include "sglang_hybrid/cuda/lanes_api.h"
 #include "sglang_hybrid/cuda/partials.cuh"
 
 namespace sglang_hybrid::cuda {
+
+__device__ inline uint32_t blocks_of_tokens(uint32_t tokens) { return (tokens + block_tokens - 1) / block_tokens; }
+
+// Whether an entry attends to all blocks of its row, whoever served it.
+__device__ inline bool is_whole(const sh_finish_late& args, uint32_t entry) {
+    return !args.pages || (args.whole && args.whole[entry]);
+}
+
+// Tokens of a (batch entry, KV head) pair that are read, and from which blocks.
+struct PoolList {
+    const int32_t* pages;
+    uint32_t tokens;
+
+    __device__ PoolList(const sh_finish_late& args, uint32_t entry, uint32_t head) {
+        if (is_whole(args, entry)) {
+            pages = args.step.page_table + uint64_t{entry} * args.step.max_blocks;
+            tokens = min(static_cast<uint32_t>(max(args.step.lengths[entry], 0)), args.step.max_blocks * block_tokens);
+        } else {
+            const uint64_t pair = uint64_t{entry} * args.kv_heads + head;
+            pages = args.pages + pair * args.most_blocks;
+            tokens = min(static_cast<uint32_t>(max(args.counts[pair], 0)), args.most_blocks) * block_tokens;
+        }
+    }
+
+    // Of each pair of an entry: 0 where there is nothing to do. One at least where somebody waits for a result.
+    static __device__ uint32_t most_blocks(const sh_finish_late& args, uint32_t entry) {
+        const bool whole = is_whole(args, entry), served = args.served && args.served[entry];
+        if (served && !whole) return 0;
+        uint32_t most = 1;
+        for (uint32_t head = 0; head < (whole ? 1 : args.kv_heads); ++head) {
+            most = max(most, blocks_of_tokens(PoolList(args, entry, head).tokens));
+        }
+        return most;
+    }
+};
 
 // The blocks of a warp, one after the other. Lane i knows the i-th of the next 32.
 class PoolBlocks {
@@ -18,10 +52,10 @@ class PoolBlocks {
         uint32_t tokens;  // 0: there is none left
     };
 
-    __device__ PoolBlocks(const sh_finish_late& args, uint32_t pair, uint32_t first, uint32_t step)
-        : args_(args), list_(args.pages + uint64_t{args.lengths ? pair / args.kv_heads : pair} * args.most_blocks),
-          head_(pair % args.kv_heads), tokens_(tokens_of(args, pair)), end_((tokens_ + block_tokens - 1) / block_tokens),
-          next_(first), step_(step) {}
+    // Every step-th block from `first` on, before `end`.
+    __device__ PoolBlocks(const sh_finish_late& args, const PoolList& list, uint32_t head, uint32_t first, uint32_t step,
+                          uint32_t end)
+        : args_(args), list_(list), head_(head), end_(min(end, blocks_of_tokens(list.tokens))), next_(first), step_(step) {}
 
     __device__ Block take(uint32_t block_bytes) {
         while (!held_) {
@@ -32,56 +66,69 @@ class PoolBlocks {
         held_ &= held_ - 1;
         const uint64_t page = static_cast<uint32_t>(__shfl_sync(0xFFFFFFFF, page_, lane));
         const uint64_t at = (page * args_.kv_heads + head_) * block_bytes;
-        const uint32_t tokens = min(block_tokens, tokens_ - (base_ + lane * step_) * block_tokens);
+        const uint32_t tokens = min(block_tokens, list_.tokens - (base_ + lane * step_) * block_tokens);
         return {static_cast<const char*>(args_.keys) + at, static_cast<const char*>(args_.values) + at, tokens};
     }
 
   private:
-    static __device__ uint32_t tokens_of(const sh_finish_late& args, uint32_t pair) {
-        const uint32_t most = args.most_blocks * block_tokens;
-        if (args.lengths) return min(static_cast<uint32_t>(max(args.lengths[pair / args.kv_heads], 0)), most);
-        return min(static_cast<uint32_t>(max(args.counts[pair], 0)), args.most_blocks) * block_tokens;
-    }
-
     __device__ void look() {
         const uint32_t place = next_ + threadIdx.x % warp_size * step_;
-        page_ = place < end_ ? list_[place] : -1;
+        page_ = place < end_ ? list_.pages[place] : -1;
         held_ = __ballot_sync(0xFFFFFFFF, page_ >= 0 && static_cast<uint32_t>(page_) < args_.pool_pages);
         base_ = next_;
         next_ += warp_size * step_;
     }
 
     const sh_finish_late& args_;
-    const int32_t* const list_;
-    const uint32_t head_, tokens_, end_;
+    const PoolList list_;
+    const uint32_t head_, end_;
     uint32_t next_, base_ = 0;
     const uint32_t step_;
     uint32_t held_ = 0;
     int32_t page_ = -1;
 };
 
-// CTAs take pairs in turn: behind a worker usually all they do is to see that everything was served, and then a CTA for each
-// pair would take longer to start than to run.
+// In the dtype of the model, merged with the local partial if there is one.
+template <int kDim>
+struct FinishedResult {
+    const sh_finish_late& args;
+    uint64_t first;  // query head of the batch
+    bool has_local;
+
+    __device__ void operator()(uint32_t i, uint32_t row, float4 quad, float lse) const {
+        const uint64_t index = first * (kDim / 4) + i;
+        Partial found{quad, lse};
+        if (has_local) {
+            found = merged({reinterpret_cast<const float4*>(args.local.out)[index], args.local.lse[first + row]}, found);
+        }
+        write_quad(args.out, index, found.out, static_cast<DType>(args.dtype));
+    }
+    __device__ void operator()(uint32_t i, uint32_t row, float4 quad, const Union& all) const {
+        (*this)(i, row, quad, all.lse());
+    }
+};
+
+// Behind a worker usually all that CTAs do is to see that everything was served.
 template <class Element, int kDim>
 __global__ void __launch_bounds__(attend_warps* warp_size) finish_late(const __grid_constant__ sh_finish_late args) {
     extern __shared__ __align__(128) char shared[];
-    const uint32_t warps = blockDim.x / warp_size, pairs = active_of(args.active_rows, args.batch) * args.kv_heads;
-    const SharedMemory at(kDim, warps);
-    for (uint32_t pair = blockIdx.x; pair < pairs; pair += gridDim.x) {
-        if (args.served && args.served[pair / args.kv_heads]) continue;
-        const uint64_t first = uint64_t{pair} * args.group;
+    const SharedMemory at(kDim, blockDim.x / warp_size);
+    const uint32_t batch = args.step.batch, longest = max(args.step.max_blocks, args.most_blocks);
+    const EntryShares shares(batch, active_of(args.step.active_rows, batch), args.kv_heads, args.head_dim, args.group, longest,
+                             shared + at.bytes, [&](uint32_t entry) { return PoolList::most_blocks(args, entry); });
+    const uint32_t end = shares.begin(blockIdx.x + 1);
+    for (uint32_t number = shares.begin(blockIdx.x); number < end;) {
+        const EntryShares::Part part = shares.part_at(number);
+        const uint32_t from = number - part.first, numbers = min(part.numbers - from, end - number);
+        const uint64_t first = (uint64_t{part.entry} * args.kv_heads + part.head) * args.group;
+        const PoolList list(args, part.entry, part.head);
         const auto* const query = static_cast<const char*>(args.query) + first * kDim * 2;
-        attend_list<Element, kDim>(query, args.group, args.scale, nullptr, shared, at,
-                                   [&](uint32_t warp, uint32_t of) { return PoolBlocks(args, pair, warp, of); });
-        merge_warps<kDim>(shared, at, warps, args.group, [&](uint32_t i, uint32_t row, float4 quad, const Union& all) {
-            const uint64_t index = first * (kDim / 4) + i;
-            Partial found{quad, all.lse()};
-            if (args.local.out) {
-                const auto* const local = reinterpret_cast<const float4*>(args.local.out);
-                found = merged({local[index], args.local.lse[first + row]}, found);
-            }
-            write_quad(args.out, index, found.out, static_cast<DType>(args.dtype));
+        attend_list<Element, kDim>(query, args.group, args.scale, nullptr, shared, at, [&](uint32_t warp, uint32_t of_warps) {
+            return PoolBlocks(args, list, part.head, from + warp, of_warps, from + numbers);
         });
+        const bool has_local = args.local.out && !is_whole(args, part.entry);
+        shares.finish<kDim>(args, part, numbers, shared, at, FinishedResult<kDim>{args, first, has_local});
+        number += numbers;
         __syncthreads();  // shared memory is free for the next pair
     }
 }

@@ -47,26 +47,29 @@ struct sh_finish_queries {
 
 // -- blocks that are read from the host pool ---------------------------------------------------------------------------
 
-// Attention of entries that were not served over lists of blocks in the host pool, merged with the local partial. Entries
-// that were served are neither read nor written. Without `lengths` every KV head has its own list, of full blocks: misses
-// that the worker did not compute. With `lengths` the KV heads of an entry share the list of all its blocks.
+// Attention of entries that were not served over lists of full blocks in the host pool, one for each KV head, merged with the
+// local partial; and of entries that attend to all blocks of their row, served or not. All others are neither read nor written.
 struct sh_finish_late {
     const void* query;  // [batch][KV head][group][head_dim], the real one
     const void* keys;   // a layer of the pool, as the device sees it: [page][KV head][32][head_dim]
     const void* values;
-    const int32_t* pages;    // [batch][KV head][most_blocks], or [batch][most_blocks]; those not in the pool are left out
-    const int32_t* counts;   // [batch][KV head], blocks of a list; not looked at with `lengths`
-    const int32_t* lengths;  // [batch], tokens of a list, whose last block may be partly filled; or null
-    const int32_t* served;   // [batch]; null: nobody was
-    const int32_t* active_rows;
-    sh_side local;  // null: there is none
-    void* out;      // [batch][KV head][group][head_dim] of `dtype`
+    sh_step step;           // row_of is not looked at
+    const int32_t* pages;   // [batch][KV head][most_blocks], those not in the pool are left out; null: all entries are whole
+    const int32_t* counts;  // [batch][KV head], blocks of a list
+    const int32_t* served;  // [batch]; null: nobody was
+    const int32_t* whole;   // [batch], 1: attends to all blocks of its row; null: nobody does
+    sh_side local;          // null: there is none
+    void* out;              // [batch][KV head][group][head_dim] of `dtype`
+    // workspace, as for sh_attend_slots
+    float* partial_out;
+    float* partial_lse;
+    uint32_t* arrived;
     float scale;
-    uint32_t batch;
     uint32_t kv_heads;
     uint32_t group;
     uint32_t head_dim;
     uint32_t dtype;  // DType, 16 bits
     uint32_t most_blocks;
     uint32_t pool_pages;
+    uint32_t units;
 };
