@@ -157,7 +157,6 @@ class Counts:
             "misses_per_list": [round(value, 2) for value in misses.tolist()],
             "recalled_per_list": round(float(recalled.mean()), 3),
             "gather_shares": None if shares is None else [round(share, 3) for share in shares.tolist()],
-            "least_miss_shares": [round(share / shape.group, 5) for share in scout.miss_scores.exp().tolist()],
             "rows_by_outcome": {name: value for name, value in outcomes.items() if value},
             "refused": int(scout.refused),
         }

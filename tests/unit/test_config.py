@@ -543,7 +543,7 @@ def test_a_bonus_an_interval_or_a_size_that_is_no_number_from_zero_on_is_refused
 def test_a_share_that_is_no_part_of_one_is_refused(override: str, given: str) -> None:
     problem = problem_of(overrides=[override])
     assert f"scout.min_miss_attention={given} (override)" in problem
-    assert problem.endswith(": must be a number >= 0 and <= 1 or one of auto, host")
+    assert problem.endswith(": must be a number >= 0 and <= 1 or auto")
 
 
 @pytest.mark.parametrize(

@@ -235,14 +235,14 @@ def _watch_costs(
 def _budget(config: HybridConfig, model: ModelIdentity) -> Budget:
     group = model.query_heads // model.kv_heads  # whose shares of attention a score adds up
     least = config.scout.min_miss_attention
-    share = 0.0 if isinstance(least, str) else least
+    share = 0.0 if least == "auto" else float(least)
     min_miss_score = math.log(share * group) if share else -math.inf
     return Budget(config.budget_tokens // BLOCK_TOKENS, config.sink_blocks, config.recent_blocks, min_miss_score)
 
 
 def _with_share(budget: Budget, config: HybridConfig, model: ModelIdentity, share: float) -> Budget:
     """As the layer will be served: by its own share, unless the settings name one for all."""
-    if not isinstance(config.scout.min_miss_attention, str):
+    if config.scout.min_miss_attention != "auto":
         return budget
     min_miss_score = math.log(share * (model.query_heads // model.kv_heads))
     return dataclasses.replace(budget, min_miss_score=min_miss_score, any_block=True)

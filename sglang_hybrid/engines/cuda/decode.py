@@ -28,7 +28,6 @@ from sglang_hybrid.engines.cuda.program import ProgramContext, QueryAhead, StepP
 from sglang_hybrid.engines.cuda.settings import (
     FIRST_GATHER_SHARE,
     ScoutSettings,
-    miss_shares_of,
     path_rates,
     settings_of,
     slots_of,
@@ -80,7 +79,6 @@ class DeviceScout(StepProgram):
         # one plan for each layer: copies of one may still be under way when the next but one is selected
         self._plans = [plan_for(shape, settings.slots, device) for _ in layers]
         self.intervals = torch.tensor(list(intervals), dtype=torch.int32, device=device)
-        self.miss_scores = torch.tensor(settings.min_miss_score, device=device)  # what a miss of each layer must have
         # misses and recalled blocks of each layer, added up over all steps
         self.counted = torch.zeros(len(layers), 2, dtype=torch.int64, device=device)
         # who recalls in this step, by layer, and what planning needs beside the scout lane, which scores another layer
@@ -119,8 +117,6 @@ class DeviceScout(StepProgram):
             rates=path_rates(context.rates, context.worker_cores),
             gathers=self._settings.gather_share is None,
             follows_host=tuning.follows_host and mailbox is not None,
-            shares=miss_shares_of(tuning),
-            group=self._shape.group,
         )
 
     @property
@@ -138,10 +134,6 @@ class DeviceScout(StepProgram):
     def set_intervals(self, intervals: Sequence[int]) -> None:
         """Steps between two recalls of each layer."""
         self.intervals.copy_(torch.tensor(list(intervals), dtype=torch.int32).pin_memory(), non_blocking=True)
-
-    def set_miss_scores(self, scores: Sequence[float]) -> None:
-        """What a miss of each layer must have."""
-        self.miss_scores.copy_(torch.tensor(list(scores)).pin_memory(), non_blocking=True)
 
     def set_gather_shares(self, shares: Sequence[float]) -> None:
         """Of each layer's misses, that are copied to the device. Only where they did not begin as a fixed 0."""
@@ -319,7 +311,7 @@ class DeviceScout(StepProgram):
         select_blocks(
             scores, self._tables[layer], step, settings.budget, lane.misses(count),
             pool_pages=self._shape.pool_pages, bonus=settings.bonus[layer],
-            min_miss_score=self.miss_scores[layer : layer + 1], any_block=settings.any_block[layer],
+            min_miss_score=settings.min_miss_score[layer], any_block=settings.any_block[layer],
             plan=None if predicted else self._plans[layer], due=due,
             recall=RecallInterval(
                 self.intervals[layer : layer + 1], self.step.first_lengths, layer, settings.early_recalls

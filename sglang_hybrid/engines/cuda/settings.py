@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.policies.registry import policy_named
-from sglang_hybrid.policies.scout.miss_shares import FIRST, MissShares
-from sglang_hybrid.policies.scout.tuning import EARLY_RECALLS, Tuning, beyond_selection, resident_tokens_of
+from sglang_hybrid.policies.scout.tuning import EARLY_RECALLS, Tuning, resident_tokens_of
 
 if TYPE_CHECKING:  # needs torch, which ``sglang-hybrid config`` does without
     from sglang_hybrid.policies.scout.profile import HostRates
@@ -26,7 +24,7 @@ class ScoutSettings:
     sink: int
     recent: int
     bonus: tuple[float, ...]  # of each layer
-    min_miss_score: tuple[float, ...]  # the score that a miss of each layer must have, to begin with
+    min_miss_score: tuple[float, ...]  # the score that a miss of each layer must have
     any_block: tuple[bool, ...]  # whether every block that has it is a miss, or only the selected ones
     gather_share: float | None  # of the misses, that are copied to the device; None: it follows what is missed
     deadline_s: float
@@ -90,29 +88,15 @@ def gather_share_of(config: HybridConfig) -> float | None:
     return None if config.scout.cpu_share == "auto" else 1 - config.scout.cpu_share
 
 
-def miss_shares_of(tuning: Tuning) -> MissShares:
-    """Where each layer's share begins."""
-    layers = len(tuning.miss_shares)
-    return MissShares((FIRST,) * layers if tuning.adapt_shares else tuning.miss_shares, tuning.adapt_shares)
-
-
-def miss_scores(shares: Sequence[float], group: int) -> tuple[float, ...]:
-    """The scores of blocks with these shares of a KV head's attention, ``group`` query heads together."""
-    return tuple(math.log(share * group) if share else -math.inf for share in shares)
-
-
 def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettings:
-    any_block = tuning.any_block
-    if tuning.adapt_shares:
-        any_block = tuple(beyond_selection(interval) for interval in tuning.intervals)
     return ScoutSettings(
         budget=config.budget_tokens // BLOCK_TOKENS,
         slots=slots_of(config),
         sink=config.sink_blocks,
         recent=config.recent_blocks,
         bonus=tuning.bonus,
-        min_miss_score=miss_scores(miss_shares_of(tuning).shares, group),
-        any_block=any_block,
+        min_miss_score=tuple(math.log(share * group) if share else -math.inf for share in tuning.miss_shares),
+        any_block=tuning.any_block,
         gather_share=gather_share_of(config),
         deadline_s=config.worker_deadline_ms / 1000,
         whole_beyond=config.budget_tokens if policy_named(config.policy).needs.exact_first_step else None,

@@ -11,10 +11,9 @@ from typing import Protocol
 import torch
 
 from sglang_hybrid.engines.cuda.counters import Counters
-from sglang_hybrid.engines.cuda.settings import PathRates, miss_scores
+from sglang_hybrid.engines.cuda.settings import PathRates
 from sglang_hybrid.metrics import WorkerMetrics
 from sglang_hybrid.ops.cuda.structs import OUTCOMES
-from sglang_hybrid.policies.scout.miss_shares import MissShares
 from sglang_hybrid.policies.scout.recall import RecallSchedule
 from sglang_hybrid.worker.fallback_log import FallbackLog
 
@@ -34,8 +33,6 @@ class Watched(Protocol):
 
     def set_intervals(self, intervals: Sequence[int]) -> None: ...
 
-    def set_miss_scores(self, scores: Sequence[float]) -> None: ...
-
     def set_gather_shares(self, shares: Sequence[float]) -> None: ...
 
 
@@ -50,18 +47,14 @@ class DeviceWatch:
         *,
         gathers: bool = True,
         follows_host: bool = False,
-        shares: MissShares | None = None,
-        group: int = 1,
         counters: Callable[[torch.Tensor], Counters] = Counters,
     ) -> None:
         """``blocks_per_row``: of all KV heads, within the budget. ``outcomes``: the mailbox's, in device memory.
 
         ``rates``: of this host, None where nothing follows them. With ``gathers`` the share of misses that is gathered
-        follows what is missed and recalled; with ``follows_host`` recalls and ``shares`` aim at what the worker
-        computes in time. ``group``: query heads per KV head.
+        follows what is missed and recalled; with ``follows_host`` recalls aim at what the worker computes in time.
         """
         self._gathers, self._follows_host = gathers, follows_host
-        self._shares, self._group = shares or MissShares((0.0,) * len(recall.intervals), adapt=False), group
         self._scout, self._recall, self._per_row, self._rates = scout, recall, blocks_per_row, rates
         self._counted = counters(scout.counted)
         self._outcomes = counters(outcomes) if outcomes is not None else None
@@ -99,17 +92,13 @@ class DeviceWatch:
             self._tell_outcomes(dict(zip(OUTCOMES, new.tolist(), strict=True)))
 
     def _tell_ratios(self, ratios: list[float], steps: int) -> None:
-        intervals, shares = list(self._recall.intervals), list(self._shares.shares)
+        before = list(self._recall.intervals)
         for layer, ratio in enumerate(ratios):
-            # as long as shares can do it, recalls have nothing to do
-            self._recall.observe(layer, ratio if self._shares.leaves_to_recalls(layer) else 0.0, steps)
-            self._shares.observe(layer, ratio, self._recall.beta)
+            self._recall.observe(layer, ratio, steps)
             if self.on_ratio:
                 self.on_ratio(layer, ratio)
-        if self._recall.intervals != intervals:
+        if self._recall.intervals != before:
             self._scout.set_intervals(self._recall.intervals)
-        if self._shares.shares != shares:
-            self._scout.set_miss_scores(miss_scores(self._shares.shares, self._group))
 
     def _aim(self, rows: float, steps: int) -> None:
         """``rows`` of a step that may miss."""

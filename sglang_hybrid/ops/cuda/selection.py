@@ -96,7 +96,7 @@ def select_blocks(
     *,
     pool_pages: int,
     bonus: float = 0.0,
-    min_miss_score: float | torch.Tensor = -math.inf,
+    min_miss_score: float = -math.inf,
     any_block: bool = False,
     plan: RecallPlan | None = None,
     recall: torch.Tensor | RecallInterval | None = None,
@@ -113,10 +113,9 @@ def select_blocks(
     """``reference.select_blocks`` of scores ``[B, H, max_blocks]``, split by residency, as policy ``scout`` does it.
 
     ``by_row``: scores are ``[rows, H, max_blocks]``. ``put_off``: they are not written yet, which is done first.
-    budget: blocks, at most 256. ``min_miss_score`` (a number, or one float32 in device memory that may change): what a
-    miss must have; with ``any_block`` every block that has it is one (``reference.blocks_worth``), as many as a
-    selection holds, otherwise those only that are selected. A tail that was opened by this step gets its slot here; see
-    ``digests``. With ``plan``, rows that are due (``recall``:
+    budget: blocks, at most 256. ``min_miss_score``: what a miss must have; with ``any_block`` every block that has it
+    is one (``reference.blocks_worth``), as many as a selection holds, otherwise those only that are selected. A tail
+    that was opened by this step gets its slot here; see ``digests``. With ``plan``, rows that are due (``recall``:
     ``[B]`` int32 or an interval; ``due`` beside an interval: these rows too) add what they want to have in their slots.
     ``recalls`` ``[B]`` int32 gets who is due, for another launch that makes the plan. Without ``misses`` nobody is told
     what is missed.
@@ -174,10 +173,7 @@ def select_blocks(
         recalls=address("recalls", recalls, torch.int32, (batch,)),
         plan=struct("plan") if plan is None else plan.arguments(),
         bonus=bonus,
-        min_miss_score=0.0 if isinstance(min_miss_score, torch.Tensor) else min_miss_score,
-        changing_miss_score=scalar_address(
-            "min_miss_score", min_miss_score if isinstance(min_miss_score, torch.Tensor) else None, torch.float32
-        ),
+        min_miss_score=min_miss_score,
         kv_heads=heads,
         budget=budget,
         most_misses=most,

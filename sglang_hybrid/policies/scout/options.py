@@ -31,12 +31,12 @@ class ScoutOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     min_miss_attention: Annotated[
-        Annotated[float, Meta(ge=0, le=1)] | Literal["auto", "host"],
+        _Share,
         Meta(
             description="Least estimated attention, as a share of the KV head's, with which a selected block "
             "becomes a miss; a block with less waits for a recall. auto takes the profile's share of "
             "each layer and computes every block that reaches it, selected or not, or 0.001 without a "
-            "profile. host, on a GPU: each layer's share follows traffic, so that misses reach target_cpu_ratio.",
+            "profile.",
         ),
     ] = "auto"
     cpu_share: Annotated[
@@ -56,8 +56,9 @@ class ScoutOptions(msgspec.Struct, frozen=True, kw_only=True):
     target_cpu_ratio: Annotated[
         Annotated[float, Meta(gt=0, le=1)] | Literal["auto"],
         Meta(
-            description="CPU compute ratio (misses over budget) to aim at. auto is what the worker computes in 60 % "
-            "of a layer's time at the present batch on a GPU, at least 3 % and at most 25 %, and 12 % elsewhere.",
+            description="CPU compute ratio (misses over budget) that recall_adapt aims at. auto is what the worker "
+            "computes in 60 % of a layer's time at the present batch on a GPU, at least 3 % and at most 25 %, and "
+            "12 % elsewhere.",
         ),
     ] = "auto"
     recall_adapt: Annotated[

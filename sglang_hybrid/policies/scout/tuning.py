@@ -17,7 +17,7 @@ DEFAULT_INTERVAL = 8
 # Steps of a row, its first ones, in which all its layers recall: queries change most behind the prompt, and short
 # answers would be over before each layer has recalled once.
 EARLY_RECALLS = 8
-DEFAULT_MISS_SHARE = 0.001  # of selected blocks
+DEFAULT_MISS_SHARE = 0.001
 DEFAULT_TARGET = 0.12  # of the CPU compute ratio, as in ScoutAttention, until the host tells a better one
 
 
@@ -51,7 +51,6 @@ class Tuning:
     miss_shares: tuple[float, ...]  # of a KV head's attention, that a block must get to be a miss
     any_block: tuple[bool, ...]  # whether every such block is a miss, or those only that are selected
     follows_host: bool = False  # whether beta becomes what the worker computes while nobody waits for it
-    adapt_shares: bool = False  # whether miss_shares follow live traffic, to use that time; see miss_shares.py
 
 
 def beyond_selection(interval: int) -> bool:
@@ -76,10 +75,8 @@ def tuning_of(config: HybridConfig, layers: int, profile: Profiled | None = None
         intervals = profile.intervals if profile else (DEFAULT_INTERVAL,) * layers
     # a fixed interval is meant to stay
     adapt = options.recall_adapt and options.recall_interval == "auto"
-    miss_shares, any_block, adapt_shares = (DEFAULT_MISS_SHARE,) * layers, (False,) * layers, False
-    if options.min_miss_attention == "host":
-        adapt_shares = True  # where somebody adapts them: a GPU server
-    elif options.min_miss_attention != "auto":
+    miss_shares, any_block = (DEFAULT_MISS_SHARE,) * layers, (False,) * layers
+    if options.min_miss_attention != "auto":
         miss_shares = (float(options.min_miss_attention),) * layers
     elif profile and profile.miss_shares:
         # One share for all layers needs the limit that a selection is: it says too little about what matters where.
@@ -87,4 +84,4 @@ def tuning_of(config: HybridConfig, layers: int, profile: Profiled | None = None
         any_block = tuple(beyond_selection(interval) for interval in intervals)
     follows = options.target_cpu_ratio == "auto"
     beta = DEFAULT_TARGET if options.target_cpu_ratio == "auto" else options.target_cpu_ratio
-    return Tuning(bonus, intervals, beta, adapt, miss_shares, any_block, follows, adapt_shares)
+    return Tuning(bonus, intervals, beta, adapt, miss_shares, any_block, follows)

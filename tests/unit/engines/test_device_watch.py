@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from sglang_hybrid.engines.cuda.settings import PathRates
 from sglang_hybrid.engines.cuda.watch import DeviceWatch
 from sglang_hybrid.ops.cuda.structs import OUTCOMES
-from sglang_hybrid.policies.scout.miss_shares import HIGHEST, LOWEST, MissShares
 from sglang_hybrid.policies.scout.recall import RecallSchedule
 
 LAYERS, PER_ROW = 2, 100
@@ -31,9 +28,6 @@ class Scout:
 
     def set_gather_shares(self, shares: list[float]) -> None:
         self.shares.append(shares)
-
-    def set_miss_scores(self, scores: list[float]) -> None:
-        self.miss_scores = list(scores)
 
 
 class Late:
@@ -78,20 +72,6 @@ def test_a_ratio_above_the_band_shortens_an_interval() -> None:
     for _ in range(80):
         scout.counted += torch.tensor([[60, 0], [3, 0]])
         watch.step(3)
-    assert scout.intervals[0] < 8 == scout.intervals[1]
-
-
-def test_what_a_miss_must_have_follows_first_and_recalls_only_when_it_can_do_no_more() -> None:
-    scout = Scout()
-    schedule, shares = RecallSchedule([8, 8], 0.12, True), MissShares([0.008, 0.008], adapt=True)
-    watch = DeviceWatch(scout, schedule, PER_ROW, None, None, shares=shares, group=5, counters=Late)  # type: ignore[arg-type]
-    for step in range(320):
-        scout.counted += torch.tensor([[60, 0], [3, 0]])  # 20 % and 1 %
-        watch.step(3)
-        if step == 40:
-            assert schedule.intervals == [8, 8]
-            assert scout.miss_scores[0] > math.log(0.008 * 5) > scout.miss_scores[1]
-    assert scout.miss_scores == [math.log(HIGHEST * 5), math.log(LOWEST * 5)]
     assert scout.intervals[0] < 8 == scout.intervals[1]
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.engines.cuda.settings import settings_of
-from sglang_hybrid.policies.scout.miss_shares import FIRST
 from sglang_hybrid.policies.scout.recall import RecallSchedule
 from sglang_hybrid.policies.scout.tuning import DEFAULT_BONUS, DEFAULT_INTERVAL, DEFAULT_MISS_SHARE, tuning_of
 
@@ -170,16 +166,6 @@ def test_without_a_profile_there_are_defaults() -> None:
     assert tuning.intervals == (DEFAULT_INTERVAL,) * 2
     assert (tuning.beta, tuning.adapt, tuning.follows_host) == (0.12, True, True)
     assert (tuning.miss_shares, tuning.any_block) == ((DEFAULT_MISS_SHARE,) * 2, (False, False))
-    assert not tuning.adapt_shares
-
-
-@pytest.mark.parametrize("profile", [None, SomeProfile()])
-def test_shares_follow_the_host_when_asked_to(profile: SomeProfile | None) -> None:
-    tuning = tuning_of(scouting(min_miss_attention="host"), 2, profile)
-    assert tuning.adapt_shares
-    assert (tuning.miss_shares, tuning.any_block) == ((DEFAULT_MISS_SHARE,) * 2, (False, False))
-    on_gpu = settings_of(HybridConfig(), tuning, group=5)
-    assert on_gpu.min_miss_score == (math.log(FIRST * 5),) * 2 and on_gpu.any_block == (True, True)
 
 
 def test_a_profile_tunes_each_layer() -> None:

@@ -15,11 +15,6 @@ __device__ inline bool is_due(const sh_select_blocks& args, uint32_t entry, int3
     return static_cast<uint32_t>(steps + static_cast<int32_t>(args.layer)) % *args.interval == 0;
 }
 
-// What a miss must have.
-__device__ inline float least_score(const sh_select_blocks& args) {
-    return args.changing_miss_score ? *args.changing_miss_score : args.min_miss_score;
-}
-
 __device__ inline Entry entry_of(const sh_select_blocks& args, const SelectionMemory& memory, const RowBlocks& row,
                                  const PositionSet& in_slots, const float* scores, const int32_t* table, uint32_t chosen) {
     Entry entry{-1, false, false, false, INFINITY, -1};
@@ -79,12 +74,11 @@ __device__ inline void write_list(SelectionMemory& memory, bool is_in, const Ent
 __device__ inline uint32_t choose_worth(const sh_select_blocks& args, SelectionMemory& memory, const RowBlocks& row,
                                         const PositionSet& in_slots, const float* scores, uint32_t* ranks, uint32_t most) {
     const uint32_t candidates = static_cast<uint32_t>(row.last - row.first);
-    const float least = least_score(args);
     uint32_t mine = 0, worth;
     __syncthreads();  // everybody has taken what is in memory.chosen
     for (uint32_t i = threadIdx.x; i < candidates; i += select_threads) {
         const int32_t position = row.first + static_cast<int32_t>(i);
-        const bool counts = !in_slots.has(position) && or_lowest(scores[position]) >= least;
+        const bool counts = !in_slots.has(position) && or_lowest(scores[position]) >= args.min_miss_score;
         ranks[i] = counts ? rank_of(scores[position]) : 0;  // below that of any score
         mine += counts;
     }
@@ -107,7 +101,7 @@ __device__ inline uint32_t find_slots_to_gather(const sh_select_blocks& args, Se
     __syncthreads();
     if (mine.position >= 0) selected.add(mine.position);
     __syncthreads();
-    return find_free_slots(memory, args.table, row, selected, scores, args.any_block ? least_score(args) : INFINITY);
+    return find_free_slots(memory, args.table, row, selected, scores, args.any_block ? args.min_miss_score : INFINITY);
 }
 
 // By a whole CTA: what of `missed` is not in a slot and worth it, to the first list or to that of gathered blocks. A block
@@ -120,7 +114,7 @@ struct Missed {
 __device__ inline Missed write_misses(const sh_select_blocks& args, SelectionMemory& memory, const RowBlocks& row,
                                       const Entry& mine, const Entry& missed, PositionSet in_slots, PositionSet selected,
                                       const float* scores, uint32_t pair, uint64_t first_slot, float phase) {
-    const bool worth = !missed.is_candidate || missed.score >= least_score(args);
+    const bool worth = !missed.is_candidate || missed.score >= args.min_miss_score;
     const bool is_miss = missed.position >= 0 && !missed.has_slot && missed.in_pool && worth;
     const bool is_sink = missed.position < row.first;
     const auto misses = static_cast<uint32_t>(__syncthreads_count(is_miss));

@@ -131,7 +131,6 @@ struct sh_select_blocks {
     int32_t* miss_pages;  // [batch][KV head][most_misses], -1 behind the last; ascending positions
     int32_t* miss_positions;  // likewise
     int32_t* miss_counts;  // [batch][KV head]; null: nobody wants to know what is missed
-    const float* changing_miss_score;  // one number, instead of min_miss_score; or null
     const float* gather_share;  // one number; or null: all misses are in the first list
     sh_plan gathered;  // with a share; room for batch x KV heads x most_gathered
     float* near_bias;  // [rows][KV head][group], or null: `near_bias` of the reference, of what is in slots or in a list then,
