@@ -89,7 +89,7 @@ class Engine(ABC):
     reports_ratio: ClassVar[bool] = False  # whether some blocks are computed by a CPU worker
     predicts: ClassVar[bool] = False  # whether `ahead` does anything
     may_change: ClassVar[bool] = True  # whether `use` may be called again with other settings
-    knows_first_steps: ClassVar[bool] = False  # whether `decode` attends to everything in them, where a policy wants it
+    knows_first_steps: ClassVar[bool] = False  # whether `decode` attends to everything in first steps, if asked
     holds_weights: ClassVar[bool] = False  # whether predictors keep copies of weights that cannot be replaced
 
     @classmethod

@@ -232,7 +232,7 @@ class DeviceScout(StepProgram):
         if replies is not None:
             self._replies.wait_for(layer)
             merge(local, replies, active_rows=step.active_rows, out=out)
-        # rows that attend to everything are not looked at by anybody before
+        # Overwrites what was merged for rows that attend to everything in this step.
         finish_late(
             query, of_layer.pool, step, misses.pages, misses.counts, scale, local, out,
             served=served, whole=self.step.whole(count), workspace=self._attention.attending(count),

@@ -12,7 +12,7 @@ from sglang_hybrid.ops.cuda.step import begin_step
 # instead of a row's first length, before its first step: sh_first_length
 PREFILLED = -2  # its resident blocks were chosen when its prompt was computed
 ARRIVED = -1  # nothing of it is resident
-LET_GO = -3  # nothing of it is resident any more, and this is not really its first step
+LET_GO = -3  # nothing of it is resident any more, but its first step was earlier
 _NOBODY = 2**32 - 1  # tokens that no row has
 
 
@@ -64,7 +64,11 @@ class StepBuffers:
         return self._whole[:count]
 
     def all_begin(self) -> None:
-        """Nothing of any row is resident. Rows are loaded again that are in their first step now."""
+        """Mark all rows as having no resident blocks.
+
+        Rows that decoded before this step are marked as let go: their first step is over, so they do not attend to
+        everything again. Load the rows of the present step again afterwards.
+        """
         decoded = (self.first_lengths >= 0) & (self.first_lengths < self.lengths)
         self.first_lengths.copy_(torch.where(decoded | (self.first_lengths == LET_GO), LET_GO, ARRIVED))
 

@@ -11,7 +11,7 @@
 enum sh_first_length : int32_t {  // instead of a row's first length, before its first step
     sh_row_arrived = -1,          // nothing of it is resident
     sh_row_prefilled = -2,        // its resident blocks were chosen when its prompt was computed
-    sh_row_let_go = -3,           // nothing of it is resident any more, and this is not really its first step
+    sh_row_let_go = -3,           // nothing of it is resident any more, but its first step was earlier
 };
 
 // From SGLang's tables to what the kernels of a step read. Entries from `active` on are padding.
