@@ -97,10 +97,10 @@ def cuda(_machine: Machine) -> Finding:
 
 
 def capability(machine: Machine) -> Finding:
-    known = [gpu for gpu in machine.gpus if gpu.capability is not None]
+    known = [gpu.capability for gpu in machine.gpus if gpu.capability is not None]
     if not known:
         return skipped("nvidia-smi does not tell", "Update the driver: nvidia-smi should know compute_cap.")
-    oldest = min(gpu.capability or 0 for gpu in known)
+    oldest = min(known)
     found = f"compute capability {oldest / 10:g}"
     if oldest < OLDEST:
         return problem(
@@ -187,7 +187,8 @@ def copies(machine: Machine) -> Finding:
 
 
 def kernels(machine: Machine) -> Finding:
-    architectures = sorted({gpu.capability for gpu in machine.gpus if (gpu.capability or 0) >= OLDEST})
+    known = {gpu.capability for gpu in machine.gpus if gpu.capability is not None}
+    architectures = sorted(number for number in known if number >= OLDEST)
     if not architectures:
         return skipped("no GPU that the kernels are for", "See compute capability.")
     nvcc = find_nvcc()
