@@ -49,4 +49,5 @@ def machine(root: Path, *gpus: str, cpus: int = 8, **others: Any) -> Machine:
             return "\n".join(gpus) + "\n"
         raise CommandError(f"{command[0]}: No such file or directory")
 
-    return Machine(**({"root": root, "cpus": frozenset(range(cpus)), "environment": {}, "run": run} | others))
+    given: dict[str, Any] = {"root": root, "cpus": frozenset(range(cpus)), "environment": {}, "run": run}
+    return Machine(**(given | others))

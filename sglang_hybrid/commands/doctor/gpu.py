@@ -101,10 +101,10 @@ def capability(machine: Machine) -> Finding:
     if not known:
         return skipped("nvidia-smi does not tell", "Update the driver: nvidia-smi should know compute_cap.")
     oldest = min(known)
-    found = f"compute capability {oldest / 10:g}"
+    found = f"compute capability {oldest / 10:.1f}"
     if oldest < OLDEST:
         return problem(
-            f"{found}, and the CUDA kernels need {OLDEST / 10:g}",
+            f"{found}, and the CUDA kernels need {OLDEST / 10:.1f} or newer",
             "Use an NVIDIA GPU of the Ampere generation or newer, or hide this one with CUDA_VISIBLE_DEVICES.",
         )
     return ok(found)

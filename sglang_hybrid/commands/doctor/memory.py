@@ -71,7 +71,9 @@ def huge_pages(machine: Machine) -> Finding:
         if own not in (None, "inherit") and common not in ("deny", "force"):
             common, file = own, own_file
     if common in ("never", "deny"):
-        return advice(f"shared memory gets none ({common})", f"As root: echo advise > /{file}.")
+        return advice(
+            f"shared memory gets none ({common})", f"Run as root before a server starts: echo advise > /{file}."
+        )
     return ok(f"shared memory gets them ({common})")
 
 

@@ -10,6 +10,7 @@ from doctor_machines import A100, H200, V100, machine, write, write_cores
 from sglang_hybrid.commands.doctor import gpu
 from sglang_hybrid.commands.doctor.gpu_query import Link, parse_gpus, visible
 from sglang_hybrid.commands.doctor.report import Status
+from sglang_hybrid.ops.cuda.sources import source_hash
 from sglang_hybrid.ops.cuda.toolchain import Nvcc
 
 H200_FOLDER = "sys/bus/pci/devices/0000:3b:00.0"
@@ -85,10 +86,10 @@ def test_the_driver_must_run_torchs_cuda(
 
 
 def test_a_gpu_that_is_too_old_is_a_problem(tmp_path: Path) -> None:
-    assert gpu.capability(machine(tmp_path, H200, A100)).found == "compute capability 8"
+    assert gpu.capability(machine(tmp_path, H200, A100)).found == "compute capability 8.0"
     found = gpu.capability(machine(tmp_path, H200, V100))
     assert found.status is Status.PROBLEM
-    assert found.found == "compute capability 7, and the CUDA kernels need 8"
+    assert found.found == "compute capability 7.0, and the CUDA kernels need 8.0 or newer"
 
 
 # -- NUMA --------------------------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def test_kernels_are_found_in_the_cache_and_not_compiled(tmp_path: Path, monkeyp
     monkeypatch.setattr(build, "find_nvcc", lambda: None)
     monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("something was compiled"))
     assert build.find_built(90) is None
-    elsewhere = tmp_path / "cuda" / f"{build.source_hash()}-sm90-nvcc13.0.88.so"
+    elsewhere = tmp_path / "cuda" / f"{source_hash()}-sm90-nvcc13.0.88.so"
     write(tmp_path, {f"cuda/{elsewhere.name}": ""})
     assert build.find_built(90) == elsewhere == build.built(90)
     monkeypatch.setattr(build, "find_nvcc", lambda: Nvcc(Path("nvcc"), "12.8.1"))  # compiles its own

@@ -52,7 +52,7 @@ def test_a_small_pool_gets_advice(tmp_path: Path) -> None:
 
 def with_shared_memory(monkeypatch: pytest.MonkeyPatch, size: int, free: int) -> None:
     values = (4096, 4096, size // 4096, free // 4096, free // 4096, 0, 0, 0, 0, 255)
-    monkeypatch.setattr(memory.os, "statvfs", lambda _path: os.statvfs_result(values))
+    monkeypatch.setattr(os, "statvfs", lambda _path: os.statvfs_result(values))
 
 
 def test_dockers_default_of_shared_memory_is_too_small_for_sglang(
@@ -92,7 +92,10 @@ def test_huge_pages_are_for_shared_memory_that_asks_for_them(setting: str, statu
     write(tmp_path, {f"{PAGES}/shmem_enabled": setting})
     found = memory.huge_pages(machine(tmp_path))
     assert found.status == status
-    assert found.status is Status.OK or found.to_do == f"As root: echo advise > /{PAGES}/shmem_enabled."
+    assert (
+        found.status is Status.OK
+        or found.to_do == f"Run as root before a server starts: echo advise > /{PAGES}/shmem_enabled."
+    )
 
 
 def test_a_setting_for_the_size_of_huge_pages_comes_before_the_common_one(tmp_path: Path) -> None:
