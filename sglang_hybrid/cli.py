@@ -40,6 +40,7 @@ COMMANDS = {
         "prepare a known model, the default one or another, and print its directory",
     ),
     "check": Command("sglang_hybrid.commands.check", "verify that this SGLang takes all our hooks"),
+    "doctor": Command("sglang_hybrid.commands.doctor.main", "check and measure this machine, and say what to change"),
 }
 
 _FLAGS = {"-h, --help": "show this; COMMAND --help tells more", "--version": "show the version"}
@@ -48,6 +49,7 @@ examples:
   sglang-hybrid serve                                              the default model at port 30000
   sglang-hybrid serve --model-path MODEL --hybrid budget_tokens=4096
   sglang-hybrid config --hybrid budget_tokens=4096                 what these settings mean on this host
+  sglang-hybrid doctor                                             what to change on this machine
 """
 
 

@@ -1,4 +1,4 @@
-"""The memory that this process may use: the machine's, or less where a container limits it (cgroups, both versions)."""
+"""The memory and the CPU time that a container's limits leave to this process (cgroups, both versions)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ class _Files:
     cache: str
 
 
-_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Files("memory.max", "memory.current", "inactive_file")
+_FILES = {
+    1: _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: _Files("memory.max", "memory.current", "inactive_file"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ def memory(root: Path = Path("/")) -> Memory:
     """Within every limit that holds for this process: its own group's, and those of the groups around it."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
-    for folder, files in _groups(root):
+    for folder, version in _groups(root, "memory"):
+        files = _FILES[version]
         limit = _number(folder / files.limit)
         if limit is None or limit >= _UNLIMITED:
             continue
@@ -45,7 +48,25 @@ def memory(root: Path = Path("/")) -> Memory:
     return Memory(total, available)
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """CPU time in cores: the smallest quota of this process's group and of the groups around it; None without one."""
+    quotas = [_quota(folder, version) for folder, version in _groups(root, "cpu")]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota(folder: Path, version: int) -> float | None:
+    try:
+        if version == 2:
+            granted, period = (folder / "cpu.max").read_text().split()
+        else:
+            granted, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(granted) / int(period) if int(granted) > 0 else None  # version 1 says "no limit" with -1
+    except (OSError, ValueError, ZeroDivisionError):  # not there, or "max"
+        return None
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """Folders of this process's group and of the groups around it, with the version of cgroups."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -53,16 +74,16 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            top, files = root / "sys/fs/cgroup", _V2
-        elif "memory" in controllers.split(","):
-            top, files = root / "sys/fs/cgroup/memory", _V1
+            top, version = root / "sys/fs/cgroup", 2
+        elif controller in controllers.split(","):
+            top, version = root / "sys/fs/cgroup" / controller, 1
         else:
             continue
         # in a container the path may be the host's and not be there: then the top is the container's own group
         own = top / path.lstrip("/")
         folder = own if own.is_dir() else top
         while True:
-            yield folder, files
+            yield folder, version
             if folder == top:
                 break
             folder = folder.parent

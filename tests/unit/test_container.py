@@ -1,4 +1,4 @@
-"""Memory within a container's limits: cgroups of both versions, as files that a test can write."""
+"""Memory and CPU time within a container's limits: cgroups of both versions, as files that a test can write."""
 
 from __future__ import annotations
 
@@ -69,3 +69,24 @@ def test_more_in_use_than_granted_leaves_nothing(tmp_path: Path, used: int) -> N
     belongs_to(tmp_path, "0::/")
     group(tmp_path, "", memory_max=f"{90 * MIB}", memory_current=f"{used * MIB}")
     assert container.memory(tmp_path).available == 0
+
+
+def test_without_a_quota_cpu_time_is_not_limited(tmp_path: Path) -> None:
+    assert container.cpu_quota(tmp_path) is None
+    belongs_to(tmp_path, "1:cpu,cpuacct:/", "0::/")
+    group(tmp_path, "", cpu_max="max 100000\n")
+    group(tmp_path, "cpu", cpu_cfs_quota_us="-1\n", cpu_cfs_period_us="100000\n")
+    assert container.cpu_quota(tmp_path) is None
+
+
+def test_the_smallest_quota_around_the_process_counts(tmp_path: Path) -> None:
+    belongs_to(tmp_path, "0::/pods/server")
+    group(tmp_path, "pods/server", cpu_max="800000 100000\n")
+    group(tmp_path, "pods", cpu_max="350000 100000\n")
+    assert container.cpu_quota(tmp_path) == 3.5
+
+
+def test_a_quota_of_the_first_version_of_cgroups_counts_too(tmp_path: Path) -> None:
+    belongs_to(tmp_path, "1:cpu,cpuacct:/docker")
+    group(tmp_path, "cpu/docker", cpu_cfs_quota_us="200000\n", cpu_cfs_period_us="100000\n")
+    assert container.cpu_quota(tmp_path) == 2.0

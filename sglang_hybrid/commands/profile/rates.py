@@ -40,7 +40,7 @@ def measure_rates(kv_heads: int, group: int, head_dim: int, dtype: torch.dtype) 
         pool_bytes=region.size,
     )  # fmt: skip
     attention = _attention_rate(LocalAttention(region.address, geometry, _BLOCKS, threads), geometry, dtype)
-    transfer = _transfer_rate(keys) if torch.cuda.is_available() else None
+    transfer = transfer_rate(keys) if torch.cuda.is_available() else None
     return HostRates(
         cpu=cpu_name(), threads=threads, read_gb_s=round(read, 1), attention_gb_s=round(attention, 1),
         transfer_gb_s=None if transfer is None else round(transfer, 1),
@@ -61,9 +61,9 @@ def _attention_rate(local: LocalAttention, geometry: Geometry, dtype: torch.dtyp
     return read_bytes / spent / 1e9
 
 
-def _transfer_rate(keys: torch.Tensor) -> float:
-    """Copies of pinned memory to the GPU: an upper bound for the gather."""
-    pinned = keys[: len(keys) // 2].contiguous().pin_memory()
+def transfer_rate(source: torch.Tensor) -> float:
+    """GB/s of copies of pinned memory to the GPU, an upper bound for the gather. Copies half of ``source``."""
+    pinned = source[: len(source) // 2].contiguous().pin_memory()
     target = torch.empty_like(pinned, device="cuda")
     target.copy_(pinned, non_blocking=True)
     torch.cuda.synchronize()

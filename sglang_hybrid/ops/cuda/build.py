@@ -27,24 +27,28 @@ QUICK_FLAGS = ("-Xcicc", "-O1", "-Xptxas", "-O1")
 OLDEST = 80  # cp.async, bf16 products and system-scope release all begin with sm_80
 
 
+def find_built(architecture: int) -> Path | None:
+    """The library for ``architecture`` in the cache, None if it is yet to be compiled. Compiles nothing."""
+    folder, name, nvcc = _folder(), _name(architecture), find_nvcc()
+    if nvcc is None:  # what was compiled elsewhere, by whichever compiler
+        return max(folder.glob(f"{name}-nvcc*.so"), default=None)
+    target = folder / f"{name}-nvcc{nvcc.version}.so"
+    return target if target.is_file() else None
+
+
 def built(architecture: int) -> Path:
     """The library for ``architecture`` (90 is sm_90), compiled now if it is not there yet."""
     if architecture < OLDEST:
         raise CudaError(f"the CUDA kernels need compute capability {OLDEST / 10} or newer, not {architecture / 10}")
-    folder = default_cache_dir().expanduser() / "cuda"
-    nvcc = find_nvcc()
-    name = f"{source_hash()}-sm{architecture}"
+    if found := find_built(architecture):
+        return found
+    folder, name, nvcc = _folder(), _name(architecture), find_nvcc()
     if nvcc is None:
-        elsewhere = sorted(folder.glob(f"{name}-nvcc*.so"))
-        if elsewhere:
-            return elsewhere[-1]
         raise CudaError(
             "there is no CUDA compiler: set CUDA_HOME or put nvcc on the PATH, or fill the cache on a host that has "
             f"one (python -m sglang_hybrid.ops.cuda.build --arch {architecture}); it would be in {folder}"
         )
     target = folder / f"{name}-nvcc{nvcc.version}.so"
-    if target.is_file():
-        return target
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (folder / f".{name}.lock").open("w") as lock:
@@ -56,6 +60,14 @@ def built(architecture: int) -> Path:
             f"cannot write the CUDA kernels to {folder}: {error}; choose another place with SGLANG_HYBRID_CACHE"
         ) from error
     return target
+
+
+def _folder() -> Path:
+    return default_cache_dir().expanduser() / "cuda"
+
+
+def _name(architecture: int) -> str:
+    return f"{source_hash()}-sm{architecture}"
 
 
 def _compile(nvcc: Nvcc, architecture: int, target: Path, *, quickly: bool = False) -> None:

@@ -1,0 +1,89 @@
+"""GPUs as nvidia-smi describes them."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_FIELDS = (
+    "uuid", "name", "driver_version", "compute_cap", "pci.bus_id", "pcie.link.gen.current", "pcie.link.gen.max",
+    "pcie.link.width.current", "pcie.link.width.max",
+)  # fmt: skip
+COMMAND = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader")
+# GB/s of one lane in one direction, by PCIe generation, after line coding
+_LANE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+
+
+@dataclass(frozen=True)
+class Link:
+    """A PCIe link: its generation and its number of lanes."""
+
+    generation: int
+    lanes: int
+
+    @property
+    def gb_s(self) -> float | None:
+        """What the link carries in one direction, before protocol overhead."""
+        lane = _LANE_GB_S.get(self.generation)
+        return None if lane is None else lane * self.lanes
+
+    def __str__(self) -> str:
+        return f"PCIe {self.generation} x{self.lanes}"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    uuid: str
+    name: str
+    driver: str
+    capability: int | None  # 90 is compute capability 9.0; None: nvidia-smi does not tell
+    bus_id: str  # as a folder of /sys/bus/pci/devices, such as 0000:3b:00.0
+    link: Link | None  # now: an idle GPU lowers the generation
+    best_link: Link | None  # what GPU and slot allow
+
+
+def parse_gpus(text: str) -> tuple[Gpu, ...]:
+    """GPUs in the output of ``COMMAND``. Raises ValueError for anything else."""
+    gpus = []
+    for row in csv.reader(text.strip().splitlines(), skipinitialspace=True):
+        if len(row) != len(_FIELDS):
+            raise ValueError(f"nvidia-smi said {', '.join(row)!r} instead of {len(_FIELDS)} values for each GPU")
+        uuid, name, driver, capability, bus_id, generation, best_generation, lanes, best_lanes = map(str.strip, row)
+        gpus.append(
+            Gpu(
+                uuid, name, driver, _capability(capability), _folder(bus_id), _link(generation, lanes),
+                _link(best_generation, best_lanes),
+            )
+        )  # fmt: skip
+    return tuple(gpus)
+
+
+def visible(gpus: Sequence[Gpu], variable: str | None) -> tuple[Gpu, ...]:
+    """Those that CUDA_VISIBLE_DEVICES leaves, in its order. The first entry that does not exist ends the list."""
+    if variable is None:
+        return tuple(gpus)
+    chosen = []
+    for entry in (part.strip() for part in variable.split(",")):
+        by_number = gpus[int(entry)] if entry.isdecimal() and int(entry) < len(gpus) else None
+        by_uuid = next((gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)), None)
+        gpu = by_number or by_uuid
+        if gpu is None:
+            break
+        chosen.append(gpu)
+    return tuple(chosen)
+
+
+def _capability(text: str) -> int | None:
+    major, _, minor = text.partition(".")
+    return 10 * int(major) + int(minor) if major.isdecimal() and minor.isdecimal() else None
+
+
+def _link(generation: str, lanes: str) -> Link | None:
+    return Link(int(generation), int(lanes)) if generation.isdecimal() and lanes.isdecimal() else None
+
+
+def _folder(bus_id: str) -> str:
+    """nvidia-smi writes the domain with eight digits, the kernel with four."""
+    domain, _, rest = bus_id.lower().partition(":")
+    return f"{domain[-4:]}:{rest}"

@@ -1,0 +1,122 @@
+"""Where checks read the machine. A test describes another machine by a folder and a few functions."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+
+from sglang_hybrid import container, env
+from sglang_hybrid.commands.doctor import gpu_query
+from sglang_hybrid.commands.doctor.gpu_query import Gpu
+from sglang_hybrid.config import ConfigError, HybridConfig, load_with_sources
+from sglang_hybrid.host import Host
+from sglang_hybrid.protocol.cores import CoresError, Placement, Topology, place, read_topology
+
+_COMMAND_SECONDS = 300  # for a command that hangs; importing SGLang takes a minute on a slow disk
+
+
+class CommandError(RuntimeError):
+    """A command is not there, failed, or did not end. The message has its last line."""
+
+
+def run_command(command: Sequence[str]) -> str:
+    """Standard output of a command. Raises CommandError."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMMAND_SECONDS)
+    except OSError as error:
+        raise CommandError(f"{command[0]}: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise CommandError(f"{command[0]} did not end within {_COMMAND_SECONDS} seconds") from error
+    if done.returncode:
+        lines = [line for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
+        raise CommandError(lines[-1].strip() if lines else f"{command[0]} ended with status {done.returncode}")
+    return done.stdout
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def requirements_of(package: str) -> Sequence[str]:
+    try:
+        return metadata.requires(package) or ()
+    except metadata.PackageNotFoundError:
+        return ()
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine, as this process sees it, unless a test gives other values."""
+
+    root: Path = Path("/")  # of /proc, /sys and /dev
+    cpus: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    run: Callable[[Sequence[str]], str] = run_command
+    version: Callable[[str], str | None] = installed_version
+    requirements: Callable[[str], Sequence[str]] = requirements_of
+    # bytes; resource.RLIM_INFINITY: no limit
+    memlock: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+
+    def read(self, path: str) -> str | None:
+        """Text of a file below ``root``, stripped; None if it cannot be read."""
+        try:
+            return (self.root / path).read_text(errors="replace").strip()
+        except OSError:
+            return None
+
+    @cached_property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """GPUs that CUDA_VISIBLE_DEVICES leaves to this process; none where nvidia-smi does not answer."""
+        try:
+            found = gpu_query.parse_gpus(self.run(gpu_query.COMMAND))
+        except (CommandError, ValueError):
+            return ()
+        return gpu_query.visible(found, self.environment.get("CUDA_VISIBLE_DEVICES"))
+
+    @cached_property
+    def topology(self) -> Topology:
+        return read_topology(self.cpus, self.root / "sys")
+
+    @cached_property
+    def memory(self) -> container.Memory:
+        return container.memory(self.root)
+
+    @cached_property
+    def host(self) -> Host:
+        return Host(tuple(gpu.name for gpu in self.gpus), self.topology, self.memory.total, self.memory.available)
+
+    @cached_property
+    def config(self) -> HybridConfig:
+        """The settings of the environment, or the defaults where the environment's cannot be used."""
+        try:
+            return settings()[0]
+        except ConfigError:
+            return HybridConfig()
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Threads and cores of a worker that a server with these settings would start."""
+        threads = 0 if self.config.worker_threads == "auto" else self.config.worker_threads
+        try:
+            return place(self.topology, self.config.worker_cores, threads, group_threads=0)
+        except CoresError:  # a problem of the settings, which has its own check
+            return place(self.topology, "auto", 0, group_threads=0)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Size of the host pool that a server with these settings would take now."""
+        return self.config.host_memory_bytes(self.memory.available)
+
+
+def settings() -> tuple[HybridConfig, dict[str, str]]:
+    """Settings of the environment and the source of each value. Raises ConfigError."""
+    return load_with_sources(env.CONFIG.get(), list(env.SET.get()))

@@ -1,0 +1,128 @@
+"""Checks of memory, /dev/shm, huge pages and limits, and the bandwidth of memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+
+import psutil
+
+from sglang_hybrid.commands.doctor.machine import Machine
+from sglang_hybrid.commands.doctor.report import Finding, advice, ok, problem, skipped
+from sglang_hybrid.host import GIB
+
+_SMALL_POOL = GIB
+_SMALL_SHM = GIB
+_HUGE_PAGES = "sys/kernel/mm/transparent_hugepage"
+_READ_BYTES = 512 << 20
+_READS = 3
+
+
+def host_pool(machine: Machine) -> Finding:
+    """Memory that is available within the container's limit, and what the host pool would take of it."""
+    total, available, pool = machine.memory.total, machine.memory.available, machine.pool_bytes
+    limit = " that the container may use" if total < psutil.virtual_memory().total else ""
+    setting = f"host_memory={machine.config.host_memory}"
+    found = f"{_gib(available)} of the {_gib(total)}{limit} are available; {setting} gives a host pool of {_gib(pool)}"
+    if pool > available:
+        return problem(found, "Lower host_memory, free memory, or raise the container's limit (docker --memory).")
+    if pool < _SMALL_POOL:
+        return advice(
+            found,
+            f"Free memory or raise the container's limit (docker --memory): the KV cache should have "
+            f"{_gib(_SMALL_POOL)} or more.",
+        )
+    return ok(found)
+
+
+def shared_memory(machine: Machine) -> Finding:
+    """/dev/shm. The host pool is a memfd, which the size of /dev/shm does not limit."""
+    try:
+        state = os.statvfs(machine.root / "dev/shm")
+    except OSError as error:
+        return problem(
+            f"/dev/shm: {error.strerror}", "Mount it (mount -t tmpfs tmpfs /dev/shm as root): Python's locks are there."
+        )
+    size, free = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
+    found = f"{_gib(free)} of {_gib(size)} are free; the host pool of {_gib(machine.pool_bytes)} needs none of it"
+    if free < _SMALL_SHM:
+        return advice(
+            found,
+            f"Give /dev/shm {_gib(_SMALL_SHM)} or more (docker --shm-size=1g, or mount -o remount,size=1g /dev/shm): "
+            "SGLang's processes and NCCL exchange data there.",
+        )
+    return ok(found)
+
+
+def huge_pages(machine: Machine) -> Finding:
+    """Whether shared memory gets huge pages where it asks for them, as the host pool does."""
+    common = _chosen(machine.read(f"{_HUGE_PAGES}/shmem_enabled"))
+    if common is None:
+        return skipped(
+            "the kernel does not tell", "Look whether this kernel has transparent huge pages for shared memory."
+        )
+    file = f"{_HUGE_PAGES}/shmem_enabled"
+    size = machine.read(f"{_HUGE_PAGES}/hpage_pmd_size")
+    if size and size.isdecimal():
+        # newer kernels have one setting for each size, which inherits the common one or replaces it
+        own_file = f"{_HUGE_PAGES}/hugepages-{int(size) >> 10}kB/shmem_enabled"
+        own = _chosen(machine.read(own_file))
+        if own not in (None, "inherit") and common not in ("deny", "force"):
+            common, file = own, own_file
+    if common in ("never", "deny"):
+        return advice(
+            f"shared memory gets none ({common})", f"Run as root before a server starts: echo advise > /{file}."
+        )
+    return ok(f"shared memory gets them ({common})")
+
+
+def _chosen(text: str | None) -> str | None:
+    """The word in brackets: "always [advise] never" -> "advise"."""
+    word = re.search(r"\[(\w+)\]", text or "")
+    return word[1] if word else None
+
+
+def memlock(machine: Machine) -> Finding:
+    limit = machine.memlock
+    if limit == resource.RLIM_INFINITY:
+        return ok("no limit of locked memory")
+    found = f"{limit >> 10:,} KiB of memory may be locked"
+    if not machine.gpus:
+        return ok(f"{found}; nothing is locked without a GPU")
+    if limit >= machine.pool_bytes:
+        return ok(found)
+    return advice(
+        f"{found}; the host pool has {_gib(machine.pool_bytes)}",
+        "Raise the limit (ulimit -l unlimited, docker --ulimit memlock=-1): some drivers and RDMA refuse to register "
+        "the host pool otherwise.",
+    )
+
+
+def read_rate(nbytes: int, threads: int) -> float:
+    """GB/s at which threads read ``nbytes`` of shared memory, the best of a few times."""
+    from sglang_hybrid.ops.cpu import library
+    from sglang_hybrid.protocol.region import SharedRegion
+
+    with SharedRegion(nbytes, name="sglang-hybrid-doctor") as region:
+        read = library().sh_read_bandwidth
+        return max(float(read(region.address, region.size, threads, None)) for _ in range(_READS)) / 1e9
+
+
+def bandwidth(machine: Machine) -> Finding:
+    threads = len(machine.topology.cores)
+    rate = round(read_rate(min(_READ_BYTES, machine.memory.available // 8), threads), 1)
+    found = f"{threads} cores read {rate:g} GB/s"
+    link = next((gpu.best_link for gpu in machine.gpus if gpu.best_link), None)
+    if link and link.gb_s and rate < link.gb_s:
+        return advice(
+            f"{found}, less than {link} carries ({link.gb_s:.0f} GB/s)",
+            "Give this process more cores or fill all memory channels: the GPU fetches blocks faster than the worker "
+            "reads them.",
+            memory_read_gb_s=rate,
+        )
+    return ok(found, memory_read_gb_s=rate)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB"
