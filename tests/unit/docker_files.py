@@ -17,6 +17,7 @@ DOCKER = ROOT / "docker"
 DOCKERFILES = sorted(DOCKER.glob("Dockerfile.*"))
 COMPOSE_FILES = sorted(DOCKER.glob("compose.*.yaml"))
 MANIFESTS = sorted((DOCKER / "kubernetes").glob("*.yaml"))
+GIVEN = {"MODEL": "/models/NAME", "GRAFANA_PASSWORD": "secret"}  # what a person must set for compose files
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::([-?])([^}]*))?\})")
 _FLAG = re.compile(r"--([a-z-]+)=(\S+)\s+")
 
@@ -46,6 +47,10 @@ class Stage:
 
     def last(self, name: str) -> Instruction:
         return self.all(name)[-1]
+
+    def health_check(self) -> list[str]:
+        """The command."""
+        return [str(word) for word in json.loads(self.last("HEALTHCHECK").text.removeprefix("CMD "))]
 
     def arguments(self) -> dict[str, str]:
         """Defaults of build arguments, as far as they have one."""
@@ -112,8 +117,8 @@ def substitute(text: str, values: Mapping[str, str]) -> str:
 
 
 def compose(path: Path, **values: str) -> dict[str, Any]:
-    """A compose file as it is with these variables in the environment."""
-    loaded: dict[str, Any] = yaml.safe_load(substitute(path.read_text(encoding="utf-8"), values))
+    """A compose file as it is with these variables in the environment, beside GIVEN."""
+    loaded: dict[str, Any] = yaml.safe_load(substitute(path.read_text(encoding="utf-8"), {**GIVEN, **values}))
     return loaded
 
 
