@@ -1,4 +1,4 @@
-"""Compose files: they refer to what exists, open nothing beyond loopback, and give up what a container can do without."""
+"""Compose files: they refer to what exists, open nothing beyond loopback, and give up rights that are not needed."""
 
 from __future__ import annotations
 

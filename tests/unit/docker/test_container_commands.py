@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,14 +84,11 @@ def test_every_server_takes_its_flags(servers_parser: argparse.ArgumentParser) -
     lines = flags_of(SERVERS)
     assert len(lines) >= 6
     for where, flags in lines:
-        asked, unknown = servers_parser.parse_known_args([*flags, *([] if "--model-path" in str(flags) else MODEL)])
+        asked, unknown = servers_parser.parse_known_args(["--model-path", "NAME", *flags])  # an image names no model
         assert unknown == [], where
-        assert asked.port == PORT and asked.host == "0.0.0.0", where  # noqa: S104: in the container, see ports
+        assert asked.port == PORT and asked.host == "0.0.0.0", where  # noqa: S104  # inside the container
         if asked.disaggregation_mode == "prefill":
             assert asked.page_size == BLOCK_TOKENS and not asked.hybrid
-
-
-MODEL = ["--model-path", "NAME"]
 
 
 def test_every_setting_is_one() -> None:
@@ -115,7 +113,7 @@ def test_the_default_model_of_the_cpu_server_has_that_name() -> None:
 def test_commands_of_ours_exist_and_take_their_flags() -> None:
     from cpu_worker.main import _parser
 
-    lines = [line for _, line in commands() if line[0] == OURS]
+    lines = [line for _, line in commands() if line[:1] == [OURS]]
     assert lines
     for _, command, *flags in lines:
         assert command in COMMANDS
@@ -219,8 +217,6 @@ def test_prometheus_asks_every_server_that_a_compose_file_has() -> None:
 
 
 def test_the_dashboard_shows_metrics_that_exist() -> None:
-    import json
-
     content = json.loads((DOCKER / "monitoring" / "sglang-hybrid.json").read_text())
     shown = " ".join(target["expr"] for panel in content["panels"] for target in panel["targets"])
     ours, sglang = source_of("sglang_hybrid.metrics"), source_of("sglang.srt.observability.metrics_collector")
