@@ -97,10 +97,10 @@ class CleanRoot:
         locations = subprocess.run(
             [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
         ).stdout
-        for folder in {Path(word) for word in locations.replace("file://", "").replace("'", " ").split()}:
+        for place in {Path(word) for word in locations.replace("file://", "").replace("'", " ").split()}:
             # what an index of files on this machine needs
-            above = folder.parent if folder.name == "simple" else folder
-            if folder.is_absolute() and folder.is_dir() and above not in map(Path, ("/", "/etc")):
+            above = place.parent if place.name == "simple" else place
+            if place.is_absolute() and place.is_dir() and above not in map(Path, ("/", "/etc")):
                 self._mount(self.path / str(above)[1:], "-o", "bind,ro", str(above))
         for marker in self.path.glob("usr/lib/python3*/EXTERNALLY-MANAGED"):
             marker.unlink()  # Debian's own; the image python has none
@@ -144,7 +144,7 @@ class CleanRoot:
     def run(self, command: list[str], environment: dict[str, str] | None = None, user: str = "0:0") -> str:
         inside = f"cd {shlex.quote(self._folder)} && exec {shlex.join(command)}"
         done = subprocess.run(
-            ["chroot", f"--userspec={user}", str(self.path), "/bin/sh", "-c", inside],
+            [shutil.which("chroot") or "chroot", f"--userspec={user}", str(self.path), "/bin/sh", "-c", inside],
             env=environment or self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             check=False,
         )  # fmt: skip
