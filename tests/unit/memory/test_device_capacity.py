@@ -53,7 +53,7 @@ def test_the_torch_engine_takes_memory_for_pages_only() -> None:
 
 
 def test_memory_for_less_than_one_budget_is_refused_with_every_number() -> None:
-    with pytest.raises(CapacityError, match=r"resident blocks of 9999 rows .*budget of 256 tokens; lower --max-running"):
+    with pytest.raises(CapacityError, match=r"blocks of 9999 rows .*budget of 256 tokens; lower --max-running"):
         plan(GIB, rows=9999)
 
 
