@@ -1,0 +1,120 @@
+"""Committed results that the estimate of a step is fitted to, and how far the estimate is from each of them.
+
+Wheels do not contain bench/results, so the measured times are repeated here; a test compares them with the files.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_hybrid.commands.size.decode_rate import Rates, hybrid_step, stock_step
+from sglang_hybrid.commands.size.model_shape import ModelShape, shape_of
+from sglang_hybrid.config import HybridConfig
+
+MACHINE = "one H200, 16 Xeon cores"
+STOCK_STEPS, HYBRID_STEPS = "decode-steps-stock.json", "decode-steps-hybrid.json"
+QWEN_STEPS, SERVERS = "qwen-decode-steps.json", "throughput.json"
+
+_SYNTHETIC: dict[str, Any] = {  # bench/synthetic_model.py
+    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 10,
+    "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32768,
+}  # fmt: skip
+_QWEN: dict[str, Any] = {  # Qwen2.5-Coder-1.5B, converted from GGUF
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+    "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151936,
+}  # fmt: skip
+_BUDGET = 2048
+_HOT_TOKENS = 4 * _BUDGET
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One point of a file in bench/results."""
+
+    file: str
+    tokens: int
+    rows: int
+    step_ms: float
+    hybrid: bool = False
+    most_rows: int = 64  # that the server had slots for
+    variant: str = ""
+    scores_all: bool = True  # False: all blocks at every 4th step, four budgets of them in between
+
+    @property
+    def server(self) -> bool:
+        return self.file == SERVERS
+
+    @property
+    def estimated_ms(self) -> float:
+        model = _model(self.file)
+        if not self.hybrid:
+            return stock_step(model, self.rows, self.tokens, Rates(), server=self.server).ms
+        settings = "never" if self.file == QWEN_STEPS else "auto"
+        share = 1.0 if self.scores_all else 0.25 + 0.75 * min(1.0, _HOT_TOKENS / self.tokens)
+        return hybrid_step(
+            model, HybridConfig(budget_tokens=_BUDGET, whole_requests=settings), self.rows, self.tokens, Rates(),
+            most_rows=self.most_rows, scored_share=share, server=self.server,
+        ).ms  # fmt: skip
+
+    @property
+    def error(self) -> float:
+        """Relative: above 0, the estimate is too slow."""
+        return self.estimated_ms / self.step_ms - 1
+
+
+@functools.cache
+def _model(file: str) -> ModelShape:
+    return shape_of(_QWEN if file == QWEN_STEPS else _SYNTHETIC, file)
+
+
+_EVERY_STEP = "scout.score_interval=1,"
+_NO_LATE = "scout.min_late_attention=1"
+
+RESULTS = (
+    Measured(STOCK_STEPS, 32768, 32, 11.655),
+    Measured(STOCK_STEPS, 65536, 16, 11.721),
+    Measured(STOCK_STEPS, 8192, 64, 7.144),
+    Measured(STOCK_STEPS, 8192, 1, 2.171),
+    Measured(HYBRID_STEPS, 32768, 32, 3.651, hybrid=True, scores_all=False),
+    Measured(HYBRID_STEPS, 65536, 16, 3.211, hybrid=True, scores_all=False),
+    Measured(HYBRID_STEPS, 8192, 64, 4.518, hybrid=True, scores_all=False),
+    Measured(HYBRID_STEPS, 8192, 1, 2.188, hybrid=True),
+    Measured(SERVERS, 8192, 1, 2.39),
+    Measured(SERVERS, 16384, 1, 2.659),
+    Measured(SERVERS, 32768, 8, 4.57),
+    Measured(SERVERS, 32768, 1, 2.567),
+    Measured(SERVERS, 65536, 4, 4.568),
+    Measured(SERVERS, 65536, 1, 2.779),
+    Measured(SERVERS, 8192, 64, 5.605, hybrid=True, scores_all=False),
+    Measured(SERVERS, 8192, 1, 2.276, hybrid=True),
+    Measured(SERVERS, 16384, 64, 5.547, hybrid=True, scores_all=False),
+    Measured(SERVERS, 16384, 1, 2.268, hybrid=True),
+    Measured(SERVERS, 32768, 62, 5.762, hybrid=True, scores_all=False),
+    Measured(SERVERS, 32768, 1, 2.415, hybrid=True),
+    Measured(SERVERS, 65536, 31, 4.007, hybrid=True, scores_all=False),
+    Measured(SERVERS, 65536, 1, 2.742, hybrid=True),
+    Measured(QWEN_STEPS, 30720, 48, 5.402, hybrid=True, most_rows=48, variant=_EVERY_STEP + _NO_LATE),
+    Measured(
+        QWEN_STEPS, 30720, 48, 5.149, hybrid=True, most_rows=48,
+        variant=f"{_EVERY_STEP}scout.cpu_share=0.75,{_NO_LATE}",
+    ),
+    Measured(
+        QWEN_STEPS, 30720, 48, 5.431, hybrid=True, most_rows=48,
+        variant=f"{_EVERY_STEP}scout.cpu_share=0.5,{_NO_LATE}",
+    ),
+    Measured(
+        QWEN_STEPS, 30720, 48, 5.826, hybrid=True, most_rows=48,
+        variant=f"{_EVERY_STEP}scout.cpu_share=0,{_NO_LATE}",
+    ),
+)  # fmt: skip
+
+
+def error_ranges(*, hybrid: bool) -> dict[str, tuple[float, float]]:
+    """The smallest and the largest error in each file."""
+    ranges: dict[str, tuple[float, float]] = {}
+    for one in (one for one in RESULTS if one.hybrid == hybrid):
+        lowest, highest = ranges.get(one.file, (one.error, one.error))
+        ranges[one.file] = min(lowest, one.error), max(highest, one.error)
+    return ranges
