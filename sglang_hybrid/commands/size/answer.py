@@ -41,7 +41,7 @@ def answer_of(sizing: Sizing, rates: Rates, context: int, answer: int) -> dict[s
         "hybrid": _side(hybrid, full["hybrid"], alone["hybrid"], sizing.double_hybrid(), _hybrid_bytes(sizing, hybrid)),
         "serve": _serve(sizing, hybrid),
         "basis": _basis(),
-        "notes": _notes(sizing, hybrid),
+        "notes": _notes(sizing, hybrid, rates),
     }  # fmt: skip
 
 
@@ -109,10 +109,11 @@ def _with_rest(sizing: Sizing, taken: dict[str, int]) -> dict[str, int]:
 
 
 def _assumptions(sizing: Sizing, rates: Rates) -> dict[str, Any]:
-    default = Rates()
+    given = [name for name, value in asdict(rates).items() if value != getattr(Rates(), name)]
     return {
         "mem_fraction_static": sizing.machine.mem_fraction_static,
-        "rates_of": committed.MACHINE if rates == default else f"given; the others: {committed.MACHINE}",
+        "rates_of": committed.MACHINE,
+        "rates_given": given,  # instead
         "missed_share_of_budget": decode_rate.MISSED_SHARE,
         "recalled_share_of_budget": decode_rate.RECALLED_SHARE,
     }
@@ -154,7 +155,7 @@ def _basis() -> dict[str, Any]:
     }
 
 
-def _notes(sizing: Sizing, hybrid: Requests) -> list[str]:
+def _notes(sizing: Sizing, hybrid: Requests, rates: Rates) -> list[str]:
     model, machine = sizing.model, sizing.machine
     notes = []
     if sizing.gpu_left() <= 0:
@@ -173,6 +174,12 @@ def _notes(sizing: Sizing, hybrid: Requests) -> list[str]:
             f"host_memory={sizing.config.host_memory} makes {pool / 1e9:.1f} of {machine.host_bytes / 1e9:.1f} GB the "
             "host pool; --hybrid host_memory=90% takes more if nothing else needs the memory"
         )
+    if rates == Rates():
+        notes.append(
+            f"rates are those of {committed.MACHINE}: give --gpu-bandwidth, --memory-bandwidth and --pcie of your machine"
+        )
+    if hybrid.count > committed.MOST_ROWS:
+        notes.append(f"at most {committed.MOST_ROWS} requests were measured at a time: the rate is extrapolated")
     if machine.gpus > 1:
         notes.append("several GPUs were never measured: weights are divided evenly, and all-reduces take no time here")
     if hybrid.limited_by == GPU and hybrid.count:

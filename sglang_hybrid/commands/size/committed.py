@@ -51,10 +51,9 @@ class Measured:
         model = _model(self.file)
         if not self.hybrid:
             return stock_step(model, self.rows, self.tokens, Rates(), server=self.server).ms
-        settings = "never" if self.file == QWEN_STEPS else "auto"
         share = 1.0 if self.scores_all else 0.25 + 0.75 * min(1.0, _HOT_TOKENS / self.tokens)
         return hybrid_step(
-            model, HybridConfig(budget_tokens=_BUDGET, whole_requests=settings), self.rows, self.tokens, Rates(),
+            model, HybridConfig(budget_tokens=_BUDGET, whole_requests="never" if self.file == QWEN_STEPS else "auto"), self.rows, self.tokens, Rates(),
             most_rows=self.most_rows, scored_share=share, server=self.server,
         ).ms  # fmt: skip
 
@@ -109,6 +108,9 @@ RESULTS = (
         variant=f"{_EVERY_STEP}scout.cpu_share=0,{_NO_LATE}",
     ),
 )  # fmt: skip
+
+
+MOST_ROWS = max(one.rows for one in RESULTS if one.hybrid)
 
 
 def error_ranges(*, hybrid: bool) -> dict[str, tuple[float, float]]:

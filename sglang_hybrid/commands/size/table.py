@@ -104,11 +104,17 @@ def _rates(answer: Mapping[str, Any]) -> Table:
     return table
 
 
+def _rates_from(assumptions: Mapping[str, Any]) -> str:
+    flags = {"gpu_tb_s": "--gpu-bandwidth", "memory_gb_s": "--memory-bandwidth", "pcie_gb_s": "--pcie"}
+    given = [flags[name] for name in assumptions["rates_given"]]
+    return f"those of {assumptions['rates_of']}" + (f" but for {', '.join(given)}" if given else "")
+
+
 def _closing(answer: Mapping[str, Any]) -> list[str]:
     machine, basis = answer["machine"], answer["basis"]
     lines = [
         f"rates: GPU {machine['gpu_tb_s']:g} TB/s, host memory {machine['memory_gb_s']:g} GB/s, PCIe "
-        f"{machine['pcie_gb_s']:g} GB/s; from {answer['assumptions']['rates_of']}",
+        f"{machine['pcie_gb_s']:g} GB/s; {_rates_from(answer['assumptions'])}",
         f"fitted to steps of {basis['machine']} in bench/results: GPU efficiency {basis['stock']['efficiency']:g} "
         f"(stock), {basis['hybrid']['efficiency']:g} (hybrid). The estimate is off there by:",
     ]
