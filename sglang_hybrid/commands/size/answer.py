@@ -152,6 +152,17 @@ def _basis() -> dict[str, Any]:
             }
             for one in committed.RESULTS
         ],
+        "left_out": [
+            {
+                "file": f"bench/results/{one.file}",
+                "configuration": one.variant or ("hybrid" if one.hybrid else "stock"),
+                "tokens": one.tokens,
+                "rows": one.rows,
+                "measured_ms": one.step_ms,
+                "why": why,
+            }
+            for one, why in committed.LEFT_OUT.items()
+        ],
     }
 
 
@@ -176,7 +187,7 @@ def _notes(sizing: Sizing, hybrid: Requests, rates: Rates) -> list[str]:
         )
     if rates == Rates():
         notes.append(
-            f"rates are those of {committed.MACHINE}: give --gpu-bandwidth, --memory-bandwidth and --pcie of your machine"
+            f"rates are those of {committed.MACHINE}: give --gpu-bandwidth, --memory-bandwidth and --pcie for others"
         )
     if hybrid.count > committed.MOST_ROWS:
         notes.append(f"at most {committed.MOST_ROWS} requests were measured at a time: the rate is extrapolated")

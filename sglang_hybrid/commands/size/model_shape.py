@@ -89,7 +89,8 @@ def read_model(path: Path) -> ModelShape:
         raise SizeError(f"{path} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise SizeError(f"{path} has no config.json with a JSON object: name a directory in Hugging Face's layout")
-    return shape_of(config, directory.resolve().name, _stored_tensors(directory))
+    name = path.stem if path.is_file() and path.name != "config.json" else directory.resolve().name
+    return shape_of(config, name, _stored_tensors(directory))
 
 
 def shape_of(config: Mapping[str, Any], name: str, stored: Mapping[str, tuple[str, int]] | None = None) -> ModelShape:

@@ -65,7 +65,7 @@ def _requests(answer: Mapping[str, Any]) -> Table:
     table.add_row("limited by", *(side["limited_by"] for side in sides))
     for name, key in (("GPU memory", "requests_by_gpu_memory"), ("host memory", "requests_by_host_memory")):
         table.add_row(f"{name} holds", *("" if side[key] is None else f"{side[key]:,}" for side in sides))
-    table.add_row("to double", *(_purchase(side["to_double"]) for side in sides))
+    table.add_row("for twice as many", *(_purchase(side["to_double"]) for side in sides))
     return table
 
 
@@ -75,7 +75,7 @@ def _purchase(double: Mapping[str, int]) -> str:
         for key, name in (("gpu_bytes", "GPU memory"), ("host_bytes", "host memory"))
         if double[key]
     ]
-    return "\n".join(wanted) or "nothing"
+    return "\n".join([f"{double['requests']:,} requests:", *(wanted or ["nothing more"])])
 
 
 def _bytes(answer: Mapping[str, Any]) -> Table:
@@ -121,6 +121,10 @@ def _closing(answer: Mapping[str, Any]) -> list[str]:
     for side in _SIDES:
         ranges = error_ranges(hybrid=side == "hybrid").items()
         lines.append(f"  {side}: " + ", ".join(f"{file} {low:+.0%} to {high:+.0%}" for file, (low, high) in ranges))
+    for why in dict.fromkeys(one["why"] for one in basis["left_out"]):
+        points = [one for one in basis["left_out"] if one["why"] == why]
+        names = ", ".join(f"{one['configuration']} {one['rows']} x {one['tokens'] // 1024}k" for one in points)
+        lines.append(f"  left out ({names}): {why}")
     lines += [f"note: {note}" for note in answer["notes"]]
     if answer["serve"]:
         lines.append(f"holds for: sglang-hybrid serve --model-path MODEL {' '.join(answer['serve'])}")
