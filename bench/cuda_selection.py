@@ -17,6 +17,7 @@ import torch
 
 from bench.cuda_kernels import COLD_BYTES, DIM, DTYPE, GROUP, HEADS, SCALE, TOKENS, Row, copy_rate, row, timed
 from bench.record import write_result
+from sglang_hybrid.blocks import compact_bytes
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, SlotTable, Step, append, digest_pages
 from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
@@ -34,7 +35,7 @@ def code_bytes(channels: int) -> int:
 
 
 def digest_bytes(channels: int, compact: bool) -> int:
-    return reference.compact_bytes(DIM, channels) if compact else DIGEST_BYTES
+    return compact_bytes(DIM, channels) if compact else DIGEST_BYTES
 
 
 def random_digests(pages: int, channels: int, compact: bool = False) -> LayerDigests:

@@ -50,7 +50,7 @@ from bench.side_by_side.server import STREAM_INTERVAL, Server
 from bench.side_by_side.statistics import NotSteady
 from bench.synthetic_model import TINY, Character, Shape, ensure_model, read_model
 from sglang_hybrid.blocks import BLOCK_TOKENS
-from sglang_hybrid.memory.digests import is_compact
+from sglang_hybrid.memory.device_capacity import is_compact
 from sglang_hybrid.policies.scout.tuning import resident_tokens_of
 
 NAME = "throughput"

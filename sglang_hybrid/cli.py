@@ -35,6 +35,7 @@ COMMANDS = {
     "bench": Command("sglang_hybrid.commands.bench", "run SGLang's benchmarks with this backend"),
     "chaos": Command("sglang_hybrid.commands.checkout", "faults at random against a real server, in a checkout"),
     "config": Command("sglang_hybrid.commands.config", "every setting: its value, what auto becomes here, its source"),
+    "size": Command("sglang_hybrid.commands.size.main", "how many requests fit on a machine, how fast they decode"),
     "model": Command(
         "sglang_hybrid.commands.model.__main__",
         "prepare a known model, the default one or another, and print its directory",

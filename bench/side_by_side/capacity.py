@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_hybrid.ops.reference import compact_bytes
+from sglang_hybrid.blocks import compact_bytes
 
 GB = 10**9
 

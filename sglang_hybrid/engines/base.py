@@ -23,7 +23,6 @@ from typing import ClassVar
 import torch
 
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.memory.capacity import KVShape
 from sglang_hybrid.policies.scout.predictor import Correction, QueryWeights
 from sglang_hybrid.policies.scout.tuning import Tuning
 
@@ -75,14 +74,6 @@ class LayerPrediction:
     scale: float  # of the layer's attention logits
 
 
-@dataclass(frozen=True)
-class DeviceBytes:
-    """Device memory that an engine takes beside the digests."""
-
-    resident: int = 0  # for all rows
-    staging: int = 0  # for one context during prefill
-
-
 class Engine(ABC):
     """Attention of all layers of one model runner. Layers are numbered from 0, as the pool's buffers are."""
 
@@ -91,13 +82,6 @@ class Engine(ABC):
     may_change: ClassVar[bool] = True  # whether `use` may be called again with other settings
     knows_first_steps: ClassVar[bool] = False  # whether `decode` attends to everything in first steps, if asked
     holds_weights: ClassVar[bool] = False  # whether predictors keep copies of weights that cannot be replaced
-
-    @classmethod
-    def device_bytes(
-        cls, config: HybridConfig, shape: KVShape, rows: int, context: int, dtype: torch.dtype
-    ) -> DeviceBytes:
-        """Return the device memory for ``rows`` requests of at most ``context`` tokens."""
-        return DeviceBytes()
 
     def unsupported_reason(self, config: HybridConfig) -> str | None:
         """Return why `use` cannot have these settings, in words."""

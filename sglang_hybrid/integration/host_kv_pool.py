@@ -10,7 +10,8 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang_hybrid.config import config_from_environment
 from sglang_hybrid.engines.cuda.admission import PageAdmission
 from sglang_hybrid.integration.refusals import Refusal
-from sglang_hybrid.memory.digests import CompactDigests, Digests, is_compact
+from sglang_hybrid.memory.device_capacity import is_compact
+from sglang_hybrid.memory.digests import CompactDigests, Digests
 from sglang_hybrid.memory.pages import to_head_major, touched_pages
 from sglang_hybrid.memory.sketches import Sketches
 from sglang_hybrid.ops.cpu.decoder import HostKernels
@@ -59,7 +60,7 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
             shape = (self.layer_num, pages, self.head_num, self.page_size)
             self.sketches = Sketches(channels, *shape, self.device)
         shape = (self.layer_num, pages, self.head_num, self.head_dim)
-        if self.sketches and is_compact(config.digest_dtype, channels, self.head_dim, self.device):
+        if self.sketches and is_compact(config.digest_dtype, channels, self.head_dim, str(self.device)):
             if self.head_dim % 32:
                 raise Refusal(f"digest_dtype=int8 needs a head_dim that is a multiple of 32, not {self.head_dim}")
             self.digests = CompactDigests(self.sketches, *shape, self.device)

@@ -15,14 +15,10 @@ import torch
 from sglang_hybrid import container, env
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig, config_from_environment
-from sglang_hybrid.engines.base import DeviceBytes
-from sglang_hybrid.engines.cuda.engine import CudaEngine
-from sglang_hybrid.engines.cuda.settings import unsupported_settings
 from sglang_hybrid.integration import BACKEND_NAME, console_events
 from sglang_hybrid.integration.refusals import refuse_model, told
-from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
-from sglang_hybrid.memory.digests import CompactDigests, Digests, is_compact
-from sglang_hybrid.memory.sketches import Sketches
+from sglang_hybrid.memory.capacity import GIB, KVShape, host_pool_bytes
+from sglang_hybrid.memory.device_capacity import DevicePlan, plan_device, rows_of
 
 logger = logging.getLogger("sglang.srt.hybrid")
 
@@ -75,7 +71,7 @@ def available_bytes(original: Callable[[Any, int], int], configurator: Any, pre_
         on_device = original(configurator, pre_model_load_memory)
         share = min(
             share,
-            _pages_on_device(on_device, config, shape, configurator) * BLOCK_TOKENS * shape.bytes_per_token,
+            _plan_device(on_device, config, shape, configurator).pages * BLOCK_TOKENS * shape.bytes_per_token,
         )
     logger.info(
         "host pool: room for %d tokens in %.2f GiB (%.2f GiB of host memory available, %d rank(s), %d bytes per token)",
@@ -84,35 +80,18 @@ def available_bytes(original: Callable[[Any, int], int], configurator: Any, pre_
     return share
 
 
-def _pages_on_device(available: int, config: HybridConfig, shape: KVShape, configurator: Any) -> int:
-    """Pages whose digests and sketches the device holds, beside the resident blocks of all rows."""
-    dtype, args = configurator.kv_cache_dtype, configurator.server_args
-    channels = min(config.sketch_channels, shape.key_dim)
-    if is_compact(config.digest_dtype, channels, shape.key_dim, configurator.device):
-        per_page = CompactDigests.bytes_per_page(shape.layers, shape.kv_heads, shape.key_dim, channels)
-    else:
-        per_page = Digests.bytes_per_page(shape.layers, shape.kv_heads, shape.key_dim, dtype)
-    per_page += Sketches.bytes_per_page(channels, shape.layers, shape.kv_heads, BLOCK_TOKENS)
-    rows = args.max_running_requests + 1
-    if args.disaggregation_mode == "decode":  # rows of requests whose KV cache is on its way
-        rows += args.disaggregation_decode_extra_slots or 0
-    needed = DeviceBytes()
-    if unsupported_settings(config) is None and not args.disable_cuda_graph:
-        needed = CudaEngine.device_bytes(config, shape, rows, configurator.model_config.context_len, dtype)
-    resident, staging = needed.resident, needed.staging
-    pages = (available - resident - staging) // per_page
-    if pages * BLOCK_TOKENS < config.budget_tokens:
-        raise CapacityError(
-            f"{available / GIB:.2f} GiB of device memory are left for the KV cache, of which the resident blocks of "
-            f"{rows} rows take {resident / GIB:.2f} GiB, one context during prefill {staging / GIB:.2f} GiB and the "
-            f"digests {per_page} bytes per page: too little for one "
-            f"budget of {config.budget_tokens} tokens; lower --max-running-requests or raise --mem-fraction-static"
-        )
+def _plan_device(available: int, config: HybridConfig, shape: KVShape, configurator: Any) -> DevicePlan:
+    args = configurator.server_args
+    arriving = (args.disaggregation_decode_extra_slots or 0) if args.disaggregation_mode == "decode" else 0
+    plan = plan_device(
+        available, config, shape, rows_of(args.max_running_requests, arriving), configurator.model_config.context_len,
+        device=configurator.device, cuda_graphs=not args.disable_cuda_graph,
+    )  # fmt: skip
     logger.info(
         "device memory: %.2f GiB for the resident blocks of %d rows, digests for at most %d tokens",
-        resident / GIB, rows, pages * BLOCK_TOKENS,
+        plan.taken.resident / GIB, plan.rows, plan.pages * BLOCK_TOKENS,
     )  # fmt: skip
-    return pages
+    return plan
 
 
 def build_kv_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any) -> Any:

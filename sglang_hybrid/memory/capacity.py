@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.protocol.region import ALIGNMENT
+from sglang_hybrid.protocol.alignment import ALIGNMENT
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sglang_hybrid.blocks import compact_bytes
 from sglang_hybrid.memory.sketches import Sketches
 from sglang_hybrid.ops import reference
 
@@ -23,10 +24,6 @@ class Digests:
         shape = (pages, heads, 2, head_dim)
         self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
 
-    @staticmethod
-    def bytes_per_page(layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return layers * heads * 2 * head_dim * dtype.itemsize
-
     def of_layer(self, layer: int) -> torch.Tensor:
         return self._layers[layer]
 
@@ -38,17 +35,6 @@ class Digests:
         table[pages] = reference.minmax_digest(blocks, filled.to(table.device)).to(table.dtype)
 
 
-def is_compact(digest_dtype: str, channels: int, head_dim: int, device: str) -> bool:
-    """Whether digests are ``CompactDigests``.
-
-    ``auto``: on a GPU, where reading digests is most of what scoring takes, if these shapes have a compact form.
-    """
-    if digest_dtype == "auto":
-        fits = channels > 0 and channels % 8 == 0 and head_dim % 32 == 0
-        return fits and torch.device(device).type != "cpu"
-    return digest_dtype == "int8" and channels > 0
-
-
 class CompactDigests:
     """Min/max digests as ``reference.compact_digest`` stores them, for what ``sketches`` holds.
 
@@ -58,13 +44,9 @@ class CompactDigests:
     """
 
     def __init__(self, sketches: Sketches, layers: int, pages: int, heads: int, head_dim: int, device: str) -> None:
-        size = reference.compact_bytes(head_dim, sketches.channels)
+        size = compact_bytes(head_dim, sketches.channels)
         self._sketches = sketches
         self._layers = [torch.zeros(pages, heads, size, dtype=torch.uint8, device=device) for _ in range(layers)]
-
-    @staticmethod
-    def bytes_per_page(layers: int, heads: int, head_dim: int, channels: int) -> int:
-        return layers * heads * reference.compact_bytes(head_dim, channels)
 
     def of_layer(self, layer: int) -> torch.Tensor:
         return self._layers[layer]

@@ -35,10 +35,6 @@ class Sketches:
         first = torch.arange(channels, device=device).expand(heads, -1).contiguous()
         self._channels = [first for _ in range(layers)]
 
-    @staticmethod
-    def bytes_per_page(channels: int, layers: int, heads: int, page_tokens: int) -> int:
-        return layers * heads * page_tokens * channels // 2
-
     def choose(self, layer: int, order: torch.Tensor) -> None:
         """order ``[KV heads, head_dim]``: all channels of each KV head, the most telling first."""
         heads, channels = self._shape

@@ -16,11 +16,12 @@ import math
 
 import torch
 
+from sglang_hybrid.blocks import COMPACT_GROUP, compact_bytes
+
 NO_BLOCK = -1
 DIGEST_SPREAD = 0.5  # of estimates by digests alone, where blocks are selected: see digest_logits
 SKETCH_STEPS = 16  # of a channel's range in a block: four bits tell a place in it
 SKETCH_REACH = 126 * math.log(2)  # e to that power, and to its opposite, are numbers of float32
-COMPACT_GROUP = 16  # channels of a compact digest that share a scale
 
 
 # -- prediction ------------------------------------------------------------------------------
@@ -134,11 +135,6 @@ def sketch_logits(
 
 
 # -- compact digests -------------------------------------------------------------------------
-
-
-def compact_bytes(dim: int, channels: int) -> int:
-    """Bytes of one block's compact digest: a multiple of 32, which GPUs read at a time."""
-    return -(-(dim + 2 * channels + 2 * dim // COMPACT_GROUP) // 32) * 32
 
 
 def compact_digest(digests: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,8 @@ from sglang_hybrid.policies.scout.options import ScoutAttentionOptions, ScoutOpt
 if TYPE_CHECKING:
     from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.engines.cuda.program import StepProgram
+    from sglang_hybrid.memory.capacity import KVShape
+    from sglang_hybrid.memory.device_capacity import RowBytes
     from sglang_hybrid.policies.base import DecodePolicy
 
 
@@ -34,6 +36,18 @@ def _device_scout() -> type[StepProgram]:
     return DeviceScout
 
 
+def _full_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:
+    from sglang_hybrid.memory.device_capacity import full_row_bytes
+
+    return full_row_bytes(config, shape, max_blocks)
+
+
+def _scout_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:
+    from sglang_hybrid.memory.device_capacity import scout_row_bytes
+
+    return scout_row_bytes(config, shape, max_blocks)
+
+
 def _not_by_device_scout(config: HybridConfig) -> str | None:
     from sglang_hybrid.engines.cuda.settings import unsupported_by_scout
 
@@ -44,6 +58,7 @@ def _not_by_device_scout(config: HybridConfig) -> str | None:
     "full",
     description="every token of a request is attended to",
     cuda_program=_device_full,
+    cuda_row_bytes=_full_row_bytes,
     native_budget=_everything,
 )
 def create_full(_context: PolicyContext) -> DecodePolicy:
@@ -57,6 +72,7 @@ def create_full(_context: PolicyContext) -> DecodePolicy:
     description="the best-scoring blocks of a request are attended to",
     needs=Needs(worker=True, prediction=True, exact_first_step=True),
     cuda_program=_device_scout,
+    cuda_row_bytes=_scout_row_bytes,
     cuda_unsupported=_not_by_device_scout,
     native_budget=_budget_blocks,
     settings=ScoutOptions,

@@ -30,6 +30,8 @@ import msgspec
 if TYPE_CHECKING:
     from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.engines.cuda.program import StepProgram
+    from sglang_hybrid.memory.capacity import KVShape
+    from sglang_hybrid.memory.device_capacity import RowBytes
     from sglang_hybrid.memory.prompt_queries import PromptQueries
     from sglang_hybrid.policies.base import DecodePolicy
     from sglang_hybrid.policies.scout.tuning import Tuning
@@ -72,6 +74,8 @@ class Policy:
     needs: Needs
     # returns the class of the step program that CUDA graphs are recorded from; None: served by the torch engine
     cuda_program: Callable[[], type[StepProgram]] | None
+    # returns the device memory of a row of so many blocks at most, without torch; there is one where there is a program
+    cuda_row_bytes: Callable[[HybridConfig, KVShape, int], RowBytes] | None
     # returns which of the settings the step program cannot have, in words; without the function it can have all
     cuda_unsupported: Callable[[HybridConfig], str | None] | None
     # blocks that a row attends to in the native CPU engine, None for all; without the function: the torch engine
@@ -92,6 +96,7 @@ def register_policy(
     description: str,
     needs: Needs | None = None,
     cuda_program: Callable[[], type[StepProgram]] | None = None,
+    cuda_row_bytes: Callable[[HybridConfig, KVShape, int], RowBytes] | None = None,
     cuda_unsupported: Callable[[HybridConfig], str | None] | None = None,
     native_budget: Callable[[HybridConfig], int | None] | None = None,
     settings: type[msgspec.Struct] | None = None,
@@ -99,17 +104,20 @@ def register_policy(
     """Decorate the function that creates the torch implementation of a policy.
 
     ``settings``: a frozen struct whose fields have defaults and descriptions. Raises ValueError for a name that is
-    taken, and for settings that cannot be a section of the configuration.
+    taken, a CUDA program whose memory is not known, and settings that cannot be a section of the configuration.
     """
 
     def register(create: Callable[[PolicyContext], DecodePolicy]) -> Callable[[PolicyContext], DecodePolicy]:
         if name in _policies:
             raise ValueError(f"there is a policy {name} already, made by {_policies[name].create.__module__}")
+        if (cuda_program is None) != (cuda_row_bytes is None):
+            raise ValueError(f"policy {name} needs both of cuda_program and cuda_row_bytes, or neither")
         if settings is not None:
             _check_settings(name, settings)
         _policies[name] = Policy(
-            name, description, create, needs or Needs(), cuda_program, cuda_unsupported, native_budget, settings
-        )
+            name, description, create, needs or Needs(), cuda_program, cuda_row_bytes, cuda_unsupported, native_budget,
+            settings,
+        )  # fmt: skip
         return create
 
     return register

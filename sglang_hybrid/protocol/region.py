@@ -18,12 +18,12 @@ from types import TracebackType
 
 import torch
 
+from sglang_hybrid.protocol.alignment import ALIGNMENT
+
 _PREFAULT_CHUNK = 64 << 20
 _MADV_POPULATE_WRITE = 23
 _F_SEAL_FUTURE_WRITE = 0x10  # mappings that exist stay writable, new ones cannot be
 _libc = ctypes.CDLL(None, use_errno=True)
-# every piece starts on a 2 MiB boundary of the file: huge pages and DMA registration both like it
-ALIGNMENT = 2 << 20
 
 
 class RegionError(RuntimeError):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 
+from sglang_hybrid.blocks import compact_bytes
 from sglang_hybrid.engines.cuda.layers import DeviceLayer
 from sglang_hybrid.engines.cuda.prefill import DevicePrefill, PrefillRows
 from sglang_hybrid.ops import reference
@@ -80,7 +81,7 @@ class Model:
                 channels = order[:, : shape.channels].contiguous().to(DEVICE)
             compact_of = None
             if shape.compact:
-                size = reference.compact_bytes(shape.dim, shape.channels)
+                size = compact_bytes(shape.dim, shape.channels)
                 digests = torch.full((*of_pool[:2], size), UNTOUCHED, dtype=torch.uint8, device=DEVICE)
                 compact_of = (shape.dtype, shape.dim)
             self.layers.append(DeviceLayer(pool, LayerDigests(digests, codes, channels, compact_of)))

@@ -14,6 +14,7 @@ import torch
 from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 from selection_cases import later
 
+from sglang_hybrid.blocks import compact_bytes
 from sglang_hybrid.core import LayerCache
 from sglang_hybrid.engines.cuda.decode import DeviceScout
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
@@ -64,7 +65,7 @@ class Decoding:
             values.copy_(torch.randn(shape, generator=self.random))
             codes = torch.zeros(PAGES, HEADS, BLOCK_TOKENS, CHANNELS // 2, dtype=torch.uint8, device=DEVICE)
             if compact:
-                size = reference.compact_bytes(DIM, CHANNELS)
+                size = compact_bytes(DIM, CHANNELS)
                 empty = torch.zeros(PAGES, HEADS, size, dtype=torch.uint8, device=DEVICE)
                 digests = LayerDigests(empty, codes, channels, (DTYPE, DIM))
             else:

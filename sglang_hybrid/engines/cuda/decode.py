@@ -20,7 +20,6 @@ from typing import ClassVar, Self
 import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
-from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.cuda.buffers import MOST_GATHERED, LaneBuffers, MissBuffers, plan_for
 from sglang_hybrid.engines.cuda.lanes import Lane
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
@@ -30,11 +29,9 @@ from sglang_hybrid.engines.cuda.settings import (
     ScoutSettings,
     path_rates,
     settings_of,
-    slots_of,
 )
 from sglang_hybrid.engines.cuda.slots import ResidentSlots
 from sglang_hybrid.engines.cuda.watch import DeviceWatch
-from sglang_hybrid.memory.capacity import KVShape
 from sglang_hybrid.ops.cuda.attention import Partial, attend_slots, merge
 from sglang_hybrid.ops.cuda.copies import gather_blocks
 from sglang_hybrid.ops.cuda.digests import Step, append
@@ -100,12 +97,6 @@ class DeviceScout(StepProgram):
         made = cls(context.layers, context.shape, settings, context.tuning.intervals, context.mailbox)
         made.recall_joins_at_logits = context.has_logits
         return made
-
-    @classmethod
-    def bytes_per_row(cls, config: HybridConfig, shape: KVShape, max_blocks: int, dtype: torch.dtype) -> int:
-        slots = ResidentSlots.bytes_per_row(shape.layers, shape.kv_heads, slots_of(config), shape.key_dim, dtype)
-        scores = shape.layers * shape.kv_heads * max_blocks * torch.float32.itemsize
-        return slots + scores
 
     def new_watch(self, context: ProgramContext) -> DeviceWatch:
         tuning, mailbox = context.tuning, context.mailbox

@@ -14,7 +14,6 @@ import torch
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.base import (
-    DeviceBytes,
     Engine,
     LayerPrediction,
     ModelFacts,
@@ -31,7 +30,6 @@ from sglang_hybrid.engines.cuda.program import ProgramContext, QueryAhead, StepP
 from sglang_hybrid.engines.cuda.settings import unsupported_model, unsupported_settings
 from sglang_hybrid.engines.cuda.watch import DeviceWatch
 from sglang_hybrid.engines.cuda.whole_request_mode import WholeRequestMode
-from sglang_hybrid.memory.capacity import KVShape
 from sglang_hybrid.memory.digests import CompactDigests
 from sglang_hybrid.memory.pages import page_table
 from sglang_hybrid.memory.pool import KVPool
@@ -135,15 +133,6 @@ class CudaEngine(Engine):
         self._settling_lane = Lane(pool.device)
         self._settling: Step | None = None
         self._last_tokens = torch.empty(0, dtype=torch.int64)
-
-    @classmethod
-    def device_bytes(
-        cls, config: HybridConfig, shape: KVShape, rows: int, context: int, dtype: torch.dtype
-    ) -> DeviceBytes:
-        longest = -(-context // BLOCK_TOKENS)
-        per_row = _program_of(config).bytes_per_row(config, shape, longest, dtype)
-        staging = DevicePrefill.device_bytes(longest, shape.kv_heads, shape.key_dim, dtype)
-        return DeviceBytes(rows * per_row, staging)
 
     def unsupported_reason(self, config: HybridConfig) -> str | None:
         return unsupported_settings(config)

@@ -11,12 +11,10 @@ from typing import Self
 
 import torch
 
-from sglang_hybrid.blocks import BLOCK_TOKENS
-from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.engines.cuda.program import ProgramContext, StepProgram
 from sglang_hybrid.engines.cuda.slots import BlockMemory
-from sglang_hybrid.memory.capacity import KVShape
+from sglang_hybrid.memory.device_capacity import whole_request_blocks
 from sglang_hybrid.ops.cuda.missed import attend_pool
 
 
@@ -33,12 +31,8 @@ class DeviceFull(StepProgram):
 
     @classmethod
     def create(cls, context: ProgramContext) -> Self:
-        blocks = _blocks_per_row(context.config) if context.holds_whole_requests else 0
+        blocks = whole_request_blocks(context.config) if context.holds_whole_requests else 0
         return cls(context.layers, context.shape, blocks)
-
-    @classmethod
-    def bytes_per_row(cls, config: HybridConfig, shape: KVShape, max_blocks: int, dtype: torch.dtype) -> int:
-        return BlockMemory.bytes_per_row(shape.layers, shape.kv_heads, _blocks_per_row(config), shape.key_dim, dtype)
 
     @property
     def without_whole_requests(self) -> str:
@@ -55,8 +49,3 @@ class DeviceFull(StepProgram):
             query, self._layers[layer].pool, self.step.of_batch(count), scale,
             workspace=self._attention.attending(count), out=self._attention.out(count),
         )  # fmt: skip
-
-
-def _blocks_per_row(config: HybridConfig) -> int:
-    """As much device memory as a budget takes under policies that select."""
-    return config.budget_tokens // BLOCK_TOKENS if config.whole_requests == "auto" else 0

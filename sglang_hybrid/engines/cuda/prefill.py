@@ -21,11 +21,10 @@ from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.engines.cuda.layers import DeviceLayer
 from sglang_hybrid.engines.cuda.row_groups import PrefillRows, RowGroup, group_rows
 from sglang_hybrid.engines.cuda.staging import Staging, Transfer, runs_of, suits_engine
+from sglang_hybrid.memory.device_capacity import WORKSPACE_BYTES
 from sglang_hybrid.ops.cuda.copies import place_tokens
 from sglang_hybrid.ops.cuda.digests import digest_pages
 from sglang_hybrid.ops.cuda.tensors import HALVES
-
-WORKSPACE_BYTES = 128 << 20  # of FlashInfer's split attention; its kernels for Hopper do not use it
 
 __all__ = ["DevicePrefill", "PrefillRows"]
 
@@ -81,11 +80,6 @@ class DevicePrefill:
         self._groups: list[_Group] = []
         self._next_layer = 0
         self._refused = torch.zeros(1, dtype=torch.int64, device=device)
-
-    @staticmethod
-    def device_bytes(staging_pages: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Of the two stagings and the workspace."""
-        return 4 * staging_pages * heads * BLOCK_TOKENS * head_dim * dtype.itemsize + WORKSPACE_BYTES
 
     def begin(self, batch: PrefillRows, scale: float) -> None:
         """Plan a pass and begin to load what its first layer needs. Everything on the main stream so far comes before.

@@ -26,7 +26,6 @@ from sglang_hybrid.engines.cuda.slots import BlockMemory
 from sglang_hybrid.engines.cuda.step import ARRIVED, PREFILLED, StepBuffers
 from sglang_hybrid.engines.cuda.watch import DeviceWatch
 from sglang_hybrid.engines.cuda.whole_requests import WholeRequests
-from sglang_hybrid.memory.capacity import KVShape
 from sglang_hybrid.ops.cuda.digests import Step
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.policies.scout.profile import HostRates
@@ -81,11 +80,6 @@ class StepProgram(ABC):
     @abstractmethod
     def create(cls, context: ProgramContext) -> Self:
         """Return the program for settings that the policy's ``cuda_unsupported`` has nothing against."""
-
-    @classmethod
-    @abstractmethod
-    def bytes_per_row(cls, config: HybridConfig, shape: KVShape, max_blocks: int, dtype: torch.dtype) -> int:
-        """Return the device memory that a row of at most ``max_blocks`` blocks takes."""
 
     @property
     @abstractmethod

@@ -20,10 +20,6 @@ class BlockMemory:
         self.keys = [torch.zeros(of_layer, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(of_layer, dtype=dtype, device=device) for _ in range(layers)]
 
-    @staticmethod
-    def bytes_per_row(layers: int, heads: int, slots: int, dim: int, dtype: torch.dtype) -> int:
-        return layers * heads * slots * 2 * BLOCK_TOKENS * dim * dtype.itemsize
-
 
 class ResidentSlots(BlockMemory):
     """The same, and which blocks of their rows are in the slots."""
@@ -33,11 +29,6 @@ class ResidentSlots(BlockMemory):
     ) -> None:
         super().__init__(layers, rows, heads, slots, dim, dtype, device)
         self.all_positions = torch.full((layers, rows, heads, slots), NO_BLOCK, dtype=torch.int32, device=device)
-
-    @staticmethod
-    def bytes_per_row(layers: int, heads: int, slots: int, dim: int, dtype: torch.dtype) -> int:
-        positions = layers * heads * slots * torch.int32.itemsize
-        return BlockMemory.bytes_per_row(layers, heads, slots, dim, dtype) + positions
 
     def positions(self, layer: int) -> torch.Tensor:
         """``[rows, KV heads, slots]``, -1 for an empty slot."""

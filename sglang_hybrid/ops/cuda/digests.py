@@ -19,12 +19,11 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.blocks import BLOCK_TOKENS, compact_bytes
 from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.library import launch
 from sglang_hybrid.ops.cuda.structs import KernelStruct, struct
 from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address, dtype_code
-from sglang_hybrid.ops.reference import compact_bytes
 
 
 @dataclass(frozen=True)

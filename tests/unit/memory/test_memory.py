@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from cpu_worker.mapping import Mapping
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape, host_pool_bytes
-from sglang_hybrid.memory.digests import Digests, is_compact
+from sglang_hybrid.memory.device_capacity import is_compact, page_bytes
+from sglang_hybrid.memory.digests import Digests
 from sglang_hybrid.memory.pages import page_table, touched_pages
 from sglang_hybrid.protocol import region
 from sglang_hybrid.protocol.region import RegionError, SharedRegion
@@ -331,7 +332,8 @@ def test_the_next_user_of_a_page_starts_its_digest_anew() -> None:
 def test_bytes_per_page_is_what_a_page_of_all_layers_takes() -> None:
     digests = Digests(layers=3, pages=7, heads=2, head_dim=16, dtype=torch.bfloat16, device="cpu")
     taken = sum(digests.of_layer(layer).nbytes for layer in range(3))
-    assert taken == 7 * Digests.bytes_per_page(3, 2, 16, torch.bfloat16) == 7 * 3 * 2 * 2 * 16 * 2
+    page = page_bytes(HybridConfig(), KVShape(3, 2, 16, 16, torch.bfloat16.itemsize), "cpu")
+    assert taken == 7 * page.digests == 7 * 3 * 2 * 2 * 16 * 2
 
 
 # Capacity

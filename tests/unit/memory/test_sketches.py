@@ -7,13 +7,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_hybrid.blocks import BLOCK_TOKENS, COMPACT_GROUP, compact_bytes
+from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.core import LayerCache
+from sglang_hybrid.memory.capacity import KVShape
+from sglang_hybrid.memory.device_capacity import PageBytes, page_bytes
 from sglang_hybrid.memory.digests import CompactDigests, Digests
 from sglang_hybrid.memory.pages import touched_pages
 from sglang_hybrid.memory.sketches import Sketches, channel_order
 from sglang_hybrid.ops import reference
 
 HEADS, TOKENS, DIM, PAGES = 2, 4, 16, 6
+
+
+def bytes_of_page(layers: int, channels: int) -> PageBytes:
+    """Of pages of TOKENS tokens, as those here are; a server's have BLOCK_TOKENS."""
+    config = HybridConfig(sketch_channels=channels, digest_dtype="auto" if channels % 8 else "int8")
+    page = page_bytes(config, KVShape(layers, HEADS, 64, 64, 2), "cuda")
+    return PageBytes(page.digests, page.sketches * TOKENS // BLOCK_TOKENS)
 
 
 @pytest.mark.parametrize(("neox", "rotary"), [(True, 16), (False, 16), (True, 8), (False, 8)])
@@ -133,7 +144,7 @@ def test_a_partial_sketch_finds_one_key_among_many_that_extremes_hide() -> None:
 def test_the_memory_of_a_page_is_what_is_taken() -> None:
     sketches = Sketches(8, 3, PAGES, HEADS, TOKENS, "cpu")
     taken = sum(sketches.of_layer(layer).codes.nbytes for layer in range(3))
-    assert Sketches.bytes_per_page(8, 3, HEADS, TOKENS) * PAGES == taken
+    assert bytes_of_page(3, 8).sketches * PAGES == taken
 
 
 # -- compact digests -------------------------------------------------------------------------
@@ -152,11 +163,11 @@ def test_compact_digests_tell_middles_to_half_a_unit_and_ranges_of_the_sketch() 
     keys, channels = wide_keys(), torch.stack([torch.randperm(64)[:16] for _ in range(HEADS)])
     exact = extremes(keys)
     compact = reference.compact_digest(exact, channels)
-    assert compact.shape == (PAGES, HEADS, reference.compact_bytes(64, 16)) and compact.dtype == torch.uint8
+    assert compact.shape == (PAGES, HEADS, compact_bytes(64, 16)) and compact.dtype == torch.uint8
     told = reference.expand_digest(compact, channels, 64)
     middle = exact.mean(dim=2)
-    largest = middle.unflatten(2, (-1, reference.COMPACT_GROUP)).abs().amax(dim=3)
-    unit = (largest / 127).repeat_interleave(reference.COMPACT_GROUP, dim=2)
+    largest = middle.unflatten(2, (-1, COMPACT_GROUP)).abs().amax(dim=3)
+    unit = (largest / 127).repeat_interleave(COMPACT_GROUP, dim=2)
     assert ((told.mean(dim=2) - middle).abs() <= unit * 0.51 + largest.max() * 1e-6).all()
     ranges, true_ranges = told[:, :, 0] - told[:, :, 1], exact[:, :, 0] - exact[:, :, 1]
     where = channels.expand(PAGES, -1, -1)
@@ -202,7 +213,7 @@ def test_codes_tell_every_token_its_part_of_the_range() -> None:
     assert codes.shape == (PAGES, HEADS, TOKENS, count // 2) and codes.dtype == torch.uint8
     expected = places.gather(3, channels[None, :, None, :].expand(PAGES, -1, TOKENS, -1))
     assert torch.equal(torch.stack((codes & 15, codes >> 4), dim=4).flatten(3), expected.to(torch.uint8))
-    assert Sketches.bytes_per_page(count, 1, HEADS, TOKENS) * PAGES == codes.nbytes
+    assert bytes_of_page(1, count).sketches * PAGES == codes.nbytes
 
 
 def test_compact_digests_of_pages_that_grow_are_those_of_the_whole_page() -> None:
@@ -215,5 +226,4 @@ def test_compact_digests_of_pages_that_grow_are_those_of_the_whole_page() -> Non
             digests.refresh(0, keys, torch.tensor([2]), torch.tensor([count]))
         written.append(digests.of_layer(0))
     assert torch.equal(*written) and written[0][2].any() and not written[0][[0, 1, 3, 4, 5]].any()
-    taken = CompactDigests.bytes_per_page(1, HEADS, 64, 8)
-    assert taken * PAGES == written[0].nbytes
+    assert bytes_of_page(1, 8).digests * PAGES == written[0].nbytes

@@ -16,11 +16,11 @@ from installed_package import installed
 
 from sglang_hybrid.config import ConfigError, HybridConfig, load_config
 from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
-from sglang_hybrid.engines.cuda.engine import CudaEngine
 from sglang_hybrid.engines.cuda.program import StepProgram
 from sglang_hybrid.engines.cuda.settings import unsupported_settings
 from sglang_hybrid.engines.torch import TorchAttention
 from sglang_hybrid.memory.capacity import KVShape
+from sglang_hybrid.memory.device_capacity import device_bytes
 from sglang_hybrid.policies import registry
 from sglang_hybrid.policies.full import FullPolicy
 from sglang_hybrid.policies.registry import (
@@ -76,10 +76,10 @@ def test_limits_of_selection_do_not_bind_a_policy_that_selects_nothing() -> None
 
 
 def test_policy_full_takes_device_memory_for_whole_requests_only() -> None:
-    shape, dtype = KVShape(layers=3, kv_heads=2, key_dim=64, value_dim=64, itemsize=2), torch.bfloat16
+    shape = KVShape(layers=3, kv_heads=2, key_dim=64, value_dim=64, itemsize=2)
 
     def resident(**settings: Any) -> int:
-        return CudaEngine.device_bytes(HybridConfig(**settings), shape, rows=5, context=4096, dtype=dtype).resident
+        return device_bytes(HybridConfig(**settings), shape, rows=5, context=4096).resident
 
     assert resident(policy="full", budget_tokens=1024) == 5 * 1024 * shape.bytes_per_token
     assert resident(policy="full", whole_requests="never") == 0

@@ -1,0 +1,1 @@
+"""``sglang-hybrid size``: how many requests fit on a machine, and how fast they decode."""

@@ -1,0 +1,132 @@
+"""Committed results that the estimate of a step is fitted to, and how far the estimate is from each of them.
+
+Wheels do not contain bench/results, so the measured times are repeated here; a test compares them with the files.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_hybrid.commands.size.decode_rate import Rates, hybrid_step, stock_step
+from sglang_hybrid.commands.size.model_shape import ModelShape, shape_of
+from sglang_hybrid.config import HybridConfig
+
+MACHINE = "one H200, 16 Xeon cores"
+STOCK_STEPS, HYBRID_STEPS = "decode-steps-stock.json", "decode-steps-hybrid.json"
+QWEN_STEPS, SERVERS = "qwen-decode-steps.json", "throughput.json"
+
+_SYNTHETIC: dict[str, Any] = {  # bench/synthetic_model.py
+    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 10,
+    "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32768,
+}  # fmt: skip
+_QWEN: dict[str, Any] = {  # Qwen2.5-Coder-1.5B, converted from GGUF
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+    "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151936,
+}  # fmt: skip
+_BUDGET = 2048
+_HOT_TOKENS = 4 * _BUDGET
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One point of a file in bench/results."""
+
+    file: str
+    tokens: int
+    rows: int
+    step_ms: float
+    hybrid: bool = False
+    most_rows: int = 64  # that the server had slots for
+    variant: str = ""
+    scores_all: bool = True  # False: all blocks at every 4th step, four budgets of them in between
+
+    @property
+    def server(self) -> bool:
+        return self.file == SERVERS
+
+    @property
+    def estimated_ms(self) -> float:
+        model = _model(self.file)
+        if not self.hybrid:
+            return stock_step(model, self.rows, self.tokens, Rates(), server=self.server).ms
+        share = 1.0 if self.scores_all else 0.25 + 0.75 * min(1.0, _HOT_TOKENS / self.tokens)
+        config = HybridConfig(budget_tokens=_BUDGET, whole_requests="never" if self.file == QWEN_STEPS else "auto")
+        return hybrid_step(
+            model, config, self.rows, self.tokens, Rates(),
+            most_rows=self.most_rows, scored_share=share, server=self.server,
+        ).ms  # fmt: skip
+
+    @property
+    def error(self) -> float:
+        """Relative: above 0, the estimate is too slow."""
+        return self.estimated_ms / self.step_ms - 1
+
+
+@functools.cache
+def _model(file: str) -> ModelShape:
+    return shape_of(_QWEN if file == QWEN_STEPS else _SYNTHETIC, file)
+
+
+def _qwen(step_ms: float, *settings: str) -> Measured:
+    """48 rows of real text. Variants that do not say otherwise scored all blocks at every 4th step."""
+    scores_all = "scout.score_interval=1" in settings
+    return Measured(QWEN_STEPS, 30720, 48, step_ms, True, 48, ",".join(settings), scores_all)
+
+
+_EVERY_STEP, _NO_LATE = "scout.score_interval=1", "scout.min_late_attention=1"
+
+RESULTS = (
+    Measured(STOCK_STEPS, 32768, 32, 11.655),
+    Measured(STOCK_STEPS, 65536, 16, 11.721),
+    Measured(STOCK_STEPS, 8192, 64, 7.144),
+    Measured(STOCK_STEPS, 8192, 1, 2.171),
+    Measured(HYBRID_STEPS, 32768, 32, 3.651, hybrid=True, scores_all=False),
+    Measured(HYBRID_STEPS, 65536, 16, 3.211, hybrid=True, scores_all=False),
+    Measured(HYBRID_STEPS, 8192, 64, 4.518, hybrid=True, scores_all=False),
+    Measured(HYBRID_STEPS, 8192, 1, 2.188, hybrid=True),
+    Measured(SERVERS, 8192, 1, 2.39),
+    Measured(SERVERS, 16384, 1, 2.659),
+    Measured(SERVERS, 32768, 8, 4.57),
+    Measured(SERVERS, 32768, 1, 2.567),
+    Measured(SERVERS, 65536, 4, 4.568),
+    Measured(SERVERS, 65536, 1, 2.779),
+    Measured(SERVERS, 8192, 64, 5.605, hybrid=True, scores_all=False),
+    Measured(SERVERS, 8192, 1, 2.276, hybrid=True),
+    Measured(SERVERS, 16384, 64, 5.547, hybrid=True, scores_all=False),
+    Measured(SERVERS, 16384, 1, 2.268, hybrid=True),
+    Measured(SERVERS, 32768, 62, 5.762, hybrid=True, scores_all=False),
+    Measured(SERVERS, 32768, 1, 2.415, hybrid=True),
+    Measured(SERVERS, 65536, 31, 4.007, hybrid=True, scores_all=False),
+    Measured(SERVERS, 65536, 1, 2.742, hybrid=True),
+    _qwen(5.803),
+    _qwen(6.412, _NO_LATE),
+    _qwen(5.431, _EVERY_STEP, "scout.cpu_share=0.5", _NO_LATE),
+    _qwen(5.826, _EVERY_STEP, "scout.cpu_share=0", _NO_LATE),
+    _qwen(5.402, _EVERY_STEP, _NO_LATE),
+    _qwen(5.219, "scout.cpu_share=0.5", _NO_LATE),
+    _qwen(5.149, _EVERY_STEP, "scout.cpu_share=0.75", _NO_LATE),
+    _qwen(5.84, _EVERY_STEP, "scout.cpu_share=0.5", _NO_LATE, "scout.resident_bonus=0.5"),
+)
+
+_SHARED = "rows share 8 prompts, so caches help (the file's notes); 8 unshared rows of 32k, as many bytes, take 4.57 ms"
+_ABLATION = "a part of the backend was switched off"
+LEFT_OUT = {  # the estimate is of rows with prompts of their own and of a whole backend
+    Measured(SERVERS, 8192, 32, 3.438): _SHARED,
+    Measured(SERVERS, 16384, 16, 3.887): _SHARED,
+    Measured(SERVERS, 32768, 62, 13.595, hybrid=True, variant="no prediction"): _ABLATION,
+    Measured(SERVERS, 32768, 62, 12.442, hybrid=True, variant="+ prediction"): _ABLATION,
+    Measured(SERVERS, 32768, 62, 5.252, hybrid=True, variant="+ recall"): _ABLATION,
+}
+
+MOST_ROWS = max(one.rows for one in RESULTS if one.hybrid)
+
+
+def error_ranges(*, hybrid: bool) -> dict[str, tuple[float, float]]:
+    """The smallest and the largest error in each file."""
+    ranges: dict[str, tuple[float, float]] = {}
+    for one in (one for one in RESULTS if one.hybrid == hybrid):
+        lowest, highest = ranges.get(one.file, (one.error, one.error))
+        ranges[one.file] = min(lowest, one.error), max(highest, one.error)
+    return ranges

@@ -1,0 +1,154 @@
+"""GPU memory that a server takes for rows and pages, and how many pages that leaves.
+
+Pure arithmetic: this module imports neither torch nor SGLang. A server calls it when its pool is made, and
+``sglang-hybrid size`` calls it on hosts that have neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_hybrid.blocks import BLOCK_TOKENS, compact_bytes
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.engines.cuda.settings import slots_of, unsupported_settings
+from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape
+from sglang_hybrid.policies.registry import policy_named
+
+WORKSPACE_BYTES = 128 << 20  # of FlashInfer's split attention; its kernels for Hopper do not use it
+_POSITION_BYTES = _SCORE_BYTES = 4  # int32, float32
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Device memory of one row."""
+
+    slots: int  # resident blocks and their positions
+    scores: int = 0  # of all blocks of the longest context
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """Device memory that an engine takes beside digests and sketches."""
+
+    slots: int = 0  # of all rows
+    scores: int = 0  # of all rows
+    staging: int = 0  # for one context during prefill
+
+    @property
+    def resident(self) -> int:
+        return self.slots + self.scores
+
+
+@dataclass(frozen=True)
+class PageBytes:
+    """Device memory of one page of the host pool."""
+
+    digests: int
+    sketches: int
+
+    @property
+    def total(self) -> int:
+        return self.digests + self.sketches
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """What becomes of the device memory that SGLang leaves for the KV cache."""
+
+    rows: int
+    taken: DeviceBytes
+    page: PageBytes
+    pages: int  # whose digests and sketches fit in the rest
+
+
+def rows_of(requests: int, arriving: int = 0) -> int:
+    """Rows for so many running requests: one more takes the writes of padding. ``arriving``: KV cache on its way."""
+    return requests + 1 + arriving
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def is_compact(digest_dtype: str, channels: int, head_dim: int, device: str) -> bool:
+    """Whether digests are ``CompactDigests``.
+
+    ``auto``: on a GPU, where reading digests is most of what scoring takes, if these shapes have a compact form.
+    """
+    if digest_dtype == "auto":
+        fits = channels > 0 and channels % 8 == 0 and head_dim % 32 == 0
+        return fits and device.partition(":")[0] != "cpu"
+    return digest_dtype == "int8" and channels > 0
+
+
+def page_bytes(config: HybridConfig, shape: KVShape, device: str) -> PageBytes:
+    """Digests and sketches of one page, of all layers."""
+    channels = min(config.sketch_channels, shape.key_dim)
+    if is_compact(config.digest_dtype, channels, shape.key_dim, device):
+        digest = compact_bytes(shape.key_dim, channels)
+    else:
+        digest = 2 * shape.key_dim * shape.itemsize  # maximum and minimum
+    blocks = shape.layers * shape.kv_heads
+    return PageBytes(blocks * digest, blocks * BLOCK_TOKENS * channels // 2)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def scout_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:
+    """A row of at most ``max_blocks`` blocks under policies that select."""
+    slots, lists = slots_of(config), shape.layers * shape.kv_heads
+    positions = lists * slots * _POSITION_BYTES
+    return RowBytes(_block_bytes(shape, slots) + positions, lists * max_blocks * _SCORE_BYTES)
+
+
+def full_row_bytes(config: HybridConfig, shape: KVShape, _max_blocks: int) -> RowBytes:
+    """A row's share of the memory that holds whole rows under policy full."""
+    return RowBytes(_block_bytes(shape, whole_request_blocks(config)))
+
+
+def whole_request_blocks(config: HybridConfig) -> int:
+    """Blocks of a row under policy full: as much device memory as a budget takes under policies that select."""
+    return config.budget_tokens // BLOCK_TOKENS if config.whole_requests == "auto" else 0
+
+
+def _block_bytes(shape: KVShape, blocks: int) -> int:
+    return shape.layers * shape.kv_heads * blocks * 2 * BLOCK_TOKENS * shape.key_dim * shape.itemsize
+
+
+def staging_bytes(pages: int, shape: KVShape) -> int:
+    """Two stagings of one layer's keys and values, and FlashInfer's workspace."""
+    return 4 * pages * shape.kv_heads * BLOCK_TOKENS * shape.key_dim * shape.itemsize + WORKSPACE_BYTES
+
+
+def device_bytes(config: HybridConfig, shape: KVShape, rows: int, context: int) -> DeviceBytes:
+    """What the CUDA engine takes for ``rows`` requests of at most ``context`` tokens."""
+    longest = -(-context // BLOCK_TOKENS)
+    of_row = policy_named(config.policy).cuda_row_bytes
+    assert of_row is not None  # unsupported_settings asks before
+    row = of_row(config, shape, longest)
+    return DeviceBytes(rows * row.slots, rows * row.scores, staging_bytes(longest, shape))
+
+
+# -- what is left ------------------------------------------------------------------------------------------------------
+
+
+def plan_device(
+    available: int, config: HybridConfig, shape: KVShape, rows: int, context: int, *, device: str, cuda_graphs: bool
+) -> DevicePlan:
+    """Pages whose digests and sketches ``available`` bytes hold, beside the resident blocks of ``rows`` rows.
+
+    Raises CapacityError if they are less than one budget.
+    """
+    taken = DeviceBytes()
+    if unsupported_settings(config) is None and cuda_graphs:
+        taken = device_bytes(config, shape, rows, context)
+    page = page_bytes(config, shape, device)
+    pages = (available - taken.resident - taken.staging) // page.total
+    if pages * BLOCK_TOKENS < config.budget_tokens:
+        raise CapacityError(
+            f"{available / GIB:.2f} GiB of device memory are left for the KV cache, of which the resident blocks of "
+            f"{rows} rows take {taken.resident / GIB:.2f} GiB, one context during prefill {taken.staging / GIB:.2f} "
+            f"GiB and the digests {page.total} bytes per page: too little for one "
+            f"budget of {config.budget_tokens} tokens; lower --max-running-requests or raise --mem-fraction-static"
+        )
+    return DevicePlan(rows, taken, page, pages)

@@ -1,0 +1,62 @@
+"""GPU memory of rows and pages: what the engines allocate, and what is left for pages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.engines.cuda.settings import slots_of
+from sglang_hybrid.engines.cuda.slots import ResidentSlots
+from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape
+from sglang_hybrid.memory.device_capacity import DevicePlan, plan_device, rows_of, scout_row_bytes, staging_bytes
+
+SHAPE = KVShape(layers=3, kv_heads=2, key_dim=64, value_dim=64, itemsize=2)
+SETTINGS = HybridConfig(budget_tokens=256)
+
+
+def plan(available: int, rows: int, config: HybridConfig = SETTINGS, *, cuda_graphs: bool = True) -> DevicePlan:
+    return plan_device(available, config, SHAPE, rows, context=4096, device="cuda", cuda_graphs=cuda_graphs)
+
+
+def test_the_slots_of_a_row_take_what_the_engine_allocates_for_it() -> None:
+    slots = ResidentSlots(3, 1, 2, slots_of(SETTINGS), 64, torch.bfloat16, "cpu")
+    taken = sum(part.nbytes for part in (*slots.keys, *slots.values, slots.all_positions))
+    assert scout_row_bytes(SETTINGS, SHAPE, max_blocks=128).slots == taken
+
+
+def test_a_row_has_one_score_for_every_block_of_the_longest_context() -> None:
+    scores = torch.empty(3, 2, 128, dtype=torch.float32)
+    assert scout_row_bytes(SETTINGS, SHAPE, max_blocks=128).scores == scores.nbytes
+
+
+def test_one_row_takes_the_writes_of_padding_and_others_those_of_arriving_requests() -> None:
+    assert (rows_of(64), rows_of(64, arriving=8)) == (65, 73)
+
+
+def test_pages_get_what_rows_and_staging_leave_and_not_a_page_more() -> None:
+    planned = plan(GIB, rows=5)
+    row = scout_row_bytes(SETTINGS, SHAPE, max_blocks=4096 // BLOCK_TOKENS)
+    assert planned.taken.resident == 5 * (row.slots + row.scores)
+    assert planned.taken.staging == staging_bytes(128, SHAPE)
+    left = GIB - planned.taken.resident - planned.taken.staging
+    assert planned.pages * planned.page.total <= left < (planned.pages + 1) * planned.page.total
+
+
+def test_the_torch_engine_takes_memory_for_pages_only() -> None:
+    assert plan(GIB, rows=5, cuda_graphs=False).taken.resident == 0
+    assert plan(GIB, rows=5, config=HybridConfig(sketch_channels=16)).taken.resident == 0  # no such kernels
+
+
+def test_memory_for_less_than_one_budget_is_refused_with_every_number() -> None:
+    with pytest.raises(CapacityError, match=r"blocks of 9999 rows .*budget of 256 tokens; lower --max-running"):
+        plan(GIB, rows=9999)
+
+
+def test_capacity_is_known_without_torch() -> None:
+    program = "import sys, sglang_hybrid.memory.device_capacity; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=20)
