@@ -72,3 +72,4 @@ class BlockList:
 
     ids: torch.Tensor  # [rows, KV heads, n] pages, reference.NO_BLOCK where the list is shorter
     fill: torch.Tensor  # [rows, KV heads, n] tokens in each
+    masks: torch.Tensor | None = None  # [rows, KV heads, n] int32, bit t: token t is attended; None: all of ``fill``

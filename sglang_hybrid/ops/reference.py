@@ -352,6 +352,17 @@ def gather_blocks(pool: torch.Tensor, ids: torch.Tensor, device: torch.device | 
     return chosen.view(*ids.shape, *pool.shape[2:]).to(device or ids.device)
 
 
+def is_counted(fill: torch.Tensor, block_tokens: int, masks: torch.Tensor | None = None) -> torch.Tensor:
+    """Which tokens of listed blocks are attended: fill ``[B, H, N]`` -> ``[B, H, N, block_tokens]``, bool.
+
+    The first ``fill`` tokens of a block; with ``masks`` (int32, ``[B, H, N]``) those of them whose bit is set, bit t
+    for token t. A list of blocks with masks is a list of tokens that is addressed by block.
+    """
+    token = torch.arange(block_tokens, device=fill.device)
+    counted = token < fill[..., None]
+    return counted if masks is None else counted & (masks.to(fill.device)[..., None] >> token & 1).bool()
+
+
 def attend_blocks(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -360,19 +371,20 @@ def attend_blocks(
     fill: torch.Tensor,
     scale: float,
     bias: torch.Tensor | None = None,
+    masks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one token per row over a list of blocks.
 
     query ``[B, H * G, D]``; keys, values: pools; ids and fill ``[B, H, N]``, ``fill`` tokens of
     block ``ids`` -> output ``[B, H * G, Dv]`` and LSE ``[B, H * G]``, both float32. A row
     without tokens gives output 0 and LSE ``-inf``: merging it changes nothing. ``bias``
-    ``[B, H, G, N]`` is added to the logits of all tokens of a block.
+    ``[B, H, G, N]`` is added to the logits of all tokens of a block. ``masks`` ``[B, H, N]`` say
+    which tokens of a block count: see ``is_counted``.
     """
     rows, heads, listed = ids.shape
     k = gather_blocks(keys, ids, query.device).float().flatten(2, 3)  # [B, H, N * T, D]
     v = gather_blocks(values, ids, query.device).float().flatten(2, 3)
-    token = torch.arange(keys.shape[2], device=query.device)
-    counted = (token < fill[..., None]).reshape(rows, heads, 1, listed * keys.shape[2])
+    counted = is_counted(fill, keys.shape[2], masks).reshape(rows, heads, 1, listed * keys.shape[2])
 
     q = query.float().view(rows, heads, -1, query.shape[-1])
     logits = q @ k.transpose(2, 3) * scale

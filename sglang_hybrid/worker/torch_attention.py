@@ -13,4 +13,7 @@ class TorchMisses(MissServer):
     def post(
         self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int
     ) -> PendingAttention:
-        return Ready(reference.attend_blocks(query, cache.keys, cache.values, blocks.ids, blocks.fill, scale))
+        partial = reference.attend_blocks(
+            query, cache.keys, cache.values, blocks.ids, blocks.fill, scale, masks=blocks.masks
+        )
+        return Ready(partial)
