@@ -21,6 +21,7 @@ class LayerCache:
     digests: torch.Tensor  # [pages, KV heads, 2, head_dim] or compact, on the model's device
     layer: int = 0  # of this rank's pool
     sketch: LayerSketch | None = None  # some channels of every key, on the model's device
+    codes: torch.Tensor | None = None  # [pages, KV heads, block tokens, bytes] of single keys, if kept
 
     @property
     def block_tokens(self) -> int:

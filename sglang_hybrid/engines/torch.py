@@ -20,6 +20,7 @@ from sglang_hybrid.engines.base import (
     StepBatch,
 )
 from sglang_hybrid.memory.digests import CompactDigests
+from sglang_hybrid.memory.key_codes import KeyCodes
 from sglang_hybrid.memory.pages import page_table
 from sglang_hybrid.memory.pool import KVPool
 from sglang_hybrid.memory.prompt_queries import PromptQueries
@@ -45,22 +46,28 @@ class PagedPrefill:
 class TorchAttention:
     """Exact attention in prefill, the configured policy in decode."""
 
-    def __init__(self, config: HybridConfig, rows: int, layers: int, misses: MissServer | None = None) -> None:
-        """For at most ``rows`` requests at a time and ``layers`` layers."""
+    def __init__(
+        self,
+        config: HybridConfig,
+        rows: int,
+        layers: int,
+        misses: MissServer | None = None,
+        codes: KeyCodes | None = None,
+    ) -> None:
+        """For at most ``rows`` requests at a time and ``layers`` layers. ``codes``: of the pool's keys."""
         self._rows = rows
         self._layers = layers
         self._misses = misses or TorchMisses()
+        self._codes = codes
         self._prompts = PromptQueries(rows)
         self.use(config)
 
     def use(self, config: HybridConfig, tuning: Tuning | None = None) -> None:
         """Decode by these settings from now on. Rows that are decoding start anew."""
         self.config = config
-        self.policy = policy_named(config.policy).create(
-            PolicyContext(
-                config, self._rows, self._layers, self._misses, self._prompts, tuning or tuning_of(config, self._layers)
-            )
-        )
+        tuning = tuning or tuning_of(config, self._layers)
+        context = PolicyContext(config, self._rows, self._layers, self._misses, self._prompts, tuning, self._codes)
+        self.policy = policy_named(config.policy).create(context)
         self.policy.reset_rows(list(range(self._rows)))
 
     def reset_rows(self, rows: list[int]) -> None:
@@ -106,7 +113,7 @@ class TorchEngine(Engine):
     def __init__(self, config: HybridConfig, pool: KVPool, model: ModelFacts, misses: MissServer | None) -> None:
         """``misses`` serves blocks that a policy does not keep near; None: plain torch does."""
         self._config, self._pool, self._req_to_token = config, pool, model.req_to_token
-        self.attention = TorchAttention(config, model.req_to_token.shape[0], pool.layer_num, misses)
+        self.attention = TorchAttention(config, model.req_to_token.shape[0], pool.layer_num, misses, pool.codes)
         self._predictors: dict[int, tuple[QueryPredictor, float]] = {}
         self._watcher: RatioWatcher | None = None
         nothing = torch.empty(0, dtype=torch.int64)
@@ -179,4 +186,7 @@ class TorchEngine(Engine):
         # compact digests tell nothing without sketches
         wanted = self._config.sketch_channels > 0 or isinstance(pool.digests, CompactDigests)
         sketch = pool.sketches.of_layer(layer) if pool.sketches and wanted else None
-        return LayerCache(pool.k_buffer[layer], pool.v_buffer[layer], pool.digests.of_layer(layer), layer, sketch)
+        codes = pool.codes.of_layer(layer) if pool.codes else None
+        return LayerCache(
+            pool.k_buffer[layer], pool.v_buffer[layer], pool.digests.of_layer(layer), layer, sketch, codes
+        )

@@ -10,8 +10,10 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang_hybrid.config import config_from_environment
 from sglang_hybrid.engines.cuda.admission import PageAdmission
 from sglang_hybrid.integration.refusals import Refusal
-from sglang_hybrid.memory.device_capacity import is_compact
+from sglang_hybrid.memory.capacity import KVShape
+from sglang_hybrid.memory.device_capacity import code_bytes, is_compact
 from sglang_hybrid.memory.digests import CompactDigests, Digests
+from sglang_hybrid.memory.key_codes import KeyCodes
 from sglang_hybrid.memory.pages import to_head_major, touched_pages
 from sglang_hybrid.memory.sketches import Sketches
 from sglang_hybrid.ops.cpu.decoder import HostKernels
@@ -39,6 +41,7 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
     region: SharedRegion
     digests: Digests | CompactDigests
     sketches: Sketches | None
+    codes: KeyCodes | None
     admission: PageAdmission | None = None  # by the GPU, where CUDA kernels decode
     kernels: HostKernels | None = None  # that summarise pages, where native kernels decode
 
@@ -66,6 +69,10 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
             self.digests = CompactDigests(self.sketches, *shape, self.device)
         else:
             self.digests = Digests(*shape, self.store_dtype, self.device)
+        kv_shape = KVShape(self.layer_num, self.head_num, self.head_dim, self.v_head_dim, itemsize)
+        of_key = code_bytes(config, kv_shape)
+        codes = (of_key, self.layer_num, pages, self.head_num, self.page_size, self.device)
+        self.codes = KeyCodes(*codes) if of_key else None
 
     def _kv_tokens_per_row(self) -> int:
         """The first dimension of every buffer is pages. SGLang before 0.5.22 reads that off the buffers' shapes."""
@@ -101,7 +108,9 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         self._summarise(layer_idx, *touched_pages(slots, self.page_size))
 
     def _summarise(self, layer: int, pages: torch.Tensor, filled: torch.Tensor) -> None:
-        """Digests and sketches of pages whose first ``filled`` keys are valid."""
+        """Digests, sketches and codes of pages whose first ``filled`` keys are valid."""
+        if self.codes:
+            self.codes.refresh(layer, self.k_buffer[layer], pages)
         if self.kernels is not None:
             self.kernels.summarise(layer, pages, filled)
             return

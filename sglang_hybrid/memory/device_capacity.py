@@ -45,10 +45,11 @@ class PageBytes:
 
     digests: int
     sketches: int
+    codes: int = 0  # of single keys, under policies that keep them
 
     @property
     def total(self) -> int:
-        return self.digests + self.sketches
+        return self.digests + self.sketches + self.codes
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,22 @@ def is_compact(digest_dtype: str, channels: int, head_dim: int, device: str) -> 
 
 
 def page_bytes(config: HybridConfig, shape: KVShape, device: str) -> PageBytes:
-    """Digests and sketches of one page, of all layers."""
+    """Digests, sketches and codes of one page, of all layers."""
     channels = min(config.sketch_channels, shape.key_dim)
     if is_compact(config.digest_dtype, channels, shape.key_dim, device):
         digest = compact_bytes(shape.key_dim, channels)
     else:
         digest = 2 * shape.key_dim * shape.itemsize  # maximum and minimum
     blocks = shape.layers * shape.kv_heads
-    return PageBytes(blocks * digest, blocks * BLOCK_TOKENS * channels // 2)
+    return PageBytes(
+        blocks * digest, blocks * BLOCK_TOKENS * channels // 2, blocks * BLOCK_TOKENS * code_bytes(config, shape)
+    )
+
+
+def code_bytes(config: HybridConfig, shape: KVShape) -> int:
+    """Bytes that the policy keeps of every key of a KV head, beside digests and sketches."""
+    of_key = policy_named(config.policy).code_bytes
+    return of_key(config, shape) if of_key else 0
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

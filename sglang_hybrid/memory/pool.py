@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from sglang_hybrid.memory.digests import CompactDigests, Digests
+from sglang_hybrid.memory.key_codes import KeyCodes
 from sglang_hybrid.memory.sketches import Sketches
 from sglang_hybrid.protocol.region import SharedRegion
 
@@ -19,6 +20,7 @@ class KVPool(Protocol):
     region: SharedRegion
     digests: Digests | CompactDigests
     sketches: Sketches | None
+    codes: KeyCodes | None
     head_num: int
     head_dim: int
     v_head_dim: int

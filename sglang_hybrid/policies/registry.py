@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.engines.cuda.program import StepProgram
     from sglang_hybrid.memory.capacity import KVShape
     from sglang_hybrid.memory.device_capacity import RowBytes
+    from sglang_hybrid.memory.key_codes import KeyCodes
     from sglang_hybrid.memory.prompt_queries import PromptQueries
     from sglang_hybrid.policies.base import DecodePolicy
     from sglang_hybrid.policies.scout.tuning import Tuning
@@ -51,6 +52,7 @@ class PolicyContext:
     misses: MissServer  # computes attention over blocks that are not near
     prompts: PromptQueries  # last queries of prefill
     tuning: Tuning  # per layer, from a profile or from the settings
+    codes: KeyCodes | None = None  # of the pool's keys, where the policy declares ``code_bytes``
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Policy:
     cuda_unsupported: Callable[[HybridConfig], str | None] | None
     # blocks that a row attends to in the native CPU engine, None for all; without the function: the torch engine
     native_budget: Callable[[HybridConfig], int | None] | None
+    # bytes kept of every key of a KV head on the model's device, beside digests; without the function: nothing is
+    code_bytes: Callable[[HybridConfig, KVShape], int] | None
     settings: type[msgspec.Struct] | None  # its section of the configuration; None: it has none
 
 
@@ -99,6 +103,7 @@ def register_policy(
     cuda_row_bytes: Callable[[HybridConfig, KVShape, int], RowBytes] | None = None,
     cuda_unsupported: Callable[[HybridConfig], str | None] | None = None,
     native_budget: Callable[[HybridConfig], int | None] | None = None,
+    code_bytes: Callable[[HybridConfig, KVShape], int] | None = None,
     settings: type[msgspec.Struct] | None = None,
 ) -> Callable[[Callable[[PolicyContext], DecodePolicy]], Callable[[PolicyContext], DecodePolicy]]:
     """Decorate the function that creates the torch implementation of a policy.
@@ -116,7 +121,7 @@ def register_policy(
             _check_settings(name, settings)
         _policies[name] = Policy(
             name, description, create, needs or Needs(), cuda_program, cuda_row_bytes, cuda_unsupported, native_budget,
-            settings,
+            code_bytes, settings,
         )  # fmt: skip
         return create
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from sglang_hybrid.core import BlockList, LayerCache, Partial
+from sglang_hybrid.ops import reference_weights
 
 
 class PendingAttention(Protocol):
@@ -15,6 +16,13 @@ class PendingAttention(Protocol):
 
     def collect(self) -> Partial:
         """What ``reference.attend_blocks`` gives for the posted lists. Called once."""
+
+
+class PendingSum(Protocol):
+    """One layer's sum of values on its way."""
+
+    def collect(self) -> torch.Tensor:
+        """What ``reference_weights.sum_values`` gives. Called once."""
 
 
 class MissServer(ABC):
@@ -26,6 +34,13 @@ class MissServer(ABC):
 
         Nothing that was passed may change before the result is collected.
         """
+
+    def post_sum(self, weights: torch.Tensor, cache: LayerCache, ids: torch.Tensor, step: int) -> PendingSum:
+        """Begin with one layer's sum of values by ``weights`` ``[rows, KV heads, group, n, block tokens]``.
+
+        ids ``[rows, KV heads, n]``, every list's blocks first, then ``NO_BLOCK``. Here: in plain torch, at once.
+        """
+        return ReadySum(reference_weights.sum_values(weights, cache.values, ids))
 
     def wake(self) -> None:  # noqa: B027 (most servers never sleep)
         """A decode step with misses begins: be awake."""
@@ -39,3 +54,13 @@ class Ready:
 
     def collect(self) -> Partial:
         return self._partial
+
+
+class ReadySum:
+    """A sum that was there at once."""
+
+    def __init__(self, out: torch.Tensor) -> None:
+        self._out = out
+
+    def collect(self) -> torch.Tensor:
+        return self._out

@@ -1,0 +1,46 @@
+"""A code for every key, on the model's device: what policies keep there that look at single tokens."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class KeyEncoder(Protocol):
+    """Encodes keys in the format of one policy."""
+
+    def encode(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+        """keys ``[n, KV heads, T, head_dim]`` -> bytes ``[n, KV heads, T, code_bytes]`` (uint8), on the keys' device.
+
+        Slots without a token may hold anything, NaN too: what they give is never read.
+        """
+
+
+class KeyCodes:
+    """Codes of all keys in the pool, kept up to date by whoever writes keys, as digests are.
+
+    Layout, one tensor a layer::
+
+        [page][KV head][token of the page][code_bytes]
+    """
+
+    def __init__(self, code_bytes: int, layers: int, pages: int, heads: int, page_tokens: int, device: str) -> None:
+        shape = (pages, heads, page_tokens, code_bytes)
+        self._layers = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layers)]
+        self._encoder: KeyEncoder | None = None
+
+    def use(self, encoder: KeyEncoder) -> None:
+        """Encode keys by ``encoder`` from now on. Codes of keys that are written already become void."""
+        self._encoder = encoder
+
+    def of_layer(self, layer: int) -> torch.Tensor:
+        return self._layers[layer]
+
+    def refresh(self, layer: int, keys: torch.Tensor, pages: torch.Tensor) -> None:
+        """Encode the keys of ``pages`` of the pool ``keys`` anew."""
+        if self._encoder is None:
+            return  # before the policy is made: no request is running
+        codes = self._layers[layer]
+        blocks, pages = keys[pages.to(keys.device)].to(codes.device), pages.to(codes.device)
+        codes[pages] = self._encoder.encode(layer, blocks)
