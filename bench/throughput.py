@@ -26,12 +26,12 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from bench.record import write_result
-from bench.side_by_side import claims, configurations
+from bench.side_by_side import claims, configurations, gpu_memory
 from bench.side_by_side.capacity import (
     GB,
     Capacity,
@@ -55,6 +55,7 @@ from sglang_hybrid.policies.scout.tuning import resident_tokens_of
 
 NAME = "throughput"
 MAX = "max"
+LEAST_WINDOW_SECONDS = 2.0  # of a repeat in which all rows decode: shorter ones vary
 
 
 def tokens_of(text: str) -> int:
@@ -68,6 +69,7 @@ class Benchmark:
         self._kv = KVModel.of(self._model, itemsize=4 if args.device == "cpu" else 2)
         self._limits = Limits(int(args.gpu_limit * GB), int(args.host_limit * GB), args.most_rows)
         self._prompts = Prompts(self._model, seed=0)
+        self._used_before: int | None = None  # GPU memory before the server that runs now was started
         self._plan = MeasurementPlan(
             args.new_tokens, args.warm_tokens, args.repeats, args.slices, args.prompts or None, args.device
         )
@@ -87,14 +89,20 @@ class Benchmark:
     def run(self) -> None:
         """The result file is written after every point, so that a run that is cut off leaves what it has."""
         hybrid = configurations.hybrid(self.args.hybrid)
-        if self.args.runs != ["stock"] and not is_installed():
+        if not {"stock", "stock-fp8"}.issuperset(self.args.runs) and not is_installed():
             sys.exit("SGLang will not find the plugin: install the package, pip install --no-deps --editable .")
         if "stock" in self.args.runs:
             for lengths in self._together():
                 self._serve(configurations.stock(self.args.stock_backend), lengths, self.args.batches)
+        if "stock-fp8" in self.args.runs:
+            for lengths in self._together():
+                self._serve(configurations.stock_fp8(self.args.stock_backend), lengths, self.args.batches)
         if "hybrid" in self.args.runs:
             for lengths in self._together():
                 self._serve(hybrid, lengths, self.args.batches)
+        if "raw" in self.args.runs:
+            for lengths in self._together():
+                self._serve(configurations.raw(self.args.hybrid), lengths, [MAX])
         if "ablation" in self.args.runs:
             for configuration in configurations.ablation(self.args.hybrid):
                 self._serve(configuration, [self.args.ablation_length], [MAX])
@@ -109,7 +117,7 @@ class Benchmark:
         for key in ("model", "limits"):
             if earlier[key] != self.result[key]:
                 sys.exit(f"--with: {key} was {earlier[key]}, now it is {self.result[key]}")
-        again = {name for name in ("stock", "hybrid") if name in self.args.runs}
+        again = {name.replace("-", " ") for name in self.args.runs if name != "ablation"}
         if "ablation" in self.args.runs:
             again |= {one.name for one in configurations.ablation(self.args.hybrid)}
         kept = [one for one in earlier["points"] if one["configuration"] not in again]
@@ -135,6 +143,7 @@ class Benchmark:
         number = len(self.result["servers"])
         log = self._workspace / f"server-{number}.log"
         server = Server(configuration, self._flags(configuration, rows), log, self._workspace / f"trace-{number}")
+        self._used_before = gpu_memory.used_bytes()
         try:
             with server:
                 shown = {"configuration": configuration.name, "settings": configuration.settings}
@@ -142,6 +151,7 @@ class Benchmark:
                     {
                         **shown,
                         "gpu_bytes_by_arithmetic": taken,
+                        "gpu_bytes_measured": _more(self._used_before, gpu_memory.used_bytes()),
                         "start_seconds": round(server.start_seconds, 1),
                         "command": server.command[1:],
                     }
@@ -166,8 +176,14 @@ class Benchmark:
                 "capacity": asdict(capacity),
                 **self._measure_about(server, configuration, length, rows),
             }
+            point["gpu_bytes_measured"] = _more(self._used_before, gpu_memory.used_bytes())
             self.result["points"].append(point)
             self._save()
+            if (window := point["steady_seconds"] / self._plan.repeats) < LEAST_WINDOW_SECONDS:
+                self._note(
+                    f"{configuration.name}, {length} tokens, {point['rows']} rows: windows of {window:.1f} s; answers "
+                    f"of more --new-tokens give {LEAST_WINDOW_SECONDS:.0f} s and more"
+                )
             self._say(
                 f"{configuration.name}, {length} tokens, {point['rows']} rows: {point['tokens_per_s']:,.1f} tokens/s, "
                 f"{point['step_ms']:.2f} ms a step ({time.monotonic() - begin:.0f} s)"
@@ -193,13 +209,17 @@ class Benchmark:
     def _capacity(self, configuration: Configuration, length: int) -> Capacity:
         tokens = length + self._plan.new_tokens
         if not configuration.is_hybrid:
-            return stock_capacity(self._kv, self._limits, tokens)
+            return stock_capacity(self._kv_of(configuration), self._limits, tokens)
         return hybrid_capacity(self._kv, self._limits, self._selected(configuration), tokens)
+
+    def _kv_of(self, configuration: Configuration) -> KVModel:
+        return replace(self._kv, itemsize=1) if configuration.kv_dtype == configurations.FP8 else self._kv
 
     def _gpu_bytes(self, configuration: Configuration, rows: dict[int, list[int]]) -> int:
         """What the server takes by the same arithmetic, for the largest batch and the longest input at once."""
         if not configuration.is_hybrid:
-            return stock_tokens(self._kv, self._limits) * self._kv.token_bytes
+            kv = self._kv_of(configuration)
+            return stock_tokens(kv, self._limits) * kv.token_bytes
         most = max(one for many in rows.values() for one in many)
         tokens = (self._pool_mib(rows) << 20) // self._kv.token_bytes
         return hybrid_server_bytes(self._kv, self._selected(configuration), most, tokens)
@@ -220,7 +240,9 @@ class Benchmark:
         if configuration.is_hybrid:
             flags += ["--hybrid", f"host_memory={self._pool_mib(rows)}MiB"]
         else:
-            flags += ["--max-total-tokens", str(stock_tokens(self._kv, self._limits))]
+            flags += ["--max-total-tokens", str(stock_tokens(self._kv_of(configuration), self._limits))]
+        if configuration.kv_dtype:
+            flags += ["--kv-cache-dtype", configuration.kv_dtype]
         return [*flags, *self.args.flag]
 
     def _pool_mib(self, rows: dict[int, list[int]]) -> int:
@@ -251,7 +273,8 @@ class Benchmark:
 
 def ablation_of(points: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
     """Points of the same length and batch, from nothing on to everything on."""
-    parts = [one for one in points if one["configuration"] not in ("stock", "hybrid") and one["length"] == length]
+    others = ("stock", "stock fp8", "hybrid", "raw")
+    parts = [one for one in points if one["configuration"] not in others and one["length"] == length]
     if not parts:
         return []
     whole = [
@@ -260,7 +283,7 @@ def ablation_of(points: list[dict[str, Any]], length: int) -> list[dict[str, Any
         if one["configuration"] == "hybrid" and one["length"] == length and one["rows"] == parts[0]["rows"]
     ]
     kept = ("length", "rows", "settings", "tokens_per_s", "step_ms", "metrics")
-    named = [(one["configuration"], one) for one in parts] + [(configurations.last_part(), one) for one in whole]
+    named = [(one["configuration"], one) for one in parts] + [(configurations.LAST_PART, one) for one in whole]
     return [{"part": name, **{key: one[key] for key in kept}} for name, one in named]
 
 
@@ -269,6 +292,10 @@ def selected_of(configuration: Configuration, head_dim: int, device: str) -> Sel
     channels = min(settings.sketch_channels, head_dim)
     compact = is_compact(settings.digest_dtype, channels, head_dim, device)
     return Selected(resident_tokens_of(settings), settings.sketch_channels, BLOCK_TOKENS, compact)
+
+
+def _more(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
 
 
 def _rows(batches: list[int | str], capacity: Capacity) -> list[int]:
@@ -297,7 +324,7 @@ def notes(args: argparse.Namespace, synthetic: bool) -> list[str]:
     """What a reader of the numbers must know."""
     found = [
         f"GPU memory for what grows with rows or tokens: {args.gpu_limit} GB on both sides. Batches follow from that "
-        "by arithmetic (capacity); hybrid's memory was not measured.",
+        "by arithmetic (capacity). gpu_bytes_measured is what the driver counts, weights and graphs included.",
     ]
     if synthetic:
         found.append(
@@ -309,8 +336,6 @@ def notes(args: argparse.Namespace, synthetic: bool) -> list[str]:
             f"Rows share {args.prompts} different prompts: caches (L2 of the GPU, last-level cache of the CPU) help "
             "both sides, hybrid more."
         )
-    if not configurations.has_gather():
-        found.append("There is no gather yet: every miss goes to the CPU worker.")
     return found
 
 
@@ -328,7 +353,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warm-tokens", type=int, default=24, help="of every answer that are not measured")
     parser.add_argument("--repeats", type=int, default=3, help="of each batch")
     parser.add_argument("--slices", type=int, default=4, help="of a repeat, for median and spread")
-    parser.add_argument("--runs", default="stock,hybrid", help="of stock, hybrid, ablation")
+    parser.add_argument("--runs", default="stock,hybrid", help="of stock, stock-fp8, hybrid, raw, ablation")
     parser.add_argument("--ablation", action="store_true", help="short for --runs stock,hybrid,ablation")
     parser.add_argument("--ablation-length", default="32k", help="also the length that is profiled")
     parser.add_argument("--profile", action="store_true", help="trace ten steps and sum kernels by what they are for")

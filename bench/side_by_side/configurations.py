@@ -9,6 +9,7 @@ from sglang_hybrid.config import HybridConfig, load_config
 
 RECALL_SETTING = "scout.recall_interval"
 GATHER_SETTING = "scout.cpu_share"  # 1: all misses to the CPU; auto: part of them are gathered over PCIe
+FP8 = "fp8_e4m3"
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Configuration:
     name: str
     backend: str
     settings: tuple[str, ...] = ()  # of hybrid, key=value
+    kv_dtype: str | None = None  # of the KV cache, as SGLang's flag has it; None: the model's
 
     @property
     def is_hybrid(self) -> bool:
@@ -29,37 +31,31 @@ def stock(backend: str) -> Configuration:
     return Configuration("stock", backend)
 
 
+def stock_fp8(backend: str) -> Configuration:
+    """Stock with a KV cache of one byte per value, which holds twice the rows."""
+    return Configuration("stock fp8", backend, kv_dtype=FP8)
+
+
 def hybrid(given: Sequence[str]) -> Configuration:
-    """Everything on; what is ``given`` comes last and wins."""
-    return Configuration("hybrid", "hybrid", (*_prediction(given), *_gather("auto"), *given))
+    """What a user gets who sets nothing but what is ``given``."""
+    return Configuration("hybrid", "hybrid", tuple(given))
 
 
-def has_gather() -> bool:
-    return GATHER_SETTING in HybridConfig().by_key()
+def raw(given: Sequence[str]) -> Configuration:
+    """As ``hybrid``, with the prediction that costs least: the yardstick of calibrated ones."""
+    return Configuration("raw", "hybrid", (*given, "prediction=raw"))
 
 
 def ablation(given: Sequence[str]) -> list[Configuration]:
     """From nothing on, in the order of the design; the whole is ``hybrid``."""
-    predicts, never, cpu = _prediction(given), f"{RECALL_SETTING}=0", _gather("1")
+    never, cpu = f"{RECALL_SETTING}=0", f"{GATHER_SETTING}=1"
     kept = tuple(one for one in given if one.split("=", 1)[0] not in ("prediction", RECALL_SETTING, GATHER_SETTING))
-    runs = [
-        Configuration("no prediction", "hybrid", ("prediction=none", never, *cpu, *kept)),
-        Configuration("+ prediction", "hybrid", (*predicts, never, *cpu, *kept)),
+    predicts = tuple(one for one in given if one.startswith("prediction="))
+    return [
+        Configuration("no prediction", "hybrid", ("prediction=none", never, cpu, *kept)),
+        Configuration("+ prediction", "hybrid", (*predicts, never, cpu, *kept)),
+        Configuration("+ recall", "hybrid", (*predicts, cpu, *kept)),
     ]
-    if has_gather():  # otherwise recall is the last part, and this run is `hybrid`
-        runs.append(Configuration("+ recall", "hybrid", (*predicts, *cpu, *kept)))
-    return runs
 
 
-def last_part() -> str:
-    """What `hybrid` adds to the last run of the ablation."""
-    return "+ gather" if has_gather() else "+ recall"
-
-
-def _prediction(given: Sequence[str]) -> tuple[str, ...]:
-    calibrated = any(one.startswith("profile=") and one != "profile=none" for one in given)
-    return (f"prediction={'calibrated' if calibrated else 'raw'}",)
-
-
-def _gather(value: str) -> tuple[str, ...]:
-    return (f"{GATHER_SETTING}={value}",) if has_gather() else ()
+LAST_PART = "+ gather"  # what ``hybrid`` adds to the last run of the ablation

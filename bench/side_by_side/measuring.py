@@ -11,9 +11,10 @@ import aiohttp
 
 from bench.side_by_side import metrics
 from bench.side_by_side.load import send_together
+from bench.side_by_side.metrics_course import Metrics, MetricsCourse
 from bench.side_by_side.prompts import Prompts
 from bench.side_by_side.server import Server
-from bench.side_by_side.statistics import Slice, course, steady_slices, summary
+from bench.side_by_side.statistics import Slice, course, steady_slices, steady_time, summary
 from bench.side_by_side.trace import EmptyTrace, breakdown, read_trace
 
 Point = dict[str, Any]
@@ -45,15 +46,18 @@ def measure(server: Server, prompts: Prompts, plan: MeasurementPlan, length: int
         # so that rows find what they share: sent together, each would compute it for itself
         send_together(server.url, prompts.beginnings(length, different), 1)
     before = server.metrics()
+    seen: list[Metrics] = []  # of the last repeat, by part of the answers
     slices: list[Slice] = []
     first_tokens = []
     expected: list[float] = []
     for _ in range(plan.repeats):
-        arrivals = send_together(server.url, ids, plan.new_tokens)
+        with MetricsCourse(server.metrics) as watched:
+            arrivals = send_together(server.url, ids, plan.new_tokens)
         first_tokens.append(max(row.times[0] - row.sent for row in arrivals))
         shares = [prompts.expected_share(asked, row.ids) for asked, row in zip(ids, arrivals, strict=True)]
         expected += [share for share in shares if share is not None]
         slices += steady_slices(arrivals, plan.warm_tokens, plan.slices)
+        seen = watched.parts(*steady_time(arrivals, plan.warm_tokens), plan.slices)
     return {
         "length": length,
         "rows": rows,
@@ -61,6 +65,7 @@ def measure(server: Server, prompts: Prompts, plan: MeasurementPlan, length: int
         "text": prompts.kind,
         **summary(slices, rows),
         "course": course(slices, plan.slices),
+        "metrics_course": seen,
         "expected_tokens_share": round(sum(expected) / len(expected), 4) if expected else None,
         "seconds_to_all_first_tokens": [round(seconds, 2) for seconds in first_tokens],
         "seconds": round(time.monotonic() - begin, 1),

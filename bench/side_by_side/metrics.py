@@ -15,10 +15,11 @@ def parse(text: str, prefix: str = PREFIX) -> dict[str, float]:
 
 def during(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """Counters by how much they rose, everything else as it was last."""
-    return {name: round(value - before.get(name, 0.0) if _counts(name) else value, 6) for name, value in after.items()}
+    return {name: round(value - before.get(name, 0.0) if counts(name) else value, 6) for name, value in after.items()}
 
 
-def _counts(name: str) -> bool:
+def counts(name: str) -> bool:
+    """Whether this is a counter, or a part of a histogram, which only rise."""
     return name.split("{", 1)[0].endswith(("_total", "_count", "_sum", "_bucket"))
 
 

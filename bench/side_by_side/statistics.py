@@ -51,7 +51,15 @@ class Slice:
 
 
 def steady_slices(rows: list[Arrivals], warm_tokens: int, slices: int) -> list[Slice]:
-    """From the moment the last row has ``warm_tokens`` until the first row is done, in equal parts.
+    """The steady time of all rows in equal parts: see ``steady_time``."""
+    begin, end = steady_time(rows, warm_tokens)
+    edges = [begin + (end - begin) * n / slices for n in range(slices + 1)]
+    counts = [sum(row.at(edge) for row in rows) for edge in edges]
+    return [Slice((end - begin) / slices, counts[n + 1] - counts[n]) for n in range(slices)]
+
+
+def steady_time(rows: list[Arrivals], warm_tokens: int) -> tuple[float, float]:
+    """From the moment the last row has ``warm_tokens`` until the first row is done. Raises NotSteady.
 
     The first steps of a row are not steady: the scheduler still prefills others, and hybrid fills its slots.
     """
@@ -60,9 +68,7 @@ def steady_slices(rows: list[Arrivals], warm_tokens: int, slices: int) -> list[S
     begin, end = max(row.when(warm_tokens) for row in rows), min(row.times[-1] for row in rows)
     if end <= begin:
         raise NotSteady("the first row was done before the last one began: the answers are too short for this batch")
-    edges = [begin + (end - begin) * n / slices for n in range(slices + 1)]
-    counts = [sum(row.at(edge) for row in rows) for edge in edges]
-    return [Slice((end - begin) / slices, counts[n + 1] - counts[n]) for n in range(slices)]
+    return begin, end
 
 
 def summary(slices: list[Slice], rows: int) -> dict[str, Any]:

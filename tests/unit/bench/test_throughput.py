@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,13 @@ from rich.console import Console
 from bench import throughput
 from bench.side_by_side import claims, configurations, metrics, plots, report, trace
 from bench.side_by_side.capacity import KVModel, Limits, Selected, hybrid_capacity, hybrid_server_bytes, stock_capacity
+from bench.side_by_side.metrics_course import MetricsCourse, part_of
 from bench.side_by_side.prompts import OWN_TOKENS, Prompts
 from bench.side_by_side.real_text import RealText
 from bench.side_by_side.statistics import Arrivals, NotSteady, Slice, course, steady_slices, summary
 from bench.side_by_side.synthetic_check import check
 from bench.synthetic_model import TINY, Character, Shape, next_token, parts, read_model, write_model
+from sglang_hybrid.config import HybridConfig
 
 QWEN3_14B_10_LAYERS = KVModel(layers=10, kv_heads=8, head_dim=128, itemsize=2)
 LIMITS = Limits(gpu_bytes=11 * 10**9, host_bytes=100 * 10**9, most_rows=64)
@@ -177,13 +181,48 @@ def test_counters_count_what_happened_meanwhile_and_gauges_are_as_they_are() -> 
 
 
 def test_all_configurations_are_legal_and_the_ablation_adds_one_part_at_a_time() -> None:
-    given = ["budget_tokens=1024", "scout.recall_interval=4"]
+    given = ["budget_tokens=1024", "scout.recall_interval=4", "prediction=raw"]
     runs = [*configurations.ablation(given), configurations.hybrid(given)]
     parsed = [run.parsed() for run in runs]
     assert {one.budget_tokens for one in parsed} == {1024}
     assert (parsed[0].prediction, parsed[0].scout.recall_interval) == ("none", 0)
     assert (parsed[1].prediction, parsed[1].scout.recall_interval) == ("raw", 0)
     assert (parsed[-1].prediction, parsed[-1].scout.recall_interval) == ("raw", 4)
+
+
+def test_hybrid_is_what_a_user_gets_who_sets_nothing() -> None:
+    assert configurations.hybrid([]).parsed() == HybridConfig()
+    assert configurations.raw([]).parsed().prediction == "raw"
+
+
+def test_stock_with_a_cache_of_one_byte_holds_twice_the_rows(tmp_path: Path, tiny: Path) -> None:
+    args = throughput.parsed(["--quick", "--model", str(tiny), "--most-rows", "1000"])
+    benchmark = throughput.Benchmark(args, tmp_path)
+    plain, fp8 = configurations.stock("flashinfer"), configurations.stock_fp8("flashinfer")
+    # of float32, as a CPU has it
+    assert benchmark._capacity(fp8, 256).rows == pytest.approx(4 * benchmark._capacity(plain, 256).rows, abs=3)
+    assert benchmark._flags(fp8, {256: [2]})[-2:] == ["--kv-cache-dtype", "fp8_e4m3"]
+    assert "--kv-cache-dtype" not in benchmark._flags(plain, {256: [2]})
+
+
+def test_metrics_are_told_by_part_of_the_answers() -> None:
+    samples = [(float(t), {"a_total": 10.0 * t, "ratio": 0.1 * t, "x_bucket": 1.0}) for t in range(5)]
+    assert part_of(samples, 0.0, 2.0) == {"a_total": 10.0, "ratio": 0.1}
+    assert part_of(samples, 2.5, 4.0) == {"a_total": 10.0, "ratio": 0.35}
+    assert part_of(samples, 8.0, 9.0) == {}
+
+
+def test_metrics_are_read_beside_the_load() -> None:
+    read = threading.Event()
+
+    def metrics_now() -> dict[str, float]:
+        read.set()
+        return {"ratio": 0.5}
+
+    begin = time.monotonic()
+    with MetricsCourse(metrics_now, interval=60) as watched:
+        assert read.wait(30)
+    assert watched.parts(begin, time.monotonic(), 1) == [{"ratio": 0.5}]
 
 
 # -- tables and figures ------------------------------------------------------------------------------------------------
@@ -208,6 +247,7 @@ def result() -> dict[str, Any]:
         point("stock", 32768, 1, 200.0),
         point("hybrid", 32768, 64, 4000.0, breakdown=trace.breakdown(two_steps(), 2)),
         point("hybrid", 32768, 1, 190.0),
+        point("raw", 32768, 64, 4100.0),
         point("no prediction", 32768, 64, 1000.0),
     ]
     return {
@@ -221,7 +261,10 @@ def result() -> dict[str, Any]:
 def test_claims_compare_the_best_batch_of_each_side() -> None:
     found = {one["what"]: one for one in result()["claims"]}
     assert found["32k, best batch of each: hybrid / stock"]["measured"] == 5.0
-    assert found["32k, best batch of each: hybrid / stock"]["reached"]
+    assert found["32k, best batch of each: hybrid / stock"]["reached"] is False
+    assert found["32k: defaults / prediction=raw"] == {
+        "what": "32k: defaults / prediction=raw", "aim": 0.97, "measured": 0.976, "reached": True,
+    }  # fmt: skip
     assert found["64k, best batch of each: hybrid / stock"]["reached"] is None
     assert found["32k, one row: hybrid / stock"]["reached"] is False
 
