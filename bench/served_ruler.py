@@ -1,0 +1,159 @@
+"""RULER by servers side by side: stock twice, as the measure of noise, and hybrid with its default settings.
+
+    python -m bench.served_ruler --model DIR --prompts FILE [--out DIR]
+
+`--prompts`: a file of ``sglang-hybrid eval --ruler 8k,16k,32k --ruler-make FILE``, so that a GPU host needs neither
+RULER's package nor a network. Servers are started one after the other, since SGLang measures free memory while it
+loads, and asked together. Whole requests are off: so few would fit in GPU memory, where attention is exact. Hybrid
+servers divide the cores among their workers. ``eval.json`` in `--out` has every score; ``bars.json`` the means, the
+differences from stock and which bars they meet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.record import write_result
+from bench.side_by_side.configurations import Configuration
+from bench.side_by_side.server import Server
+from sglang_hybrid.origin import ROOT
+
+STOCK = "stock"
+NOISE = "stock-triton"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """How far below stock a run may be, in points of 100."""
+
+    mean: float
+    task: float | None = None
+
+
+BARS = {"budget-2048": Bar(mean=1.0, task=5.0), "budget-1024": Bar(mean=2.0)}
+
+
+def configurations_of(more: list[str], device: str, workers: int) -> list[Configuration]:
+    """Stock first. ``more``: settings of both hybrid servers, as in an experiment."""
+    backends = ("torch_native", "torch_native") if device == "cpu" else ("flashinfer", "triton")
+    settings = ["whole_requests=never", *([f"worker_threads={workers}"] if workers else []), *more]
+    return [
+        Configuration(STOCK, backends[0]),
+        Configuration(NOISE, backends[1]),
+        Configuration("budget-2048", "hybrid", tuple(settings)),
+        Configuration("budget-1024", "hybrid", ("budget_tokens=1024", *settings)),
+    ]
+
+
+def flags_of(args: argparse.Namespace) -> list[str]:
+    flags = [
+        "--model-path", str(args.model), "--device", args.device, "--max-running-requests", str(args.concurrency),
+        "--sampling-backend", "pytorch", "--random-seed", "1", "--mem-fraction-static", str(args.memory),
+    ]  # fmt: skip
+    if args.device == "cpu":
+        return [*flags, "--dtype", "float32", *args.flag]
+    sizes = ["1", "4", "8", "12", str(args.concurrency)]
+    return [*flags, "--cuda-graph-bs-decode", *sizes, "--cuda-graph-backend-prefill", "disabled", *args.flag]
+
+
+def judge(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means of tasks by length, differences from stock, and whether each bar is met. ``runs`` as eval.json has them."""
+    scores = {run["name"]: _by_length(run) for run in runs}
+    stock = scores[STOCK]
+    found: dict[str, Any] = {}
+    for name, by_length in scores.items():
+        found[name] = {}
+        for length, tasks in by_length.items():
+            mean, reference = _mean(tasks), _mean(stock[length])
+            differences = {task: round(score - stock[length][task], 2) for task, score in tasks.items()}
+            told: dict[str, Any] = {
+                "mean": round(mean, 2), "below_stock": round(reference - mean, 2), "tasks": differences,
+            }  # fmt: skip
+            if bar := BARS.get(name):
+                worst = min(differences.values())
+                told["met"] = reference - mean <= bar.mean and (bar.task is None or worst >= -bar.task)
+            found[name][length] = told
+    return found
+
+
+def _by_length(run: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Score of each task, 0 to 100, by length."""
+    found: dict[str, dict[str, float]] = {}
+    for task in run["tasks"]:
+        for length, score in task["by_length"].items():
+            found.setdefault(length, {})[task["task"].removeprefix("ruler:")] = 100 * score
+    return found
+
+
+def _mean(tasks: dict[str, float]) -> float:
+    return sum(tasks.values()) / len(tasks)
+
+
+def show(found: dict[str, Any]) -> str:
+    lines = []
+    for name, by_length in found.items():
+        for length, told in by_length.items():
+            lost = ", ".join(f"{task} {points:+.1f}" for task, points in told["tasks"].items() if points <= -5)
+            met = {True: "met", False: "MISSED", None: ""}[told.get("met")]
+            lines.append(f"{name:14}{length:>7}{told['mean']:8.2f}{-told['below_stock']:+8.2f}  {met:7}{lost}")
+    return "\n".join(lines)
+
+
+def parsed(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True, help="of eval --ruler-make")
+    parser.add_argument("--lengths", help="of the file's, such as 32k (default: all)")
+    parser.add_argument("--samples", type=int, help="prompts of each task and length (default: all of the file)")
+    parser.add_argument("--only", help="servers, such as stock,budget-2048; stock is always there")
+    parser.add_argument("--hybrid", metavar="KEY=VALUE", action="append", default=[], help="setting of hybrid servers")
+    parser.add_argument("--concurrency", type=int, default=16, help="requests that each server has at a time")
+    parser.add_argument("--memory", type=float, default=0.3, help="of free GPU memory, that each server takes")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--flag", action="append", default=[], help="flag of all servers, as --flag=--log-level=debug")
+    parser.add_argument("--out", type=Path, default=Path("ruler"))
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parsed()
+    names = None if args.only is None else {STOCK, *args.only.split(",")}
+    hybrids = sum(1 for name in BARS if names is None or name in names)
+    workers = (os.cpu_count() or 1) * 3 // 4 // hybrids if hybrids > 1 else 0  # one server alone takes its default
+    chosen = [one for one in configurations_of(args.hybrid, args.device, workers) if names is None or one.name in names]
+    args.out.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as running:
+        servers = {}
+        for one in chosen:
+            server = Server(one, flags_of(args), args.out / f"{one.name}.log", args.out)
+            running.enter_context(server)
+            print(f"{one.name} serves after {server.start_seconds:.0f} s", flush=True)
+            servers[one.name] = server
+        command = [sys.executable, "-m", "sglang_hybrid.cli", "eval", "--stock-url", servers[STOCK].url]
+        for name, server in servers.items():
+            command += ["--url", f"{name}={server.url}"] if name != STOCK else []
+        command += ["--ruler-prompts", str(args.prompts), "--concurrency", str(args.concurrency)]
+        command += ["--out", str(args.out)]
+        command += ["--ruler", args.lengths] if args.lengths else []
+        command += ["--samples", str(args.samples)] if args.samples else []
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+    evaluated = args.out / "eval.json"
+    if not evaluated.is_file():
+        sys.exit(f"nothing was evaluated (status {status}): see the servers' logs in {args.out}")
+    found = judge(json.loads(evaluated.read_text())["runs"])
+    settings = {one.name: list(one.settings) for one in chosen if one.is_hybrid}
+    write_result("served-ruler", {"settings": settings, "runs": found}, args.out / "bars.json")
+    print(show(found))
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
