@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from sglang_hybrid.origin import ROOT
 _FIGURES = (
     "duration", "completed", "total_input_tokens", "total_output_tokens", "request_throughput", "input_throughput",
     "output_throughput", "total_throughput", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_itl_ms",
-    "median_itl_ms", "p99_itl_ms", "mean_tpot_ms", "median_tpot_ms", "mean_e2e_latency_ms", "concurrency",
+    "median_itl_ms", "p99_itl_ms", "max_itl_ms", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms",
+    "mean_e2e_latency_ms", "concurrency",
 )  # fmt: skip
 
 
@@ -26,6 +28,7 @@ class Asked:
     input_tokens: int
     output_tokens: int
     concurrency: int
+    rate: float = math.inf  # requests a second, arriving at random times (Poisson); infinite: all at once
 
 
 class Benchmark:
@@ -41,7 +44,7 @@ class Benchmark:
             "--backend", "sglang", "--base-url", url, "--model", str(model), "--tokenizer", str(tokenizer),
             "--dataset-name", "random-ids", "--tokenize-prompt", "--num-prompts", str(asked.prompts),
             "--random-input-len", str(asked.input_tokens), "--random-output-len", str(asked.output_tokens),
-            "--random-range-ratio", "1", "--request-rate", "inf", "--max-concurrency", str(asked.concurrency),
+            "--random-range-ratio", "1", "--request-rate", str(asked.rate), "--max-concurrency", str(asked.concurrency),
             "--flush-cache", "--disable-tqdm", "--output-details", "--output-file", str(self._out),
         ]  # fmt: skip
 
