@@ -38,9 +38,9 @@ def test_every_side_has_the_same_memory_for_its_cache() -> None:
     def tokens(flags: list[str]) -> int:
         return int(flags[flags.index("--max-total-tokens") + 1])
 
-    plain, small = (tokens(arrivals.flags_of(args, Path("m"), KV, one)) for one in (stock, fp8))
+    plain, small = (tokens(arrivals.flags_of(args, Path("m"), Path("t"), KV, one)) for one in (stock, fp8))
     assert plain == 11 * 10**9 // KV.token_bytes and small == 2 * plain + (
         11 * 10**9 % KV.token_bytes * 2 >= KV.token_bytes
     )
-    flags = arrivals.flags_of(args, Path("m"), KV, hybrid)
+    flags = arrivals.flags_of(args, Path("m"), Path("t"), KV, hybrid)
     assert "--max-total-tokens" not in flags and "host_memory=84.0GB" in flags
