@@ -4,7 +4,7 @@
     python3 tools/smoke_wheel.py dist/sglang_hybrid-0.2.0-py3-none-manylinux_2_28_x86_64.whl [--borrow]
 
 The environment gets the small packages that the wheel asks for: from the package index, or with --borrow from the
-Python that runs this, which needs no network. Tried are commands, the CPU library, and a worker that computes attention.
+Python that runs this, which needs no network. Tried are commands, the CPU library, and a worker that computes.
 """
 
 from __future__ import annotations
