@@ -14,12 +14,12 @@ from real_server import Server
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # an environment with langchain-openai, which wants another openai than SGLang does
 LANGCHAIN = os.environ.get("SGLANG_HYBRID_TEST_LANGCHAIN") or sys.executable
-DOCUMENT = "The harbour of Marvik was built in 1874 by Ida Brandt. " * 8 + "Its lighthouse is green."
+DOCUMENT = "The harbour of Marvik was built in 1874 by Ida Brandt. " * 3 + "Its lighthouse is green."
 QUESTION = "Who built the harbour of Marvik?"
 
 
 def has_langchain() -> bool:
-    return LANGCHAIN != sys.executable or importlib.util.find_spec("langchain_openai") is not None
+    return sys.executable != LANGCHAIN or importlib.util.find_spec("langchain_openai") is not None
 
 
 def run(python: str, example: str, server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -36,7 +36,7 @@ def document(tmp_path: Path) -> str:
 
 
 def test_the_openai_example_answers_from_its_document(serve: Server, document: str) -> None:
-    said = run(sys.executable, "openai_client", serve, document, QUESTION, QUESTION, "--max-tokens", "16")
+    said = run(sys.executable, "openai_client", serve, document, QUESTION, QUESTION, "--max-tokens", "32")
     first, second = said.stdout.splitlines()
     assert "Brandt" in first
     assert second == first  # the second one from the prefix cache
@@ -44,9 +44,7 @@ def test_the_openai_example_answers_from_its_document(serve: Server, document: s
     assert len(told) == 2 and all("of answer, first one after" in line for line in told)
 
 
-@pytest.mark.skipif(
-    not has_langchain(), reason="langchain-openai is not installed: it needs another openai than SGLang"
-)
+@pytest.mark.skipif(not has_langchain(), reason="no langchain-openai here: it wants another openai than SGLang")
 def test_the_langchain_example_answers_from_its_document(serve: Server, document: str) -> None:
-    said = run(LANGCHAIN, "langchain", serve, document, QUESTION, "--max-tokens", "16")
+    said = run(LANGCHAIN, "langchain", serve, document, QUESTION, "--max-tokens", "32")
     assert "Brandt" in said.stdout
