@@ -22,6 +22,8 @@ import tomllib
 import venv
 from pathlib import Path
 
+from installers import InstallError, Pip, pip_for
+
 ROOT = Path(__file__).resolve().parent.parent
 # what the distributions are made of; .dockerignore and the images have the same list
 SOURCES = (
@@ -97,11 +99,11 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 def make_environment(folder: Path) -> Path:
-    """An environment with what pyproject.toml asks for and auditwheel. Returns its Python."""
-    venv.create(folder, with_pip=True)
+    """An environment with what pyproject.toml asks for and auditwheel. Returns its Python. Raises InstallError."""
+    venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *needed, *_TAGGING], folder)
+    Pip(pip_for(python)).install(*needed, *_TAGGING)
     return python
 
 
@@ -121,6 +123,8 @@ def main() -> None:
                 print(path)
         except WheelError as error:
             sys.exit(str(error))
+        except InstallError as error:
+            sys.exit(f"{error.output}\n{error}")
 
 
 if __name__ == "__main__":
