@@ -39,6 +39,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.log is not None and not options.log.is_file():
         parser.error(f"--log {options.log}: there is no such file")
+    if options.out is not None and (options.out.exists() or not options.out.absolute().parent.is_dir()):
+        found = "there is a file already" if options.out.exists() else "there is no such directory"
+        parser.error(f"--out {options.out}: {found}")  # now, not after half a minute
     given = [*(("--hybrid-config", str(options.hybrid_config)) if options.hybrid_config else ())]
     given += [part for setting in options.hybrid for part in ("--hybrid", setting)]
     try:

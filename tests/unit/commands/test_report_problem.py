@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid import __version__
-from sglang_hybrid.commands.report_problem import collect
+from sglang_hybrid.commands.report_problem import archive, collect
 from sglang_hybrid.commands.report_problem.main import main
 from sglang_hybrid.commands.report_problem.redact import REMOVED, Redactor
 
@@ -177,14 +177,24 @@ def test_a_report_never_replaces_a_file(
 ) -> None:
     path, _ = report
     before = path.read_bytes()
-    assert main(["--quick", "--out", str(path)]) == 1
-    assert "File exists" in capsys.readouterr().err and path.read_bytes() == before
-
-
-def test_a_log_that_is_not_there_is_told_before_anything_is_collected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["--log", "/nowhere/server.log"])
-    assert ended.value.code == 2 and "there is no such file" in capsys.readouterr().err
+        main(["--out", str(path)])
+    assert ended.value.code == 2 and "there is a file already" in capsys.readouterr().err
+    with pytest.raises(FileExistsError):  # one that somebody made meanwhile
+        archive.write(path, [])
+    assert path.read_bytes() == before
+
+
+def test_what_cannot_be_read_or_written_is_told_at_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for arguments, told in (
+        (["--log", "/nowhere/server.log"], "there is no such file"),
+        (["--out", "/nowhere/report.tar.gz"], "there is no such directory"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2 and told in capsys.readouterr().err
 
 
 def test_a_part_that_cannot_be_had_says_why_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
