@@ -6,7 +6,9 @@
 # make test-full    the same with long prompts, more settings and all CUDA architectures
 # make chaos        faults at random against real servers, for 15 minutes (ARGS="--minutes 5 --seed 7")
 # make test-gpu     what needs a GPU
+# make test-ipex    the CPU worker with Intel's extension for PyTorch, in an environment of its own (x86_64 only)
 # make test-compat  tests of what touches SGLang, on each SGLang that we know, each in its own venv
+# make wheel        build the source distribution and a wheel with the CPU kernels of this architecture, into dist
 # make clean        remove what this checkout made: .venv, build, caches of tools
 # make clean-cache  remove what is kept for all checkouts: the converted default model, compiled kernels
 #
@@ -26,7 +28,7 @@ PYTEST := $(BIN)/python -m pytest --durations=10
 TOGETHER := $(if $(filter 2,$(PROCESSES)),OMP_NUM_THREADS=$(shell expr \( $$(nproc) + 1 \) / 2)) \
 	$(PYTEST) -n $(PROCESSES) --dist loadscope --no-loadscope-reorder
 
-.PHONY: serve pd chaos test tests test-fast test-full test-gpu test-compat lint types install clean clean-cache help
+.PHONY: serve pd chaos test tests test-fast test-full test-gpu test-compat test-ipex lint types install wheel clean clean-cache help
 .DEFAULT_GOAL := help
 
 help:
@@ -71,11 +73,19 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+test-ipex:
+	@if test "$$(uname -m)" = x86_64 || test -n "$$SGLANG_HYBRID_TEST_IPEX_PROVIDER"; then \
+		$(MAKE) --no-print-directory install && $(BIN)/python tools/check_ipex.py; \
+	else $(PYTHON) tools/check_ipex.py; fi
+
 test-compat:
 	@for version in $(COMPAT_VERSIONS); do \
 		$(PYTHON) tools/install.py --venv .venv-$$version --sglang $$version && \
 		.venv-$$version/bin/python -m pytest tests/compat || exit 1; \
 	done
+
+wheel:
+	@$(PYTHON) tools/build_wheel.py
 
 clean:
 	@$(PYTHON) tools/clean.py

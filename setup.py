@@ -1,4 +1,4 @@
-"""Builds the C++ library with the package and adds the files of SHIPPED; everything else is in pyproject.toml."""
+"""Builds the C++ library with the package, adds SHIPPED, and tags wheels; the rest is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
@@ -14,13 +15,10 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import build_native  # noqa: E402
 
-# from the checkout into the package: CUDA kernels, which are compiled where they run, and settings that come with it
-SHIPPED = {
-    "kernels/cuda/include": "ops/cuda/kernels/cuda/include",
-    "kernels/cuda/src": "ops/cuda/kernels/cuda/src",
-    "kernels/cpu/include": "ops/cuda/kernels/cpu/include",
-    "configs": "configs",
-}
+# From the checkout into the package. CUDA kernels are compiled where they run; CPU kernels are compiled where the
+# library in the wheel does not load.
+SHIPPED = ("kernels", "configs")
+NOT_SHIPPED = ("*.png", "tests", "__pycache__")
 
 
 class BuildWithKernels(build_py):
@@ -31,9 +29,9 @@ class BuildWithKernels(build_py):
         super().run()
         if not self.editable_mode:  # which reads them in the checkout
             package = Path(self.build_lib) / "sglang_hybrid"
-            for source, inside in SHIPPED.items():
-                shutil.rmtree(package / inside, ignore_errors=True)
-                shutil.copytree(ROOT / source, package / inside, ignore=shutil.ignore_patterns("*.png"))
+            for folder in SHIPPED:
+                shutil.rmtree(package / folder, ignore_errors=True)
+                shutil.copytree(ROOT / folder, package / folder, ignore=shutil.ignore_patterns(*NOT_SHIPPED))
 
 
 class PlatformDistribution(Distribution):
@@ -43,4 +41,11 @@ class PlatformDistribution(Distribution):
         return True
 
 
-setup(cmdclass={"build_py": BuildWithKernels}, distclass=PlatformDistribution)
+class PlatformWheel(bdist_wheel):
+    """The library is loaded by ctypes, so one wheel is for every Python of a platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel}, distclass=PlatformDistribution)

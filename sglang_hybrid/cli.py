@@ -42,6 +42,9 @@ COMMANDS = {
     ),
     "check": Command("sglang_hybrid.commands.check", "verify that this SGLang takes all our hooks"),
     "doctor": Command("sglang_hybrid.commands.doctor.main", "check and measure this machine, and say what to change"),
+    "report-problem": Command(
+        "sglang_hybrid.commands.report_problem.main", "collect what a bug report needs, without secrets, in one file"
+    ),
 }
 
 _FLAGS = {"-h, --help": "show this; COMMAND --help tells more", "--version": "show the version"}
@@ -70,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def help_text() -> str:
     def rows(entries: dict[str, str]) -> str:
-        return "\n".join(f"  {name:12}{text}" for name, text in entries.items())
+        return "\n".join(f"  {name:16}{text}" for name, text in entries.items())
 
     commands = rows({name: command.summary for name, command in COMMANDS.items()})
     return (

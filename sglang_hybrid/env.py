@@ -90,7 +90,7 @@ CACHE = EnvVar(
     "SGLANG_HYBRID_CACHE",
     PATH,
     None,
-    "where converted models and compiled CUDA kernels are kept (default: sglang-hybrid in the user's cache)",
+    "where converted models and compiled kernels are kept (default: sglang-hybrid in the user's cache)",
 )
 LOAD_FILE = EnvVar("SGLANG_HYBRID_LOAD_FILE", PATH, None, "internal: load figures of SGLang's processes")
 MEMORY_AT_START = EnvVar(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # these need torch, which takes seconds to import and is not 
     from bench.worker.results import Results
 
 _POOL_PER_CACHE = 4  # a smaller pool is partly read from the cache
-_TORCH_BLOCKS = 8  # where torch is compared, if it is among those asked for
+_PROVIDER_BLOCKS = 8  # where other providers are compared, if that is among those asked for
 _BUSY_LOAD = 0.5
 
 
@@ -90,12 +90,12 @@ class _Run:
             dtype: list(dict.fromkeys(_kernel_of(dtype, settings.head_dim, name) for name in settings.variants))
             for dtype in settings.dtypes
         }
-        compared = _TORCH_BLOCKS if _TORCH_BLOCKS in settings.blocks else settings.blocks[-1]
-        self._torch_blocks: int | None = compared
+        compared = _PROVIDER_BLOCKS if _PROVIDER_BLOCKS in settings.blocks else settings.blocks[-1]
+        self._provider_blocks: int | None = compared
 
     def everything(self) -> None:
         kernels = sum(map(len, self._kernels.values()))
-        each = len(self._settings.blocks) * kernels + len(self._settings.dtypes) + 2
+        each = len(self._settings.blocks) * kernels + len(self._settings.dtypes) * len(self._settings.providers) + 2
         self._progress.begin(each * len(self._placements) + 1)
         self._read(self._results.read_before)
         self._round_trip()
@@ -134,23 +134,26 @@ class _Run:
                 )
                 shape = (posts.rows, posts.post_bytes)
                 self._results.points.append(Point(dtype, variant, placement.threads, blocks, *shape, rate))
-            if blocks == self._torch_blocks:
-                self._attend_with_torch(dtype, posts, placement)
+            if blocks == self._provider_blocks:
+                for provider in self._settings.providers:
+                    self._attend_with(provider, dtype, posts, placement)
 
-    def _attend_with_torch(self, dtype: str, posts: Posts, placement: Placement) -> None:
-        from bench.worker.results import TORCH, Point
-        from bench.worker.torch_provider import measure_torch
+    def _attend_with(self, provider: str, dtype: str, posts: Posts, placement: Placement) -> None:
+        from bench.worker.results import Point
+        from bench.worker.torch_provider import measure_provider
 
-        self._progress.step(f"{dtype}, torch, {counted(placement.threads, 'thread')}, {counted(posts.blocks, 'block')}")
+        self._progress.step(
+            f"{dtype}, {provider}, {counted(placement.threads, 'thread')}, {counted(posts.blocks, 'block')}"
+        )
         try:
-            rate = measure_torch(self._pool, posts, dtype, placement, self._settings.seconds)
+            rate = measure_provider(provider, self._pool, posts, dtype, placement, self._settings.seconds)
         except (RuntimeError, AttributeError) as error:  # an operation that this torch lacks, for this dtype or at all
-            note = f"provider torch was not measured for {dtype}: {error}"
+            note = f"provider {provider} was not measured for {dtype}: {error}"
             if note not in self._results.notes:
                 self._results.notes.append(note)
             return
         shape = (posts.rows, posts.post_bytes)
-        self._results.points.append(Point(dtype, TORCH, placement.threads, posts.blocks, *shape, rate))
+        self._results.points.append(Point(dtype, provider, placement.threads, posts.blocks, *shape, rate))
 
 
 def _kernel_of(dtype: str, head_dim: int, variant: str) -> str:

@@ -21,6 +21,7 @@ that has nothing to compute. Prints a table and writes everything to a JSON file
 
 The numbers mean something only on a host that does nothing else.
 """
+PROVIDERS = ("torch", "ipex")  # of the worker, beside native; ipex needs the environment of requirements/ipex.txt
 _MOST_BLOCKS = 4096
 _MOST_OF_AVAILABLE = 0.9  # the rest is for mailboxes, tensors and everybody else
 
@@ -37,6 +38,7 @@ class Settings:
     pool_bytes: int
     seconds: float  # of one measurement, after its warm-up
     out: Path
+    providers: tuple[str, ...] = ("torch",)  # beside the native kernels
 
     def page_bytes(self, itemsize: int) -> int:
         """Keys of one page; values take as much."""
@@ -59,6 +61,7 @@ def parse(argv: Sequence[str], topology: Topology) -> Settings:
         pool_bytes=_pool_bytes(parser, given.pool, given.quick),
         seconds=given.seconds or (0.2 if given.quick else 0.5),
         out=given.out,
+        providers=given.providers,
     )
     if unknown := [name for name in chosen.variants if name not in here]:
         parser.error(f"variant {unknown[0]!r} cannot run on this machine, which has {', '.join(here)}")
@@ -121,6 +124,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--blocks", type=_numbers(1, _MOST_BLOCKS), metavar="N,N", help="blocks per task (default: 1,2,4,8,16,32)")
     add("--dtypes", type=_names("dtype", DTYPES), metavar="NAME,NAME", help=f"of {', '.join(DTYPES)} (default: all)")
     add("--variants", type=_names("variant"), metavar="NAME,NAME", help="of the kernel (default: all of this machine)")
+    add(
+        "--providers",
+        type=_names("provider", PROVIDERS),
+        default=("torch",),
+        metavar="NAME,NAME",
+        help=f"to compare the kernels with, of {', '.join(PROVIDERS)} (default: torch)",
+    )
     add("--kv-heads", type=_number(1, 256), default=8, metavar="N", help="default: %(default)s, as Qwen3-14B has")
     add("--group", type=_number(1, 16), default=5, metavar="N", help="query heads per KV head (default: %(default)s)")
     add("--head-dim", type=int, choices=(64, 96, 128, 256), default=128, help="default: %(default)s")

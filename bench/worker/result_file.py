@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.worker.arguments import Settings
-from bench.worker.results import TORCH, Point, Results
+from bench.worker.results import Point, Results
 from sglang_hybrid.origin import origin
 
 
@@ -35,12 +35,15 @@ def document(results: Results, settings: Settings, host: dict[str, Any], argv: S
                 for threads, before in results.read_before.items()
             ],
         },
-        "attention": [_entry(results, point) for point in results.points if point.variant != TORCH],
-        "torch": [
-            {**_entry(results, point), "native_to_torch": round(results.native_to_torch(point), 2)}
-            for point in results.points
-            if point.variant == TORCH
-        ],
+        "attention": [_entry(results, point) for point in results.points if point.is_native],
+        **{
+            provider: [
+                {**_entry(results, point), f"native_to_{provider}": round(results.native_to(point), 2)}
+                for point in results.points
+                if point.variant == provider
+            ]
+            for provider in settings.providers
+        },
         "round_trip_us": _rounded(dataclasses.asdict(results.round_trip)) if results.round_trip else None,
         "notes": results.notes,
     }

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from bench.worker.arguments import PROVIDERS
 from bench.worker.attention import Rate
 from bench.worker.round_trip import RoundTrip
-
-TORCH = "torch"
 
 
 @dataclass(frozen=True)
@@ -15,12 +14,16 @@ class Point:
     """One cell of the table."""
 
     dtype: str
-    variant: str  # of the kernel, or "torch"
+    variant: str  # of the kernel, or the name of another provider
     threads: int
     blocks: int  # per task
     rows: int
     post_bytes: int
     rate: Rate
+
+    @property
+    def is_native(self) -> bool:
+        return self.variant not in PROVIDERS
 
 
 @dataclass
@@ -46,12 +49,12 @@ class Results:
         """What any number of threads can read, in GB/s."""
         return max(self.read(threads) for threads in self.read_before)
 
-    def native_to_torch(self, torch: Point) -> float:
-        """How many times as fast as this measurement of torch the fastest native variant is."""
+    def native_to(self, other: Point) -> float:
+        """How many times as fast as this measurement of another provider the fastest native variant is."""
         rivals = [
             point.rate.median
             for point in self.points
-            if point.variant != TORCH
-            and (point.dtype, point.threads, point.blocks) == (torch.dtype, torch.threads, torch.blocks)
+            if point.is_native
+            and (point.dtype, point.threads, point.blocks) == (other.dtype, other.threads, other.blocks)
         ]
-        return max(rivals, default=0.0) / torch.rate.median
+        return max(rivals, default=0.0) / other.rate.median

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from bench.worker.attention import Rate
 from bench.worker.progress import counted
-from bench.worker.results import TORCH, Results
+from bench.worker.results import Results
 
 _WIDTH_WITHOUT_TERMINAL = 160
 
@@ -22,8 +22,8 @@ def print_results(results: Results) -> None:
         "Inside the worker, of the time in which posts were under way",
         *attention_table(results, lambda rate: rate.engine),
     )
-    if any(point.variant == TORCH for point in results.points):
-        print_table("Fastest native variant and provider torch", *torch_table(results))
+    for provider in dict.fromkeys(point.variant for point in results.points if not point.is_native):
+        print_table(f"Fastest native variant and provider {provider}", *provider_table(results, provider))
     print(f"host read bandwidth: {results.host_read:.1f} GB/s")
     if trip := results.round_trip:
         for what, times in (("collected", trip.collected), ("answered, not collected", trip.answered)):
@@ -54,15 +54,15 @@ def attention_table(results: Results, rate_of: Callable[[Rate], float | None]) -
     return ["dtype", "variant", "threads", "reading", *(counted(blocks, "block") for blocks in columns)], rows
 
 
-def torch_table(results: Results) -> tuple[list[str], list[list[str]]]:
+def provider_table(results: Results, provider: str) -> tuple[list[str], list[list[str]]]:
     rows = []
     for point in results.points:
-        if point.variant == TORCH:
-            ratio = results.native_to_torch(point)
+        if point.variant == provider:
+            ratio = results.native_to(point)
             rates = (ratio * point.rate.median, point.rate.median, ratio)
             shape = (str(point.threads), str(point.blocks))
             rows.append([point.dtype, *shape, *(f"{rate:.1f}" for rate in rates)])
-    return ["dtype", "threads", "blocks", "native GB/s", "torch GB/s", "native / torch"], rows
+    return ["dtype", "threads", "blocks", "native GB/s", f"{provider} GB/s", f"native / {provider}"], rows
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,4 +1,4 @@
-"""The same posts through the ``torch`` provider's function: gather, then torch's flash attention."""
+"""The same posts through the function of provider ``torch`` or ``ipex``: gather, then flash attention."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import torch
 
 from bench.worker.attention import LEAST_POSTS, Rate, rate_of
 from bench.worker.pool import BLOCK_TOKENS, Pool, Posts
-from cpu_worker.providers.torch import attend
+from cpu_worker import providers
+from cpu_worker.providers.torch import Kernel, TorchProvider, attend
 from sglang_hybrid.protocol.cores import Placement
 
 _WARM_UP_POSTS = 2
 
 
-def measure_torch(pool: Pool, posts: Posts, dtype: str, placement: Placement, seconds: float) -> Rate:
-    """Without mailbox. Raises RuntimeError where this torch cannot do it."""
+def measure_provider(name: str, pool: Pool, posts: Posts, dtype: str, placement: Placement, seconds: float) -> Rate:
+    """Without mailbox. Raises RuntimeError where the provider is not installed or cannot do it."""
+    provider = providers.create("ipex" if name == "ipex" else "torch")
+    assert isinstance(provider, TorchProvider)
+    kernel = provider.kernel()
 
     def run() -> Rate:
         # as the provider's thread does it: torch's threads are made by this one, and run where it may
@@ -25,14 +29,14 @@ def measure_torch(pool: Pool, posts: Posts, dtype: str, placement: Placement, se
             os.sched_setaffinity(0, placement.cores)
         torch.set_num_threads(placement.threads)
         with torch.inference_mode():
-            return _measure(pool, posts, dtype, seconds)
+            return _measure(pool, posts, dtype, seconds, kernel)
 
     # a thread of its own: torch's threads belong to the one that made them, and end with it
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(run).result()
 
 
-def _measure(pool: Pool, posts: Posts, dtype: str, seconds: float) -> Rate:
+def _measure(pool: Pool, posts: Posts, dtype: str, seconds: float, kernel: Kernel) -> Rate:
     keys, values = pool.tensors(dtype)
     heads, head_dim = keys.shape[1], keys.shape[3]
     query = posts.query.view(posts.rows, heads, -1, head_dim)
@@ -41,11 +45,11 @@ def _measure(pool: Pool, posts: Posts, dtype: str, seconds: float) -> Rate:
     walk = posts.walk()
     times: list[int] = []
     for _ in range(_WARM_UP_POSTS):
-        attend(query, keys, values, next(walk), count, last_fill, float(head_dim**-0.5))
+        attend(query, keys, values, next(walk), count, last_fill, float(head_dim**-0.5), kernel)
     end = perf_counter_ns() + int(seconds * 1e9)
     while perf_counter_ns() < end or len(times) < LEAST_POSTS:
         pages = next(walk)
         start = perf_counter_ns()
-        attend(query, keys, values, pages, count, last_fill, float(head_dim**-0.5))
+        attend(query, keys, values, pages, count, last_fill, float(head_dim**-0.5), kernel)
         times.append(perf_counter_ns() - start)
     return rate_of(posts.post_bytes, times)

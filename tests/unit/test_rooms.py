@@ -10,7 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ("sglang_hybrid.protocol", "sglang_hybrid.ops.cpu")  # what the server's and the worker's process both import
 # what the shared rooms rest on: they know neither side
-FOUNDATION = ("sglang_hybrid", *(f"sglang_hybrid.{name}" for name in ("env", "trusted_file", "ops", "ops.reference")))
+FOUNDATION = (
+    "sglang_hybrid",
+    *(f"sglang_hybrid.{name}" for name in ("env", "trusted_file", "user_cache", "ops", "ops.reference")),
+)
 # beside integration/: SGLang's entry point, and launchers whose main module is SGLang's
 SGLANG_OUTSIDE = {"sglang_hybrid.plugin", "sglang_hybrid.server"}
 

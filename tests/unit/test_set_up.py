@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from sglang_hybrid.integration.versions import INSTALLED, NEWEST_TESTED, OLDEST_TESTED, TESTED
+from sglang_hybrid.ops.cpu import build as cpu_build
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_PLAN = " + torch==2.13.0+cpu\n + numpy==2.4.0\n"
@@ -213,7 +214,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list
         target.mkdir(exist_ok=True)
         (target / build_native.LIBRARY).write_text((folder / "a.cpp").read_text())
 
-    monkeypatch.setattr(build_native, "SOURCE", folder)
+    monkeypatch.setattr(cpu_build, "SOURCE", folder)
     monkeypatch.setattr(build_native, "build", build)
     return folder, builds
 
@@ -239,7 +240,7 @@ def test_a_build_directory_that_moved_with_its_checkout_is_configured_again(
 ) -> None:
     cache = tmp_path / "CMakeCache.txt"
     seen = []
-    monkeypatch.setattr(build_native, "_run", lambda command: seen.append(cache.exists()))
+    monkeypatch.setattr(cpu_build, "_run", lambda command: seen.append(cache.exists()))
     for place, kept in ((tmp_path, True), ("/elsewhere", False)):
         cache.write_text(f"CMAKE_CACHEFILE_DIR:INTERNAL={place}\n")
         build_native.build(tmp_path, tmp_path / "target", 1)

@@ -1,31 +1,28 @@
-"""What is installed from a wheel has what the README names: CUDA sources to compile, default.yaml, profiles."""
+"""Distributions: the source distribution builds the wheel, and the wheel works in an empty environment.
+
+The wheel has what the README names: the CPU library, CUDA sources to compile, default.yaml, profiles.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
+import build_wheel
 import pytest
+import smoke_wheel
 
-from sglang_hybrid import shipped
+from sglang_hybrid import __version__, shipped
+from sglang_hybrid.ops.cpu import build as cpu_build
 from sglang_hybrid.ops.cuda import sources
 
 ROOT = Path(__file__).resolve().parents[2]
-# the library that is there is taken: other tests use it at the same time, and it must not be replaced under them
-BUILD = """
-import runpy, sys
-sys.path.insert(0, "tools")
-import build_native
-build_native.main = lambda arguments: None
-sys.argv = ["setup.py", "--quiet", "build_py", "--build-lib", sys.argv[1]]
-runpy.run_path("setup.py")
-"""
 ASK = """from sglang_hybrid.ops.cuda import sources
 print(sources.source_hash(), *sources.translation_units(), sep="\\n")"""
-
-
 SETTINGS = """
 from pathlib import Path
 from sglang_hybrid import config, shipped
@@ -35,11 +32,52 @@ print(loaded.profile, *shipped.files(), sep="\\n")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a wheel would hold, as a directory."""
-    folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run([sys.executable, "-c", BUILD, str(folder)], cwd=ROOT, check=True, capture_output=True)
+def wheel_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a source distribution, as ``make wheel`` does, with the library that set-up keeps in the cache."""
+    source, wheel = build_wheel.build(tmp_path_factory.mktemp("dist"), Path(sys.executable))
+    assert source.name == f"sglang_hybrid-{__version__}.tar.gz"
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(wheel_file: Path) -> Path:
+    """What the wheel holds, as a directory."""
+    folder = wheel_file.parent / "unpacked"
+    with zipfile.ZipFile(wheel_file) as archive:
+        archive.extractall(folder)
     return folder
+
+
+def test_distributions_and_images_are_made_of_the_same_files() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {line[1:] for line in ignored if line.startswith("!")} == set(build_wheel.SOURCES)
+
+
+def test_one_wheel_is_for_every_python_of_a_platform(wheel_file: Path, wheel: Path) -> None:
+    name, version, python, abi, platform = wheel_file.stem.split("-")
+    assert (name, version, python, abi) == ("sglang_hybrid", __version__, "py3", "none")
+    assert platform.endswith(f"linux_{os.uname().machine}") or platform.startswith("manylinux_")
+    (information,) = wheel.glob("*.dist-info/WHEEL")
+    assert f"Root-Is-Purelib: false\nTag: py3-none-{platform.split('.')[0]}" in information.read_text()
+
+
+def test_the_wheel_works_in_an_empty_environment_without_a_compiler(wheel_file: Path, tmp_path: Path) -> None:
+    said = smoke_wheel.smoke(wheel_file, tmp_path / "environment", borrow=True)
+    assert "computes attention" in said
+
+
+@pytest.mark.full
+def test_a_library_that_does_not_load_is_compiled_from_the_sources_in_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    shutil.copytree(wheel, tmp_path / "wheel")
+    (tmp_path / "wheel/sglang_hybrid/ops/cpu" / cpu_build.LIBRARY).write_bytes(b"for another processor")
+    program = "from sglang_hybrid.ops.cpu import variants; print(*variants())"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "wheel"), "SGLANG_HYBRID_CACHE": str(tmp_path / "cache")}
+    for _ in range(2):
+        said = subprocess.run(
+            [sys.executable, "-c", program], env=environment, cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        assert said.stdout.split()[-1] == "portable"
+        assert len(list((tmp_path / "cache/native").glob("*.so"))) == 1
 
 
 def ask(wheel: Path, program: str) -> list[str]:

@@ -75,6 +75,6 @@ def _run(check: Check, machine: Machine, quick: bool, before: dict[str, Finding]
     except (Exception, SystemExit) as error:
         return problem(
             f"the check failed: {type(error).__name__}: {error}",
-            "Read the error; if this machine is not to blame for it, report it with the output of "
-            "sglang-hybrid doctor --json.",
+            "Read the error; if this machine is not to blame for it, report it with the archive of "
+            "sglang-hybrid report-problem.",
         )

@@ -7,8 +7,12 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from sglang_hybrid.commands.doctor.report import Report, Status
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _DESCRIPTION = """\
 Check and measure this machine, and say what to change: versions, settings and hooks; CPU kernels, cores, NUMA nodes,
@@ -36,7 +40,7 @@ exit status: 0 without problems, 1 with a problem, 2 for a wrong command line
 examples:
   sglang-hybrid doctor                              everything, in half a minute
   sglang-hybrid doctor --quick                      only what can be looked up, in a second or two
-  sglang-hybrid doctor --json > report.json         for a program, or for a bug report
+  sglang-hybrid doctor --json > report.json         for a program; a bug report has it too (report-problem)
 """
 _STYLES = {Status.OK: "green", Status.ADVICE: "yellow", Status.PROBLEM: "bold red", Status.SKIPPED: "dim"}
 _INTERRUPTED = 130
@@ -80,13 +84,13 @@ def _examine(*, quick: bool) -> Report:
         return examine(Machine(), quick=quick, tell=lambda name: line.update(f"checking {name}"))
 
 
-def print_report(report: Report) -> None:
+def print_report(report: Report, console: Console | None = None) -> None:
     """A table of findings, then what to do: problems first."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = console or Console(highlight=False)
     table = Table("check", "status", "found", box=None, pad_edge=False)
     for name, finding in report.findings.items():
         table.add_row(Text(name), Text(finding.status, style=_STYLES[finding.status]), Text(finding.found))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hybrid import env, trusted_file
+from sglang_hybrid.ops.cpu import build
 from sglang_hybrid.ops.cpu.structs import (
     BlockAttention,
     EngineOptions,
@@ -24,7 +25,7 @@ from sglang_hybrid.ops.cpu.structs import (
     Rows,
 )
 
-FILE = Path(__file__).with_name("libsglang_hybrid_cpu.so")
+FILE = Path(__file__).with_name(build.LIBRARY)
 INTERFACE = 5  # sh_interface of c_api.h
 _ERROR_BYTES = 256
 
@@ -81,18 +82,18 @@ class NativeError(RuntimeError):
 
 @functools.cache
 def library() -> Any:
-    """The loaded library, its functions typed. Raises NativeError, saying what to do, when it cannot be used."""
-    file = FILE
+    """The loaded library, its functions typed. Raises NativeError, saying what to do, when it cannot be used.
+
+    Where the library that came with the package does not load, it is compiled from the sources that came along.
+    """
     if other := env.NATIVE_LIBRARY.get():
         trusted_file.check(other)
-        file = other
-    try:
-        loaded = ctypes.CDLL(str(file))
-    except OSError as error:
-        raise NativeError(
-            f"the CPU kernels cannot be loaded ({error}); they are built when the package is installed, with CMake and "
-            "a C++ compiler: install it again, or run python tools/build_native.py in a checkout"
-        ) from error
+        loaded = _load(other)
+    else:
+        try:
+            loaded = ctypes.CDLL(str(FILE))
+        except OSError as error:  # for another processor, for a newer C library, or not there
+            loaded = _load_built_here(str(error))
     for name, (result, arguments) in _SIGNATURES.items():
         try:
             function = getattr(loaded, name)
@@ -103,6 +104,26 @@ def library() -> Any:
     if found != INTERFACE:
         raise NativeError(f"{FILE.name} has interface {found}, this package needs {INTERFACE}: build it again")
     return loaded
+
+
+def _load(file: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError as error:
+        raise NativeError(f"the CPU kernels cannot be loaded: {error}") from error
+
+
+def _load_built_here(reason: str) -> ctypes.CDLL:
+    """``reason``: why the library that came with the package did not load."""
+    try:
+        file = build.built()
+        trusted_file.check(file)
+    except (build.BuildError, trusted_file.UntrustedFile, OSError) as error:
+        raise NativeError(
+            f"the CPU kernels cannot be loaded ({reason}) and cannot be built here ({error}): install the package "
+            "again, or run python tools/build_native.py in a checkout"
+        ) from error
+    return _load(file)
 
 
 def checked(function: Callable[..., Any], *arguments: Any) -> Any:

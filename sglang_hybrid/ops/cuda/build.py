@@ -29,7 +29,7 @@ OLDEST = 80  # cp.async, bf16 products and system-scope release all begin with s
 
 def find_built(architecture: int) -> Path | None:
     """The library for ``architecture`` in the cache, None if it is yet to be compiled. Compiles nothing."""
-    folder, name, nvcc = _folder(), _name(architecture), find_nvcc()
+    folder, name, nvcc = cache_folder(), _name(architecture), find_nvcc()
     if nvcc is None:  # what was compiled elsewhere, by whichever compiler
         return max(folder.glob(f"{name}-nvcc*.so"), default=None)
     target = folder / f"{name}-nvcc{nvcc.version}.so"
@@ -42,7 +42,7 @@ def built(architecture: int) -> Path:
         raise CudaError(f"the CUDA kernels need compute capability {OLDEST / 10} or newer, not {architecture / 10}")
     if found := find_built(architecture):
         return found
-    folder, name, nvcc = _folder(), _name(architecture), find_nvcc()
+    folder, name, nvcc = cache_folder(), _name(architecture), find_nvcc()
     if nvcc is None:
         raise CudaError(
             "there is no CUDA compiler: set CUDA_HOME or put nvcc on the PATH, or fill the cache on a host that has "
@@ -62,7 +62,7 @@ def built(architecture: int) -> Path:
     return target
 
 
-def _folder() -> Path:
+def cache_folder() -> Path:
     return default_cache_dir().expanduser() / "cuda"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sglang_hybrid.ops.cuda.errors import CudaError
 
-_IN_WHEELS = Path(__file__).resolve().parent / "kernels"  # where setup.py puts them
+_IN_WHEELS = Path(__file__).resolve().parents[2] / "kernels"  # where setup.py puts them
 _KERNELS = _IN_WHEELS if _IN_WHEELS.is_dir() else Path(__file__).resolve().parents[3] / "kernels"
 # mailbox.h is the CPU library's: there is one definition of the layout
 INCLUDES = (_KERNELS / "cuda" / "include", _KERNELS / "cpu" / "include")

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import fake_ipex
 import pytest
 import torch
 
@@ -81,6 +82,18 @@ def test_torch_is_compared_at_eight_blocks(finished: dict[str, Any]) -> None:
     assert (entry["variant"], entry["blocks_per_task"]) == ("torch", 8)
     native = max(point["median_gb_s"] for point in finished["attention"] if point["blocks_per_task"] == 8)
     assert entry["native_to_torch"] == pytest.approx(native / entry["median_gb_s"], rel=0.05, abs=0.02)
+
+
+def test_ipex_has_a_row_beside_torch_where_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "result.json"
+    both = [*TINY, "--blocks", "8", "--variants", "portable", "--providers", "torch,ipex", "--out", str(out)]
+    with fake_ipex.installed():
+        assert main(both) == 0
+    result = json.loads(out.read_text())
+    (torch_row,), (ipex_row,) = result["torch"], result["ipex"]
+    assert (torch_row["variant"], ipex_row["variant"]) == ("torch", "ipex")
+    assert ipex_row["native_to_ipex"] > 0 and {entry["variant"] for entry in result["attention"]} == {"portable"}
+    assert "native / torch" in (printed := capsys.readouterr().out) and "native / ipex" in printed
 
 
 def test_the_round_trip_is_told_with_and_without_collecting(finished: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import time
 import types
 from collections.abc import Iterator
 
+import fake_ipex as fake_ipex_package
 import pytest
 import torch
 from attention_oracle import attention_over_blocks, seeded
@@ -92,17 +93,9 @@ def test_equal_lists_are_computed_together_and_each_gets_its_own_result(monkeypa
 
 
 @pytest.fixture
-def fake_ipex(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The extension's operator, with torch's own attention behind it."""
-    library = torch.library.Library("torch_ipex", "DEF")
-    library.define(
-        "flash_attention(Tensor query, Tensor key, Tensor value, float dropout_p=0.0, bool is_causal=False, *, "
-        "Tensor? attention_mask=None, float? scale=None) -> (Tensor, Tensor)"
-    )
-    library.impl("flash_attention", torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, "CPU")
-    monkeypatch.setitem(sys.modules, "intel_extension_for_pytorch", types.ModuleType("intel_extension_for_pytorch"))
-    yield
-    library._destroy()
+def fake_ipex() -> Iterator[None]:
+    with fake_ipex_package.installed():
+        yield
 
 
 def test_ipex_attends_with_the_extensions_operator(fake_ipex: None) -> None:
