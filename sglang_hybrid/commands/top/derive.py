@@ -59,8 +59,9 @@ def _tokens_per_s(reading: Reading, rates: Rates | None) -> float | None:
 
 def _gb_per_s(rates: Rates | None) -> dict[str, float]:
     by_path = {path: rate / _GB for path, rate in _per_second(rates, names.MISS_BYTES, "path").items()}
-    recalled = _per_second(rates, names.RECALL_BYTES, "")
-    return by_path | {"recall": rate / _GB for rate in recalled.values()}
+    if recalled := _per_second(rates, names.RECALL_BYTES, ""):
+        by_path["recall"] = sum(recalled.values()) / _GB
+    return by_path
 
 
 def _per_second(rates: Rates | None, name: str, label: str) -> dict[str, float]:

@@ -21,7 +21,8 @@ Column = Sequence[float | None]  # one moment: a value per layer
 
 @dataclass(frozen=True)
 class HeatMap:
-    """``columns``: moments, oldest first, one of them not empty. The scale begins at zero; ``least`` is the smallest end of it."""
+    """``columns``: moments, oldest first, at least one with a layer. The scale begins at zero and ends at ``least`` or
+    above."""
 
     columns: Sequence[Column]
     least: float

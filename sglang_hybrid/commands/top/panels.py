@@ -139,31 +139,36 @@ def worker(shown: Shown) -> Panel:
         lines.append(line)
     if not latest.miss_rows:
         why = "none yet" if shown.has(names.MISS_ROWS) else NOT_EXPORTED
-        lines.append(Text(f"misses served  {why}", style="dim"))
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column()
-    grid.add_column(justify="right")
-    grid.add_column(justify="right")
+        lines.append(Text(f"misses  {why}", style="dim"))
+        return _box("worker and fallbacks", Group(*lines))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    for _ in range(2):
+        grid.add_column(justify="right", no_wrap=True)
+    grid.add_row("served by", "now", "in all", style="dim")
     for by, rows in latest.miss_rows.items():
         style = "" if by == "worker" else "yellow"
-        grid.add_row(f"rows by {by}", f"{number(rates.get(by), 1)}/s", f"{number(rows)} in all", style=style)
+        grid.add_row(f"  {by}", f"{number(rates.get(by))}/s", number(rows), style=style)
     lines.append(grid)
     return _box("worker and fallbacks", Group(*lines))
 
 
 def memory(shown: Shown, width: int) -> Panel:
     now = shown.now
-    grid = Table.grid(padding=(0, 1))
+    lines: list[RenderableType] = []
     for title, used, whole, text, metric in (
         ("host pool", now.pool_used_bytes, now.pool_bytes, size, names.POOL),
         ("GPU slots", now.slots_used, now.slots, number, names.SLOTS),
     ):
         if not shown.has(metric):
-            grid.add_row(title, Text(NOT_EXPORTED, style="dim"), "")
+            lines.append(Text(f"{title}  {NOT_EXPORTED}", style="dim"))
             continue
-        bar = ProgressBar(total=whole or 1, completed=used or 0, width=max(8, width - 40))
-        grid.add_row(title, bar, f"{text(used)} of {text(whole)}")
-    return _box("memory", grid)
+        amount = f"{text(used)} of {text(whole)}"
+        grid = Table.grid(padding=(0, 1))
+        bar = ProgressBar(total=whole or 1, completed=used or 0, width=max(4, width - len(amount) - 16))
+        grid.add_row(title, bar, Text(amount, no_wrap=True))
+        lines.append(grid)
+    return _box("memory", Group(*lines))
 
 
 def settings(state: State) -> Panel:

@@ -38,7 +38,7 @@ class Reading:
         return any(name.startswith("sglang") for name in self.samples)
 
     def of(self, name: str, **labels: str) -> tuple[Sample, ...]:
-        """Samples of one name with these labels. Breakdowns by priority are left out: SGLang exports their total too."""
+        """Samples of one name with these labels. Breakdowns by priority are left out: their total is exported too."""
         wanted = labels.items()
         return tuple(
             sample

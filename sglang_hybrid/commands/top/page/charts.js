@@ -1,6 +1,6 @@
 // Charts over time and bars over layers, as SVG.
 
-import { clock, element, short, span, topOfScale } from "./format.js";
+import { element, short, span, topOfScale } from "./format.js";
 
 const WIDTH = 400, HEIGHT = 132, LEFT = 34, BOTTOM = 16, TOP = 6;
 const SVG = "http://www.w3.org/2000/svg";
@@ -81,5 +81,3 @@ export function bars(values, least, digits) {
   });
   return picture;
 }
-
-export const ago = (point) => clock(point.time);

@@ -1,6 +1,6 @@
 // A heat map: layers from top to bottom, time from left to right.
 
-import { clock, element, short, span, topOfScale } from "./format.js";
+import { clock, element, span, topOfScale } from "./format.js";
 
 const STOPS = 5;
 const STYLE = getComputedStyle(document.documentElement);
@@ -83,5 +83,3 @@ export class HeatMap {
     return number === null || number === undefined ? "not known" : `${this.text(number)} ${this.unit}`;
   }
 }
-
-export { short };
