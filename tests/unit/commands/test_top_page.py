@@ -91,13 +91,10 @@ def test_every_panel_is_filled_and_nothing_comes_from_elsewhere(fake: FakeServer
 
 
 def test_what_the_engine_does_not_export_is_named_on_the_page(fake: FakeServer, page: str, browser: Browser) -> None:
-    fake.engine.leave_out = ("sglang_hybrid_layer_cpu_compute_ratio", "sglang_hybrid_slots", "sglang_hybrid_worker_up")
+    fake.engine.leave_out = ("sglang_hybrid_slots", "sglang_hybrid_worker_up")
     browser.open(page)
     browser.wait_for("document.querySelector('#running').innerText === '3'")
-    # the readings before it was left out are gone only in a new page server: the map may still be there
-    assert "GPU slots: not exported by this engine" in browser.wait_for(
-        "document.querySelector('#memory').innerText.includes('not exported') && document.querySelector('#memory').innerText"
-    )
+    browser.wait_for("document.querySelector('#memory').innerText.includes('GPU slots: not exported by this engine')")
     assert "not exported by this engine" in browser.text("#worker")
     assert browser.errors == []
 
@@ -140,3 +137,16 @@ def test_the_page_is_dark_for_those_who_prefer_it(page: str, browser: Browser) -
         colours.append(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
     light, dark = (sum(map(int, re.findall(r"\d+", colour))) for colour in colours)
     assert light > 600 and dark < 120
+
+
+def test_numbers_under_the_mouse_are_shown(fake: FakeServer, page: str, browser: Browser) -> None:
+    browser.open(page)
+    browser.wait_for("document.querySelector('#traffic svg path') && document.querySelector('#ratio-map canvas')")
+    for part in ("#traffic svg", "#ratio-map canvas"):
+        left, top, width, height = browser.evaluate(
+            f"(() => {{ const box = document.querySelector('{part}').getBoundingClientRect(); "
+            "return [box.left, box.top, box.width, box.height]; })()"
+        )
+        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=left + width - 1, y=top + height / 2)
+        browser.wait_for(f"/at \\d\\d:\\d\\d:\\d\\d/.test(document.querySelector('{part}').closest('.body').innerText)")
+    assert browser.errors == []

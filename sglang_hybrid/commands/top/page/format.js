@@ -28,7 +28,8 @@ export const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString("e
 
 export function span(seconds) {
   if (seconds < 90) return `${Math.round(seconds)} s`;
-  return seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
+  const [amount, unit] = seconds < 5400 ? [seconds / 60, "min"] : [seconds / 3600, "h"];
+  return `${Number(amount.toFixed(amount < 10 ? 1 : 0))} ${unit}`;
 }
 
 // A round number at or above all values and not below `least`: a scale that jumps cannot be read.

@@ -1,6 +1,6 @@
 // Asks for what is new, keeps the last points, and draws them.
 
-import { bars, lines } from "./charts.js";
+import { bars, LineChart } from "./charts.js";
 import { absent, clock, element, NOT_EXPORTED, number, percent, short, size, span } from "./format.js";
 import { HeatMap } from "./heat_map.js";
 
@@ -23,7 +23,7 @@ const INFO = {
   prediction: "How the query of the next layer is predicted", version: "Version of sglang-hybrid", sglang: "Version of SGLang",
 };
 const body = (id) => document.querySelector(`#${id} .body`);
-const maps = {};
+const maps = {}, charts = {};
 let run = null, points = [];
 
 function set(id, metric, text, latest) {
@@ -44,8 +44,15 @@ function heatMap(id, columns, seconds, value, options) {
   maps[id].draw(points, columns, seconds, value);
 }
 
-function chart(id, exported, seconds, series, least) {
-  body(id).replaceChildren(exported ? lines(points, seconds, series, least) : absent());
+function chart(id, seconds, series, least) {
+  if (!series.length) {
+    delete charts[id];
+    body(id).replaceChildren(absent());
+    return;
+  }
+  const names = series.map((each) => each.name).join();
+  if (charts[id]?.names !== names) charts[id] = { names, chart: new LineChart(body(id), series, least) };
+  charts[id].chart.draw(points, seconds);
 }
 
 function table(heads, rows) {
@@ -105,7 +112,7 @@ function drawCosine(latest) {
   const known = values.filter((value) => value !== null);
   if (!known.length) return body("cosine").replaceChildren(absent());
   const least = Math.floor(10 * Math.min(...known)) / 10 - 0.1;
-  body("cosine").replaceChildren(bars(values, least, 3), element("div", { class: "legend" },
+  body("cosine").replaceChildren(bars(values, least), element("div", { class: "legend" },
     `layers 0 to ${values.length - 1}: cosine ${Math.min(...known).toFixed(3)} to ${Math.max(...known).toFixed(3)}, bars from ${least.toFixed(1)} to 1`));
 }
 
@@ -152,23 +159,22 @@ function draw(state) {
   heatMap("ratio-map", state.capacity, seconds, (point) => point.layer_cpu_ratio,
     { unit: "%", least: 0.1, text: (value) => (100 * value).toFixed(value < 0.1 ? 1 : 0) });
   heatMap("interval-map", state.capacity, seconds, (point) => point.layer_recall_interval, { unit: "steps", least: 10, text: short });
-  chart("throughput", true, seconds, [{ name: "decoded", unit: "tokens/s", title: "Over all requests", value: (point) => point.tokens_per_s }], 10);
-  chart("traffic", true, seconds, [
+  const where = (metric, ...series) => (has(metric) ? series : []);
+  chart("throughput", seconds, [{ name: "decoded", unit: "tokens/s", title: "Over all requests", value: (point) => point.tokens_per_s }], 10);
+  chart("traffic", seconds, [
     { name: "running", title: "Requests that are being answered", value: (point) => point.running },
     { name: "queued", title: "Requests that wait", value: (point) => point.queued },
-    ...(has("sglang_hybrid_decode_rows") ? [{ name: "decode rows", title: "Requests in the last decode step", value: (point) => point.rows }] : []),
+    ...where("sglang_hybrid_decode_rows", { name: "decode rows", dashed: true, title: "Requests in the last decode step", value: (point) => point.rows }),
   ], 4);
-  const paths = Object.keys(PATHS).filter((path) => points.some((point) => path in point.gb_per_s));
-  chart("bandwidth", has("sglang_hybrid_miss_bytes_total", "sglang_hybrid_recall_bytes_total"), seconds,
-    paths.map((path) => ({ name: path, unit: "GB/s", title: PATHS[path], value: (point) => point.gb_per_s[path] ?? null })), 0.01);
-  const ms = (name, field) => (point) => point[name]?.[field] ?? null;
-  chart("wait", has("sglang_hybrid_worker_wait_seconds", "sglang_hybrid_decode_step_seconds"), seconds, [
-    ...(has("sglang_hybrid_decode_step_seconds") ? [{ name: "step", unit: "ms", title: "Mean time of a decode step", value: ms("decode_step", "mean_ms") }] : []),
-    ...(has("sglang_hybrid_worker_wait_seconds") ? [
-      { name: "wait", unit: "ms", title: "Mean time that a layer waited for the worker", value: ms("worker_wait", "mean_ms") },
-      { name: "wait p99", unit: "ms", title: "99 of 100 waits were shorter", value: ms("worker_wait", "p99_ms") },
-    ] : []),
-  ], 0.1);
+  chart("bandwidth", seconds, Object.keys(PATHS).filter((path) => points.some((point) => path in point.gb_per_s)).map((path) =>
+    ({ name: path, unit: "GB/s", title: PATHS[path], value: (point) => point.gb_per_s[path] ?? null })), 0.01);
+  const ms = (histogram, field) => (point) => point[histogram]?.[field] ?? null;
+  chart("wait", seconds, where("sglang_hybrid_worker_wait_seconds",
+    { name: "mean", unit: "ms", title: "Mean of the waits", value: ms("worker_wait", "mean_ms") },
+    { name: "99 %", unit: "ms", title: "99 of 100 waits were shorter", value: ms("worker_wait", "p99_ms") }), 0.1);
+  chart("step", seconds, where("sglang_hybrid_decode_step_seconds",
+    { name: "mean", unit: "ms", title: "Mean time of a decode step", value: ms("decode_step", "mean_ms") },
+    { name: "99 %", unit: "ms", title: "99 of 100 steps were shorter", value: ms("decode_step", "p99_ms") }), 1);
   drawMisses(state, now, has);
   drawWorkers(state, has);
   drawMemory(now, has);
