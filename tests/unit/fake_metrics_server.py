@@ -51,6 +51,7 @@ class Engine:
     load: float = 0.5
     queued: int = 0
     worker_up: bool = True
+    recalls: bool = True
     starts: int = 1
     busy_layers: tuple[int, ...] = (3, 4, 17, 18, 29)
     leave_out: tuple[str, ...] = ()  # names of metrics that are not exported
@@ -73,7 +74,8 @@ class Engine:
             missed = self.ratio(layer) * 64 * 8 * self.rows * BLOCK_BYTES * steps
             self.miss_bytes["worker" if self.worker_up else "device"] += 0.7 * missed
             self.miss_bytes["gather"] += 0.3 * missed
-            self.recall_bytes += steps / self.interval(layer) * self.rows * 20 * 8 * BLOCK_BYTES
+            recalls = steps / self.interval(layer) if self.recalls else 0.0
+            self.recall_bytes += recalls * self.rows * 20 * 8 * BLOCK_BYTES
         by = "worker" if self.worker_up else "device-no-worker"
         self.miss_rows[by] = self.miss_rows.get(by, 0.0) + steps * self.rows * self.layers
         for _ in range(min(steps, 50)):
@@ -89,7 +91,8 @@ class Engine:
         return max(0.0, min(1.0, 0.3 * self.load * shape))
 
     def interval(self, layer: int) -> float:
-        return max(1.0, round(12 - 40 * self.ratio(layer)))
+        """Decode steps between two recalls; 0: never."""
+        return max(1.0, round(12 - 40 * self.ratio(layer))) if self.recalls else 0.0
 
     def text(self) -> str:
         return "\n".join((*self._sglang(), *(line for line in self._hybrid() if self._exported(line)), ""))
@@ -116,8 +119,8 @@ class Engine:
             "decode_rows": self.rows,
             "host_pool_used_bytes": used * 84 * GIB,
             "host_pool_bytes": 84 * GIB,
-            "slots_used": int(used * 180_000),
-            "slots": 180_000,
+            "slots_used": 80 * self.rows,
+            "slots": 80 * 32,
             "whole_requests": 0,
         }
         for name, value in gauges.items():
@@ -152,6 +155,18 @@ def _by(name: str, kind: str, label: str, values: Mapping[Any, float]) -> Iterat
         yield f'sglang_hybrid_{name}{{{LABELS},{label}="{key}"}} {value}'
 
 
+SETTINGS = {
+    "policy": "scout",
+    "prediction": "calibrated",
+    "host_memory": "84GiB",
+    "budget_tokens": 2048,
+    "digest_dtype": "int8",
+    "sketch_channels": 16,
+    "whole_requests": "auto",
+    "worker_threads": 15,
+    "worker_deadline_ms": 50,
+    "scout": {"target_cpu_ratio": 0.08, "recall_interval": 12, "recall_adapt": True, "resident_bonus": 0.5},
+}
 INFO = {
     "attention_backend": "hybrid",
     "served_model_name": "Qwen3-14B",
@@ -164,18 +179,7 @@ INFO = {
     "device": "cuda",
     "max_running_requests": 32,
     "page_size": 32,
-    "sglang_hybrid": {
-        "policy": "scout",
-        "prediction": "calibrated",
-        "host_memory": "84GiB",
-        "budget_tokens": 2048,
-        "digest_dtype": "int8",
-        "sketch_channels": 16,
-        "whole_requests": "auto",
-        "worker_threads": 15,
-        "worker_deadline_ms": 50,
-        "scout": {"target_cpu_ratio": 0.08, "recall_interval": 12, "recall_adapt": True, "resident_bonus": 0.5},
-    },
+    "internal_states": [{"sglang_hybrid": {"engine": "cuda", "settings": SETTINGS, "pool": {"tokens": 550_000}}}],
 }
 
 

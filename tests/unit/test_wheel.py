@@ -1,4 +1,4 @@
-"""What is installed from a wheel has what the README names: CUDA sources to compile, default.yaml, profiles."""
+"""What is installed from a wheel has what the README names: CUDA sources to compile, default.yaml, profiles, a page."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid import shipped
+from sglang_hybrid.commands.top import web
 from sglang_hybrid.ops.cuda import sources
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +69,11 @@ def test_a_wheel_holds_the_settings_that_come_with_the_package(wheel: Path) -> N
     assert {Path(file).relative_to(inside) for file in files} == {
         path.relative_to(ROOT / "configs") for path in shipped.files()
     }
+
+
+def test_a_wheel_holds_the_page_of_top(wheel: Path) -> None:
+    inside = wheel / "sglang_hybrid" / "commands" / "top" / "page"
+    assert {file.name for file in inside.iterdir()} == {name for name, _kind in web.FILES.values()}
 
 
 def test_a_profile_that_comes_with_the_package_is_named_without_its_path(

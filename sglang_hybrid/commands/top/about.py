@@ -23,7 +23,7 @@ def model_of(info: Mapping[str, Any]) -> str | None:
 
 
 def is_hybrid(info: Mapping[str, Any]) -> bool:
-    return _OURS in info or any(info.get(key) == BACKEND_NAME for key in _BACKENDS)
+    return bool(_told(info)) or any(info.get(key) == BACKEND_NAME for key in _BACKENDS)
 
 
 def backend_of(info: Mapping[str, Any]) -> str:
@@ -32,12 +32,25 @@ def backend_of(info: Mapping[str, Any]) -> str:
 
 def settings_of(info: Mapping[str, Any]) -> dict[str, str]:
     """Our settings as the server uses them, with dots between the names of sections and keys."""
-    return dict(_flat(info.get(_OURS), ""))
+    return dict(_flat(_told(info).get("settings"), ""))
+
+
+def facts_of(info: Mapping[str, Any]) -> dict[str, str]:
+    """What followed from the settings, such as the worker's threads and the tokens of the host pool."""
+    return dict(_flat({key: value for key, value in _told(info).items() if key != "settings" and value}, ""))
 
 
 def arguments_of(info: Mapping[str, Any]) -> dict[str, str]:
     """Those of SGLang's arguments that explain what is seen, where they have a value."""
     return {key: _text(info[key]) for key in _SHOWN if info.get(key) is not None}
+
+
+def _told(info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What our backend says about itself: once, or in the state of each replica, of which the first is taken."""
+    states = info.get("internal_states")
+    replicas = [state for state in states if isinstance(state, Mapping)] if isinstance(states, list) else []
+    told = next((place[_OURS] for place in (info, *replicas) if _OURS in place), None)
+    return told if isinstance(told, Mapping) else {}
 
 
 def _flat(value: Any, name: str) -> list[tuple[str, str]]:

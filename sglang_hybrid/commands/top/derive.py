@@ -34,19 +34,19 @@ def point_of(number: int, reading: Reading, rates: Rates | None) -> Point:
         decode_step=rates.spread(names.DECODE_STEP) if rates else None,
         pool_used_bytes=reading.total(names.POOL_USED),
         pool_bytes=reading.total(names.POOL),
-        slots_used=reading.total(names.SLOTS_USED),
-        slots=reading.total(names.SLOTS),
-        whole_requests=reading.per_replica(names.WHOLE_REQUESTS, _REPLICA),
+        slots_used=reading.per_replica(names.SLOTS_USED, _REPLICA),
+        slots=reading.per_replica(names.SLOTS, _REPLICA),
+        whole_requests=reading.mean(names.WHOLE_REQUESTS),
     )
 
 
 def latest_of(reading: Reading) -> Latest:
-    info = reading.of(names.INFO)
+    info = [sample.labels for sample in reading.of(names.INFO) if sample.value]  # 0: what served before
     return Latest(
         workers=_workers(reading),
         miss_rows=reading.by(names.MISS_ROWS, "by") or {},
         calibration_cosine=reading.layers(names.COSINE),
-        info={label: info[0].labels[label] for label in _LABELS_OF_INFO if info and label in info[0].labels},
+        info={label: info[0][label] for label in _LABELS_OF_INFO if info and label in info[0]},
         not_exported=tuple(name for name in names.SHOWN if not reading.has(name)),
     )
 

@@ -19,14 +19,15 @@ bandwidth by path; waiting for the CPU worker; host pool and slots; workers, res
 The server needs --enable-metrics. What an engine does not export is named as such. A server that goes away is
 waited for."""
 _EPILOG = """\
-Ranks and replicas are shown together. Requests and rows: the sum over replicas. Bytes, blocks, tokens, memory and
-slots: the sum over all ranks. Ratios, recall intervals and cosines: the mean. Workers are listed by rank.
+Ranks and replicas are shown together. Requests, rows and slots: the sum over replicas. Bytes, blocks, tokens and
+memory: the sum over all ranks. Ratios, recall intervals and cosines: the mean. Workers are listed by rank.
 
 what --once --json prints: one object
   problem      null, or {"kind": "no-answer" | "no-metrics" | "not-sglang" | "stock", "text", "since"}
   points       two readings, --interval apart; the last has rates. null: not exported
   latest       workers by rank, misses by who served, calibration, info, names that are not exported
-  settings     of sglang-hybrid as the server uses them, null where it does not tell; arguments: of SGLang
+  settings     of sglang-hybrid as the server uses them, null where it does not tell
+  facts        what followed from them, such as the worker's threads; arguments: of SGLang
 
 exit status: 0; 1 with --once if there is a problem; 2 for a wrong command line
 

@@ -57,7 +57,7 @@ def requests(shown: Shown, width: int) -> Panel:
             ("running", number(now.running), shown.over_time(lambda point: point.running)),
             ("queued", number(now.queued), shown.over_time(lambda point: point.queued)),
             _exported(shown, names.DECODE_ROWS, "decode rows", number(now.rows), shown.over_time(lambda p: p.rows)),
-            _exported(shown, names.WHOLE_REQUESTS, "whole on GPU", number(now.whole_requests), ()),
+            _exported(shown, names.WHOLE_REQUESTS, "whole on GPU", _yes_no(now.whole_requests), ()),
         ],
     )
 
@@ -100,7 +100,9 @@ def ratio_map(shown: Shown, height: int) -> Panel:
 
 
 def interval_map(shown: Shown, height: int) -> Panel:
-    columns = [point.layer_recall_interval for point in shown.state.points]
+    columns = [tuple(steps or None for steps in point.layer_recall_interval) for point in shown.state.points]
+    if any(columns) and not any(any(column) for column in columns):
+        return _box("recall interval: layers over time", Text("no layer recalls", style="dim"))
     return _map("recall interval: layers over time", columns, 10.0, "steps", height)
 
 
@@ -180,6 +182,11 @@ def settings(state: State) -> Panel:
 
 def _box(title: str, content: RenderableType) -> Panel:
     return Panel(content, title=title, title_align="left", border_style="bright_black", padding=(0, 1))
+
+
+def _yes_no(share: float | None) -> str:
+    """Of ranks."""
+    return percent(share) if share not in (0, 1) else "yes" if share else "no"
 
 
 _Line = tuple[str, str, Sequence[float | None]]  # title, value, values over time

@@ -29,7 +29,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     cpu_ratio: float | None = None
     hit_ratio: float | None = None
     layer_cpu_ratio: tuple[float | None, ...] = ()
-    layer_recall_interval: tuple[float | None, ...] = ()
+    layer_recall_interval: tuple[float | None, ...] = ()  # decode steps; 0: never
     gb_per_s: dict[str, float] = {}  # by path: of misses and "recall"
     blocks_per_s: dict[str, float] = {}  # misses by path
     miss_rows_per_s: dict[str, float] = {}  # by who served
@@ -37,9 +37,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     decode_step: Spread | None = None
     pool_used_bytes: float | None = None
     pool_bytes: float | None = None
-    slots_used: float | None = None
+    slots_used: float | None = None  # blocks of one layer and KV head
     slots: float | None = None
-    whole_requests: float | None = None
+    whole_requests: float | None = None  # share of ranks that have whole requests in GPU memory
 
 
 class RankWorker(msgspec.Struct, frozen=True):

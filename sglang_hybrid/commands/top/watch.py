@@ -40,6 +40,7 @@ class State(msgspec.Struct, frozen=True):
     model: str | None
     latest: Latest
     settings: dict[str, str] | None  # of this package; None: not known
+    facts: dict[str, str]  # what followed from the settings
     arguments: dict[str, str]  # of SGLang
     points: tuple[Point, ...]
 
@@ -108,6 +109,7 @@ class Watch:
                 model=about.model_of(info),
                 latest=self._latest,
                 settings=about.settings_of(info) or None,
+                facts=about.facts_of(info),
                 arguments=about.arguments_of(info),
                 points=tuple(point for point in self._points if point.number > after),
             )

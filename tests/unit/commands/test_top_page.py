@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from browser import MISSING, Browser, find_browser
@@ -43,12 +42,21 @@ def page(fake: FakeServer) -> Iterator[str]:
             process.terminate()
 
 
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     assert PROGRAM is not None
-    with Browser(PROGRAM, tmp_path / "profile") as made:
-        made.resize(1280, 900)
+    with Browser(PROGRAM, tmp_path_factory.mktemp("browser")) as made:
         yield made
+
+
+@pytest.fixture
+def browser(started: Browser) -> Iterator[Browser]:
+    """A browser that has forgotten the page of the test before."""
+    started.open("about:blank")
+    started.resize(1280, 900)
+    started.errors.clear()
+    started.requested.clear()
+    yield started
 
 
 def ratio(browser: Browser) -> float:
@@ -120,12 +128,12 @@ def test_a_degraded_server_is_seen_at_once(fake: FakeServer, page: str, browser:
     assert "down" in browser.text("#worker") and "device-no-worker" in browser.text("#misses")
 
 
-@pytest.mark.parametrize("width", [380, 800, 1280, 1920])
-def test_the_page_is_never_wider_than_the_window(page: str, browser: Browser, width: int) -> None:
-    browser.resize(width, 900)
-    browser.open(page)
-    browser.wait_for("document.querySelector('#ratio-map canvas') && document.querySelector('#settings b')")
-    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+def test_the_page_is_never_wider_than_the_window(page: str, browser: Browser) -> None:
+    for width in (380, 800, 1280, 1920):
+        browser.resize(width, 900)
+        browser.open(page)
+        browser.wait_for("document.querySelector('#ratio-map canvas') && document.querySelector('#settings b')")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_the_page_is_dark_for_those_who_prefer_it(page: str, browser: Browser) -> None:

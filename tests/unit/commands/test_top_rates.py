@@ -190,3 +190,9 @@ def test_numbers_are_written_with_their_units() -> None:
     assert (milliseconds(0.1234), milliseconds(1234.0)) == ("0.123 ms", "1,234 ms")
     assert (size(512), size(3 << 30), size(None)) == ("512 B", "3.0 GiB", "-")
     assert sparkline([1, None, 8, 4], 5) == " ▂ █▅"
+
+
+def test_what_served_before_is_not_shown_as_what_serves() -> None:
+    text = 'sglang_hybrid_info{engine="cuda",rank="0"} 0\nsglang_hybrid_info{engine="torch",rank="0"} 1\n'
+    assert latest_of(reading(text)).info == {"engine": "torch"}
+    assert latest_of(reading("")).info == {}

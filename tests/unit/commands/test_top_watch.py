@@ -150,7 +150,7 @@ def test_settings_are_shown_and_secrets_are_not(fake: FakeServer) -> None:
     state = polled(watch)
     assert state.settings is not None
     assert state.settings["budget_tokens"] == "2048" and state.settings["scout.recall_adapt"] == "yes"
-    assert state.arguments["context_length"] == "65536"
+    assert state.arguments["context_length"] == "65536" and state.facts["pool.tokens"] == "550000"
     assert "secret" not in repr(state)
 
 
@@ -266,3 +266,16 @@ def test_urls_are_completed(given: str, url: str) -> None:
 def test_what_is_no_url_of_a_server_is_refused(given: str) -> None:
     with pytest.raises(BadUrl, match="looks like http://127"):
         Server.at(given)
+
+
+@pytest.mark.parametrize("states", [None, [], ["text"], [{"sglang_hybrid": "text"}], {"0": 1}])
+def test_a_server_that_tells_nothing_usable_has_no_settings(fake: FakeServer, states: object) -> None:
+    fake.info = {"internal_states": states}
+    watch = watching(fake)
+    watch.ask_info()
+    assert watch.state().settings is None and watch.state().facts == {}
+
+
+def test_a_layer_that_never_recalls_has_no_interval_in_the_map(fake: FakeServer) -> None:
+    fake.engine.recalls = False
+    assert "no layer recalls" in terminal_text(polled(watching(fake)))

@@ -20,8 +20,8 @@ function colourOf(share, scale) {
 
 // One per section; draws again and again into the same canvas, so that a tooltip stays where the mouse is.
 export class HeatMap {
-  constructor(body, { unit, least, text }) {
-    Object.assign(this, { unit, least, text, points: [], layers: 0, mouse: null });
+  constructor(body, { unit, least, text, unknown }) {
+    Object.assign(this, { unit, least, text, unknown, points: [], layers: 0, mouse: null });
     this.canvas = element("canvas", { role: "img" });
     this.names = element("div", { class: "layers" });
     this.from = element("span");
@@ -80,6 +80,6 @@ export class HeatMap {
   }
 
   of(number) {
-    return number === null || number === undefined ? "not known" : `${this.text(number)} ${this.unit}`;
+    return number === null || number === undefined ? this.unknown : `${this.text(number)} ${this.unit}`;
   }
 }

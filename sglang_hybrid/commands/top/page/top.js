@@ -61,6 +61,8 @@ function table(heads, rows) {
     ...rows.map((row) => element("tr", {}, ...row.map((each) => cell("td", each)))));
 }
 
+const yesNo = (share) => (share === 0 ? "no" : share === 1 ? "yes" : percent(share)); // of ranks
+
 function reason(by) {
   if (by in REASONS) return REASONS[by];
   const [who, ...why] = by.split("-");
@@ -102,7 +104,7 @@ function meter(name, title, used, whole, text) {
 function drawMemory(now, has) {
   const meters = [
     ["sglang_hybrid_host_pool_bytes", "Host pool", "KV cache of all requests, in host memory", now.pool_used_bytes, now.pool_bytes, size],
-    ["sglang_hybrid_slots", "GPU slots", "Blocks of the KV cache that are in GPU memory", now.slots_used, now.slots, number],
+    ["sglang_hybrid_slots", "GPU slots", "Blocks of each layer and KV head: what fits in GPU memory, and what the rows of the last step can fill", now.slots_used, now.slots, number],
   ].map(([metric, name, ...rest]) => (has(metric) ? meter(name, ...rest) : element("p", { class: "absent" }, `${name}: ${NOT_EXPORTED}`)));
   body("memory").replaceChildren(...meters);
 }
@@ -119,7 +121,9 @@ function drawCosine(latest) {
 function drawSettings(state) {
   const rows = (settings) => Object.entries(settings).map(([key, value]) => element("div", {}, element("span", {}, key), element("b", {}, value)));
   const parts = state.settings ? rows(state.settings) : [element("p", { class: "absent" }, "the server does not tell")];
-  if (Object.keys(state.arguments).length) parts.push(element("h3", {}, "SGLang"), ...rows(state.arguments));
+  for (const [title, group] of [["In use", state.facts], ["SGLang", state.arguments]]) {
+    if (Object.keys(group).length) parts.push(element("h3", {}, title), ...rows(group));
+  }
   body("settings").replaceChildren(element("div", { class: "settings" }, ...parts));
 }
 
@@ -155,10 +159,11 @@ function draw(state) {
   set("tokens", null, number(now.tokens_per_s, now.tokens_per_s < 100 ? 1 : 0), latest);
   set("cpu-ratio", "sglang_hybrid_cpu_compute_ratio", percent(now.cpu_ratio), latest);
   set("hit-ratio", "sglang_hybrid_resident_hit_ratio", percent(now.hit_ratio), latest);
-  set("whole", "sglang_hybrid_whole_requests", number(now.whole_requests), latest);
+  set("whole", "sglang_hybrid_whole_requests", yesNo(now.whole_requests), latest);
   heatMap("ratio-map", state.capacity, seconds, (point) => point.layer_cpu_ratio,
-    { unit: "%", least: 0.1, text: (value) => (100 * value).toFixed(value < 0.1 ? 1 : 0) });
-  heatMap("interval-map", state.capacity, seconds, (point) => point.layer_recall_interval, { unit: "steps", least: 10, text: short });
+    { unit: "%", least: 0.1, unknown: "not known", text: (value) => (100 * value).toFixed(value < 0.1 ? 1 : 0) });
+  heatMap("interval-map", state.capacity, seconds, (point) => point.layer_recall_interval.map((steps) => steps || null),
+    { unit: "steps", least: 10, text: short, unknown: "never recalls" });
   const where = (metric, ...series) => (has(metric) ? series : []);
   chart("throughput", seconds, [{ name: "decoded", unit: "tokens/s", title: "Over all requests", value: (point) => point.tokens_per_s }], 10);
   chart("traffic", seconds, [
