@@ -58,14 +58,16 @@ def serve_page(server: Server, interval: float, host: str, port: int, all_interf
 
 def check_address(host: str, all_interfaces: bool) -> None:
     """Raise Refused for a wildcard that was not asked for by name, and warn about what others can reach."""
+    if not host:
+        raise Refused("--host is empty: name an address, such as 127.0.0.1")
     try:
-        found = {ipaddress.ip_address(entry[4][0]) for entry in socket.getaddrinfo(host or None, 0)}
+        found = {ipaddress.ip_address(entry[4][0]) for entry in socket.getaddrinfo(host, 0)}
     except (OSError, UnicodeError, ValueError) as error:
         raise Refused(f"--host {host}: no such address: {error}") from error
-    wildcard = not host or any(address.is_unspecified for address in found)
+    wildcard = any(address.is_unspecified for address in found)
     if wildcard and not all_interfaces:
         raise Refused(
-            f"--host {host or '(empty)'} would show the page at every address of this machine, to everybody who "
+            f"--host {host} would show the page at every address of this machine, to everybody who "
             "reaches it: name one address, or add --all-interfaces"
         )
     if wildcard or not all(address.is_loopback for address in found):
@@ -106,4 +108,4 @@ def page_app(watch: Watch, host: str, *, any_host: bool = False) -> FastAPI:
 
 
 def _family(host: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(host or None, 0, flags=socket.AI_PASSIVE)[0][0]
+    return socket.getaddrinfo(host, 0)[0][0]

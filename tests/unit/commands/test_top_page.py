@@ -93,6 +93,7 @@ def test_every_panel_is_filled_and_nothing_comes_from_elsewhere(fake: FakeServer
     assert "Qwen3-14B" in browser.text("#server") and "calibrated" in browser.text("#info")
     assert "84.0 GiB" in browser.text("#memory") and "up" in browser.text("#worker")
     assert "largest now: layer" in browser.text("#ratio-map .scale")
+    assert browser.evaluate("[...document.querySelectorAll('.number b')].every(each => !each.hasAttribute('title'))")
     assert browser.evaluate("[...document.querySelectorAll('h2, .number')].every(each => each.title.length > 10)")
     assert browser.requested and all(url.startswith((page, "data:")) for url in browser.requested), browser.requested
     assert browser.errors == []

@@ -196,3 +196,8 @@ def test_what_served_before_is_not_shown_as_what_serves() -> None:
     text = 'sglang_hybrid_info{engine="cuda",rank="0"} 0\nsglang_hybrid_info{engine="torch",rank="0"} 1\n'
     assert latest_of(reading(text)).info == {"engine": "torch"}
     assert latest_of(reading("")).info == {}
+
+
+def test_every_metric_of_ours_that_is_shown_is_one_that_engines_export() -> None:
+    table = pytest.importorskip("sglang_hybrid.metrics.table", reason="this server has no table of metrics")
+    assert {name for name in names.SHOWN if name.startswith(names.HYBRID)} <= table.BY_NAME.keys()

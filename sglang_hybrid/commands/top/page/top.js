@@ -31,7 +31,8 @@ function set(id, metric, text, latest) {
   const missing = metric !== null && latest.not_exported.includes(metric);
   place.textContent = missing ? "not exported" : text;
   place.classList.toggle("absent", missing);
-  place.title = missing ? NOT_EXPORTED : "";
+  if (missing) place.title = NOT_EXPORTED;
+  else place.removeAttribute("title"); // an empty one would hide the tooltip of the whole tile
 }
 
 function heatMap(id, columns, seconds, value, options) {
