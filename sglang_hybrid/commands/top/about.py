@@ -36,8 +36,12 @@ def settings_of(info: Mapping[str, Any]) -> dict[str, str]:
 
 
 def facts_of(info: Mapping[str, Any]) -> dict[str, str]:
-    """What followed from the settings, such as the worker's threads and the tokens of the host pool."""
-    return dict(_flat({key: value for key, value in _told(info).items() if key != "settings" and value}, ""))
+    """What followed from the settings, such as the worker's threads and the tokens of the host pool.
+
+    What stands there without a section is in the labels of the metric ``sglang_hybrid_info`` too.
+    """
+    sections = {key: value for key, value in _told(info).items() if key != "settings" and isinstance(value, Mapping)}
+    return {name: text for name, text in _flat(sections, "") if text}
 
 
 def arguments_of(info: Mapping[str, Any]) -> dict[str, str]:

@@ -140,7 +140,8 @@ def worker(shown: Shown) -> Panel:
             line.append("  degraded: the server computes in its place", style="bold red")
         lines.append(line)
     if not latest.miss_rows:
-        why = "none yet" if shown.has(names.MISS_ROWS) else NOT_EXPORTED
+        # a worker that has not served a row yet has not counted one
+        why = "none yet" if shown.has(names.MISS_ROWS, names.WORKER_UP) else NOT_EXPORTED
         lines.append(Text(f"misses  {why}", style="dim"))
         return _box("worker and fallbacks", Group(*lines))
     grid = Table.grid(padding=(0, 2))

@@ -9,7 +9,7 @@ import msgspec
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Times that were measured between two readings. Quantiles are interpolated between a histogram's bounds."""
+    """Times that were measured in the last seconds. Quantiles are interpolated between a histogram's bounds."""
 
     mean_ms: float
     p50_ms: float | None
@@ -17,7 +17,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """One moment of a server. Sums, means and rates are over all ranks and replicas."""
+    """One moment of a server. Sums, means and rates are over all ranks and replicas; rates are of the last seconds."""
 
     number: int  # counts up from 1
     time: float  # Unix time

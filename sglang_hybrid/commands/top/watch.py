@@ -20,6 +20,7 @@ from sglang_hybrid.commands.top.server import Kind, Server, Unwatchable
 
 POINTS = 300  # that are kept: ten minutes at the default interval
 INFO_EVERY = 30.0  # seconds
+RATE_SECONDS = 5.0  # that rates are taken over, at least: a slow server takes seconds for a decode step
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -55,7 +56,7 @@ class Watch:
         self._lock = threading.Lock()
         self._points: deque[Point] = deque(maxlen=capacity)
         self._number = 0
-        self._reading: Reading | None = None  # the last one
+        self._readings: deque[Reading] = deque()  # those of the last RATE_SECONDS, and one before
         self._latest = Latest()
         self._failure: Problem | None = None
         self._answers_since = 0.0  # Unix time
@@ -74,7 +75,7 @@ class Watch:
     @property
     def answers(self) -> bool:
         """True if the last poll took a reading."""
-        return self._reading is not None and self._failure is None
+        return bool(self._readings) and self._failure is None
 
     def poll(self, *, ask_info: bool = True) -> None:
         """Take one reading; with ``ask_info`` also ask for the server's settings where due, without waiting."""
@@ -115,17 +116,29 @@ class Watch:
             )
 
     def _take(self, reading: Reading) -> None:
-        rates = Rates(self._reading, reading) if self._reading else None
+        restarted = bool(self._readings) and Rates(self._readings[-1], reading).restarted
+        if restarted:
+            while len(self._readings) > 1:
+                self._readings.popleft()
+        rates = Rates(self._readings[0], reading) if self._readings else None
         with self._lock:
             self._number += 1
             self._points.append(point_of(self._number, reading, rates))
             self._latest = latest_of(reading)
-            if self._failure or self._reading is None:
+            if self._failure or not self._readings:
                 self._answers_since = reading.time
-            if self._failure or (rates and rates.restarted):
+            if self._failure or restarted:
                 self._forget_info()
             self._failure = None
-            self._reading = reading
+            self._keep(reading, forget=restarted)
+
+    def _keep(self, reading: Reading, *, forget: bool) -> None:
+        """``forget``: earlier readings are of a server that is gone."""
+        if forget:
+            self._readings.clear()
+        self._readings.append(reading)
+        while len(self._readings) > 1 and self._readings[1].at <= reading.at - RATE_SECONDS:
+            self._readings.popleft()
 
     def _fail(self, failure: Unwatchable) -> None:
         now = time.time()
@@ -147,7 +160,7 @@ class Watch:
 
     def _stock(self) -> Problem | None:
         """The server is watched, and is not ours: SGLang's own numbers are all there is."""
-        if self._reading is None or self._reading.is_hybrid or not self._info_known:
+        if not self._readings or self._readings[-1].is_hybrid or not self._info_known:
             return None
         if self._info is None:
             why = f"the server at {self._server.url} exports no metric of sglang-hybrid and does not tell its settings"

@@ -10,7 +10,9 @@ import pytest
 from fake_metrics_server import INFO, Engine, FakeServer
 from rich.console import Console
 
+from sglang_hybrid.commands.top import names
 from sglang_hybrid.commands.top.panels import NOT_EXPORTED
+from sglang_hybrid.commands.top.reading import Reading, parse
 from sglang_hybrid.commands.top.server import BadUrl, Kind, Server
 from sglang_hybrid.commands.top.terminal import view
 from sglang_hybrid.commands.top.watch import State, Watch
@@ -279,3 +281,36 @@ def test_a_server_that_tells_nothing_usable_has_no_settings(fake: FakeServer, st
 def test_a_layer_that_never_recalls_has_no_interval_in_the_map(fake: FakeServer) -> None:
     fake.engine.recalls = False
     assert "no layer recalls" in terminal_text(polled(watching(fake)))
+
+
+class Prepared(Server):
+    """Gives readings of one counter, at moments that a test chooses."""
+
+    def read(self) -> Reading:
+        at, value = READINGS.pop(0)
+        return parse(f'{names.MISS_BYTES}{{path="worker"}} {value}\n', at, 1_000_000.0 + at)
+
+
+READINGS: list[tuple[float, float]] = []
+
+
+def rates_of(*readings: tuple[float, float]) -> list[float | None]:
+    """GB/s at each of the readings: seconds and GB."""
+    READINGS[:] = [(at, 1e9 * value) for at, value in readings]
+    watch = Watch(Prepared("http://127.0.0.1:1"), interval=2.0)
+    for _ in readings:
+        watch.poll(ask_info=False)
+    return [point.gb_per_s.get("worker") for point in watch.state().points]
+
+
+def test_rates_are_means_of_the_last_five_seconds() -> None:
+    steps = [(0, 0), (2, 0), (4, 6), (6, 6), (8, 6), (10, 6)]  # one long step, which counts at its end
+    assert rates_of(*steps) == [None, 0, pytest.approx(1.5), pytest.approx(1), pytest.approx(1), 0]
+
+
+def test_a_long_interval_is_not_averaged_further() -> None:
+    assert rates_of((0, 0), (60, 60), (120, 60)) == [None, pytest.approx(1), 0]
+
+
+def test_rates_after_a_restart_forget_the_server_before() -> None:
+    assert rates_of((0, 50), (1, 52), (2, 1), (3, 2)) == [None, pytest.approx(2), pytest.approx(1), pytest.approx(1)]

@@ -1,6 +1,6 @@
 // Lines over time and bars over layers, as SVG.
 
-import { clock, element, short, span, topOfScale } from "./format.js";
+import { clock, compact, element, short, span, topOfScale } from "./format.js";
 
 const HEIGHT = 132, LEFT = 38, BOTTOM = 18, TOP = 8;
 const SVG = "http://www.w3.org/2000/svg";
@@ -41,7 +41,7 @@ export class LineChart {
     this.picture.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     const parts = [0, top / 2, top].flatMap((value) => [
       svg("line", { class: "grid", x1: LEFT, x2: width, y1: y(value), y2: y(value) }),
-      svg("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, short(value)),
+      svg("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, compact(value)),
     ]);
     parts.push(svg("text", { x: LEFT, y: HEIGHT - 2 }, `${span(seconds)} ago`));
     parts.push(svg("text", { x: width, y: HEIGHT - 2, "text-anchor": "end" }, "now"));
@@ -69,7 +69,7 @@ export class LineChart {
     this.when.textContent = this.mouse === null || !point ? "" : `at ${clock(point.time)}`;
     this.series.forEach((each, index) => {
       const value = point ? each.value(point) : null;
-      this.values[index].textContent = `${short(value)}${each.unit ? ` ${each.unit}` : ""}`;
+      this.values[index].textContent = short(value) + (each.unit && value !== null && value !== undefined ? ` ${each.unit}` : "");
     });
   }
 }
@@ -78,7 +78,8 @@ function pathOf(row, points, x, y) {
   let path = "", drawing = false;
   row.forEach((value, index) => {
     const known = value !== null && value !== undefined;
-    if (known) path += `${drawing ? "L" : "M"}${x(points[index].time).toFixed(1)} ${y(value).toFixed(1)}`;
+    // h0: a value between two gaps is a dot
+    if (known) path += `${drawing ? "L" : "M"}${x(points[index].time).toFixed(1)} ${y(value).toFixed(1)}${drawing ? "" : "h0"}`;
     drawing = known; // a gap where the server did not answer
   });
   return path;

@@ -17,6 +17,9 @@ export function short(value) {
   return Math.abs(value) >= 100 ? number(value) : String(Number(value.toPrecision(3)));
 }
 
+// For axes: 20k
+export const compact = (value) => new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value).replace("K", "k");
+
 export function size(value) {
   if (value === null || value === undefined) return "-";
   let power = 0;

@@ -3,6 +3,7 @@
 import { clock, element, span, topOfScale } from "./format.js";
 
 const STOPS = 5;
+const LATE = 3; // columns
 const STYLE = getComputedStyle(document.documentElement);
 
 function stops() {
@@ -36,21 +37,23 @@ export class HeatMap {
     this.canvas.addEventListener("mouseleave", () => { this.mouse = null; this.tell(); });
   }
 
-  // `columns`: how many moments are as wide as the picture
+  // `columns`: how many readings are as wide as the picture, if none is late
   draw(points, columns, seconds, value) {
-    this.points = points.slice(-columns);
-    this.value = value;
-    this.columns = columns;
-    this.layers = Math.max(...this.points.map((point) => value(point).length));
-    const top = topOfScale(this.points.flatMap(value), this.least);
-    const scale = stops();
+    Object.assign(this, { points, columns, value });
+    this.layers = Math.max(...points.map((point) => value(point).length));
+    const now = points[points.length - 1].time, top = topOfScale(points.flatMap(value), this.least), scale = stops();
+    this.columnOf = (time) => Math.floor(columns * (1 - (now - time) / seconds) - 0.5);
     [this.canvas.width, this.canvas.height] = [columns, this.layers];
     const context = this.canvas.getContext("2d");
     const image = context.createImageData(columns, this.layers);
-    this.points.forEach((point, index) => {
-      const x = columns - this.points.length + index;
+    points.forEach((point, index) => {
+      const last = this.columnOf(point.time), before = index ? this.columnOf(points[index - 1].time) : last - 1;
+      // a reading that came a little late fills the column before; a longer gap stays
+      const first = last - before <= LATE ? Math.min(before + 1, last) : last;
       value(point).forEach((number, layer) => {
-        if (number !== null) image.data.set([...colourOf(number / top, scale), 255], 4 * (layer * columns + x));
+        if (number === null) return;
+        const colour = [...colourOf(number / top, scale), 255];
+        for (let x = Math.max(0, first); x <= last; x++) image.data.set(colour, 4 * (layer * columns + x));
       });
     });
     context.putImageData(image, 0, 0);
@@ -68,10 +71,11 @@ export class HeatMap {
     if (this.mouse) {
       const box = this.canvas.getBoundingClientRect();
       const column = Math.floor((this.mouse.clientX - box.left) / box.width * this.columns);
+      const near = (each) => Math.abs(this.columnOf(each.time) - column);
       const layer = Math.min(this.layers - 1, Math.max(0, Math.floor((this.mouse.clientY - box.top) / box.height * this.layers)));
-      const point = this.points[column - (this.columns - this.points.length)];
-      const number = point ? this.value(point)[layer] : undefined;
-      this.under.textContent = point ? `layer ${layer} at ${clock(point.time)}: ${this.of(number)}` : "";
+      const point = this.points.reduce((best, each) => (near(each) < near(best) ? each : best));
+      const shown = near(point) <= LATE;
+      this.under.textContent = shown ? `layer ${layer} at ${clock(point.time)}: ${this.of(this.value(point)[layer])}` : "";
     } else if (last) {
       const values = this.value(last);
       const largest = values.reduce((best, number, layer) => ((number ?? -1) > (values[best] ?? -1) ? layer : best), 0);

@@ -72,7 +72,9 @@ function reason(by) {
 }
 
 function drawMisses(state, now, has) {
-  if (!has("sglang_hybrid_miss_rows_total")) return body("misses").replaceChildren(absent());
+  // a worker that has not served a row yet has not counted one
+  if (!has("sglang_hybrid_miss_rows_total", "sglang_hybrid_worker_up")) return body("misses").replaceChildren(absent());
+  if (!Object.keys(state.latest.miss_rows).length) return body("misses").replaceChildren(element("p", { class: "absent" }, "none yet"));
   const rows = Object.entries(state.latest.miss_rows).map(([by, total]) => [
     { text: by, title: reason(by), kind: by === "worker" ? "" : "warn" },
     { text: `${short(now.miss_rows_per_s[by])}/s`, kind: "amount" }, { text: number(total), kind: "amount" },
