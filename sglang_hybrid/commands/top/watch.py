@@ -116,10 +116,7 @@ class Watch:
             )
 
     def _take(self, reading: Reading) -> None:
-        restarted = bool(self._readings) and Rates(self._readings[-1], reading).restarted
-        if restarted:
-            while len(self._readings) > 1:
-                self._readings.popleft()
+        restarted = self._forget_readings(reading)
         rates = Rates(self._readings[0], reading) if self._readings else None
         with self._lock:
             self._number += 1
@@ -130,15 +127,17 @@ class Watch:
             if self._failure or restarted:
                 self._forget_info()
             self._failure = None
-            self._keep(reading, forget=restarted)
+            if restarted:
+                self._readings.clear()
+            self._readings.append(reading)
 
-    def _keep(self, reading: Reading, *, forget: bool) -> None:
-        """``forget``: earlier readings are of a server that is gone."""
-        if forget:
-            self._readings.clear()
-        self._readings.append(reading)
-        while len(self._readings) > 1 and self._readings[1].at <= reading.at - RATE_SECONDS:
+    def _forget_readings(self, reading: Reading) -> bool:
+        """Forget readings that are too old for rates until ``reading``. True: the server was restarted since the last
+        one, which is all that is left."""
+        restarted = bool(self._readings) and Rates(self._readings[-1], reading).restarted
+        while len(self._readings) > 1 and (restarted or self._readings[1].at <= reading.at - RATE_SECONDS):
             self._readings.popleft()
+        return restarted
 
     def _fail(self, failure: Unwatchable) -> None:
         now = time.time()
