@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import fcntl
 import json
@@ -10,6 +11,8 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -107,9 +110,9 @@ class Browser:
         assert isinstance(found, str), f"there is no {selector}"
         return found
 
-    def picture(self, *, whole: bool = False) -> bytes:
-        """A PNG of what is to be seen; ``whole``: with what is below the window."""
-        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+    def picture(self) -> bytes:
+        """A PNG of what is to be seen."""
+        answer = self.call("Page.captureScreenshot", format="png")
         return base64.b64decode(answer["data"])
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -147,3 +150,28 @@ class Browser:
                 self.errors.append(f"{details['entry']['text']} {details['entry'].get('url', '')}")
             case "Network.requestWillBeSent":
                 self.requested.append(details["request"]["url"])
+
+
+def main() -> None:
+    """Take a picture: ``python tests/unit/browser.py URL FILE``, such as of ``sglang-hybrid top --web``."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("url")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--width", type=int, default=1280)
+    parser.add_argument("--height", type=int, default=860)
+    parser.add_argument("--scheme", choices=("light", "dark"), default="light")
+    parser.add_argument("--when", default="document.readyState === 'complete'", help="JavaScript that must be true")
+    options = parser.parse_args()
+    program = find_browser()
+    if program is None:
+        sys.exit(MISSING)
+    with tempfile.TemporaryDirectory() as folder, Browser(program, Path(folder)) as browser:
+        browser.resize(options.width, options.height)
+        browser.prefer(options.scheme)
+        browser.open(options.url)
+        browser.wait_for(options.when)
+        options.file.write_bytes(browser.picture())
+
+
+if __name__ == "__main__":
+    main()

@@ -168,7 +168,7 @@ function draw(state) {
   heatMap("interval-map", state.capacity, seconds, (point) => point.layer_recall_interval.map((steps) => steps || null),
     { unit: "steps", least: 10, text: short, unknown: "never recalls" });
   const where = (metric, ...series) => (has(metric) ? series : []);
-  chart("throughput", seconds, [{ name: "decoded", unit: "tokens/s", title: "Over all requests", value: (point) => point.tokens_per_s }], 10);
+  chart("throughput", seconds, [{ name: "decoded", unit: "tokens/s", title: "Over all requests", value: (point) => point.tokens_per_s }], 1);
   chart("traffic", seconds, [
     { name: "running", title: "Requests that are being answered", value: (point) => point.running },
     { name: "queued", title: "Requests that wait", value: (point) => point.queued },
