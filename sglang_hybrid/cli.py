@@ -40,6 +40,7 @@ COMMANDS = {
         "sglang_hybrid.commands.model.__main__",
         "prepare a known model, the default one or another, and print its directory",
     ),
+    "top": Command("sglang_hybrid.commands.top.main", "watch a running server, in the terminal or in a browser"),
     "check": Command("sglang_hybrid.commands.check", "verify that this SGLang takes all our hooks"),
     "doctor": Command("sglang_hybrid.commands.doctor.main", "check and measure this machine, and say what to change"),
     "report-problem": Command(
@@ -54,6 +55,7 @@ examples:
   sglang-hybrid serve --model-path MODEL --hybrid budget_tokens=4096
   sglang-hybrid config --hybrid budget_tokens=4096                 what these settings mean on this host
   sglang-hybrid doctor                                             what to change on this machine
+  sglang-hybrid top                                                what a server with --enable-metrics does now
 """
 
 

@@ -1,6 +1,7 @@
 """Distributions: the source distribution builds the wheel, and the wheel works in an empty environment.
 
-The wheel has what the README names: the CPU library, CUDA sources to compile, default.yaml, profiles.
+The wheel has what the README names: the CPU library, CUDA sources to compile, default.yaml, profiles, the page of
+``top --web``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 import smoke_wheel
 
 from sglang_hybrid import __version__, shipped
+from sglang_hybrid.commands.top import web
 from sglang_hybrid.ops.cpu import build as cpu_build
 from sglang_hybrid.ops.cuda import sources
 
@@ -106,6 +108,11 @@ def test_a_wheel_holds_the_settings_that_come_with_the_package(wheel: Path) -> N
     assert {Path(file).relative_to(inside) for file in files} == {
         path.relative_to(ROOT / "configs") for path in shipped.files()
     }
+
+
+def test_a_wheel_holds_the_page_of_top(wheel: Path) -> None:
+    inside = wheel / "sglang_hybrid" / "commands" / "top" / "page"
+    assert {file.name for file in inside.iterdir()} == {name for name, _kind in web.FILES.values()}
 
 
 def test_a_profile_that_comes_with_the_package_is_named_without_its_path(

@@ -1,0 +1,1 @@
+"""``sglang-hybrid top``: watch a running server, in the terminal or in a browser."""
