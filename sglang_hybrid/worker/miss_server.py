@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from sglang_hybrid.core import BlockList, LayerCache, Partial
+from sglang_hybrid.metrics.distribution import Distribution
+from sglang_hybrid.metrics.readings import ServedBlocks
 
 
 class PendingAttention(Protocol):
@@ -18,6 +20,8 @@ class PendingAttention(Protocol):
 
 
 class MissServer(ABC):
+    served: ServedBlocks | None = None  # for metrics; None: nobody counts
+
     @abstractmethod
     def post(
         self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int
@@ -29,6 +33,15 @@ class MissServer(ABC):
 
     def wake(self) -> None:  # noqa: B027 (most servers never sleep)
         """A decode step with misses begins: be awake."""
+
+    @property
+    def waits(self) -> Distribution | None:
+        """Seconds that decode steps waited for a worker. None: there is none."""
+        return None
+
+    def describe_worker(self) -> dict[str, Any] | None:
+        """The worker, for people. None: there is none."""
+        return None
 
 
 class Ready:

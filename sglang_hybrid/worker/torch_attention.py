@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 
 from sglang_hybrid.core import BlockList, LayerCache
+from sglang_hybrid.metrics.readings import ServedBlocks
 from sglang_hybrid.ops import reference
 from sglang_hybrid.worker.miss_server import MissServer, PendingAttention, Ready
 
 
 class TorchMisses(MissServer):
+    def __init__(self) -> None:
+        self.served = ServedBlocks()
+
     def post(
         self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int
     ) -> PendingAttention:
+        self.served.add("process", int((blocks.ids != reference.NO_BLOCK).sum()))
         return Ready(reference.attend_blocks(query, cache.keys, cache.values, blocks.ids, blocks.fill, scale))
