@@ -176,7 +176,7 @@ class TorchEngine(Engine):
 
     def readings(self) -> Readings:
         read, misses = self.attention.policy.readings(), self.attention.misses
-        if misses.served is None or not misses.served.by_path:  # a policy without misses
+        if not misses.served.by_path:  # a policy without misses
             return read
         keys, values = self._pool.k_buffer[0], self._pool.v_buffer[0]
         return dataclasses.replace(

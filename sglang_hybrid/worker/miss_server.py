@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
@@ -20,7 +21,10 @@ class PendingAttention(Protocol):
 
 
 class MissServer(ABC):
-    served: ServedBlocks | None = None  # for metrics; None: nobody counts
+    @functools.cached_property
+    def served(self) -> ServedBlocks:
+        """Blocks that were attended, for metrics."""
+        return ServedBlocks()
 
     @abstractmethod
     def post(

@@ -5,15 +5,11 @@ from __future__ import annotations
 import torch
 
 from sglang_hybrid.core import BlockList, LayerCache
-from sglang_hybrid.metrics.readings import ServedBlocks
 from sglang_hybrid.ops import reference
 from sglang_hybrid.worker.miss_server import MissServer, PendingAttention, Ready
 
 
 class TorchMisses(MissServer):
-    def __init__(self) -> None:
-        self.served = ServedBlocks()
-
     def post(
         self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int
     ) -> PendingAttention:
