@@ -34,7 +34,7 @@ def test_ranks_are_told_apart_and_gauges_show_their_last_value(tmp_path: Path) -
     for rank in ("0", "1"):
         subprocess.run([sys.executable, "-c", RANK, rank], env=environment, check=True)
     registry = CollectorRegistry()
-    MultiProcessCollector(registry, path=str(tmp_path))  # type: ignore[no-untyped-call]
+    MultiProcessCollector(registry, path=str(tmp_path))
 
     def value(name: str, rank: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"sglang_hybrid_{name}", {"replica": "0", "rank": rank} | labels)
