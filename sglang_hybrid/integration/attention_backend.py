@@ -79,7 +79,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._scouting.use(config, calibrated, self.engine)
         self._config = config
         if self.metrics:
-            self.metrics.serves(self._labels())
+            self.metrics.serves(self.labels())
             if calibrated is not None and self._scouting.prediction == "calibrated":
                 self.metrics.calibrated(calibrated.cosines)
 
@@ -92,7 +92,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             self._calibration = calibration_for(config, self._model_runner)
         return self._calibration
 
-    def _labels(self) -> dict[str, str]:
+    def labels(self) -> dict[str, str]:
         """What serves, in a few words."""
         return {
             "version": __version__,
@@ -102,15 +102,14 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             "prediction": self._scouting.prediction,
         }
 
-    def describe(self) -> dict[str, Any]:
-        """The effective settings and what follows from them, for /get_server_info: JSON types only."""
-        pool = self._pool
-        return {
-            **self._labels(),
-            "settings": self._config.by_key(),
-            "worker": self.engine.describe_worker(),
-            "pool": {"bytes": pool.region.size, "tokens": pool.size, "dtype": str(pool.store_dtype)[6:]},
-        }
+    @property
+    def config(self) -> HybridConfig:
+        """The settings that are used now."""
+        return self._config
+
+    @property
+    def pool(self) -> HostKVPool:
+        return self._pool
 
     def expect_changes(self) -> None:
         """Settings and policies will change: leave engines that cannot follow."""

@@ -68,6 +68,7 @@ def test_the_internal_state_gets_the_effective_settings(monkeypatch: pytest.Monk
     assert output.internal_state["version"] == "theirs"
     assert (told["engine"], told["policy"], told["prediction"]) == ("torch", "scout", "none")
     assert told["settings"]["budget_tokens"] == 1024 and told["settings"]["scout.recall_adapt"] in (True, False)
+    assert told["automatic"]["prediction"] == "none (no profile)" and "host_memory" not in told["automatic"]
     assert told["worker"] == WORKER and told["pool"] == {"bytes": 1 << 21, "tokens": 320, "dtype": "float32"}
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(output.internal_state)) == output.internal_state
 
@@ -79,6 +80,16 @@ def test_the_state_of_a_server_with_another_backend_is_left_alone(monkeypatch: p
     server_info.add_settings(output, other)
     server_metrics.scheduler_is_idle(other)
     assert output.internal_state == {} and other.metrics.told == []
+
+
+def test_info_that_cannot_be_had_does_not_end_the_scheduler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = scheduler(monkeypatch)
+    del made.tp_worker.model_runner.attn_backend._pool.region
+    output = io_struct.GetInternalStateReqOutput(internal_state={})
+    server_info.add_settings(output, made)
+    assert output.internal_state == {} and "the server's info says nothing of sglang-hybrid" in caplog.text
 
 
 def test_batches_tell_their_rows_and_what_the_pool_holds(monkeypatch: pytest.MonkeyPatch) -> None:
