@@ -140,7 +140,7 @@ class Counts:
         if self._engine is None or self._scout is None:
             return {}
         scout, mailbox = self._scout, self._engine._mailbox
-        misses, recalled = scout.counted.cpu().unbind(1)
+        misses, recalled = scout.counted[:, :2].cpu().unbind(1)
         return {"misses": misses, "recalled": recalled, "rows": mailbox.outcomes() if mailbox else {}}
 
     def since(self, steps: int, rows: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Write what follows from the typed configuration: configs/default.yaml and the tables of docs/configuration.md.
+"""Write what follows from the code: configs/default.yaml, the tables of docs/configuration.md and docs/metrics.md.
 
-python tools/generate_docs.py            # after a change of a setting or an environment variable
+python tools/generate_docs.py            # after a change of a setting, an environment variable or a metric
 python tools/generate_docs.py --check    # status 1 and a list, if a document is not up to date
 
 A document keeps its hand-written text. What is generated stands between ``<!-- begin generated: NAME -->`` and
@@ -25,10 +25,12 @@ sys.path.insert(0, str(ROOT))
 
 from sglang_hybrid import env  # noqa: E402
 from sglang_hybrid.config import HybridConfig, describe  # noqa: E402
+from sglang_hybrid.metrics.table import METRICS  # noqa: E402
 from sglang_hybrid.policies.registry import policies_with_settings  # noqa: E402
 from sglang_hybrid.setting_fields import default_of, description_of, fields_of, legal_values_of  # noqa: E402
 
-DEFAULT_YAML, CONFIGURATION = Path("configs/default.yaml"), Path("docs/configuration.md")
+DEFAULT_YAML = Path("configs/default.yaml")
+CONFIGURATION, METRICS_PAGE = WITH_TABLES = (Path("docs/configuration.md"), Path("docs/metrics.md"))
 _HEADER = """\
 # Every setting with its default, made by tools/generate_docs.py. Copy what you want to change into a file of your own
 # and start with --hybrid-config FILE, or change single settings with --hybrid key=value, which wins over the file.
@@ -55,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def outdated(root: Path) -> dict[Path, str]:
     """Return the documents below ``root`` that differ from what would be written, with the text they should have."""
-    hand_written = (root / CONFIGURATION).read_text(encoding="utf-8")
-    wanted = {DEFAULT_YAML: _HEADER + describe(HybridConfig()), CONFIGURATION: with_tables(hand_written)}
+    wanted = {DEFAULT_YAML: _HEADER + describe(HybridConfig())}
+    wanted |= {path: with_tables((root / path).read_text(encoding="utf-8")) for path in WITH_TABLES}
     return {path: text for path, text in wanted.items() if (root / path).read_text(encoding="utf-8") != text}
 
 
@@ -96,6 +98,21 @@ def _environment_variables() -> str:
     return _table(("environment variable", "value", "default", "meaning"), rows)
 
 
+def _metrics() -> str:
+    rows = (
+        (
+            f"`{metric.name}`",
+            metric.kind,
+            ", ".join(f"`{label}`" for label in metric.labels),
+            ", ".join(metric.engines),
+            metric.when,
+            metric.meaning,
+        )
+        for metric in METRICS
+    )
+    return _table(("metric", "type", "labels", "engines", "needs", "meaning"), rows)
+
+
 def _default_of_variable(variable: env.EnvVar[Any]) -> str:
     return "none" if variable.default is None else f"`{_value(variable.default)}`"
 
@@ -126,6 +143,7 @@ _PARTS: dict[str, Callable[[], str]] = {
     "settings": _settings,
     "sections": _sections,
     "environment-variables": _environment_variables,
+    "metrics": _metrics,
 }
 
 if __name__ == "__main__":

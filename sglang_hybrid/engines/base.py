@@ -18,11 +18,12 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.metrics.readings import Readings
 from sglang_hybrid.policies.scout.predictor import Correction, QueryWeights
 from sglang_hybrid.policies.scout.tuning import Tuning
 
@@ -77,6 +78,7 @@ class LayerPrediction:
 class Engine(ABC):
     """Attention of all layers of one model runner. Layers are numbered from 0, as the pool's buffers are."""
 
+    name: ClassVar[str]  # as people know it
     reports_ratio: ClassVar[bool] = False  # whether some blocks are computed by a CPU worker
     predicts: ClassVar[bool] = False  # whether `ahead` does anything
     may_change: ClassVar[bool] = True  # whether `use` may be called again with other settings
@@ -150,3 +152,11 @@ class Engine(ABC):
 
     def watch_ratio(self, watcher: RatioWatcher | None) -> None:  # noqa: B027
         """Call ``watcher`` with every layer's CPU compute ratio from now on."""
+
+    def readings(self) -> Readings:
+        """What this engine counts, for metrics. Waits for no device, except where every step does."""
+        return Readings()
+
+    def describe_worker(self) -> dict[str, Any] | None:
+        """The worker that computes misses, for people. None: there is none."""
+        return None

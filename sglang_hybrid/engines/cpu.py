@@ -39,6 +39,7 @@ class _Rows:
 
 
 class CpuEngine(Engine):
+    name: ClassVar[str] = "cpu"
     may_change: ClassVar[bool] = False
 
     def __init__(self, config: HybridConfig, pool: KVPool, geometry: Geometry, model: ModelFacts, threads: int) -> None:

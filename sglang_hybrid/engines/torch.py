@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,6 +25,7 @@ from sglang_hybrid.memory.key_codes import KeyCodes
 from sglang_hybrid.memory.pages import page_table
 from sglang_hybrid.memory.pool import KVPool
 from sglang_hybrid.memory.prompt_queries import PromptQueries
+from sglang_hybrid.metrics.readings import Readings
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.full import read_row
 from sglang_hybrid.policies.registry import PolicyContext, policy_named
@@ -57,7 +59,7 @@ class TorchAttention:
         """For at most ``rows`` requests at a time and ``layers`` layers. ``codes``: of the pool's keys."""
         self._rows = rows
         self._layers = layers
-        self._misses = misses or TorchMisses()
+        self.misses = misses or TorchMisses()
         self._codes = codes
         self._prompts = PromptQueries(rows)
         self.use(config)
@@ -66,7 +68,7 @@ class TorchAttention:
         """Decode by these settings from now on. Rows that are decoding start anew."""
         self.config = config
         tuning = tuning or tuning_of(config, self._layers)
-        context = PolicyContext(config, self._rows, self._layers, self._misses, self._prompts, tuning, self._codes)
+        context = PolicyContext(config, self._rows, self._layers, self.misses, self._prompts, tuning, self._codes)
         self.policy = policy_named(config.policy).create(context)
         self.policy.reset_rows(list(range(self._rows)))
 
@@ -107,6 +109,7 @@ class TorchAttention:
 class TorchEngine(Engine):
     """``TorchAttention`` over a server's pool."""
 
+    name: ClassVar[str] = "torch"
     reports_ratio: ClassVar[bool] = True
     predicts: ClassVar[bool] = True
 
@@ -177,6 +180,21 @@ class TorchEngine(Engine):
 
     def watch_ratio(self, watcher: RatioWatcher | None) -> None:
         self._watcher = self.attention.policy.on_ratio = watcher
+
+    def readings(self) -> Readings:
+        read, misses = self.attention.policy.readings(), self.attention.misses
+        if not misses.served.by_path:  # a policy without misses
+            return read
+        keys, values = self._pool.k_buffer[0], self._pool.v_buffer[0]
+        return dataclasses.replace(
+            read,
+            miss_blocks=dict(misses.served.by_path),
+            block_bytes=sum(part.shape[2] * part.shape[3] * part.itemsize for part in (keys, values)),
+            waits=misses.waits,
+        )
+
+    def describe_worker(self) -> dict[str, Any] | None:
+        return self.attention.misses.describe_worker()
 
     def _table(self, rows: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         return page_table(self._req_to_token, rows, max(lengths, default=0), BLOCK_TOKENS)

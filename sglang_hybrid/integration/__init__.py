@@ -11,6 +11,9 @@
     cpu_allocator        SGLang's page allocator, without Triton
     load_snapshot        SGLang's load file in /dev/shm, replaced by one that leaves nothing behind
     console_events       what the launcher's console shows: model, pool, worker, batches
+    server_metrics       when metrics are published: batches, idleness, the pool's use
+    server_info          the effective settings in /get_server_info
+    backend_of           our attention backend, from SGLang's scheduler
     memory_kinds         what kind of memory the KV cache is, for NIXL
     triton_gates         SGLang's "may I use Triton" questions, answered for a CPU
     attention_backend    SGLang's attention interface, handing over to an engine

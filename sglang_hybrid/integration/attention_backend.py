@@ -9,7 +9,7 @@ import msgspec
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_hybrid import events
+from sglang_hybrid import __version__, events
 from sglang_hybrid.config import HybridConfig, config_from_environment
 from sglang_hybrid.engines.base import Engine, PrefillBatch, RatioWatcher, StepBatch
 from sglang_hybrid.engines.first_steps import FirstSteps, SplitStep
@@ -20,7 +20,8 @@ from sglang_hybrid.integration.host_kv_pool import HostKVPool
 from sglang_hybrid.integration.predictor import Scouting, read_profile
 from sglang_hybrid.integration.ranks import rank_of
 from sglang_hybrid.integration.refusals import Refusal
-from sglang_hybrid.metrics import ScoutMetrics
+from sglang_hybrid.integration.versions import installed_sglang
+from sglang_hybrid.metrics.server import ServerMetrics
 from sglang_hybrid.policies.base import DecodePolicy
 from sglang_hybrid.policies.registry import calibrates_at_start, policy_named
 from sglang_hybrid.policies.scout.calibration_file import Calibration
@@ -53,9 +54,12 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._first_steps = FirstSteps()
         self._split: SplitStep | None = None  # of the step that runs, where some of its rows are in their first one
         self._scouting = Scouting(model_runner, lambda: self._split)
+        self.metrics: ServerMetrics | None = None  # --enable-metrics
+        if model_runner.server_args.enable_metrics:
+            self.metrics = ServerMetrics(rank_of(model_runner), lambda: self.engine.readings())
         self.use(config, profile)
-        if model_runner.server_args.enable_metrics and policy_named(config.policy).needs.worker:
-            self.watch_ratio(ScoutMetrics(rank_of(model_runner)).ratio if self.engine.reports_ratio else None)
+        if self.metrics and self.engine.reports_ratio and policy_named(config.policy).needs.worker:
+            self.watch_ratio(self.metrics.layers.ratio)
         settings = self._config.by_key().items()
         logger.info("hybrid attention: %s", " ".join(f"{key}={value}" for key, value in settings))
 
@@ -71,8 +75,13 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         fits = self._fast is not None and self._fast.unsupported_reason(config) is None
         self.engine = self._fast if self._fast is not None and fits else self._torch
         self.engine.use(config, tuning_of(config, self._pool.layer_num, profile))
-        self._scouting.use(config, self._calibrated(config, profile), self.engine)
+        calibrated = self._calibrated(config, profile)
+        self._scouting.use(config, calibrated, self.engine)
         self._config = config
+        if self.metrics:
+            self.metrics.serves(self.labels())
+            if calibrated is not None and self._scouting.prediction == "calibrated":
+                self.metrics.calibrated(calibrated.cosines)
 
     def _calibrated(self, config: HybridConfig, profile: Profile | None) -> Calibrated | None:
         """What predicts queries by these settings. Fits it where they ask for that and nobody has done so yet."""
@@ -82,6 +91,25 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         if self._calibration is None:
             self._calibration = calibration_for(config, self._model_runner)
         return self._calibration
+
+    def labels(self) -> dict[str, str]:
+        """What serves, in a few words."""
+        return {
+            "version": __version__,
+            "sglang": str(installed_sglang()),
+            "policy": self._config.policy,
+            "engine": self.engine.name,
+            "prediction": self._scouting.prediction,
+        }
+
+    @property
+    def config(self) -> HybridConfig:
+        """The settings that are used now."""
+        return self._config
+
+    @property
+    def pool(self) -> HostKVPool:
+        return self._pool
 
     def expect_changes(self) -> None:
         """Settings and policies will change: leave engines that cannot follow."""

@@ -23,12 +23,15 @@ from sglang_hybrid.integration import (
     pools,
     refusals,
     server_args,
+    server_info,
+    server_metrics,
     triton_gates,
     weight_updates,
 )
 from sglang_hybrid.integration.versions import NEWEST_TESTED, OLDEST_TESTED, installed_sglang
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _DECODE = "sglang.srt.disaggregation.decode"
 _DECODE_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
@@ -58,9 +61,12 @@ def all_hooks() -> tuple[Hook, ...]:
         Hook(
             f"{_DECODE}.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch", HookType.AFTER, arrivals.reset_rows
         ),
-        Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", HookType.AFTER, arrivals.wait_for_pages),
-        Hook("sglang.srt.managers.scheduler.Scheduler.run_batch", HookType.BEFORE, console_events.batch_begins),
-        Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", HookType.BEFORE, console_events.scheduler_is_idle),
+        Hook(f"{_SCHEDULER}.on_idle", HookType.AFTER, arrivals.wait_for_pages),
+        Hook(f"{_SCHEDULER}.run_batch", HookType.BEFORE, console_events.batch_begins),
+        Hook(f"{_SCHEDULER}.on_idle", HookType.BEFORE, console_events.scheduler_is_idle),
+        Hook(f"{_SCHEDULER}.run_batch", HookType.BEFORE, server_metrics.batch_begins),
+        Hook(f"{_SCHEDULER}.on_idle", HookType.BEFORE, server_metrics.scheduler_is_idle),
+        Hook(f"{_SCHEDULER}.get_internal_state", HookType.AFTER, server_info.add_settings),
         Hook(f"{_DECODE_GRAPHS}.capture_one_shape", HookType.AROUND, decode_graphs.capture_one_shape),
         Hook(f"{_DECODE_GRAPHS}._make_graph_key", HookType.AROUND, decode_graphs.make_graph_key),
         Hook(

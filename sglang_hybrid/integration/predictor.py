@@ -38,6 +38,7 @@ class Scouting:
         self._layers: DecoderLayers | None = None
         self._predicted: set[int] = set()  # layer ids
         self._stop: Callable[[], None] | None = None
+        self.prediction = "none"  # calibrated, raw or none: what is done now
 
     @property
     def is_predicting(self) -> bool:
@@ -53,6 +54,7 @@ class Scouting:
             self._stop = None
         predictions = self._predictions(config, calibrated) if engine.predicts else {}
         self._predicted = set(predictions)
+        self.prediction = prediction_of(config, is_calibrated=calibrated is not None) if predictions else "none"
         first = min(predictions, default=0)
         engine.set_predictors({layer - first: given for layer, given in predictions.items()})
         if predictions and self._layers is not None:

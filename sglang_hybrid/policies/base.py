@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from sglang_hybrid.core import DecodeBatch, LayerCache
+from sglang_hybrid.metrics.readings import Readings
 
 
 class DecodePolicy(ABC):
@@ -27,3 +28,7 @@ class DecodePolicy(ABC):
     @abstractmethod
     def decode(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
         """query ``[rows, query heads, head_dim]`` -> output ``[rows, query heads, value dim]``, query's dtype."""
+
+    def readings(self) -> Readings:
+        """What this policy counts, for metrics."""
+        return Readings()

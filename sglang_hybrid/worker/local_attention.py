@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_hybrid.core import BlockList, LayerCache
+from sglang_hybrid.metrics.readings import ServedBlocks
 from sglang_hybrid.ops.cpu.lists import HostLists
 from sglang_hybrid.ops.cpu.local import LocalAttention
 from sglang_hybrid.worker.miss_server import MissServer, PendingAttention, Ready
@@ -13,10 +14,12 @@ from sglang_hybrid.worker.miss_server import MissServer, PendingAttention, Ready
 class LocalMisses(MissServer):
     def __init__(self, local: LocalAttention) -> None:
         self._local = local
+        self.served = ServedBlocks("process")
 
     def post(
         self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int
     ) -> PendingAttention:
         lists = HostLists(query, blocks.ids, blocks.fill, cache.layer, scale, cache.keys.dtype)
         self._local.attend(lists)
+        self.served.add("process", int(lists.blocks.sum()))
         return Ready((lists.out.to(query.device), lists.lse.to(query.device)))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from sglang_hybrid.core import BlockList, LayerCache, Partial
+from sglang_hybrid.metrics.distribution import Distribution
+from sglang_hybrid.metrics.readings import ServedBlocks
 from sglang_hybrid.ops import reference_weights
 
 
@@ -26,6 +29,11 @@ class PendingSum(Protocol):
 
 
 class MissServer(ABC):
+    @functools.cached_property
+    def served(self) -> ServedBlocks:
+        """Blocks that were attended, for metrics."""
+        return ServedBlocks()
+
     @abstractmethod
     def post(
         self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int
@@ -44,6 +52,15 @@ class MissServer(ABC):
 
     def wake(self) -> None:  # noqa: B027 (most servers never sleep)
         """A decode step with misses begins: be awake."""
+
+    @property
+    def waits(self) -> Distribution | None:
+        """Seconds that decode steps waited for a worker. None: there is none."""
+        return None
+
+    def describe_worker(self) -> dict[str, Any] | None:
+        """The worker, for people. None: there is none."""
+        return None
 
 
 class Ready:

@@ -6,13 +6,19 @@ was; counters and the log tell.
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import torch
 
 from sglang_hybrid.core import BlockList, LayerCache, Partial
 from sglang_hybrid.metrics import WorkerMetrics
+from sglang_hybrid.metrics.distribution import Distribution
+from sglang_hybrid.metrics.readings import ServedBlocks
+from sglang_hybrid.metrics.waits import StepWaits
 from sglang_hybrid.ops.cpu.lists import HostLists
 from sglang_hybrid.ops.cpu.local import LocalAttention
-from sglang_hybrid.protocol.mailbox import DAMAGED
+from sglang_hybrid.protocol.mailbox import DAMAGED, SERVED
 from sglang_hybrid.worker.connection import WorkerConnection
 from sglang_hybrid.worker.fallback_log import FallbackLog
 from sglang_hybrid.worker.miss_server import MissServer, PendingAttention, Ready
@@ -28,6 +34,15 @@ class WorkerMisses(MissServer):
         self._deadline_s = deadline_s
         self._metrics = metrics
         self._log = FallbackLog()
+        self.served = ServedBlocks("worker", "process")
+        self._waits = StepWaits()
+
+    @property
+    def waits(self) -> Distribution:
+        return self._waits.distribution
+
+    def describe_worker(self) -> dict[str, Any]:
+        return self._supervisor.describe()
 
     def wake(self) -> None:
         if link := self._supervisor.link:
@@ -44,20 +59,29 @@ class WorkerMisses(MissServer):
             link.late = False
         # a worker that is behind gets nothing new: every layer would wait for it in vain
         sequence = link.mailbox.post(lists, step) if link and not link.late else None
-        return _PostedLayer(self, lists, link, sequence, query.device)
+        return _PostedLayer(self, lists, link, sequence, query.device, step)
 
-    def collect(self, lists: HostLists, link: WorkerConnection | None, sequence: int | None) -> None:
+    def collect(self, lists: HostLists, link: WorkerConnection | None, sequence: int | None, step: int) -> None:
         """Fill ``lists``, by the worker if it was posted and answers in time."""
         if link is None or sequence is None:
+            self.served.add("process", int(lists.blocks.sum()))
             self._compute(lists, "behind" if link else "no-worker", lists.rows)
             return
+        began = time.monotonic()
         missing = link.mailbox.collect(sequence, lists, self._deadline_s, link.gone)
+        self._waits.add(step, time.monotonic() - began)
         self._metrics.served("worker", lists.rows - missing)
+        self._count_blocks(lists)
         if not missing:
             return
         damaged = int((lists.outcome == DAMAGED).sum())
         link.late = link.late or damaged < missing
         self._compute(lists, "damaged" if damaged else "no-worker" if link.gone.value else "late", missing)
+
+    def _count_blocks(self, lists: HostLists) -> None:
+        blocks, is_served = lists.blocks, lists.outcome == SERVED
+        self.served.add("worker", int(blocks[is_served].sum()))
+        self.served.add("process", int(blocks[~is_served].sum()))
 
     def _compute(self, lists: HostLists, why: str, rows: int) -> None:
         self._local.attend(lists, lists.outcome)
@@ -73,13 +97,15 @@ class _PostedLayer:
         link: WorkerConnection | None,
         sequence: int | None,
         device: torch.device,
+        step: int,
     ) -> None:
         self._misses = misses
         self._lists = lists
         self._link = link
         self._sequence = sequence
         self._device = device
+        self._step = step
 
     def collect(self) -> Partial:
-        self._misses.collect(self._lists, self._link, self._sequence)
+        self._misses.collect(self._lists, self._link, self._sequence, self._step)
         return self._lists.out.to(self._device), self._lists.lse.to(self._device)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sglang_hybrid.ops.cpu import NativeError
 from sglang_hybrid.ops.cpu.structs import Geometry
@@ -75,6 +76,22 @@ class Supervisor:
             self._thread.join()
         os.close(self._stop_read)
         os.close(self._stop_write)
+
+    def describe(self) -> dict[str, Any]:
+        """The worker that is attached now, for people."""
+        link = self.link
+        if link is None:
+            return {"attached": False, "restarts": self.restarts}
+        planned = link.planned
+        return {
+            "attached": True,
+            "pid": link.pid,
+            "provider": planned.provider,
+            "variant": planned.variant,
+            "threads": planned.threads,
+            "cores": list(planned.cores),
+            "restarts": self.restarts,
+        }
 
     def _connect(self) -> WorkerConnection:
         place = self._settings.directory or WorkerProcess()

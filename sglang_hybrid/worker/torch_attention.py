@@ -13,6 +13,7 @@ class TorchMisses(MissServer):
     def post(
         self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int
     ) -> PendingAttention:
+        self.served.add("process", int((blocks.ids != reference.NO_BLOCK).sum()))
         partial = reference.attend_blocks(
             query, cache.keys, cache.values, blocks.ids, blocks.fill, scale, masks=blocks.masks
         )

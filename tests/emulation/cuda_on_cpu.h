@@ -111,6 +111,10 @@ T atomicAdd(T* word, U value) {
 }
 inline uint32_t atomicOr(uint32_t* word, uint32_t value) { return std::exchange(*word, *word | value); }
 template <class T>
+T atomicMax(T* word, std::type_identity_t<T> value) {
+    return std::exchange(*word, *word < value ? value : *word);
+}
+template <class T>
 T atomicExch(T* word, std::type_identity_t<T> value) {
     return std::exchange(*word, value);
 }

@@ -19,7 +19,8 @@ from sglang_hybrid.ops.cpu.library import checked, library, mailbox_fields
 from sglang_hybrid.ops.cpu.lists import HostLists
 from sglang_hybrid.ops.cpu.local import LocalAttention
 from sglang_hybrid.ops.cpu.structs import DTYPES, EngineOptions, Geometry
-from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient, MailboxCounts
+from sglang_hybrid.ops.cuda.structs import OUTCOMES, WAIT_BOUNDS
 from sglang_hybrid.protocol.mailbox import SLOTS, Mailbox
 from sglang_hybrid.protocol.region import SharedRegion
 
@@ -370,3 +371,48 @@ def test_a_graph_goes_on_with_the_mailbox_of_the_next_worker(host: Host) -> None
         assert host.results.served.all()
         assert_same_bits(host.results, host.expected(lists))
     assert other.bell == 1
+
+
+# -- counts ----------------------------------------------------------------------------------
+
+
+def counts_of(host: Host) -> MailboxCounts:
+    return MailboxCounts.of(host.client.counts.cpu().tolist())
+
+
+def test_blocks_are_counted_by_what_became_of_their_rows(host: Host) -> None:
+    lists = host.lists(1)
+    blocks = int(lists.counts.sum())
+    with host.engine():
+        host.post(lists)
+        host.wait()
+    host.client.attach(None)
+    host.post(lists)
+    host.wait(SHORT_S)
+    counted = counts_of(host)
+    assert counted.rows == host.client.outcomes()
+    assert counted.blocks == dict.fromkeys(OUTCOMES, 0) | {"served": blocks, "withheld": blocks}
+
+
+def test_a_step_waits_for_the_sum_of_its_layers_and_is_counted_by_the_next(host: Host) -> None:
+    lists, nobody = host.lists(1), [0] * (len(WAIT_BOUNDS) + 1)
+    for step in range(3):  # nobody answers, so the first layer waits for its deadline and others for nothing
+        host.post(lists, 0, begins_step=True)
+        host.wait(SHORT_S)
+        host.post(lists, 1, begins_step=False)
+        host.wait(SHORT_S)
+        counted = counts_of(host)
+        assert sum(counted.waits) == min(step, 1)  # from the second step on the worker is behind and not asked
+    assert counted.waited_s >= SHORT_S
+    bucket = next((number for number, bound in enumerate(WAIT_BOUNDS) if counted.waited_s <= bound), len(WAIT_BOUNDS))
+    nobody[bucket] = 1
+    assert list(counted.waits) == nobody
+
+
+def test_a_step_that_asks_for_nothing_does_not_wait(host: Host) -> None:
+    lists = host.lists(1)
+    lists.counts.zero_()
+    for _ in range(2):
+        host.post(lists)
+        host.wait(SHORT_S)
+    assert not any(counts_of(host).waits) and counts_of(host).waited_s == 0

@@ -18,6 +18,7 @@ from sglang_hybrid.ops.cuda.copies import gather_blocks
 from sglang_hybrid.ops.cuda.digests import SlotTable
 from sglang_hybrid.ops.cuda.scoring import ScoreWorkspace, score_blocks
 from sglang_hybrid.ops.cuda.selection import Misses, RecallInterval, RecallPlan, apply_plan, select_blocks
+from sglang_hybrid.ops.cuda.structs import TOTALS
 
 SINK, RECENT = 2, 3
 ALWAYS = SINK + RECENT + 1
@@ -304,14 +305,18 @@ def test_misses_are_shared_between_worker_and_gather(
         scores = random_scores(shape, seed)
         expected = expected_lists(case, table, scores, 30, 0.5, -9.0, any_block)
         misses, gathered = Misses(5, 3, most, DEVICE), RecallPlan(5 * 3 * most_gathered, DEVICE)
-        total = torch.full((2,), 1000, dtype=torch.int64, device=DEVICE)
+        total = torch.full((len(TOTALS),), 1000, dtype=torch.int64, device=DEVICE)
         select_blocks(
             scores, table, case.step, 30, misses, pool_pages=case.keys.shape[0], bonus=0.5, min_miss_score=-9.0,
             any_block=any_block, gathered=gathered, gather_share=torch.tensor([9.0, share], device=DEVICE)[1],
             most_gathered=most_gathered, totals=total,
         )  # fmt: skip
-        assert int(total[1]) == 1000  # there is no plan
-        assert int(total[0]) == 1000 + sum(len(one.misses) for lists in expected for one in lists)
+        counted = dict(zip(TOTALS, (total - 1000).tolist(), strict=True))
+        assert counted["recalled"] == 0  # there is no plan
+        assert counted["misses"] == sum(len(one.misses) for lists in expected for one in lists)
+        assert counted["gathered"] == int(gathered.count)
+        assert counted["selected"] == sum(len(one.selected) for lists in expected for one in lists)
+        assert counted["resident"] == sum(len(one.residents & {*one.selected}) for lists in expected for one in lists)
         before = table.positions.clone()
         apply_plan(gathered, table)
         assert_plan(case, gathered, before, table)
@@ -445,7 +450,7 @@ def test_a_plan_is_made_for_slots_that_have_the_gathered_blocks(budget: int, res
         scores, due = random_scores(shape, seed + 50), numbers(1, 1, 1, 1, 0, 1)
         expected = expected_lists(case, table, scores, budget, 1.0, -8.0, any_block)
         plan, gathered = RecallPlan(6 * 2 * slots, DEVICE), RecallPlan(6 * 2 * 5, DEVICE)
-        misses, totals = Misses(6, 2, budget, DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+        misses, totals = Misses(6, 2, budget, DEVICE), torch.zeros(len(TOTALS), dtype=torch.int64, device=DEVICE)
         options: dict[str, Any] = {
             "pool_pages": case.keys.shape[0], "bonus": 1.0, "min_miss_score": -8.0, "any_block": any_block,
             "plan": plan, "recall": due,
@@ -459,7 +464,8 @@ def test_a_plan_is_made_for_slots_that_have_the_gathered_blocks(budget: int, res
             )  # fmt: skip
         both = [set(part.destinations[: int(part.count)].tolist()) for part in (gathered, plan)]
         assert both[0] and not both[0] & both[1]
-        assert totals.tolist() == [sum(len(one.misses) for lists in expected for one in lists), int(plan.count)]
+        missed = sum(len(one.misses) for lists in expected for one in lists)
+        assert totals[:3].tolist() == [missed, int(plan.count), int(gathered.count)]
         for part in (gathered, plan):
             before = table.positions.clone()
             apply_plan(part, table)

@@ -26,6 +26,7 @@ from sglang_hybrid.ops.cpu.structs import DTYPES, EngineOptions, Geometry
 from sglang_hybrid.ops.cuda import host_memory
 from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, Step, digest_pages
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.ops.cuda.structs import TOTALS
 from sglang_hybrid.protocol.mailbox import Mailbox
 from sglang_hybrid.protocol.region import SharedRegion
 
@@ -382,7 +383,9 @@ def test_gathered_blocks_stay_in_their_slots(
                 torch.testing.assert_close(decoding.out[layer, :-1].cpu().float(), expected, rtol=2e-2, atol=2e-2)
                 if share == 1.0 and min_miss_score is None:
                     assert (decoding.misses(layer) < 0).all()  # as many slots as a selection has blocks
-    misses, recalled = decoding.scout.counted.sum(dim=0).tolist()
+    total = dict(zip(TOTALS, decoding.scout.counted.sum(dim=0).tolist(), strict=True))
+    misses, recalled = total["misses"], total["recalled"]
+    assert total["gathered"] == gathered and 0 <= total["resident"] <= total["selected"]
     assert 0 < gathered <= misses and (gathered < misses or share == 1.0)
     assert bool(recalled) == bool(interval)
     assert int(decoding.scout.refused) == 0

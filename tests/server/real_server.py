@@ -205,6 +205,11 @@ class Server:
         found = re.findall(r'^sglang_hybrid_miss_rows_total\{by="([^"]+)"[^}]*\} (\S+)', text, re.MULTILINE)
         return {by: float(rows) for by, rows in found}
 
+    def exported(self) -> set[str]:
+        """Names of our time series at /metrics. Needs --enable-metrics."""
+        text = requests.get(f"{self.url}/metrics", timeout=30).text
+        return set(re.findall(r"^(sglang_hybrid_\w+)[{ ]", text, re.MULTILINE))
+
     def generate_together(self, prompts: list[list[int]], new_tokens: int = 16) -> list[dict[str, Any]]:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda ids: self.generate(ids, new_tokens), prompts))

@@ -19,6 +19,8 @@ import made_once
 import pytest
 from real_server import CHUNK, Server
 
+from sglang_hybrid.metrics.table import METRICS
+
 SCORED_TOKENS = 16  # at the end of each prompt
 TOLERANCE = 1e-4  # of a logprob; 1e-5 is what is seen
 
@@ -60,6 +62,8 @@ class Answers:
     continued: list[dict[str, Any]] = field(default_factory=list)
     together: list[dict[str, Any]] = field(default_factory=list)
     miss_rows: dict[str, float] = field(default_factory=dict)  # rows whose misses were served, by whom
+    exported: list[str] = field(default_factory=list)  # our time series at /metrics
+    info: dict[str, Any] = field(default_factory=dict)  # what /server_info tells of this backend
 
     def all(self) -> list[dict[str, Any]]:
         return [*self.alone, *self.continued, *self.together]
@@ -124,6 +128,10 @@ def hybrid(
         answers = ask(server, english, asked)
         if request.param == "scout":
             answers.miss_rows = server.miss_rows()
+            # published a moment after the last answer
+            server.wait_for(lambda: "sglang_hybrid_worker_wait_seconds_sum" in server.exported(), seconds=30)
+            answers.exported = sorted(server.exported())
+            answers.info = server.info()["internal_states"][0]["sglang_hybrid"]
         return answers
 
 
@@ -155,6 +163,21 @@ def test_policy_scout_left_everything_but_sink_and_tail_to_the_worker(hybrid: An
     # a late reply on a busy machine is allowed, but not the rule; a damaged one never is
     assert rows["worker"] > max(1000, 0.95 * sum(rows.values())), rows
     assert set(rows) <= {"worker", "process-late", "process-behind"}, rows
+
+
+def test_metrics_of_a_server_with_a_worker_are_those_of_the_table(hybrid: Answers) -> None:
+    if not hybrid.exported:
+        pytest.skip("metrics are off")
+    wanted = [metric for metric in METRICS if "torch" in metric.engines and metric.when != "calibration"]
+    assert hybrid.exported == sorted(name for metric in wanted for name in metric.series)
+
+
+def test_server_info_tells_of_the_worker(hybrid: Answers) -> None:
+    if not hybrid.info:
+        pytest.skip("there is no worker")
+    worker = hybrid.info["worker"]
+    assert hybrid.info["engine"] == "torch" and hybrid.info["settings"]["worker"] == "start"
+    assert worker["attached"] and worker["provider"] == "native" and worker["threads"] >= 1
 
 
 def logprobs(answer: dict[str, Any]) -> list[tuple[float, int]]:

@@ -21,6 +21,8 @@ from in_process import greedy
 from openai import OpenAI
 from real_server import Server, free_port
 
+from sglang_hybrid.metrics.table import METRICS
+
 TOLERANCE = 1e-4  # of a logprob
 NEW_TOKENS = 10
 STORY = "Once upon a time there was a small village by the sea, and nobody knew how old it was. " * 4  # three pages
@@ -297,6 +299,22 @@ def test_metrics_count_what_was_asked(hybrid: Server) -> None:
     before = generated()
     generate(hybrid, sampling_params={"ignore_eos": True})
     hybrid.wait_for(lambda: generated() >= before + NEW_TOKENS, seconds=30)
+
+
+def test_metrics_are_those_of_the_table_for_native_kernels(hybrid: Server) -> None:
+    generate(hybrid, sampling_params={"ignore_eos": True})
+    wanted = {name for metric in METRICS if "cpu" in metric.engines for name in metric.series}
+    hybrid.wait_for(lambda: wanted <= hybrid.exported(), seconds=30)
+    assert hybrid.exported() == wanted
+
+
+def test_server_info_shows_the_effective_settings(hybrid: Server) -> None:
+    for path in ("/get_server_info", "/server_info"):
+        info = requests.get(f"{hybrid.url}{path}", timeout=60).json()
+        (told,) = [state["sglang_hybrid"] for state in info["internal_states"]]
+        assert (told["engine"], told["policy"], told["prediction"], told["worker"]) == ("cpu", "scout", "none", None)
+        assert told["settings"]["host_memory"] == "512MiB" and told["settings"]["budget_tokens"] == 2048
+        assert 0 < told["pool"]["bytes"] <= 512 << 20 and told["pool"]["tokens"] == info["max_total_num_tokens"]
 
 
 # -- other servers -----------------------------------------------------------------------------------------------------

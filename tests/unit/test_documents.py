@@ -42,8 +42,8 @@ def test_generated_tables_have_every_setting_and_every_environment_variable() ->
 def test_a_check_of_documents_says_which_are_old_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for path in (generate_docs.DEFAULT_YAML, generate_docs.CONFIGURATION):
-        (tmp_path / path).parent.mkdir()
+    for path in (generate_docs.DEFAULT_YAML, *generate_docs.WITH_TABLES):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text((ROOT / path).read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setattr(generate_docs, "ROOT", tmp_path)
     assert generate_docs.main(["--check"]) == 0

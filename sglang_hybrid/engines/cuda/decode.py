@@ -39,6 +39,7 @@ from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.ops.cuda.missed import finish_late
 from sglang_hybrid.ops.cuda.scoring import ScoreWorkspace, score_blocks, shift_lse
 from sglang_hybrid.ops.cuda.selection import RecallInterval, RecallPlan, apply_plan, select_blocks
+from sglang_hybrid.ops.cuda.structs import TOTALS
 from sglang_hybrid.policies.scout.recall import RecallSchedule
 
 
@@ -76,8 +77,8 @@ class DeviceScout(StepProgram):
         # one plan for each layer: copies of one may still be under way when the next but one is selected
         self._plans = [plan_for(shape, settings.slots, device) for _ in layers]
         self.intervals = torch.tensor(list(intervals), dtype=torch.int32, device=device)
-        # misses and recalled blocks of each layer, added up over all steps
-        self.counted = torch.zeros(len(layers), 2, dtype=torch.int64, device=device)
+        # blocks of each layer, added up over all steps
+        self.counted = torch.zeros(len(layers), len(TOTALS), dtype=torch.int64, device=device)
         # who recalls in this step, by layer, and what planning needs beside the scout lane, which scores another layer
         self._recalls = torch.zeros(len(layers), shape.max_batch, dtype=torch.int32, device=device)
         self._planning = ScoreWorkspace(shape.max_batch, shape.heads, shape.group, shape.max_blocks, device)
@@ -104,7 +105,7 @@ class DeviceScout(StepProgram):
             self,
             RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt),
             self._shape.heads * self._settings.budget,
-            outcomes=mailbox.outcome_counts if mailbox else None,
+            mailbox=mailbox.counts if mailbox else None,
             rates=path_rates(context.rates, context.worker_cores),
             gathers=self._settings.gather_share is None,
             follows_host=tuning.follows_host and mailbox is not None,

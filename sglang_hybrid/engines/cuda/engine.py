@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import time
@@ -34,6 +35,7 @@ from sglang_hybrid.memory.digests import CompactDigests
 from sglang_hybrid.memory.pages import page_table
 from sglang_hybrid.memory.pool import KVPool
 from sglang_hybrid.metrics import WorkerMetrics
+from sglang_hybrid.metrics.readings import Readings
 from sglang_hybrid.ops.cpu.structs import Geometry
 from sglang_hybrid.ops.cuda import CudaError
 from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, Step
@@ -72,6 +74,7 @@ _WHOLE_REQUESTS = "dense"  # the graph of steps that hold all of their rows in d
 class CudaEngine(Engine):
     """One per model runner on a GPU."""
 
+    name: ClassVar[str] = "cuda"
     reports_ratio: ClassVar[bool] = True
     predicts: ClassVar[bool] = True
     knows_first_steps: ClassVar[bool] = True
@@ -107,6 +110,7 @@ class CudaEngine(Engine):
         if model.admits_pages:
             self.admission = PageAdmission(self._layers, pool.head_num, pool.head_dim, pool.store_dtype, pool.device)
         self._arrived: list[torch.Tensor] = []  # rows that begin with the next step
+        self._lengths: list[int] = []  # of the rows of the last step
         self._supervisor: Supervisor | None = None
         self._link: WorkerConnection | None = None  # whose mailbox the device posts to
         self._followed: WorkerConnection | None = None  # the newest that was tried
@@ -168,6 +172,20 @@ class CudaEngine(Engine):
         if self.watch:
             self.watch.on_ratio = watcher
 
+    def readings(self) -> Readings:
+        read = self.watch.readings() if self.watch else Readings()
+        pages = self.program.dense.pages
+        if not pages:  # policy full, where whole requests are never held
+            return read
+        # of every row the same number of slots, or one memory for whole rows
+        most = pages if self.program.is_dense else pages // self._shape.rows
+        used = sum(min(-(-length // BLOCK_TOKENS), most) for length in self._lengths)
+        holds = None if self._whole_requests is None else self.program.is_dense
+        return dataclasses.replace(read, slots=pages, slots_used=used, holds_whole_requests=holds)
+
+    def describe_worker(self) -> dict[str, Any] | None:
+        return self._supervisor.describe() if self._supervisor else None
+
     # -- prediction --------------------------------------------------------------------------
 
     def set_predictors(self, predictions: Mapping[int, LayerPrediction]) -> None:
@@ -199,7 +217,7 @@ class CudaEngine(Engine):
             return
         active = count - batch.padding
         self.program.step.load(self._req_to_token, rows, batch.lengths, active)
-        lengths = batch.lengths_on_host[:active].tolist()
+        lengths = self._lengths = batch.lengths_on_host[:active].tolist()
         whole = self._whole_requests is not None and self._whole_requests.decide(lengths, time.monotonic())
         if whole != self.program.is_dense:
             self._tell(whole, len(lengths))

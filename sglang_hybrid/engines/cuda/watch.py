@@ -13,7 +13,10 @@ import torch
 from sglang_hybrid.engines.cuda.counters import Counters
 from sglang_hybrid.engines.cuda.settings import PathRates
 from sglang_hybrid.metrics import WorkerMetrics
-from sglang_hybrid.ops.cuda.structs import OUTCOMES
+from sglang_hybrid.metrics.distribution import Distribution
+from sglang_hybrid.metrics.readings import Readings
+from sglang_hybrid.ops.cuda.mailbox import COUNTS, MailboxCounts
+from sglang_hybrid.ops.cuda.structs import TOTALS
 from sglang_hybrid.policies.scout.recall import RecallSchedule
 from sglang_hybrid.worker.fallback_log import FallbackLog
 
@@ -26,7 +29,7 @@ _WHY = {"device-late": "late", "device-damaged": "damaged", "device-no-worker": 
 class Watched(Protocol):
     """A step program that misses and recalls blocks."""
 
-    counted: torch.Tensor  # [layers, 2]: misses and recalled blocks so far, in device memory
+    counted: torch.Tensor  # [layers, TOTALS]: blocks so far, in device memory
 
     @property
     def block_bytes(self) -> int: ...
@@ -42,14 +45,14 @@ class DeviceWatch:
         scout: Watched,
         recall: RecallSchedule,
         blocks_per_row: int,
-        outcomes: torch.Tensor | None,
+        mailbox: torch.Tensor | None,
         rates: PathRates | None,
         *,
         gathers: bool = True,
         follows_host: bool = False,
         counters: Callable[[torch.Tensor], Counters] = Counters,
     ) -> None:
-        """``blocks_per_row``: of all KV heads, within the budget. ``outcomes``: the mailbox's, in device memory.
+        """``blocks_per_row``: of all KV heads, within the budget. ``mailbox``: its counts, in device memory.
 
         ``rates``: of this host, None where nothing follows them. With ``gathers`` the share of misses that is gathered
         follows what is missed and recalled; with ``follows_host`` recalls aim at what the worker computes in time.
@@ -57,9 +60,9 @@ class DeviceWatch:
         self._gathers, self._follows_host = gathers, follows_host
         self._scout, self._recall, self._per_row, self._rates = scout, recall, blocks_per_row, rates
         self._counted = counters(scout.counted)
-        self._outcomes = counters(outcomes) if outcomes is not None else None
+        self._mailbox = counters(mailbox) if mailbox is not None else None
         self._seen_counted = torch.zeros_like(scout.counted, device="cpu")
-        self._seen_outcomes = torch.zeros(len(OUTCOMES), dtype=torch.int64)
+        self._seen_mailbox = MailboxCounts.of([0] * COUNTS)
         self._steps = self._rows = self._looked_steps = self._looked_rows = 0
         self._log = FallbackLog("were read from host memory by the GPU")
         self.metrics: WorkerMetrics | None = None
@@ -75,8 +78,8 @@ class DeviceWatch:
         if not self._counted.is_looking:
             self._looked_steps, self._looked_rows = self._steps, self._rows
             self._counted.begin()
-            if self._outcomes:
-                self._outcomes.begin()
+            if self._mailbox:
+                self._mailbox.begin()
 
     def _look(self) -> None:
         if (counted := self._counted.look()) is not None:
@@ -86,10 +89,29 @@ class DeviceWatch:
             if rows:
                 self._aim(rows / steps, steps)
                 self._tell_ratios((new[:, 0].double() / (rows * self._per_row)).tolist(), steps)
-                self._balance(new.double() / steps, steps)
-        if self._outcomes and (outcomes := self._outcomes.look()) is not None:
-            new, self._seen_outcomes = outcomes - self._seen_outcomes, outcomes
-            self._tell_outcomes(dict(zip(OUTCOMES, new.tolist(), strict=True)))
+                self._balance(new[:, :2].double() / steps, steps)
+        if self._mailbox and (numbers := self._mailbox.look()) is not None:
+            before, self._seen_mailbox = self._seen_mailbox, MailboxCounts.of(numbers.tolist())
+            self._tell_outcomes({by: rows - before.rows[by] for by, rows in self._seen_mailbox.rows.items()})
+
+    def readings(self) -> Readings:
+        """As of the last look."""
+        total = dict(zip(TOTALS, self._seen_counted.sum(dim=0).tolist(), strict=True))
+        mailbox = self._seen_mailbox
+        # blocks that are neither gathered nor served by the worker are read by the GPU
+        paths = {"gather": total["gathered"], "device": total["misses"] - total["gathered"]}
+        if self._mailbox:
+            served = mailbox.blocks["served"]
+            paths |= {"worker": served, "device": sum(mailbox.blocks.values()) - served}
+        return Readings(
+            selected_blocks=total["selected"],
+            resident_blocks=total["resident"],
+            recall_intervals=tuple(self._recall.intervals),
+            miss_blocks=paths,
+            recalled_blocks=total["recalled"],
+            block_bytes=self._scout.block_bytes,
+            waits=Distribution(mailbox.waits, mailbox.waited_s) if self._mailbox else None,
+        )
 
     def _tell_ratios(self, ratios: list[float], steps: int) -> None:
         before = list(self._recall.intervals)

@@ -29,5 +29,10 @@ class HostLists:
         )
 
     @property
+    def blocks(self) -> torch.Tensor:
+        """``[rows]``: how many blocks the lists of each row have."""
+        return (self._ids >= 0).sum(dim=(1, 2))
+
+    @property
     def results(self) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
         return ctypes.c_void_p(self.out.data_ptr()), ctypes.c_void_p(self.lse.data_ptr())

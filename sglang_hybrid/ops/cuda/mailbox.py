@@ -8,18 +8,41 @@ graph with posts and waits can be replayed, across lives of workers too.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
 from sglang_hybrid.ops.cpu.structs import DTYPES, Geometry
 from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.library import checked, launch, library
-from sglang_hybrid.ops.cuda.structs import OUTCOMES, STRUCTS
+from sglang_hybrid.ops.cuda.structs import OUTCOMES, STRUCTS, WAIT_BOUNDS
 from sglang_hybrid.ops.cuda.tensors import active_address, address
 from sglang_hybrid.protocol.mailbox import Mailbox, layout_of
 
 _STATE = STRUCTS["sh_mailbox_state"]
+_BUCKETS = len(WAIT_BOUNDS) + 1
+COUNTS = 2 * len(OUTCOMES) + _BUCKETS + 1  # numbers that the kernels count
+
+
+@dataclass(frozen=True)
+class MailboxCounts:
+    """What was counted since the client was made."""
+
+    rows: dict[str, int]  # by outcome
+    blocks: dict[str, int]  # of these rows
+    waits: tuple[int, ...]  # decode steps that asked the worker, by how long they waited: see WAIT_BOUNDS
+    waited_s: float  # by these steps
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Self:
+        """``numbers``: of ``DeviceMailboxClient.counts``."""
+        first, second = len(OUTCOMES), 2 * len(OUTCOMES)
+        rows, blocks = (dict(zip(OUTCOMES, part, strict=True)) for part in (numbers[:first], numbers[first:second]))
+        return cls(rows, blocks, tuple(numbers[second : second + _BUCKETS]), numbers[second + _BUCKETS] / 1e9)
+
+
 _TORCH_DTYPES = {code: getattr(torch, name) for name, code in DTYPES.items()}
 
 
@@ -34,6 +57,7 @@ class DeviceMailboxClient:
         self._geometry = geometry
         self._layout = layout_of(geometry)
         self._state = torch.zeros(ctypes.sizeof(_STATE), dtype=torch.uint8, device=device)
+        self._layer_waits = torch.zeros(geometry.layers, dtype=torch.int64, device=device)
         self._registered: RegisteredRegion | None = None
         self._heads = geometry.kv_heads * geometry.group
         self._dtype: torch.dtype = _TORCH_DTYPES[geometry.dtype]
@@ -96,6 +120,7 @@ class DeviceMailboxClient:
             counts=address("counts", counts, torch.int32, (batch, g.kv_heads)),
             last_fill=address("last_fill", last_fill, torch.int32, (batch, g.kv_heads)),
             active_rows=active_address(active_rows),
+            layer_waits=self._layer_waits.data_ptr(),
             geometry=g,
             layout=self._layout,
             batch=batch,
@@ -122,6 +147,7 @@ class DeviceMailboxClient:
             out=address("out", out, torch.float32, (batch, self._heads, g.head_dim)),
             lse=address("lse", lse, torch.float32, (batch, self._heads)),
             served=address("served", served, torch.int32, (batch,)),
+            layer_waits=self._layer_waits.data_ptr(),
             deadline_ns=int(deadline_s * 1e9),
             geometry=g,
             layout=self._layout,
@@ -129,10 +155,10 @@ class DeviceMailboxClient:
         )
 
     @property
-    def outcome_counts(self) -> torch.Tensor:
-        """Rows so far, by what became of them, in device memory: int64, in the order of ``OUTCOMES``."""
+    def counts(self) -> torch.Tensor:
+        """``[COUNTS]`` int64 in device memory, for ``MailboxCounts.of``. A step's wait is counted by the next step."""
         first = _STATE.outcomes.offset
-        return self._state[first : first + 8 * len(OUTCOMES)].view(torch.int64)
+        return self._state[first : first + 8 * COUNTS].view(torch.int64)
 
     def read_state(self) -> Any:
         """A copy of what the kernels keep; waits for the current stream."""

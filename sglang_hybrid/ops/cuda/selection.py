@@ -23,7 +23,7 @@ import torch
 from sglang_hybrid.ops.cuda.digests import SlotTable, Step
 from sglang_hybrid.ops.cuda.library import launch
 from sglang_hybrid.ops.cuda.scoring import PendingScores
-from sglang_hybrid.ops.cuda.structs import KernelStruct, struct
+from sglang_hybrid.ops.cuda.structs import TOTALS, KernelStruct, struct
 from sglang_hybrid.ops.cuda.tensors import address, scalar_address
 
 _MOST = 256  # blocks of a selection, and slots of a (row, KV head): a thread has one of each
@@ -129,8 +129,9 @@ def select_blocks(
     ``near_bias`` ``[rows, H, G]`` gets ``reference.near_bias`` of what is then in slots or in a list, by what was
     estimated for ``put_off``.
 
-    To ``totals`` (two int64) are added the number of all misses, also of those that find no room at all, and of the
-    plan's entries.
+    To ``totals`` (int64, in the order of ``TOTALS``) are added the number of all misses, also of those that find no
+    room at all, of the plan's entries, of gathered blocks, of selected blocks that are not always in, and of those of
+    them that had a slot before.
     """
     rows, heads, _ = table.positions.shape
     batch, most = step.batch, 0 if misses is None else misses.pages.shape[2]
@@ -166,7 +167,7 @@ def select_blocks(
         near_bias=None
         if near_bias is None or put_off is None
         else address("near_bias", near_bias, torch.float32, (rows, heads, put_off.arguments.group)),
-        totals=address("totals", totals, torch.int64, (2,)),
+        totals=address("totals", totals, torch.int64, (len(TOTALS),)),
         due=address("due", due, torch.int32, (batch,)),
         interval=None if recall is None else scalar_address("interval", recall.steps, torch.int32),
         first_lengths=None if recall is None else address("first_lengths", recall.first_lengths, torch.int32, (rows,)),

@@ -64,13 +64,20 @@ def _read_headers() -> tuple[dict[str, type[KernelStruct]], dict[str, int]]:
 
 
 STRUCTS, _VALUES = _read_headers()
+
+
+def _names(prefix: str, count: int) -> tuple[str, ...]:
+    """Names of an enum without their prefix, in the order of their numbers."""
+    numbers = {_VALUES[name]: name.removeprefix(prefix) for name in _VALUES if name.startswith(prefix)}
+    return tuple(numbers[number] for number in range(count))
+
+
 # What can become of a posted row, in the order of the counters of sh_mailbox_state.
-OUTCOMES = tuple(
-    name.removeprefix("sh_row_")
-    for number in range(_VALUES["sh_row_outcomes"])
-    for name in _VALUES
-    if name.startswith("sh_row_") and _VALUES[name] == number
-)
+OUTCOMES = _names("sh_row_", _VALUES["sh_row_outcomes"])
+# What a selection counts, in the order of sh_select_blocks.totals.
+TOTALS = _names("sh_total_", _VALUES["sh_select_totals"])
+# Upper bounds in seconds of all buckets of sh_mailbox_state.waits but the last, which has none.
+WAIT_BOUNDS = tuple(_VALUES["sh_wait_first_ns"] * 2**number / 1e9 for number in range(_VALUES["sh_wait_buckets"] - 1))
 
 
 def struct(name: str, **fields: Any) -> KernelStruct:

@@ -62,6 +62,10 @@ class Calibration:
     def corrections(self) -> dict[int, Correction]:
         return {layer: one.correction for layer, one in self.layers.items()}
 
+    @property
+    def cosines(self) -> dict[int, float]:
+        return {layer: one.cosine for layer, one in self.layers.items()}
+
     def summary(self) -> str:
         """The cosines that were reached, in words."""
         if not self.layers:

@@ -21,6 +21,9 @@ class Calibrated(Protocol):
     @property
     def channels(self) -> Mapping[int, torch.Tensor]: ...  # by layer [KV heads, head_dim], the most telling first
 
+    @property
+    def cosines(self) -> Mapping[int, float]: ...  # by layer: of predicted and real queries, when it was fitted
+
 
 @dataclass(frozen=True)
 class Shape:

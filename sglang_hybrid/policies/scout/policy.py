@@ -22,6 +22,7 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.core import BlockList, DecodeBatch, LayerCache
 from sglang_hybrid.memory.prompt_queries import PromptQueries
 from sglang_hybrid.memory.resident import ResidentSet
+from sglang_hybrid.metrics.readings import Readings
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.base import DecodePolicy
 from sglang_hybrid.policies.scout.recall import RecallSchedule
@@ -79,6 +80,7 @@ class ScoutPolicy(DecodePolicy):
         self._steps = torch.empty(0, dtype=torch.int64)  # of this batch's rows, this step included
         self._begin = torch.empty(0, dtype=torch.int64)  # of this batch, rows that decode for the first time
         self._leave = torch.empty(0, dtype=torch.int64)  # of this batch, rows with a block that is recent no more
+        self._selected = self._hits = torch.zeros((), dtype=torch.int64)  # blocks so far; hits were resident
 
     # -- steps and rows ----------------------------------------------------------------------
 
@@ -99,6 +101,13 @@ class ScoutPolicy(DecodePolicy):
         self._steps = batch.lengths - self._first_length[batch.rows] + 1
         if max(batch.lengths_on_host, default=0) > self._always * BLOCK_TOKENS:
             self._misses.wake()
+
+    def readings(self) -> Readings:
+        return Readings(
+            selected_blocks=int(self._selected),
+            resident_blocks=int(self._hits),
+            recall_intervals=tuple(self.recall.intervals),
+        )
 
     @property
     def _always(self) -> int:
@@ -163,6 +172,8 @@ class ScoutPolicy(DecodePolicy):
         forced = reference.is_forced(chosen, counts, self._sink, self._recent)
         always, selected = map(_compact, reference.split(chosen, forced))
         here = is_resident.gather(2, selected.clamp(min=0)) & (selected != reference.NO_BLOCK)
+        self._selected = self._selected.to(here.device) + (selected != reference.NO_BLOCK).sum()
+        self._hits = self._hits.to(here.device) + here.sum()
         both, missing = reference.split(selected, here)
         misses = self._worth_it(missing, scores, is_resident, counts, cache.layer, query.shape[1] // scores.shape[1])
         resident_part = both if self._rules.only_selected else listed

@@ -58,6 +58,10 @@ class Profile:
     def miss_shares(self) -> tuple[float, ...]:
         return tuple(self.facts.miss_shares)
 
+    @property
+    def cosines(self) -> dict[int, float]:
+        return {layer: self.facts.cosine_calibrated[layer] for layer in self.corrections}
+
     def save(self, path: Path) -> None:
         """Complete or not at all: an interrupted write leaves what was there before."""
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,9 @@ import torch
 
 from sglang_hybrid.engines.cuda.settings import PathRates
 from sglang_hybrid.engines.cuda.watch import DeviceWatch
-from sglang_hybrid.ops.cuda.structs import OUTCOMES
+from sglang_hybrid.metrics.readings import Readings
+from sglang_hybrid.ops.cuda.mailbox import COUNTS
+from sglang_hybrid.ops.cuda.structs import OUTCOMES, TOTALS, WAIT_BOUNDS
 from sglang_hybrid.policies.scout.recall import RecallSchedule
 
 LAYERS, PER_ROW = 2, 100
@@ -19,9 +21,14 @@ class Scout:
     block_bytes = 1000
 
     def __init__(self) -> None:
-        self.counted = torch.zeros(LAYERS, 2, dtype=torch.int64)
+        self.counted = torch.zeros(LAYERS, len(TOTALS), dtype=torch.int64)
         self.intervals: list[int] = []
         self.shares: list[list[float]] = []
+
+    def count(self, of_layers: list[list[int]]) -> None:
+        """Add the first of the totals: misses and recalled blocks, then perhaps others."""
+        new = torch.tensor(of_layers)
+        self.counted[:, : new.shape[1]] += new
 
     def set_intervals(self, intervals: list[int]) -> None:
         self.intervals = list(intervals)
@@ -50,9 +57,9 @@ class Late:
         return self._taken is not None
 
 
-def watch_of(scout: Scout, outcomes: torch.Tensor | None = None, rates: PathRates | None = None) -> DeviceWatch:
+def watch_of(scout: Scout, mailbox: torch.Tensor | None = None, rates: PathRates | None = None) -> DeviceWatch:
     schedule = RecallSchedule([8, 8], 0.12, True)
-    return DeviceWatch(scout, schedule, PER_ROW, outcomes, rates, counters=Late)  # type: ignore[arg-type]
+    return DeviceWatch(scout, schedule, PER_ROW, mailbox, rates, counters=Late)  # type: ignore[arg-type]
 
 
 def test_ratios_are_misses_over_what_rows_beyond_the_budget_may_hold() -> None:
@@ -61,7 +68,7 @@ def test_ratios_are_misses_over_what_rows_beyond_the_budget_may_hold() -> None:
     seen: list[tuple[int, float]] = []
     watch.on_ratio = lambda layer, ratio: seen.append((layer, ratio))
     for _ in range(32):
-        scout.counted += torch.tensor([[30, 0], [60, 0]])  # of 3 rows a step
+        scout.count([[30, 0], [60, 0]])  # of 3 rows a step
         watch.step(3)
     assert seen == [(0, 0.1), (1, 0.2)]  # of the first 16 steps; those of the others have not arrived
 
@@ -70,7 +77,7 @@ def test_a_ratio_above_the_band_shortens_an_interval() -> None:
     scout = Scout()
     watch = watch_of(scout)
     for _ in range(80):
-        scout.counted += torch.tensor([[60, 0], [3, 0]])
+        scout.count([[60, 0], [3, 0]])
         watch.step(3)
     assert scout.intervals[0] < 8 == scout.intervals[1]
 
@@ -83,8 +90,8 @@ def test_rows_within_the_budget_say_nothing() -> None:
 
 
 def test_what_became_of_rows_is_told_once() -> None:
-    outcomes = torch.zeros(len(OUTCOMES), dtype=torch.int64)
-    watch = watch_of(Scout(), outcomes)
+    mailbox = torch.zeros(COUNTS, dtype=torch.int64)
+    watch = watch_of(Scout(), mailbox)
     told: list[tuple[str, int]] = []
 
     class Metrics:
@@ -92,10 +99,46 @@ def test_what_became_of_rows_is_told_once() -> None:
             told.append((by, rows))
 
     watch.metrics = Metrics()  # type: ignore[assignment]
-    outcomes[OUTCOMES.index("served")], outcomes[OUTCOMES.index("late")] = 40, 2
+    mailbox[OUTCOMES.index("served")], mailbox[OUTCOMES.index("late")] = 40, 2
     for _ in range(96):
         watch.step(1)
     assert told == [("worker", 40), ("device-late", 2)]
+
+
+def read_after_steps(watch: DeviceWatch) -> Readings:
+    for _ in range(32):
+        watch.step(3)
+    return watch.readings()
+
+
+def test_readings_are_what_the_device_had_counted_at_the_last_look() -> None:
+    watch = watch_of(scout := Scout())
+    assert watch.readings().selected_blocks == 0
+    scout.count([[30, 5, 10, 200, 160], [20, 5, 0, 200, 180]])
+    read = read_after_steps(watch)
+    assert (read.selected_blocks, read.resident_blocks, read.recalled_blocks) == (400, 340, 10)
+    assert read.block_bytes == 1000 and read.recall_intervals == (8, 8)
+
+
+def test_without_a_worker_the_device_reads_what_it_does_not_gather() -> None:
+    watch = watch_of(scout := Scout())
+    scout.count([[30, 0, 10], [20, 0, 5]])
+    read = read_after_steps(watch)
+    assert read.miss_blocks == {"gather": 15, "device": 35} and read.waits is None
+
+
+def test_blocks_that_the_worker_does_not_serve_are_read_by_the_device() -> None:
+    mailbox = torch.zeros(COUNTS, dtype=torch.int64)
+    watch = watch_of(scout := Scout(), mailbox)
+    scout.count([[30, 0, 10], [30, 0, 10]])
+    for outcome, blocks in (("served", 25), ("late", 7), ("refused", 2), ("withheld", 6)):
+        mailbox[len(OUTCOMES) + OUTCOMES.index(outcome)] = blocks
+    waits = mailbox[2 * len(OUTCOMES) :]
+    waits[0], waits[3], waits[-1] = 5, 2, 800_000  # ns
+    read = read_after_steps(watch)
+    assert read.miss_blocks == {"gather": 20, "worker": 25, "device": 15}
+    assert read.waits is not None and read.waits.total == 0.0008
+    assert read.waits.counts == (5, 0, 0, 2, *[0] * (len(WAIT_BOUNDS) - 3))
 
 
 def test_as_much_is_gathered_as_pcie_hides_beside_recalls() -> None:
@@ -127,7 +170,7 @@ def test_a_share_follows_what_is_missed() -> None:
     scout = Scout()
     watch = watch_of(scout, rates=PathRates(gathers=1.0, computes=1.0))  # slow: nothing is hidden
     for _ in range(32):
-        scout.counted += torch.tensor([[100, 20], [100, 100]])
+        scout.count([[100, 20], [100, 100]])
         watch.step(3)
     assert scout.shares == [[0.4, 0.0]]  # 0.4 * 100 + 20 blocks over PCIe, 60 computed; 100 over PCIe, 100 computed
 
@@ -148,7 +191,7 @@ def test_a_fast_host_recalls_less_often(follows: bool) -> None:
         scout, schedule, PER_ROW, None, rates, gathers=False, follows_host=follows, counters=Late  # type: ignore[arg-type]
     )  # fmt: skip
     for _ in range(80):
-        scout.counted += torch.tensor([[45, 0], [45, 0]])  # a ratio of 0.15
+        scout.count([[45, 0], [45, 0]])  # a ratio of 0.15
         watch.step(3)
     assert schedule.beta == (0.25 if follows else 0.12)
     assert scout.shares == []

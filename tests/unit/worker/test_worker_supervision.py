@@ -191,6 +191,25 @@ def test_results_are_right_before_during_and_after_a_kill(pool: Pool, log: pytes
     assert "rows were computed in the server process: " in log.text and "because there was no worker" in log.text
 
 
+def test_blocks_are_counted_by_who_attended_to_them_and_waits_by_step(pool: Pool) -> None:
+    with Server(pool) as server:
+        counts = server.misses.served.by_path
+        assert counts == {"worker": 0, "process": 0} and sum(server.misses.waits.counts) == 0
+        assert server.serve() == server.serve() == "worker"
+        assert counts["worker"] > 0 == counts["process"]
+        assert sum(server.misses.waits.counts) == 1  # the second step is counted when another one waits
+        described = server.misses.describe_worker()
+        assert described["attached"] and described["pid"] == server.pid and described["provider"] == "native"
+
+        link, server.supervisor.link = server.supervisor.link, None
+        before = dict(counts)
+        assert server.serve() == "process-no-worker"
+        assert counts["process"] > 0 and counts["worker"] == before["worker"]
+        assert sum(server.misses.waits.counts) == 1  # nobody was waited for
+        assert server.misses.describe_worker() == {"attached": False, "restarts": 0}
+        server.supervisor.link = link  # to be stopped
+
+
 def test_a_worker_is_given_up_the_moment_it_dies(pool: Pool) -> None:
     """Not when the end of its connection is seen: a killed process gives back all its memory before. Nobody watches."""
     supervisor = Supervisor(SETTINGS, pool.geometry, pool.region.fd)

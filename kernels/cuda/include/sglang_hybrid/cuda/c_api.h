@@ -98,6 +98,11 @@ enum sh_mailbox_outcome : uint32_t {  // of a row
     sh_row_outcomes = 6,
 };
 
+enum sh_waiting : uint32_t {  // of decode steps for the worker, by their length
+    sh_wait_first_ns = 10000,  // bound of the first bucket; every other one doubles the one before
+    sh_wait_buckets = 16,      // the last one has no bound
+};
+
 // The client's memory between launches, in device memory; all zero at first.
 struct sh_mailbox_state {
     uint64_t mailbox;     // as the device sees it; 0: there is no worker
@@ -107,7 +112,11 @@ struct sh_mailbox_state {
     uint32_t withheld;    // 1: nothing is posted
     uint32_t finished;    // CTAs of the running post that are through; 0 between launches
     uint32_t unused;
-    uint64_t outcomes[sh_row_outcomes];  // rows, added up
+    // added up over all steps:
+    uint64_t outcomes[sh_row_outcomes];  // rows
+    uint64_t blocks[sh_row_outcomes];    // of these rows
+    uint64_t waits[sh_wait_buckets];     // decode steps that asked the worker for something
+    uint64_t waited_ns;                  // by these steps
 };
 
 // What a wait has to know about its post; followed by what it asked for of every batch entry.
@@ -115,6 +124,8 @@ struct sh_receipt {
     uint64_t sequence;  // 0: nothing was posted
     uint32_t generation;
     uint32_t rows;
+    uint32_t layer;
+    uint32_t unused;
     // uint32_t lists[batch][1 + KV heads]: blocks of the row, then of each list
 };
 
@@ -126,6 +137,7 @@ struct sh_mailbox_post {
     const int32_t* counts;     // [batch][KV head], at most `listed`
     const int32_t* last_fill;  // [batch][KV head] tokens in the last block of a list
     const int32_t* active_rows;
+    uint64_t* layer_waits;     // as in sh_mailbox_wait; the first post of a step adds up those of the step before
     sglang_hybrid::Geometry geometry;
     sglang_hybrid::MailboxLayout layout;
     uint32_t batch;
@@ -142,6 +154,7 @@ struct sh_mailbox_wait {
     float* out;       // [batch][KV head][group][head_dim]; 0 where the LSE is -inf
     float* lse;       // [batch][KV head][group]; -inf for rows that are not served
     int32_t* served;  // [batch]: 1 where the row is complete, be it without blocks
+    uint64_t* layer_waits;  // [layers]: ns that the row waited that waited longest, at least 1; 0: nobody was asked
     uint64_t deadline_ns;  // from the kernel's start
     sglang_hybrid::Geometry geometry;
     sglang_hybrid::MailboxLayout layout;

@@ -74,9 +74,9 @@ __device__ inline const uint32_t* lists_of(const sh_receipt* receipt, uint32_t r
 // -- replies -----------------------------------------------------------------------------------------------------------
 
 // By one thread: until there is a reply to this post, the time is over, or the host says that the worker is no more. What
-// the reply says is not looked at.
-__device__ inline sh_mailbox_outcome wait_for_sequence(const sh_mailbox_wait& args, const DeviceMailbox& mailbox,
-                                                       uint32_t row) {
+// the reply says is not looked at. `waited_ns` stays 0 where the reply is there already.
+__device__ inline sh_mailbox_outcome wait_for_sequence(const sh_mailbox_wait& args, const DeviceMailbox& mailbox, uint32_t row,
+                                                       uint64_t& waited_ns) {
     const uint64_t sequence = args.receipt->sequence;
     const Reply& reply = mailbox.reply(sequence, row);
     uint64_t found = load_acquire(reply.sequence);
@@ -86,12 +86,14 @@ __device__ inline sh_mailbox_outcome wait_for_sequence(const sh_mailbox_wait& ar
         const uint64_t start = now_ns(), patience = atomicAdd(late, 0ull) ? 0 : args.deadline_ns;
         for (uint32_t looks = 1; (found = load_acquire(reply.sequence)) < sequence; ++looks) {
             const bool is_gone = looks % looks_per_gone == 0 && load_acquire(mailbox.client().gone);
-            if (is_gone || now_ns() - start >= patience) {
+            waited_ns = now_ns() - start;
+            if (is_gone || waited_ns >= patience) {
                 atomicExch(late, sequence);
                 return sh_row_late;
             }
             __nanosleep(pause_ns);
         }
+        waited_ns = now_ns() - start;
     }
     return found == sequence ? sh_row_served : sh_row_damaged;
 }

@@ -95,6 +95,26 @@ __device__ inline void finish_post(sh_mailbox_state& state, const DeviceMailbox&
     state.withheld = !through;
 }
 
+// By a whole CTA of the first post of a step: how long the step before waited for the worker. Its waits are over, and
+// those of this step have not begun.
+__device__ inline void count_waits(const sh_mailbox_post& args) {
+    __shared__ unsigned long long waited;
+    if (threadIdx.x == 0) waited = 0;
+    __syncthreads();
+    for (uint32_t layer = threadIdx.x; layer < args.geometry.layers; layer += post_threads) {
+        const uint64_t of_layer = args.layer_waits[layer];
+        if (!of_layer) continue;
+        atomicAdd(&waited, static_cast<unsigned long long>(of_layer));
+        args.layer_waits[layer] = 0;
+    }
+    __syncthreads();
+    if (threadIdx.x || !waited) return;
+    uint32_t bucket = 0;
+    for (uint64_t bound = sh_wait_first_ns; waited > bound && bucket + 1 < sh_wait_buckets; bound *= 2) ++bucket;
+    args.state->waits[bucket] += 1;
+    args.state->waited_ns += waited;
+}
+
 // A CTA for each batch entry behind the one that announces.
 __global__ void __launch_bounds__(post_threads) post_layer(const __grid_constant__ sh_mailbox_post args) {
     __shared__ uint32_t counts[most_kv_heads];
@@ -108,8 +128,9 @@ __global__ void __launch_bounds__(post_threads) post_layer(const __grid_constant
     if (blockIdx.x == 0) {
         if (threadIdx.x == 0) {
             if (posts) announce(args, mailbox, sequence, rows);
-            *args.receipt = {posts ? sequence : 0, generation, rows};
+            *args.receipt = {posts ? sequence : 0, generation, rows, args.layer, 0};
         }
+        if (args.begins_step && args.layer_waits) count_waits(args);
     } else if (blockIdx.x - 1 < rows) {
         const uint32_t row = blockIdx.x - 1;
         const uint32_t blocks = count_blocks(args, row, counts);
@@ -139,10 +160,12 @@ __global__ void __launch_bounds__(wait_threads) wait_for_replies(const __grid_co
     const uint32_t group_quads = args.geometry.group * head_quads;
     float4* const out = reinterpret_cast<float4*>(args.out) + uint64_t{row} * quads;
 
+    uint64_t waited_ns = 0;
+    const bool is_asked = lists[0] && sequence;
     if (threadIdx.x == 0) {
         if (lists[0] == 0) outcome = sh_row_empty;
         else if (sequence == 0) outcome = sh_row_withheld;
-        else outcome = wait_for_sequence(args, mailbox, row);
+        else outcome = wait_for_sequence(args, mailbox, row, waited_ns);
     }
     __syncthreads();
     const bool is_there = outcome == sh_row_served;
@@ -174,6 +197,14 @@ __global__ void __launch_bounds__(wait_threads) wait_for_replies(const __grid_co
         if (is_there) outcome = outcome_of(fields, args.receipt->generation);
         args.served[row] = outcome == sh_row_served || outcome == sh_row_empty;
         atomicAdd(reinterpret_cast<unsigned long long*>(&args.state->outcomes[outcome]), 1ull);
+        if (lists[0] != impossible_blocks) {
+            atomicAdd(reinterpret_cast<unsigned long long*>(&args.state->blocks[outcome]),
+                      static_cast<unsigned long long>(lists[0]));
+        }
+        if (is_asked && args.layer_waits) {
+            auto* const longest = reinterpret_cast<unsigned long long*>(&args.layer_waits[args.receipt->layer]);
+            atomicMax(longest, waited_ns ? static_cast<unsigned long long>(waited_ns) : 1ull);
+        }
     }
     __syncthreads();
 

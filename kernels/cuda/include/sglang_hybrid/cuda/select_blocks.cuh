@@ -104,6 +104,12 @@ __device__ inline uint32_t find_slots_to_gather(const sh_select_blocks& args, Se
     return find_free_slots(memory, args.table, row, selected, scores, args.any_block ? args.min_miss_score : INFINITY);
 }
 
+// By a whole CTA, which has found `blocks` together.
+__device__ inline void add_to_total(const sh_select_blocks& args, sh_select_total total, uint32_t blocks) {
+    if (!args.totals || !blocks || threadIdx.x) return;
+    atomicAdd(reinterpret_cast<unsigned long long*>(&args.totals[total]), static_cast<unsigned long long>(blocks));
+}
+
 // By a whole CTA: what of `missed` is not in a slot and worth it, to the first list or to that of gathered blocks. A block
 // that is always in and has no slot is a miss whatever its score. Gathered blocks have slots from here on, as memory.slots
 // and `in_slots` say.
@@ -118,9 +124,7 @@ __device__ inline Missed write_misses(const sh_select_blocks& args, SelectionMem
     const bool is_miss = missed.position >= 0 && !missed.has_slot && missed.in_pool && worth;
     const bool is_sink = missed.position < row.first;
     const auto misses = static_cast<uint32_t>(__syncthreads_count(is_miss));
-    if (args.totals && misses && threadIdx.x == 0) {
-        atomicAdd(reinterpret_cast<unsigned long long*>(args.totals), static_cast<unsigned long long>(misses));
-    }
+    add_to_total(args, sh_total_misses, misses);
     uint32_t gathered = args.gather_share ? gathered_of(args, misses, phase) : 0, sinks = 0;
     if (gathered) {
         sinks = static_cast<uint32_t>(__syncthreads_count(is_miss && is_sink));  // the first of all, with slots of their own
@@ -227,6 +231,11 @@ __device__ inline PositionSet select_of_row(const sh_select_blocks& args, Select
     const PositionSet selected(ranks);  // nobody needs the ranks any more
     Missed found{false, false};
     if (args.miss_counts) {
+        if (args.totals) {
+            add_to_total(args, sh_total_selected, chosen);
+            const bool is_resident = mine.position >= 0 && mine.is_candidate && mine.has_slot;
+            add_to_total(args, sh_total_resident, static_cast<uint32_t>(__syncthreads_count(is_resident)));
+        }
         found = write_misses(args, memory, row, mine, missed, in_slots, selected, scores, pair, first_slot, phase);
     }
     const auto [gathers, is_listed] = found;
@@ -286,10 +295,14 @@ __global__ void __launch_bounds__(select_threads, 4) select_blocks(const __grid_
     }
     __syncthreads();
     if (threadIdx.x) return;
-    if (args.gather_share) finish_plan(args.gathered);
+    // the last CTA alone counts entries of plans: launches of a layer follow each other
+    if (args.gather_share) {
+        const uint32_t gathered = finish_plan(args.gathered);
+        if (args.totals && gathered) args.totals[sh_total_gathered] += gathered;
+    }
     if (!args.plan.count) return;
     const uint32_t entries = finish_plan(args.plan);
-    if (args.totals && entries) args.totals[1] += entries;  // the last CTA alone: launches of a layer follow each other
+    if (args.totals && entries) args.totals[sh_total_recalled] += entries;
 }
 
 }  // namespace sglang_hybrid::cuda

@@ -116,6 +116,15 @@ struct sh_plan {
     uint64_t capacity;
 };
 
+enum sh_select_total : uint32_t {  // blocks of all lists
+    sh_total_misses = 0,  // also those that are gathered or dropped
+    sh_total_recalled = 1,  // entries of the plan
+    sh_total_gathered = 2,
+    sh_total_selected = 3,  // with miss_counts: without blocks that are always in,
+    sh_total_resident = 4,  // and those of them that had a slot before
+    sh_select_totals = 5,
+};
+
 // Of the n misses of a (row, KV head) the best g are gathered and the others go to the first list:
 //   g = floor(n * *gather_share + phase), phase in [0, 1) different from step to step, so that on average g / n is the share
 // What is too much for the first list is gathered too, as far as there is room; of what is left then the worst are dropped.
@@ -135,7 +144,7 @@ struct sh_select_blocks {
     sh_plan gathered;  // with a share; room for batch x KV heads x most_gathered
     float* near_bias;  // [rows][KV head][group], or null: `near_bias` of the reference, of what is in slots or in a list then,
     // by the estimates of this step; stays as it is for entries that have none
-    uint64_t* totals;  // [2], or null: misses of all lists, also the dropped ones, and entries of the plan are added
+    uint64_t* totals;  // [sh_select_totals], or null: what this launch finds is added
     const int32_t* due;  // [batch]: rows that recall whatever the interval says; or null
     const int32_t* interval;  // steps between recalls, one number; or null. 0: never
     const int32_t* first_lengths;  // [rows]: length in the row's first step, with `interval`

@@ -1,0 +1,39 @@
+"""How long decode steps take, by the clock of the scheduler.
+
+A step lasts until the next batch begins. A GPU works behind the scheduler by about a step, so single values are off,
+but the scheduler waits for results of the step before and cannot run ahead: means are right, and nothing has to wait
+for the GPU.
+"""
+
+from __future__ import annotations
+
+from sglang_hybrid.metrics.distribution import Buckets, Distribution
+from sglang_hybrid.metrics.table import STEP_SECONDS
+
+
+class StepClock:
+    def __init__(self) -> None:
+        self._buckets = Buckets(STEP_SECONDS)
+        self._began: float | None = None  # when the step began that runs now
+        self.rows: int | None = None  # of the last step, 0 when idle; None before the first
+
+    def batch_begins(self, decoded_rows: int | None, now: float) -> None:
+        """``decoded_rows``: None for a batch that is no decode step."""
+        self._end_step(now)
+        if decoded_rows is not None:
+            self._began, self.rows = now, decoded_rows
+
+    def rests(self, now: float) -> None:
+        """Nothing runs any more."""
+        self._end_step(now)
+        if self.rows is not None:
+            self.rows = 0
+
+    def _end_step(self, now: float) -> None:
+        if self._began is not None:
+            self._buckets.add(now - self._began)
+            self._began = None
+
+    @property
+    def seconds(self) -> Distribution:
+        return self._buckets.distribution
