@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from cpu_worker.engine import Engine, Regions
 from cpu_worker.providers.base import Provider, ProviderError
-from sglang_hybrid.ops.cpu.structs import Job
+from sglang_hybrid.ops.cpu.structs import SUM_VALUES, Job
 from sglang_hybrid.protocol.cores import Placement
 from sglang_hybrid.protocol.messages import Planned, StatsReport, ThreadPlan
 
@@ -94,6 +94,26 @@ def attend(
             partial, sums = kernel(query[row, head][:, None], k, v, scale)
             out[row, head] = partial.squeeze(1).float()
             lse[row, head] = sums.reshape(len(row), -1).float()
+    return out, lse
+
+
+def sum_values(
+    weights: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, count: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``sum_values`` of the reference, with block lists as a post has them.
+
+    weights ``[B, H, G, N, 32]``, of which those of the first ``count[b, h]`` blocks count; values: a pool ``[pages, H,
+    32, D]`` -> out ``[B, H, G, D]`` (0 where a list is empty) and lse ``[B, H, G]`` (0, or ``-inf`` there).
+    A value whose weights are all 0 is left out, whatever it is.
+    """
+    out = torch.zeros(*weights.shape[:3], values.shape[3])
+    lse = torch.where(count > 0, 0.0, -torch.inf)[..., None].expand(weights.shape[:3]).contiguous()
+    for row, head in (count > 0).nonzero().tolist():
+        blocks = int(count[row, head])
+        by = weights[row, head, :, :blocks].flatten(1)
+        asked = (by != 0).any(dim=0).nonzero().squeeze(1)
+        page = pages[row, head].gather(0, asked // _BLOCK_TOKENS)
+        out[row, head] = by[:, asked] @ values[page, head, asked % _BLOCK_TOKENS].float()
     return out, lse
 
 
@@ -183,8 +203,11 @@ class TorchProvider(Provider):
             # page numbers fit an int32: a pool of 2^31 pages would take terabytes
             return _view(address, extents, torch.int32).long()
 
-        query = _view(job.query, (*lists, shape.group, shape.head_dim), _DTYPES[shape.dtype])
         keys, values = self._pools(job.layer)
+        if job.kind == SUM_VALUES:
+            weights = _view(job.weights, (*lists, shape.group, shape.max_blocks, _BLOCK_TOKENS), torch.float32)
+            return sum_values(weights, values, numbers(job.pages, *lists, shape.max_blocks), numbers(job.count, *lists))
+        query = _view(job.query, (*lists, shape.group, shape.head_dim), _DTYPES[shape.dtype])
         return attend(
             query,
             keys,

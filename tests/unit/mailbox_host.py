@@ -13,7 +13,7 @@ from worker_process import BLOCK_TOKENS, PATIENCE_S, TORCH_DTYPES
 
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cpu.library import checked, library
-from sglang_hybrid.ops.cpu.lists import HostLists
+from sglang_hybrid.ops.cpu.lists import HostLists, HostSums, HostWork
 from sglang_hybrid.ops.cpu.local import LocalAttention
 from sglang_hybrid.ops.cpu.structs import DTYPES, EngineOptions, Geometry
 from sglang_hybrid.protocol.mailbox import Mailbox
@@ -86,6 +86,22 @@ class Host:
         self.local.attend(computed)
         return computed
 
+    def random_weights(self, lists: Lists, seed: int) -> torch.Tensor:
+        """Of the lists' tokens, one of three 0 for some heads; 0 behind a list's last token."""
+        random, block = seeded(seed), (*lists.ids.shape, BLOCK_TOKENS)
+        weights = torch.rand(self.group, *block, generator=random)
+        weights[torch.rand(weights.shape, generator=random) < 0.3] = 0.0
+        asked = (torch.rand(block, generator=random) < 0.7) & (torch.arange(BLOCK_TOKENS) < lists.fill[..., None])
+        return torch.where(asked, weights, 0.0).movedim(0, 2).contiguous()
+
+    def sums(self, weights: torch.Tensor, lists: Lists, layer: int = 0) -> HostSums:
+        return HostSums(weights, lists.ids, layer, self.head_dim)
+
+    def sums_computed_here(self, weights: torch.Tensor, lists: Lists, layer: int = 0) -> HostSums:
+        computed = self.sums(weights, lists, layer)
+        self.local.attend(computed)
+        return computed
+
     @contextlib.contextmanager
     def engine(self, mailbox: Mailbox, threads: int = 2, spin_us: int = 50) -> Iterator[int]:
         options = EngineOptions(threads, 1, self.task_blocks, spin_us, None, None)
@@ -99,10 +115,10 @@ class Host:
             library().sh_engine_stop(engine)
 
 
-def collected(mailbox: Mailbox, lists: HostLists, sequence: int, timeout_s: float = PATIENCE_S) -> int:
+def collected(mailbox: Mailbox, lists: HostWork, sequence: int, timeout_s: float = PATIENCE_S) -> int:
     return mailbox.collect(sequence, lists, timeout_s, ctypes.c_uint32())
 
 
-def assert_same_bits(left: HostLists, right: HostLists) -> None:
+def assert_same_bits(left: HostWork, right: HostWork) -> None:
     for one, other in ((left.out, right.out), (left.lse, right.lse)):
         assert torch.equal(one.view(torch.int32), other.view(torch.int32))

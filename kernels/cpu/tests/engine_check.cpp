@@ -42,6 +42,7 @@ struct Layer {
     std::vector<float> query;
     std::vector<int64_t> pages, fill;
     std::vector<int32_t> masks;
+    std::vector<float> weights;
     sh_lists lists;
 };
 
@@ -59,6 +60,9 @@ Layer random_layer(const Geometry& g) {
             layer.fill[list * listed + i] = i + 1 == count ? 1 + below(block_tokens) : block_tokens;
         }
     }
+    const bool summed = (g.flags & geometry_value_sums) && listed && below(3) == 0;
+    layer.weights.resize(summed ? layer.pages.size() * g.group * block_tokens : 0);
+    for (float& weight : layer.weights) weight = below(3) ? float(below(1000)) / 1000 : 0;
     const bool masked = (g.flags & geometry_masks) && below(3);
     layer.masks.resize(masked ? layer.pages.size() : 0);
     // all tokens, none, or any of them
@@ -67,6 +71,7 @@ Layer random_layer(const Geometry& g) {
                    layer.pages.data(),
                    layer.fill.data(),
                    masked ? layer.masks.data() : nullptr,
+                   summed ? layer.weights.data() : nullptr,
                    rows,
                    listed,
                    below(g.layers),
@@ -204,11 +209,11 @@ int main(int argc, char** argv) {
     run(g, 4, 2, 50, seconds);
     run(g, 3, 1, 1000, seconds);
     run(g, 4, 4, 0, seconds);
-    const Geometry masked{5, 2, 3, 64, uint32_t(DType::fp32), 9, 2, 40, 0, 0, 0, 0, geometry_masks};
+    const Geometry masked{5, 2, 3, 64, uint32_t(DType::fp32), 9, 2, 40, 0, 0, 0, 0, geometry_masks | geometry_value_sums};
     run(masked, 1, 1, 0, seconds);
     run(masked, 4, 2, 50, seconds);
     // so many tasks that threads take several at once, and those of the next post too
-    const Geometry many{60, 4, 3, 64, uint32_t(DType::fp32), 9, 2, 40, 0, 0, 0, 0, geometry_masks};
+    const Geometry many{60, 4, 3, 64, uint32_t(DType::fp32), 9, 2, 40, 0, 0, 0, 0, geometry_masks | geometry_value_sums};
     run(many, 4, 2, 50, seconds);
     // lists that make the most tasks are not the longest ones: 64 blocks make more tasks than 65
     for (const auto [max_blocks, task_blocks] : {std::pair{65u, 1u}, std::pair{513u, 8u}, std::pair{625u, 8u}}) {

@@ -435,6 +435,88 @@ void check_masks(const std::vector<std::string>& names, Worst& worst) {
     }
 }
 
+// -- weights, and sums by weights: the halves of attention -----------------------------------------------------------------
+
+// A pool of values (or keys) of one head, of which what must not be used is NaN or infinite.
+void check_halves(const std::vector<std::string>& names, Worst& worst) {
+    std::mt19937 random(4);
+    std::normal_distribution<float> normal;
+    uint32_t seed = 0;
+    for (DType dtype : dtypes) {
+        for (uint32_t dim : head_dims) {
+            for (uint32_t count : {0u, 1u, 2u, 7u}) {
+                const auto group = 1 + static_cast<uint32_t>(random() % max_group);
+                if (++seed % std::min(every, 5u) != 0) continue;
+                const uint32_t item = bytes_of(dtype), row = dim * item, tokens = count * block_tokens;
+                const uint64_t stride = tokens + 32;  // the kernel must not take heads for neighbours
+                Guarded pool(std::max(1u, tokens) * row), query(group * row), out(group * dim * 4);
+                std::vector<uint32_t> pages(count + 1), masks(count + 1);
+                std::iota(pages.begin(), pages.end(), 0u);
+                std::shuffle(pages.begin(), pages.begin() + count, random);
+                std::vector<float> weights(group * stride), found(group * stride, 7.0f), lse(group);
+                for (uint32_t i = 0; i < pool.size() / item; ++i) put_poison(dtype, pool.data() + i * item, i / dim);
+                for (uint32_t i = 0; i < group * dim; ++i) put(dtype, query.data() + i * item, normal(random));
+                for (uint32_t& mask : masks) mask = random() % 4 ? static_cast<uint32_t>(random()) : random() % 2 * ~0u;
+                const auto at = [&](uint32_t token, uint32_t d) {
+                    return pool.data() + ((pages[token / 32] * 32 + token % 32) * dim + d) * item;
+                };
+                const auto counts = [&](uint32_t token) { return masks[token / 32] >> token % 32 & 1; };
+                for (uint32_t token = 0; token < tokens; ++token) {
+                    for (uint32_t d = 0; counts(token) && d < dim; ++d) put(dtype, at(token, d), normal(random));
+                    for (uint32_t head = 0; head < group; ++head) {
+                        // some heads have no weight for a token that others have one for
+                        weights[head * stride + token] = counts(token) && random() % 4 ? normal(random) : 0.0f;
+                    }
+                }
+                for (uint32_t head = 0; head < group; ++head) {
+                    lse[head] = head % 5 == 4 ? -std::numeric_limits<float>::infinity() : 2.0f + normal(random);
+                }
+                const auto where = describe({dtype, dim, group, count, block_tokens, 1.0f, seed});
+                const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+                for (const std::string& variant : names) {
+                    const SumKernel sum = find_sum_kernel(dtype, dim, variant.c_str());
+                    const WeightKernel weigh = find_weight_kernel(dtype, dim, variant.c_str());
+                    if (!sum || !weigh) {
+                        fail(variant, "no kernel for weights or sums", where);
+                        continue;
+                    }
+                    ++worst.cases;
+                    sum({weights.data(), stride, pool.data(), uint64_t{block_tokens} * row, pages.data(), count, group, dim,
+                         dtype, reinterpret_cast<float*>(out.data())});
+                    weigh({query.data(), pool.data(), nullptr, uint64_t{block_tokens} * row, pages.data(), masks.data(), count,
+                           block_tokens, group, dim, dtype, scale, nullptr, lse.data(), nullptr},
+                          found.data(), stride);
+                    for (uint32_t head = 0; head < group; ++head) {
+                        for (uint32_t d = 0; d < dim; ++d) {
+                            double expected = 0, size = 0;
+                            for (uint32_t token = 0; token < tokens; ++token) {
+                                if (!counts(token)) continue;
+                                const double product = double{weights[head * stride + token]} * get(dtype, at(token, d));
+                                expected += product;
+                                size += std::fabs(product);
+                            }
+                            const float got = reinterpret_cast<const float*>(out.data())[head * dim + d];
+                            if (!(std::fabs(got - expected) <= 1e-5 * (1 + size))) return fail(variant, "a wrong sum", where);
+                        }
+                        for (uint32_t token = 0; token < tokens; ++token) {
+                            double logit = 0;
+                            for (uint32_t d = 0; counts(token) && d < dim; ++d) {
+                                logit += get(dtype, query.data() + (head * dim + d) * item) * get(dtype, at(token, d));
+                            }
+                            const double expected = counts(token) ? std::exp(logit * scale - lse[head]) : 0;
+                            const double right = std::isinf(lse[head]) ? 0 : expected;
+                            const float got = found[head * stride + token];
+                            if (!(std::fabs(got - right) <= 1e-4 * right)) return fail(variant, "a wrong weight", where);
+                        }
+                        if (found[head * stride + tokens] != 7.0f) return fail(variant, "a weight behind the list", where);
+                    }
+                    if (!out.intact()) fail(variant, "wrote in front of its output", where);
+                }
+            }
+        }
+    }
+}
+
 // The same kernel from four threads at once, each of them new to it: bits must be those of one thread.
 void check_threads(const std::vector<std::string>& names) {
     for (const std::string& variant : names) {
@@ -502,6 +584,7 @@ int check_everything() {
     check_shapes(names, worst);
     check_large_logits(names, worst);
     check_masks(names, worst);
+    check_halves(names, worst);
     check_threads(names);
     for (const auto& [what, errors] : worst.of) {
         std::printf("%-16s out %.2e  lse %.2e\n", what.c_str(), errors.out, errors.lse);

@@ -138,7 +138,7 @@ Geometry random_geometry(Random& random) {
     g.max_blocks = is_long ? 513 : random.once_in(4) ? 62 + random.below(4) : 1 + random.below(9);
     g.layers = 1 + random.below(3);
     g.pages = 1 + random.below(12);
-    g.flags = random.below(2) * geometry_masks;
+    g.flags = random.below(1 + known_geometry_flags);
     return FuzzPool::with_pool(g, random.below(2), 64 * random.below(3));
 }
 
@@ -183,6 +183,7 @@ void require_servable(const Geometry& g) {
         {at.pages, heads * g.max_blocks * sizeof(uint32_t)},
         {at.masks, g.flags & geometry_masks ? heads * g.max_blocks * sizeof(uint32_t) : 0},
         {at.queries, values * item},
+        {at.weights, g.flags & geometry_value_sums ? heads * g.group * g.max_blocks * block_tokens * sizeof(float) : 0},
         {at.outputs, values * sizeof(float)},
         {at.lses, heads * g.group * sizeof(float)},
         {at.bytes, 0},
@@ -254,6 +255,7 @@ struct Layer {
     std::vector<char> query;
     std::vector<int64_t> pages, fill;
     std::vector<int32_t> masks;  // or none
+    std::vector<float> weights;  // or none
     sh_lists lists;
 };
 
@@ -274,6 +276,9 @@ Layer random_layer(const Geometry& g, Random& random) {
         }
     }
     const uint32_t which = random.below(g.layers);
+    const bool summed = (g.flags & geometry_value_sums) && listed && random.once_in(2);
+    if (summed) layer.weights.resize(layer.pages.size() * g.group * block_tokens);
+    for (float& weight : layer.weights) weight = random.once_in(3) ? 0 : random.value();
     const bool masked = (g.flags & geometry_masks) && random.once_in(2);
     if (masked) layer.masks.resize(layer.pages.size());
     for (int32_t& mask : layer.masks) mask = int32_t(random.once_in(4) ? random.one_of({0u, ~0u}) : uint32_t(random.bits()));
@@ -281,6 +286,7 @@ Layer random_layer(const Geometry& g, Random& random) {
                    layer.pages.data(),
                    layer.fill.data(),
                    masked ? layer.masks.data() : nullptr,
+                   summed ? layer.weights.data() : nullptr,
                    rows,
                    listed,
                    which,
@@ -316,6 +322,35 @@ uint32_t collect(sh_client* client, uint64_t sequence, uint64_t timeout_ns, Answ
     }
     require(counted == missing, "another number of missing rows than there are");
     return missing;
+}
+
+// One query head's sum of values.
+void check_sum(const Geometry& g, const FuzzPool& pool, const Layer& layer, uint64_t list, uint32_t query_head,
+               const Answer& answer) {
+    const uint64_t index = list * g.group + query_head;
+    const float* const out = answer.out.data() + index * g.head_dim;
+    std::vector<double> sum(g.head_dim), sizes(g.head_dim);
+    uint32_t blocks = 0;
+    for (; blocks < layer.lists.listed && layer.pages[list * layer.lists.listed + blocks] >= 0; ++blocks) {
+        const auto page = uint64_t(layer.pages[list * layer.lists.listed + blocks]);
+        for (uint32_t token = 0; token < block_tokens; ++token) {
+            const double weight = layer.weights[(index * layer.lists.listed + blocks) * block_tokens + token];
+            const double* const value = pool.value(layer.lists.layer, page, uint32_t(list % g.kv_heads), token);
+            for (uint32_t d = 0; d < g.head_dim; ++d) {
+                sum.data()[d] += weight * value[d];
+                sizes.data()[d] += std::fabs(weight * value[d]);
+            }
+        }
+    }
+    if (blocks == 0) {
+        require(answer.lse[index] == -std::numeric_limits<float>::infinity(), "the LSE of an empty list is not -inf");
+        require(out[0] == Answer::untouched, "an output of an empty list");
+        return;
+    }
+    require(answer.lse[index] == 0, "the LSE of a sum is not 0");
+    for (uint32_t d = 0; d < g.head_dim; ++d) {
+        require(std::fabs(out[d] - sum[d]) <= 1e-5 * (1 + sizes[d]), "an output is not the sum of the values");
+    }
 }
 
 double allowed_error(DType dtype) { return dtype == DType::bf16 ? 1e-2 : dtype == DType::fp16 ? 2e-3 : 1e-4; }
@@ -375,7 +410,7 @@ bool check_answer(Random& random, const Geometry& g, const FuzzPool& pool, sh_cl
     }
     // one query head of each list: all of them would take most of a round's time
     for (uint64_t list = 0; list < uint64_t{layer.lists.rows} * g.kv_heads; ++list) {
-        check_head(g, pool, layer, list, random.below(g.group), answer);
+        (layer.lists.weights ? check_sum : check_head)(g, pool, layer, list, random.below(g.group), answer);
     }
     ++checked_posts;
     return true;
@@ -421,6 +456,10 @@ class RunningEngine {
                 require(job.last_fill[list] >= 1 && job.last_fill[list] <= block_tokens, "a job with a bad last block");
                 for (uint32_t i = 0; i < job.count[list]; ++i) {
                     require(job.pages[list * g_.max_blocks + i] < g_.pages, "a job with a page behind the pool");
+                    for (uint32_t head = 0; job.weights && head < g_.group; ++head) {
+                        const uint64_t block = (list * g_.group + head) * g_.max_blocks + i;
+                        masks_ += job.weights[block * block_tokens + block_tokens - 1] > 0;
+                    }
                     masks_ += job.masks ? job.masks[list * g_.max_blocks + i] : 0;  // the sanitizer sees whether they are there
                 }
             }
@@ -529,7 +568,9 @@ class Intruder {
         const auto scale_bits = uint32_t(sent(bits_of(scale)));
         std::memcpy(&post.scale, &scale_bits, sizeof(scale_bits));
         const bool masked = (g_.flags & geometry_masks) && random_.once_in(2);
-        store_release(post.kind, sent(uint32_t(masked ? PostKind::attend_masked : PostKind::attend)));
+        const bool summed = (g_.flags & geometry_value_sums) && random_.once_in(2);
+        const PostKind kind = summed ? PostKind::sum_values : masked ? PostKind::attend_masked : PostKind::attend;
+        store_release(post.kind, sent(uint32_t(kind)));
         store_release(post.sequence, sent(sequence));
         const bool bell_first = pause_us || (damage && random_.once_in(2));
         if (bell_first) ring(sequence);
@@ -611,8 +652,10 @@ class Intruder {
             {view_.pages(sequence, row, head), g_.pages},
             {&post.rows, g_.rows + 1},
             {&post.layer, g_.layers},
-            {&post.kind, 1 + uint32_t(PostKind::attend_masked)},
-            {&post.kind, uint32_t(PostKind::attend_masked)},  // too large where there are no masks
+            {&post.kind, 1 + uint32_t(PostKind::sum_values)},
+            // too large where the mailbox has no room for it
+            {&post.kind, uint32_t(PostKind::attend_masked)},
+            {&post.kind, uint32_t(PostKind::sum_values)},
         };
         const auto& [place, too_large] = words[random_.below(std::size(words))];
         uint32_t& word = *place;

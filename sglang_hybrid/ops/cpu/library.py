@@ -53,6 +53,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         c_int,
         [c_void_p, POINTER(Geometry), POINTER(Lists), c_uint32, c_uint32, c_void_p, c_void_p, c_void_p, _ERROR],
     ),
+    "sh_token_weights": (
+        c_int,
+        [c_void_p, POINTER(Geometry), POINTER(Lists), c_uint32, c_void_p, c_void_p, _ERROR],
+    ),
     "sh_host_open": (
         c_void_p,
         [c_void_p, POINTER(Geometry), POINTER(HostLayer), POINTER(HostOptions), _ERROR],

@@ -7,7 +7,8 @@ from ctypes import POINTER, c_char_p, c_float, c_int64, c_uint32, c_uint64, c_vo
 
 DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 ITEMSIZES = {0: 2, 1: 2, 2: 4}
-MASKS = 1  # mailbox.h: geometry_masks, a bit of Geometry.flags
+MASKS, VALUE_SUMS = 1, 2  # mailbox.h: geometry_masks, geometry_value_sums; bits of Geometry.flags
+SUM_VALUES = 2  # mailbox.h: PostKind::sum_values
 MAILBOX_VERSION = 4  # mailbox.h: mailbox_version
 
 
@@ -60,7 +61,7 @@ class MailboxLayout(ctypes.Structure):
         (name, c_uint64)
         for name in (
             "bell", "worker", "client", "posts", "requests", "replies", "checks", "lists", "pages", "masks",
-            "queries", "outputs", "lses", "bytes",
+            "queries", "weights", "outputs", "lses", "bytes",
         )
     )  # fmt: skip
 
@@ -73,6 +74,7 @@ class Lists(ctypes.Structure):
         ("pages", c_void_p),
         ("fill", c_void_p),
         ("masks", c_void_p),
+        ("weights", c_void_p),
         ("rows", c_uint32),
         ("listed", c_uint32),
         ("layer", c_uint32),
@@ -138,11 +140,13 @@ class Job(ctypes.Structure):
         ("layer", c_uint32),
         ("rows", c_uint32),
         ("scale", c_float),
+        ("kind", c_uint32),
         ("query", c_void_p),
         ("count", POINTER(c_uint32)),
         ("last_fill", POINTER(c_uint32)),
         ("pages", POINTER(c_uint32)),
         ("masks", POINTER(c_uint32)),
+        ("weights", c_void_p),
     )
 
 

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from mailbox_host import SCALE, Host, Lists, assert_same_bits, collected
 from worker_process import BLOCK_TOKENS, PATIENCE_S, eventually
 
-from sglang_hybrid.ops import reference
+from sglang_hybrid.ops import reference, reference_weights
 from sglang_hybrid.ops.cpu import NativeError
 from sglang_hybrid.ops.cpu.library import checked, library, mailbox_fields
 from sglang_hybrid.ops.cpu.structs import (
     MAILBOX_VERSION,
     MASKS,
+    VALUE_SUMS,
     EngineStats,
     Geometry,
     Job,
@@ -165,7 +166,7 @@ def test_python_sees_the_geometry_as_the_header_does() -> None:
         assert (described.offset, described.size) == place
 
 
-@pytest.mark.parametrize("flags", [0, MASKS])
+@pytest.mark.parametrize("flags", [0, MASKS, VALUE_SUMS, MASKS | VALUE_SUMS])
 def test_parts_of_a_mailbox_do_not_overlap(flags: int) -> None:
     geometry = Host(flags=flags).geometry
     layout, sizes = layout_of(geometry), {name: f[""][1] for name, f in _fields()}
@@ -183,6 +184,7 @@ def test_parts_of_a_mailbox_do_not_overlap(flags: int) -> None:
         (layout.pages, rows * geometry.kv_heads * geometry.max_blocks * 4),
         (layout.masks, rows * geometry.kv_heads * geometry.max_blocks * 4 if flags & MASKS else 0),
         (layout.queries, values * 4),
+        (layout.weights, values // geometry.head_dim * geometry.max_blocks * 128 if flags & VALUE_SUMS else 0),
         (layout.outputs, values * 4),
         (layout.lses, rows * geometry.kv_heads * geometry.group * 4),
         (layout.bytes, 0),
@@ -374,6 +376,62 @@ def test_a_mailbox_without_masks_has_no_room_for_them_and_refuses_them(mailbox: 
         mailbox.post(host.on_host(host.masked_lists(2, 3, 1)), 0)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_values_are_summed_by_the_weights_of_the_post(dtype: str, threads: int) -> None:
+    host = Host(dtype, flags=MASKS | VALUE_SUMS)
+    host.pool[0] = torch.nan  # no key is read
+    mailbox = Mailbox(host.geometry)
+    with mailbox.region, host.engine(mailbox, threads):
+        for seed in range(8):
+            lists = host.random_lists(host.rows, host.max_blocks, seed)
+            weights = host.random_weights(lists, seed)
+            weights[..., 5] = 0.0
+            values = host.pool[1, 1]
+            values[:, :, 5] = torch.nan  # nor a value without a weight
+            replied = host.sums(weights, lists, layer=1)
+            assert collected(mailbox, replied, mailbox.post(replied, seed)) == 0
+            assert_same_bits(replied, host.sums_computed_here(weights, lists, layer=1))
+            expected = reference_weights.sum_values(weights, values, lists.ids)
+            torch.testing.assert_close(replied.out, expected, rtol=1e-5, atol=1e-5)
+            empty = (lists.ids == reference.NO_BLOCK).all(dim=2).repeat_interleave(host.group, dim=1)
+            assert torch.equal(replied.lse, torch.where(empty, -torch.inf, 0.0))
+
+
+def test_sums_and_attention_are_on_their_way_at_once() -> None:
+    host = Host(flags=MASKS | VALUE_SUMS)
+    mailbox = Mailbox(host.geometry)
+    with mailbox.region, host.engine(mailbox):
+        for step in range(10):
+            lists, masked = host.random_lists(4, 5, step), host.masked_lists(4, 5, step)
+            weights = host.random_weights(lists, step)
+            sums, attended = host.sums(weights, lists), host.on_host(masked, 1)
+            sequences = [mailbox.post(sums, step), mailbox.post(attended, step)]
+            assert collected(mailbox, attended, sequences[1]) == collected(mailbox, sums, sequences[0]) == 0
+            assert_same_bits(sums, host.sums_computed_here(weights, lists))
+            assert_same_bits(attended, host.computed_here(masked, 1))
+
+
+def test_a_mailbox_without_value_sums_has_no_room_for_weights_and_refuses_them(mailbox: Mailbox, host: Host) -> None:
+    layout = layout_of(host.geometry)
+    assert layout.weights == layout.outputs
+    lists = host.full_lists()
+    with pytest.raises(NativeError, match=r"the policy has to declare Needs\(value_sums=True\)"):
+        mailbox.post(host.sums(host.random_weights(lists, 1), lists), 0)
+
+
+def test_what_became_of_sums_that_nobody_served_is_computed_here() -> None:
+    host = Host(flags=VALUE_SUMS)
+    mailbox = Mailbox(host.geometry)
+    lists = host.full_lists(rows=3)
+    weights = host.random_weights(lists, 2)
+    with mailbox.region:
+        sums = host.sums(weights, lists)
+        assert collected(mailbox, sums, mailbox.post(sums, 1), timeout_s=0.0) == 3
+    host.local.attend(sums, sums.outcome)
+    assert_same_bits(sums, host.sums_computed_here(weights, lists))
+
+
 @pytest.mark.parametrize("damage", ["kind", "mask"])
 def test_an_answer_to_other_tokens_than_were_asked_for_is_never_merged(damage: str) -> None:
     host = Host(flags=MASKS)
@@ -392,7 +450,7 @@ def test_an_answer_to_other_tokens_than_were_asked_for_is_never_merged(damage: s
     assert lists.outcome.tolist() == [DAMAGED]
 
 
-@pytest.mark.parametrize("kind", [1, 2, 1 << 31])
+@pytest.mark.parametrize("kind", [1, 2, 3, 1 << 31])
 def test_a_post_of_a_kind_that_the_mailbox_does_not_have_is_given_up(
     mailbox: Mailbox, behind: Behind, host: Host, kind: int
 ) -> None:
@@ -532,14 +590,15 @@ def test_a_worker_that_saw_a_wrong_number_at_the_bell_answers_the_next_post(
 
 
 @pytest.mark.parametrize("threads", [1, 2, 0], ids=["one thread", "two threads", "external"])
-@pytest.mark.parametrize("flags", [0, MASKS])
+@pytest.mark.parametrize("flags", [0, MASKS, VALUE_SUMS])
 def test_a_reply_says_what_it_was_computed_from(threads: int, flags: int) -> None:
     host = Host(flags=flags)
     mailbox = Mailbox(host.geometry)
     behind = Behind(mailbox, host.geometry)
     for seed in range(4):
-        some_lists = host.masked_lists if flags else host.random_lists
-        lists = host.on_host(some_lists(host.rows, host.max_blocks, seed))
+        some_lists = host.masked_lists if flags & MASKS else host.random_lists
+        sent = some_lists(host.rows, host.max_blocks, seed)
+        lists = host.sums(host.random_weights(sent, 1), sent) if flags == VALUE_SUMS else host.on_host(sent)
         with host.engine(mailbox, threads=threads) as engine:
             sequence = mailbox.post(lists, 1)
             if threads == 0:

@@ -10,7 +10,8 @@ namespace sglang_hybrid {
 ExternalJobs::ExternalJobs(void* mailbox, const Geometry& g, uint32_t spin_us)
     : reader(mailbox, g, spin_us), query(g.rows * reader.view.query_row_bytes()), count(uint64_t{g.rows} * g.kv_heads),
       last_fill(count.size()), pages(count.size() * g.max_blocks), masks(g.flags & geometry_masks ? pages.size() : 0),
-      generations_(g.rows), checks_(g.rows), wanted_(g.rows), lists_(g.kv_heads) {
+      weights(g.flags & geometry_value_sums ? pages.size() * g.group * block_tokens : 0), generations_(g.rows), checks_(g.rows),
+      wanted_(g.rows), lists_(g.kv_heads) {
     reader.beat();
 }
 
@@ -61,8 +62,24 @@ bool ExternalJobs::read_row(uint32_t row, const Request& request) {
             checks_[row] += check_of_mask(g, head, i, mask);
         }
     }
-    std::memcpy(query.data() + row * view.query_row_bytes(), view.query(post.sequence, row, 0), view.query_row_bytes());
+    if (post.kind == PostKind::sum_values) {
+        copy_weights(row);
+    } else {
+        std::memcpy(query.data() + row * view.query_row_bytes(), view.query(post.sequence, row, 0), view.query_row_bytes());
+    }
     return true;
+}
+
+void ExternalJobs::copy_weights(uint32_t row) {
+    const MailboxView& view = reader.view;
+    for (uint32_t head = 0; head < view.geometry.kv_heads; ++head) {
+        const float* from = view.weights(post.sequence, row, head);
+        const uint64_t index = uint64_t{row} * view.geometry.kv_heads + head, stride = view.weight_stride();
+        float* to = weights.data() + index * view.geometry.group * stride;
+        for (uint32_t i = 0; i < view.geometry.group; ++i, from += stride, to += stride) {
+            std::copy_n(from, uint64_t{lists_[head].count} * block_tokens, to);
+        }
+    }
 }
 
 void ExternalJobs::answer(const float* out, const float* lse) {

@@ -20,8 +20,10 @@ class ExternalJobs {
     OpenPost post;
     std::vector<char> query;
     std::vector<uint32_t> count, last_fill, pages, masks;  // masks: empty where the geometry has none
+    std::vector<float> weights;                          // likewise
 
   private:
+    void copy_weights(uint32_t row);
     bool read_row(uint32_t row, const Request& request);
 
     std::vector<uint32_t> generations_;

@@ -38,6 +38,7 @@ MailboxLayout layout_of(const Geometry& g) {
     at.pages = take(heads * g.max_blocks * sizeof(uint32_t));
     at.masks = take(g.flags & geometry_masks ? heads * g.max_blocks * sizeof(uint32_t) : 0);
     at.queries = take(values * bytes_of(static_cast<DType>(g.dtype)));
+    at.weights = take(g.flags & geometry_value_sums ? heads * g.group * g.max_blocks * block_tokens * sizeof(float) : 0);
     at.outputs = take(values * sizeof(float));
     at.lses = take(heads * g.group * sizeof(float));
     at.bytes = end;

@@ -27,6 +27,11 @@ class MailboxView {
     char* query(uint64_t sequence, uint32_t row, uint32_t head) const {
         return at<char>(at_.queries, sequence, row, query_row_bytes()) + head * (query_row_bytes() / geometry.kv_heads);
     }
+    // [group][max_blocks][32]; only where the geometry has value sums.
+    float* weights(uint64_t sequence, uint32_t row, uint32_t head) const {
+        const uint64_t per_head = geometry.group * weight_stride();
+        return at<float>(at_.weights, sequence, row, geometry.kv_heads * per_head) + head * per_head;
+    }
     float* output(uint64_t sequence, uint32_t row, uint32_t head) const {
         return at<float>(at_.outputs, sequence, row, output_row()) + uint64_t{head} * geometry.group * geometry.head_dim;
     }
@@ -35,6 +40,7 @@ class MailboxView {
     }
 
     uint64_t query_row_bytes() const { return output_row() * bytes_of(static_cast<DType>(geometry.dtype)); }
+    uint64_t weight_stride() const { return uint64_t{geometry.max_blocks} * block_tokens; }
     uint64_t output_row() const { return uint64_t{geometry.kv_heads} * geometry.group * geometry.head_dim; }
     uint64_t lse_row() const { return uint64_t{geometry.kv_heads} * geometry.group; }
 

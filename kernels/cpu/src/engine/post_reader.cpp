@@ -54,6 +54,7 @@ bool PostReader::is_served(uint32_t kind) const {
     switch (static_cast<PostKind>(kind)) {
         case PostKind::attend: return true;
         case PostKind::attend_masked: return view.geometry.flags & geometry_masks;
+        case PostKind::sum_values: return view.geometry.flags & geometry_value_sums;
     }
     return false;
 }

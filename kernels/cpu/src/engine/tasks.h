@@ -74,6 +74,27 @@ inline void merge_partials(const Geometry& g, const Partials& parts, uint32_t ta
     }
 }
 
+// The same for sums of values: each task has a part of them. LSEs of sums are 0: there is something.
+inline void add_partial_sums(const Geometry& g, const Partials& parts, uint32_t tasks, float* out) {
+    const uint64_t floats = partial_out_floats(g);
+    std::copy_n(parts.out, floats, out);
+    for (uint32_t task = 1; task < tasks; ++task) {
+        for (uint64_t i = 0; i < floats; ++i) out[i] += parts.out[task * floats + i];
+    }
+}
+
+// What computes posts of every kind.
+struct Kernels {
+    Kernel attend;
+    SumKernel sum;
+};
+
+// `attention` with weights in the place of query and keys.
+inline ValueSum sum_of(const BlockAttention& attention, const float* weights, uint64_t weight_stride) {
+    return {weights,         weight_stride,   attention.values,   attention.page_stride, attention.pages,
+            attention.count, attention.group, attention.head_dim, attention.dtype,       attention.out};
+}
+
 // The kernel's arguments for blocks of one (layer, KV head); the caller fills in the list and where results go.
 inline BlockAttention attention_of(const Geometry& g, const char* pool, uint32_t layer, uint32_t head, const void* query,
                                    float scale) {
