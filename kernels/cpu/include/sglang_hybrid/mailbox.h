@@ -90,7 +90,8 @@ enum class PostKind : uint32_t {
     attend = 0,         // attention over all tokens of the lists' blocks
     attend_masked = 1,  // over those whose bit in the block's mask is set; only where the geometry has masks
     // Sums of values by the client's weights, only where the geometry has value sums: instead of a query the client writes
-    // weights. The LSE of a list that has blocks is 0. Queries, last_fill and scale are not looked at.
+    // weights. The LSE of a list that has blocks is 0; queries and scale are not looked at. Weights are floats: rounded to
+    // the pool's dtype they would cost the sums their precision and save a few hundredths of the bytes that a sum reads.
     sum_values = 2,
 };
 
@@ -136,10 +137,7 @@ struct MailboxLayout {
     uint64_t pages;     // [slot][row][KV head][max_blocks] uint32_t
     uint64_t masks;     // likewise, bit t: token t of the block counts; no bytes where the geometry has no masks
     uint64_t queries;   // [slot][row][KV head][group][head_dim] of the pool's dtype
-    // [slot][row][KV head][group][max_blocks][32] float: the weights of a list's blocks. In the pool's dtype they would cost the
-    // sums their precision (bf16: 1e-3 instead of 1e-7, relative) and save a few hundredths of the bytes that a sum reads. No
-    // bytes where the geometry has no value sums
-    uint64_t weights;
+    uint64_t weights;   // [slot][row][KV head][group][max_blocks][32] float, see sum_values; no bytes without value sums
     uint64_t outputs;   // [slot][row][KV head][group][head_dim] float; undefined where the LSE is -inf
     uint64_t lses;      // [slot][row][KV head][group] float
     uint64_t bytes;
