@@ -16,12 +16,12 @@ from sglang_hybrid.metrics import WorkerMetrics
 from sglang_hybrid.metrics.distribution import Distribution
 from sglang_hybrid.metrics.readings import ServedBlocks
 from sglang_hybrid.metrics.waits import StepWaits
-from sglang_hybrid.ops.cpu.lists import HostLists
+from sglang_hybrid.ops.cpu.lists import HostLists, HostSums, HostWork
 from sglang_hybrid.ops.cpu.local import LocalAttention
 from sglang_hybrid.protocol.mailbox import DAMAGED, SERVED
 from sglang_hybrid.worker.connection import WorkerConnection
 from sglang_hybrid.worker.fallback_log import FallbackLog
-from sglang_hybrid.worker.miss_server import MissServer, PendingAttention, Ready
+from sglang_hybrid.worker.miss_server import MissServer, PendingAttention, PendingSum, Ready, ReadySum
 from sglang_hybrid.worker.supervisor import Supervisor
 
 
@@ -51,17 +51,25 @@ class WorkerMisses(MissServer):
     def post(
         self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int
     ) -> PendingAttention:
-        lists = HostLists(query, blocks.ids, blocks.fill, cache.layer, scale, cache.keys.dtype)
+        lists = HostLists(query, blocks.ids, blocks.fill, cache.layer, scale, cache.keys.dtype, blocks.masks)
         if blocks.ids.shape[2] == 0:  # nothing to attend, for anybody
             return Ready((torch.zeros_like(query, dtype=torch.float32), lists.lse.fill_(-torch.inf).to(query.device)))
+        return _PostedLayer(self, lists, *self._send(lists, step), query.device, step)
+
+    def post_sum(self, weights: torch.Tensor, cache: LayerCache, ids: torch.Tensor, step: int) -> PendingSum:
+        sums = HostSums(weights, ids, cache.layer, cache.values.shape[3])
+        if ids.shape[2] == 0:
+            return ReadySum(sums.out.to(weights.device))
+        return _PostedSum(self, sums, *self._send(sums, step), weights.device, step)
+
+    def _send(self, lists: HostWork, step: int) -> tuple[WorkerConnection | None, int | None]:
         link = self._supervisor.link
         if link and link.late and link.mailbox.caught_up:
             link.late = False
         # a worker that is behind gets nothing new: every layer would wait for it in vain
-        sequence = link.mailbox.post(lists, step) if link and not link.late else None
-        return _PostedLayer(self, lists, link, sequence, query.device, step)
+        return link, link.mailbox.post(lists, step) if link and not link.late else None
 
-    def collect(self, lists: HostLists, link: WorkerConnection | None, sequence: int | None, step: int) -> None:
+    def collect(self, lists: HostWork, link: WorkerConnection | None, sequence: int | None, step: int) -> None:
         """Fill ``lists``, by the worker if it was posted and answers in time."""
         if link is None or sequence is None:
             self.served.add("process", int(lists.blocks.sum()))
@@ -78,22 +86,24 @@ class WorkerMisses(MissServer):
         link.late = link.late or damaged < missing
         self._compute(lists, "damaged" if damaged else "no-worker" if link.gone.value else "late", missing)
 
-    def _count_blocks(self, lists: HostLists) -> None:
+    def _count_blocks(self, lists: HostWork) -> None:
         blocks, is_served = lists.blocks, lists.outcome == SERVED
         self.served.add("worker", int(blocks[is_served].sum()))
         self.served.add("process", int(blocks[~is_served].sum()))
 
-    def _compute(self, lists: HostLists, why: str, rows: int) -> None:
+    def _compute(self, lists: HostWork, why: str, rows: int) -> None:
         self._local.attend(lists, lists.outcome)
         self._metrics.served(f"process-{why}", rows)
         self._log.note(why, rows)
 
 
-class _PostedLayer:
+class _Posted:
+    """Work that a worker may be at, until it is collected."""
+
     def __init__(
         self,
         misses: WorkerMisses,
-        lists: HostLists,
+        lists: HostWork,
         link: WorkerConnection | None,
         sequence: int | None,
         device: torch.device,
@@ -106,6 +116,17 @@ class _PostedLayer:
         self._device = device
         self._step = step
 
-    def collect(self) -> Partial:
+    def _wait(self) -> None:
         self._misses.collect(self._lists, self._link, self._sequence, self._step)
+
+
+class _PostedSum(_Posted):
+    def collect(self) -> torch.Tensor:
+        self._wait()
+        return self._lists.out.to(self._device)
+
+
+class _PostedLayer(_Posted):
+    def collect(self) -> Partial:
+        self._wait()
         return self._lists.out.to(self._device), self._lists.lse.to(self._device)
