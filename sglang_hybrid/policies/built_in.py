@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.policies.hgca.options import HgcaOptions
 from sglang_hybrid.policies.registry import Needs, PolicyContext, register_policy
 from sglang_hybrid.policies.scout.options import ScoutAttentionOptions, ScoutOptions
 
@@ -95,3 +96,15 @@ def create_scoutattention(context: PolicyContext) -> DecodePolicy:
     from sglang_hybrid.policies.scout import scoutattention
 
     return scoutattention.create(context)
+
+
+@register_policy(
+    "hgca",
+    description="a window of the newest tokens and salient older ones, as the paper HGCA has it",
+    needs=Needs(worker=True),
+    settings=HgcaOptions,
+)
+def create_hgca(context: PolicyContext) -> DecodePolicy:
+    from sglang_hybrid.policies.hgca.policy import HgcaPolicy
+
+    return HgcaPolicy(context.config.section(HgcaOptions), context.misses, context.prompts)
