@@ -17,7 +17,8 @@ from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.metrics import Rank, WorkerMetrics
 from sglang_hybrid.ops.cpu import NativeError, library, variants
 from sglang_hybrid.ops.cpu.local import LocalAttention
-from sglang_hybrid.ops.cpu.structs import DTYPES, Geometry
+from sglang_hybrid.ops.cpu.structs import DTYPES, MASKS, Geometry
+from sglang_hybrid.policies.registry import policy_named
 from sglang_hybrid.protocol import cores
 from sglang_hybrid.protocol.messages import SPIN_US, ThreadPlan
 from sglang_hybrid.worker.local_attention import LocalMisses
@@ -115,6 +116,7 @@ def geometry_of(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Ge
         values=pool.v_buffer[0].data_ptr() - start,
         layer_stride=following.data_ptr() - first_key,
         pool_bytes=pool.region.size,
+        flags=MASKS if policy_named(config.policy).needs.masks else 0,
     )
 
 

@@ -17,6 +17,6 @@ class LocalMisses(MissServer):
     def post(
         self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int
     ) -> PendingAttention:
-        lists = HostLists(query, blocks.ids, blocks.fill, cache.layer, scale, cache.keys.dtype)
+        lists = HostLists(query, blocks.ids, blocks.fill, cache.layer, scale, cache.keys.dtype, blocks.masks)
         self._local.attend(lists)
         return Ready((lists.out.to(query.device), lists.lse.to(query.device)))

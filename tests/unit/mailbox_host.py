@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from attention_oracle import seeded
@@ -26,6 +26,7 @@ class Lists:
     query: torch.Tensor
     ids: torch.Tensor
     fill: torch.Tensor
+    masks: torch.Tensor | None = None
 
 
 class Host:
@@ -33,6 +34,7 @@ class Host:
 
     rows, max_blocks, layers, pages = 4, 5, 2, 12  # unless told otherwise
     task_blocks = 2
+    flags = 0
 
     def __init__(
         self, dtype: str = "float32", kv_heads: int = 2, group: int = 3, head_dim: int = 64, **otherwise: int
@@ -45,7 +47,7 @@ class Host:
         layer = self.pool[0, 0].numel() * kind.itemsize
         self.geometry = Geometry(
             self.rows, kv_heads, group, head_dim, DTYPES[dtype], self.max_blocks, self.layers, self.pages,
-            0, self.layers * layer, layer, 2 * self.layers * layer,
+            0, self.layers * layer, layer, 2 * self.layers * layer, self.flags,
         )  # fmt: skip
         self.local = LocalAttention(self.pool.data_ptr(), self.geometry, self.task_blocks, threads=2)
 
@@ -62,6 +64,14 @@ class Host:
         kind = TORCH_DTYPES[self.dtype]
         return Lists(query.to(kind), ids.masked_fill(beyond, reference.NO_BLOCK), fill.masked_fill(beyond, 0))
 
+    def masked_lists(self, rows: int, listed: int, seed: int) -> Lists:
+        """``random_lists`` of which some tokens count: all or none of some blocks, any of others."""
+        lists, random = self.random_lists(rows, listed, seed), seeded(seed + 1)
+        masks = torch.randint(-(2**31), 2**31, lists.ids.shape, generator=random)
+        kind = torch.randint(0, 4, lists.ids.shape, generator=random)
+        masks = torch.where(kind == 0, 0, torch.where(kind == 1, -1, masks))
+        return replace(lists, masks=masks.to(torch.int32))
+
     def full_lists(self, rows: int = 2, seed: int = 1) -> Lists:
         """Lists of two blocks each: no row is empty."""
         shape = (rows, self.kv_heads, 2)
@@ -69,7 +79,7 @@ class Host:
         return Lists(some.query, torch.arange(2).expand(shape), torch.full(shape, BLOCK_TOKENS))
 
     def on_host(self, lists: Lists, layer: int = 0) -> HostLists:
-        return HostLists(lists.query, lists.ids, lists.fill, layer, SCALE, TORCH_DTYPES[self.dtype])
+        return HostLists(lists.query, lists.ids, lists.fill, layer, SCALE, TORCH_DTYPES[self.dtype], lists.masks)
 
     def computed_here(self, lists: Lists, layer: int = 0) -> HostLists:
         computed = self.on_host(lists, layer)

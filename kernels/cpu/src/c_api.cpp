@@ -79,6 +79,7 @@ constexpr sh_field fields[] = {
     FIELD(Geometry, values),
     FIELD(Geometry, layer_stride),
     FIELD(Geometry, pool_bytes),
+    FIELD(Geometry, flags),
     WHOLE(Bell),
     FIELD(Bell, posted),
     WHOLE(WorkerLine),
@@ -96,6 +97,7 @@ constexpr sh_field fields[] = {
     FIELD(Post, layer),
     FIELD(Post, rows),
     FIELD(Post, scale),
+    FIELD(Post, kind),
     WHOLE(Request),
     FIELD(Request, sequence),
     FIELD(Request, generation),
@@ -128,7 +130,7 @@ int sh_attend(const BlockAttention* task, const char* variant, char* error) {
     if (!kernel) return fail(error, "no such kernel on this machine");
     if (task->group < 1 || task->group > max_group) return fail(error, "query heads per KV head must be 1 to 16");
     if (task->count && (task->last_fill < 1 || task->last_fill > block_tokens)) return fail(error, "last_fill must be 1 to 32");
-    kernel(*task);
+    attend(kernel, *task);
     return 0;
 }
 
@@ -205,6 +207,9 @@ int sh_client_post(sh_client* client, const sh_lists* lists, uint32_t generation
     return guarded(error, [&] {
         const std::string problem = problem_of(*lists, client->mailbox.view.geometry);
         if (!problem.empty()) return fail(error, problem);
+        if (lists->masks && !(client->mailbox.view.geometry.flags & geometry_masks)) {
+            return fail(error, "the lists have masks and the mailbox has none: the policy has to declare Needs(masks=True)");
+        }
         *sequence = client->mailbox.post(*lists, generation);
         return 0;
     });
@@ -380,8 +385,10 @@ void sh_engine_read_stats(const sh_engine* engine, sh_engine_stats* stats) {
 int sh_engine_take(sh_engine* engine, uint64_t timeout_us, sh_job* job) {
     ExternalJobs* const jobs = engine->jobs.get();
     if (!jobs || !jobs->take(timeout_us * 1000)) return 0;
-    *job = {jobs->post.sequence, jobs->post.layer,   jobs->post.rows,        jobs->post.scale,
-            jobs->query.data(),  jobs->count.data(), jobs->last_fill.data(), jobs->pages.data()};
+    *job = {
+        jobs->post.sequence,    jobs->post.layer,   jobs->post.rows,
+        jobs->post.scale,       jobs->query.data(), jobs->count.data(),
+        jobs->last_fill.data(), jobs->pages.data(), jobs->post.kind == PostKind::attend_masked ? jobs->masks.data() : nullptr};
     return 1;
 }
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
+#include <bit>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -20,6 +21,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "sglang_hybrid/block_attention.h"
@@ -83,17 +85,21 @@ class Guarded {
 
 // -- one case ---------------------------------------------------------------------------------------------------------
 
+enum class Masks { none, half, few, most, whole, empty };  // which tokens count
+
 struct Shape {
     DType dtype;
     uint32_t dim, group, count, last_fill;
     float key_size = 1.0f;  // standard deviation of keys; queries and values have 1
     uint32_t seed = 0;
+    Masks masks = Masks::none;
 };
 
 std::string describe(const Shape& shape) {
     char text[160];
-    std::snprintf(text, sizeof text, "%s head_dim %u group %u count %u last_fill %u key_size %g seed %u", name_of(shape.dtype),
-                  shape.dim, shape.group, shape.count, shape.last_fill, static_cast<double>(shape.key_size), shape.seed);
+    std::snprintf(text, sizeof text, "%s head_dim %u group %u count %u last_fill %u key_size %g seed %u masks %d",
+                  name_of(shape.dtype), shape.dim, shape.group, shape.count, shape.last_fill,
+                  static_cast<double>(shape.key_size), shape.seed, static_cast<int>(shape.masks));
     return text;
 }
 
@@ -107,7 +113,7 @@ class Case {
     explicit Case(const Shape& shape)
         : shape_(shape), row_(shape.dim * bytes_of(shape.dtype)), page_stride_(2 * block_tokens * row_),
           query_(shape.group * row_), keys_((shape.count + 1) * page_stride_), values_((shape.count + 1) * page_stride_),
-          pages_(shape.count + 1) {
+          pages_(shape.count + 1), masks_(shape.count + 1) {
         std::mt19937 random(shape.seed);
         std::normal_distribution<float> normal;
         fill(query_, shape.group * shape.dim, [&] { return normal(random); });
@@ -115,9 +121,10 @@ class Case {
         poison(values_, 1);
         std::iota(pages_.begin(), pages_.end(), 0u);
         std::shuffle(pages_.begin(), pages_.end(), random);
+        for (uint32_t& mask : masks_) mask = random_mask(random);
         for (uint32_t i = 0; i < shape.count; ++i) {
-            for (uint32_t token = 0; token < tokens_of(i); ++token) {
-                for (uint32_t d = 0; d < shape.dim; ++d) {
+            for (uint32_t token = 0; token < block_tokens; ++token) {
+                for (uint32_t d = 0; counts(i, token) && d < shape.dim; ++d) {
                     put(shape.dtype, at(keys_, i, token, d), normal(random) * shape.key_size);
                     put(shape.dtype, at(values_, i, token, d), normal(random));
                 }
@@ -132,6 +139,7 @@ class Case {
                 values_.data() + block_tokens * row_,
                 page_stride_,
                 pages_.data(),
+                shape_.masks == Masks::none ? nullptr : masks_.data(),
                 shape_.count,
                 shape_.last_fill,
                 shape_.group,
@@ -148,7 +156,8 @@ class Case {
         Guarded out(shape_.group * shape_.dim * 4), lse(shape_.group * 4);
         std::fill_n(reinterpret_cast<float*>(out.data()), shape_.group * shape_.dim, untouched);
         const BlockAttention next = work(nullptr, nullptr, nullptr);
-        kernel(work(reinterpret_cast<float*>(out.data()), reinterpret_cast<float*>(lse.data()), announced ? &next : nullptr));
+        attend(kernel,
+               work(reinterpret_cast<float*>(out.data()), reinterpret_cast<float*>(lse.data()), announced ? &next : nullptr));
         if (!out.intact() || !lse.intact()) {
             problem = "wrote in front of its output";
         }
@@ -187,6 +196,8 @@ class Case {
     // what rounding the logits to fp32 can do, above what a dtype may cost
     double logit_error() const { return logit_error_; }
 
+    bool is_empty() const { return std::isinf(lse_[0]); }
+
     bool left_empty(const Result& result) const {
         const auto is_untouched = [](float value) { return bits_of(value) == bits_of(untouched); };
         const auto is_empty = [](float value) { return value == -std::numeric_limits<float>::infinity(); };
@@ -200,6 +211,20 @@ class Case {
     float scale() const { return 1.0f / std::sqrt(static_cast<float>(shape_.dim)); }
 
     uint32_t tokens_of(uint32_t index) const { return index + 1 == shape_.count ? shape_.last_fill : block_tokens; }
+
+    uint32_t random_mask(std::mt19937& random) const {
+        if (shape_.masks == Masks::none || shape_.masks == Masks::whole) return ~0u;
+        if (shape_.masks == Masks::empty || random() % 8 == 0) return 0;
+        if (random() % 8 == 0) return ~0u;  // neighbours that count differently
+        uint32_t mask = 0;
+        for (uint32_t token = 0; token < block_tokens; ++token) {
+            const uint32_t chance = shape_.masks == Masks::half ? 16 : shape_.masks == Masks::few ? 2 : 30;  // of 32
+            mask |= uint32_t{random() % 32 < chance} << token;
+        }
+        return mask;
+    }
+
+    bool counts(uint32_t index, uint32_t token) const { return token < tokens_of(index) && (masks_[index] >> token & 1); }
 
     char* at(const Guarded& pool, uint32_t index, uint32_t token, uint32_t d) const {
         return pool.data() + pages_[index] * page_stride_ + (block_tokens + token) * row_ + d * bytes_of(shape_.dtype);
@@ -225,14 +250,23 @@ class Case {
             return;
         }
         const uint32_t dim = shape_.dim;
-        const uint32_t tokens = (shape_.count - 1) * block_tokens + shape_.last_fill;
+        std::vector<std::pair<uint32_t, uint32_t>> counted;
+        for (uint32_t index = 0; index < shape_.count; ++index) {
+            for (uint32_t token = 0; token < block_tokens; ++token) {
+                if (counts(index, token)) counted.push_back({index, token});
+            }
+        }
+        const auto tokens = static_cast<uint32_t>(counted.size());
+        if (tokens == 0) {
+            return;
+        }
         std::vector<double> query(shape_.group * dim), keys(tokens * dim), values(tokens * dim);
         for (uint32_t i = 0; i < query.size(); ++i) {
             query[i] = get(shape_.dtype, query_.data() + i * bytes_of(shape_.dtype));
         }
         for (uint32_t token = 0; token < tokens; ++token) {
             for (uint32_t d = 0; d < dim; ++d) {
-                const uint32_t index = token / block_tokens, within = token % block_tokens;
+                const auto [index, within] = counted[token];
                 keys[token * dim + d] = get(shape_.dtype, at(keys_, index, within, d));
                 values[token * dim + d] = get(shape_.dtype, at(values_, index, within, d));
             }
@@ -271,7 +305,7 @@ class Case {
     uint32_t row_;
     uint64_t page_stride_;
     Guarded query_, keys_, values_;
-    std::vector<uint32_t> pages_;
+    std::vector<uint32_t> pages_, masks_;
     std::vector<double> out_, lse_;
     double logit_error_ = 0;
 };
@@ -318,7 +352,7 @@ void check(const Shape& shape, const std::vector<std::string>& names, Worst& wor
         if (!same_bits(result, one.run(kernel, problem, true))) {
             problem = "two runs differ, the second of them with a next call announced";
         }
-        if (shape.count == 0) {
+        if (one.is_empty()) {
             if (!one.left_empty(result)) {
                 problem = "an empty list must give lse -inf and leave out alone";
             }
@@ -377,6 +411,26 @@ void check_large_logits(const std::vector<std::string>& names, Worst& worst) {
                     check({dtype, dim, group, 3, 7, key_size, ++seed}, names, worst);
                 }
             }
+        }
+    }
+}
+
+// Every kind of mask; lists so long that the tokens that count, or the whole blocks, are computed in several parts.
+void check_masks(const std::vector<std::string>& names, Worst& worst) {
+    std::mt19937 random(3);
+    uint32_t seed = 2000000;
+    for (DType dtype : dtypes) {
+        for (uint32_t dim : head_dims) {
+            for (Masks masks : {Masks::half, Masks::few, Masks::most, Masks::whole, Masks::empty}) {
+                for (uint32_t count : {0u, 1u, 2u, 5u, 9u, 21u}) {
+                    const auto group = 1 + static_cast<uint32_t>(random() % max_group);
+                    const auto last_fill = 1 + static_cast<uint32_t>(random() % block_tokens);
+                    check({dtype, dim, group, count, last_fill, 1.0f, ++seed, masks}, names, worst);
+                }
+            }
+            check({dtype, dim, 4, 150, 3, 1.0f, ++seed, Masks::most}, names, worst);
+            check({dtype, dim, 4, 150, 3, 1.0f, ++seed, Masks::whole}, names, worst);
+            check({dtype, dim, 3, 4, 9, 100.0f, ++seed, Masks::half}, names, worst);
         }
     }
 }
@@ -447,6 +501,7 @@ int check_everything() {
     check_dispatch(names);
     check_shapes(names, worst);
     check_large_logits(names, worst);
+    check_masks(names, worst);
     check_threads(names);
     for (const auto& [what, errors] : worst.of) {
         std::printf("%-16s out %.2e  lse %.2e\n", what.c_str(), errors.out, errors.lse);
@@ -517,7 +572,9 @@ class BenchPool {
     size_t size() const { return pages_ * page; }
 
     // Every block once a pass, so that the pool must be in cache as a whole, or not at all.
-    double attend(Kernel kernel, uint32_t group, uint32_t threads, uint32_t passes) const {
+    // `mask`: of every block. Blocks count as a whole, however few tokens of them do.
+    double attend(Kernel kernel, uint32_t group, uint32_t threads, uint32_t passes, uint32_t mask = ~0u) const {
+        const std::vector<uint32_t> masks(list, mask);
         const uint32_t lists = static_cast<uint32_t>(order_.size()) / list;
         const double time = best_time(threads, [&](uint32_t thread) {
             alignas(64) char query[max_group * dim * 2];
@@ -525,8 +582,21 @@ class BenchPool {
             std::vector<float> out(max_group * dim), lse(max_group);
             const auto work = [&](uint32_t i) {
                 const char* keys = data_ + i * list / pages_ * block;
-                return BlockAttention{query, keys, keys + heads * block, page,    &order_[i * list], list,       block_tokens,
-                                      group, dim,  DType::bf16,          0.0884f, out.data(),        lse.data(), nullptr};
+                return BlockAttention{query,
+                                      keys,
+                                      keys + heads * block,
+                                      page,
+                                      &order_[i * list],
+                                      mask == ~0u ? nullptr : masks.data(),
+                                      list,
+                                      block_tokens,
+                                      group,
+                                      dim,
+                                      DType::bf16,
+                                      0.0884f,
+                                      out.data(),
+                                      lse.data(),
+                                      nullptr};
             };
             const uint32_t begin = lists * thread / threads, end = lists * (thread + 1) / threads;
             for (uint32_t pass = 0; pass < passes; ++pass) {
@@ -534,7 +604,7 @@ class BenchPool {
                 for (uint32_t i = begin; i < end; ++i) {
                     const BlockAttention next = work(i + 1 < end ? i + 1 : begin);
                     current.next = &next;
-                    kernel(current);
+                    sglang_hybrid::attend(kernel, current);
                     current = next;
                 }
             }
@@ -585,8 +655,13 @@ int bench(uint32_t threads, uint32_t group, const std::string& only) {
     for (const std::string& variant : available_variants()) {
         if (only.empty() || only == variant) {
             Kernel kernel = find_kernel(DType::bf16, BenchPool::dim, variant.c_str());
-            print(variant, in_l2.attend(kernel, group, 1, 200), small_pages.attend(kernel, group, threads, 1),
-                  huge_pages.attend(kernel, group, threads, 1));
+            // all tokens; all but one; every second one; one of eight
+            for (const uint32_t mask : {~0u, ~0u - 1, 0x55555555u, 0x01010101u}) {
+                char name[40];
+                std::snprintf(name, sizeof name, mask == ~0u ? "%s" : "%s, %d of 32", variant.c_str(), std::popcount(mask));
+                print(name, in_l2.attend(kernel, group, 1, 200, mask), small_pages.attend(kernel, group, threads, 1, mask),
+                      huge_pages.attend(kernel, group, threads, 1, mask));
+            }
         }
     }
     print_read();

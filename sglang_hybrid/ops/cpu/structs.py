@@ -7,7 +7,8 @@ from ctypes import POINTER, c_char_p, c_float, c_int64, c_uint32, c_uint64, c_vo
 
 DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 ITEMSIZES = {0: 2, 1: 2, 2: 4}
-MAILBOX_VERSION = 3  # mailbox.h: mailbox_version
+MASKS = 1  # mailbox.h: geometry_masks, a bit of Geometry.flags
+MAILBOX_VERSION = 4  # mailbox.h: mailbox_version
 
 
 class BlockAttention(ctypes.Structure):
@@ -19,6 +20,7 @@ class BlockAttention(ctypes.Structure):
         ("values", c_void_p),
         ("page_stride", c_uint64),
         ("pages", POINTER(c_uint32)),
+        ("masks", POINTER(c_uint32)),
         ("count", c_uint32),
         ("last_fill", c_uint32),
         ("group", c_uint32),
@@ -47,6 +49,7 @@ class Geometry(ctypes.Structure):
         ("values", c_uint64),
         ("layer_stride", c_uint64),
         ("pool_bytes", c_uint64),
+        ("flags", c_uint64),
     )
 
 
@@ -56,8 +59,8 @@ class MailboxLayout(ctypes.Structure):
     _fields_ = tuple(
         (name, c_uint64)
         for name in (
-            "bell", "worker", "client", "posts", "requests", "replies", "checks", "lists", "pages", "queries",
-            "outputs", "lses", "bytes",
+            "bell", "worker", "client", "posts", "requests", "replies", "checks", "lists", "pages", "masks",
+            "queries", "outputs", "lses", "bytes",
         )
     )  # fmt: skip
 
@@ -69,6 +72,7 @@ class Lists(ctypes.Structure):
         ("query", c_void_p),
         ("pages", c_void_p),
         ("fill", c_void_p),
+        ("masks", c_void_p),
         ("rows", c_uint32),
         ("listed", c_uint32),
         ("layer", c_uint32),
@@ -138,6 +142,7 @@ class Job(ctypes.Structure):
         ("count", POINTER(c_uint32)),
         ("last_fill", POINTER(c_uint32)),
         ("pages", POINTER(c_uint32)),
+        ("masks", POINTER(c_uint32)),
     )
 
 

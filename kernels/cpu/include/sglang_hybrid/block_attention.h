@@ -25,6 +25,7 @@ struct BlockAttention {
     const char* values;    // likewise
     uint64_t page_stride;  // bytes from a page to the next, the same for keys and values
     const uint32_t* pages; // checked by the caller: a kernel follows them blindly
+    const uint32_t* masks; // of each block, bit t: token t counts; or null: all do. For attend(): kernels do not look at it
     uint32_t count;        // blocks in the list, may be 0
     uint32_t last_fill;    // tokens in the last block, 1 to 32; what is behind them may be anything, NaN included
     uint32_t group;        // query heads, 1 to 16
@@ -37,6 +38,9 @@ struct BlockAttention {
 };
 
 using Kernel = void (*)(const BlockAttention&);
+
+// The kernel's operation over the tokens that count. Where no token does, the list counts as empty.
+void attend(Kernel kernel, const BlockAttention& work);
 
 // The kernel for a shape. `variant` is a name of `variants()`, or null for the fastest that this machine has (or what
 // the environment variable SGLANG_HYBRID_CPU_VARIANT names). A variant that has nothing special for a dtype uses the

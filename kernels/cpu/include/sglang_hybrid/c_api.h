@@ -10,7 +10,7 @@
 #define SH_API extern "C" __attribute__((visibility("default")))
 
 // Counts up whenever a function or struct of this file or of mailbox.h changes.
-inline constexpr uint32_t sh_interface = 5;
+inline constexpr uint32_t sh_interface = 6;
 inline constexpr uint32_t sh_error_bytes = 256;
 
 SH_API uint32_t sh_interface_version();
@@ -51,6 +51,7 @@ struct sh_lists {
     const void* query;
     const int64_t* pages;
     const int64_t* fill;
+    const int32_t* masks;  // [rows][KV head][listed], bit t: token t of the block counts; or null: all of them do
     uint32_t rows;
     uint32_t listed;
     uint32_t layer;
@@ -161,6 +162,7 @@ struct sh_job {
     const uint32_t* count;  // [rows][KV head]
     const uint32_t* last_fill;
     const uint32_t* pages;  // [rows][KV head][max_blocks]
+    const uint32_t* masks;  // likewise; or null: all tokens count
 };
 // Wait for a post: 1 and a job that is valid until sh_engine_answer, or 0 when `timeout_us` are over.
 SH_API int sh_engine_take(sh_engine* engine, uint64_t timeout_us, sh_job* job);

@@ -7,7 +7,7 @@ function(loop_flags file)
   set_source_files_properties(src/host/${file} PROPERTIES COMPILE_OPTIONS "-O3;-ffp-contract=fast;-fno-math-errno;${ARGN}")
 endfunction()
 
-set(ATTENTION_SOURCES src/attention/dispatch.cpp src/attention/portable.cpp)
+set(ATTENTION_SOURCES src/attention/dispatch.cpp src/attention/masked.cpp src/attention/portable.cpp)
 attention_flags(portable.cpp)
 set(LOOP_SOURCES src/host/loops_portable.cpp)
 loop_flags(loops_portable.cpp)

@@ -187,7 +187,7 @@ bool Engine::open_what_is_there() {
 void Engine::open(Slot& slot, uint32_t index, const Request& request) {
     Row& row = slot.rows[index];
     uint32_t count = 0;
-    uint64_t check = check_of_post(slot.post.layer, slot.post.scale);
+    uint64_t check = check_of_post(slot.post.layer, slot.post.scale, slot.post.kind);
     for (uint32_t h = 0; h < geometry_.kv_heads; ++h) {
         Head& head = row.heads[h];
         head.list = lists_[h];
@@ -331,10 +331,19 @@ void Engine::prepare(const Batch& batch, Claimed& claimed) const {
         claimed.in_bounds &= claimed.pages[i] < geometry_.pages;
         claimed.check += check_of_page(geometry_, h, first + i, claimed.pages[i]);
     }
+    if (post.kind == PostKind::attend_masked) {
+        claimed.masks.resize(count);
+        const uint32_t* const shared_masks = reader.view.masks(post.sequence, index, h) + first;
+        for (uint32_t i = 0; i < count; ++i) {
+            claimed.masks[i] = __atomic_load_n(&shared_masks[i], __ATOMIC_RELAXED);
+            claimed.check += check_of_mask(geometry_, h, first + i, claimed.masks[i]);
+        }
+    }
     const char* const query = reader.view.query(post.sequence, index, h);
     const Partials partial = partials_of(slot, index, task);
     BlockAttention& attention = claimed.attention = attention_of(geometry_, pool_, post.layer, h, query, post.scale);
     attention.pages = claimed.pages.data();
+    if (post.kind == PostKind::attend_masked) attention.masks = claimed.masks.data();
     attention.count = count;
     attention.last_fill = part + 1 == head.split.tasks ? head.list.last_fill : block_tokens;
     attention.out = whole ? reader.view.output(post.sequence, index, h) : partial.out;
@@ -356,8 +365,8 @@ void Engine::compute(Claimed& claimed, const Claimed* next, uint32_t thread) {
     Head& head = row.heads[h];
     if (claimed.in_bounds) {
         BlockAttention& attention = claimed.attention;
-        attention.next = next && next->in_bounds ? &next->attention : nullptr;
-        kernel_(attention);
+        attention.next = next && next->in_bounds && !next->attention.masks ? &next->attention : nullptr;
+        attend(kernel_, attention);
         add_to(counts_[thread].blocks, attention.count);
     } else {
         row.out_of_bounds.store(true, std::memory_order_relaxed);

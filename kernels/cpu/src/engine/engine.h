@@ -82,8 +82,8 @@ class Engine {
         uint32_t row, head;
         uint32_t finished;  // tasks of the row that are done with this one
         bool in_bounds, whole;
-        uint64_t check;  // of its pages
-        std::vector<uint32_t> pages;
+        uint64_t check;  // of its pages and masks
+        std::vector<uint32_t> pages, masks;
         BlockAttention attention;
     };
     // Neighbouring tasks of one row, taken at once: what threads share is touched once for all of them.

@@ -9,8 +9,8 @@ namespace sglang_hybrid {
 
 ExternalJobs::ExternalJobs(void* mailbox, const Geometry& g, uint32_t spin_us)
     : reader(mailbox, g, spin_us), query(g.rows * reader.view.query_row_bytes()), count(uint64_t{g.rows} * g.kv_heads),
-      last_fill(count.size()), pages(count.size() * g.max_blocks), generations_(g.rows), checks_(g.rows), wanted_(g.rows),
-      lists_(g.kv_heads) {
+      last_fill(count.size()), pages(count.size() * g.max_blocks), masks(g.flags & geometry_masks ? pages.size() : 0),
+      generations_(g.rows), checks_(g.rows), wanted_(g.rows), lists_(g.kv_heads) {
     reader.beat();
 }
 
@@ -42,7 +42,7 @@ bool ExternalJobs::read_row(uint32_t row, const Request& request) {
     const MailboxView& view = reader.view;
     const Geometry& g = view.geometry;
     if (!reader.read_lists(post, row, request, lists_.data())) return false;
-    checks_[row] = check_of_post(post.layer, post.scale);
+    checks_[row] = check_of_post(post.layer, post.scale, post.kind);
     for (uint32_t head = 0; head < g.kv_heads; ++head) {
         checks_[row] += check_of_list(g, head, lists_[head]);
         const uint64_t index = uint64_t{row} * g.kv_heads + head;
@@ -54,6 +54,11 @@ bool ExternalJobs::read_row(uint32_t row, const Request& request) {
             copied[i] = __atomic_load_n(&shared[i], __ATOMIC_RELAXED);
             if (copied[i] >= g.pages) return false;
             checks_[row] += check_of_page(g, head, i, copied[i]);
+        }
+        for (uint32_t i = 0; post.kind == PostKind::attend_masked && i < lists_[head].count; ++i) {
+            const uint32_t mask = __atomic_load_n(&view.masks(post.sequence, row, head)[i], __ATOMIC_RELAXED);
+            masks[index * g.max_blocks + i] = mask;
+            checks_[row] += check_of_mask(g, head, i, mask);
         }
     }
     std::memcpy(query.data() + row * view.query_row_bytes(), view.query(post.sequence, row, 0), view.query_row_bytes());

@@ -58,6 +58,8 @@ void attend_local(const char* pool, const Geometry& g, const sh_lists& lists, ui
     std::atomic<uint64_t> next{0};
     const auto work = [&] {
         std::vector<uint32_t> pages;
+        std::vector<uint32_t> masks;
+        if (lists.masks) masks.reserve(lists.listed);
         pages.reserve(lists.listed);  // before anything is taken: without memory nothing is lost
         for (uint64_t u; (u = next.fetch_add(1)) < units.size();) {
             const Unit& unit = units[u];
@@ -71,15 +73,20 @@ void attend_local(const char* pool, const Geometry& g, const sh_lists& lists, ui
             float* const unit_lse = lse + index * g.group;
             const bool whole = unit.split.tasks == 1;
             pages.assign(lists.pages + index * lists.listed, lists.pages + index * lists.listed + unit.list.count);
+            if (lists.masks) {
+                const int32_t* const from = lists.masks + index * lists.listed;
+                masks.assign(from, from + unit.list.count);
+            }
             for (uint32_t task = 0; task < unit.split.tasks; ++task) {
                 BlockAttention attention = attention_of(g, pool, lists.layer, unit.head, query, lists.scale);
                 const uint32_t first = task * unit.split.size;
                 attention.pages = pages.data() + first;
+                attention.masks = lists.masks ? masks.data() + first : nullptr;
                 attention.count = std::min(unit.split.size, unit.list.count - first);
                 attention.last_fill = task + 1 == unit.split.tasks ? unit.list.last_fill : block_tokens;
                 attention.out = whole ? unit_out : parts.out + task * partial_out_floats(g);
                 attention.lse = whole ? unit_lse : parts.lse + task * g.group;
-                kernel(attention);
+                attend(kernel, attention);
             }
             if (!whole) merge_partials(g, parts, unit.split.tasks, unit_out, unit_lse);
         }

@@ -21,6 +21,8 @@ uint64_t entry_of(const sh_lists& lists, const Geometry& g, uint32_t row, uint32
     return (uint64_t{row} * g.kv_heads + head) * lists.listed;
 }
 
+PostKind kind_of(const sh_lists& lists) { return lists.masks ? PostKind::attend_masked : PostKind::attend; }
+
 }  // namespace
 
 List list_of(const sh_lists& lists, const Geometry& g, uint32_t row, uint32_t head) {
@@ -74,6 +76,7 @@ uint64_t MailboxClient::post(const sh_lists& lists, uint32_t generation) {
     store_release(post.layer, lists.layer);
     store_release(post.rows, lists.rows);
     post.scale = lists.scale;
+    store_release(post.kind, static_cast<uint32_t>(kind_of(lists)));
     store_release(post.sequence, sequence);
     // the bell before the rows: the worker begins with the first row while the others are written
     store_ordered(view.bell().posted, sequence);
@@ -90,7 +93,8 @@ void MailboxClient::write_request(const sh_lists& lists, uint64_t sequence, uint
         blocks += lists_[head].count;
     }
     if (blocks) {
-        uint64_t& check = posts_[sequence % mailbox_slots].checks[row] = check_of_post(lists.layer, lists.scale);
+        uint64_t& check = posts_[sequence % mailbox_slots].checks[row] =
+            check_of_post(lists.layer, lists.scale, kind_of(lists));
         for (uint32_t head = 0; head < g.kv_heads; ++head) {
             const List list = lists_[head];
             check += check_of_list(g, head, list);
@@ -99,6 +103,11 @@ void MailboxClient::write_request(const sh_lists& lists, uint64_t sequence, uint
             for (uint32_t i = 0; i < list.count; ++i) {
                 __atomic_store_n(&to[i], uint32_t(from[i]), __ATOMIC_RELAXED);
                 check += check_of_page(g, head, i, uint32_t(from[i]));
+            }
+            for (uint32_t i = 0; lists.masks && i < list.count; ++i) {
+                const auto mask = uint32_t(lists.masks[entry_of(lists, g, row, head) + i]);
+                __atomic_store_n(&view.masks(sequence, row, head)[i], mask, __ATOMIC_RELAXED);
+                check += check_of_mask(g, head, i, mask);
             }
             store_release(view.lists(sequence, row)[head].count, list.count);
             store_release(view.lists(sequence, row)[head].last_fill, list.last_fill);

@@ -41,15 +41,28 @@ struct Partials {
 
 inline uint64_t partial_out_floats(const Geometry& g) { return uint64_t{g.group} * g.head_dim; }
 
-// Attention over the union of the tasks' tokens. No task is empty.
+// Attention over the union of the tasks' tokens. Where no task has any, all of whose LSEs are -inf then, that of the union
+// is too, and no output is written.
 inline void merge_partials(const Geometry& g, const Partials& parts, uint32_t tasks, float* out, float* lse) {
     for (uint32_t head = 0; head < g.group; ++head) {
-        float largest = -std::numeric_limits<float>::infinity();
-        for (uint32_t task = 0; task < tasks; ++task) largest = std::max(largest, parts.lse[task * g.group + head]);
+        constexpr float nothing = -std::numeric_limits<float>::infinity();
+        float largest = nothing;
+        bool has_tokens = false;
+        for (uint32_t task = 0; task < tasks; ++task) {
+            const float of_task = parts.lse[task * g.group + head];
+            largest = std::max(largest, of_task);
+            has_tokens |= of_task != nothing;  // NaN is not nothing
+        }
+        if (!has_tokens) {
+            lse[head] = nothing;
+            continue;
+        }
         float* const result = out + uint64_t{head} * g.head_dim;
         std::fill_n(result, g.head_dim, 0.0f);
         float sum = 0;
         for (uint32_t task = 0; task < tasks; ++task) {
+            // masks may leave a task without tokens: its output was not written
+            if (parts.lse[task * g.group + head] == nothing) continue;
             const float weight = std::exp(parts.lse[task * g.group + head] - largest);
             const float* const part = parts.out + task * partial_out_floats(g) + uint64_t{head} * g.head_dim;
             for (uint32_t d = 0; d < g.head_dim; ++d) result[d] += weight * part[d];
