@@ -109,7 +109,7 @@ def geometry_of(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Ge
         group=query_heads // pool.head_num,
         head_dim=pool.head_dim,
         dtype=DTYPES[dtype],
-        max_blocks=config.budget_tokens // BLOCK_TOKENS,
+        max_blocks=_longest_list(config, pool, model_runner),
         layers=len(pool.k_buffer),
         pages=pool.k_buffer[0].shape[0],
         keys=first_key - start,
@@ -118,6 +118,14 @@ def geometry_of(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Ge
         pool_bytes=pool.region.size,
         flags=MASKS if policy_named(config.policy).needs.masks else 0,
     )
+
+
+def _longest_list(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> int:
+    """Blocks that a policy posts at most for one KV head of a row."""
+    if not policy_named(config.policy).needs.long_lists:
+        return config.budget_tokens // BLOCK_TOKENS
+    context = -(-model_runner.req_to_token_pool.req_to_token.shape[1] // BLOCK_TOKENS)
+    return int(min(context, pool.k_buffer[0].shape[0]))
 
 
 def has_kernel(geometry: Geometry) -> bool:

@@ -101,7 +101,7 @@ def create_scoutattention(context: PolicyContext) -> DecodePolicy:
 @register_policy(
     "hgca",
     description="a window of the newest tokens and salient older ones, as the paper HGCA has it",
-    needs=Needs(worker=True),
+    needs=Needs(worker=True, masks=True, long_lists=True),
     settings=HgcaOptions,
 )
 def create_hgca(context: PolicyContext) -> DecodePolicy:
