@@ -1,7 +1,8 @@
 """Moving averages of attention weights, and the tokens that they find salient (HGCA), in plain torch.
 
 As in ``reference.py``, fast versions have the same names and signatures; shapes are named there. MAW is the paper's
-word for a token's moving average of attention weights.
+word for a token's moving average of attention weights. The query heads of a group share one, as they share a KV head:
+the average of the largest of their weights.
 """
 
 from __future__ import annotations
@@ -11,24 +12,28 @@ import torch
 from sglang_hybrid.ops.reference import NO_BLOCK
 
 
-def move_averages(maw: torch.Tensor, weights: torch.Tensor, is_new: torch.Tensor, alpha: float) -> torch.Tensor:
+def move_averages(
+    maw: torch.Tensor, weights: torch.Tensor, is_new: torch.Tensor, begins: torch.Tensor, alpha: float
+) -> torch.Tensor:
     """MAW after one more step (HGCA, Algorithm 1, line 8): ``(1 - alpha) * maw + alpha * weights``.
 
-    maw, weights ``[B, H, G, N, T]``, is_new ``[B, N, T]``: tokens of this step, whose average so far is 0.
+    maw ``[B, H, N, T]``, weights ``[B, H, G, N, T]``; is_new ``[B, N, T]``: tokens of this step, whose average so far
+    is 0; begins ``[B]``: rows without averages, whose other tokens begin with their weights of this step.
     """
-    return (1 - alpha) * maw.masked_fill(is_new[:, None, None], 0.0) + alpha * weights
+    largest = weights.amax(dim=2)
+    before = torch.where(begins[:, None, None, None], largest, maw).masked_fill(is_new[:, None], 0.0)
+    return (1 - alpha) * before + alpha * largest
 
 
-def salient_masks(weights: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
-    """Bit masks of tokens whose weight, or MAW, is above ``least`` (HGCA, Algorithm 1, lines 20 and 23).
+def salient_masks(averages: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    """Bit masks of tokens whose MAW, or largest weight, is above ``least`` (HGCA, Algorithm 1, lines 20 and 23).
 
-    weights ``[B, H, G, N, 32]``, least ``[B]`` -> ``[B, H, N]``, int32, bit t for token t of a block. One KV head has
-    one set: a token is in the set if any query head of the group finds the token salient. ``least`` 0 takes every
-    token, those without a weight too.
+    averages ``[B, H, N, 32]``, least ``[B]`` -> ``[B, H, N]``, int32, bit t for token t of a block. ``least`` 0 takes
+    every token, those without a weight too.
     """
-    least = least.view(-1, 1, 1, 1, 1)
-    salient = ((weights > least) | (least <= 0)).any(dim=2)
-    bit = torch.ones((), dtype=torch.int64, device=weights.device) << torch.arange(32, device=weights.device)
+    least = least.view(-1, 1, 1, 1)
+    salient = (averages > least) | (least <= 0)
+    bit = torch.ones((), dtype=torch.int64, device=averages.device) << torch.arange(32, device=averages.device)
     return (salient * bit).sum(dim=3).to(torch.int32)  # bit 31 becomes the sign
 
 

@@ -4,20 +4,22 @@ A row attends densely to a window of its newest tokens, with the layer's real qu
 is in device memory). Beside it the CPU attends to the row's contextual set: those older tokens that were salient when
 they left the window. Outputs are merged by their LSE. Older tokens outside the set stay in the host pool.
 
-MAW. Each query head keeps a moving average of the attention weight of every token in the window, as a share of the
-head's attention over the window (Algorithm 1, line 8). It is 0 before a token's first step. The paper names no value of
-``alpha``.
+MAW. Every token of the window has a moving average of its attention weight, as a share of a head's attention over the
+window (Algorithm 1, line 8). It is 0 before a token's first step. The paper names no value of ``alpha``. The paper's
+averages and sets are per attention head. Here they are per KV head, because the query heads of a group read one list as
+they read one KV head: averaged is the largest weight that any of them gives. So a token that one of them finds salient
+is in the set.
 
 Leaving the window. A token whose MAW is above ``beta / size``, the window's size in tokens, enters the contextual set,
-the others do not (lines 10 to 14 and 23 to 25). The paper's sets are per attention head. Here the query heads of a
-group read one list, as they read one KV head: a token is in the set if any of them finds the token salient. The paper
-scales the averages of a set to a sum of 1 afterwards. Nothing reads them any more, so that is left out.
+the others do not (lines 10 to 14 and 23 to 25). The paper scales the averages of a set to a sum of 1 afterwards.
+Nothing reads them any more, so that is left out.
 
 After an append. The first decode step behind a prefill (a new request, a new turn, a request that was retracted)
-evaluates the whole host side anew: with the attention weights of the prompt's last query over all tokens before the
+evaluates the whole host side anew: by the attention weights of the prompt's last query over all tokens before the
 window, as shares of that attention, against ``beta / tokens`` (lines 19 to 22). The same query's weights over the
-window are the first averages of the window's tokens. Nothing of a row's state outlives this, so rows may share pages,
-and be rewound. The paper evaluates beside other work; here the first step waits.
+window are the first averages of the window's tokens. Where the prompt was computed elsewhere, the first step's query
+takes its place. Nothing of a row's state outlives this, so rows may share pages, and be rewound. The paper evaluates
+beside other work; here the first step waits.
 
 Heads as tasks. The paper merges adjacent heads into one task, padded to one length, when tasks outnumber cores. The
 worker needs no such thing: its threads do not stand for heads, they take parts of lists of up to 8 blocks, whatever
@@ -63,7 +65,8 @@ class _StepPlan:
     first: torch.Tensor  # [rows], oldest block of the window
     window: torch.Tensor  # [rows, slots], position of each slot's block
     is_new: torch.Tensor  # [rows, slots, tokens of a block], the step's tokens
-    fresh: list[int]  # rows without state, of the batch
+    is_fresh: torch.Tensor  # [rows], without state
+    fresh: list[int]  # the same, by index
     first_of_fresh: list[int]
     leaving: _Leaving
 
@@ -96,6 +99,7 @@ class HgcaPolicy(DecodePolicy):
             first,
             window,
             tokens == batch.lengths[:, None, None] - 1,
+            torch.tensor([row in fresh for row in range(len(counts))], dtype=torch.bool, device=device),
             fresh,
             [self._window.first(counts[row]) for row in fresh],
             self._leaving(batch.lengths_on_host, set(fresh), device),
@@ -132,10 +136,10 @@ class HgcaPolicy(DecodePolicy):
         out, lse = reference.attend_blocks(query, cache.keys, cache.values, window.ids, window.fill, scale)
         weights = token_weights(query, cache.keys, window.ids, window.fill, scale, lse)
         slots = plan.window.shape[1]
-        moved = reference_salience.move_averages(
-            state.maw[plan.entries, :, :, :slots], weights, plan.is_new, self._alpha
+        begins = plan.is_fresh & ~self._prompts.knows(cache.layer, batch.rows)
+        state.maw[plan.entries, :, :slots] = reference_salience.move_averages(
+            state.maw[plan.entries, :, :slots], weights, plan.is_new, begins, self._alpha
         )
-        state.maw[plan.entries, :, :, :slots] = moved
         if self.on_ratio and query.shape[0]:
             self._tell_ratio(contextual, window, cache)
         merged, _ = reference.merge(out, lse, *posted.collect())
@@ -144,7 +148,7 @@ class HgcaPolicy(DecodePolicy):
     def _state(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, plan: _StepPlan) -> LayerState:
         heads = cache.keys.shape[1]
         if cache.layer not in self._layers:
-            self._layers[cache.layer] = LayerState(heads, query.shape[1] // heads, cache.block_tokens, query.device)
+            self._layers[cache.layer] = LayerState(heads, cache.block_tokens, query.device)
         state = self._layers[cache.layer]
         state.grow(self._rows.capacity, plan.window.shape[1], batch.page_table.shape[1])
         return state
@@ -155,7 +159,7 @@ class HgcaPolicy(DecodePolicy):
         if not len(leaving.rows):
             return
         entries, slots = plan.entries[leaving.rows], self._window.slot_of(leaving.positions)
-        averages = state.maw[entries, :, :, slots].unsqueeze(3)
+        averages = state.maw[entries, :, slots].unsqueeze(2)
         masks = reference_salience.salient_masks(averages, leaving.least)
         state.masks[entries, :, leaving.positions] = masks.squeeze(2)
 
@@ -179,9 +183,9 @@ class HgcaPolicy(DecodePolicy):
         def weights_of(positions: torch.Tensor) -> torch.Tensor:
             blocks = self._block_list(positions, before, batch, cache, one)
             _, lse = reference.attend_blocks(asked, cache.keys, cache.values, blocks.ids, blocks.fill, scale)
-            return token_weights(asked, cache.keys, blocks.ids, blocks.fill, scale, lse)
+            return token_weights(asked, cache.keys, blocks.ids, blocks.fill, scale, lse).amax(dim=2)
 
-        state.maw[entry, :, :, :slots] = weights_of(plan.window[one])[0]
+        state.maw[entry, :, :slots] = weights_of(plan.window[one])[0]
         state.masks[entry] = 0
         if first:
             weights = weights_of(torch.arange(first, device=query.device)[None])

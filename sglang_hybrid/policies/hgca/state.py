@@ -10,21 +10,21 @@ class LayerState:
 
     ::
 
-        maw    [entry][KV head][query head of the group][slot of the ring][token]   float32
-        masks  [entry][KV head][block of the row]                                   int32, bit t: token t is salient
+        maw    [entry][KV head][slot of the ring][token]   float32
+        masks  [entry][KV head][block of the row]          int32, bit t: token t is salient
 
     ``maw`` is the moving average of the attention weight (MAW). It moves with its block: when a block leaves the
     window, its averages decide on the block's mask, and the slot is another block's. Blocks of the window have the
     mask 0.
     """
 
-    def __init__(self, heads: int, group: int, block_tokens: int, device: torch.device) -> None:
-        self.maw = torch.zeros(0, heads, group, 0, block_tokens, device=device)
+    def __init__(self, heads: int, block_tokens: int, device: torch.device) -> None:
+        self.maw = torch.zeros(0, heads, 0, block_tokens, device=device)
         self.masks = torch.zeros(0, heads, 0, dtype=torch.int32, device=device)
 
     def grow(self, entries: int, slots: int, blocks: int) -> None:
         """Have room for at least so many of each."""
-        self.maw = _grown(self.maw, {0: entries, 3: slots})
+        self.maw = _grown(self.maw, {0: entries, 2: slots})
         self.masks = _grown(self.masks, {0: entries, 2: blocks})
 
 

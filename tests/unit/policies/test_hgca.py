@@ -55,7 +55,7 @@ class Cache:
     window: list[int] = field(default_factory=list)  # KV_gpu
     host: list[int] = field(default_factory=list)  # KV_cpu
     contextual: set[int] = field(default_factory=set)  # KV_ctx
-    maw: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # A_maw [group, tokens of the window]
+    maw: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # A_maw, of the tokens of the window
 
 
 class PlainHgca:
@@ -90,31 +90,32 @@ class PlainHgca:
         cache = self._caches[request, head] = Cache(window=list(range(prompt)))
         cache.host = self._evicted(cache)
         if cache.host:
-            weights = self.weights(request, head, query, cache.host)
+            weights = self.weights(request, head, query, cache.host).amax(dim=0)
             self._select(cache, cache.host, weights, self._options.beta / len(cache.host))
-        cache.maw = self.weights(request, head, query, cache.window)
+        if self._from_prompts:
+            cache.maw = self.weights(request, head, query, cache.window).amax(dim=0)
 
     def decode(self, request: int, head: int, token: int, query: torch.Tensor) -> tuple[set[int], set[int]]:
         """One step: the tokens of the window and of the contextual set that are attended."""
         cache = self._caches[request, head]
         cache.window.append(token)
-        cache.maw = torch.nn.functional.pad(cache.maw, (0, 1))
         attended = set(cache.window), set(cache.contextual)
-        alpha, weights = self._options.alpha, self.weights(request, head, query, cache.window)
-        cache.maw = (1 - alpha) * cache.maw + alpha * weights
+        alpha, weights = self._options.alpha, self.weights(request, head, query, cache.window).amax(dim=0)
+        if not len(cache.maw):
+            cache.maw = weights[:-1]
+        cache.maw = (1 - alpha) * torch.nn.functional.pad(cache.maw, (0, 1)) + alpha * weights
         size = len(cache.window)
         evicted = self._evicted(cache)
         if evicted:
-            averages, cache.maw = cache.maw[:, : len(evicted)], cache.maw[:, len(evicted) :]
+            averages, cache.maw = cache.maw.split((len(evicted), len(cache.maw) - len(evicted)))
             self._select(cache, evicted, averages, self._options.beta / size)
         cache.host += evicted
         return attended
 
     def _select(self, cache: Cache, tokens: list[int], weights: torch.Tensor, least: float) -> None:
-        highest = weights.max(dim=0).values
         # the policy computes in float32: a test that depended on the last bits would test nothing
-        assert least == 0 or (highest / least - 1).abs().min() > 1e-5
-        cache.contextual |= {one for one, weight in zip(tokens, highest, strict=True) if weight > least}
+        assert least == 0 or (weights / least - 1).abs().min() > 1e-5
+        cache.contextual |= {one for one, weight in zip(tokens, weights, strict=True) if weight > least}
 
     def output(self, request: int, head: int, query: torch.Tensor, tokens: set[int]) -> torch.Tensor:
         """One softmax over the window and the contextual set."""
@@ -318,9 +319,9 @@ def test_no_block_returns_to_a_window_and_the_ring_has_a_slot_for_each(least: in
 
 
 def test_every_bit_of_a_mask_stands_for_its_token() -> None:
-    weights = torch.zeros(1, 1, 2, T, T)
+    weights = torch.zeros(1, 1, T, T)
     for t in range(T):
-        weights[0, 0, t % 2, t, t] = 0.5  # of one query head of the group, in block t
+        weights[0, 0, t, t] = 0.5  # in block t
     masks = reference_salience.salient_masks(weights, torch.tensor([0.4]))
     assert masks.dtype == torch.int32
     assert [mask & 0xFFFFFFFF for mask in masks[0, 0].tolist()] == [1 << t for t in range(T)]
