@@ -26,7 +26,3 @@ class PromptQueries:
         if layer not in self._layers:
             return otherwise
         return torch.where(self._known[layer][rows][:, None, None], self._layers[layer][rows], otherwise)
-
-    def knows(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """``[rows]``: whether the prompt of each row was computed here."""
-        return self._known[layer][rows] if layer in self._known else torch.zeros_like(rows, dtype=torch.bool)

@@ -12,17 +12,13 @@ import torch
 from sglang_hybrid.ops.reference import NO_BLOCK
 
 
-def move_averages(
-    maw: torch.Tensor, weights: torch.Tensor, is_new: torch.Tensor, begins: torch.Tensor, alpha: float
-) -> torch.Tensor:
+def move_averages(maw: torch.Tensor, weights: torch.Tensor, is_new: torch.Tensor, alpha: float) -> torch.Tensor:
     """MAW after one more step (HGCA, Algorithm 1, line 8): ``(1 - alpha) * maw + alpha * weights``.
 
     maw ``[B, H, N, T]``, weights ``[B, H, G, N, T]``; is_new ``[B, N, T]``: tokens of this step, whose average so far
-    is 0; begins ``[B]``: rows without averages, whose other tokens begin with their weights of this step.
+    is 0.
     """
-    largest = weights.amax(dim=2)
-    before = torch.where(begins[:, None, None, None], largest, maw).masked_fill(is_new[:, None], 0.0)
-    return (1 - alpha) * before + alpha * largest
+    return (1 - alpha) * maw.masked_fill(is_new[:, None], 0.0) + alpha * weights.amax(dim=2)
 
 
 def salient_masks(averages: torch.Tensor, least: torch.Tensor) -> torch.Tensor:

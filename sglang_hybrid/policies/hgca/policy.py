@@ -65,8 +65,7 @@ class _StepPlan:
     first: torch.Tensor  # [rows], oldest block of the window
     window: torch.Tensor  # [rows, slots], position of each slot's block
     is_new: torch.Tensor  # [rows, slots, tokens of a block], the step's tokens
-    is_fresh: torch.Tensor  # [rows], without state
-    fresh: list[int]  # the same, by index
+    fresh: list[int]  # rows without state, of the batch
     first_of_fresh: list[int]
     leaving: _Leaving
 
@@ -99,7 +98,6 @@ class HgcaPolicy(DecodePolicy):
             first,
             window,
             tokens == batch.lengths[:, None, None] - 1,
-            torch.tensor([row in fresh for row in range(len(counts))], dtype=torch.bool, device=device),
             fresh,
             [self._window.first(counts[row]) for row in fresh],
             self._leaving(batch.lengths_on_host, set(fresh), device),
@@ -136,9 +134,8 @@ class HgcaPolicy(DecodePolicy):
         out, lse = reference.attend_blocks(query, cache.keys, cache.values, window.ids, window.fill, scale)
         weights = token_weights(query, cache.keys, window.ids, window.fill, scale, lse)
         slots = plan.window.shape[1]
-        begins = plan.is_fresh & ~self._prompts.knows(cache.layer, batch.rows)
         state.maw[plan.entries, :, :slots] = reference_salience.move_averages(
-            state.maw[plan.entries, :, :slots], weights, plan.is_new, begins, self._alpha
+            state.maw[plan.entries, :, :slots], weights, plan.is_new, self._alpha
         )
         if self.on_ratio and query.shape[0]:
             self._tell_ratio(contextual, window, cache)

@@ -61,8 +61,8 @@ class Cache:
 class PlainHgca:
     """From the text of the paper, with l_max for a window that may grow with the request."""
 
-    def __init__(self, options: HgcaOptions, decoding: Decoding, from_prompts: bool) -> None:
-        self._options, self._decoding, self._from_prompts = options, decoding, from_prompts
+    def __init__(self, options: HgcaOptions, decoding: Decoding) -> None:
+        self._options, self._decoding = options, decoding
         self._caches: dict[tuple[int, int], Cache] = {}
 
     def longest_window(self, tokens: int) -> int:
@@ -92,8 +92,7 @@ class PlainHgca:
         if cache.host:
             weights = self.weights(request, head, query, cache.host).amax(dim=0)
             self._select(cache, cache.host, weights, self._options.beta / len(cache.host))
-        if self._from_prompts:
-            cache.maw = self.weights(request, head, query, cache.window).amax(dim=0)
+        cache.maw = self.weights(request, head, query, cache.window).amax(dim=0)
 
     def decode(self, request: int, head: int, token: int, query: torch.Tensor) -> tuple[set[int], set[int]]:
         """One step: the tokens of the window and of the contextual set that are attended."""
@@ -101,8 +100,6 @@ class PlainHgca:
         cache.window.append(token)
         attended = set(cache.window), set(cache.contextual)
         alpha, weights = self._options.alpha, self.weights(request, head, query, cache.window).amax(dim=0)
-        if not len(cache.maw):
-            cache.maw = weights[:-1]
         cache.maw = (1 - alpha) * torch.nn.functional.pad(cache.maw, (0, 1)) + alpha * weights
         size = len(cache.window)
         evicted = self._evicted(cache)
@@ -164,7 +161,7 @@ def test_decoding_follows_the_papers_algorithms_token_by_token(options: HgcaOpti
     policy = HgcaPolicy(options, misses, prompts)
     ratios: list[float] = []
     policy.on_ratio = lambda _layer, ratio: ratios.append(ratio)
-    plain = PlainHgca(options, decoding, from_prompts)
+    plain = PlainHgca(options, decoding)
     salient = dropped = 0
 
     def check(step: Step) -> None:
