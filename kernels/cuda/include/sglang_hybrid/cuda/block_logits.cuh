@@ -57,7 +57,8 @@ class BlockLogits {
         const auto request = [&](uint32_t i, uint32_t tile) {
             const KeyBlock block = i < count ? block_of(i) : KeyBlock{nullptr, 0};
             const uint32_t to = shared_address(tiles + tile * Tile<kDim>::bytes);
-            if (block.tokens) Tile<kDim>::request(to, block.keys, block.tokens, lane_, policy);
+            if (block.tokens)
+                Tile<kDim>::request(to, block.keys, [&](uint32_t token) { return token < block.tokens; }, lane_, policy);
             commit_copies();  // an empty group too: waiting counts groups
             return block.tokens;
         };
