@@ -33,6 +33,7 @@ DEVICE_ALONE = {
 WITH_STREAMS = {
     "test_gpu_dense.py": 1,
     "test_gpu_full.py": 1,
+    "test_gpu_hgca.py": 1,
     "test_gpu_prefill.py": 1,
     "test_gpu_scout.py": 2,
 }
