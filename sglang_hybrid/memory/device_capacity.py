@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from sglang_hybrid.blocks import BLOCK_TOKENS, compact_bytes
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.engines.cuda.settings import slots_of, unsupported_settings
+from sglang_hybrid.engines.cuda.settings import hgca_slots_of, slots_of, unsupported_settings
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape
 from sglang_hybrid.policies.registry import policy_named
 
 WORKSPACE_BYTES = 128 << 20  # of FlashInfer's split attention; its kernels for Hopper do not use it
-_POSITION_BYTES = _SCORE_BYTES = 4  # int32, float32
+_POSITION_BYTES = _SCORE_BYTES = _AVERAGE_BYTES = _MASK_BYTES = 4  # int32, float32
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,13 @@ def scout_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> Ro
 def full_row_bytes(config: HybridConfig, shape: KVShape, _max_blocks: int) -> RowBytes:
     """A row's share of the memory that holds whole rows under policy full."""
     return RowBytes(_block_bytes(shape, whole_request_blocks(config)))
+
+
+def hgca_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:
+    """A row of at most ``max_blocks`` blocks under policy hgca: its window, averages of the window's tokens, masks."""
+    slots, lists = hgca_slots_of(config), shape.layers * shape.kv_heads
+    of_slot = _POSITION_BYTES + BLOCK_TOKENS * _AVERAGE_BYTES
+    return RowBytes(_block_bytes(shape, slots) + lists * slots * of_slot, lists * max_blocks * _MASK_BYTES)
 
 
 def whole_request_blocks(config: HybridConfig) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.policies.hgca.options import HgcaOptions
 from sglang_hybrid.policies.registry import Needs, PolicyContext, register_policy
 from sglang_hybrid.policies.scout.options import ScoutAttentionOptions, ScoutOptions
 
@@ -46,6 +47,24 @@ def _scout_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> R
     from sglang_hybrid.memory.device_capacity import scout_row_bytes
 
     return scout_row_bytes(config, shape, max_blocks)
+
+
+def _device_hgca() -> type[StepProgram]:
+    from sglang_hybrid.engines.cuda.hgca import DeviceHgca
+
+    return DeviceHgca
+
+
+def _hgca_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:
+    from sglang_hybrid.memory.device_capacity import hgca_row_bytes
+
+    return hgca_row_bytes(config, shape, max_blocks)
+
+
+def _not_by_device_hgca(config: HybridConfig) -> str | None:
+    from sglang_hybrid.engines.cuda.settings import unsupported_by_hgca
+
+    return unsupported_by_hgca(config)
 
 
 def _not_by_device_scout(config: HybridConfig) -> str | None:
@@ -95,3 +114,18 @@ def create_scoutattention(context: PolicyContext) -> DecodePolicy:
     from sglang_hybrid.policies.scout import scoutattention
 
     return scoutattention.create(context)
+
+
+@register_policy(
+    "hgca",
+    description="a window of the newest tokens and salient older ones, as the paper HGCA has it",
+    needs=Needs(worker=True, masks=True, long_lists=True),
+    cuda_program=_device_hgca,
+    cuda_row_bytes=_hgca_row_bytes,
+    cuda_unsupported=_not_by_device_hgca,
+    settings=HgcaOptions,
+)
+def create_hgca(context: PolicyContext) -> DecodePolicy:
+    from sglang_hybrid.policies.hgca.policy import HgcaPolicy
+
+    return HgcaPolicy(context.config.section(HgcaOptions), context.misses, context.prompts)

@@ -96,7 +96,7 @@ def test_a_program_without_counters_moves_rows_out_of_device_memory(caplog: pyte
     caplog.set_level("INFO", logger="sglang.srt.hybrid")
     told: list[Any] = []
     device = device_attention()
-    device._whole_requests, device._budget_tokens, device.watch = WholeRequestMode(pages=4, block_bytes=1), 32, None
+    device._whole_requests, device._near_tokens, device.watch = WholeRequestMode(pages=4, block_bytes=1), 32, None
     device.program = SimpleNamespace(
         is_dense=True,
         begin_step=lambda: None,

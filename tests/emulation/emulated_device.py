@@ -26,6 +26,7 @@ from sglang_hybrid.ops.cuda import (
     mailbox,
     missed,
     predictor,
+    salience,
     scoring,
     selection,
     step,
@@ -127,11 +128,13 @@ class HostMemory(host_memory.RegisteredRegion):
         pass
 
 
-for _module in (attention, copies, digests, mailbox, missed, predictor, scoring, selection, step, whole_requests):
+for _module in (
+    attention, copies, digests, mailbox, missed, predictor, salience, scoring, selection, step, whole_requests,
+):  # fmt: skip
     _module.launch, _module.address = launch, address
 for _module in (attention, mailbox):
     _module.checked, _module.library = checked, lambda: _library
-for _module in (step, digests, scoring, predictor, attention, mailbox, missed):
+for _module in (step, digests, scoring, predictor, attention, mailbox, missed, salience):
     _module.active_address = lambda active: None if active is None else active.data_ptr()
 digests.RegisteredRegion = mailbox.RegisteredRegion = host_memory.RegisteredRegion = HostMemory
 torch.Tensor.is_cuda = property(lambda _: True)

@@ -1,4 +1,7 @@
-"""Whatever the switches of policy scout, a budget that holds the context gives stock SGLang's greedy text."""
+"""Whatever the switches of policy scout, a budget that holds the context gives stock SGLang's greedy text.
+
+So does policy hgca with a window that holds the context, or with a threshold that leaves nothing out.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,11 @@ PAIRS = [
 # Without misses there is nothing that these change, whatever the others say.
 NO_LEAST = [[prediction, "scout.recall_interval=2", "scout.min_miss_attention=0"] for prediction in PREDICTIONS]
 PAPER = [["policy=scoutattention", prediction, "scoutattention.recall_interval=2"] for prediction in PREDICTIONS]
+# a window above the context, and one below it that leaves nothing out
+HGCA = [["policy=hgca"], ["policy=hgca", "hgca.window_tokens=64", "hgca.beta=0"]]
 ALL = [combination(*switches) for switches in itertools.product(PREDICTIONS, RECALLS, BONUSES)]
 COMBINATIONS = {
-    "pairs": [*PAIRS, NO_LEAST[0], PAPER[1]],
+    "pairs": [*PAIRS, NO_LEAST[0], PAPER[1], *HGCA],
     "others": [*(one for one in ALL if one not in PAIRS), *NO_LEAST[1:], PAPER[0], PAPER[2]],
 }
 

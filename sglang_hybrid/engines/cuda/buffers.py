@@ -50,8 +50,8 @@ class AttentionBuffers:
         return AttendWorkspace(count, shape.heads, shape.group, shape.dim, self._device)
 
 
-class MissBuffers:
-    """Of a layer whose misses others compute: both parts of its attention, and the estimates of its blocks."""
+class PartialBuffers:
+    """Of a layer some of whose blocks others compute: both parts of its attention."""
 
     def __init__(self, shape: DeviceShape, device: torch.device | str) -> None:
         heads = shape.heads * shape.group
@@ -59,7 +59,6 @@ class MissBuffers:
         self._local = torch.zeros(of_query, device=device), torch.zeros(of_query[:2], device=device)
         self._replies = torch.zeros(of_query, device=device), torch.zeros(of_query[:2], device=device)
         self._served = torch.zeros(shape.max_batch, dtype=torch.int32, device=device)
-        self._estimates = ScoreWorkspace(shape.max_batch, shape.heads, shape.group, shape.max_blocks, device)
         self._full = torch.full((shape.max_batch, shape.heads), BLOCK_TOKENS, dtype=torch.int32, device=device)
 
     def local(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,8 +73,16 @@ class MissBuffers:
         return self._served[:count]
 
     def full(self, count: int) -> torch.Tensor:
-        """Tokens in the last block of each list: misses are full blocks."""
+        """Tokens in the last block of each list: others compute full blocks."""
         return self._full[:count]
+
+
+class MissBuffers(PartialBuffers):
+    """The same of a layer that selects, and the estimates of its blocks."""
+
+    def __init__(self, shape: DeviceShape, device: torch.device | str) -> None:
+        super().__init__(shape, device)
+        self._estimates = ScoreWorkspace(shape.max_batch, shape.heads, shape.group, shape.max_blocks, device)
 
     @functools.cache  # noqa: B019
     def scoring(self, count: int) -> ScoreWorkspace:

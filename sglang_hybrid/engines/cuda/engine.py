@@ -29,7 +29,7 @@ from sglang_hybrid.engines.cuda.predictor import DevicePredictor, PredictionBuff
 from sglang_hybrid.engines.cuda.prefill import DevicePrefill, PrefillRows
 from sglang_hybrid.engines.cuda.program import ProgramContext, QueryAhead, StepProgram
 from sglang_hybrid.engines.cuda.settings import unsupported_model, unsupported_settings
-from sglang_hybrid.engines.cuda.watch import DeviceWatch
+from sglang_hybrid.engines.cuda.watch import RatioWatch
 from sglang_hybrid.engines.cuda.whole_request_mode import WholeRequestMode
 from sglang_hybrid.memory.digests import CompactDigests
 from sglang_hybrid.memory.pages import page_table
@@ -161,8 +161,8 @@ class CudaEngine(Engine):
         if context.holds_whole_requests:
             self._whole_requests = WholeRequestMode(self.program.dense.pages, self.program.dense.block_bytes)
             self.program.is_dense = self._whole_requests.is_dense
-        self._budget_tokens = config.budget_tokens
-        self.watch: DeviceWatch | None = self.program.new_watch(context)
+        self._near_tokens = self.program.near_tokens(config)
+        self.watch: RatioWatch | None = self.program.new_watch(context)
         if self.watch:
             self.watch.metrics = self._metrics
         self.watch_ratio(self._watcher)
@@ -230,7 +230,7 @@ class CudaEngine(Engine):
         self._follow_worker()
         if self._link is not None:
             self._link.mailbox.wake()
-        self._watch_step(int((batch.lengths_on_host > self._budget_tokens).sum()))
+        self._watch_step(int((batch.lengths_on_host > self._near_tokens).sum()))
 
     def _watch_step(self, longer_rows: int) -> None:
         if self.watch:

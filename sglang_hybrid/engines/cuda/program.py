@@ -24,7 +24,7 @@ from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.engines.cuda.predictor import DevicePredictor
 from sglang_hybrid.engines.cuda.slots import BlockMemory
 from sglang_hybrid.engines.cuda.step import ARRIVED, PREFILLED, StepBuffers
-from sglang_hybrid.engines.cuda.watch import DeviceWatch
+from sglang_hybrid.engines.cuda.watch import RatioWatch
 from sglang_hybrid.engines.cuda.whole_requests import WholeRequests
 from sglang_hybrid.ops.cuda.digests import Step
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
@@ -86,9 +86,13 @@ class StepProgram(ABC):
     def without_whole_requests(self) -> str:
         """What is attended to in steps that do not hold whole rows, for the log."""
 
-    def new_watch(self, context: ProgramContext) -> DeviceWatch | None:
+    def new_watch(self, context: ProgramContext) -> RatioWatch | None:
         """Return what reads this program's counters while it runs; None where nothing is counted."""
         return None
+
+    def near_tokens(self, config: HybridConfig) -> int:
+        """Tokens up to which a row's attention needs nobody else."""
+        return config.budget_tokens
 
     # -- rows --------------------------------------------------------------------------------
 

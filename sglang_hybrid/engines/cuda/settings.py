@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.policies.hgca.options import HgcaOptions
 from sglang_hybrid.policies.registry import policy_named
 from sglang_hybrid.policies.scout.tuning import EARLY_RECALLS, Tuning, resident_tokens_of
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:  # needs torch, which ``sglang-hybrid config`` does without
     from sglang_hybrid.policies.scout.profile import HostRates
 
 _DIMS, _CHANNELS, _MOST_BLOCKS = (64, 128), (0, 32, 64), 256  # what the kernels are compiled for
+_MOST_WINDOW_BLOCKS = 1024  # of policy hgca: what is merged of a list of slots finds room in shared memory
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,11 @@ def slots_of(config: HybridConfig) -> int:
     return max(always, resident_tokens_of(config) // BLOCK_TOKENS)
 
 
+def hgca_slots_of(config: HybridConfig) -> int:
+    """Blocks of a (row, KV head) in device memory under policy hgca: its window."""
+    return config.section(HgcaOptions).window_tokens // BLOCK_TOKENS
+
+
 def unsupported_settings(config: HybridConfig) -> str | None:
     """What of these settings the kernels cannot do, in words; None if they can."""
     policy = policy_named(config.policy)
@@ -123,6 +130,16 @@ def unsupported_by_scout(config: HybridConfig) -> str | None:
     """The same of the kernels that select."""
     if max(config.budget_tokens // BLOCK_TOKENS, slots_of(config)) > _MOST_BLOCKS:
         return f"more than {_MOST_BLOCKS * BLOCK_TOKENS} tokens in the budget"
+    return None
+
+
+def unsupported_by_hgca(config: HybridConfig) -> str | None:
+    """The same of the kernels of a window: its ring has as many slots as there are tokens in the settings."""
+    options = config.section(HgcaOptions)
+    if options.window_ratio:
+        return f"hgca.window_ratio={options.window_ratio}"
+    if hgca_slots_of(config) > _MOST_WINDOW_BLOCKS:
+        return f"a window of more than {_MOST_WINDOW_BLOCKS * BLOCK_TOKENS} tokens"
     return None
 
 

@@ -39,29 +39,26 @@ class Watched(Protocol):
     def set_gather_shares(self, shares: Sequence[float]) -> None: ...
 
 
-class DeviceWatch:
+class RatioWatch:
+    """Tells CPU compute ratios and who served rows, from what a step program counts."""
+
     def __init__(
         self,
-        scout: Watched,
-        recall: RecallSchedule,
-        blocks_per_row: int,
+        counted: torch.Tensor,
+        per_row: int,
         mailbox: torch.Tensor | None,
-        rates: PathRates | None,
-        *,
-        gathers: bool = True,
-        follows_host: bool = False,
+        block_bytes: int = 0,
         counters: Callable[[torch.Tensor], Counters] = Counters,
     ) -> None:
-        """``blocks_per_row``: of all KV heads, within the budget. ``mailbox``: its counts, in device memory.
+        """``counted`` ``[layers, n]``: what others computed so far, then what else is counted, in device memory.
 
-        ``rates``: of this host, None where nothing follows them. With ``gathers`` the share of misses that is gathered
-        follows what is missed and recalled; with ``follows_host`` recalls aim at what the worker computes in time.
+        ``per_row``: what a ratio of 1 would be, for a row, of all KV heads. ``mailbox``: its counts, in device memory.
+        ``block_bytes``: keys and values of a block.
         """
-        self._gathers, self._follows_host = gathers, follows_host
-        self._scout, self._recall, self._per_row, self._rates = scout, recall, blocks_per_row, rates
-        self._counted = counters(scout.counted)
+        self._per_row, self._block_bytes = per_row, block_bytes
+        self._counted = counters(counted)
         self._mailbox = counters(mailbox) if mailbox is not None else None
-        self._seen_counted = torch.zeros_like(scout.counted, device="cpu")
+        self._seen_counted = torch.zeros_like(counted, device="cpu")
         self._seen_mailbox = MailboxCounts.of([0] * COUNTS)
         self._steps = self._rows = self._looked_steps = self._looked_rows = 0
         self._log = FallbackLog("were read from host memory by the GPU")
@@ -69,7 +66,7 @@ class DeviceWatch:
         self.on_ratio: Callable[[int, float], None] | None = None  # told every layer's CPU compute ratio
 
     def step(self, longer_rows: int) -> None:
-        """Before a decode step, of which so many rows are longer than the budget: only they can miss."""
+        """Before a decode step, in which others may compute something for so many rows."""
         self._steps += 1
         self._rows += longer_rows
         if self._steps % _LOOK_STEPS:
@@ -87,38 +84,94 @@ class DeviceWatch:
             steps, rows = self._looked_steps, self._looked_rows
             self._steps, self._rows = self._steps - steps, self._rows - rows
             if rows:
-                self._aim(rows / steps, steps)
-                self._tell_ratios((new[:, 0].double() / (rows * self._per_row)).tolist(), steps)
-                self._balance(new[:, :2].double() / steps, steps)
+                self._observe(new, rows, steps)
         if self._mailbox and (numbers := self._mailbox.look()) is not None:
             before, self._seen_mailbox = self._seen_mailbox, MailboxCounts.of(numbers.tolist())
             self._tell_outcomes({by: rows - before.rows[by] for by, rows in self._seen_mailbox.rows.items()})
 
     def readings(self) -> Readings:
         """As of the last look."""
+        if not self._mailbox:
+            return Readings()
+        return Readings(miss_blocks=self._posted_blocks(), block_bytes=self._block_bytes, waits=self._waits())
+
+    def _posted_blocks(self) -> dict[str, int]:
+        """Blocks of posts that the worker did not serve are read by the GPU."""
+        blocks = self._seen_mailbox.blocks
+        return {"worker": blocks["served"], "device": sum(blocks.values()) - blocks["served"]}
+
+    def _waits(self) -> Distribution:
+        return Distribution(self._seen_mailbox.waits, self._seen_mailbox.waited_s)
+
+    def _observe(self, new: torch.Tensor, rows: int, steps: int) -> None:
+        """``new``: what was counted in so many steps of so many rows, all steps added up."""
+        self._tell_ratios((new[:, 0].double() / (rows * self._per_row)).tolist(), steps)
+
+    def _tell_ratios(self, ratios: list[float], steps: int) -> None:
+        if self.on_ratio:
+            for layer, ratio in enumerate(ratios):
+                self.on_ratio(layer, ratio)
+
+    def _tell_outcomes(self, rows: dict[str, int]) -> None:
+        if self.metrics and rows["served"]:
+            self.metrics.served("worker", rows["served"])
+        for outcome, by in _BY.items():
+            if rows[outcome]:
+                self._log.note(_WHY[by], rows[outcome])
+                if self.metrics:
+                    self.metrics.served(by, rows[outcome])
+
+
+class DeviceWatch(RatioWatch):
+    """The same, and lets recalls and gathered shares follow."""
+
+    def __init__(
+        self,
+        scout: Watched,
+        recall: RecallSchedule,
+        blocks_per_row: int,
+        mailbox: torch.Tensor | None,
+        rates: PathRates | None,
+        *,
+        gathers: bool = True,
+        follows_host: bool = False,
+        counters: Callable[[torch.Tensor], Counters] = Counters,
+    ) -> None:
+        """``blocks_per_row``: of all KV heads, within the budget. ``mailbox``: its counts, in device memory.
+
+        ``rates``: of this host, None where nothing follows them. With ``gathers`` the share of misses that is gathered
+        follows what is missed and recalled; with ``follows_host`` recalls aim at what the worker computes in time.
+        """
+        super().__init__(scout.counted, blocks_per_row, mailbox, scout.block_bytes, counters)
+        self._gathers, self._follows_host = gathers, follows_host
+        self._scout, self._recall, self._rates = scout, recall, rates
+
+    def readings(self) -> Readings:
         total = dict(zip(TOTALS, self._seen_counted.sum(dim=0).tolist(), strict=True))
-        mailbox = self._seen_mailbox
         # blocks that are neither gathered nor served by the worker are read by the GPU
         paths = {"gather": total["gathered"], "device": total["misses"] - total["gathered"]}
         if self._mailbox:
-            served = mailbox.blocks["served"]
-            paths |= {"worker": served, "device": sum(mailbox.blocks.values()) - served}
+            paths |= self._posted_blocks()
         return Readings(
             selected_blocks=total["selected"],
             resident_blocks=total["resident"],
             recall_intervals=tuple(self._recall.intervals),
             miss_blocks=paths,
             recalled_blocks=total["recalled"],
-            block_bytes=self._scout.block_bytes,
-            waits=Distribution(mailbox.waits, mailbox.waited_s) if self._mailbox else None,
+            block_bytes=self._block_bytes,
+            waits=self._waits() if self._mailbox else None,
         )
+
+    def _observe(self, new: torch.Tensor, rows: int, steps: int) -> None:
+        self._aim(rows / steps, steps)
+        super()._observe(new, rows, steps)
+        self._balance(new[:, :2].double() / steps, steps)
 
     def _tell_ratios(self, ratios: list[float], steps: int) -> None:
         before = list(self._recall.intervals)
         for layer, ratio in enumerate(ratios):
             self._recall.observe(layer, ratio, steps)
-            if self.on_ratio:
-                self.on_ratio(layer, ratio)
+        super()._tell_ratios(ratios, steps)
         if self._recall.intervals != before:
             self._scout.set_intervals(self._recall.intervals)
 
@@ -139,12 +192,3 @@ class DeviceWatch:
             self._scout.set_gather_shares(
                 [self._rates.gather_share(missed, recalled, layer_seconds) for missed, recalled in moved]
             )
-
-    def _tell_outcomes(self, rows: dict[str, int]) -> None:
-        if self.metrics and rows["served"]:
-            self.metrics.served("worker", rows["served"])
-        for outcome, by in _BY.items():
-            if rows[outcome]:
-                self._log.note(_WHY[by], rows[outcome])
-                if self.metrics:
-                    self.metrics.served(by, rows[outcome])

@@ -13,6 +13,7 @@ class HostWork:
     """``sh_lists`` over contiguous tensors in host memory, and room for the result."""
 
     struct: Lists
+    _ids: torch.Tensor  # [rows, KV heads, listed]
 
     def __init__(self, rows: int, heads: int, dim: int) -> None:
         self.rows = rows

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_hybrid.engines.cuda.settings import PathRates
-from sglang_hybrid.engines.cuda.watch import DeviceWatch
+from sglang_hybrid.engines.cuda.watch import DeviceWatch, RatioWatch
 from sglang_hybrid.metrics.readings import Readings
 from sglang_hybrid.ops.cuda.mailbox import COUNTS
 from sglang_hybrid.ops.cuda.structs import OUTCOMES, TOTALS, WAIT_BOUNDS
@@ -196,3 +196,14 @@ def test_a_fast_host_recalls_less_often(follows: bool) -> None:
     assert schedule.beta == (0.25 if follows else 0.12)
     assert scout.shares == []
     assert (scout.intervals == []) == follows  # 0.15 is within the band of 0.25 and above 0.12
+
+
+def test_a_program_without_recalls_tells_its_ratios_alone() -> None:
+    counted = torch.zeros(2, 1, dtype=torch.int64)
+    watch = RatioWatch(counted, PER_ROW, None, counters=Late)  # type: ignore[arg-type]
+    told: list[tuple[int, float]] = []
+    watch.on_ratio = lambda layer, ratio: told.append((layer, ratio))
+    for _ in range(64):
+        watch.step(longer_rows=2)
+        counted += torch.tensor([[PER_ROW], [PER_ROW // 2]])  # of both rows together
+    assert {layer: ratio for layer, ratio in told} == {0: 0.5, 1: 0.25}

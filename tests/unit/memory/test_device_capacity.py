@@ -10,10 +10,18 @@ import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.engines.cuda.settings import slots_of
+from sglang_hybrid.engines.cuda.settings import slots_of, unsupported_settings
 from sglang_hybrid.engines.cuda.slots import ResidentSlots
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape
-from sglang_hybrid.memory.device_capacity import DevicePlan, plan_device, rows_of, scout_row_bytes, staging_bytes
+from sglang_hybrid.memory.device_capacity import (
+    DevicePlan,
+    device_bytes,
+    plan_device,
+    rows_of,
+    scout_row_bytes,
+    staging_bytes,
+)
+from sglang_hybrid.policies.hgca.options import HgcaOptions
 
 SHAPE = KVShape(layers=3, kv_heads=2, key_dim=64, value_dim=64, itemsize=2)
 SETTINGS = HybridConfig(budget_tokens=256)
@@ -32,6 +40,25 @@ def test_the_slots_of_a_row_take_what_the_engine_allocates_for_it() -> None:
 def test_a_row_has_one_score_for_every_block_of_the_longest_context() -> None:
     scores = torch.empty(3, 2, 128, dtype=torch.float32)
     assert scout_row_bytes(SETTINGS, SHAPE, max_blocks=128).scores == scores.nbytes
+
+
+def test_a_window_takes_its_slots_an_average_for_every_token_and_a_mask_for_every_block() -> None:
+    config = HybridConfig(policy="hgca").with_section(HgcaOptions(window_tokens=512))
+    slots = ResidentSlots(3, 1, 2, 16, 64, torch.bfloat16, "cpu")
+    taken = sum(part.nbytes for part in (*slots.keys, *slots.values, slots.all_positions))
+    averages, masks = torch.empty(3, 2, 512, dtype=torch.float32), torch.empty(3, 2, 128, dtype=torch.int32)
+    found = device_bytes(config, SHAPE, rows=1, context=4096)
+    assert (found.slots, found.scores) == (taken + averages.nbytes, masks.nbytes)
+
+
+def test_windows_that_the_kernels_do_not_have_are_served_in_torch() -> None:
+    def reason(**options: float) -> str | None:
+        return unsupported_settings(HybridConfig(policy="hgca").with_section(HgcaOptions(**options)))
+
+    assert reason() is None
+    assert reason(window_ratio=0.5) == "hgca.window_ratio=0.5"
+    assert reason(window_tokens=32768) is None
+    assert reason(window_tokens=32800) == "a window of more than 32768 tokens"
 
 
 def test_one_row_takes_the_writes_of_padding_and_others_those_of_arriving_requests() -> None:

@@ -25,6 +25,7 @@ DEVICE_ALONE = {
     "test_cuda_mailbox.py": 1,
     "test_cuda_prediction.py": 1,
     "test_cuda_near_bias.py": 1,
+    "test_cuda_salience.py": 1,
     "test_cuda_scoring.py": 1,
     "test_cuda_selection.py": 2,
     "test_gpu_admission.py": 1,
@@ -32,6 +33,7 @@ DEVICE_ALONE = {
 WITH_STREAMS = {
     "test_gpu_dense.py": 1,
     "test_gpu_full.py": 1,
+    "test_gpu_hgca.py": 1,
     "test_gpu_prefill.py": 1,
     "test_gpu_scout.py": 2,
 }

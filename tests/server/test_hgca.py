@@ -1,0 +1,47 @@
+"""Policy hgca behind a real server with a real worker.
+
+With ``beta=0`` every token that leaves the window is in the contextual set: what the worker computes has to make up for
+all that the window lacks, so answers are stock's. A window above the context: ``test_switches.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from openai import OpenAI
+from real_server import CHUNK, Server
+
+FLAGS = (
+    "--hybrid", "policy=hgca", "--hybrid", "hgca.window_tokens=128", "--hybrid", "hgca.beta=0",
+    "--hybrid", "worker=start", "--hybrid", "host_memory=512MiB", "--chunked-prefill-size", str(CHUNK),
+    # long, so that a busy machine does not move work from the worker into the server
+    "--hybrid", "worker_deadline_ms=2000", "--enable-metrics",
+)  # fmt: skip
+NEW_TOKENS = 40  # some block leaves the window of every row
+
+
+def test_the_worker_computes_what_the_window_lacks(
+    model: Path, stock_server: Server, english: list[int], tmp_path: Path
+) -> None:
+    alone, together = english[:620], [english[start : start + 90 * n] for n, start in enumerate((1000, 2000, 3000), 1)]
+    next_turn = alone[:320] + english[4000:4150]
+    with Server(model, "hybrid", *FLAGS, log=tmp_path / "log") as server:
+        for ids in (alone, next_turn):  # the second is an append: its beginning is in the radix cache
+            said = server.generate(ids, NEW_TOKENS)
+            assert said["text"] == stock_server.generate(ids, NEW_TOKENS)["text"]
+        assert said["meta_info"]["cached_tokens"] == 320
+        answers = server.generate_together(together, NEW_TOKENS)
+        stock = stock_server.generate_together(together, NEW_TOKENS)
+        assert [answer["text"] for answer in answers] == [answer["text"] for answer in stock]
+
+        ask = {"model": str(model), "prompt": [alone], "max_tokens": NEW_TOKENS, "temperature": 0}
+        texts = [
+            OpenAI(base_url=f"{one.url}/v1", api_key="none").completions.create(**ask).choices[0].text
+            for one in (server, stock_server)
+        ]
+        assert texts[0] == texts[1]
+
+        rows = server.miss_rows()
+        # a late reply on a busy machine is allowed, but not the rule; a damaged one never is
+        assert rows["worker"] > max(1000, 0.9 * sum(rows.values())), rows
+        assert set(rows) <= {"worker", "process-late", "process-behind"}, rows
