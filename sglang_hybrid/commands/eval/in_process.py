@@ -19,11 +19,11 @@ from sglang_hybrid.config import HybridConfig, load_config
 from sglang_hybrid.integration.model_session import ModelSession
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.integration.session_flags import has_cuda, model_directory, session_flags
-from sglang_hybrid.policies.registry import calibrates_at_start
+from sglang_hybrid.policies.registry import PolicyError, calibrates_at_start, policy_named
 from sglang_hybrid.progress import steps
 
 _BASELINE = "full attention"
-_OF_PREFILL = ("digest_dtype", "sketch_channels")
+_OF_PREFILL = ("digest_dtype", "sketch_channels")  # and what policies declare, see _kept_by
 # The few prompts of a batch would fit in GPU memory, where attention is exact.
 _UNLESS_NAMED = ("whole_requests=never",)
 
@@ -61,7 +61,7 @@ def evaluate_in_process(options: argparse.Namespace, command: str) -> int:
         evaluation = Evaluation(session, variants, bar)
         try:
             evaluation.check()
-        except Refusal as refusal:
+        except (Refusal, PolicyError) as refusal:
             raise InputError(str(refusal)) from refusal
         for group in groups:
             if isinstance(group[0], TextPrompt):
@@ -85,22 +85,33 @@ def _load(options: argparse.Namespace, variants: Sequence[Variant]) -> ModelSess
     settings = [*shared, f"budget_tokens={budget}", "profile=auto" if calibrates else "prediction=none"]
     try:
         session = ModelSession(session_flags(options, settings, as_served=True))
-    except Refusal as refusal:
+    except (Refusal, PolicyError) as refusal:
         raise InputError(str(refusal)) from refusal
     _choose_channels(session, variants)
     return session
 
 
 def _settings_of_prefill(runs: Sequence[HybridConfig]) -> list[str]:
-    """What prefill does by settings, which all runs share: digests and sketches. Raises InputError if they differ."""
-    for name in _OF_PREFILL:
-        values = {str(getattr(config, name)) for config in runs}
+    """What prefill does by settings, which all runs share: what it keeps of keys. Raises InputError if they differ."""
+    kept = [{name: str(getattr(run, name)) for name in _OF_PREFILL} | _kept_by(run) for run in runs]
+    for name in dict.fromkeys(name for one in kept for name in one):
+        values = {one.get(name, "another policy") for one in kept}
         if len(values) > 1:
             raise InputError(
                 f"runs differ in {name} ({', '.join(sorted(values))}), which prefill works by, and all runs share one: "
                 "compare them in evaluations of their own"
             )
-    return [f"{name}={getattr(runs[0], name)}" for name in _OF_PREFILL]
+    return [f"{name}={value}" for name, value in kept[0].items()]
+
+
+def _kept_by(run: HybridConfig) -> dict[str, str]:
+    """The policy and its settings where they say what is kept of keys; nothing under policies that digests do for."""
+    policy = policy_named(run.policy)
+    if policy.needs.digests and policy.code_bytes is None:
+        return {}
+    values = run.by_key()
+    codes = [f"{policy.name}.{name}" for name in policy.code_settings]
+    return {"policy": policy.name, **{name: str(values[name]) for name in codes}}
 
 
 def _choose_channels(session: Any, variants: Sequence[Any]) -> None:
