@@ -29,6 +29,7 @@ UNITS = (
     "missed",
     "mailbox",
     "prefill",
+    "weights",
 )
 FLAGS = ("-std=c++20", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off")
 

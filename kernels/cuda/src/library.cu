@@ -7,6 +7,7 @@
 #include "sglang_hybrid/cuda/lanes_api.h"
 #include "sglang_hybrid/cuda/prefill_api.h"
 #include "sglang_hybrid/cuda/selection_api.h"
+#include "sglang_hybrid/cuda/weights_api.h"
 
 // Make host memory readable and writable for the device, and say where the device sees it.
 SH_CUDA_API int sh_cuda_register(void* memory, uint64_t bytes, void** device_address) {
@@ -26,7 +27,7 @@ SH_CUDA_API int sh_cuda_unregister(void* memory) {
 
 SH_CUDA_API const char* sh_cuda_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
-// Bytes of a struct of c_api.h, selection_api.h, lanes_api.h, prefill_api.h or dense_api.h, 0 if there is none of that name.
+// Bytes of a struct of one of the headers above, 0 if there is none of that name.
 SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
     const struct {
         const char* name;
@@ -54,6 +55,8 @@ SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
         {"sh_begin_step", sizeof(sh_begin_step)},
         {"sh_hold_rows", sizeof(sh_hold_rows)},
         {"sh_attend_pages", sizeof(sh_attend_pages)},
+        {"sh_lookup_logits", sizeof(sh_lookup_logits)},
+        {"sh_cumulative_share", sizeof(sh_cumulative_share)},
     };
     for (const auto& one : structs) {
         if (!std::strcmp(one.name, name)) return one.bytes;

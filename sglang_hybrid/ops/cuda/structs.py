@@ -13,7 +13,8 @@ from typing import Any
 from sglang_hybrid.ops.cpu.structs import Geometry, MailboxLayout
 from sglang_hybrid.ops.cuda.sources import INCLUDES
 
-_HEADERS = ("c_api.h", "selection_api.h", "dense_api.h", "lanes_api.h", "prefill_api.h")  # none before what it needs
+# none before what it needs
+_HEADERS = ("c_api.h", "selection_api.h", "dense_api.h", "lanes_api.h", "prefill_api.h", "weights_api.h")
 _NUMBERS = {"float": c_float, "int32_t": c_int32, "uint32_t": c_uint32, "uint64_t": c_uint64}
 _SHARED = {"sglang_hybrid::Geometry": Geometry, "sglang_hybrid::MailboxLayout": MailboxLayout}
 _UNUSED = "unused"  # fields that only fill up
