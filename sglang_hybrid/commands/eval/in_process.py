@@ -23,7 +23,7 @@ from sglang_hybrid.policies.registry import PolicyError, calibrates_at_start, po
 from sglang_hybrid.progress import steps
 
 _BASELINE = "full attention"
-_OF_PREFILL = ("digest_dtype", "sketch_channels")  # and what policies declare, see _kept_by
+_OF_PREFILL = ("digest_dtype", "sketch_channels")  # and what codes of keys depend on, which policies declare
 # The few prompts of a batch would fit in GPU memory, where attention is exact.
 _UNLESS_NAMED = ("whole_requests=never",)
 
@@ -93,25 +93,38 @@ def _load(options: argparse.Namespace, variants: Sequence[Variant]) -> ModelSess
 
 def _settings_of_prefill(runs: Sequence[HybridConfig]) -> list[str]:
     """What prefill does by settings, which all runs share: what it keeps of keys. Raises InputError if they differ."""
-    kept = [{name: str(getattr(run, name)) for name in _OF_PREFILL} | _kept_by(run) for run in runs]
-    for name in dict.fromkeys(name for one in kept for name in one):
-        values = {one.get(name, "another policy") for one in kept}
+    coded = [run for run in runs if policy_named(run.policy).code_bytes]
+    shared = _shared([{name: str(getattr(run, name)) for name in _OF_PREFILL} for run in runs])
+    if not coded:
+        return shared
+    shared += _shared([_settings_of_codes(run) for run in coded])
+    kept = policy_named(coded[0].policy)
+    without = [run.policy for run in runs if policy_named(run.policy).needs.digests and not kept.needs.digests]
+    if without:
+        raise InputError(
+            f"policy {without[0]} needs digests and policy {kept.name} keeps none: compare them in evaluations of "
+            "their own"
+        )
+    return shared
+
+
+def _settings_of_codes(run: HybridConfig) -> dict[str, str]:
+    """The policy, and those of its settings that say what codes of keys are."""
+    policy, values = policy_named(run.policy), run.by_key()
+    return {"policy": policy.name} | {
+        name: str(values[name]) for name in (f"{policy.name}.{setting}" for setting in policy.code_settings)
+    }
+
+
+def _shared(runs: Sequence[dict[str, str]]) -> list[str]:
+    for name in runs[0]:
+        values = {run.get(name, "") for run in runs}
         if len(values) > 1:
             raise InputError(
                 f"runs differ in {name} ({', '.join(sorted(values))}), which prefill works by, and all runs share one: "
                 "compare them in evaluations of their own"
             )
-    return [f"{name}={value}" for name, value in kept[0].items()]
-
-
-def _kept_by(run: HybridConfig) -> dict[str, str]:
-    """The policy and its settings where they say what is kept of keys; nothing under policies that digests do for."""
-    policy = policy_named(run.policy)
-    if policy.needs.digests and policy.code_bytes is None:
-        return {}
-    values = run.by_key()
-    codes = [f"{policy.name}.{name}" for name in policy.code_settings]
-    return {"policy": policy.name, **{name: str(values[name]) for name in codes}}
+    return [f"{name}={value}" for name, value in runs[0].items()]
 
 
 def _choose_channels(session: Any, variants: Sequence[Any]) -> None:
