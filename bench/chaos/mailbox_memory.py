@@ -11,9 +11,10 @@ from pathlib import Path
 import psutil
 
 from sglang_hybrid.ops.cpu.library import library, mailbox_fields
-from sglang_hybrid.ops.cpu.structs import Geometry, MailboxLayout
+from sglang_hybrid.ops.cpu.structs import MASKS, Geometry, MailboxLayout
 
 SLOTS = 2
+_ATTEND_MASKED = 1  # PostKind of mailbox.h
 _FACTOR = 0x9E3779B97F4A7C15
 
 
@@ -46,6 +47,7 @@ class MailboxMemory:
         }
         self._checks = layout.checks
         self._pages = layout.pages, rows * heads * self.geometry.max_blocks
+        self._masks = layout.masks, self._pages[1] if self.geometry.flags & MASKS else 0
 
     def posted(self) -> int:
         offset, size = self._fields["Bell"]["posted"]
@@ -87,14 +89,20 @@ class MailboxMemory:
         if not self._number("Request", record, "blocks"):
             return 0
         heads, most = self.geometry.kv_heads, self.geometry.max_blocks
-        numbers = [self._number("Post", sequence % SLOTS, name) for name in ("layer", "scale")]
+        layer, scale, kind = (self._number("Post", sequence % SLOTS, name) for name in ("layer", "scale", "kind"))
+        numbers, masks = [layer | kind << 32, scale], []
         for entry in range(record * heads, (record + 1) * heads):
             count, last_fill = (self._number("List", entry, name) for name in ("count", "last_fill"))
             count = min(count, most)
-            listed = self._read(self._pages[0] + 4 * entry * most, 4 * count)
-            pages = [int.from_bytes(listed[4 * i : 4 * i + 4], "little") for i in range(count)]
+            pages = self._words(self._pages[0] + 4 * entry * most, count)
             numbers += [count, last_fill if count else 0, *pages, *[0] * (most - count)]
-        return sum(number * _FACTOR * (2 * place + 1) for place, number in enumerate(numbers)) % (1 << 64)
+            if kind == _ATTEND_MASKED and self._masks[1]:
+                masks += [*self._words(self._masks[0] + 4 * entry * most, count), *[0] * (most - count)]
+        return sum(number * _FACTOR * (2 * place + 1) for place, number in enumerate(numbers + masks)) % (1 << 64)
+
+    def _words(self, offset: int, count: int) -> list[int]:
+        words = self._read(offset, 4 * count)
+        return [int.from_bytes(words[4 * i : 4 * i + 4], "little") for i in range(count)]
 
     def _number(self, record: str, index: int, name: str) -> int:
         offset, width = self._fields[record][name]
@@ -108,10 +116,10 @@ class MailboxMemory:
             self._write(place, value.to_bytes(width, "little"))
 
     def flip_bit(self, chance: random.Random) -> str:
-        """Some bit of some field, or of a page number in a list. Says which."""
-        record = chance.choice([*self._places, "page"])
-        if record == "page":
-            start, count = self._pages
+        """Some bit of some field, or of a page number or mask in a list. Says which."""
+        record = chance.choice([*self._places, "page", *(["mask"] if self._masks[1] else [])])
+        if record in ("page", "mask"):
+            start, count = self._pages if record == "page" else self._masks
             place, size, name = start + 4 * chance.randrange(count), 4, ""
         else:
             start, count = self._places[record]

@@ -10,11 +10,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from cpu_worker.engine import Engine, Regions
 from cpu_worker.providers.base import Provider, ProviderError
-from sglang_hybrid.ops.cpu.structs import Job
+from sglang_hybrid.ops.cpu.structs import SUM_VALUES, Job
 from sglang_hybrid.protocol.cores import Placement
 from sglang_hybrid.protocol.messages import Planned, StatsReport, ThreadPlan
 
@@ -57,12 +57,14 @@ def attend(
     last_fill: torch.Tensor,
     scale: float,
     kernel: Kernel = flash_attention,
+    masks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``attend_blocks`` of the reference, with block lists as a post has them.
 
     query ``[B, H, G, D]``; keys, values: pools ``[pages, H, 32, D]``; pages ``[B, H, N]``, of which the first
     ``count[b, h]`` are the list and ``last_fill[b, h]`` the tokens of its last block -> out ``[B, H, G, D]`` (0 where a
-    list is empty) and lse ``[B, H, G]`` (``-inf`` there), both float32. Pages are not checked.
+    list is empty) and lse ``[B, H, G]`` (``-inf`` there), both float32. Pages are not checked. With ``masks``
+    ``[B, H, N]`` only tokens count whose bit is set.
 
     The G query heads of a (row, KV head) are the sequence of one batch entry, so that its blocks are read once; entries
     with equally many tokens are computed together.
@@ -70,6 +72,9 @@ def attend(
     out = torch.zeros(query.shape, dtype=torch.float32)
     lse = torch.full(query.shape[:3], -torch.inf)
     tokens = torch.where(count > 0, (count - 1) * _BLOCK_TOKENS + last_fill, 0)
+    order = None if masks is None else _counted_first(tokens, masks)
+    if order is not None:
+        tokens = order.counted
     pair_bytes = 2 * _BLOCK_TOKENS * query.shape[3] * query.element_size()
     for length in tokens.unique().tolist():
         if length == 0:
@@ -79,12 +84,48 @@ def attend(
         # at least one pair per thread, or some would have nothing to do
         chunk = torch.get_num_threads() * max(1, _CHUNK_BYTES // (pair_bytes * blocks))
         for row, head in zip(rows.split(chunk), heads.split(chunk), strict=True):
-            listed = pages[row, head, :blocks]
-            k, v = (pool[listed, head[:, None]].flatten(1, 2)[:, None, :length] for pool in (keys, values))
+            if order is None:
+                listed = pages[row, head, :blocks]
+                k, v = (pool[listed, head[:, None]].flatten(1, 2)[:, None, :length] for pool in (keys, values))
+            else:
+                token = order.tokens[row, head, :length]
+                page = pages[row, head].gather(1, token // _BLOCK_TOKENS)
+                k, v = (pool[page, head[:, None], token % _BLOCK_TOKENS][:, None] for pool in (keys, values))
             partial, sums = kernel(query[row, head][:, None], k, v, scale)
             out[row, head] = partial.squeeze(1).float()
             lse[row, head] = sums.reshape(len(row), -1).float()
     return out, lse
+
+
+def sum_values(
+    weights: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, count: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``sum_values`` of the reference, with block lists as a post has them.
+
+    weights ``[B, H, G, N, 32]``, of which those of the first ``count[b, h]`` blocks count; values: a pool ``[pages, H,
+    32, D]`` -> out ``[B, H, G, D]`` (0 where a list is empty) and lse ``[B, H, G]`` (0, or ``-inf`` there).
+    A value whose weights are all 0 is left out, whatever it is.
+    """
+    out = torch.zeros(*weights.shape[:3], values.shape[3])
+    lse = torch.where(count > 0, 0.0, -torch.inf)[..., None].expand(weights.shape[:3]).contiguous()
+    for row, head in (count > 0).nonzero().tolist():
+        blocks = int(count[row, head])
+        by = weights[row, head, :, :blocks].flatten(1)
+        asked = (by != 0).any(dim=0).nonzero().squeeze(1)
+        page = pages[row, head].gather(0, asked // _BLOCK_TOKENS)
+        out[row, head] = by[:, asked] @ values[page, head, asked % _BLOCK_TOKENS].float()
+    return out, lse
+
+
+class _Order(NamedTuple):
+    counted: torch.Tensor  # [B, H] tokens that count
+    tokens: torch.Tensor  # [B, H, N * 32] all tokens of a list by number, those that count first
+
+
+def _counted_first(tokens: torch.Tensor, masks: torch.Tensor) -> _Order:
+    bits = masks[..., None] >> torch.arange(_BLOCK_TOKENS) & 1
+    counted = bits.flatten(2).bool() & (torch.arange(bits[0, 0].numel()) < tokens[..., None])
+    return _Order(counted.sum(dim=2), counted.int().argsort(dim=2, descending=True, stable=True))
 
 
 class TorchProvider(Provider):
@@ -162,8 +203,11 @@ class TorchProvider(Provider):
             # page numbers fit an int32: a pool of 2^31 pages would take terabytes
             return _view(address, extents, torch.int32).long()
 
-        query = _view(job.query, (*lists, shape.group, shape.head_dim), _DTYPES[shape.dtype])
         keys, values = self._pools(job.layer)
+        if job.kind == SUM_VALUES:
+            weights = _view(job.weights, (*lists, shape.group, shape.max_blocks, _BLOCK_TOKENS), torch.float32)
+            return sum_values(weights, values, numbers(job.pages, *lists, shape.max_blocks), numbers(job.count, *lists))
+        query = _view(job.query, (*lists, shape.group, shape.head_dim), _DTYPES[shape.dtype])
         return attend(
             query,
             keys,
@@ -173,6 +217,7 @@ class TorchProvider(Provider):
             numbers(job.last_fill, *lists),
             job.scale,
             self._kernel,
+            numbers(job.masks, *lists, shape.max_blocks) if job.masks else None,
         )
 
     def _pools(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,8 @@ from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.metrics import Rank, WorkerMetrics
 from sglang_hybrid.ops.cpu import NativeError, library, variants
 from sglang_hybrid.ops.cpu.local import LocalAttention
-from sglang_hybrid.ops.cpu.structs import DTYPES, Geometry
+from sglang_hybrid.ops.cpu.structs import DTYPES, MASKS, VALUE_SUMS, Geometry
+from sglang_hybrid.policies.registry import policy_named
 from sglang_hybrid.protocol import cores
 from sglang_hybrid.protocol.messages import SPIN_US, ThreadPlan
 from sglang_hybrid.worker.local_attention import LocalMisses
@@ -99,6 +100,7 @@ def geometry_of(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Ge
     dtype = str(pool.store_dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise NativeError(f"a KV cache of {dtype} cannot be read by the CPU kernels: use {', '.join(DTYPES)}")
+    needs = policy_named(config.policy).needs
     query_heads = model_runner.model_config.get_num_attention_heads(model_runner.server_args.tp_size)
     first_key, start = pool.k_buffer[0].data_ptr(), pool.region.address
     following = pool.k_buffer[1] if len(pool.k_buffer) > 1 else pool.v_buffer[0]
@@ -115,6 +117,7 @@ def geometry_of(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Ge
         values=pool.v_buffer[0].data_ptr() - start,
         layer_stride=following.data_ptr() - first_key,
         pool_bytes=pool.region.size,
+        flags=(MASKS if needs.masks else 0) | (VALUE_SUMS if needs.value_sums else 0),
     )
 
 

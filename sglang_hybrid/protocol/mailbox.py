@@ -6,7 +6,7 @@ import ctypes
 import weakref
 
 from sglang_hybrid.ops.cpu.library import checked, library, mailbox_fields
-from sglang_hybrid.ops.cpu.lists import HostLists
+from sglang_hybrid.ops.cpu.lists import HostWork
 from sglang_hybrid.ops.cpu.structs import Geometry, MailboxLayout
 from sglang_hybrid.protocol.region import SharedRegion
 
@@ -39,7 +39,7 @@ class Mailbox:
         weakref.finalize(self, self._library.sh_client_close, self._client)
         self.posted = 0  # sequence number of the newest post
 
-    def post(self, lists: HostLists, generation: int) -> int:
+    def post(self, lists: HostWork, generation: int) -> int:
         """Post one layer; its sequence number."""
         sequence = ctypes.c_uint64()
         checked(
@@ -49,7 +49,7 @@ class Mailbox:
         self.posted = sequence.value
         return self.posted
 
-    def collect(self, sequence: int, lists: HostLists, timeout_s: float, gone: ctypes.c_uint32) -> int:
+    def collect(self, sequence: int, lists: HostWork, timeout_s: float, gone: ctypes.c_uint32) -> int:
         """Wait for the replies to a post and copy them to ``lists``; the number of rows that are not served.
 
         Ends early when another thread sets ``gone``. ``lists.outcome`` says what became of each row.

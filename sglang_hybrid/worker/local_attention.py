@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from sglang_hybrid.core import BlockList, LayerCache
-from sglang_hybrid.ops.cpu.lists import HostLists
+from sglang_hybrid.ops.cpu.lists import HostLists, HostSums
 from sglang_hybrid.ops.cpu.local import LocalAttention
-from sglang_hybrid.worker.miss_server import MissServer, PendingAttention, Ready
+from sglang_hybrid.worker.miss_server import MissServer, PendingAttention, PendingSum, Ready, ReadySum
 
 
 class LocalMisses(MissServer):
@@ -17,6 +17,11 @@ class LocalMisses(MissServer):
     def post(
         self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int
     ) -> PendingAttention:
-        lists = HostLists(query, blocks.ids, blocks.fill, cache.layer, scale, cache.keys.dtype)
+        lists = HostLists(query, blocks.ids, blocks.fill, cache.layer, scale, cache.keys.dtype, blocks.masks)
         self._local.attend(lists)
         return Ready((lists.out.to(query.device), lists.lse.to(query.device)))
+
+    def post_sum(self, weights: torch.Tensor, cache: LayerCache, ids: torch.Tensor, step: int) -> PendingSum:
+        sums = HostSums(weights, ids, cache.layer, cache.values.shape[3])
+        self._local.attend(sums)
+        return ReadySum(sums.out.to(weights.device))

@@ -10,12 +10,12 @@ import torch
 
 from sglang_hybrid.core import BlockList, LayerCache, Partial
 from sglang_hybrid.metrics import WorkerMetrics
-from sglang_hybrid.ops.cpu.lists import HostLists
+from sglang_hybrid.ops.cpu.lists import HostLists, HostSums, HostWork
 from sglang_hybrid.ops.cpu.local import LocalAttention
 from sglang_hybrid.protocol.mailbox import DAMAGED
 from sglang_hybrid.worker.connection import WorkerConnection
 from sglang_hybrid.worker.fallback_log import FallbackLog
-from sglang_hybrid.worker.miss_server import MissServer, PendingAttention, Ready
+from sglang_hybrid.worker.miss_server import MissServer, PendingAttention, PendingSum, Ready, ReadySum
 from sglang_hybrid.worker.supervisor import Supervisor
 
 
@@ -36,17 +36,25 @@ class WorkerMisses(MissServer):
     def post(
         self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int
     ) -> PendingAttention:
-        lists = HostLists(query, blocks.ids, blocks.fill, cache.layer, scale, cache.keys.dtype)
+        lists = HostLists(query, blocks.ids, blocks.fill, cache.layer, scale, cache.keys.dtype, blocks.masks)
         if blocks.ids.shape[2] == 0:  # nothing to attend, for anybody
             return Ready((torch.zeros_like(query, dtype=torch.float32), lists.lse.fill_(-torch.inf).to(query.device)))
+        return _PostedLayer(self, lists, *self._send(lists, step), query.device)
+
+    def post_sum(self, weights: torch.Tensor, cache: LayerCache, ids: torch.Tensor, step: int) -> PendingSum:
+        sums = HostSums(weights, ids, cache.layer, cache.values.shape[3])
+        if ids.shape[2] == 0:
+            return ReadySum(sums.out.to(weights.device))
+        return _PostedSum(self, sums, *self._send(sums, step), weights.device)
+
+    def _send(self, lists: HostWork, step: int) -> tuple[WorkerConnection | None, int | None]:
         link = self._supervisor.link
         if link and link.late and link.mailbox.caught_up:
             link.late = False
         # a worker that is behind gets nothing new: every layer would wait for it in vain
-        sequence = link.mailbox.post(lists, step) if link and not link.late else None
-        return _PostedLayer(self, lists, link, sequence, query.device)
+        return link, link.mailbox.post(lists, step) if link and not link.late else None
 
-    def collect(self, lists: HostLists, link: WorkerConnection | None, sequence: int | None) -> None:
+    def collect(self, lists: HostWork, link: WorkerConnection | None, sequence: int | None) -> None:
         """Fill ``lists``, by the worker if it was posted and answers in time."""
         if link is None or sequence is None:
             self._compute(lists, "behind" if link else "no-worker", lists.rows)
@@ -59,17 +67,19 @@ class WorkerMisses(MissServer):
         link.late = link.late or damaged < missing
         self._compute(lists, "damaged" if damaged else "no-worker" if link.gone.value else "late", missing)
 
-    def _compute(self, lists: HostLists, why: str, rows: int) -> None:
+    def _compute(self, lists: HostWork, why: str, rows: int) -> None:
         self._local.attend(lists, lists.outcome)
         self._metrics.served(f"process-{why}", rows)
         self._log.note(why, rows)
 
 
-class _PostedLayer:
+class _Posted:
+    """Work that a worker may be at, until it is collected."""
+
     def __init__(
         self,
         misses: WorkerMisses,
-        lists: HostLists,
+        lists: HostWork,
         link: WorkerConnection | None,
         sequence: int | None,
         device: torch.device,
@@ -80,6 +90,17 @@ class _PostedLayer:
         self._sequence = sequence
         self._device = device
 
-    def collect(self) -> Partial:
+    def _wait(self) -> None:
         self._misses.collect(self._lists, self._link, self._sequence)
+
+
+class _PostedSum(_Posted):
+    def collect(self) -> torch.Tensor:
+        self._wait()
+        return self._lists.out.to(self._device)
+
+
+class _PostedLayer(_Posted):
+    def collect(self) -> Partial:
+        self._wait()
         return self._lists.out.to(self._device), self._lists.lse.to(self._device)

@@ -105,13 +105,13 @@ class Missed:
         assert not self.workspace.arrived.any()
         return out
 
-    def expected(self) -> Partial:
+    def expected(self, masks: torch.Tensor | None = None) -> Partial:
         """Of all entries, served or not."""
         place = torch.arange(self.shape.most, device=DEVICE)
         absent = (place >= self.counts[..., None]) | (self.pages < 0) | (self.pages >= self.pool.keys.shape[0])
         ids = self.pages.long().masked_fill(absent, reference.NO_BLOCK)
         fill = torch.full_like(ids, BLOCK_TOKENS).masked_fill(absent, 0)
-        return reference.attend_blocks(self.query, self.pool.keys, self.pool.values, ids, fill, self.scale)
+        return reference.attend_blocks(self.query, self.pool.keys, self.pool.values, ids, fill, self.scale, masks=masks)
 
     def expected_of_rows(self) -> torch.Tensor:
         """Of all entries, if they attend to all tokens of their rows."""
@@ -136,6 +136,23 @@ def test_missed_blocks_are_attended_where_they_lie(shape: Shape) -> None:
         assert (found[served] == UNTOUCHED).all()
         everybody = case.finish(served=torch.zeros_like(case.served))
         assert_rows(everybody, case.expected()[0], torch.ones_like(served))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_of_missed_blocks_with_masks_only_tokens_whose_bit_is_set_are_attended(shape: Shape) -> None:
+    case = Missed(shape, 5)
+    masks = torch.randint(-(2**31), 2**31, case.pages.shape, generator=seeded(6))
+    kind = torch.randint(0, 4, masks.shape, generator=seeded(7))  # blocks of which no token counts, or all of them do
+    masks = torch.where(kind == 0, 0, torch.where(kind == 1, -1, masks)) & ~(1 << 11)
+    masks[0, 0] = 0  # a list without tokens
+    masks = masks.int().to(DEVICE)
+    everybody = torch.ones_like(case.served)
+    whole = case.finish(masks=masks, whole=everybody)
+    assert_rows(whole, case.expected_of_rows(), everybody.bool())  # masks are of the lists only
+    expected = case.expected(masks)[0]
+    for part in (case.pool.keys, case.pool.values):
+        part[:, :, 11] = torch.nan
+    assert_rows(case.finish(masks=masks), expected, ~case.served.bool())
 
 
 def test_groups_of_every_size_are_attended() -> None:

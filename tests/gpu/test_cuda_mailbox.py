@@ -18,7 +18,7 @@ from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cpu.library import checked, library, mailbox_fields
 from sglang_hybrid.ops.cpu.lists import HostLists
 from sglang_hybrid.ops.cpu.local import LocalAttention
-from sglang_hybrid.ops.cpu.structs import DTYPES, EngineOptions, Geometry
+from sglang_hybrid.ops.cpu.structs import DTYPES, MASKS, EngineOptions, Geometry
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.protocol.mailbox import SLOTS, Mailbox
 from sglang_hybrid.protocol.region import SharedRegion
@@ -65,7 +65,9 @@ class Host:
 
     rows, max_blocks, layers, pages = 6, 5, 2, 12
 
-    def __init__(self, dtype: str = "bfloat16", kv_heads: int = 2, group: int = 3, head_dim: int = 64) -> None:
+    def __init__(
+        self, dtype: str = "bfloat16", kv_heads: int = 2, group: int = 3, head_dim: int = 64, flags: int = 0
+    ) -> None:
         self.dtype, self.kv_heads, self.group, self.head_dim = TORCH_DTYPES[dtype], kv_heads, group, head_dim
         shape = (2, self.layers, self.pages, kv_heads, BLOCK_TOKENS, head_dim)
         size = math.prod(shape) * self.dtype.itemsize
@@ -75,7 +77,7 @@ class Host:
         layer = self.pool[0, 0].numel() * self.dtype.itemsize
         self.geometry = Geometry(
             self.rows, kv_heads, group, head_dim, DTYPES[dtype], self.max_blocks, self.layers, self.pages,
-            0, self.layers * layer, layer, 2 * self.layers * layer,
+            0, self.layers * layer, layer, 2 * self.layers * layer, flags,
         )  # fmt: skip
         self.local = LocalAttention(self.pool.data_ptr(), self.geometry, TASK_BLOCKS, threads=2)
         self.mailbox = Mailbox(self.geometry)
@@ -126,9 +128,9 @@ class Host:
         self.client.wait(self.receipt if receipt is None else receipt, deadline_s, into.out, into.lse, into.served)
         return into
 
-    def expected(self, lists: Lists, layer: int = 0) -> HostLists:
+    def expected(self, lists: Lists, layer: int = 0, masks: torch.Tensor | None = None) -> HostLists:
         ids, fill = lists.as_reference()
-        computed = HostLists(lists.query, ids, fill, layer, SCALE, self.dtype)
+        computed = HostLists(lists.query, ids, fill, layer, SCALE, self.dtype, masks)
         self.local.attend(computed)
         return computed
 
@@ -184,6 +186,31 @@ def test_a_layer_is_computed_by_the_worker(dtype: str, kv_heads: int, group: int
     assert outcomes["served"] + outcomes["empty"] == 5 * host.rows
     assert outcomes["empty"] >= 5
     host.client.attach(None)
+
+
+def test_the_worker_attends_to_tokens_whose_bit_is_set() -> None:
+    host = Host(flags=MASKS)
+    random = seeded(1)
+    with host.engine():
+        for seed in range(5):
+            lists = host.lists(seed)
+            masks = torch.randint(-(2**31), 2**31, lists.pages.shape, generator=random)
+            masks[torch.rand(masks.shape, generator=random) < 0.3] = 0
+            masks = masks.int().to(DEVICE)
+            host.post(lists, masks=masks)
+            results = host.wait()
+            assert results.served.tolist() == [1] * host.rows
+            assert_same_bits(results, host.expected(lists, masks=masks))
+            host.post(lists)  # and of a post without masks everything, though the mailbox still holds some
+            assert_same_bits(host.wait(), host.expected(lists))
+    host.client.attach(None)
+
+
+def test_masks_are_refused_by_a_mailbox_that_has_no_room_for_them(host: Host) -> None:
+    lists = host.lists(1)
+    with pytest.raises(ValueError, match=r"has to declare Needs\(masks=True\)"):
+        host.post(lists, masks=torch.ones_like(lists.pages))
+    assert host.mailbox.bell == 0
 
 
 def test_a_replayed_graph_posts_new_layers_one_ahead(host: Host) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from attention_oracle import seeded
@@ -13,7 +13,7 @@ from worker_process import BLOCK_TOKENS, PATIENCE_S, TORCH_DTYPES
 
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cpu.library import checked, library
-from sglang_hybrid.ops.cpu.lists import HostLists
+from sglang_hybrid.ops.cpu.lists import HostLists, HostSums, HostWork
 from sglang_hybrid.ops.cpu.local import LocalAttention
 from sglang_hybrid.ops.cpu.structs import DTYPES, EngineOptions, Geometry
 from sglang_hybrid.protocol.mailbox import Mailbox
@@ -26,6 +26,7 @@ class Lists:
     query: torch.Tensor
     ids: torch.Tensor
     fill: torch.Tensor
+    masks: torch.Tensor | None = None
 
 
 class Host:
@@ -33,6 +34,7 @@ class Host:
 
     rows, max_blocks, layers, pages = 4, 5, 2, 12  # unless told otherwise
     task_blocks = 2
+    flags = 0
 
     def __init__(
         self, dtype: str = "float32", kv_heads: int = 2, group: int = 3, head_dim: int = 64, **otherwise: int
@@ -45,7 +47,7 @@ class Host:
         layer = self.pool[0, 0].numel() * kind.itemsize
         self.geometry = Geometry(
             self.rows, kv_heads, group, head_dim, DTYPES[dtype], self.max_blocks, self.layers, self.pages,
-            0, self.layers * layer, layer, 2 * self.layers * layer,
+            0, self.layers * layer, layer, 2 * self.layers * layer, self.flags,
         )  # fmt: skip
         self.local = LocalAttention(self.pool.data_ptr(), self.geometry, self.task_blocks, threads=2)
 
@@ -62,6 +64,14 @@ class Host:
         kind = TORCH_DTYPES[self.dtype]
         return Lists(query.to(kind), ids.masked_fill(beyond, reference.NO_BLOCK), fill.masked_fill(beyond, 0))
 
+    def masked_lists(self, rows: int, listed: int, seed: int) -> Lists:
+        """``random_lists`` of which some tokens count: all or none of some blocks, any of others."""
+        lists, random = self.random_lists(rows, listed, seed), seeded(seed + 1)
+        masks = torch.randint(-(2**31), 2**31, lists.ids.shape, generator=random)
+        kind = torch.randint(0, 4, lists.ids.shape, generator=random)
+        masks = torch.where(kind == 0, 0, torch.where(kind == 1, -1, masks))
+        return replace(lists, masks=masks.to(torch.int32))
+
     def full_lists(self, rows: int = 2, seed: int = 1) -> Lists:
         """Lists of two blocks each: no row is empty."""
         shape = (rows, self.kv_heads, 2)
@@ -69,10 +79,26 @@ class Host:
         return Lists(some.query, torch.arange(2).expand(shape), torch.full(shape, BLOCK_TOKENS))
 
     def on_host(self, lists: Lists, layer: int = 0) -> HostLists:
-        return HostLists(lists.query, lists.ids, lists.fill, layer, SCALE, TORCH_DTYPES[self.dtype])
+        return HostLists(lists.query, lists.ids, lists.fill, layer, SCALE, TORCH_DTYPES[self.dtype], lists.masks)
 
     def computed_here(self, lists: Lists, layer: int = 0) -> HostLists:
         computed = self.on_host(lists, layer)
+        self.local.attend(computed)
+        return computed
+
+    def random_weights(self, lists: Lists, seed: int) -> torch.Tensor:
+        """Of the lists' tokens, one of three 0 for some heads; 0 behind a list's last token."""
+        random, block = seeded(seed), (*lists.ids.shape, BLOCK_TOKENS)
+        weights = torch.rand(self.group, *block, generator=random)
+        weights[torch.rand(weights.shape, generator=random) < 0.3] = 0.0
+        asked = (torch.rand(block, generator=random) < 0.7) & (torch.arange(BLOCK_TOKENS) < lists.fill[..., None])
+        return torch.where(asked, weights, 0.0).movedim(0, 2).contiguous()
+
+    def sums(self, weights: torch.Tensor, lists: Lists, layer: int = 0) -> HostSums:
+        return HostSums(weights, lists.ids, layer, self.head_dim)
+
+    def sums_computed_here(self, weights: torch.Tensor, lists: Lists, layer: int = 0) -> HostSums:
+        computed = self.sums(weights, lists, layer)
         self.local.attend(computed)
         return computed
 
@@ -89,10 +115,10 @@ class Host:
             library().sh_engine_stop(engine)
 
 
-def collected(mailbox: Mailbox, lists: HostLists, sequence: int, timeout_s: float = PATIENCE_S) -> int:
+def collected(mailbox: Mailbox, lists: HostWork, sequence: int, timeout_s: float = PATIENCE_S) -> int:
     return mailbox.collect(sequence, lists, timeout_s, ctypes.c_uint32())
 
 
-def assert_same_bits(left: HostLists, right: HostLists) -> None:
+def assert_same_bits(left: HostWork, right: HostWork) -> None:
     for one, other in ((left.out, right.out), (left.lse, right.lse)):
         assert torch.equal(one.view(torch.int32), other.view(torch.int32))

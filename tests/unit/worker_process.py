@@ -152,6 +152,7 @@ class Regions:
     max_blocks: int = 20
     layers: int = 2
     pages: int = 32
+    flags: int = 0
     token: str = field(default_factory=new_token)
 
     def __post_init__(self) -> None:
@@ -161,7 +162,7 @@ class Regions:
         size = 2 * self.layers * layer
         self.geometry = Geometry(
             self.rows, self.kv_heads, self.group, self.head_dim, DTYPES[self.dtype], self.max_blocks, self.layers,
-            self.pages, 0, self.layers * layer, layer, size,
+            self.pages, 0, self.layers * layer, layer, size, self.flags,
         )  # fmt: skip
         layout = MailboxLayout()
         checked(library().sh_mailbox_layout, ctypes.byref(self.geometry), ctypes.byref(layout))

@@ -51,6 +51,12 @@ int guarded(char* error, Work work) {
     }
 }
 
+// Every shape that has a kernel has all of them.
+Kernels kernels_of(const Geometry& g, const char* variant) {
+    const auto dtype = static_cast<DType>(g.dtype);
+    return {find_kernel(dtype, g.head_dim, variant), find_sum_kernel(dtype, g.head_dim, variant)};
+}
+
 std::string no_kernel(const Geometry& g, const char* variant) {
     return "no CPU kernel for head_dim " + std::to_string(g.head_dim) +
            (variant ? " and variant " + std::string(variant) : "") +
@@ -79,6 +85,7 @@ constexpr sh_field fields[] = {
     FIELD(Geometry, values),
     FIELD(Geometry, layer_stride),
     FIELD(Geometry, pool_bytes),
+    FIELD(Geometry, flags),
     WHOLE(Bell),
     FIELD(Bell, posted),
     WHOLE(WorkerLine),
@@ -96,6 +103,7 @@ constexpr sh_field fields[] = {
     FIELD(Post, layer),
     FIELD(Post, rows),
     FIELD(Post, scale),
+    FIELD(Post, kind),
     WHOLE(Request),
     FIELD(Request, sequence),
     FIELD(Request, generation),
@@ -128,7 +136,7 @@ int sh_attend(const BlockAttention* task, const char* variant, char* error) {
     if (!kernel) return fail(error, "no such kernel on this machine");
     if (task->group < 1 || task->group > max_group) return fail(error, "query heads per KV head must be 1 to 16");
     if (task->count && (task->last_fill < 1 || task->last_fill > block_tokens)) return fail(error, "last_fill must be 1 to 32");
-    kernel(*task);
+    attend(kernel, *task);
     return 0;
 }
 
@@ -205,6 +213,12 @@ int sh_client_post(sh_client* client, const sh_lists* lists, uint32_t generation
     return guarded(error, [&] {
         const std::string problem = problem_of(*lists, client->mailbox.view.geometry);
         if (!problem.empty()) return fail(error, problem);
+        if (lists->masks && !(client->mailbox.view.geometry.flags & geometry_masks)) {
+            return fail(error, "the lists have masks and the mailbox has none: the policy has to declare Needs(masks=True)");
+        }
+        if (lists->weights && !(client->mailbox.view.geometry.flags & geometry_value_sums)) {
+            return fail(error, "the mailbox has no room for weights: the policy has to declare Needs(value_sums=True)");
+        }
         *sequence = client->mailbox.post(*lists, generation);
         return 0;
     });
@@ -234,9 +248,23 @@ int sh_attend_local(const char* pool, const Geometry* geometry, const sh_lists* 
         const std::string problem = problem_of(*lists, *geometry);
         if (!problem.empty()) return fail(error, problem);
         if (task_blocks < 1) return fail(error, "a task must have at least one block");
-        const Kernel kernel = find_kernel(static_cast<DType>(geometry->dtype), geometry->head_dim, nullptr);
+        const Kernels kernels = kernels_of(*geometry, nullptr);
+        if (!kernels.attend) return fail(error, no_kernel(*geometry, nullptr));
+        attend_local(pool, *geometry, *lists, task_blocks, threads, served, out, lse, kernels);
+        return 0;
+    });
+}
+
+int sh_token_weights(const char* pool, const Geometry* geometry, const sh_lists* lists, uint32_t threads, const float* lse,
+                     float* weights, char* error) {
+    return guarded(error, [&] {
+        if (const char* const problem = problem_of(*geometry)) return fail(error, problem);
+        const std::string problem = problem_of(*lists, *geometry);
+        if (!problem.empty()) return fail(error, problem);
+        if (lists->weights) return fail(error, "weights are computed from a query, not from weights");
+        const WeightKernel kernel = find_weight_kernel(static_cast<DType>(geometry->dtype), geometry->head_dim, nullptr);
         if (!kernel) return fail(error, no_kernel(*geometry, nullptr));
-        attend_local(pool, *geometry, *lists, task_blocks, threads, served, out, lse, kernel);
+        token_weights(pool, *geometry, *lists, threads, lse, weights, kernel);
         return 0;
     });
 }
@@ -338,15 +366,15 @@ sh_engine* sh_engine_start(void* mailbox, const char* pool, const Geometry* geom
             if (options->group_threads < 1 || options->task_blocks < 1) {
                 return fail(error, "threads of a group and blocks of a task must be at least 1");
             }
-            const Kernel kernel = find_kernel(static_cast<DType>(geometry->dtype), geometry->head_dim, options->variant);
-            if (!kernel) return fail(error, no_kernel(*geometry, options->variant));
+            const Kernels kernels = kernels_of(*geometry, options->variant);
+            if (!kernels.attend) return fail(error, no_kernel(*geometry, options->variant));
             EngineOptions chosen{options->threads,
                                  std::min(options->group_threads, options->threads),
                                  options->task_blocks,
                                  options->spin_us,
                                  {}};
             if (options->cores) chosen.cores.assign(options->cores, options->cores + options->threads);
-            made->threads = std::make_unique<Engine>(mailbox, pool, *geometry, chosen, kernel);
+            made->threads = std::make_unique<Engine>(mailbox, pool, *geometry, chosen, kernels);
         }
         engine = made.release();
         return 0;
@@ -380,8 +408,18 @@ void sh_engine_read_stats(const sh_engine* engine, sh_engine_stats* stats) {
 int sh_engine_take(sh_engine* engine, uint64_t timeout_us, sh_job* job) {
     ExternalJobs* const jobs = engine->jobs.get();
     if (!jobs || !jobs->take(timeout_us * 1000)) return 0;
-    *job = {jobs->post.sequence, jobs->post.layer,   jobs->post.rows,        jobs->post.scale,
-            jobs->query.data(),  jobs->count.data(), jobs->last_fill.data(), jobs->pages.data()};
+    const OpenPost& post = jobs->post;
+    *job = {post.sequence,
+            post.layer,
+            post.rows,
+            post.scale,
+            static_cast<uint32_t>(post.kind),
+            jobs->query.data(),
+            jobs->count.data(),
+            jobs->last_fill.data(),
+            jobs->pages.data(),
+            post.kind == PostKind::attend_masked ? jobs->masks.data() : nullptr,
+            post.kind == PostKind::sum_values ? jobs->weights.data() : nullptr};
     return 1;
 }
 

@@ -41,6 +41,8 @@ char* map(uint64_t bytes) {
 struct Layer {
     std::vector<float> query;
     std::vector<int64_t> pages, fill;
+    std::vector<int32_t> masks;
+    std::vector<float> weights;
     sh_lists lists;
 };
 
@@ -58,7 +60,22 @@ Layer random_layer(const Geometry& g) {
             layer.fill[list * listed + i] = i + 1 == count ? 1 + below(block_tokens) : block_tokens;
         }
     }
-    layer.lists = {layer.query.data(), layer.pages.data(), layer.fill.data(), rows, listed, below(g.layers), 0.125f};
+    const bool summed = (g.flags & geometry_value_sums) && listed && below(3) == 0;
+    layer.weights.resize(summed ? layer.pages.size() * g.group * block_tokens : 0);
+    for (float& weight : layer.weights) weight = below(3) ? float(below(1000)) / 1000 : 0;
+    const bool masked = (g.flags & geometry_masks) && below(3);
+    layer.masks.resize(masked ? layer.pages.size() : 0);
+    // all tokens, none, or any of them
+    for (int32_t& mask : layer.masks) mask = below(3) ? below(4) ? int32_t(random_bits()) : 0 : -1;
+    layer.lists = {layer.query.data(),
+                   layer.pages.data(),
+                   layer.fill.data(),
+                   masked ? layer.masks.data() : nullptr,
+                   summed ? layer.weights.data() : nullptr,
+                   rows,
+                   listed,
+                   below(g.layers),
+                   0.125f};
     return layer;
 }
 
@@ -117,6 +134,7 @@ void check_bounds(const Geometry& g, char* mailbox, sh_client* client) {
         post.layer = 0;
         post.rows = 1;
         post.scale = 1;
+        post.kind = uint32_t(PostKind::attend);
         store_release(post.sequence, next);
         store_ordered(view.bell().posted, next);
         wake_all(view.client().wake);
@@ -186,20 +204,23 @@ void run(Geometry g, uint32_t threads, uint32_t group_threads, uint32_t spin_us,
 
 int main(int argc, char** argv) {
     const double seconds = argc > 1 ? std::atof(argv[1]) : 1;
-    const Geometry g{5, 2, 3, 64, uint32_t(DType::fp32), 9, 2, 40, 0, 0, 0, 0};
+    const Geometry g{5, 2, 3, 64, uint32_t(DType::fp32), 9, 2, 40, 0, 0, 0, 0, 0};
     run(g, 1, 1, 0, seconds);
     run(g, 4, 2, 50, seconds);
     run(g, 3, 1, 1000, seconds);
     run(g, 4, 4, 0, seconds);
+    const Geometry masked{5, 2, 3, 64, uint32_t(DType::fp32), 9, 2, 40, 0, 0, 0, 0, geometry_masks | geometry_value_sums};
+    run(masked, 1, 1, 0, seconds);
+    run(masked, 4, 2, 50, seconds);
     // so many tasks that threads take several at once, and those of the next post too
-    const Geometry many{60, 4, 3, 64, uint32_t(DType::fp32), 9, 2, 40, 0, 0, 0, 0};
+    const Geometry many{60, 4, 3, 64, uint32_t(DType::fp32), 9, 2, 40, 0, 0, 0, 0, geometry_masks | geometry_value_sums};
     run(many, 4, 2, 50, seconds);
     // lists that make the most tasks are not the longest ones: 64 blocks make more tasks than 65
     for (const auto [max_blocks, task_blocks] : {std::pair{65u, 1u}, std::pair{513u, 8u}, std::pair{625u, 8u}}) {
 #if defined(__SANITIZE_THREAD__)
         if (max_blocks > 65) break;  // minutes, and the order of accesses does not depend on the length
 #endif
-        const Geometry longest{2, 2, 1, 64, uint32_t(DType::fp32), max_blocks, 2, 40, 0, 0, 0, 0};
+        const Geometry longest{2, 2, 1, 64, uint32_t(DType::fp32), max_blocks, 2, 40, 0, 0, 0, 0, 0};
         run(longest, 4, 2, 50, seconds / 2, task_blocks);
     }
     return 0;

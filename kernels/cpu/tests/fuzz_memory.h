@@ -85,8 +85,10 @@ class FuzzMailbox {
             {layout.replies + rows * sizeof(Reply), layout.checks},
             {layout.checks + rows * sizeof(uint64_t), layout.lists},
             {layout.lists + heads * sizeof(List), layout.pages},
-            {layout.pages + heads * g.max_blocks * sizeof(uint32_t), layout.queries},
-            {layout.queries + values * bytes_of(static_cast<DType>(g.dtype)), layout.outputs},
+            {layout.pages + heads * g.max_blocks * sizeof(uint32_t), layout.masks},
+            {layout.masks + (g.flags & geometry_masks ? heads * g.max_blocks * sizeof(uint32_t) : 0), layout.queries},
+            {layout.queries + values * bytes_of(static_cast<DType>(g.dtype)), layout.weights},
+            {layout.weights + weight_bytes(g), layout.outputs},
             {layout.outputs + values * sizeof(float), layout.lses},
             {layout.lses + heads * g.group * sizeof(float), layout.bytes},
         };
@@ -103,6 +105,11 @@ class FuzzMailbox {
     FuzzMailbox(const FuzzMailbox&) = delete;
 
     const MailboxLayout layout;
+
+    static uint64_t weight_bytes(const Geometry& g) {
+        const uint64_t lists = uint64_t{mailbox_slots} * g.rows * g.kv_heads;
+        return g.flags & geometry_value_sums ? lists * g.group * g.max_blocks * block_tokens * sizeof(float) : 0;
+    }
 
   private:
     static int made(uint64_t bytes) {

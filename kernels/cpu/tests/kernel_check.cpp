@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
+#include <bit>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -20,6 +21,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "sglang_hybrid/block_attention.h"
@@ -83,17 +85,21 @@ class Guarded {
 
 // -- one case ---------------------------------------------------------------------------------------------------------
 
+enum class Masks { none, half, few, most, whole, empty };  // which tokens count
+
 struct Shape {
     DType dtype;
     uint32_t dim, group, count, last_fill;
     float key_size = 1.0f;  // standard deviation of keys; queries and values have 1
     uint32_t seed = 0;
+    Masks masks = Masks::none;
 };
 
 std::string describe(const Shape& shape) {
     char text[160];
-    std::snprintf(text, sizeof text, "%s head_dim %u group %u count %u last_fill %u key_size %g seed %u", name_of(shape.dtype),
-                  shape.dim, shape.group, shape.count, shape.last_fill, static_cast<double>(shape.key_size), shape.seed);
+    std::snprintf(text, sizeof text, "%s head_dim %u group %u count %u last_fill %u key_size %g seed %u masks %d",
+                  name_of(shape.dtype), shape.dim, shape.group, shape.count, shape.last_fill,
+                  static_cast<double>(shape.key_size), shape.seed, static_cast<int>(shape.masks));
     return text;
 }
 
@@ -107,7 +113,7 @@ class Case {
     explicit Case(const Shape& shape)
         : shape_(shape), row_(shape.dim * bytes_of(shape.dtype)), page_stride_(2 * block_tokens * row_),
           query_(shape.group * row_), keys_((shape.count + 1) * page_stride_), values_((shape.count + 1) * page_stride_),
-          pages_(shape.count + 1) {
+          pages_(shape.count + 1), masks_(shape.count + 1) {
         std::mt19937 random(shape.seed);
         std::normal_distribution<float> normal;
         fill(query_, shape.group * shape.dim, [&] { return normal(random); });
@@ -115,9 +121,10 @@ class Case {
         poison(values_, 1);
         std::iota(pages_.begin(), pages_.end(), 0u);
         std::shuffle(pages_.begin(), pages_.end(), random);
+        for (uint32_t& mask : masks_) mask = random_mask(random);
         for (uint32_t i = 0; i < shape.count; ++i) {
-            for (uint32_t token = 0; token < tokens_of(i); ++token) {
-                for (uint32_t d = 0; d < shape.dim; ++d) {
+            for (uint32_t token = 0; token < block_tokens; ++token) {
+                for (uint32_t d = 0; counts(i, token) && d < shape.dim; ++d) {
                     put(shape.dtype, at(keys_, i, token, d), normal(random) * shape.key_size);
                     put(shape.dtype, at(values_, i, token, d), normal(random));
                 }
@@ -132,6 +139,7 @@ class Case {
                 values_.data() + block_tokens * row_,
                 page_stride_,
                 pages_.data(),
+                shape_.masks == Masks::none ? nullptr : masks_.data(),
                 shape_.count,
                 shape_.last_fill,
                 shape_.group,
@@ -148,7 +156,8 @@ class Case {
         Guarded out(shape_.group * shape_.dim * 4), lse(shape_.group * 4);
         std::fill_n(reinterpret_cast<float*>(out.data()), shape_.group * shape_.dim, untouched);
         const BlockAttention next = work(nullptr, nullptr, nullptr);
-        kernel(work(reinterpret_cast<float*>(out.data()), reinterpret_cast<float*>(lse.data()), announced ? &next : nullptr));
+        attend(kernel,
+               work(reinterpret_cast<float*>(out.data()), reinterpret_cast<float*>(lse.data()), announced ? &next : nullptr));
         if (!out.intact() || !lse.intact()) {
             problem = "wrote in front of its output";
         }
@@ -187,6 +196,8 @@ class Case {
     // what rounding the logits to fp32 can do, above what a dtype may cost
     double logit_error() const { return logit_error_; }
 
+    bool is_empty() const { return std::isinf(lse_[0]); }
+
     bool left_empty(const Result& result) const {
         const auto is_untouched = [](float value) { return bits_of(value) == bits_of(untouched); };
         const auto is_empty = [](float value) { return value == -std::numeric_limits<float>::infinity(); };
@@ -200,6 +211,20 @@ class Case {
     float scale() const { return 1.0f / std::sqrt(static_cast<float>(shape_.dim)); }
 
     uint32_t tokens_of(uint32_t index) const { return index + 1 == shape_.count ? shape_.last_fill : block_tokens; }
+
+    uint32_t random_mask(std::mt19937& random) const {
+        if (shape_.masks == Masks::none || shape_.masks == Masks::whole) return ~0u;
+        if (shape_.masks == Masks::empty || random() % 8 == 0) return 0;
+        if (random() % 8 == 0) return ~0u;  // neighbours that count differently
+        uint32_t mask = 0;
+        for (uint32_t token = 0; token < block_tokens; ++token) {
+            const uint32_t chance = shape_.masks == Masks::half ? 16 : shape_.masks == Masks::few ? 2 : 30;  // of 32
+            mask |= uint32_t{random() % 32 < chance} << token;
+        }
+        return mask;
+    }
+
+    bool counts(uint32_t index, uint32_t token) const { return token < tokens_of(index) && (masks_[index] >> token & 1); }
 
     char* at(const Guarded& pool, uint32_t index, uint32_t token, uint32_t d) const {
         return pool.data() + pages_[index] * page_stride_ + (block_tokens + token) * row_ + d * bytes_of(shape_.dtype);
@@ -225,14 +250,23 @@ class Case {
             return;
         }
         const uint32_t dim = shape_.dim;
-        const uint32_t tokens = (shape_.count - 1) * block_tokens + shape_.last_fill;
+        std::vector<std::pair<uint32_t, uint32_t>> counted;
+        for (uint32_t index = 0; index < shape_.count; ++index) {
+            for (uint32_t token = 0; token < block_tokens; ++token) {
+                if (counts(index, token)) counted.push_back({index, token});
+            }
+        }
+        const auto tokens = static_cast<uint32_t>(counted.size());
+        if (tokens == 0) {
+            return;
+        }
         std::vector<double> query(shape_.group * dim), keys(tokens * dim), values(tokens * dim);
         for (uint32_t i = 0; i < query.size(); ++i) {
             query[i] = get(shape_.dtype, query_.data() + i * bytes_of(shape_.dtype));
         }
         for (uint32_t token = 0; token < tokens; ++token) {
             for (uint32_t d = 0; d < dim; ++d) {
-                const uint32_t index = token / block_tokens, within = token % block_tokens;
+                const auto [index, within] = counted[token];
                 keys[token * dim + d] = get(shape_.dtype, at(keys_, index, within, d));
                 values[token * dim + d] = get(shape_.dtype, at(values_, index, within, d));
             }
@@ -271,7 +305,7 @@ class Case {
     uint32_t row_;
     uint64_t page_stride_;
     Guarded query_, keys_, values_;
-    std::vector<uint32_t> pages_;
+    std::vector<uint32_t> pages_, masks_;
     std::vector<double> out_, lse_;
     double logit_error_ = 0;
 };
@@ -318,7 +352,7 @@ void check(const Shape& shape, const std::vector<std::string>& names, Worst& wor
         if (!same_bits(result, one.run(kernel, problem, true))) {
             problem = "two runs differ, the second of them with a next call announced";
         }
-        if (shape.count == 0) {
+        if (one.is_empty()) {
             if (!one.left_empty(result)) {
                 problem = "an empty list must give lse -inf and leave out alone";
             }
@@ -375,6 +409,108 @@ void check_large_logits(const std::vector<std::string>& names, Worst& worst) {
                 }
                 for (uint32_t group : {1u, 5u, 11u}) {
                     check({dtype, dim, group, 3, 7, key_size, ++seed}, names, worst);
+                }
+            }
+        }
+    }
+}
+
+// Every kind of mask; lists so long that the tokens that count, or the whole blocks, are computed in several parts.
+void check_masks(const std::vector<std::string>& names, Worst& worst) {
+    std::mt19937 random(3);
+    uint32_t seed = 2000000;
+    for (DType dtype : dtypes) {
+        for (uint32_t dim : head_dims) {
+            for (Masks masks : {Masks::half, Masks::few, Masks::most, Masks::whole, Masks::empty}) {
+                for (uint32_t count : {0u, 1u, 2u, 5u, 9u, 21u}) {
+                    const auto group = 1 + static_cast<uint32_t>(random() % max_group);
+                    const auto last_fill = 1 + static_cast<uint32_t>(random() % block_tokens);
+                    check({dtype, dim, group, count, last_fill, 1.0f, ++seed, masks}, names, worst);
+                }
+            }
+            check({dtype, dim, 4, 150, 3, 1.0f, ++seed, Masks::most}, names, worst);
+            check({dtype, dim, 4, 150, 3, 1.0f, ++seed, Masks::whole}, names, worst);
+            check({dtype, dim, 3, 4, 9, 100.0f, ++seed, Masks::half}, names, worst);
+        }
+    }
+}
+
+// -- weights, and sums by weights: the halves of attention -----------------------------------------------------------------
+
+// A pool of values (or keys) of one head, of which what must not be used is NaN or infinite.
+void check_halves(const std::vector<std::string>& names, Worst& worst) {
+    std::mt19937 random(4);
+    std::normal_distribution<float> normal;
+    uint32_t seed = 0;
+    for (DType dtype : dtypes) {
+        for (uint32_t dim : head_dims) {
+            for (uint32_t count : {0u, 1u, 2u, 7u}) {
+                const auto group = 1 + static_cast<uint32_t>(random() % max_group);
+                if (++seed % std::min(every, 5u) != 0) continue;
+                const uint32_t item = bytes_of(dtype), row = dim * item, tokens = count * block_tokens;
+                const uint64_t stride = tokens + 32;  // the kernel must not take heads for neighbours
+                Guarded pool(std::max(1u, tokens) * row), query(group * row), out(group * dim * 4);
+                std::vector<uint32_t> pages(count + 1), masks(count + 1);
+                std::iota(pages.begin(), pages.end(), 0u);
+                std::shuffle(pages.begin(), pages.begin() + count, random);
+                std::vector<float> weights(group * stride), found(group * stride, 7.0f), lse(group);
+                for (uint32_t i = 0; i < pool.size() / item; ++i) put_poison(dtype, pool.data() + i * item, i / dim);
+                for (uint32_t i = 0; i < group * dim; ++i) put(dtype, query.data() + i * item, normal(random));
+                for (uint32_t& mask : masks) mask = random() % 4 ? static_cast<uint32_t>(random()) : random() % 2 * ~0u;
+                const auto at = [&](uint32_t token, uint32_t d) {
+                    return pool.data() + ((pages[token / 32] * 32 + token % 32) * dim + d) * item;
+                };
+                const auto counts = [&](uint32_t token) { return masks[token / 32] >> token % 32 & 1; };
+                for (uint32_t token = 0; token < tokens; ++token) {
+                    for (uint32_t d = 0; counts(token) && d < dim; ++d) put(dtype, at(token, d), normal(random));
+                    for (uint32_t head = 0; head < group; ++head) {
+                        // some heads have no weight for a token that others have one for
+                        weights[head * stride + token] = counts(token) && random() % 4 ? normal(random) : 0.0f;
+                    }
+                }
+                for (uint32_t head = 0; head < group; ++head) {
+                    lse[head] = head % 5 == 4 ? -std::numeric_limits<float>::infinity() : 2.0f + normal(random);
+                }
+                const auto where = describe({dtype, dim, group, count, block_tokens, 1.0f, seed});
+                const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+                for (const std::string& variant : names) {
+                    const SumKernel sum = find_sum_kernel(dtype, dim, variant.c_str());
+                    const WeightKernel weigh = find_weight_kernel(dtype, dim, variant.c_str());
+                    if (!sum || !weigh) {
+                        fail(variant, "no kernel for weights or sums", where);
+                        continue;
+                    }
+                    ++worst.cases;
+                    sum({weights.data(), stride, pool.data(), uint64_t{block_tokens} * row, pages.data(), count, group, dim,
+                         dtype, reinterpret_cast<float*>(out.data())});
+                    weigh({query.data(), pool.data(), nullptr, uint64_t{block_tokens} * row, pages.data(), masks.data(), count,
+                           block_tokens, group, dim, dtype, scale, nullptr, lse.data(), nullptr},
+                          found.data(), stride);
+                    for (uint32_t head = 0; head < group; ++head) {
+                        for (uint32_t d = 0; d < dim; ++d) {
+                            double expected = 0, size = 0;
+                            for (uint32_t token = 0; token < tokens; ++token) {
+                                if (!counts(token)) continue;
+                                const double product = double{weights[head * stride + token]} * get(dtype, at(token, d));
+                                expected += product;
+                                size += std::fabs(product);
+                            }
+                            const float got = reinterpret_cast<const float*>(out.data())[head * dim + d];
+                            if (!(std::fabs(got - expected) <= 1e-5 * (1 + size))) return fail(variant, "a wrong sum", where);
+                        }
+                        for (uint32_t token = 0; token < tokens; ++token) {
+                            double logit = 0;
+                            for (uint32_t d = 0; counts(token) && d < dim; ++d) {
+                                logit += get(dtype, query.data() + (head * dim + d) * item) * get(dtype, at(token, d));
+                            }
+                            const double expected = counts(token) ? std::exp(logit * scale - lse[head]) : 0;
+                            const double right = std::isinf(lse[head]) ? 0 : expected;
+                            const float got = found[head * stride + token];
+                            if (!(std::fabs(got - right) <= 1e-4 * right)) return fail(variant, "a wrong weight", where);
+                        }
+                        if (found[head * stride + tokens] != 7.0f) return fail(variant, "a weight behind the list", where);
+                    }
+                    if (!out.intact()) fail(variant, "wrote in front of its output", where);
                 }
             }
         }
@@ -447,6 +583,8 @@ int check_everything() {
     check_dispatch(names);
     check_shapes(names, worst);
     check_large_logits(names, worst);
+    check_masks(names, worst);
+    check_halves(names, worst);
     check_threads(names);
     for (const auto& [what, errors] : worst.of) {
         std::printf("%-16s out %.2e  lse %.2e\n", what.c_str(), errors.out, errors.lse);
@@ -517,7 +655,9 @@ class BenchPool {
     size_t size() const { return pages_ * page; }
 
     // Every block once a pass, so that the pool must be in cache as a whole, or not at all.
-    double attend(Kernel kernel, uint32_t group, uint32_t threads, uint32_t passes) const {
+    // `mask`: of every block. Blocks count as a whole, however few tokens of them do.
+    double attend(Kernel kernel, uint32_t group, uint32_t threads, uint32_t passes, uint32_t mask = ~0u) const {
+        const std::vector<uint32_t> masks(list, mask);
         const uint32_t lists = static_cast<uint32_t>(order_.size()) / list;
         const double time = best_time(threads, [&](uint32_t thread) {
             alignas(64) char query[max_group * dim * 2];
@@ -525,8 +665,21 @@ class BenchPool {
             std::vector<float> out(max_group * dim), lse(max_group);
             const auto work = [&](uint32_t i) {
                 const char* keys = data_ + i * list / pages_ * block;
-                return BlockAttention{query, keys, keys + heads * block, page,    &order_[i * list], list,       block_tokens,
-                                      group, dim,  DType::bf16,          0.0884f, out.data(),        lse.data(), nullptr};
+                return BlockAttention{query,
+                                      keys,
+                                      keys + heads * block,
+                                      page,
+                                      &order_[i * list],
+                                      mask == ~0u ? nullptr : masks.data(),
+                                      list,
+                                      block_tokens,
+                                      group,
+                                      dim,
+                                      DType::bf16,
+                                      0.0884f,
+                                      out.data(),
+                                      lse.data(),
+                                      nullptr};
             };
             const uint32_t begin = lists * thread / threads, end = lists * (thread + 1) / threads;
             for (uint32_t pass = 0; pass < passes; ++pass) {
@@ -534,7 +687,7 @@ class BenchPool {
                 for (uint32_t i = begin; i < end; ++i) {
                     const BlockAttention next = work(i + 1 < end ? i + 1 : begin);
                     current.next = &next;
-                    kernel(current);
+                    sglang_hybrid::attend(kernel, current);
                     current = next;
                 }
             }
@@ -585,8 +738,13 @@ int bench(uint32_t threads, uint32_t group, const std::string& only) {
     for (const std::string& variant : available_variants()) {
         if (only.empty() || only == variant) {
             Kernel kernel = find_kernel(DType::bf16, BenchPool::dim, variant.c_str());
-            print(variant, in_l2.attend(kernel, group, 1, 200), small_pages.attend(kernel, group, threads, 1),
-                  huge_pages.attend(kernel, group, threads, 1));
+            // all tokens; all but one; every second one; one of eight
+            for (const uint32_t mask : {~0u, ~0u - 1, 0x55555555u, 0x01010101u}) {
+                char name[40];
+                std::snprintf(name, sizeof name, mask == ~0u ? "%s" : "%s, %d of 32", variant.c_str(), std::popcount(mask));
+                print(name, in_l2.attend(kernel, group, 1, 200, mask), small_pages.attend(kernel, group, threads, 1, mask),
+                      huge_pages.attend(kernel, group, threads, 1, mask));
+            }
         }
     }
     print_read();

@@ -138,6 +138,7 @@ Geometry random_geometry(Random& random) {
     g.max_blocks = is_long ? 513 : random.once_in(4) ? 62 + random.below(4) : 1 + random.below(9);
     g.layers = 1 + random.below(3);
     g.pages = 1 + random.below(12);
+    g.flags = random.below(1 + known_geometry_flags);
     return FuzzPool::with_pool(g, random.below(2), 64 * random.below(3));
 }
 
@@ -160,6 +161,7 @@ void require_servable(const Geometry& g) {
     using Wide = unsigned __int128;
     require(g.rows && g.kv_heads && g.group && g.head_dim, "a geometry with a zero");
     require(g.max_blocks && g.layers && g.pages, "a geometry with a zero");
+    require((g.flags & ~known_geometry_flags) == 0, "a geometry with a flag that nobody knows");
     require(g.group <= max_group && g.head_dim <= max_head_dim && g.dtype <= 2, "a geometry that no kernel has");
     const Wide item = bytes_of(static_cast<DType>(g.dtype));
     const Wide layer = Wide{block_tokens} * g.head_dim * item * g.kv_heads * g.pages;
@@ -179,7 +181,9 @@ void require_servable(const Geometry& g) {
         {at.checks, rows * sizeof(uint64_t)},
         {at.lists, heads * sizeof(List)},
         {at.pages, heads * g.max_blocks * sizeof(uint32_t)},
+        {at.masks, g.flags & geometry_masks ? heads * g.max_blocks * sizeof(uint32_t) : 0},
         {at.queries, values * item},
+        {at.weights, g.flags & geometry_value_sums ? heads * g.group * g.max_blocks * block_tokens * sizeof(float) : 0},
         {at.outputs, values * sizeof(float)},
         {at.lses, heads * g.group * sizeof(float)},
         {at.bytes, 0},
@@ -192,7 +196,7 @@ void require_servable(const Geometry& g) {
 Geometry hostile_geometry(Random& random) {
     Geometry g = random_geometry(random);
     uint32_t* const small[] = {&g.rows, &g.kv_heads, &g.group, &g.head_dim, &g.dtype, &g.max_blocks, &g.layers, &g.pages};
-    uint64_t* const large[] = {&g.keys, &g.values, &g.layer_stride, &g.pool_bytes};
+    uint64_t* const large[] = {&g.keys, &g.values, &g.layer_stride, &g.pool_bytes, &g.flags};
     // a huge pool, or most of the other fields' values would be refused for that alone
     if (random.once_in(2)) g.pool_bytes = ~uint64_t{0} >> random.below(16);
     if (random.once_in(2)) g.layer_stride = uint64_t{64} << random.below(58);
@@ -250,6 +254,8 @@ void check_geometries(Random& random) {
 struct Layer {
     std::vector<char> query;
     std::vector<int64_t> pages, fill;
+    std::vector<int32_t> masks;  // or none
+    std::vector<float> weights;  // or none
     sh_lists lists;
 };
 
@@ -270,7 +276,21 @@ Layer random_layer(const Geometry& g, Random& random) {
         }
     }
     const uint32_t which = random.below(g.layers);
-    layer.lists = {layer.query.data(), layer.pages.data(), layer.fill.data(), rows, listed, which, scale};
+    const bool summed = (g.flags & geometry_value_sums) && listed && random.once_in(2);
+    if (summed) layer.weights.resize(layer.pages.size() * g.group * block_tokens);
+    for (float& weight : layer.weights) weight = random.once_in(3) ? 0 : random.value();
+    const bool masked = (g.flags & geometry_masks) && random.once_in(2);
+    if (masked) layer.masks.resize(layer.pages.size());
+    for (int32_t& mask : layer.masks) mask = int32_t(random.once_in(4) ? random.one_of({0u, ~0u}) : uint32_t(random.bits()));
+    layer.lists = {layer.query.data(),
+                   layer.pages.data(),
+                   layer.fill.data(),
+                   masked ? layer.masks.data() : nullptr,
+                   summed ? layer.weights.data() : nullptr,
+                   rows,
+                   listed,
+                   which,
+                   scale};
     return layer;
 }
 
@@ -304,6 +324,35 @@ uint32_t collect(sh_client* client, uint64_t sequence, uint64_t timeout_ns, Answ
     return missing;
 }
 
+// One query head's sum of values.
+void check_sum(const Geometry& g, const FuzzPool& pool, const Layer& layer, uint64_t list, uint32_t query_head,
+               const Answer& answer) {
+    const uint64_t index = list * g.group + query_head;
+    const float* const out = answer.out.data() + index * g.head_dim;
+    std::vector<double> sum(g.head_dim), sizes(g.head_dim);
+    uint32_t blocks = 0;
+    for (; blocks < layer.lists.listed && layer.pages[list * layer.lists.listed + blocks] >= 0; ++blocks) {
+        const auto page = uint64_t(layer.pages[list * layer.lists.listed + blocks]);
+        for (uint32_t token = 0; token < block_tokens; ++token) {
+            const double weight = layer.weights[(index * layer.lists.listed + blocks) * block_tokens + token];
+            const double* const value = pool.value(layer.lists.layer, page, uint32_t(list % g.kv_heads), token);
+            for (uint32_t d = 0; d < g.head_dim; ++d) {
+                sum.data()[d] += weight * value[d];
+                sizes.data()[d] += std::fabs(weight * value[d]);
+            }
+        }
+    }
+    if (blocks == 0) {
+        require(answer.lse[index] == -std::numeric_limits<float>::infinity(), "the LSE of an empty list is not -inf");
+        require(out[0] == Answer::untouched, "an output of an empty list");
+        return;
+    }
+    require(answer.lse[index] == 0, "the LSE of a sum is not 0");
+    for (uint32_t d = 0; d < g.head_dim; ++d) {
+        require(std::fabs(out[d] - sum[d]) <= 1e-5 * (1 + sizes[d]), "an output is not the sum of the values");
+    }
+}
+
 double allowed_error(DType dtype) { return dtype == DType::bf16 ? 1e-2 : dtype == DType::fp16 ? 2e-3 : 1e-4; }
 
 // One query head, by the definition of softmax attention.
@@ -320,6 +369,7 @@ void check_head(const Geometry& g, const FuzzPool& pool, const Layer& layer, uin
     double largest = -std::numeric_limits<double>::infinity(), weights = 0;
     for (uint64_t i = list * layer.lists.listed; i < (list + 1) * layer.lists.listed && layer.pages[i] >= 0; ++i) {
         for (uint32_t token = 0; token < layer.fill[i]; ++token) {
+            if (layer.lists.masks && !(layer.masks[i] >> token & 1)) continue;
             const uint32_t head = uint32_t(list % g.kv_heads);
             const double* const key = pool.key(layer.lists.layer, uint64_t(layer.pages[i]), head, token);
             values.push_back(pool.value(layer.lists.layer, uint64_t(layer.pages[i]), head, token));
@@ -360,7 +410,7 @@ bool check_answer(Random& random, const Geometry& g, const FuzzPool& pool, sh_cl
     }
     // one query head of each list: all of them would take most of a round's time
     for (uint64_t list = 0; list < uint64_t{layer.lists.rows} * g.kv_heads; ++list) {
-        check_head(g, pool, layer, list, random.below(g.group), answer);
+        (layer.lists.weights ? check_sum : check_head)(g, pool, layer, list, random.below(g.group), answer);
     }
     ++checked_posts;
     return true;
@@ -406,6 +456,11 @@ class RunningEngine {
                 require(job.last_fill[list] >= 1 && job.last_fill[list] <= block_tokens, "a job with a bad last block");
                 for (uint32_t i = 0; i < job.count[list]; ++i) {
                     require(job.pages[list * g_.max_blocks + i] < g_.pages, "a job with a page behind the pool");
+                    for (uint32_t head = 0; job.weights && head < g_.group; ++head) {
+                        const uint64_t block = (list * g_.group + head) * g_.max_blocks + i;
+                        masks_ += job.weights[block * block_tokens + block_tokens - 1] > 0;
+                    }
+                    masks_ += job.masks ? job.masks[list * g_.max_blocks + i] : 0;  // the sanitizer sees whether they are there
                 }
             }
             sh_engine_answer(engine_, out.data(), lse.data());
@@ -414,6 +469,7 @@ class RunningEngine {
 
     const Geometry g_;
     sh_engine* engine_ = nullptr;
+    std::atomic<uint64_t> masks_{0};
     std::atomic<bool> stop_{false};
     std::thread provider_;
 };
@@ -488,6 +544,9 @@ class Intruder {
         }
         targets_.push_back({layout_.checks, sizeof(uint64_t), rows, sizeof(uint64_t)});
         targets_.push_back({layout_.pages, sizeof(uint32_t), heads * g.max_blocks, sizeof(uint32_t)});
+        if (g.flags & geometry_masks) {
+            targets_.push_back({layout_.masks, sizeof(uint32_t), heads * g.max_blocks, sizeof(uint32_t)});
+        }
     }
 
     void write_until(const std::atomic<bool>& stop) {
@@ -508,6 +567,10 @@ class Intruder {
         store_release(post.rows, sent(rows));
         const auto scale_bits = uint32_t(sent(bits_of(scale)));
         std::memcpy(&post.scale, &scale_bits, sizeof(scale_bits));
+        const bool masked = (g_.flags & geometry_masks) && random_.once_in(2);
+        const bool summed = (g_.flags & geometry_value_sums) && random_.once_in(2);
+        const PostKind kind = summed ? PostKind::sum_values : masked ? PostKind::attend_masked : PostKind::attend;
+        store_release(post.kind, sent(uint32_t(kind)));
         store_release(post.sequence, sent(sequence));
         const bool bell_first = pause_us || (damage && random_.once_in(2));
         if (bell_first) ring(sequence);
@@ -523,6 +586,8 @@ class Intruder {
                         page = random_.once_in(2) ? g_.pages : uint32_t(hostile_word(page));
                     }
                     __atomic_store_n(view_.pages(sequence, row, head) + i, page, __ATOMIC_RELAXED);
+                    if (masked)
+                        __atomic_store_n(view_.masks(sequence, row, head) + i, uint32_t(random_.bits()), __ATOMIC_RELAXED);
                 }
                 const auto told = uint32_t(sent(count));
                 List& list = view_.lists(sequence, row)[head];
@@ -587,6 +652,10 @@ class Intruder {
             {view_.pages(sequence, row, head), g_.pages},
             {&post.rows, g_.rows + 1},
             {&post.layer, g_.layers},
+            {&post.kind, 1 + uint32_t(PostKind::sum_values)},
+            // too large where the mailbox has no room for it
+            {&post.kind, uint32_t(PostKind::attend_masked)},
+            {&post.kind, uint32_t(PostKind::sum_values)},
         };
         const auto& [place, too_large] = words[random_.below(std::size(words))];
         uint32_t& word = *place;
@@ -699,7 +768,7 @@ void hostile_traffic(Random& random, uint64_t number, const Setup& setup, const 
 // -- what random writes meet too rarely -------------------------------------------------------------------------------
 
 Setup plain_setup(uint32_t rows, uint32_t threads, uint32_t max_blocks, uint32_t task_blocks) {
-    const Geometry g{rows, 2, 2, 64, uint32_t(DType::fp32), max_blocks, 1, 4, 0, 0, 0, 0};
+    const Geometry g{rows, 2, 2, 64, uint32_t(DType::fp32), max_blocks, 1, 4, 0, 0, 0, 0, 0};
     return {FuzzPool::with_pool(g, 1, 64), {threads, 1, task_blocks, 50, nullptr, nullptr}};
 }
 

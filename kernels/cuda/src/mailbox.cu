@@ -15,6 +15,7 @@ SH_CUDA_API int sh_cuda_mailbox_post(const sh_mailbox_post* args, cudaStream_t s
     if (args->batch > g.rows || args->listed > g.max_blocks || args->layer >= g.layers || g.kv_heads > most_kv_heads) {
         return cudaErrorInvalidValue;
     }
+    if (args->masks && !(g.flags & geometry_masks)) return cudaErrorInvalidValue;
     post_layer<<<args->batch + 1, post_threads, 0, stream>>>(*args);
     return cudaGetLastError();
 }

@@ -25,7 +25,7 @@ from sglang_hybrid.ops.cpu.structs import (
 )
 
 FILE = Path(__file__).with_name("libsglang_hybrid_cpu.so")
-INTERFACE = 5  # sh_interface of c_api.h
+INTERFACE = 6  # sh_interface of c_api.h
 _ERROR_BYTES = 256
 
 _ERROR = c_char_p
@@ -52,6 +52,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "sh_attend_local": (
         c_int,
         [c_void_p, POINTER(Geometry), POINTER(Lists), c_uint32, c_uint32, c_void_p, c_void_p, c_void_p, _ERROR],
+    ),
+    "sh_token_weights": (
+        c_int,
+        [c_void_p, POINTER(Geometry), POINTER(Lists), c_uint32, c_void_p, c_void_p, _ERROR],
     ),
     "sh_host_open": (
         c_void_p,

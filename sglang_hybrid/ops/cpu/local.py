@@ -6,8 +6,9 @@ import ctypes
 
 import torch
 
+from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.ops.cpu.library import checked, library
-from sglang_hybrid.ops.cpu.lists import HostLists
+from sglang_hybrid.ops.cpu.lists import HostLists, HostWork
 from sglang_hybrid.ops.cpu.structs import Geometry
 
 
@@ -21,10 +22,40 @@ class LocalAttention:
         self._task_blocks = task_blocks
         self._threads = threads
 
-    def attend(self, lists: HostLists, outcome: torch.Tensor | None = None) -> None:
-        """Fill ``lists.out`` and ``lists.lse``, of all rows or of those that ``outcome`` does not call served."""
+    def attend(self, lists: HostWork, outcome: torch.Tensor | None = None) -> None:
+        """Fill ``lists.out`` and ``lists.lse``, of all rows or of those that ``outcome`` does not call served.
+
+        Of attention, or of sums of values: what ``lists`` ask for.
+        """
         rows = ctypes.c_void_p(outcome.data_ptr()) if outcome is not None else None
         checked(
             self._library.sh_attend_local, self._pool, ctypes.byref(self._geometry), ctypes.byref(lists.struct),
             self._task_blocks, self._threads, rows, *lists.results,
         )  # fmt: skip
+
+    def token_weights(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        ids: torch.Tensor,
+        fill: torch.Tensor,
+        scale: float,
+        lse: torch.Tensor,
+        masks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``reference_weights.token_weights``, on the CPU: ``[rows, KV heads, group, n, 32]``.
+
+        ``keys`` is one layer of the pool. Only the last block of a list may be partial.
+        """
+        g = self._geometry
+        layer, beside = divmod(keys.data_ptr() - (self._pool.value or 0) - g.keys, g.layer_stride)
+        if beside or not 0 <= layer < g.layers:
+            raise ValueError("the keys are no layer of this pool")
+        lists = HostLists(query, ids, fill, layer, scale, keys.dtype, masks)
+        total = lse.to("cpu", torch.float32).contiguous()
+        weights = torch.empty(lists.rows, g.kv_heads, g.group, ids.shape[2], BLOCK_TOKENS)
+        checked(
+            self._library.sh_token_weights, self._pool, ctypes.byref(g), ctypes.byref(lists.struct), self._threads,
+            ctypes.c_void_p(total.data_ptr()), ctypes.c_void_p(weights.data_ptr()),
+        )  # fmt: skip
+        return weights.to(query.device)

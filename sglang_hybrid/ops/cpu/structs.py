@@ -7,7 +7,9 @@ from ctypes import POINTER, c_char_p, c_float, c_int64, c_uint32, c_uint64, c_vo
 
 DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 ITEMSIZES = {0: 2, 1: 2, 2: 4}
-MAILBOX_VERSION = 3  # mailbox.h: mailbox_version
+MASKS, VALUE_SUMS = 1, 2  # mailbox.h: geometry_masks, geometry_value_sums; bits of Geometry.flags
+SUM_VALUES = 2  # mailbox.h: PostKind::sum_values
+MAILBOX_VERSION = 4  # mailbox.h: mailbox_version
 
 
 class BlockAttention(ctypes.Structure):
@@ -19,6 +21,7 @@ class BlockAttention(ctypes.Structure):
         ("values", c_void_p),
         ("page_stride", c_uint64),
         ("pages", POINTER(c_uint32)),
+        ("masks", POINTER(c_uint32)),
         ("count", c_uint32),
         ("last_fill", c_uint32),
         ("group", c_uint32),
@@ -47,6 +50,7 @@ class Geometry(ctypes.Structure):
         ("values", c_uint64),
         ("layer_stride", c_uint64),
         ("pool_bytes", c_uint64),
+        ("flags", c_uint64),
     )
 
 
@@ -56,8 +60,8 @@ class MailboxLayout(ctypes.Structure):
     _fields_ = tuple(
         (name, c_uint64)
         for name in (
-            "bell", "worker", "client", "posts", "requests", "replies", "checks", "lists", "pages", "queries",
-            "outputs", "lses", "bytes",
+            "bell", "worker", "client", "posts", "requests", "replies", "checks", "lists", "pages", "masks",
+            "queries", "weights", "outputs", "lses", "bytes",
         )
     )  # fmt: skip
 
@@ -69,6 +73,8 @@ class Lists(ctypes.Structure):
         ("query", c_void_p),
         ("pages", c_void_p),
         ("fill", c_void_p),
+        ("masks", c_void_p),
+        ("weights", c_void_p),
         ("rows", c_uint32),
         ("listed", c_uint32),
         ("layer", c_uint32),
@@ -134,10 +140,13 @@ class Job(ctypes.Structure):
         ("layer", c_uint32),
         ("rows", c_uint32),
         ("scale", c_float),
+        ("kind", c_uint32),
         ("query", c_void_p),
         ("count", POINTER(c_uint32)),
         ("last_fill", POINTER(c_uint32)),
         ("pages", POINTER(c_uint32)),
+        ("masks", POINTER(c_uint32)),
+        ("weights", c_void_p),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang_hybrid.ops.cpu.structs import DTYPES, Geometry
+from sglang_hybrid.ops.cpu.structs import DTYPES, MASKS, Geometry
 from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.library import checked, launch, library
 from sglang_hybrid.ops.cuda.structs import OUTCOMES, STRUCTS
@@ -79,13 +79,17 @@ class DeviceMailboxClient:
         *,
         begins_step: bool,
         active_rows: torch.Tensor | None = None,
+        masks: torch.Tensor | None = None,
     ) -> None:
         """Post one layer. Lists: pages ``[B, H, N]``, counts and last_fill ``[B, H]``, int32; query ``[B, H * G, D]``.
 
         ``last_fill``: tokens in a list's last block; all others are full. ``begins_step`` belongs to the first post
-        of a decode step. Lists are not checked here: the worker refuses rows that are out of bounds.
+        of a decode step. Lists are not checked here: the worker refuses rows that are out of bounds. ``masks`` ``[B, H,
+        N]``, int32: bit t says that token t of the block counts; only with a geometry that has masks.
         """
         g = self._geometry
+        if masks is not None and not g.flags & MASKS:
+            raise ValueError("the mailbox has no masks: the policy has to declare Needs(masks=True)")
         batch, listed = query.shape[0], pages.shape[2]
         launch(
             "mailbox_post",
@@ -95,6 +99,7 @@ class DeviceMailboxClient:
             pages=address("pages", pages, torch.int32, (batch, g.kv_heads, listed)),
             counts=address("counts", counts, torch.int32, (batch, g.kv_heads)),
             last_fill=address("last_fill", last_fill, torch.int32, (batch, g.kv_heads)),
+            masks=None if masks is None else address("masks", masks, torch.int32, (batch, g.kv_heads, listed)),
             active_rows=active_address(active_rows),
             geometry=g,
             layout=self._layout,

@@ -26,19 +26,21 @@ def finish_late(
     served: torch.Tensor,
     workspace: AttendWorkspace,
     whole: torch.Tensor | None = None,
+    masks: torch.Tensor | None = None,
 ) -> None:
     """``reference.attend_blocks`` of entries that are not ``served`` ``[B]``, merged with ``local`` to ``out``.
 
     query and out ``[B, H * G, D]``; pages ``[B, H, N]`` of which the first ``counts`` ``[B, H]`` are there, full blocks
-    all of them. Entries that are ``whole`` ``[B]`` attend to all tokens of their row instead, whoever served them.
-    Pages that are not in the pool are left out. All other entries keep what they have, so this can follow every wait
-    for the mailbox in a CUDA graph.
+    all of them. With ``masks`` ``[B, H, N]`` only tokens of these blocks count whose bit is set. Entries that are
+    ``whole`` ``[B]`` attend to all tokens of their row instead, whoever served them. Pages that are not in the pool are
+    left out. All other entries keep what they have, so this can follow every wait for the mailbox in a CUDA graph.
     """
     batch, query_heads, dim = query.shape
     heads = pool.keys.shape[1]
     launch(
         "finish_late",
         pages=address("pages", pages, torch.int32, (batch, heads, pages.shape[2])),
+        masks=None if masks is None else address("masks", masks, torch.int32, (batch, heads, pages.shape[2])),
         counts=address("counts", counts, torch.int32, (batch, heads)),
         served=address("served", served, torch.int32, (batch,)),
         whole=None if whole is None else address("whole", whole, torch.int32, (batch,)),

@@ -34,10 +34,10 @@ from worker_process import (
 )
 
 from sglang_hybrid import __version__
-from sglang_hybrid.ops import reference
+from sglang_hybrid.ops import reference, reference_weights
 from sglang_hybrid.ops.cpu.library import mailbox_fields, variants
-from sglang_hybrid.ops.cpu.lists import HostLists
-from sglang_hybrid.ops.cpu.structs import MAILBOX_VERSION
+from sglang_hybrid.ops.cpu.lists import HostLists, HostSums
+from sglang_hybrid.ops.cpu.structs import MAILBOX_VERSION, MASKS, VALUE_SUMS
 from sglang_hybrid.protocol import messages
 from sglang_hybrid.protocol.messages import (
     Answer,
@@ -500,18 +500,32 @@ def assert_answers_are_exact(regions: Regions) -> None:
         query, pages, fill = random_lists(regions, seed=layer)
         for row, head, place in ((fill > 0) & (fill < BLOCK_TOKENS)).nonzero().tolist():
             regions.pool[:, layer, pages[row, head, place], head, fill[row, head, place] :] = torch.nan
-        lists = HostLists(query, pages, fill, layer, 0.125, TORCH_DTYPES[regions.dtype])
+        masks = None
+        if regions.flags & MASKS:
+            masks = torch.randint(-(2**31), 2**31, pages.shape, generator=torch.Generator().manual_seed(layer)).int()
+        lists = HostLists(query, pages, fill, layer, 0.125, TORCH_DTYPES[regions.dtype], masks)
         assert regions.collect(lists, regions.post(lists)) == 0
         keys, values = regions.pool[:, layer]
-        out, lse = reference.attend_blocks(query, keys, values, pages, fill, 0.125)
+        out, lse = reference.attend_blocks(query, keys, values, pages, fill, 0.125, masks=masks)
         torch.testing.assert_close(lists.out, out, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(lists.lse, lse, rtol=0, atol=1e-3)
+        if regions.flags & VALUE_SUMS:
+            shape = (*pages.shape[:2], regions.group, regions.max_blocks, BLOCK_TOKENS)
+            weights = torch.rand(shape, generator=torch.Generator().manual_seed(layer))
+            weights *= (torch.arange(BLOCK_TOKENS) < fill[:, :, None, :, None]).float()
+            sums = HostSums(weights, pages, layer, regions.head_dim)
+            assert regions.collect(sums, regions.post(sums)) == 0
+            expected = reference_weights.sum_values(weights, values, pages)
+            torch.testing.assert_close(sums.out, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("provider", ["native", "torch"])
-def test_posts_are_answered_as_the_reference_computes_them(client: ControlClient, provider: str, dtype: str) -> None:
-    with Regions(dtype=dtype) as regions, regions.attach(client) as connection:
+@pytest.mark.parametrize("flags", [0, MASKS | VALUE_SUMS], ids=["whole blocks", "masks and sums"])
+def test_posts_are_answered_as_the_reference_computes_them(
+    client: ControlClient, provider: str, dtype: str, flags: int
+) -> None:
+    with Regions(dtype=dtype, flags=flags) as regions, regions.attach(client) as connection:
         planned = client.ask(msgspec.structs.replace(PLAN, provider=provider), PATIENCE_S, gone=connection)
         assert (planned.provider, planned.threads, planned.cores) == (provider, 2, [])
         assert planned.variant in (*variants(), "torch")
@@ -519,12 +533,13 @@ def test_posts_are_answered_as_the_reference_computes_them(client: ControlClient
         assert_answers_are_exact(regions)
 
         stats = client.ask(Stats(), PATIENCE_S)
-        assert stats.posts == regions.layers
-        assert stats.rows + stats.refused_rows <= regions.layers * regions.rows
-        assert stats.blocks == sum(
+        of_layer = 2 if flags else 1  # posts
+        assert stats.posts == of_layer * regions.layers
+        assert stats.rows + stats.refused_rows <= of_layer * regions.layers * regions.rows
+        assert stats.blocks == of_layer * sum(
             int((random_lists(regions, seed=layer)[1] != reference.NO_BLOCK).sum()) for layer in range(regions.layers)
         )
-        assert client.ask(Health(), PATIENCE_S).completed == regions.layers
+        assert client.ask(Health(), PATIENCE_S).completed == of_layer * regions.layers
         client.ask(Drain(), PATIENCE_S)
 
 

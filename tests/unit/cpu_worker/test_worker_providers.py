@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from cpu_worker import providers
 from cpu_worker.logs import LimitedLog
 from cpu_worker.providers import ProviderError
-from cpu_worker.providers.torch import Kernel, attend, flash_attention
+from cpu_worker.providers.torch import Kernel, attend, flash_attention, sum_values
+from sglang_hybrid.ops import reference, reference_weights
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
@@ -64,6 +65,54 @@ def test_torch_attends_to_block_lists_like_softmax_attention(
     dtype: torch.dtype, rows: int, heads: int, group: int, dim: int, listed: int, seed: int
 ) -> None:
     assert_attends_like_softmax(dtype, rows, heads, group, dim, listed, seed, flash_attention)
+
+
+@given(
+    dtype=st.sampled_from(list(TOLERANCE)),
+    rows=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    listed=st.integers(1, 4),
+    seed=st.integers(0, 2**31),
+)
+def test_torch_attends_to_tokens_whose_bit_is_set(
+    dtype: torch.dtype, rows: int, heads: int, listed: int, seed: int
+) -> None:
+    random = seeded(seed)
+    keys, values = (torch.randn(2 + listed, heads, 32, 64, generator=random).to(dtype) for _ in range(2))
+    query = torch.randn(rows, heads, 3, 64, generator=random).to(dtype)
+    lists = torch.randint(0, 2 + listed, (rows, heads, listed), generator=random)
+    count = torch.randint(0, listed + 1, (rows, heads), generator=random)
+    last_fill = torch.randint(1, 33, (rows, heads), generator=random)
+    masks = torch.randint(-(2**31), 2**31, (rows, heads, listed), generator=random).to(torch.int32)
+    masks[torch.rand(masks.shape, generator=random) < 0.3] = 0
+    masks &= ~(1 << 9)
+    place = torch.arange(listed)
+    ids = torch.where(place < count[..., None], lists, reference.NO_BLOCK)
+    fill = torch.where(place < count[..., None] - 1, 32, last_fill[..., None]) * (ids != reference.NO_BLOCK)
+    expected = reference.attend_blocks(query.flatten(1, 2), keys, values, ids, fill, 0.2, masks=masks)
+
+    keys[:, :, 9] = values[:, :, 9] = torch.nan
+    out, lse = attend(query, keys, values, lists, count, last_fill, 0.2, masks=masks.long())
+    torch.testing.assert_close(out.flatten(1, 2), expected[0], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(lse.flatten(1, 2), expected[1], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_torch_sums_values_by_weights(dtype: torch.dtype) -> None:
+    random = seeded(3)
+    values = torch.randn(9, 2, 32, 64, generator=random).to(dtype)
+    values[:, :, 4] = torch.nan
+    pages = torch.randint(0, 9, (3, 2, 5), generator=random)
+    count = torch.tensor([[5, 0], [1, 3], [0, 2]])
+    weights = torch.randn(3, 2, 4, 5, 32, generator=random)
+    weights[..., 4] = 0.0
+    beyond = torch.arange(5) >= count[..., None]
+    ids = pages.masked_fill(beyond, reference.NO_BLOCK)
+    expected = reference_weights.sum_values(weights.masked_fill(beyond[:, :, None, :, None], 0.0), values, ids)
+    weights.masked_fill_(beyond[:, :, None, :, None], torch.nan)  # left over from another post
+    out, lse = sum_values(weights, values, pages, count)
+    torch.testing.assert_close(out.flatten(1, 2), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(lse, torch.where(count > 0, 0.0, -torch.inf)[..., None].expand(3, 2, 4))
 
 
 def test_equal_lists_are_computed_together_and_each_gets_its_own_result(monkeypatch: pytest.MonkeyPatch) -> None:

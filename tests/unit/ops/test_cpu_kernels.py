@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -87,7 +87,7 @@ class Problem:
         terms = self.query.double().abs() @ self.tokens(self.keys).abs().T * self.scale
         return float(terms.max())
 
-    def attend(self, variant: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, variant: str, masks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         case = self.case
         out = torch.full((case.group, case.dim), 7.0)
         lse = torch.full((case.group,), 7.0)
@@ -99,6 +99,7 @@ class Problem:
             values=self.values.data_ptr() + self.head * block,
             page_stride=case.heads * block,
             pages=pages,
+            masks=None if masks is None else (ctypes.c_uint32 * max(1, case.count))(*masks.tolist()),
             count=case.count,
             last_fill=case.last_fill,
             group=case.group,
@@ -128,6 +129,29 @@ def test_attention_over_blocks_equals_softmax_attention(variant: str, case: Case
     assert (lse.double() - expected_lse).abs().max() < LSE + rounding
     error = (out.double() - expected).norm(dim=1) / expected.norm(dim=1)
     assert error.max() < RELATIVE[case.dtype] + rounding
+
+
+@pytest.mark.parametrize("variant", variants())
+@given(case=CASES, whole=st.floats(0, 1))
+@settings(max_examples=60, deadline=None)
+def test_only_tokens_whose_bit_is_set_are_attended(variant: str, case: Case, whole: float) -> None:
+    """Everything else is NaN, also between tokens that count. ``whole``: share of blocks of which all tokens do."""
+    case = replace(case, magnitude=1.0)
+    problem, random = Problem(case), seeded(case.seed + 1)
+    masks = torch.randint(0, 2**32, (PAGES,), generator=random)
+    masks[torch.rand(PAGES, generator=random) < whole] = 2**32 - 1
+    counts = (masks[:, None] >> torch.arange(T) & 1).bool()
+    for pool in (problem.keys, problem.values):
+        pool.masked_fill_(~counts[:, None, :, None], torch.nan)
+    out, lse = problem.attend(variant, masks[problem.pages])
+    kept = counts[problem.pages].flatten()[: len(problem.tokens(problem.keys))]
+    if not kept.any():
+        assert lse.tolist() == [-math.inf] * case.group and (out == 7.0).all()
+        return
+    logits = problem.query.double() @ problem.tokens(problem.keys)[kept].T * problem.scale
+    expected = logits.softmax(dim=1) @ problem.tokens(problem.values)[kept]
+    assert (lse.double() - logits.logsumexp(dim=1)).abs().max() < LSE
+    assert ((out.double() - expected).norm(dim=1) / expected.norm(dim=1)).max() < RELATIVE[case.dtype]
 
 
 @pytest.mark.parametrize("variant", variants())

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from mailbox_host import SCALE, Host, Lists, assert_same_bits, collected
 from worker_process import BLOCK_TOKENS, PATIENCE_S, eventually
 
-from sglang_hybrid.ops import reference
+from sglang_hybrid.ops import reference, reference_weights
 from sglang_hybrid.ops.cpu import NativeError
 from sglang_hybrid.ops.cpu.library import checked, library, mailbox_fields
 from sglang_hybrid.ops.cpu.structs import (
     MAILBOX_VERSION,
+    MASKS,
+    VALUE_SUMS,
     EngineStats,
     Geometry,
     Job,
@@ -31,6 +33,7 @@ from sglang_hybrid.protocol.region import SharedRegion
 
 LATE = 0
 SLOTS = 2
+ATTEND_MASKED = 1  # PostKind of mailbox.h
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 WORDS = {4: ctypes.c_uint32, 8: ctypes.c_uint64}
 
@@ -67,19 +70,30 @@ class Behind:
         words = self._array(ctypes.c_uint32, "pages", sequence, row, self._heads * self._max_blocks)
         return words[head * self._max_blocks :]
 
+    def masks(self, sequence: int, row: int, head: int) -> Any:
+        words = self._array(ctypes.c_uint32, "masks", sequence, row, self._heads * self._max_blocks)
+        return words[head * self._max_blocks :]
+
     def list_word(self, sequence: int, row: int, head: int, name: str) -> Any:
         return self.word("lists", "List", name, (sequence % SLOTS * self._rows + row) * self._heads + head)
 
     def check_of_request(self, sequence: int, row: int) -> int:
         """By its definition, of what is in the mailbox now; 0 where nothing was posted to the row."""
-        numbers: list[int] = [self.word("posts", "Post", name, sequence % SLOTS).value for name in ("layer", "scale")]
+        layer, scale, kind = (
+            self.word("posts", "Post", name, sequence % SLOTS).value for name in ("layer", "scale", "kind")
+        )
+        numbers: list[int] = [layer | kind << 32, scale]
+        masks: list[int] = []
         if not self.word("requests", "Request", "blocks", sequence % SLOTS * self._rows + row).value:
             return 0
         for head in range(self._heads):
             count, last_fill = (self.list_word(sequence, row, head, name).value for name in ("count", "last_fill"))
             pages = [word.value for word in self.pages(sequence, row, head)[:count]]
             numbers += [count, last_fill if count else 0, *pages, *[0] * (self._max_blocks - count)]
-        return sum(n * 0x9E3779B97F4A7C15 * (2 * place + 1) for place, n in enumerate(numbers)) % (1 << 64)
+            if kind == ATTEND_MASKED:
+                own = [word.value for word in self.masks(sequence, row, head)[:count]]
+                masks += [*own, *[0] * (self._max_blocks - count)]
+        return sum(n * 0x9E3779B97F4A7C15 * (2 * place + 1) for place, n in enumerate(numbers + masks)) % (1 << 64)
 
     def _array(self, kind: Any, array: str, sequence: int, row: int, per_row: int) -> list[Any]:
         first = getattr(self._layout, array) + (sequence % SLOTS * self._rows + row) * per_row * ctypes.sizeof(kind)
@@ -114,27 +128,27 @@ def behind(mailbox: Mailbox, host: Host) -> Behind:
 
 def test_records_are_where_the_header_says() -> None:
     """A change of this table is a new mailbox version: processes of two versions must not meet."""
-    assert MAILBOX_VERSION == 3
+    assert MAILBOX_VERSION == 4
     fields = {record: {name: place for name, place in names.items() if name} for record, names in _fields()}
     assert fields == {
         "Header": {
-            "magic": (0, 8), "version": (8, 4), "header_bytes": (12, 4), "mailbox_bytes": (16, 8), "geometry": (24, 64),
+            "magic": (0, 8), "version": (8, 4), "header_bytes": (12, 4), "mailbox_bytes": (16, 8), "geometry": (24, 72),
         },
         "Geometry": {
             "rows": (0, 4), "kv_heads": (4, 4), "group": (8, 4), "head_dim": (12, 4), "dtype": (16, 4),
             "max_blocks": (20, 4), "layers": (24, 4), "pages": (28, 4), "keys": (32, 8), "values": (40, 8),
-            "layer_stride": (48, 8), "pool_bytes": (56, 8),
+            "layer_stride": (48, 8), "pool_bytes": (56, 8), "flags": (64, 8),
         },
         "Bell": {"posted": (0, 8)},
         "WorkerLine": {"completed": (0, 8), "heartbeat": (8, 8), "parked": (16, 4), "done": (20, 4), "life": (24, 4)},
         "ClientLine": {"wake": (0, 4), "waiting": (4, 4), "gone": (8, 8)},
-        "Post": {"sequence": (0, 8), "layer": (8, 4), "rows": (12, 4), "scale": (16, 4)},
+        "Post": {"sequence": (0, 8), "layer": (8, 4), "rows": (12, 4), "scale": (16, 4), "kind": (20, 4)},
         "Request": {"sequence": (0, 8), "generation": (8, 4), "blocks": (12, 4)},
         "Reply": {"sequence": (0, 8), "generation": (8, 4), "status": (12, 4)},
         "List": {"count": (0, 4), "last_fill": (4, 4)},
     }  # fmt: skip
     assert {record: names[""] for record, names in _fields()} == {
-        "Header": (0, 88), "Geometry": (0, 64), "Bell": (0, 128), "WorkerLine": (0, 128), "ClientLine": (0, 128),
+        "Header": (0, 96), "Geometry": (0, 72), "Bell": (0, 128), "WorkerLine": (0, 128), "ClientLine": (0, 128),
         "Post": (0, 64), "Request": (0, 16), "Reply": (0, 16), "List": (0, 8),
     }  # fmt: skip
 
@@ -152,8 +166,10 @@ def test_python_sees_the_geometry_as_the_header_does() -> None:
         assert (described.offset, described.size) == place
 
 
-def test_parts_of_a_mailbox_do_not_overlap(host: Host) -> None:
-    geometry, layout, sizes = host.geometry, layout_of(host.geometry), {name: f[""][1] for name, f in _fields()}
+@pytest.mark.parametrize("flags", [0, MASKS, VALUE_SUMS, MASKS | VALUE_SUMS])
+def test_parts_of_a_mailbox_do_not_overlap(flags: int) -> None:
+    geometry = Host(flags=flags).geometry
+    layout, sizes = layout_of(geometry), {name: f[""][1] for name, f in _fields()}
     rows = SLOTS * geometry.rows
     values = rows * geometry.kv_heads * geometry.group * geometry.head_dim
     parts = [
@@ -166,7 +182,9 @@ def test_parts_of_a_mailbox_do_not_overlap(host: Host) -> None:
         (layout.replies, rows * sizes["Reply"]),
         (layout.lists, rows * geometry.kv_heads * sizes["List"]),
         (layout.pages, rows * geometry.kv_heads * geometry.max_blocks * 4),
+        (layout.masks, rows * geometry.kv_heads * geometry.max_blocks * 4 if flags & MASKS else 0),
         (layout.queries, values * 4),
+        (layout.weights, values // geometry.head_dim * geometry.max_blocks * 128 if flags & VALUE_SUMS else 0),
         (layout.outputs, values * 4),
         (layout.lses, rows * geometry.kv_heads * geometry.group * 4),
         (layout.bytes, 0),
@@ -197,9 +215,9 @@ def test_a_mailbox_tells_its_geometry_to_whoever_attaches(mailbox: Mailbox, host
     ("field", "value", "sentence"),
     [
         ("magic", 0, "not a mailbox"),
-        ("version", 4, "a mailbox of version 4, this side has version 3"),
-        ("version", 0, "a mailbox of version 0, this side has version 3"),
-        ("header_bytes", 96, "the mailbox has a header of 96 bytes, this side has 88"),
+        ("version", 3, "a mailbox of version 3, this side has version 4"),
+        ("version", 0, "a mailbox of version 0, this side has version 4"),
+        ("header_bytes", 88, "the mailbox has a header of 88 bytes, this side has 96"),
         ("mailbox_bytes", 4096, "the mailbox has 4096 bytes, its geometry needs {bytes}"),
         ("mailbox_bytes", 1 << 60, "bytes, its geometry needs {bytes}"),
     ],
@@ -214,7 +232,7 @@ def test_a_header_of_another_kind_is_refused(
     assert sentence.format(bytes=layout_of(host.geometry).bytes) in str(refused.value)
 
 
-@pytest.mark.parametrize(("size", "sentence"), [(0, "too small for a mailbox"), (88, "88 bytes, its")])
+@pytest.mark.parametrize(("size", "sentence"), [(0, "too small for a mailbox"), (96, "96 bytes, its")])
 def test_a_mailbox_that_is_too_small_is_refused(mailbox: Mailbox, host: Host, size: int, sentence: str) -> None:
     with pytest.raises(NativeError, match=sentence):
         check(mailbox, host.geometry, size=size)
@@ -251,6 +269,7 @@ OUT_OF_RANGE = [
     ("layer_stride", 64, "layers overlap in the pool"),
     ("layer_stride", (1 << 64) - 64, "the pool is smaller than its layers"),
     ("pool_bytes", 64, "the pool is smaller than its layers"),
+    ("flags", 1 << 63, "flags that this side does not know"),
 ]
 
 
@@ -309,6 +328,140 @@ def test_replies_have_the_bits_of_this_process_and_the_values_of_the_reference(
             out, lse = reference.attend_blocks(lists.query, keys, values, lists.ids, lists.fill, SCALE)
             torch.testing.assert_close(replied.out, out, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
             torch.testing.assert_close(replied.lse, lse, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_only_tokens_whose_bit_is_set_are_attended(dtype: str, threads: int) -> None:
+    host = Host(dtype, flags=MASKS)
+    host.pool[:, :, :, :, 7] = torch.nan  # which no mask has
+    mailbox = Mailbox(host.geometry)
+    with mailbox.region, host.engine(mailbox, threads):
+        for seed in range(8):
+            lists = host.masked_lists(host.rows, host.max_blocks, seed)
+            assert lists.masks is not None
+            lists.masks.bitwise_and_(~(1 << 7))
+            replied = host.on_host(lists, layer=1)
+            assert collected(mailbox, replied, mailbox.post(replied, seed)) == 0
+            assert_same_bits(replied, host.computed_here(lists, layer=1))
+            keys, values = host.pool[:, 1]
+            out, lse = reference.attend_blocks(
+                lists.query, keys.nan_to_num(), values.nan_to_num(), lists.ids, lists.fill, SCALE, masks=lists.masks
+            )
+            torch.testing.assert_close(replied.out, out, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+            torch.testing.assert_close(replied.lse, lse, rtol=0, atol=1e-3)
+
+
+def test_masks_that_have_every_token_change_no_bit() -> None:
+    host = Host(flags=MASKS)
+    lists = host.random_lists(host.rows, host.max_blocks, 5)
+    masked = Lists(lists.query, lists.ids, lists.fill, torch.full_like(lists.ids, -1, dtype=torch.int32))
+    assert_same_bits(host.computed_here(masked), host.computed_here(lists))
+
+
+def test_lists_without_masks_are_posted_to_a_mailbox_that_has_room_for_them() -> None:
+    host = Host(flags=MASKS)
+    mailbox = Mailbox(host.geometry)
+    with mailbox.region, host.engine(mailbox):
+        for sent in (host.masked_lists(4, 5, 1), host.random_lists(4, 5, 2), host.masked_lists(4, 5, 3)):
+            lists = host.on_host(sent)
+            assert collected(mailbox, lists, mailbox.post(lists, 0)) == 0
+            assert_same_bits(lists, host.computed_here(sent))
+
+
+def test_a_mailbox_without_masks_has_no_room_for_them_and_refuses_them(mailbox: Mailbox, host: Host) -> None:
+    layout = layout_of(host.geometry)
+    assert layout.masks == layout.queries
+    with pytest.raises(NativeError, match=r"the policy has to declare Needs\(masks=True\)"):
+        mailbox.post(host.on_host(host.masked_lists(2, 3, 1)), 0)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_values_are_summed_by_the_weights_of_the_post(dtype: str, threads: int) -> None:
+    host = Host(dtype, flags=MASKS | VALUE_SUMS)
+    host.pool[0] = torch.nan  # no key is read
+    mailbox = Mailbox(host.geometry)
+    with mailbox.region, host.engine(mailbox, threads):
+        for seed in range(8):
+            lists = host.random_lists(host.rows, host.max_blocks, seed)
+            weights = host.random_weights(lists, seed)
+            weights[..., 5] = 0.0
+            values = host.pool[1, 1]
+            values[:, :, 5] = torch.nan  # nor a value without a weight
+            replied = host.sums(weights, lists, layer=1)
+            assert collected(mailbox, replied, mailbox.post(replied, seed)) == 0
+            assert_same_bits(replied, host.sums_computed_here(weights, lists, layer=1))
+            expected = reference_weights.sum_values(weights, values, lists.ids)
+            torch.testing.assert_close(replied.out, expected, rtol=1e-5, atol=1e-5)
+            empty = (lists.ids == reference.NO_BLOCK).all(dim=2).repeat_interleave(host.group, dim=1)
+            assert torch.equal(replied.lse, torch.where(empty, -torch.inf, 0.0))
+
+
+def test_sums_and_attention_are_on_their_way_at_once() -> None:
+    host = Host(flags=MASKS | VALUE_SUMS)
+    mailbox = Mailbox(host.geometry)
+    with mailbox.region, host.engine(mailbox):
+        for step in range(10):
+            lists, masked = host.random_lists(4, 5, step), host.masked_lists(4, 5, step)
+            weights = host.random_weights(lists, step)
+            sums, attended = host.sums(weights, lists), host.on_host(masked, 1)
+            sequences = [mailbox.post(sums, step), mailbox.post(attended, step)]
+            assert collected(mailbox, attended, sequences[1]) == collected(mailbox, sums, sequences[0]) == 0
+            assert_same_bits(sums, host.sums_computed_here(weights, lists))
+            assert_same_bits(attended, host.computed_here(masked, 1))
+
+
+def test_a_mailbox_without_value_sums_has_no_room_for_weights_and_refuses_them(mailbox: Mailbox, host: Host) -> None:
+    layout = layout_of(host.geometry)
+    assert layout.weights == layout.outputs
+    lists = host.full_lists()
+    with pytest.raises(NativeError, match=r"the policy has to declare Needs\(value_sums=True\)"):
+        mailbox.post(host.sums(host.random_weights(lists, 1), lists), 0)
+
+
+def test_what_became_of_sums_that_nobody_served_is_computed_here() -> None:
+    host = Host(flags=VALUE_SUMS)
+    mailbox = Mailbox(host.geometry)
+    lists = host.full_lists(rows=3)
+    weights = host.random_weights(lists, 2)
+    with mailbox.region:
+        sums = host.sums(weights, lists)
+        assert collected(mailbox, sums, mailbox.post(sums, 1), timeout_s=0.0) == 3
+    host.local.attend(sums, sums.outcome)
+    assert_same_bits(sums, host.sums_computed_here(weights, lists))
+
+
+@pytest.mark.parametrize("damage", ["kind", "mask"])
+def test_an_answer_to_other_tokens_than_were_asked_for_is_never_merged(damage: str) -> None:
+    host = Host(flags=MASKS)
+    mailbox = Mailbox(host.geometry)
+    behind = Behind(mailbox, host.geometry)
+    full = host.full_lists(rows=1)
+    masks = torch.full(full.ids.shape, 0x0F0F, dtype=torch.int32)
+    with mailbox.region:
+        lists = host.on_host(Lists(full.query, full.ids, full.fill, masks))
+        sequence = mailbox.post(lists, 1)
+        kind = behind.word("posts", "Post", "kind", sequence % SLOTS)
+        word = {"kind": kind, "mask": behind.masks(sequence, 0, 1)[1]}[damage]
+        word.value ^= 1
+        with host.engine(mailbox):
+            assert collected(mailbox, lists, sequence) == 1
+    assert lists.outcome.tolist() == [DAMAGED]
+
+
+@pytest.mark.parametrize("kind", [1, 2, 3, 1 << 31])
+def test_a_post_of_a_kind_that_the_mailbox_does_not_have_is_given_up(
+    mailbox: Mailbox, behind: Behind, host: Host, kind: int
+) -> None:
+    lists = host.on_host(host.full_lists())
+    sequence = mailbox.post(lists, 1)
+    behind.word("posts", "Post", "kind", sequence % SLOTS).value = kind
+    with host.engine(mailbox):
+        assert eventually(lambda: mailbox.caught_up)
+        assert collected(mailbox, lists, sequence, timeout_s=0.0) == lists.rows
+        again = host.on_host(host.full_lists())
+        assert collected(mailbox, again, mailbox.post(again, 1)) == 0
 
 
 def test_empty_lists_give_zero_and_minus_infinity(mailbox: Mailbox, host: Host) -> None:
@@ -437,9 +590,15 @@ def test_a_worker_that_saw_a_wrong_number_at_the_bell_answers_the_next_post(
 
 
 @pytest.mark.parametrize("threads", [1, 2, 0], ids=["one thread", "two threads", "external"])
-def test_a_reply_says_what_it_was_computed_from(mailbox: Mailbox, behind: Behind, host: Host, threads: int) -> None:
+@pytest.mark.parametrize("flags", [0, MASKS, VALUE_SUMS])
+def test_a_reply_says_what_it_was_computed_from(threads: int, flags: int) -> None:
+    host = Host(flags=flags)
+    mailbox = Mailbox(host.geometry)
+    behind = Behind(mailbox, host.geometry)
     for seed in range(4):
-        lists = host.on_host(host.random_lists(host.rows, host.max_blocks, seed))
+        some_lists = host.masked_lists if flags & MASKS else host.random_lists
+        sent = some_lists(host.rows, host.max_blocks, seed)
+        lists = host.sums(host.random_weights(sent, 1), sent) if flags == VALUE_SUMS else host.on_host(sent)
         with host.engine(mailbox, threads=threads) as engine:
             sequence = mailbox.post(lists, 1)
             if threads == 0:

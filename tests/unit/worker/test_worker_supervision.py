@@ -28,9 +28,9 @@ from worker_process import WorkerProcess as StartedByHand
 
 from sglang_hybrid.core import BlockList, LayerCache, Partial
 from sglang_hybrid.metrics import Rank, WorkerMetrics
-from sglang_hybrid.ops import reference
+from sglang_hybrid.ops import reference, reference_weights
 from sglang_hybrid.ops.cpu.local import LocalAttention
-from sglang_hybrid.ops.cpu.structs import DTYPES, Geometry
+from sglang_hybrid.ops.cpu.structs import DTYPES, MASKS, VALUE_SUMS, Geometry
 from sglang_hybrid.protocol.mailbox import Mailbox
 from sglang_hybrid.protocol.messages import ThreadPlan
 from sglang_hybrid.protocol.region import RegionError, SharedRegion
@@ -67,7 +67,7 @@ def pool() -> Iterator[Pool]:
             tensor.copy_(torch.randn(shape, generator=seeded(seed)))
         geometry = Geometry(
             ROWS, KV_HEADS, GROUP, HEAD_DIM, DTYPES["float32"], MAX_BLOCKS, LAYERS, PAGES,
-            0, values.data_ptr() - keys.data_ptr(), size // LAYERS, region.size,
+            0, values.data_ptr() - keys.data_ptr(), size // LAYERS, region.size, MASKS | VALUE_SUMS,
         )  # fmt: skip
         yield Pool(region, keys, values, geometry, LocalAttention(region.address, geometry, 8, threads=1))
 
@@ -120,7 +120,7 @@ class Server:
         return self.metric("miss_rows_total", by=whom)
 
     def post(self) -> Callable[[], None]:
-        """Post a random layer; what is returned collects it and compares it with the reference."""
+        """Post a random layer, of any kind; what is returned collects it and compares it with the reference."""
         self._step += 1
         layer = self._step % LAYERS
         random = seeded(self._step)
@@ -131,11 +131,17 @@ class Server:
         fill = torch.full(beyond.shape, BLOCK_TOKENS).masked_fill(beyond, 0)
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         cache = LayerCache(keys, values, torch.empty(0), layer)
-        posted: PendingAttention = self.misses.post(query, cache, BlockList(ids, fill), SCALE, self._step)
+        if self._step % 3 == 2:
+            weights = torch.rand(ROWS, KV_HEADS, GROUP, MAX_BLOCKS, BLOCK_TOKENS, generator=random)
+            sums = self.misses.post_sum(weights, cache, ids, self._step)
+            expected_sums = reference_weights.sum_values(weights, values, ids)
+            return lambda: torch.testing.assert_close(sums.collect(), expected_sums, rtol=1e-5, atol=1e-5)
+        masks = torch.randint(-(2**31), 2**31, ids.shape, generator=random).int() if self._step % 3 else None
+        posted: PendingAttention = self.misses.post(query, cache, BlockList(ids, fill, masks), SCALE, self._step)
 
         def collect() -> None:
             result: Partial = posted.collect()
-            expected = reference.attend_blocks(query, keys, values, ids, fill, SCALE)
+            expected = reference.attend_blocks(query, keys, values, ids, fill, SCALE, masks=masks)
             torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
         return collect

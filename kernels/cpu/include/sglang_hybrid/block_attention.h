@@ -1,6 +1,7 @@
-// Attention of one token's query heads over a list of KV blocks: the operation that every variant implements.
+// Attention of one token's query heads over a list of KV blocks, and its two halves: the operations that variants implement.
 //
-// The specification is `attend_blocks` in sglang_hybrid/ops/reference.py; this is that operation for one (row, KV head).
+// The specifications are `attend_blocks` in sglang_hybrid/ops/reference.py, `token_weights` and `sum_values` in
+// reference_weights.py; these are the operations for one (row, KV head).
 #pragma once
 
 #include <cstdint>
@@ -25,6 +26,7 @@ struct BlockAttention {
     const char* values;    // likewise
     uint64_t page_stride;  // bytes from a page to the next, the same for keys and values
     const uint32_t* pages; // checked by the caller: a kernel follows them blindly
+    const uint32_t* masks; // of each block, bit t: token t counts; or null: all do. For attend(): kernels do not look at it
     uint32_t count;        // blocks in the list, may be 0
     uint32_t last_fill;    // tokens in the last block, 1 to 32; what is behind them may be anything, NaN included
     uint32_t group;        // query heads, 1 to 16
@@ -38,10 +40,38 @@ struct BlockAttention {
 
 using Kernel = void (*)(const BlockAttention&);
 
+// The kernel's operation over the tokens that count. Where no token does, the list counts as empty.
+void attend(Kernel kernel, const BlockAttention& work);
+
 // The kernel for a shape. `variant` is a name of `variants()`, or null for the fastest that this machine has (or what
 // the environment variable SGLANG_HYBRID_CPU_VARIANT names). A variant that has nothing special for a dtype uses the
 // next simpler one. Returns null where the shape is not supported or the variant is not available on this machine.
 Kernel find_kernel(DType dtype, uint32_t head_dim, const char* variant);
+
+// Sums of a list's values by weights that somebody else computed; no key is read.
+struct ValueSum {
+    const float* weights;    // [group][count][32], heads weight_stride apart. A token whose weights are all 0 is not read
+    uint64_t weight_stride;  // in floats
+    const char* values;      // the rest as for BlockAttention
+    uint64_t page_stride;
+    const uint32_t* pages;
+    uint32_t count;
+    uint32_t group;
+    uint32_t head_dim;
+    DType dtype;
+    float* out;  // [group][head_dim]; 0 where the list is empty
+};
+
+using SumKernel = void (*)(const ValueSum&);
+
+// Attention weights of a list's tokens: exp(logit - LSE) to weights [group][count][32], heads `stride` floats apart; 0 where
+// no token counts, and where the LSE is -inf. `work.lse` is read, of all tokens that the weights are shares of; `work.out`
+// and `work.next` are not looked at.
+using WeightKernel = void (*)(const BlockAttention& work, float* weights, uint64_t stride);
+
+// As find_kernel.
+SumKernel find_sum_kernel(DType dtype, uint32_t head_dim, const char* variant);
+WeightKernel find_weight_kernel(DType dtype, uint32_t head_dim, const char* variant);
 
 // The variants that this machine can run, fastest first, separated by commas: such as "amx,avx512,avx2,portable".
 const char* variants();

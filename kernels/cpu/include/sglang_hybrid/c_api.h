@@ -10,7 +10,7 @@
 #define SH_API extern "C" __attribute__((visibility("default")))
 
 // Counts up whenever a function or struct of this file or of mailbox.h changes.
-inline constexpr uint32_t sh_interface = 5;
+inline constexpr uint32_t sh_interface = 6;
 inline constexpr uint32_t sh_error_bytes = 256;
 
 SH_API uint32_t sh_interface_version();
@@ -46,11 +46,15 @@ struct sh_client;
 SH_API sh_client* sh_client_open(void* mailbox, const sglang_hybrid::Geometry* geometry, char* error);
 SH_API void sh_client_close(sh_client* client);
 // Block lists as `attend_blocks` of the reference has them: pages and fill [rows][KV head][listed] (int64, page -1 where
-// the list is shorter), query [rows][KV head][group][head_dim].
+// the list is shorter), query [rows][KV head][group][head_dim]. Or, with weights, lists of blocks whose values are summed.
 struct sh_lists {
     const void* query;
     const int64_t* pages;
     const int64_t* fill;
+    const int32_t* masks;  // [rows][KV head][listed], bit t: token t of the block counts; or null: all of them do
+    // [rows][KV head][group][listed][32], or null. If there are weights, values are summed by them: query, fill, masks and
+    // scale are not looked at, and may be null
+    const float* weights;
     uint32_t rows;
     uint32_t listed;
     uint32_t layer;
@@ -66,7 +70,7 @@ enum sh_outcome : uint8_t {
 };
 // Wait until every row of the post is answered, `timeout_ns` are over, or *gone is not 0 (another thread sets it when
 // the worker died). Copies what was answered to out [rows][KV head][group][head_dim] (left alone where a list was empty) and
-// lse [rows][KV head][group], and sets served[row] to an sh_outcome. Returns the number of rows that are not sh_served.
+// lse [rows][KV head][group] (0 of sums), and sets served[row] to an sh_outcome. Returns the number of rows that are not sh_served.
 SH_API uint32_t sh_client_collect(sh_client* client, uint64_t sequence, uint64_t timeout_ns, const uint32_t* gone, float* out,
                                   float* lse, uint8_t* served);
 SH_API void sh_client_wake(sh_client* client);
@@ -81,6 +85,11 @@ SH_API uint64_t sh_client_heartbeat(const sh_client* client);
 // Uses up to `threads` threads, and only for as long as the call takes.
 SH_API int sh_attend_local(const char* pool, const sglang_hybrid::Geometry* geometry, const sh_lists* lists,
                            uint32_t task_blocks, uint32_t threads, const uint8_t* served, float* out, float* lse, char* error);
+
+// Attention weights of the lists' tokens: weights [rows][KV head][group][listed][32], 0 where no token counts. `lse`
+// [rows][KV head][group] is of all tokens that the weights are shares of; -inf gives zeros. Threads as for sh_attend_local.
+SH_API int sh_token_weights(const char* pool, const sglang_hybrid::Geometry* geometry, const sh_lists* lists, uint32_t threads,
+                            const float* lse, float* weights, char* error);
 
 // -- decode on a host without a GPU: one thread at a time -----------------------------------------------------------------
 
@@ -157,10 +166,13 @@ struct sh_job {
     uint32_t layer;
     uint32_t rows;
     float scale;
+    uint32_t kind;          // PostKind
     const void* query;      // [rows][KV head][group][head_dim]
     const uint32_t* count;  // [rows][KV head]
     const uint32_t* last_fill;
     const uint32_t* pages;  // [rows][KV head][max_blocks]
+    const uint32_t* masks;  // likewise; or null: all tokens count
+    const float* weights;   // [rows][KV head][group][max_blocks][32]; null unless values are summed
 };
 // Wait for a post: 1 and a job that is valid until sh_engine_answer, or 0 when `timeout_us` are over.
 SH_API int sh_engine_take(sh_engine* engine, uint64_t timeout_us, sh_job* job);

@@ -14,8 +14,8 @@
 //   worker   out, lse, check, fields of r    then  Reply[r].sequence       the reply of row r is complete
 //            all replies of the post         then  WorkerLine.completed
 // A reply counts only if both its sequence and its generation are those of the request, and, for a client in host memory, if
-// it was computed from what was posted, which its check tells: layer, scale, lists and page numbers. Queries, outputs and LSEs
-// have no check, as weights and keys have none. A client that gave up waiting
+// it was computed from what was posted, which its check tells: layer, kind, scale, lists, page numbers and masks. Queries,
+// outputs and LSEs have no check, as weights and keys have none. A client that gave up waiting
 // may reuse the slot: the worker answers the posts of a slot strictly one after the other, so nothing it writes for an
 // older post can come after the reply of a newer one there. Replies of the post in the other slot may come before the last
 // ones of an older post; `completed` never does.
@@ -31,9 +31,16 @@
 namespace sglang_hybrid {
 
 inline constexpr uint64_t mailbox_magic = 0x786f626c69616d68;  // "hmailbox"
-inline constexpr uint32_t mailbox_version = 3;
+inline constexpr uint32_t mailbox_version = 4;
 inline constexpr uint32_t mailbox_slots = 2;
 inline constexpr uint64_t mailbox_alignment = 4096;  // of every array
+
+// What a mailbox has room for beside lists of whole blocks: bits of Geometry::flags.
+enum GeometryFlag : uint64_t {
+    geometry_masks = 1,       // masks of tokens
+    geometry_value_sums = 2,  // weights, of posts that ask for sums of values
+};
+inline constexpr uint64_t known_geometry_flags = geometry_masks | geometry_value_sums;
 
 // What both sides must agree on. Bytes are offsets into the region of the host pool, for which every layer has one K and
 // one V piece: [page][KV head][32 tokens][head_dim].
@@ -50,6 +57,7 @@ struct Geometry {
     uint64_t values;
     uint64_t layer_stride;  // bytes from a layer's keys to the next layer's, likewise for values
     uint64_t pool_bytes;    // of the region
+    uint64_t flags;         // GeometryFlag
 };
 
 struct Header {
@@ -78,11 +86,21 @@ struct alignas(128) ClientLine {
     uint64_t gone;     // 1 once the client's host has given the worker up: a GPU that waits for replies stops waiting
 };
 
+enum class PostKind : uint32_t {
+    attend = 0,         // attention over all tokens of the lists' blocks
+    attend_masked = 1,  // over those whose bit in the block's mask is set; only where the geometry has masks
+    // Sums of values by the client's weights, only where the geometry has value sums: instead of a query the client writes
+    // weights. The LSE of a list that has blocks is 0; queries and scale are not looked at. Weights are floats: rounded to
+    // the pool's dtype they would cost the sums their precision and save a few hundredths of the bytes that a sum reads.
+    sum_values = 2,
+};
+
 struct alignas(64) Post {
     uint64_t sequence;
     uint32_t layer;
     uint32_t rows;
     float scale;
+    uint32_t kind;  // PostKind
 };
 
 struct alignas(16) Request {
@@ -117,7 +135,9 @@ struct MailboxLayout {
     uint64_t checks;    // [slot][row] uint64_t: what an answered reply was computed from, see checks.h
     uint64_t lists;     // [slot][row][KV head] List
     uint64_t pages;     // [slot][row][KV head][max_blocks] uint32_t
+    uint64_t masks;     // likewise, bit t: token t of the block counts; no bytes where the geometry has no masks
     uint64_t queries;   // [slot][row][KV head][group][head_dim] of the pool's dtype
+    uint64_t weights;   // [slot][row][KV head][group][max_blocks][32] float, see sum_values; no bytes without value sums
     uint64_t outputs;   // [slot][row][KV head][group][head_dim] float; undefined where the LSE is -inf
     uint64_t lses;      // [slot][row][KV head][group] float
     uint64_t bytes;

@@ -13,9 +13,9 @@ VariantList known_variants() {
     static const bool simd = (getauxval(AT_HWCAP) & HWCAP_ASIMD) != 0;
     static const bool bf16 = simd && (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0;
     static const Variant list[] = {
-        {"neon-bf16", neon_bf16_kernel, bf16},
-        {"neon", neon_kernel, simd},
-        {"portable", portable_kernel, true},
+        {"neon-bf16", neon_bf16_kernel, nullptr, nullptr, bf16},
+        {"neon", neon_kernel, neon_sum_kernel, neon_weight_kernel, simd},
+        {"portable", portable_kernel, portable_sum_kernel, portable_weight_kernel, true},
     };
     return {list, sizeof list / sizeof *list};
 }

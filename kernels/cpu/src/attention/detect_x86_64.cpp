@@ -58,10 +58,10 @@ struct Machine {
 VariantList known_variants() {
     static const Machine machine;
     static const Variant list[] = {
-        {"amx", amx_kernel, machine.amx},
-        {"avx512", avx512_kernel, machine.avx512},
-        {"avx2", avx2_kernel, machine.avx2},
-        {"portable", portable_kernel, true},
+        {"amx", amx_kernel, nullptr, nullptr, machine.amx},
+        {"avx512", avx512_kernel, avx512_sum_kernel, avx512_weight_kernel, machine.avx512},
+        {"avx2", avx2_kernel, avx2_sum_kernel, avx2_weight_kernel, machine.avx2},
+        {"portable", portable_kernel, portable_sum_kernel, portable_weight_kernel, true},
     };
     return {list, sizeof list / sizeof *list};
 }

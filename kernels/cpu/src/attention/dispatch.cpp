@@ -7,12 +7,15 @@
 namespace sglang_hybrid {
 namespace {
 
+template <class Kernel>
 struct Choice {
     Kernel kernel = nullptr;
     const char* name = nullptr;
 };
 
-Choice choose(DType dtype, uint32_t head_dim, const char* wanted) {
+// `operation`: which of a variant's kernels
+template <class Kernel>
+Choice<Kernel> choose(Kernel (*Variant::*operation)(DType, uint32_t), DType dtype, uint32_t head_dim, const char* wanted) {
     if (wanted == nullptr) {
         wanted = std::getenv("SGLANG_HYBRID_CPU_VARIANT");
         if (wanted != nullptr && *wanted == '\0') {
@@ -28,8 +31,8 @@ Choice choose(DType dtype, uint32_t head_dim, const char* wanted) {
             }
             reached = true;
         }
-        if (reached && variant->available) {
-            if (Kernel kernel = variant->kernel(dtype, head_dim)) {
+        if (reached && variant->available && variant->*operation) {
+            if (Kernel kernel = (variant->*operation)(dtype, head_dim)) {
                 return {kernel, variant->name};
             }
         }
@@ -51,9 +54,21 @@ std::string available_names() {
 
 }  // namespace
 
-Kernel find_kernel(DType dtype, uint32_t head_dim, const char* variant) { return choose(dtype, head_dim, variant).kernel; }
+Kernel find_kernel(DType dtype, uint32_t head_dim, const char* variant) {
+    return choose(&Variant::kernel, dtype, head_dim, variant).kernel;
+}
 
-const char* variant_name(DType dtype, uint32_t head_dim, const char* variant) { return choose(dtype, head_dim, variant).name; }
+SumKernel find_sum_kernel(DType dtype, uint32_t head_dim, const char* variant) {
+    return choose(&Variant::sum_kernel, dtype, head_dim, variant).kernel;
+}
+
+WeightKernel find_weight_kernel(DType dtype, uint32_t head_dim, const char* variant) {
+    return choose(&Variant::weight_kernel, dtype, head_dim, variant).kernel;
+}
+
+const char* variant_name(DType dtype, uint32_t head_dim, const char* variant) {
+    return choose(&Variant::kernel, dtype, head_dim, variant).name;
+}
 
 const char* variants() {
     static const std::string names = available_names();

@@ -89,6 +89,9 @@ class RunningAttention {
         next_keys.request_all();
     }
 
+    // What compute_logits gave; of tokens behind a block's last one, anything.
+    const float (*logits() const)[block_tokens] { return softmax_.weights; }
+
     void logits_to_weights(uint32_t tokens) { softmax_.logits_to_weights(group_, tokens); }
 
     template <DType dtype>

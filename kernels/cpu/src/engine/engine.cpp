@@ -47,8 +47,8 @@ void add_to(std::atomic<uint64_t>& sum, uint64_t number) {
 
 }  // namespace
 
-Engine::Engine(void* mailbox, const char* pool, const Geometry& geometry, const EngineOptions& options, Kernel kernel)
-    : reader(mailbox, geometry, options.spin_us), geometry_(geometry), pool_(pool), options_(options), kernel_(kernel),
+Engine::Engine(void* mailbox, const char* pool, const Geometry& geometry, const EngineOptions& options, Kernels kernels)
+    : reader(mailbox, geometry, options.spin_us), geometry_(geometry), pool_(pool), options_(options), kernels_(kernels),
       groups_((options.threads + options.group_threads - 1) / options.group_threads),
       tasks_per_row_(geometry.kv_heads * most_tasks_of(geometry.max_blocks, options.task_blocks) + guard_tasks),
       counts_(options.threads), lists_(geometry.kv_heads) {
@@ -187,7 +187,7 @@ bool Engine::open_what_is_there() {
 void Engine::open(Slot& slot, uint32_t index, const Request& request) {
     Row& row = slot.rows[index];
     uint32_t count = 0;
-    uint64_t check = check_of_post(slot.post.layer, slot.post.scale);
+    uint64_t check = check_of_post(slot.post.layer, slot.post.scale, slot.post.kind);
     for (uint32_t h = 0; h < geometry_.kv_heads; ++h) {
         Head& head = row.heads[h];
         head.list = lists_[h];
@@ -331,19 +331,33 @@ void Engine::prepare(const Batch& batch, Claimed& claimed) const {
         claimed.in_bounds &= claimed.pages[i] < geometry_.pages;
         claimed.check += check_of_page(geometry_, h, first + i, claimed.pages[i]);
     }
+    if (post.kind == PostKind::attend_masked) {
+        claimed.masks.resize(count);
+        const uint32_t* const shared_masks = reader.view.masks(post.sequence, index, h) + first;
+        for (uint32_t i = 0; i < count; ++i) {
+            claimed.masks[i] = __atomic_load_n(&shared_masks[i], __ATOMIC_RELAXED);
+            claimed.check += check_of_mask(geometry_, h, first + i, claimed.masks[i]);
+        }
+    }
     const char* const query = reader.view.query(post.sequence, index, h);
     const Partials partial = partials_of(slot, index, task);
     BlockAttention& attention = claimed.attention = attention_of(geometry_, pool_, post.layer, h, query, post.scale);
     attention.pages = claimed.pages.data();
+    if (post.kind == PostKind::attend_masked) attention.masks = claimed.masks.data();
     attention.count = count;
     attention.last_fill = part + 1 == head.split.tasks ? head.list.last_fill : block_tokens;
     attention.out = whole ? reader.view.output(post.sequence, index, h) : partial.out;
     attention.lse = whole ? reader.view.lse(post.sequence, index, h) : partial.lse;
 
-    // the client's cache has both: it wrote this query, and read the output that was there before
     constexpr uint64_t line = 64;
-    const uint64_t query_bytes = partial_out_floats(geometry_) * bytes_of(static_cast<DType>(geometry_.dtype));
-    for (uint64_t at = 0; at < query_bytes; at += line) __builtin_prefetch(query + at);
+    if (post.kind == PostKind::sum_values) {
+        const float* const weights = reader.view.weights(post.sequence, index, h) + uint64_t{first} * block_tokens;
+        claimed.sum = sum_of(attention, weights, reader.view.weight_stride());
+    } else {
+        // the client's cache has both: it wrote this query, and read the output that was there before
+        const uint64_t query_bytes = partial_out_floats(geometry_) * bytes_of(static_cast<DType>(geometry_.dtype));
+        for (uint64_t at = 0; at < query_bytes; at += line) __builtin_prefetch(query + at);
+    }
     const char* const out = reinterpret_cast<const char*>(attention.out);
     for (uint64_t at = 0; at < partial_out_floats(geometry_) * sizeof(float); at += line) request_for_writing(out + at);
 }
@@ -356,8 +370,14 @@ void Engine::compute(Claimed& claimed, const Claimed* next, uint32_t thread) {
     Head& head = row.heads[h];
     if (claimed.in_bounds) {
         BlockAttention& attention = claimed.attention;
-        attention.next = next && next->in_bounds ? &next->attention : nullptr;
-        kernel_(attention);
+        if (post.kind == PostKind::sum_values) {
+            kernels_.sum(claimed.sum);
+            std::fill_n(attention.lse, geometry_.group, 0.0f);
+        } else {
+            const bool announced = next && next->in_bounds && next->slot->post.kind == PostKind::attend;
+            attention.next = announced ? &next->attention : nullptr;
+            attend(kernels_.attend, attention);
+        }
         add_to(counts_[thread].blocks, attention.count);
     } else {
         row.out_of_bounds.store(true, std::memory_order_relaxed);
@@ -366,8 +386,15 @@ void Engine::compute(Claimed& claimed, const Claimed* next, uint32_t thread) {
     add_to(counts_[thread].tasks, 1);
 
     if (!claimed.whole && head.tasks_left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-        merge_partials(geometry_, partials_of(slot, index, head.first_task), head.split.tasks,
-                       reader.view.output(post.sequence, index, h), reader.view.lse(post.sequence, index, h));
+        const Partials parts = partials_of(slot, index, head.first_task);
+        float* const out = reader.view.output(post.sequence, index, h);
+        float* const lse = reader.view.lse(post.sequence, index, h);
+        if (post.kind == PostKind::sum_values) {
+            add_partial_sums(geometry_, parts, head.split.tasks, out);
+            std::fill_n(lse, geometry_.group, 0.0f);
+        } else {
+            merge_partials(geometry_, parts, head.split.tasks, out, lse);
+        }
     }
     if (claimed.finished && row.tasks_left.fetch_sub(claimed.finished, std::memory_order_acq_rel) == claimed.finished) {
         for (uint32_t other = 0; other < geometry_.kv_heads; ++other) {

@@ -31,7 +31,7 @@ struct EngineOptions {
 
 class Engine {
   public:
-    Engine(void* mailbox, const char* pool, const Geometry& geometry, const EngineOptions& options, Kernel kernel);
+    Engine(void* mailbox, const char* pool, const Geometry& geometry, const EngineOptions& options, Kernels kernels);
     ~Engine();
     Engine(const Engine&) = delete;
 
@@ -82,9 +82,10 @@ class Engine {
         uint32_t row, head;
         uint32_t finished;  // tasks of the row that are done with this one
         bool in_bounds, whole;
-        uint64_t check;  // of its pages
-        std::vector<uint32_t> pages;
+        uint64_t check;  // of its pages and masks
+        std::vector<uint32_t> pages, masks;
         BlockAttention attention;
+        ValueSum sum;  // instead, where values are summed
     };
     // Neighbouring tasks of one row, taken at once: what threads share is touched once for all of them.
     struct Batch {
@@ -130,7 +131,7 @@ class Engine {
     const Geometry geometry_;
     const char* const pool_;
     const EngineOptions options_;
-    const Kernel kernel_;
+    const Kernels kernels_;
     const uint32_t groups_;
     const uint32_t tasks_per_row_;  // at most, with guards
 

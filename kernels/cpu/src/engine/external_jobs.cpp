@@ -9,8 +9,9 @@ namespace sglang_hybrid {
 
 ExternalJobs::ExternalJobs(void* mailbox, const Geometry& g, uint32_t spin_us)
     : reader(mailbox, g, spin_us), query(g.rows * reader.view.query_row_bytes()), count(uint64_t{g.rows} * g.kv_heads),
-      last_fill(count.size()), pages(count.size() * g.max_blocks), generations_(g.rows), checks_(g.rows), wanted_(g.rows),
-      lists_(g.kv_heads) {
+      last_fill(count.size()), pages(count.size() * g.max_blocks), masks(g.flags & geometry_masks ? pages.size() : 0),
+      weights(g.flags & geometry_value_sums ? pages.size() * g.group * block_tokens : 0), generations_(g.rows), checks_(g.rows),
+      wanted_(g.rows), lists_(g.kv_heads) {
     reader.beat();
 }
 
@@ -42,7 +43,7 @@ bool ExternalJobs::read_row(uint32_t row, const Request& request) {
     const MailboxView& view = reader.view;
     const Geometry& g = view.geometry;
     if (!reader.read_lists(post, row, request, lists_.data())) return false;
-    checks_[row] = check_of_post(post.layer, post.scale);
+    checks_[row] = check_of_post(post.layer, post.scale, post.kind);
     for (uint32_t head = 0; head < g.kv_heads; ++head) {
         checks_[row] += check_of_list(g, head, lists_[head]);
         const uint64_t index = uint64_t{row} * g.kv_heads + head;
@@ -55,9 +56,30 @@ bool ExternalJobs::read_row(uint32_t row, const Request& request) {
             if (copied[i] >= g.pages) return false;
             checks_[row] += check_of_page(g, head, i, copied[i]);
         }
+        for (uint32_t i = 0; post.kind == PostKind::attend_masked && i < lists_[head].count; ++i) {
+            const uint32_t mask = __atomic_load_n(&view.masks(post.sequence, row, head)[i], __ATOMIC_RELAXED);
+            masks[index * g.max_blocks + i] = mask;
+            checks_[row] += check_of_mask(g, head, i, mask);
+        }
     }
-    std::memcpy(query.data() + row * view.query_row_bytes(), view.query(post.sequence, row, 0), view.query_row_bytes());
+    if (post.kind == PostKind::sum_values) {
+        copy_weights(row);
+    } else {
+        std::memcpy(query.data() + row * view.query_row_bytes(), view.query(post.sequence, row, 0), view.query_row_bytes());
+    }
     return true;
+}
+
+void ExternalJobs::copy_weights(uint32_t row) {
+    const MailboxView& view = reader.view;
+    for (uint32_t head = 0; head < view.geometry.kv_heads; ++head) {
+        const float* from = view.weights(post.sequence, row, head);
+        const uint64_t index = uint64_t{row} * view.geometry.kv_heads + head, stride = view.weight_stride();
+        float* to = weights.data() + index * view.geometry.group * stride;
+        for (uint32_t i = 0; i < view.geometry.group; ++i, from += stride, to += stride) {
+            std::copy_n(from, uint64_t{lists_[head].count} * block_tokens, to);
+        }
+    }
 }
 
 void ExternalJobs::answer(const float* out, const float* lse) {

@@ -19,9 +19,11 @@ class ExternalJobs {
     std::atomic<uint64_t> blocks{0};  // attended
     OpenPost post;
     std::vector<char> query;
-    std::vector<uint32_t> count, last_fill, pages;
+    std::vector<uint32_t> count, last_fill, pages, masks;  // masks: empty where the geometry has none
+    std::vector<float> weights;                          // likewise
 
   private:
+    void copy_weights(uint32_t row);
     bool read_row(uint32_t row, const Request& request);
 
     std::vector<uint32_t> generations_;

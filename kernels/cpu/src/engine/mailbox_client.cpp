@@ -21,13 +21,18 @@ uint64_t entry_of(const sh_lists& lists, const Geometry& g, uint32_t row, uint32
     return (uint64_t{row} * g.kv_heads + head) * lists.listed;
 }
 
+PostKind kind_of(const sh_lists& lists) {
+    if (lists.weights) return PostKind::sum_values;
+    return lists.masks ? PostKind::attend_masked : PostKind::attend;
+}
+
 }  // namespace
 
 List list_of(const sh_lists& lists, const Geometry& g, uint32_t row, uint32_t head) {
     const uint64_t first = entry_of(lists, g, row, head);
     List list{0, block_tokens};
     while (list.count < lists.listed && lists.pages[first + list.count] >= 0) ++list.count;
-    if (list.count) list.last_fill = uint32_t(lists.fill[first + list.count - 1]);
+    if (list.count && !lists.weights) list.last_fill = uint32_t(lists.fill[first + list.count - 1]);
     return list;
 }
 
@@ -43,7 +48,8 @@ std::string problem_of(const sh_lists& lists, const Geometry& g) {
                 return std::to_string(list.count) + " blocks, at most " + std::to_string(g.max_blocks) + " fit" + where();
             }
             for (uint32_t i = 0; i < lists.listed; ++i) {
-                const int64_t page = lists.pages[first + i], fill = lists.fill[first + i];
+                const int64_t page = lists.pages[first + i],
+                              fill = lists.weights ? int64_t{block_tokens} : lists.fill[first + i];
                 if (i >= list.count) {
                     if (page >= 0) return "a block behind the end of its list" + where();
                     continue;
@@ -74,6 +80,7 @@ uint64_t MailboxClient::post(const sh_lists& lists, uint32_t generation) {
     store_release(post.layer, lists.layer);
     store_release(post.rows, lists.rows);
     post.scale = lists.scale;
+    store_release(post.kind, static_cast<uint32_t>(kind_of(lists)));
     store_release(post.sequence, sequence);
     // the bell before the rows: the worker begins with the first row while the others are written
     store_ordered(view.bell().posted, sequence);
@@ -84,13 +91,14 @@ uint64_t MailboxClient::post(const sh_lists& lists, uint32_t generation) {
 
 void MailboxClient::write_request(const sh_lists& lists, uint64_t sequence, uint32_t row, uint32_t generation) {
     const Geometry& g = view.geometry;
+    const PostKind kind = kind_of(lists);
     uint32_t blocks = 0;
     for (uint32_t head = 0; head < g.kv_heads; ++head) {
         lists_[head] = list_of(lists, g, row, head);
         blocks += lists_[head].count;
     }
     if (blocks) {
-        uint64_t& check = posts_[sequence % mailbox_slots].checks[row] = check_of_post(lists.layer, lists.scale);
+        uint64_t& check = posts_[sequence % mailbox_slots].checks[row] = check_of_post(lists.layer, lists.scale, kind);
         for (uint32_t head = 0; head < g.kv_heads; ++head) {
             const List list = lists_[head];
             check += check_of_list(g, head, list);
@@ -100,16 +108,33 @@ void MailboxClient::write_request(const sh_lists& lists, uint64_t sequence, uint
                 __atomic_store_n(&to[i], uint32_t(from[i]), __ATOMIC_RELAXED);
                 check += check_of_page(g, head, i, uint32_t(from[i]));
             }
+            if (kind == PostKind::sum_values && list.count) write_weights(lists, sequence, row, head, list.count);
+            for (uint32_t i = 0; kind == PostKind::attend_masked && i < list.count; ++i) {
+                const auto mask = uint32_t(lists.masks[entry_of(lists, g, row, head) + i]);
+                __atomic_store_n(&view.masks(sequence, row, head)[i], mask, __ATOMIC_RELAXED);
+                check += check_of_mask(g, head, i, mask);
+            }
             store_release(view.lists(sequence, row)[head].count, list.count);
             store_release(view.lists(sequence, row)[head].last_fill, list.last_fill);
         }
-        const char* const from = static_cast<const char*>(lists.query) + row * view.query_row_bytes();
-        std::memcpy(view.query(sequence, row, 0), from, view.query_row_bytes());
+        if (kind != PostKind::sum_values) {
+            const char* const from = static_cast<const char*>(lists.query) + row * view.query_row_bytes();
+            std::memcpy(view.query(sequence, row, 0), from, view.query_row_bytes());
+        }
     }
     Request& request = view.request(sequence, row);
     store_release(request.generation, generation);
     store_release(request.blocks, blocks);
     store_release(request.sequence, sequence);
+}
+
+void MailboxClient::write_weights(const sh_lists& lists, uint64_t sequence, uint32_t row, uint32_t head, uint32_t count) {
+    const uint64_t stride = uint64_t{lists.listed} * block_tokens;
+    const float* from = lists.weights + (uint64_t{row} * view.geometry.kv_heads + head) * view.geometry.group * stride;
+    float* to = view.weights(sequence, row, head);
+    for (uint32_t i = 0; i < view.geometry.group; ++i, from += stride, to += view.weight_stride()) {
+        std::memcpy(to, from, uint64_t{count} * block_tokens * sizeof(float));
+    }
 }
 
 bool MailboxClient::is_settled(uint64_t sequence, uint32_t row) const {

@@ -29,6 +29,7 @@ class MailboxClient {
 
   private:
     void write_request(const sh_lists& lists, uint64_t sequence, uint32_t row, uint32_t generation);
+    void write_weights(const sh_lists& lists, uint64_t sequence, uint32_t row, uint32_t head, uint32_t count);
     bool is_settled(uint64_t sequence, uint32_t row) const;
     bool copy_row(uint64_t sequence, uint32_t row, float* out, float* lse) const;
 

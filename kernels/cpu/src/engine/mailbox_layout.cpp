@@ -36,7 +36,9 @@ MailboxLayout layout_of(const Geometry& g) {
     at.checks = take(rows * sizeof(uint64_t));
     at.lists = take(heads * sizeof(List));
     at.pages = take(heads * g.max_blocks * sizeof(uint32_t));
+    at.masks = take(g.flags & geometry_masks ? heads * g.max_blocks * sizeof(uint32_t) : 0);
     at.queries = take(values * bytes_of(static_cast<DType>(g.dtype)));
+    at.weights = take(g.flags & geometry_value_sums ? heads * g.group * g.max_blocks * block_tokens * sizeof(float) : 0);
     at.outputs = take(values * sizeof(float));
     at.lses = take(heads * g.group * sizeof(float));
     at.bytes = end;
@@ -51,6 +53,7 @@ const char* problem_of(const Geometry& g) {
     if (g.dtype > static_cast<uint32_t>(DType::fp32)) return "the dtype must be bfloat16, float16 or float32";
     if (g.max_blocks < 1 || g.max_blocks > most_blocks) return "blocks of a list must be 1 to 1048576";
     if (g.layers < 1 || g.layers > most_layers) return "layers must be 1 to 4096";
+    if (g.flags & ~known_geometry_flags) return "the geometry has flags that this side does not know";
     if (g.pages < 1) return "the pool has no pages";
     const uint64_t block = uint64_t{block_tokens} * g.head_dim * bytes_of(static_cast<DType>(g.dtype));
     const uint64_t layer = block * g.kv_heads * g.pages;  // at most 2^15 * 2^8 * 2^32

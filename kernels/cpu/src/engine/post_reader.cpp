@@ -50,6 +50,15 @@ bool PostReader::take_next(OpenPost& post) {
     return posted >= next_ && posted < next_ + mailbox_slots && read(post);
 }
 
+bool PostReader::is_served(uint32_t kind) const {
+    switch (static_cast<PostKind>(kind)) {
+        case PostKind::attend: return true;
+        case PostKind::attend_masked: return view.geometry.flags & geometry_masks;
+        case PostKind::sum_values: return view.geometry.flags & geometry_value_sums;
+    }
+    return false;
+}
+
 bool PostReader::read(OpenPost& post) {
     const Post& shared = view.post(next_);
     if (load_acquire(shared.sequence) != next_) return false;
@@ -58,9 +67,12 @@ bool PostReader::read(OpenPost& post) {
     post.rows = load_acquire(shared.rows);
     const float scale = shared.scale;
     post.scale = scale;
+    const uint32_t kind = load_acquire(shared.kind);
+    post.kind = static_cast<PostKind>(kind);
     post.arrived_ns = now_ns();
     stay_awake(post.arrived_ns);
-    if (post.rows > view.geometry.rows || post.layer >= view.geometry.layers || !std::isfinite(scale)) return false;
+    if (post.rows > view.geometry.rows || post.layer >= view.geometry.layers) return false;
+    if (!std::isfinite(scale) || !is_served(kind)) return false;
     ++next_;
     if (post.arrived_ns - last_beat_ns_ >= beat_ns) beat();
     return true;

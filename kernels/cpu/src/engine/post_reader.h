@@ -18,6 +18,7 @@ struct OpenPost {
     uint32_t layer = 0;
     uint32_t rows = 0;
     float scale = 0;
+    PostKind kind = PostKind::attend;
     uint64_t arrived_ns = 0;
 };
 
@@ -65,6 +66,7 @@ class PostReader {
     std::atomic<uint64_t> posts{0}, abandoned{0}, rows{0}, refused{0}, busy_ns{0}, parks{0};
 
   private:
+    bool is_served(uint32_t kind) const;
     uint64_t newest() const;  // post; 0 where the bell shows a number that no client gets to
     bool take(OpenPost& post);
     bool read(OpenPost& post);

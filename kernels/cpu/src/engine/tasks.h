@@ -41,15 +41,28 @@ struct Partials {
 
 inline uint64_t partial_out_floats(const Geometry& g) { return uint64_t{g.group} * g.head_dim; }
 
-// Attention over the union of the tasks' tokens. No task is empty.
+// Attention over the union of the tasks' tokens. Where no task has any, all of whose LSEs are -inf then, that of the union
+// is too, and no output is written.
 inline void merge_partials(const Geometry& g, const Partials& parts, uint32_t tasks, float* out, float* lse) {
     for (uint32_t head = 0; head < g.group; ++head) {
-        float largest = -std::numeric_limits<float>::infinity();
-        for (uint32_t task = 0; task < tasks; ++task) largest = std::max(largest, parts.lse[task * g.group + head]);
+        constexpr float nothing = -std::numeric_limits<float>::infinity();
+        float largest = nothing;
+        bool has_tokens = false;
+        for (uint32_t task = 0; task < tasks; ++task) {
+            const float of_task = parts.lse[task * g.group + head];
+            largest = std::max(largest, of_task);
+            has_tokens |= of_task != nothing;  // NaN is not nothing
+        }
+        if (!has_tokens) {
+            lse[head] = nothing;
+            continue;
+        }
         float* const result = out + uint64_t{head} * g.head_dim;
         std::fill_n(result, g.head_dim, 0.0f);
         float sum = 0;
         for (uint32_t task = 0; task < tasks; ++task) {
+            // masks may leave a task without tokens: its output was not written
+            if (parts.lse[task * g.group + head] == nothing) continue;
             const float weight = std::exp(parts.lse[task * g.group + head] - largest);
             const float* const part = parts.out + task * partial_out_floats(g) + uint64_t{head} * g.head_dim;
             for (uint32_t d = 0; d < g.head_dim; ++d) result[d] += weight * part[d];
@@ -59,6 +72,27 @@ inline void merge_partials(const Geometry& g, const Partials& parts, uint32_t ta
         for (uint32_t d = 0; d < g.head_dim; ++d) result[d] *= share;
         lse[head] = largest + std::log(sum);
     }
+}
+
+// The same for sums of values: each task has a part of them. LSEs of sums are 0: there is something.
+inline void add_partial_sums(const Geometry& g, const Partials& parts, uint32_t tasks, float* out) {
+    const uint64_t floats = partial_out_floats(g);
+    std::copy_n(parts.out, floats, out);
+    for (uint32_t task = 1; task < tasks; ++task) {
+        for (uint64_t i = 0; i < floats; ++i) out[i] += parts.out[task * floats + i];
+    }
+}
+
+// What computes posts of every kind.
+struct Kernels {
+    Kernel attend;
+    SumKernel sum;
+};
+
+// `attention` with weights in the place of query and keys.
+inline ValueSum sum_of(const BlockAttention& attention, const float* weights, uint64_t weight_stride) {
+    return {weights,         weight_stride,   attention.values,   attention.page_stride, attention.pages,
+            attention.count, attention.group, attention.head_dim, attention.dtype,       attention.out};
 }
 
 // The kernel's arguments for blocks of one (layer, KV head); the caller fills in the list and where results go.

@@ -42,13 +42,14 @@ struct Tile {
         return (row * row_chunks + (chunk ^ turn)) * 16;
     }
 
-    // A block from device memory, by one warp; tokens from `tokens` on become zeros, whatever is there.
-    static __device__ void request(uint32_t tile, const void* block, uint32_t tokens, uint32_t lane, uint64_t policy) {
+    // A block from device memory, by one warp; tokens that do not count become zeros, whatever is there.
+    template <class Counts>
+    static __device__ void request(uint32_t tile, const void* block, Counts counts, uint32_t lane, uint64_t policy) {
 #pragma unroll
         for (uint32_t i = 0; i < row_chunks; ++i) {
             const uint32_t chunk = i * warp_size + lane;
             const uint32_t token = chunk / row_chunks;
-            copy_async(tile + place(token, chunk % row_chunks), static_cast<const char*>(block) + chunk * 16, token < tokens,
+            copy_async(tile + place(token, chunk % row_chunks), static_cast<const char*>(block) + chunk * 16, counts(token),
                        policy);
         }
     }
@@ -179,7 +180,8 @@ class WarpAttention {
         if (bias && row + 8 < group) bias_[1] = bias[row + 8] * log2_e;
     }
 
-    __device__ void add_keys(uint32_t tile, uint32_t tokens, bool with_bias) {
+    template <class Counts>
+    __device__ void add_keys(uint32_t tile, Counts counts, bool with_bias) {
         const uint32_t lane = threadIdx.x % warp_size;
         const uint32_t query_row = (lane & 7) + (lane >> 3 & 1) * 8, query_chunk = lane >> 4;
         const uint32_t token = (lane & 7) + (lane >> 4) * 8, key_chunk = lane >> 3 & 1;
@@ -197,7 +199,7 @@ class WarpAttention {
                 Element::multiply_add(weights_[2 * half + 1], query, keys[2], keys[3]);
             }
         }
-        to_weights(tokens, lane % 4 * 2, with_bias ? bias_[0] : 0, with_bias ? bias_[1] : 0);
+        to_weights(counts, lane % 4 * 2, with_bias ? bias_[0] : 0, with_bias ? bias_[1] : 0);
     }
 
     __device__ void add_values(uint32_t tile) {
@@ -251,14 +253,15 @@ class WarpAttention {
     }
 
   private:
-    __device__ void to_weights(uint32_t tokens, uint32_t column, float upper_bias, float lower_bias) {
+    template <class Counts>
+    __device__ void to_weights(Counts counts, uint32_t column, float upper_bias, float lower_bias) {
         float highest[2] = {maximum_[0], maximum_[1]};
 #pragma unroll
         for (uint32_t i = 0; i < token_tiles; ++i) {
 #pragma unroll
             for (uint32_t j = 0; j < 4; ++j) {
-                const bool counts = i * 8 + column + j % 2 < tokens;
-                weights_[i][j] = counts ? fmaf(weights_[i][j], scale_, j / 2 ? lower_bias : upper_bias) : -INFINITY;
+                weights_[i][j] =
+                    counts(i * 8 + column + j % 2) ? fmaf(weights_[i][j], scale_, j / 2 ? lower_bias : upper_bias) : -INFINITY;
                 highest[j / 2] = fmaxf(highest[j / 2], weights_[i][j]);
             }
         }
@@ -297,6 +300,23 @@ class WarpAttention {
     float maximum_[2] = {-INFINITY, -INFINITY};
     float sum_[2] = {0, 0};  // of this lane's columns
     float bias_[2] = {0, 0};
+};
+
+__device__ inline uint32_t first_tokens(uint32_t tokens) { return tokens >= block_tokens ? 0xFFFFFFFF : (1u << tokens) - 1; }
+
+// Which tokens of a block count: the first ones, or those in its mask where lists have masks.
+template <class Slot>
+struct CountedTokens {
+    uint32_t tokens;
+    __device__ explicit CountedTokens(const Slot& slot) : tokens(slot.tokens) {}
+    __device__ bool operator()(uint32_t token) const { return token < tokens; }
+};
+template <class Slot>
+    requires requires(const Slot& slot) { slot.mask; }
+struct CountedTokens<Slot> {
+    uint32_t mask;
+    __device__ explicit CountedTokens(const Slot& slot) : mask(slot.mask) {}
+    __device__ bool operator()(uint32_t token) const { return mask >> token & 1; }
 };
 
 // Whether a block's logits get the bias: where lists do not tell, none does.
@@ -470,15 +490,15 @@ __device__ void attend_list(const void* queries, uint32_t group, float scale, co
     uint32_t key_tile = tiles, value_tile = tiles + block_bytes, next_tile = tiles + 2 * block_bytes;
     // lists and tables, which every layer looks at, stay in the L2 cache
     const uint64_t policy = read_once_policy();
-    const auto request = [&](uint32_t tile, const char* block, uint32_t tokens) {
-        if (tokens) Tile<kDim>::request(tile, block, tokens, lane, policy);
+    const auto request = [&](uint32_t tile, const char* block, const auto& of) {
+        if (of.tokens) Tile<kDim>::request(tile, block, CountedTokens(of), lane, policy);
         commit_copies();  // an empty group too: waiting counts groups
     };
     auto slot = mine.take(block_bytes);
-    request(key_tile, slot.keys, slot.tokens);
-    request(value_tile, slot.values, slot.tokens);
+    request(key_tile, slot.keys, slot);
+    request(value_tile, slot.values, slot);
     auto next = mine.take(block_bytes);
-    request(next_tile, next.keys, next.tokens);
+    request(next_tile, next.keys, next);
 
     // the query's rows, zeros behind the last head; not by copies, which would be waited for behind those of the blocks
     wait_for_launch_before();
@@ -494,16 +514,16 @@ __device__ void attend_list(const void* queries, uint32_t group, float scale, co
     while (slot.tokens) {
         wait_for_copies<2>();
         __syncwarp();
-        attention.add_keys(key_tile, slot.tokens, has_bias(slot));
+        attention.add_keys(key_tile, CountedTokens(slot), has_bias(slot));
         __syncwarp();  // all lanes are through with the tile
-        request(key_tile, next.values, next.tokens);
+        request(key_tile, next.values, next);
         wait_for_copies<2>();
         __syncwarp();
         attention.add_values(value_tile);
         __syncwarp();
         slot = next;
         next = mine.take(block_bytes);
-        request(value_tile, next.keys, next.tokens);
+        request(value_tile, next.keys, next);
         // the keys requested first are in next_tile, their values in what was key_tile
         const uint32_t freed = value_tile;
         value_tile = key_tile;

@@ -125,6 +125,7 @@ struct sh_mailbox_post {
     const int32_t* pages;      // [batch][KV head][listed]
     const int32_t* counts;     // [batch][KV head], at most `listed`
     const int32_t* last_fill;  // [batch][KV head] tokens in the last block of a list
+    const int32_t* masks;      // [batch][KV head][listed], bit t: token t counts; null: all of them do
     const int32_t* active_rows;
     sglang_hybrid::Geometry geometry;
     sglang_hybrid::MailboxLayout layout;

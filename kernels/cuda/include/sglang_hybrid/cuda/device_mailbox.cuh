@@ -33,8 +33,11 @@ class DeviceMailbox {
         return of_row<List>(at_.lists, sequence, row, geometry_.kv_heads);
     }
     __device__ uint32_t* pages(uint64_t sequence, uint32_t row, uint32_t head) const {
-        const uint64_t per_row = uint64_t{geometry_.kv_heads} * geometry_.max_blocks;
-        return of_row<uint32_t>(at_.pages, sequence, row, per_row) + uint64_t{head} * geometry_.max_blocks;
+        return of_list(at_.pages, sequence, row, head);
+    }
+    // Only where the geometry has them.
+    __device__ uint32_t* masks(uint64_t sequence, uint32_t row, uint32_t head) const {
+        return of_list(at_.masks, sequence, row, head);
     }
     __device__ uint4* query(uint64_t sequence, uint32_t row) const {
         return reinterpret_cast<uint4*>(of_row<char>(at_.queries, sequence, row, query_row_bytes()));
@@ -52,6 +55,11 @@ class DeviceMailbox {
     }
 
   private:
+    __device__ uint32_t* of_list(uint64_t array, uint64_t sequence, uint32_t row, uint32_t head) const {
+        const uint64_t per_row = uint64_t{geometry_.kv_heads} * geometry_.max_blocks;
+        return of_row<uint32_t>(array, sequence, row, per_row) + uint64_t{head} * geometry_.max_blocks;
+    }
+
     template <class T>
     __device__ T* of_row(uint64_t array, uint64_t sequence, uint32_t row, uint64_t per_row) const {
         const uint64_t index = sequence % mailbox_slots * geometry_.rows + row;

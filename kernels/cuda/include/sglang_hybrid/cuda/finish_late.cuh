@@ -18,6 +18,7 @@ __device__ inline bool is_whole(const sh_finish_late& args, uint32_t entry) {
 // Tokens of a (batch entry, KV head) pair that are read, and from which blocks.
 struct PoolList {
     const int32_t* pages;
+    const int32_t* masks = nullptr;  // null: all tokens count
     uint32_t tokens;
 
     __device__ PoolList(const sh_finish_late& args, uint32_t entry, uint32_t head) {
@@ -27,6 +28,7 @@ struct PoolList {
         } else {
             const uint64_t pair = uint64_t{entry} * args.kv_heads + head;
             pages = args.pages + pair * args.most_blocks;
+            if (args.masks) masks = args.masks + pair * args.most_blocks;
             tokens = min(static_cast<uint32_t>(max(args.counts[pair], 0)), args.most_blocks) * block_tokens;
         }
     }
@@ -50,6 +52,7 @@ class PoolBlocks {
         const char* keys;
         const char* values;
         uint32_t tokens;  // 0: there is none left
+        uint32_t mask;    // bit t: token t counts
     };
 
     // Every step-th block from `first` on, before `end`.
@@ -59,7 +62,7 @@ class PoolBlocks {
 
     __device__ Block take(uint32_t block_bytes) {
         while (!held_) {
-            if (next_ >= end_) return {nullptr, nullptr, 0};
+            if (next_ >= end_) return {nullptr, nullptr, 0, 0};
             look();
         }
         const uint32_t lane = __ffs(held_) - 1;
@@ -67,14 +70,16 @@ class PoolBlocks {
         const uint64_t page = static_cast<uint32_t>(__shfl_sync(0xFFFFFFFF, page_, lane));
         const uint64_t at = (page * args_.kv_heads + head_) * block_bytes;
         const uint32_t tokens = min(block_tokens, list_.tokens - (base_ + lane * step_) * block_tokens);
-        return {static_cast<const char*>(args_.keys) + at, static_cast<const char*>(args_.values) + at, tokens};
+        const uint32_t mask = __shfl_sync(0xFFFFFFFF, mask_, lane) & first_tokens(tokens);
+        return {static_cast<const char*>(args_.keys) + at, static_cast<const char*>(args_.values) + at, tokens, mask};
     }
 
   private:
     __device__ void look() {
         const uint32_t place = next_ + threadIdx.x % warp_size * step_;
         page_ = place < end_ ? list_.pages[place] : -1;
-        held_ = __ballot_sync(0xFFFFFFFF, page_ >= 0 && static_cast<uint32_t>(page_) < args_.pool_pages);
+        mask_ = place < end_ && list_.masks ? static_cast<uint32_t>(list_.masks[place]) : 0xFFFFFFFF;
+        held_ = __ballot_sync(0xFFFFFFFF, page_ >= 0 && static_cast<uint32_t>(page_) < args_.pool_pages && mask_);
         base_ = next_;
         next_ += warp_size * step_;
     }
@@ -84,7 +89,7 @@ class PoolBlocks {
     const uint32_t head_, end_;
     uint32_t next_, base_ = 0;
     const uint32_t step_;
-    uint32_t held_ = 0;
+    uint32_t held_ = 0, mask_ = 0;
     int32_t page_ = -1;
 };
 

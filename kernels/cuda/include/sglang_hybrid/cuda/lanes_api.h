@@ -55,6 +55,7 @@ struct sh_finish_late {
     const void* values;
     sh_step step;           // row_of is not looked at
     const int32_t* pages;   // [batch][KV head][most_blocks], those not in the pool are left out; null: all entries are whole
+    const int32_t* masks;   // like pages, bit t: token t of the block counts; null: all of them do
     const int32_t* counts;  // [batch][KV head], blocks of a list
     const int32_t* served;  // [batch]; null: nobody was
     const int32_t* whole;   // [batch], 1: attends to all blocks of its row; null: nobody does

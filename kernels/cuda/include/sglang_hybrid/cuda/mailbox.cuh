@@ -56,7 +56,9 @@ __device__ inline void write_request(const sh_mailbox_post& args, const DeviceMa
         const uint64_t listed = uint64_t{kv_heads} * args.listed;
         for (uint32_t i = threadIdx.x; i < listed; i += post_threads) {
             const uint32_t head = i / args.listed, place = i % args.listed;
-            if (place < counts[head]) mailbox.pages(sequence, row, head)[place] = uint32_t(args.pages[row * listed + i]);
+            if (place >= counts[head]) continue;
+            mailbox.pages(sequence, row, head)[place] = uint32_t(args.pages[row * listed + i]);
+            if (args.masks) mailbox.masks(sequence, row, head)[place] = uint32_t(args.masks[row * listed + i]);
         }
         const uint32_t chunks = mailbox.query_row_bytes() / sizeof(uint4), chunks_of_head = chunks / kv_heads;
         const uint4* const query = static_cast<const uint4*>(args.query) + uint64_t{row} * chunks;
@@ -77,6 +79,7 @@ __device__ inline void announce(const sh_mailbox_post& args, const DeviceMailbox
     store_relaxed(post.layer, args.layer);
     store_relaxed(post.rows, rows);
     store_relaxed(post.scale, args.scale);
+    store_relaxed(post.kind, static_cast<uint32_t>(args.masks ? PostKind::attend_masked : PostKind::attend));
     store_release(post.sequence, sequence);
     store_release(mailbox.bell().posted, sequence);
 }
