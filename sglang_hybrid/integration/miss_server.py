@@ -110,7 +110,7 @@ def geometry_of(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Ge
         group=query_heads // pool.head_num,
         head_dim=pool.head_dim,
         dtype=DTYPES[dtype],
-        max_blocks=config.budget_tokens // BLOCK_TOKENS,
+        max_blocks=_longest_list(config, model_runner),
         layers=len(pool.k_buffer),
         pages=pool.k_buffer[0].shape[0],
         keys=first_key - start,
@@ -119,6 +119,13 @@ def geometry_of(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Ge
         pool_bytes=pool.region.size,
         flags=(MASKS if needs.masks else 0) | (VALUE_SUMS if needs.value_sums else 0),
     )
+
+
+def _longest_list(config: HybridConfig, model_runner: Any) -> int:
+    """Blocks that a policy posts at most for one KV head of a row."""
+    if policy_named(config.policy).needs.long_lists:
+        return -(-int(model_runner.req_to_token_pool.req_to_token.shape[1]) // BLOCK_TOKENS)
+    return config.budget_tokens // BLOCK_TOKENS
 
 
 def has_kernel(geometry: Geometry) -> bool:

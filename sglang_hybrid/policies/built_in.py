@@ -113,7 +113,7 @@ def create_scoutattention(context: PolicyContext) -> DecodePolicy:
 @register_policy(
     "hcattention",
     description="the tokens with most attention by quantised keys, as the paper HCAttention has it",
-    needs=Needs(digests=False),
+    needs=Needs(worker=True, value_sums=True, long_lists=True, digests=False),
     code_bytes=_hcattention_code_bytes,
     code_settings=("codebook",),
     settings=HCAttentionOptions,

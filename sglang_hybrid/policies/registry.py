@@ -78,6 +78,7 @@ class Needs:
     worker: bool = False  # a CPU worker that computes attention over blocks
     prediction: bool = False  # queries one layer ahead
     masks: bool = False  # block lists for the worker have masks of tokens (``BlockList.masks``)
+    long_lists: bool = False  # block lists for the worker may be as long as the context, whatever the budget
     value_sums: bool = False  # the worker sums values by weights that the policy computed (``MissServer.post_sum``)
     exact_first_step: bool = False  # rows beyond the budget attend to everything in their first decode step
     digests: bool = True  # digests and sketches of all blocks, on the model's device

@@ -1,4 +1,4 @@
-"""Policy hcattention behind a real server: with whole keys and all of the attention its text is stock SGLang's."""
+"""Policy hcattention behind a real server and worker: whole keys and all of the mass give stock SGLang's text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from real_server import Server
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    settings = ("policy=hcattention", "hcattention.tau=1", "host_memory=512MiB")
+    # a deadline that a busy machine keeps, too
+    settings = ("policy=hcattention", "hcattention.tau=1", "host_memory=512MiB", "worker_deadline_ms=2000")
     flags = [part for setting in settings for part in ("--hybrid", setting)]
+    flags += ["--max-running-requests", "4", "--enable-metrics"]
     with Server(model, "hybrid", *flags, log=tmp_path_factory.mktemp("hcattention") / "log") as running:
         yield running
 
@@ -31,6 +33,12 @@ def test_whole_keys_and_all_of_the_mass_give_stocks_text(
 ) -> None:
     prompt = english[1000 : 1000 + tokens]  # 16 more tokens fill the tail and open a block behind the longest
     assert said(server, prompt) == said(stock_server, prompt)
+
+
+def test_the_worker_adds_up_values(server: Server, english: list[int]) -> None:
+    before = server.miss_rows().get("worker", 0)
+    said(server, english[:40])
+    assert server.miss_rows().get("worker", 0) > before
 
 
 def test_the_start_tells_what_is_on_the_device(server: Server) -> None:

@@ -8,8 +8,8 @@ Codes follow every write of keys, so that the tail, the block that is being fill
 on the device (``codebook=none``, the paper's setting of 50 % of the memory) and tau 1 this is full attention: all
 logits are exact, and all tokens are kept.
 
-Served by the torch engine on every device. There is no step program for CUDA graphs: how many tokens are kept, and so
-what is posted, is known at run time only, and the mailbox of the CUDA engine has no sums of values yet.
+Served by the torch engine on every device, with the worker's sums of values. There is no step program for CUDA graphs
+yet: its kernels are there (``ops/cuda/weights.py``), but no kernel posts weights to the mailbox.
 """
 
 from __future__ import annotations
