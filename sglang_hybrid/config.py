@@ -56,9 +56,9 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str,
         Meta(
             description="Who computes attention over what: scout attends to the best-scoring blocks within the budget, "
-            "scoutattention does so as the paper has it, hgca attends to a window of the newest tokens and to salient "
-            "older ones, full attends to everything and is the exact reference. Other packages may add policies.",
-            extra={"legal": "one of full, hgca, scout, scoutattention, or a policy of another package"},
+            "full attends to everything and is the exact reference; the others are papers' policies. Other packages may "
+            "add policies.",
+            extra={"legal": "one of full, hcattention, hgca, scout, scoutattention, or a policy of another package"},
         ),
     ] = "scout"
     budget_tokens: Annotated[

@@ -18,7 +18,7 @@ class LayerCache:
 
     keys: torch.Tensor  # [pages, KV heads, block tokens, head_dim], host memory
     values: torch.Tensor  # likewise
-    digests: torch.Tensor  # [pages, KV heads, 2, head_dim] or compact, on the model's device
+    digests: torch.Tensor | None  # [pages, KV heads, 2, head_dim] or compact, on the model's device, if kept
     layer: int = 0  # of this rank's pool
     sketch: LayerSketch | None = None  # some channels of every key, on the model's device
     codes: torch.Tensor | None = None  # [pages, KV heads, block tokens, bytes] of single keys, if kept
@@ -32,6 +32,7 @@ class LayerCache:
 
         pages ``[rows, N]`` for all KV heads alike, or ``[rows, KV heads, N]``; not ``NO_BLOCK``.
         """
+        assert self.digests is not None  # a policy that estimates declares that it needs digests
         digests = _of_blocks(self.digests, pages)
         if self.sketch is None:
             return reference.digest_logits(query, digests, spread)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from sglang_hybrid.config import ConfigError, describe
 from sglang_hybrid.config_flags import add_config_flags, config_of_arguments
+from sglang_hybrid.policies.registry import policy_named
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,9 +29,12 @@ def main(arguments: Sequence[str]) -> int:
 
         host = this_host()
         host_settings.check(config, host, sources)
+        policy = policy_named(config.policy)
+        about = policy.describe(config) if policy.describe else ""
     except ConfigError as error:
         print(f"sglang-hybrid config: {error}", file=sys.stderr)
         return 2
-    print(f"# On this host: {host}\n")
+    print(f"# On this host: {host}")
+    print(f"# Policy {config.policy}: {about}\n" if about else "")
     print(describe(config, sources, host_settings.resolved(config, host)), end="")
     return 0

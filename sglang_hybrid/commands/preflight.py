@@ -37,6 +37,9 @@ def check_settings(file: Path | None, overrides: Sequence[str], ranks: int = 1) 
         config, sources = load_with_sources(file or env.CONFIG.get(), [*env.SET.get(), *overrides])
         host = this_host()
         host_settings.check(config, host, sources, ranks)
+        policy = policy_named(config.policy)
+        if policy.describe:
+            policy.describe(config)  # which reads the files that its settings name
     except ConfigError as error:
         raise Refused(str(error)) from error
     if (asked := config.host_memory_bytes(host.available)) > host.available:

@@ -24,6 +24,7 @@ import torch
 
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.metrics.readings import Readings
+from sglang_hybrid.policies.registry import ModelPart
 from sglang_hybrid.policies.scout.predictor import Correction, QueryWeights
 from sglang_hybrid.policies.scout.tuning import Tuning
 
@@ -42,6 +43,7 @@ class ModelFacts:
     logits: torch.nn.Module | None = None  # the last module that a step runs, where there is one
     one_batch: bool = True  # no other batch runs between two steps of this one
     admits_pages: bool = False  # a prefill instance writes pages into the pool
+    part: ModelPart | None = None  # which model, and which of its KV heads; None: nobody knows
 
 
 @dataclass(frozen=True)

@@ -105,10 +105,12 @@ class CpuEngine(Engine):
 
     def _cache(self, layer: int) -> LayerCache:
         pool = self._pool
-        return LayerCache(pool.k_buffer[layer], pool.v_buffer[layer], pool.digests.of_layer(layer), layer)
+        digests = pool.digests.of_layer(layer) if pool.digests else None
+        return LayerCache(pool.k_buffer[layer], pool.v_buffer[layer], digests, layer)
 
 
 def _summaries(pool: KVPool, layer: int) -> BlockSummaries:
+    assert pool.digests is not None  # policies with a native budget select by them
     digests = pool.digests.of_layer(layer)
     if pool.sketches is None:
         return BlockSummaries(digests)

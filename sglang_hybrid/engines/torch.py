@@ -28,7 +28,7 @@ from sglang_hybrid.memory.prompt_queries import PromptQueries
 from sglang_hybrid.metrics.readings import Readings
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.full import read_row
-from sglang_hybrid.policies.registry import PolicyContext, policy_named
+from sglang_hybrid.policies.registry import ModelPart, PolicyContext, policy_named
 from sglang_hybrid.policies.scout.predictor import QueryPredictor
 from sglang_hybrid.policies.scout.tuning import Tuning, tuning_of
 from sglang_hybrid.worker.miss_server import MissServer
@@ -55,12 +55,17 @@ class TorchAttention:
         layers: int,
         misses: MissServer | None = None,
         codes: KeyCodes | None = None,
+        model: ModelPart | None = None,
     ) -> None:
-        """For at most ``rows`` requests at a time and ``layers`` layers. ``codes``: of the pool's keys."""
+        """For at most ``rows`` requests at a time and ``layers`` layers. ``codes``: of the pool's keys.
+
+        Raises PolicyError where the policy cannot be had, as ``use`` does.
+        """
         self._rows = rows
         self._layers = layers
         self.misses = misses or TorchMisses()
         self._codes = codes
+        self._model = model
         self._prompts = PromptQueries(rows)
         self.use(config)
 
@@ -68,7 +73,9 @@ class TorchAttention:
         """Decode by these settings from now on. Rows that are decoding start anew."""
         self.config = config
         tuning = tuning or tuning_of(config, self._layers)
-        context = PolicyContext(config, self._rows, self._layers, self.misses, self._prompts, tuning, self._codes)
+        context = PolicyContext(
+            config, self._rows, self._layers, self.misses, self._prompts, tuning, self._codes, self._model
+        )
         self.policy = policy_named(config.policy).create(context)
         self.policy.reset_rows(list(range(self._rows)))
 
@@ -116,7 +123,8 @@ class TorchEngine(Engine):
     def __init__(self, config: HybridConfig, pool: KVPool, model: ModelFacts, misses: MissServer | None) -> None:
         """``misses`` serves blocks that a policy does not keep near; None: plain torch does."""
         self._config, self._pool, self._req_to_token = config, pool, model.req_to_token
-        self.attention = TorchAttention(config, model.req_to_token.shape[0], pool.layer_num, misses, pool.codes)
+        rows = model.req_to_token.shape[0]
+        self.attention = TorchAttention(config, rows, pool.layer_num, misses, pool.codes, model.part)
         self._predictors: dict[int, tuple[QueryPredictor, float]] = {}
         self._watcher: RatioWatcher | None = None
         nothing = torch.empty(0, dtype=torch.int64)
@@ -205,6 +213,5 @@ class TorchEngine(Engine):
         wanted = self._config.sketch_channels > 0 or isinstance(pool.digests, CompactDigests)
         sketch = pool.sketches.of_layer(layer) if pool.sketches and wanted else None
         codes = pool.codes.of_layer(layer) if pool.codes else None
-        return LayerCache(
-            pool.k_buffer[layer], pool.v_buffer[layer], pool.digests.of_layer(layer), layer, sketch, codes
-        )
+        digests = pool.digests.of_layer(layer) if pool.digests else None
+        return LayerCache(pool.k_buffer[layer], pool.v_buffer[layer], digests, layer, sketch, codes)

@@ -19,6 +19,7 @@
     attention_backend    SGLang's attention interface, handing over to an engine
     create_engines       which engine that is, and what it has to know about the model
     decoder_layers       the decoder layers of Llama-like models: their inputs, what makes their queries
+    record_keys          keys of a text, as the KV pool gets them
     predictor            hooks in front of them that look one layer ahead
     channels             which channels of the keys are worth a sketch
     model_session        SGLang's model runner, decoding behind one prefill in many ways

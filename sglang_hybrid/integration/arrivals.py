@@ -80,7 +80,7 @@ class Arrival:
     def _admit(self) -> None:
         with torch.no_grad():
             self._pool.admit(self._pages, self._last_filled)
-        if self._pool.admission is None and self._pool.digests.of_layer(0).is_cuda:
+        if self._pool.admission is None and torch.device(self._pool.device).type == "cuda":
             torch.cuda.current_stream().synchronize()  # other streams read them next
 
 

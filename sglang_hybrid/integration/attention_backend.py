@@ -18,7 +18,7 @@ from sglang_hybrid.integration.channels import choose_channels
 from sglang_hybrid.integration.create_engines import create_engines
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
 from sglang_hybrid.integration.predictor import Scouting, read_profile
-from sglang_hybrid.integration.ranks import rank_of
+from sglang_hybrid.integration.ranks import kv_heads_of, rank_of
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.integration.versions import installed_sglang
 from sglang_hybrid.metrics.server import ServerMetrics
@@ -129,13 +129,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
     def choose_channels(self, calibrated: Calibrated | None) -> None:
         """Choose what sketches hold. Those of keys that are written already become void."""
         if self._pool.sketches:
-            heads, rank = self._pool.head_num, rank_of(self._model_runner).rank
-            # with more ranks than KV heads several ranks share one
-            shared = max(
-                1, self._model_runner.server_args.tp_size // self._model_runner.model_config.get_total_num_kv_heads()
-            )
-            first = rank // shared * heads
-            own = slice(first, first + heads)
+            own = kv_heads_of(self._model_runner)
             choose_channels(self._pool.sketches, self._pool.start_layer, own, self._model_runner.model, calibrated)
 
     # -- weights -----------------------------------------------------------------------------

@@ -43,16 +43,16 @@ class CausalAttention(AttentionBackend):  # type: ignore[misc]
         return out.squeeze(0).transpose(0, 1).flatten(1)
 
 
-def run_text(model_runner: Any, tokens: Sequence[int], attended: Attended) -> None:
+def run_text(model_runner: Any, tokens: Sequence[int], attended: Attended, first: int = 0) -> None:
     """Compute the decoder layers. Every rank has to call this with the same tokens.
 
-    Raises UnknownLayers for a model that is not built as Llama is.
+    ``first``: position of the first token. Raises UnknownLayers for a model that is not built as Llama is.
     """
     decoder = getattr(model_runner.model, "model", None)
     if not isinstance(decoder, torch.nn.Module) or not hasattr(decoder, "layers"):
         raise UnknownLayers(f"{type(model_runner.model).__name__} keeps its layers elsewhere than in model.layers")
     ids = torch.tensor(list(tokens), device=model_runner.device)
-    positions = torch.arange(len(ids), device=ids.device)
+    positions = torch.arange(first, first + len(ids), device=ids.device)
     backend = CausalAttention(model_runner.token_to_kv_pool, attended)
     with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
         decoder(ids, positions, _batch(ids, positions))

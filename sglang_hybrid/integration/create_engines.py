@@ -22,9 +22,11 @@ from sglang_hybrid.integration.miss_server import (
     has_kernel,
     start_worker,
 )
+from sglang_hybrid.integration.predictor import identity
+from sglang_hybrid.integration.ranks import kv_heads_of
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.ops.cpu import NativeError, library
-from sglang_hybrid.policies.registry import policy_named
+from sglang_hybrid.policies.registry import ModelPart, policy_named
 from sglang_hybrid.policies.scout.profile import Profile
 from sglang_hybrid.policies.scout.tuning import tuning_of
 
@@ -63,6 +65,7 @@ def facts_of(model_runner: Any) -> ModelFacts:
         logits=logits if isinstance(logits, torch.nn.Module) else None,
         one_batch=args.pp_size == 1 and not args.enable_two_batch_overlap and not args.enable_pdmux,
         admits_pages=args.disaggregation_mode == "decode",
+        part=ModelPart(lambda: identity(model_runner), kv_heads_of(model_runner)),
     )
 
 

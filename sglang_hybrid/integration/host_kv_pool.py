@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sglang_hybrid.config import config_from_environment
+from sglang_hybrid.config import HybridConfig, config_from_environment
 from sglang_hybrid.engines.cuda.admission import PageAdmission
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.memory.capacity import KVShape
@@ -17,6 +17,7 @@ from sglang_hybrid.memory.key_codes import KeyCodes
 from sglang_hybrid.memory.pages import to_head_major, touched_pages
 from sglang_hybrid.memory.sketches import Sketches
 from sglang_hybrid.ops.cpu.decoder import HostKernels
+from sglang_hybrid.policies.registry import policy_named
 from sglang_hybrid.protocol.region import SharedRegion
 
 _PAGES_AT_A_TIME = 256  # of one layer are copied while pages that arrived are permuted
@@ -34,12 +35,12 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
 
     SGLang's token index is the host slot: slot // 32 is the page, slot % 32 the token.
     Page 0 takes the writes of padding tokens. ``device`` stays the device of the model: keys
-    and values arrive there, and the digests live there.
+    and values arrive there, and what is known of pages and keys (digests, sketches, codes) lives there.
     """
 
     in_this_process: ClassVar[bool] = False  # whether there is one
     region: SharedRegion
-    digests: Digests | CompactDigests
+    digests: Digests | CompactDigests | None
     sketches: Sketches | None
     codes: KeyCodes | None
     admission: PageAdmission | None = None  # by the GPU, where CUDA kernels decode
@@ -57,8 +58,16 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         self.k_buffer = [self.region.take(key_shape, self.store_dtype) for _ in range(self.layer_num)]
         self.v_buffer = [self.region.take(value_shape, self.store_dtype) for _ in range(self.layer_num)]
         config = config_from_environment()
+        self.digests = self.sketches = None
+        if policy_named(config.policy).needs.digests:
+            self._create_digests(config, pages)
+        kv_shape = KVShape(self.layer_num, self.head_num, self.head_dim, self.v_head_dim, itemsize)
+        of_key = code_bytes(config, kv_shape)
+        codes = (of_key, self.layer_num, pages, self.head_num, self.page_size, self.device)
+        self.codes = KeyCodes(*codes) if of_key else None
+
+    def _create_digests(self, config: HybridConfig, pages: int) -> None:
         channels = min(config.sketch_channels, self.head_dim)
-        self.sketches = None
         if channels:
             shape = (self.layer_num, pages, self.head_num, self.page_size)
             self.sketches = Sketches(channels, *shape, self.device)
@@ -69,10 +78,6 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
             self.digests = CompactDigests(self.sketches, *shape, self.device)
         else:
             self.digests = Digests(*shape, self.store_dtype, self.device)
-        kv_shape = KVShape(self.layer_num, self.head_num, self.head_dim, self.v_head_dim, itemsize)
-        of_key = code_bytes(config, kv_shape)
-        codes = (of_key, self.layer_num, pages, self.head_num, self.page_size, self.device)
-        self.codes = KeyCodes(*codes) if of_key else None
 
     def _kv_tokens_per_row(self) -> int:
         """The first dimension of every buffer is pages. SGLang before 0.5.22 reads that off the buffers' shapes."""
@@ -93,24 +98,28 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
                 to_head_major(keys, some)
                 to_head_major(values, some)
                 self._summarise(layer, some, full)
+                if self.codes:
+                    self.codes.refresh(layer, keys, some)
 
     def store(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write K and V of new tokens, and summarise the pages they are in."""
         self._store_kv_layer(layer, slots, keys, values)
 
     def _store_kv_layer(self, layer_idx: int, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor) -> None:
-        """Write K and V of new tokens, and the digests of the pages they are in."""
+        """Write K and V of new tokens, their codes, and the digests of the pages they are in."""
         slots = loc.to("cpu", torch.int64)
         pages, offsets = slots // self.page_size, slots % self.page_size
         keys, values = self.k_buffer[layer_idx], self.v_buffer[layer_idx]
         keys[pages, :, offsets] = cache_k.to("cpu")
         values[pages, :, offsets] = cache_v.to("cpu")
+        if self.codes:
+            self.codes.write(layer_idx, pages, offsets, cache_k.to(keys.dtype))
         self._summarise(layer_idx, *touched_pages(slots, self.page_size))
 
     def _summarise(self, layer: int, pages: torch.Tensor, filled: torch.Tensor) -> None:
-        """Digests, sketches and codes of pages whose first ``filled`` keys are valid."""
-        if self.codes:
-            self.codes.refresh(layer, self.k_buffer[layer], pages)
+        """Digests and sketches of pages whose first ``filled`` keys are valid."""
+        if self.digests is None:
+            return
         if self.kernels is not None:
             self.kernels.summarise(layer, pages, filled)
             return

@@ -18,7 +18,7 @@ from sglang_hybrid.config import HybridConfig, config_from_environment
 from sglang_hybrid.integration import BACKEND_NAME, console_events
 from sglang_hybrid.integration.refusals import refuse_model, told
 from sglang_hybrid.memory.capacity import GIB, KVShape, host_pool_bytes
-from sglang_hybrid.memory.device_capacity import DevicePlan, plan_device, rows_of
+from sglang_hybrid.memory.device_capacity import DevicePlan, page_bytes, plan_device, rows_of
 
 logger = logging.getLogger("sglang.srt.hybrid")
 
@@ -73,6 +73,12 @@ def available_bytes(original: Callable[[Any, int], int], configurator: Any, pre_
             share,
             _plan_device(on_device, config, shape, configurator).pages * BLOCK_TOKENS * shape.bytes_per_token,
         )
+    of_page = page_bytes(config, shape, str(configurator.device))
+    logger.info(
+        "on the model's device: %.1f %% of the KV cache (bytes of each token: %.1f of digests, %.1f of sketches, "
+        "%.1f of codes)", 100 * of_page.total / (BLOCK_TOKENS * shape.bytes_per_token),
+        *(part / BLOCK_TOKENS for part in (of_page.digests, of_page.sketches, of_page.codes)),
+    )  # fmt: skip
     logger.info(
         "host pool: room for %d tokens in %.2f GiB (%.2f GiB of host memory available, %d rank(s), %d bytes per token)",
         share // shape.bytes_per_token, share / GIB, free / GIB, ranks, shape.bytes_per_token,

@@ -16,6 +16,15 @@ def rank_of(model_runner: Any) -> Rank:
     return Rank(ranks.tp_rank, replica or 0)
 
 
+def kv_heads_of(model_runner: Any) -> slice:
+    """KV heads of this rank, among those of the whole model."""
+    heads = model_runner.token_to_kv_pool.head_num
+    # with more ranks than KV heads several ranks share one
+    shared = max(1, model_runner.server_args.tp_size // model_runner.model_config.get_total_num_kv_heads())
+    first = rank_of(model_runner).rank // shared * heads
+    return slice(first, first + heads)
+
+
 def smallest_of_ranks(model_runner: Any, value: int) -> int:
     """Return the smallest ``value`` that a rank of this model has. Every rank has to call this."""
     if model_runner.server_args.tp_size == 1:

@@ -82,16 +82,17 @@ def is_compact(digest_dtype: str, channels: int, head_dim: int, device: str) -> 
 
 
 def page_bytes(config: HybridConfig, shape: KVShape, device: str) -> PageBytes:
-    """Digests, sketches and codes of one page, of all layers."""
+    """Digests, sketches and codes of one page, of all layers. Raises PolicyError."""
+    blocks = shape.layers * shape.kv_heads
+    codes = blocks * BLOCK_TOKENS * code_bytes(config, shape)
+    if not policy_named(config.policy).needs.digests:
+        return PageBytes(0, 0, codes)
     channels = min(config.sketch_channels, shape.key_dim)
     if is_compact(config.digest_dtype, channels, shape.key_dim, device):
         digest = compact_bytes(shape.key_dim, channels)
     else:
         digest = 2 * shape.key_dim * shape.itemsize  # maximum and minimum
-    blocks = shape.layers * shape.kv_heads
-    return PageBytes(
-        blocks * digest, blocks * BLOCK_TOKENS * channels // 2, blocks * BLOCK_TOKENS * code_bytes(config, shape)
-    )
+    return PageBytes(blocks * digest, blocks * BLOCK_TOKENS * channels // 2, codes)
 
 
 def code_bytes(config: HybridConfig, shape: KVShape) -> int:
@@ -159,7 +160,7 @@ def plan_device(
     if unsupported_settings(config) is None and cuda_graphs:
         taken = device_bytes(config, shape, rows, context)
     page = page_bytes(config, shape, device)
-    pages = (available - taken.resident - taken.staging) // page.total
+    pages = (available - taken.resident - taken.staging) // max(page.total, 1)  # a policy may keep nothing
     if pages * BLOCK_TOKENS < config.budget_tokens:
         raise CapacityError(
             f"{available / GIB:.2f} GiB of device memory are left for the KV cache, of which the resident blocks of "

@@ -34,13 +34,32 @@ class KeyCodes:
         """Encode keys by ``encoder`` from now on. Codes of keys that are written already become void."""
         self._encoder = encoder
 
+    @property
+    def device(self) -> torch.device:
+        return self._layers[0].device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self._layers)
+
     def of_layer(self, layer: int) -> torch.Tensor:
         return self._layers[layer]
 
-    def refresh(self, layer: int, keys: torch.Tensor, pages: torch.Tensor) -> None:
-        """Encode the keys of ``pages`` of the pool ``keys`` anew."""
+    def write(self, layer: int, pages: torch.Tensor, offsets: torch.Tensor, keys: torch.Tensor) -> None:
+        """Encode new keys ``[n, KV heads, head_dim]`` of the pool's dtype: token ``offsets[i]`` of page ``pages[i]``.
+
+        Keys that are on the device already need not come back from the pool, nor do their neighbours.
+        """
         if self._encoder is None:
             return  # before the policy is made: no request is running
+        codes = self._layers[layer]
+        encoded = self._encoder.encode(layer, keys.to(codes.device).unsqueeze(2)).squeeze(2)
+        codes[pages.to(codes.device), :, offsets.to(codes.device)] = encoded
+
+    def refresh(self, layer: int, keys: torch.Tensor, pages: torch.Tensor) -> None:
+        """Encode all keys of ``pages`` of the pool ``keys``, which somebody else wrote."""
+        if self._encoder is None:
+            return
         codes = self._layers[layer]
         blocks, pages = keys[pages.to(keys.device)].to(codes.device), pages.to(codes.device)
         codes[pages] = self._encoder.encode(layer, blocks)

@@ -18,7 +18,7 @@ class KVPool(Protocol):
     k_buffer: list[torch.Tensor]  # of each layer: [pages, KV heads, tokens of a page, head_dim]
     v_buffer: list[torch.Tensor]
     region: SharedRegion
-    digests: Digests | CompactDigests
+    digests: Digests | CompactDigests | None  # None: under policies that need none
     sketches: Sketches | None
     codes: KeyCodes | None
     head_num: int

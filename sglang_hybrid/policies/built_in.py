@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.policies.hgca.options import HgcaOptions
+from sglang_hybrid.policies.hcattention.options import HCAttentionOptions
 from sglang_hybrid.policies.registry import Needs, PolicyContext, register_policy
 from sglang_hybrid.policies.scout.options import ScoutAttentionOptions, ScoutOptions
 
@@ -73,6 +74,18 @@ def _not_by_device_scout(config: HybridConfig) -> str | None:
     return unsupported_by_scout(config)
 
 
+def _hcattention_code_bytes(config: HybridConfig, shape: KVShape) -> int:
+    from sglang_hybrid.policies.hcattention import codebook_facts
+
+    return codebook_facts.code_bytes(config, shape)
+
+
+def _describe_hcattention(config: HybridConfig) -> str:
+    from sglang_hybrid.policies.hcattention import codebook_facts
+
+    return codebook_facts.describe(config)
+
+
 @register_policy(
     "full",
     description="every token of a request is attended to",
@@ -129,3 +142,18 @@ def create_hgca(context: PolicyContext) -> DecodePolicy:
     from sglang_hybrid.policies.hgca.policy import HgcaPolicy
 
     return HgcaPolicy(context.config.section(HgcaOptions), context.misses, context.prompts)
+
+
+@register_policy(
+    "hcattention",
+    description="the tokens with most attention by quantised keys, as the paper HCAttention has it",
+    needs=Needs(worker=True, value_sums=True, long_lists=True, digests=False),
+    code_bytes=_hcattention_code_bytes,
+    code_settings=("codebook",),
+    settings=HCAttentionOptions,
+    describe=_describe_hcattention,
+)
+def create_hcattention(context: PolicyContext) -> DecodePolicy:
+    from sglang_hybrid.policies.hcattention import policy
+
+    return policy.create(context)

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from sglang_hybrid.env import ConfigError
+
 if TYPE_CHECKING:
     from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.engines.cuda.program import StepProgram
@@ -35,11 +37,24 @@ if TYPE_CHECKING:
     from sglang_hybrid.memory.key_codes import KeyCodes
     from sglang_hybrid.memory.prompt_queries import PromptQueries
     from sglang_hybrid.policies.base import DecodePolicy
+    from sglang_hybrid.policies.scout.profile_facts import ModelIdentity
     from sglang_hybrid.policies.scout.tuning import Tuning
     from sglang_hybrid.worker.miss_server import MissServer
 
 ENTRY_POINTS = "sglang_hybrid.policies"
 _BUILT_IN = "sglang_hybrid.policies.built_in"
+
+
+class PolicyError(ConfigError):
+    """A policy cannot serve this model by its settings. The message says why, and what to change."""
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """Which model is served, and which part of it by this process: for policies that read files about a model."""
+
+    identity: Callable[[], ModelIdentity]  # of the whole model; raises ProfileError for a model that has none
+    kv_heads: slice  # of this process, among those of the whole model
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,7 @@ class PolicyContext:
     prompts: PromptQueries  # last queries of prefill
     tuning: Tuning  # per layer, from a profile or from the settings
     codes: KeyCodes | None = None  # of the pool's keys, where the policy declares ``code_bytes``
+    model: ModelPart | None = None  # None: nobody knows, as in tests
 
 
 @dataclass(frozen=True)
@@ -65,6 +81,7 @@ class Needs:
     long_lists: bool = False  # block lists for the worker may be as long as the context, whatever the budget
     value_sums: bool = False  # the worker sums values by weights that the policy computed (``MissServer.post_sum``)
     exact_first_step: bool = False  # rows beyond the budget attend to everything in their first decode step
+    digests: bool = True  # digests and sketches of all blocks, on the model's device
     # what prediction=auto is; None: calibrated where there is a profile or a calibration, none without
     prediction_by_default: Literal["raw"] | None = None
 
@@ -87,7 +104,11 @@ class Policy:
     native_budget: Callable[[HybridConfig], int | None] | None
     # bytes kept of every key of a KV head on the model's device, beside digests; without the function: nothing is
     code_bytes: Callable[[HybridConfig, KVShape], int] | None
+    # settings of its section that codes of keys depend on, and so cannot change while keys are kept
+    code_settings: tuple[str, ...]
     settings: type[msgspec.Struct] | None  # its section of the configuration; None: it has none
+    # what its settings come to, in a sentence for ``sglang-hybrid config``; raises PolicyError
+    describe: Callable[[HybridConfig], str] | None
 
 
 class UnknownPolicy(ValueError):
@@ -107,7 +128,9 @@ def register_policy(
     cuda_unsupported: Callable[[HybridConfig], str | None] | None = None,
     native_budget: Callable[[HybridConfig], int | None] | None = None,
     code_bytes: Callable[[HybridConfig, KVShape], int] | None = None,
+    code_settings: tuple[str, ...] = (),
     settings: type[msgspec.Struct] | None = None,
+    describe: Callable[[HybridConfig], str] | None = None,
 ) -> Callable[[Callable[[PolicyContext], DecodePolicy]], Callable[[PolicyContext], DecodePolicy]]:
     """Decorate the function that creates the torch implementation of a policy.
 
@@ -124,7 +147,7 @@ def register_policy(
             _check_settings(name, settings)
         _policies[name] = Policy(
             name, description, create, needs or Needs(), cuda_program, cuda_row_bytes, cuda_unsupported, native_budget,
-            code_bytes, settings,
+            code_bytes, code_settings, settings, describe,
         )  # fmt: skip
         return create
 

@@ -30,6 +30,7 @@ from sglang_hybrid.ops.cuda import (
     scoring,
     selection,
     step,
+    weights,
     whole_requests,
 )
 from sglang_hybrid.ops.cuda.structs import KernelStruct, struct
@@ -128,9 +129,10 @@ class HostMemory(host_memory.RegisteredRegion):
         pass
 
 
-for _module in (
-    attention, copies, digests, mailbox, missed, predictor, salience, scoring, selection, step, whole_requests,
-):  # fmt: skip
+_LAUNCHING = (
+    attention, copies, digests, mailbox, missed, predictor, salience, scoring, selection, step, weights, whole_requests,
+)  # fmt: skip
+for _module in _LAUNCHING:
     _module.launch, _module.address = launch, address
 for _module in (attention, mailbox):
     _module.checked, _module.library = checked, lambda: _library

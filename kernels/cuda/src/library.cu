@@ -8,6 +8,7 @@
 #include "sglang_hybrid/cuda/prefill_api.h"
 #include "sglang_hybrid/cuda/salience_api.h"
 #include "sglang_hybrid/cuda/selection_api.h"
+#include "sglang_hybrid/cuda/weights_api.h"
 
 // Make host memory readable and writable for the device, and say where the device sees it.
 SH_CUDA_API int sh_cuda_register(void* memory, uint64_t bytes, void** device_address) {
@@ -27,7 +28,7 @@ SH_CUDA_API int sh_cuda_unregister(void* memory) {
 
 SH_CUDA_API const char* sh_cuda_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
-// Bytes of a struct of c_api.h or of another header above, 0 if there is none of that name.
+// Bytes of a struct of one of the headers above, 0 if there is none of that name.
 SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
     const struct {
         const char* name;
@@ -57,6 +58,8 @@ SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
         {"sh_attend_pages", sizeof(sh_attend_pages)},
         {"sh_contextual_sets", sizeof(sh_contextual_sets)},
         {"sh_move_averages", sizeof(sh_move_averages)},
+        {"sh_lookup_logits", sizeof(sh_lookup_logits)},
+        {"sh_cumulative_share", sizeof(sh_cumulative_share)},
     };
     for (const auto& one : structs) {
         if (!std::strcmp(one.name, name)) return one.bytes;

@@ -19,11 +19,11 @@ from sglang_hybrid.config import HybridConfig, load_config
 from sglang_hybrid.integration.model_session import ModelSession
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.integration.session_flags import has_cuda, model_directory, session_flags
-from sglang_hybrid.policies.registry import calibrates_at_start
+from sglang_hybrid.policies.registry import PolicyError, calibrates_at_start, policy_named
 from sglang_hybrid.progress import steps
 
 _BASELINE = "full attention"
-_OF_PREFILL = ("digest_dtype", "sketch_channels")
+_OF_PREFILL = ("digest_dtype", "sketch_channels")  # and what codes of keys depend on, which policies declare
 # The few prompts of a batch would fit in GPU memory, where attention is exact.
 _UNLESS_NAMED = ("whole_requests=never",)
 
@@ -61,7 +61,7 @@ def evaluate_in_process(options: argparse.Namespace, command: str) -> int:
         evaluation = Evaluation(session, variants, bar)
         try:
             evaluation.check()
-        except Refusal as refusal:
+        except (Refusal, PolicyError) as refusal:
             raise InputError(str(refusal)) from refusal
         for group in groups:
             if isinstance(group[0], TextPrompt):
@@ -85,22 +85,46 @@ def _load(options: argparse.Namespace, variants: Sequence[Variant]) -> ModelSess
     settings = [*shared, f"budget_tokens={budget}", "profile=auto" if calibrates else "prediction=none"]
     try:
         session = ModelSession(session_flags(options, settings, as_served=True))
-    except Refusal as refusal:
+    except (Refusal, PolicyError) as refusal:
         raise InputError(str(refusal)) from refusal
     _choose_channels(session, variants)
     return session
 
 
 def _settings_of_prefill(runs: Sequence[HybridConfig]) -> list[str]:
-    """What prefill does by settings, which all runs share: digests and sketches. Raises InputError if they differ."""
-    for name in _OF_PREFILL:
-        values = {str(getattr(config, name)) for config in runs}
+    """What prefill does by settings, which all runs share: what it keeps of keys. Raises InputError if they differ."""
+    coded = [run for run in runs if policy_named(run.policy).code_bytes]
+    shared = _shared([{name: str(getattr(run, name)) for name in _OF_PREFILL} for run in runs])
+    if not coded:
+        return shared
+    shared += _shared([_settings_of_codes(run) for run in coded])
+    kept = policy_named(coded[0].policy)
+    without = [run.policy for run in runs if policy_named(run.policy).needs.digests and not kept.needs.digests]
+    if without:
+        raise InputError(
+            f"policy {without[0]} needs digests and policy {kept.name} keeps none: compare them in evaluations of "
+            "their own"
+        )
+    return shared
+
+
+def _settings_of_codes(run: HybridConfig) -> dict[str, str]:
+    """The policy, and those of its settings that say what codes of keys are."""
+    policy, values = policy_named(run.policy), run.by_key()
+    return {"policy": policy.name} | {
+        name: str(values[name]) for name in (f"{policy.name}.{setting}" for setting in policy.code_settings)
+    }
+
+
+def _shared(runs: Sequence[dict[str, str]]) -> list[str]:
+    for name in runs[0]:
+        values = {run.get(name, "") for run in runs}
         if len(values) > 1:
             raise InputError(
                 f"runs differ in {name} ({', '.join(sorted(values))}), which prefill works by, and all runs share one: "
                 "compare them in evaluations of their own"
             )
-    return [f"{name}={getattr(runs[0], name)}" for name in _OF_PREFILL]
+    return [f"{name}={value}" for name, value in runs[0].items()]
 
 
 def _choose_channels(session: Any, variants: Sequence[Any]) -> None:

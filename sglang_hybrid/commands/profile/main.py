@@ -8,12 +8,16 @@ import sys
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sglang_hybrid import __version__
 from sglang_hybrid.commands.eval.errors import InputError
 from sglang_hybrid.commands.model import DefaultModelError
 from sglang_hybrid.config import ConfigError
 from sglang_hybrid.integration.session_flags import add_model_flags
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
     from sglang_hybrid.policies.scout.profile import ProfileError
 
     console = Console(stderr=True)
+    if options.codebook is not None:
+        return _codebooks(options, _notes(argv), console)
 
     try:
         profile, path = make_profile(options, _notes(argv), console)
@@ -38,6 +44,23 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _codebooks(options: argparse.Namespace, notes: dict[str, object], console: Console) -> int:
+    from sglang_hybrid.commands.profile.build_codebook import make_codebooks
+    from sglang_hybrid.policies.scout.profile import ProfileError
+
+    try:
+        made = make_codebooks(options, notes, console)
+        made.codebooks.save(options.codebook)
+    except (InputError, ConfigError, ProfileError, DefaultModelError, OSError) as error:
+        print(f"sglang-hybrid profile: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(made.lines()))
+    print(options.codebook)
+    settings = f"--hybrid policy=hcattention --hybrid hcattention.codebook={options.codebook}"
+    print(f"serve with it: sglang-hybrid serve {settings}")
+    return 0
+
+
 def _notes(argv: Sequence[str]) -> dict[str, object]:
     command = shlex.join(["sglang-hybrid", "profile", *argv])
     return {"command": command, "release": __version__, "date": date.today().isoformat()}
@@ -47,7 +70,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="sglang-hybrid profile",
         description="Make a profile of a model at a budget: the calibrated predictor, and for each layer the sticky "
-        "bonus and the recall interval. Takes minutes on a small model.",
+        "bonus and the recall interval. Takes minutes on a small model. With --codebook, make codebooks of its keys "
+        "instead, for policy hcattention.",
     )
     add_model_flags(parser)
     text = parser.add_argument_group("text")
@@ -78,7 +102,30 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--hybrid", action="append", default=[], metavar="KEY=VALUE", help="settings that will be served, as in serve"
     )
     what.add_argument("--out", type=Path, help="default: configs/profiles/MODEL-BUDGET.safetensors, its plot beside it")
+    _add_codebook(parser)
     return parser.parse_args(argv)
+
+
+def _add_codebook(parser: argparse.ArgumentParser) -> None:
+    codebook = parser.add_argument_group(
+        "codebooks of keys", "For policy hcattention, by k-means over keys of the text that comes with the package: "
+        "pip install 'sglang-hybrid[codebook]'.",
+    )  # fmt: skip
+    codebook.add_argument("--codebook", type=Path, metavar="OUT", help="make codebooks, and no profile")
+    codebook.add_argument(
+        "--groups", type=int, help="indices of a key: 64 and 32 are the paper's 25 %% and 12.5 %% of the memory with "
+        "head_dim 128 (default: half of head_dim)",
+    )  # fmt: skip
+    codebook.add_argument(
+        "--centroids", type=int, default=8192, help="of each codebook; up to 256 an index takes one byte, not two "
+        "(default: 8192, the paper's)",
+    )  # fmt: skip
+    codebook.add_argument(
+        "--shared", action="store_true", help="one codebook for all groups of a KV head: faster to make, smaller, and "
+        "what most of the paper's results have",
+    )  # fmt: skip
+    codebook.add_argument("--key-tokens", type=int, default=32768, help="tokens to record keys of (default: 32768)")
+    codebook.add_argument("--context", type=int, help="longest context that will be served (default: the model's)")
 
 
 def _rank(text: str) -> int | str:

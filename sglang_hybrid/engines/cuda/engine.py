@@ -360,6 +360,7 @@ def _prediction_buffers(max_batch: int, predictions: Mapping[int, LayerPredictio
 
 
 def _digests(pool: KVPool, layer: int) -> LayerDigests:
+    assert pool.digests is not None  # policies with a step program have them
     if pool.sketches is None:
         return LayerDigests(pool.digests.of_layer(layer))
     sketch, keys = pool.sketches.of_layer(layer), pool.k_buffer[layer]

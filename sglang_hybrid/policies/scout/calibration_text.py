@@ -55,9 +55,14 @@ class CalibrationText:
         return sum(map(len, (*self.fit, *self.unseen)))
 
 
-def calibration_text(encode: Encode, hidden: int, longest: int) -> CalibrationText:
-    """Return text for a model of that hidden size whose context is at most ``longest`` tokens."""
+def calibration_text(encode: Encode, hidden: int, longest: int, tokens: int | None = None) -> CalibrationText:
+    """Return text for a model of that hidden size whose context is at most ``longest`` tokens.
+
+    ``tokens`` to fit on are more than that at most by a window; None: what a regression needs.
+    """
     window, count = _windows_for(hidden, longest)
+    if tokens is not None:
+        count = -(-tokens // window)
     kinds = {name: _Kind(make(), encode, window) for name, make in _KINDS.items()}
     # what servers see most comes most often
     order = ("prose", "code", "facts", "code", "records", "prose", "languages", "prose", "code")

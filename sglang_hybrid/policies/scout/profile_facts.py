@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from sglang_hybrid.safetensors_header import read_metadata
+
 VERSION = 1
 METADATA_KEY = "sglang_hybrid_profile"
 
 # Weights lose digits when a model is loaded in another dtype; another model's differ by much more.
 _SAME_WEIGHTS = 0.02
-_LONGEST_HEADER = 100 << 20  # bytes, the safetensors format's own limit
 
 
 class ProfileError(Exception):
@@ -78,14 +78,8 @@ def read_facts(path: Path) -> ProfileFacts:
     if not path.is_file():
         raise ProfileError("there is no such file; sglang-hybrid profile makes one")
     try:
-        with path.open("rb") as file:
-            # the safetensors format: eight bytes with the length of a JSON object, then that object, then the tensors
-            length = int.from_bytes(file.read(8), "little")
-            if length > _LONGEST_HEADER:
-                raise ProfileError("cannot be read: not a safetensors file")
-            header = json.loads(file.read(length))
-        return facts_of(header.get("__metadata__"))
-    except (OSError, ValueError, AttributeError, msgspec.MsgspecError) as error:
+        return facts_of(read_metadata(path))
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise ProfileError(f"cannot be read: {error}") from error
 
 
@@ -100,18 +94,24 @@ def facts_of(metadata: Mapping[str, str] | None) -> ProfileFacts:
 
 def mismatches(facts: ProfileFacts, model: Mapping[str, Any], block_tokens: int, budget_tokens: int) -> list[str]:
     """What the profile was made for and is not served, in words. ``model``: fields of ModelIdentity that are known."""
-    wrong = []
-    for name, of_model in model.items():
-        of_profile = getattr(facts.model, name)
-        if name == "weights":
-            if differ := _other_weights(of_profile, of_model):
-                wrong.append(f"weights: profile of a model whose norms have {differ[0]}, served {differ[1]}")
-        elif of_profile != of_model:
-            wrong.append(f"{name}: profile {of_profile}, served {of_model}")
+    wrong = other_model("profile", facts.model, model)
     if facts.block_tokens != block_tokens:
         wrong.append(f"block_tokens: profile {facts.block_tokens}, served {block_tokens}")
     if facts.budget_tokens != budget_tokens:
         wrong.append(f"budget_tokens: profile {facts.budget_tokens}, served {budget_tokens}")
+    return wrong
+
+
+def other_model(file: str, made_for: ModelIdentity, served: Mapping[str, Any]) -> list[str]:
+    """How a served model differs from the one that a file was made for, in words. ``file``: what the file is."""
+    wrong = []
+    for name, of_model in served.items():
+        of_file = getattr(made_for, name)
+        if name == "weights":
+            if differ := _other_weights(of_file, of_model):
+                wrong.append(f"weights: {file} of a model whose norms have {differ[0]}, served {differ[1]}")
+        elif of_file != of_model:
+            wrong.append(f"{name}: {file} {of_file}, served {of_model}")
     return wrong
 
 

@@ -22,3 +22,19 @@ def test_what_prefill_works_by_is_taken_from_the_runs() -> None:
 def test_runs_that_would_need_another_prefill_are_refused(setting: str) -> None:
     with pytest.raises(InputError, match=f"runs differ in {setting.partition('=')[0]} "):
         _settings_of_prefill([load_config(None, []), load_config(None, [setting])])
+
+
+def test_a_policy_that_keeps_codes_of_keys_is_that_of_prefill() -> None:
+    runs = [load_config(None, ["policy=hcattention", f"hcattention.tau={tau}"]) for tau in (0.5, 1.0)]
+    assert _settings_of_prefill(runs)[2:] == ["policy=hcattention", "hcattention.codebook=none"]
+
+
+def test_runs_that_keep_other_codes_or_need_digests_are_refused() -> None:
+    coded = load_config(None, ["policy=hcattention"])
+    others = {
+        "hcattention.codebook=file": "runs differ in hcattention.codebook ",
+        "policy=scout": "scout needs digests",
+    }
+    for other, reason in others.items():
+        with pytest.raises(InputError, match=reason):
+            _settings_of_prefill([coded, load_config(None, ["policy=hcattention", other])])

@@ -79,6 +79,12 @@ def test_a_profile_that_does_not_exist_or_is_none(model: Path, tmp_path: Path) -
     assert "cannot be read" in refusal("serve", "--model-path", str(model), "--hybrid", f"profile={other}")
 
 
+def test_a_codebook_that_does_not_exist(model: Path, tmp_path: Path) -> None:
+    settings = ("--hybrid", "policy=hcattention", "--hybrid", f"hcattention.codebook={tmp_path / 'gone'}")
+    said = refusal("serve", "--model-path", str(model), *settings)
+    assert f"hcattention.codebook={tmp_path / 'gone'}: there is no such file; sglang-hybrid profile --codebook" in said
+
+
 def test_a_model_path_that_does_not_exist(tmp_path: Path) -> None:
     assert "there is no model at" in refusal("serve", "--model-path", str(tmp_path / "missing"))
 

@@ -28,6 +28,7 @@ DEVICE_ALONE = {
     "test_cuda_salience.py": 1,
     "test_cuda_scoring.py": 1,
     "test_cuda_selection.py": 2,
+    "test_cuda_weights.py": 1,
     "test_gpu_admission.py": 1,
 }
 WITH_STREAMS = {

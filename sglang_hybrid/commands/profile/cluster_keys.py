@@ -1,0 +1,65 @@
+"""K-means over parts of keys: scikit-learn's MiniBatchKMeans with the settings of HCAttention's section 4.1."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from sglang_hybrid.commands.eval.errors import InputError
+
+_BATCH, _ITERATIONS = 10_000, 200
+_HOW_TO_INSTALL = (
+    "codebooks need scikit-learn: pip install 'sglang-hybrid[codebook]' (in a checkout: pip install -r "
+    "requirements/codebook.txt)"
+)
+
+Cluster = Callable[[torch.Tensor, int], torch.Tensor]  # points [n, channels], number -> centroids [number, channels]
+
+
+def minibatch_kmeans() -> Cluster:
+    """Raises InputError where scikit-learn is missing."""
+    try:
+        from sklearn.cluster import MiniBatchKMeans
+        from sklearn.exceptions import ConvergenceWarning
+    except ImportError as error:
+        raise InputError(_HOW_TO_INSTALL) from error
+
+    def cluster(points: torch.Tensor, number: int) -> torch.Tensor:
+        # k-means++ takes time with the points that it chooses from: three for each centroid are scikit-learn's least
+        means = MiniBatchKMeans(number, batch_size=_BATCH, max_iter=_ITERATIONS, init_size=3 * number, random_state=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct points than centroids: some are equal
+            means.fit(points.float().numpy())
+        return torch.from_numpy(means.cluster_centers_).float()
+
+    return cluster
+
+
+def codebook_of(
+    keys: torch.Tensor, groups: int, centroids: int, *, shared: bool, cluster: Cluster, done: Callable[[], None]
+) -> torch.Tensor:
+    """Of one layer: keys ``[KV heads, tokens, head_dim]`` -> ``[KV heads, groups or 1, centroids, channels]``.
+
+    ``done`` is called after each codebook.
+    """
+    parts = keys.unflatten(2, (groups, -1)).transpose(1, 2)  # [KV heads, groups, tokens, channels]
+    if shared:
+        parts = parts.flatten(1, 2).unsqueeze(1)
+    tables = []
+    for points in parts.flatten(0, 1):
+        tables.append(cluster(points, centroids))
+        done()
+    return torch.stack(tables).unflatten(0, parts.shape[:2])
+
+
+def codebooks_to_fit(kv_heads: int, groups: int, *, shared: bool) -> int:
+    """In each layer."""
+    return kv_heads * (1 if shared else groups)
+
+
+def relative_error(keys: torch.Tensor, decoded: torch.Tensor) -> float:
+    """Squared error of quantised keys as a share of their variance; both ``[KV heads, tokens, head_dim]``."""
+    spread = (keys - keys.mean(dim=1, keepdim=True)).square().sum()
+    return float((keys - decoded).square().sum() / spread)

@@ -1,0 +1,1 @@
+"""Policy ``hcattention``: keys as indices into codebooks on the model's device, values in host memory."""

@@ -1,0 +1,97 @@
+"""Codebooks of a model's keys: the file, and one rank's part of it on the model's device.
+
+One file in the safetensors format, so nothing in it can run: the centroids of each layer as one tensor, everything else
+as JSON in the file's metadata.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from sglang_hybrid.ops import reference_weights
+from sglang_hybrid.policies.hcattention.codebook_facts import METADATA_KEY, CodebookError, CodebookFacts, facts_of
+
+_AT_A_TIME = 8 << 20  # distances to centroids that are in memory while keys are encoded
+
+
+class Codebooks:
+    """Of a whole model."""
+
+    def __init__(self, facts: CodebookFacts, layers: Sequence[torch.Tensor]) -> None:
+        """``layers``: ``[KV heads, groups, centroids, channels of a group]`` each; 1 group where groups share."""
+        self.facts = facts
+        self.layers = layers
+
+    def save(self, path: Path) -> None:
+        """Complete or not at all: an interrupted write leaves what was there before."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        tensors = {_name(layer): table.to(torch.float16).contiguous() for layer, table in enumerate(self.layers)}
+        save_file(tensors, part, metadata={METADATA_KEY: msgspec.json.encode(self.facts).decode()})
+        os.replace(part, path)
+
+    def part(self, kv_heads: slice, device: torch.device | str) -> QuantisedKeys:
+        """What a rank with these KV heads needs."""
+        tables = [table[kv_heads].to(device, torch.float32) for table in self.layers]
+        return QuantisedKeys(tables, self.facts.groups, self.facts.index_bytes)
+
+
+class QuantisedKeys:
+    """Keys as indices of their nearest centroids; implements ``memory.key_codes.KeyEncoder``.
+
+    Layout of a code: one index for each group, one byte each up to 256 centroids, two bytes (little endian) above.
+    """
+
+    def __init__(self, tables: Sequence[torch.Tensor], groups: int, index_bytes: int) -> None:
+        """``tables``: of each layer, ``[KV heads, groups or 1, centroids, channels of a group]``, float32."""
+        self._tables = tables
+        self._groups = groups
+        self._index = torch.uint8 if index_bytes == 1 else torch.int16
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the codebooks themselves."""
+        return sum(table.nbytes for table in self._tables)
+
+    def encode(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+        tables = self.tables(layer)
+        heads, groups, centroids, _ = tables.shape
+        most = max(1, _AT_A_TIME // (heads * keys.shape[2] * groups * centroids))
+        found = [reference_weights.nearest_centroids(some, tables).to(self._index) for some in keys.split(most)]
+        return torch.cat(found).view(torch.uint8)
+
+    def indices(self, codes: torch.Tensor) -> torch.Tensor:
+        """codes ``[..., code_bytes]`` -> ``[..., groups]``, integers."""
+        return codes.view(self._index)
+
+    def tables(self, layer: int) -> torch.Tensor:
+        """``[KV heads, groups, centroids, channels of a group]``, float32."""
+        return self._tables[layer].expand(-1, self._groups, -1, -1)
+
+
+def load_codebooks(path: Path) -> Codebooks:
+    """Raises CodebookError."""
+    if not path.is_file():
+        raise CodebookError("there is no such file; sglang-hybrid profile --codebook makes one")
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = facts_of(file.metadata())
+            layers = [file.get_tensor(_name(layer)) for layer in range(facts.model.layers)]
+    except (OSError, SafetensorError, msgspec.MsgspecError) as error:
+        raise CodebookError(f"cannot be read: {error}") from error
+    shape = (facts.model.kv_heads, 1 if facts.shared else facts.groups, facts.centroids, facts.part)
+    for layer, table in enumerate(layers):
+        if table.shape != shape or not table.isfinite().all():
+            raise CodebookError(f"damaged: layer {layer} has {tuple(table.shape)} numbers, not {shape} finite ones")
+    return Codebooks(facts, layers)
+
+
+def _name(layer: int) -> str:
+    return f"centroids.{layer}"

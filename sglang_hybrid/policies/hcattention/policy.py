@@ -1,0 +1,115 @@
+"""Policy ``hcattention``: HCAttention as its paper has it.
+
+Of every key the model's device keeps one index for each group of channels, and no value at all. A step adds up table
+entries to logits of all tokens (equation 3), takes the softmax, keeps for each query head the fewest tokens that have
+``tau`` of the attention together (equation 4), and posts their weights: the CPU adds up their values (equation 5).
+
+Codes follow every write of keys, so that the tail, the block that is being filled, is like all others. With whole keys
+on the device (``codebook=none``, the paper's setting of 50 % of the memory) and tau 1 this is full attention: all
+logits are exact, and all tokens are kept.
+
+Served by the torch engine on every device, with the worker's sums of values. There is no step program for CUDA graphs
+yet: its kernels are there (``ops/cuda/weights.py``), but no kernel posts weights to the mailbox.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import torch
+
+from sglang_hybrid.core import DecodeBatch, LayerCache
+from sglang_hybrid.memory.key_codes import KeyCodes
+from sglang_hybrid.ops import reference, reference_weights
+from sglang_hybrid.policies.base import DecodePolicy
+from sglang_hybrid.policies.hcattention.codebook_facts import CodebookError, named
+from sglang_hybrid.policies.hcattention.codebooks import QuantisedKeys, load_codebooks
+from sglang_hybrid.policies.hcattention.options import HCAttentionOptions
+from sglang_hybrid.policies.registry import ModelPart, PolicyContext, PolicyError
+from sglang_hybrid.policies.scout.profile_facts import ProfileError
+from sglang_hybrid.worker.miss_server import MissServer
+
+
+class WholeKeys:
+    """Keys as they are; implements ``memory.key_codes.KeyEncoder``."""
+
+    def encode(self, _layer: int, keys: torch.Tensor) -> torch.Tensor:
+        return keys.contiguous().view(torch.uint8)
+
+
+class HCAttention(DecodePolicy):
+    """``on_ratio`` gets the share of tokens that query heads keep: the paper's selection ratio."""
+
+    def __init__(self, options: HCAttentionOptions, misses: MissServer, keys: QuantisedKeys | None) -> None:
+        """``keys``: what codes of the cache mean; None: they are whole keys."""
+        self._tau, self._renormalises = options.tau, options.renormalise
+        self._misses = misses
+        self._keys = keys
+
+    def begin_step(self, batch: DecodeBatch) -> None:
+        self._misses.wake()
+
+    def decode(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
+        heads, tokens = cache.keys.shape[1], cache.block_tokens
+        pages = batch.page_table[:, None, :].expand(-1, heads, -1)  # [B, H, N]
+        logits = self._logits(query, cache, pages) * scale
+        there = torch.arange(logits.shape[3], device=query.device) < batch.lengths[:, None]
+        weights = logits.masked_fill(~there[:, None, None, :], -torch.inf).softmax(dim=3)
+        kept = reference_weights.cumulative_share(weights, self._tau)
+        if self.on_ratio:
+            shares = kept.sum(dim=3) / batch.lengths[:, None, None]
+            self.on_ratio(cache.layer, float(shares.mean()))
+        weights = weights * kept
+        if self._renormalises:
+            weights = weights / weights.sum(dim=3, keepdim=True)
+        ids, weights = _listed(pages, weights.unflatten(3, (-1, tokens)))
+        return self._misses.post_sum(weights, cache, ids, batch.step).collect().to(query.dtype)
+
+    def _logits(self, query: torch.Tensor, cache: LayerCache, pages: torch.Tensor) -> torch.Tensor:
+        """``q . k`` of all tokens of the rows' pages: ``[B, H, G, N * T]``."""
+        assert cache.codes is not None
+        codes = reference.gather_blocks(cache.codes, pages, query.device).flatten(2, 3)  # [B, H, N * T, bytes]
+        if self._keys is None:
+            grouped = query.float().view(*codes.shape[:2], -1, query.shape[-1])
+            return grouped @ codes.view(cache.keys.dtype).float().transpose(2, 3)
+        tables = reference_weights.lookup_tables(query, self._keys.tables(cache.layer))
+        return reference_weights.lookup_logits(tables, self._keys.indices(codes))
+
+
+def _listed(pages: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of which a query head keeps a token: pages ``[B, H, n]``, then ``NO_BLOCK``, and their weights.
+
+    pages ``[B, H, N]``, weights ``[B, H, G, N, T]`` -> ``[B, H, n]``, ``[B, H, G, n, T]``.
+    """
+    wanted = (weights != 0).any(dim=4).any(dim=2)
+    longest = int(wanted.sum(dim=2).max()) if wanted.numel() else 0
+    order = (~wanted).to(torch.uint8).argsort(dim=2, stable=True)[..., :longest]
+    ids = pages.gather(2, order).masked_fill(~wanted.gather(2, order), reference.NO_BLOCK)
+    where = order[:, :, None, :, None].expand(-1, -1, weights.shape[2], -1, weights.shape[4])
+    return ids, weights.gather(3, where)
+
+
+def create(context: PolicyContext) -> HCAttention:
+    """Raises PolicyError for a codebook that does not fit."""
+    options, codes = context.config.section(HCAttentionOptions), context.codes
+    if codes is None:
+        raise PolicyError(
+            "policy hcattention needs a KV pool with codes of keys: set policy=hcattention from the start"
+        )
+    keys = None if options.codebook == "none" else _quantised(options.codebook, codes, context.model)
+    codes.use(keys or WholeKeys())
+    return HCAttention(options, context.misses, keys)
+
+
+def _quantised(codebook: str, codes: KeyCodes, model: ModelPart | None) -> QuantisedKeys:
+    with named(codebook):
+        codebooks = load_codebooks(Path(codebook))
+        if model is not None:
+            try:
+                served = model.identity()
+            except ProfileError as error:
+                raise CodebookError(str(error)) from error
+            codebooks.facts.check(msgspec.structs.asdict(served))
+    heads = model.kv_heads if model is not None else slice(None)
+    return codebooks.part(heads, codes.device)
