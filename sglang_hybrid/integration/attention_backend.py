@@ -17,9 +17,12 @@ from sglang_hybrid.integration.automatic_calibration import calibration_for
 from sglang_hybrid.integration.channels import choose_channels
 from sglang_hybrid.integration.create_engines import create_engines
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
+from sglang_hybrid.integration.key_bases import choose_bases
 from sglang_hybrid.integration.predictor import Scouting, read_profile
 from sglang_hybrid.integration.ranks import rank_of
 from sglang_hybrid.integration.refusals import Refusal
+from sglang_hybrid.memory.capacity import KVShape
+from sglang_hybrid.memory.device_capacity import code_bytes
 from sglang_hybrid.metrics import ScoutMetrics
 from sglang_hybrid.policies.base import DecodePolicy
 from sglang_hybrid.policies.registry import calibrates_at_start, policy_named
@@ -44,7 +47,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             )
         self._pool = pool
         self._model_runner = model_runner
-        config = config_from_environment()
+        self._started = config = config_from_environment()  # by which the pool was made
         profile = read_profile(config, model_runner)  # what is wrong with it is said before a worker is started
         self._calibration: Calibration | None = None  # that this server fitted, or an earlier one
         self.choose_channels(self._calibrated(config, profile))
@@ -68,11 +71,22 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         Raises Refusal for what this model cannot do.
         """
         profile = profile or read_profile(config, self._model_runner)
+        self._refuse_other_codes(config)
         fits = self._fast is not None and self._fast.unsupported_reason(config) is None
         self.engine = self._fast if self._fast is not None and fits else self._torch
         self.engine.use(config, tuning_of(config, self._pool.layer_num, profile))
         self._scouting.use(config, self._calibrated(config, profile), self.engine)
         self._config = config
+
+    def _refuse_other_codes(self, config: HybridConfig) -> None:
+        pool = self._pool
+        shape = KVShape(pool.layer_num, pool.head_num, pool.head_dim, pool.v_head_dim, pool.store_dtype.itemsize)
+        wanted, kept = code_bytes(config, shape), pool.codes.code_bytes if pool.codes else 0
+        if wanted and (config.policy, wanted) != (self._started.policy, kept):
+            raise Refusal(
+                f"policy={config.policy} keeps {wanted} bytes of every key from prefill on, this pool was made for "
+                f"policy={self._started.policy}, {kept} bytes: start with the settings that decode"
+            )
 
     def _calibrated(self, config: HybridConfig, profile: Profile | None) -> Calibrated | None:
         """What predicts queries by these settings. Fits it where they ask for that and nobody has done so yet."""
@@ -99,16 +113,18 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.engine.watch_ratio(watcher)
 
     def choose_channels(self, calibrated: Calibrated | None) -> None:
-        """Choose what sketches hold. Those of keys that are written already become void."""
+        """Choose what sketches and partial keys hold. Those of keys that are written already become void."""
+        heads, rank = self._pool.head_num, rank_of(self._model_runner).rank
+        # with more ranks than KV heads several ranks share one
+        shared = max(
+            1, self._model_runner.server_args.tp_size // self._model_runner.model_config.get_total_num_kv_heads()
+        )
+        first = rank // shared * heads
+        own, model = slice(first, first + heads), self._model_runner.model
         if self._pool.sketches:
-            heads, rank = self._pool.head_num, rank_of(self._model_runner).rank
-            # with more ranks than KV heads several ranks share one
-            shared = max(
-                1, self._model_runner.server_args.tp_size // self._model_runner.model_config.get_total_num_kv_heads()
-            )
-            first = rank // shared * heads
-            own = slice(first, first + heads)
-            choose_channels(self._pool.sketches, self._pool.start_layer, own, self._model_runner.model, calibrated)
+            choose_channels(self._pool.sketches, self._pool.start_layer, own, model, calibrated)
+        if self._pool.codes and policy_named(self._started.policy).needs.skew:
+            choose_bases(self._pool.codes, self._pool, own, model, calibrated)
 
     # -- weights -----------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.policies.infinigen.options import COLUMN_BYTES, InfinigenOptions, partial_columns
 from sglang_hybrid.policies.registry import Needs, PolicyContext, register_policy
 from sglang_hybrid.policies.scout.options import ScoutAttentionOptions, ScoutOptions
 
@@ -46,6 +47,10 @@ def _scout_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> R
     from sglang_hybrid.memory.device_capacity import scout_row_bytes
 
     return scout_row_bytes(config, shape, max_blocks)
+
+
+def _partial_key_bytes(config: HybridConfig, shape: KVShape) -> int:
+    return COLUMN_BYTES * partial_columns(config.section(InfinigenOptions).partial_ratio, shape.key_dim)
 
 
 def _not_by_device_scout(config: HybridConfig) -> str | None:
@@ -95,3 +100,16 @@ def create_scoutattention(context: PolicyContext) -> DecodePolicy:
     from sglang_hybrid.policies.scout import scoutattention
 
     return scoutattention.create(context)
+
+
+@register_policy(
+    "infinigen",
+    description="tokens that partial keys speculate to matter, as the paper InfiniGen has it",
+    needs=Needs(prediction=True, skew=True, prediction_by_default="raw"),
+    code_bytes=_partial_key_bytes,
+    settings=InfinigenOptions,
+)
+def create_infinigen(context: PolicyContext) -> DecodePolicy:
+    from sglang_hybrid.policies.infinigen import policy
+
+    return policy.create(context)

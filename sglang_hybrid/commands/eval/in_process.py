@@ -19,11 +19,14 @@ from sglang_hybrid.config import HybridConfig, load_config
 from sglang_hybrid.integration.model_session import ModelSession
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.integration.session_flags import has_cuda, model_directory, session_flags
-from sglang_hybrid.policies.registry import calibrates_at_start
+from sglang_hybrid.memory.capacity import KVShape
+from sglang_hybrid.memory.device_capacity import code_bytes
+from sglang_hybrid.policies.registry import calibrates_at_start, policy_named
 from sglang_hybrid.progress import steps
 
 _BASELINE = "full attention"
 _OF_PREFILL = ("digest_dtype", "sketch_channels")
+_ANY_SHAPE = KVShape(layers=1, kv_heads=1, key_dim=128, value_dim=128, itemsize=2)  # tells settings of codes apart
 # The few prompts of a batch would fit in GPU memory, where attention is exact.
 _UNLESS_NAMED = ("whole_requests=never",)
 
@@ -82,7 +85,8 @@ def _load(options: argparse.Namespace, variants: Sequence[Variant]) -> ModelSess
     on_gpu = has_cuda(options)
     # sketches hold the channels that a calibration chose, as in the servers that have one
     calibrates = any(calibrates_at_start(variant.config, on_gpu=on_gpu) for variant in variants)
-    settings = [*shared, f"budget_tokens={budget}", "profile=auto" if calibrates else "prediction=none"]
+    settings = [*shared, *_codes([variant.config for variant in variants]), f"budget_tokens={budget}"]
+    settings.append("profile=auto" if calibrates else "prediction=none")
     try:
         session = ModelSession(session_flags(options, settings, as_served=True))
     except Refusal as refusal:
@@ -101,6 +105,20 @@ def _settings_of_prefill(runs: Sequence[HybridConfig]) -> list[str]:
                 "compare them in evaluations of their own"
             )
     return [f"{name}={getattr(runs[0], name)}" for name in _OF_PREFILL]
+
+
+def _codes(runs: Sequence[HybridConfig]) -> list[str]:
+    """Settings by which prefill keeps codes of keys, which all runs share. Raises InputError if they differ."""
+    coded = [run for run in runs if policy_named(run.policy).code_bytes]
+    if len({(run.policy, code_bytes(run, _ANY_SHAPE)) for run in coded}) > 1:
+        raise InputError(
+            f"runs differ in what prefill keeps of every key (policy {', '.join(run.policy for run in coded)}), and "
+            "all runs share one: compare them in evaluations of their own"
+        )
+    if not coded:
+        return []
+    policy, values = coded[0].policy, coded[0].by_key()
+    return [f"policy={policy}", *(f"{key}={values[key]}" for key in values if key.startswith(f"{policy}."))]
 
 
 def _choose_channels(session: Any, variants: Sequence[Any]) -> None:
