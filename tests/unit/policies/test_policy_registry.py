@@ -87,9 +87,9 @@ def test_policy_full_takes_device_memory_for_whole_requests_only() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match="must be one of full, scout, scoutattention"):
+    with pytest.raises(ConfigError, match="must be one of full, infinigen, scout, scoutattention"):
         HybridConfig(policy="nobodys")
-    with pytest.raises(UnknownPolicy, match="there is no policy nobodys: there are full, scout, scoutattention"):
+    with pytest.raises(UnknownPolicy, match="no policy nobodys: there are full, infinigen, scout, scoutattention"):
         policy_named("nobodys")
 
 
