@@ -25,7 +25,7 @@ from sglang_hybrid.memory.capacity import KVShape
 from sglang_hybrid.memory.device_capacity import code_bytes
 from sglang_hybrid.metrics import ScoutMetrics
 from sglang_hybrid.policies.base import DecodePolicy
-from sglang_hybrid.policies.registry import calibrates_at_start, policy_named
+from sglang_hybrid.policies.registry import calibrates_at_start, policy_named, prediction_of
 from sglang_hybrid.policies.scout.calibration_file import Calibration
 from sglang_hybrid.policies.scout.corrections_file import Calibrated
 from sglang_hybrid.policies.scout.profile import Profile
@@ -143,7 +143,8 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         Rows that are decoding go on as they are.
         """
         try:
-            if self._calibration is not None:
+            # a skew stays a basis, if not the best one: without calibrated predictions nothing is wrong
+            if self._calibration is not None and prediction_of(self._config, is_calibrated=True) == "calibrated":
                 raise Refusal("predictions were calibrated on the old weights, and are calibrated at the next start")
             self._scouting.use(self._config, read_profile(self._config, self._model_runner), self.engine)
         except Refusal as refusal:
