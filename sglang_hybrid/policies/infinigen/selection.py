@@ -18,7 +18,7 @@ def below_best(logits: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     logits ``[B, H, G, n]``, lengths ``[B]`` -> ``[B, H, n]``, at most 0; ``-inf`` from a row's last token on. A group
     shares what is fetched, and its query heads have logits of different sizes: each compares with its own best.
     """
-    earlier = torch.arange(logits.shape[3], device=logits.device) < lengths[:, None] - 1
+    earlier: torch.Tensor = torch.arange(logits.shape[3], device=logits.device) < lengths[:, None] - 1
     lowest = torch.finfo(logits.dtype).min  # of a page that somebody filled with NaN: better than no token
     known = logits.nan_to_num(nan=lowest, posinf=lowest, neginf=lowest)
     known = known.masked_fill(~earlier[:, None, None, :], -torch.inf)

@@ -38,7 +38,7 @@ def skew_of(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     not sums, because a KV head has more queries than keys.
     """
     # eigenvectors of Q^T Q are the right singular vectors of Q, also where there are fewer queries than channels
-    skew = torch.linalg.eigh(queries.transpose(1, 2) @ queries).eigenvectors
+    skew: torch.Tensor = torch.linalg.eigh(queries.transpose(1, 2) @ queries).eigenvectors
     sizes = (queries @ skew).abs().mean(dim=1) + (keys @ skew).abs().mean(dim=1)
     order = sizes.argsort(dim=1, descending=True, stable=True)
     return skew.gather(2, order[:, None, :].expand_as(skew))

@@ -41,9 +41,9 @@ class Shape:
 def to_tensors(calibrated: Calibrated) -> dict[str, torch.Tensor]:
     """Of each layer N, where there is one::
 
-        layers.N.left, .right, .bias    the correction of predicted queries; no right: left is the whole matrix
-        layers.N.channels               [KV heads, head_dim] uint8, the most telling channel first
-        layers.N.skew                   [KV heads, head_dim, head_dim] float32, the most telling column first
+    layers.N.left, .right, .bias    the correction of predicted queries; no right: left is the whole matrix
+    layers.N.channels               [KV heads, head_dim] uint8, the most telling channel first
+    layers.N.skew                   [KV heads, head_dim, head_dim] float32, the most telling column first
     """
     tensors = {}
     for layer, correction in calibrated.corrections.items():

@@ -37,12 +37,14 @@ EVERYTHING = 1e9
 
 
 def orthogonal(heads: int, dim: int, seed: int = 0) -> torch.Tensor:
-    return torch.linalg.qr(torch.randn(heads, dim, dim, generator=seeded(seed), dtype=torch.float64)).Q.float()
+    basis: torch.Tensor = torch.linalg.qr(torch.randn(heads, dim, dim, generator=seeded(seed))).Q
+    return basis
 
 
 def configured(budget: int = 2048, **options: object) -> HybridConfig:
-    given = {"sink_blocks": 0, "recent_blocks": 0, "budget_tokens": budget}
-    return HybridConfig(policy="infinigen", sections={"infinigen": options}, **given)
+    return HybridConfig(
+        policy="infinigen", sections={"infinigen": options}, budget_tokens=budget, sink_blocks=0, recent_blocks=0
+    )
 
 
 class CodedRequests(Requests):
@@ -72,7 +74,8 @@ class CodedRequests(Requests):
         slots = self._req_to_token[row, : length - 1].long()
         keys = self.partial.decode(self.codes.of_layer(0))[slots // T, :, slots % T].double().transpose(0, 1)
         queries = query.double().unflatten(0, (self.shape.heads, -1)) @ self.basis[:, :, : self.columns].double()
-        return queries @ keys.transpose(1, 2) * self.shape.scale
+        logits: torch.Tensor = queries @ keys.transpose(1, 2) * self.shape.scale
+        return logits
 
 
 def selected(logits: torch.Tensor, alpha: float, limit: int) -> list[list[int]]:
