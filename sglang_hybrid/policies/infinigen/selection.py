@@ -18,12 +18,13 @@ def below_best(logits: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     logits ``[B, H, G, n]``, lengths ``[B]`` -> ``[B, H, n]``, at most 0; ``-inf`` from a row's last token on. A group
     shares what is fetched, and its query heads have logits of different sizes: each compares with its own best.
     """
-    earlier: torch.Tensor = torch.arange(logits.shape[3], device=logits.device) < lengths[:, None] - 1
+    earlier = torch.arange(logits.shape[3], device=logits.device) < lengths[:, None] - 1
     lowest = torch.finfo(logits.dtype).min  # of a page that somebody filled with NaN: better than no token
     known = logits.nan_to_num(nan=lowest, posinf=lowest, neginf=lowest)
     known = known.masked_fill(~earlier[:, None, None, :], -torch.inf)
     best = known.amax(dim=3, keepdim=True).clamp(min=lowest)
-    return (known - best).amax(dim=2).clamp(min=lowest).masked_fill(~earlier[:, None, :], -torch.inf)
+    below: torch.Tensor = (known - best).amax(dim=2).clamp(min=lowest).masked_fill(~earlier[:, None, :], -torch.inf)
+    return below
 
 
 def best_of_blocks(below: torch.Tensor, block_tokens: int) -> torch.Tensor:
