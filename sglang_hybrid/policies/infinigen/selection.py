@@ -23,13 +23,13 @@ def below_best(logits: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     known = logits.nan_to_num(nan=lowest, posinf=lowest, neginf=lowest)
     known = known.masked_fill(~earlier[:, None, None, :], -torch.inf)
     best = known.amax(dim=3, keepdim=True).clamp(min=lowest)
-    below: torch.Tensor = (known - best).amax(dim=2).clamp(min=lowest).masked_fill(~earlier[:, None, :], -torch.inf)
-    return below
+    return (known - best).amax(dim=2).clamp(min=lowest).masked_fill(~earlier[:, None, :], -torch.inf)
 
 
 def best_of_blocks(below: torch.Tensor, block_tokens: int) -> torch.Tensor:
     """Of each block its best token: ``[B, H, N * T]`` -> ``[B, H, N]``."""
-    return below.unflatten(2, (-1, block_tokens)).amax(dim=3)
+    best: torch.Tensor = below.unflatten(2, (-1, block_tokens)).amax(dim=3)
+    return best
 
 
 def choose(below: torch.Tensor, counts: torch.Tensor, alpha: float, limit: int) -> torch.Tensor:
