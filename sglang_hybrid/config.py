@@ -56,18 +56,20 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str,
         Meta(
             description="Who computes attention over what: scout attends to the best-scoring blocks within the budget, "
-            "full attends to everything and is the exact reference; the others are papers' policies. Other packages may "
-            "add policies.",
-            extra={"legal": "one of full, hcattention, hgca, scout, scoutattention, or a policy of another package"},
+            "full attends to everything and is the exact reference; the others are papers' policies. Other packages "
+            "may add policies.",
+            extra={
+                "legal": "one of full, hcattention, hgca, infinigen, scout, scoutattention, or one of another package"
+            },
         ),
     ] = "scout"
     budget_tokens: Annotated[
         int,
         Meta(
             gt=0,
-            description="Tokens attended per (request, layer, KV head) under policy scout; tokens of GPU memory per "
-            "request under full. A multiple of 32, the size of a block, that holds the sink blocks, the recent blocks "
-            "and the tail (the block being filled).",
+            description="Tokens attended per (request, layer, KV head) under policies that select; tokens of GPU "
+            "memory per request under full. A multiple of 32, the size of a block, that holds the sink blocks, the "
+            "recent blocks and the tail (the block being filled).",
         ),
     ] = 2048
     sink_blocks: Annotated[
@@ -87,9 +89,9 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     profile: Annotated[
         str,
         Meta(
-            description="What predictions are calibrated with: auto (the server fits a predictor at its first start "
-            "with a model, and keeps it for later ones), a file made by sglang-hybrid profile for this model and "
-            "budget, the name of a shipped one, or none. default is auto on a GPU and none elsewhere.",
+            description="What predictions and infinigen's skew are calibrated with: auto (the server fits them at its "
+            "first start with a model, and keeps them for later ones), a file made by sglang-hybrid profile for this "
+            "model and budget, the name of a shipped one, or none. default is auto on a GPU and none elsewhere.",
             extra={"legal": '"default", "auto", "none", a file, or the name of a shipped profile'},
         ),
     ] = "default"

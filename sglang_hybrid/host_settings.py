@@ -44,12 +44,14 @@ def resolved(config: HybridConfig, host: Host) -> dict[str, str]:
 
 
 def _uses(config: HybridConfig, key: str) -> bool:
-    """Whether the chosen policy looks at a setting: its own, one of its step program, or one for who needs a worker."""
+    """Whether the chosen policy looks at a setting: its own, or one of step programs, prediction or workers."""
     section, dot, _ = key.partition(".")
     if dot:
         return section == config.policy
     policy = policy_named(config.policy)
-    return policy.cuda_program is not None if key == "whole_requests" else policy.needs.worker
+    if key == "whole_requests":
+        return policy.cuda_program is not None
+    return policy.needs.prediction if key in ("profile", "prediction") else policy.needs.worker
 
 
 def _worker(config: HybridConfig, host: Host) -> str:
@@ -80,7 +82,7 @@ def _digest_dtype(config: HybridConfig, host: Host) -> str:
 
 def _profile(config: HybridConfig, host: Host) -> str:
     if calibrates_at_start(config, on_gpu=bool(host.gpus)):
-        return "a predictor that the server fits at its first start with a model"
+        return "what the server fits at its first start with a model"
     return "none"
 
 

@@ -17,13 +17,16 @@ from sglang_hybrid.integration.automatic_calibration import calibration_for
 from sglang_hybrid.integration.channels import choose_channels
 from sglang_hybrid.integration.create_engines import create_engines
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
+from sglang_hybrid.integration.key_bases import choose_bases
 from sglang_hybrid.integration.predictor import Scouting, read_profile
 from sglang_hybrid.integration.ranks import kv_heads_of, rank_of
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.integration.versions import installed_sglang
+from sglang_hybrid.memory.capacity import KVShape
+from sglang_hybrid.memory.device_capacity import code_bytes
 from sglang_hybrid.metrics.server import ServerMetrics
 from sglang_hybrid.policies.base import DecodePolicy
-from sglang_hybrid.policies.registry import calibrates_at_start, policy_named
+from sglang_hybrid.policies.registry import calibrates_at_start, policy_named, prediction_of
 from sglang_hybrid.policies.scout.calibration_file import Calibration
 from sglang_hybrid.policies.scout.corrections_file import Calibrated
 from sglang_hybrid.policies.scout.profile import Profile
@@ -45,7 +48,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             )
         self._pool = pool
         self._model_runner = model_runner
-        config = config_from_environment()
+        self._started = config = config_from_environment()  # by which the pool was made
         profile = read_profile(config, model_runner)  # what is wrong with it is said before a worker is started
         self._calibration: Calibration | None = None  # that this server fitted, or an earlier one
         self.choose_channels(self._calibrated(config, profile))
@@ -72,6 +75,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         Raises Refusal for what this model cannot do.
         """
         profile = profile or read_profile(config, self._model_runner)
+        self._refuse_other_codes(config)
         fits = self._fast is not None and self._fast.unsupported_reason(config) is None
         self.engine = self._fast if self._fast is not None and fits else self._torch
         self.engine.use(config, tuning_of(config, self._pool.layer_num, profile))
@@ -82,6 +86,16 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             self.metrics.serves(self.labels())
             if calibrated is not None and self._scouting.prediction == "calibrated":
                 self.metrics.calibrated(calibrated.cosines)
+
+    def _refuse_other_codes(self, config: HybridConfig) -> None:
+        pool = self._pool
+        shape = KVShape(pool.layer_num, pool.head_num, pool.head_dim, pool.v_head_dim, pool.store_dtype.itemsize)
+        wanted, kept = code_bytes(config, shape), pool.codes.code_bytes if pool.codes else 0
+        if wanted and (config.policy, wanted) != (self._started.policy, kept):
+            raise Refusal(
+                f"policy={config.policy} keeps {wanted} bytes of every key from prefill on, this pool was made for "
+                f"policy={self._started.policy}, {kept} bytes: start with the settings that decode"
+            )
 
     def _calibrated(self, config: HybridConfig, profile: Profile | None) -> Calibrated | None:
         """What predicts queries by these settings. Fits it where they ask for that and nobody has done so yet."""
@@ -127,10 +141,12 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.engine.watch_ratio(watcher)
 
     def choose_channels(self, calibrated: Calibrated | None) -> None:
-        """Choose what sketches hold. Those of keys that are written already become void."""
+        """Choose what sketches and partial keys hold. Those of keys that are written already become void."""
+        own, model = kv_heads_of(self._model_runner), self._model_runner.model
         if self._pool.sketches:
-            own = kv_heads_of(self._model_runner)
-            choose_channels(self._pool.sketches, self._pool.start_layer, own, self._model_runner.model, calibrated)
+            choose_channels(self._pool.sketches, self._pool.start_layer, own, model, calibrated)
+        if self._pool.codes and policy_named(self._started.policy).needs.skew:
+            choose_bases(self._pool.codes, self._pool, own, model, calibrated)
 
     # -- weights -----------------------------------------------------------------------------
 
@@ -149,7 +165,8 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         Rows that are decoding go on as they are.
         """
         try:
-            if self._calibration is not None:
+            # a skew stays a basis, if not the best one: without calibrated predictions nothing is wrong
+            if self._calibration is not None and prediction_of(self._config, is_calibrated=True) == "calibrated":
                 raise Refusal("predictions were calibrated on the old weights, and are calibrated at the next start")
             self._scouting.use(self._config, read_profile(self._config, self._model_runner), self.engine)
         except Refusal as refusal:

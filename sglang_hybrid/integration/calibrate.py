@@ -17,6 +17,7 @@ from sglang_hybrid import container
 from sglang_hybrid.integration.causal_forward import run_text
 from sglang_hybrid.integration.decoder_layers import DecoderLayers, UnknownLayers
 from sglang_hybrid.integration.ranks import smallest_of_ranks
+from sglang_hybrid.policies.infinigen.skew import SkewSample
 from sglang_hybrid.policies.scout.calibration import LayerFit
 from sglang_hybrid.policies.scout.calibration_file import Calibration
 from sglang_hybrid.policies.scout.calibration_text import CalibrationText, calibration_text, without_tokenizer
@@ -60,15 +61,16 @@ def calibrate(
     weights = {layer: layers.query_weights(layer) for layer in layers.ids}
     fitted: dict[int, LayerCalibration] = {}
     channels: dict[int, torch.Tensor] = {}
+    skews: dict[int, torch.Tensor] = {}
     most = smallest_of_ranks(model_runner, _layers_at_a_time(weights, text, _free_bytes(model_runner.device)))
     groups = [layers.ids[start : start + most] for start in range(0, len(layers.ids), most)]
     with _exact_products():
         for group in groups:
-            _fit_group(model_runner, layers, weights, group, text, rank, fitted, channels)
+            _fit_group(model_runner, layers, weights, group, text, rank, fitted, channels, skews)
             progress(1 / len(groups))
     if torch.device(model_runner.device).type == "cuda":
         torch.cuda.empty_cache()  # graphs are recorded next, in memory of their own
-    return Calibration(fitted, channels)
+    return Calibration(fitted, channels, skews)
 
 
 @contextlib.contextmanager
@@ -91,20 +93,24 @@ def _fit_group(
     rank: int | str,
     fitted: dict[int, LayerCalibration],
     channels: dict[int, torch.Tensor],
+    skews: dict[int, torch.Tensor],
 ) -> None:
-    """Add the layers of ``group`` to ``fitted`` and ``channels``."""
+    """Add the layers of ``group`` to ``fitted``, ``channels`` and ``skews``."""
     calibrator = Calibrator(weights, [layer for layer in group if layer != layers.ids[0]])
     spreads = {layer: ChannelSpread(weights[layer].rotary.shape[-1], weights[layer].neox) for layer in group}
+    samples = {layer: SkewSample() for layer in group}
 
     def attended(layer: int, queries: torch.Tensor, keys: torch.Tensor) -> None:
         if layer in spreads:
             spreads[layer].add(queries, keys)
+            samples[layer].add(queries, keys)
 
     for window in text.fit:
         calibrator.add(_inputs(model_runner, layers, group, window, attended))
     unseen = [_inputs(model_runner, layers, group, window, lambda *_: None) for window in text.unseen]
     fitted |= calibrator.calibrate(unseen, rank)
     channels |= {layer: spread.order() for layer, spread in spreads.items()}
+    skews |= {layer: sample.skew() for layer, sample in samples.items()}
 
 
 class _Computed(Exception):

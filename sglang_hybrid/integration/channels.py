@@ -27,12 +27,13 @@ def choose_channels(
     try:
         layers = DecoderLayers(model)
         for layer in layers.ids:
-            sketches.choose(layer - first_layer, _order(layers, layer))
+            sketches.choose(layer - first_layer, order_by_projections(layers, layer))
     except UnknownLayers as unknown:
         logger.warning("sketches take the first channels of every key: %s", unknown)
 
 
-def _order(layers: DecoderLayers, layer: int) -> torch.Tensor:
+def order_by_projections(layers: DecoderLayers, layer: int) -> torch.Tensor:
+    """Channels of each KV head ``[KV heads, head_dim]``, those first whose queries and keys can get largest."""
     weights, keys = layers.query_weights(layer), layers.key_projection(layer)
     dim = weights.head_dim
     heads = keys.shape[0] // dim

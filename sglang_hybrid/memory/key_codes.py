@@ -27,12 +27,13 @@ class KeyCodes:
 
     def __init__(self, code_bytes: int, layers: int, pages: int, heads: int, page_tokens: int, device: str) -> None:
         shape = (pages, heads, page_tokens, code_bytes)
+        self.code_bytes = code_bytes
+        self.encoder: KeyEncoder | None = None  # that codes are made by
         self._layers = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layers)]
-        self._encoder: KeyEncoder | None = None
 
     def use(self, encoder: KeyEncoder) -> None:
         """Encode keys by ``encoder`` from now on. Codes of keys that are written already become void."""
-        self._encoder = encoder
+        self.encoder = encoder
 
     @property
     def device(self) -> torch.device:
@@ -50,16 +51,16 @@ class KeyCodes:
 
         Keys that are on the device already need not come back from the pool, nor do their neighbours.
         """
-        if self._encoder is None:
+        if self.encoder is None:
             return  # before the policy is made: no request is running
         codes = self._layers[layer]
-        encoded = self._encoder.encode(layer, keys.to(codes.device).unsqueeze(2)).squeeze(2)
+        encoded = self.encoder.encode(layer, keys.to(codes.device).unsqueeze(2)).squeeze(2)
         codes[pages.to(codes.device), :, offsets.to(codes.device)] = encoded
 
     def refresh(self, layer: int, keys: torch.Tensor, pages: torch.Tensor) -> None:
         """Encode all keys of ``pages`` of the pool ``keys``, which somebody else wrote."""
-        if self._encoder is None:
+        if self.encoder is None:
             return
         codes = self._layers[layer]
         blocks, pages = keys[pages.to(keys.device)].to(codes.device), pages.to(codes.device)
-        codes[pages] = self._encoder.encode(layer, blocks)
+        codes[pages] = self.encoder.encode(layer, blocks)

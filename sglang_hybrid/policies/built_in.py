@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
-from sglang_hybrid.policies.hgca.options import HgcaOptions
 from sglang_hybrid.policies.hcattention.options import HCAttentionOptions
+from sglang_hybrid.policies.hgca.options import HgcaOptions
+from sglang_hybrid.policies.infinigen.options import COLUMN_BYTES, InfinigenOptions, partial_columns
 from sglang_hybrid.policies.registry import Needs, PolicyContext, register_policy
 from sglang_hybrid.policies.scout.options import ScoutAttentionOptions, ScoutOptions
 
@@ -66,6 +67,10 @@ def _not_by_device_hgca(config: HybridConfig) -> str | None:
     from sglang_hybrid.engines.cuda.settings import unsupported_by_hgca
 
     return unsupported_by_hgca(config)
+
+
+def _partial_key_bytes(config: HybridConfig, shape: KVShape) -> int:
+    return COLUMN_BYTES * partial_columns(config.section(InfinigenOptions).partial_ratio, shape.key_dim)
 
 
 def _not_by_device_scout(config: HybridConfig) -> str | None:
@@ -154,6 +159,18 @@ def create_hgca(context: PolicyContext) -> DecodePolicy:
     describe=_describe_hcattention,
 )
 def create_hcattention(context: PolicyContext) -> DecodePolicy:
-    from sglang_hybrid.policies.hcattention import policy
+    pass
+
+
+@register_policy(
+    "infinigen",
+    description="tokens that partial keys speculate to matter, as the paper InfiniGen has it",
+    needs=Needs(prediction=True, skew=True, prediction_by_default="raw"),
+    code_bytes=_partial_key_bytes,
+    code_settings=("partial_ratio",),
+    settings=InfinigenOptions,
+)
+def create_infinigen(context: PolicyContext) -> DecodePolicy:
+    from sglang_hybrid.policies.infinigen import policy
 
     return policy.create(context)

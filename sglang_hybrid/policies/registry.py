@@ -80,6 +80,7 @@ class Needs:
     masks: bool = False  # block lists for the worker have masks of tokens (``BlockList.masks``)
     long_lists: bool = False  # block lists for the worker may be as long as the context, whatever the budget
     value_sums: bool = False  # the worker sums values by weights that the policy computed (``MissServer.post_sum``)
+    skew: bool = False  # codes are partial keys, in a basis that a calibration or a profile has
     exact_first_step: bool = False  # rows beyond the budget attend to everything in their first decode step
     digests: bool = True  # digests and sketches of all blocks, on the model's device
     # what prediction=auto is; None: calibrated where there is a profile or a calibration, none without
@@ -197,11 +198,10 @@ def policy_named(name: str) -> Policy:
 
 
 def calibrates_at_start(config: HybridConfig, *, on_gpu: bool) -> bool:
-    """Whether these settings ask for a predictor that the server fits itself."""
+    """Whether these settings ask for what a server fits itself: a predictor, or the skew of keys."""
     needs = policy_named(config.policy).needs
-    if not needs.prediction or config.prediction not in ("auto", "calibrated"):
-        return False
-    if config.prediction == "auto" and needs.prediction_by_default:
+    predicts = config.prediction == "calibrated" or (config.prediction == "auto" and not needs.prediction_by_default)
+    if not needs.skew and not (needs.prediction and predicts):
         return False
     return config.profile == "auto" or (config.profile == "default" and (on_gpu or config.prediction == "calibrated"))
 

@@ -158,6 +158,7 @@ def test_calibration_is_fitted_once_and_found_again(found: dict[str, Any]) -> No
     assert fitted > raw + 0.01
     assert found["found_again"]
     assert found["channels_are_orders"] == [True] * LAYERS
+    assert found["skews_are_orthogonal"] == [True] * LAYERS
 
 
 def test_fitting_a_few_layers_at_a_time_gives_the_same(found: dict[str, Any]) -> None:
@@ -539,6 +540,7 @@ def report_calibration(session: Any, layers: DecoderLayers) -> dict[str, Any]:
     same_files = [
         torch.equal(found.corrections[n].left, fitted.corrections[n].left)
         and torch.equal(found.channels[n], fitted.channels[n])
+        and torch.equal(found.skews[n], fitted.skews[n])
         for n in fitted.corrections
     ]
     probe = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(3))
@@ -551,6 +553,10 @@ def report_calibration(session: Any, layers: DecoderLayers) -> dict[str, Any]:
         "found_again": all(same_files) and len(same_files) == LAYERS - 1,
         "channels_are_orders": [
             sorted(order[0].tolist()) == list(range(order.shape[1])) for order in fitted.channels.values()
+        ],
+        "skews_are_orthogonal": [
+            torch.allclose(skew.transpose(1, 2) @ skew, torch.eye(skew.shape[1]).expand_as(skew), atol=1e-4)
+            for skew in fitted.skews.values()
         ],
         "group_difference": max(
             float((corrected(fitted.corrections[n], probe) - corrected(one_by_one.corrections[n], probe)).abs().max())

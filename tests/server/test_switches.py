@@ -1,4 +1,4 @@
-"""Whatever the switches of policy scout, a budget that holds the context gives stock SGLang's greedy text.
+"""Whatever the switches of policies that select, a budget that holds the context gives stock SGLang's greedy text.
 
 So does policy hgca with a window that holds the context, or with a threshold that leaves nothing out.
 """
@@ -36,10 +36,20 @@ NO_LEAST = [[prediction, "scout.recall_interval=2", "scout.min_miss_attention=0"
 PAPER = [["policy=scoutattention", prediction, "scoutattention.recall_interval=2"] for prediction in PREDICTIONS]
 # a window above the context, and one below it that leaves nothing out
 HGCA = [["policy=hgca"], ["policy=hgca", "hgca.window_tokens=64", "hgca.beta=0"]]
+# the session starts with this policy, which keeps partial keys from prefill on
+INFINIGEN = [["policy=infinigen", prediction, "infinigen.alpha=1e9"] for prediction in PREDICTIONS]
+INFINIGEN.append(["policy=infinigen", "prediction=raw", "infinigen.alpha=1e9", "infinigen.unit=blocks"])
 ALL = [combination(*switches) for switches in itertools.product(PREDICTIONS, RECALLS, BONUSES)]
 COMBINATIONS = {
-    "pairs": [*PAIRS, NO_LEAST[0], PAPER[1], *HGCA],
-    "others": [*(one for one in ALL if one not in PAIRS), *NO_LEAST[1:], PAPER[0], PAPER[2]],
+    "pairs": [*PAIRS, NO_LEAST[0], PAPER[1], *HGCA, INFINIGEN[1]],
+    "others": [
+        *(one for one in ALL if one not in PAIRS),
+        *NO_LEAST[1:],
+        PAPER[0],
+        PAPER[2],
+        INFINIGEN[0],
+        *INFINIGEN[2:],
+    ],
 }
 
 
@@ -66,7 +76,7 @@ class Texts:
         settings = [["budget_tokens=2048", *one] for one in COMBINATIONS[which]]
         if which == "pairs":
             settings += [["budget_tokens=128", prediction] for prediction in PREDICTIONS]
-        return greedy(self._model, "hybrid", self._prompts, STEPS, settings)
+        return greedy(self._model, "hybrid", self._prompts, STEPS, settings, ["--hybrid=policy=infinigen"])
 
 
 @pytest.fixture(scope="module")

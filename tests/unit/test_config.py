@@ -23,8 +23,9 @@ from sglang_hybrid.config import (
 )
 from sglang_hybrid.config_sources import parse_yaml
 from sglang_hybrid.policies import registry
-from sglang_hybrid.policies.hgca.options import HgcaOptions
 from sglang_hybrid.policies.hcattention.options import HCAttentionOptions
+from sglang_hybrid.policies.hgca.options import HgcaOptions
+from sglang_hybrid.policies.infinigen.options import InfinigenOptions
 from sglang_hybrid.policies.scout.options import ScoutAttentionOptions, ScoutOptions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "scoutattention": ScoutAttentionOptions,
     "hgca": HgcaOptions,
     "hcattention": HCAttentionOptions,
+    "infinigen": InfinigenOptions,
 }
 SECTION_KEYS = [
     f"{name}.{field.name}" for name, section in SECTIONS.items() for field in msgspec.structs.fields(section)
@@ -206,10 +208,10 @@ def test_an_override_with_bad_yaml_is_named() -> None:
 @pytest.mark.parametrize(
     ("override", "given", "legal"),
     [
-        ("policy=scuot", "policy='scuot'", "one of full, hcattention, hgca, scout"),
-        ("policy=", "policy=None", "one of full, hcattention, hgca, scout"),
-        ("policy=on", "policy=True", "one of full, hcattention, hgca, scout"),
-        ("policy=[full]", "policy=['full']", "one of full, hcattention, hgca, scout"),
+        ("policy=scuot", "policy='scuot'", "one of full, hcattention, hgca, infinigen, scout"),
+        ("policy=", "policy=None", "one of full, hcattention, hgca, infinigen, scout"),
+        ("policy=on", "policy=True", "one of full, hcattention, hgca, infinigen, scout"),
+        ("policy=[full]", "policy=['full']", "one of full, hcattention, hgca, infinigen, scout"),
         ("whole_requests=all", "whole_requests='all'", "one of auto, never"),
         ("budget_tokens=abc", "budget_tokens='abc'", "a whole number > 0"),
         ("budget_tokens=10.5", "budget_tokens=10.5", "a whole number > 0"),
@@ -283,7 +285,7 @@ def test_problems_of_overrides_are_reported_next_to_a_file_that_cannot_be_parsed
 def test_a_configuration_that_cannot_work_cannot_be_built() -> None:
     with pytest.raises(ConfigError, match=r"budget_tokens=100: must be a multiple of 32"):
         HybridConfig(budget_tokens=100)
-    with pytest.raises(ConfigError, match="policy='none': must be one of full, hcattention, hgca, scout"):
+    with pytest.raises(ConfigError, match="policy='none': must be one of full, hcattention, hgca, infinigen, scout"):
         HybridConfig(policy="none")
     with pytest.raises(ConfigError, match="host_memory"):
         msgspec.structs.replace(HybridConfig(), host_memory="0%")
@@ -669,7 +671,7 @@ def test_a_section_is_built_changed_and_checked_in_python_too() -> None:
         HybridConfig(sections={"scout": ScoutOptions(cpu_share=2)})
     with pytest.raises(ConfigError, match=r"unknown key 'scout.nope'"):
         HybridConfig(sections={"scout": {"nope": 1}})
-    with pytest.raises(ConfigError, match="there is no policy nope: there are full, hcattention, hgca, scout"):
+    with pytest.raises(ConfigError, match="no policy nope: there are full, hcattention, hgca, infinigen, scout"):
         HybridConfig(sections={"nope": {}})
 
 
@@ -690,7 +692,7 @@ def test_an_unknown_key_of_a_section_is_refused_with_the_keys_of_that_section(wr
 def test_a_key_without_its_section_or_with_a_misspelled_one_gets_the_dotted_name(key: str) -> None:
     problem = problem_of(overrides=[f"{key}=3"])
     assert ", did you mean scout.recall_interval? legal keys: policy, " in problem
-    assert problem.endswith("; sections: scout, scoutattention, hgca, hcattention")
+    assert problem.endswith("; sections: scout, scoutattention, hgca, hcattention, infinigen")
 
 
 def test_a_policy_without_settings_has_no_section() -> None:

@@ -79,6 +79,12 @@ def test_full_attention_uses_none_of_the_choices_but_memory_and_whole_requests()
     assert set(here.values()) == {"unused by policy full"}
 
 
+def test_infinigen_predicts_without_a_worker() -> None:
+    found = resolved(HybridConfig(policy="infinigen"), GPU_SERVER)
+    assert (found["prediction"], found["worker"]) == ("raw", "unused by policy infinigen")
+    assert found["profile"] == "what the server fits at its first start with a model"
+
+
 def test_a_percentage_is_resolved_and_a_size_needs_no_resolution() -> None:
     assert resolved(load_config(None, ["host_memory=50%"]), LAPTOP)["host_memory"] == "5.00 GiB"
     assert "host_memory" not in resolved(load_config(None, ["host_memory=4GiB"]), LAPTOP)

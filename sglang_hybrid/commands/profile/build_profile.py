@@ -49,11 +49,11 @@ def make_profile(options: argparse.Namespace, notes: dict[str, object], console:
     decode_cost = options.prompts * (options.prompt_tokens + 3 * options.steps * DECODE_STEP_COST)
     with steps(console, fit_cost + decode_cost) as bar:
         if options.predictor_of:
-            fitted, channels = _reuse(options.predictor_of, model)
+            fitted, channels, skews = _reuse(options.predictor_of, model)
         else:
-            fitted, channels = _fit(session, texts, options.rank, fit_cost, bar)
+            fitted, channels, skews = _fit(session, texts, options.rank, fit_cost, bar)
         corrections = {layer: one.correction for layer, one in fitted.items()}
-        draft = Profile(_facts(model, config, options.beta, fitted, notes), corrections, channels)
+        draft = Profile(_facts(model, config, options.beta, fitted, notes), corrections, channels, skews)
         profile = _decode(session, draft, config, _prompts(texts, options), options, bar)
     console.print("measuring this host")
     rates = measure_rates(
@@ -98,7 +98,8 @@ def _check_lengths(options: argparse.Namespace, session: ModelSession, config: H
 # -- the predictor -----------------------------------------------------------------------------------------------------
 
 
-Fitted = tuple[dict[int, LayerCalibration], dict[int, torch.Tensor]]  # and the order of the keys' channels
+# and the order of the keys' channels, and their skew
+Fitted = tuple[dict[int, LayerCalibration], dict[int, torch.Tensor], dict[int, torch.Tensor]]
 
 
 def _fit(session: ModelSession, texts: Sequence[Kind], rank: int | str, cost: float, bar: Steps) -> Fitted:
@@ -108,7 +109,7 @@ def _fit(session: ModelSession, texts: Sequence[Kind], rank: int | str, cost: fl
         fitted = calibrate(session.runner, text, rank, lambda part: bar.advance(part * cost))
     except UnknownLayers as unknown:
         raise InputError(f"this model's queries cannot be predicted: {unknown}") from unknown
-    return fitted.layers, fitted.channels
+    return fitted.layers, fitted.channels, fitted.skews
 
 
 def _reuse(path: Path, model: ModelIdentity) -> Fitted:
@@ -119,7 +120,7 @@ def _reuse(path: Path, model: ModelIdentity) -> Fitted:
         layer: LayerCalibration(correction, facts.ranks[layer], facts.cosine_raw[layer], facts.cosine_calibrated[layer])
         for layer, correction in other.corrections.items()
     }
-    return fitted, other.channels
+    return fitted, other.channels, other.skews
 
 
 def _facts(

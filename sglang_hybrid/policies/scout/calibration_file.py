@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -16,13 +16,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from sglang_hybrid.policies.scout.corrections_file import Shape, channels_of, corrections_of, to_tensors
+from sglang_hybrid.policies.scout.corrections_file import Shape, channels_of, corrections_of, skews_of, to_tensors
 from sglang_hybrid.policies.scout.fit_predictor import LayerCalibration
 from sglang_hybrid.policies.scout.predictor import Correction
 from sglang_hybrid.policies.scout.profile_facts import ProfileError
 
 # To be raised with every change of the file, of the text that is fitted on, or of the way it is fitted.
-FORMAT = 2
+FORMAT = 3
 _METADATA_KEY = "sglang_hybrid_calibration"
 
 
@@ -53,10 +53,11 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Calibration:
-    """The predictor of all layers of one rank, and the order of the keys' channels."""
+    """The predictor of all layers of one rank, the order of the keys' channels, and their skew."""
 
     layers: dict[int, LayerCalibration]  # without the first layer, whose query is never predicted
     channels: dict[int, torch.Tensor]
+    skews: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def corrections(self) -> dict[int, Correction]:
@@ -111,4 +112,4 @@ def load_calibration(path: Path, key: CalibrationKey) -> Calibration | None:
         layer: LayerCalibration(correction, facts.ranks[layer], facts.cosine_raw[layer], facts.cosine[layer])
         for layer, correction in corrections.items()
     }
-    return Calibration(layers, channels_of(tensors, key.shape))
+    return Calibration(layers, channels_of(tensors, key.shape), skews_of(tensors, key.shape))

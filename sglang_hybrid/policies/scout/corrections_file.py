@@ -1,4 +1,4 @@
-"""Corrections and channel orders as named tensors: what profiles and calibrations have in common on disk."""
+"""Corrections, channel orders and skews as named tensors: what profiles and calibrations have in common on disk."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 from sglang_hybrid.policies.scout.predictor import Correction
 from sglang_hybrid.policies.scout.profile_facts import ProfileError
+
+_ORTHOGONAL = 1e-3  # entries of the product with its transpose may be so far from those of the unit matrix
 
 
 class Calibrated(Protocol):
@@ -24,6 +26,9 @@ class Calibrated(Protocol):
     @property
     def cosines(self) -> Mapping[int, float]: ...  # by layer: of predicted and real queries, when it was fitted
 
+    @property
+    def skews(self) -> Mapping[int, torch.Tensor]: ...  # by layer [KV heads, head_dim, head_dim], see infinigen.skew
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -37,6 +42,12 @@ class Shape:
 
 
 def to_tensors(calibrated: Calibrated) -> dict[str, torch.Tensor]:
+    """Of each layer N, where there is one::
+
+    layers.N.left, .right, .bias    the correction of predicted queries; no right: left is the whole matrix
+    layers.N.channels               [KV heads, head_dim] uint8, the most telling channel first
+    layers.N.skew                   [KV heads, head_dim, head_dim] float32, the most telling column first
+    """
     tensors = {}
     for layer, correction in calibrated.corrections.items():
         tensors[f"layers.{layer}.left"] = correction.left.contiguous()
@@ -45,6 +56,8 @@ def to_tensors(calibrated: Calibrated) -> dict[str, torch.Tensor]:
             tensors[f"layers.{layer}.right"] = correction.right.contiguous()
     for layer, order in calibrated.channels.items():
         tensors[f"layers.{layer}.channels"] = order.to(torch.uint8).contiguous()
+    for layer, skew in calibrated.skews.items():
+        tensors[f"layers.{layer}.skew"] = skew.float().contiguous()
     return tensors
 
 
@@ -79,3 +92,24 @@ def channels_of(tensors: Mapping[str, torch.Tensor], shape: Shape) -> dict[int, 
             )
         channels[layer] = order.to(torch.int64)
     return channels
+
+
+def skews_of(tensors: Mapping[str, torch.Tensor], shape: Shape) -> dict[int, torch.Tensor]:
+    """Raises ProfileError for matrices that would change products of queries and keys."""
+    skews = {}
+    for layer in range(shape.layers):
+        skew = tensors.get(f"layers.{layer}.skew")
+        if skew is None:
+            continue
+        if skew.shape != (shape.kv_heads, shape.head_dim, shape.head_dim) or not _is_orthogonal(skew):
+            raise ProfileError(
+                f"damaged: the skew of layer {layer} must be an orthogonal matrix of {shape.head_dim} channels for "
+                f"each of {shape.kv_heads} KV heads"
+            )
+        skews[layer] = skew.float()
+    return skews
+
+
+def _is_orthogonal(skew: torch.Tensor) -> bool:
+    product = skew.float().transpose(1, 2) @ skew.float()
+    return bool((product - torch.eye(skew.shape[1])).abs().max() < _ORTHOGONAL)

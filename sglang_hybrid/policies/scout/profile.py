@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from sglang_hybrid.policies.scout.corrections_file import Shape, channels_of, corrections_of, to_tensors
+from sglang_hybrid.policies.scout.corrections_file import Shape, channels_of, corrections_of, skews_of, to_tensors
 from sglang_hybrid.policies.scout.predictor import Correction
 from sglang_hybrid.policies.scout.profile_facts import (
     METADATA_KEY,
@@ -38,13 +38,15 @@ class Profile:
         facts: ProfileFacts,
         corrections: dict[int, Correction],
         channels: dict[int, torch.Tensor] | None = None,
+        skews: dict[int, torch.Tensor] | None = None,
     ) -> None:
         self.facts = facts
         self.corrections = corrections  # by layer; the first layer has none
         self.channels = channels or {}  # by layer [KV heads, head_dim]: channels of keys, the most telling first
+        self.skews = skews or {}  # by layer [KV heads, head_dim, head_dim]: see infinigen.skew; older ones have none
 
     def with_facts(self, **changes: Any) -> Profile:
-        return Profile(msgspec.structs.replace(self.facts, **changes), self.corrections, self.channels)
+        return Profile(msgspec.structs.replace(self.facts, **changes), self.corrections, self.channels, self.skews)
 
     @property
     def bonus(self) -> tuple[float, ...]:
@@ -100,4 +102,4 @@ def _load(path: Path) -> Profile:
         raise ProfileError(f"damaged: {', '.join(short)} must have one value for each of {layers} layers")
     model = facts.model
     shape = Shape(layers, model.hidden, model.query_heads, model.kv_heads, model.head_dim)
-    return Profile(facts, corrections_of(tensors, shape), channels_of(tensors, shape))
+    return Profile(facts, corrections_of(tensors, shape), channels_of(tensors, shape), skews_of(tensors, shape))

@@ -87,10 +87,11 @@ def test_policy_full_takes_device_memory_for_whole_requests_only() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match="must be one of full, hcattention, hgca, scout, scoutattention"):
+    with pytest.raises(ConfigError, match="must be one of full, hcattention, hgca, infinigen, scout, scoutattention"):
         HybridConfig(policy="nobodys")
     with pytest.raises(
-        UnknownPolicy, match="there is no policy nobodys: there are full, hcattention, hgca, scout, scoutattention"
+        UnknownPolicy,
+        match="nobodys: there are full, hcattention, hgca, infinigen, scout, scoutattention",
     ):
         policy_named("nobodys")
 

@@ -29,7 +29,8 @@ def some_calibration() -> Calibration:
     full = Correction(torch.randn(16, 12), None, torch.randn(16))
     order = torch.stack([torch.randperm(4) for _ in range(2)])
     layers = {1: LayerCalibration(thin, 3, 0.5, 0.9), 2: LayerCalibration(full, 12, 0.6, 0.8)}
-    return Calibration(layers, dict.fromkeys(range(3), order))
+    skew = torch.linalg.qr(torch.randn(2, 4, 4)).Q
+    return Calibration(layers, dict.fromkeys(range(3), order), dict.fromkeys(range(3), skew))
 
 
 def letters(text: str) -> Sequence[int]:
@@ -75,6 +76,7 @@ def test_a_calibration_comes_back_as_it_was_saved(tmp_path: Path) -> None:
         assert torch.equal(found.layers[layer].correction.left, one.correction.left)
         assert (found.layers[layer].rank, found.layers[layer].cosine) == (one.rank, one.cosine)
     assert all(torch.equal(found.channels[layer], order) for layer, order in made.channels.items())
+    assert all(torch.equal(found.skews[layer], skew) for layer, skew in made.skews.items())
     assert "0.850" in made.summary()
 
 
@@ -109,6 +111,17 @@ def test_a_damaged_file_is_told_from_a_good_one(damage: str, tmp_path: Path) -> 
         Calibration(made.layers, {0: torch.zeros(2, 4)}).save(path)
     with pytest.raises(ProfileError):
         load_calibration(path, KEY)
+
+
+@pytest.mark.parametrize(
+    "skew", [torch.randn(2, 4, 4), torch.eye(4).expand(3, -1, -1), torch.full((2, 4, 4), torch.nan)]
+)
+def test_a_skew_that_changes_products_or_does_not_fit_is_refused(tmp_path: Path, skew: torch.Tensor) -> None:
+    made = some_calibration()
+    made.skews[1] = skew
+    made.save(tmp_path / "calibration")
+    with pytest.raises(ProfileError, match="the skew of layer 1 must be an orthogonal matrix"):
+        load_calibration(tmp_path / "calibration", KEY)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_of_the_operating_system(tmp_path: Path) -> None:

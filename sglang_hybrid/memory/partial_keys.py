@@ -1,0 +1,38 @@
+"""Some columns of every key in another basis, 16 bits each: what InfiniGen keeps on the model's device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class PartialKeys:
+    """Encodes keys as the first columns of ``key @ basis``.
+
+    A basis is orthogonal, so that ``q @ basis`` and ``k @ basis`` have the product of q and k. Its first columns are
+    those that carry most of the products: the sum over them alone is the speculated product. All query heads of a KV
+    head share its basis.
+    """
+
+    def __init__(self, bases: Sequence[torch.Tensor], columns: int, dtype: torch.dtype) -> None:
+        """``bases`` of all layers ``[KV heads, head_dim, head_dim]``, on the codes' device; ``dtype`` of codes."""
+        assert dtype.itemsize == 2 and all(columns <= basis.shape[2] for basis in bases)
+        self.columns = columns
+        self._bases = [basis[:, :, :columns].float().contiguous() for basis in bases]
+        self._dtype = dtype
+
+    def encode(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+        """As ``KeyEncoder.encode``: bytes ``[n, KV heads, T, 2 * columns]``."""
+        partial = torch.einsum("nhtd,hdc->nhtc", keys.float(), self._bases[layer])
+        return partial.to(self._dtype).contiguous().view(torch.uint8)
+
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        """Codes ``[..., 2 * columns]`` -> partial keys ``[..., columns]``, a view of another dtype."""
+        return codes.view(self._dtype)
+
+    def queries(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """query ``[B, query heads, head_dim]`` -> partial queries ``[B, KV heads, group, columns]``, float32."""
+        basis = self._bases[layer]
+        grouped = query.float().unflatten(1, (basis.shape[0], -1))
+        return torch.einsum("bhgd,hdc->bhgc", grouped, basis)
