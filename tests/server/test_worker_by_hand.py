@@ -47,7 +47,7 @@ def hybrid(
 ) -> Iterator[tuple[Answers, str]]:
     """Answers and log of a server that leaves everything but sink and tail to the worker."""
     log = tmp_path_factory.mktemp("by-hand") / "server.log"
-    mine = (f"worker={worker}", f"worker_provider={PROVIDER}", "worker_deadline_ms=10000", "host_memory=2GiB")
+    mine = (f"worker={worker}", f"worker_provider={PROVIDER}", "host_memory=1GiB")
     flags = (
         *SCOUT,
         *(part for setting in mine for part in ("--hybrid", setting)),
