@@ -53,8 +53,8 @@ def latest_of(reading: Reading) -> Latest:
 
 def _tokens_per_s(reading: Reading, rates: Rates | None) -> float | None:
     """The rate of SGLang's counter of decoded tokens; where there is none, SGLang's mean of the last decode steps."""
-    counted = rates.per_second(names.TOKENS, "dp_rank", mode="decode") if rates else None
-    return sum(counted.values()) if counted else reading.per_replica(names.THROUGHPUT, _SGLANG_REPLICA)
+    counted = rates.per_replica(names.TOKENS, _SGLANG_REPLICA, mode="decode") if rates else None
+    return reading.per_replica(names.THROUGHPUT, _SGLANG_REPLICA) if counted is None else counted
 
 
 def _gb_per_s(rates: Rates | None) -> dict[str, float]:

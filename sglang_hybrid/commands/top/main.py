@@ -19,8 +19,9 @@ bandwidth by path; waiting for the CPU worker; host pool and slots; workers, res
 The server needs --enable-metrics. What an engine does not export is named as such. A server that goes away is
 waited for."""
 _EPILOG = """\
-Ranks and replicas are shown together. Requests, rows and slots: the sum over replicas. Bytes, blocks, tokens and
-memory: the sum over all ranks. Ratios, recall intervals and cosines: the mean. Workers are listed by rank.
+Ranks and replicas are shown together. Requests, rows, tokens and slots: the sum over replicas. Bytes, blocks
+and memory: the sum over all ranks. Ratios, recall intervals and cosines: the mean. Workers are listed by rank.
+Rates and waits are those of the last five seconds, or of one --interval if that is longer.
 
 what --once --json prints: one object
   problem      null, or {"kind": "no-answer" | "no-metrics" | "not-sglang" | "stock", "text", "since"}

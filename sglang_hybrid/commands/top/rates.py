@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from sglang_hybrid.commands.top import names
@@ -38,21 +38,32 @@ class Rates:
         now = _counters(self.after)
         return any(now.get(series, -math.inf) < value for series, value in _counters(self.before).items())
 
-    def increase(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """Increases of a counter summed over ranks, for each value of a label."""
+    def increase(
+        self, name: str, label: str, combine: Callable[[Iterable[float]], float] = math.fsum, **labels: str
+    ) -> dict[str, float]:
+        """Increases of a counter for each value of a label; ``combine`` makes one number of all ranks' ones."""
         before: Mapping[_Series, float] = {}
         if not self.restarted:
             before = {_series(name, sample): sample.value for sample in self.before.of(name, **labels)}
-        grown: dict[str, float] = defaultdict(float)
+        grown: dict[str, list[float]] = defaultdict(list)
         for sample in self.after.of(name, **labels):
-            grown[sample.labels.get(label, "")] += sample.value - before.get(_series(name, sample), 0.0)
-        return dict(sorted(grown.items()))
+            grown[sample.labels.get(label, "")].append(sample.value - before.get(_series(name, sample), 0.0))
+        return {key: combine(values) for key, values in sorted(grown.items())}
 
-    def per_second(self, name: str, label: str, **labels: str) -> dict[str, float] | None:
+    def per_second(self, name: str, label: str) -> dict[str, float] | None:
         """Rates summed over ranks, for each value of a label; None if the counter is not exported."""
         if self.seconds <= 0 or not self.after.has(name):
             return None
-        return {key: value / self.seconds for key, value in self.increase(name, label, **labels).items()}
+        return {key: value / self.seconds for key, value in self.increase(name, label).items()}
+
+    def per_replica(self, name: str, replica: str, **labels: str) -> float | None:
+        """Rate of what all ranks of a replica count, such as tokens: the sum over replicas of the largest of a rank.
+
+        ``replica`` is the label that tells replicas apart. None if the counter is not exported with these labels.
+        """
+        if self.seconds <= 0 or not self.after.of(name, **labels):
+            return None
+        return math.fsum(self.increase(name, replica, max, **labels).values()) / self.seconds
 
     def spread(self, histogram: str) -> Spread | None:
         """Mean and quantiles of the values that were observed in between; None without one."""

@@ -201,3 +201,11 @@ def test_what_served_before_is_not_shown_as_what_serves() -> None:
 def test_every_metric_of_ours_that_is_shown_is_one_that_engines_export() -> None:
     table = pytest.importorskip("sglang_hybrid.metrics.table", reason="this server has no table of metrics")
     assert {name for name in names.SHOWN if name.startswith(names.HYBRID)} <= table.BY_NAME.keys()
+
+
+def test_ranks_of_a_replica_count_the_same_tokens() -> None:
+    line = 'sglang:realtime_tokens_total{{mode="decode",tp_rank="{}",dp_rank="{}"}} {}\n'
+    before = line.format(0, 0, 0) + line.format(1, 0, 0) + line.format(2, 1, 10)
+    after = line.format(0, 0, 40) + line.format(1, 0, 40) + line.format(2, 1, 30)
+    assert rates(before, after).per_replica(names.TOKENS, "dp_rank", mode="decode") == 30
+    assert rates(before, after).per_replica(names.TOKENS, "dp_rank", mode="prefill_compute") is None

@@ -31,12 +31,13 @@ export class LineChart {
 
   // Time ends now and reaches back by so many seconds.
   draw(points, seconds) {
-    this.points = points;
     const width = this.picture.clientWidth || 300;
     const now = points[points.length - 1].time;
+    points = points.filter((point) => point.time >= now - seconds); // late readings reach further back
+    this.points = points;
     const rows = this.series.map((each) => points.map(each.value));
     const top = topOfScale(rows.flat(), this.least);
-    this.x = (time) => LEFT + (width - LEFT) * Math.max(0, 1 - (now - time) / seconds);
+    this.x = (time) => LEFT + (width - LEFT) * (1 - (now - time) / seconds);
     const y = (value) => HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * (value / top);
     this.picture.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     const parts = [0, top / 2, top].flatMap((value) => [
