@@ -2,7 +2,7 @@
 
     python -m bench.step_breakdown TRACE [--steps 3] [--out FILE]
 
-Kernels of different lanes overlap, so categories have two numbers; see commands/report/session/gpu_trace.py. `waiting` is when nothing
+Kernels of different lanes overlap, so categories have two numbers; see gpu_trace.py. `waiting` is when nothing
 ran but waits for the worker and copies over PCIe; with `idle` it is what the GPU loses to the CPU and to PCIe at most,
 since `idle` also has the gaps between launches.
 """

@@ -35,7 +35,8 @@ def describe() -> dict[str, Any]:
 
 def in_words(machine: dict[str, Any]) -> str:
     gpu = machine.get("gpu") or "no GPU"
-    return f"{gpu}; {machine['cores']} cores of {machine['cpu'] or 'an unknown CPU'}; {machine['memory_gib']} GiB of memory"
+    cpu = machine["cpu"] or "an unknown CPU"
+    return f"{gpu}; {machine['cores']} cores of {cpu}; {machine['memory_gib']} GiB of memory"
 
 
 def load_average() -> float:

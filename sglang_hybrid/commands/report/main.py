@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 PAGE, MARKDOWN = "report.html", "report.md"
 _INTERRUPTED = 130
 _DESCRIPTION = """\
-Run the experiments of the papers ScoutAttention, HGCA and HCAttention at the size that this machine allows, and write one
-HTML page and a Markdown file with figures: the papers' numbers beside ours. Results are kept in the folder, so that an
-interrupted report goes on where it stopped."""
+Run the experiments of the papers ScoutAttention, HGCA and HCAttention at the size that this machine allows, and write
+one HTML page and a Markdown file with figures: the papers' numbers beside ours. Results are kept in the folder, so that
+an interrupted report goes on where it stopped."""
+_READING = (
+    "Filled marks are ours; hatched, dashed or open ones are the papers', which have larger models and GPUs: compare "
+    "shapes, not heights."
+)
 _EPILOG = """\
 examples:
   sglang-hybrid report                                  everything, by the size of this machine, into report/
@@ -65,7 +69,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder of the report (default: report)")
     parser.add_argument(
         "--model", type=Path, metavar="MODEL",
-        help="directory of a Hugging Face model, or a name that sglang-hybrid model --help lists (default: the default model)",
+        help="directory of a Hugging Face model, or a name that sglang-hybrid model --help lists (default: the default "
+        "model)",
     )  # fmt: skip
     parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
     parser.add_argument(
@@ -211,18 +216,18 @@ def _write(out: Path, context: Context, size: str, sections: Sequence[object]) -
     from sglang_hybrid.commands.report.markdown import write_markdown
     from sglang_hybrid.commands.report.page import html_of
 
-    found = describe()
+    found, model = describe(), context.model
     commit = (found["commit"] or "unknown") + (" with uncommitted changes" if found["uncommitted_changes"] else "")
     report = Report(
         title="The papers' experiments with sglang-hybrid",
         facts=(
-            ("model", f"{context.model.name} ({context.model.architecture}, {context.model.layers} layers, context {context.model.context})"),
+            ("model", f"{model.name} ({model.architecture}, {model.layers} layers, context {model.context})"),
             ("machine", in_words(found["machine"])),
             ("size", size),
             ("policies", ", ".join(context.policies)),
             ("commit", commit),
             ("date", found["date"]),
-            ("reading", "Filled marks are ours, hatched, dashed or open ones the papers'. The papers have larger models and GPUs: compare shapes, not heights."),
+            ("reading", _READING),
         ),
         sections=tuple(section for section in sections if isinstance(section, Section)),
     )  # fmt: skip

@@ -23,8 +23,8 @@ body { margin: 0; background: var(--ground); color: var(--ink); line-height: 1.5
 .frame { display: grid; grid-template-columns: 15rem minmax(0, 1fr); max-width: 78rem; margin: 0 auto; }
 nav { position: sticky; top: 0; align-self: start; max-height: 100vh; overflow: auto; padding: 2rem 1rem 2rem 1.25rem;
   font-size: .875rem; }
-nav h2 { font-size: .75rem; text-transform: uppercase; letter-spacing: .06em; color: var(--soft); margin: 1.2rem 0 .3rem;
-  border: 0; padding: 0; }
+nav h2 { font-size: .75rem; text-transform: uppercase; letter-spacing: .06em; color: var(--soft);
+  margin: 1.2rem 0 .3rem; border: 0; padding: 0; }
 nav ul { list-style: none; margin: 0; padding: 0; }
 nav a { display: block; padding: .2rem .5rem; color: var(--ink); text-decoration: none; border-radius: .3rem; }
 nav a:hover { background: var(--line); }
@@ -33,21 +33,25 @@ main { padding: 2rem 1.5rem 5rem; min-width: 0; }
 h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .6rem; }
 h2 { font-size: 1.35rem; margin: 3rem 0 1rem; padding-bottom: .35rem; border-bottom: 2px solid var(--line); }
 h3 { font-size: 1.12rem; margin: 0; }
-.facts { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .15rem 1rem; margin: 1rem 0; font-size: .92rem; }
+.facts { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .15rem 1rem; margin: 1rem 0;
+  font-size: .92rem; }
 .facts dt { color: var(--soft); } .facts dd { margin: 0; overflow-wrap: anywhere; }
 section.card { background: var(--card); border: 1px solid var(--line); border-radius: .6rem; padding: 1.2rem 1.4rem;
   margin: 1.2rem 0; scroll-margin-top: 1rem; }
 .head { display: flex; gap: .75rem; align-items: baseline; justify-content: space-between; flex-wrap: wrap; }
 .question { margin: .25rem 0 1rem; color: var(--soft); }
-.badge { font-size: .75rem; padding: .1rem .55rem; border-radius: 1rem; border: 1px solid currentColor; white-space: nowrap; }
+.badge { font-size: .75rem; padding: .1rem .55rem; border-radius: 1rem; border: 1px solid currentColor;
+  white-space: nowrap; }
 .badge.measured { color: var(--good); } .badge.arithmetic { color: var(--accent); }
 .badge.skipped { color: var(--soft); } .badge.failed { color: var(--bad); }
-figure { margin: 1rem 0; } figure svg { display: block; width: 100%; height: auto; max-width: 58rem; color: var(--ink); }
+figure { margin: 1rem 0; }
+figure svg { display: block; width: 100%; height: auto; max-width: 58rem; color: var(--ink); }
 figcaption, caption { color: var(--soft); font-size: .875rem; text-align: left; padding: .35rem 0; }
 .scroll { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .32rem .8rem .32rem 0; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } thead th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
+th:first-child, td:first-child { text-align: left; }
+thead th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
 p.note, p.warning, pre.failed { font-size: .9rem; margin: .8rem 0; padding: .6rem .9rem; border-radius: .4rem;
   overflow-wrap: anywhere; white-space: pre-line; }
 p.note { border-left: 3px solid var(--line); padding: .1rem .9rem; color: var(--soft); border-radius: 0; }
@@ -55,7 +59,8 @@ p.warning { background: var(--warn-ground); color: var(--warn); }
 pre.failed { background: var(--bad-ground); color: var(--bad); white-space: pre-wrap; }
 details { font-size: .875rem; margin-top: 1rem; color: var(--soft); } summary { cursor: pointer; }
 code, pre { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: .82rem; }
-details pre { overflow-x: auto; padding: .6rem .8rem; background: var(--ground); border: 1px solid var(--line); border-radius: .4rem; }
+details pre { overflow-x: auto; padding: .6rem .8rem; background: var(--ground);
+  border: 1px solid var(--line); border-radius: .4rem; }
 @media (max-width: 60rem) { .frame { display: block; } nav { position: static; max-height: none; padding-bottom: 0; }
   nav ul { columns: 2; } main { padding: 1rem; } section.card { padding: 1rem; } }
 @media print { nav { display: none; } .frame { display: block; } section.card { break-inside: avoid; } }
@@ -73,7 +78,8 @@ def html_of(report: Report) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<title>{escape(report.title)}</title><style>\n{_STYLE}</style></head>\n<body><div class="frame">'
-        f'{_navigation(report)}<main><h1>{escape(report.title)}</h1><dl class="facts">{facts}</dl>{body}</main></div></body></html>\n'
+        f'{_navigation(report)}<main><h1>{escape(report.title)}</h1><dl class="facts">{facts}</dl>{body}</main></div>'
+        "</body></html>\n"
     )
 
 

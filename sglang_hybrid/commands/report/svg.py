@@ -31,7 +31,7 @@ def as_file(svg: str) -> str:
 
 
 def inlined(svg: str, name: str, text: str) -> str:
-    """For a page: text in the page's colour, identifiers of its own, as wide as the page allows. ``text`` is escaped."""
+    """For a page: text in the page's colour, identifiers of its own, as wide as the page. ``text`` is escaped."""
     found = set(_ID.findall(svg))
     svg = _ID.sub(lambda match: f'id="{name}-{match[1]}"', svg)
     svg = re.sub(r'href="#([^"]+)"', lambda match: f'href="#{name}-{match[1]}"' if match[1] in found else match[0], svg)

@@ -41,7 +41,8 @@ class HcCodebook(Experiment):
             return absent
         if not context.codebooks:
             return (
-                "it needs codebooks of this model: make some with sglang-hybrid profile --codebook, one for each number of "
+                "it needs codebooks of this model: make some with sglang-hybrid profile --codebook, "
+                "one for each number of "
                 "groups and centroids, and name them with --codebook FILE"
             )
         return None

@@ -69,7 +69,8 @@ class HcMemory(Experiment):
                 Figure("hc-memory", "Llama-3-8B, one request, without weights. By arithmetic, nothing was run.", drawn),
                 *tables,
                 Note(
-                    f"The paper's shares of the KV cache on the GPU: {shares}. An index of a centroid counts two bytes. scout "
+                    f"The paper's shares of the KV cache on the GPU: {shares}. An index of a centroid "
+                    "counts two bytes. scout "
                     "keeps digests and sketches of all blocks, slots for one budget of 2,048 tokens and scores. "
                     + cited([HC_MEMORY_SOURCE, HC_LONGEST_SOURCE])
                 ),

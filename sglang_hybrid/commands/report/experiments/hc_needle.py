@@ -69,15 +69,16 @@ class HcNeedle(Experiment):
         of_paper = tuple(
             (model, *(f"{score:g}" for score in scores.values())) for model, scores in HC_LONGBENCH.items()
         )
-        shares = tuple(next(iter(HC_LONGBENCH.values())))
+        head = ("model", *next(iter(HC_LONGBENCH.values())))
         return Shown(
             (
                 Figure("hc-needle", "Needles found by depth and length.", drawn),
                 Table("All cells together", ("run", "found", "prompts"), rows),
-                Table(f"The paper: mean of LongBench by share of the KV cache on the GPU ({HC_LONGBENCH_SOURCE})", ("model", *shares), of_paper),
+                Table(f"LongBench by share of the KV cache on the GPU ({HC_LONGBENCH_SOURCE})", head, of_paper),
                 *refused_notes(result),
                 Note(
-                    "The paper draws its needle maps without numbers (figure 2): like full attention at 50 % and 25 % of the KV "
+                    "The paper draws its needle maps without numbers (figure 2): like full attention "
+                    "at 50 % and 25 % of the KV "
                     "cache, slightly worse at 12.5 %."
                 ),
             ),

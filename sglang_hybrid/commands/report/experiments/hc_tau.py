@@ -46,10 +46,10 @@ class HcTau(Experiment):
 
     def draw(self, result: Result) -> Shown:
         runs, taus = by_name(result["runs"]), result["taus"]
-        own = [runs.get(f"tau {tau:g}") for tau in taus]
+        own = [runs.get(f"tau {tau:g}", {}) for tau in taus]
         drawn, (left, right) = figures.figure(9.6, 3.3, 2)
         colour = figures.colour_of("hcattention")
-        changes = [((run or {}).get("perplexity_change") or {}).get("mean") for run in own]
+        changes = [(run.get("perplexity_change") or {}).get("mean") for run in own]
         left.plot(
             taus,
             [float("nan") if one is None else -one for one in changes],
@@ -64,7 +64,7 @@ class HcTau(Experiment):
         left.axhline(0, color=figures.colour_of("full"), linewidth=1)
         left.set_ylabel("against full attention")
         figures.percent(left)
-        shares = [(run or {}).get("cpu_ratio") for run in own]
+        shares = [run.get("cpu_ratio") for run in own]
         if any(share is not None for share in shares):
             right.plot(taus, [float("nan") if one is None else one for one in shares], "o-", color=colour, label="ours")
         right.plot(
@@ -79,8 +79,8 @@ class HcTau(Experiment):
             figures.legend(axes)
         rows = tuple(
             (
-                f"{tau:g}", shown((run or {}).get("perplexity")), change_of(run or {}), shown((run or {}).get("kl_mean"), "{:.4f}"),
-                percent((run or {}).get("cpu_ratio")), percent(HC_TAU[tau][0]) if tau in HC_TAU else "",
+                f"{tau:g}", shown(run.get("perplexity")), change_of(run), shown(run.get("kl_mean"), "{:.4f}"),
+                percent(run.get("cpu_ratio")), percent(HC_TAU[tau][0]) if tau in HC_TAU else "",
                 f"{HC_TAU[tau][1]:g}" if tau in HC_TAU else "",
             )
             for tau, run in zip(taus, own, strict=True)

@@ -101,7 +101,8 @@ class HgcaPerplexity(Experiment):
                 ),
                 *refused_notes(result),
                 Note(
-                    f"Ours decodes behind {result['prompt_tokens']} prefilled tokens, the paper scores whole texts of 2,048 to "
+                    f"Ours decodes behind {result['prompt_tokens']} prefilled tokens, the paper "
+                    "scores whole texts of 2,048 to "
                     "8,192 tokens. " + cited([HGCA_PERPLEXITY_SOURCE])
                 ),
             ),

@@ -61,8 +61,8 @@ class HgcaRate(Experiment):
                 Table("Rates", head, rows),
                 *speed_notes(result),
                 Note(
-                    f"The paper decodes {HGCA_RATE_TOKENS:,} tokens with {HGCA_RATE_WINDOW:,} of them on the GPU and beta 1. "
-                    + cited([HGCA_RATE_SOURCE])
+                    f"The paper decodes {HGCA_RATE_TOKENS:,} tokens with {HGCA_RATE_WINDOW:,} of them "
+                    "on the GPU and beta 1. " + cited([HGCA_RATE_SOURCE])
                 ),
             ),
             speed_settings_lines(result),

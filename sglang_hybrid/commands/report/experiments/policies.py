@@ -34,8 +34,8 @@ class Policies(Experiment):
     paper = "all"
     question = "What does each policy cost in accuracy and in speed, on the same prompts?"
     numbers: ClassVar = (
-        "windows", "prompt_tokens", "decode_tokens", "budget", "lengths", "depths", "repeats", "batches", "batch_length",
-        "speed_lengths", "speed_rows", "speed_budget", "speed_steps", "warm_steps", "rate_window",
+        "windows", "prompt_tokens", "decode_tokens", "budget", "lengths", "depths", "repeats", "batches",
+        "batch_length", "speed_lengths", "speed_rows", "speed_budget", "speed_steps", "warm_steps", "rate_window",
     )  # fmt: skip
     uses = "speed"
 
@@ -95,7 +95,7 @@ class Policies(Experiment):
         drawn, panels = figures.figure(10.4, 3.2, 3)
         columns: list[tuple[str, list[float | None], str]] = [
             ("KL to full attention (nats)", [(runs.get(name) or {}).get("kl_mean") for name in names], "{:.4f}"),
-            ("needles found (%)", [_needle(runs.get(name), runs.get("full attention"), name) for name in names], "{:.0f}"),
+            ("needles found (%)", [_needle(runs, name) for name in names], "{:.0f}"),
             (
                 f"tokens/s, {result['rows']} x {result['length']} tokens",
                 [(result["rates"].get(name) or {}).get("tokens_per_s") for name in names], "{:.1f}",
@@ -131,7 +131,8 @@ class Policies(Experiment):
         elements: list[Element] = [
             Figure(
                 "policies",
-                f"Budget {result['budget']} tokens where a policy has one. Accuracy behind {result['prompt_tokens']} tokens, "
+                f"Budget {result['budget']} tokens where a policy has one. Accuracy behind "
+                f"{result['prompt_tokens']} tokens, "
                 f"needles in {result['needle_length']} tokens.",
                 drawn,
             ),
@@ -163,8 +164,8 @@ def _groups(names: Sequence[str]) -> list[list[str]]:
     return [plain, *([name] for name in names if name not in plain)]
 
 
-def _needle(run: dict[str, Any] | None, baseline: dict[str, Any] | None, name: str) -> float | None:
-    of = baseline if name == "full" else run
+def _needle(runs: dict[str, dict[str, Any]], name: str) -> float | None:
+    of = runs.get("full attention" if name == "full" else name)
     score = score_of(of, "needle") if of else None
     return None if score is None else 100 * score
 
@@ -172,7 +173,7 @@ def _needle(run: dict[str, Any] | None, baseline: dict[str, Any] | None, name: s
 def _row(name: str, run: dict[str, Any] | None, rate: dict[str, Any]) -> tuple[str, ...]:
     of = run or {"tasks": {}}
     return (
-        name, shown(of.get("perplexity")), change_of(of), shown(of.get("kl_mean"), "{:.4f}"), percent(of.get("top1_agreement")),
-        percent(score_of(of, "needle"), "{:.0f} %"), shown(rate.get("tokens_per_s"), "{:.1f}"),
-        shown(rate.get("batch"), "{:.1f}"), rate.get("engine", ""),
+        name, shown(of.get("perplexity")), change_of(of), shown(of.get("kl_mean"), "{:.4f}"),
+        percent(of.get("top1_agreement")), percent(score_of(of, "needle"), "{:.0f} %"),
+        shown(rate.get("tokens_per_s"), "{:.1f}"), shown(rate.get("batch"), "{:.1f}"), rate.get("engine", ""),
     )  # fmt: skip

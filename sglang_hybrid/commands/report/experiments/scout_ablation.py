@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from sglang_hybrid.commands.report import figures
@@ -122,7 +123,7 @@ def _speed_elements(result: Result) -> list[Element]:
         return [Note(said)]
     names = list(result["speeds"])
     values = [result["speeds"][name] for name in names]
-    gains = [None, *(new / old if old and new else None for old, new in zip(values, values[1:], strict=False))]
+    gains = [None, *(new / old if old and new else None for old, new in pairwise(values))]
     of_paper = [None, *(number.value for number in SCOUT_ABLATION.values())]
     rows = tuple(
         (name, shown(value, "{:.0f}"), shown(gain, "{:.2f}"), shown(paper_gain, "{:.2f}"))

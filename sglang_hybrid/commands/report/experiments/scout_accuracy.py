@@ -92,7 +92,8 @@ class ScoutAccuracy(Experiment):
                 Table("The paper: LongBench against full attention, Qwen3-8B", ("budget", "mean", "source"), of_paper),
                 *refused_notes(result),
                 Note(
-                    "The paper's scores are LongBench's, of another model, at up to 64k tokens: they are to be read beside "
+                    "The paper's scores are LongBench's, of another model, at up to 64k tokens: they "
+                    "are to be read beside "
                     "ours, not against them. " + cited(SCOUT_ACCURACY_LOSS.values())
                 ),
             ),

@@ -71,8 +71,8 @@ class ScoutBatch(Experiment):
                 Table("Tokens per second", ("", *(f"{rows} rows" for rows in batches)), table),
                 *speed_notes(result),
                 Note(
-                    f"The paper has batches of {', '.join(map(str, SCOUT_BATCHES))} at 32k tokens; --size full has the same. "
-                    + cited(numbers)
+                    f"The paper has batches of {', '.join(map(str, SCOUT_BATCHES))} at 32k tokens; "
+                    "--size full has the same. " + cited(numbers)
                 ),
             ),
             speed_settings_lines(result),

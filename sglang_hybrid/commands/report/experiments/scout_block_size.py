@@ -55,8 +55,10 @@ class ScoutBlockSize(Experiment):
                 ),
                 Table("Digests of 16-bit keys", ("tokens of a block", "share of the KV cache"), rows),
                 Note(
-                    f"Ours has one point: pages of the host pool, digests, the mailbox and all kernels are built for blocks of "
-                    f"{BLOCK_TOKENS} tokens, the paper's own default. The paper's figure 10 compares three sizes and finds "
+                    "Ours has one point: pages of the host pool, digests, the mailbox and all "
+                    "kernels are built for blocks of "
+                    f"{BLOCK_TOKENS} tokens, the paper's own default. The paper's figure 10 compares "
+                    "three sizes and finds "
                     "that larger blocks leave memory for larger batches, because digests shrink; its text names no "
                     "throughput, so only the memory is shown. Our int8 digests and 4-bit sketches are not counted. "
                     + cited([SCOUT_BLOCK_TOKENS])

@@ -59,7 +59,8 @@ class ScoutBreakdown(Experiment):
             "Idle is not defined on a host without a GPU: nothing waits for another device."
             if not result["has_gpu"]
             else (
-                "Idle: no kernel ran, or none but waits for the worker and copies over PCIe. Parts are the time in which "
+                "Idle: no kernel ran, or none but waits for the worker and copies over PCIe. Parts "
+                "are the time in which "
                 "nothing of another kind ran."
             )
         )

@@ -71,8 +71,10 @@ class ScoutCosines(Experiment):
                 Figure("scout-cosines", "Hatched: the paper's models, predicted raw.", drawn),
                 Table("Cosine by layer", ("layer", "raw", "calibrated", "rank of the correction"), rows),
                 Note(
-                    f"Fitted on {result['fitted_tokens']} tokens, measured on {result['unseen_tokens']} others; a server fits "
-                    "on several times as many. Raw is the paper's prediction: the next layer's own projection of this layer's "
+                    f"Fitted on {result['fitted_tokens']} tokens, measured on "
+                    f"{result['unseen_tokens']} others; a server fits "
+                    "on several times as many. Raw is the paper's prediction: the next layer's own "
+                    "projection of this layer's "
                     "input. The first layer is left out, nothing predicts it. " + cited(SCOUT_COSINES.values())
                 ),
             ),

@@ -69,7 +69,8 @@ class ScoutLength(Experiment):
                 Table("Tokens per second", ("", *(f"{length} tokens" for length in lengths)), table),
                 *speed_notes(result),
                 Note(
-                    "The paper's throughput is that of the largest batch that fits in GPU memory, which is what an offloaded "
+                    "The paper's throughput is that of the largest batch that fits in GPU memory, "
+                    "which is what an offloaded "
                     f"cache gains by; at 64k it is {SCOUT_SPEED_UP_64K.value:g} times full attention's and up to "
                     f"{SCOUT_SPEED_UP_OTHERS.value:g} times that of HGCA and InfiniGen. "
                     + cited([SCOUT_SPEED_UP_64K, SCOUT_SPEED_UP_OTHERS])

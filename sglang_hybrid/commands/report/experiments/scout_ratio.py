@@ -71,8 +71,10 @@ class ScoutRatio(Experiment):
                 Figure("scout-ratio", f"Mean over all layers, {where}. Dashed and dotted: the paper's numbers.", drawn),
                 Table("CPU compute ratio", ("run", "mean", "last eighth of the steps"), rows),
                 Note(
-                    "A policy that resumes with an exact first step has no ratio there. The paper's mean interval between "
-                    f"recalls is {SCOUT_RECALL_INTERVAL.value:g} steps, profiled per layer; here it is 8 without a profile. "
+                    "A policy that resumes with an exact first step has no ratio there. The paper's "
+                    "mean interval between "
+                    f"recalls is {SCOUT_RECALL_INTERVAL.value:g} steps, profiled per layer; here it "
+                    "is 8 without a profile. "
                     + cited([SCOUT_RATIO_MEAN, SCOUT_RATIO_THRESHOLD])
                 ),
             ),

@@ -30,15 +30,26 @@ def ratios(
     runs = []
     for name, settings in variants:
         session.use(load_config(None, ["whole_requests=never", *settings]))
-        seen: dict[int, list[tuple[int, float]]] = {}  # by layer: step and ratio
-        step = 0
-        session.watch_ratio(lambda layer, ratio, seen=seen: seen.setdefault(layer, []).append((step, ratio)))  # type: ignore[misc]
+        seen = _Seen()
+        session.watch_ratio(seen.add)
         prefilled.rewind()
         for step in range(following.shape[1]):
+            seen.step = step
             prefilled.step(following[:, step])
             tell(name, of_variant / following.shape[1])
-        runs.append({"name": name, "settings": list(settings), **_summary(seen, following.shape[1])})
+        runs.append({"name": name, "settings": list(settings), **_summary(seen.ratios, following.shape[1])})
     return {"runs": runs}
+
+
+class _Seen:
+    """Ratios as the engine tells them, with the step that runs."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.ratios: dict[int, list[tuple[int, float]]] = {}  # by layer: step and ratio
+
+    def add(self, layer: int, ratio: float) -> None:
+        self.ratios.setdefault(layer, []).append((self.step, ratio))
 
 
 def _summary(seen: dict[int, list[tuple[int, float]]], steps: int) -> dict[str, Any]:
