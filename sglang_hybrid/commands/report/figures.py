@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from sglang_hybrid.commands.eval.plots import tokens_label
 
@@ -60,6 +60,10 @@ def percent(axes: Axes, which: str = "y") -> None:
     """Values are shares of one."""
     axis = axes.yaxis if which == "y" else axes.xaxis
     axis.set_major_formatter(FuncFormatter(lambda value, _place: f"{100 * value:g} %"))
+
+
+def whole_numbers(axes: Axes) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def token_axis(axes: Axes, tokens: Sequence[int], text: str) -> None:

@@ -45,13 +45,13 @@ section.card { background: var(--card); border: 1px solid var(--line); border-ra
 .badge.measured { color: var(--good); } .badge.arithmetic { color: var(--accent); }
 .badge.skipped { color: var(--soft); } .badge.failed { color: var(--bad); }
 figure { margin: 1rem 0; }
-figure svg { display: block; width: 100%; height: auto; max-width: 58rem; color: var(--ink); }
+figure svg { display: block; width: 100%; height: auto; color: var(--ink); }
 figcaption, caption { color: var(--soft); font-size: .875rem; text-align: left; padding: .35rem 0; }
 .scroll { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .32rem .8rem .32rem 0; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
-thead th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
+thead th { color: var(--soft); font-weight: 600; vertical-align: bottom; white-space: normal; }
 p.note, p.warning, pre.failed { font-size: .9rem; margin: .8rem 0; padding: .6rem .9rem; border-radius: .4rem;
   overflow-wrap: anywhere; white-space: pre-line; }
 p.note { border-left: 3px solid var(--line); padding: .1rem .9rem; color: var(--soft); border-radius: 0; }

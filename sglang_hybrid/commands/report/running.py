@@ -60,7 +60,7 @@ def run_one(experiment: Experiment, context: Context, command: Sequence[str]) ->
     return Section(
         **facts,
         status="arithmetic" if experiment.by_arithmetic else "measured",
-        elements=_with_load(shown, document["origin"]),
+        elements=_with_load(shown, document["origin"]) if experiment.uses == "speed" else shown.elements,
         settings=shown.settings,
         origin=document["origin"],
         seconds=None if experiment.by_arithmetic else document["seconds"],
@@ -90,7 +90,5 @@ def _with_load(shown: Shown, origin: dict[str, Any]) -> tuple[Any, ...]:
     load, cores = max(origin.get("load_average") or [0]), origin["machine"]["cores"]
     if load <= cores + 1:
         return shown.elements
-    busy = (
-        f"Other programs ran beside: load average {load} on {cores} cores. Times say little, accuracy is not affected."
-    )
+    busy = f"Other programs ran beside: load average {load} on {cores} cores. Times say little."
     return (*shown.elements, Note(busy, "warning"))

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure as Drawing
 
 from sglang_hybrid.commands.report.figures import INK
 
+_PIXELS = 1.36  # of a point: text of all figures is as large as that of tables
 _ID = re.compile(r'\bid="([^"]+)"')
 
 
@@ -38,5 +39,7 @@ def inlined(svg: str, name: str, text: str) -> str:
     svg = re.sub(r"url\(#([^)]+)\)", lambda match: f"url(#{name}-{match[1]})" if match[1] in found else match[0], svg)
     svg = svg.replace(INK, "currentColor")
     opened = svg.index(">", svg.index("<svg"))
+    points = re.search(r'\bwidth="([\d.]+)pt"', svg[:opened])
+    wide = f' style="max-width:{float(points[1]) * _PIXELS:.0f}px"' if points else ""
     head = re.sub(r'\b(width|height)="[^"]*pt"\s*', "", svg[:opened])
-    return f'{head} role="img" aria-label="{text}"{svg[opened:]}'
+    return f'{head}{wide} role="img" aria-label="{text}"{svg[opened:]}'

@@ -21,6 +21,7 @@ from sglang_hybrid.commands.report.running import run_all, run_one
 class Counting(Experiment):
     title, paper, question = "Counts", "all", "How often does it run?"
     numbers: ClassVar = ("windows",)
+    uses = "speed"
 
     def __init__(self, name: str, error: BaseException | None = None) -> None:
         self.name, self.error, self.runs = name, error, 0  # type: ignore[misc]

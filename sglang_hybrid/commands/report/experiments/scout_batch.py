@@ -59,7 +59,7 @@ class ScoutBatch(Experiment):
                 )  # fmt: skip
         right.set_xticks(range(len(groups)), groups, fontsize=8)
         right.set_xlim(-0.4, len(groups) - 0.2 + 0.5)
-        right.set_ylabel("throughput of the larger batch over the smaller")
+        right.set_ylabel("gain over the smaller batch")
         figures.legend(right)
         table = tuple((policy, *(shown(value, "{:.1f}") for value in values)) for policy, values in rates.items())
         numbers = [number for of_policy in SCOUT_BATCH_SCALING.values() for number in of_policy.values()]

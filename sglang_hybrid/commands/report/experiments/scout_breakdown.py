@@ -38,11 +38,12 @@ class ScoutBreakdown(Experiment):
         left.set_ylabel("share of a decode step")
         figures.percent(left)
         left.set_ylim(0, 1.32)
+        left.set_yticks([0, 0.25, 0.5, 0.75, 1.0])
         figures.legend(left, ncols=3, loc="upper center")
         series: dict[str, list[float | None]] = {"paper, batch 40": [number.value for number in SCOUT_IDLE.values()]}
         if result["has_gpu"]:
             series["this machine"] = [(found.get(name) or {}).get("idle_share") for name in SCOUT_IDLE]
-        figures.grouped_bars(right, list(SCOUT_IDLE), series)
+        figures.grouped_bars(right, list(SCOUT_IDLE), series, "{:.0%}")
         right.set_ylabel("GPU idle (share of a step)")
         figures.percent(right)
         figures.legend(right)

@@ -39,6 +39,7 @@ class ScoutCosines(Experiment):
                 label=kind,
             )
         left.set_xlabel("layer")
+        figures.whole_numbers(left)
         left.set_ylabel("cosine of predicted and real query")
         left.set_ylim(top=1.005)
         figures.legend(left, loc="lower right")
@@ -59,7 +60,7 @@ class ScoutCosines(Experiment):
             )
         right.set_yticks(range(len(names)), names, fontsize=8)
         right.invert_yaxis()
-        right.set_xlim(0.8, 1.02)
+        right.set_xlim(min(0.8, min(values) - 0.05), 1.02)
         right.set_xlabel("mean cosine")
         right.grid(visible=False)
         rows = tuple(

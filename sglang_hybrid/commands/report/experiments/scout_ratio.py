@@ -59,6 +59,7 @@ class ScoutRatio(Experiment):
             linewidth=1.2,
         )
         axes.set_xlabel("decode step")
+        figures.whole_numbers(axes)
         axes.set_ylabel("CPU compute ratio (misses / budget)")
         axes.set_ylim(bottom=0)
         figures.percent(axes)
