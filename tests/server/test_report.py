@@ -12,8 +12,9 @@ import pytest
 import tiny_models
 
 SMALLEST = (
-    "windows=1", "prompt_tokens=288", "decode_tokens=4", "budget=192", "budgets=160,192", "ratio_steps=5", "fit_windows=2",
-    "fit_tokens=128", "speed_lengths=64", "batches=1,2", "batch_length=64", "speed_budget=160", "speed_steps=2",
+    "windows=1", "prompt_tokens=288", "decode_tokens=4", "budget=192", "budgets=160,192", "ratio_steps=5",
+    "fit_windows=2", "fit_tokens=128", "calibrates=1", "speed_lengths=64", "batches=1,2", "batch_length=64",
+    "speed_budget=160", "speed_steps=2",
     "warm_steps=1", "rate_steps=8",
 )  # fmt: skip
 

@@ -31,6 +31,7 @@ class Size:
     # cosines
     fit_windows: int
     fit_tokens: int
+    calibrates: int  # 1: the ablation has a predictor that is fitted first, which takes minutes on a CPU
     # speed: prompts with one row, then batches of one length
     speed_lengths: tuple[int, ...]
     speed_rows: int  # of the sweep over lengths
@@ -117,6 +118,7 @@ SIZES = {
     "tiny": Size(
         windows=2, prompt_tokens=704, decode_tokens=13, budget=224, budgets=(160, 224, 320),
         lengths=(512, 768), depths=(0.1, 0.5, 0.9), repeats=1, ratio_steps=20, fit_windows=4, fit_tokens=256,
+        calibrates=0,
         speed_lengths=(256, 512), speed_rows=1, batches=(1, 2, 4), batch_length=128, speed_budget=224,
         speed_steps=6, warm_steps=2, rate_prompt=64, rate_steps=128, rate_window=96,
         taus=(0.3, 0.5, 0.7, 0.9, 1.0), ratios=(0.25, 0.5), betas=(0.25, 1.0),
@@ -124,6 +126,7 @@ SIZES = {
     "small": Size(
         windows=4, prompt_tokens=3072, decode_tokens=49, budget=512, budgets=(256, 512, 1024),
         lengths=(1024, 2048, 4096), depths=_FIFTHS, repeats=1, ratio_steps=128, fit_windows=6, fit_tokens=1024,
+        calibrates=1,
         speed_lengths=(512, 1024, 2048, 4096), speed_rows=1, batches=(1, 2, 4, 8), batch_length=1024, speed_budget=512,
         speed_steps=24, warm_steps=4, rate_prompt=64, rate_steps=2048, rate_window=512,
         taus=(0.3, 0.5, 0.7, 0.9, 1.0), ratios=(0.25, 0.5, 0.75),
@@ -132,6 +135,7 @@ SIZES = {
     "full": Size(
         windows=8, prompt_tokens=30000, decode_tokens=128, budget=2048, budgets=(1024, 2048, 4096),
         lengths=(4096, 8192, 16384, 32000), depths=_TENTHS, repeats=2, ratio_steps=256, fit_windows=6, fit_tokens=4096,
+        calibrates=1,
         speed_lengths=(8192, 16384, 32768, 65536), speed_rows=4, batches=(16, 32, 40, 64), batch_length=32768,
         speed_budget=2048, speed_steps=64, warm_steps=16, rate_prompt=64, rate_steps=16384, rate_window=4096,
         taus=(0.3, 0.5, 0.7, 0.9, 1.0),

@@ -146,7 +146,9 @@ def test_the_papers_grids_are_complete() -> None:
 
 
 def test_settings_of_every_run_are_listed(tmp_path: Path) -> None:
-    section = run_one(named("scout-ablation"), fake_context(tmp_path, Sessions()), ["report"])
+    context = fake_context(tmp_path, Sessions())
+    context.size = context.size.changed(["calibrates=1"])
+    section = run_one(named("scout-ablation"), context, ["report"])
     assert any("prediction=calibrated profile=auto" in line for line in section.settings)
     lines: Any = run_one(named("scout-length"), fake_context(tmp_path, Sessions()), ["report"]).settings
     assert any(line.startswith(f"{STOCK}: ") for line in lines)

@@ -38,8 +38,8 @@ class HcNeedle(Experiment):
         variants: Variants = [("scout", ["policy=scout", f"budget_tokens={size.budget}", "prediction=none"])]
         settings, policies = text_settings(context), ["scout"]
         if "hcattention" in context.policies:
-            codebook = next((f"hcattention.codebook={path}" for path in context.codebooks.values()), None)
-            settings = ["policy=hcattention", *([codebook] if codebook else [])]
+            codebook = next((str(path) for path in context.codebooks.values()), "none")
+            settings = ["policy=hcattention", f"hcattention.codebook={codebook}"]
             # with digests of keys scout can decode in the same pool; where hcattention keeps none it is left out
             variants = [("hcattention", [*settings, "hcattention.tau=0.9"])]
             policies = ["hcattention"]

@@ -35,15 +35,16 @@ class ScoutAblation(Experiment):
     title = "Ablation"
     paper = "ScoutAttention"
     question = "What do prediction, calibration, recall and sketches contribute?"
-    numbers: ClassVar = ("windows", "prompt_tokens", "decode_tokens", "budget")
+    numbers: ClassVar = ("windows", "prompt_tokens", "decode_tokens", "budget", "calibrates")
 
     def run(self, context: Context) -> Result:
         size = context.size
         shared = ["policy=scout", f"budget_tokens={size.budget}"]
+        calibrated = [*shared, "prediction=calibrated", "profile=auto"]
         variants: Variants = [
             ("real query", [*shared, "prediction=none"]),
             ("predicted, raw", [*shared, "prediction=raw"]),
-            ("predicted, calibrated", [*shared, "prediction=calibrated", "profile=auto"]),
+            *([("predicted, calibrated", calibrated)] if size.calibrates else []),
             ("raw, no recall", [*shared, "prediction=raw", "scout.recall_interval=0"]),
             ("raw, recall at every step", [*shared, "prediction=raw", "scout.recall_interval=1"]),
             ("raw, no resident bonus", [*shared, "prediction=raw", "scout.resident_bonus=0"]),
