@@ -20,7 +20,7 @@ from sglang_hybrid.commands.report.experiments.base import (
     settings_lines,
     shown,
 )  # fmt: skip
-from sglang_hybrid.commands.report.experiments.scout_ratio import text_settings
+from sglang_hybrid.commands.report.experiments.scout_ratio import SCOUTS, text_settings
 from sglang_hybrid.commands.report.paper_numbers import SCOUT_ABLATION
 
 _STEPS = {  # settings of scout whose speed is compared on a GPU, each with what it adds
@@ -51,7 +51,7 @@ class ScoutAblation(Experiment):
             *([] if context.has_gpu else [("raw, no sketches", [*shared, "prediction=raw", "sketch_channels=0"])]),
             ("the paper's rules", ["policy=scoutattention", f"budget_tokens={size.budget}", "prediction=raw"]),
         ]
-        session = context.session(text_settings(context), variants=["scout"])
+        session = context.session(text_settings(context), variants=SCOUTS)
         asked = {"windows": size.windows, "prompt_tokens": size.prompt_tokens, "decode_tokens": size.decode_tokens}
         found = context.ask(session, "evaluate", variants=variants, **asked)
         speeds = self._speeds(context) if context.has_gpu else {}

@@ -20,7 +20,7 @@ from sglang_hybrid.commands.report.experiments.base import (
     settings_lines,
     shown,
 )  # fmt: skip
-from sglang_hybrid.commands.report.experiments.scout_ratio import text_settings
+from sglang_hybrid.commands.report.experiments.scout_ratio import SCOUTS, text_settings
 from sglang_hybrid.commands.report.paper_numbers import SCOUT_ACCURACY_LOSS
 
 _POLICIES = ("scoutattention", "scout")
@@ -41,7 +41,7 @@ class ScoutAccuracy(Experiment):
             for policy in _POLICIES
             for budget in size.budgets
         ]
-        session = context.session(text_settings(context), variants=["scout"])
+        session = context.session(text_settings(context), variants=SCOUTS)
         asked = {
             "windows": size.windows, "prompt_tokens": size.prompt_tokens, "decode_tokens": size.decode_tokens,
             "lengths": size.lengths[-1:], "depths": size.depths, "repeats": size.repeats, "tasks": _TASKS,

@@ -8,7 +8,7 @@ from sglang_hybrid.commands.report import figures
 from sglang_hybrid.commands.report.content import Figure, Note, Table
 from sglang_hybrid.commands.report.context import Context
 from sglang_hybrid.commands.report.experiments.base import Experiment, Result, Shown, cited
-from sglang_hybrid.commands.report.experiments.scout_ratio import text_settings
+from sglang_hybrid.commands.report.experiments.scout_ratio import SCOUTS, text_settings
 from sglang_hybrid.commands.report.paper_numbers import SCOUT_COSINES
 
 
@@ -20,7 +20,7 @@ class ScoutCosines(Experiment):
     numbers: ClassVar = ("fit_windows", "fit_tokens")
 
     def run(self, context: Context) -> Result:
-        session = context.session(text_settings(context), variants=["scout"])
+        session = context.session(text_settings(context), variants=SCOUTS)
         found = context.ask(session, "cosines", windows=context.size.fit_windows, window_tokens=context.size.fit_tokens)
         return {"model": context.model.name, **found}
 

@@ -18,6 +18,8 @@ from sglang_hybrid.commands.report.experiments.base import (
 )
 from sglang_hybrid.commands.report.paper_numbers import SCOUT_RATIO_MEAN, SCOUT_RATIO_THRESHOLD, SCOUT_RECALL_INTERVAL
 
+# what these experiments compare; one of them has no CUDA program, so that a GPU decodes in plain torch
+SCOUTS = ("scout", "scoutattention")
 OFF, ON, OURS_OFF, OURS = "scoutattention, no recall", "scoutattention", "scout, no recall", "scout"
 
 
@@ -38,7 +40,7 @@ class ScoutRatio(Experiment):
             (OURS, ["policy=scout", *budget]),
         ]
         variants = [one for one in variants if one[1][0].partition("=")[2] in context.policies]
-        session = context.session(text_settings(context), variants=["scout"])
+        session = context.session(text_settings(context), variants=SCOUTS)
         numbers = {"windows": size.windows, "prompt_tokens": size.prompt_tokens, "decode_tokens": size.ratio_steps}
         return {**numbers, "budget": size.budget, **context.ask(session, "ratios", variants=variants, **numbers)}
 
