@@ -12,7 +12,7 @@ from sglang_hybrid.commands.report import paper_numbers
 from sglang_hybrid.commands.report.content import Figure, Note, Section, Table
 from sglang_hybrid.commands.report.context import STOCK
 from sglang_hybrid.commands.report.experiments import EXPERIMENTS
-from sglang_hybrid.commands.report.experiments.base import Experiment
+from sglang_hybrid.commands.report.experiments.base import Experiment, settings_lines
 from sglang_hybrid.commands.report.running import run_all, run_one
 from sglang_hybrid.policies import registry
 
@@ -152,3 +152,10 @@ def test_settings_of_every_run_are_listed(tmp_path: Path) -> None:
     assert any("prediction=calibrated profile=auto" in line for line in section.settings)
     lines: Any = run_one(named("scout-length"), fake_context(tmp_path, Sessions()), ["report"]).settings
     assert any(line.startswith(f"{STOCK}: ") for line in lines)
+
+
+def test_settings_name_files_without_their_folders() -> None:
+    (line,) = settings_lines(
+        [{"name": "a", "settings": ["hcattention.codebook=/home/me/a.safetensors", "policy=hgca"]}]
+    )
+    assert line == "a: hcattention.codebook=a.safetensors policy=hgca"

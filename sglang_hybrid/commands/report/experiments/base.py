@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any, ClassVar, Literal
 from sglang_hybrid.commands.report.content import Element, Note
 from sglang_hybrid.commands.report.context import Context
 from sglang_hybrid.commands.report.paper_numbers import Number, Source
+
+_FOLDER = re.compile(r"=/\S*/")
 
 Result = dict[str, Any]
 Variants = list[tuple[str, list[str]]]  # a name and settings each
@@ -61,7 +64,9 @@ def cited(numbers: Iterable[Number | Source]) -> str:
 
 
 def settings_lines(runs: Iterable[dict[str, Any]]) -> tuple[str, ...]:
-    return tuple(f"{run['name']}: {' '.join(run['settings'])}" for run in runs if run.get("settings"))
+    """Files by their names: where they lie on one machine helps nobody."""
+    lines = (f"{run['name']}: {' '.join(run['settings'])}" for run in runs if run.get("settings"))
+    return tuple(_FOLDER.sub("=", line) for line in lines)
 
 
 def refused_notes(result: Result) -> tuple[Note, ...]:

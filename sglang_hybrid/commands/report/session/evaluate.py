@@ -62,7 +62,7 @@ def _usable(session: Loaded, variants: Sequence[tuple[str, Sequence[str]]]) -> t
         try:
             config = load_config(None, [*_ALWAYS, *settings])
             session.use(config)
-        except (ConfigError, Refusal) as error:
+        except (ConfigError, Refusal, ValueError) as error:  # a policy that cannot be made raises ValueError
             refused[name] = str(error)
         else:
             usable.append(Variant(name, dict(one.partition("=")[::2] for one in settings), config))
