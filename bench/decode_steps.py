@@ -207,7 +207,7 @@ def settings_of(flags: list[str]) -> list[str]:
 
 
 def trace(rows: Rows, path: Path) -> None:
-    """Three steps, every kernel on its stream: side_by_side.trace reads it."""
+    """Three steps, every kernel on its stream: commands.report.session.gpu_trace reads it."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:

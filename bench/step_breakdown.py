@@ -2,7 +2,7 @@
 
     python -m bench.step_breakdown TRACE [--steps 3] [--out FILE]
 
-Kernels of different lanes overlap, so categories have two numbers; see side_by_side/trace.py. `waiting` is when nothing
+Kernels of different lanes overlap, so categories have two numbers; see gpu_trace.py. `waiting` is when nothing
 ran but waits for the worker and copies over PCIe; with `idle` it is what the GPU loses to the CPU and to PCIe at most,
 since `idle` also has the gaps between launches.
 """
@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 from bench.record import write_result
-from bench.side_by_side.trace import breakdown, read_trace
+from sglang_hybrid.commands.report.session.gpu_trace import breakdown, read_trace
 
 
 def main() -> None:

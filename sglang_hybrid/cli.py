@@ -32,6 +32,7 @@ COMMANDS = {
     "worker": Command("cpu_worker.main", "start a CPU worker by hand; servers start their own"),
     "profile": Command("sglang_hybrid.commands.profile.main", "tune prediction, selection and recall for a model"),
     "eval": Command("sglang_hybrid.commands.eval.main", "accuracy of settings against full attention"),
+    "report": Command("sglang_hybrid.commands.report.main", "the papers' experiments on this machine, as one page"),
     "bench": Command("sglang_hybrid.commands.bench", "run SGLang's benchmarks with this backend"),
     "chaos": Command("sglang_hybrid.commands.checkout", "faults at random against a real server, in a checkout"),
     "config": Command("sglang_hybrid.commands.config", "every setting: its value, what auto becomes here, its source"),

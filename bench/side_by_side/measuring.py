@@ -15,7 +15,7 @@ from bench.side_by_side.metrics_course import Metrics, MetricsCourse
 from bench.side_by_side.prompts import Prompts
 from bench.side_by_side.server import Server
 from bench.side_by_side.statistics import Slice, course, steady_slices, steady_time, summary
-from bench.side_by_side.trace import EmptyTrace, breakdown, read_trace
+from sglang_hybrid.commands.report.session.gpu_trace import EmptyTrace, breakdown, read_trace
 
 Point = dict[str, Any]
 _TRACE_SECONDS = 60

@@ -1,6 +1,7 @@
 """The commands of ``sglang-hybrid``, imported when a command runs (see ``sglang_hybrid.cli``), and their parts.
 
     bench, check, config    commands of one file
+    report/          the papers' experiments, as one page
     doctor/          checks and measures the machine
     serve            the launcher: checks, starts the server as a child process, shows what it does, ends it
     arguments        what launchers read of a command line that is SGLang's

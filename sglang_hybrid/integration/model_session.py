@@ -24,8 +24,12 @@ from sglang_hybrid.policies.scout.profile import Profile
 class ModelSession:
     """One per process: SGLang's runtime state is global."""
 
-    def __init__(self, flags: Sequence[str]) -> None:
-        """``flags``: SGLang's command line, such as ``--model-path DIR --attention-backend hybrid``."""
+    def __init__(self, flags: Sequence[str], *, changes: bool = True) -> None:
+        """``flags``: SGLang's command line, such as ``--model-path DIR --attention-backend hybrid``.
+
+        ``changes``: settings will change, so that engines which cannot follow are left. Without changes the engine
+        that a server with these flags would have decodes.
+        """
         from sglang_hybrid.integration.activate import load_plugin
 
         load_plugin()
@@ -43,7 +47,7 @@ class ModelSession:
         self._one_batch = one_batch
         self._bench, self.tokenizer = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
         self.runner = self._bench.torch_runner
-        if args.attention_backend == BACKEND_NAME:
+        if args.attention_backend == BACKEND_NAME and changes:
             # settings and policies change all the time here, and some policies only watch
             self.runner.attn_backend.expect_changes()
         # off on a CPU, and with settings that the CUDA kernels cannot have
@@ -115,6 +119,23 @@ class ModelSession:
         with self._telling_progress(progress):
             _, logits, batch = self._bench.extend(requests)
         return Prefilled(self._bench, self.runner, batch, logits)
+
+    def prefill_in_turn(
+        self, prompts: Sequence[Sequence[int]], progress: Callable[[float], None] = lambda _part: None
+    ) -> Prefilled:
+        """As ``prefill``, one prompt after the other: the activations of many long prompts would not fit in memory."""
+        self._bench.clear()
+        joined, logits = None, []
+        for prompt in prompts:
+            requests = self._one_batch.prepare_synthetic_inputs_for_latency_test(1, len(prompt), [list(prompt)])
+            _, of_prompt, batch = self._bench.extend(requests)
+            logits.append(of_prompt)
+            if joined is None:
+                joined = batch
+            else:
+                joined.merge_batch(batch)
+            progress(1 / len(prompts))
+        return Prefilled(self._bench, self.runner, joined, torch.cat(logits))
 
     @contextmanager
     def _telling_progress(self, progress: Callable[[float], None]) -> Iterator[None]:

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from bench import throughput
-from bench.side_by_side import claims, configurations, metrics, plots, report, trace
+from bench.side_by_side import claims, configurations, metrics, plots, report
 from bench.side_by_side.capacity import KVModel, Limits, Selected, hybrid_capacity, hybrid_server_bytes, stock_capacity
 from bench.side_by_side.metrics_course import MetricsCourse, part_of
 from bench.side_by_side.prompts import OWN_TOKENS, Prompts
@@ -23,6 +23,7 @@ from bench.side_by_side.real_text import RealText
 from bench.side_by_side.statistics import Arrivals, NotSteady, Slice, course, steady_slices, summary
 from bench.side_by_side.synthetic_check import check
 from bench.synthetic_model import TINY, Character, Shape, next_token, parts, read_model, write_model
+from sglang_hybrid.commands.report.session import gpu_trace as trace
 from sglang_hybrid.config import HybridConfig
 
 QWEN3_14B_10_LAYERS = KVModel(layers=10, kv_heads=8, head_dim=128, itemsize=2)

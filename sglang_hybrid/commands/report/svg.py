@@ -1,0 +1,45 @@
+"""Drawings as SVG text: beside a Markdown file, or inside a page."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import matplotlib as mpl
+from matplotlib.figure import Figure as Drawing
+
+from sglang_hybrid.commands.report.figures import INK
+
+_PIXELS = 1.36  # of a point: text of all figures is as large as that of tables
+_ID = re.compile(r'\bid="([^"]+)"')
+
+
+def svg_of(drawing: Drawing, name: str) -> str:
+    """One ``<svg>`` element. The same drawing gives the same text: nothing is dated, nothing random."""
+    text = io.StringIO()
+    options = {"svg.hashsalt": name, "svg.fonttype": "none", "font.family": "sans-serif"}
+    with mpl.rc_context(options):
+        drawing.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
+    whole = text.getvalue()
+    return whole[whole.index("<svg") :].strip()
+
+
+def as_file(svg: str) -> str:
+    """With a white ground: viewers of files show no page behind it."""
+    ground = '<rect width="100%" height="100%" fill="#ffffff"/>'
+    opened = svg.index(">", svg.index("<svg")) + 1
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{svg[:opened]}{ground}{svg[opened:]}\n'
+
+
+def inlined(svg: str, name: str, text: str) -> str:
+    """For a page: text in the page's colour, identifiers of its own, as wide as the page. ``text`` is escaped."""
+    found = set(_ID.findall(svg))
+    svg = _ID.sub(lambda match: f'id="{name}-{match[1]}"', svg)
+    svg = re.sub(r'href="#([^"]+)"', lambda match: f'href="#{name}-{match[1]}"' if match[1] in found else match[0], svg)
+    svg = re.sub(r"url\(#([^)]+)\)", lambda match: f"url(#{name}-{match[1]})" if match[1] in found else match[0], svg)
+    svg = svg.replace(INK, "currentColor")
+    opened = svg.index(">", svg.index("<svg"))
+    points = re.search(r'\bwidth="([\d.]+)pt"', svg[:opened])
+    wide = f' style="max-width:{float(points[1]) * _PIXELS:.0f}px"' if points else ""
+    head = re.sub(r'\b(width|height)="[^"]*pt"\s*', "", svg[:opened])
+    return f'{head}{wide} role="img" aria-label="{text}"{svg[opened:]}'
