@@ -7,6 +7,7 @@
 # make chaos        faults at random against real servers, for 15 minutes (ARGS="--minutes 5 --seed 7")
 # make test-gpu     what needs a GPU
 # make test-compat  tests of what touches SGLang, on each SGLang that we know, each in its own venv
+# make docs         build the documentation site into build/site
 # make clean        remove what this checkout made: .venv, build, caches of tools
 # make clean-cache  remove what is kept for all checkouts: the converted default model, compiled kernels
 #
@@ -26,7 +27,7 @@ PYTEST := $(BIN)/python -m pytest --durations=10
 TOGETHER := $(if $(filter 2,$(PROCESSES)),OMP_NUM_THREADS=$(shell expr \( $$(nproc) + 1 \) / 2)) \
 	$(PYTEST) -n $(PROCESSES) --dist loadscope --no-loadscope-reorder
 
-.PHONY: serve pd chaos test tests test-fast test-full test-gpu test-compat lint types install clean clean-cache help
+.PHONY: serve pd chaos test tests test-fast test-full test-gpu test-compat lint types install docs clean clean-cache help
 .DEFAULT_GOAL := help
 
 help:
@@ -76,6 +77,9 @@ test-compat:
 		$(PYTHON) tools/install.py --venv .venv-$$version --sglang $$version && \
 		.venv-$$version/bin/python -m pytest tests/compat || exit 1; \
 	done
+
+docs: install
+	$(BIN)/python -m tools.build_site
 
 clean:
 	@$(PYTHON) tools/clean.py
