@@ -9,6 +9,7 @@
 # make test-ipex    the CPU worker with Intel's extension for PyTorch, in an environment of its own (x86_64 only)
 # make test-compat  tests of what touches SGLang, on each SGLang that we know, each in its own venv
 # make wheel        build the source distribution and a wheel with the CPU kernels of this architecture, into dist
+# make docs         build the documentation site into build/site
 # make clean        remove what this checkout made: .venv, build, caches of tools
 # make clean-cache  remove what is kept for all checkouts: the converted default model, compiled kernels
 #
@@ -28,7 +29,7 @@ PYTEST := $(BIN)/python -m pytest --durations=10
 TOGETHER := $(if $(filter 2,$(PROCESSES)),OMP_NUM_THREADS=$(shell expr \( $$(nproc) + 1 \) / 2)) \
 	$(PYTEST) -n $(PROCESSES) --dist loadscope --no-loadscope-reorder
 
-.PHONY: serve pd chaos test tests test-fast test-full test-gpu test-compat test-ipex lint types install wheel clean clean-cache help
+.PHONY: serve pd chaos test tests test-fast test-full test-gpu test-compat test-ipex lint types install docs wheel clean clean-cache help
 .DEFAULT_GOAL := help
 
 help:
@@ -86,6 +87,9 @@ test-compat:
 
 wheel:
 	@$(PYTHON) tools/build_wheel.py
+
+docs: install
+	$(BIN)/python -m tools.build_site
 
 clean:
 	@$(PYTHON) tools/clean.py
