@@ -39,9 +39,11 @@ export class HeatMap {
 
   // `columns`: how many readings are as wide as the picture, if none is late
   draw(points, columns, seconds, value) {
+    const now = points[points.length - 1].time;
+    points = points.filter((point) => point.time >= now - seconds); // late readings reach further back
     Object.assign(this, { points, columns, value });
-    this.layers = Math.max(...points.map((point) => value(point).length));
-    const now = points[points.length - 1].time, top = topOfScale(points.flatMap(value), this.least), scale = stops();
+    this.layers = Math.max(1, ...points.map((point) => value(point).length));
+    const top = topOfScale(points.flatMap(value), this.least), scale = stops();
     this.columnOf = (time) => Math.floor(columns * (1 - (now - time) / seconds) - 0.5);
     [this.canvas.width, this.canvas.height] = [columns, this.layers];
     const context = this.canvas.getContext("2d");

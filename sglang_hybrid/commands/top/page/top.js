@@ -99,8 +99,8 @@ function meter(name, title, used, whole, text) {
   const share = whole ? Math.min(1, (used ?? 0) / whole) : 0;
   const bar = element("i", share > 0.9 ? { class: "full" } : {});
   bar.style.width = `${100 * share}%`;
-  return element("div", { class: "meter", title },
-    element("p", {}, element("span", {}, name), element("span", {}, `${text(used)} of ${text(whole)} (${percent(share)})`)),
+  return element("div", { class: "meter", title: `${title} (${percent(share)} used)` },
+    element("p", {}, element("span", {}, name), element("span", {}, `${text(used)} of ${text(whole)}`)),
     element("div", {}, bar));
 }
 
