@@ -23,8 +23,8 @@ from sglang_hybrid.protocol.mailbox import Mailbox
 from sglang_hybrid.worker.torch_attention import TorchMisses
 
 ON_GPU = DEVICE == "cuda"
-STEPS = 70 if ON_GPU else 4  # on a GPU every row opens two blocks; here the third row opens one
-OPTIONS = HgcaOptions(window_tokens=4 * BLOCK_TOKENS, alpha=0.3, beta=1.0)
+STEPS = 70 if ON_GPU else 3  # on a GPU every row opens two blocks; here the third row opens one in its second step
+OPTIONS = HgcaOptions(window_tokens=3 * BLOCK_TOKENS, alpha=0.3, beta=1.0)
 
 
 class HgcaDecoding(Decoding):
@@ -33,9 +33,9 @@ class HgcaDecoding(Decoding):
     def __init__(self, options: HgcaOptions = OPTIONS, worker: bool = False) -> None:
         self.options, self._worker = options, worker
         super().__init__(budget=MAX_BLOCKS, interval=0)
-        self.policy = HgcaPolicy(options, TorchMisses(), PromptQueries(1))
+        self.lengths[2] = 3 * BLOCK_TOKENS - 1
         self.prompts = PromptQueries(max(LENGTHS) + 1)
-        self.policy._prompts = self.prompts
+        self.policy = HgcaPolicy(options, TorchMisses(), self.prompts)
 
     def program(self, layers: list[DeviceLayer], *_of_scout: object) -> DeviceHgca:
         client = None
