@@ -1,9 +1,9 @@
 """``sglang-hybrid profile --codebook``: codebooks of a model's keys, for policy hcattention.
 
-The KV pool holds keys after rotation, so that is what is quantised, at positions from all over the context. Rotation
-couples channels i and i + head_dim / 2, which contiguous groups (the paper's) never hold together: within a group of
-fast channels nothing is left to gain but what each channel alone has, and slow channels cost centroids for every
-position. Keys before rotation would need fewer centroids, and a table for each position.
+The KV pool holds keys after rotation, so that is what is quantised. Rotation turns each channel with the position: slow
+channels take values at the end of a context that they never have at its beginning, so keys are recorded at positions
+from all over the context, and a codebook has to hold what one before rotation would not. Groups are neighbouring
+channels, as in the paper. Groups of the two channels that rotate together were tried and are no better.
 """
 
 from __future__ import annotations
