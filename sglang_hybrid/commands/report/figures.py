@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from sglang_hybrid.commands.eval.plots import tokens_label
@@ -20,8 +22,13 @@ COLOURS = {
 }  # fmt: skip
 OTHERS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 INK = "#1b1b1f"  # replaced by the page's text colour where a drawing is part of the page
-PAPER = {"facecolor": "none", "edgecolor": INK, "hatch": "////", "linewidth": 1.0}  # bars of the paper's numbers
-PAPER_LINE = {"color": INK, "linestyle": (0, (4, 3)), "linewidth": 1.3}
+PAPER: dict[str, Any] = {
+    "facecolor": "none",
+    "edgecolor": INK,
+    "hatch": "////",
+    "linewidth": 1.0,
+}  # bars of the paper's numbers
+PAPER_LINE: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 3)), "linewidth": 1.3}
 HEAT = "cividis"
 
 
@@ -52,8 +59,8 @@ def colour_of(name: str, place: int = 0) -> str:
     return COLOURS.get(name, OTHERS[place % len(OTHERS)])
 
 
-def legend(axes: Axes, **more: object) -> None:
-    axes.legend(frameon=False, fontsize=9, labelcolor=INK, **more)  # type: ignore[arg-type]
+def legend(axes: Axes, **more: Any) -> None:
+    axes.legend(frameon=False, fontsize=9, labelcolor=INK, **more)
 
 
 def percent(axes: Axes, which: str = "y") -> None:
@@ -79,8 +86,8 @@ def grouped_bars(
     for number, (name, values) in enumerate(series.items()):
         places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(groups))]
         heights = [math.nan if value is None else value for value in values]
-        look = PAPER if "paper" in name.lower() else {"color": colour_of(name, number)}
-        axes.bar(places, heights, width * 0.92, label=name, **look)  # type: ignore[arg-type]
+        look: dict[str, Any] = PAPER if "paper" in name.lower() else {"color": colour_of(name, number)}
+        axes.bar(places, heights, width * 0.92, label=name, **look)
         if labels and len(groups) * len(series) <= 24:
             for place, height in zip(places, heights, strict=True):
                 if not math.isnan(height):
@@ -95,7 +102,7 @@ def grouped_bars(
 def heat_map(
     axes: Axes, values: Sequence[Sequence[float | None]], rows: Sequence[str], columns: Sequence[str], *,
     low: float, high: float, form: str = "{:.2f}", colours: str = HEAT,
-) -> object:  # fmt: skip
+) -> AxesImage:  # fmt: skip
     """Returns what a colour bar is made for."""
     grid = np.array([[math.nan if value is None else value for value in row] for row in values], dtype=float)
     image = axes.imshow(grid, cmap=colours, vmin=low, vmax=high, aspect="auto")
@@ -118,8 +125,8 @@ def heat_map(
     return image
 
 
-def colour_bar(drawn: Figure, image: object, axes: Sequence[Axes], text: str) -> None:
-    bar = drawn.colorbar(image, ax=list(axes), shrink=0.9)  # type: ignore[arg-type]
+def colour_bar(drawn: Figure, image: AxesImage, axes: Sequence[Axes], text: str) -> None:
+    bar = drawn.colorbar(image, ax=list(axes), shrink=0.9)
     bar.set_label(text, color=INK, fontsize=9)
     bar.ax.tick_params(colors=INK, labelsize=8)
-    bar.outline.set_edgecolor(INK)  # type: ignore[operator]
+    bar.outline.set_edgecolor(INK)

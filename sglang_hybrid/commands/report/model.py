@@ -39,4 +39,5 @@ def read_model(path: Path) -> Model:
     if missing := [name for name in needed if name not in found]:
         raise InputError(f"config.json of {path} does not say {', '.join(missing)}: name another model")
     has_tokenizer = (path / "tokenizer.json").is_file()
-    return Model(path, *(found[name] for name in needed), context_tokens(config) or 2048, has_tokenizer)
+    context = context_tokens(config) or 2048
+    return Model(path=path, context=context, has_tokenizer=has_tokenizer, **{name: found[name] for name in needed})

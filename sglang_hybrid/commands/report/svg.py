@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure as Drawing
@@ -17,7 +18,7 @@ _ID = re.compile(r'\bid="([^"]+)"')
 def svg_of(drawing: Drawing, name: str) -> str:
     """One ``<svg>`` element. The same drawing gives the same text: nothing is dated, nothing random."""
     text = io.StringIO()
-    options = {"svg.hashsalt": name, "svg.fonttype": "none", "font.family": "sans-serif"}
+    options: dict[Any, Any] = {"svg.hashsalt": name, "svg.fonttype": "none", "font.family": "sans-serif"}
     with mpl.rc_context(options):
         drawing.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
     whole = text.getvalue()

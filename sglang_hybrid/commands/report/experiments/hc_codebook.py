@@ -48,7 +48,9 @@ class HcCodebook(Experiment):
         return None
 
     def run(self, context: Context) -> Result:
-        size, runs, refused, baseline = context.size, [], {}, None
+        size, baseline = context.size, None
+        runs: list[dict[str, Any]] = []
+        refused: dict[str, str] = {}
         asked = {"windows": size.windows, "prompt_tokens": size.prompt_tokens, "decode_tokens": size.decode_tokens}
         for name, path in context.codebooks.items():
             # tau 1 isolates what quantising costs, as in the paper
@@ -71,7 +73,7 @@ class HcCodebook(Experiment):
         paper = {f"c={count}": score for count, score in HC_CENTROIDS.items()} | {
             f"g={count}": score for count, score in HC_GROUPS.items()
         }
-        right.bar(range(len(paper)), [score / HC_FULL for score in paper.values()], 0.6, **figures.PAPER)  # type: ignore[arg-type]
+        right.bar(range(len(paper)), [score / HC_FULL for score in paper.values()], 0.6, **figures.PAPER)
         right.set_xticks(range(len(paper)), list(paper), fontsize=8, rotation=35)
         right.set_ylabel("LongBench over full attention's (paper)")
         figures.percent(right)

@@ -39,7 +39,7 @@ class HgcaRate(Experiment):
         low, high = HGCA_RATE_END
         axes.axhspan(low, high, facecolor="none", edgecolor=figures.INK, hatch="////", linewidth=0, alpha=0.5,
                      label=f"paper: {low:g} to {high:g} tokens/s at the end of 16k")  # fmt: skip
-        axes.axvline(result["window"], label=f"window of hgca, {result['window']} tokens", **figures.PAPER_LINE)  # type: ignore[arg-type]
+        axes.axvline(result["window"], label=f"window of hgca, {result['window']} tokens", **figures.PAPER_LINE)
         axes.set_xlabel("tokens of prompt and answer")
         axes.set_ylabel("tokens per second, one row")
         axes.set_ylim(bottom=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from sglang_hybrid.commands.report import figures
 from sglang_hybrid.commands.report.content import Figure, Note, Table
@@ -55,11 +55,16 @@ class ScoutAccuracy(Experiment):
         drawn, (left, right) = figures.figure(9.6, 3.4, 2)
         for policy in _POLICIES:
             at = [(n, runs[f"{policy}, {budget}"]) for n, budget in enumerate(budgets) if f"{policy}, {budget}" in runs]
-            look = {"color": figures.colour_of(policy), "marker": "o", "label": policy, "linewidth": 1.6}
+            look: dict[str, Any] = {
+                "color": figures.colour_of(policy),
+                "marker": "o",
+                "label": policy,
+                "linewidth": 1.6,
+            }
             changes = [(run["perplexity_change"] or {}).get("mean") for _, run in at]
             left.plot([n for n, _ in at], [float("nan") if one is None else one for one in changes], **look)
-            scores = [_score(run) for _, run in at]
-            if all(score is not None for score in scores):
+            scores = [score for _, run in at if (score := _score(run)) is not None]
+            if len(scores) == len(at):
                 right.plot([n for n, _ in at], scores, **look)
         left.axhline(0, color=figures.colour_of("full"), linewidth=1.2, label="full attention")
         left.set_ylabel("perplexity against full attention")

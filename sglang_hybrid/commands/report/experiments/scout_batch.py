@@ -51,10 +51,12 @@ class ScoutBatch(Experiment):
                 color=figures.colour_of(policy, number), label=policy, linewidth=1.4,
             )  # fmt: skip
         for place, of_policy in enumerate(SCOUT_BATCH_SCALING.values(), len(steps)):
-            for policy, number in of_policy.items():
-                right.plot(place, number.value, "D", markerfacecolor="none", markeredgecolor=figures.colour_of(policy))
+            for policy, of_paper in of_policy.items():
+                right.plot(
+                    place, of_paper.value, "D", markerfacecolor="none", markeredgecolor=figures.colour_of(policy)
+                )
                 right.annotate(
-                    f"{policy} {number.value:g}", (place, number.value), xytext=(6, -3), textcoords="offset points",
+                    f"{policy} {of_paper.value:g}", (place, of_paper.value), xytext=(6, -3), textcoords="offset points",
                     fontsize=7.5, color=figures.INK,
                 )  # fmt: skip
         right.set_xticks(range(len(groups)), groups, fontsize=8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.commands.report import figures
@@ -32,8 +32,8 @@ class ScoutBlockSize(Experiment):
         names = [str(size) for size in result["sizes"]]
         for place, (size, share) in enumerate(zip(result["sizes"], result["digest_share"], strict=True)):
             ours = size == result["ours"]
-            look = {"color": figures.colour_of("scout")} if ours else figures.PAPER
-            axes.bar(place, share, 0.6, **look)  # type: ignore[arg-type]
+            look: dict[str, Any] = {"color": figures.colour_of("scout")} if ours else figures.PAPER
+            axes.bar(place, share, 0.6, **look)
             axes.annotate(
                 percent(share) + (" (ours)" if ours else ""), (place, share), xytext=(0, 3), textcoords="offset points",
                 ha="center", fontsize=9, color=figures.INK,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from sglang_hybrid.commands.report import figures
 from sglang_hybrid.commands.report.content import Figure, Note, Table
@@ -28,14 +28,14 @@ class ScoutCosines(Experiment):
         layers = result["layers"]
         means = {kind: sum(layer[kind] for layer in layers) / len(layers) for kind in ("raw", "calibrated")}
         drawn, (left, right) = figures.figure(9.6, 3.4, 2)
-        for kind, look in (("raw", "scoutattention"), ("calibrated", "scout")):
+        for kind, own in (("raw", "scoutattention"), ("calibrated", "scout")):
             places = [layer["layer"] for layer in layers]
             left.plot(
                 places,
                 [layer[kind] for layer in layers],
                 "o-",
                 markersize=3.5,
-                color=figures.colour_of(look),
+                color=figures.colour_of(own),
                 label=kind,
             )
         left.set_xlabel("layer")
@@ -47,8 +47,8 @@ class ScoutCosines(Experiment):
         values = [*(number.value for number in SCOUT_COSINES.values()), means["raw"], means["calibrated"]]
         for place, (name, value) in enumerate(zip(names, values, strict=True)):
             ours = {len(names) - 2: "scoutattention", len(names) - 1: "scout"}.get(place)
-            look = figures.PAPER if name in SCOUT_COSINES else {"color": figures.colour_of(ours or "")}
-            right.barh(place, value, 0.62, **look)  # type: ignore[arg-type]
+            look: dict[str, Any] = figures.PAPER if name in SCOUT_COSINES else {"color": figures.colour_of(ours or "")}
+            right.barh(place, value, 0.62, **look)
             right.annotate(
                 f"{value:.3g}",
                 (value, place),

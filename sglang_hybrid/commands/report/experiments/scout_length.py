@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from sglang_hybrid.commands.report import figures
 from sglang_hybrid.commands.report.content import Figure, Note, Table
@@ -41,7 +41,12 @@ class ScoutLength(Experiment):
         rates = {one["policy"]: [rate_at(one, length, rows) for length in lengths] for one in result["speeds"]}
         for number, (policy, values) in enumerate(rates.items()):
             known = [float("nan") if value is None else value for value in values]
-            look = {"color": figures.colour_of(policy, number), "marker": "o", "label": policy, "linewidth": 1.6}
+            look: dict[str, Any] = {
+                "color": figures.colour_of(policy, number),
+                "marker": "o",
+                "label": policy,
+                "linewidth": 1.6,
+            }
             left.plot(range(len(lengths)), known, **look)
             if STOCK in rates and policy != STOCK:
                 over = [
@@ -55,7 +60,7 @@ class ScoutLength(Experiment):
         right.axhline(
             SCOUT_SPEED_UP_64K.value,
             label="paper: 5.1 at 64k, Qwen3-14B",
-            **figures.PAPER_LINE,  # type: ignore[arg-type]
+            **figures.PAPER_LINE,
         )
         right.set_ylabel("times stock SGLang")
         right.set_ylim(bottom=0)

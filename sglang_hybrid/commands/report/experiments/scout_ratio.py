@@ -52,7 +52,7 @@ class ScoutRatio(Experiment):
             own = run["name"].partition(",")[0]
             line = "-" if own == run["name"] else ":"
             axes.plot(steps, values, line, color=figures.colour_of(own, number), label=run["name"], linewidth=1.6)
-        axes.axhline(SCOUT_RATIO_THRESHOLD.value, label="paper: threshold 12 %", **figures.PAPER_LINE)  # type: ignore[arg-type]
+        axes.axhline(SCOUT_RATIO_THRESHOLD.value, label="paper: threshold 12 %", **figures.PAPER_LINE)
         axes.axhline(
             SCOUT_RATIO_MEAN.value,
             label="paper: mean with recall 8.2 %",

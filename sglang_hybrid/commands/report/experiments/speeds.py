@@ -47,7 +47,8 @@ def rate_at(speed: dict[str, Any], length: int, rows: int) -> float | None:
     """Tokens per second of a point; None where it was not measured."""
     for point in speed["points"]:
         if (point["length"], point["rows"]) == (length, rows):
-            return point.get("tokens_per_s")
+            rate: float | None = point.get("tokens_per_s")
+            return rate
     return None
 
 
