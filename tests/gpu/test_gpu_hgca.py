@@ -51,9 +51,9 @@ class HgcaDecoding(Decoding):
     def load_initial_blocks(self) -> None:
         super().load_initial_blocks()
         torch.cuda.synchronize()
-        queries = [query for _, query in self._settled[-LAYERS:]]
-        for layer, query in enumerate(queries):
-            self.prompts.store(layer, self.rows.cpu(), query.cpu().float())
+        for layer, kept in enumerate(self._settled[-LAYERS:]):
+            assert isinstance(kept, tuple)
+            self.prompts.store(layer, self.rows.cpu(), kept[1].cpu().float())  # the step, and the query
 
     def batch(self) -> DecodeBatch:
         lengths, rows = self.lengths.tolist(), self.rows.tolist()

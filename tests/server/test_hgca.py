@@ -20,6 +20,13 @@ FLAGS = (
 NEW_TOKENS = 40  # some block leaves the window of every row
 
 
+def completion(server: Server, model: Path, ids: list[int]) -> str:
+    """Of the OpenAI API."""
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    done = client.completions.create(model=str(model), prompt=[ids], max_tokens=NEW_TOKENS, temperature=0)
+    return done.choices[0].text
+
+
 def test_the_worker_computes_what_the_window_lacks(
     model: Path, stock_server: Server, english: list[int], tmp_path: Path
 ) -> None:
@@ -34,12 +41,7 @@ def test_the_worker_computes_what_the_window_lacks(
         stock = stock_server.generate_together(together, NEW_TOKENS)
         assert [answer["text"] for answer in answers] == [answer["text"] for answer in stock]
 
-        ask = {"model": str(model), "prompt": [alone], "max_tokens": NEW_TOKENS, "temperature": 0}
-        texts = [
-            OpenAI(base_url=f"{one.url}/v1", api_key="none").completions.create(**ask).choices[0].text
-            for one in (server, stock_server)
-        ]
-        assert texts[0] == texts[1]
+        assert completion(server, model, alone) == completion(stock_server, model, alone)
 
         rows = server.miss_rows()
         # a late reply on a busy machine is allowed, but not the rule; a damaged one never is

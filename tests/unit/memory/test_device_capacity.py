@@ -52,8 +52,9 @@ def test_a_window_takes_its_slots_an_average_for_every_token_and_a_mask_for_ever
 
 
 def test_windows_that_the_kernels_do_not_have_are_served_in_torch() -> None:
-    def reason(**options: float) -> str | None:
-        return unsupported_settings(HybridConfig(policy="hgca").with_section(HgcaOptions(**options)))
+    def reason(window_tokens: int = 4096, window_ratio: float = 0.0) -> str | None:
+        options = HgcaOptions(window_tokens=window_tokens, window_ratio=window_ratio)
+        return unsupported_settings(HybridConfig(policy="hgca").with_section(options))
 
     assert reason() is None
     assert reason(window_ratio=0.5) == "hgca.window_ratio=0.5"
