@@ -209,6 +209,14 @@ def _command(options: argparse.Namespace, size: str) -> list[str]:
     return command
 
 
+def _texts(size: Size) -> str:
+    """What perplexity and KL are measured on: how much a number can mean."""
+    return (
+        f"{size.windows} places in Python's language reference, {size.prompt_tokens} tokens before each, "
+        f"{size.decode_tokens - 1} decode steps behind it"
+    )
+
+
 def _write(out: Path, context: Context, size: str, sections: Sequence[object]) -> None:
 
     from sglang_hybrid.commands.report.content import Report, Section
@@ -224,6 +232,7 @@ def _write(out: Path, context: Context, size: str, sections: Sequence[object]) -
             ("model", f"{model.name} ({model.architecture}, {model.layers} layers, context {model.context})"),
             ("machine", in_words(found["machine"])),
             ("size", size),
+            ("texts", _texts(context.size)),
             ("policies", ", ".join(context.policies)),
             ("commit", commit),
             ("date", found["date"]),
