@@ -159,7 +159,9 @@ def create_hgca(context: PolicyContext) -> DecodePolicy:
     describe=_describe_hcattention,
 )
 def create_hcattention(context: PolicyContext) -> DecodePolicy:
-    pass
+    from sglang_hybrid.policies.hcattention import policy
+
+    return policy.create(context)
 
 
 @register_policy(

@@ -51,7 +51,8 @@ def codebook_of(
     for points in parts.flatten(0, 1):
         tables.append(cluster(points, centroids))
         done()
-    return torch.stack(tables).unflatten(0, parts.shape[:2])
+    stacked = torch.stack(tables)
+    return stacked.view(*parts.shape[:2], *stacked.shape[1:])
 
 
 def codebooks_to_fit(kv_heads: int, groups: int, *, shared: bool) -> int:
