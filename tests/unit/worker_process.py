@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from sglang_hybrid.ops.cpu.library import checked, library
-from sglang_hybrid.ops.cpu.lists import HostLists
+from sglang_hybrid.ops.cpu.lists import HostWork
 from sglang_hybrid.ops.cpu.structs import DTYPES, Geometry, MailboxLayout
 from sglang_hybrid.protocol.messages import Attach, Hello
 from sglang_hybrid.worker.control_client import ControlClient
@@ -181,12 +181,12 @@ class Regions:
         client.ask(Attach(token=self.token), PATIENCE_S)
         return connection
 
-    def post(self, lists: HostLists) -> int:
+    def post(self, lists: HostWork) -> int:
         sequence = ctypes.c_uint64()
         checked(library().sh_client_post, self.client, ctypes.byref(lists.struct), 1, ctypes.byref(sequence))
         return sequence.value
 
-    def collect(self, lists: HostLists, sequence: int, timeout_s: float = PATIENCE_S) -> int:
+    def collect(self, lists: HostWork, sequence: int, timeout_s: float = PATIENCE_S) -> int:
         """Rows that were not answered; the others are in ``lists``."""
         gone = ctypes.c_uint32()
         missing: int = library().sh_client_collect(

@@ -32,7 +32,8 @@ def test_weights_are_those_of_the_reference(
 ) -> None:
     host = Host(dtype, kv_heads, group, head_dim)
     lists = (host.masked_lists if masked else host.random_lists)(host.rows, listed, seed)
-    _, lse = reference.attend_blocks(lists.query, *host.pool[:, 1], lists.ids, lists.fill, SCALE, masks=lists.masks)
+    keys, values = host.pool[:, 1]
+    _, lse = reference.attend_blocks(lists.query, keys, values, lists.ids, lists.fill, SCALE, masks=lists.masks)
     found, expected = both(host, lists, lse)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
     total = found.sum(dim=(3, 4)).flatten(1)
@@ -42,7 +43,8 @@ def test_weights_are_those_of_the_reference(
 def test_an_lse_of_more_tokens_gives_shares_of_them_and_none_gives_zeros() -> None:
     host = Host()
     lists = host.full_lists(rows=2)
-    _, lse = reference.attend_blocks(lists.query, *host.pool[:, 1], lists.ids, lists.fill, SCALE)
+    keys, values = host.pool[:, 1]
+    _, lse = reference.attend_blocks(lists.query, keys, values, lists.ids, lists.fill, SCALE)
     lse = lse + 1.0
     lse[1] = -torch.inf
     found, expected = both(host, lists, lse)
