@@ -65,6 +65,7 @@ def test_admitted_pages_are_what_prefill_here_would_have_written(pool: HostKVPoo
         for buffer in (pool.k_buffer[layer], pool.v_buffer[layer]):
             assert torch.equal(buffer[theirs[:-1]], buffer[ours[:-1]])
             assert torch.equal(buffer[theirs[-1], :, :last], buffer[ours[-1], :, :last])
+        assert pool.digests is not None
         digests = pool.digests.of_layer(layer)
         assert torch.equal(digests[theirs], digests[ours])
         assert pool.sketches is not None

@@ -51,8 +51,7 @@ def codebook_of(
     for points in parts.flatten(0, 1):
         tables.append(cluster(points, centroids))
         done()
-    stacked = torch.stack(tables)
-    return stacked.view(*parts.shape[:2], *stacked.shape[1:])
+    return torch.stack(tables).view(*parts.shape[:2], centroids, parts.shape[3])
 
 
 def codebooks_to_fit(kv_heads: int, groups: int, *, shared: bool) -> int:
