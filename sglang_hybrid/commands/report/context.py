@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from sglang_hybrid.commands.report.cache import Cache, key_of
+from sglang_hybrid.commands.report.machine import load_average
 from sglang_hybrid.commands.report.model import Model
 from sglang_hybrid.commands.report.session.client import Progress, SessionProcess
 from sglang_hybrid.commands.report.session.load import Load
@@ -123,6 +124,7 @@ class Context:
         key, name = self.key(settings=settings, numbers=numbers), f"speed-{re.sub(r'[^a-z0-9-]', '-', policy)}"
         found = self.cache.get(name, key)
         if found is None:
+            before = load_average()
             session = self.served(policy, settings)
             points = [(length, size.speed_rows) for length in size.speed_lengths]
             points += [(size.batch_length, rows) for rows in size.batches]
@@ -140,6 +142,7 @@ class Context:
                 found["rate"] = self.ask(
                     session, "rate", prompt_tokens=size.rate_prompt, steps=size.rate_steps, bins=_RATE_BINS
                 )
+            found["load_average"] = [before, load_average()]  # experiments that show it may run much later
             self.cache.put(name, key, found)
         return found
 

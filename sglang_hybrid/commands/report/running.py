@@ -60,7 +60,7 @@ def run_one(experiment: Experiment, context: Context, command: Sequence[str]) ->
     return Section(
         **facts,
         status="arithmetic" if experiment.by_arithmetic else "measured",
-        elements=_with_load(shown, document["origin"]) if experiment.uses == "speed" else shown.elements,
+        elements=_with_load(shown, document) if experiment.uses == "speed" else shown.elements,
         settings=shown.settings,
         origin=document["origin"],
         seconds=None if experiment.by_arithmetic else document["seconds"],
@@ -85,9 +85,11 @@ def _result(experiment: Experiment, context: Context) -> dict[str, Any]:
     return document
 
 
-def _with_load(shown: Shown, origin: dict[str, Any]) -> tuple[Any, ...]:
-    """Says where other programs wanted the same cores."""
-    load, cores = max(origin.get("load_average") or [0]), origin["machine"]["cores"]
+def _with_load(shown: Shown, document: dict[str, Any]) -> tuple[Any, ...]:
+    """Says where other programs wanted the same cores while speed was measured."""
+    measured = [document["origin"], *document["result"].get("speeds", [])]
+    load = max(value for one in measured for value in one.get("load_average") or [0])
+    cores = document["origin"]["machine"]["cores"]
     if load <= cores + 1:
         return shown.elements
     busy = f"Other programs ran beside: load average {load} on {cores} cores. Times say little."

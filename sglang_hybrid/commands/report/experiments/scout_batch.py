@@ -35,7 +35,7 @@ class ScoutBatch(Experiment):
         batches, length = result["batches"], result["length"]
         rates = {one["policy"]: [rate_at(one, length, rows) for rows in batches] for one in result["speeds"]}
         drawn, (left, right) = figures.figure(9.6, 3.6, 2)
-        figures.grouped_bars(left, [str(rows) for rows in batches], rates, "{:.0f}")
+        figures.grouped_bars(left, [str(rows) for rows in batches], rates, "{:.3g}")
         left.set_xlabel(f"rows of {length} tokens")
         left.set_ylabel("decode throughput (tokens/s)")
         figures.legend(left)
