@@ -94,7 +94,8 @@ class Post:
         """Post and collect: output [HEADS][GROUP][DIM] and log-sum-exp [HEADS][GROUP]."""
         pages = array.array("q", BLOCKS * HEADS)
         fill = array.array("q", (BLOCK, BLOCK, LAST_FILL) * HEADS)
-        lists = Lists(*(part.buffer_info()[0] for part in (self._query, pages, fill)), 1, len(BLOCKS), 0, SCALE)
+        addresses = (part.buffer_info()[0] for part in (self._query, pages, fill))
+        lists = Lists(*addresses, None, None, 1, len(BLOCKS), 0, SCALE)  # neither masks nor weights
         sequence, gone = ctypes.c_uint64(), ctypes.c_uint32()
         checked(library().sh_client_post, self._client, ctypes.byref(lists), 1, ctypes.byref(sequence))
         out, lse = (ctypes.c_float * len(self._query))(), (ctypes.c_float * (HEADS * GROUP))()

@@ -12,7 +12,7 @@ SHARED = ("sglang_hybrid.protocol", "sglang_hybrid.ops.cpu")  # what the server'
 # what the shared rooms rest on: they know neither side
 FOUNDATION = (
     "sglang_hybrid",
-    *(f"sglang_hybrid.{name}" for name in ("env", "trusted_file", "user_cache", "ops", "ops.reference")),
+    *(f"sglang_hybrid.{name}" for name in ("blocks", "env", "trusted_file", "user_cache", "ops", "ops.reference")),
 )
 # beside integration/: SGLang's entry point, and launchers whose main module is SGLang's
 SGLANG_OUTSIDE = {"sglang_hybrid.plugin", "sglang_hybrid.server"}

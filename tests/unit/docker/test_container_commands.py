@@ -73,7 +73,8 @@ def servers_parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
-    add_config_flags(parser)
+    if "--hybrid-config" not in parser.format_help():  # unless another test has loaded the plugin in this process
+        add_config_flags(parser)
     backend = parser._option_string_actions["--attention-backend"]
     backend.choices = [*(backend.choices or ()), BACKEND_NAME]
     return parser

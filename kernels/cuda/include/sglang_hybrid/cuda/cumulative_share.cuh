@@ -23,7 +23,8 @@ inline constexpr uint32_t share_buckets = 256;
 
 class WeightSums {
   public:
-    __device__ explicit WeightSums(uint32_t largest_bits) : unit_(1099511627776.0 / __uint_as_float(largest_bits)) {}
+    // In the body: the host's compiler, which knows no intrinsics, reads initialisers.
+    __device__ explicit WeightSums(uint32_t largest_bits) { unit_ = 1099511627776.0 / __uint_as_float(largest_bits); }
 
     // NaN and what is below 0 count as nothing.
     __device__ unsigned long long of(float weight) const {

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from openai import OpenAI
 from real_server import CHUNK, Server
 
+pytestmark = pytest.mark.full  # a server of its own for minutes; test_switches.py has the policy too
 FLAGS = (
     "--hybrid", "policy=hgca", "--hybrid", "hgca.window_tokens=128", "--hybrid", "hgca.beta=0",
     "--hybrid", "worker=start", "--hybrid", "host_memory=512MiB", "--chunked-prefill-size", str(CHUNK),
