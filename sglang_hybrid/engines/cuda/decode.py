@@ -23,7 +23,7 @@ from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.engines.cuda.buffers import MOST_GATHERED, LaneBuffers, MissBuffers, plan_for
 from sglang_hybrid.engines.cuda.lanes import Lane
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
-from sglang_hybrid.engines.cuda.program import ProgramContext, QueryAhead, StepProgram
+from sglang_hybrid.engines.cuda.program import ProgramContext, QueryAhead, SlotProgram
 from sglang_hybrid.engines.cuda.settings import (
     FIRST_GATHER_SHARE,
     ScoutSettings,
@@ -43,7 +43,7 @@ from sglang_hybrid.ops.cuda.structs import TOTALS
 from sglang_hybrid.policies.scout.recall import RecallSchedule
 
 
-class DeviceScout(StepProgram):
+class DeviceScout(SlotProgram):
     """The state of all rows and the order of kernels."""
 
     loads_initial_blocks: ClassVar[bool] = True
@@ -58,8 +58,8 @@ class DeviceScout(StepProgram):
     ) -> None:
         """``mailbox``: of the worker that computes misses; None: this device reads them from the pool itself."""
         device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
-        self.slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, dtype, device)
-        super().__init__(layers, shape, self.slots, whole_beyond=settings.whole_beyond)
+        slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, dtype, device)
+        super().__init__(layers, shape, slots, whole_beyond=settings.whole_beyond)
         self._settings, self._mailbox = settings, mailbox
         self._tables = [self.slots.table(layer, settings.sink, settings.recent) for layer in range(len(layers))]
         # by row, as slots are: who reads one reads the other
@@ -115,12 +115,6 @@ class DeviceScout(StepProgram):
     def without_whole_requests(self) -> str:
         return f"blocks are selected, {self._settings.budget * BLOCK_TOKENS} tokens of each"
 
-    @property
-    def block_bytes(self) -> int:
-        """Keys and values of a block."""
-        slots = self.slots.keys[0]
-        return 2 * slots.shape[3] * slots.shape[4] * slots.itemsize
-
     # -- settings that change while graphs are replayed ----------------------------------------
 
     def set_intervals(self, intervals: Sequence[int]) -> None:
@@ -137,18 +131,6 @@ class DeviceScout(StepProgram):
     def begin_step(self) -> None:
         self._ahead.clear()
         self._posted = False
-
-    def reset_rows(self, rows: torch.Tensor, prefilled: bool = False) -> None:
-        super().reset_rows(rows, prefilled)
-        self.slots.forget(rows.to(torch.int64))
-
-    def hold_rows(self, whole: bool, count: int = 0) -> None:
-        if self.is_dense and count:
-            self.dense.digest_tails(count)
-        super().hold_rows(whole, count)
-        if not whole:
-            self.slots.forget_all()
-            self.step.all_begin()
 
     # -- lanes -------------------------------------------------------------------------------
 

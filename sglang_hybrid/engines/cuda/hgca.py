@@ -23,7 +23,7 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.cuda.buffers import PartialBuffers
 from sglang_hybrid.engines.cuda.lanes import Lane
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
-from sglang_hybrid.engines.cuda.program import ProgramContext, StepProgram
+from sglang_hybrid.engines.cuda.program import ProgramContext, SlotProgram
 from sglang_hybrid.engines.cuda.slots import ResidentSlots
 from sglang_hybrid.engines.cuda.watch import RatioWatch
 from sglang_hybrid.ops.cuda.attention import Partial, attend_slots, merge
@@ -50,7 +50,7 @@ class HgcaSettings:
         return cls(slots, options.alpha, options.beta, config.worker_deadline_ms / 1000)
 
 
-class DeviceHgca(StepProgram):
+class DeviceHgca(SlotProgram):
     """The state of all rows and the order of kernels."""
 
     loads_initial_blocks: ClassVar[bool] = True
@@ -64,8 +64,8 @@ class DeviceHgca(StepProgram):
     ) -> None:
         """``mailbox``: of the worker that attends to sets; None: this device reads them from the pool itself."""
         device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
-        self.slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, dtype, device)
-        super().__init__(layers, shape, self.slots)
+        slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, dtype, device)
+        super().__init__(layers, shape, slots)
         self._settings, self._mailbox = settings, mailbox
         of_masks = (shape.rows, shape.heads, shape.max_blocks)
         self.windows = [
@@ -100,24 +100,12 @@ class DeviceHgca(StepProgram):
     def new_watch(self, context: ProgramContext) -> RatioWatch:
         window_tokens = self._shape.heads * self._settings.slots * BLOCK_TOKENS
         mailbox = context.mailbox.counts if context.mailbox else None
-        return RatioWatch(self.counted, window_tokens, mailbox, self.slots.keys[0][0, 0, 0].nbytes * 2)
+        return RatioWatch(self.counted, window_tokens, mailbox, self.block_bytes)
 
     # -- steps and rows ----------------------------------------------------------------------
 
     def begin_step(self) -> None:
         self._posted = False
-
-    def reset_rows(self, rows: torch.Tensor, prefilled: bool = False) -> None:
-        super().reset_rows(rows, prefilled)
-        self.slots.forget(rows.to(torch.int64))
-
-    def hold_rows(self, whole: bool, count: int = 0) -> None:
-        if self.is_dense and count:
-            self.dense.digest_tails(count)
-        super().hold_rows(whole, count)
-        if not whole:
-            self.slots.forget_all()
-            self.step.all_begin()
 
     def load_initial_blocks(self, layer: int, step: Step, query: torch.Tensor, scale: float) -> None:
         contextual_sets(

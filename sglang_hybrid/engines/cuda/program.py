@@ -22,7 +22,7 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.cuda.buffers import AttentionBuffers
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.engines.cuda.predictor import DevicePredictor
-from sglang_hybrid.engines.cuda.slots import BlockMemory
+from sglang_hybrid.engines.cuda.slots import BlockMemory, ResidentSlots
 from sglang_hybrid.engines.cuda.step import ARRIVED, PREFILLED, StepBuffers
 from sglang_hybrid.engines.cuda.watch import RatioWatch
 from sglang_hybrid.engines.cuda.whole_requests import WholeRequests
@@ -145,3 +145,37 @@ class StepProgram(ABC):
 
     def end_step(self) -> None:  # noqa: B027
         """Behind everything that a step computes."""
+
+
+class SlotProgram(StepProgram):
+    """A step program whose rows have slots of their own while they are not held as a whole."""
+
+    def __init__(
+        self,
+        layers: Sequence[DeviceLayer],
+        shape: DeviceShape,
+        slots: ResidentSlots,
+        *,
+        whole_beyond: int | None = None,
+    ) -> None:
+        """``slots``: as ``memory`` of ``StepProgram``."""
+        super().__init__(layers, shape, slots, whole_beyond=whole_beyond)
+        self.slots = slots
+
+    @property
+    def block_bytes(self) -> int:
+        """Keys and values of a block."""
+        slots = self.slots.keys[0]
+        return 2 * slots.shape[3] * slots.shape[4] * slots.itemsize
+
+    def reset_rows(self, rows: torch.Tensor, prefilled: bool = False) -> None:
+        super().reset_rows(rows, prefilled)
+        self.slots.forget(rows.to(torch.int64))
+
+    def hold_rows(self, whole: bool, count: int = 0) -> None:
+        if self.is_dense and count:
+            self.dense.digest_tails(count)
+        super().hold_rows(whole, count)
+        if not whole:
+            self.slots.forget_all()
+            self.step.all_begin()
