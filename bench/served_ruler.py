@@ -5,8 +5,9 @@
 `--prompts`: a file of ``sglang-hybrid eval --ruler 8k,16k,32k --ruler-make FILE``, so that a GPU host needs neither
 RULER's package nor a network. Servers are started one after the other, since SGLang measures free memory while it
 loads, and asked together. Whole requests are off: so few would fit in GPU memory, where attention is exact. Hybrid
-servers divide the cores among their workers. ``eval.json`` in `--out` has every score; ``bars.json`` the means, the
-differences from stock and which bars they meet.
+servers divide the cores among their workers. Lengths are asked one after the other, and each leaves its results:
+``LENGTH/eval.json`` in `--out` has every score; ``bars.json`` the means, the differences from stock and which bars they
+meet.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True, help="of eval --ruler-make")
-    parser.add_argument("--lengths", help="of the file's, such as 32k (default: all)")
+    parser.add_argument("--lengths", default="32k,16k,8k", help="of the file's, in this order (default: %(default)s)")
     parser.add_argument("--samples", type=int, help="prompts of each task and length (default: all of the file)")
     parser.add_argument("--only", help="servers, such as stock,budget-2048; stock is always there")
     parser.add_argument("--hybrid", metavar="KEY=VALUE", action="append", default=[], help="setting of hybrid servers")
@@ -141,17 +142,18 @@ def main() -> None:
         for name, server in servers.items():
             command += ["--url", f"{name}={server.url}"] if name != STOCK else []
         command += ["--ruler-prompts", str(args.prompts), "--concurrency", str(args.concurrency)]
-        command += ["--out", str(args.out)]
-        command += ["--ruler", args.lengths] if args.lengths else []
         command += ["--samples", str(args.samples)] if args.samples else []
-        status = subprocess.run(command, cwd=ROOT, check=False).returncode
-    evaluated = args.out / "eval.json"
-    if not evaluated.is_file():
-        sys.exit(f"nothing was evaluated (status {status}): see the servers' logs in {args.out}")
-    found = judge(json.loads(evaluated.read_text())["runs"])
-    settings = {one.name: list(one.settings) for one in chosen if one.is_hybrid}
-    write_result("served-ruler", {"settings": settings, "runs": found}, args.out / "bars.json")
-    print(show(found))
+        settings = {one.name: list(one.settings) for one in chosen if one.is_hybrid}
+        found: dict[str, dict[str, Any]] = {one.name: {} for one in chosen}
+        for length in args.lengths.split(","):
+            out = args.out / length
+            status = subprocess.run([*command, "--ruler", length, "--out", str(out)], cwd=ROOT, check=False).returncode
+            if not (out / "eval.json").is_file():
+                sys.exit(f"nothing was evaluated (status {status}): see the servers' logs in {args.out}")
+            for name, told in judge(json.loads((out / "eval.json").read_text())["runs"]).items():
+                found[name] |= told
+            write_result("served-ruler", {"settings": settings, "runs": found}, args.out / "bars.json")
+            print(show(found), flush=True)
     sys.exit(status)
 
 

@@ -1,11 +1,11 @@
-"""The first decode step of a long row attends to everything, as if its token were one more of the prompt.
+"""The first decode steps of a long row attend to everything, as if their tokens were of the prompt.
 
 What a row attends to is chosen by the queries of the steps before. Before its first step there are only those of the
 prompt, whose end asks for other things than an answer's beginning. And that beginning decides: which of many similar
-lines is quoted, say. The price is to read the row's pages once more.
+lines is quoted, say. The price is to read the row's pages once more in each of these steps.
 
 These rows take the way of prefill, beside the step of the others. The CUDA engine does without: there the kernel that
-ends a layer reads whole rows from the host pool, in the same graph.
+ends a layer reads what is worth it from the host pool, in the same graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang_hybrid.engines.base import Engine, PrefillBatch, StepBatch
 
 @dataclass(frozen=True)
 class SplitStep:
-    """A step some of whose rows are in their first one."""
+    """A step that is one of the first of some of its rows."""
 
     whole: StepBatch
     first: list[int]  # of the batch
@@ -76,19 +76,25 @@ class SplitStep:
         )
 
 
-# Steps of others that a row is waited for: some requests end with their prompt.
+# Steps of others that a row is waited for: some requests end with their prompt, or in one of their first steps.
 PATIENCE = 8
 
 
+@dataclass
+class _Row:
+    steps: int  # first ones that it has yet
+    patience: int = PATIENCE
+
+
 class FirstSteps:
-    """Rows that have not decoded yet."""
+    """Rows that are in their first steps, or have not decoded yet."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, int] = {}  # steps that each is waited for yet
+        self._waiting: dict[int, _Row] = {}
 
-    def begin(self, rows: torch.Tensor) -> None:
+    def begin(self, rows: torch.Tensor, steps: int) -> None:
         """Prompts of these rows are being computed, or arrived, or rows were rewound to them."""
-        self._waiting.update(dict.fromkeys(rows.tolist(), PATIENCE))
+        self._waiting.update({row: _Row(steps) for row in rows.tolist()})
 
     @property
     def any_waits(self) -> bool:
@@ -96,13 +102,22 @@ class FirstSteps:
         return bool(self._waiting)
 
     def take(self, batch: StepBatch, longer_than: int) -> SplitStep | None:
-        """A step that begins now. None where no row of more than ``longer_than`` tokens is in its first one."""
-        first, here = self._first_of(batch, longer_than), set(_rows(batch))
-        self._waiting = {row: left - 1 for row, left in self._waiting.items() if row not in here and left > 1}
+        """A step that begins now. None where no row of more than ``longer_than`` tokens is in one of its first."""
+        first = self._first_of(batch, longer_than)
+        self._count(set(_rows(batch)))
         if not first:
             return None
         others = sorted(set(range(batch.rows.shape[0])) - set(first))
         return SplitStep(batch, first, others)
+
+    def _count(self, here: set[int]) -> None:
+        for number, row in list(self._waiting.items()):
+            if number in here:
+                row.steps, row.patience = row.steps - 1, PATIENCE
+            else:
+                row.patience -= 1
+            if not row.steps or not row.patience:
+                del self._waiting[number]
 
     def _first_of(self, batch: StepBatch, longer_than: int) -> list[int]:
         lengths = batch.lengths_on_host.tolist()

@@ -55,7 +55,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._torch, self._fast = create_engines(config, profile, pool, model_runner)
         self.engine: Engine = self._torch  # of the settings that are used now
         self._first_steps = FirstSteps()
-        self._split: SplitStep | None = None  # of the step that runs, where some of its rows are in their first one
+        self._split: SplitStep | None = None  # of the step that runs, where some of its rows are in their first ones
         self._scouting = Scouting(model_runner, lambda: self._split)
         self.metrics: ServerMetrics | None = None  # --enable-metrics
         if model_runner.server_args.enable_metrics:
@@ -213,8 +213,9 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         )
 
     def _begin_rows(self, rows: torch.Tensor) -> None:
-        if policy_named(self._config.policy).needs.exact_first_step and not self.engine.knows_first_steps:
-            self._first_steps.begin(rows)
+        steps = policy_named(self._config.policy).needs.thorough_steps
+        if steps and not self.engine.knows_first_steps:
+            self._first_steps.begin(rows, steps)
 
     def forward_extend(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any

@@ -10,6 +10,7 @@ from sglang_hybrid.policies.hgca.options import HgcaOptions
 from sglang_hybrid.policies.infinigen.options import COLUMN_BYTES, InfinigenOptions, partial_columns
 from sglang_hybrid.policies.registry import Needs, PolicyContext, register_policy
 from sglang_hybrid.policies.scout.options import ScoutAttentionOptions, ScoutOptions
+from sglang_hybrid.policies.scout.tuning import FIRST_STEPS
 
 if TYPE_CHECKING:
     from sglang_hybrid.config import HybridConfig
@@ -107,7 +108,7 @@ def create_full(_context: PolicyContext) -> DecodePolicy:
 @register_policy(
     "scout",
     description="the best-scoring blocks of a request are attended to",
-    needs=Needs(worker=True, prediction=True, exact_first_step=True),
+    needs=Needs(worker=True, prediction=True, thorough_steps=FIRST_STEPS),
     cuda_program=_device_scout,
     cuda_row_bytes=_scout_row_bytes,
     cuda_unsupported=_not_by_device_scout,

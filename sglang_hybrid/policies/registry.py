@@ -81,7 +81,7 @@ class Needs:
     long_lists: bool = False  # block lists for the worker may be as long as the context, whatever the budget
     value_sums: bool = False  # the worker sums values by weights that the policy computed (``MissServer.post_sum``)
     skew: bool = False  # codes are partial keys, in a basis that a calibration or a profile has
-    exact_first_step: bool = False  # rows beyond the budget attend to everything in their first decode step
+    thorough_steps: int = 0  # first decode steps of a row beyond the budget, which look at everything
     digests: bool = True  # digests and sketches of all blocks, on the model's device
     # what prediction=auto is; None: calibrated where there is a profile or a calibration, none without
     prediction_by_default: Literal["raw"] | None = None

@@ -20,7 +20,7 @@ from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cuda import host_memory
 from sglang_hybrid.ops.cuda.attention import AttendWorkspace, Partial, merge
 from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, Step
-from sglang_hybrid.ops.cuda.missed import attend_pool, finish_late
+from sglang_hybrid.ops.cuda.missed import WorthBlocks, attend_pool, finish_late
 from sglang_hybrid.ops.cuda.scoring import shift_lse
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -91,7 +91,7 @@ class Missed:
         self.step = rows_of(shape.batch, pages, 11, seed)
         self.workspace = AttendWorkspace(shape.batch, shape.heads, shape.group, shape.dim, DEVICE)
 
-    def finish(self, local: Partial | None = None, **more: torch.Tensor) -> torch.Tensor:
+    def finish(self, local: Partial | None = None, **more: Any) -> torch.Tensor:
         """``local``: nothing, unless it is given."""
         if local is None:
             local = torch.full(self.query.shape, torch.nan, device=DEVICE), torch.full(self.query.shape[:2], -torch.inf)
@@ -113,13 +113,22 @@ class Missed:
         fill = torch.full_like(ids, BLOCK_TOKENS).masked_fill(absent, 0)
         return reference.attend_blocks(self.query, self.pool.keys, self.pool.values, ids, fill, self.scale, masks=masks)
 
-    def expected_of_rows(self) -> torch.Tensor:
-        """Of all entries, if they attend to all tokens of their rows."""
+    def expected_of_rows(self, worth: WorthBlocks | None = None) -> torch.Tensor:
+        """Of all entries, if they attend to their rows."""
         table, lengths = self.step.page_table.long(), self.step.lengths.long()
         positions = torch.arange(table.shape[1], device=DEVICE).expand(len(table), self.shape.heads, -1)
-        fill = reference.block_fill(positions, lengths, BLOCK_TOKENS)
-        ids = reference.block_ids(positions, table).masked_fill(fill == 0, reference.NO_BLOCK)
-        return reference.attend_blocks(self.query, self.pool.keys, self.pool.values, ids, fill, self.scale)[0]
+        fill, bias = reference.block_fill(positions, lengths, BLOCK_TOKENS), None
+        absent = fill == 0
+        if worth is not None:
+            rows, counts = self.step.row_of.long(), -(-lengths // BLOCK_TOKENS)
+            always = reference.is_forced(positions, counts, worth.sink, worth.recent)
+            absent = absent | ~(always | (worth.scores[rows] >= worth.least))
+            bias = worth.bias[rows][..., None] * always[:, :, None, :]
+        ids, fill = (
+            reference.block_ids(positions, table).masked_fill(absent, reference.NO_BLOCK),
+            fill.masked_fill(absent, 0),
+        )
+        return reference.attend_blocks(self.query, self.pool.keys, self.pool.values, ids, fill, self.scale, bias)[0]
 
 
 def assert_rows(found: torch.Tensor, expected: torch.Tensor, which: torch.Tensor) -> None:
@@ -203,6 +212,23 @@ def test_entries_that_are_whole_attend_to_their_rows_whoever_served_them(shape: 
         assert_rows(out, case.expected_of_rows(), of_row)
         assert_rows(out, reference.merge(*local, *case.expected())[0], ~of_row & ~case.served.bool())
         assert (out[~of_row & case.served.bool()] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_entries_that_are_whole_leave_out_what_is_not_worth_it(shape: Shape) -> None:
+    case, random, rows = Missed(shape, 5), seeded(8), shape.batch + 2
+    case.step = replace(case.step, row_of=torch.randperm(rows, generator=random)[: shape.batch].int().to(DEVICE))
+    whole, nobody = torch.ones_like(case.served), torch.zeros_like(case.served)
+    scores = torch.randn(rows, shape.heads, case.step.max_blocks, generator=random)
+    scores[torch.rand(scores.shape, generator=random) < 0.1] = -torch.inf
+    bias = -torch.rand(rows, shape.heads, shape.group, generator=random)
+    worth = WorthBlocks(scores.to(DEVICE), bias.to(DEVICE), least=0.3, sink=1, recent=2)
+    assert_rows(case.finish(whole=whole, worth=worth), case.expected_of_rows(worth), whole.bool())
+    assert_rows(
+        case.finish(whole=nobody, worth=worth), case.expected()[0], ~case.served.bool()
+    )  # lists count as a whole
+    every = replace(worth, least=-torch.inf, bias=torch.zeros_like(worth.bias))
+    assert_rows(case.finish(whole=whole, worth=every), case.expected_of_rows(), whole.bool())
 
 
 def test_many_ctas_share_one_long_row() -> None:

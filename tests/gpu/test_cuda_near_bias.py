@@ -64,6 +64,28 @@ def test_selection_tells_what_attended_blocks_have_of_all(
     assert (bias[others] == 7.0).all()
 
 
+def test_of_whole_rows_all_blocks_are_told_that_are_worth_it() -> None:
+    shape = Shape(batch=4, heads=2, group=5, dim=128, channels=32, max_blocks=70, compact=True)
+    case = random_layer(shape, 3)
+    table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, 9, 3)
+    workspace = ScoreWorkspace(shape.batch, shape.heads, shape.group, shape.max_blocks, DEVICE)
+    scores = torch.zeros(shape.rows, shape.heads, shape.max_blocks, device=DEVICE)
+    put_off = score_blocks(case.query, case.digests, case.step, shape.scale, workspace, scores, by_row=True)
+    misses, whole = Misses(shape.batch, shape.heads, BUDGET, DEVICE), torch.tensor([1, 0, 1, 0]).int().to(DEVICE)
+    bias = torch.zeros(shape.rows, shape.heads, shape.group, device=DEVICE)
+    least = -3.0
+    select_blocks(
+        scores, table, case.step, BUDGET, misses, pool_pages=case.keys.shape[0], put_off=put_off, by_row=True,
+        near_bias=bias, whole=whole, whole_score=least,
+    )  # fmt: skip
+    rows = case.step.row_of.long()
+    is_worth = scores[rows] >= least
+    assert is_worth.any() and not is_worth.all()
+    attended = torch.where(whole.bool()[:, None, None], is_worth, is_attended(case, table, misses))
+    expected = reference.near_bias(case.logits(), attended, case.counts, shape.scale, SINK, RECENT)
+    torch.testing.assert_close(bias[rows], expected, atol=0.02, rtol=1e-3)
+
+
 def test_without_estimates_nothing_is_told() -> None:
     shape = Shape(batch=1, heads=1, group=1, dim=64, channels=32, max_blocks=20)
     case = random_layer(shape, 3)

@@ -18,7 +18,7 @@ from sglang_hybrid.blocks import compact_bytes
 from sglang_hybrid.core import LayerCache
 from sglang_hybrid.engines.cuda.decode import DeviceScout
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
-from sglang_hybrid.engines.cuda.settings import ScoutSettings
+from sglang_hybrid.engines.cuda.settings import ScoutSettings, WholeSteps
 from sglang_hybrid.memory.sketches import LayerSketch
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cpu.library import checked, library
@@ -44,11 +44,11 @@ class Decoding:
     def __init__(
         self, budget: int, interval: int, slots: int | None = None, worker: bool = False, share: float = 0.0,
         min_miss_score: float | None = None, compact: bool = False, early: int = 0,
-        whole_beyond: int | None = None,
+        whole: WholeSteps | None = None, whole_score: float = -math.inf,
     ) -> None:  # fmt: skip
         """``min_miss_score``: with it, every block that has such a score is a miss.
 
-        ``compact``: digests. ``whole_beyond``: longer rows attend to everything in their first step.
+        ``compact``: digests. ``whole``: steps in which rows look at everything, and attend to what has ``whole_score``.
         """
         self.random = seeded(3)
         self._settled: list[object] = []
@@ -90,7 +90,8 @@ class Decoding:
             budget=budget, slots=slots or budget, sink=SINK, recent=RECENT, bonus=(0.5,) * LAYERS,
             min_miss_score=(-math.inf if min_miss_score is None else min_miss_score,) * LAYERS,
             any_block=(min_miss_score is not None,) * LAYERS,
-            gather_share=share, deadline_s=20.0, early_recalls=early, whole_beyond=whole_beyond,
+            gather_share=share, deadline_s=20.0, early_recalls=early, whole=whole,
+            whole_score=whole_score,
         )  # fmt: skip
         self.digests = [layer.digests.digests for layer in layers]
         self.shape = DeviceShape(ROWS, ROWS, MAX_BLOCKS, HEADS, GROUP, DIM, PAGES)
@@ -219,6 +220,27 @@ class Decoding:
         keys, values = self.keys[layer].float(), self.values[layer].float()
         bias = None if everything else self.bias(layer, query, positions)
         return reference.attend_blocks(query, keys, values, ids, fill, SCALE, bias)[0]
+
+    def expected_of_worth(self, layer: int, least: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of rows that attend to what scores that much, and ``[rows, KV heads, blocks]``: what that leaves out.
+
+        Who scores as much as that, but for rounding, is told by the kernel.
+        """
+        query = self.query[layer, :-1].cpu().float()
+        logits, counts = self.logits(layer, query)
+        scores = self.scout._scores[layer][self.rows].cpu()
+        torch.testing.assert_close(scores, reference.block_scores(logits, counts, SCALE), rtol=1e-3, atol=0.02)
+        every = self.attended(layer, everything=True)
+        always = reference.is_forced(every, counts, SINK, RECENT)
+        left_out = ~always & (scores < least) & (every != reference.NO_BLOCK)
+        positions = every.masked_fill(left_out, reference.NO_BLOCK)
+        ids, fill = (
+            reference.block_ids(positions, self.pages),
+            reference.block_fill(positions, self.lengths, BLOCK_TOKENS),
+        )
+        keys, values = self.keys[layer].float(), self.values[layer].float()
+        bias = self.bias(layer, query, positions)
+        return reference.attend_blocks(query, keys, values, ids, fill, SCALE, bias)[0], left_out
 
     def bias(self, layer: int, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Of the listed blocks, ``[rows, KV heads, group, n]``: those that are always in have one."""
@@ -410,7 +432,7 @@ def test_a_row_that_arrived_is_resident_after_its_first_step(share: float) -> No
 @pytest.mark.parametrize("arrived", [False, True])
 @pytest.mark.parametrize(("worker", "predicts"), [(True, True), (False, False), *([(True, False)] if ON_GPU else [])])
 def test_long_rows_attend_to_everything_in_their_first_step(worker: bool, predicts: bool, arrived: bool) -> None:
-    decoding = Decoding(9, 0, worker=worker, share=0.4, whole_beyond=700)
+    decoding = Decoding(9, 0, worker=worker, share=0.4, whole=WholeSteps(beyond=700, steps=1))
     is_long = torch.tensor([length + 1 > 700 for length in LENGTHS.values()])
     with decoding.engine():
         if arrived:
@@ -436,8 +458,32 @@ def test_long_rows_attend_to_everything_in_their_first_step(worker: bool, predic
     assert int(decoding.scout.refused) == 0
 
 
-def test_rows_that_are_let_go_begin_again_but_their_first_step_is_over() -> None:
-    decoding = Decoding(9, 0, whole_beyond=700)
+@pytest.mark.parametrize("predicts", [False, True])
+def test_in_their_first_steps_long_rows_attend_to_what_is_worth_it(predicts: bool) -> None:
+    steps, least = 2, math.log(GROUP / 28)  # of long rows, about half of the blocks
+    decoding = Decoding(9, 50, early=steps, whole=WholeSteps(beyond=700, steps=steps), whole_score=least)
+    is_long = torch.tensor([length > 700 for length in LENGTHS.values()])
+    decoding.predicted = torch.zeros_like(decoding.query)
+    decoding.load_initial_blocks()
+    for step in range(steps + 1):
+        decoding.next_tokens()
+        wrong = torch.randn(decoding.query.shape, generator=decoding.random).to(DEVICE, DTYPE)
+        decoding.predicted.copy_(decoding.query + 3 * wrong)
+        torch.cuda.synchronize()
+        assert decoding.scout.step.whole(len(LENGTHS)).cpu().bool().tolist() == (is_long & (step < steps)).tolist()
+        decoding.run(predicts)
+        torch.cuda.synchronize()
+        decoding.check_slots()
+        for layer in range(LAYERS if step < steps else 0):
+            expected, left_out = decoding.expected_of_worth(layer, least)
+            assert left_out[is_long].any()
+            found = decoding.out[layer, :-1].cpu().float()
+            torch.testing.assert_close(found[is_long], expected[is_long], rtol=2e-2, atol=2e-2)
+    assert int(decoding.scout.refused) == 0
+
+
+def test_rows_that_are_let_go_begin_again_but_their_first_steps_are_over() -> None:
+    decoding = Decoding(9, 0, whole=WholeSteps(beyond=700, steps=2))
     decoding.scout.reset_rows(decoding.rows[:2])
     decoding.next_tokens()
     torch.cuda.synchronize()
@@ -450,9 +496,11 @@ def test_rows_that_are_let_go_begin_again_but_their_first_step_is_over() -> None
     step, count = decoding.scout.step, len(LENGTHS)
     assert step.begins(count).cpu().tolist() == [1] * count
     assert step.whole(count).cpu().tolist() == [0, 0, 0, 1]
-    decoding.next_tokens()
-    torch.cuda.synchronize()
-    assert not step.begins(count).cpu().any() and not step.whole(count).cpu().any()
+    for is_early in (1, 0):
+        decoding.next_tokens()
+        torch.cuda.synchronize()
+        assert not step.begins(count).cpu().any()
+        assert step.whole(count).cpu().tolist() == [0, 0, 0, is_early]
 
 
 def test_every_row_is_scored_at_every_step_and_the_text_is_the_same_above_the_budget() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from sglang_hybrid.commands.profile.records import BlockParts
 from sglang_hybrid.commands.profile.simulation import Budget, best, best_of, with_leaving
-from sglang_hybrid.policies.scout.tuning import EARLY_RECALLS
+from sglang_hybrid.policies.scout.tuning import FIRST_STEPS
 
 # Least shares of a KV head's attention that are compared; with the last one there are no misses.
 SHARES = (*(1e-4 * 2 ** (n / 2) for n in range(17)), 1.0)
@@ -81,7 +81,7 @@ class ShareCosts:
         seen.ratio += missing.float().sum(dim=3).mean(dim=(1, 2)) / budget.blocks
         seen.moved += self._moved(layer, missing | resident | forced, parts)
         seen.not_sticky += float((selected & ~resident).float().sum(dim=2).mean()) / budget.blocks
-        is_due = seen.steps % _INTERVAL == 0 or seen.steps <= EARLY_RECALLS
+        is_due = seen.steps % _INTERVAL == 0 or seen.steps <= FIRST_STEPS
         seen.resident = wanted if is_due else resident
         seen.counts = counts
 

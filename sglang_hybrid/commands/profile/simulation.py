@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_hybrid.commands.profile.records import LayerRecord
-from sglang_hybrid.policies.scout.tuning import EARLY_RECALLS, beyond_selection
+from sglang_hybrid.policies.scout.tuning import FIRST_STEPS, beyond_selection
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def simulate(record: LayerRecord, choices: Sequence[Choice], budget: Budget) -> 
         unselected.append(1 - (record.shares[step] * (selected | forced)).sum(dim=3).mean(dim=(1, 2)))
         changes.append((selected & ~before).float().sum(dim=3).mean(dim=(1, 2)) / limit)
         before = selected
-        due = (intervals > 0) & (((step + 1) % intervals.clamp(min=1) == 0) | (step < EARLY_RECALLS))
+        due = (intervals > 0) & (((step + 1) % intervals.clamp(min=1) == 0) | (step < FIRST_STEPS))
         resident = torch.where(due[:, None, None, None], wanted & ~forced, resident)
     return Simulated(*(torch.stack(one, 1) for one in (ratios, misses_of, unselected, changes[1:] or changes)))
 

@@ -36,7 +36,7 @@ from sglang_hybrid.ops.cuda.attention import Partial, attend_slots, merge
 from sglang_hybrid.ops.cuda.copies import gather_blocks
 from sglang_hybrid.ops.cuda.digests import Step, append
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
-from sglang_hybrid.ops.cuda.missed import finish_late
+from sglang_hybrid.ops.cuda.missed import WorthBlocks, finish_late
 from sglang_hybrid.ops.cuda.scoring import ScoreWorkspace, score_blocks, shift_lse
 from sglang_hybrid.ops.cuda.selection import RecallInterval, RecallPlan, apply_plan, select_blocks
 from sglang_hybrid.ops.cuda.structs import TOTALS
@@ -59,7 +59,7 @@ class DeviceScout(SlotProgram):
         """``mailbox``: of the worker that computes misses; None: this device reads them from the pool itself."""
         device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
         slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, dtype, device)
-        super().__init__(layers, shape, slots, whole_beyond=settings.whole_beyond)
+        super().__init__(layers, shape, slots, whole=settings.whole)
         self._settings, self._mailbox = settings, mailbox
         self._tables = [self.slots.table(layer, settings.sink, settings.recent) for layer in range(len(layers))]
         # by row, as slots are: who reads one reads the other
@@ -67,6 +67,7 @@ class DeviceScout(SlotProgram):
         self._scores = [torch.full(of_scores, -math.inf, device=device) for _ in layers]
         of_heads = (shape.rows, shape.heads, shape.group)
         self._near_bias = [torch.zeros(of_heads, device=device) for _ in layers]  # by row for the same reason
+        self._whole_bias = torch.zeros(of_heads, device=device)  # of the layer that runs, for rows that are whole
         gathers = settings.gather_share != 0
         self._lanes = [LaneBuffers(shape, settings.budget, gathers, dtype, device) for _ in range(2)]
         of_layers = (len(layers),)
@@ -191,7 +192,10 @@ class DeviceScout(SlotProgram):
         replies = self._collect(layer, query, scale, predicted)
         if predicted:
             with self._plan_lane.fork():
-                self._plan(layer, step, query, scale, self._recalls[layer, :count], self.counted[layer])
+                self._plan(
+                    layer, step, query, scale, self._recalls[layer, :count],
+                    totals=self.counted[layer], whole=self.step.whole(count),
+                )  # fmt: skip
                 self._plan_lane.mark(layer)
         attend_slots(
             query, key_slots, value_slots, table.positions, self.step.lengths, step.row_of, scale,
@@ -206,14 +210,21 @@ class DeviceScout(SlotProgram):
         if replies is not None:
             self._replies.wait_for(layer)
             merge(local, replies, active_rows=step.active_rows, out=out)
-        # Overwrites what was merged for rows that attend to everything in this step.
+        # Overwrites what was merged for rows that look at everything in this step.
         finish_late(
             query, of_layer.pool, step, misses.pages, misses.counts, scale, local, out,
-            served=served, whole=self.step.whole(count), workspace=self._attention.attending(count),
+            served=served, whole=self.step.whole(count), worth=self._worth(layer, predicted),
+            workspace=self._attention.attending(count),
         )  # fmt: skip
         if layer == len(self._layers) - 1:
             self._end_layers(layer)
         return out
+
+    def _worth(self, layer: int, predicted: bool) -> WorthBlocks:
+        """What rows that are whole attend to, by their real query."""
+        settings = self._settings
+        bias = self._whole_bias if predicted else self._near_bias[layer]
+        return WorthBlocks(self._scores[layer], bias, settings.whole_score, settings.sink, settings.recent)
 
     def _end_layers(self, last: int) -> None:
         """A step has to wait for its recalls, best at its very end."""
@@ -251,7 +262,7 @@ class DeviceScout(SlotProgram):
     # -- prompts -----------------------------------------------------------------------------
 
     def load_initial_blocks(self, layer: int, step: Step, query: torch.Tensor, scale: float) -> None:
-        self._plan(layer, step, query, scale, self._everybody[: step.batch], totals=None)
+        self._plan(layer, step, query, scale, self._everybody[: step.batch])
         self._make_resident(layer, self._plans[layer])
 
     # -- kernels -----------------------------------------------------------------------------
@@ -293,12 +304,25 @@ class DeviceScout(SlotProgram):
             recalls=self._recalls[layer, :count] if predicted else None,
             gathered=lane.gathered, gather_share=share, most_gathered=MOST_GATHERED, totals=self.counted[layer],
             by_row=True, put_off=put_off, near_bias=self._near_bias[layer],
+            whole=self.step.whole(count), whole_score=settings.whole_score,
         )  # fmt: skip
 
     def _plan(
-        self, layer: int, step: Step, query: torch.Tensor, scale: float, due: torch.Tensor, totals: torch.Tensor | None
+        self,
+        layer: int,
+        step: Step,
+        query: torch.Tensor,
+        scale: float,
+        due: torch.Tensor,
+        *,
+        totals: torch.Tensor | None = None,
+        whole: torch.Tensor | None = None,
     ) -> None:
-        """What the rows that are due want to have in their slots, by their real query."""
+        """What the rows that are due want to have in their slots, by their real query.
+
+        ``whole``: of rows that look at everything in this step, ``_whole_bias`` is told too.
+        """
+        whole_bias = None if whole is None else self._whole_bias
         scores, workspace = self._scores[layer], self._planning.of_batch(step.batch)
         put_off = score_blocks(
             query, self._layers[layer].digests, step, scale, workspace, scores, by_row=True, only=due
@@ -306,7 +330,7 @@ class DeviceScout(SlotProgram):
         select_blocks(
             scores, self._tables[layer], step, self._settings.budget, None, pool_pages=self._shape.pool_pages,
             bonus=self._settings.bonus[layer], plan=self._plans[layer], recall=due, totals=totals,
-            by_row=True, put_off=put_off,
+            by_row=True, put_off=put_off, near_bias=whole_bias, whole=whole, whole_score=self._settings.whole_score,
         )  # fmt: skip
 
     def _make_resident(self, layer: int, plan: RecallPlan) -> None:

@@ -22,6 +22,7 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.cuda.buffers import AttentionBuffers
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.engines.cuda.predictor import DevicePredictor
+from sglang_hybrid.engines.cuda.settings import WholeSteps
 from sglang_hybrid.engines.cuda.slots import BlockMemory, ResidentSlots
 from sglang_hybrid.engines.cuda.step import ARRIVED, PREFILLED, StepBuffers
 from sglang_hybrid.engines.cuda.watch import RatioWatch
@@ -65,12 +66,12 @@ class StepProgram(ABC):
     loads_initial_blocks: ClassVar[bool] = False  # whether prefill ends with `load_initial_blocks`
 
     def __init__(
-        self, layers: Sequence[DeviceLayer], shape: DeviceShape, memory: BlockMemory, *, whole_beyond: int | None = None
+        self, layers: Sequence[DeviceLayer], shape: DeviceShape, memory: BlockMemory, *, whole: WholeSteps | None = None
     ) -> None:
-        """``memory``: used as pages of whole rows while these fit. ``whole_beyond``: as for ``StepBuffers``."""
+        """``memory``: used as pages of whole rows while these fit. ``whole``: as for ``StepBuffers``."""
         device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
         self._layers, self._shape = list(layers), shape
-        self.step = StepBuffers(shape.rows, shape.max_batch, shape.max_blocks, device, whole_beyond=whole_beyond)
+        self.step = StepBuffers(shape.rows, shape.max_batch, shape.max_blocks, device, whole=whole)
         self._attention = AttentionBuffers(shape, dtype, device)
         self.refused = torch.zeros(1, dtype=torch.int64, device=device)  # numbers that were out of bounds
         self.dense = WholeRequests(layers, shape, memory, self.step, self._attention, self.refused)
@@ -156,10 +157,10 @@ class SlotProgram(StepProgram):
         shape: DeviceShape,
         slots: ResidentSlots,
         *,
-        whole_beyond: int | None = None,
+        whole: WholeSteps | None = None,
     ) -> None:
         """``slots``: as ``memory`` of ``StepProgram``."""
-        super().__init__(layers, shape, slots, whole_beyond=whole_beyond)
+        super().__init__(layers, shape, slots, whole=whole)
         self.slots = slots
 
     @property

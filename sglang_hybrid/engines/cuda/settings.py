@@ -10,13 +10,21 @@ from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.policies.hgca.options import HgcaOptions
 from sglang_hybrid.policies.registry import policy_named
-from sglang_hybrid.policies.scout.tuning import EARLY_RECALLS, Tuning, resident_tokens_of
+from sglang_hybrid.policies.scout.tuning import FIRST_SHARE, FIRST_STEPS, Tuning, resident_tokens_of
 
 if TYPE_CHECKING:  # needs torch, which ``sglang-hybrid config`` does without
     from sglang_hybrid.policies.scout.profile import HostRates
 
 _DIMS, _CHANNELS, _MOST_BLOCKS = (64, 128), (0, 32, 64), 256  # what the kernels are compiled for
 _MOST_WINDOW_BLOCKS = 1024  # of policy hgca: what is merged of a list of slots finds room in shared memory
+
+
+@dataclass(frozen=True)
+class WholeSteps:
+    """Which rows look at all of their blocks, and which steps: the first ones of longer rows."""
+
+    beyond: int  # tokens
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -30,8 +38,9 @@ class ScoutSettings:
     any_block: tuple[bool, ...]  # whether every block that has it is a miss, or only the selected ones
     gather_share: float | None  # of the misses, that are copied to the device; None: it follows what is missed
     deadline_s: float
-    early_recalls: int = EARLY_RECALLS  # first steps of a row in which all layers recall
-    whole_beyond: int | None = None  # tokens: longer rows attend to everything in their first step
+    early_recalls: int = FIRST_STEPS  # first steps of a row in which all layers recall
+    whole: WholeSteps | None = None
+    whole_score: float = -math.inf  # that a block must have to be attended in these steps
 
 
 # Without a profile: what a gather gets out of PCIe 5, and a core out of memory (docs/measurements.md).
@@ -91,6 +100,7 @@ def gather_share_of(config: HybridConfig) -> float | None:
 
 
 def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettings:
+    whole = whole_steps_of(config, tuning)
     return ScoutSettings(
         budget=config.budget_tokens // BLOCK_TOKENS,
         slots=slots_of(config),
@@ -101,8 +111,17 @@ def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettin
         any_block=tuning.any_block,
         gather_share=gather_share_of(config),
         deadline_s=config.worker_deadline_ms / 1000,
-        whole_beyond=config.budget_tokens if policy_named(config.policy).needs.exact_first_step else None,
+        whole=whole,
+        whole_score=-math.inf if 0 in tuning.intervals else math.log(FIRST_SHARE * group),
     )
+
+
+def whole_steps_of(config: HybridConfig, tuning: Tuning) -> WholeSteps | None:
+    steps = policy_named(config.policy).needs.thorough_steps
+    if not steps:
+        return None
+    # Blocks are scored by the real query where layers recall. Where they never do, one step attends to all of them.
+    return WholeSteps(config.budget_tokens, steps=1 if 0 in tuning.intervals else steps)
 
 
 def slots_of(config: HybridConfig) -> int:

@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from sglang_hybrid.engines.cuda.settings import WholeSteps
 from sglang_hybrid.ops.cuda.digests import Step
 from sglang_hybrid.ops.cuda.step import begin_step
 
@@ -13,27 +14,21 @@ from sglang_hybrid.ops.cuda.step import begin_step
 PREFILLED = -2  # its resident blocks were chosen when its prompt was computed
 ARRIVED = -1  # nothing of it is resident
 LET_GO = -3  # nothing of it is resident any more, but its first step was earlier
-_NOBODY = 2**32 - 1  # tokens that no row has
 
 
 class StepBuffers:
     """Rows of the current step. Written before its layers, on the stream that runs them."""
 
     def __init__(
-        self, rows: int, most: int, max_blocks: int, device: torch.device | str, *, whole_beyond: int | None = None
+        self, rows: int, most: int, max_blocks: int, device: torch.device | str, *, whole: WholeSteps | None = None
     ) -> None:
-        """``rows`` that SGLang knows, at most ``most`` of them in a step, of at most ``max_blocks`` blocks.
-
-        Rows of more than ``whole_beyond`` tokens are ``whole`` in their first step. None: nobody is.
-        """
+        """``rows`` that SGLang knows, at most ``most`` of them in a step, of at most ``max_blocks`` blocks."""
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._page_table, self._lengths, self._row_of = zeros(most, max_blocks), zeros(most), zeros(most)
-        self._begins, self._whole, self._whole_beyond = zeros(most), zeros(most), _NOBODY
-        if whole_beyond is not None:
-            self._whole_beyond = whole_beyond
+        self._begins, self._whole, self._whole_steps = zeros(most), zeros(most), whole or WholeSteps(0, steps=0)
         self.active_rows = zeros(1)
         self.lengths = zeros(rows)
         self.first_lengths = torch.full((rows,), ARRIVED, dtype=torch.int32, device=device)
@@ -43,8 +38,8 @@ class StepBuffers:
         begin_step(
             req_to_token, rows, lengths, active,
             step=self.of_batch(rows.numel()), begins=self.begins(rows.numel()),
-            whole=self.whole(rows.numel()), whole_beyond=self._whole_beyond, lengths_by_row=self.lengths,
-            first_lengths=self.first_lengths,
+            whole=self.whole(rows.numel()), whole_beyond=self._whole_steps.beyond, whole_steps=self._whole_steps.steps,
+            lengths_by_row=self.lengths, first_lengths=self.first_lengths,
         )  # fmt: skip
 
     def load_nothing(self) -> None:
@@ -60,14 +55,14 @@ class StepBuffers:
         return self._begins[:count]
 
     def whole(self, count: int) -> torch.Tensor:
-        """``[count]``: 1 for rows that attend to everything in this step."""
+        """``[count]``: 1 for rows that are in one of their ``WholeSteps``."""
         return self._whole[:count]
 
     def all_begin(self) -> None:
         """Mark all rows as having no resident blocks.
 
-        Rows that decoded before this step are marked as let go: their first step is over, so they do not attend to
-        everything again. Load the rows of the present step again afterwards.
+        Rows that decoded before this step are marked as let go: their first steps count as over. Load the rows of the
+        present step again afterwards.
         """
         decoded = (self.first_lengths >= 0) & (self.first_lengths < self.lengths)
         self.first_lengths.copy_(torch.where(decoded | (self.first_lengths == LET_GO), LET_GO, ARRIVED))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,20 @@ from sglang_hybrid.ops.cuda.attention import AttendWorkspace, Partial, side_argu
 from sglang_hybrid.ops.cuda.digests import HostPool, Step
 from sglang_hybrid.ops.cuda.library import launch
 from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code
+
+_EVERYTHING: dict[str, Any] = {"least_score": 0.0, "sink": 0, "recent": 0}  # is worth it
+
+
+@dataclass(frozen=True)
+class WorthBlocks:
+    """Which blocks of whole rows are attended: those of at least ``least`` by scores ``[rows, H, max_blocks]``, and
+    those that are always in, whose logits get bias ``[rows, H, G]``."""
+
+    scores: torch.Tensor
+    bias: torch.Tensor
+    least: float
+    sink: int
+    recent: int
 
 
 def finish_late(
@@ -26,14 +41,16 @@ def finish_late(
     served: torch.Tensor,
     workspace: AttendWorkspace,
     whole: torch.Tensor | None = None,
+    worth: WorthBlocks | None = None,
     masks: torch.Tensor | None = None,
 ) -> None:
     """``reference.attend_blocks`` of entries that are not ``served`` ``[B]``, merged with ``local`` to ``out``.
 
     query and out ``[B, H * G, D]``; pages ``[B, H, N]`` of which the first ``counts`` ``[B, H]`` are there, full blocks
     all of them. With ``masks`` ``[B, H, N]`` only tokens of these blocks count whose bit is set. Entries that are
-    ``whole`` ``[B]`` attend to all tokens of their row instead, whoever served them. Pages that are not in the pool are
-    left out. All other entries keep what they have, so this can follow every wait for the mailbox in a CUDA graph.
+    ``whole`` ``[B]`` attend to their row instead, whoever served them: to all of its blocks, or to those that are
+    ``worth`` it. Pages that are not in the pool are left out. All other entries keep what they have, so this can follow
+    every wait for the mailbox in a CUDA graph.
     """
     batch, query_heads, dim = query.shape
     heads = pool.keys.shape[1]
@@ -46,6 +63,7 @@ def finish_late(
         whole=None if whole is None else address("whole", whole, torch.int32, (batch,)),
         local=side_arguments(local, (batch, query_heads, dim)),
         most_blocks=pages.shape[2],
+        **_worth_arguments(worth, heads, query_heads // heads, step.max_blocks),
         **_common_arguments(query, pool, step, scale, workspace, out),
     )
 
@@ -58,8 +76,21 @@ def attend_pool(
     The step's own tokens are in the pool. Pages that are not in the pool are left out, and entries from the step's
     ``active_rows`` on are left alone.
     """
-    launch("finish_late", most_blocks=0, **_common_arguments(query, pool, step, scale, workspace, out))
+    launch("finish_late", most_blocks=0, **_EVERYTHING, **_common_arguments(query, pool, step, scale, workspace, out))
     return out
+
+
+def _worth_arguments(worth: WorthBlocks | None, heads: int, group: int, max_blocks: int) -> dict[str, Any]:
+    if worth is None:
+        return _EVERYTHING
+    rows = worth.scores.shape[0]
+    return {
+        "scores": address("scores", worth.scores, torch.float32, (rows, heads, max_blocks)),
+        "bias": address("bias", worth.bias, torch.float32, (rows, heads, group)),
+        "least_score": worth.least,
+        "sink": worth.sink,
+        "recent": worth.recent,
+    }
 
 
 def _common_arguments(

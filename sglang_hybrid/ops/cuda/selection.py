@@ -109,6 +109,8 @@ def select_blocks(
     put_off: PendingScores | None = None,
     near_bias: torch.Tensor | None = None,
     recalls: torch.Tensor | None = None,
+    whole: torch.Tensor | None = None,
+    whole_score: float = -math.inf,
 ) -> None:
     """``reference.select_blocks`` of scores ``[B, H, max_blocks]``, split by residency, as policy ``scout`` does it.
 
@@ -127,7 +129,7 @@ def select_blocks(
     a list, and as many as there are such slots; the others are misses. ``plan`` is for slots that have these blocks.
 
     ``near_bias`` ``[rows, H, G]`` gets ``reference.near_bias`` of what is then in slots or in a list, by what was
-    estimated for ``put_off``.
+    estimated for ``put_off``. Of entries that are ``whole`` ``[B]``, of all blocks that score at least ``whole_score``.
 
     To ``totals`` (int64, in the order of ``TOTALS``) are added the number of all misses, also of those that find no
     room at all, of the plan's entries, of gathered blocks, of selected blocks that are not always in, and of those of
@@ -172,6 +174,8 @@ def select_blocks(
         interval=None if recall is None else scalar_address("interval", recall.steps, torch.int32),
         first_lengths=None if recall is None else address("first_lengths", recall.first_lengths, torch.int32, (rows,)),
         recalls=address("recalls", recalls, torch.int32, (batch,)),
+        whole=address("whole", whole, torch.int32, (batch,)),
+        whole_score=whole_score,
         plan=struct("plan") if plan is None else plan.arguments(),
         bonus=bonus,
         min_miss_score=min_miss_score,

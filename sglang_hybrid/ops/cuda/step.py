@@ -19,13 +19,15 @@ def begin_step(
     begins: torch.Tensor,
     whole: torch.Tensor,
     whole_beyond: int,
+    whole_steps: int,
     lengths_by_row: torch.Tensor,
     first_lengths: torch.Tensor,
 ) -> None:
     """Fill ``step`` with rows and lengths ``[B]``, int64 or int32, of which the first ``active`` are real.
 
     req_to_token ``[rows, tokens]`` int32. begins ``[B]``: 1 for rows of which nothing is resident. whole ``[B]``: 1 for
-    rows of more than ``whole_beyond`` tokens whose first step this is. first_lengths ``[rows]``: gets their length.
+    rows of more than ``whole_beyond`` tokens in their first ``whole_steps`` steps. first_lengths ``[rows]``: gets a
+    row's length in its first step.
     """
     batch, known = step.batch, lengths_by_row.shape[0]
     if rows.dtype != lengths.dtype:
@@ -51,4 +53,5 @@ def begin_step(
         active=active,
         wide=rows.dtype == torch.int64,
         whole_beyond=whole_beyond,
+        whole_steps=whole_steps,
     )

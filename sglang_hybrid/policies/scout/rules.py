@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.policies.scout.tuning import EARLY_RECALLS, resident_tokens_of
+from sglang_hybrid.policies.scout.tuning import FIRST_STEPS, resident_tokens_of
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class ScoutRules:
     only_selected: bool = False  # resident blocks that are not selected in this step are not attended
     shifts: bool = True  # the weight of misses is corrected when the real query is there
     recalls_by_real_query: bool = True  # what becomes resident; otherwise by the query that selected misses
-    early_recalls: int = EARLY_RECALLS  # first steps of a row in which all layers recall
+    early_recalls: int = FIRST_STEPS  # first steps of a row in which all layers recall
     stands_for_all: bool = True  # what was selected counts for all that could have been: see reference.near_bias
 
 

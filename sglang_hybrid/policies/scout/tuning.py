@@ -6,17 +6,20 @@ Imports no torch: ``sglang-hybrid config`` shows these numbers too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from sglang_hybrid.config import HybridConfig
+if TYPE_CHECKING:  # which knows the policies, and so this
+    from sglang_hybrid.config import HybridConfig
 
 # Without a profile. A small bonus removes most of the churn around the boundary and costs nothing on any text we know;
 # the interval is what ScoutAttention's own profiles end up with for most layers.
 DEFAULT_BONUS = 1.0
 DEFAULT_INTERVAL = 8
-# Steps of a row, its first ones, in which all its layers recall: queries change most behind the prompt, and short
-# answers would be over before each layer has recalled once.
-EARLY_RECALLS = 8
+# Steps of a row, its first ones, in which all its layers recall and nothing is left out that matters: queries change
+# most behind the prompt, an answer's beginning decides, and a short one would end before each layer has recalled once.
+FIRST_STEPS = 8
+# Least estimated attention, as a share of the KV head's, of a block that is attended in these steps.
+FIRST_SHARE = 0.0005
 DEFAULT_MISS_SHARE = 0.001
 DEFAULT_TARGET = 0.12  # of the CPU compute ratio, as in ScoutAttention, until the host tells a better one
 

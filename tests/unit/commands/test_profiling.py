@@ -36,7 +36,7 @@ from sglang_hybrid.policies.scout.options import ScoutOptions
 from sglang_hybrid.policies.scout.policy import ScoutPolicy, Selection
 from sglang_hybrid.policies.scout.predictor import QueryPredictor, QueryWeights
 from sglang_hybrid.policies.scout.rules import rules_of_scout
-from sglang_hybrid.policies.scout.tuning import EARLY_RECALLS, beyond_selection, tuning_of
+from sglang_hybrid.policies.scout.tuning import FIRST_STEPS, beyond_selection, tuning_of
 from sglang_hybrid.worker.torch_attention import TorchMisses
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -119,7 +119,7 @@ def simulated_in_plain_python(record: LayerRecord, choice: Choice, budget: Budge
                 found[step][1] += 1 - sum(float(record.shares[step, row, head, p]) for p in attended)
                 found[step][2] += len((earned | always) - before) / limit
                 before = earned | always
-                if choice.interval and ((step + 1) % choice.interval == 0 or step < EARLY_RECALLS):
+                if choice.interval and ((step + 1) % choice.interval == 0 or step < FIRST_STEPS):
                     resident = wanted
     return [tuple(value / (rows * heads) for value in step) for step in found]  # type: ignore[misc]
 

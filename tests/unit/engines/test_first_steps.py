@@ -1,4 +1,4 @@
-"""Rows in their first decode step attend to everything, if they are long: who is sent where."""
+"""Rows in their first decode steps attend to everything, if they are long: who is sent where."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ def taken(steps: FirstSteps, batch: StepBatch, longer_than: int = 64) -> tuple[l
     return None if split is None else (split.first, split.others)
 
 
-def test_a_long_row_is_taken_once() -> None:
+def test_a_long_row_is_taken_in_its_first_steps() -> None:
     steps = FirstSteps()
-    steps.begin(torch.tensor([3, 5]))
-    batch = step([7, 3, 5], [90, 65, 64])
-    assert taken(steps, batch) == ([1], [0, 2])
-    assert not steps.any_waits  # the short one has decoded too
-    assert taken(steps, batch) is None
+    steps.begin(torch.tensor([3, 5]), steps=2)
+    assert taken(steps, step([7, 3, 5], [90, 65, 64])) == ([1], [0, 2])
+    assert taken(steps, step([7, 3, 5], [91, 66, 65])) == ([1, 2], [0])  # the other one has become long
+    assert not steps.any_waits
+    assert taken(steps, step([7, 3, 5], [92, 67, 66])) is None
 
 
 def test_rows_that_are_not_in_the_step_go_on_waiting() -> None:
     """Such as one whose prompt is computed in chunks, between which the others decode."""
     steps = FirstSteps()
-    steps.begin(torch.tensor([3]))
+    steps.begin(torch.tensor([3]), steps=1)
     assert taken(steps, step([1], [90])) is None
     assert steps.any_waits
     assert taken(steps, step([1, 3], [91, 90])) == ([1], [0])
 
 
 def test_nobody_is_waited_for_forever() -> None:
-    """A request that ends with its prompt never decodes."""
+    """A request that ends with its prompt never decodes, and one with its first token but once."""
     steps = FirstSteps()
-    steps.begin(torch.tensor([3]))
+    steps.begin(torch.tensor([3]), steps=2)
+    assert taken(steps, step([3], [90])) == ([0], [])
     for _ in range(PATIENCE):
         assert steps.any_waits
         assert taken(steps, step([1], [90])) is None
@@ -51,7 +52,7 @@ def test_nobody_is_waited_for_forever() -> None:
 
 def test_padding_is_nobodys_first_step() -> None:
     steps = FirstSteps()
-    steps.begin(torch.tensor([0]))
+    steps.begin(torch.tensor([0]), steps=1)
     assert taken(steps, step([4, 0], [90, 90], padding=1)) is None
     assert steps.any_waits
 
@@ -59,7 +60,7 @@ def test_padding_is_nobodys_first_step() -> None:
 def test_a_row_that_begins_anew_is_taken_again() -> None:
     steps = FirstSteps()
     for _ in range(2):
-        steps.begin(torch.tensor([2]))
+        steps.begin(torch.tensor([2]), steps=2)
         assert taken(steps, step([2], [90])) == ([0], [])
 
 

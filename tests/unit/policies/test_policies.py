@@ -24,7 +24,7 @@ from sglang_hybrid.policies.registry import PolicyContext, policy_named, predict
 from sglang_hybrid.policies.scout.options import ScoutAttentionOptions, ScoutOptions
 from sglang_hybrid.policies.scout.policy import ScoutPolicy, Selection
 from sglang_hybrid.policies.scout.rules import ScoutRules, rules_of_scout
-from sglang_hybrid.policies.scout.tuning import DEFAULT_MISS_SHARE, EARLY_RECALLS, tuning_of
+from sglang_hybrid.policies.scout.tuning import DEFAULT_MISS_SHARE, FIRST_STEPS, tuning_of
 from sglang_hybrid.worker.miss_server import PendingAttention
 from sglang_hybrid.worker.torch_attention import TorchMisses
 
@@ -531,7 +531,7 @@ def test_between_two_recalls_the_resident_blocks_stay() -> None:
     for steps in changed.values():
         assert steps
         # the fourth step recalls for the one after it, and so on; so do the first ones
-        assert all(step % 4 == 0 or step <= EARLY_RECALLS for step in steps)
+        assert all(step % 4 == 0 or step <= FIRST_STEPS for step in steps)
 
 
 def test_interval_0_never_recalls() -> None:

@@ -24,11 +24,11 @@ __global__ void __launch_bounds__(begin_threads) begin_step(const __grid_constan
         args.row_of[entry] = exists ? static_cast<int32_t>(row) : -1;
         const int32_t first = is_real ? args.first_lengths[row] : 0;
         args.begins[entry] = first == sh_row_arrived || first == sh_row_let_go;
-        const bool is_first = first == sh_row_arrived || first == sh_row_prefilled;
-        args.whole[entry] = is_first && length > int64_t{args.whole_beyond};
+        const int64_t steps = first >= 0 ? length - first + 1 : first == sh_row_let_go ? int64_t{args.whole_steps} + 1 : 1;
+        args.whole[entry] = is_real && steps <= int64_t{args.whole_steps} && length > int64_t{args.whole_beyond};
         if (is_real) {
             args.lengths_by_row[row] = static_cast<int32_t>(length);
-            if (first < 0) args.first_lengths[row] = static_cast<int32_t>(length);
+            if (first < 0) args.first_lengths[row] = static_cast<int32_t>(max(length - steps + 1, int64_t{0}));
         }
     }
     if (!is_real) return;

@@ -23,7 +23,7 @@ struct sh_begin_step {
     int32_t* step_lengths;        // [batch]
     int32_t* row_of;              // [batch]
     int32_t* begins;              // [batch]: 1 for rows that have nothing resident
-    int32_t* whole;               // [batch]: 1 for rows of more than whole_beyond tokens in their first step
+    int32_t* whole;               // [batch]: 1 for rows of more than whole_beyond tokens in their first whole_steps steps
     int32_t* active_rows;         // one number
     int32_t* lengths_by_row;      // [rows]
     int32_t* first_lengths;       // [rows]
@@ -34,7 +34,7 @@ struct sh_begin_step {
     uint32_t active;
     uint32_t wide;  // whether rows and lengths have 64 bits
     uint32_t whole_beyond;
-    uint32_t unused;
+    uint32_t whole_steps;
 };
 
 // -- rows that are held as a whole -------------------------------------------------------------------------------------

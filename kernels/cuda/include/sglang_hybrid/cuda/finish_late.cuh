@@ -10,7 +10,7 @@ namespace sglang_hybrid::cuda {
 
 __device__ inline uint32_t blocks_of_tokens(uint32_t tokens) { return (tokens + block_tokens - 1) / block_tokens; }
 
-// Whether an entry attends to all blocks of its row, whoever served it.
+// Whether an entry attends to the blocks of its row, whoever served it.
 __device__ inline bool is_whole(const sh_finish_late& args, uint32_t entry) {
     return !args.pages || (args.whole && args.whole[entry]);
 }
@@ -19,12 +19,19 @@ __device__ inline bool is_whole(const sh_finish_late& args, uint32_t entry) {
 struct PoolList {
     const int32_t* pages;
     const int32_t* masks = nullptr;  // null: all tokens count
+    const float* scores = nullptr;   // null: all blocks count
+    const float* bias = nullptr;
     uint32_t tokens;
 
     __device__ PoolList(const sh_finish_late& args, uint32_t entry, uint32_t head) {
         if (is_whole(args, entry)) {
             pages = args.step.page_table + uint64_t{entry} * args.step.max_blocks;
             tokens = min(static_cast<uint32_t>(max(args.step.lengths[entry], 0)), args.step.max_blocks * block_tokens);
+            if (args.scores && args.step.row_of[entry] >= 0) {
+                const uint64_t of_row = uint64_t{static_cast<uint32_t>(args.step.row_of[entry])} * args.kv_heads + head;
+                scores = args.scores + of_row * args.step.max_blocks;
+                if (args.bias) bias = args.bias + of_row * args.group;
+            }
         } else {
             const uint64_t pair = uint64_t{entry} * args.kv_heads + head;
             pages = args.pages + pair * args.most_blocks;
@@ -53,6 +60,7 @@ class PoolBlocks {
         const char* values;
         uint32_t tokens;  // 0: there is none left
         uint32_t mask;    // bit t: token t counts
+        bool is_near;     // always in
     };
 
     // Every step-th block from `first` on, before `end`.
@@ -62,7 +70,7 @@ class PoolBlocks {
 
     __device__ Block take(uint32_t block_bytes) {
         while (!held_) {
-            if (next_ >= end_) return {nullptr, nullptr, 0, 0};
+            if (next_ >= end_) return {nullptr, nullptr, 0, 0, false};
             look();
         }
         const uint32_t lane = __ffs(held_) - 1;
@@ -71,13 +79,22 @@ class PoolBlocks {
         const uint64_t at = (page * args_.kv_heads + head_) * block_bytes;
         const uint32_t tokens = min(block_tokens, list_.tokens - (base_ + lane * step_) * block_tokens);
         const uint32_t mask = __shfl_sync(0xFFFFFFFF, mask_, lane) & first_tokens(tokens);
-        return {static_cast<const char*>(args_.keys) + at, static_cast<const char*>(args_.values) + at, tokens, mask};
+        const bool is_near = is_always_in(base_ + lane * step_);
+        return {static_cast<const char*>(args_.keys) + at, static_cast<const char*>(args_.values) + at, tokens, mask, is_near};
     }
 
   private:
+    __device__ bool is_always_in(uint32_t place) const {
+        return place < args_.sink || place + args_.recent + 1 >= blocks_of_tokens(list_.tokens);
+    }
+
+    __device__ bool counts(uint32_t place) const {
+        return place < end_ && (!list_.scores || list_.scores[place] >= args_.least_score || is_always_in(place));
+    }
+
     __device__ void look() {
         const uint32_t place = next_ + threadIdx.x % warp_size * step_;
-        page_ = place < end_ ? list_.pages[place] : -1;
+        page_ = counts(place) ? list_.pages[place] : -1;
         mask_ = place < end_ && list_.masks ? static_cast<uint32_t>(list_.masks[place]) : 0xFFFFFFFF;
         held_ = __ballot_sync(0xFFFFFFFF, page_ >= 0 && static_cast<uint32_t>(page_) < args_.pool_pages && mask_);
         base_ = next_;
@@ -128,7 +145,7 @@ __global__ void __launch_bounds__(attend_warps* warp_size) finish_late(const __g
         const uint64_t first = (uint64_t{part.entry} * args.kv_heads + part.head) * args.group;
         const PoolList list(args, part.entry, part.head);
         const auto* const query = static_cast<const char*>(args.query) + first * kDim * 2;
-        attend_list<Element, kDim>(query, args.group, args.scale, nullptr, shared, at, [&](uint32_t warp, uint32_t of_warps) {
+        attend_list<Element, kDim>(query, args.group, args.scale, list.bias, shared, at, [&](uint32_t warp, uint32_t of_warps) {
             return PoolBlocks(args, list, part.head, from + warp, of_warps, from + numbers);
         });
         const bool has_local = args.local.out && !is_whole(args, part.entry);

@@ -48,19 +48,21 @@ struct sh_finish_queries {
 // -- blocks that are read from the host pool ---------------------------------------------------------------------------
 
 // Attention of entries that were not served over lists of full blocks in the host pool, one for each KV head, merged with the
-// local partial; and of entries that attend to all blocks of their row, served or not. All others are neither read nor written.
+// local partial; and of entries that attend to the blocks of their row, served or not. All others are neither read nor written.
 struct sh_finish_late {
     const void* query;  // [batch][KV head][group][head_dim], the real one
     const void* keys;   // a layer of the pool, as the device sees it: [page][KV head][32][head_dim]
     const void* values;
-    sh_step step;           // row_of is not looked at
+    sh_step step;           // row_of is not looked at without scores
     const int32_t* pages;   // [batch][KV head][most_blocks], those not in the pool are left out; null: all entries are whole
     const int32_t* masks;   // like pages, bit t: token t of the block counts; null: all of them do
     const int32_t* counts;  // [batch][KV head], blocks of a list
     const int32_t* served;  // [batch]; null: nobody was
-    const int32_t* whole;   // [batch], 1: attends to all blocks of its row; null: nobody does
-    sh_side local;          // null: there is none
-    void* out;              // [batch][KV head][group][head_dim] of `dtype`
+    const int32_t* whole;   // [batch], 1: attends to the blocks of its row; null: nobody does
+    const float* scores;    // [rows][KV head][max_blocks]: blocks of whole entries that count, by least_score; null: all do
+    const float* bias;  // [rows][KV head][group], with scores, or null: added to the logits of blocks that are always in
+    sh_side local;  // null: there is none
+    void* out;  // [batch][KV head][group][head_dim] of `dtype`
     // workspace, as for sh_attend_slots
     float* partial_out;
     float* partial_lse;
@@ -73,4 +75,8 @@ struct sh_finish_late {
     uint32_t most_blocks;
     uint32_t pool_pages;
     uint32_t units;
+    float least_score;
+    uint32_t sink;  // blocks that are always in: these,
+    uint32_t recent;  // as many before the tail, and the tail
+    uint32_t unused;
 };

@@ -6,7 +6,8 @@
 
 namespace sglang_hybrid::cuda {
 
-// By a whole CTA, behind its selection. `attended`: what is in slots or in a list, or will be when the layer is attended.
+// By a whole CTA, behind its selection. `attended`: what is in slots or in a list, or will be when the layer is attended; of
+// entries that attend to their whole row, what is worth it.
 template <int kTiles>
 __device__ void write_bias(const sh_select_blocks& args, uint32_t entry, uint32_t pair, const RowBlocks& row,
                            const PositionSet& attended, char* shared) {
@@ -20,7 +21,11 @@ __device__ void write_bias(const sh_select_blocks& args, uint32_t entry, uint32_
     add_up(estimates, blocks, scratch, [&](int32_t position) { return row.is_candidate(position); });
     const Mass candidates = head < scored.group ? mass_of(scratch, head) : Mass::none();
     __syncthreads();
-    add_up(estimates, blocks, scratch, [&](int32_t position) { return row.is_candidate(position) && attended.has(position); });
+    const bool is_whole = args.whole && args.whole[entry];
+    const float* const scores = args.scores + owner_of(scored, entry, pair) * args.step.max_blocks;
+    add_up(estimates, blocks, scratch, [&](int32_t position) {
+        return row.is_candidate(position) && (is_whole ? scores[position] >= args.whole_score : attended.has(position));
+    });
     if (head >= scored.group) return;
     const float bias = (mass_of(scratch, head).log2() - candidates.log2()) * ln_of_2;
     args.near_bias[owner_of(scored, entry, pair) * scored.group + head] = isfinite(bias) ? fminf(bias, 0.0f) : 0.0f;

@@ -149,6 +149,7 @@ struct sh_select_blocks {
     const int32_t* interval;  // steps between recalls, one number; or null. 0: never
     const int32_t* first_lengths;  // [rows]: length in the row's first step, with `interval`
     int32_t* recalls;  // [batch], or null: who recalls is written here, for a launch that makes the plan later
+    const int32_t* whole;  // [batch], or null: of entries with 1, near_bias is told of all blocks of at least whole_score
     sh_plan plan;  // not looked at without due and interval
     float bonus;  // of resident blocks
     float min_miss_score;  // a miss has at least this score
@@ -161,7 +162,7 @@ struct sh_select_blocks {
     uint32_t most_gathered;  // of one (row, KV head)
     uint32_t scores_by_row;
     uint32_t any_block;  // whether every block that is worth it is a miss, or those only that are selected
-    uint32_t unused;
+    float whole_score;
 };
 
 struct sh_apply_plan {
