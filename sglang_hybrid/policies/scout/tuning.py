@@ -17,7 +17,7 @@ DEFAULT_BONUS = 1.0
 DEFAULT_INTERVAL = 8
 # Steps of a row, its first ones, in which all its layers recall and nothing is left out that matters: queries change
 # most behind the prompt, an answer's beginning decides, and a short one would end before each layer has recalled once.
-FIRST_STEPS = 8
+FIRST_STEPS = 16
 # Least estimated attention, as a share of the KV head's, of a block that is attended in these steps.
 FIRST_SHARE = 0.0005
 DEFAULT_MISS_SHARE = 0.001
