@@ -55,9 +55,8 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     policy: Annotated[
         str,
         Meta(
-            description="Who computes attention over what: scout attends to the best-scoring blocks within the budget, "
-            "full attends to everything and is the exact reference; the others are papers' policies. Other packages "
-            "may add policies.",
+            description="What is attended, and who computes: scout attends to the best-scoring blocks within the "
+            "budget, full to everything; the others are papers' policies.",
             extra={
                 "legal": "one of full, hcattention, hgca, infinigen, scout, scoutattention, or one of another package"
             },
@@ -68,30 +67,30 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             gt=0,
             description="Tokens attended per (request, layer, KV head) under policies that select; tokens of GPU "
-            "memory per request under full. A multiple of 32, the size of a block, that holds the sink blocks, the "
-            "recent blocks and the tail (the block being filled).",
+            "memory per request under full. A multiple of 32, the size of a block, that holds sink, recent and tail "
+            "blocks.",
         ),
     ] = 2048
     sink_blocks: Annotated[
         int, Meta(ge=0, description="Blocks at the start of a request that are always selected.")
     ] = 1
     recent_blocks: Annotated[
-        int, Meta(ge=0, description="Full blocks right before the tail that are always selected.")
+        int, Meta(ge=0, description="Full blocks before the tail (the block being filled) that are always selected.")
     ] = 2
     digest_dtype: Annotated[
         Literal["auto", "model", "int8"],
         Meta(
             description="Storage of digests: the model's dtype, or int8, which takes less than half of the memory "
-            "and selects nearly the same blocks. int8 needs sketches and a head_dim that is a multiple "
-            "of 32. auto is int8 on a GPU where possible, and model elsewhere."
+            "and needs sketches and a head_dim that is a multiple of 32. auto is int8 on a GPU where possible, model "
+            "elsewhere."
         ),
     ] = "auto"
     profile: Annotated[
         str,
         Meta(
-            description="What predictions and infinigen's skew are calibrated with: auto (the server fits them at its "
-            "first start with a model, and keeps them for later ones), a file made by sglang-hybrid profile for this "
-            "model and budget, the name of a shipped one, or none. default is auto on a GPU and none elsewhere.",
+            description="Calibration of predictions and infinigen's skew: auto (the server fits them at its first "
+            "start with a model, and keeps them), a file made by sglang-hybrid profile for this model and budget, the "
+            "name of a shipped one, or none. default is auto on a GPU and none elsewhere.",
             extra={"legal": '"default", "auto", "none", a file, or the name of a shipped profile'},
         ),
     ] = "default"
@@ -99,15 +98,15 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "calibrated", "raw", "none"],
         Meta(
             description="Query that selects and computes misses one layer ahead: calibrated, raw (the next layer's "
-            "projection of this layer's input), none (the layer's real query, later), or auto (calibrated where "
-            "profile is not none, none elsewhere)."
+            "projection of this layer's input), none (the layer's real query, later), or auto (calibrated with "
+            "a profile, none without)."
         ),
     ] = "auto"
     whole_requests: Annotated[
         Literal["auto", "never"],
         Meta(
-            description="On a GPU: auto keeps whole requests in GPU memory and attends to them exactly while all "
-            "running requests fit; never leaves them in host memory."
+            description="auto keeps whole requests in GPU memory and attends to them exactly while all running "
+            "requests fit; never leaves them in host memory."
         ),
     ] = "auto"
     sketch_channels: Annotated[
@@ -116,8 +115,7 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ge=0,
             le=256,
             multiple_of=2,
-            description="Channels of every key that are kept in four bits each, so that selection sees single "
-            "tokens. 0 keeps none.",
+            description="Channels of every key that are kept in four bits each, so that selection sees single tokens.",
             extra={"legal": "an even whole number, >= 0 and <= 256"},
         ),
     ] = 32
@@ -131,28 +129,27 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     worker: Annotated[
         str,
         Meta(
-            description="CPU worker that computes attention over misses: start (each scheduler process starts one),"
-            " none (the scheduler process computes), or the directory of a worker started by hand, in "
-            "which {rank} and {replica} are replaced. auto is start on a GPU and none elsewhere.",
+            description="CPU worker that computes misses: start (each scheduler process starts one), none (the "
+            "scheduler process computes), or the directory of a worker started by hand, in which {rank} and {replica} "
+            "are replaced. auto is start on a GPU and none elsewhere.",
             extra={"legal": _WORKER_LEGAL},
         ),
     ] = "auto"
     worker_provider: Annotated[
         Literal["native", "torch", "ipex"],
-        Meta(description="What the worker computes with: its own kernels, torch's, or Intel's extension for torch."),
+        Meta(description="The worker's kernels: its own, torch's, or those of Intel's extension for torch."),
     ] = "native"
     worker_threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"],
         Meta(
             description="Threads of the worker. auto takes the physical cores less a quarter, at most four, and "
-            "less one for every further rank: SGLang's own processes need those."
+            "less one for every further rank."
         ),
     ] = "auto"
     worker_cores: Annotated[
         str,
         Meta(
-            description='Cores that the worker\'s threads are bound to: "auto", "none" (not bound), or a list such as '
-            '"0-7,16".',
+            description='Cores to bind the worker\'s threads to: "auto", "none", or a list such as "0-7,16".',
             extra={"legal": '"auto", "none" or a list of cores such as "0-7,16"; a single one as "3-3"'},
         ),
     ] = "auto"
@@ -161,8 +158,7 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             ge=1,
             le=2000,
-            description="How long a layer waits for the worker. What is not there by then is computed in the scheduler "
-            "process.",
+            description="How long a layer waits for the worker before the scheduler process computes instead.",
         ),
     ] = 500
     worker_restart_seconds: Annotated[
@@ -170,7 +166,7 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             gt=0,
             le=3600,
-            description="Longest pause before a worker that died is started again; the first ones are shorter.",
+            description="Longest pause before a dead worker is started again; the first ones are shorter.",
         ),
     ] = 5.0
 

@@ -82,15 +82,13 @@ TASK_BLOCKS = EnvType[int]("a whole number from 1 to 4096", _parse_task_blocks)
 STRINGS = EnvType[tuple[str, ...]]('a JSON list of strings such as ["key=value"]', _parse_strings)
 
 CONFIG = EnvVar("SGLANG_HYBRID_CONFIG", PATH, None, "YAML file with settings; --hybrid-config sets it")
-SET = EnvVar("SGLANG_HYBRID_SET", STRINGS, (), "single settings, which win over the file; --hybrid appends to it")
-ALLOW_UNTESTED_SGLANG = EnvVar(
-    "SGLANG_HYBRID_ALLOW_UNTESTED_SGLANG", BOOL, False, "start on SGLang versions this package was not tested with"
-)
+SET = EnvVar("SGLANG_HYBRID_SET", STRINGS, (), "single settings; --hybrid appends to it")
+ALLOW_UNTESTED_SGLANG = EnvVar("SGLANG_HYBRID_ALLOW_UNTESTED_SGLANG", BOOL, False, "start on untested SGLang versions")
 CACHE = EnvVar(
     "SGLANG_HYBRID_CACHE",
     PATH,
     None,
-    "where converted models and compiled kernels are kept (default: sglang-hybrid in the user's cache)",
+    "converted models and compiled kernels (default: sglang-hybrid in the user's cache)",
 )
 LOAD_FILE = EnvVar("SGLANG_HYBRID_LOAD_FILE", PATH, None, "internal: load figures of SGLang's processes")
 MEMORY_AT_START = EnvVar(
@@ -119,7 +117,7 @@ CPU_VARIANT = EnvVar(
     "SGLANG_HYBRID_CPU_VARIANT",
     TEXT,
     None,
-    "CPU kernel variant to use instead of the fastest of this machine: amx, avx512, avx2, neon-bf16, neon or portable",
+    "CPU kernel variant instead of the fastest: amx, avx512, avx2, neon-bf16, neon or portable",
 )
 
 VARIABLES: tuple[EnvVar[Any], ...] = (

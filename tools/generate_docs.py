@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from sglang_hybrid import env  # noqa: E402
 from sglang_hybrid.config import HybridConfig, describe  # noqa: E402
-from sglang_hybrid.metrics.table import METRICS  # noqa: E402
+from sglang_hybrid.metrics.table import METRICS, Metric  # noqa: E402
 from sglang_hybrid.policies.registry import policies_with_settings  # noqa: E402
 from sglang_hybrid.setting_fields import default_of, description_of, fields_of, legal_values_of  # noqa: E402
 
@@ -77,8 +77,7 @@ def _sections() -> str:
     for policy in policies_with_settings():
         assert policy.settings is not None
         fields = {f"{policy.name}.{name}": field for name, field in fields_of(policy.settings).items()}
-        title = f"### Section `{policy.name}`: settings of policy `{policy.name}`"
-        parts.append(f"{title}\n{_table_of_settings(fields)}")
+        parts.append(f"### Policy `{policy.name}`\n{_table_of_settings(fields)}")
     return "\n".join(parts)
 
 
@@ -104,13 +103,19 @@ def _metrics() -> str:
             f"`{metric.name}`",
             metric.kind,
             ", ".join(f"`{label}`" for label in metric.labels),
-            ", ".join(metric.engines),
-            metric.when,
+            _needs_of(metric),
             metric.meaning,
         )
         for metric in METRICS
     )
-    return _table(("metric", "type", "labels", "engines", "needs", "meaning"), rows)
+    return _table(("metric", "type", "labels", "needs", "meaning"), rows)
+
+
+def _needs_of(metric: Metric) -> str:
+    """Engines and what else a metric needs. Misses, worker and calibration imply the engine torch or cuda."""
+    with_metric = set(metric.engines) | ({"cpu"} if metric.when else set())
+    engines = () if with_metric == {"cpu", "torch", "cuda"} else metric.engines
+    return ", ".join([*engines, *filter(None, [metric.when])])
 
 
 def _default_of_variable(variable: env.EnvVar[Any]) -> str:

@@ -48,30 +48,30 @@ METRICS = (
     ),
     Metric(
         "sglang_hybrid_decode_step_seconds", "histogram",
-        "time from the start of a decode step to that of the next batch, or until the server is idle", _ALL,
+        "time from the start of a decode step to the next batch or idleness", _ALL,
         buckets=STEP_SECONDS,
     ),
     Metric("sglang_hybrid_decode_rows", "gauge", "rows of the last decode step, 0 when idle", _ALL),
     Metric("sglang_hybrid_host_pool_bytes", "gauge", "KV cache that the host pool can hold", _ALL),
     Metric(
         "sglang_hybrid_host_pool_used_bytes", "gauge",
-        "KV cache of running requests in the host pool; cached prefixes that can be evicted do not count", _ALL,
+        "KV cache of running requests, without cached prefixes that can be evicted", _ALL,
     ),
     Metric(
         "sglang_hybrid_cpu_compute_ratio", "gauge", "misses over budget, mean over layers and recent steps", _MISSES,
         when="misses",
     ),
     Metric(
-        "sglang_hybrid_layer_cpu_compute_ratio", "gauge", "misses over budget of one layer, mean over recent steps",
+        "sglang_hybrid_layer_cpu_compute_ratio", "gauge", "misses over budget of a layer, mean over recent steps",
         _MISSES, ("layer",), when="misses",
     ),
     Metric(
         "sglang_hybrid_layer_recall_interval_steps", "gauge",
-        "decode steps between two recalls, as the controller has it now; 0: never", _MISSES, ("layer",), when="misses",
+        "decode steps between two recalls at present; 0: never", _MISSES, ("layer",), when="misses",
     ),
     Metric(
         "sglang_hybrid_resident_hit_ratio", "gauge",
-        "share of selected blocks that were resident, without blocks that are always attended; recent mean", _MISSES,
+        "share of selected blocks that were resident, without always attended ones; recent mean", _MISSES,
         when="misses",
     ),
     Metric(
@@ -94,7 +94,7 @@ METRICS = (
     ),
     Metric(
         "sglang_hybrid_worker_wait_seconds", "histogram",
-        "time that a decode step waited for the worker, sum over layers; a GPU waits beside its own attention",
+        "time that a decode step waited for the worker, over all layers; a GPU attends meanwhile",
         _MISSES, when="worker", buckets=WAIT_SECONDS,
     ),
     Metric("sglang_hybrid_worker_up", "gauge", "1 while a worker is attached", _MISSES, when="worker"),
@@ -105,14 +105,14 @@ METRICS = (
     Metric("sglang_hybrid_slots", "gauge", "blocks of a layer and KV head that GPU memory can hold", _CUDA),
     Metric(
         "sglang_hybrid_slots_used", "gauge",
-        "blocks of a layer and KV head that the rows of the last step can have there", _CUDA,
+        "blocks of a layer and KV head that rows of the last step can have there", _CUDA,
     ),
     Metric(
-        "sglang_hybrid_whole_requests", "gauge", "1 while all running requests are in GPU memory as a whole", _CUDA
+        "sglang_hybrid_whole_requests", "gauge", "1 while all running requests are wholly in GPU memory", _CUDA
     ),
     Metric(
         "sglang_hybrid_calibration_cosine", "gauge",
-        "cosine of predicted and real queries of a layer, when the predictor was fitted", _MISSES, ("layer",),
+        "cosine of predicted and real queries at calibration", _MISSES, ("layer",),
         when="calibration",
     ),
 )  # fmt: skip

@@ -30,7 +30,7 @@ class HgcaOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=1,
-            description="Share of a request's tokens that the window holds, where that is more than window_tokens.",
+            description="Share of a request's tokens that the window holds, if more than window_tokens.",
         ),
     ] = 0.0
     alpha: Annotated[
@@ -42,8 +42,8 @@ class HgcaOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=1e9,
-            description="A token that leaves the window is attended further if its average weight is more than beta "
-            "times the mean. 0 attends to everything.",
+            description="A token that leaves the window stays attended if its average weight is more than beta times "
+            "the mean.",
             extra={"legal": "a number >= 0"},
         ),
     ] = 1.0

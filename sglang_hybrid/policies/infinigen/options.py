@@ -20,7 +20,7 @@ class InfinigenOptions(msgspec.Struct, frozen=True, kw_only=True):
             ge=0,
             le=1e9,
             description="Tokens are selected whose speculated logit is less than this below the highest; as many as "
-            "the KV heads of a layer want on average, and budget_tokens at most.",
+            "a layer's KV heads want on average, and budget_tokens at most.",
             extra={"legal": "a number >= 0"},
         ),
     ] = 4.0

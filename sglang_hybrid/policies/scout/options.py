@@ -20,51 +20,48 @@ class ScoutOptions(msgspec.Struct, frozen=True, kw_only=True):
         _Count,
         Meta(
             description="Tokens per (request, layer, KV head) that stay resident, sink, recent and tail blocks "
-            "included. auto is budget_tokens; 0 leaves all other blocks to the worker.",
+            "included. auto is budget_tokens; with 0 only those blocks stay.",
         ),
     ] = "auto"
     resident_bonus: Annotated[
         _Bonus,
         Meta(
             description="Added to the score of resident blocks, in attention logits, so that nearly equal blocks do"
-            " not swap at every token. auto takes the profile's, or 1 without a profile.",
+            " not swap at every token. auto is the profile's, or 1.",
         ),
     ] = "auto"
     min_miss_attention: Annotated[
         _Share,
         Meta(
-            description="Least estimated attention, as a share of the KV head's, with which a selected block "
-            "becomes a miss; a block with less waits for a recall. auto takes the profile's share of "
-            "each layer and computes every block that reaches it, selected or not, or 0.001 without a "
-            "profile.",
+            description="Least estimated share of the KV head's attention with which a selected block becomes a miss; "
+            "a block with less waits for a recall. auto is the profile's share of each layer, for blocks that are not "
+            "selected too, or 0.001 without a profile.",
         ),
     ] = "auto"
     cpu_share: Annotated[
         _Share,
         Meta(
             description="Share of the misses that the worker computes on a GPU server; the others, with the best "
-            "scores, are copied to the GPU and attended with the real query. auto copies what PCIe brings in time.",
+            "scores, are copied to the GPU. auto copies what PCIe brings in time.",
         ),
     ] = "auto"
     recall_interval: Annotated[
         _Count,
         Meta(
-            description="Decode steps between two recalls of a layer. 0 is never; auto takes the profile's, or 8 "
-            "without a profile.",
+            description="Decode steps between two recalls of a layer. 0 is never; auto is the profile's, or 8.",
         ),
     ] = "auto"
     target_cpu_ratio: Annotated[
         Annotated[float, Meta(gt=0, le=1)] | Literal["auto"],
         Meta(
-            description="CPU compute ratio (misses over budget) that recall_adapt aims at. auto is what the worker "
-            "computes in 60 % of a layer's time at the present batch on a GPU, at least 3 % and at most 25 %, and "
-            "12 % elsewhere.",
+            description="CPU compute ratio (misses over budget) that recall_adapt aims at. auto is, on a GPU, what "
+            "the worker computes in 60 % of a layer's time, at least 3 % and at most 25 %, and 12 % elsewhere.",
         ),
     ] = "auto"
     recall_adapt: Annotated[
         bool,
         Meta(
-            description="Whether recall intervals follow live traffic, to keep the ratio below target_cpu_ratio. A "
+            description="Whether recall intervals follow traffic, to keep the ratio below target_cpu_ratio. A "
             "recall_interval that is set stays.",
         ),
     ] = True
