@@ -24,7 +24,7 @@ POOL_TOKENS = 1024
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("lifecycle") / "server.log"
     flags = (
-        "--hybrid", "host_memory=1GiB", "--hybrid", "budget_tokens=128", "--max-total-tokens", str(POOL_TOKENS),
+        "--hybrid", "host_memory=1GiB", "--hybrid", "budget_tokens=256", "--max-total-tokens", str(POOL_TOKENS),
         "--chunked-prefill-size", "256", "--enable-metrics", "--schedule-conservativeness", "0.01",
     )  # fmt: skip
     # more requests begin than there is room for: SGLang expects one token of each, and retracts some later
@@ -78,7 +78,8 @@ def test_requests_aborted_mid_stream_leave_no_page_and_no_row(server: Server, en
 
 
 def test_retracted_requests_are_answered_as_if_alone_and_leave_nothing(server: Server, english: list[int]) -> None:
-    # six of them want 6 x (120 + 64) tokens, more than the pool has; each becomes longer than the budget
+    # Six of them want 6 x (120 + 64) tokens, more than the pool has. The budget holds each: beyond it, a request that
+    # is computed again has first steps again, and may be answered otherwise.
     prompts = [english[5000 + n * 400 : 5000 + n * 400 + 120] for n in range(8)]
     together = server.generate_together(prompts, new_tokens=64)
     retracted = retractions(server)

@@ -15,6 +15,8 @@ import torch
 from in_process import greedy
 from transformers import AutoTokenizer
 
+from sglang_hybrid.policies.scout.tuning import FIRST_STEPS
+
 PROMPT_TOKENS = (58, 187, 347)
 STEPS = 12  # crosses a block boundary behind every prompt, with recalls before and after it
 PREDICTIONS = ("prediction=none", "prediction=raw", "profile=random")
@@ -97,8 +99,7 @@ def test_the_text_is_stocks(texts: Texts, which: str, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(PREDICTIONS)), ids=PREDICTIONS)
-def test_the_first_step_is_stocks_with_a_small_budget_too(texts: Texts, number: int) -> None:
-    """The first token is prefill's, the second that of the first decode step: it attends to everything."""
-    said = texts.hybrid("small budget")[number]
-    assert [tokens[:2] for tokens in said] == [tokens[:2] for tokens in texts.stock]
-    assert said != texts.stock, "nothing was left out"
+def test_the_first_steps_are_stocks_with_a_small_budget_too(texts: Texts, number: int) -> None:
+    """They attend to everything. Where one step did, the texts differed behind it: of random tokens above all."""
+    assert STEPS <= FIRST_STEPS
+    assert texts.hybrid("small budget")[number] == texts.stock
