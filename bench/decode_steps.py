@@ -64,7 +64,9 @@ class Rows:
 
         self._session = session
         self.prefill_seconds: list[float] = []
-        self.first_step_ms: list[float] = []  # of steps that a row joined
+        # Of steps that a row joined. One joins at every step: with more rows than first steps, what these steps take
+        # beyond others is what all first steps of a row take.
+        self.joined_ms: list[float] = []
         session._bench.clear()
         for number, prompt in enumerate(prompts):
             self._check_pages(f"before prompt {number}")
@@ -82,7 +84,7 @@ class Rows:
             else:
                 self._batch.merge_batch(batch)
                 self._tokens = torch.cat((self._tokens, token))
-            self.first_step_ms += self.steps(1)
+            self.joined_ms += self.steps(1)
 
     def _check_pages(self, when: str) -> None:
         """Nothing but the allocator may write its list of free pages: a stray write of a kernel is found here first."""
@@ -178,7 +180,7 @@ def measure(session: ModelSession, rows: Rows, tokens: int, count: int, label: s
         "tokens_per_second": round(1000 * count / median, 1),
         "prefill_s": round(statistics.median(rows.prefill_seconds), 4),
         "prefill_tokens_per_second": round(tokens / statistics.median(rows.prefill_seconds)),
-        "first_step_ms": round(statistics.median(rows.first_step_ms), 3),
+        "joined_step_ms": round(statistics.median(rows.joined_ms[len(rows.joined_ms) // 2 :]), 3),
         "gpu_gb_allocated": round(torch.cuda.memory_allocated() / 1e9, 2),
         **counts.since(args.steps, count),
     }

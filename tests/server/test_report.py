@@ -12,7 +12,7 @@ import pytest
 import tiny_models
 
 SMALLEST = (
-    "windows=1", "prompt_tokens=288", "decode_tokens=4", "budget=192", "budgets=160,192", "ratio_steps=5",
+    "windows=1", "prompt_tokens=288", "decode_tokens=20", "budget=192", "budgets=160,192", "ratio_steps=20",
     "fit_windows=2", "fit_tokens=128", "calibrates=1", "speed_lengths=64", "batches=1,2", "batch_length=64",
     "speed_budget=160", "speed_steps=2",
     "warm_steps=1", "rate_steps=8",
@@ -45,7 +45,7 @@ def test_a_report_measures_a_real_model_and_goes_on_from_its_results(tmp_path: P
     assert done.returncode == 0, done.stderr + (out / "log" / "sessions.log").read_text()[-3000:]
     results = {path.stem: json.loads(path.read_text()) for path in (out / "results").glob("*.json")}
     ratios = {run["name"]: run for run in results["scout-ratio"]["result"]["runs"]}
-    assert len(ratios["scoutattention"]["by_step"]) == 5
+    assert len(ratios["scoutattention"]["by_step"]) == 20
     runs = results["scout-ablation"]["result"]["runs"]
     assert runs[0]["perplexity"] > 1 and all(run["kl_mean"] > 0 for run in runs[1:])
     assert results["scout-ablation"]["result"]["refused"] == {}

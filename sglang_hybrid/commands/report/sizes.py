@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_hybrid.commands.eval.errors import InputError
+from sglang_hybrid.policies.scout.tuning import FIRST_STEPS
 
 _SPARE_TOKENS = 64
+_WARM_STEPS = FIRST_STEPS + 1  # the first steps of a row are not like all others
 
 
 @dataclass(frozen=True)
@@ -116,11 +118,11 @@ _TENTHS = tuple(n / 9 for n in range(10))
 
 SIZES = {
     "tiny": Size(
-        windows=2, prompt_tokens=704, decode_tokens=13, budget=224, budgets=(160, 224, 320),
-        lengths=(512, 768), depths=(0.1, 0.5, 0.9), repeats=1, ratio_steps=20, fit_windows=4, fit_tokens=256,
+        windows=2, prompt_tokens=704, decode_tokens=29, budget=224, budgets=(160, 224, 320),
+        lengths=(512, 768), depths=(0.1, 0.5, 0.9), repeats=1, ratio_steps=36, fit_windows=4, fit_tokens=256,
         calibrates=0,
         speed_lengths=(256, 512), speed_rows=1, batches=(1, 2, 4), batch_length=128, speed_budget=224,
-        speed_steps=6, warm_steps=2, rate_prompt=64, rate_steps=128, rate_window=96,
+        speed_steps=6, warm_steps=_WARM_STEPS, rate_prompt=64, rate_steps=128, rate_window=96,
         taus=(0.3, 0.5, 0.7, 0.9, 1.0), ratios=(0.25, 0.5), betas=(0.25, 1.0),
     ),
     "small": Size(
@@ -128,7 +130,7 @@ SIZES = {
         lengths=(1024, 2048, 4096), depths=_FIFTHS, repeats=1, ratio_steps=128, fit_windows=6, fit_tokens=1024,
         calibrates=1,
         speed_lengths=(512, 1024, 2048, 4096), speed_rows=1, batches=(1, 2, 4, 8), batch_length=1024, speed_budget=512,
-        speed_steps=24, warm_steps=4, rate_prompt=64, rate_steps=2048, rate_window=512,
+        speed_steps=24, warm_steps=_WARM_STEPS, rate_prompt=64, rate_steps=2048, rate_window=512,
         taus=(0.3, 0.5, 0.7, 0.9, 1.0), ratios=(0.25, 0.5, 0.75),
         betas=(0.25, 0.5, 0.75, 1.0),
     ),
@@ -137,7 +139,7 @@ SIZES = {
         lengths=(4096, 8192, 16384, 32000), depths=_TENTHS, repeats=2, ratio_steps=256, fit_windows=6, fit_tokens=4096,
         calibrates=1,
         speed_lengths=(8192, 16384, 32768, 65536), speed_rows=4, batches=(16, 32, 40, 64), batch_length=32768,
-        speed_budget=2048, speed_steps=64, warm_steps=16, rate_prompt=64, rate_steps=16384, rate_window=4096,
+        speed_budget=2048, speed_steps=64, warm_steps=_WARM_STEPS, rate_prompt=64, rate_steps=16384, rate_window=4096,
         taus=(0.3, 0.5, 0.7, 0.9, 1.0),
         ratios=(0.25, 0.5, 0.75), betas=(0.25, 0.5, 0.75, 1.0),
     ),
