@@ -18,13 +18,12 @@ _EVERYTHING: dict[str, Any] = {"least_score": 0.0, "sink": 0, "recent": 0}  # is
 
 @dataclass(frozen=True)
 class WorthBlocks:
-    """Which blocks of whole rows are attended: those of at least ``least`` by scores ``[rows, H, max_blocks]``, and
-    those that are always in, whose logits get bias ``[rows, H, G]``."""
+    """Blocks of whole rows that are attended: those with a score of at least ``least``, and those always in."""
 
-    scores: torch.Tensor
-    bias: torch.Tensor
+    scores: torch.Tensor  # [rows, H, max_blocks]
+    bias: torch.Tensor  # [rows, H, G], added to the logits of blocks that are always in
     least: float
-    sink: int
+    sink: int  # always in are these, as many recent blocks, and the tail
     recent: int
 
 

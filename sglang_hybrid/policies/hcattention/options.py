@@ -16,7 +16,7 @@ class HCAttentionOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=1,
-            description="Attention mass per query head that attended tokens reach together.",
+            description="Attention mass per query head that attended tokens reach together; 1 attends to all.",
         ),
     ] = 0.9
     codebook: Annotated[

@@ -43,7 +43,7 @@ class HgcaOptions(msgspec.Struct, frozen=True, kw_only=True):
             ge=0,
             le=1e9,
             description="A token that leaves the window stays attended if its average weight is more than beta times "
-            "the mean.",
+            "the mean. 0 attends to everything.",
             extra={"legal": "a number >= 0"},
         ),
     ] = 1.0
