@@ -78,7 +78,6 @@ def test_of_whole_rows_all_blocks_are_told_that_are_worth_it() -> None:
         scores, table, case.step, BUDGET, misses, pool_pages=case.keys.shape[0], put_off=put_off, by_row=True,
         near_bias=bias, whole=whole, whole_score=least,
     )  # fmt: skip
-    assert misses.counts[1::2].any() and not misses.counts[::2].any()
     rows = case.step.row_of.long()
     is_worth = scores[rows] >= least
     assert is_worth.any() and not is_worth.all()

@@ -475,7 +475,6 @@ def test_in_their_first_steps_long_rows_attend_to_what_is_worth_it(predicts: boo
         torch.cuda.synchronize()
         decoding.check_slots()
         for layer in range(LAYERS if step < steps else 0):
-            assert not decoding.is_held(decoding.misses(layer))[is_long].any()
             expected, left_out = decoding.expected_of_worth(layer, least)
             assert left_out[is_long].any()
             found = decoding.out[layer, :-1].cpu().float()

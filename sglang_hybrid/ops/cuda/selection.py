@@ -129,8 +129,7 @@ def select_blocks(
     a list, and as many as there are such slots; the others are misses. ``plan`` is for slots that have these blocks.
 
     ``near_bias`` ``[rows, H, G]`` gets ``reference.near_bias`` of what is then in slots or in a list, by what was
-    estimated for ``put_off``. Entries that are ``whole`` ``[B]`` miss nothing: it is of all blocks then that score at
-    least ``whole_score``.
+    estimated for ``put_off``. Of entries that are ``whole`` ``[B]``, of all blocks that score at least ``whole_score``.
 
     To ``totals`` (int64, in the order of ``TOTALS``) are added the number of all misses, also of those that find no
     room at all, of the plan's entries, of gathered blocks, of selected blocks that are not always in, and of those of

@@ -112,7 +112,7 @@ __device__ inline void add_to_total(const sh_select_blocks& args, sh_select_tota
 
 // By a whole CTA: what of `missed` is not in a slot and worth it, to the first list or to that of gathered blocks. A block
 // that is always in and has no slot is a miss whatever its score. Gathered blocks have slots from here on, as memory.slots
-// and `in_slots` say. An entry that attends to its whole row misses nothing.
+// and `in_slots` say.
 struct Missed {
     bool gathers;  // anything of the pair
     bool is_listed;  // this thread's block
@@ -121,8 +121,7 @@ __device__ inline Missed write_misses(const sh_select_blocks& args, SelectionMem
                                       const Entry& mine, const Entry& missed, PositionSet in_slots, PositionSet selected,
                                       const float* scores, uint32_t pair, uint64_t first_slot, float phase) {
     const bool worth = !missed.is_candidate || missed.score >= args.min_miss_score;
-    const bool is_whole = args.whole && args.whole[pair / args.kv_heads];
-    const bool is_miss = missed.position >= 0 && !missed.has_slot && missed.in_pool && worth && !is_whole;
+    const bool is_miss = missed.position >= 0 && !missed.has_slot && missed.in_pool && worth;
     const bool is_sink = missed.position < row.first;
     const auto misses = static_cast<uint32_t>(__syncthreads_count(is_miss));
     add_to_total(args, sh_total_misses, misses);

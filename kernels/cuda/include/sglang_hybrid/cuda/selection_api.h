@@ -149,7 +149,7 @@ struct sh_select_blocks {
     const int32_t* interval;  // steps between recalls, one number; or null. 0: never
     const int32_t* first_lengths;  // [rows]: length in the row's first step, with `interval`
     int32_t* recalls;  // [batch], or null: who recalls is written here, for a launch that makes the plan later
-    const int32_t* whole;  // [batch], or null: entries with 1 miss nothing, and near_bias is of blocks of at least whole_score
+    const int32_t* whole;  // [batch], or null: of entries with 1, near_bias is told of all blocks of at least whole_score
     sh_plan plan;  // not looked at without due and interval
     float bonus;  // of resident blocks
     float min_miss_score;  // a miss has at least this score
