@@ -56,7 +56,7 @@ def make_requests(ids: Sequence[int], chance: random.Random, count: int, longest
             Request(
                 number,
                 prompt,
-                new_tokens=chance.randrange(8, 49),
+                new_tokens=chance.randrange(18, 49),
                 answers=chance.choice((2, 3)) if number % 5 == 3 else 1,
                 grammar=_GRAMMAR if has_grammar else None,
             )

@@ -255,12 +255,16 @@ class ScoutPolicy(DecodePolicy):
         return reference.split(missing, scores.gather(2, missing.clamp(min=0)) >= least)[0]
 
     def _best_for_slots(self, selected: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Of the selected positions, as many as there are slots, those with the best scores."""
+        """Of the selected positions, as many as there are slots, those with the best scores.
+
+        In their order, whether there are too many of them or not: what is added up in another order is rounded
+        otherwise, and a row must not depend on how many another one selects.
+        """
         if selected.shape[2] <= self._slots:
             return selected
         absent = selected == reference.NO_BLOCK
         rank = scores.gather(2, selected.clamp(min=0)).masked_fill(absent, -torch.inf)
-        return selected.gather(2, rank.topk(self._slots, dim=2).indices)
+        return selected.gather(2, rank.topk(self._slots, dim=2).indices.sort(dim=2).values)
 
     @staticmethod
     def _block_list(positions: torch.Tensor, cache: LayerCache, batch: DecodeBatch) -> BlockList:

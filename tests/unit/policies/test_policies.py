@@ -534,6 +534,16 @@ def test_between_two_recalls_the_resident_blocks_stay() -> None:
         assert all(step % 4 == 0 or step <= FIRST_STEPS for step in steps)
 
 
+@pytest.mark.parametrize("tokens", [5 * T, 6 * T])
+def test_recalled_blocks_keep_their_order_whether_some_find_no_slot_or_not(tokens: int) -> None:
+    """Otherwise a row's sums were rounded by how many blocks the longest row beside it selects."""
+    run = long_run(recall_interval=1, resident_tokens=tokens)
+    for chosen in run.chosen:
+        for head in range(SMALL.heads):
+            recalled = real(chosen.recalled[0, head])
+            assert recalled == sorted(recalled) and len(recalled) == tokens // T - 3
+
+
 def test_interval_0_never_recalls() -> None:
     run = long_run(recall_interval=0, resident_bonus=0.0)
     first = run.resident(0, 0)
