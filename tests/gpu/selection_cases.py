@@ -135,3 +135,9 @@ def random_table(shape: Shape, lengths: torch.Tensor, row_of: torch.Tensor, sink
             for place, p in zip(places, held, strict=True):
                 positions[row, head, place] = p
     return SlotTable(positions.int().to(DEVICE), sink, recent)
+
+
+def bits_of(words: torch.Tensor, blocks: int) -> torch.Tensor:
+    """``[..., words]`` -> ``[..., blocks]``: whether each block's bit is set."""
+    places = torch.arange(blocks, device=words.device)
+    return (words[..., places // 32] >> places % 32 & 1).bool()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 from selection_cases import Shape as DigestShape
-from selection_cases import numbers, summaries
+from selection_cases import bits_of, numbers, summaries
 from test_cuda_digests import region_pool
 from test_cuda_mailbox import PATIENCE_S, SCALE, SHORT_S, Host, Lists
 
@@ -115,6 +115,9 @@ class Missed:
 
     def expected_of_rows(self, worth: WorthBlocks | None = None) -> torch.Tensor:
         """Of all entries, if they attend to their rows."""
+        return self.partial_of_rows(worth)[0]
+
+    def partial_of_rows(self, worth: WorthBlocks | None) -> Partial:
         table, lengths = self.step.page_table.long(), self.step.lengths.long()
         positions = torch.arange(table.shape[1], device=DEVICE).expand(len(table), self.shape.heads, -1)
         fill, bias = reference.block_fill(positions, lengths, BLOCK_TOKENS), None
@@ -124,11 +127,13 @@ class Missed:
             always = reference.is_forced(positions, counts, worth.sink, worth.recent)
             absent = absent | ~(always | (worth.scores[rows] >= worth.least))
             bias = worth.bias[rows][..., None] * always[:, :, None, :]
+            if worth.held is not None:
+                absent = absent | bits_of(worth.held, table.shape[1])
         ids, fill = (
             reference.block_ids(positions, table).masked_fill(absent, reference.NO_BLOCK),
             fill.masked_fill(absent, 0),
         )
-        return reference.attend_blocks(self.query, self.pool.keys, self.pool.values, ids, fill, self.scale, bias)[0]
+        return reference.attend_blocks(self.query, self.pool.keys, self.pool.values, ids, fill, self.scale, bias)
 
 
 def assert_rows(found: torch.Tensor, expected: torch.Tensor, which: torch.Tensor) -> None:
@@ -229,6 +234,21 @@ def test_entries_that_are_whole_leave_out_what_is_not_worth_it(shape: Shape) -> 
     )  # lists count as a whole
     every = replace(worth, least=-torch.inf, bias=torch.zeros_like(worth.bias))
     assert_rows(case.finish(whole=whole, worth=every), case.expected_of_rows(), whole.bool())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_whole_rows_hold_is_local_and_merged_with_what_else_is_worth_it(shape: Shape) -> None:
+    case, random = Missed(shape, 5), seeded(9)
+    case.step = rows_of(shape.batch, 30, 41, 5)
+    whole = torch.ones_like(case.served)
+    scores = torch.randn(shape.batch, shape.heads, 41, generator=random).to(DEVICE)
+    bias = -torch.rand(shape.batch, shape.heads, shape.group, generator=random).to(DEVICE)
+    held = torch.randint(-(2**31), 2**31, (shape.batch, shape.heads, 2), generator=random).int().to(DEVICE)
+    held[0, 0] = -1  # all of them: nothing is left to be read
+    worth = WorthBlocks(scores, bias, 0.3, sink=1, recent=2, held=held)
+    local = random_local((shape.batch, shape.heads * shape.group, shape.dim), 6)
+    expected = reference.merge(*local, *case.partial_of_rows(worth))[0]
+    assert_rows(case.finish(local, whole=whole, worth=worth), expected, whole.bool())
 
 
 def test_many_ctas_share_one_long_row() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cuda_cases import DEVICE, random_slots, seeded
 from cuda_cases import Shape as SlotShape
-from selection_cases import LayerCase, Shape, random_layer, random_table
+from selection_cases import LayerCase, Shape, bits_of, random_layer, random_table
 from test_cuda_attention import SHAPES, assert_attention, attended
 
 from sglang_hybrid.ops import reference
@@ -64,7 +64,7 @@ def test_selection_tells_what_attended_blocks_have_of_all(
     assert (bias[others] == 7.0).all()
 
 
-def test_of_whole_rows_all_blocks_are_told_that_are_worth_it() -> None:
+def test_whole_rows_miss_nothing_and_all_blocks_are_told_that_are_held_or_worth_it() -> None:
     shape = Shape(batch=4, heads=2, group=5, dim=128, channels=32, max_blocks=70, compact=True)
     case = random_layer(shape, 3)
     table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, 9, 3)
@@ -73,15 +73,21 @@ def test_of_whole_rows_all_blocks_are_told_that_are_worth_it() -> None:
     put_off = score_blocks(case.query, case.digests, case.step, shape.scale, workspace, scores, by_row=True)
     misses, whole = Misses(shape.batch, shape.heads, BUDGET, DEVICE), torch.tensor([1, 0, 1, 0]).int().to(DEVICE)
     bias = torch.zeros(shape.rows, shape.heads, shape.group, device=DEVICE)
+    held = torch.full((shape.batch, shape.heads, 3), 7, dtype=torch.int32, device=DEVICE)
     least = -3.0
     select_blocks(
         scores, table, case.step, BUDGET, misses, pool_pages=case.keys.shape[0], put_off=put_off, by_row=True,
-        near_bias=bias, whole=whole, whole_score=least,
+        near_bias=bias, whole=whole, whole_score=least, held=held,
     )  # fmt: skip
     rows = case.step.row_of.long()
     is_worth = scores[rows] >= least
     assert is_worth.any() and not is_worth.all()
-    attended = torch.where(whole.bool()[:, None, None], is_worth, is_attended(case, table, misses))
+    is_whole = whole.bool()
+    assert not misses.counts[is_whole].any() and misses.counts[~is_whole].any()
+    attended = is_attended(case, table, misses)
+    assert (held[~is_whole] == 7).all()
+    assert torch.equal(bits_of(held, shape.max_blocks)[is_whole], attended[is_whole])
+    attended = attended | (is_worth & is_whole[:, None, None])
     expected = reference.near_bias(case.logits(), attended, case.counts, shape.scale, SINK, RECENT)
     torch.testing.assert_close(bias[rows], expected, atol=0.02, rtol=1e-3)
 

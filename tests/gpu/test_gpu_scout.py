@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
-from selection_cases import later
+from selection_cases import bits_of, later
 
 from sglang_hybrid.blocks import compact_bytes
 from sglang_hybrid.core import LayerCache
@@ -222,9 +222,11 @@ class Decoding:
         return reference.attend_blocks(query, keys, values, ids, fill, SCALE, bias)[0]
 
     def expected_of_worth(self, layer: int, least: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of rows that attend to what scores that much, and ``[rows, KV heads, blocks]``: what that leaves out.
+        """Of rows that attend to what they hold and what scores that much, and ``[rows, KV heads, blocks]``: what that
+        leaves out.
 
-        Who scores as much as that, but for rounding, is told by the kernel.
+        Who scores as much as that, but for rounding, is told by the kernel; what was held, and how much what is left
+        out weighs by the predicted query, too.
         """
         query = self.query[layer, :-1].cpu().float()
         logits, counts = self.logits(layer, query)
@@ -232,14 +234,15 @@ class Decoding:
         torch.testing.assert_close(scores, reference.block_scores(logits, counts, SCALE), rtol=1e-3, atol=0.02)
         every = self.attended(layer, everything=True)
         always = reference.is_forced(every, counts, SINK, RECENT)
-        left_out = ~always & (scores < least) & (every != reference.NO_BLOCK)
+        held = bits_of(self.scout._lanes[layer % 2].held(len(self.rows)), MAX_BLOCKS).cpu()
+        left_out = ~always & ~held & (scores < least) & (every != reference.NO_BLOCK)
         positions = every.masked_fill(left_out, reference.NO_BLOCK)
         ids, fill = (
             reference.block_ids(positions, self.pages),
             reference.block_fill(positions, self.lengths, BLOCK_TOKENS),
         )
         keys, values = self.keys[layer].float(), self.values[layer].float()
-        bias = self.bias(layer, query, positions)
+        bias = self.scout._near_bias[layer][self.rows].cpu()[..., None] * always[:, :, None, :]
         return reference.attend_blocks(query, keys, values, ids, fill, SCALE, bias)[0], left_out
 
     def bias(self, layer: int, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from sglang_hybrid.engines.cuda.layers import DeviceShape
 from sglang_hybrid.ops.cuda.attention import AttendWorkspace
 from sglang_hybrid.ops.cuda.scoring import ScoreWorkspace
 from sglang_hybrid.ops.cuda.selection import Misses, RecallPlan
+from sglang_hybrid.ops.cuda.tensors import bit_words
 
 MOST_GATHERED = 16  # misses of a (row, KV head) that are copied to the device in a step
 
@@ -23,11 +24,17 @@ class LaneBuffers:
     ) -> None:
         self._query = torch.zeros(shape.max_batch, shape.heads * shape.group, shape.dim, dtype=dtype, device=device)
         self._misses = Misses(shape.max_batch, shape.heads, budget, device)
+        words = bit_words(shape.max_blocks)
+        self._held = torch.zeros(shape.max_batch, shape.heads, words, dtype=torch.int32, device=device)
         # misses that get slots before the layer is attended
         self.gathered = RecallPlan(shape.max_batch * shape.heads * MOST_GATHERED, device) if gathers else None
 
     def query(self, count: int) -> torch.Tensor:
         return self._query[:count]
+
+    def held(self, count: int) -> torch.Tensor:
+        """Of rows that are whole: bits of the blocks in slots."""
+        return self._held[:count]
 
     @functools.cache  # noqa: B019 (lives as long as the backend)
     def misses(self, count: int) -> Misses:

@@ -67,7 +67,6 @@ class DeviceScout(SlotProgram):
         self._scores = [torch.full(of_scores, -math.inf, device=device) for _ in layers]
         of_heads = (shape.rows, shape.heads, shape.group)
         self._near_bias = [torch.zeros(of_heads, device=device) for _ in layers]  # by row for the same reason
-        self._whole_bias = torch.zeros(of_heads, device=device)  # of the layer that runs, for rows that are whole
         gathers = settings.gather_share != 0
         self._lanes = [LaneBuffers(shape, settings.budget, gathers, dtype, device) for _ in range(2)]
         of_layers = (len(layers),)
@@ -192,10 +191,7 @@ class DeviceScout(SlotProgram):
         replies = self._collect(layer, query, scale, predicted)
         if predicted:
             with self._plan_lane.fork():
-                self._plan(
-                    layer, step, query, scale, self._recalls[layer, :count],
-                    totals=self.counted[layer], whole=self.step.whole(count),
-                )  # fmt: skip
+                self._plan(layer, step, query, scale, self._recalls[layer, :count], totals=self.counted[layer])
                 self._plan_lane.mark(layer)
         attend_slots(
             query, key_slots, value_slots, table.positions, self.step.lengths, step.row_of, scale,
@@ -210,21 +206,22 @@ class DeviceScout(SlotProgram):
         if replies is not None:
             self._replies.wait_for(layer)
             merge(local, replies, active_rows=step.active_rows, out=out)
-        # Overwrites what was merged for rows that look at everything in this step.
+        # To rows that look at everything in this step it adds what is worth it and not in their slots.
         finish_late(
             query, of_layer.pool, step, misses.pages, misses.counts, scale, local, out,
-            served=served, whole=self.step.whole(count), worth=self._worth(layer, predicted),
+            served=served, whole=self.step.whole(count), worth=self._worth(layer, count),
             workspace=self._attention.attending(count),
         )  # fmt: skip
         if layer == len(self._layers) - 1:
             self._end_layers(layer)
         return out
 
-    def _worth(self, layer: int, predicted: bool) -> WorthBlocks:
+    def _worth(self, layer: int, count: int) -> WorthBlocks:
         """What rows that are whole attend to, by their real query."""
-        settings = self._settings
-        bias = self._whole_bias if predicted else self._near_bias[layer]
-        return WorthBlocks(self._scores[layer], bias, settings.whole_score, settings.sink, settings.recent)
+        settings, held = self._settings, self._lanes[layer % 2].held(count)
+        return WorthBlocks(
+            self._scores[layer], self._near_bias[layer], settings.whole_score, settings.sink, settings.recent, held
+        )
 
     def _end_layers(self, last: int) -> None:
         """A step has to wait for its recalls, best at its very end."""
@@ -304,7 +301,7 @@ class DeviceScout(SlotProgram):
             recalls=self._recalls[layer, :count] if predicted else None,
             gathered=lane.gathered, gather_share=share, most_gathered=MOST_GATHERED, totals=self.counted[layer],
             by_row=True, put_off=put_off, near_bias=self._near_bias[layer],
-            whole=self.step.whole(count), whole_score=settings.whole_score,
+            whole=self.step.whole(count), whole_score=settings.whole_score, held=lane.held(count),
         )  # fmt: skip
 
     def _plan(
@@ -316,13 +313,8 @@ class DeviceScout(SlotProgram):
         due: torch.Tensor,
         *,
         totals: torch.Tensor | None = None,
-        whole: torch.Tensor | None = None,
     ) -> None:
-        """What the rows that are due want to have in their slots, by their real query.
-
-        ``whole``: of rows that look at everything in this step, ``_whole_bias`` is told too.
-        """
-        whole_bias = None if whole is None else self._whole_bias
+        """What the rows that are due want to have in their slots, by their real query."""
         scores, workspace = self._scores[layer], self._planning.of_batch(step.batch)
         put_off = score_blocks(
             query, self._layers[layer].digests, step, scale, workspace, scores, by_row=True, only=due
@@ -330,7 +322,7 @@ class DeviceScout(SlotProgram):
         select_blocks(
             scores, self._tables[layer], step, self._settings.budget, None, pool_pages=self._shape.pool_pages,
             bonus=self._settings.bonus[layer], plan=self._plans[layer], recall=due, totals=totals,
-            by_row=True, put_off=put_off, near_bias=whole_bias, whole=whole, whole_score=self._settings.whole_score,
+            by_row=True, put_off=put_off,
         )  # fmt: skip
 
     def _make_resident(self, layer: int, plan: RecallPlan) -> None:

@@ -11,20 +11,24 @@ from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.ops.cuda.attention import AttendWorkspace, Partial, side_arguments
 from sglang_hybrid.ops.cuda.digests import HostPool, Step
 from sglang_hybrid.ops.cuda.library import launch
-from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code
+from sglang_hybrid.ops.cuda.tensors import HALVES, address, bit_words, dtype_code
 
 _EVERYTHING: dict[str, Any] = {"least_score": 0.0, "sink": 0, "recent": 0}  # is worth it
 
 
 @dataclass(frozen=True)
 class WorthBlocks:
-    """Blocks of whole rows that are attended: those with a score of at least ``least``, and those always in."""
+    """Blocks of whole rows that are attended: those with a score of at least ``least``, and those always in.
+
+    Those that are ``held`` are in ``local`` already, with which the others are merged.
+    """
 
     scores: torch.Tensor  # [rows, H, max_blocks]
     bias: torch.Tensor  # [rows, H, G], added to the logits of blocks that are always in
     least: float
     sink: int  # always in are these, as many recent blocks, and the tail
     recent: int
+    held: torch.Tensor | None = None  # [B, H, words of max_blocks bits]
 
 
 def finish_late(
@@ -62,7 +66,7 @@ def finish_late(
         whole=None if whole is None else address("whole", whole, torch.int32, (batch,)),
         local=side_arguments(local, (batch, query_heads, dim)),
         most_blocks=pages.shape[2],
-        **_worth_arguments(worth, heads, query_heads // heads, step.max_blocks),
+        **_worth_arguments(worth, batch, heads, query_heads // heads, step.max_blocks),
         **_common_arguments(query, pool, step, scale, workspace, out),
     )
 
@@ -79,13 +83,14 @@ def attend_pool(
     return out
 
 
-def _worth_arguments(worth: WorthBlocks | None, heads: int, group: int, max_blocks: int) -> dict[str, Any]:
+def _worth_arguments(worth: WorthBlocks | None, batch: int, heads: int, group: int, max_blocks: int) -> dict[str, Any]:
     if worth is None:
         return _EVERYTHING
     rows = worth.scores.shape[0]
     return {
         "scores": address("scores", worth.scores, torch.float32, (rows, heads, max_blocks)),
         "bias": address("bias", worth.bias, torch.float32, (rows, heads, group)),
+        "held": address("held", worth.held, torch.int32, (batch, heads, bit_words(max_blocks))),
         "least_score": worth.least,
         "sink": worth.sink,
         "recent": worth.recent,

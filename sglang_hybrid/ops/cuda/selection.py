@@ -24,7 +24,7 @@ from sglang_hybrid.ops.cuda.digests import SlotTable, Step
 from sglang_hybrid.ops.cuda.library import launch
 from sglang_hybrid.ops.cuda.scoring import PendingScores
 from sglang_hybrid.ops.cuda.structs import TOTALS, KernelStruct, struct
-from sglang_hybrid.ops.cuda.tensors import address, scalar_address
+from sglang_hybrid.ops.cuda.tensors import address, bit_words, scalar_address
 
 _MOST = 256  # blocks of a selection, and slots of a (row, KV head): a thread has one of each
 
@@ -111,6 +111,7 @@ def select_blocks(
     recalls: torch.Tensor | None = None,
     whole: torch.Tensor | None = None,
     whole_score: float = -math.inf,
+    held: torch.Tensor | None = None,
 ) -> None:
     """``reference.select_blocks`` of scores ``[B, H, max_blocks]``, split by residency, as policy ``scout`` does it.
 
@@ -129,7 +130,9 @@ def select_blocks(
     a list, and as many as there are such slots; the others are misses. ``plan`` is for slots that have these blocks.
 
     ``near_bias`` ``[rows, H, G]`` gets ``reference.near_bias`` of what is then in slots or in a list, by what was
-    estimated for ``put_off``. Of entries that are ``whole`` ``[B]``, of all blocks that score at least ``whole_score``.
+    estimated for ``put_off``. Entries that are ``whole`` ``[B]`` miss nothing, since somebody attends to all of their
+    blocks that score at least ``whole_score``: these count as well. ``held`` ``[B, H, words]`` gets a bit for each
+    block that such an entry has in a slot.
 
     To ``totals`` (int64, in the order of ``TOTALS``) are added the number of all misses, also of those that find no
     room at all, of the plan's entries, of gathered blocks, of selected blocks that are not always in, and of those of
@@ -176,6 +179,7 @@ def select_blocks(
         recalls=address("recalls", recalls, torch.int32, (batch,)),
         whole=address("whole", whole, torch.int32, (batch,)),
         whole_score=whole_score,
+        held=address("held", held, torch.int32, (batch, heads, bit_words(step.max_blocks))),
         plan=struct("plan") if plan is None else plan.arguments(),
         bonus=bonus,
         min_miss_score=min_miss_score,

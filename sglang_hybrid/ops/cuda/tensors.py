@@ -45,6 +45,11 @@ def dtype_code(dtype: torch.dtype) -> int:
     return DTYPES[str(dtype).removeprefix("torch.")]
 
 
+def bit_words(blocks: int) -> int:
+    """Words of 32 bits that hold one for each block."""
+    return -(-blocks // 32)
+
+
 def active_address(active_rows: torch.Tensor | None) -> int | None:
     """The number of real batch entries: one int32 in device memory, any shape."""
     return None if active_rows is None else address("active_rows", active_rows.view(-1), torch.int32, (1,))

@@ -21,9 +21,11 @@ struct PoolList {
     const int32_t* masks = nullptr;  // null: all tokens count
     const float* scores = nullptr;   // null: all blocks count
     const float* bias = nullptr;
+    const uint32_t* held = nullptr;  // null: no block is
     uint32_t tokens;
 
     __device__ PoolList(const sh_finish_late& args, uint32_t entry, uint32_t head) {
+        const uint64_t pair = uint64_t{entry} * args.kv_heads + head;
         if (is_whole(args, entry)) {
             pages = args.step.page_table + uint64_t{entry} * args.step.max_blocks;
             tokens = min(static_cast<uint32_t>(max(args.step.lengths[entry], 0)), args.step.max_blocks * block_tokens);
@@ -32,8 +34,8 @@ struct PoolList {
                 scores = args.scores + of_row * args.step.max_blocks;
                 if (args.bias) bias = args.bias + of_row * args.group;
             }
+            if (args.held) held = args.held + pair * ((args.step.max_blocks + 31) / 32);
         } else {
-            const uint64_t pair = uint64_t{entry} * args.kv_heads + head;
             pages = args.pages + pair * args.most_blocks;
             if (args.masks) masks = args.masks + pair * args.most_blocks;
             tokens = min(static_cast<uint32_t>(max(args.counts[pair], 0)), args.most_blocks) * block_tokens;
@@ -89,7 +91,8 @@ class PoolBlocks {
     }
 
     __device__ bool counts(uint32_t place) const {
-        return place < end_ && (!list_.scores || list_.scores[place] >= args_.least_score || is_always_in(place));
+        if (place >= end_ || (list_.held && list_.held[place / 32] >> place % 32 & 1)) return false;
+        return !list_.scores || list_.scores[place] >= args_.least_score || is_always_in(place);
     }
 
     __device__ void look() {
@@ -148,7 +151,7 @@ __global__ void __launch_bounds__(attend_warps* warp_size) finish_late(const __g
         attend_list<Element, kDim>(query, args.group, args.scale, list.bias, shared, at, [&](uint32_t warp, uint32_t of_warps) {
             return PoolBlocks(args, list, part.head, from + warp, of_warps, from + numbers);
         });
-        const bool has_local = args.local.out && !is_whole(args, part.entry);
+        const bool has_local = args.local.out && (list.held || !is_whole(args, part.entry));
         shares.finish<kDim>(args, part, numbers, shared, at, FinishedResult<kDim>{args, first, has_local});
         number += numbers;
         __syncthreads();  // shared memory is free for the next pair

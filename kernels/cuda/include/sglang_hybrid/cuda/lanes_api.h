@@ -61,6 +61,8 @@ struct sh_finish_late {
     const int32_t* whole;   // [batch], 1: attends to the blocks of its row; null: nobody does
     const float* scores;    // [rows][KV head][max_blocks]: blocks of whole entries that count, by least_score; null: all do
     const float* bias;  // [rows][KV head][group], with scores, or null: added to the logits of blocks that are always in
+    const uint32_t*
+        held;  // [batch][KV head][(max_blocks + 31) / 32], or null: blocks of whole entries that `local` has already
     sh_side local;  // null: there is none
     void* out;  // [batch][KV head][group][head_dim] of `dtype`
     // workspace, as for sh_attend_slots

@@ -6,8 +6,8 @@
 
 namespace sglang_hybrid::cuda {
 
-// By a whole CTA, behind its selection. `attended`: what is in slots or in a list, or will be when the layer is attended; of
-// entries that attend to their whole row, what is worth it.
+// By a whole CTA, behind its selection. `attended`: what is in slots or in a list, or will be when the layer is attended. Whole
+// entries attend to all else, too, that is worth it.
 template <int kTiles>
 __device__ void write_bias(const sh_select_blocks& args, uint32_t entry, uint32_t pair, const RowBlocks& row,
                            const PositionSet& attended, char* shared) {
@@ -24,7 +24,8 @@ __device__ void write_bias(const sh_select_blocks& args, uint32_t entry, uint32_
     const bool is_whole = args.whole && args.whole[entry];
     const float* const scores = args.scores + owner_of(scored, entry, pair) * args.step.max_blocks;
     add_up(estimates, blocks, scratch, [&](int32_t position) {
-        return row.is_candidate(position) && (is_whole ? scores[position] >= args.whole_score : attended.has(position));
+        const bool is_worth = is_whole && scores[position] >= args.whole_score;
+        return row.is_candidate(position) && (is_worth || attended.has(position));
     });
     if (head >= scored.group) return;
     const float bias = (mass_of(scratch, head).log2() - candidates.log2()) * ln_of_2;

@@ -112,7 +112,7 @@ __device__ inline void add_to_total(const sh_select_blocks& args, sh_select_tota
 
 // By a whole CTA: what of `missed` is not in a slot and worth it, to the first list or to that of gathered blocks. A block
 // that is always in and has no slot is a miss whatever its score. Gathered blocks have slots from here on, as memory.slots
-// and `in_slots` say.
+// and `in_slots` say. An entry that is whole misses nothing.
 struct Missed {
     bool gathers;  // anything of the pair
     bool is_listed;  // this thread's block
@@ -121,7 +121,8 @@ __device__ inline Missed write_misses(const sh_select_blocks& args, SelectionMem
                                       const Entry& mine, const Entry& missed, PositionSet in_slots, PositionSet selected,
                                       const float* scores, uint32_t pair, uint64_t first_slot, float phase) {
     const bool worth = !missed.is_candidate || missed.score >= args.min_miss_score;
-    const bool is_miss = missed.position >= 0 && !missed.has_slot && missed.in_pool && worth;
+    const bool is_whole = args.whole && args.whole[pair / args.kv_heads];
+    const bool is_miss = missed.position >= 0 && !missed.has_slot && missed.in_pool && worth && !is_whole;
     const bool is_sink = missed.position < row.first;
     const auto misses = static_cast<uint32_t>(__syncthreads_count(is_miss));
     add_to_total(args, sh_total_misses, misses);
@@ -260,6 +261,13 @@ __device__ inline PositionSet select_of_row(const sh_select_blocks& args, Select
     return in_slots;
 }
 
+// By a whole CTA: what is in slots, of an entry that misses nothing.
+__device__ inline void write_held(const sh_select_blocks& args, uint32_t entry, uint32_t pair, const PositionSet& in_slots) {
+    if (!args.held || !args.whole || !args.whole[entry]) return;
+    const uint32_t words = PositionSet::words(args.step.max_blocks);
+    for (uint32_t i = threadIdx.x; i < words; i += select_threads) args.held[uint64_t{pair} * words + i] = in_slots.word(i);
+}
+
 // By a whole CTA: scores that were put off.
 template <int kTiles>
 __device__ void write_scores(const sh_score_blocks& args, uint32_t entry, uint32_t pair, char* shared) {
@@ -281,6 +289,7 @@ __global__ void __launch_bounds__(select_threads, 4) select_blocks(const __grid_
             if (args.scored.estimates) write_scores<kTiles>(args.scored, entry, pair, shared);
             const PositionSet attended =
                 select_of_row(args, memory, reinterpret_cast<uint32_t*>(shared + sizeof(SelectionMemory)), entry, pair, row);
+            write_held(args, entry, pair, attended);
             if (args.near_bias && args.scored.estimates) {
                 const RowBlocks blocks(args.step.lengths[entry], args.table, args.step.max_blocks);
                 write_bias<kTiles>(args, entry, pair, blocks, attended, shared);

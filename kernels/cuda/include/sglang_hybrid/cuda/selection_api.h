@@ -149,7 +149,8 @@ struct sh_select_blocks {
     const int32_t* interval;  // steps between recalls, one number; or null. 0: never
     const int32_t* first_lengths;  // [rows]: length in the row's first step, with `interval`
     int32_t* recalls;  // [batch], or null: who recalls is written here, for a launch that makes the plan later
-    const int32_t* whole;  // [batch], or null: of entries with 1, near_bias is told of all blocks of at least whole_score
+    const int32_t* whole;  // [batch], or null: entries with 1 miss nothing, somebody attends to all of at least whole_score
+    uint32_t* held;  // [batch][KV head][(max_blocks + 31) / 32], or null: of these entries, a bit for every block in a slot
     sh_plan plan;  // not looked at without due and interval
     float bonus;  // of resident blocks
     float min_miss_score;  // a miss has at least this score

@@ -18,6 +18,7 @@ class PositionSet {
         for (uint32_t i = threadIdx.x; i < words(max_blocks); i += blockDim.x) words_[i] = 0;
     }
     __device__ void add(int32_t position) { atomicOr(&words_[position / 32], 1u << position % 32); }
+    __device__ uint32_t word(uint32_t index) const { return words_[index]; }
     __device__ bool has(int32_t position) const { return words_[position / 32] >> position % 32 & 1; }
 
   private:
