@@ -3,11 +3,11 @@
     python -m bench.served_ruler --model DIR --prompts FILE [--out DIR]
 
 `--prompts`: a file of ``sglang-hybrid eval --ruler 8k,16k,32k --ruler-make FILE``, so that a GPU host needs neither
-RULER's package nor a network. Servers are started one after the other, since SGLang measures free memory while it
-loads, and asked together. Whole requests are off: so few would fit in GPU memory, where attention is exact. Hybrid
-servers divide the cores among their workers. Lengths are asked one after the other, and each leaves its results:
-``LENGTH/eval.json`` in `--out` has every score; ``bars.json`` the means, the differences from stock and which bars they
-meet.
+RULER's package nor a network. Servers load at the same time, with pools of a given size, since the free memory that
+SGLang measures while it loads is also the others', and are asked together. Whole requests are off: so few would fit in
+GPU memory, where attention is exact. Hybrid servers divide the cores among their workers. Lengths are asked one after
+the other, and each leaves its results: ``LENGTH/eval.json`` in `--out` has every score; ``bars.json`` the means, the
+differences from stock and which bars they meet.
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ def configurations_of(more: list[str], device: str, workers: int) -> list[Config
     ]
 
 
-def flags_of(args: argparse.Namespace) -> list[str]:
+def flags_of(args: argparse.Namespace, one: Configuration) -> list[str]:
     flags = [
         "--model-path", str(args.model), "--device", args.device, "--max-running-requests", str(args.concurrency),
-        "--sampling-backend", "pytorch", "--random-seed", "1", "--mem-fraction-static", str(args.memory),
+        "--sampling-backend", "pytorch", "--random-seed", "1",
     ]  # fmt: skip
+    if not one.is_hybrid:
+        flags += ["--max-total-tokens", str(args.tokens)]
     if args.device == "cpu":
         return [*flags, "--dtype", "float32", *args.flag]
     sizes = ["1", "4", "8", "12", str(args.concurrency)]
@@ -117,7 +119,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", help="servers, such as stock,budget-2048; stock is always there")
     parser.add_argument("--hybrid", metavar="KEY=VALUE", action="append", default=[], help="setting of hybrid servers")
     parser.add_argument("--concurrency", type=int, default=16, help="requests that each server has at a time")
-    parser.add_argument("--memory", type=float, default=0.3, help="of free GPU memory, that each server takes")
+    parser.add_argument("--tokens", type=int, default=600_000, help="in a stock server's pool (default: %(default)s)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--flag", action="append", default=[], help="flag of all servers, as --flag=--log-level=debug")
     parser.add_argument("--out", type=Path, default=Path("ruler"))
@@ -134,10 +136,12 @@ def main() -> None:
     with ExitStack() as running:
         servers = {}
         for one in chosen:
-            server = Server(one, flags_of(args), args.out / f"{one.name}.log", args.out)
-            running.enter_context(server)
-            print(f"{one.name} serves after {server.start_seconds:.0f} s", flush=True)
-            servers[one.name] = server
+            servers[one.name] = Server(one, flags_of(args, one), args.out / f"{one.name}.log", args.out)
+            servers[one.name].start()
+            running.push(servers[one.name])
+        for name, server in servers.items():
+            server.wait()
+            print(f"{name} serves after {server.start_seconds:.0f} s", flush=True)
         command = [sys.executable, "-m", "sglang_hybrid.cli", "eval", "--stock-url", servers[STOCK].url]
         for name, server in servers.items():
             command += ["--url", f"{name}={server.url}"] if name != STOCK else []

@@ -22,7 +22,10 @@ STREAM_INTERVAL = 8  # tokens a message: a message for every token of 64 rows ke
 
 
 class Server:
-    """Use as a context: healthy inside, gone with everything it started afterwards."""
+    """Use as a context: healthy inside, gone with everything it started afterwards.
+
+    Of several that load at the same time, ``start`` all and then ``wait`` for each; leaving the context ends them.
+    """
 
     def __init__(
         self,
@@ -50,17 +53,24 @@ class Server:
         self.start_seconds = 0.0
 
     def __enter__(self) -> Server:
-        begin = time.monotonic()
-        paths = {"PYTHONPATH": _path_with_root()}
-        self._member = ServerProcess(self._name, self.command, self.log, self._environment | paths)
+        self.start()
         try:
-            ready = lambda: answers(f"{self.url}/health")  # noqa: E731
-            wait_until([self._member], ready, START_SECONDS, f"{self._name} did not serve")
+            self.wait()
         except BaseException:
             end_all([self._member])
             raise
-        self.start_seconds = time.monotonic() - begin
         return self
+
+    def start(self) -> None:
+        self._begun = time.monotonic()
+        paths = {"PYTHONPATH": _path_with_root()}
+        self._member = ServerProcess(self._name, self.command, self.log, self._environment | paths)
+
+    def wait(self) -> None:
+        """Until it is healthy. Raises what ``wait_until`` raises."""
+        ready = lambda: answers(f"{self.url}/health")  # noqa: E731
+        wait_until([self._member], ready, START_SECONDS, f"{self._name} did not serve")
+        self.start_seconds = time.monotonic() - self._begun
 
     def __exit__(self, *_: object) -> None:
         end_all([self._member])
