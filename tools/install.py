@@ -111,7 +111,7 @@ class Setup:
             steps.append(Step(f"SGLang {self._sglang}, {what}", self._install_packages, _NETWORK))
             steps.append(Step("the default model", self._install_without_dependencies, _NETWORK))
         if "test" in parts:
-            steps.append(Step("test tools", lambda: self._install(f"-r{REQUIREMENTS / 'dev.txt'}"), _NETWORK))
+            steps.append(Step("test tools", self._install_test_tools, _NETWORK))
         if "pd" in parts and self._on_cpu:
             steps.append(Step("libibverbs, for prefill/decode disaggregation", provide_ibverbs, _NETWORK))
         steps.append(Step("bytecode, for quick starts", self._compile_bytecode, "the command by hand"))
@@ -156,6 +156,11 @@ class Setup:
         if self._on_cpu:
             run([str(self._python), "-m", "sglang_hybrid.integration.cpu_host.install"], cwd=ROOT)
         return remark
+
+    def _install_test_tools(self) -> str | None:
+        apart = ("--no-deps", "--target", str(self._directory.absolute() / "apart"))
+        remark = self._install(f"-r{REQUIREMENTS / 'dev.txt'}")
+        return self._install(*apart, f"-r{REQUIREMENTS / 'apart.txt'}") or remark
 
     def _compile_bytecode(self) -> str:
         return run([str(self._python), str(ROOT / "tools" / "compile_bytecode.py")]).strip()

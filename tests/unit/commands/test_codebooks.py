@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +73,8 @@ def test_codebooks_say_what_they_are_of_and_how_far_off_unseen_keys_are() -> Non
     assert "4 bytes of each key of a KV head, 12.5 % of a 16-bit KV cache" in made.lines()[1]
 
 
-def test_scikit_learn_finds_the_kinds_of_keys() -> None:
+def test_scikit_learn_finds_the_kinds_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(sys.prefix) / "apart")  # requirements/apart.txt
     pytest.importorskip("sklearn")
     keys = some_keys(400)
     plan = CodebookPlan(groups=2, centroids=4, shared=False)
