@@ -84,7 +84,7 @@ def make_codebooks(options: argparse.Namespace, notes: dict[str, object], consol
     if options.context is not None:
         longest = min(longest, options.context)
     text = _text(session, options, longest)
-    plan = CodebookPlan(options.groups or model.head_dim // 2, options.centroids, options.shared)
+    plan = CodebookPlan(options.groups or model.head_dim, options.centroids, options.shared)
     plan.check(model.head_dim, sum(map(len, text.fit)))
     fits = model.layers * codebooks_to_fit(model.kv_heads, plan.groups, shared=plan.shared)
     with steps(console, 1.0) as bar:

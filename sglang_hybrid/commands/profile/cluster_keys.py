@@ -1,4 +1,7 @@
-"""K-means over parts of keys: scikit-learn's MiniBatchKMeans with the settings of HCAttention's section 4.1."""
+"""K-means over parts of keys: scikit-learn's MiniBatchKMeans with the settings of HCAttention's section 4.1.
+
+Where each channel is a group of its own, points are numbers, and sorting does what distances do elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,8 @@ def minibatch_kmeans() -> Cluster:
         raise InputError(_HOW_TO_INSTALL) from error
 
     def cluster(points: torch.Tensor, number: int) -> torch.Tensor:
+        if points.shape[1] == 1:
+            return means_of_numbers(points.flatten().float(), number).unsqueeze(1)
         # k-means++ takes time with the points that it chooses from: three for each centroid are scikit-learn's least
         means = MiniBatchKMeans(number, batch_size=_BATCH, max_iter=_ITERATIONS, init_size=3 * number, random_state=0)
         with warnings.catch_warnings():
@@ -35,6 +40,26 @@ def minibatch_kmeans() -> Cluster:
         return torch.from_numpy(means.cluster_centers_).float()
 
     return cluster
+
+
+def means_of_numbers(points: torch.Tensor, number: int) -> torch.Tensor:
+    """K-means of ``[n]`` points, from quantiles on: ``[number]`` centroids, ascending."""
+    ordered = points.sort().values
+    sums = torch.cat((ordered.new_zeros(1, dtype=torch.float64), ordered.double().cumsum(0)))
+    first = torch.linspace(0, len(ordered) - 1, number).round().long()
+    means = ordered[first]
+    for _ in range(_ITERATIONS):
+        # of centroid i are the points between the middles to its neighbours
+        ends = torch.searchsorted(ordered, (means[1:] + means[:-1]) / 2)
+        begin = torch.cat((ends.new_zeros(1), ends))
+        end = torch.cat((ends, ends.new_tensor([len(ordered)])))
+        count = end - begin
+        moved = ((sums[end] - sums[begin]) / count.clamp(min=1)).float()
+        moved = torch.where(count > 0, moved, means).sort().values  # who has no point stays
+        if torch.equal(moved, means):
+            break
+        means = moved
+    return means
 
 
 def codebook_of(

@@ -113,12 +113,12 @@ def _add_codebook(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     codebook.add_argument("--codebook", type=Path, metavar="OUT", help="make codebooks, and no profile")
     codebook.add_argument(
-        "--groups", type=int, help="indices of a key: 64 and 32 are the paper's 25 %% and 12.5 %% of the memory with "
-        "head_dim 128 (default: half of head_dim)",
+        "--groups", type=int, help="indices of a key (default: one for each channel, with 256 centroids 25 %% of the "
+        "memory; the paper's 25 %% and 12.5 %% are 64 and 32 with 8192 centroids and head_dim 128)",
     )  # fmt: skip
     codebook.add_argument(
-        "--centroids", type=int, default=8192, help="of each codebook; up to 256 an index takes one byte, not two "
-        "(default: 8192, the paper's)",
+        "--centroids", type=int, default=256, help="of each codebook; up to 256 an index takes one byte, not two "
+        "(default: 256)",
     )  # fmt: skip
     codebook.add_argument(
         "--shared", action="store_true", help="one codebook for all groups of a KV head: faster to make, smaller, and "

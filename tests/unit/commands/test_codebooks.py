@@ -13,7 +13,12 @@ from attention_oracle import seeded
 
 from sglang_hybrid.commands.eval.errors import InputError
 from sglang_hybrid.commands.profile.build_codebook import CodebookPlan, fit_codebooks
-from sglang_hybrid.commands.profile.cluster_keys import codebook_of, codebooks_to_fit, minibatch_kmeans
+from sglang_hybrid.commands.profile.cluster_keys import (
+    codebook_of,
+    codebooks_to_fit,
+    means_of_numbers,
+    minibatch_kmeans,
+)
 from sglang_hybrid.commands.profile.main import parse
 from sglang_hybrid.policies.scout.profile_facts import ModelIdentity
 
@@ -82,6 +87,19 @@ def test_scikit_learn_finds_the_kinds_of_keys(monkeypatch: pytest.MonkeyPatch) -
     assert max(made.errors) < 0.01
 
 
+@pytest.mark.parametrize("number", [1, 2, 5, 64, 300])
+def test_centroids_of_numbers_are_the_means_of_what_is_nearest_to_them(number: int) -> None:
+    points = torch.cat((torch.randn(300, generator=seeded(2)), torch.full((50,), 2.5), torch.tensor([40.0])))
+    found = means_of_numbers(points, number)
+    assert found.shape == (number,) and torch.equal(found, found.sort().values)
+    nearest = (points[:, None] - found).abs().argmin(dim=1)
+    for centroid in nearest.unique().tolist():
+        mine = points[nearest == centroid]
+        assert abs(float(mine.mean() - found[centroid])) < 1e-4
+    error = (points - found[nearest]).square().sum() / (points - points.mean()).square().sum()
+    assert float(error) < (1.01 if number == 1 else 2 / number)
+
+
 def test_without_scikit_learn_a_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
@@ -114,4 +132,4 @@ def test_a_plan_that_cannot_be_is_refused(plan: CodebookPlan, reason: str) -> No
 def test_a_command_without_the_flag_makes_a_profile() -> None:
     assert parse([]).codebook is None
     options = parse(["--codebook", "out", "--groups", "32", "--shared"])
-    assert (str(options.codebook), options.groups, options.centroids, options.shared) == ("out", 32, 8192, True)
+    assert (str(options.codebook), options.groups, options.centroids, options.shared) == ("out", 32, 256, True)
