@@ -126,6 +126,11 @@ def choose_tokens(
     """
     batch, heads, most = lists.pages.shape
     items, of_lists = workspace.ranks.shape[2], (step.batch, heads, most)
+    tokens = limit * BLOCK_TOKENS if workspace.by_block else limit
+    if most < min(limit, step.max_blocks) or staged_blocks * BLOCK_TOKENS < tokens or limit < 1:
+        raise ValueError(
+            f"lists of {most} and {staged_blocks} staged blocks do not hold {limit} items with {tokens} tokens"
+        )
     launch(
         "choose_tokens",
         step=step.arguments(),
