@@ -126,7 +126,7 @@ def hgca_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> Row
 
 
 def infinigen_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:
-    """A row under policy infinigen: its share for whole rows, staged tokens of two layers, ranks and lists of tokens."""
+    """A row under policy infinigen: its share for whole rows, staged tokens of two layers, ranks and lists."""
     budget, items = config.budget_tokens // BLOCK_TOKENS, max_blocks
     if config.section(InfinigenOptions).unit == "tokens":
         items *= BLOCK_TOKENS
@@ -137,7 +137,7 @@ def infinigen_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -
 
 
 def whole_request_blocks(config: HybridConfig) -> int:
-    """Blocks of a row under policies that keep none resident: as much device memory as a budget takes under policies that select."""
+    """Blocks of a row under policies that keep none resident: as much device memory as a budget takes under others."""
     return config.budget_tokens // BLOCK_TOKENS if config.whole_requests == "auto" else 0
 
 

@@ -132,8 +132,8 @@ class HostMemory(host_memory.RegisteredRegion):
 
 
 _LAUNCHING = (
-    attention, copies, digests, mailbox, missed, partial_keys, predictor, salience, scoring, selection, speculation, step,
-    weights, whole_requests,
+    attention, copies, digests, mailbox, missed, partial_keys, predictor, salience, scoring, selection, speculation,
+    step, weights, whole_requests,
 )  # fmt: skip
 for _module in _LAUNCHING:
     _module.launch, _module.address = launch, address

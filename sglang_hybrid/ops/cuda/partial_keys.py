@@ -56,7 +56,7 @@ class LayerPartialKeys:
 
 
 def encode_tokens(partial: LayerPartialKeys, step: Step, keys: torch.Tensor) -> None:
-    """``PartialKeys.encode`` of the step's new keys ``[B, H, D]``, which ``append`` has looked at: entries may lie apart."""
+    """``PartialKeys.encode`` of the step's new keys ``[B, H, D]``, as ``append`` has checked them."""
     launch(
         "encode_tokens",
         partial=partial.arguments(),
@@ -67,7 +67,7 @@ def encode_tokens(partial: LayerPartialKeys, step: Step, keys: torch.Tensor) -> 
 
 
 def encode_pages(partial: LayerPartialKeys, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
-    """The same of ``pages`` ``[n]``, keys ``[n, H, 32, D]`` of any strides, as ``digest_pages`` has looked at them."""
+    """The same of ``pages`` ``[n]`` with keys ``[n, H, 32, D]``, as ``digest_pages`` has checked them."""
     count = keys.shape[0]
     launch(
         "encode_pages",

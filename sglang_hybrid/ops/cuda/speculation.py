@@ -129,7 +129,7 @@ def choose_tokens(
     tokens = limit * BLOCK_TOKENS if workspace.by_block else limit
     if most < min(limit, step.max_blocks) or staged_blocks * BLOCK_TOKENS < tokens or limit < 1:
         raise ValueError(
-            f"lists of {most} and {staged_blocks} staged blocks do not hold {limit} items with {tokens} tokens"
+            f"lists of {most} and {staged_blocks} staged blocks do not hold {limit} items, {tokens} tokens"
         )
     launch(
         "choose_tokens",
