@@ -184,9 +184,9 @@ def append(
     a slot to a tail that it saw opened; a tail without one gets it here, by ``scores`` of the last selection
     (``[B, H, max_blocks]``, or with ``by_row`` ``[rows, H, max_blocks]``), and what earlier tokens it has come from the
     pool. With ``dense`` slots are pages ``[pages, H, 32, D]``, and tails are where it says; they are digested when they
-    are full, since nobody looks at them before. A launch that ``overlaps`` may begin before the one in front of it on the stream is done: of what is
-    read here, that one may write keys and values only. Rows whose page is not in the pool are left out and added to
-    ``refused`` (one int64).
+    are full, since nobody looks at them before. A launch that ``overlaps`` may begin before the one in front of it on
+    the stream is done: of what is read here, that one may write keys and values only. Rows whose page is not in the
+    pool are left out and added to ``refused`` (one int64).
     """
     dtype, heads, dim = digests.dtype, digests.heads, digests.dim
     of_slots = (*table.positions.shape, BLOCK_TOKENS, dim)
