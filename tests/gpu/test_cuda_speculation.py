@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from sglang_hybrid.policies.infinigen.options import InfinigenOptions
 from sglang_hybrid.policies.infinigen.policy import InfinigenPolicy
 from sglang_hybrid.protocol.region import SharedRegion
 
+Unit = Literal["tokens", "blocks"]
 SCALE = 0.25
 EVERYTHING = 1e9
 LENGTHS = [1, 2, 31, 33, 64, 65, 300, 1000]
@@ -142,7 +144,7 @@ class Layer:
 
 @pytest.mark.parametrize("unit", ["tokens", "blocks"])
 @pytest.mark.parametrize(("alpha", "budget"), [(4.0, 64), (1.5, 256), (0.0, 64), (EVERYTHING, 128), (EVERYTHING, 2048)])
-def test_chosen_tokens_are_the_policys_where_many_are_equal(unit: str, alpha: float, budget: int) -> None:
+def test_chosen_tokens_are_the_policys_where_many_are_equal(unit: Unit, alpha: float, budget: int) -> None:
     Layer(LENGTHS).check(InfinigenOptions(alpha=alpha, unit=unit), budget)
 
 
@@ -165,7 +167,7 @@ def test_chosen_tokens_are_the_policys_for_all_shapes(
 
 
 @pytest.mark.parametrize("unit", ["tokens", "blocks"])
-def test_rows_of_many_tokens_are_ranked_as_a_whole(unit: str) -> None:
+def test_rows_of_many_tokens_are_ranked_as_a_whole(unit: Unit) -> None:
     layer = Layer([32_001], heads=2, group=2, columns=4)
     lists = layer.check(InfinigenOptions(alpha=3.0, unit=unit), 2048)
     assert int(lists.tokens) > 1024
@@ -174,7 +176,7 @@ def test_rows_of_many_tokens_are_ranked_as_a_whole(unit: str) -> None:
 
 def test_pages_of_nan_are_worse_than_all_others_and_better_than_none() -> None:
     layer = Layer([300, 200])
-    layer.partial.decode(layer.codes)[layer.table[0, 3].item(), 0] = torch.nan
+    layer.partial.decode(layer.codes)[int(layer.table[0, 3]), 0] = torch.nan
     layer.partial.decode(layer.codes)[layer.table[1, :7].long()] = torch.nan  # nothing is known of this row
     for alpha in (2.0, EVERYTHING):
         lists = layer.check(InfinigenOptions(alpha=alpha), 128)
@@ -214,7 +216,7 @@ def test_lists_and_staged_blocks_that_are_too_short_are_refused() -> None:
 
 @pytest.mark.parametrize("unit", ["tokens", "blocks"])
 @pytest.mark.parametrize(("dim", "budget", "ctas"), [(64, 256, 1), (128, 96, 3)])
-def test_listed_tokens_are_staged_one_behind_the_other(unit: str, dim: int, budget: int, ctas: int) -> None:
+def test_listed_tokens_are_staged_one_behind_the_other(unit: Unit, dim: int, budget: int, ctas: int) -> None:
     layer, blocks = Layer([*LENGTHS, 77], dim=dim), budget // BLOCK_TOKENS
     lists = layer.choose(InfinigenOptions(alpha=2.0, unit=unit), budget, active=len(LENGTHS))
     shape = (layer.batch * blocks, layer.heads, BLOCK_TOKENS, dim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from sglang_hybrid.policies.infinigen.options import InfinigenOptions
 from sglang_hybrid.policies.infinigen.policy import InfinigenPolicy
 from sglang_hybrid.policies.scout.tuning import tuning_of
 
+Unit = Literal["tokens", "blocks"]
 ON_GPU = DEVICE == "cuda"
 STEPS = 70 if ON_GPU else 3
 COLUMNS = 20
@@ -96,7 +98,7 @@ class InfinigenDecoding(Decoding):
 @pytest.mark.parametrize("recorded", [False, True] if ON_GPU else [False])
 @pytest.mark.parametrize("predicts", [True, False], ids=["predicted", "real"])
 @pytest.mark.parametrize("unit", ["tokens", "blocks"])
-def test_decoding_is_the_torch_policys(unit: str, predicts: bool, recorded: bool) -> None:
+def test_decoding_is_the_torch_policys(unit: Unit, predicts: bool, recorded: bool) -> None:
     decoding = InfinigenDecoding(InfinigenOptions(alpha=2.0, unit=unit))
     decoding.scout.reset_rows(decoding.rows)
     if recorded:
@@ -119,7 +121,7 @@ def test_decoding_is_the_torch_policys(unit: str, predicts: bool, recorded: bool
 
 
 @pytest.mark.parametrize("unit", ["tokens", "blocks"])
-def test_a_budget_above_the_context_and_a_large_alpha_are_exact(unit: str) -> None:
+def test_a_budget_above_the_context_and_a_large_alpha_are_exact(unit: Unit) -> None:
     decoding = InfinigenDecoding(InfinigenOptions(alpha=EVERYTHING, unit=unit), budget=MAX_BLOCKS * BLOCK_TOKENS)
     decoding.scout.reset_rows(decoding.rows)
     for _ in range(2):
