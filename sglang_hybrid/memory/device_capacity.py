@@ -127,13 +127,13 @@ def hgca_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> Row
 
 def infinigen_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:
     """A row under policy infinigen: its share for whole rows, staged tokens of two layers, ranks and lists."""
-    budget, items = config.budget_tokens // BLOCK_TOKENS, max_blocks
-    if config.section(InfinigenOptions).unit == "tokens":
-        items *= BLOCK_TOKENS
-    of_layer = _block_bytes(shape, 1) // shape.layers
-    lists = shape.kv_heads * max_blocks * (_MASK_BYTES + 3 * _LANES * _MASK_BYTES)
+    budget, by_block = config.budget_tokens // BLOCK_TOKENS, config.section(InfinigenOptions).unit == "blocks"
+    staged = _LANES * _block_bytes(shape, budget) // shape.layers
+    ranks = max_blocks * (1 if by_block else BLOCK_TOKENS) * _SCORE_BYTES
+    listed = min(max_blocks, budget if by_block else config.budget_tokens)
+    lists = _LANES * listed * (_POSITION_BYTES + 2 * _MASK_BYTES) + max_blocks * _MASK_BYTES
     whole = _block_bytes(shape, whole_request_blocks(config))
-    return RowBytes(whole + _LANES * budget * of_layer, shape.kv_heads * items * _SCORE_BYTES + lists)
+    return RowBytes(whole + staged, shape.kv_heads * (ranks + lists))
 
 
 def whole_request_blocks(config: HybridConfig) -> int:
