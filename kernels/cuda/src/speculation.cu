@@ -78,6 +78,6 @@ SH_CUDA_API int sh_cuda_choose_tokens(const sh_choose_tokens* args, cudaStream_t
 SH_CUDA_API int sh_cuda_gather_tokens(const sh_gather_tokens* args, cudaStream_t stream) {
     if (args->batch == 0 || args->kv_heads == 0) return cudaSuccess;
     if (args->token_bytes == 0 || args->token_bytes % 16 || args->ctas == 0) return cudaErrorInvalidValue;
-    gather_tokens<<<args->ctas, gather_threads, 0, stream>>>(*args);
+    gather_tokens<<<args->ctas, gather_token_warps * 32, 0, stream>>>(*args);
     return cudaGetLastError();
 }

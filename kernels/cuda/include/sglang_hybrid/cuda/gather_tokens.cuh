@@ -2,12 +2,13 @@
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
-#include "sglang_hybrid/cuda/gather_blocks.cuh"
+#include "sglang_hybrid/cuda/memory.cuh"
 #include "sglang_hybrid/cuda/speculation_api.h"
 
 namespace sglang_hybrid::cuda {
 
-inline constexpr uint32_t gather_token_warps = gather_threads / 32;
+inline constexpr uint32_t gather_token_warps = 8;
+inline constexpr uint32_t gather_token_loads = 4;  // of one thread, before it stores the first
 
 // By a whole warp: the first `count` tokens whose bit is set, one behind the other from staged token `offset` on. `tokens`: [32],
 // the warp's.
@@ -19,17 +20,17 @@ __device__ inline void copy_tokens(const sh_gather_tokens& args, uint64_t block,
     const uint32_t all = count * 2 * chunks;  // of a token first its key, then its value
     const auto* const keys = static_cast<const uint4*>(args.keys) + block * block_tokens * chunks;
     const auto* const values = static_cast<const uint4*>(args.values) + block * block_tokens * chunks;
-    for (uint32_t first = lane; first < all; first += gather_loads * 32) {
-        uint4 loaded[gather_loads];
+    for (uint32_t first = lane; first < all; first += gather_token_loads * 32) {
+        uint4 loaded[gather_token_loads];
 #pragma unroll
-        for (uint32_t n = 0; n < gather_loads; ++n) {
+        for (uint32_t n = 0; n < gather_token_loads; ++n) {
             const uint32_t i = first + n * 32, chunk = i % (2 * chunks);
             if (i >= all) continue;
             const uint32_t from = tokens[i / (2 * chunks)] * chunks;
             loaded[n] = load_once(chunk < chunks ? keys + from + chunk : values + from + (chunk - chunks));
         }
 #pragma unroll
-        for (uint32_t n = 0; n < gather_loads; ++n) {
+        for (uint32_t n = 0; n < gather_token_loads; ++n) {
             const uint32_t i = first + n * 32, chunk = i % (2 * chunks);
             if (i >= all) continue;
             const uint32_t token = offset + i / (2 * chunks);
@@ -43,7 +44,7 @@ __device__ inline void copy_tokens(const sh_gather_tokens& args, uint64_t block,
 }
 
 // All warps go through all lists and take every so many-th block, beginning at another one in each list: most lists are short.
-__global__ void __launch_bounds__(gather_threads) gather_tokens(const __grid_constant__ sh_gather_tokens args) {
+__global__ void __launch_bounds__(gather_token_warps * 32) gather_tokens(const __grid_constant__ sh_gather_tokens args) {
     __shared__ uint32_t tokens[gather_token_warps][32];
     const uint32_t warp = threadIdx.x / 32, warps = gridDim.x * gather_token_warps;
     const uint32_t number = blockIdx.x * gather_token_warps + warp;
