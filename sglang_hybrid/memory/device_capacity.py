@@ -127,10 +127,11 @@ def hgca_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> Row
 
 def infinigen_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:
     """A row under policy infinigen: its share for whole rows, staged tokens of two layers, ranks and lists."""
-    budget, by_block = config.budget_tokens // BLOCK_TOKENS, config.section(InfinigenOptions).unit == "blocks"
+    budget = min(config.budget_tokens // BLOCK_TOKENS, max_blocks)
+    by_block = config.section(InfinigenOptions).unit == "blocks"
     staged = _LANES * _block_bytes(shape, budget) // shape.layers
     ranks = max_blocks * (1 if by_block else BLOCK_TOKENS) * _SCORE_BYTES
-    listed = min(max_blocks, budget if by_block else config.budget_tokens)
+    listed = budget if by_block else min(max_blocks, config.budget_tokens)
     lists = _LANES * listed * (_POSITION_BYTES + 2 * _MASK_BYTES) + max_blocks * _MASK_BYTES
     whole = _block_bytes(shape, whole_request_blocks(config))
     return RowBytes(whole + staged, shape.kv_heads * (ranks + lists))

@@ -122,7 +122,7 @@ def test_decoding_is_the_torch_policys(unit: Unit, predicts: bool, recorded: boo
 
 @pytest.mark.parametrize("unit", ["tokens", "blocks"])
 def test_a_budget_above_the_context_and_a_large_alpha_are_exact(unit: Unit) -> None:
-    decoding = InfinigenDecoding(InfinigenOptions(alpha=EVERYTHING, unit=unit), budget=MAX_BLOCKS * BLOCK_TOKENS)
+    decoding = InfinigenDecoding(InfinigenOptions(alpha=EVERYTHING, unit=unit), budget=2 * MAX_BLOCKS * BLOCK_TOKENS)
     decoding.scout.reset_rows(decoding.rows)
     for _ in range(2):
         decoding.next_tokens()

@@ -12,6 +12,7 @@ static shapes on persistent buffers, so a whole step can be recorded in a CUDA g
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,8 @@ class DeviceInfinigen(StepProgram):
         device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
         memory = BlockMemory(len(layers), shape.rows, shape.heads, blocks_per_row, shape.dim, dtype, device)
         super().__init__(layers, shape, memory)
+        # a budget above the context holds no more than the context
+        settings = dataclasses.replace(settings, budget=min(settings.budget, shape.max_blocks))
         self._settings = settings
         self._staged = [StagedTokens(shape, settings, dtype, device) for _ in range(2)]
         # only the scout lane uses it, layer by layer
