@@ -12,10 +12,9 @@ static shapes on persistent buffers, so a whole step can be recorded in a CUDA g
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -100,7 +99,7 @@ class DeviceInfinigen(StepProgram):
         memory = BlockMemory(len(layers), shape.rows, shape.heads, blocks_per_row, shape.dim, dtype, device)
         super().__init__(layers, shape, memory)
         # a budget above the context holds no more than the context
-        settings = dataclasses.replace(settings, budget=min(settings.budget, shape.max_blocks))
+        settings = replace(settings, budget=min(settings.budget, shape.max_blocks))
         self._settings = settings
         self._staged = [StagedTokens(shape, settings, dtype, device) for _ in range(2)]
         # only the scout lane uses it, layer by layer
