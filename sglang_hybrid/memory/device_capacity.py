@@ -12,10 +12,12 @@ from sglang_hybrid.blocks import BLOCK_TOKENS, compact_bytes
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.cuda.settings import hgca_slots_of, slots_of, unsupported_settings
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape
+from sglang_hybrid.policies.infinigen.options import InfinigenOptions
 from sglang_hybrid.policies.registry import policy_named
 
 WORKSPACE_BYTES = 128 << 20  # of FlashInfer's split attention; its kernels for Hopper do not use it
 _POSITION_BYTES = _SCORE_BYTES = _AVERAGE_BYTES = _MASK_BYTES = 4  # int32, float32
+_LANES = 2  # buffers of what is fetched one layer ahead: for even and for odd layers
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,20 @@ def hgca_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> Row
     return RowBytes(_block_bytes(shape, slots) + lists * slots * of_slot, lists * max_blocks * _MASK_BYTES)
 
 
+def infinigen_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:
+    """A row under policy infinigen: its share for whole rows, staged tokens of two layers, ranks and lists."""
+    budget = min(config.budget_tokens // BLOCK_TOKENS, max_blocks)
+    by_block = config.section(InfinigenOptions).unit == "blocks"
+    staged = _LANES * _block_bytes(shape, budget) // shape.layers
+    ranks = max_blocks * (1 if by_block else BLOCK_TOKENS) * _SCORE_BYTES
+    listed = budget if by_block else min(max_blocks, config.budget_tokens)
+    lists = _LANES * listed * (_POSITION_BYTES + 2 * _MASK_BYTES) + max_blocks * _MASK_BYTES
+    whole = _block_bytes(shape, whole_request_blocks(config))
+    return RowBytes(whole + staged, shape.kv_heads * (ranks + lists))
+
+
 def whole_request_blocks(config: HybridConfig) -> int:
-    """Blocks of a row under policy full: as much device memory as a budget takes under policies that select."""
+    """Blocks of a row under policies that keep none resident: as much device memory as a budget takes under others."""
     return config.budget_tokens // BLOCK_TOKENS if config.whole_requests == "auto" else 0
 
 

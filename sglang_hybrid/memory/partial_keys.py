@@ -22,6 +22,14 @@ class PartialKeys:
         self._bases = [basis[:, :, :columns].float().contiguous() for basis in bases]
         self._dtype = dtype
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def basis(self, layer: int) -> torch.Tensor:
+        """The columns that are kept: ``[KV heads, head_dim, columns]``, float32."""
+        return self._bases[layer]
+
     def encode(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
         """As ``KeyEncoder.encode``: bytes ``[n, KV heads, T, 2 * columns]``."""
         partial = torch.einsum("nhtd,hdc->nhtc", keys.float(), self._bases[layer])

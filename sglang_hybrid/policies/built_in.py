@@ -70,6 +70,18 @@ def _not_by_device_hgca(config: HybridConfig) -> str | None:
     return unsupported_by_hgca(config)
 
 
+def _device_infinigen() -> type[StepProgram]:
+    from sglang_hybrid.engines.cuda.infinigen import DeviceInfinigen
+
+    return DeviceInfinigen
+
+
+def _infinigen_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:
+    from sglang_hybrid.memory.device_capacity import infinigen_row_bytes
+
+    return infinigen_row_bytes(config, shape, max_blocks)
+
+
 def _partial_key_bytes(config: HybridConfig, shape: KVShape) -> int:
     return COLUMN_BYTES * partial_columns(config.section(InfinigenOptions).partial_ratio, shape.key_dim)
 
@@ -169,6 +181,8 @@ def create_hcattention(context: PolicyContext) -> DecodePolicy:
     "infinigen",
     description="tokens that partial keys speculate to matter, as the paper InfiniGen has it",
     needs=Needs(prediction=True, skew=True, prediction_by_default="raw"),
+    cuda_program=_device_infinigen,
+    cuda_row_bytes=_infinigen_row_bytes,
     code_bytes=_partial_key_bytes,
     code_settings=("partial_ratio",),
     settings=InfinigenOptions,

@@ -30,6 +30,7 @@ UNITS = (
     "mailbox",
     "prefill",
     "salience",
+    "speculation",
     "weights",
 )
 FLAGS = ("-std=c++20", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off")

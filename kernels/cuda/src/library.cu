@@ -8,6 +8,7 @@
 #include "sglang_hybrid/cuda/prefill_api.h"
 #include "sglang_hybrid/cuda/salience_api.h"
 #include "sglang_hybrid/cuda/selection_api.h"
+#include "sglang_hybrid/cuda/speculation_api.h"
 #include "sglang_hybrid/cuda/weights_api.h"
 
 // Make host memory readable and writable for the device, and say where the device sees it.
@@ -58,6 +59,11 @@ SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
         {"sh_attend_pages", sizeof(sh_attend_pages)},
         {"sh_contextual_sets", sizeof(sh_contextual_sets)},
         {"sh_move_averages", sizeof(sh_move_averages)},
+        {"sh_encode_tokens", sizeof(sh_encode_tokens)},
+        {"sh_encode_pages", sizeof(sh_encode_pages)},
+        {"sh_speculate", sizeof(sh_speculate)},
+        {"sh_choose_tokens", sizeof(sh_choose_tokens)},
+        {"sh_gather_tokens", sizeof(sh_gather_tokens)},
         {"sh_lookup_logits", sizeof(sh_lookup_logits)},
         {"sh_cumulative_share", sizeof(sh_cumulative_share)},
     };

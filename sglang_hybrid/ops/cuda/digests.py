@@ -1,4 +1,4 @@
-"""Keys and values of new tokens: to slots, to the host pool, and into digests and sketches.
+"""Keys and values of new tokens: to slots, to the host pool, and into digests, sketches and partial keys.
 
 What the kernels of a layer share::
 
@@ -22,18 +22,20 @@ import torch
 from sglang_hybrid.blocks import BLOCK_TOKENS, compact_bytes
 from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.library import launch
+from sglang_hybrid.ops.cuda.partial_keys import LayerPartialKeys, encode_pages, encode_tokens
 from sglang_hybrid.ops.cuda.structs import KernelStruct, struct
 from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address, dtype_code
 
 
 @dataclass(frozen=True)
 class LayerDigests:
-    """One layer's digests and, if there are any, sketches: what ``Digests`` and ``Sketches`` hold."""
+    """One layer's digests and, if there are any, sketches and partial keys: what is known of its pages."""
 
     digests: torch.Tensor
     codes: torch.Tensor | None = None
     channels: torch.Tensor | None = None  # int64
     compact_of: tuple[torch.dtype, int] | None = None  # of compact digests: the model's dtype and head_dim
+    partial: LayerPartialKeys | None = None  # kept up to date with digests
 
     @property
     def heads(self) -> int:
@@ -178,13 +180,13 @@ def append(
     Entries may lie apart. None: there are no new tokens yet, digests and codes of the tails are made of what the pool
     has of them.
 
-    The tails' digests and codes are made anew from the slots. Selection has given a slot to a tail that it saw opened;
-    a tail without one gets it here, by ``scores`` of the last selection (``[B, H, max_blocks]``, or with ``by_row``
-    ``[rows, H, max_blocks]``), and what earlier tokens it has come from the pool. With ``dense`` slots are pages
-    ``[pages, H, 32, D]``, and tails are where it says; they are digested when they are full, since nobody looks at
-    them before. A launch that ``overlaps`` may begin before the one in front of it on the stream is done: of what is
-    read here, that one may write keys and values only. Rows whose page is not in the pool are left out and added to
-    ``refused`` (one int64).
+    The tails' digests and codes are made anew from the slots, partial keys of the new tokens only. Selection has given
+    a slot to a tail that it saw opened; a tail without one gets it here, by ``scores`` of the last selection
+    (``[B, H, max_blocks]``, or with ``by_row`` ``[rows, H, max_blocks]``), and what earlier tokens it has come from the
+    pool. With ``dense`` slots are pages ``[pages, H, 32, D]``, and tails are where it says; they are digested when they
+    are full, since nobody looks at them before. A launch that ``overlaps`` may begin before the one in front of it on
+    the stream is done: of what is read here, that one may write keys and values only. Rows whose page is not in the
+    pool are left out and added to ``refused`` (one int64).
     """
     dtype, heads, dim = digests.dtype, digests.heads, digests.dim
     of_slots = (*table.positions.shape, BLOCK_TOKENS, dim)
@@ -197,13 +199,16 @@ def append(
     for name, part in (("keys", pool.keys), ("values", pool.values)):
         if tuple(part.shape) != of_pool or part.dtype != dtype:
             raise ValueError(f"the pool's {name} are {tuple(part.shape)} of {part.dtype}, not {of_pool} of {dtype}")
+    key_entries = None if keys is None else _entries("keys", keys, dtype, (step.batch, heads, dim))
+    if digests.partial is not None and keys is not None:
+        encode_tokens(digests.partial, step, keys)  # in front: what overlaps with `append` comes right behind it
     launch(
         "append",
         digests=digests.arguments(),
         table=table.arguments(heads),
         dense=struct("dense_table") if dense is None else dense.arguments(),
         step=step.arguments(),
-        keys=None if keys is None else _entries("keys", keys, dtype, (step.batch, heads, dim)),
+        keys=key_entries,
         values=None if values is None else _entries("values", values, dtype, (step.batch, heads, dim)),
         key_stride=0 if keys is None else keys.stride(0),
         value_stride=0 if values is None else values.stride(0),
@@ -231,7 +236,7 @@ def _entries(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[i
 
 
 def digest_pages(digests: LayerDigests, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
-    """Digests and codes of ``pages`` ``[n]``, whose first ``filled`` ``[n]`` tokens are there.
+    """Digests, codes and partial keys of ``pages`` ``[n]``, whose first ``filled`` ``[n]`` tokens are there.
 
     keys ``[n, H, 32, D]`` on the device, any strides: prefill's ``[tokens, H, D]`` can be viewed like that.
     """
@@ -253,3 +258,5 @@ def digest_pages(digests: LayerDigests, keys: torch.Tensor, pages: torch.Tensor,
         token_stride=keys.stride(2),
         count=count,
     )
+    if digests.partial is not None:
+        encode_pages(digests.partial, keys, pages, filled)

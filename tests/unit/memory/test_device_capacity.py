@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Literal
 
+import msgspec
 import pytest
 import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.engines.cuda.infinigen import InfinigenSettings, StagedTokens
+from sglang_hybrid.engines.cuda.layers import DeviceShape
 from sglang_hybrid.engines.cuda.settings import slots_of, unsupported_settings
 from sglang_hybrid.engines.cuda.slots import ResidentSlots
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape
@@ -21,7 +25,9 @@ from sglang_hybrid.memory.device_capacity import (
     scout_row_bytes,
     staging_bytes,
 )
+from sglang_hybrid.ops.cuda.speculation import SpeculationWorkspace
 from sglang_hybrid.policies.hgca.options import HgcaOptions
+from sglang_hybrid.policies.infinigen.options import InfinigenOptions
 
 SHAPE = KVShape(layers=3, kv_heads=2, key_dim=64, value_dim=64, itemsize=2)
 SETTINGS = HybridConfig(budget_tokens=256)
@@ -49,6 +55,23 @@ def test_a_window_takes_its_slots_an_average_for_every_token_and_a_mask_for_ever
     averages, masks = torch.empty(3, 2, 512, dtype=torch.float32), torch.empty(3, 2, 128, dtype=torch.int32)
     found = device_bytes(config, SHAPE, rows=1, context=4096)
     assert (found.slots, found.scores) == (taken + averages.nbytes, masks.nbytes)
+
+
+@pytest.mark.parametrize("unit", ["tokens", "blocks"])
+def test_tokens_that_are_fetched_ahead_take_two_stagings_ranks_and_lists(unit: Literal["tokens", "blocks"]) -> None:
+    config = HybridConfig(policy="infinigen", budget_tokens=256, whole_requests="never")
+    config = config.with_section(InfinigenOptions(unit=unit))
+    settings = InfinigenSettings.of(config)
+    shape = DeviceShape(rows=1, max_batch=1, max_blocks=128, heads=2, group=1, dim=64, pool_pages=1)
+    staged = StagedTokens(shape, settings, torch.bfloat16, "cpu")
+    workspace = SpeculationWorkspace(1, 2, 128, by_block=settings.by_block, device="cpu")
+    lists = staged.lists(1)
+    of_lists = sum(part.nbytes for part in (lists.pages, lists.masks, lists.offsets))
+    found = device_bytes(config, SHAPE, rows=1, context=4096)
+    assert found.slots == 2 * sum(part.nbytes for part in staged.blocks(1))
+    assert found.scores == workspace.ranks.nbytes + workspace.chosen.nbytes + 2 * of_lists
+    held = device_bytes(msgspec.structs.replace(config, whole_requests="auto"), SHAPE, rows=1, context=4096)
+    assert held.slots == found.slots + 256 * SHAPE.bytes_per_token
 
 
 def test_windows_that_the_kernels_do_not_have_are_served_in_torch() -> None:

@@ -28,6 +28,7 @@ DEVICE_ALONE = {
     "test_cuda_salience.py": 1,
     "test_cuda_scoring.py": 1,
     "test_cuda_selection.py": 2,
+    "test_cuda_speculation.py": 1,
     "test_cuda_weights.py": 1,
     "test_gpu_admission.py": 1,
 }
@@ -35,6 +36,7 @@ WITH_STREAMS = {
     "test_gpu_dense.py": 1,
     "test_gpu_full.py": 1,
     "test_gpu_hgca.py": 1,
+    "test_gpu_infinigen.py": 1,
     "test_gpu_prefill.py": 1,
     "test_gpu_scout.py": 2,
 }

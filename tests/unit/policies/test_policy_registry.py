@@ -60,7 +60,7 @@ def test_a_policy_that_is_registered_at_run_time_is_used() -> None:
 
 
 def test_built_in_policies_have_step_programs_for_cuda_graphs() -> None:
-    for name in ("full", "scout"):
+    for name in ("full", "hgca", "infinigen", "scout"):
         program = policy_named(name).cuda_program
         assert program is not None and issubclass(program(), StepProgram)
     assert policy_named("full").needs == Needs()  # neither a worker nor prediction
