@@ -31,6 +31,7 @@ UNITS = (
     "prefill",
     "salience",
     "weights",
+    "kept_tokens",
 )
 FLAGS = ("-std=c++20", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off")
 
