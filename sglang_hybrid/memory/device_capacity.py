@@ -15,7 +15,8 @@ from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape
 from sglang_hybrid.policies.registry import policy_named
 
 WORKSPACE_BYTES = 128 << 20  # of FlashInfer's split attention; its kernels for Hopper do not use it
-_POSITION_BYTES = _SCORE_BYTES = _AVERAGE_BYTES = _MASK_BYTES = 4  # int32, float32
+_POSITION_BYTES = _PAGE_BYTES = _MASK_BYTES = 4  # int32
+_SCORE_BYTES = _AVERAGE_BYTES = _WEIGHT_BYTES = 4  # float32
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class RowBytes:
     """Device memory of one row."""
 
     slots: int  # resident blocks and their positions
-    scores: int = 0  # of all blocks of the longest context
+    scores: int = 0  # of all blocks of the longest context, or weights of its tokens
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,12 @@ def hgca_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> Row
     slots, lists = hgca_slots_of(config), shape.layers * shape.kv_heads
     of_slot = _POSITION_BYTES + BLOCK_TOKENS * _AVERAGE_BYTES
     return RowBytes(_block_bytes(shape, slots) + lists * slots * of_slot, lists * max_blocks * _MASK_BYTES)
+
+
+def hcattention_row_bytes(_config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:
+    """A row of at most ``max_blocks`` blocks under policy hcattention: weights of its tokens in one layer, and lists."""
+    weights = shape.kv_heads * shape.group * max_blocks * BLOCK_TOKENS * _WEIGHT_BYTES
+    return RowBytes(0, weights + shape.kv_heads * max_blocks * (_PAGE_BYTES + _POSITION_BYTES))
 
 
 def whole_request_blocks(config: HybridConfig) -> int:
