@@ -214,9 +214,9 @@ def test_a_row_without_any_weight_has_an_empty_list() -> None:
     assert not kept.counts.any() and not kept.weights.any()
 
 
-@pytest.mark.parametrize("name", ["whole", "indices of a byte"])
-def test_a_long_row_keeps_what_the_reference_keeps(name: str) -> None:
-    rows = Rows([4500, 2100], case_of(name), group=2)
+@pytest.mark.parametrize("groups", [0, 8], ids=["whole", "quantised"])
+def test_a_long_row_keeps_what_the_reference_keeps(groups: int) -> None:
+    rows = Rows([4500, 2100], some_codes(groups, 20, True, torch.bfloat16), group=2)
     token_logits(rows.query.to(DEVICE), rows.codes, rows.step(), SCALE, rows.kept)
     keep_tokens(rows.step(), rows.kept, 0.9, renormalises=True, pool_pages=rows.pages)
     for row, logits in enumerate(rows.logits()):

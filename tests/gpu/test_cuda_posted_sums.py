@@ -74,7 +74,7 @@ def test_the_worker_sums_values_by_posted_weights(dtype: str, kv_heads: int, gro
             lists, layer = host.weighted(seed), seed % host.layers
             host.post_sums(lists, layer)
             results = host.wait()
-            assert results.served.tolist() == [1] * host.rows
+            assert results.served.tolist() == [1] * host.rows, host.client.outcomes()
             empty = (lists.counts == 0).repeat_interleave(group, dim=1)
             assert torch.equal(results.lse == -torch.inf, empty) and not results.lse[~empty].any()
             torch.testing.assert_close(results.out.cpu(), host.sums(lists, layer), rtol=2e-2, atol=2e-2)

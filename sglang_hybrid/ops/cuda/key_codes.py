@@ -41,7 +41,9 @@ class LayerCodes:
         else:
             _, books, count, part = self.centroids.shape
             if part * self.groups != self.dim or books not in (1, self.groups):
-                raise ValueError(f"codebooks {tuple(self.centroids.shape)} do not fit {self.groups} parts of {self.dim}")
+                raise ValueError(
+                    f"codebooks {tuple(self.centroids.shape)} do not fit {self.groups} parts of {self.dim}"
+                )
             if code_bytes != self.groups * self.index_bytes or count > 1 << 8 * self.index_bytes:
                 raise ValueError(f"{code_bytes} bytes are not {self.groups} indices of {count} centroids")
         return struct(
