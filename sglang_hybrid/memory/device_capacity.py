@@ -125,7 +125,7 @@ def hgca_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> Row
 
 
 def hcattention_row_bytes(_config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:
-    """A row of at most ``max_blocks`` blocks under policy hcattention: weights of its tokens in one layer, and lists."""
+    """A row of at most ``max_blocks`` blocks under policy hcattention: weights of its tokens in a layer, and lists."""
     weights = shape.kv_heads * shape.group * max_blocks * BLOCK_TOKENS * _WEIGHT_BYTES
     return RowBytes(0, weights + shape.kv_heads * max_blocks * (_PAGE_BYTES + _POSITION_BYTES))
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
-from test_cuda_key_codes import some_codes
+from test_cuda_key_codes import books_of, some_codes
 
 from sglang_hybrid.ops import reference, reference_weights
 from sglang_hybrid.ops.cuda import host_memory
@@ -75,7 +75,7 @@ class Rows:
                 keys = codes.contiguous().view(self.codes.dtype).double()
                 logits = query.view(HEADS, self.group, -1) @ keys.transpose(1, 2)
             else:
-                books = self.codes.centroids.cpu().expand(-1, self.codes.groups, -1, -1)
+                books = books_of(self.codes)
                 index = torch.uint8 if self.codes.index_bytes == 1 else torch.int16
                 tables = reference_weights.lookup_tables(query, books).double()
                 logits = reference_weights.lookup_logits(tables, codes.contiguous().view(index)[None])[0]

@@ -32,17 +32,21 @@ def indices_of(to: LayerCodes) -> torch.Tensor:
     return to.codes.cpu().view(torch.uint8 if to.index_bytes == 1 else torch.int16).long()
 
 
+def books_of(to: LayerCodes) -> torch.Tensor:
+    """``[H, groups, C, part]``"""
+    assert to.centroids is not None
+    return to.centroids.cpu().expand(-1, to.groups, -1, -1)
+
+
 def distances(to: LayerCodes, keys: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Of parts of keys ``[n, H, T, D]`` from centroids ``[n, H, T, groups]``, in float64."""
-    books = to.centroids.cpu().double().expand(-1, to.groups, -1, -1)  # [H, groups, C, part]
     head, group = torch.arange(HEADS)[:, None, None], torch.arange(to.groups)
-    found = books[head, group, indices]
+    found = books_of(to).double()[head, group, indices]
     return (keys.double().unflatten(3, (to.groups, -1)) - found).square().sum(dim=4)
 
 
 def assert_nearest(to: LayerCodes, keys: torch.Tensor, indices: torch.Tensor) -> None:
-    books = to.centroids.cpu().expand(-1, to.groups, -1, -1)
-    expected = reference_weights.nearest_centroids(keys.float(), books)
+    expected = reference_weights.nearest_centroids(keys.float(), books_of(to))
     assert (indices == expected).float().mean() > 0.95  # but for centroids that are equally near
     torch.testing.assert_close(distances(to, keys, indices), distances(to, keys, expected), rtol=1e-4, atol=1e-4)
 
@@ -106,6 +110,7 @@ def test_a_steps_new_tokens_are_encoded_where_they_are_in_their_pages(groups: in
 
 def test_of_centroids_that_are_equally_near_the_first_counts() -> None:
     to = some_codes(8, 70, True, torch.bfloat16)
+    assert to.centroids is not None
     to.centroids.fill_(0.5)
     keys = torch.randn(1, HEADS, BLOCK_TOKENS, DIM, generator=seeded(2)).to(DEVICE, torch.bfloat16)
     one = torch.ones(1, dtype=torch.int32, device=DEVICE)
@@ -115,6 +120,7 @@ def test_of_centroids_that_are_equally_near_the_first_counts() -> None:
 
 def test_codes_that_do_not_fit_their_codebooks_are_refused() -> None:
     to = some_codes(8, 70, True, torch.bfloat16)
+    assert to.centroids is not None
     keys = torch.zeros(1, HEADS, BLOCK_TOKENS, DIM, dtype=torch.bfloat16, device=DEVICE)
     one = torch.ones(1, dtype=torch.int32, device=DEVICE)
     for wrong in (
@@ -122,5 +128,5 @@ def test_codes_that_do_not_fit_their_codebooks_are_refused() -> None:
         LayerCodes(to.codes, to.dtype, DIM, to.centroids, 4, 1),
         LayerCodes(to.codes, to.dtype, DIM, to.centroids.expand(-1, 3, -1, -1), 8, 1),
     ):
-        with pytest.raises(ValueError, match="fit|bytes"):
+        with pytest.raises(ValueError, match=r"fit|bytes"):
             encode_pages(wrong, keys, one, one)

@@ -1,4 +1,4 @@
-"""Policy ``hcattention`` on the GPU, without SGLang: what the torch policy attends to, with a worker and without one."""
+"""Policy ``hcattention`` on the GPU, without SGLang: what the torch policy attends to, with a worker and without."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class WholeRequests:
             )  # fmt: skip
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, *, overlaps: bool = False) -> None:
-        """Write the step's tokens to the host pool, and to the tails' pages of rows that are held; codes of their keys."""
+        """Write the step's tokens to the host pool, to the tails' pages of rows that are held, and to codes of keys."""
         of_layer, step = self._layers[layer], self._step.of_batch(keys.shape[0])
         append(
             of_layer.digests, self._no_slots, step, keys, values, self._keys[layer], self._values[layer],

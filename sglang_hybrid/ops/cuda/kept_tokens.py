@@ -1,7 +1,7 @@
 """Attention by codes of keys on the GPU: weights of kept tokens, lists of their blocks, and sums of their values.
 
-Policy ``hcattention`` is the specification. Weights of a step are in one buffer ``[B, H, G, max_blocks, 32]``: logits at
-first, then weights, 0 for tokens that are not kept. Lists name blocks by their position in the row, so that nobody
+Policy ``hcattention`` is the specification. Weights of a step are in one buffer ``[B, H, G, max_blocks, 32]``: logits
+at first, then weights, 0 for tokens that are not kept. Lists name blocks by their position in the row, so that nobody
 gathers weights before they are posted or used.
 """
 

@@ -65,7 +65,7 @@ class LayerCodes:
 
 
 def encode_pages(to: LayerCodes, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
-    """Codes of the first ``filled`` ``[n]`` tokens of ``pages`` ``[n]``, both int32; pages beyond the codes are left out.
+    """Codes of the first ``filled`` ``[n]`` tokens of ``pages`` ``[n]``, both int32. Pages without codes are left out.
 
     keys ``[n, H, 32, D]`` on the device, any strides, as for ``digest_pages``. Near-ties between centroids may fall to
     either of them: sums are in another order than the reference's.

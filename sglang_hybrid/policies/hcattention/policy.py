@@ -8,9 +8,9 @@ Codes follow every write of keys, so that the tail, the block that is being fill
 on the device (``codebook=none``, the paper's setting of 50 % of the memory) and tau 1 this is full attention: all
 logits are exact, and all tokens are kept.
 
-This is the specification, and serves in torch on every device. On a GPU ``engines/cuda/hcattention.py`` does the same in
-CUDA graphs. Lists for the worker may be as long as the context (``Needs.long_lists``). Should one be longer than the
-mailbox holds, the GPU sums the values of that row itself.
+This is the specification, and serves in torch on every device. On a GPU ``engines/cuda/hcattention.py`` does the same
+in CUDA graphs. Lists for the worker may be as long as the context (``Needs.long_lists``). Should one be longer than
+the mailbox holds, the GPU sums the values of that row itself.
 """
 
 from __future__ import annotations

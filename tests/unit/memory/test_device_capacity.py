@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from sglang_hybrid.memory.device_capacity import (
     scout_row_bytes,
     staging_bytes,
 )
+from sglang_hybrid.ops.cuda.kept_tokens import KeptTokens
 from sglang_hybrid.policies.hgca.options import HgcaOptions
 
 SHAPE = KVShape(layers=3, kv_heads=2, key_dim=64, value_dim=64, itemsize=2)
@@ -49,6 +51,18 @@ def test_a_window_takes_its_slots_an_average_for_every_token_and_a_mask_for_ever
     averages, masks = torch.empty(3, 2, 512, dtype=torch.float32), torch.empty(3, 2, 128, dtype=torch.int32)
     found = device_bytes(config, SHAPE, rows=1, context=4096)
     assert (found.slots, found.scores) == (taken + averages.nbytes, masks.nbytes)
+
+
+def test_a_row_of_hcattention_takes_a_weight_for_every_token_and_query_head_and_two_numbers_for_every_block() -> None:
+    config, shape = HybridConfig(policy="hcattention"), replace(SHAPE, group=4)
+    kept = KeptTokens.zeros(1, heads=2, group=4, max_blocks=128, device="cpu")
+    found = device_bytes(config, shape, rows=3, context=4096)
+    assert (found.slots, found.scores) == (0, 3 * (kept.weights.nbytes + kept.pages.nbytes + kept.positions.nbytes))
+
+
+def test_a_policy_without_digests_does_not_care_about_sketches() -> None:
+    assert unsupported_settings(HybridConfig(policy="hcattention", sketch_channels=16)) is None
+    assert unsupported_settings(HybridConfig(sketch_channels=16)) == "sketch_channels=16"
 
 
 def test_windows_that_the_kernels_do_not_have_are_served_in_torch() -> None:
