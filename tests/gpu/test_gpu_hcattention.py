@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from sglang_hybrid.engines.cuda.layers import DeviceLayer
 from sglang_hybrid.engines.cuda.program import ProgramContext
 from sglang_hybrid.engines.cuda.watch import RatioWatch
 from sglang_hybrid.memory.key_codes import KeyCodes
+from sglang_hybrid.ops.cpu.library import mailbox_fields
 from sglang_hybrid.ops.cpu.structs import VALUE_SUMS, Geometry
 from sglang_hybrid.ops.cuda.digests import LayerDigests
 from sglang_hybrid.ops.cuda.kept_tokens import SHARE_UNITS
@@ -190,22 +192,25 @@ def test_a_worker_that_never_answers_costs_one_wait_and_no_accuracy() -> None:
 def test_a_reply_that_does_not_match_is_dropped() -> None:
     """Somebody writes replies of another generation as soon as a layer is posted."""
     decoding = HCAttentionDecoding(worker=True)
-    mailbox, wait = decoding.client, decoding.client.wait
+    client, mailbox = decoding.client, decoding.mailbox
+    assert client is not None and mailbox is not None
+    wait = client.wait
 
-    def damage(receipt: torch.Tensor, *arguments: object) -> None:
-        def write() -> None:
-            state = mailbox.read_state()
-            at = decoding.mailbox.region.address + decoding.mailbox.layout.replies
-            first = state.sequence % 2 * decoding.geometry.rows
-            for row in range(len(decoding.lengths)):
-                record = at + (first + row) * 16
-                ctypes.c_uint32.from_address(record + 8).value = state.generation + 1
-                ctypes.c_uint64.from_address(record).value = state.sequence
+    def write_replies() -> None:
+        state = client.read_state()
+        first = state.sequence % 2 * decoding.geometry.rows
+        for row in range(len(decoding.lengths)):
+            for name, value in (("generation", state.generation + 1), ("sequence", state.sequence)):
+                offset, size = mailbox_fields()["Reply"][name]
+                _, stride = mailbox_fields()["Reply"][""]
+                place = mailbox.region.address + mailbox.layout.replies + (first + row) * stride + offset
+                (ctypes.c_uint64 if size == 8 else ctypes.c_uint32).from_address(place).value = value
 
-        later(write)
-        wait(receipt, *arguments)
+    def damaged_wait(*arguments: Any) -> None:
+        later(write_replies)
+        wait(*arguments)
 
-    decoding.client.wait = damage  # type: ignore[method-assign]
+    client.wait = damaged_wait  # type: ignore[method-assign]
     steps_of(decoding)
     assert decoding.outcomes()["damaged"] == STEPS * LAYERS * len(decoding.lengths)
 
