@@ -42,7 +42,8 @@ def distances(to: LayerCodes, keys: torch.Tensor, indices: torch.Tensor) -> torc
     """Of parts of keys ``[n, H, T, D]`` from centroids ``[n, H, T, groups]``, in float64."""
     head, group = torch.arange(HEADS)[:, None, None], torch.arange(to.groups)
     found = books_of(to).double()[head, group, indices]
-    return (keys.double().unflatten(3, (to.groups, -1)) - found).square().sum(dim=4)
+    apart: torch.Tensor = (keys.double().unflatten(3, (to.groups, -1)) - found).square().sum(dim=4)
+    return apart
 
 
 def assert_nearest(to: LayerCodes, keys: torch.Tensor, indices: torch.Tensor) -> None:

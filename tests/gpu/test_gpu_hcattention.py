@@ -210,7 +210,7 @@ def test_a_reply_that_does_not_match_is_dropped() -> None:
         later(write_replies)
         wait(*arguments)
 
-    client.wait = damaged_wait  # type: ignore[method-assign]
+    client.wait = damaged_wait  # type: ignore[method-assign, assignment]
     steps_of(decoding)
     assert decoding.outcomes()["damaged"] == STEPS * LAYERS * len(decoding.lengths)
 
