@@ -28,12 +28,14 @@ def _is_hybrid(configurator: Any) -> bool:
 
 
 def kv_shape(model_config: Any, tp_size: int, kv_dtype: torch.dtype) -> KVShape:
+    kv_heads = model_config.get_num_kv_heads(tp_size)
     return KVShape(
         layers=model_config.num_hidden_layers,
-        kv_heads=model_config.get_num_kv_heads(tp_size),
+        kv_heads=kv_heads,
         key_dim=model_config.head_dim,
         value_dim=model_config.v_head_dim,
         itemsize=kv_dtype.itemsize,
+        group=model_config.get_num_attention_heads(tp_size) // kv_heads,
     )
 
 

@@ -26,6 +26,7 @@ class KVShape:
     key_dim: int
     value_dim: int
     itemsize: int
+    group: int = 1  # query heads per KV head: what weights of a step's tokens take
 
     @property
     def bytes_per_token(self) -> int:

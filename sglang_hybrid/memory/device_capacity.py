@@ -16,7 +16,8 @@ from sglang_hybrid.policies.infinigen.options import InfinigenOptions
 from sglang_hybrid.policies.registry import policy_named
 
 WORKSPACE_BYTES = 128 << 20  # of FlashInfer's split attention; its kernels for Hopper do not use it
-_POSITION_BYTES = _SCORE_BYTES = _AVERAGE_BYTES = _MASK_BYTES = 4  # int32, float32
+_POSITION_BYTES = _PAGE_BYTES = _MASK_BYTES = 4  # int32
+_SCORE_BYTES = _AVERAGE_BYTES = _WEIGHT_BYTES = 4  # float32
 _LANES = 2  # buffers of what is fetched one layer ahead: for even and for odd layers
 
 
@@ -25,7 +26,7 @@ class RowBytes:
     """Device memory of one row."""
 
     slots: int  # resident blocks and their positions
-    scores: int = 0  # of all blocks of the longest context
+    scores: int = 0  # of all blocks of the longest context, or weights of its tokens
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,12 @@ def infinigen_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -
     lists = _LANES * listed * (_POSITION_BYTES + 2 * _MASK_BYTES) + max_blocks * _MASK_BYTES
     whole = _block_bytes(shape, whole_request_blocks(config))
     return RowBytes(whole + staged, shape.kv_heads * (ranks + lists))
+
+
+def hcattention_row_bytes(_config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:
+    """A row of at most ``max_blocks`` blocks under policy hcattention: weights of its tokens in a layer, and lists."""
+    weights = shape.kv_heads * shape.group * max_blocks * BLOCK_TOKENS * _WEIGHT_BYTES
+    return RowBytes(0, weights + shape.kv_heads * max_blocks * (_PAGE_BYTES + _POSITION_BYTES))
 
 
 def whole_request_blocks(config: HybridConfig) -> int:

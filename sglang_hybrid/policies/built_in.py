@@ -82,6 +82,18 @@ def _infinigen_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) 
     return infinigen_row_bytes(config, shape, max_blocks)
 
 
+def _device_hcattention() -> type[StepProgram]:
+    from sglang_hybrid.engines.cuda.hcattention import DeviceHCAttention
+
+    return DeviceHCAttention
+
+
+def _hcattention_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:
+    from sglang_hybrid.memory.device_capacity import hcattention_row_bytes
+
+    return hcattention_row_bytes(config, shape, max_blocks)
+
+
 def _partial_key_bytes(config: HybridConfig, shape: KVShape) -> int:
     return COLUMN_BYTES * partial_columns(config.section(InfinigenOptions).partial_ratio, shape.key_dim)
 
@@ -166,6 +178,8 @@ def create_hgca(context: PolicyContext) -> DecodePolicy:
     "hcattention",
     description="the tokens with most attention by quantised keys, as the paper HCAttention has it",
     needs=Needs(worker=True, value_sums=True, long_lists=True, digests=False),
+    cuda_program=_device_hcattention,
+    cuda_row_bytes=_hcattention_row_bytes,
     code_bytes=_hcattention_code_bytes,
     code_settings=("codebook",),
     settings=HCAttentionOptions,

@@ -23,6 +23,8 @@ from sglang_hybrid.ops.cuda import (
     copies,
     digests,
     host_memory,
+    kept_tokens,
+    key_codes,
     mailbox,
     missed,
     partial_keys,
@@ -132,14 +134,14 @@ class HostMemory(host_memory.RegisteredRegion):
 
 
 _LAUNCHING = (
-    attention, copies, digests, mailbox, missed, partial_keys, predictor, salience, scoring, selection, speculation,
-    step, weights, whole_requests,
+    attention, copies, digests, kept_tokens, key_codes, mailbox, missed, partial_keys, predictor, salience, scoring,
+    selection, speculation, step, weights, whole_requests,
 )  # fmt: skip
 for _module in _LAUNCHING:
     _module.launch, _module.address = launch, address
 for _module in (attention, mailbox):
     _module.checked, _module.library = checked, lambda: _library
-for _module in (step, digests, scoring, predictor, attention, mailbox, missed, salience, speculation):
+for _module in (step, digests, scoring, predictor, attention, kept_tokens, mailbox, missed, salience, speculation):
     _module.active_address = lambda active: None if active is None else active.data_ptr()
 digests.RegisteredRegion = mailbox.RegisteredRegion = host_memory.RegisteredRegion = HostMemory
 torch.Tensor.is_cuda = property(lambda _: True)

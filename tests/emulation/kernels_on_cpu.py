@@ -32,6 +32,7 @@ UNITS = (
     "salience",
     "speculation",
     "weights",
+    "kept_tokens",
 )
 FLAGS = ("-std=c++20", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off")
 

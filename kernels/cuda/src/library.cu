@@ -4,6 +4,7 @@
 #include "launching.h"
 #include "sglang_hybrid/cuda/c_api.h"
 #include "sglang_hybrid/cuda/dense_api.h"
+#include "sglang_hybrid/cuda/kept_tokens_api.h"
 #include "sglang_hybrid/cuda/lanes_api.h"
 #include "sglang_hybrid/cuda/prefill_api.h"
 #include "sglang_hybrid/cuda/salience_api.h"
@@ -66,6 +67,11 @@ SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
         {"sh_gather_tokens", sizeof(sh_gather_tokens)},
         {"sh_lookup_logits", sizeof(sh_lookup_logits)},
         {"sh_cumulative_share", sizeof(sh_cumulative_share)},
+        {"sh_key_codes", sizeof(sh_key_codes)},
+        {"sh_encode_keys", sizeof(sh_encode_keys)},
+        {"sh_token_logits", sizeof(sh_token_logits)},
+        {"sh_keep_tokens", sizeof(sh_keep_tokens)},
+        {"sh_finish_sums", sizeof(sh_finish_sums)},
     };
     for (const auto& one : structs) {
         if (!std::strcmp(one.name, name)) return one.bytes;

@@ -12,10 +12,11 @@ SH_CUDA_API int sh_cuda_mailbox_attach(sh_mailbox_state* state, uint64_t mailbox
 
 SH_CUDA_API int sh_cuda_mailbox_post(const sh_mailbox_post* args, cudaStream_t stream) {
     const Geometry& g = args->geometry;
-    if (args->batch > g.rows || args->listed > g.max_blocks || args->layer >= g.layers || g.kv_heads > most_kv_heads) {
-        return cudaErrorInvalidValue;
-    }
+    if (args->batch > g.rows || args->layer >= g.layers || g.kv_heads > most_kv_heads) return cudaErrorInvalidValue;
     if (args->masks && !(g.flags & geometry_masks)) return cudaErrorInvalidValue;
+    const bool sums = args->weights && args->positions && !args->query && !args->masks && (g.flags & geometry_value_sums);
+    const bool attends = !args->weights && args->query && args->last_fill;
+    if (!sums && !attends) return cudaErrorInvalidValue;
     post_layer<<<args->batch + 1, post_threads, 0, stream>>>(*args);
     return cudaGetLastError();
 }

@@ -55,7 +55,8 @@ class ModelShape:
     def kv_shape(self, ranks: int) -> KVShape:
         """What a token costs on one of ``ranks`` GPUs. Fewer KV heads than GPUs are copied, as SGLang does."""
         heads = max(1, self.kv_heads // ranks)
-        return KVShape(self.layers, heads, self.head_dim, self.head_dim, _ITEMSIZE)
+        group = self.query_heads // ranks // heads
+        return KVShape(self.layers, heads, self.head_dim, self.head_dim, _ITEMSIZE, group)
 
     def check_ranks(self, ranks: int) -> None:
         """Raises SizeError for a number of GPUs that cannot share the heads."""

@@ -1,4 +1,4 @@
-"""Pages that a prefill instance wrote become ours: the GPU turns them into the pool's layout and makes their digests.
+"""Pages that a prefill instance wrote become ours: the GPU turns them into the pool's layout and summarises them.
 
     as written  [token][KV head][head_dim]        SGLang's layout of a page
     as kept     [KV head][token][head_dim]        so that a block is one run
@@ -16,7 +16,6 @@ import torch
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.engines.cuda.layers import DeviceLayer
 from sglang_hybrid.ops.cuda.copies import gather_blocks, scatter_blocks
-from sglang_hybrid.ops.cuda.digests import digest_pages
 
 _PAGES_AT_A_TIME = 256  # of one layer
 
@@ -53,5 +52,5 @@ class PageAdmission:
         for source, target in zip(written, kept, strict=True):
             as_written = source.view(count, BLOCK_TOKENS, self._heads, self._dim)
             target.view(count, self._heads, BLOCK_TOKENS, self._dim).copy_(as_written.transpose(1, 2))
-        digest_pages(layer.digests, kept[0].squeeze(2), pages, tokens)
+        layer.summarise(kept[0].squeeze(2), pages, tokens)
         scatter_blocks(pool.region, pool.keys, pool.values, listed, *kept)

@@ -47,6 +47,7 @@ class DeviceScout(SlotProgram):
     """The state of all rows and the order of kernels."""
 
     loads_initial_blocks: ClassVar[bool] = True
+    reads_digests: ClassVar[bool] = True
 
     def __init__(
         self,

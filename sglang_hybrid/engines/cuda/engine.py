@@ -43,7 +43,7 @@ from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, Step
 from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.ops.cuda.partial_keys import LayerPartialKeys
-from sglang_hybrid.policies.registry import policy_named
+from sglang_hybrid.policies.registry import PolicyError, policy_named
 from sglang_hybrid.policies.scout.profile import HostRates
 from sglang_hybrid.policies.scout.tuning import Tuning
 from sglang_hybrid.worker.connection import WorkerConnection
@@ -104,8 +104,9 @@ class CudaEngine(Engine):
             pool_pages=pool.k_buffer[0].shape[0],
         )
         region = RegisteredRegion(pool.region)
+        codes = _program_of(config).layer_codes(config, pool, model.part)
         self._layers = [
-            DeviceLayer(HostPool(region, keys, values), _digests(pool, layer))
+            DeviceLayer(HostPool(region, keys, values), _digests(pool, layer), codes[layer] if codes else None)
             for layer, (keys, values) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True))
         ]
         self.admission: PageAdmission | None = None
@@ -146,6 +147,11 @@ class CudaEngine(Engine):
     def use(self, config: HybridConfig, tuning: Tuning) -> None:
         if (config, tuning) == self._used:
             return
+        if _program_of(config).reads_digests and self._layers[0].digests.is_none:
+            raise PolicyError(
+                f"policy={config.policy} reads digests of all pages, and this pool has none: start with the settings "
+                "that decode"
+            )
         context = ProgramContext(
             layers=self._layers,
             shape=self._shape,
@@ -160,7 +166,7 @@ class CudaEngine(Engine):
         self.program: StepProgram = _program_of(config).create(context)
         self._used = config, tuning
         self._whole_requests: WholeRequestMode | None = None
-        if context.holds_whole_requests:
+        if context.holds_whole_requests and self.program.dense.pages:  # some programs never hold a row
             self._whole_requests = WholeRequestMode(self.program.dense.pages, self.program.dense.block_bytes)
             self.program.is_dense = self._whole_requests.is_dense
         self._near_tokens = self.program.near_tokens(config)
@@ -177,7 +183,7 @@ class CudaEngine(Engine):
     def readings(self) -> Readings:
         read = self.watch.readings() if self.watch else Readings()
         pages = self.program.dense.pages
-        if not pages:  # policy full, where whole requests are never held
+        if not pages:  # whole requests are never held
             return read
         # of every row the same number of slots, or one memory for whole rows
         most = pages if self.program.is_dense else pages // self._shape.rows
@@ -362,8 +368,9 @@ def _prediction_buffers(max_batch: int, predictions: Mapping[int, LayerPredictio
 
 
 def _digests(pool: KVPool, layer: int) -> LayerDigests:
-    assert pool.digests is not None  # policies with a step program have them
     partial = _partial_keys(pool, layer)
+    if pool.digests is None:
+        return dataclasses.replace(LayerDigests.none(pool.k_buffer[layer], pool.device), partial=partial)
     if pool.sketches is None:
         return LayerDigests(pool.digests.of_layer(layer), partial=partial)
     sketch, keys = pool.sketches.of_layer(layer), pool.k_buffer[layer]

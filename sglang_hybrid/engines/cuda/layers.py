@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests
+import torch
+
+from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, digest_pages
+from sglang_hybrid.ops.cuda.key_codes import LayerCodes, encode_pages
 
 
 @dataclass(frozen=True)
 class DeviceLayer:
     pool: HostPool
     digests: LayerDigests
+    codes: LayerCodes | None = None  # of single keys, under policies that keep them
+
+    def summarise(self, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
+        """Digests, sketches and codes of ``pages`` ``[n]``: arguments as for ``digest_pages``."""
+        digest_pages(self.digests, keys, pages, filled)
+        if self.codes is not None:
+            encode_pages(self.codes, keys, pages, filled)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from sglang_hybrid.engines.cuda.row_groups import PrefillRows, RowGroup, group_r
 from sglang_hybrid.engines.cuda.staging import Staging, Transfer, runs_of, suits_engine
 from sglang_hybrid.memory.device_capacity import WORKSPACE_BYTES
 from sglang_hybrid.ops.cuda.copies import place_tokens
-from sglang_hybrid.ops.cuda.digests import digest_pages
 from sglang_hybrid.ops.cuda.tensors import HALVES
 
 __all__ = ["DevicePrefill", "PrefillRows"]
@@ -160,7 +159,7 @@ class DevicePrefill:
         new_keys, new_values = (_tokens_contiguous(part[group.tokens]) for part in (key, value))
         place_tokens(new_keys, new_values, group.places, staging.keys, staging.values, refused=self._refused)
         count = group.filled.shape[0]
-        digest_pages(layer.digests, staging.keys[:count], group.written_pages, group.filled)
+        layer.summarise(staging.keys[:count], group.written_pages, group.filled)
         staging.placed.record(main)
 
         self._write_back.wait_event(staging.placed)

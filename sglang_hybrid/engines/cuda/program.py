@@ -27,8 +27,11 @@ from sglang_hybrid.engines.cuda.slots import BlockMemory, ResidentSlots
 from sglang_hybrid.engines.cuda.step import ARRIVED, PREFILLED, StepBuffers
 from sglang_hybrid.engines.cuda.watch import RatioWatch
 from sglang_hybrid.engines.cuda.whole_requests import WholeRequests
+from sglang_hybrid.memory.pool import KVPool
 from sglang_hybrid.ops.cuda.digests import Step
+from sglang_hybrid.ops.cuda.key_codes import LayerCodes
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.policies.registry import ModelPart
 from sglang_hybrid.policies.scout.profile import HostRates
 from sglang_hybrid.policies.scout.tuning import Tuning
 
@@ -64,6 +67,7 @@ class StepProgram(ABC):
     """
 
     loads_initial_blocks: ClassVar[bool] = False  # whether prefill ends with `load_initial_blocks`
+    reads_digests: ClassVar[bool] = False  # whether it needs a pool that has them
 
     def __init__(
         self, layers: Sequence[DeviceLayer], shape: DeviceShape, memory: BlockMemory, *, whole: WholeSteps | None = None
@@ -81,6 +85,14 @@ class StepProgram(ABC):
     @abstractmethod
     def create(cls, context: ProgramContext) -> Self:
         """Return the program for settings that the policy's ``cuda_unsupported`` has nothing against."""
+
+    @classmethod
+    def layer_codes(cls, config: HybridConfig, pool: KVPool, model: ModelPart | None) -> list[LayerCodes] | None:
+        """Return where codes of each layer's keys are and how they are made; None: the policy keeps none.
+
+        Asked once, for the policy that the pool was made for.
+        """
+        return None
 
     @property
     @abstractmethod

@@ -140,7 +140,7 @@ def unsupported_settings(config: HybridConfig) -> str | None:
     policy = policy_named(config.policy)
     if policy.cuda_program is None:
         return f"policy={config.policy}"
-    if config.sketch_channels not in _CHANNELS:
+    if policy.needs.digests and config.sketch_channels not in _CHANNELS:
         return f"sketch_channels={config.sketch_channels}"
     return policy.cuda_unsupported(config) if policy.cuda_unsupported else None
 

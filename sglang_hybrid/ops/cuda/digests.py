@@ -31,7 +31,7 @@ from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address, dtyp
 class LayerDigests:
     """One layer's digests and, if there are any, sketches and partial keys: what is known of its pages."""
 
-    digests: torch.Tensor
+    digests: torch.Tensor  # [pages, H, 0, D] under policies that need none
     codes: torch.Tensor | None = None
     channels: torch.Tensor | None = None  # int64
     compact_of: tuple[torch.dtype, int] | None = None  # of compact digests: the model's dtype and head_dim
@@ -40,6 +40,16 @@ class LayerDigests:
     @property
     def heads(self) -> int:
         return self.digests.shape[1]
+
+    @classmethod
+    def none(cls, keys: torch.Tensor, device: torch.device | str) -> LayerDigests:
+        """Of a policy that needs none, over a pool of ``keys`` ``[pages, H, 32, D]``."""
+        pages, heads, _, dim = keys.shape
+        return cls(torch.empty(pages, heads, 0, dim, dtype=keys.dtype, device=device))
+
+    @property
+    def is_none(self) -> bool:
+        return self.digests.numel() == 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,7 +69,9 @@ class LayerDigests:
             count = 2 * codes.shape[3]
             if codes.data_ptr() % 16:
                 raise ValueError("codes must be aligned to 16 bytes")
-        if self.compact_of is None:
+        if self.is_none:
+            digests = None
+        elif self.compact_of is None:
             digests = address("digests", self.digests, HALVES, (pages, heads, 2, dim))
         elif count == 0 or count % 8 or dim % 32 or self.digests.data_ptr() % 16:
             raise ValueError("compact digests need sketches, whole words of channels, and alignment to 16 bytes")
@@ -240,6 +252,8 @@ def digest_pages(digests: LayerDigests, keys: torch.Tensor, pages: torch.Tensor,
 
     keys ``[n, H, 32, D]`` on the device, any strides: prefill's ``[tokens, H, D]`` can be viewed like that.
     """
+    if digests.is_none:
+        return
     count, heads, tokens, dim = keys.shape
     if (heads, tokens, dim) != (digests.heads, BLOCK_TOKENS, digests.dim):
         raise ValueError(f"keys {tuple(keys.shape)} do not fit digests {tuple(digests.digests.shape)}")

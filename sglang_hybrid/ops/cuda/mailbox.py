@@ -14,7 +14,8 @@ from typing import Any, Self
 
 import torch
 
-from sglang_hybrid.ops.cpu.structs import DTYPES, MASKS, Geometry
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.ops.cpu.structs import DTYPES, MASKS, VALUE_SUMS, Geometry
 from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.library import checked, launch, library
 from sglang_hybrid.ops.cuda.structs import OUTCOMES, STRUCTS, WAIT_BOUNDS
@@ -115,15 +116,65 @@ class DeviceMailboxClient:
         if masks is not None and not g.flags & MASKS:
             raise ValueError("the mailbox has no masks: the policy has to declare Needs(masks=True)")
         batch, listed = query.shape[0], pages.shape[2]
+        self._post(
+            pages, counts, layer, receipt, begins_step, active_rows,
+            query=address("query", query, self._dtype, (batch, self._heads, g.head_dim)),
+            last_fill=address("last_fill", last_fill, torch.int32, (batch, g.kv_heads)),
+            masks=None if masks is None else address("masks", masks, torch.int32, (batch, g.kv_heads, listed)),
+            scale=scale,
+            weight_blocks=0,
+        )  # fmt: skip
+
+    def post_sums(
+        self,
+        weights: torch.Tensor,
+        positions: torch.Tensor,
+        pages: torch.Tensor,
+        counts: torch.Tensor,
+        layer: int,
+        receipt: torch.Tensor,
+        *,
+        begins_step: bool,
+        active_rows: torch.Tensor | None = None,
+    ) -> None:
+        """Post one layer whose values are summed by weights: block i of a list has those of block ``positions[i]``.
+
+        weights ``[B, H, G, blocks, 32]`` float32; positions and pages ``[B, H, N]``, counts ``[B, H]``, int32. The
+        worker refuses a row one of whose lists is longer than the mailbox holds. Replies have LSE 0 where a list has
+        blocks. Only with a geometry that has value sums.
+        """
+        g = self._geometry
+        if not g.flags & VALUE_SUMS:
+            raise ValueError("the mailbox has no weights: the policy has to declare Needs(value_sums=True)")
+        batch, listed, blocks = pages.shape[0], pages.shape[2], weights.shape[3]
+        of_weights = (batch, g.kv_heads, g.group, blocks, BLOCK_TOKENS)
+        self._post(
+            pages, counts, layer, receipt, begins_step, active_rows,
+            weights=address("weights", weights, torch.float32, of_weights),
+            positions=address("positions", positions, torch.int32, (batch, g.kv_heads, listed)),
+            scale=1.0,
+            weight_blocks=blocks,
+        )  # fmt: skip
+
+    def _post(
+        self,
+        pages: torch.Tensor,
+        counts: torch.Tensor,
+        layer: int,
+        receipt: torch.Tensor,
+        begins_step: bool,
+        active_rows: torch.Tensor | None,
+        **of_kind: Any,
+    ) -> None:
+        """``of_kind``: fields of ``sh_mailbox_post`` that are not the same for all kinds of posts."""
+        g = self._geometry
+        batch, _, listed = pages.shape
         launch(
             "mailbox_post",
             state=self._state.data_ptr(),
             receipt=address("receipt", receipt, torch.uint8, (self._receipt_bytes(batch),)),
-            query=address("query", query, self._dtype, (batch, self._heads, g.head_dim)),
             pages=address("pages", pages, torch.int32, (batch, g.kv_heads, listed)),
             counts=address("counts", counts, torch.int32, (batch, g.kv_heads)),
-            last_fill=address("last_fill", last_fill, torch.int32, (batch, g.kv_heads)),
-            masks=None if masks is None else address("masks", masks, torch.int32, (batch, g.kv_heads, listed)),
             active_rows=active_address(active_rows),
             layer_waits=self._layer_waits.data_ptr(),
             geometry=g,
@@ -132,7 +183,7 @@ class DeviceMailboxClient:
             listed=listed,
             layer=layer,
             begins_step=begins_step,
-            scale=scale,
+            **of_kind,
         )
 
     def wait(

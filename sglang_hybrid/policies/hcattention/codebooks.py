@@ -52,8 +52,9 @@ class QuantisedKeys:
     def __init__(self, tables: Sequence[torch.Tensor], groups: int, index_bytes: int) -> None:
         """``tables``: of each layer, ``[KV heads, groups or 1, centroids, channels of a group]``, float32."""
         self._tables = tables
-        self._groups = groups
+        self.groups, self.index_bytes = groups, index_bytes
         self._index = torch.uint8 if index_bytes == 1 else torch.int16
+        self.file = ""  # that they were read from
 
     @property
     def device_bytes(self) -> int:
@@ -73,7 +74,11 @@ class QuantisedKeys:
 
     def tables(self, layer: int) -> torch.Tensor:
         """``[KV heads, groups, centroids, channels of a group]``, float32."""
-        return self._tables[layer].expand(-1, self._groups, -1, -1)
+        return self._tables[layer].expand(-1, self.groups, -1, -1)
+
+    def codebooks(self, layer: int) -> torch.Tensor:
+        """As they are stored: ``[KV heads, groups or 1, centroids, channels of a group]``, float32."""
+        return self._tables[layer]
 
 
 def load_codebooks(path: Path) -> Codebooks:

@@ -8,8 +8,9 @@ Codes follow every write of keys, so that the tail, the block that is being fill
 on the device (``codebook=none``, the paper's setting of 50 % of the memory) and tau 1 this is full attention: all
 logits are exact, and all tokens are kept.
 
-Served by the torch engine on every device, with the worker's sums of values. There is no step program for CUDA graphs
-yet: its kernels are there (``ops/cuda/weights.py``), but no kernel posts weights to the mailbox.
+This is the specification, and serves in torch on every device. On a GPU ``engines/cuda/hcattention.py`` does the same
+in CUDA graphs. Lists for the worker may be as long as the context (``Needs.long_lists``). Should one be longer than
+the mailbox holds, the GPU sums the values of that row itself.
 """
 
 from __future__ import annotations
@@ -97,9 +98,23 @@ def create(context: PolicyContext) -> HCAttention:
         raise PolicyError(
             "policy hcattention needs a KV pool with codes of keys: set policy=hcattention from the start"
         )
-    keys = None if options.codebook == "none" else _quantised(options.codebook, codes, context.model)
-    codes.use(keys or WholeKeys())
-    return HCAttention(options, context.misses, keys)
+    return HCAttention(options, context.misses, use_codebook(options.codebook, codes, context.model))
+
+
+def use_codebook(codebook: str, codes: KeyCodes, model: ModelPart | None) -> QuantisedKeys | None:
+    """Have ``codes`` made by ``codebook`` from now on, and return what they mean; None: they are whole keys.
+
+    A file is read once, whoever asks first: engines share its codebooks. Raises PolicyError for one that does not fit.
+    """
+    if codebook == "none":
+        codes.use(WholeKeys())
+        return None
+    if isinstance(codes.encoder, QuantisedKeys) and codes.encoder.file == codebook:
+        return codes.encoder
+    keys = _quantised(codebook, codes, model)
+    keys.file = codebook
+    codes.use(keys)
+    return keys
 
 
 def _quantised(codebook: str, codes: KeyCodes, model: ModelPart | None) -> QuantisedKeys:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -25,6 +26,7 @@ from sglang_hybrid.memory.device_capacity import (
     scout_row_bytes,
     staging_bytes,
 )
+from sglang_hybrid.ops.cuda.kept_tokens import KeptTokens
 from sglang_hybrid.ops.cuda.speculation import SpeculationWorkspace
 from sglang_hybrid.policies.hgca.options import HgcaOptions
 from sglang_hybrid.policies.infinigen.options import InfinigenOptions
@@ -72,6 +74,18 @@ def test_tokens_that_are_fetched_ahead_take_two_stagings_ranks_and_lists(unit: L
     assert found.scores == workspace.ranks.nbytes + workspace.chosen.nbytes + 2 * of_lists
     held = device_bytes(msgspec.structs.replace(config, whole_requests="auto"), SHAPE, rows=1, context=4096)
     assert held.slots == found.slots + 256 * SHAPE.bytes_per_token
+
+
+def test_a_row_of_hcattention_takes_a_weight_for_every_token_and_query_head_and_two_numbers_for_every_block() -> None:
+    config, shape = HybridConfig(policy="hcattention"), replace(SHAPE, group=4)
+    kept = KeptTokens.zeros(1, heads=2, group=4, max_blocks=128, device="cpu")
+    found = device_bytes(config, shape, rows=3, context=4096)
+    assert (found.slots, found.scores) == (0, 3 * (kept.weights.nbytes + kept.pages.nbytes + kept.positions.nbytes))
+
+
+def test_a_policy_without_digests_does_not_care_about_sketches() -> None:
+    assert unsupported_settings(HybridConfig(policy="hcattention", sketch_channels=16)) is None
+    assert unsupported_settings(HybridConfig(sketch_channels=16)) == "sketch_channels=16"
 
 
 def test_windows_that_the_kernels_do_not_have_are_served_in_torch() -> None:

@@ -22,7 +22,10 @@ DEVICE_ALONE = {
     "test_cuda_digests.py": 1,
     "test_cuda_finishing.py": 1,
     "test_cuda_gather.py": 1,
+    "test_cuda_kept_tokens.py": 1,
+    "test_cuda_key_codes.py": 1,
     "test_cuda_mailbox.py": 1,
+    "test_cuda_posted_sums.py": 1,
     "test_cuda_prediction.py": 1,
     "test_cuda_near_bias.py": 1,
     "test_cuda_salience.py": 1,
@@ -35,6 +38,7 @@ DEVICE_ALONE = {
 WITH_STREAMS = {
     "test_gpu_dense.py": 1,
     "test_gpu_full.py": 1,
+    "test_gpu_hcattention.py": 1,
     "test_gpu_hgca.py": 1,
     "test_gpu_infinigen.py": 1,
     "test_gpu_prefill.py": 1,

@@ -83,8 +83,9 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
     auto* const pool_values = chunks_of(args.pool_values, in_pool_block * block_chunks);
 
     // digests of tails are not looked at while whole rows are held: the block's last token is soon enough
-    const bool digests = !args.keys || !args.dense.pages || token + 1 == block_tokens;
-    const uint32_t earlier = digests ? token : 0;
+    const bool is_due = !args.keys || !args.dense.pages || token + 1 == block_tokens;
+    const bool digests = is_due && args.digests.digests;
+    const uint32_t earlier = digests || (is_due && tail.slot >= 0) ? token : 0;
     // the pool has them where the slot does not
     const bool from_pool = tail.slot < 0 || tail.is_new;
     for (uint32_t i = threadIdx.x; i < earlier * row_chunks; i += digest_threads) {

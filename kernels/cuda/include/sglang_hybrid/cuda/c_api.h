@@ -132,13 +132,15 @@ struct sh_receipt {
 struct sh_mailbox_post {
     sh_mailbox_state* state;
     sh_receipt* receipt;
-    const void* query;         // [batch][KV head][group][head_dim] of the mailbox's dtype
-    const int32_t* pages;      // [batch][KV head][listed]
-    const int32_t* counts;     // [batch][KV head], at most `listed`
-    const int32_t* last_fill;  // [batch][KV head] tokens in the last block of a list
-    const int32_t* masks;      // [batch][KV head][listed], bit t: token t counts; null: all of them do
+    const void* query;  // [batch][KV head][group][head_dim] of the mailbox's dtype; null: values are summed by weights
+    const int32_t* pages;  // [batch][KV head][listed]
+    const int32_t* counts;  // [batch][KV head]; a row with more than `listed`, or than the mailbox holds, is refused
+    const int32_t* last_fill;  // [batch][KV head] tokens in the last block of a list; null with weights
+    const int32_t* masks;  // [batch][KV head][listed], bit t: token t counts; null: all of them do
+    const float* weights;  // [batch][KV head][group][weight_blocks][32], instead of a query
+    const int32_t* positions;  // [batch][KV head][listed], with weights: which of weight_blocks a listed block has
     const int32_t* active_rows;
-    uint64_t* layer_waits;     // as in sh_mailbox_wait; the first post of a step adds up those of the step before
+    uint64_t* layer_waits;  // as in sh_mailbox_wait; the first post of a step adds up those of the step before
     sglang_hybrid::Geometry geometry;
     sglang_hybrid::MailboxLayout layout;
     uint32_t batch;
@@ -146,14 +148,14 @@ struct sh_mailbox_post {
     uint32_t layer;
     uint32_t begins_step;  // 1: the first post of a decode step, which gets a generation of its own
     float scale;
-    uint32_t unused;
+    uint32_t weight_blocks;
 };
 
 struct sh_mailbox_wait {
     sh_mailbox_state* state;
     const sh_receipt* receipt;
-    float* out;       // [batch][KV head][group][head_dim]; 0 where the LSE is -inf
-    float* lse;       // [batch][KV head][group]; -inf for rows that are not served
+    float* out;  // [batch][KV head][group][head_dim]; 0 where the LSE is -inf
+    float* lse;  // [batch][KV head][group]; -inf for rows that are not served
     int32_t* served;  // [batch]: 1 where the row is complete, be it without blocks
     uint64_t* layer_waits;  // [layers]: ns that the row waited that waited longest, at least 1; 0: nobody was asked
     uint64_t deadline_ns;  // from the kernel's start

@@ -39,6 +39,11 @@ class DeviceMailbox {
     __device__ uint32_t* masks(uint64_t sequence, uint32_t row, uint32_t head) const {
         return of_list(at_.masks, sequence, row, head);
     }
+    // Of one query head, [max_blocks][32]; only where the geometry has value sums.
+    __device__ float* weights(uint64_t sequence, uint32_t row, uint32_t head) const {
+        const uint64_t per_head = uint64_t{geometry_.max_blocks} * block_tokens;
+        return of_row<float>(at_.weights, sequence, row, heads() * per_head) + head * per_head;
+    }
     __device__ uint4* query(uint64_t sequence, uint32_t row) const {
         return reinterpret_cast<uint4*>(of_row<char>(at_.queries, sequence, row, query_row_bytes()));
     }

@@ -27,10 +27,11 @@ __device__ inline uint32_t count_blocks(const sh_mailbox_post& args, uint32_t ro
     __shared__ uint32_t total;
     if (threadIdx.x == 0) total = 0;
     __syncthreads();
+    const uint32_t most = min(args.listed, args.geometry.max_blocks);
     bool wrong = false;
     for (uint32_t head = threadIdx.x; head < args.geometry.kv_heads; head += post_threads) {
         const int32_t count = args.counts[row * args.geometry.kv_heads + head];
-        wrong = count < 0 || static_cast<uint32_t>(count) > args.listed;
+        wrong = count < 0 || static_cast<uint32_t>(count) > most;
         counts[head] = wrong ? 0 : static_cast<uint32_t>(count);
         lists_of(args.receipt, row, args.geometry.kv_heads)[1 + head] = counts[head];
         atomicAdd(&total, counts[head]);
@@ -39,6 +40,25 @@ __device__ inline uint32_t count_blocks(const sh_mailbox_post& args, uint32_t ro
     const uint32_t blocks = wrong ? impossible_blocks : total;
     if (threadIdx.x == 0) *lists_of(args.receipt, row, args.geometry.kv_heads) = blocks;
     return blocks;
+}
+
+// Weights of listed blocks, of all query heads of the row; zeros for a position that is no block of theirs.
+__device__ inline void write_weights(const sh_mailbox_post& args, const DeviceMailbox& mailbox, uint64_t sequence, uint32_t row,
+                                     const uint32_t (&counts)[most_kv_heads]) {
+    constexpr uint32_t quads = block_tokens / 4;  // of a block
+    const uint32_t group = args.geometry.group;
+    for (uint32_t query_head = 0; query_head < args.geometry.kv_heads * group; ++query_head) {
+        const uint64_t list = uint64_t{row} * args.geometry.kv_heads + query_head / group;
+        const int32_t* const positions = args.positions + list * args.listed;
+        const uint64_t first = (uint64_t{row} * args.geometry.kv_heads * group + query_head) * args.weight_blocks;
+        auto* const to = reinterpret_cast<float4*>(mailbox.weights(sequence, row, query_head));
+        for (uint32_t i = threadIdx.x; i < counts[query_head / group] * quads; i += post_threads) {
+            const int32_t position = positions[i / quads];
+            const bool is_block = position >= 0 && static_cast<uint32_t>(position) < args.weight_blocks;
+            const uint64_t from = (first + static_cast<uint32_t>(is_block ? position : 0)) * quads + i % quads;
+            to[i] = is_block ? reinterpret_cast<const float4*>(args.weights)[from] : make_float4(0, 0, 0, 0);
+        }
+    }
 }
 
 __device__ inline void write_request(const sh_mailbox_post& args, const DeviceMailbox& mailbox, uint64_t sequence,
@@ -50,7 +70,8 @@ __device__ inline void write_request(const sh_mailbox_post& args, const DeviceMa
         const uint32_t kv_heads = args.geometry.kv_heads;
         for (uint32_t head = threadIdx.x; head < kv_heads; head += post_threads) {
             List& list = mailbox.lists(sequence, row)[head];
-            const uint32_t last_fill = counts[head] ? uint32_t(args.last_fill[row * kv_heads + head]) : block_tokens;
+            const bool is_filled = counts[head] && args.last_fill;
+            const uint32_t last_fill = is_filled ? uint32_t(args.last_fill[row * kv_heads + head]) : block_tokens;
             *reinterpret_cast<uint2*>(&list) = make_uint2(counts[head], last_fill);
         }
         const uint64_t listed = uint64_t{kv_heads} * args.listed;
@@ -62,9 +83,10 @@ __device__ inline void write_request(const sh_mailbox_post& args, const DeviceMa
         }
         const uint32_t chunks = mailbox.query_row_bytes() / sizeof(uint4), chunks_of_head = chunks / kv_heads;
         const uint4* const query = static_cast<const uint4*>(args.query) + uint64_t{row} * chunks;
-        for (uint32_t i = threadIdx.x; i < chunks; i += post_threads) {
+        for (uint32_t i = threadIdx.x; args.query && i < chunks; i += post_threads) {
             if (counts[i / chunks_of_head]) mailbox.query(sequence, row)[i] = query[i];
         }
+        if (args.weights) write_weights(args, mailbox, sequence, row, counts);
     }
     __syncthreads();
     if (threadIdx.x) return;
@@ -74,12 +96,17 @@ __device__ inline void write_request(const sh_mailbox_post& args, const DeviceMa
     store_release(request.sequence, sequence);
 }
 
+__device__ inline PostKind kind_of(const sh_mailbox_post& args) {
+    if (args.weights) return PostKind::sum_values;
+    return args.masks ? PostKind::attend_masked : PostKind::attend;
+}
+
 __device__ inline void announce(const sh_mailbox_post& args, const DeviceMailbox& mailbox, uint64_t sequence, uint32_t rows) {
     Post& post = mailbox.post(sequence);
     store_relaxed(post.layer, args.layer);
     store_relaxed(post.rows, rows);
     store_relaxed(post.scale, args.scale);
-    store_relaxed(post.kind, static_cast<uint32_t>(args.masks ? PostKind::attend_masked : PostKind::attend));
+    store_relaxed(post.kind, static_cast<uint32_t>(kind_of(args)));
     store_release(post.sequence, sequence);
     store_release(mailbox.bell().posted, sequence);
 }

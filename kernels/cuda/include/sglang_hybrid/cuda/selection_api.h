@@ -13,7 +13,7 @@
 
 // Digests and codes of one layer, for every page of the pool.
 struct sh_digests {
-    void* digests;            // [page][KV head][max, min][head_dim] of `dtype`; or compact, see compact.cuh
+    void* digests;            // [page][KV head][max, min][head_dim] of `dtype`; or compact, see compact.cuh; or null
     uint8_t* codes;  // [page][KV head][token][channels / 2], the first of two in the low bits; null without sketches
     const int64_t* channels;  // [KV head][channel_count]
     uint32_t pages;

@@ -1,0 +1,129 @@
+// Codes of keys in device memory: where they are, and how keys become codes (`nearest_centroids` of the reference).
+#pragma once
+
+#include "sglang_hybrid/block_attention.h"
+#include "sglang_hybrid/cuda/halves.cuh"
+#include "sglang_hybrid/cuda/kept_tokens_api.h"
+#include "sglang_hybrid/cuda/memory.cuh"
+
+namespace sglang_hybrid::cuda {
+
+inline constexpr uint32_t code_threads = 128;
+inline constexpr uint32_t code_warps = code_threads / 32;
+inline constexpr uint32_t tokens_at_once = 8;  // of a warp at a time, for which it reads a centroid once
+inline constexpr uint32_t code_lanes = 32;
+
+__device__ inline bool is_page_of(const sh_key_codes& codes, int32_t page) {
+    return page >= 0 && static_cast<uint32_t>(page) < codes.pages;
+}
+
+// Blocks of a row; 0 for a length that no row of the step can have.
+__device__ inline uint32_t row_blocks(const sh_step& step, uint32_t entry) {
+    const int32_t length = step.lengths[entry];
+    if (length < 1 || static_cast<uint32_t>(length) > step.max_blocks * block_tokens) return 0;
+    return (static_cast<uint32_t>(length) + block_tokens - 1) / block_tokens;
+}
+
+__device__ inline uint8_t* block_codes(const sh_key_codes& codes, int32_t page, uint32_t head) {
+    const uint64_t block = uint64_t{static_cast<uint32_t>(page)} * codes.kv_heads + head;
+    return static_cast<uint8_t*>(codes.codes) + block * block_tokens * codes.code_bytes;
+}
+
+// The codebook of a part of keys: [count][part].
+__device__ inline const float* codebook_of(const sh_key_codes& codes, uint32_t head, uint32_t group) {
+    const uint64_t part = codes.head_dim / codes.groups, book = group < codes.books ? group : 0;
+    return codes.centroids + (uint64_t{head} * codes.books + book) * codes.count * part;
+}
+
+// By a warp: the nearest centroid of one part of `tokens` keys, which are in shared memory as [token][head_dim] floats. Lanes
+// share the centroids. Of two that are equally near the first counts.
+__device__ inline void encode_part(const sh_key_codes& to, const float* keys, uint32_t tokens, uint32_t head, uint32_t group,
+                                   uint8_t* codes) {
+    const uint32_t part = to.head_dim / to.groups, lane = threadIdx.x % code_lanes;
+    const float* const book = codebook_of(to, head, group);
+    float least[tokens_at_once];
+    uint32_t nearest[tokens_at_once];
+#pragma unroll
+    for (uint32_t t = 0; t < tokens_at_once; ++t) least[t] = INFINITY, nearest[t] = 0;
+    for (uint32_t c = lane; c < to.count; c += code_lanes) {
+        float far[tokens_at_once] = {}, square = 0;
+        for (uint32_t i = 0; i < part; ++i) {
+            const float value = book[uint64_t{c} * part + i];
+            square += value * value;
+#pragma unroll
+            for (uint32_t t = 0; t < tokens_at_once; ++t) {
+                if (t < tokens) far[t] -= keys[t * to.head_dim + group * part + i] * value;
+            }
+        }
+#pragma unroll
+        for (uint32_t t = 0; t < tokens_at_once; ++t) {
+            far[t] += square / 2;
+            if (far[t] < least[t]) least[t] = far[t], nearest[t] = c;
+        }
+    }
+#pragma unroll
+    for (uint32_t t = 0; t < tokens_at_once; ++t) {
+        for (uint32_t step = code_lanes / 2; step; step /= 2) {
+            const float other = __shfl_xor_sync(0xFFFFFFFF, least[t], step);
+            const uint32_t index = __shfl_xor_sync(0xFFFFFFFF, nearest[t], step);
+            const bool is_nearer = other < least[t] || (other == least[t] && index < nearest[t]);
+            if (is_nearer) least[t] = other, nearest[t] = index;
+        }
+        if (lane || t >= tokens) continue;
+        uint8_t* const code = codes + uint64_t{t} * to.code_bytes + group * to.index_bytes;
+        code[0] = static_cast<uint8_t>(nearest[t]);
+        if (to.index_bytes == 2) code[1] = static_cast<uint8_t>(nearest[t] >> 8);
+    }
+}
+
+// Which tokens of which block a CTA encodes: a page's first ones, or the newest of a batch entry.
+struct EncodedTokens {
+    int32_t page = -1;
+    uint32_t first = 0, count = 0;
+
+    __device__ EncodedTokens(const sh_encode_keys& args, uint32_t index) {
+        if (args.pages) {
+            page = args.pages[index];
+            count = static_cast<uint32_t>(min(max(args.filled[index], 0), static_cast<int32_t>(block_tokens)));
+            return;
+        }
+        if (index >= active_of(args.step.active_rows, args.step.batch)) return;
+        const uint32_t blocks = row_blocks(args.step, index);
+        if (!blocks) return;
+        page = args.step.page_table[uint64_t{index} * args.step.max_blocks + blocks - 1];
+        first = static_cast<uint32_t>(args.step.lengths[index] - 1) % block_tokens;
+        count = 1;
+    }
+};
+
+// A CTA for each (block, KV head).
+template <class Element>
+__global__ void __launch_bounds__(code_threads) encode_keys(const __grid_constant__ sh_encode_keys args) {
+    __shared__ float keys[tokens_at_once * max_head_dim];
+    const sh_key_codes& to = args.to;
+    const uint32_t index = blockIdx.x / to.kv_heads, head = blockIdx.x % to.kv_heads, dim = to.head_dim;
+    const EncodedTokens tokens(args, index);
+    if (!is_page_of(to, tokens.page) || !tokens.count) return;
+    uint8_t* const codes = block_codes(to, tokens.page, head) + uint64_t{tokens.first} * to.code_bytes;
+    const auto* const from = static_cast<const uint16_t*>(args.keys) + index * args.page_stride + head * args.head_stride;
+    if (!to.centroids) {
+        auto* const whole = reinterpret_cast<uint16_t*>(codes);
+        for (uint32_t i = threadIdx.x; i < tokens.count * dim; i += code_threads) {
+            whole[i] = from[i / dim * args.token_stride + i % dim];
+        }
+        return;
+    }
+    for (uint32_t begin = 0; begin < tokens.count; begin += tokens_at_once) {
+        const uint32_t count = min(tokens_at_once, tokens.count - begin);
+        __syncthreads();  // the keys before these are done with
+        for (uint32_t i = threadIdx.x; i < count * dim; i += code_threads) {
+            keys[i] = widened<Element>(from[(begin + i / dim) * args.token_stride + i % dim]);
+        }
+        __syncthreads();
+        for (uint32_t group = threadIdx.x / code_lanes; group < to.groups; group += code_warps) {
+            encode_part(to, keys, count, head, group, codes + uint64_t{begin} * to.code_bytes);
+        }
+    }
+}
+
+}  // namespace sglang_hybrid::cuda
