@@ -32,14 +32,14 @@ class Sketches:
         self._shape = heads, channels
         codes = (pages, heads, page_tokens, channels // 2)
         self._codes = [torch.zeros(codes, dtype=torch.uint8, device=device) for _ in range(layers)]
-        first = torch.arange(channels, device=device).expand(heads, -1).contiguous()
-        self._channels = [first for _ in range(layers)]
+        first = torch.arange(channels, device=device).expand(heads, -1)
+        self._channels = [first.clone() for _ in range(layers)]
 
     def choose(self, layer: int, order: torch.Tensor) -> None:
         """order ``[KV heads, head_dim]``: all channels of each KV head, the most telling first."""
         heads, channels = self._shape
         assert order.shape[0] == heads and order.shape[1] >= channels
-        self._channels[layer] = order[:, :channels].to(self._codes[layer].device, torch.int64).contiguous()
+        self._channels[layer].copy_(order[:, :channels])  # in place: engines hold these tensors
 
     def of_layer(self, layer: int) -> LayerSketch:
         return LayerSketch(self._codes[layer], self._channels[layer])

@@ -77,6 +77,15 @@ def test_a_refresh_writes_the_chosen_channels_of_its_pages_and_of_no_others() ->
     assert not sketches.of_layer(0).codes.any()
 
 
+def test_who_holds_a_layers_channels_sees_those_that_are_chosen_later() -> None:
+    sketches = Sketches(4, layers=2, pages=PAGES, heads=HEADS, page_tokens=TOKENS, device="cpu")
+    held, other = sketches.of_layer(0).channels, sketches.of_layer(1).channels.clone()
+    order = torch.arange(DIM).flip(0).expand(HEADS, -1)
+    sketches.choose(0, order)
+    assert torch.equal(held, order[:, :4])
+    assert torch.equal(sketches.of_layer(1).channels, other)
+
+
 def test_writing_token_by_token_ends_at_the_same_sketch_as_writing_at_once() -> None:
     keys, slots = random_keys(), torch.arange(2 * TOKENS, 4 * TOKENS - 1)
     keys[3, :, TOKENS - 1] = float("nan")  # behind the last token there may be anything
