@@ -32,6 +32,9 @@ def choose_bases(
             "profile=auto calibrates a skew when the server starts, and new profiles have one",
             columns, pool.head_dim,
         )  # fmt: skip
+    if isinstance(codes.encoder, PartialKeys):
+        codes.encoder.choose(bases)
+        return
     # 16 bits are precise enough to select by, whatever the cache has
     dtype = pool.store_dtype if pool.store_dtype.itemsize == COLUMN_BYTES else torch.bfloat16
     codes.use(PartialKeys([basis.to(pool.device) for basis in bases], columns, dtype))

@@ -19,12 +19,18 @@ class PartialKeys:
         """``bases`` of all layers ``[KV heads, head_dim, head_dim]``, on the codes' device; ``dtype`` of codes."""
         assert dtype.itemsize == 2 and all(columns <= basis.shape[2] for basis in bases)
         self.columns = columns
-        self._bases = [basis[:, :, :columns].float().contiguous() for basis in bases]
+        self._bases = [torch.empty(*basis.shape[:2], columns, device=basis.device) for basis in bases]
         self._dtype = dtype
+        self.choose(bases)
 
     @property
     def dtype(self) -> torch.dtype:
         return self._dtype
+
+    def choose(self, bases: Sequence[torch.Tensor]) -> None:
+        """Other bases from now on; codes of keys that are written already become void."""
+        for own, basis in zip(self._bases, bases, strict=True):
+            own.copy_(basis[:, :, : self.columns])  # in place: policies and engines hold these tensors
 
     def basis(self, layer: int) -> torch.Tensor:
         """The columns that are kept: ``[KV heads, head_dim, columns]``, float32."""

@@ -174,7 +174,10 @@ def test_partial_keys_are_the_first_columns_in_the_basis_and_partial_queries_too
 
 
 def test_all_columns_have_the_products_of_queries_and_keys() -> None:
-    partial = PartialKeys([orthogonal(2, 16)], 16, torch.float16)
+    partial = PartialKeys([torch.eye(16).expand(2, -1, -1)], 16, torch.float16)
+    held, basis = partial.basis(0), orthogonal(2, 16)
+    partial.choose([basis])
+    assert torch.equal(held, basis)
     keys, queries = torch.randn(1, 2, T, 16), torch.randn(1, 4, 16)
     kept = partial.decode(partial.encode(0, keys)).float()
     logits = torch.einsum("bhgc,bhtc->bhgt", partial.queries(0, queries), kept)
