@@ -32,7 +32,8 @@ def tokens_of_server(sized: Sizing, requests: int, monkeypatch: pytest.MonkeyPat
         server_args=arguments, model=None, device="cuda", kv_cache_dtype=torch.bfloat16,
         model_config=SimpleNamespace(
             num_hidden_layers=model.layers, get_num_kv_heads=lambda _tp: shape.kv_heads, head_dim=model.head_dim,
-            v_head_dim=model.head_dim, context_len=sized.tokens,
+            get_num_attention_heads=lambda _tp: shape.kv_heads * shape.group, v_head_dim=model.head_dim,
+            context_len=sized.tokens,
         ),
     )  # fmt: skip
     given = pools.available_bytes(lambda *_: sized.gpu_left(), configurator, machine.gpu_bytes)
