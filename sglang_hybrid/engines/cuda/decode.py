@@ -12,18 +12,18 @@ Everything is launched with static shapes on persistent buffers, so a whole step
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.engines.cuda.ahead import AheadProgram
 from sglang_hybrid.engines.cuda.buffers import MOST_GATHERED, LaneBuffers, MissBuffers, plan_for
 from sglang_hybrid.engines.cuda.lanes import Lane
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
-from sglang_hybrid.engines.cuda.program import ProgramContext, QueryAhead, SlotProgram
+from sglang_hybrid.engines.cuda.program import ProgramContext, SlotProgram
 from sglang_hybrid.engines.cuda.settings import (
     FIRST_GATHER_SHARE,
     ScoutSettings,
@@ -43,7 +43,7 @@ from sglang_hybrid.ops.cuda.structs import TOTALS
 from sglang_hybrid.policies.scout.recall import RecallSchedule
 
 
-class DeviceScout(SlotProgram):
+class DeviceScout(AheadProgram, SlotProgram):
     """The state of all rows and the order of kernels."""
 
     loads_initial_blocks: ClassVar[bool] = True
@@ -135,34 +135,10 @@ class DeviceScout(SlotProgram):
 
     # -- lanes -------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def scout_lane(self) -> Iterator[None]:
-        with self._scout.fork():
-            yield
-
-    def predict(
-        self,
-        queries: Sequence[QueryAhead],
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
-    ) -> None:
-        if self.is_dense:
-            return
-        count = hidden.shape[0]
-        for query in queries:  # on the main lane: the layer changes these inputs in place
-            query.predictor.prepare(hidden, residual)
-        with self.scout_lane():
-            for query in queries:
-                query.predictor.finish(positions, self.query_ahead(query.layer, count))
-                self.ahead(query.layer, count, query.scale)
-
     def query_ahead(self, layer: int, count: int) -> torch.Tensor:
-        """Where the predicted query of a layer goes: ``[count, query heads, head_dim]``."""
         return self._lanes[layer % 2].query(count)
 
     def ahead(self, layer: int, count: int, scale: float) -> None:
-        """On the scout lane: begin with a layer whose predicted query is in its place."""
         self._begin_layer(layer, self.query_ahead(layer, count), scale, predicted=True)
         self._scout.mark(layer)
         self._ahead.add(layer)

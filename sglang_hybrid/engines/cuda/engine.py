@@ -368,9 +368,9 @@ def _prediction_buffers(max_batch: int, predictions: Mapping[int, LayerPredictio
 
 
 def _digests(pool: KVPool, layer: int) -> LayerDigests:
-    partial = _partial_keys(pool, layer)
     if pool.digests is None:
-        return dataclasses.replace(LayerDigests.none(pool.k_buffer[layer], pool.device), partial=partial)
+        return LayerDigests.none(pool.k_buffer[layer], pool.device)
+    partial = _partial_keys(pool, layer)
     if pool.sketches is None:
         return LayerDigests(pool.digests.of_layer(layer), partial=partial)
     sketch, keys = pool.sketches.of_layer(layer), pool.k_buffer[layer]

@@ -11,9 +11,8 @@ static shapes on persistent buffers, so a whole step can be recorded in a CUDA g
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -21,9 +20,10 @@ import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.engines.cuda.ahead import AheadProgram
 from sglang_hybrid.engines.cuda.lanes import Lane
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
-from sglang_hybrid.engines.cuda.program import ProgramContext, QueryAhead, StepProgram
+from sglang_hybrid.engines.cuda.program import ProgramContext
 from sglang_hybrid.engines.cuda.slots import BlockMemory
 from sglang_hybrid.memory.device_capacity import whole_request_blocks
 from sglang_hybrid.ops.cuda.copies import place_tokens
@@ -83,7 +83,7 @@ class StagedTokens:
         return self._lists.of_batch(count)
 
 
-class DeviceInfinigen(StepProgram):
+class DeviceInfinigen(AheadProgram):
     """The state of all rows and the order of kernels."""
 
     def __init__(
@@ -130,34 +130,10 @@ class DeviceInfinigen(StepProgram):
     def begin_step(self) -> None:
         self._ahead.clear()
 
-    @contextlib.contextmanager
-    def scout_lane(self) -> Iterator[None]:
-        with self._scout.fork():
-            yield
-
-    def predict(
-        self,
-        queries: Sequence[QueryAhead],
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
-    ) -> None:
-        if self.is_dense:
-            return
-        count = hidden.shape[0]
-        for query in queries:  # on the main lane: the layer changes these inputs in place
-            query.predictor.prepare(hidden, residual)
-        with self.scout_lane():
-            for query in queries:
-                query.predictor.finish(positions, self.query_ahead(query.layer, count))
-                self.ahead(query.layer, count, query.scale)
-
     def query_ahead(self, layer: int, count: int) -> torch.Tensor:
-        """Where the predicted query of a layer goes: ``[count, query heads, head_dim]``."""
         return self._staged[layer % 2].query(count)
 
     def ahead(self, layer: int, count: int, scale: float) -> None:
-        """On the scout lane: begin with a layer whose predicted query is in its place."""
         self._fetch(layer, self.query_ahead(layer, count), scale)
         self._ahead.add(layer)
 
