@@ -172,8 +172,8 @@ def test_the_terminal_view_shows_the_server_and_ends_with_q(fake: FakeServer) ->
     process = subprocess.Popen(command, stdin=follower, stdout=follower, env=environment)
     try:
         os.close(follower)
-        written = _read_until(leader, "Qwen3-14B")
-        assert "CPU compute ratio" in written and "\x1b[?1049h" in written
+        written = _read_until(leader, "CPU compute ratio")
+        assert "Qwen3-14B" in written and "\x1b[?1049h" in written
         fake.stop()
         _read_until(leader, "no answer since")
         os.write(leader, b"q")
