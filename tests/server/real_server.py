@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
+import forking_server
 import psutil
 import requests
 import torch
@@ -68,7 +69,8 @@ class Server:
         module: str = "sglang.launch_server",
     ) -> None:
         """``prefix``: a command that sets something up and then becomes the server."""
-        command = (*prefix, sys.executable, "-m", module, "--model-path", str(model))
+        run = (forking_server.__file__, module) if DEVICE == "cpu" else ("-m", module)  # CUDA does not survive a fork
+        command = (*prefix, sys.executable, *run, "--model-path", str(model))
         self._prepare([*command, "--attention-backend", backend, *_COMMON, *flags], log, environment or {})
 
     @classmethod
