@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <deque>
 #include <memory>
-#include <random>
 #include <vector>
 
 namespace emulated {
@@ -26,11 +25,19 @@ struct Copy {
     bool counts;
 };
 
+// What a thread waits for: that a count is another one than it was.
+struct Wait {
+    const uint64_t* count = nullptr;
+    uint64_t was = 0;
+
+    bool is_over() const { return !count || *count != was; }
+};
+
 struct Fiber {
     std::unique_ptr<char[]> stack = std::make_unique<char[]>(stack_bytes);
-    ucontext_t start;
     jmp_buf here;
-    bool begun, done;
+    bool begun = false, done;  // begun: it has run for some kernel, and waits for the next one where it ended
+    Wait wait;
     std::deque<std::vector<Copy>> groups;  // of copies; the last one is not committed yet
 };
 
@@ -41,10 +48,10 @@ struct Warp {
 };
 
 std::vector<std::unique_ptr<Fiber>> fibers;
-std::vector<Warp> warps;
+std::vector<std::unique_ptr<Warp>> warps;
 std::function<void()> running;
 jmp_buf scheduler;
-std::mt19937 order(1);
+uint32_t order = 1;
 alignas(1024) char shared[most_shared + guard_bytes];
 uint32_t alive, at_barrier;
 int counted, count_of_barrier;
@@ -55,10 +62,26 @@ uint64_t barriers, progress;
     std::abort();
 }
 
+// Below `bound`, by an xorshift: fibers take many turns.
+uint32_t random_below(uint32_t bound) {
+    order ^= order << 13;
+    order ^= order >> 17;
+    order ^= order << 5;
+    return order % bound;
+}
+
+void shuffle(std::vector<uint32_t>& turns) {
+    for (uint32_t i = uint32_t(turns.size()); i > 1; --i) std::swap(turns[i - 1], turns[random_below(i)]);
+}
+
 void pause() {
-    const uint32_t me = thread.x;
-    if (!_setjmp(fibers[me]->here)) _longjmp(scheduler, 1);
-    thread.x = me;
+    if (!_setjmp(fibers[thread.x]->here)) _longjmp(scheduler, 1);  // who goes on here sets thread.x
+}
+
+void wait_for_another(const uint64_t& count, uint64_t was) {
+    if (count != was) return;
+    fibers[thread.x]->wait = {&count, was};
+    pause();
 }
 
 void open_barrier() {
@@ -70,47 +93,65 @@ void open_barrier() {
     ++progress;
 }
 
-void run_thread() {
-    const uint32_t me = thread.x;
-    running();
-    fibers[me]->done = true;
-    --alive;
-    ++progress;
-    open_barrier();
-    _longjmp(scheduler, 1);
+// A thread of one CTA after the other: what makes a fiber takes longer than what most of them do.
+void run_threads() {
+    for (;;) {
+        running();
+        fibers[thread.x]->done = true;
+        --alive;
+        ++progress;
+        open_barrier();
+        pause();
+    }
 }
 
 void resume(uint32_t which) {
     thread.x = which;
     Fiber& fiber = *fibers[which];
+    fiber.wait = {};
     if (_setjmp(scheduler)) return;
     if (fiber.begun) _longjmp(fiber.here, 1);
     fiber.begun = true;
-    setcontext(&fiber.start);
+    ucontext_t start;
+    getcontext(&start);
+    start.uc_stack.ss_sp = fiber.stack.get();
+    start.uc_stack.ss_size = stack_bytes;
+    makecontext(&start, run_threads, 0);
+    setcontext(&start);
+}
+
+// Lanes of a warp, each to its next collective operation, in one of many orders.
+void run_warp(uint32_t warp) {
+    const uint32_t begin = random_below(32), step = 2 * random_below(16) + 1;
+    for (uint32_t n = 0; n < 32; ++n) {
+        const uint32_t i = warp * 32 + (begin + n * step) % 32;
+        if (i < threads.x && !fibers[i]->done && fibers[i]->wait.is_over()) resume(i);
+    }
 }
 
 void run_cta(uint32_t shared_bytes) {
     std::memset(shared, shared_garbage, shared_bytes + guard_bytes);
-    warps.assign((threads.x + 31) / 32, Warp());
+    const uint32_t warp_count = (threads.x + 31) / 32;
+    while (warps.size() < warp_count) warps.push_back(std::make_unique<Warp>());
     alive = threads.x;
     at_barrier = 0;
     counted = 0;
-    std::vector<uint32_t> turns(threads.x);
-    for (uint32_t i = 0; i < threads.x; ++i) {
+    std::vector<uint32_t> turns(warp_count);
+    for (uint32_t i = 0; i < warp_count; ++i) {
         turns[i] = i;
+        warps[i]->arrived = 0;
+    }
+    for (uint32_t i = 0; i < threads.x; ++i) {
         Fiber& fiber = *fibers[i];
-        fiber.begun = fiber.done = false;
-        fiber.groups.assign(1, {});
-        getcontext(&fiber.start);
-        fiber.start.uc_stack.ss_sp = fiber.stack.get();
-        fiber.start.uc_stack.ss_size = stack_bytes;
-        makecontext(&fiber.start, run_thread, 0);
+        fiber.done = false;
+        fiber.wait = {};
+        if (fiber.groups.size() != 1 || !fiber.groups.front().empty()) fiber.groups.assign(1, {});
     }
     for (uint32_t idle = 0; alive;) {
         const uint64_t before = progress;
-        std::shuffle(turns.begin(), turns.end(), order);
-        for (const uint32_t i : turns) {
-            if (!fibers[i]->done && order() % 3) resume(i);
+        shuffle(turns);
+        for (const uint32_t warp : turns) {
+            if (random_below(3)) run_warp(warp);  // so that some get ahead of others
         }
         idle = progress == before ? idle + 1 : 0;
         if (idle > 200) fail("threads wait for each other", alive);
@@ -130,7 +171,7 @@ void launch(uint32_t ctas, uint32_t threads_of_cta, uint32_t shared_bytes, std::
     while (fibers.size() < threads_of_cta) fibers.push_back(std::make_unique<Fiber>());
     std::vector<uint32_t> turns(ctas);
     for (uint32_t i = 0; i < ctas; ++i) turns[i] = i;
-    std::shuffle(turns.begin(), turns.end(), order);
+    shuffle(turns);
     for (const uint32_t i : turns) {
         block.x = i;
         run_cta(shared_bytes);
@@ -147,7 +188,7 @@ uint32_t shared_address(const void* pointer) {
 }
 
 const char* show(const void* mine, uint32_t bytes) {
-    Warp& warp = warps[thread.x / 32];
+    Warp& warp = *warps[thread.x / 32];
     const uint64_t turn = warp.turn;
     char* const shown = warp.shown[turn % 2];
     std::memcpy(shown + thread.x % 32 * most_bytes, mine, bytes);
@@ -156,7 +197,7 @@ const char* show(const void* mine, uint32_t bytes) {
         ++warp.turn;
         ++progress;
     }
-    while (warp.turn == turn) pause();
+    wait_for_another(warp.turn, turn);
     return shown;
 }
 
@@ -165,7 +206,7 @@ int barrier(bool counts) {
     counted += counts;
     ++at_barrier;
     open_barrier();
-    while (barriers == turn) pause();
+    wait_for_another(barriers, turn);
     return count_of_barrier;
 }
 
