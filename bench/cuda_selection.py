@@ -19,10 +19,11 @@ from bench.cuda_kernels import COLD_BYTES, DIM, DTYPE, GROUP, HEADS, SCALE, TOKE
 from bench.record import write_result
 from sglang_hybrid.blocks import compact_bytes
 from sglang_hybrid.ops import reference
-from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, SlotTable, Step, append, digest_pages
+from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, SlotTable, append, digest_pages
 from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.scoring import ScoreWorkspace, score_blocks, shift_lse
 from sglang_hybrid.ops.cuda.selection import Misses, RecallPlan, select_blocks
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.protocol.region import SharedRegion
 
 BUDGET, SINK, RECENT = 64, 1, 2

@@ -11,7 +11,8 @@ from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 from sglang_hybrid.core import LayerCache
 from sglang_hybrid.memory.sketches import LayerSketch
 from sglang_hybrid.ops import reference
-from sglang_hybrid.ops.cuda.digests import LayerDigests, SlotTable, Step
+from sglang_hybrid.ops.cuda.digests import LayerDigests, SlotTable
+from sglang_hybrid.ops.cuda.step import Step
 
 
 def later(work: Callable[[], object]) -> None:

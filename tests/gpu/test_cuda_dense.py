@@ -8,7 +8,8 @@ from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cuda.attention import AttendWorkspace
-from sglang_hybrid.ops.cuda.digests import DenseTable, Step
+from sglang_hybrid.ops.cuda.digests import DenseTable
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.whole_requests import PageAllocator, attend_pages
 
 ROWS, MAX_BLOCKS, HEADS = 9, 20, 2

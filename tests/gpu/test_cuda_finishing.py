@@ -19,9 +19,10 @@ from sglang_hybrid.memory.sketches import LayerSketch
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cuda import host_memory
 from sglang_hybrid.ops.cuda.attention import AttendWorkspace, Partial, merge
-from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, Step
+from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests
 from sglang_hybrid.ops.cuda.missed import WorthBlocks, attend_pool, finish_late
 from sglang_hybrid.ops.cuda.scoring import shift_lse
+from sglang_hybrid.ops.cuda.step import Step
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 LSE_TOLERANCE = 1e-3

@@ -11,7 +11,7 @@ from test_cuda_key_codes import books_of, some_codes
 
 from sglang_hybrid.ops import reference, reference_weights
 from sglang_hybrid.ops.cuda import host_memory
-from sglang_hybrid.ops.cuda.digests import HostPool, Step
+from sglang_hybrid.ops.cuda.digests import HostPool
 from sglang_hybrid.ops.cuda.kept_tokens import (
     SHARE_UNITS,
     KeptTokens,
@@ -20,7 +20,8 @@ from sglang_hybrid.ops.cuda.kept_tokens import (
     keep_tokens,
     token_logits,
 )
-from sglang_hybrid.ops.cuda.key_codes import LayerCodes, encode_pages
+from sglang_hybrid.ops.cuda.key_codes import QuantisedCodes
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.protocol.region import SharedRegion
 
 HEADS = 2
@@ -31,7 +32,7 @@ class Rows:
     """Rows with random keys, their codes, and pages in random order; NaN behind each row's last token."""
 
     def __init__(
-        self, lengths: list[int], codes: LayerCodes, group: int = 3, seed: int = 0, blocks: int | None = None
+        self, lengths: list[int], codes: QuantisedCodes, group: int = 3, seed: int = 0, blocks: int | None = None
     ) -> None:
         random = seeded(seed)
         self.lengths, self.group, self.dim = lengths, group, codes.dim
@@ -50,9 +51,9 @@ class Rows:
         behind = torch.arange(BLOCK_TOKENS) >= filled[:, None, None]
         self.keys.masked_fill_(behind[..., None], torch.nan)
         made = torch.full((*shape[:3], codes.codes.shape[3]), 0xFF, dtype=torch.uint8, device=DEVICE)  # NaN, too
-        self.codes = LayerCodes(made, codes.dtype, codes.dim, codes.centroids, codes.groups, codes.index_bytes)
+        self.codes = QuantisedCodes(made, codes.dtype, codes.dim, codes.centroids, codes.groups, codes.index_bytes)
         every = torch.arange(pages, dtype=torch.int32, device=DEVICE)
-        encode_pages(self.codes, self.keys.to(DEVICE), every, filled.to(DEVICE))
+        self.codes.encode_pages(self.keys.to(DEVICE), every, filled.to(DEVICE))
         self.query = torch.randn(len(lengths), HEADS * group, self.dim, generator=random).to(codes.dtype)
         self.kept = KeptTokens.zeros(len(lengths), HEADS, group, self.blocks, DEVICE)
         self.kept.weights.fill_(torch.nan)
@@ -96,7 +97,7 @@ KEYS = [
 ]
 
 
-def case_of(name: str) -> LayerCodes:
+def case_of(name: str) -> QuantisedCodes:
     _, groups, centroids, shared, dim, dtype = next(case for case in KEYS if case[0] == name)
     return some_codes(groups, centroids, shared, dtype, dim=dim)
 

@@ -7,8 +7,8 @@ import torch
 from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 
 from sglang_hybrid.ops import reference_weights
-from sglang_hybrid.ops.cuda.digests import Step
-from sglang_hybrid.ops.cuda.key_codes import LayerCodes, encode_pages, encode_step
+from sglang_hybrid.ops.cuda.key_codes import QuantisedCodes
+from sglang_hybrid.ops.cuda.step import Step
 
 PAGES, HEADS, DIM = 7, 2, 64
 UNTOUCHED = 0xA5
@@ -16,29 +16,29 @@ UNTOUCHED = 0xA5
 
 def some_codes(
     groups: int, centroids: int, shared: bool, dtype: torch.dtype, seed: int = 0, dim: int = DIM
-) -> LayerCodes:
+) -> QuantisedCodes:
     """Codebooks on a grid: nothing is as near to one centroid as to another but for rounding. No groups: whole keys."""
     index_bytes = 1 if centroids <= 256 else 2
     code_bytes = groups * index_bytes if groups else dim * dtype.itemsize
     codes = torch.full((PAGES, HEADS, BLOCK_TOKENS, code_bytes), UNTOUCHED, dtype=torch.uint8, device=DEVICE)
     if not groups:
-        return LayerCodes(codes, dtype, dim)
+        return QuantisedCodes(codes, dtype, dim)
     books = torch.randn(HEADS, 1 if shared else groups, centroids, dim // groups, generator=seeded(seed))
-    return LayerCodes(codes, dtype, dim, ((4 * books).round() / 4).to(DEVICE), groups, index_bytes)
+    return QuantisedCodes(codes, dtype, dim, ((4 * books).round() / 4).to(DEVICE), groups, index_bytes)
 
 
-def indices_of(to: LayerCodes) -> torch.Tensor:
+def indices_of(to: QuantisedCodes) -> torch.Tensor:
     """``[pages, H, 32, groups]``"""
     return to.codes.cpu().view(torch.uint8 if to.index_bytes == 1 else torch.int16).long()
 
 
-def books_of(to: LayerCodes) -> torch.Tensor:
+def books_of(to: QuantisedCodes) -> torch.Tensor:
     """``[H, groups, C, part]``"""
     assert to.centroids is not None
     return to.centroids.cpu().expand(-1, to.groups, -1, -1)
 
 
-def distances(to: LayerCodes, keys: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+def distances(to: QuantisedCodes, keys: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Of parts of keys ``[n, H, T, D]`` from centroids ``[n, H, T, groups]``, in float64."""
     head, group = torch.arange(HEADS)[:, None, None], torch.arange(to.groups)
     found = books_of(to).double()[head, group, indices]
@@ -46,7 +46,7 @@ def distances(to: LayerCodes, keys: torch.Tensor, indices: torch.Tensor) -> torc
     return apart
 
 
-def assert_nearest(to: LayerCodes, keys: torch.Tensor, indices: torch.Tensor) -> None:
+def assert_nearest(to: QuantisedCodes, keys: torch.Tensor, indices: torch.Tensor) -> None:
     expected = reference_weights.nearest_centroids(keys.float(), books_of(to))
     assert (indices == expected).float().mean() > 0.95  # but for centroids that are equally near
     torch.testing.assert_close(distances(to, keys, indices), distances(to, keys, expected), rtol=1e-4, atol=1e-4)
@@ -64,7 +64,7 @@ def test_parts_of_keys_become_the_indices_of_their_nearest_centroids(
     keys = torch.randn(4, HEADS, BLOCK_TOKENS, DIM, generator=seeded(3)).to(dtype)
     pages = torch.tensor([5, -1, 2, PAGES], dtype=torch.int32, device=DEVICE)  # two that are none
     filled = torch.tensor([32, 32, 9, 32], dtype=torch.int32, device=DEVICE)
-    encode_pages(to, keys.to(DEVICE), pages, filled)
+    to.encode_pages(keys.to(DEVICE), pages, filled)
     found = indices_of(to)
     assert_nearest(to, keys[:1], found[5:6])
     assert_nearest(to, keys[2:3, :, :9], found[2:3, :, :9])
@@ -78,7 +78,7 @@ def test_whole_keys_are_their_own_codes() -> None:
     together = torch.randn(2 * BLOCK_TOKENS, 3, HEADS, DIM, generator=seeded(1)).to(DEVICE, torch.bfloat16)
     keys = together[:, 1].unflatten(0, (2, BLOCK_TOKENS)).transpose(1, 2)  # parts of a projection
     pages = torch.tensor([3, 0], dtype=torch.int32, device=DEVICE)
-    encode_pages(to, keys, pages, torch.tensor([32, 1], dtype=torch.int32, device=DEVICE))
+    to.encode_pages(keys, pages, torch.tensor([32, 1], dtype=torch.int32, device=DEVICE))
     codes = to.codes.view(torch.bfloat16)
     assert torch.equal(codes[3], keys[0])
     assert torch.equal(codes[0, :, :1], keys[1, :, :1]) and (to.codes[0, :, 1:] == UNTOUCHED).all()
@@ -95,7 +95,7 @@ def test_a_steps_new_tokens_are_encoded_where_they_are_in_their_pages(groups: in
     )  # fmt: skip
     together = torch.randn(6, HEADS + 1, DIM, generator=seeded(2)).to(DEVICE, torch.bfloat16)
     keys = together[:, :HEADS]  # entries lie apart
-    encode_step(to, step, keys)
+    to.encode_step(step, keys)
     places = [(4, 0), (2, 0), (3, 31)]
     for entry, (page, token) in enumerate(places):
         key = keys[entry, :, None].cpu()[None]
@@ -115,7 +115,7 @@ def test_of_centroids_that_are_equally_near_the_first_counts() -> None:
     to.centroids.fill_(0.5)
     keys = torch.randn(1, HEADS, BLOCK_TOKENS, DIM, generator=seeded(2)).to(DEVICE, torch.bfloat16)
     one = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    encode_pages(to, keys, one, one * BLOCK_TOKENS)
+    to.encode_pages(keys, one, one * BLOCK_TOKENS)
     assert not to.codes[1].any()
 
 
@@ -125,9 +125,9 @@ def test_codes_that_do_not_fit_their_codebooks_are_refused() -> None:
     keys = torch.zeros(1, HEADS, BLOCK_TOKENS, DIM, dtype=torch.bfloat16, device=DEVICE)
     one = torch.ones(1, dtype=torch.int32, device=DEVICE)
     for wrong in (
-        LayerCodes(to.codes, to.dtype, DIM),
-        LayerCodes(to.codes, to.dtype, DIM, to.centroids, 4, 1),
-        LayerCodes(to.codes, to.dtype, DIM, to.centroids.expand(-1, 3, -1, -1), 8, 1),
+        QuantisedCodes(to.codes, to.dtype, DIM),
+        QuantisedCodes(to.codes, to.dtype, DIM, to.centroids, 4, 1),
+        QuantisedCodes(to.codes, to.dtype, DIM, to.centroids.expand(-1, 3, -1, -1), 8, 1),
     ):
         with pytest.raises(ValueError, match=r"fit|bytes"):
-            encode_pages(wrong, keys, one, one)
+            wrong.encode_pages(keys, one, one)

@@ -11,8 +11,9 @@ from cuda_cases import BLOCK_TOKENS, DEVICE, Shape, random_slots, seeded
 from sglang_hybrid.ops import reference, reference_salience, reference_weights
 from sglang_hybrid.ops.cuda import host_memory
 from sglang_hybrid.ops.cuda.attention import attend_slots
-from sglang_hybrid.ops.cuda.digests import HostPool, Step
+from sglang_hybrid.ops.cuda.digests import HostPool
 from sglang_hybrid.ops.cuda.salience import LayerWindow, MaskedLists, contextual_sets, move_averages
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.protocol.region import SharedRegion
 
 SHAPES = [

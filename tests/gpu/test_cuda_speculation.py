@@ -11,11 +11,12 @@ from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.core import BlockList, DecodeBatch, LayerCache
+from sglang_hybrid.engines.cuda.layers import DeviceLayer
 from sglang_hybrid.memory.partial_keys import PartialKeys
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cuda import host_memory
-from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, Step, digest_pages
-from sglang_hybrid.ops.cuda.partial_keys import LayerPartialKeys, encode_pages, encode_tokens
+from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests
+from sglang_hybrid.ops.cuda.partial_keys import PartialKeyCodes
 from sglang_hybrid.ops.cuda.speculation import (
     SpeculationWorkspace,
     TokenLists,
@@ -23,6 +24,7 @@ from sglang_hybrid.ops.cuda.speculation import (
     gather_tokens,
     speculate,
 )
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.policies.infinigen.options import InfinigenOptions
 from sglang_hybrid.policies.infinigen.policy import InfinigenPolicy
 from sglang_hybrid.protocol.region import SharedRegion
@@ -74,8 +76,8 @@ class Layer:
             page, token = self.table[row, counts[row] - 1], (length - 1) % BLOCK_TOKENS
             self.partial.decode(self.codes)[page, :, token:] = torch.nan
 
-    def layer_keys(self) -> LayerPartialKeys:
-        return LayerPartialKeys(self.codes.to(DEVICE), self.partial.basis(0).to(DEVICE), self.dtype)
+    def layer_keys(self) -> PartialKeyCodes:
+        return PartialKeyCodes(self.codes.to(DEVICE), self.partial.basis(0).to(DEVICE), self.dtype)
 
     def step(self, active: int | None = None) -> Step:
         count = None if active is None else torch.tensor([active], dtype=torch.int32, device=DEVICE)
@@ -264,13 +266,13 @@ def test_pages_and_tokens_are_encoded_as_partial_keys(dim: int, columns: int, dt
     layer = Layer([40, 64, 7], dim=dim, columns=columns, dtype=dtype, exact=False)
     kept = layer.layer_keys()
     kept.codes.zero_()
-    partial = LayerPartialKeys(kept.codes, kept.basis, dtype)
+    partial = PartialKeyCodes(kept.codes, kept.basis, dtype)
     pages, filled = (
         torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in ([3, 10**6, 0, -1], [32, 32, 5, 32])
     )
     blocks = layer.keys[[3, 1, 0, 2]].to(DEVICE)
     as_prefill_has_them = blocks.transpose(1, 2).contiguous().transpose(1, 2)
-    encode_pages(partial, as_prefill_has_them, pages, filled)
+    partial.encode_pages(as_prefill_has_them, pages, filled)
     torch.cuda.synchronize()
     expected = layer.partial.decode(layer.partial.encode(0, layer.keys)).float()
     found = layer.partial.decode(kept.codes.cpu()).float()
@@ -282,7 +284,7 @@ def test_pages_and_tokens_are_encoded_as_partial_keys(dim: int, columns: int, dt
     projected = torch.randn(3, 4, dim, generator=seeded(2)).to(dtype)  # keys lie between other parts of a projection
     keys = projected.to(DEVICE)[:, 1:3]
     layer.table[2, 0] = -1
-    encode_tokens(partial, layer.step(), keys)
+    partial.encode_step(layer.step(), keys)
     torch.cuda.synchronize()
     found, new = layer.partial.decode(kept.codes.cpu()).float(), layer.partial.encode(0, keys.cpu().unsqueeze(2))
     expected = layer.partial.decode(new).float()[:, :, 0]
@@ -295,12 +297,13 @@ def test_pages_and_tokens_are_encoded_as_partial_keys(dim: int, columns: int, dt
     assert not found[~written].any()
 
 
-def test_digested_pages_have_partial_keys() -> None:
+def test_summarised_pages_have_partial_keys() -> None:
     layer = Layer([64])
     kept = layer.layer_keys()
-    kept.codes.zero_()
     empty = torch.zeros(len(layer.keys), 2, 2, 64, dtype=layer.dtype, device=DEVICE)
     pages, filled = (torch.tensor([part], dtype=torch.int32, device=DEVICE) for part in (1, 32))
-    digest_pages(LayerDigests(empty, partial=kept), layer.keys[1:2].to(DEVICE), pages, filled)
-    torch.cuda.synchronize()
-    assert torch.equal(kept.codes[1].cpu(), layer.partial.encode(0, layer.keys)[1])
+    for digests in (LayerDigests(empty), LayerDigests.none(layer.keys, DEVICE)):  # with digests beside them or without
+        kept.codes.zero_()
+        DeviceLayer(layer.pool, digests, kept).summarise(layer.keys[1:2].to(DEVICE), pages, filled)
+        torch.cuda.synchronize()
+        assert torch.equal(kept.codes[1].cpu(), layer.partial.encode(0, layer.keys)[1])

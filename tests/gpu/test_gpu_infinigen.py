@@ -17,7 +17,7 @@ from sglang_hybrid.engines.cuda.infinigen import DeviceInfinigen, InfinigenSetti
 from sglang_hybrid.engines.cuda.layers import DeviceLayer
 from sglang_hybrid.engines.cuda.program import ProgramContext
 from sglang_hybrid.memory.partial_keys import PartialKeys
-from sglang_hybrid.ops.cuda.partial_keys import LayerPartialKeys
+from sglang_hybrid.ops.cuda.partial_keys import PartialKeyCodes
 from sglang_hybrid.policies.infinigen.options import InfinigenOptions
 from sglang_hybrid.policies.infinigen.policy import InfinigenPolicy
 from sglang_hybrid.policies.scout.tuning import tuning_of
@@ -45,14 +45,14 @@ class InfinigenDecoding(Decoding):
         self.partial = PartialKeys(bases, COLUMNS, DTYPE)
         self.codes = [self.partial.encode(layer, keys).to(DEVICE) for layer, keys in enumerate(self.keys)]
         coded = [
-            dataclasses.replace(layer, digests=dataclasses.replace(layer.digests, partial=partial))
+            dataclasses.replace(layer, codes=partial)
             for layer, partial in zip(layers, map(self.layer_keys, range(LAYERS)), strict=True)
         ]
         settings = InfinigenSettings.of(self.config)
         return DeviceInfinigen(coded, self.shape, settings, self.blocks_per_row)
 
-    def layer_keys(self, layer: int) -> LayerPartialKeys:
-        return LayerPartialKeys(self.codes[layer], self.partial.basis(layer).to(DEVICE), DTYPE)
+    def layer_keys(self, layer: int) -> PartialKeyCodes:
+        return PartialKeyCodes(self.codes[layer], self.partial.basis(layer).to(DEVICE), DTYPE)
 
     def next_tokens(self) -> None:
         super().next_tokens()
@@ -150,10 +150,7 @@ def test_rows_move_to_whole_requests_and_back() -> None:
 
 def test_a_pool_without_partial_keys_is_refused() -> None:
     decoding = InfinigenDecoding(InfinigenOptions())
-    bare = [
-        dataclasses.replace(layer, digests=dataclasses.replace(layer.digests, partial=None))
-        for layer in decoding.scout._layers
-    ]
+    bare = [dataclasses.replace(layer, codes=None) for layer in decoding.scout._layers]
     config = decoding.config
     context = ProgramContext(bare, decoding.shape, config, tuning_of(config, LAYERS), True, False)
     with pytest.raises(ValueError, match="start with policy=infinigen"):

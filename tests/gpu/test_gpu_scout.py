@@ -24,8 +24,9 @@ from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cpu.library import checked, library
 from sglang_hybrid.ops.cpu.structs import DTYPES, EngineOptions, Geometry
 from sglang_hybrid.ops.cuda import host_memory
-from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, Step, digest_pages
+from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, digest_pages
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.structs import TOTALS
 from sglang_hybrid.protocol.mailbox import Mailbox
 from sglang_hybrid.protocol.region import SharedRegion

@@ -29,10 +29,10 @@ SH_CUDA_API int sh_cuda_append(const sh_append* args, cudaStream_t stream) {
 
 SH_CUDA_API int sh_cuda_digest_pages(const sh_digest_pages* args, cudaStream_t stream) {
     const sh_digests& digests = args->digests;
-    if (!is_served(digests) || args->page_stride % 8 || args->head_stride % 8 || args->token_stride % 8) {
-        return cudaErrorInvalidValue;
-    }
-    const uint32_t ctas = args->count * digests.kv_heads;
+    const sh_new_keys& source = args->source;
+    const bool is_aligned = source.page_stride % 8 == 0 && source.head_stride % 8 == 0 && source.token_stride % 8 == 0;
+    if (!is_served(digests) || !is_aligned || (source.count && !source.pages)) return cudaErrorInvalidValue;
+    const uint32_t ctas = source.count * digests.kv_heads;
     if (ctas == 0) return cudaSuccess;
     const auto kernel = static_cast<DType>(digests.dtype) == DType::bf16 ? digest_pages<BFloat16> : digest_pages<Float16>;
     kernel<<<ctas, digest_threads, 0, stream>>>(*args);

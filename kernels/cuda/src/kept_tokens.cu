@@ -49,8 +49,8 @@ cudaError_t launch_sums(const sh_finish_sums& args, uint32_t ctas, cudaStream_t 
 }  // namespace
 
 SH_CUDA_API int sh_cuda_encode_keys(const sh_encode_keys* args, cudaStream_t stream) {
-    if (!is_served(args->to) || (!args->pages && args->count > args->step.batch)) return cudaErrorInvalidValue;
-    const uint64_t ctas = uint64_t{args->count} * args->to.kv_heads;
+    if (!is_served(args->to) || !has_tokens(args->source)) return cudaErrorInvalidValue;
+    const uint64_t ctas = uint64_t{args->source.count} * args->to.kv_heads;
     if (ctas == 0) return cudaSuccess;
     if (ctas > INT32_MAX) return cudaErrorInvalidValue;
     const auto kernel = static_cast<DType>(args->to.dtype) == DType::bf16 ? encode_keys<BFloat16> : encode_keys<Float16>;

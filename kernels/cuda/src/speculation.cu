@@ -25,24 +25,15 @@ cudaError_t for_partial_keys(const sh_partial_keys& partial, Use use) {
 
 }  // namespace
 
-SH_CUDA_API int sh_cuda_encode_tokens(const sh_encode_tokens* args, cudaStream_t stream) {
-    const uint32_t ctas = args->step.batch * args->partial.kv_heads;
-    if (ctas == 0) return cudaSuccess;
-    return for_partial_keys(args->partial, [&](auto element) -> cudaError_t {
-        const auto kernel = encode_tokens<decltype(element)>;
-        kernel<<<ctas, encode_threads, 0, stream>>>(*args);
-        return cudaGetLastError();
-    });
-}
-
-SH_CUDA_API int sh_cuda_encode_pages(const sh_encode_pages* args, cudaStream_t stream) {
-    const uint64_t ctas = uint64_t{args->count} * args->partial.kv_heads;
+SH_CUDA_API int sh_cuda_encode_partial_keys(const sh_encode_partial_keys* args, cudaStream_t stream) {
+    if (!has_tokens(args->source)) return cudaErrorInvalidValue;
+    const uint64_t ctas = uint64_t{args->source.count} * args->to.kv_heads;
     if (ctas == 0) return cudaSuccess;
     if (ctas > INT32_MAX) return cudaErrorInvalidValue;
-    return for_partial_keys(args->partial, [&](auto element) -> cudaError_t {
-        const auto kernel = encode_pages<decltype(element)>;
-        const uint32_t bytes = block_tokens * args->partial.head_dim * sizeof(float);
-        if (const auto error = allow_shared(kernel, bytes)) return error;
+    return for_partial_keys(args->to, [&](auto element) -> cudaError_t {
+        const auto kernel = encode_partial_keys<decltype(element)>;
+        const uint32_t tokens = args->source.pages ? block_tokens : 1;
+        const uint32_t bytes = tokens * args->to.head_dim * uint32_t(sizeof(float));  // 16 KiB at most
         kernel<<<uint32_t(ctas), encode_threads, bytes, stream>>>(*args);
         return cudaGetLastError();
     });

@@ -34,11 +34,12 @@ from sglang_hybrid.engines.cuda.slots import ResidentSlots
 from sglang_hybrid.engines.cuda.watch import DeviceWatch
 from sglang_hybrid.ops.cuda.attention import Partial, attend_slots, merge
 from sglang_hybrid.ops.cuda.copies import gather_blocks
-from sglang_hybrid.ops.cuda.digests import Step, append
+from sglang_hybrid.ops.cuda.digests import append
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.ops.cuda.missed import WorthBlocks, finish_late
 from sglang_hybrid.ops.cuda.scoring import ScoreWorkspace, score_blocks, shift_lse
 from sglang_hybrid.ops.cuda.selection import RecallInterval, RecallPlan, apply_plan, select_blocks
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.structs import TOTALS
 from sglang_hybrid.policies.scout.recall import RecallSchedule
 

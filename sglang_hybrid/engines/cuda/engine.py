@@ -33,16 +33,15 @@ from sglang_hybrid.engines.cuda.watch import RatioWatch
 from sglang_hybrid.engines.cuda.whole_request_mode import WholeRequestMode
 from sglang_hybrid.memory.digests import CompactDigests
 from sglang_hybrid.memory.pages import page_table
-from sglang_hybrid.memory.partial_keys import PartialKeys
 from sglang_hybrid.memory.pool import KVPool
 from sglang_hybrid.metrics import WorkerMetrics
 from sglang_hybrid.metrics.readings import Readings
 from sglang_hybrid.ops.cpu.structs import Geometry
 from sglang_hybrid.ops.cuda import CudaError
-from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, Step
+from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests
 from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
-from sglang_hybrid.ops.cuda.partial_keys import LayerPartialKeys
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.policies.registry import PolicyError, policy_named
 from sglang_hybrid.policies.scout.profile import HostRates
 from sglang_hybrid.policies.scout.tuning import Tuning
@@ -370,16 +369,8 @@ def _prediction_buffers(max_batch: int, predictions: Mapping[int, LayerPredictio
 def _digests(pool: KVPool, layer: int) -> LayerDigests:
     if pool.digests is None:
         return LayerDigests.none(pool.k_buffer[layer], pool.device)
-    partial = _partial_keys(pool, layer)
     if pool.sketches is None:
-        return LayerDigests(pool.digests.of_layer(layer), partial=partial)
+        return LayerDigests(pool.digests.of_layer(layer))
     sketch, keys = pool.sketches.of_layer(layer), pool.k_buffer[layer]
     compact_of = (keys.dtype, pool.head_dim) if isinstance(pool.digests, CompactDigests) else None
-    return LayerDigests(pool.digests.of_layer(layer), sketch.codes, sketch.channels, compact_of, partial)
-
-
-def _partial_keys(pool: KVPool, layer: int) -> LayerPartialKeys | None:
-    encoder = pool.codes.encoder if pool.codes else None
-    if pool.codes is None or not isinstance(encoder, PartialKeys):
-        return None
-    return LayerPartialKeys(pool.codes.of_layer(layer), encoder.basis(layer), encoder.dtype)
+    return LayerDigests(pool.digests.of_layer(layer), sketch.codes, sketch.channels, compact_of)

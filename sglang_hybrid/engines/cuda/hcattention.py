@@ -27,7 +27,6 @@ from sglang_hybrid.engines.cuda.program import ProgramContext, StepProgram
 from sglang_hybrid.engines.cuda.slots import BlockMemory
 from sglang_hybrid.engines.cuda.watch import RatioWatch
 from sglang_hybrid.memory.pool import KVPool
-from sglang_hybrid.ops.cuda.digests import Step
 from sglang_hybrid.ops.cuda.kept_tokens import (
     SHARE_UNITS,
     KeptTokens,
@@ -36,8 +35,9 @@ from sglang_hybrid.ops.cuda.kept_tokens import (
     keep_tokens,
     token_logits,
 )
-from sglang_hybrid.ops.cuda.key_codes import LayerCodes
+from sglang_hybrid.ops.cuda.key_codes import QuantisedCodes
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.policies.hcattention.codebooks import QuantisedKeys
 from sglang_hybrid.policies.hcattention.options import HCAttentionOptions
 from sglang_hybrid.policies.hcattention.policy import use_codebook
@@ -85,7 +85,7 @@ class DeviceHCAttention(StepProgram):
         return cls(context.layers, context.shape, HCAttentionSettings.of(context.config), context.mailbox)
 
     @classmethod
-    def layer_codes(cls, config: HybridConfig, pool: KVPool, model: ModelPart | None) -> list[LayerCodes]:
+    def layer_codes(cls, config: HybridConfig, pool: KVPool, model: ModelPart | None) -> list[QuantisedCodes]:
         """Raises PolicyError for a codebook that does not fit."""
         assert pool.codes is not None  # the policy declares its code_bytes
         keys = use_codebook(config.section(HCAttentionOptions).codebook, pool.codes, model)
@@ -155,14 +155,14 @@ class DeviceHCAttention(StepProgram):
 
 def codes_of_layer(
     codes: torch.Tensor, keys: QuantisedKeys | None, layer: int, dtype: torch.dtype, dim: int
-) -> LayerCodes:
+) -> QuantisedCodes:
     """``codes`` ``[pages, H, 32, code_bytes]`` by the layer's codebooks; None: of whole keys of ``dtype``."""
     if keys is None:
-        return LayerCodes(codes, dtype, dim)
-    return LayerCodes(codes, dtype, dim, keys.codebooks(layer), keys.groups, keys.index_bytes)
+        return QuantisedCodes(codes, dtype, dim)
+    return QuantisedCodes(codes, dtype, dim, keys.codebooks(layer), keys.groups, keys.index_bytes)
 
 
-def _codes_of(layer: DeviceLayer) -> LayerCodes:
-    if layer.codes is None:
+def _codes_of(layer: DeviceLayer) -> QuantisedCodes:
+    if not isinstance(layer.codes, QuantisedCodes):
         raise PolicyError("policy hcattention needs a KV pool with codes of keys: start with policy=hcattention")
     return layer.codes

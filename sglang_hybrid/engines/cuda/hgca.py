@@ -27,10 +27,11 @@ from sglang_hybrid.engines.cuda.program import ProgramContext, SlotProgram
 from sglang_hybrid.engines.cuda.slots import ResidentSlots
 from sglang_hybrid.engines.cuda.watch import RatioWatch
 from sglang_hybrid.ops.cuda.attention import Partial, attend_slots, merge
-from sglang_hybrid.ops.cuda.digests import Step, append
+from sglang_hybrid.ops.cuda.digests import append
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.ops.cuda.missed import finish_late
 from sglang_hybrid.ops.cuda.salience import LayerWindow, MaskedLists, contextual_sets, move_averages
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.policies.hgca.options import HgcaOptions
 
 

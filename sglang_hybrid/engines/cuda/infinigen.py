@@ -26,8 +26,11 @@ from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.engines.cuda.program import ProgramContext
 from sglang_hybrid.engines.cuda.slots import BlockMemory
 from sglang_hybrid.memory.device_capacity import whole_request_blocks
+from sglang_hybrid.memory.partial_keys import PartialKeys
+from sglang_hybrid.memory.pool import KVPool
 from sglang_hybrid.ops.cuda.copies import place_tokens
-from sglang_hybrid.ops.cuda.digests import DenseTable, Step
+from sglang_hybrid.ops.cuda.digests import DenseTable
+from sglang_hybrid.ops.cuda.partial_keys import PartialKeyCodes
 from sglang_hybrid.ops.cuda.speculation import (
     SpeculationWorkspace,
     TokenLists,
@@ -35,8 +38,10 @@ from sglang_hybrid.ops.cuda.speculation import (
     gather_tokens,
     speculate,
 )
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.whole_requests import attend_pages
 from sglang_hybrid.policies.infinigen.options import InfinigenOptions
+from sglang_hybrid.policies.registry import ModelPart
 
 
 @dataclass(frozen=True)
@@ -93,14 +98,13 @@ class DeviceInfinigen(AheadProgram):
 
         Raises ValueError where the pool keeps no partial keys.
         """
-        if any(layer.digests.partial is None for layer in layers):
-            raise ValueError("policy infinigen needs a pool that keeps partial keys: start with policy=infinigen")
         device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
         memory = BlockMemory(len(layers), shape.rows, shape.heads, blocks_per_row, shape.dim, dtype, device)
         super().__init__(layers, shape, memory)
         # a budget above the context holds no more than the context
         settings = replace(settings, budget=min(settings.budget, shape.max_blocks))
         self._settings = settings
+        self._partial = [_partial_keys(layer) for layer in layers]
         self._staged = [StagedTokens(shape, settings, dtype, device) for _ in range(2)]
         # only the scout lane uses it, layer by layer
         self._speculation = SpeculationWorkspace(
@@ -120,6 +124,15 @@ class DeviceInfinigen(AheadProgram):
     def create(cls, context: ProgramContext) -> Self:
         blocks = whole_request_blocks(context.config) if context.holds_whole_requests else 0
         return cls(context.layers, context.shape, InfinigenSettings.of(context.config), blocks)
+
+    @classmethod
+    def layer_codes(cls, config: HybridConfig, pool: KVPool, model: ModelPart | None) -> list[PartialKeyCodes]:
+        assert pool.codes is not None and isinstance(pool.codes.encoder, PartialKeys)  # which the policy declares
+        codes, encoder = pool.codes, pool.codes.encoder
+        return [
+            PartialKeyCodes(codes.of_layer(layer), encoder.basis(layer), encoder.dtype)
+            for layer in range(pool.layer_num)
+        ]
 
     @property
     def without_whole_requests(self) -> str:
@@ -161,9 +174,8 @@ class DeviceInfinigen(AheadProgram):
         """On the scout lane: choose a layer's tokens, and begin to copy them."""
         count, settings, of_layer = query.shape[0], self._settings, self._layers[layer]
         step, staged, workspace = self.step.of_batch(count), self._staged[layer % 2], self._workspace(count)
-        lists, partial = staged.lists(count), of_layer.digests.partial
-        assert partial is not None
-        speculate(query, partial, step, scale, settings.alpha, workspace)
+        lists = staged.lists(count)
+        speculate(query, self._partial[layer], step, scale, settings.alpha, workspace)
         choose_tokens(step, settings.limit, workspace, lists, settings.budget, counted=self.counted[layer])
         with self._gather.fork():
             gather_tokens(
@@ -185,3 +197,9 @@ class DeviceInfinigen(AheadProgram):
         """Staged tokens of each entry as a row of their own; the page table is that of the pool, and not looked at."""
         tokens = self._staged[parity].lists(count).tokens
         return Step(self.step.of_batch(count).page_table, tokens, self._entries[:count], self.step.active_rows)
+
+
+def _partial_keys(layer: DeviceLayer) -> PartialKeyCodes:
+    if not isinstance(layer.codes, PartialKeyCodes):
+        raise ValueError("policy infinigen needs a pool that keeps partial keys: start with policy=infinigen")
+    return layer.codes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, digest_pages
-from sglang_hybrid.ops.cuda.key_codes import LayerCodes, encode_pages
+from sglang_hybrid.ops.cuda.key_codes import LayerCodes
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class DeviceLayer:
         """Digests, sketches and codes of ``pages`` ``[n]``: arguments as for ``digest_pages``."""
         digest_pages(self.digests, keys, pages, filled)
         if self.codes is not None:
-            encode_pages(self.codes, keys, pages, filled)
+            self.codes.encode_pages(keys, pages, filled)
 
 
 @dataclass(frozen=True)

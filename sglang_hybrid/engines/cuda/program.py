@@ -28,9 +28,9 @@ from sglang_hybrid.engines.cuda.step import ARRIVED, PREFILLED, StepBuffers
 from sglang_hybrid.engines.cuda.watch import RatioWatch
 from sglang_hybrid.engines.cuda.whole_requests import WholeRequests
 from sglang_hybrid.memory.pool import KVPool
-from sglang_hybrid.ops.cuda.digests import Step
 from sglang_hybrid.ops.cuda.key_codes import LayerCodes
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.policies.registry import ModelPart
 from sglang_hybrid.policies.scout.profile import HostRates
 from sglang_hybrid.policies.scout.tuning import Tuning
@@ -87,7 +87,7 @@ class StepProgram(ABC):
         """Return the program for settings that the policy's ``cuda_unsupported`` has nothing against."""
 
     @classmethod
-    def layer_codes(cls, config: HybridConfig, pool: KVPool, model: ModelPart | None) -> list[LayerCodes] | None:
+    def layer_codes(cls, config: HybridConfig, pool: KVPool, model: ModelPart | None) -> Sequence[LayerCodes] | None:
         """Return where codes of each layer's keys are and how they are made; None: the policy keeps none.
 
         Asked once, for the policy that the pool was made for.

@@ -7,8 +7,7 @@ import functools
 import torch
 
 from sglang_hybrid.engines.cuda.settings import WholeSteps
-from sglang_hybrid.ops.cuda.digests import Step
-from sglang_hybrid.ops.cuda.step import begin_step
+from sglang_hybrid.ops.cuda.step import Step, begin_step
 
 # instead of a row's first length, before its first step: sh_first_length
 PREFILLED = -2  # its resident blocks were chosen when its prompt was computed

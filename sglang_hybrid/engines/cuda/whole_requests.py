@@ -17,7 +17,6 @@ from sglang_hybrid.engines.cuda.slots import BlockMemory
 from sglang_hybrid.engines.cuda.step import StepBuffers
 from sglang_hybrid.ops.cuda.copies import gather_blocks
 from sglang_hybrid.ops.cuda.digests import DenseTable, SlotTable, append
-from sglang_hybrid.ops.cuda.key_codes import encode_step
 from sglang_hybrid.ops.cuda.whole_requests import PageAllocator, attend_pages
 from sglang_hybrid.ops.reference import NO_BLOCK
 
@@ -98,12 +97,12 @@ class WholeRequests:
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, *, overlaps: bool = False) -> None:
         """Write the step's tokens to the host pool, to the tails' pages of rows that are held, and to codes of keys."""
         of_layer, step = self._layers[layer], self._step.of_batch(keys.shape[0])
+        if of_layer.codes is not None:
+            of_layer.codes.encode_step(step, keys)  # in front: what overlaps with `append` comes right behind it
         append(
             of_layer.digests, self._no_slots, step, keys, values, self._keys[layer], self._values[layer],
             of_layer.pool, dense=self._allocator.table, overlaps=overlaps, refused=self._refused,
         )  # fmt: skip
-        if of_layer.codes is not None:
-            encode_step(of_layer.codes, step, keys)
 
     def decode(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float

@@ -1,4 +1,4 @@
-"""Keys and values of new tokens: to slots, to the host pool, and into digests, sketches and partial keys.
+"""Keys and values of new tokens: to slots, to the host pool, and into digests and sketches.
 
 What the kernels of a layer share::
 
@@ -22,20 +22,20 @@ import torch
 from sglang_hybrid.blocks import BLOCK_TOKENS, compact_bytes
 from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.library import launch
-from sglang_hybrid.ops.cuda.partial_keys import LayerPartialKeys, encode_pages, encode_tokens
+from sglang_hybrid.ops.cuda.new_keys import keys_of_pages
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.structs import KernelStruct, struct
-from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address, dtype_code
+from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code
 
 
 @dataclass(frozen=True)
 class LayerDigests:
-    """One layer's digests and, if there are any, sketches and partial keys: what is known of its pages."""
+    """One layer's digests and, if there are any, sketches: what is known of its pages."""
 
     digests: torch.Tensor  # [pages, H, 0, D] under policies that need none
     codes: torch.Tensor | None = None
     channels: torch.Tensor | None = None  # int64
     compact_of: tuple[torch.dtype, int] | None = None  # of compact digests: the model's dtype and head_dim
-    partial: LayerPartialKeys | None = None  # kept up to date with digests
 
     @property
     def heads(self) -> int:
@@ -114,35 +114,6 @@ class SlotTable:
 
 
 @dataclass(frozen=True)
-class Step:
-    """The rows of a decode step. Lengths count the token that is being computed: its block is the tail."""
-
-    page_table: torch.Tensor  # [B, max_blocks] int32
-    lengths: torch.Tensor  # [B] int32
-    row_of: torch.Tensor  # [B] int32
-    active_rows: torch.Tensor | None = None
-
-    @property
-    def batch(self) -> int:
-        return self.page_table.shape[0]
-
-    @property
-    def max_blocks(self) -> int:
-        return self.page_table.shape[1]
-
-    def arguments(self) -> KernelStruct:
-        return struct(
-            "step",
-            page_table=address("page_table", self.page_table, torch.int32, (self.batch, self.max_blocks)),
-            lengths=address("lengths", self.lengths, torch.int32, (self.batch,)),
-            row_of=address("row_of", self.row_of, torch.int32, (self.batch,)),
-            active_rows=active_address(self.active_rows),
-            batch=self.batch,
-            max_blocks=self.max_blocks,
-        )
-
-
-@dataclass(frozen=True)
 class DenseTable:
     """Rows that are in device memory as a whole: which page holds which block."""
 
@@ -192,8 +163,8 @@ def append(
     Entries may lie apart. None: there are no new tokens yet, digests and codes of the tails are made of what the pool
     has of them.
 
-    The tails' digests and codes are made anew from the slots, partial keys of the new tokens only. Selection has given
-    a slot to a tail that it saw opened; a tail without one gets it here, by ``scores`` of the last selection
+    The tails' digests and codes are made anew from the slots. Selection has given a slot to a tail that it saw opened;
+    a tail without one gets it here, by ``scores`` of the last selection
     (``[B, H, max_blocks]``, or with ``by_row`` ``[rows, H, max_blocks]``), and what earlier tokens it has come from the
     pool. With ``dense`` slots are pages ``[pages, H, 32, D]``, and tails are where it says; they are digested when they
     are full, since nobody looks at them before. A launch that ``overlaps`` may begin before the one in front of it on
@@ -212,8 +183,6 @@ def append(
         if tuple(part.shape) != of_pool or part.dtype != dtype:
             raise ValueError(f"the pool's {name} are {tuple(part.shape)} of {part.dtype}, not {of_pool} of {dtype}")
     key_entries = None if keys is None else _entries("keys", keys, dtype, (step.batch, heads, dim))
-    if digests.partial is not None and keys is not None:
-        encode_tokens(digests.partial, step, keys)  # in front: what overlaps with `append` comes right behind it
     launch(
         "append",
         digests=digests.arguments(),
@@ -248,29 +217,13 @@ def _entries(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[i
 
 
 def digest_pages(digests: LayerDigests, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
-    """Digests, codes and partial keys of ``pages`` ``[n]``, whose first ``filled`` ``[n]`` tokens are there.
-
-    keys ``[n, H, 32, D]`` on the device, any strides: prefill's ``[tokens, H, D]`` can be viewed like that.
-    """
+    """Digests and codes of ``pages``, of which at least one token is there: ``keys_of_pages`` has the arguments."""
     if digests.is_none:
         return
-    count, heads, tokens, dim = keys.shape
-    if (heads, tokens, dim) != (digests.heads, BLOCK_TOKENS, digests.dim):
-        raise ValueError(f"keys {tuple(keys.shape)} do not fit digests {tuple(digests.digests.shape)}")
-    if not keys.is_cuda or keys.dtype != digests.dtype:
-        raise ValueError(f"keys are {keys.dtype} on {keys.device}, must be {digests.dtype} on a CUDA device")
-    if keys.stride(3) != 1 or keys.data_ptr() % 16 or any(stride % 8 for stride in keys.stride()[:3]):
-        raise ValueError(f"channels of keys must be contiguous and aligned to 16 bytes, strides are {keys.stride()}")
+    if keys.data_ptr() % 16 or any(stride % 8 for stride in keys.stride()[:3]):
+        raise ValueError(f"channels of keys must be aligned to 16 bytes, strides are {keys.stride()}")
     launch(
         "digest_pages",
         digests=digests.arguments(),
-        keys=keys.data_ptr(),
-        pages=address("pages", pages, torch.int32, (count,)),
-        filled=address("filled", filled, torch.int32, (count,)),
-        page_stride=keys.stride(0),
-        head_stride=keys.stride(1),
-        token_stride=keys.stride(2),
-        count=count,
+        source=keys_of_pages(keys, pages, filled, digests.heads, digests.dim, digests.dtype),
     )
-    if digests.partial is not None:
-        encode_pages(digests.partial, keys, pages, filled)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
-from sglang_hybrid.ops.cuda.digests import HostPool, Step
-from sglang_hybrid.ops.cuda.key_codes import LayerCodes
+from sglang_hybrid.ops.cuda.digests import HostPool
+from sglang_hybrid.ops.cuda.key_codes import QuantisedCodes
 from sglang_hybrid.ops.cuda.library import launch
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address, dtype_code, scalar_address
 
 SHARE_UNITS = 1 << 20  # of ``counted``: kept_share_units of keep_tokens.cuh
@@ -60,7 +61,7 @@ class SumWorkspace:
         self.arrived = torch.zeros(batch, heads, dtype=torch.int32, device=device)
 
 
-def token_logits(query: torch.Tensor, codes: LayerCodes, step: Step, scale: float, kept: KeptTokens) -> None:
+def token_logits(query: torch.Tensor, codes: QuantisedCodes, step: Step, scale: float, kept: KeptTokens) -> None:
     """Logits of all tokens of each row by their codes, in units of log2, to ``kept.weights``. query ``[B, H * G, D]``.
 
     Up to 24,576 centroids. Tokens whose page has no codes get -inf; what is behind a row's last token is not written.

@@ -2,31 +2,70 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
-from sglang_hybrid.ops.cuda.digests import Step
 from sglang_hybrid.ops.cuda.library import launch
+from sglang_hybrid.ops.cuda.new_keys import keys_of_pages, keys_of_step
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.structs import KernelStruct, struct
 from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code
 
 
-@dataclass(frozen=True)
-class LayerCodes:
-    """One layer's codes: indices of the nearest centroids of each part of a key, or whole keys."""
+class LayerCodes(ABC):
+    """One layer's codes of single keys. Whoever writes keys writes their codes, too."""
 
+    encoder: ClassVar[str]  # the kernel that makes them
     codes: torch.Tensor  # [pages, H, 32, code_bytes] uint8
     dtype: torch.dtype  # of keys
-    dim: int  # of keys
+
+    @property
+    @abstractmethod
+    def dim(self) -> int:
+        """Of keys."""
+
+    @property
+    def heads(self) -> int:
+        return self.codes.shape[1]
+
+    @abstractmethod
+    def arguments(self) -> KernelStruct:
+        """Return where they are and how they are made. Raises ValueError for what kernels cannot read."""
+
+    def encode_pages(self, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
+        """Codes of the first tokens of pages: ``keys_of_pages`` has the arguments."""
+        self._encode(keys_of_pages(keys, pages, filled, self.heads, self.dim, self.dtype))
+
+    def encode_step(self, step: Step, keys: torch.Tensor) -> None:
+        """Codes of the step's new tokens, keys ``[B, H, D]``, whose entries may lie apart."""
+        self._encode(keys_of_step(step, keys, self.heads, self.dim, self.dtype))
+
+    def _encode(self, keys: KernelStruct) -> None:
+        launch(self.encoder, to=self.arguments(), source=keys)
+
+
+@dataclass(frozen=True)
+class QuantisedCodes(LayerCodes):
+    """Indices of the nearest centroids of each part of a key, or whole keys.
+
+    Near-ties between centroids may fall to either of them: sums are in another order than the reference's.
+    """
+
+    encoder: ClassVar[str] = "encode_keys"
+    codes: torch.Tensor
+    dtype: torch.dtype
+    key_dim: int
     centroids: torch.Tensor | None = None  # [H, groups or 1, C, dim / groups] float32; None: codes are keys
     groups: int = 0
     index_bytes: int = 0  # 1 or 2
 
     @property
-    def heads(self) -> int:
-        return self.codes.shape[1]
+    def dim(self) -> int:
+        return self.key_dim
 
     def arguments(self) -> KernelStruct:
         pages, heads, _, code_bytes = self.codes.shape
@@ -62,50 +101,3 @@ class LayerCodes:
             count=count,
             index_bytes=self.index_bytes,
         )
-
-
-def encode_pages(to: LayerCodes, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
-    """Codes of the first ``filled`` ``[n]`` tokens of ``pages`` ``[n]``, both int32. Pages without codes are left out.
-
-    keys ``[n, H, 32, D]`` on the device, any strides, as for ``digest_pages``. Near-ties between centroids may fall to
-    either of them: sums are in another order than the reference's.
-    """
-    count, heads, tokens, dim = keys.shape
-    if (heads, tokens, dim) != (to.heads, BLOCK_TOKENS, to.dim):
-        raise ValueError(f"keys {tuple(keys.shape)} do not fit codes {tuple(to.codes.shape)}")
-    _check_keys(to, keys)
-    launch(
-        "encode_keys",
-        to=to.arguments(),
-        keys=keys.data_ptr(),
-        pages=address("pages", pages, torch.int32, (count,)),
-        filled=address("filled", filled, torch.int32, (count,)),
-        page_stride=keys.stride(0),
-        head_stride=keys.stride(1),
-        token_stride=keys.stride(2),
-        count=count,
-    )
-
-
-def encode_step(to: LayerCodes, step: Step, keys: torch.Tensor) -> None:
-    """Codes of the step's new tokens, keys ``[B, H, D]``, whose entries may lie apart."""
-    if tuple(keys.shape) != (step.batch, to.heads, to.dim):
-        raise ValueError(f"keys are {tuple(keys.shape)}, must be {(step.batch, to.heads, to.dim)}")
-    _check_keys(to, keys)
-    launch(
-        "encode_keys",
-        to=to.arguments(),
-        step=step.arguments(),
-        keys=keys.data_ptr(),
-        page_stride=keys.stride(0),
-        head_stride=keys.stride(1),
-        token_stride=0,
-        count=step.batch,
-    )
-
-
-def _check_keys(to: LayerCodes, keys: torch.Tensor) -> None:
-    if not keys.is_cuda or keys.dtype != to.dtype:
-        raise ValueError(f"keys are {keys.dtype} on {keys.device}, must be {to.dtype} on a CUDA device")
-    if keys.stride(-1) != 1:
-        raise ValueError(f"channels of keys must be contiguous, strides are {keys.stride()}")

@@ -9,8 +9,9 @@ import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.ops.cuda.attention import AttendWorkspace, Partial, side_arguments
-from sglang_hybrid.ops.cuda.digests import HostPool, Step
+from sglang_hybrid.ops.cuda.digests import HostPool
 from sglang_hybrid.ops.cuda.library import launch
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.tensors import HALVES, address, bit_words, dtype_code
 
 _EVERYTHING: dict[str, Any] = {"least_score": 0.0, "sink": 0, "recent": 0}  # is worth it

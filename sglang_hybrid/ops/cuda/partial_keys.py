@@ -1,38 +1,30 @@
 """Partial keys on the device: the first columns of every key in a basis of its KV head, as ``memory/partial_keys.py``.
 
-    codes  [pages, H, 32, 2 * columns]   bytes: values of the keys' dtype
-    basis  [H, D, columns]               float32
-
-``append`` and ``digest_pages`` write them with digests, so whoever writes keys keeps them up to date.
+codes  [pages, H, 32, 2 * columns]   bytes: values of the keys' dtype
+basis  [H, D, columns]               float32
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
-from sglang_hybrid.ops.cuda.library import launch
+from sglang_hybrid.ops.cuda.key_codes import LayerCodes
 from sglang_hybrid.ops.cuda.structs import KernelStruct, struct
 from sglang_hybrid.ops.cuda.tensors import address, dtype_code
 
-if TYPE_CHECKING:  # which imports this module
-    from sglang_hybrid.ops.cuda.digests import Step
-
 
 @dataclass(frozen=True)
-class LayerPartialKeys:
+class PartialKeyCodes(LayerCodes):
     """One layer's partial keys: what ``KeyCodes`` holds, encoded by ``PartialKeys``."""
 
+    encoder: ClassVar[str] = "encode_partial_keys"
     codes: torch.Tensor
     basis: torch.Tensor
     dtype: torch.dtype  # of keys and codes, 16 bits
-
-    @property
-    def heads(self) -> int:
-        return self.basis.shape[0]
 
     @property
     def dim(self) -> int:
@@ -53,30 +45,3 @@ class LayerPartialKeys:
             columns=columns,
             dtype=dtype_code(self.dtype),
         )
-
-
-def encode_tokens(partial: LayerPartialKeys, step: Step, keys: torch.Tensor) -> None:
-    """``PartialKeys.encode`` of the step's new keys ``[B, H, D]``, as ``append`` has checked them."""
-    launch(
-        "encode_tokens",
-        partial=partial.arguments(),
-        step=step.arguments(),
-        keys=keys.data_ptr(),
-        key_stride=keys.stride(0),
-    )
-
-
-def encode_pages(partial: LayerPartialKeys, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
-    """The same of ``pages`` ``[n]`` with keys ``[n, H, 32, D]``, as ``digest_pages`` has checked them."""
-    count = keys.shape[0]
-    launch(
-        "encode_pages",
-        partial=partial.arguments(),
-        keys=keys.data_ptr(),
-        pages=address("pages", pages, torch.int32, (count,)),
-        filled=address("filled", filled, torch.int32, (count,)),
-        page_stride=keys.stride(0),
-        head_stride=keys.stride(1),
-        token_stride=keys.stride(2),
-        count=count,
-    )

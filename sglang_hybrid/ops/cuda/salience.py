@@ -22,8 +22,9 @@ from dataclasses import dataclass
 import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
-from sglang_hybrid.ops.cuda.digests import HostPool, SlotTable, Step
+from sglang_hybrid.ops.cuda.digests import HostPool, SlotTable
 from sglang_hybrid.ops.cuda.library import launch
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address, dtype_code
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_hybrid.ops.cuda.digests import LayerDigests, Step
+from sglang_hybrid.ops.cuda.digests import LayerDigests
 from sglang_hybrid.ops.cuda.library import launch
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.structs import KernelStruct
 from sglang_hybrid.ops.cuda.tensors import active_address, address
 from sglang_hybrid.ops.reference import DIGEST_SPREAD

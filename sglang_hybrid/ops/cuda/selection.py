@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_hybrid.ops.cuda.digests import SlotTable, Step
+from sglang_hybrid.ops.cuda.digests import SlotTable
 from sglang_hybrid.ops.cuda.library import launch
 from sglang_hybrid.ops.cuda.scoring import PendingScores
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.structs import TOTALS, KernelStruct, struct
 from sglang_hybrid.ops.cuda.tensors import address, bit_words, scalar_address
 

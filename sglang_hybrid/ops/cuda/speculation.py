@@ -20,9 +20,10 @@ import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.ops.cuda.copies import GATHER_CTAS
-from sglang_hybrid.ops.cuda.digests import HostPool, Step
+from sglang_hybrid.ops.cuda.digests import HostPool
 from sglang_hybrid.ops.cuda.library import launch
-from sglang_hybrid.ops.cuda.partial_keys import LayerPartialKeys
+from sglang_hybrid.ops.cuda.partial_keys import PartialKeyCodes
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address
 
 _MOST_SPLITS = 32  # sh_most_splits
@@ -79,7 +80,7 @@ class TokenLists:
 
 def speculate(
     query: torch.Tensor,
-    partial: LayerPartialKeys,
+    partial: PartialKeyCodes,
     step: Step,
     scale: float,
     alpha: float,

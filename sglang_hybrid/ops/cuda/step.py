@@ -1,12 +1,43 @@
-"""The beginning of a decode step: SGLang's tables become what the kernels read, in one launch."""
+"""The rows of a decode step, and its beginning: SGLang's tables become what the kernels read, in one launch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from sglang_hybrid.ops.cuda.digests import Step
 from sglang_hybrid.ops.cuda.library import launch
+from sglang_hybrid.ops.cuda.structs import KernelStruct, struct
 from sglang_hybrid.ops.cuda.tensors import active_address, address
+
+
+@dataclass(frozen=True)
+class Step:
+    """The rows of a decode step. Lengths count the token that is being computed: its block is the tail."""
+
+    page_table: torch.Tensor  # [B, max_blocks] int32
+    lengths: torch.Tensor  # [B] int32
+    row_of: torch.Tensor  # [B] int32
+    active_rows: torch.Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.page_table.shape[0]
+
+    @property
+    def max_blocks(self) -> int:
+        return self.page_table.shape[1]
+
+    def arguments(self) -> KernelStruct:
+        return struct(
+            "step",
+            page_table=address("page_table", self.page_table, torch.int32, (self.batch, self.max_blocks)),
+            lengths=address("lengths", self.lengths, torch.int32, (self.batch,)),
+            row_of=address("row_of", self.row_of, torch.int32, (self.batch,)),
+            active_rows=active_address(self.active_rows),
+            batch=self.batch,
+            max_blocks=self.max_blocks,
+        )
 
 
 def begin_step(

@@ -13,8 +13,9 @@ import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.ops.cuda.attention import AttendWorkspace
-from sglang_hybrid.ops.cuda.digests import DenseTable, Step
+from sglang_hybrid.ops.cuda.digests import DenseTable
 from sglang_hybrid.ops.cuda.library import launch
+from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code
 
 

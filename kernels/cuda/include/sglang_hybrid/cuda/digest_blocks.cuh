@@ -4,7 +4,7 @@
 #include "sglang_hybrid/block_attention.h"
 #include "sglang_hybrid/cuda/compact.cuh"
 #include "sglang_hybrid/cuda/halves.cuh"
-#include "sglang_hybrid/cuda/selection_api.h"
+#include "sglang_hybrid/cuda/new_keys.cuh"
 
 namespace sglang_hybrid::cuda {
 
@@ -103,13 +103,13 @@ template <class Element>
 __global__ void __launch_bounds__(digest_threads) digest_pages(const __grid_constant__ sh_digest_pages args) {
     __shared__ __align__(16) SharedBlock block;
     const uint32_t index = blockIdx.x / args.digests.kv_heads, head = blockIdx.x % args.digests.kv_heads;
-    const int32_t page = args.pages[index];
+    const int32_t page = args.source.pages[index];
     if (page < 0 || static_cast<uint32_t>(page) >= args.digests.pages) return;
-    const uint32_t filled = static_cast<uint32_t>(min(max(args.filled[index], 1), static_cast<int32_t>(block_tokens)));
+    const uint32_t filled = static_cast<uint32_t>(min(max(args.source.filled[index], 1), static_cast<int32_t>(block_tokens)));
     const uint32_t row_chunks = args.digests.head_dim / 8;
-    const auto* const keys = static_cast<const uint16_t*>(args.keys) + index * args.page_stride + head * args.head_stride;
+    const uint16_t* const keys = block_of(args.source, index, head);
     for (uint32_t i = threadIdx.x; i < filled * row_chunks; i += digest_threads) {
-        const auto* const from = keys + i / row_chunks * args.token_stride + i % row_chunks * 8;
+        const auto* const from = keys + i / row_chunks * args.source.token_stride + i % row_chunks * 8;
         reinterpret_cast<uint4*>(block.keys)[i] = *reinterpret_cast<const uint4*>(from);
     }
     digest_block<Element>(block, filled, args.digests, static_cast<uint32_t>(page), head);

@@ -24,18 +24,9 @@ struct sh_key_codes {
     uint32_t unused;
 };
 
-// Codes of the step's new tokens, or of whole pages: [count][KV head] blocks.
 struct sh_encode_keys {
     sh_key_codes to;
-    sh_step step;           // without pages: entry i has its newest token in keys[i]
-    const void* keys;       // block i of head h begins at i * page_stride + h * head_stride, its tokens token_stride apart
-    const int32_t* pages;   // [count], those that are not in the pool are left out; null: see `step`
-    const int32_t* filled;  // [count] tokens, with pages
-    uint64_t page_stride;   // in values
-    uint64_t head_stride;
-    uint64_t token_stride;
-    uint32_t count;
-    uint32_t unused;
+    sh_new_keys source;
 };
 
 // Logits of all tokens of each row, in units of log2, by codes. Tokens whose page is not in the pool have -inf, and what is

@@ -4,7 +4,7 @@
 #include "sglang_hybrid/block_attention.h"
 #include "sglang_hybrid/cuda/halves.cuh"
 #include "sglang_hybrid/cuda/kept_tokens_api.h"
-#include "sglang_hybrid/cuda/memory.cuh"
+#include "sglang_hybrid/cuda/new_keys.cuh"
 
 namespace sglang_hybrid::cuda {
 
@@ -15,13 +15,6 @@ inline constexpr uint32_t code_lanes = 32;
 
 __device__ inline bool is_page_of(const sh_key_codes& codes, int32_t page) {
     return page >= 0 && static_cast<uint32_t>(page) < codes.pages;
-}
-
-// Blocks of a row; 0 for a length that no row of the step can have.
-__device__ inline uint32_t row_blocks(const sh_step& step, uint32_t entry) {
-    const int32_t length = step.lengths[entry];
-    if (length < 1 || static_cast<uint32_t>(length) > step.max_blocks * block_tokens) return 0;
-    return (static_cast<uint32_t>(length) + block_tokens - 1) / block_tokens;
 }
 
 __device__ inline uint8_t* block_codes(const sh_key_codes& codes, int32_t page, uint32_t head) {
@@ -76,40 +69,20 @@ __device__ inline void encode_part(const sh_key_codes& to, const float* keys, ui
     }
 }
 
-// Which tokens of which block a CTA encodes: a page's first ones, or the newest of a batch entry.
-struct EncodedTokens {
-    int32_t page = -1;
-    uint32_t first = 0, count = 0;
-
-    __device__ EncodedTokens(const sh_encode_keys& args, uint32_t index) {
-        if (args.pages) {
-            page = args.pages[index];
-            count = static_cast<uint32_t>(min(max(args.filled[index], 0), static_cast<int32_t>(block_tokens)));
-            return;
-        }
-        if (index >= active_of(args.step.active_rows, args.step.batch)) return;
-        const uint32_t blocks = row_blocks(args.step, index);
-        if (!blocks) return;
-        page = args.step.page_table[uint64_t{index} * args.step.max_blocks + blocks - 1];
-        first = static_cast<uint32_t>(args.step.lengths[index] - 1) % block_tokens;
-        count = 1;
-    }
-};
-
 // A CTA for each (block, KV head).
 template <class Element>
 __global__ void __launch_bounds__(code_threads) encode_keys(const __grid_constant__ sh_encode_keys args) {
     __shared__ float keys[tokens_at_once * max_head_dim];
     const sh_key_codes& to = args.to;
     const uint32_t index = blockIdx.x / to.kv_heads, head = blockIdx.x % to.kv_heads, dim = to.head_dim;
-    const EncodedTokens tokens(args, index);
+    const NewTokens tokens(args.source, index);
     if (!is_page_of(to, tokens.page) || !tokens.count) return;
     uint8_t* const codes = block_codes(to, tokens.page, head) + uint64_t{tokens.first} * to.code_bytes;
-    const auto* const from = static_cast<const uint16_t*>(args.keys) + index * args.page_stride + head * args.head_stride;
+    const uint16_t* const from = block_of(args.source, index, head);
     if (!to.centroids) {
         auto* const whole = reinterpret_cast<uint16_t*>(codes);
         for (uint32_t i = threadIdx.x; i < tokens.count * dim; i += code_threads) {
-            whole[i] = from[i / dim * args.token_stride + i % dim];
+            whole[i] = from[i / dim * args.source.token_stride + i % dim];
         }
         return;
     }
@@ -117,7 +90,7 @@ __global__ void __launch_bounds__(code_threads) encode_keys(const __grid_constan
         const uint32_t count = min(tokens_at_once, tokens.count - begin);
         __syncthreads();  // the keys before these are done with
         for (uint32_t i = threadIdx.x; i < count * dim; i += code_threads) {
-            keys[i] = widened<Element>(from[(begin + i / dim) * args.token_stride + i % dim]);
+            keys[i] = widened<Element>(from[(begin + i / dim) * args.source.token_stride + i % dim]);
         }
         __syncthreads();
         for (uint32_t group = threadIdx.x / code_lanes; group < to.groups; group += code_warps) {

@@ -3,7 +3,7 @@
 
 #include "sglang_hybrid/block_attention.h"
 #include "sglang_hybrid/cuda/halves.cuh"
-#include "sglang_hybrid/cuda/memory.cuh"
+#include "sglang_hybrid/cuda/new_keys.cuh"
 #include "sglang_hybrid/cuda/speculation_api.h"
 
 namespace sglang_hybrid::cuda {
@@ -32,52 +32,28 @@ __device__ void times_basis(const float* vectors, uint32_t count, const sh_parti
     }
 }
 
-// By a whole CTA: codes of `count` tokens of a block from token `first` on. key_at(token, channel): bits of a value.
-template <class Element, class KeyAt>
-__device__ void encode_block(const sh_partial_keys& partial, uint32_t page, uint32_t head, uint32_t first, uint32_t count,
-                             float* shared, KeyAt key_at) {
-    for (uint32_t i = threadIdx.x; i < count * partial.head_dim; i += blockDim.x) {
-        shared[i] = widened<Element>(key_at(i / partial.head_dim, i % partial.head_dim));
-    }
-    __syncthreads();
-    const uint64_t block = uint64_t{page} * partial.kv_heads + head;
-    auto* const codes = static_cast<uint16_t*>(partial.codes) + (block * block_tokens + first) * partial.columns;
-    times_basis(shared, count, partial, head, [&](uint32_t token, uint32_t column, float sum) {
-        codes[token * partial.columns + column] = static_cast<uint16_t>(Element::pack(sum, 0.0f));
-    });
-}
-
 __device__ inline bool has_page(const sh_partial_keys& partial, int32_t page) {
     return page >= 0 && static_cast<uint32_t>(page) < partial.pages;
 }
 
-// A CTA for each (batch entry, KV head).
+// A CTA for each (block, KV head).
 template <class Element>
-__global__ void __launch_bounds__(encode_threads) encode_tokens(const __grid_constant__ sh_encode_tokens args) {
-    __shared__ float key[most_key_dim];
-    const uint32_t entry = blockIdx.x / args.partial.kv_heads, head = blockIdx.x % args.partial.kv_heads;
-    if (entry >= active_of(args.step.active_rows, args.step.batch)) return;
-    const int32_t last = args.step.lengths[entry] - 1;
-    if (last < 0 || last >= static_cast<int32_t>(args.step.max_blocks * block_tokens)) return;
-    const uint32_t token = static_cast<uint32_t>(last);
-    const int32_t page = args.step.page_table[uint64_t{entry} * args.step.max_blocks + token / block_tokens];
-    if (!has_page(args.partial, page)) return;
-    const auto* const from = static_cast<const uint16_t*>(args.keys) + entry * args.key_stride + head * args.partial.head_dim;
-    encode_block<Element>(args.partial, static_cast<uint32_t>(page), head, token % block_tokens, 1, key,
-                          [&](uint32_t, uint32_t channel) { return from[channel]; });
-}
-
-// A CTA for each (page of the list, KV head).
-template <class Element>
-__global__ void __launch_bounds__(encode_threads) encode_pages(const __grid_constant__ sh_encode_pages args) {
-    extern __shared__ __align__(16) float keys[];
-    const uint32_t index = blockIdx.x / args.partial.kv_heads, head = blockIdx.x % args.partial.kv_heads;
-    const int32_t page = args.pages[index];
-    if (!has_page(args.partial, page)) return;
-    const uint32_t filled = static_cast<uint32_t>(min(max(args.filled[index], 0), static_cast<int32_t>(block_tokens)));
-    const auto* const from = static_cast<const uint16_t*>(args.keys) + index * args.page_stride + head * args.head_stride;
-    encode_block<Element>(args.partial, static_cast<uint32_t>(page), head, 0, filled, keys,
-                          [&](uint32_t token, uint32_t channel) { return from[token * args.token_stride + channel]; });
+__global__ void __launch_bounds__(encode_threads) encode_partial_keys(const __grid_constant__ sh_encode_partial_keys args) {
+    extern __shared__ __align__(16) float keys[];  // of all tokens that a block can have
+    const sh_partial_keys& to = args.to;
+    const uint32_t index = blockIdx.x / to.kv_heads, head = blockIdx.x % to.kv_heads;
+    const NewTokens tokens(args.source, index);
+    if (!has_page(to, tokens.page) || !tokens.count) return;
+    const uint16_t* const from = block_of(args.source, index, head);
+    for (uint32_t i = threadIdx.x; i < tokens.count * to.head_dim; i += blockDim.x) {
+        keys[i] = widened<Element>(from[i / to.head_dim * args.source.token_stride + i % to.head_dim]);
+    }
+    __syncthreads();
+    const uint64_t block = uint64_t{static_cast<uint32_t>(tokens.page)} * to.kv_heads + head;
+    auto* const codes = static_cast<uint16_t*>(to.codes) + (block * block_tokens + tokens.first) * to.columns;
+    times_basis(keys, tokens.count, to, head, [&](uint32_t token, uint32_t column, float sum) {
+        codes[token * to.columns + column] = static_cast<uint16_t>(Element::pack(sum, 0.0f));
+    });
 }
 
 }  // namespace sglang_hybrid::cuda

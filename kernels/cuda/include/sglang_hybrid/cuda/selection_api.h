@@ -74,17 +74,23 @@ struct sh_append {
     uint32_t overlaps;  // of what is read, the launch in front writes keys and values only: this one begins before it is done
 };
 
-// Digests and codes of whole pages, [count][KV head] blocks.
-struct sh_digest_pages {
-    sh_digests digests;
+// Keys that are new in a layer, [count][KV head] blocks: of whole pages, or of the step's new tokens.
+struct sh_new_keys {
     const void* keys;  // block i of head h begins at i * page_stride + h * head_stride, its tokens token_stride apart
-    const int32_t* pages;  // [count]; those that are not in the pool are left out
-    const int32_t* filled;  // [count] tokens, at least 1
+    const int32_t* pages;  // [count], those that are not in the pool are left out; null: entry i of `step` has one new token
+    const int32_t* filled;  // [count] tokens, with pages
+    sh_step step;  // without pages; row_of is not looked at
     uint64_t page_stride;  // in values
     uint64_t head_stride;
     uint64_t token_stride;
     uint32_t count;
     uint32_t unused;
+};
+
+// Digests and codes of whole pages.
+struct sh_digest_pages {
+    sh_digests digests;
+    sh_new_keys source;  // of pages, with at least one token each
 };
 
 // -- scores ------------------------------------------------------------------------------------------------------------

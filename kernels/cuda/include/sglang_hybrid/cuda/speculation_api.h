@@ -18,25 +18,9 @@ struct sh_partial_keys {
     uint32_t unused;
 };
 
-// Partial keys of the step's new tokens. Tokens whose page is not in the pool are left out.
-struct sh_encode_tokens {
-    sh_partial_keys partial;
-    sh_step step;  // row_of is not looked at
-    const void* keys;  // [batch][KV head][head_dim], entries key_stride values apart
-    uint64_t key_stride;
-};
-
-// Partial keys of whole pages, [count][KV head] blocks.
-struct sh_encode_pages {
-    sh_partial_keys partial;
-    const void* keys;  // block i of head h begins at i * page_stride + h * head_stride, its tokens token_stride apart
-    const int32_t* pages;  // [count]; those that are not in the pool are left out
-    const int32_t* filled;  // [count] tokens
-    uint64_t page_stride;  // in values
-    uint64_t head_stride;
-    uint64_t token_stride;
-    uint32_t count;
-    uint32_t unused;
+struct sh_encode_partial_keys {
+    sh_partial_keys to;
+    sh_new_keys source;
 };
 
 enum sh_speculation : uint32_t { sh_most_splits = 32 };
