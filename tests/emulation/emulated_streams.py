@@ -139,5 +139,6 @@ torch.cuda.Stream, torch.cuda.Event, torch.cuda.stream = Stream, Event, stream
 torch.cuda.current_stream = lambda *_: Stream.current
 torch.cuda.synchronize = run_all
 torch.Tensor.pin_memory = lambda self: self
+torch.Tensor.record_stream = lambda self, _stream: _kept.append(self)
 sys.modules["flashinfer"] = types.ModuleType("flashinfer")
 sys.modules["flashinfer"].BatchPrefillWithPagedKVCacheWrapper = PagedAttention

@@ -10,7 +10,7 @@ class Counters:
 
     def __init__(self, counted: torch.Tensor) -> None:
         self._counted = counted
-        self._copy = torch.empty(counted.shape, dtype=counted.dtype, pin_memory=True)
+        self._copy = torch.empty(counted.shape, dtype=counted.dtype).pin_memory()
         self._arrived: torch.cuda.Event | None = None
         self._before: torch.cuda.Event | None = None  # when the look before the last one began
         self.seconds: float | None = None  # on the device, between the beginnings of the last two looks

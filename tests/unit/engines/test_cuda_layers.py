@@ -32,7 +32,6 @@ def pool_of(code_bytes: int) -> Any:
 
 
 def test_infinigen_has_the_partial_keys_of_a_pool_without_digests() -> None:
-    """They were found beside digests only, and no server could start."""
     pool = pool_of(2 * COLUMNS)
     pool.codes.use(PartialKeys([torch.eye(DIM).expand(HEADS, -1, -1)] * LAYERS, COLUMNS, torch.bfloat16))
     program = _program_of(load_config(None, ["policy=infinigen"]))

@@ -37,6 +37,7 @@ DEVICE_ALONE = {
 }
 WITH_STREAMS = {
     "test_gpu_dense.py": 1,
+    "test_gpu_engine.py": 1,
     "test_gpu_full.py": 1,
     "test_gpu_hcattention.py": 1,
     "test_gpu_hgca.py": 1,

@@ -1,0 +1,145 @@
+"""A whole engine on the GPU: prompts and answers of two requests under every policy that has a CUDA program.
+
+Each policy is set so that it leaves out nothing, so attention must be plain softmax over everything. The parts have
+tests of their own; this one is about what puts them together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
+
+from sglang_hybrid.config import HybridConfig, load_config
+from sglang_hybrid.engines.base import ModelFacts, PrefillBatch, StepBatch
+from sglang_hybrid.engines.cuda.engine import CudaEngine
+from sglang_hybrid.memory.capacity import KVShape
+from sglang_hybrid.memory.device_capacity import code_bytes, is_compact
+from sglang_hybrid.memory.digests import CompactDigests, Digests
+from sglang_hybrid.memory.key_codes import KeyCodes
+from sglang_hybrid.memory.partial_keys import PartialKeys
+from sglang_hybrid.memory.sketches import Sketches
+from sglang_hybrid.ops import reference
+from sglang_hybrid.policies.registry import policy_named
+from sglang_hybrid.policies.scout.tuning import tuning_of
+from sglang_hybrid.protocol.region import SharedRegion
+
+LAYERS, HEADS, GROUP, DIM, PAGES, CONTEXT = 2, 2, 2, 64, 24, 256
+SCALE = 0.9 * DIM**-0.5
+DTYPE = torch.bfloat16
+PROMPTS, STEPS = [70, 33], 3
+LOSSLESS = {
+    "full": [],
+    "scout": [f"budget_tokens={CONTEXT}"],
+    "scoutattention": [f"budget_tokens={CONTEXT}"],
+    "hgca": [f"hgca.window_tokens={CONTEXT}"],
+    "hcattention": ["hcattention.tau=1"],
+    "infinigen": [f"budget_tokens={CONTEXT}", "infinigen.alpha=1000"],
+}
+
+
+class Pool:
+    """As SGLang's adapter makes it for a policy, with nothing of SGLang."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        shape = (PAGES, HEADS, BLOCK_TOKENS, DIM)
+        size = torch.Size(shape).numel() * DTYPE.itemsize
+        self.region = SharedRegion(SharedRegion.size_for(*[size] * 2 * LAYERS))
+        self.k_buffer, self.v_buffer = (
+            [self.region.take(shape, DTYPE).fill_(torch.nan) for _ in range(LAYERS)] for _ in range(2)
+        )
+        self.head_num, self.head_dim, self.v_head_dim, self.layer_num = HEADS, DIM, DIM, LAYERS
+        self.store_dtype, self.device = DTYPE, DEVICE
+        self.digests: Digests | CompactDigests | None = None
+        self.sketches: Sketches | None = None
+        self.codes: KeyCodes | None = None
+        if policy_named(config.policy).needs.digests:
+            channels = config.sketch_channels
+            self.sketches = Sketches(channels, LAYERS, PAGES, HEADS, BLOCK_TOKENS, DEVICE) if channels else None
+            of_digests = (LAYERS, PAGES, HEADS, DIM)
+            if self.sketches and is_compact(config.digest_dtype, channels, DIM, "cuda"):
+                self.digests = CompactDigests(self.sketches, *of_digests, DEVICE)
+            else:
+                self.digests = Digests(*of_digests, DTYPE, DEVICE)
+        if of_key := code_bytes(config, KVShape(LAYERS, HEADS, DIM, DIM, DTYPE.itemsize)):
+            self.codes = KeyCodes(of_key, LAYERS, PAGES, HEADS, BLOCK_TOKENS, DEVICE)
+            if policy_named(config.policy).needs.skew:
+                bases = [torch.eye(DIM, device=DEVICE).expand(HEADS, -1, -1)] * LAYERS
+                self.codes.use(PartialKeys(bases, of_key // DTYPE.itemsize, DTYPE))
+
+    def store(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        raise AssertionError("on a GPU kernels write the pool")
+
+
+class Requests:
+    """Random queries, keys and values of requests in rows 1 and 2, whose pages are in no order."""
+
+    def __init__(self, settings: list[str]) -> None:
+        config = load_config(None, settings)
+        random = seeded(5)
+        self.rows = torch.tensor([1, 2], device=DEVICE)
+        self.lengths = list(PROMPTS)
+        pages = (1 + torch.randperm(PAGES - 1, generator=random))[: 2 * (CONTEXT // BLOCK_TOKENS)].view(2, -1)
+        tokens = pages.repeat_interleave(BLOCK_TOKENS, dim=1) * BLOCK_TOKENS + torch.arange(CONTEXT) % BLOCK_TOKENS
+        self.req_to_token = torch.zeros(4, CONTEXT, dtype=torch.int32)
+        self.req_to_token[1:3] = tokens
+        self.req_to_token = self.req_to_token.to(DEVICE)
+        facts = ModelFacts(self.req_to_token, GROUP, DTYPE, SCALE, cuda_graphs=True)
+        pool: Any = Pool(config)
+        self.engine = CudaEngine(config, tuning_of(config, LAYERS), None, pool, facts, None)
+        of_tokens = (LAYERS, 2, CONTEXT)
+        self.query = torch.randn(*of_tokens, HEADS * GROUP, DIM, generator=random).to(DTYPE)
+        self.keys, self.values = torch.randn(2, *of_tokens, HEADS, DIM, generator=random).to(DTYPE)
+
+    def slots(self, row: int, first: int, last: int) -> torch.Tensor:
+        return self.req_to_token[1 + row, first:last].to(torch.int64)
+
+    def prefill(self) -> None:
+        slots = torch.cat([self.slots(row, 0, length) for row, length in enumerate(self.lengths)])
+        self.engine.begin_prefill(PrefillBatch(self.rows, self.lengths, self.lengths, slots))
+        outs = []
+        for layer in range(LAYERS):
+            query, keys, values = (
+                torch.cat([part[layer, row, :length] for row, length in enumerate(self.lengths)]).to(DEVICE)
+                for part in (self.query, self.keys, self.values)
+            )
+            outs.append(self.engine.prefill(layer, query, keys, values, SCALE))
+        torch.cuda.synchronize()
+        for layer, out in enumerate(outs):
+            for row, found in enumerate(out[: sum(self.lengths)].cpu().split(self.lengths)):
+                self.compare(found, layer, row, 0)
+
+    def decode(self) -> None:
+        """One token of each."""
+        self.lengths = [length + 1 for length in self.lengths]
+        lengths = torch.tensor(self.lengths)
+        slots = torch.cat([self.slots(row, length - 1, length) for row, length in enumerate(self.lengths)])
+        self.engine.begin_step(StepBatch(self.rows, lengths.to(DEVICE), lengths, slots))
+        for layer in range(LAYERS):
+            query, keys, values = (
+                torch.stack([part[layer, row, length - 1] for row, length in enumerate(self.lengths)]).to(DEVICE)
+                for part in (self.query, self.keys, self.values)
+            )
+            out = self.engine.decode(layer, query, keys, values, SCALE)
+            torch.cuda.synchronize()  # layers share the memory of their outputs
+            for row, length in enumerate(self.lengths):
+                self.compare(out[row][None].cpu(), layer, row, length - 1)
+
+    def compare(self, found: torch.Tensor, layer: int, row: int, first: int) -> None:
+        """Of a row's tokens from ``first`` on."""
+        length = self.lengths[row]
+        keys, values = (part[layer, row, :length].transpose(0, 1).float() for part in (self.keys, self.values))
+        expected = reference.attend_prefill(self.query[layer, row, first:length].float(), keys, values, SCALE)
+        torch.testing.assert_close(found.float().view_as(expected), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("whole", ["never", "auto"])
+@pytest.mark.parametrize("policy", LOSSLESS)
+def test_requests_are_answered_by_plain_attention_where_nothing_is_left_out(policy: str, whole: str) -> None:
+    requests = Requests([f"policy={policy}", f"whole_requests={whole}", "worker=none", *LOSSLESS[policy]])
+    requests.prefill()
+    for _ in range(STEPS):
+        requests.decode()
+    assert int(requests.engine.program.refused) == 0
