@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from sglang_hybrid.blocks import BLOCK_TOKENS, compact_bytes
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.engines.cuda.settings import hgca_slots_of, slots_of, unsupported_settings
+from sglang_hybrid.engines.cuda.settings import hgca_slots_of, paper_slots_of, slots_of, unsupported_settings
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape
 from sglang_hybrid.policies.infinigen.options import InfinigenOptions
 from sglang_hybrid.policies.registry import policy_named
@@ -111,6 +111,13 @@ def scout_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> Ro
     """A row of at most ``max_blocks`` blocks under policies that select."""
     slots, lists = slots_of(config), shape.layers * shape.kv_heads
     positions = lists * slots * _POSITION_BYTES
+    return RowBytes(_block_bytes(shape, slots) + positions, lists * max_blocks * _SCORE_BYTES)
+
+
+def scoutattention_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:
+    """The same under policy scoutattention, which notes beside each slot whether its block is attended."""
+    slots, lists = paper_slots_of(config), shape.layers * shape.kv_heads
+    positions = 2 * lists * slots * _POSITION_BYTES
     return RowBytes(_block_bytes(shape, slots) + positions, lists * max_blocks * _SCORE_BYTES)
 
 

@@ -40,6 +40,12 @@ def _device_scout() -> type[StepProgram]:
     return DeviceScout
 
 
+def _device_scoutattention() -> type[StepProgram]:
+    from sglang_hybrid.engines.cuda.scoutattention import DeviceScoutAttention
+
+    return DeviceScoutAttention
+
+
 def _full_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:
     from sglang_hybrid.memory.device_capacity import full_row_bytes
 
@@ -50,6 +56,12 @@ def _scout_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> R
     from sglang_hybrid.memory.device_capacity import scout_row_bytes
 
     return scout_row_bytes(config, shape, max_blocks)
+
+
+def _scoutattention_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:
+    from sglang_hybrid.memory.device_capacity import scoutattention_row_bytes
+
+    return scoutattention_row_bytes(config, shape, max_blocks)
 
 
 def _device_hgca() -> type[StepProgram]:
@@ -104,6 +116,12 @@ def _not_by_device_scout(config: HybridConfig) -> str | None:
     return unsupported_by_scout(config)
 
 
+def _not_by_device_scoutattention(config: HybridConfig) -> str | None:
+    from sglang_hybrid.engines.cuda.settings import unsupported_by_scoutattention
+
+    return unsupported_by_scoutattention(config)
+
+
 def _hcattention_code_bytes(config: HybridConfig, shape: KVShape) -> int:
     from sglang_hybrid.policies.hcattention import codebook_facts
 
@@ -151,6 +169,9 @@ def create_scout(context: PolicyContext) -> DecodePolicy:
     "scoutattention",
     description="as scout, but as the paper ScoutAttention has it: for comparison",
     needs=Needs(worker=True, prediction=True, prediction_by_default="raw"),
+    cuda_program=_device_scoutattention,
+    cuda_row_bytes=_scoutattention_row_bytes,
+    cuda_unsupported=_not_by_device_scoutattention,
     settings=ScoutAttentionOptions,
 )
 def create_scoutattention(context: PolicyContext) -> DecodePolicy:
@@ -162,7 +183,7 @@ def create_scoutattention(context: PolicyContext) -> DecodePolicy:
 @register_policy(
     "hgca",
     description="a window of the newest tokens and salient older ones, as the paper HGCA has it",
-    needs=Needs(worker=True, masks=True, long_lists=True),
+    needs=Needs(worker=True, masks=True, long_lists=True, digests=False),
     cuda_program=_device_hgca,
     cuda_row_bytes=_hgca_row_bytes,
     cuda_unsupported=_not_by_device_hgca,
@@ -194,7 +215,7 @@ def create_hcattention(context: PolicyContext) -> DecodePolicy:
 @register_policy(
     "infinigen",
     description="tokens that partial keys speculate to matter, as the paper InfiniGen has it",
-    needs=Needs(prediction=True, skew=True, prediction_by_default="raw"),
+    needs=Needs(prediction=True, skew=True, prediction_by_default="raw", digests=False),
     cuda_program=_device_infinigen,
     cuda_row_bytes=_infinigen_row_bytes,
     code_bytes=_partial_key_bytes,

@@ -46,6 +46,7 @@ SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
         {"sh_append", sizeof(sh_append)},
         {"sh_digest_pages", sizeof(sh_digest_pages)},
         {"sh_score_blocks", sizeof(sh_score_blocks)},
+        {"sh_share_scores", sizeof(sh_share_scores)},
         {"sh_select_blocks", sizeof(sh_select_blocks)},
         {"sh_apply_plan", sizeof(sh_apply_plan)},
         {"sh_shift_lse", sizeof(sh_shift_lse)},

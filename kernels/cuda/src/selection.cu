@@ -3,9 +3,19 @@
 
 #include "launching.h"
 #include "sglang_hybrid/cuda/select_blocks.cuh"
+#include "sglang_hybrid/cuda/share_scores.cuh"
 
 using namespace sglang_hybrid;
 using namespace sglang_hybrid::cuda;
+
+SH_CUDA_API int sh_cuda_share_scores(const sh_share_scores* args, cudaStream_t stream) {
+    const sh_score_blocks& scored = args->scored;
+    if (!scored.estimates || scored.group < 1 || scored.group > 2 * tile_heads) return cudaErrorInvalidValue;
+    if (scored.step.batch == 0) return cudaSuccess;
+    const auto kernel = scored.group > tile_heads ? share_scores<2> : share_scores<1>;
+    kernel<<<scored.step.batch, finish_threads, 0, stream>>>(*args);
+    return cudaGetLastError();
+}
 
 SH_CUDA_API int sh_cuda_select_blocks(const sh_select_blocks* args, cudaStream_t stream) {
     const uint32_t ctas = args->step.batch * args->kv_heads, max_blocks = args->step.max_blocks;

@@ -195,6 +195,8 @@ def _notes(sizing: Sizing, hybrid: Requests, rates: Rates) -> list[str]:
         notes.append("several GPUs were never measured: weights are divided evenly, and all-reduces take no time here")
     if hybrid.limited_by == GPU and hybrid.count:
         notes.append("a smaller budget_tokens makes resident slots smaller and lets more requests run")
+    if sizing.config.policy not in ("full", "scout"):
+        notes.append(f"the decode rate is that of policy scout: {sizing.config.policy} was not measured")
     if sizing.config.policy == "full":
         notes.append("policy full reads all blocks over PCIe unless all requests fit in the slots: not measured")
     if model.experts:

@@ -49,6 +49,9 @@ class DeviceScout(AheadProgram, SlotProgram):
 
     loads_initial_blocks: ClassVar[bool] = True
     reads_digests: ClassVar[bool] = True
+    # Of what a predicted query began, when the real one is there: whether the weight of replies is corrected, and what
+    # becomes resident chosen anew.
+    corrects: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -166,17 +169,18 @@ class DeviceScout(AheadProgram, SlotProgram):
             # append did not have to wait: the tail's slot is none that selection gives to others
             self._gather.wait_for(layer)
         local, served, out = self._main.local(count), self._main.served(count), self._attention.out(count)
-        replies = self._collect(layer, query, scale, predicted)
-        if predicted:
+        corrected = predicted and self.corrects
+        replies = self._collect(layer, query, scale, corrected)
+        if corrected:
             with self._plan_lane.fork():
                 self._plan(layer, step, query, scale, self._recalls[layer, :count], totals=self.counted[layer])
                 self._plan_lane.mark(layer)
         attend_slots(
-            query, key_slots, value_slots, table.positions, self.step.lengths, step.row_of, scale,
+            query, key_slots, value_slots, self._attended(layer), self.step.lengths, step.row_of, scale,
             active_rows=step.active_rows, workspace=self._attention.attending(count), out=local[0], lse=local[1],
             near_bias=self._near_bias[layer], sink=table.sink, recent=table.recent,
         )  # fmt: skip
-        if predicted:
+        if corrected:
             self._plan_lane.wait_for(layer)
         with self._recall.fork():
             self._make_resident(layer, self._plans[layer])
@@ -193,6 +197,10 @@ class DeviceScout(AheadProgram, SlotProgram):
         if layer == len(self._layers) - 1:
             self._end_layers(layer)
         return out
+
+    def _attended(self, layer: int) -> torch.Tensor:
+        """Which block each slot has that is attended to."""
+        return self._tables[layer].positions
 
     def _worth(self, layer: int, count: int) -> WorthBlocks:
         """What rows that are whole attend to, by their real query."""
@@ -213,7 +221,7 @@ class DeviceScout(AheadProgram, SlotProgram):
             self._recall.wait_for(self._unended)  # and so for all layers before it
             self._unended = None
 
-    def _collect(self, layer: int, query: torch.Tensor, scale: float, predicted: bool) -> Partial | None:
+    def _collect(self, layer: int, query: torch.Tensor, scale: float, corrected: bool) -> Partial | None:
         """On the lane of replies: wait for the worker, bring its replies to the device, shift them. None without one.
 
         Replies cross PCIe beside attention, and this is all that waits for the worker, whoever computes in the end.
@@ -225,7 +233,7 @@ class DeviceScout(AheadProgram, SlotProgram):
         out, lse = self._main.replies(count)
         with self._replies.fork():
             self._mailbox.wait(self._receipt(layer, count), self._settings.deadline_s, out, lse, served)
-            if predicted:
+            if corrected:
                 misses = lane.misses(count)
                 shift_lse(
                     query, lane.query(count), self._layers[layer].digests, misses.pages, misses.counts, scale, lse,

@@ -10,6 +10,7 @@ from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.policies.hgca.options import HgcaOptions
 from sglang_hybrid.policies.registry import policy_named
+from sglang_hybrid.policies.scout.paper import paper_resident_tokens
 from sglang_hybrid.policies.scout.tuning import FIRST_SHARE, FIRST_STEPS, Tuning, resident_tokens_of
 
 if TYPE_CHECKING:  # needs torch, which ``sglang-hybrid config`` does without
@@ -126,8 +127,34 @@ def whole_steps_of(config: HybridConfig, tuning: Tuning) -> WholeSteps | None:
 
 def slots_of(config: HybridConfig) -> int:
     """Blocks of a (row, KV head) in device memory."""
+    return _slots_for(config, resident_tokens_of(config))
+
+
+def paper_slots_of(config: HybridConfig) -> int:
+    """The same under policy scoutattention."""
+    return _slots_for(config, paper_resident_tokens(config))
+
+
+def _slots_for(config: HybridConfig, resident_tokens: int) -> int:
     always = config.sink_blocks + config.recent_blocks + 1
-    return max(always, resident_tokens_of(config) // BLOCK_TOKENS)
+    return max(always, resident_tokens // BLOCK_TOKENS)
+
+
+def paper_settings_of(config: HybridConfig, tuning: Tuning) -> ScoutSettings:
+    """Of policy scoutattention: misses are the worker's, and where there is none, the device reads them."""
+    layers = len(tuning.intervals)
+    return ScoutSettings(
+        budget=config.budget_tokens // BLOCK_TOKENS,
+        slots=paper_slots_of(config),
+        sink=config.sink_blocks,
+        recent=config.recent_blocks,
+        bonus=tuning.bonus,
+        min_miss_score=(-math.inf,) * layers,
+        any_block=tuning.any_block,
+        gather_share=0.0,
+        deadline_s=config.worker_deadline_ms / 1000,
+        early_recalls=0,
+    )
 
 
 def hgca_slots_of(config: HybridConfig) -> int:
@@ -147,7 +174,15 @@ def unsupported_settings(config: HybridConfig) -> str | None:
 
 def unsupported_by_scout(config: HybridConfig) -> str | None:
     """The same of the kernels that select."""
-    if max(config.budget_tokens // BLOCK_TOKENS, slots_of(config)) > _MOST_BLOCKS:
+    return _too_many_blocks(config, slots_of(config))
+
+
+def unsupported_by_scoutattention(config: HybridConfig) -> str | None:
+    return _too_many_blocks(config, paper_slots_of(config))
+
+
+def _too_many_blocks(config: HybridConfig, slots: int) -> str | None:
+    if max(config.budget_tokens // BLOCK_TOKENS, slots) > _MOST_BLOCKS:
         return f"more than {_MOST_BLOCKS * BLOCK_TOKENS} tokens in the budget"
     return None
 

@@ -92,6 +92,14 @@ def score_blocks(
     return PendingScores(arguments, scores)
 
 
+def share_scores(pending: PendingScores) -> None:
+    """Write the scores, and let all KV heads of an entry have the same: the logarithm of what theirs add up to.
+
+    ``select_blocks`` has nothing to write then. Entries that were left alone have the scores that they had.
+    """
+    launch("share_scores", scored=pending.arguments)
+
+
 def shift_lse(
     query: torch.Tensor,
     query_ahead: torch.Tensor,

@@ -113,6 +113,7 @@ def select_blocks(
     whole: torch.Tensor | None = None,
     whole_score: float = -math.inf,
     held: torch.Tensor | None = None,
+    attended: torch.Tensor | None = None,
 ) -> None:
     """``reference.select_blocks`` of scores ``[B, H, max_blocks]``, split by residency, as policy ``scout`` does it.
 
@@ -133,7 +134,8 @@ def select_blocks(
     ``near_bias`` ``[rows, H, G]`` gets ``reference.near_bias`` of what is then in slots or in a list, by what was
     estimated for ``put_off``. Entries that are ``whole`` ``[B]`` miss nothing, since somebody attends to all of their
     blocks that score at least ``whole_score``: these count as well. ``held`` ``[B, H, words]`` gets a bit for each
-    block that such an entry has in a slot.
+    block that such an entry has in a slot. ``attended`` ``[rows, H, slots]`` int32 gets the slot table, as it is when
+    gathered blocks are there, with -1 for blocks that are not selected.
 
     To ``totals`` (int64, in the order of ``TOTALS``) are added the number of all misses, also of those that find no
     room at all, of the plan's entries, of gathered blocks, of selected blocks that are not always in, and of those of
@@ -181,6 +183,7 @@ def select_blocks(
         whole=address("whole", whole, torch.int32, (batch,)),
         whole_score=whole_score,
         held=address("held", held, torch.int32, (batch, heads, bit_words(step.max_blocks))),
+        attended=address("attended", attended, torch.int32, tuple(table.positions.shape)),
         plan=struct("plan") if plan is None else plan.arguments(),
         bonus=bonus,
         min_miss_score=min_miss_score,

@@ -42,9 +42,7 @@ def test_runs_that_keep_other_codes_or_need_digests_are_refused() -> None:
 
 def test_partial_keys_are_shared_by_runs_that_keep_the_same_share() -> None:
     runs = [load_config(None, ["policy=infinigen", more]) for more in ("infinigen.alpha=5", "infinigen.unit=blocks")]
-    assert _settings_of_prefill([load_config(None, []), *runs])[2:] == [
-        "policy=infinigen", "infinigen.partial_ratio=0.3",
-    ]  # fmt: skip
+    assert _settings_of_prefill(runs)[2:] == ["policy=infinigen", "infinigen.partial_ratio=0.3"]
     other = load_config(None, ["policy=infinigen", "infinigen.partial_ratio=0.5"])
     with pytest.raises(InputError, match=r"runs differ in infinigen.partial_ratio "):
         _settings_of_prefill([runs[0], other])

@@ -109,8 +109,8 @@ def test_host_memory_that_a_server_refuses_is_refused_in_its_words() -> None:
 
 
 def test_what_the_cuda_engine_does_not_serve_is_refused_with_what_it_does() -> None:
-    with pytest.raises(SizeError, match=r"policy=scoutattention .* take policy scout or full"):
-        sizing("policy=scoutattention")
+    with pytest.raises(SizeError, match=r"hgca.window_ratio=0.5 .* take policy scout or full"):
+        sizing("policy=hgca", "hgca.window_ratio=0.5")
     with pytest.raises(SizeError, match=r"head_dim 80 .* head_dim 64 or 128"):
         sizing(head_dim=80)
 

@@ -44,6 +44,7 @@ WITH_STREAMS = {
     "test_gpu_infinigen.py": 1,
     "test_gpu_prefill.py": 1,
     "test_gpu_scout.py": 2,
+    "test_gpu_scoutattention.py": 1,
 }
 # of which every other test is enough here; the others run in make test-full
 HALVED = ("test_gpu_scout.py", "test_cuda_selection.py")

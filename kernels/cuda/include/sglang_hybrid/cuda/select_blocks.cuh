@@ -175,6 +175,21 @@ __device__ inline void write_plan(const sh_select_blocks& args, SelectionMemory&
     add_to_plan(args.plan, memory, is_new && has_place, entry, first_slot + static_cast<uint32_t>(slot));
 }
 
+// By a whole CTA: slots whose block is selected, or the tail, which always is.
+__device__ inline void write_attended(const sh_select_blocks& args, const SelectionMemory& memory, const RowBlocks& row,
+                                      const Entry& mine, PositionSet selected, uint64_t first_slot) {
+    if (!args.attended) return;
+    __syncthreads();
+    selected.clear(args.step.max_blocks);
+    __syncthreads();
+    if (mine.position >= 0) selected.add(mine.position);
+    __syncthreads();
+    if (threadIdx.x >= args.table.slots) return;
+    const int32_t held = memory.slots[threadIdx.x];
+    const bool is_attended = held == row.tail() || (held >= 0 && held < row.count && selected.has(held));
+    args.attended[first_slot + threadIdx.x] = is_attended ? held : -1;
+}
+
 // Returns what is attended, in slots or by somebody else.
 __device__ inline PositionSet select_of_row(const sh_select_blocks& args, SelectionMemory& memory, uint32_t* ranks,
                                             uint32_t entry, uint32_t pair, int32_t row_index) {
@@ -248,6 +263,7 @@ __device__ inline PositionSet select_of_row(const sh_select_blocks& args, Select
         if (gathers && mine.position >= 0) mine.has_slot = in_slots.has(mine.position);
         write_plan(args, memory, row, mine, recalled, scores, chosen, first_slot);
     }
+    write_attended(args, memory, row, mine, selected, first_slot);
     // anew: gathered blocks have taken the slots of others
     __syncthreads();
     in_slots.clear(max_blocks);

@@ -109,6 +109,11 @@ struct sh_score_blocks {
     uint32_t by_row;  // how many rows have scores; 0: batch entries have them
 };
 
+// Scores that were put off are written, and then one for all KV heads of an entry: the logarithm of what theirs add up to.
+struct sh_share_scores {
+    sh_score_blocks scored;
+};
+
 // -- selection ---------------------------------------------------------------------------------------------------------
 
 // Blocks that become resident: entry i of the list is block `positions[i]` of its row, in `pages[i]`, and goes to slot
@@ -157,6 +162,7 @@ struct sh_select_blocks {
     int32_t* recalls;  // [batch], or null: who recalls is written here, for a launch that makes the plan later
     const int32_t* whole;  // [batch], or null: entries with 1 miss nothing, somebody attends to all of at least whole_score
     uint32_t* held;  // [batch][KV head][(max_blocks + 31) / 32], or null: of these entries, a bit for every block in a slot
+    int32_t* attended;  // [row][KV head][slots], or null: the slot table without blocks that are not selected now
     sh_plan plan;  // not looked at without due and interval
     float bonus;  // of resident blocks
     float min_miss_score;  // a miss has at least this score

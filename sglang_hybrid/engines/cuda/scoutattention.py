@@ -1,0 +1,92 @@
+"""Policy ``scoutattention`` on a GPU: the lanes of ``scout``, with the paper's rules.
+
+    scout lane    predicted query -> scores, one for all KV heads -> selection and plan -> post      of the next layer
+    main lane     append -> attention over selected slots -> merging with replies -> what is late
+    reply lane    replies of the worker, when they are there                                         beside attention
+    recall lane   copies of the plan -> slot table                                                   of this layer
+
+The worker computes all misses. What becomes resident was selected by the query that selected misses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, Self
+
+import torch
+
+from sglang_hybrid.engines.cuda.decode import DeviceScout
+from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
+from sglang_hybrid.engines.cuda.program import ProgramContext
+from sglang_hybrid.engines.cuda.settings import ScoutSettings, paper_settings_of
+from sglang_hybrid.engines.cuda.watch import DeviceWatch
+from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.ops.cuda.scoring import score_blocks, share_scores
+from sglang_hybrid.ops.cuda.selection import RecallInterval, select_blocks
+from sglang_hybrid.ops.cuda.step import Step
+from sglang_hybrid.ops.reference import NO_BLOCK
+from sglang_hybrid.policies.scout.paper import paper_tuning
+
+
+class DeviceScoutAttention(DeviceScout):
+    corrects: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        layers: Sequence[DeviceLayer],
+        shape: DeviceShape,
+        settings: ScoutSettings,
+        intervals: Sequence[int],
+        mailbox: DeviceMailboxClient | None,
+    ) -> None:
+        super().__init__(layers, shape, settings, intervals, mailbox)
+        # the slot tables without blocks that are not selected in this step
+        self._attended_slots = [torch.full_like(table.positions, NO_BLOCK) for table in self._tables]
+
+    @classmethod
+    def create(cls, context: ProgramContext) -> Self:
+        tuning = paper_tuning(context.config, context.tuning)
+        settings = paper_settings_of(context.config, tuning)
+        made = cls(context.layers, context.shape, settings, tuning.intervals, context.mailbox)
+        made.recall_joins_at_logits = context.has_logits
+        return made
+
+    def new_watch(self, context: ProgramContext) -> DeviceWatch:
+        return super().new_watch(replace(context, tuning=paper_tuning(context.config, context.tuning)))
+
+    def _attended(self, layer: int) -> torch.Tensor:
+        return self._attended_slots[layer]
+
+    def _select(
+        self, layer: int, step: Step, query: torch.Tensor, scale: float, due: torch.Tensor, predicted: bool
+    ) -> None:
+        settings, count = self._settings, step.batch
+        scores, workspace = self._scores[layer], self._main.scoring(count)
+        share_scores(score_blocks(query, self._layers[layer].digests, step, scale, workspace, scores, by_row=True))
+        select_blocks(
+            scores, self._tables[layer], step, settings.budget, self._lanes[layer % 2].misses(count),
+            pool_pages=self._shape.pool_pages, plan=self._plans[layer], due=due,
+            recall=RecallInterval(self.intervals[layer : layer + 1], self.step.first_lengths, layer),
+            totals=self.counted[layer], by_row=True, attended=self._attended_slots[layer],
+        )  # fmt: skip
+
+    def _plan(
+        self,
+        layer: int,
+        step: Step,
+        query: torch.Tensor,
+        scale: float,
+        due: torch.Tensor,
+        *,
+        totals: torch.Tensor | None = None,
+    ) -> None:
+        """Of prompts that end, all of whose rows are due."""
+        scores, workspace = self._scores[layer], self._planning.of_batch(step.batch)
+        share_scores(
+            score_blocks(query, self._layers[layer].digests, step, scale, workspace, scores, by_row=True, only=due)
+        )
+        select_blocks(
+            scores, self._tables[layer], step, self._settings.budget, None, pool_pages=self._shape.pool_pages,
+            plan=self._plans[layer], recall=due, totals=totals, by_row=True,
+        )  # fmt: skip
