@@ -12,12 +12,12 @@ pauses between tokens within `--limit-ms` and every answer complete.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import model_of, require_plugin, tokens_of
 from bench.record import write_result
 from bench.serving.benchmark import Asked, Benchmark
 from bench.serving.tokenizer import tokenizer_of
@@ -26,7 +26,7 @@ from bench.side_by_side.capacity import GB, KVModel
 from bench.side_by_side.configurations import Configuration
 from bench.side_by_side.server import Server
 from bench.side_by_side.telling import say
-from bench.throughput import is_installed, model_of, tokens_of
+from bench.synthetic_model import TINY, Shape
 
 NAME = "arrivals"
 
@@ -146,9 +146,9 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parsed()
-    if "hybrid" in args.runs and not is_installed():
-        sys.exit("SGLang will not find the plugin: install the package, pip install --no-deps --editable .")
-    model = model_of(args)
+    if "hybrid" in args.runs:
+        require_plugin()
+    model = model_of(args.model, TINY if args.quick else Shape(layers=args.layers))
     kv = KVModel.of(model, itemsize=4 if args.device == "cpu" else 2)
     result: dict[str, Any] = {"model": model.name, "gpu_limit_gb": args.gpu_limit, "servers": [], "points": []}
     with tempfile.TemporaryDirectory() as temporary:

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import add_model_flags, model_of, require_plugin, tokens_of
 from bench.gates.cases import token_ids
 from bench.record import write_result
 from bench.serving.alone import grow, memory_verdict
@@ -43,8 +44,7 @@ from bench.side_by_side.configurations import Configuration
 from bench.side_by_side.prompts import Prompts
 from bench.side_by_side.server import Server
 from bench.side_by_side.telling import log_tail, say
-from bench.synthetic_model import Character, Shape, ensure_model, read_model
-from bench.throughput import is_installed, tokens_of
+from bench.synthetic_model import Shape, read_model
 
 NAME = "gpu-serving"
 PARTS = ("openai", "benchmark", "kill")
@@ -249,19 +249,9 @@ def read_log(log: Path) -> dict[str, Any]:
     }
 
 
-def model_of(args: argparse.Namespace) -> Path:
-    """The one given, or a synthetic one in its place."""
-    if args.model and (args.model / "config.json").is_file():
-        return Path(args.model)
-    shape = Shape(layers=args.layers)
-    target = args.model or Path(tempfile.gettempdir()) / f"sglang-hybrid-synthetic-{shape.layers}x{shape.hidden}"
-    return ensure_model(Path(target), shape, Character())
-
-
 def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="model directory; a synthetic one is made there if there is none")
-    parser.add_argument("--layers", type=int, default=10, help="of the model that is made (default 10)")
+    add_model_flags(parser)
     parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"in this order (default: {','.join(PARTS)})")
     parser.add_argument("--hybrid", metavar="KEY=VALUE", action="append", default=[], help="setting; may be repeated")
@@ -322,12 +312,11 @@ def tell(result: dict[str, Any]) -> None:
 
 def main() -> None:
     args = parsed()
-    if not is_installed():
-        sys.exit("SGLang will not find the plugin: install the package, pip install --no-deps --editable .")
+    require_plugin()
     with tempfile.TemporaryDirectory() as temporary:
         workspace = args.logs or Path(temporary)
         workspace.mkdir(parents=True, exist_ok=True)
-        session = Session(args, workspace, model_of(args))
+        session = Session(args, workspace, model_of(args.model, Shape(layers=args.layers)))
         session.run()
     tell(session.result)
     say(f"written to {session.save()}")

@@ -5,8 +5,13 @@
     python -m bench.throughput --from FILE                tables and figures of a result
 
 Each configuration is one server, started here and spoken to over HTTP. For every input length its batch is what fits
-`--gpu-limit`, by arithmetic that the result repeats (`capacity`); `--batches 1,max` also measures a single row. All
-rows of a batch are sent at once, and throughput counts the time in which all of them decode.
+`--gpu-limit`, by arithmetic that the result repeats (`capacity`), and what the driver counts for each server is
+measured beside it (`gpu_bytes_measured`). `--batches 1,max` also measures a single row. All rows of a batch are sent
+at once, and throughput counts the time in which all of them decode: answers become longer than `--new-tokens` where
+that time would be under two seconds. Hybrid has the settings of a user who sets none, but for the size of its pool.
+
+    python -m bench.throughput --runs stock,stock-fp8 --out FILE          in one command of a GPU lease
+    python -m bench.throughput --runs hybrid --with FILE --out FILE       in the next one
 
 `--prompts N` lets rows share N prompts, for their prefill takes long: 64 rows of 32k are 2 million tokens. Rows that
 share a prompt share its pages in SGLang's radix cache: batches are still those that fit without sharing, and attention
@@ -20,8 +25,6 @@ The default model is synthetic (synthetic_model.py): Qwen3-14B's shape with 10 l
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import importlib.util
 import json
 import sys
 import tempfile
@@ -30,48 +33,59 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import (
+    add_model_flags,
+    add_run_flags,
+    add_server_flags,
+    model_of,
+    require_plugin,
+    tokens_of,
+)
+from bench.lease import Lease
 from bench.record import write_result
-from bench.side_by_side import claims, configurations, gpu_memory
+from bench.side_by_side import claims, configurations
 from bench.side_by_side.capacity import (
     GB,
     Capacity,
     KVModel,
     Limits,
-    Selected,
     hybrid_capacity,
     hybrid_server_bytes,
     stock_capacity,
     stock_tokens,
 )
 from bench.side_by_side.configurations import Configuration
-from bench.side_by_side.measuring import MeasurementPlan, measure, profile
+from bench.side_by_side.gpu_memory import ServerMemory
+from bench.side_by_side.measuring import LEAST_WINDOW_SECONDS, MeasurementPlan, measure, profile
 from bench.side_by_side.prompts import Prompts
 from bench.side_by_side.server import STREAM_INTERVAL, Server
+from bench.side_by_side.server_flags import cache_flags, common_flags
 from bench.side_by_side.statistics import NotSteady
-from bench.synthetic_model import TINY, Character, Shape, ensure_model, read_model
-from sglang_hybrid.blocks import BLOCK_TOKENS
-from sglang_hybrid.memory.device_capacity import is_compact
-from sglang_hybrid.policies.scout.tuning import resident_tokens_of
+from bench.synthetic_model import TINY, Shape, read_model
 
 NAME = "throughput"
 MAX = "max"
-LEAST_WINDOW_SECONDS = 2.0  # of a repeat in which all rows decode: shorter ones vary
-
-
-def tokens_of(text: str) -> int:
-    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
+START_SECONDS = 120  # that a lease must have left for a server and a first point
+POINT_SECONDS = 30  # and for each further point
 
 
 class Benchmark:
     def __init__(self, args: argparse.Namespace, workspace: Path) -> None:
         self.args, self._workspace = args, workspace
-        self._model = model_of(args)
+        self._lease = Lease(args.lease)
+        self._model = model_of(args.model, TINY if args.quick else Shape(layers=args.layers))
         self._kv = KVModel.of(self._model, itemsize=4 if args.device == "cpu" else 2)
-        self._limits = Limits(int(args.gpu_limit * GB), int(args.host_limit * GB), args.most_rows)
+        self._limits = Limits(int(args.gpu_limit * GB), int(args.host_limit * GB), args.most_rows or None)
         self._prompts = Prompts(self._model, seed=0)
-        self._used_before: int | None = None  # GPU memory before the server that runs now was started
+        self._memory: ServerMemory | None = None  # of the server that runs now
         self._plan = MeasurementPlan(
-            args.new_tokens, args.warm_tokens, args.repeats, args.slices, args.prompts or None, args.device
+            args.new_tokens,
+            args.warm_tokens,
+            args.repeats,
+            args.slices,
+            args.prompts or None,
+            args.device,
+            LEAST_WINDOW_SECONDS if args.device != "cpu" else 0.0,
         )
         self.result: dict[str, Any] = {
             "model": {"directory": self._model.name, **asdict(self._kv), "token_bytes": self._kv.token_bytes},
@@ -88,24 +102,21 @@ class Benchmark:
 
     def run(self) -> None:
         """The result file is written after every point, so that a run that is cut off leaves what it has."""
-        hybrid = configurations.hybrid(self.args.hybrid)
-        if not {"stock", "stock-fp8"}.issuperset(self.args.runs) and not is_installed():
-            sys.exit("SGLang will not find the plugin: install the package, pip install --no-deps --editable .")
-        if "stock" in self.args.runs:
-            for lengths in self._together():
-                self._serve(configurations.stock(self.args.stock_backend), lengths, self.args.batches)
-        if "stock-fp8" in self.args.runs:
-            for lengths in self._together():
-                self._serve(configurations.stock_fp8(self.args.stock_backend), lengths, self.args.batches)
-        if "hybrid" in self.args.runs:
-            for lengths in self._together():
-                self._serve(hybrid, lengths, self.args.batches)
-        if "raw" in self.args.runs:
-            for lengths in self._together():
-                self._serve(configurations.raw(self.args.hybrid), lengths, [MAX])
-        if "ablation" in self.args.runs:
-            for configuration in configurations.ablation(self.args.hybrid):
-                self._serve(configuration, [self.args.ablation_length], [MAX])
+        self._save()  # asks for the GPU's name, which may take memory there: before that is measured
+        given = self.args.hybrid
+        known: dict[str, tuple[Configuration, list[int | str]]] = {
+            "stock": (configurations.stock(self.args.stock_backend), self.args.batches),
+            "stock-fp8": (configurations.stock_fp8(self.args.stock_backend), self.args.batches),
+            "hybrid": (configurations.hybrid(given), self.args.batches),
+            "raw": (configurations.raw(given), [MAX]),
+        }
+        if not {"stock", "stock-fp8"}.issuperset(self.args.runs):
+            require_plugin()
+        for name, (configuration, batches) in known.items():
+            for lengths in self._together() if name in self.args.runs else []:
+                self._serve(configuration, lengths, batches)
+        for configuration in configurations.ablation(given) if "ablation" in self.args.runs else []:
+            self._serve(configuration, [self.args.ablation_length], [MAX])
         self._save()
 
     def _together(self) -> list[list[int]]:
@@ -134,6 +145,9 @@ class Benchmark:
             (self._say if rows[length] else self._note)(f"{configuration.name}, {length} tokens: {fits}")
         if not any(rows.values()):
             return
+        if not self._lease.allows(START_SECONDS):
+            self._note(f"{configuration.name}, {lengths}: left out, {self._lease.left():.0f} s of the lease are left")
+            return
         taken = self._gpu_bytes(configuration, rows)
         if len(lengths) > 1 and taken > self._limits.gpu_bytes:
             self._note(
@@ -143,7 +157,7 @@ class Benchmark:
         number = len(self.result["servers"])
         log = self._workspace / f"server-{number}.log"
         server = Server(configuration, self._flags(configuration, rows), log, self._workspace / f"trace-{number}")
-        self._used_before = gpu_memory.used_bytes()
+        self._memory = ServerMemory()
         try:
             with server:
                 shown = {"configuration": configuration.name, "settings": configuration.settings}
@@ -151,7 +165,7 @@ class Benchmark:
                     {
                         **shown,
                         "gpu_bytes_by_arithmetic": taken,
-                        "gpu_bytes_measured": _more(self._used_before, gpu_memory.used_bytes()),
+                        "gpu_bytes_measured": self._memory.taken(),
                         "start_seconds": round(server.start_seconds, 1),
                         "command": server.command[1:],
                     }
@@ -159,6 +173,7 @@ class Benchmark:
                 self._say(f"{configuration.name} serves after {server.start_seconds:.0f} s")
                 for length in lengths:
                     self._measure(server, configuration, length, rows[length], capacities[length])
+                self.result["servers"][-1]["gpu_bytes_measured_at_the_end"] = self._memory.taken()
         except Exception as error:  # a configuration that fails must not cost the results of the others
             self.result["servers"].append({"configuration": configuration.name, "error": str(error)[-2000:]})
             self._note(f"{configuration.name} failed: {str(error)[:300]}")
@@ -169,6 +184,9 @@ class Benchmark:
         self, server: Server, configuration: Configuration, length: int, batches: list[int], capacity: Capacity
     ) -> None:
         for rows in batches:  # the largest first: smaller ones find their prompts cached
+            if not self._lease.allows(POINT_SECONDS):
+                self._note(f"{configuration.name}, {length} tokens, {rows} rows: left out, the lease ends")
+                continue
             begin = time.monotonic()
             point = {
                 "configuration": configuration.name,
@@ -176,13 +194,14 @@ class Benchmark:
                 "capacity": asdict(capacity),
                 **self._measure_about(server, configuration, length, rows),
             }
-            point["gpu_bytes_measured"] = _more(self._used_before, gpu_memory.used_bytes())
+            assert self._memory is not None
+            point["gpu_bytes_measured"] = self._memory.taken()
             self.result["points"].append(point)
             self._save()
-            if (window := point["steady_seconds"] / self._plan.repeats) < LEAST_WINDOW_SECONDS:
+            if (window := point["steady_seconds"] / self._plan.repeats) < self._plan.least_window:
                 self._note(
-                    f"{configuration.name}, {length} tokens, {point['rows']} rows: windows of {window:.1f} s; answers "
-                    f"of more --new-tokens give {LEAST_WINDOW_SECONDS:.0f} s and more"
+                    f"{configuration.name}, {length} tokens, {point['rows']} rows: windows of {window:.1f} s, for "
+                    "answers that are long enough do not fit in the pool"
                 )
             self._say(
                 f"{configuration.name}, {length} tokens, {point['rows']} rows: {point['tokens_per_s']:,.1f} tokens/s, "
@@ -190,7 +209,7 @@ class Benchmark:
             )
             if self.args.profile and length == self.args.ablation_length and rows == max(batches):
                 # after the point is safe: a profiler may take the server down with it
-                point["breakdown"] = profile(server, self._prompts, self._plan, length, point["rows"])
+                point["breakdown"] = profile(server, self._prompts, self._plan, length, point["rows"], point["step_ms"])
                 self._save()
         server.flush_cache()
 
@@ -203,14 +222,11 @@ class Benchmark:
                 self._note(f"{configuration.name}, {length} tokens, {rows - fewer} rows: {error}")
         raise NotSteady(f"{configuration.name} does not run {rows} rows of {length} tokens at once, nor a few less")
 
-    def _selected(self, configuration: Configuration) -> Selected:
-        return selected_of(configuration, self._kv.head_dim, self.args.device)
-
     def _capacity(self, configuration: Configuration, length: int) -> Capacity:
         tokens = length + self._plan.new_tokens
         if not configuration.is_hybrid:
             return stock_capacity(self._kv_of(configuration), self._limits, tokens)
-        return hybrid_capacity(self._kv, self._limits, self._selected(configuration), tokens)
+        return hybrid_capacity(self._kv, self._limits, configuration.parsed(), tokens, self.args.device)
 
     def _kv_of(self, configuration: Configuration) -> KVModel:
         return replace(self._kv, itemsize=1) if configuration.kv_dtype == configurations.FP8 else self._kv
@@ -222,28 +238,15 @@ class Benchmark:
             return stock_tokens(kv, self._limits) * kv.token_bytes
         most = max(one for many in rows.values() for one in many)
         tokens = (self._pool_mib(rows) << 20) // self._kv.token_bytes
-        return hybrid_server_bytes(self._kv, self._selected(configuration), most, tokens)
+        return hybrid_server_bytes(self._kv, configuration.parsed(), most, tokens, self.args.device)
 
     def _flags(self, configuration: Configuration, rows: dict[int, list[int]]) -> list[str]:
         batches = sorted({one for many in rows.values() for one in many})
-        flags = [
-            "--model-path", str(self._model), "--skip-tokenizer-init", "--device", self.args.device,
-            "--max-running-requests", str(batches[-1]), "--stream-interval", str(STREAM_INTERVAL),
-            "--sampling-backend", "pytorch", "--random-seed", "1",
+        tokens = stock_tokens(self._kv_of(configuration), self._limits)
+        return [
+            *common_flags(self._model, self.args.device, batches), "--stream-interval", str(STREAM_INTERVAL),
+            *cache_flags(configuration, tokens, f"{self._pool_mib(rows)}MiB"), *self.args.flag,
         ]  # fmt: skip
-        if importlib.util.find_spec("prometheus_client"):
-            flags.append("--enable-metrics")
-        if self.args.device == "cpu":
-            flags += ["--dtype", "float32"]
-        else:
-            flags += ["--cuda-graph-bs-decode", *map(str, batches), "--cuda-graph-backend-prefill", "disabled"]
-        if configuration.is_hybrid:
-            flags += ["--hybrid", f"host_memory={self._pool_mib(rows)}MiB"]
-        else:
-            flags += ["--max-total-tokens", str(stock_tokens(self._kv_of(configuration), self._limits))]
-        if configuration.kv_dtype:
-            flags += ["--kv-cache-dtype", configuration.kv_dtype]
-        return [*flags, *self.args.flag]
 
     def _pool_mib(self, rows: dict[int, list[int]]) -> int:
         """For the most that any length needs, and a little: SGLang keeps some pages free, and rounds up."""
@@ -287,37 +290,10 @@ def ablation_of(points: list[dict[str, Any]], length: int) -> list[dict[str, Any
     return [{"part": name, **{key: one[key] for key in kept}} for name, one in named]
 
 
-def selected_of(configuration: Configuration, head_dim: int, device: str) -> Selected:
-    settings = configuration.parsed()
-    channels = min(settings.sketch_channels, head_dim)
-    compact = is_compact(settings.digest_dtype, channels, head_dim, device)
-    return Selected(resident_tokens_of(settings), settings.sketch_channels, BLOCK_TOKENS, compact)
-
-
-def _more(before: int | None, after: int | None) -> int | None:
-    return None if before is None or after is None else after - before
-
-
 def _rows(batches: list[int | str], capacity: Capacity) -> list[int]:
     """The largest first; batches that do not fit are left out."""
     wanted = {capacity.rows if one == MAX else int(one) for one in batches}
     return sorted((one for one in wanted if 0 < one <= capacity.rows), reverse=True)
-
-
-def is_installed() -> bool:
-    """Whether the processes that SGLang spawns will load the plugin."""
-    return any(one.name == "sglang_hybrid" for one in importlib.metadata.entry_points(group="sglang.srt.plugins"))
-
-
-def model_of(args: argparse.Namespace) -> Path:
-    if args.model and (args.model / "config.json").is_file():
-        return Path(args.model)
-    shape = TINY if args.quick else Shape(layers=args.layers)
-    target = args.model or Path(tempfile.gettempdir()) / f"sglang-hybrid-synthetic-{shape.layers}x{shape.hidden}"
-    begin = time.monotonic()
-    ensure_model(target, shape, Character())
-    print(f"model: {target} ({time.monotonic() - begin:.0f} s)", flush=True)
-    return Path(target)
 
 
 def notes(args: argparse.Namespace, synthetic: bool) -> list[str]:
@@ -325,6 +301,7 @@ def notes(args: argparse.Namespace, synthetic: bool) -> list[str]:
     found = [
         f"GPU memory for what grows with rows or tokens: {args.gpu_limit} GB on both sides. Batches follow from that "
         "by arithmetic (capacity). gpu_bytes_measured is what the driver counts, weights and graphs included.",
+        "Hybrid has its default settings" + (f" but for {', '.join(args.hybrid)}." if args.hybrid else "."),
     ]
     if synthetic:
         found.append(
@@ -341,15 +318,16 @@ def notes(args: argparse.Namespace, synthetic: bool) -> list[str]:
 
 def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="model directory; made there if it does not exist")
-    parser.add_argument("--layers", type=int, default=10, help="of the model that is made")
+    add_model_flags(parser)
+    add_server_flags(parser)
+    add_run_flags(parser, NAME)
     parser.add_argument("--lengths", default="8k,16k,32k,64k", help="input tokens")
     parser.add_argument("--batches", default="1,max", help="rows; max is what fits")
     parser.add_argument("--gpu-limit", type=float, default=11.0, help="GB of GPU memory for the KV cache, both sides")
-    parser.add_argument("--host-limit", type=float, default=100.0, help="GB of host memory for hybrid's pool")
-    parser.add_argument("--most-rows", type=int, default=64)
+    parser.add_argument("--host-limit", type=float, default=84.0, help="GB of host memory for hybrid's pool")
+    parser.add_argument("--most-rows", type=int, default=0, help="at once; 0 (default): as many as memory holds")
     parser.add_argument("--prompts", type=int, default=0, help="different prompts of a batch; 0: all are different")
-    parser.add_argument("--new-tokens", type=int, default=128, help="of every answer")
+    parser.add_argument("--new-tokens", type=int, default=512, help="of every answer, at least (default %(default)s)")
     parser.add_argument("--warm-tokens", type=int, default=24, help="of every answer that are not measured")
     parser.add_argument("--repeats", type=int, default=3, help="of each batch")
     parser.add_argument("--slices", type=int, default=4, help="of a repeat, for median and spread")
@@ -357,15 +335,9 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ablation", action="store_true", help="short for --runs stock,hybrid,ablation")
     parser.add_argument("--ablation-length", default="32k", help="also the length that is profiled")
     parser.add_argument("--profile", action="store_true", help="trace ten steps and sum kernels by what they are for")
-    parser.add_argument("--stock-backend", default="flashinfer")
-    parser.add_argument("--hybrid", metavar="KEY=VALUE", action="append", default=[], help="setting; may be repeated")
     parser.add_argument("--server-per-length", action="store_true", help="a server of its own for every input length")
-    parser.add_argument("--flag", action="append", default=[], help="flag of all servers, as --flag=--log-level=debug")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny model, CPU, short prompts")
-    parser.add_argument("--out", type=Path, help=f"default: bench/results/{NAME}.json; figures go beside it")
     parser.add_argument("--with", dest="earlier", type=Path, help="earlier result whose other runs are taken over")
-    parser.add_argument("--logs", type=Path, help="where servers' logs and traces stay; default: nowhere")
     parser.add_argument("--from", dest="source", type=Path, help="a result file to show, without measuring")
     args = parser.parse_args(argv)
     if args.quick:

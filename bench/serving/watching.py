@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-import subprocess
 import threading
 import time
 from types import TracebackType
 from typing import Any
 
+from bench.side_by_side.gpu_memory import used_bytes
 from sglang_hybrid.commands.pd.processes import get
 
 
 def gpu_mib() -> int | None:
     """Used on the first GPU, by everybody. None where there is none."""
-    if not shutil.which("nvidia-smi"):
-        return None
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return int(done.stdout.split()[0])
-    return None
+    used = used_bytes()
+    return None if used is None else used >> 20
 
 
 def held(url: str) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """How many rows fit: what each side keeps in GPU memory for a row, against one limit for both.
 
 Stock keeps every token's keys and values on the GPU. Hybrid keeps resident slots for a row, digests and sketches for
-every block of it, and all keys and values in host memory. Model weights are the same on both sides and do
-not count.
+every block of it, two layers of one context while that is prefilled, and all keys and values in host memory. Bytes of
+hybrid come from the functions that a server calls. Model weights are the same on both sides and do not count.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_hybrid.blocks import compact_bytes
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.memory.capacity import KVShape
+from sglang_hybrid.memory.device_capacity import DeviceBytes, device_bytes, page_bytes
 
 GB = 10**9
 
@@ -24,6 +27,7 @@ class KVModel:
     kv_heads: int
     head_dim: int
     itemsize: int
+    context: int = 131072  # tokens of the longest request
 
     @classmethod
     def of(cls, directory: Path, itemsize: int) -> KVModel:
@@ -34,39 +38,23 @@ class KVModel:
             kv_heads=config.get("num_key_value_heads", heads),
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             itemsize=itemsize,
+            context=config["max_position_embeddings"],
         )
 
     @property
+    def shape(self) -> KVShape:
+        return KVShape(self.layers, self.kv_heads, self.head_dim, self.head_dim, self.itemsize)
+
+    @property
     def token_bytes(self) -> int:
-        return self.layers * self.kv_heads * 2 * self.head_dim * self.itemsize
+        return self.shape.bytes_per_token
 
 
 @dataclass(frozen=True)
 class Limits:
     gpu_bytes: int  # for everything that grows with rows or tokens
     host_bytes: int  # for hybrid's pool
-    most_rows: int
-
-
-@dataclass(frozen=True)
-class Selected:
-    """The settings of hybrid that decide what a row takes."""
-
-    resident_tokens: int
-    sketch_channels: int
-    block_tokens: int = 32
-    compact: bool = False  # digest_dtype=int8
-
-    def block_bytes(self, model: KVModel) -> int:
-        """Of one layer and one KV head."""
-        return self.block_tokens * 2 * model.head_dim * model.itemsize
-
-    def digest_bytes(self, model: KVModel) -> int:
-        """Of one block: minimum and maximum, and four bits a token for each channel of the sketch."""
-        channels = min(self.sketch_channels, model.head_dim)
-        whole = 2 * model.head_dim * model.itemsize
-        digest = compact_bytes(model.head_dim, channels) if self.compact else whole
-        return digest + self.block_tokens * channels // 2
+    most_rows: int | None  # None: as many as memory holds
 
 
 @dataclass(frozen=True)
@@ -80,7 +68,8 @@ def stock_capacity(model: KVModel, limits: Limits, tokens: int) -> Capacity:
     """Rows of ``tokens`` tokens, prompt and answer, in SGLang's own pool."""
     total = stock_tokens(model, limits)
     return _least(
-        {"GPU memory": total // tokens, "--most-rows": limits.most_rows},
+        {"GPU memory": total // tokens},
+        limits,
         f"{limits.gpu_bytes / GB:.4g} GB / {model.token_bytes} B a token = {total} tokens, / {tokens} a row",
     )
 
@@ -89,32 +78,36 @@ def stock_tokens(model: KVModel, limits: Limits) -> int:
     return limits.gpu_bytes // model.token_bytes
 
 
-def hybrid_capacity(model: KVModel, limits: Limits, selected: Selected, tokens: int) -> Capacity:
-    blocks = -(-tokens // selected.block_tokens)
-    resident = _slot_bytes(model, selected)
-    digests = model.layers * model.kv_heads * blocks * selected.digest_bytes(model)
-    row = resident + digests
-    on_gpu = (limits.gpu_bytes - resident) // row  # one row's slots take what padding writes
-    in_host = limits.host_bytes // (blocks * selected.block_tokens * model.token_bytes)
+def hybrid_capacity(model: KVModel, limits: Limits, config: HybridConfig, tokens: int, device: str) -> Capacity:
+    blocks = -(-tokens // BLOCK_TOKENS)
+    one = _taken(model, config, 1, device)
+    digests = blocks * page_bytes(config, model.shape, device).total
+    # the slots of one more row take what padding writes
+    on_gpu = (limits.gpu_bytes - one.staging - one.resident) // (one.resident + digests)
+    in_host = limits.host_bytes // (blocks * BLOCK_TOKENS * model.token_bytes)
     return _least(
-        {"GPU memory": max(on_gpu, 0), "host memory": in_host, "--most-rows": limits.most_rows},
-        f"a row: {resident / 1e6:.1f} MB of resident slots + {digests / 1e6:.1f} MB of digests and sketches; "
-        f"{limits.gpu_bytes / GB:.4g} GB hold {on_gpu} (and one for padding); "
-        f"{limits.host_bytes / GB:.4g} GB of host memory hold {in_host}",
+        {"GPU memory": max(on_gpu, 0), "host memory": in_host},
+        limits,
+        f"a row: {one.resident / 1e6:.1f} MB of resident slots and scores + {digests / 1e6:.1f} MB of digests and "
+        f"sketches; {limits.gpu_bytes / GB:.4g} GB hold {on_gpu}, one for padding and {one.staging / 1e6:.1f} MB for "
+        f"prefill; {limits.host_bytes / GB:.4g} GB of host memory hold {in_host}",
     )
 
 
-def hybrid_server_bytes(model: KVModel, selected: Selected, rows: int, pool_tokens: int) -> int:
+def hybrid_server_bytes(model: KVModel, config: HybridConfig, rows: int, pool_tokens: int, device: str) -> int:
     """What a server takes at its start, which has slots for ``rows`` and digests for its whole pool."""
-    digests = model.layers * model.kv_heads * (pool_tokens // selected.block_tokens) * selected.digest_bytes(model)
-    return (rows + 1) * _slot_bytes(model, selected) + digests
+    taken = _taken(model, config, rows + 1, device)
+    pages = pool_tokens // BLOCK_TOKENS
+    return taken.resident + taken.staging + pages * page_bytes(config, model.shape, device).total
 
 
-def _slot_bytes(model: KVModel, selected: Selected) -> int:
-    blocks = selected.resident_tokens // selected.block_tokens
-    return model.layers * model.kv_heads * blocks * selected.block_bytes(model)
+def _taken(model: KVModel, config: HybridConfig, rows: int, device: str) -> DeviceBytes:
+    found = device_bytes(config, model.shape, rows, model.context)
+    return DeviceBytes(found.slots, found.scores) if device == "cpu" else found  # nothing is staged on a CPU
 
 
-def _least(rows: dict[str, int], why: str) -> Capacity:
+def _least(rows: dict[str, int], limits: Limits, why: str) -> Capacity:
+    if limits.most_rows:
+        rows = rows | {"--most-rows": limits.most_rows}
     limited_by = min(rows, key=lambda name: rows[name])
     return Capacity(rows[limited_by], limited_by, why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,15 +10,20 @@ from typing import Any
 
 import aiohttp
 
+from bench.serving.watching import held
 from bench.side_by_side import metrics
 from bench.side_by_side.load import send_together
 from bench.side_by_side.metrics_course import Metrics, MetricsCourse
 from bench.side_by_side.prompts import Prompts
 from bench.side_by_side.server import Server
 from bench.side_by_side.statistics import Slice, course, steady_slices, steady_time, summary
-from sglang_hybrid.commands.report.session.gpu_trace import EmptyTrace, breakdown, read_trace
+from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.commands.report.session.gpu_trace import EmptyTrace, breakdown, idle_without_profiler, read_trace
 
 Point = dict[str, Any]
+LEAST_WINDOW_SECONDS = 2.0  # of a repeat in which all rows decode: shorter ones vary
+_LONGER = 1.2  # than a window that would be just long enough: steps differ
+_SPARE_TOKENS = 4 * BLOCK_TOKENS  # of a row: SGLang rounds up, and keeps some pages free
 _TRACE_SECONDS = 60
 
 
@@ -31,6 +37,7 @@ class MeasurementPlan:
     slices: int
     different: int | None  # prompts that have nothing in common; None: all
     device: str
+    least_window: float = 0.0  # seconds in which all rows decode: answers are made longer for it
     profile_steps: int = 10
 
     def different_of(self, rows: int) -> int:
@@ -48,20 +55,27 @@ def measure(server: Server, prompts: Prompts, plan: MeasurementPlan, length: int
     before = server.metrics()
     seen: list[Metrics] = []  # of the last repeat, by part of the answers
     slices: list[Slice] = []
-    first_tokens = []
+    first_tokens: list[float] = []
     expected: list[float] = []
-    for _ in range(plan.repeats):
+    new_tokens, most = plan.new_tokens, most_new_tokens(held(server.url), length, rows, different)
+    while len(first_tokens) < plan.repeats:
         with MetricsCourse(server.metrics) as watched:
-            arrivals = send_together(server.url, ids, plan.new_tokens)
+            arrivals = send_together(server.url, ids, new_tokens)
+        steady = steady_time(arrivals, plan.warm_tokens)
+        longer = long_enough(new_tokens, steady[1] - steady[0], plan, most)
+        if longer > new_tokens and not first_tokens:
+            new_tokens = longer
+            continue
         first_tokens.append(max(row.times[0] - row.sent for row in arrivals))
         shares = [prompts.expected_share(asked, row.ids) for asked, row in zip(ids, arrivals, strict=True)]
         expected += [share for share in shares if share is not None]
         slices += steady_slices(arrivals, plan.warm_tokens, plan.slices)
-        seen = watched.parts(*steady_time(arrivals, plan.warm_tokens), plan.slices)
+        seen = watched.parts(*steady, plan.slices)
     return {
         "length": length,
         "rows": rows,
         "different_prompts": different,
+        "new_tokens": new_tokens,
         "text": prompts.kind,
         **summary(slices, rows),
         "course": course(slices, plan.slices),
@@ -73,8 +87,27 @@ def measure(server: Server, prompts: Prompts, plan: MeasurementPlan, length: int
     }
 
 
-def profile(server: Server, prompts: Prompts, plan: MeasurementPlan, length: int, rows: int) -> dict[str, Any]:
-    """Where the time of a step goes, from a trace of a few steps of the same batch. Profiling slows steps down."""
+def most_new_tokens(held: dict[str, int], length: int, rows: int, different: int) -> int:
+    """Of an answer, so that all rows and ``different`` prompts are in the server's pool at once."""
+    return (held.get("pool_tokens", 0) - different * length) // rows - _SPARE_TOKENS
+
+
+def long_enough(new_tokens: int, window: float, plan: MeasurementPlan, most: int) -> int:
+    """Tokens of an answer for a window of ``plan.least_window``, if an answer of ``new_tokens`` gave ``window``."""
+    if window >= plan.least_window:
+        return new_tokens
+    measured = new_tokens - plan.warm_tokens
+    wanted = plan.warm_tokens + math.ceil(measured * _LONGER * plan.least_window / window)
+    return max(new_tokens, min(wanted, most))
+
+
+def profile(
+    server: Server, prompts: Prompts, plan: MeasurementPlan, length: int, rows: int, step_ms: float
+) -> dict[str, Any]:
+    """Where the time of a step goes, from a trace of a few steps of the same batch.
+
+    ``step_ms``: of a step without a profiler, which makes the gaps between kernels longer.
+    """
 
     async def start(session: aiohttp.ClientSession) -> None:
         body = {
@@ -99,7 +132,8 @@ def profile(server: Server, prompts: Prompts, plan: MeasurementPlan, length: int
     trace = max(new)
     _wait_until_written(trace, deadline)
     try:
-        return {"trace": trace.name, **breakdown(read_trace(trace), plan.profile_steps)}
+        found = breakdown(read_trace(trace), plan.profile_steps)
+        return {"trace": trace.name, **found, "without_profiler": idle_without_profiler(found, step_ms)}
     except (EmptyTrace, ValueError, EOFError) as error:
         return {"error": f"{trace.name}: {error}"}
 

@@ -32,7 +32,19 @@ def print_result(result: Result, console: Console) -> None:
 
 def points_table(points: list[Point]) -> Table:
     table = Table(title="decode throughput")
-    for name in ("input", "run", "rows", "fits", "tokens/s", "p10 to p90", "ms a step", "against stock", "CPU ratio"):
+    names = (
+        "input",
+        "run",
+        "rows",
+        "fits",
+        "tokens/s",
+        "p10 to p90",
+        "ms a step",
+        "against stock",
+        "CPU ratio",
+        "GPU GB",
+    )
+    for name in names:
         table.add_column(name, justify="left" if name == "run" else "right")
     for length in lengths_of(points):
         theirs = best(points, "stock", length)
@@ -47,6 +59,7 @@ def points_table(points: list[Point]) -> Table:
                 f"{one['step_ms']:.2f}",
                 f"{one['tokens_per_s'] / theirs['tokens_per_s']:.2f}x" if theirs else "",
                 _percent(metrics.named(one["metrics"], "cpu_compute_ratio")),
+                f"{measured / 1e9:.1f}" if (measured := one.get("gpu_bytes_measured")) else "",
             )
         table.add_section()
     return table
@@ -80,6 +93,7 @@ def breakdown_table(points: list[Point]) -> Table | None:
         table.add_row(name, *(f"{cell['busy_ms']:.2f} ({cell['alone_ms']:.2f})" if cell else "" for cell in cells))
     table.add_row("idle", *(f"{one['breakdown']['idle_ms']:.2f}" for one in profiled))
     table.add_row("step", *(f"{one['breakdown']['step_ms']:.2f}" for one in profiled))
+    table.add_row("idle or waiting, without profiler", *map(_idle_share, profiled))
     return table
 
 
@@ -110,6 +124,10 @@ def claims_table(result: Result) -> Table | None:
         measured = "not measured" if one["measured"] is None else f"{one['measured']:.2f}x"
         table.add_row(one["what"], f"{one['aim']}x", measured, words[one["reached"]])
     return table
+
+
+def _idle_share(point: Point) -> str:
+    return _percent(point["breakdown"].get("without_profiler", {}).get("idle_or_waiting_share"))
 
 
 def _percent(share: float | None) -> str:

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from bench import throughput
 from bench.side_by_side import claims, configurations, metrics, plots, report
-from bench.side_by_side.capacity import KVModel, Limits, Selected, hybrid_capacity, hybrid_server_bytes, stock_capacity
+from bench.side_by_side.capacity import KVModel, Limits, hybrid_capacity, hybrid_server_bytes, stock_capacity
+from bench.side_by_side.measuring import MeasurementPlan, long_enough, most_new_tokens
 from bench.side_by_side.metrics_course import MetricsCourse, part_of
 from bench.side_by_side.prompts import OWN_TOKENS, Prompts
 from bench.side_by_side.real_text import RealText
@@ -25,10 +26,12 @@ from bench.side_by_side.synthetic_check import check
 from bench.synthetic_model import TINY, Character, Shape, next_token, parts, read_model, write_model
 from sglang_hybrid.commands.report.session import gpu_trace as trace
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.memory.device_capacity import device_bytes
 
 QWEN3_14B_10_LAYERS = KVModel(layers=10, kv_heads=8, head_dim=128, itemsize=2)
 LIMITS = Limits(gpu_bytes=11 * 10**9, host_bytes=100 * 10**9, most_rows=64)
-SELECTED = Selected(resident_tokens=2048, sketch_channels=32)
+DEFAULTS = HybridConfig()
+STAGING = device_bytes(DEFAULTS, QWEN3_14B_10_LAYERS.shape, 1, 131072).staging
 
 
 # -- capacity ----------------------------------------------------------------------------------------------------------
@@ -40,41 +43,51 @@ def test_stock_holds_what_its_pool_has_tokens_for(length: int, rows: int) -> Non
     assert stock_capacity(QWEN3_14B_10_LAYERS, LIMITS, length + 128).rows == rows
 
 
-def test_digests_count_as_the_server_will_have_them() -> None:
-    default = configurations.hybrid([])
-    assert throughput.selected_of(default, 128, "cuda") == Selected(2048, 32, compact=True)
-    assert throughput.selected_of(default, 128, "cpu") == SELECTED
-    assert throughput.selected_of(configurations.hybrid(["digest_dtype=model"]), 128, "cuda") == SELECTED
-
-
-def test_hybrid_holds_slots_digests_and_sketches_in_the_same_memory() -> None:
-    no_cap = Limits(LIMITS.gpu_bytes, host_bytes=10**15, most_rows=10**6)
-    capacity = hybrid_capacity(QWEN3_14B_10_LAYERS, no_cap, SELECTED, 32768)
-    slots = 10 * 8 * 64 * 16384
-    digests = 10 * 8 * 1024 * (512 + 512)
-    row = slots + digests
+def test_hybrid_holds_what_a_server_takes_for_rows_digests_and_prefill_in_the_same_memory() -> None:
+    no_cap = Limits(LIMITS.gpu_bytes, host_bytes=10**15, most_rows=None)
+    capacity = hybrid_capacity(QWEN3_14B_10_LAYERS, no_cap, DEFAULTS, 32768, "cuda")
+    slots = 10 * 8 * 64 * (16384 + 4)  # blocks and their positions
+    scores = 10 * 8 * 4096 * 4
+    digests = 10 * 8 * 1024 * (224 + 512)
+    row, more = slots + scores + digests, STAGING + slots + scores
     assert capacity.limited_by == "GPU memory"
-    assert capacity.rows * row + slots <= LIMITS.gpu_bytes < (capacity.rows + 1) * row + slots
+    assert capacity.rows * row + more <= LIMITS.gpu_bytes < (capacity.rows + 1) * row + more
 
 
 def test_hybrid_is_limited_by_host_memory_too() -> None:
-    capacity = hybrid_capacity(QWEN3_14B_10_LAYERS, LIMITS, SELECTED, 65536)
+    capacity = hybrid_capacity(QWEN3_14B_10_LAYERS, LIMITS, DEFAULTS, 65536, "cuda")
     assert (capacity.rows, capacity.limited_by) == (100 * 10**9 // (65536 * 40960), "host memory")
 
 
+def test_most_rows_are_what_memory_holds_unless_a_number_is_given() -> None:
+    def rows(most: int | None) -> int:
+        limits = Limits(LIMITS.gpu_bytes, LIMITS.host_bytes, most)
+        return hybrid_capacity(QWEN3_14B_10_LAYERS, limits, DEFAULTS, 8192, "cuda").rows
+
+    assert rows(None) > 64 == rows(64)
+
+
+def test_nothing_is_staged_on_a_cpu() -> None:
+    tiny = Limits(gpu_bytes=STAGING, host_bytes=10**12, most_rows=None)
+    assert hybrid_capacity(QWEN3_14B_10_LAYERS, tiny, DEFAULTS, 8192, "cpu").rows > 0
+    assert hybrid_capacity(QWEN3_14B_10_LAYERS, tiny, DEFAULTS, 8192, "cuda").rows == 0
+
+
 def test_a_server_for_one_length_is_within_the_limit_and_one_for_two_need_not_be() -> None:
-    rows = {length: hybrid_capacity(QWEN3_14B_10_LAYERS, LIMITS, SELECTED, length).rows for length in (32768, 65536)}
+    rows = {
+        length: hybrid_capacity(QWEN3_14B_10_LAYERS, LIMITS, DEFAULTS, length, "cuda").rows for length in (8192, 65536)
+    }
 
     def taken(most: int, length: int) -> int:
-        return hybrid_server_bytes(QWEN3_14B_10_LAYERS, SELECTED, most, rows[length] * length)
+        return hybrid_server_bytes(QWEN3_14B_10_LAYERS, DEFAULTS, most, rows[length] * length, "cuda")
 
     assert all(taken(rows[length], length) <= LIMITS.gpu_bytes for length in rows)
-    assert taken(max(rows.values()), 65536) > LIMITS.gpu_bytes
+    assert taken(max(rows.values()), 65536) > taken(rows[65536], 65536)
 
 
 def test_a_limit_that_holds_nothing_gives_no_rows() -> None:
     nothing = Limits(gpu_bytes=10**6, host_bytes=10**9, most_rows=64)
-    assert hybrid_capacity(QWEN3_14B_10_LAYERS, nothing, SELECTED, 32768).rows == 0
+    assert hybrid_capacity(QWEN3_14B_10_LAYERS, nothing, DEFAULTS, 32768, "cuda").rows == 0
     assert stock_capacity(QWEN3_14B_10_LAYERS, nothing, 32768).rows == 0
 
 
@@ -111,6 +124,25 @@ def test_summary_has_the_median_and_the_spread() -> None:
     assert (found["tokens_per_s_p10"], found["tokens_per_s_p90"]) == (104, 352)
 
 
+def plan(least_window: float) -> MeasurementPlan:
+    return MeasurementPlan(512, 24, 3, 4, None, "cuda", least_window)
+
+
+def test_answers_become_long_enough_for_a_window_of_two_seconds() -> None:
+    assert long_enough(512, 2.0, plan(2.0), most=10**6) == 512
+    longer = long_enough(512, 1.2, plan(2.0), most=10**6)
+    assert (longer - 24) * 1.2 / (512 - 24) >= 2.0
+    assert long_enough(512, 1.2, plan(2.0), most=600) == 600  # the pool holds no more
+    assert long_enough(512, 1.2, plan(2.0), most=100) == 512
+    assert long_enough(512, 0.1, plan(0.0), most=10**6) == 512
+
+
+def test_an_answer_may_be_as_long_as_the_pool_holds_for_all_rows() -> None:
+    assert most_new_tokens({"pool_tokens": 100_000}, 20_000, 4, 4) == 5000 - 128
+    assert most_new_tokens({"pool_tokens": 100_000}, 20_000, 4, 1) == 20_000 - 128
+    assert most_new_tokens({}, 20_000, 4, 4) < 0
+
+
 # -- traces ------------------------------------------------------------------------------------------------------------
 
 
@@ -141,6 +173,28 @@ def test_a_trace_is_summed_by_what_kernels_are_for() -> None:
     assert found["idle_ms"] == 0.015  # what follows the last kernel of the last step is not in the trace
     assert found["step_ms"] == 0.185
     assert found["categories"]["scout lane"]["streams"] == 1
+
+
+def test_no_gap_of_a_trace_is_left_out_however_long() -> None:
+    late = [{**event, "ts": event["ts"] + 5000} for event in two_steps() if event.get("cat") == "kernel"]
+    found = trace.breakdown(two_steps() + late, steps=4)
+    assert found["step_ms"] == pytest.approx(5.370 / 4, abs=1e-4)
+    assert found["idle_ms"] == pytest.approx((5.370 - 4 * 0.17) / 4, abs=1e-4)
+    assert found["busy_ms"] == 0.17
+    assert found["gaps"] == {
+        "count": 0.8,
+        "longest_us": 4630.0,
+        "long_count": 0.2,
+        "long_ms": 1.1575,
+        "long_from_us": 60,
+    }
+
+
+def test_idle_time_without_a_profiler_is_a_step_without_its_busy_time() -> None:
+    found = trace.breakdown(two_steps(), steps=2)
+    told = trace.idle_without_profiler(found, step_ms=0.2)
+    assert told == {"step_ms": 0.2, "idle_ms": 0.03, "idle_share": 0.15, "idle_or_waiting_share": 0.25}
+    assert trace.idle_without_profiler(found, step_ms=0.1)["idle_ms"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -313,7 +367,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_synthetic_model_says_what_it_was_made_with(tiny: Path) -> None:
     assert read_model(tiny) == (TINY, Character())
-    assert KVModel.of(tiny, itemsize=2) == KVModel(TINY.layers, TINY.kv_heads, TINY.head_dim, 2)
+    assert KVModel.of(tiny, itemsize=2) == KVModel(TINY.layers, TINY.kv_heads, TINY.head_dim, 2, TINY.positions)
 
 
 def test_every_token_has_the_next_one_that_is_expected() -> None:

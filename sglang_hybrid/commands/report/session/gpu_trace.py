@@ -3,7 +3,9 @@
 Kernels of different streams overlap, so each category has two numbers: `busy`, the time in which at least one of its
 kernels ran, and `alone`, the part of it in which nothing of another category ran, which is what removing it could save
 at most. The wait for the worker is a kernel too. `idle` is when nothing ran, `waiting` when nothing ran but waits for
-the worker and copies over PCIe.
+the worker and copies over PCIe. Every gap between the first and the last kernel of the trace is idle time, however long
+it is; `gaps` tells how the time is distributed. A profiler makes gaps longer and kernels hardly, so
+``idle_without_profiler`` takes the busy time from a trace and the length of a step from a run without a profiler.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ CATEGORIES: tuple[tuple[str, str], ...] = (
 )
 OTHER, IDLE = "other", "idle"
 _WAITING = {"wait", "gather"}  # for the CPU and for PCIe
-# Microseconds: longer gaps are no part of a step. The host had nothing launched; the profiler had just begun, perhaps.
-_PAUSE = 60
+# Microseconds. Shorter gaps are between launches of one step; in longer ones the host had launched nothing.
+_LONG_GAP = 60
 _GPU_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}
 _PATTERNS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in CATEGORIES)
 
@@ -76,8 +78,7 @@ def breakdown(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
     busy = {name: union(intervals) for name, intervals in by_category.items()}
     everything = union([interval for intervals in busy.values() for interval in intervals])
     gaps = [begin - end for (_, end), (begin, _) in itertools.pairwise(everything)]
-    pauses = sum(gap for gap in gaps if gap > _PAUSE)
-    window = everything[-1][1] - everything[0][0] - pauses
+    window = everything[-1][1] - everything[0][0]
     working = [one for name, theirs in busy.items() if name not in _WAITING for one in theirs]
 
     def per_step(microseconds: float) -> float:
@@ -96,14 +97,38 @@ def breakdown(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
     return {
         "steps": steps,
         "step_ms": per_step(window),
-        "pauses_ms": per_step(pauses),
-        "idle_ms": per_step(window - length(everything)),
+        "busy_ms": per_step(length(everything)),
+        "idle_ms": per_step(sum(gaps)),
+        "gaps": gap_summary(gaps, steps),
         "waiting_ms": per_step(length(everything) - length(union(working))),
         "categories": categories,
         "longest_kernels": [
             {"name": name[:120], "category": category_of(name), "ms": per_step(sum(times)), "calls": len(times)}
             for name, times in longest
         ],
+    }
+
+
+def gap_summary(gaps: list[float], steps: int) -> dict[str, Any]:
+    """How many gaps of microseconds a step has, the longest, and the part of idle time in long ones."""
+    long_ones = [gap for gap in gaps if gap > _LONG_GAP]
+    return {
+        "count": round(len(gaps) / steps, 1),
+        "longest_us": round(max(gaps, default=0.0), 1),
+        "long_count": round(len(long_ones) / steps, 1),
+        "long_ms": round(sum(long_ones) / steps / 1e3, 4),
+        "long_from_us": _LONG_GAP,
+    }
+
+
+def idle_without_profiler(found: dict[str, Any], step_ms: float) -> dict[str, float]:
+    """``found``: by ``breakdown``. ``step_ms``: of the same steps without a profiler."""
+    idle = max(0.0, step_ms - found["busy_ms"])
+    return {
+        "step_ms": step_ms,
+        "idle_ms": round(idle, 4),
+        "idle_share": round(idle / step_ms, 4),
+        "idle_or_waiting_share": round((idle + found["waiting_ms"]) / step_ms, 4),
     }
 
 

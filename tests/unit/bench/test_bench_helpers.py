@@ -1,0 +1,74 @@
+"""What benchmarks share: leases, GPU memory by nvidia-smi, flags of servers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from bench import arguments
+from bench.lease import Lease
+from bench.side_by_side import configurations
+from bench.side_by_side.gpu_memory import ServerMemory, total_bytes, used_bytes
+from bench.side_by_side.server_flags import cache_flags, common_flags, graph_sizes
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_lease_allows_what_ends_in_time() -> None:
+    clock = Clock()
+    lease = Lease(60, clock)
+    assert lease.allows(60) and not lease.allows(61)
+    clock.now += 50
+    assert (lease.left(), lease.at_most(30), lease.at_most(5)) == (10, 10, 5)
+    clock.now += 50
+    assert lease.left() == 0
+
+
+def test_without_a_limit_a_lease_never_ends() -> None:
+    assert Lease(None).left() == math.inf and Lease(None).allows(1e9)
+
+
+def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, used: str) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\ncase "$1" in *total) echo 143771;; *) echo "{used}";; esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_gpu_memory_is_what_nvidia_smi_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvidia_smi(tmp_path, monkeypatch, "1000")
+    assert (used_bytes(), total_bytes()) == (1000 << 20, 143771 << 20)
+    memory = ServerMemory()
+    fake_nvidia_smi(tmp_path, monkeypatch, "21000")
+    assert memory.taken() == 20000 << 20
+    fake_nvidia_smi(tmp_path, monkeypatch, "[N/A]")
+    assert memory.taken() is None
+
+
+def test_without_nvidia_smi_no_gpu_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert used_bytes() is None and ServerMemory().taken() is None
+
+
+def test_servers_of_a_comparison_differ_in_their_caches_only() -> None:
+    flags = common_flags(Path("m"), "cuda", [1, 8])
+    assert flags[flags.index("--max-running-requests") + 1] == "8" and "--skip-tokenizer-init" in flags
+    assert "--skip-tokenizer-init" not in common_flags(Path("m"), "cpu", [1], tokenizer=Path("t"))
+    assert cache_flags(configurations.stock("x"), 99, "1GiB") == ["--max-total-tokens", "99"]
+    assert cache_flags(configurations.stock_fp8("x"), 99, "1GiB")[-1] == "fp8_e4m3"
+    assert cache_flags(configurations.hybrid([]), 99, "1GiB") == ["--hybrid", "host_memory=1GiB"]
+    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20] and graph_sizes(1) == [1]
+
+
+def test_a_program_that_needs_the_plugin_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "is_installed", lambda: False)
+    with pytest.raises(SystemExit, match="pip install"):
+        arguments.require_plugin()
