@@ -34,7 +34,7 @@ from bench.arguments import add_model_flags, model_of, require_plugin, tokens_of
 from bench.gates.cases import token_ids
 from bench.record import write_result
 from bench.serving.alone import grow, memory_verdict
-from bench.serving.benchmark import Asked, Benchmark
+from bench.serving.benchmark import Asked, Benchmark, Target
 from bench.serving.killing import Load, kill_worker_under_load
 from bench.serving.openai_api import ask_everything
 from bench.serving.tokenizer import has_chat_template, tokenizer_of
@@ -92,7 +92,7 @@ class Session:
         say(f"{self._model.name}: the server starts")
         try:
             with contextlib.ExitStack() as stack:
-                self._benchmark = self._prepared(server, stack)
+                self._benchmark = self._prepared(stack)
                 stack.enter_context(server)
                 self.result["start_seconds"] = round(server.start_seconds, 1)
                 self.result["gpu_mib"]["serving"] = gpu_mib()
@@ -110,13 +110,10 @@ class Session:
         self.result["passed"] = self._passed()
         self.save()
 
-    def _prepared(self, server: Server, stack: contextlib.ExitStack) -> Benchmark | None:
-        args = self._args
-        if args.pd_fake or "benchmark" not in args.parts:
+    def _prepared(self, stack: contextlib.ExitStack) -> Benchmark | None:
+        if self._args.pd_fake or "benchmark" not in self._args.parts:
             return None
-        asked = Asked(args.prompts, args.input, args.output, args.concurrency)
-        benchmark = Benchmark(server.url, self._model, self._tokenizer, asked, self._workspace)
-        return stack.enter_context(benchmark)
+        return stack.enter_context(Benchmark(self._workspace))
 
     def _parts(self, server: Server) -> dict[str, Callable[[], dict[str, Any]]]:
         args = self._args
@@ -125,7 +122,8 @@ class Session:
 
         def benchmark() -> dict[str, Any]:
             assert self._benchmark is not None
-            done = self._benchmark.run(args.timeout)
+            asked = Asked(args.prompts, args.input, args.output, args.concurrency)
+            done = self._benchmark.run(Target(server.url, self._model, self._tokenizer), asked, args.timeout)
             return {"passed": done["answered"] == done["completed"] == done["asked"], **done}
 
         def kill() -> dict[str, Any]:

@@ -1,25 +1,34 @@
-"""SGLang's own benchmark of a server (`sglang-hybrid bench serving`), as a process with a time limit."""
+"""SGLang's own benchmark of a server (`python -m sglang.bench_serving`), as a process that runs it many times."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import statistics
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.side_by_side.telling import log_tail
-from sglang_hybrid.commands.pd.processes import ServerProcess, end_all
+from sglang_hybrid.commands.pd.processes import ServerProcess, end_all, wait_until
 from sglang_hybrid.origin import ROOT
 
 _FIGURES = (
     "duration", "completed", "total_input_tokens", "total_output_tokens", "request_throughput", "input_throughput",
     "output_throughput", "total_throughput", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_itl_ms",
-    "median_itl_ms", "p99_itl_ms", "max_itl_ms", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms",
-    "mean_e2e_latency_ms", "concurrency",
+    "median_itl_ms", "p99_itl_ms", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "mean_e2e_latency_ms",
+    "concurrency",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    url: str
+    model: Path
+    tokenizer: Path
 
 
 @dataclass(frozen=True)
@@ -29,49 +38,91 @@ class Asked:
     output_tokens: int
     concurrency: int
     rate: float = math.inf  # requests a second, arriving at random times (Poisson); infinite: all at once
+    conversations: Path | None = None  # in ShareGPT's format, instead of random tokens of one length
+    seed: int = 1
+
+    def flags(self) -> list[str]:
+        if self.conversations:
+            data = ["--dataset-name", "sharegpt", "--dataset-path", str(self.conversations)]
+        else:
+            data = [
+                "--dataset-name", "random-ids", "--tokenize-prompt", "--random-input-len", str(self.input_tokens),
+                "--random-output-len", str(self.output_tokens), "--random-range-ratio", "1",
+            ]  # fmt: skip
+        return [
+            *data, "--num-prompts", str(self.prompts), "--request-rate", str(self.rate), "--max-concurrency",
+            str(self.concurrency), "--seed", str(self.seed),
+        ]  # fmt: skip
 
 
 class Benchmark:
-    """Started beside the server, so that it is loaded when the server serves. Use as a context."""
+    """Started beside a server, so that it is loaded when the server serves. Use as a context."""
 
-    def __init__(self, url: str, model: Path, tokenizer: Path, asked: Asked, folder: Path) -> None:
-        self._asked, self._folder = asked, folder
-        self._go, self._out = folder / "bench-serving.go", folder / "bench-serving.jsonl"
-        for old in (self._go, self._out):
-            old.unlink(missing_ok=True)
-        self._command = [
-            sys.executable, "-m", "bench.serving.late_benchmark", str(self._go),
-            "--backend", "sglang", "--base-url", url, "--model", str(model), "--tokenizer", str(tokenizer),
-            "--dataset-name", "random-ids", "--tokenize-prompt", "--num-prompts", str(asked.prompts),
-            "--random-input-len", str(asked.input_tokens), "--random-output-len", str(asked.output_tokens),
-            "--random-range-ratio", "1", "--request-rate", str(asked.rate), "--max-concurrency", str(asked.concurrency),
-            "--flush-cache", "--disable-tqdm", "--output-details", "--output-file", str(self._out),
-        ]  # fmt: skip
+    def __init__(self, folder: Path) -> None:
+        self._log, self._root = folder / "bench-serving.log", folder
+        self._member: ServerProcess | None = None
+        self._runs = 0
 
     def __enter__(self) -> Benchmark:
+        self._folder = Path(tempfile.mkdtemp(prefix="bench-serving-", dir=self._root))
+        self._runs = 0
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-        self._member = ServerProcess("bench_serving", self._command, self._folder / "bench-serving.log", environment)
+        command = [sys.executable, "-m", "bench.serving.late_benchmark", str(self._folder)]
+        self._member = ServerProcess("bench_serving", command, self._log, {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path})
         return self
 
     def __exit__(self, *_: object) -> None:
-        end_all([self._member])
+        if self._member is not None:
+            end_all([self._member])
 
-    def run(self, seconds: float) -> dict[str, Any]:
-        """Raises RuntimeError with the end of its output if it fails, TimeoutExpired after ``seconds``."""
-        self._go.touch()
-        status = self._member.process.wait(seconds)
-        if status or not self._out.is_file():
-            told = "\n".join(log_tail(self._member.log))
-            raise RuntimeError(f"bench_serving ended with status {status}:\n{told}")
-        return {"asked": self._asked.prompts, **figures(json.loads(self._out.read_text().splitlines()[-1]))}
+    def run(self, target: Target, asked: Asked, seconds: float) -> dict[str, Any]:
+        """Raises RuntimeError with the end of its output if it fails, TimeoutError after ``seconds``."""
+        assert self._member is not None
+        run, out = self._runs, self._folder / f"{self._runs}.jsonl"
+        self._runs += 1
+        flags = [
+            "--backend", "sglang", "--base-url", target.url, "--model", str(target.model),
+            "--tokenizer", str(target.tokenizer), *asked.flags(), "--flush-cache", "--disable-tqdm",
+            "--output-details", "--output-file", str(out),
+        ]  # fmt: skip
+        written = self._folder / f"{run}.writing"
+        written.write_text(json.dumps(flags))
+        written.rename(self._folder / f"{run}.json")
+        status = self._folder / f"{run}.status"
+        try:
+            wait_until([self._member], status.is_file, seconds, "SGLang's benchmark was not done")
+        except TimeoutError:
+            end_all([self._member])  # with the run that hangs; the next run needs another process
+            self.__enter__()
+            raise
+        if status.read_text() != "0" or not out.is_file():
+            told = "\n".join(log_tail(self._log))
+            raise RuntimeError(f"bench_serving ended with status {status.read_text()}:\n{told}")
+        return {"asked": asked.prompts, **figures(json.loads(out.read_text().splitlines()[-1]))}
 
 
 def figures(said: dict[str, Any]) -> dict[str, Any]:
-    """SGLang counts a stream that only told an error as completed: an answer is one that has text and a first token."""
+    """What a line of bench_serving's output file says, rounded.
+
+    SGLang counts a stream that only told an error as completed: an answer is one that has text and a first token.
+    """
     told = {name: _rounded(said[name]) for name in _FIGURES if name in said}
     pairs = zip(said["ttfts"], said["generated_texts"], strict=True)
+    pauses = [pause for answer in said.get("itls", ()) for pause in answer]
+    if pauses:
+        told["longest_pause_ms"] = _rounded(1e3 * max(pauses))
+    if thirds := _thirds([ttft for ttft in said["ttfts"] if ttft]):
+        told["ttft_ms_by_third"] = thirds  # a queue that grows makes the last ones longer
+    if errors := [error for error in said.get("errors", ()) if error]:
+        told["first_error"] = str(errors[0])[:300]
     return {"answered": sum(bool(ttft and text) for ttft, text in pairs), **told}
+
+
+def _thirds(seconds: list[float]) -> list[float]:
+    """Medians of the first, the middle and the last requests, in milliseconds."""
+    size = len(seconds) // 3
+    parts = (seconds[:size], seconds[size : len(seconds) - size], seconds[len(seconds) - size :])
+    return [round(1e3 * statistics.median(part), 1) for part in parts] if size else []
 
 
 def _rounded(value: Any) -> Any:

@@ -1,25 +1,55 @@
-"""SGLang's benchmark of a server, loaded ahead: its imports take as long as a server's start, so both happen at once.
+"""SGLang's benchmark of a server, loaded once for many runs: its imports take as long as a server's start.
 
-python -m bench.serving.late_benchmark FILE [flags of sglang.benchmark.serving]     begins once FILE is there
+python -m bench.serving.late_benchmark FOLDER
+
+Run N begins once FOLDER/N.json is there, a list of flags of sglang.benchmark.serving, in a fork of this process. Its
+exit status is written to FOLDER/N.status.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from sglang.benchmark.serving import cli_main
 
 
 def main() -> None:
-    parent, go = os.getppid(), Path(sys.argv.pop(1))
-    while not go.exists():
-        if os.getppid() != parent:  # nobody is left who could say so
-            return
-        time.sleep(0.1)
-    cli_main()
+    parent, folder, number = os.getppid(), Path(sys.argv[1]), 0
+    while os.getppid() == parent:  # otherwise nobody is left who could ask
+        asked = folder / f"{number}.json"
+        if not asked.exists():
+            time.sleep(0.1)  # no event to wait for: another program writes
+            continue
+        status = run(json.loads(asked.read_text()))
+        told = folder / f"{number}.told"
+        told.write_text(str(status))
+        told.rename(folder / f"{number}.status")
+        number += 1
+
+
+def run(flags: list[str]) -> int:
+    """In a process of its own: the benchmark keeps its arguments in a global variable."""
+    sys.stdout.flush()
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            sys.argv[1:] = flags
+            cli_main()
+            status = 0
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 if __name__ == "__main__":
