@@ -2,6 +2,8 @@
 
     python -m bench.gpu_pd --model DIR [--transfer nixl] [--requests 48] [--rows 6] [--new-tokens 96] --out FILE
 
+Answers only; `python -m bench.pd_load` measures speed.
+
 Three servers, one after the other and then two at once:
 
     stock     a single server, which everything is compared with
@@ -26,6 +28,8 @@ from typing import Any
 import requests
 
 from bench.gates.cases import token_ids
+from bench.pd.instances import DECODE, ENVIRONMENT, PREFILL, free_port, instance_flags
+from bench.pd.transfer import HELP, require_transfer
 from bench.record import write_result
 from bench.serving.killing import first_differences
 from bench.serving.watching import wait_until_idle
@@ -36,12 +40,11 @@ from bench.side_by_side.telling import log_tail, say
 NAME = "gpu-pd"
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "11"}
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
-HEALTH = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-BOOTSTRAP = 18998
 
 
 def main() -> None:
     args = parsed()
+    require_transfer(args.transfer)
     with tempfile.TemporaryDirectory() as temporary:
         logs = args.logs or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
@@ -71,7 +74,7 @@ def common(args: argparse.Namespace, rows: int) -> list[str]:
 
 def by_stock(args: argparse.Namespace, logs: Path, prompts: list[list[int]]) -> list[dict[str, Any]]:
     flags = [*common(args, args.rows), "--max-total-tokens", "65536", "--mem-fraction-static", "0.2"]
-    with Server(Configuration("stock", args.stock_backend), flags, logs / "stock.log", logs, HEALTH) as server:
+    with Server(Configuration("stock", args.stock_backend), flags, logs / "stock.log", logs, ENVIRONMENT) as server:
         say(f"stock serves after {server.start_seconds:.0f} s")
         more = {"return_logprob": True, "top_logprobs_num": 2}
         return together(lambda n: ask(server.url, args, prompts[n], **more), len(prompts), args.rows)
@@ -80,19 +83,19 @@ def by_stock(args: argparse.Namespace, logs: Path, prompts: list[list[int]]) -> 
 def by_both(
     args: argparse.Namespace, logs: Path, prompts: list[list[int]], expected: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    of_both = ["--disaggregation-transfer-backend", args.transfer, "--disaggregation-bootstrap-port", str(BOOTSTRAP)]
+    args.bootstrap = free_port()
     prefill = Server(
         Configuration("stock", args.stock_backend),
-        [*common(args, args.rows), *of_both, "--disaggregation-mode", "prefill", "--max-total-tokens", "65536",
-         "--mem-fraction-static", "0.2"],
-        logs / "prefill.log", logs, HEALTH,
+        [*common(args, args.rows), *instance_flags(PREFILL, args.transfer, args.bootstrap),
+         "--max-total-tokens", "65536", "--mem-fraction-static", "0.2"],
+        logs / "prefill.log", logs, ENVIRONMENT,
     )  # fmt: skip
     settings = ("host_memory=2GiB", *args.hybrid)
     decode = Server(
         Configuration("hybrid", "hybrid", settings),
-        [*common(args, args.rows), *of_both, "--disaggregation-mode", "decode", "--max-total-tokens", str(args.pool),
-         "--mem-fraction-static", "0.4"],
-        logs / "decode.log", logs, HEALTH | STRICT | RETRACTING,
+        [*common(args, args.rows), *instance_flags(DECODE, args.transfer, args.bootstrap),
+         "--max-total-tokens", str(args.pool), "--mem-fraction-static", "0.4"],
+        logs / "decode.log", logs, ENVIRONMENT | STRICT | RETRACTING,
     )  # fmt: skip
     result: dict[str, Any] = {"settings": list(settings), "command": decode.command[1:], "requests": len(prompts)}
     try:
@@ -142,7 +145,7 @@ def ask(url: str, args: argparse.Namespace, ids: list[int], **more: Any) -> dict
 
 def ask_both(prefill: Server, decode: Server, args: argparse.Namespace, ids: list[int], number: int) -> dict[str, Any]:
     """As a router does: the same request to both, which find each other by the room's number."""
-    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": BOOTSTRAP, "bootstrap_room": 1000 + number}
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": args.bootstrap, "bootstrap_room": 1000 + number}
     with ThreadPoolExecutor(1) as pool:
         begun = pool.submit(ask, prefill.url, args, ids, **room)
         answer = ask(decode.url, args, ids, **room)
@@ -150,10 +153,10 @@ def ask_both(prefill: Server, decode: Server, args: argparse.Namespace, ids: lis
     return answer
 
 
-def parsed() -> argparse.Namespace:
+def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--transfer", default="nixl", help="SGLang's transfer backend (default nixl)")
+    parser.add_argument("--transfer", default="nixl", help=f"default nixl; {HELP}")
     parser.add_argument("--stock-backend", default="flashinfer", help="attention backend of stock (default flashinfer)")
     parser.add_argument("--hybrid", metavar="KEY=VALUE", action="append", default=[], help="setting; may be repeated")
     parser.add_argument("--requests", type=int, default=48)
@@ -164,7 +167,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tie", type=float, default=0.3, help="logprobs so close are equal to rounding (default 0.3)")
     parser.add_argument("--logs", type=Path, help="where logs stay; default: nowhere")
     parser.add_argument("--out", type=Path, help=f"default: bench/results/{NAME}.json")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 import signal
@@ -51,9 +52,9 @@ def decode_rate(rows: Sequence[Arrivals]) -> float | None:
     return round(sum(row.at(end) - row.at(begin) for row in rows) / (end - begin), 1)
 
 
-def longest_pause(rows: Sequence[Arrivals], since: float = 0.0) -> float:
-    """Between two messages of one answer."""
-    gaps = [b - a for row in rows for a, b in zip(row.times, row.times[1:], strict=False) if b >= since]
+def longest_pause(rows: Sequence[Arrivals], since: float = 0.0, until: float = math.inf) -> float:
+    """Between two messages of one answer. ``since``, ``until``: of a part of the time, with pauses at its edges."""
+    gaps = [b - a for row in rows for a, b in zip(row.times, row.times[1:], strict=False) if b >= since and a <= until]
     return round(max(gaps, default=0.0), 3)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -14,6 +14,8 @@ import aiohttp
 from bench.side_by_side.statistics import Arrivals
 
 Beside = Callable[[aiohttp.ClientSession], Awaitable[None]]  # runs once all rows have their first tokens
+# the answer to one of several prompts: tokens so far, ids, what SGLang says of the answer, whenever there are more
+Ask = Callable[[aiohttp.ClientSession, int], AsyncIterator[tuple[int, list[int], dict[str, Any]]]]
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -36,25 +38,37 @@ def send_together(
     ``beside_after``: tokens that every row has when ``beside`` runs. ``seconds``: for all of it. ``more``: further
     fields of every request.
     """
-    return asyncio.run(_send_together(url, prompts, new_tokens, beside, beside_after, seconds, more))
+
+    def ask(session: aiohttp.ClientSession, index: int) -> AsyncIterator[Any]:
+        return stream(session, url, body_of(prompts[index], new_tokens, more), new_tokens)
+
+    return send_rows(ask, len(prompts), beside, beside_after=beside_after, seconds=seconds)
 
 
-async def _send_together(
-    url: str,
-    prompts: list[list[int]],
-    new_tokens: int,
-    beside: Beside | None,
-    beside_after: int,
-    seconds: float,
-    more: Mapping[str, Any],
+def send_rows(
+    ask: Ask, count: int, beside: Beside | None = None, *, beside_after: int = 1, seconds: float = 1800
 ) -> list[Arrivals]:
-    rows = [Arrivals() for _ in prompts]
-    waiting = set(range(len(rows)))
+    """As ``send_together``, however a row is asked."""
+
+    async def send() -> list[Arrivals]:
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+            return await rows_of(session, ask, count, beside, beside_after)
+
+    return asyncio.run(send())
+
+
+async def rows_of(
+    session: aiohttp.ClientSession, ask: Ask, count: int, beside: Beside | None = None, beside_after: int = 1
+) -> list[Arrivals]:
+    begin = time.monotonic()
+    rows = [Arrivals(sent=begin) for _ in range(count)]
+    waiting = set(range(count))
     all_began = asyncio.Event()
 
     async def one(index: int) -> None:
         row = rows[index]
-        async for tokens, ids, row.meta in _stream(session, url, prompts[index], new_tokens, more):
+        async for tokens, ids, row.meta in ask(session, index):
             row.times.append(time.monotonic())
             row.tokens.append(tokens)
             # SGLang sends all ids so far, or with another setting the new ones
@@ -68,34 +82,28 @@ async def _send_together(
         await all_began.wait()
         await action(session)
 
-    timeout = aiohttp.ClientTimeout(total=seconds)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        begin = time.monotonic()
-        for row in rows:
-            row.sent = begin
-        tasks = [asyncio.create_task(one(index)) for index in range(len(rows))]
-        if beside is not None:
-            tasks.append(asyncio.create_task(other(beside)))
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(*tasks, return_exceptions=True)
+    tasks = [asyncio.create_task(one(index)) for index in range(count)]
+    if beside is not None:
+        tasks.append(asyncio.create_task(other(beside)))
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)
     return rows
 
 
-async def _stream(
-    session: aiohttp.ClientSession, url: str, ids: list[int], new_tokens: int, more: Mapping[str, Any]
-) -> Any:
+def body_of(ids: list[int], new_tokens: int, more: Mapping[str, Any] = _NOTHING) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    return {"input_ids": ids, "sampling_params": sampling, "stream": True, **more}
+
+
+async def stream(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], new_tokens: int
+) -> AsyncIterator[tuple[int, list[int], dict[str, Any]]]:
     """The number of tokens so far, ids, and what SGLang says of the answer, whenever there are more."""
-    body = {
-        "input_ids": ids,
-        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
-        "stream": True,
-        **more,
-    }
     had = 0
     async with session.post(f"{url}/generate", json=body) as reply:
         if reply.status != 200:

@@ -1,0 +1,1 @@
+"""Prefill and decode instances of a disaggregated set, on one machine."""
