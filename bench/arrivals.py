@@ -186,16 +186,6 @@ def flags_of(
     ]  # fmt: skip
 
 
-def configurations_of(names: str, stock_backend: str, settings: list[str]) -> list[Configuration]:
-    """Raises KeyError."""
-    known = {
-        "stock": configurations.stock(stock_backend),
-        "stock-fp8": configurations.stock_fp8(stock_backend),
-        "hybrid": configurations.hybrid(settings),
-    }
-    return [known[name] for name in names.split(",")]
-
-
 def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_flags(parser)
@@ -228,11 +218,9 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
         args = parser.parse_args(argv)
     try:
         args.workloads = [Workload.of(text) for text in args.workloads.split()]
-        args.configurations = configurations_of(args.runs, args.stock_backend, args.hybrid)
+        args.configurations = configurations.named(args.runs, args.stock_backend, args.hybrid)
     except ValueError as error:
-        parser.error(f"--workloads {error}")
-    except KeyError as error:
-        parser.error(f"--runs: {error} is none of stock, stock-fp8, hybrid")
+        parser.error(str(error))
     return args
 
 

@@ -200,11 +200,15 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
             hybrid=["budget_tokens=256"],
         )  # fmt: skip
         args = parser.parse_args(argv)
-    known = {"hybrid": configurations.hybrid(args.hybrid), "stock": configurations.stock(args.stock_backend)}
     args.input, args.parts = tokens_of(args.input), args.parts.split(",")
-    if unknown := [*(set(args.decode.split(",")) - set(known)), *(set(args.parts) - set(PARTS))]:
-        parser.error(f"{', '.join(unknown)}: --decode is of {', '.join(known)}, --parts of {', '.join(PARTS)}")
-    args.configurations = [known[name] for name in args.decode.split(",")]
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"--parts: {', '.join(sorted(unknown))}: take of {', '.join(PARTS)}")
+    try:
+        args.configurations = configurations.named(args.decode, args.stock_backend, args.hybrid)
+    except ValueError as error:
+        parser.error(f"--decode: {error}")
+    if any(one.kv_dtype for one in args.configurations):
+        parser.error("--decode: the prefill instance writes the model's dtype: take hybrid or stock")
     return args
 
 

@@ -63,6 +63,10 @@ class Shape:
         return self.hidden // 2
 
 
+# with all layers; Qwen3-8B's vocabulary is 151,936
+QWEN3_8B = Shape(
+    layers=36, hidden=4096, heads=32, intermediate=12288, vocabulary=131072, positions=(1 << 18) + (1 << 14)
+)
 SMALL = Shape(layers=4, hidden=512, heads=10, kv_heads=2, intermediate=1024, vocabulary=4096, positions=40960)
 TINY = Shape(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=512, vocabulary=1024, positions=4096)
 

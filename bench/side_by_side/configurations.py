@@ -59,3 +59,11 @@ def ablation(given: Sequence[str]) -> list[Configuration]:
 
 
 LAST_PART = "+ gather"  # what ``hybrid`` adds to the last run of the ablation
+
+
+def named(names: str, stock_backend: str, settings: Sequence[str]) -> list[Configuration]:
+    """Of names with commas between them. Raises ValueError with the names that there are."""
+    known = {"stock": stock(stock_backend), "stock-fp8": stock_fp8(stock_backend), "hybrid": hybrid(settings)}
+    if unknown := [name for name in names.split(",") if name not in known]:
+        raise ValueError(f"{', '.join(unknown)}: take of {', '.join(known)}")
+    return [known[name] for name in names.split(",")]
