@@ -130,11 +130,10 @@ class PdLoad:
         return Prompts(self._model, seed=self._asked).rows(self._args.input, count, count)
 
     def _rows(self, configuration: Configuration) -> int:
-        per_row = self._args.input + self._args.new_tokens + SPARE_TOKENS
-        if configuration.is_hybrid:
-            in_host = int(self._args.host_limit * GB) // (per_row * self._kv.token_bytes)
-            return max(1, min(self._args.rows, in_host))
-        return max(1, min(self._args.rows, self._stock_tokens() // per_row))
+        per_row: int = self._args.input + self._args.new_tokens + SPARE_TOKENS
+        in_host = int(self._args.host_limit * GB) // self._kv.token_bytes
+        pool = in_host if configuration.is_hybrid else self._stock_tokens()
+        return max(1, min(int(self._args.rows), pool // per_row))
 
     def _stock_tokens(self) -> int:
         return stock_tokens(self._kv, Limits(int(self._args.gpu_limit * GB), 0, None))
