@@ -11,7 +11,7 @@ at once, and throughput counts the time in which all of them decode: answers bec
 that time would be under two seconds. Hybrid has the settings of a user who sets none, but for the size of its pool.
 
     python -m bench.throughput --runs stock,stock-fp8 --out FILE          in one command of a GPU lease
-    python -m bench.throughput --runs hybrid --with FILE --out FILE       in the next one
+    python -m bench.throughput --runs hybrid --server-per-length --with FILE --out FILE       in the next one
 
 `--prompts N` lets rows share N prompts, for their prefill takes long: 64 rows of 32k are 2 million tokens. Rows that
 share a prompt share its pages in SGLang's radix cache: batches are still those that fit without sharing, and attention
@@ -128,14 +128,16 @@ class Benchmark:
         for key in ("model", "limits"):
             if earlier[key] != self.result[key]:
                 sys.exit(f"--with: {key} was {earlier[key]}, now it is {self.result[key]}")
-        again = {name.replace("-", " ") for name in self.args.runs if name != "ablation"}
+        names = {name.replace("-", " ") for name in self.args.runs if name != "ablation"}
+        again = {(name, length) for name in names for length in self.args.lengths}
         if "ablation" in self.args.runs:
-            again |= {one.name for one in configurations.ablation(self.args.hybrid)}
-        kept = [one for one in earlier["points"] if one["configuration"] not in again]
+            again |= {(one.name, self.args.ablation_length) for one in configurations.ablation(self.args.hybrid)}
+        kept = [one for one in earlier["points"] if (one["configuration"], one["length"]) not in again]
         self.result["points"] += kept
+        self.result["servers"] += earlier["servers"]
         self.result["earlier"] = earlier["origin"]
-        names = ", ".join(dict.fromkeys(one["configuration"] for one in kept))
-        self.result["notes"].append(f"From an earlier run (`earlier` has its origin): {names}.")
+        told = dict.fromkeys(f"{one['configuration']} at {claims.tokens_label(one['length'])}" for one in kept)
+        self.result["notes"].append(f"From an earlier run (`earlier` has its origin): {', '.join(told)}.")
 
     def _serve(self, configuration: Configuration, lengths: list[int], batches: list[int | str]) -> None:
         capacities = {length: self._capacity(configuration, length) for length in lengths}

@@ -122,7 +122,9 @@ def profile(
 
     server.trace_directory.mkdir(parents=True, exist_ok=True)
     seen = set(_traces(server.trace_directory))
-    send_together(server.url, prompts.rows(length, rows, plan.different_of(rows)), plan.new_tokens, beside=start)
+    ids = prompts.rows(length, rows, plan.different_of(rows))
+    # behind the first steps of every row, which read more than later ones
+    send_together(server.url, ids, plan.new_tokens, beside=start, beside_after=plan.warm_tokens)
     deadline = time.monotonic() + _TRACE_SECONDS
     while not (new := set(_traces(server.trace_directory)) - seen):
         server.check()

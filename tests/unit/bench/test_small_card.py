@@ -112,6 +112,8 @@ def test_a_refusal_is_recorded_and_a_server_that_does_not_start_is_tried_with_le
     small_card.SmallCard(small_card.parsed(flags), tmp_path).run()
     found = json.loads((tmp_path / "out.json").read_text())
     assert "exceeds the maximum" in found["points"][0]["refused"]
+    stock, *_ = FakeServer.started
+    assert stock[stock.index("--max-total-tokens") + 1] == str(small_card.CPU_TOKENS)  # not all of a host's memory
     assert "CUDA out of memory" in found["servers"][1]["error"]
     measured = found["points"][1]
     assert (measured["requests"], measured["first_token_s"], measured["tokens_per_s"]) == (1, [1.0], 15.0)

@@ -351,6 +351,8 @@ def test_what_is_not_measured_again_is_taken_over_from_an_earlier_run(tmp_path: 
     (tmp_path / "old.json").write_text(json.dumps(old))
     result = benchmark("--runs", "hybrid", "--with", str(tmp_path / "old.json")).result
     assert [one["configuration"] for one in result["points"]] == ["stock"]
+    result = benchmark("--lengths", "256", "--with", str(tmp_path / "old.json")).result
+    assert [one["configuration"] for one in result["points"]] == ["stock", "hybrid"]  # of another length
     with pytest.raises(SystemExit, match="limits"):
         benchmark("--gpu-limit", "1", "--with", str(tmp_path / "old.json"))
 
