@@ -114,8 +114,16 @@ async def stream(
             answer = json.loads(line[len(b"data: ") :])
             if "error" in answer:
                 raise LoadError(str(answer["error"])[:500])
+            if why := abort_message(answer["meta_info"]):
+                raise LoadError(why[:500])
             if (tokens := answer["meta_info"]["completion_tokens"]) > had:
                 had = tokens
                 yield tokens, answer.get("output_ids", []), answer["meta_info"]
     if had < new_tokens:
         raise LoadError(f"an answer ended after {had} of {new_tokens} tokens")
+
+
+def abort_message(meta: Mapping[str, Any]) -> str:
+    """Why SGLang ended an answer before its time, as with a prompt that does not fit; empty if it did not."""
+    reason = meta.get("finish_reason")
+    return str(reason.get("message") or "aborted") if isinstance(reason, dict) and reason.get("type") == "abort" else ""

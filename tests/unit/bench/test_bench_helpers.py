@@ -11,6 +11,7 @@ from bench import arguments
 from bench.lease import Lease
 from bench.side_by_side import configurations
 from bench.side_by_side.gpu_memory import ServerMemory, total_bytes, used_bytes
+from bench.side_by_side.load import abort_message
 from bench.side_by_side.server_flags import cache_flags, common_flags, graph_sizes
 
 
@@ -72,3 +73,10 @@ def test_a_program_that_needs_the_plugin_says_how_to_install_it(monkeypatch: pyt
     monkeypatch.setattr(arguments, "is_installed", lambda: False)
     with pytest.raises(SystemExit, match="pip install"):
         arguments.require_plugin()
+
+
+def test_what_sglang_says_to_a_request_that_it_refuses_is_told() -> None:
+    refused = {"type": "abort", "message": "Input length (9 tokens) exceeds the maximum allowed length (8 tokens)."}
+    assert abort_message({"finish_reason": refused}).startswith("Input length (9 tokens) exceeds")
+    assert abort_message({"finish_reason": {"type": "abort"}}) == "aborted"
+    assert abort_message({"finish_reason": {"type": "length", "length": 8}}) == abort_message({}) == ""
