@@ -1,6 +1,7 @@
 """RULER by servers side by side: stock twice, as the measure of noise, and hybrid with its default settings.
 
     python -m bench.served_ruler --model DIR --prompts FILE [--out DIR]
+    python -m bench.served_ruler --policies --lengths 16k ...             scout and the papers' policies instead
 
 `--prompts`: a file of ``sglang-hybrid eval --ruler 8k,16k,32k --ruler-make FILE``, so that a GPU host needs neither
 RULER's package nor a network. Servers load at the same time, with pools of a given size, since the free memory that
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.record import write_result
-from bench.side_by_side.configurations import Configuration
+from bench.side_by_side.configurations import PAPERS, Configuration, paper
 from bench.side_by_side.server import Server
 from sglang_hybrid.origin import ROOT
 
@@ -51,6 +52,16 @@ def configurations_of(more: list[str], device: str, workers: int) -> list[Config
         Configuration(NOISE, backends[1]),
         Configuration("budget-2048", "hybrid", tuple(settings)),
         Configuration("budget-1024", "hybrid", ("budget_tokens=1024", *settings)),
+    ]
+
+
+def policies_of(more: list[str], device: str, workers: int) -> list[Configuration]:
+    """Stock, the default policy and the papers', which have as many tokens of a row in GPU memory."""
+    stock, _, scout, _ = configurations_of(more, device, workers)
+    return [
+        stock,
+        Configuration("scout", scout.backend, scout.settings),
+        *(paper(name, scout.settings) for name in PAPERS),
     ]
 
 
@@ -116,6 +127,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, required=True, help="of eval --ruler-make")
     parser.add_argument("--lengths", default="32k,16k,8k", help="of the file's, in this order (default: %(default)s)")
     parser.add_argument("--samples", type=int, help="prompts of each task and length (default: all of the file)")
+    parser.add_argument("--policies", action="store_true", help="serve stock, scout and the papers' policies")
     parser.add_argument("--only", help="servers, such as stock,budget-2048; stock is always there")
     parser.add_argument("--hybrid", metavar="KEY=VALUE", action="append", default=[], help="setting of hybrid servers")
     parser.add_argument("--concurrency", type=int, default=16, help="requests that each server has at a time")
@@ -126,12 +138,21 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def chosen_of(args: argparse.Namespace, cores: int) -> list[Configuration]:
+    """Hybrid servers divide three quarters of the cores; one alone takes its default."""
+    of_kind = policies_of if args.policies else configurations_of
+    known = [one.name for one in of_kind([], args.device, 0)]
+    names = known if args.only is None else [STOCK, *args.only.split(",")]
+    if unknown := [name for name in names if name not in known]:
+        sys.exit(f"--only {', '.join(unknown)}: there are {', '.join(known)}")
+    hybrids = sum(1 for one in of_kind([], args.device, 0) if one.is_hybrid and one.name in names)
+    workers = max(1, cores * 3 // 4 // hybrids) if hybrids > 1 else 0
+    return [one for one in of_kind(args.hybrid, args.device, workers) if one.name in names]
+
+
 def main() -> None:
     args = parsed()
-    names = None if args.only is None else {STOCK, *args.only.split(",")}
-    hybrids = sum(1 for name in BARS if names is None or name in names)
-    workers = (os.cpu_count() or 1) * 3 // 4 // hybrids if hybrids > 1 else 0  # one server alone takes its default
-    chosen = [one for one in configurations_of(args.hybrid, args.device, workers) if names is None or one.name in names]
+    chosen = chosen_of(args, os.cpu_count() or 1)
     args.out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as running:
         servers = {}

@@ -110,6 +110,9 @@ class Benchmark:
             "hybrid": (configurations.hybrid(given), self.args.batches),
             "raw": (configurations.raw(given), [MAX]),
         }
+        known |= {name: (configurations.paper(name, given), self.args.batches) for name in configurations.PAPERS}
+        if unknown := set(self.args.runs) - {*known, "ablation"}:
+            sys.exit(f"--runs {', '.join(sorted(unknown))}: there are {', '.join(known)}, ablation")
         if not {"stock", "stock-fp8"}.issuperset(self.args.runs):
             require_plugin()
         for name, (configuration, batches) in known.items():
@@ -271,14 +274,14 @@ class Benchmark:
         points = self.result["points"]
         self.result["speed_ups"] = claims.speed_ups(points)
         aimed = (self._kv, self._limits.gpu_bytes) == (claims.AIMED_MODEL, claims.AIMED_GPU_BYTES)
-        self.result["claims"] = claims.claims(points) if aimed else []
+        self.result["claims"] = [*(claims.claims(points) if aimed else []), *claims.against_papers(points)]
         self.result["ablation"] = ablation_of(points, self.args.ablation_length)
         self.path = write_result(NAME, self.result, self.args.out)
 
 
 def ablation_of(points: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
     """Points of the same length and batch, from nothing on to everything on."""
-    others = ("stock", "stock fp8", "hybrid", "raw")
+    others = ("stock", "stock fp8", "hybrid", "raw", *configurations.PAPERS)
     parts = [one for one in points if one["configuration"] not in others and one["length"] == length]
     if not parts:
         return []
@@ -333,7 +336,11 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warm-tokens", type=int, default=24, help="of every answer that are not measured")
     parser.add_argument("--repeats", type=int, default=3, help="of each batch")
     parser.add_argument("--slices", type=int, default=4, help="of a repeat, for median and spread")
-    parser.add_argument("--runs", default="stock,hybrid", help="of stock, stock-fp8, hybrid, raw, ablation")
+    parser.add_argument(
+        "--runs",
+        default="stock,hybrid",
+        help="of stock, stock-fp8, hybrid, raw, ablation, and policies: scoutattention, hgca, hcattention, infinigen",
+    )
     parser.add_argument("--ablation", action="store_true", help="short for --runs stock,hybrid,ablation")
     parser.add_argument("--ablation-length", default="32k", help="also the length that is profiled")
     parser.add_argument("--profile", action="store_true", help="trace ten steps and sum kernels by what they are for")

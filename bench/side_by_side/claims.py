@@ -14,6 +14,8 @@ AIMED_GPU_BYTES = 11 * GB
 # input length -> aim, best batch of each side
 SPEED_UP_AIMS = {8192: 2.0, 16384: 3.5, 32768: 7.0, 65536: 10.0}
 SINGLE_ROW_AIM = 0.99
+PAPERS_AIM = 2.1  # of policy scout against the better of these two: what ScoutAttention's paper reports of its own
+_OTHERS = ("hgca", "infinigen")
 AGAINST_RAW_AIM = 0.97  # of defaults, whose prediction is calibrated, against the prediction that costs least
 
 
@@ -69,8 +71,29 @@ def claims(points: list[Point]) -> list[dict[str, Any]]:
     return found
 
 
-def _claim(what: str, aim: float, measured: float | None) -> dict[str, Any]:
-    return {"what": what, "aim": aim, "measured": measured, "reached": None if measured is None else measured >= aim}
+def against_papers(points: list[Point]) -> list[dict[str, Any]]:
+    """The default policy against the better of two others, at equal batches, and ScoutAttention's policy likewise."""
+    found = []
+    for length, rows in sorted({(one["length"], one["rows"]) for one in points}):
+        rates = {
+            one["configuration"]: one["tokens_per_s"]
+            for one in points
+            if (one["length"], one["rows"]) == (length, rows)
+        }
+        others = {name: rates[name] for name in _OTHERS if name in rates}
+        if len(others) < len(_OTHERS):
+            continue
+        better = max(others, key=lambda name: others[name])
+        for name, aim in (("hybrid", PAPERS_AIM), ("scoutattention", None)):
+            if name in rates:
+                what = f"{tokens_label(length)} x {rows}: {'scout' if name == 'hybrid' else name} / {better}"
+                found.append(_claim(what, aim, round(rates[name] / others[better], 3)))
+    return found
+
+
+def _claim(what: str, aim: float | None, measured: float | None) -> dict[str, Any]:
+    reached = None if measured is None or aim is None else measured >= aim
+    return {"what": what, "aim": aim, "measured": measured, "reached": reached}
 
 
 def tokens_label(tokens: int) -> str:

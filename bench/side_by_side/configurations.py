@@ -10,6 +10,7 @@ from sglang_hybrid.config import HybridConfig, load_config
 RECALL_SETTING = "scout.recall_interval"
 GATHER_SETTING = "scout.cpu_share"  # 1: all misses to the CPU; auto: part of them are gathered over PCIe
 FP8 = "fp8_e4m3"
+PAPERS = ("scoutattention", "hgca", "hcattention", "infinigen")  # policies to compare with
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,14 @@ def hybrid(given: Sequence[str]) -> Configuration:
 def raw(given: Sequence[str]) -> Configuration:
     """As ``hybrid``, with the prediction that costs least: the yardstick of calibrated ones."""
     return Configuration("raw", "hybrid", (*given, "prediction=raw"))
+
+
+def paper(policy: str, given: Sequence[str]) -> Configuration:
+    """Another paper's policy, with as many tokens of a row in GPU memory as the budget of ``hybrid`` has."""
+    settings = (*given, f"policy={policy}")
+    if policy == "hgca":
+        settings += (f"hgca.window_tokens={load_config(None, given).budget_tokens}",)
+    return Configuration(policy, "hybrid", settings)
 
 
 def ablation(given: Sequence[str]) -> list[Configuration]:

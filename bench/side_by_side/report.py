@@ -122,7 +122,7 @@ def claims_table(result: Result) -> Table | None:
     words = {True: "yes", False: "no", None: ""}
     for one in result["claims"]:
         measured = "not measured" if one["measured"] is None else f"{one['measured']:.2f}x"
-        table.add_row(one["what"], f"{one['aim']}x", measured, words[one["reached"]])
+        table.add_row(one["what"], f"{one['aim']}x" if one["aim"] else "", measured, words[one["reached"]])
     return table
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from bench import served_ruler
 
 
@@ -45,3 +47,24 @@ def test_servers_serve_defaults_but_for_whole_requests_and_the_cores_they_share(
 def test_names_of_servers_and_of_bars_agree() -> None:
     names = {one.name for one in served_ruler.configurations_of([], "cuda", 0)}
     assert names == {served_ruler.STOCK, served_ruler.NOISE, *served_ruler.BARS}
+
+
+def test_policies_are_served_with_the_same_settings_and_divide_the_cores() -> None:
+    args = served_ruler.parsed(["--model", "m", "--prompts", "p", "--policies", "--hybrid", "budget_tokens=1024"])
+    served = {one.name: one for one in served_ruler.chosen_of(args, cores=20)}
+    assert list(served) == ["stock", "scout", "scoutattention", "hgca", "hcattention", "infinigen"]
+    policies = {name: one.parsed() for name, one in served.items() if one.is_hybrid}
+    assert {name: config.policy for name, config in policies.items()} == {name: name for name in policies}
+    assert all(
+        (config.budget_tokens, config.worker_threads, config.whole_requests) == (1024, 3, "never")
+        for config in policies.values()
+    )
+    assert "hgca.window_tokens=1024" in served["hgca"].settings
+
+
+def test_servers_that_there_are_not_are_refused() -> None:
+    args = served_ruler.parsed(["--model", "m", "--prompts", "p", "--only", "hgca"])
+    with pytest.raises(SystemExit, match="hgca: there are stock, stock-triton, budget-2048, budget-1024"):
+        served_ruler.chosen_of(args, cores=16)
+    args.only = "budget-1024"
+    assert [one.name for one in served_ruler.chosen_of(args, cores=16)] == ["stock", "budget-1024"]

@@ -432,3 +432,21 @@ def test_prompts_of_a_real_model_are_pieces_of_text_that_do_not_overlap(tmp_path
     assert rows == prompts.rows(64, rows=3, different=3)
     assert prompts.kind == "real text"
     assert {len(row) for row in rows} == {64}
+
+
+def test_policies_are_compared_at_equal_batches() -> None:
+    rates = {"hybrid": 210.0, "scoutattention": 150.0, "hgca": 90.0, "infinigen": 100.0}
+    points = [
+        {"configuration": name, "length": 32768, "rows": rows, "tokens_per_s": rate}
+        for name, rate in rates.items()
+        for rows in ((32, 62) if name != "infinigen" else (32,))
+    ]
+    found = claims.against_papers(points)
+    assert [(one["what"], one["measured"], one["reached"]) for one in found] == [
+        ("32k x 32: scout / infinigen", 2.1, True), ("32k x 32: scoutattention / infinigen", 1.5, None),
+    ]  # fmt: skip
+
+
+def test_a_papers_window_holds_what_the_budget_of_scout_holds() -> None:
+    assert configurations.paper("hgca", ["budget_tokens=1024"]).settings[-1] == "hgca.window_tokens=1024"
+    assert configurations.paper("infinigen", []).settings == ("policy=infinigen",)
