@@ -7,13 +7,15 @@ a shape of its own that is always the same, by one thread, so that what is share
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from sglang_hybrid.core import LayerCache
+from sglang_hybrid.core import DecodeBatch, LayerCache
 from sglang_hybrid.ops import reference
+from sglang_hybrid.policies.infinigen.policy import InfinigenPolicy
 
 ROWS = 8  # of every matrix product
 TOKENS = 32  # of a prompt that are attended at a time, from multiples of it
@@ -29,6 +31,7 @@ _lse_shift = reference.lse_shift
 _merge = reference.merge
 _near_bias = reference.near_bias
 _estimates = LayerCache.estimates
+_speculate = InfinigenPolicy._speculate
 
 
 def install() -> None:
@@ -43,6 +46,7 @@ def install() -> None:
     ):
         for function in replacements:
             setattr(place, function.__name__, function)
+    InfinigenPolicy._speculate = speculated  # type: ignore[method-assign, assignment]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -91,11 +95,15 @@ def attend_blocks(
     fill: torch.Tensor,
     scale: float,
     bias: torch.Tensor | None = None,
+    masks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = [_wider(ids, LISTED, reference.NO_BLOCK), _wider(fill, LISTED, 0)]
-    if bias is not None:
-        wide.append(_wider(bias, LISTED, 0.0))
-    return _by_row_pairs(lambda q, i, f, *b: _attend_blocks(q, keys, values, i, f, scale, *b), query, *wide)
+    optional = {name: part for name, part in (("bias", bias), ("masks", masks)) if part is not None}
+
+    def attend(q: torch.Tensor, i: torch.Tensor, f: torch.Tensor, *more: torch.Tensor) -> Any:
+        return _attend_blocks(q, keys, values, i, f, scale, **dict(zip(optional, more, strict=True)))
+
+    return _by_row_pairs(attend, query, *wide, *(_wider(part, LISTED, 0) for part in optional.values()))
 
 
 def merge(
@@ -111,6 +119,18 @@ def estimates(cache: LayerCache, query: torch.Tensor, pages: torch.Tensor, sprea
         for panel in wide.split(ESTIMATED, dim=-1)
     ]
     return torch.cat(panels, dim=-1)[..., : pages.shape[-1]]
+
+
+def speculated(
+    policy: InfinigenPolicy, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float
+) -> torch.Tensor:
+    pages = _wider(batch.page_table, ESTIMATED, 0)
+    wide = dataclasses.replace(batch, page_table=pages)
+    rows = [
+        _speculate(policy, query[row : row + 1], cache, wide.part(torch.tensor([row])), scale)
+        for row in range(len(query))
+    ]
+    return torch.cat(rows)[..., : batch.page_table.shape[1] * cache.block_tokens]
 
 
 def block_scores(logits: torch.Tensor, block_counts: torch.Tensor, scale: float) -> torch.Tensor:

@@ -9,8 +9,11 @@ import torch
 from attention_oracle import seeded
 
 from bench.chaos import same_bits
-from sglang_hybrid.core import LayerCache
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.core import DecodeBatch, LayerCache
+from sglang_hybrid.memory.partial_keys import PartialKeys
 from sglang_hybrid.ops import reference
+from sglang_hybrid.policies.infinigen.policy import InfinigenPolicy
 
 HEADS, GROUP, DIM, SCALE = 3, 3, 64, 0.125
 
@@ -75,3 +78,33 @@ def test_decode_gives_a_row_the_same_bits_alone_and_beside_longer_ones() -> None
     assert torch.equal(together[0][:1, :, :5], alone[0])
     for one, other in zip(together[1:], alone[1:], strict=True):
         assert torch.equal(one[:1], other)
+
+
+def test_tokens_of_blocks_and_partial_keys_give_a_row_the_same_bits() -> None:
+    """As policy infinigen attends, and as it selects."""
+    pages, columns = 120, 8
+    keys, values = normal(pages, HEADS, 32, DIM), normal(pages, HEADS, 32, DIM, seed=1)
+    partial = PartialKeys([torch.eye(DIM).expand(HEADS, -1, -1)], columns, torch.bfloat16)
+    policy = InfinigenPolicy(HybridConfig(policy="infinigen"), partial)
+    cache = LayerCache(keys, values, None, 0, None, partial.encode(0, keys))
+    query, lengths = normal(3, HEADS * GROUP, DIM, seed=2), torch.tensor([5 * 32, 90 * 32, 40 * 32])
+    table = torch.stack([torch.randperm(pages, generator=seeded(n))[:90] for n in range(3)])
+    masks = torch.randint(1, 2**31 - 1, (3, HEADS, 5), generator=seeded(7), dtype=torch.int32)
+
+    def of(rows: slice, width: int) -> list[torch.Tensor]:
+        batch = DecodeBatch(table[rows, :width], lengths[rows], [], torch.arange(3)[rows], [])
+        ids = table[rows, None, :5].expand(-1, HEADS, -1)
+        attended = same_bits.attend_blocks(
+            query[rows], keys, values, ids, torch.full_like(ids, 32), SCALE, masks=masks[rows]
+        )
+        return [same_bits.speculated(policy, query[rows], cache, batch, SCALE), *attended]
+
+    together, alone = of(slice(0, 3), 90), of(slice(0, 1), 5)
+    assert torch.equal(together[0][:1, ..., : 5 * 32], alone[0])
+    for one, other in zip(together[1:], alone[1:], strict=True):
+        assert torch.equal(one[:1], other)
+    whole = reference.attend_blocks(
+        query[:1], keys, values, table[:1, None, :5].expand(-1, HEADS, -1), torch.full((1, HEADS, 5), 32), SCALE,
+        masks=masks[:1],
+    )  # fmt: skip
+    torch.testing.assert_close(alone[1], whole[0])
