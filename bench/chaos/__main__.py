@@ -23,7 +23,9 @@ from typing import Any
 from bench.chaos.run import Findings, Phase, Tell
 from bench.chaos.target import Target, TargetError
 from bench.chaos.workload import Request, make_requests, source_text
+from sglang_hybrid.config import load_config
 from sglang_hybrid.origin import origin
+from sglang_hybrid.policies.registry import policy_named
 
 LAYERS = 6
 SCOUT = (
@@ -101,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             tell(f"prediction={prediction}: starting a server, its log is {directory / 'server.log'}")
             try:
                 retract_steps = _LONGEST_ANSWER_STEPS + 2 * (longest // _CHUNK)
-                with Target(model, flags, directory.absolute(), retract_steps, arguments.bug, on_cpu) as target:
+                bugs, folder = arguments.bug, directory.absolute()
+                with Target(model, flags, folder, retract_steps, bugs, on_cpu, _has_worker(arguments)) as target:
                     phase = Phase(
                         target, asked, arguments.seed, tell, arguments.stop_at_first,
                         # a GPU has the real query when it computes in the worker's place
@@ -172,6 +175,11 @@ def _flags(prediction: str, longest: int, arguments: argparse.Namespace) -> list
         "--schedule-conservativeness", "0.01",
         *((*_CPU, *_first_layers(arguments.layers)) if arguments.device == "cpu" else _CUDA),
     ]  # fmt: skip
+
+
+def _has_worker(arguments: argparse.Namespace) -> bool:
+    config = load_config(None, [*SCOUT, *arguments.hybrid])
+    return policy_named(config.policy).needs.worker and config.worker != "none"
 
 
 def _first_layers(count: int) -> tuple[str, str]:

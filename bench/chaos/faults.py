@@ -34,16 +34,23 @@ def worker_faults() -> dict[str, tuple[int, Fault]]:
     }
 
 
-def all_faults(target: Target) -> dict[str, tuple[int, Fault]]:
-    table: dict[str, tuple[int, Fault]] = worker_faults() | {
-        "scheduler stopped": (2, _stop_scheduler),
+def _mailbox_faults() -> dict[str, tuple[int, Fault]]:
+    return {
         "bits flipped": (6, _flip_bits),
         "stale replies": (3, _stale_replies),
         "future replies": (4, _foretell),
         "wrong generations": (4, _wrong_generations),
         "wrong statuses": (2, _wrong_statuses),
-        "no descriptors left": (2, _limit_descriptors),
         "no memory left for the worker": (2, _limit_worker_memory),
+    }
+
+
+def all_faults(target: Target) -> dict[str, tuple[int, Fault]]:
+    """What can happen to this server: some policies have no worker."""
+    table: dict[str, tuple[int, Fault]] = worker_faults() | _mailbox_faults() if target.has_worker else {}
+    table |= {
+        "scheduler stopped": (2, _stop_scheduler),
+        "no descriptors left": (2, _limit_descriptors),
         "cache flushed": (1, lambda t, c: f"flushed: {t.flush()}"),
         "generation paused": (2, _pause),
         "weights updated": (2, _update_weights),

@@ -123,7 +123,7 @@ class Phase:
 
     def _answer_undisturbed(self) -> None:
         """Each request alone, with nothing in the cache."""
-        self._target.wait_for(lambda: self._target.serving_worker() is not None, "to have a worker")
+        self._target.wait_for_worker()
         for request in self._asked:
             answer = self._ask_alone(request)
             self._expected[request.number] = [answer]
@@ -220,7 +220,9 @@ class Phase:
 
     def _torment(self) -> None:
         chance = random.Random(f"{self._seed}-faults")
-        table = all_faults(self._target) if self._target.has_same_bits else worker_faults()
+        table = (
+            all_faults(self._target) if self._target.has_same_bits or not self._target.has_worker else worker_faults()
+        )
         names, weights = list(table), [weight for weight, _ in table.values()]
         running: list[threading.Thread] = []
         while not self._end.wait(chance.expovariate(1 / _MEAN_SECONDS)):
@@ -273,7 +275,7 @@ class Phase:
     def _settled_holdings(self, like: dict[str, int] | None = None) -> dict[str, int]:
         """When nothing runs and a worker serves; what goes away by itself gets the time to."""
         self._target.wait_until_idle()
-        self._target.wait_for(lambda: self._target.serving_worker() is not None, "to have a worker", _SETTLE_SECONDS)
+        self._target.wait_for_worker(_SETTLE_SECONDS)
         deadline = time.monotonic() + _SETTLE_SECONDS
         while True:
             # a step, too: a GPU keeps the mailbox of the last worker until the next one

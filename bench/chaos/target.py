@@ -57,12 +57,13 @@ class Target:
         retract_steps: int,
         switches: Sequence[str] = (),
         same_bits: bool = True,
+        has_worker: bool = True,
     ) -> None:
         """Requests are retracted when there is no room for their next tokens, and every ``retract_steps`` steps: more
         than one request takes alone. ``switches``: bugs on purpose, beside what every chaos run needs. ``same_bits``
-        needs a CPU.
+        needs a CPU. ``has_worker``: whether the policy that is served needs one.
         """
-        self.has_same_bits = same_bits
+        self.has_same_bits, self.has_worker = same_bits, has_worker
         self.model = model
         directory.mkdir(parents=True, exist_ok=True)
         self.log = directory / "server.log"
@@ -123,6 +124,11 @@ class Target:
     @property
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def wait_for_worker(self, seconds: float = 60.0) -> None:
+        """Nothing where the policy has none."""
+        if self.has_worker:
+            self.wait_for(lambda: self.serving_worker() is not None, "to have a worker", seconds)
 
     def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
