@@ -18,6 +18,7 @@ from sglang_hybrid.integration.channels import choose_channels
 from sglang_hybrid.integration.create_engines import create_engines
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
 from sglang_hybrid.integration.key_bases import choose_bases
+from sglang_hybrid.integration.kv_scales import scales_of
 from sglang_hybrid.integration.predictor import Scouting, read_profile
 from sglang_hybrid.integration.ranks import kv_heads_of, rank_of
 from sglang_hybrid.integration.refusals import Refusal
@@ -89,7 +90,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def _refuse_other_codes(self, config: HybridConfig) -> None:
         pool = self._pool
-        shape = KVShape(pool.layer_num, pool.head_num, pool.head_dim, pool.v_head_dim, pool.store_dtype.itemsize)
+        shape = KVShape(pool.layer_num, pool.head_num, pool.head_dim, pool.v_head_dim, pool.dtype.itemsize)
         wanted, kept = code_bytes(config, shape), pool.codes.code_bytes if pool.codes else 0
         if wanted and (config.policy, wanted) != (self._started.policy, kept):
             raise Refusal(
@@ -222,15 +223,18 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
     ) -> torch.Tensor:
         parts = self._parts(q, k, v, layer, more)
         events.layer(layer.layer_id - self._pool.start_layer, self._pool.layer_num)
-        return self.engine.prefill(*parts).flatten(1)
+        return self._scaled(self.engine.prefill(*parts), layer).flatten(1)
 
     def forward_decode(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
         parts = self._parts(q, k, v, layer, more)
-        if self._split is not None:
-            return self._split.attend(self.engine, *parts).flatten(1)
-        return self.engine.decode(*parts).flatten(1)
+        out = self.engine.decode(*parts) if self._split is None else self._split.attend(self.engine, *parts)
+        return self._scaled(out, layer).flatten(1)
+
+    def _scaled(self, out: torch.Tensor, layer: Any) -> torch.Tensor:
+        scale = scales_of(layer, self._pool.dtype).values
+        return out if scale == 1 else out * scale
 
     def _parts(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, more: dict[str, Any]
@@ -243,12 +247,14 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             )
         if k is None or v is None:
             raise Refusal("layers that share keys and values are not supported: use another --attention-backend")
+        scales = scales_of(layer, self._pool.dtype)
+        k, v = (part if scale == 1 else part / scale for part, scale in zip((k, v), scales, strict=True))
         return (
             layer.layer_id - self._pool.start_layer,
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
-            layer.scaling,
+            layer.scaling * scales.keys,
         )
 
     def reset_rows(self, rows: torch.Tensor) -> None:

@@ -111,6 +111,6 @@ def why_not_native(config: HybridConfig, pool: HostKVPool, model: ModelFacts, mo
         return str(error)
     if not has_kernel(geometry) or pool.v_head_dim != pool.head_dim:
         return f"there is no kernel for head_dim {pool.head_dim} and {geometry.group} query heads per KV head"
-    if model.dtype != pool.store_dtype:
-        return f"the KV cache is {pool.store_dtype}, the model {model.dtype}"
+    if model.dtype != pool.dtype:
+        return f"the KV cache is {pool.dtype}, the model {model.dtype}"
     return unsupported_by_cpu_engine(config, pool.head_dim)

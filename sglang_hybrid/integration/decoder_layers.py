@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sglang_hybrid.integration.kv_scales import scales_of
 from sglang_hybrid.integration.plain_weights import is_plain, matrix_of
 from sglang_hybrid.policies.scout.predictor import QueryWeights
 
@@ -86,9 +87,10 @@ class DecoderLayers:
         matrix: torch.Tensor = projection.data
         return matrix
 
-    def scale(self, layer: int) -> float:
-        """What the layer multiplies attention logits with."""
-        return float(self._layers[layer].self_attn.attn.scaling)
+    def scale(self, layer: int, pool_dtype: torch.dtype) -> float:
+        """What the layer multiplies products of queries with keys of the pool with."""
+        attention = self._layers[layer].self_attn.attn
+        return float(attention.scaling) * scales_of(attention, pool_dtype).keys
 
     def on_input(self, callback: LayerInput) -> Callable[[], None]:
         """Call ``callback`` before each layer runs. Returns what ends that."""

@@ -16,6 +16,7 @@ from sglang_hybrid.memory.digests import CompactDigests, Digests
 from sglang_hybrid.memory.key_codes import KeyCodes
 from sglang_hybrid.memory.pages import to_head_major, touched_pages
 from sglang_hybrid.memory.sketches import Sketches
+from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cpu.decoder import HostKernels
 from sglang_hybrid.policies.registry import policy_named
 from sglang_hybrid.protocol.region import SharedRegion
@@ -51,12 +52,12 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         pages = (self.size + self.page_size) // self.page_size
         key_shape = (pages, self.head_num, self.page_size, self.head_dim)
         value_shape = (pages, self.head_num, self.page_size, self.v_head_dim)
-        itemsize = self.store_dtype.itemsize
+        itemsize = self.dtype.itemsize
         sizes = [torch.Size(shape).numel() * itemsize for shape in (key_shape, value_shape)]
 
         self.region = SharedRegion(SharedRegion.size_for(*sizes * self.layer_num), name="sglang-hybrid-kv")
-        self.k_buffer = [self.region.take(key_shape, self.store_dtype) for _ in range(self.layer_num)]
-        self.v_buffer = [self.region.take(value_shape, self.store_dtype) for _ in range(self.layer_num)]
+        self.k_buffer = [self.region.take(key_shape, self.dtype) for _ in range(self.layer_num)]
+        self.v_buffer = [self.region.take(value_shape, self.dtype) for _ in range(self.layer_num)]
         config = config_from_environment()
         self.digests = self.sketches = None
         if policy_named(config.policy).needs.digests:
@@ -77,7 +78,7 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
                 raise Refusal(f"digest_dtype=int8 needs a head_dim that is a multiple of 32, not {self.head_dim}")
             self.digests = CompactDigests(self.sketches, *shape, self.device)
         else:
-            self.digests = Digests(*shape, self.store_dtype, self.device)
+            self.digests = Digests(*shape, self.dtype, self.device)
 
     def _kv_tokens_per_row(self) -> int:
         """The first dimension of every buffer is pages. SGLang before 0.5.22 reads that off the buffers' shapes."""
@@ -110,10 +111,13 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         slots = loc.to("cpu", torch.int64)
         pages, offsets = slots // self.page_size, slots % self.page_size
         keys, values = self.k_buffer[layer_idx], self.v_buffer[layer_idx]
+        if self.dtype != self.store_dtype == cache_k.dtype:  # SGLang passes FP8 as bytes
+            cache_k, cache_v = cache_k.view(self.dtype), cache_v.view(self.dtype)
+        cache_k, cache_v = (reference.to_stored(part, self.dtype) for part in (cache_k, cache_v))
         keys[pages, :, offsets] = cache_k.to("cpu")
         values[pages, :, offsets] = cache_v.to("cpu")
         if self.codes:
-            self.codes.write(layer_idx, pages, offsets, cache_k.to(keys.dtype))
+            self.codes.write(layer_idx, pages, offsets, cache_k)
         self._summarise(layer_idx, *touched_pages(slots, self.page_size))
 
     def _summarise(self, layer: int, pages: torch.Tensor, filled: torch.Tensor) -> None:

@@ -36,7 +36,7 @@ def choose_bases(
         codes.encoder.choose(bases)
         return
     # 16 bits are precise enough to select by, whatever the cache has
-    dtype = pool.store_dtype if pool.store_dtype.itemsize == COLUMN_BYTES else torch.bfloat16
+    dtype = pool.dtype if pool.dtype.itemsize == COLUMN_BYTES else torch.bfloat16
     codes.use(PartialKeys([basis.to(pool.device) for basis in bases], columns, dtype))
 
 

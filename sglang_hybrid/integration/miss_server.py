@@ -97,7 +97,7 @@ def local_index(rank: Rank, args: Any) -> int:
 
 def geometry_of(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Geometry:
     """What the worker has to know about the pool. Raises NativeError for a dtype that it does not know."""
-    dtype = str(pool.store_dtype).removeprefix("torch.")
+    dtype = str(pool.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise NativeError(f"a KV cache of {dtype} cannot be read by the CPU kernels: use {', '.join(DTYPES)}")
     needs = policy_named(config.policy).needs

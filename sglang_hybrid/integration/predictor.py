@@ -83,7 +83,8 @@ class Scouting:
             correction = corrections.get(layer) if layer != self._layers.ids[0] else None
             if correction is not None:
                 correction = self._of_rank(correction, of_layer.projection)
-            predictions[layer] = LayerPrediction(of_layer, correction, self._layers.scale(layer))
+            scale = self._layers.scale(layer, self._runner.token_to_kv_pool.dtype)
+            predictions[layer] = LayerPrediction(of_layer, correction, scale)
         return predictions
 
     def _of_rank(self, correction: Correction, projection: torch.Tensor) -> Correction:

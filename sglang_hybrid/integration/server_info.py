@@ -41,7 +41,7 @@ def describe(backend: HybridAttnBackend) -> dict[str, Any]:
         "pool": {
             "bytes": pool.region.size,
             "tokens": pool.size,
-            "dtype": str(pool.store_dtype).removeprefix("torch."),
+            "dtype": str(pool.dtype).removeprefix("torch."),
         },
     }
 

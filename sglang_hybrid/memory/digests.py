@@ -16,6 +16,7 @@ class Digests:
 
         [page][KV head][max, min][head_dim]
 
+    They have the pool's dtype, in which the extremes of its keys are exact.
     Pages are shared between requests with a common prefix, and so are their digests. A
     freed page needs no care: the next writer of its first token starts the digest anew.
     """

@@ -25,7 +25,7 @@ class KVPool(Protocol):
     head_dim: int
     v_head_dim: int
     layer_num: int
-    store_dtype: torch.dtype
+    dtype: torch.dtype  # of keys and values: the model's, or reference.FP8
     device: str  # of the model
 
     def store(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

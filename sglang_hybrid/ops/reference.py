@@ -8,6 +8,7 @@ Shapes: B rows (requests), H KV heads, G query heads per KV head, D head_dim, T 
 block, N blocks listed per (row, KV head). A pool is ``[pages, H, T, D]``: block ``b`` of
 KV head ``h`` is ``pool[b, h]``, contiguous. ``-1`` in a block list means "no block", so
 that lists of different lengths share one tensor. LSE is the natural logarithm.
+A pool may be quantised to ``FP8``. What is computed from it is computed from the numbers that its bytes stand for.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from sglang_hybrid.blocks import COMPACT_GROUP, compact_bytes
 
 NO_BLOCK = -1
+FP8 = torch.float8_e4m3fn  # of a quantised pool: 4 bits of exponent, 3 of mantissa, no infinity
 DIGEST_SPREAD = 0.5  # of estimates by digests alone, where blocks are selected: see digest_logits
 SKETCH_STEPS = 16  # of a channel's range in a block: four bits tell a place in it
 SKETCH_REACH = 126 * math.log(2)  # e to that power, and to its opposite, are numbers of float32
@@ -49,6 +51,21 @@ def rotate(heads: torch.Tensor, cos_sin: torch.Tensor, neox: bool) -> torch.Tens
     return torch.cat((pairs, rest), dim=-1).to(heads.dtype)
 
 
+# -- pools -----------------------------------------------------------------------------------
+
+
+def to_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Keys or values as a pool of ``dtype`` stores them.
+
+    FP8 rounds to the nearest number, of two the even one. Beyond the largest, 448, it is the largest, and NaN stays
+    NaN: that is torch's cast, but versions of torch differ beyond the largest.
+    """
+    if dtype != FP8 or x.dtype == FP8:
+        return x.to(dtype)
+    largest = torch.finfo(FP8).max
+    return x.clamp(-largest, largest).to(FP8)
+
+
 # -- digests ---------------------------------------------------------------------------------
 
 
@@ -57,6 +74,7 @@ def minmax_digest(keys: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
 
     keys ``[n, H, T, D]``, filled ``[n]`` (at least 1) -> ``[n, H, 2, D]``, maximum first.
     """
+    keys = keys.float() if keys.dtype == FP8 else keys  # torch does not compare FP8
     empty = _beyond(filled, keys.shape[2])
     highest = keys.masked_fill(empty, -torch.inf).amax(dim=2)
     lowest = keys.masked_fill(empty, torch.inf).amin(dim=2)
@@ -419,10 +437,12 @@ def attend_prefill(
 ) -> torch.Tensor:
     """Causal attention of one row's last tokens over all its tokens so far.
 
-    query ``[q, H * G, D]``: the last q of the row's n tokens; key, value ``[H, n, D]`` ->
-    ``[q, H * G, Dv]`` in the query's dtype. Works in tiles of queries, so that the mask of a
-    long context stays small and no tile reads keys beyond its own end.
+    query ``[q, H * G, D]``: the last q of the row's n tokens; key, value ``[H, n, D]``, which are
+    computed with in the query's dtype -> ``[q, H * G, Dv]`` in that dtype. Works in tiles of
+    queries, so that the mask of a long context stays small and no tile reads keys beyond its own
+    end.
     """
+    key, value = key.to(query.dtype), value.to(query.dtype)
     total, new = key.shape[1], query.shape[0]
     out = query.new_empty(new, query.shape[1], value.shape[2])
     group = query.shape[1] != key.shape[0]

@@ -244,7 +244,7 @@ def test_a_layer_of_the_known_structure_is_read_whatever_its_model_is_called() -
     assert weights.bias is not None
     assert weights.bias.shape == (8,)
     assert weights.head_norm is None
-    assert layers.scale(5) == 0.25
+    assert layers.scale(5, torch.bfloat16) == 0.25
     assert layers.output_projection(5).shape == (6, 8)
 
 
@@ -487,7 +487,7 @@ def report(directory: str) -> None:
         "head_dim": weights[1].head_dim,
         "has_bias": weights[1].bias is not None,
         "has_head_norm": weights[1].head_norm is not None,
-        "scale": layers.scale(1),
+        "scale": layers.scale(1, torch.bfloat16),
         "queries": queries,
         "logits": orders,
         "same_with_hooks": same(plain, hooked),

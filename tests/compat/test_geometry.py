@@ -30,7 +30,7 @@ def test_a_mailbox_has_room_for_what_the_policy_declares(
     monkeypatch.setattr(miss_server, "policy_named", lambda _name: SimpleNamespace(needs=needs))
     memory = torch.zeros(2, 2, 4, 2, 32, 64)  # [key or value][layer][page]...
     pool: Any = SimpleNamespace(
-        store_dtype=torch.float32, k_buffer=list(memory[0]), v_buffer=list(memory[1]), head_num=2, head_dim=64,
+        dtype=torch.float32, k_buffer=list(memory[0]), v_buffer=list(memory[1]), head_num=2, head_dim=64,
         region=SimpleNamespace(address=memory.data_ptr(), size=memory.nbytes),
     )  # fmt: skip
     model: Any = SimpleNamespace(

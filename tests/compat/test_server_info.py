@@ -46,7 +46,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     backend._config, backend.metrics = load_config(None, ["budget_tokens=1024"]), Metrics()
     buffers = [torch.empty(11, 2, 32, 8) for _ in range(2)]
     pool: Any = SimpleNamespace(
-        region=SimpleNamespace(size=1 << 21), size=320, store_dtype=torch.float32, layer_num=2,
+        region=SimpleNamespace(size=1 << 21), size=320, dtype=torch.float32, layer_num=2,
         k_buffer=buffers, v_buffer=buffers,
     )  # fmt: skip
     backend._pool = pool

@@ -30,6 +30,11 @@ class Shape:
     dim: int
     value_dim: int
     dtype: torch.dtype = torch.float32
+    pool_dtype: torch.dtype | None = None  # None: `dtype`
+
+    @property
+    def pool(self) -> torch.dtype:
+        return self.pool_dtype or self.dtype
 
     @property
     def scale(self) -> float:
@@ -39,6 +44,7 @@ class Shape:
 class Requests:
     """Rows with random keys, values and queries, and a host pool that they are written to bit by bit.
 
+    Keys and values are numbers of the pool's dtype.
     Everything that no token was written to is NaN: in the pool, and in the digests. Pages are
     in random order, and a row's table goes on with other rows' pages beyond the row's end.
     """
@@ -50,8 +56,8 @@ class Requests:
         def normal(*size: int) -> torch.Tensor:
             return torch.randn(*size, generator=random).to(shape.dtype)
 
-        self.row_keys = [normal(heads, n, shape.dim) for n in lengths]
-        self.row_values = [normal(heads, n, shape.value_dim) for n in lengths]
+        self.row_keys = [normal(heads, n, shape.dim).to(shape.pool).to(shape.dtype) for n in lengths]
+        self.row_values = [normal(heads, n, shape.value_dim).to(shape.pool).to(shape.dtype) for n in lengths]
         self.row_queries = [self._as_part_of_qkv(normal, n) for n in lengths]
 
         counts = [-(-n // T) for n in lengths]
@@ -62,11 +68,11 @@ class Requests:
         self._req_to_token = (table[:, :, None] * T + torch.arange(T)).flatten(1).to(torch.int32)
 
         nan = float("nan")
-        self._digests = Digests(1, len(pages) + 1, heads, shape.dim, shape.dtype, "cpu")
+        self._digests = Digests(1, len(pages) + 1, heads, shape.dim, shape.pool, "cpu")
         self._digests.of_layer(0).fill_(nan)
         self.cache = LayerCache(
-            torch.full((len(pages) + 1, heads, T, shape.dim), nan, dtype=shape.dtype),
-            torch.full((len(pages) + 1, heads, T, shape.value_dim), nan, dtype=shape.dtype),
+            torch.full((len(pages) + 1, heads, T, shape.dim), nan, dtype=shape.pool),
+            torch.full((len(pages) + 1, heads, T, shape.value_dim), nan, dtype=shape.pool),
             self._digests.of_layer(0),
         )
 
@@ -79,8 +85,10 @@ class Requests:
     def write(self, row: int, first: int, last: int) -> None:
         """Put the row's tokens ``first`` to ``last`` into the pool, as the KV pool does."""
         slots = self._req_to_token[row, first:last].to(torch.int64)
-        self.cache.keys[slots // T, :, slots % T] = self.row_keys[row][:, first:last].transpose(0, 1)
-        self.cache.values[slots // T, :, slots % T] = self.row_values[row][:, first:last].transpose(0, 1)
+        keys = self.row_keys[row][:, first:last].transpose(0, 1)
+        self.cache.keys[slots // T, :, slots % T] = keys.to(self.shape.pool)
+        values = self.row_values[row][:, first:last].transpose(0, 1)
+        self.cache.values[slots // T, :, slots % T] = values.to(self.shape.pool)
         self._digests.refresh(0, self.cache.keys, *touched_pages(slots, T))
 
     def write_all(self) -> None:

@@ -66,7 +66,7 @@ def unsupported_reason(config: HybridConfig, pool: KVPool, model: ModelFacts) ->
         return "CUDA graphs are off"
     if model.scale is None:
         return "layers that scale attention differently"
-    return unsupported_model(pool.head_dim, pool.v_head_dim, model.group, pool.store_dtype.itemsize)
+    return unsupported_model(pool.head_dim, pool.v_head_dim, model.group, pool.dtype.itemsize)
 
 
 _WHOLE_REQUESTS = "dense"  # the graph of steps that hold all of their rows in device memory
@@ -110,7 +110,7 @@ class CudaEngine(Engine):
         ]
         self.admission: PageAdmission | None = None
         if model.admits_pages:
-            self.admission = PageAdmission(self._layers, pool.head_num, pool.head_dim, pool.store_dtype, pool.device)
+            self.admission = PageAdmission(self._layers, pool.head_num, pool.head_dim, pool.dtype, pool.device)
         self._arrived: list[torch.Tensor] = []  # rows that begin with the next step
         self._lengths: list[int] = []  # of the rows of the last step
         self._supervisor: Supervisor | None = None
@@ -134,7 +134,7 @@ class CudaEngine(Engine):
         self.use(config, tuning)
         self._scale = model.scale
         self._prefill = DevicePrefill(
-            self._layers, self._shape.max_blocks, model.group * pool.head_num, pool.store_dtype, pool.device,
+            self._layers, self._shape.max_blocks, model.group * pool.head_num, pool.dtype, pool.device,
         )  # fmt: skip
         self._settling_lane = Lane(pool.device)
         self._settling: Step | None = None

@@ -90,7 +90,7 @@ class DeviceHCAttention(StepProgram):
         assert pool.codes is not None  # the policy declares its code_bytes
         keys = use_codebook(config.section(HCAttentionOptions).codebook, pool.codes, model)
         return [
-            codes_of_layer(pool.codes.of_layer(layer), keys, layer, pool.store_dtype, pool.head_dim)
+            codes_of_layer(pool.codes.of_layer(layer), keys, layer, pool.dtype, pool.head_dim)
             for layer in range(pool.layer_num)
         ]
 
