@@ -10,7 +10,7 @@ from cpu_worker.engine import Engine, Regions
 from cpu_worker.population import Population
 from cpu_worker.providers.base import Provider
 from sglang_hybrid.ops.cpu.library import checked, library
-from sglang_hybrid.ops.cpu.structs import ITEMSIZES, BlockAttention
+from sglang_hybrid.ops.cpu.structs import BlockAttention, pool_itemsize, query_itemsize
 from sglang_hybrid.protocol.cores import Placement
 from sglang_hybrid.protocol.messages import Planned, StatsReport, ThreadPlan
 
@@ -67,14 +67,14 @@ class NativeProvider(Provider):
 def _run_kernel_once(regions: Regions) -> None:
     """A query of zeros over page 0, which holds no tokens of anybody: loads the kernel's code."""
     shape, pool = regions.geometry, regions.pool.address
-    query = ctypes.create_string_buffer(shape.group * shape.head_dim * ITEMSIZES[shape.dtype] + _ALIGNMENT)
+    query = ctypes.create_string_buffer(shape.group * shape.head_dim * query_itemsize(shape.dtype) + _ALIGNMENT)
     out = (ctypes.c_float * (shape.group * shape.head_dim))()
     lse = (ctypes.c_float * shape.group)()
     task = BlockAttention(
         query=-(-ctypes.addressof(query) // _ALIGNMENT) * _ALIGNMENT,
         keys=pool + shape.keys,
         values=pool + shape.values,
-        page_stride=shape.kv_heads * 32 * shape.head_dim * ITEMSIZES[shape.dtype],
+        page_stride=shape.kv_heads * 32 * shape.head_dim * pool_itemsize(shape.dtype),
         pages=(ctypes.c_uint32 * 1)(0),
         count=1,
         last_fill=32,

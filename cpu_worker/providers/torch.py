@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from cpu_worker.engine import Engine, Regions
 from cpu_worker.providers.base import Provider, ProviderError
-from sglang_hybrid.ops.cpu.structs import SUM_VALUES, Job
+from sglang_hybrid.ops.cpu.structs import SUM_VALUES, Geometry, Job, is_fp8, query_code
 from sglang_hybrid.protocol.cores import Placement
 from sglang_hybrid.protocol.messages import Planned, StatsReport, ThreadPlan
 
@@ -28,7 +28,7 @@ except ImportError as error:
 _BLOCK_TOKENS = 32
 _TAKE_US = 100_000  # how late the thread may notice that it shall stop
 _CHUNK_BYTES = 4 << 20  # of gathered keys and values per thread: what stays in cache between gather and attention
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # by the number of structs.DTYPES
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of queries, by the number of structs.DTYPES
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +91,7 @@ def attend(
                 token = order.tokens[row, head, :length]
                 page = pages[row, head].gather(1, token // _BLOCK_TOKENS)
                 k, v = (pool[page, head[:, None], token % _BLOCK_TOKENS][:, None] for pool in (keys, values))
+            k, v = k.to(query.dtype), v.to(query.dtype)  # of FP8, exactly
             partial, sums = kernel(query[row, head][:, None], k, v, scale)
             out[row, head] = partial.squeeze(1).float()
             lse[row, head] = sums.reshape(len(row), -1).float()
@@ -158,7 +159,7 @@ class TorchProvider(Provider):
         self._regions.pool.populate(self._placement.threads, cancelled)
         shape = self._regions.geometry
         keys, values = self._pools(layer=0)
-        query = torch.zeros(1, shape.kv_heads, shape.group, shape.head_dim, dtype=_DTYPES[shape.dtype])
+        query = torch.zeros(1, shape.kv_heads, shape.group, shape.head_dim, dtype=_query_dtype(shape))
         one = torch.ones(1, shape.kv_heads, dtype=torch.long)
         attend(query, keys, values, torch.zeros_like(one)[:, :, None], one, one, 1.0, self._kernel)
 
@@ -207,7 +208,7 @@ class TorchProvider(Provider):
         if job.kind == SUM_VALUES:
             weights = _view(job.weights, (*lists, shape.group, shape.max_blocks, _BLOCK_TOKENS), torch.float32)
             return sum_values(weights, values, numbers(job.pages, *lists, shape.max_blocks), numbers(job.count, *lists))
-        query = _view(job.query, (*lists, shape.group, shape.head_dim), _DTYPES[shape.dtype])
+        query = _view(job.query, (*lists, shape.group, shape.head_dim), _query_dtype(shape))
         return attend(
             query,
             keys,
@@ -224,8 +225,12 @@ class TorchProvider(Provider):
         shape, pool = self._regions.geometry, self._regions.pool.address
         extents = (shape.pages, shape.kv_heads, _BLOCK_TOKENS, shape.head_dim)
         first = pool + layer * shape.layer_stride
-        dtype = _DTYPES[shape.dtype]
+        dtype = torch.float8_e4m3fn if is_fp8(shape.dtype) else _query_dtype(shape)
         return _view(first + shape.keys, extents, dtype), _view(first + shape.values, extents, dtype)
+
+
+def _query_dtype(shape: Geometry) -> torch.dtype:
+    return _DTYPES[query_code(shape.dtype)]
 
 
 def _view(address: int | None, extents: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

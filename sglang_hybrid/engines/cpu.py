@@ -64,6 +64,7 @@ class CpuEngine(Engine):
     def prefill(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
+        keys, values = self._stored(keys), self._stored(values)
         self._kernels_of(self._prefill).store(layer, keys, values)
         cache = self._cache(layer)
         # SGLang may pad a batch beyond its real tokens
@@ -73,7 +74,7 @@ class CpuEngine(Engine):
             zip(self._prefill.lengths.tolist(), self._prefill.new_tokens.tolist(), strict=True)
         ):
             last = first + new
-            if new == length:  # nothing before these tokens: they are at hand
+            if new == length:  # nothing before these tokens: they are at hand, as the pool has them
                 key, value = (tensor[first:last].transpose(0, 1) for tensor in (keys, values))
             else:
                 key, value = read_row(cache, self._prefill.table[row], length, query.device)
@@ -88,10 +89,14 @@ class CpuEngine(Engine):
     def decode(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
+        keys, values = self._stored(keys), self._stored(values)
         return self._kernels_of(self._step).decode(layer, query, keys, values, scale).to(query.dtype)
 
     def reset_rows(self, rows: torch.Tensor) -> None:
         """Nothing to do: blocks are chosen anew at every step."""
+
+    def _stored(self, part: torch.Tensor) -> torch.Tensor:
+        return reference.to_stored(part, self._pool.k_buffer[0].dtype)
 
     def _kernels_of(self, rows: _Rows) -> HostKernels:
         """A layer of a step may be both, prefill of some rows and decode of others."""

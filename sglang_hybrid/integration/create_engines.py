@@ -26,6 +26,7 @@ from sglang_hybrid.integration.predictor import identity
 from sglang_hybrid.integration.ranks import kv_heads_of
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.ops.cpu import NativeError, library
+from sglang_hybrid.ops.reference import FP8
 from sglang_hybrid.policies.registry import ModelPart, policy_named
 from sglang_hybrid.policies.scout.profile import Profile
 from sglang_hybrid.policies.scout.tuning import tuning_of
@@ -111,6 +112,6 @@ def why_not_native(config: HybridConfig, pool: HostKVPool, model: ModelFacts, mo
         return str(error)
     if not has_kernel(geometry) or pool.v_head_dim != pool.head_dim:
         return f"there is no kernel for head_dim {pool.head_dim} and {geometry.group} query heads per KV head"
-    if model.dtype != pool.dtype:
+    if pool.dtype not in (model.dtype, FP8):
         return f"the KV cache is {pool.dtype}, the model {model.dtype}"
     return unsupported_by_cpu_engine(config, pool.head_dim)

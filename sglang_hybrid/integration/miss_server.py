@@ -16,8 +16,9 @@ from sglang_hybrid.integration.ranks import rank_of
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.metrics import Rank, WorkerMetrics
 from sglang_hybrid.ops.cpu import NativeError, library, variants
+from sglang_hybrid.ops.cpu.dtypes import code_of
 from sglang_hybrid.ops.cpu.local import LocalAttention
-from sglang_hybrid.ops.cpu.structs import DTYPES, MASKS, VALUE_SUMS, Geometry
+from sglang_hybrid.ops.cpu.structs import MASKS, VALUE_SUMS, Geometry
 from sglang_hybrid.policies.registry import policy_named
 from sglang_hybrid.protocol import cores
 from sglang_hybrid.protocol.messages import SPIN_US, ThreadPlan
@@ -97,9 +98,6 @@ def local_index(rank: Rank, args: Any) -> int:
 
 def geometry_of(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Geometry:
     """What the worker has to know about the pool. Raises NativeError for a dtype that it does not know."""
-    dtype = str(pool.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise NativeError(f"a KV cache of {dtype} cannot be read by the CPU kernels: use {', '.join(DTYPES)}")
     needs = policy_named(config.policy).needs
     query_heads = model_runner.model_config.get_num_attention_heads(model_runner.server_args.tp_size)
     first_key, start = pool.k_buffer[0].data_ptr(), pool.region.address
@@ -109,7 +107,7 @@ def geometry_of(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Ge
         kv_heads=pool.head_num,
         group=query_heads // pool.head_num,
         head_dim=pool.head_dim,
-        dtype=DTYPES[dtype],
+        dtype=code_of(pool.dtype, model_runner.dtype),
         max_blocks=_longest_list(config, model_runner),
         layers=len(pool.k_buffer),
         pages=pool.k_buffer[0].shape[0],

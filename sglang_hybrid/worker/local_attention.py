@@ -19,7 +19,8 @@ class LocalMisses(MissServer):
     def post(
         self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int
     ) -> PendingAttention:
-        lists = HostLists(query, blocks.ids, blocks.fill, cache.layer, scale, cache.keys.dtype, blocks.masks)
+        dtype = self._local.query_dtype
+        lists = HostLists(query, blocks.ids, blocks.fill, cache.layer, scale, dtype, blocks.masks)
         self._local.attend(lists)
         self.served.add("process", int(lists.blocks.sum()))
         return Ready((lists.out.to(query.device), lists.lse.to(query.device)))

@@ -51,7 +51,8 @@ class WorkerMisses(MissServer):
     def post(
         self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int
     ) -> PendingAttention:
-        lists = HostLists(query, blocks.ids, blocks.fill, cache.layer, scale, cache.keys.dtype, blocks.masks)
+        dtype = self._local.query_dtype
+        lists = HostLists(query, blocks.ids, blocks.fill, cache.layer, scale, dtype, blocks.masks)
         if blocks.ids.shape[2] == 0:  # nothing to attend, for anybody
             return Ready((torch.zeros_like(query, dtype=torch.float32), lists.lse.fill_(-torch.inf).to(query.device)))
         return _PostedLayer(self, lists, *self._send(lists, step), query.device, step)

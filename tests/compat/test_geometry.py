@@ -34,6 +34,7 @@ def test_a_mailbox_has_room_for_what_the_policy_declares(
         region=SimpleNamespace(address=memory.data_ptr(), size=memory.nbytes),
     )  # fmt: skip
     model: Any = SimpleNamespace(
+        dtype=torch.float32,
         model_config=SimpleNamespace(get_num_attention_heads=lambda _ranks: 6),
         server_args=SimpleNamespace(tp_size=1),
         req_to_token_pool=SimpleNamespace(size=4),

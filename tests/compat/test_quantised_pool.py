@@ -82,9 +82,9 @@ def test_the_torch_engine_attends_to_what_the_pool_stands_for(pool: HostKVPool) 
     engine.begin_step(StepBatch(rows=row, lengths=lengths, lengths_on_host=lengths, slots=slots[last:]))
     decoded = engine.decode(0, query[last:], keys[last:], values[last:], SCALE)
 
-    read = [part.to(FP8).float().transpose(0, 1)[None] for part in (keys, values)]
+    read_keys, read_values = (part.to(FP8).float().transpose(0, 1)[None] for part in (keys, values))
     expected = torch.nn.functional.scaled_dot_product_attention(
-        query.transpose(0, 1)[None], *read, is_causal=True, scale=SCALE, enable_gqa=True
+        query.transpose(0, 1)[None], read_keys, read_values, is_causal=True, scale=SCALE, enable_gqa=True
     )[0].transpose(0, 1)
     torch.testing.assert_close(torch.cat((prefilled, decoded)), expected, rtol=1e-4, atol=1e-5)
 
@@ -94,8 +94,13 @@ def test_a_layer_with_scales_attends_to_what_its_scaled_numbers_stand_for(pool: 
     keys, values = normal(1, HEADS * DIM, seed=1) * 2000, normal(1, HEADS * DIM, seed=2) * 1000
     query, scales = normal(1, HEADS * GROUP * DIM, seed=3), KVScales(16.0, 5.0)
     backend: Any = object.__new__(HybridAttnBackend)
-    backend._pool, backend._split, taken = pool, None, []
-    backend.engine = SimpleNamespace(decode=lambda *parts: taken.append(parts) or parts[1] * 0 + 1)
+    taken: list[Any] = []
+
+    def decode(*parts: Any) -> torch.Tensor:
+        taken.append(parts)
+        return torch.ones_like(query).view(1, -1, DIM)
+
+    backend._pool, backend._split, backend.engine = pool, None, SimpleNamespace(decode=decode)
     layer: Any = SimpleNamespace(
         layer_id=1, tp_q_head_num=HEADS * GROUP, tp_k_head_num=HEADS, tp_v_head_num=HEADS, qk_head_dim=DIM,
         v_head_dim=DIM, scaling=SCALE, k_scale_float=scales.keys, v_scale_float=scales.values,

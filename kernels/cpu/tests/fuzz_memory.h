@@ -87,7 +87,7 @@ class FuzzMailbox {
             {layout.lists + heads * sizeof(List), layout.pages},
             {layout.pages + heads * g.max_blocks * sizeof(uint32_t), layout.masks},
             {layout.masks + (g.flags & geometry_masks ? heads * g.max_blocks * sizeof(uint32_t) : 0), layout.queries},
-            {layout.queries + values * bytes_of(static_cast<DType>(g.dtype)), layout.weights},
+            {layout.queries + values * query_bytes_of(static_cast<DType>(g.dtype)), layout.weights},
             {layout.weights + weight_bytes(g), layout.outputs},
             {layout.outputs + values * sizeof(float), layout.lses},
             {layout.lses + heads * g.group * sizeof(float), layout.bytes},

@@ -31,7 +31,10 @@ using namespace sglang_hybrid;
 
 namespace {
 
-const char* name_of(DType dtype) { return dtype == DType::bf16 ? "bf16" : dtype == DType::fp16 ? "fp16" : "fp32"; }
+const char* name_of(DType dtype) {
+    constexpr const char* names[] = {"bf16", "fp16", "fp32", "fp8-bf16", "fp8-fp16", "fp8-fp32"};
+    return names[static_cast<uint32_t>(dtype)];
+}
 
 std::vector<std::string> available_variants() {
     std::vector<std::string> names;
@@ -46,6 +49,10 @@ std::vector<std::string> available_variants() {
 
 void put_poison(DType dtype, char* to, uint32_t which) {
     const bool is_nan = which % 2 == 0;
+    if (is_fp8(dtype)) {
+        *to = static_cast<char>(is_nan ? 0x7f : 0xff);  // both are NaN
+        return;
+    }
     const uint16_t half = dtype == DType::bf16 ? (is_nan ? 0x7fc1 : 0xff80) : (is_nan ? 0x7e01 : 0xfc00);
     const uint32_t full = is_nan ? 0x7fc00001 : 0xff800000;
     std::memcpy(to, dtype == DType::fp32 ? static_cast<const void*>(&full) : &half, bytes_of(dtype));
@@ -112,11 +119,11 @@ class Case {
   public:
     explicit Case(const Shape& shape)
         : shape_(shape), row_(shape.dim * bytes_of(shape.dtype)), page_stride_(2 * block_tokens * row_),
-          query_(shape.group * row_), keys_((shape.count + 1) * page_stride_), values_((shape.count + 1) * page_stride_),
-          pages_(shape.count + 1), masks_(shape.count + 1) {
+          query_(shape.group * shape.dim * query_bytes_of(shape.dtype)), keys_((shape.count + 1) * page_stride_),
+          values_((shape.count + 1) * page_stride_), pages_(shape.count + 1), masks_(shape.count + 1) {
         std::mt19937 random(shape.seed);
         std::normal_distribution<float> normal;
-        fill(query_, shape.group * shape.dim, [&] { return normal(random); });
+        fill_query([&] { return normal(random); });
         poison(keys_, 0);
         poison(values_, 1);
         std::iota(pages_.begin(), pages_.end(), 0u);
@@ -231,9 +238,9 @@ class Case {
     }
 
     template <class Next>
-    void fill(Guarded& to, uint32_t count, Next next) {
-        for (uint32_t i = 0; i < count; ++i) {
-            put(shape_.dtype, to.data() + i * bytes_of(shape_.dtype), next());
+    void fill_query(Next next) {
+        for (uint32_t i = 0; i < shape_.group * shape_.dim; ++i) {
+            put(query_dtype(shape_.dtype), query_.data() + i * query_bytes_of(shape_.dtype), next());
         }
     }
 
@@ -262,7 +269,7 @@ class Case {
         }
         std::vector<double> query(shape_.group * dim), keys(tokens * dim), values(tokens * dim);
         for (uint32_t i = 0; i < query.size(); ++i) {
-            query[i] = get(shape_.dtype, query_.data() + i * bytes_of(shape_.dtype));
+            query[i] = get(query_dtype(shape_.dtype), query_.data() + i * query_bytes_of(shape_.dtype));
         }
         for (uint32_t token = 0; token < tokens; ++token) {
             for (uint32_t d = 0; d < dim; ++d) {
@@ -312,7 +319,7 @@ class Case {
 
 // -- checks -----------------------------------------------------------------------------------------------------------
 
-constexpr DType dtypes[] = {DType::bf16, DType::fp16, DType::fp32};
+constexpr DType dtypes[] = {DType::bf16, DType::fp16, DType::fp32, DType::fp8_bf16, DType::fp8_fp16, DType::fp8_fp32};
 constexpr uint32_t head_dims[] = {64, 96, 128, 256};
 
 int failures = 0;
@@ -323,7 +330,10 @@ void fail(const std::string& variant, const std::string& what, const std::string
     ++failures;
 }
 
-double allowed_error(DType dtype) { return dtype == DType::bf16 ? 1e-2 : dtype == DType::fp16 ? 2e-3 : 1e-5; }
+double allowed_error(DType dtype) {
+    const DType of_query = query_dtype(dtype);
+    return of_query == DType::bf16 ? 1e-2 : of_query == DType::fp16 ? 2e-3 : 1e-5;
+}
 
 bool same_bits(const Result& a, const Result& b) {
     return std::memcmp(a.out.data(), b.out.data(), a.out.size() * 4) == 0 &&
@@ -449,13 +459,14 @@ void check_halves(const std::vector<std::string>& names, Worst& worst) {
                 if (++seed % std::min(every, 5u) != 0) continue;
                 const uint32_t item = bytes_of(dtype), row = dim * item, tokens = count * block_tokens;
                 const uint64_t stride = tokens + 32;  // the kernel must not take heads for neighbours
-                Guarded pool(std::max(1u, tokens) * row), query(group * row), out(group * dim * 4);
+                Guarded pool(std::max(1u, tokens) * row), query(group * dim * query_bytes_of(dtype)), out(group * dim * 4);
                 std::vector<uint32_t> pages(count + 1), masks(count + 1);
                 std::iota(pages.begin(), pages.end(), 0u);
                 std::shuffle(pages.begin(), pages.begin() + count, random);
                 std::vector<float> weights(group * stride), found(group * stride, 7.0f), lse(group);
                 for (uint32_t i = 0; i < pool.size() / item; ++i) put_poison(dtype, pool.data() + i * item, i / dim);
-                for (uint32_t i = 0; i < group * dim; ++i) put(dtype, query.data() + i * item, normal(random));
+                const auto asked = [&](uint32_t i) { return query.data() + i * query_bytes_of(dtype); };
+                for (uint32_t i = 0; i < group * dim; ++i) put(query_dtype(dtype), asked(i), normal(random));
                 for (uint32_t& mask : masks) mask = random() % 4 ? static_cast<uint32_t>(random()) : random() % 2 * ~0u;
                 const auto at = [&](uint32_t token, uint32_t d) {
                     return pool.data() + ((pages[token / 32] * 32 + token % 32) * dim + d) * item;
@@ -501,7 +512,7 @@ void check_halves(const std::vector<std::string>& names, Worst& worst) {
                         for (uint32_t token = 0; token < tokens; ++token) {
                             double logit = 0;
                             for (uint32_t d = 0; counts(token) && d < dim; ++d) {
-                                logit += get(dtype, query.data() + (head * dim + d) * item) * get(dtype, at(token, d));
+                                logit += get(query_dtype(dtype), asked(head * dim + d)) * get(dtype, at(token, d));
                             }
                             const double expected = counts(token) ? std::exp(logit * scale - lse[head]) : 0;
                             const double right = std::isinf(lse[head]) ? 0 : expected;
@@ -567,6 +578,9 @@ void check_dispatch(const std::vector<std::string>& names) {
         expect(variant_name(DType::bf16, 128, name.c_str()) == name, "a variant must have bf16");
         const char* fp32 = variant_name(DType::fp32, 128, name.c_str());
         expect(fp32 != nullptr && (fp32 == name) != is_for_bf16, "fp32 must be with the next simpler variant");
+        const bool is_amx = std::strcmp(variant_name(DType::fp8_bf16, 128, name.c_str()), "amx") == 0;
+        expect(is_amx == (name == "amx"), "AMX must have FP8 with queries in bf16");
+        expect(std::strcmp(variant_name(DType::fp8_fp32, 128, name.c_str()), fp32) == 0, "FP8 must be where fp32 is");
     }
     setenv("SGLANG_HYBRID_CPU_VARIANT", "portable", 1);
     expect(std::strcmp(variant_name(DType::bf16, 128, nullptr), "portable") == 0, "the environment must choose");
@@ -587,7 +601,7 @@ int check_everything() {
     check_halves(names, worst);
     check_threads(names);
     for (const auto& [what, errors] : worst.of) {
-        std::printf("%-16s out %.2e  lse %.2e\n", what.c_str(), errors.out, errors.lse);
+        std::printf("%-18s out %.2e  lse %.2e\n", what.c_str(), errors.out, errors.lse);
     }
     std::printf("%u cases, %d failures; variants %s\n", worst.cases, failures, variants());
     return failures == 0 ? 0 : 1;

@@ -134,7 +134,7 @@ Geometry random_geometry(Random& random) {
     g.kv_heads = 1 + random.below(is_long ? 2 : 3);
     g.group = is_long ? 1 : random.one_of({1u, 1u, 2u, 3u, 5u, 16u});
     g.head_dim = is_long ? 64 : random.one_of({64u, 64u, 64u, 96u, 128u, 256u});
-    g.dtype = random.below(3);
+    g.dtype = random.below(1 + uint32_t(last_dtype));
     g.max_blocks = is_long ? 513 : random.once_in(4) ? 62 + random.below(4) : 1 + random.below(9);
     g.layers = 1 + random.below(3);
     g.pages = 1 + random.below(12);
@@ -162,7 +162,8 @@ void require_servable(const Geometry& g) {
     require(g.rows && g.kv_heads && g.group && g.head_dim, "a geometry with a zero");
     require(g.max_blocks && g.layers && g.pages, "a geometry with a zero");
     require((g.flags & ~known_geometry_flags) == 0, "a geometry with a flag that nobody knows");
-    require(g.group <= max_group && g.head_dim <= max_head_dim && g.dtype <= 2, "a geometry that no kernel has");
+    require(g.group <= max_group && g.head_dim <= max_head_dim && g.dtype <= uint32_t(last_dtype),
+            "a geometry that no kernel has");
     const Wide item = bytes_of(static_cast<DType>(g.dtype));
     const Wide layer = Wide{block_tokens} * g.head_dim * item * g.kv_heads * g.pages;
     for (const uint64_t first : {g.keys, g.values}) {
@@ -182,7 +183,7 @@ void require_servable(const Geometry& g) {
         {at.lists, heads * sizeof(List)},
         {at.pages, heads * g.max_blocks * sizeof(uint32_t)},
         {at.masks, g.flags & geometry_masks ? heads * g.max_blocks * sizeof(uint32_t) : 0},
-        {at.queries, values * item},
+        {at.queries, values * query_bytes_of(static_cast<DType>(g.dtype))},
         {at.weights, g.flags & geometry_value_sums ? heads * g.group * g.max_blocks * block_tokens * sizeof(float) : 0},
         {at.outputs, values * sizeof(float)},
         {at.lses, heads * g.group * sizeof(float)},
@@ -261,7 +262,7 @@ struct Layer {
 
 Layer random_layer(const Geometry& g, Random& random) {
     Layer layer;
-    const auto dtype = static_cast<DType>(g.dtype);
+    const auto dtype = query_dtype(static_cast<DType>(g.dtype));
     const uint32_t rows = 1 + random.below(g.rows), listed = random.below(g.max_blocks + 1);
     const uint64_t values = uint64_t{rows} * g.kv_heads * g.group * g.head_dim;
     layer.query.resize(values * bytes_of(dtype));
@@ -358,7 +359,7 @@ double allowed_error(DType dtype) { return dtype == DType::bf16 ? 1e-2 : dtype =
 // One query head, by the definition of softmax attention.
 void check_head(const Geometry& g, const FuzzPool& pool, const Layer& layer, uint64_t list, uint32_t query_head,
                 const Answer& answer) {
-    const auto dtype = static_cast<DType>(g.dtype);
+    const auto dtype = query_dtype(static_cast<DType>(g.dtype));
     const uint64_t index = list * g.group + query_head;
     const float* const out = answer.out.data() + index * g.head_dim;
     std::vector<double> logits, sum(g.head_dim), query(g.head_dim);

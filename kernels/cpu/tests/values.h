@@ -48,12 +48,39 @@ inline uint16_t to_fp16(float value) {
     return static_cast<uint16_t>(sign | (exponent + 15) << 10 | (steps - 1024));
 }
 
+inline double from_fp8(uint8_t byte) {
+    const int exponent = byte >> 3 & 15;
+    const double mantissa = byte & 7;
+    const double magnitude = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+    const double number = (byte & 0x7f) == 0x7f ? std::nan("") : magnitude;
+    return byte & 0x80 ? -number : number;
+}
+
+// towards zero, likewise
+inline uint8_t to_fp8(float value) {
+    const uint8_t sign = value < 0 ? 0x80 : 0;
+    const double magnitude = std::min(std::fabs(static_cast<double>(value)), 448.0);
+    int exponent;
+    std::frexp(magnitude, &exponent);
+    exponent = std::max(exponent - 1, -6);
+    const auto steps = static_cast<uint32_t>(std::ldexp(magnitude, 3 - exponent));
+    return static_cast<uint8_t>(sign | (steps < 8 ? steps : uint32_t(exponent + 7) << 3 | (steps - 8)));
+}
+
+// Of the pool. Queries are of query_dtype.
 inline void put(DType dtype, char* to, float value) {
+    if (is_fp8(dtype)) {
+        *to = static_cast<char>(to_fp8(value));
+        return;
+    }
     const uint16_t half = dtype == DType::bf16 ? to_bf16(value) : to_fp16(value);
     std::memcpy(to, dtype == DType::fp32 ? static_cast<const void*>(&value) : &half, bytes_of(dtype));
 }
 
 inline double get(DType dtype, const char* from) {
+    if (is_fp8(dtype)) {
+        return from_fp8(static_cast<uint8_t>(*from));
+    }
     uint16_t half;
     float value;
     std::memcpy(&half, from, 2);

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cpu.dtypes import query_dtype
 from sglang_hybrid.ops.cpu.library import checked, library
 from sglang_hybrid.ops.cpu.openmp import gomp_parallel
 from sglang_hybrid.ops.cpu.structs import Geometry, HostLayer, HostOptions, Rows
@@ -45,7 +46,7 @@ class HostKernels:
     ) -> None:
         """Raises NativeError for a shape that the kernels do not have."""
         self._library = library()
-        self._dtype = layers[0].digests.dtype
+        self._pool_dtype, self._query_dtype = layers[0].digests.dtype, query_dtype(geometry)
         self._kept = (list(layers), geometry)  # the library has pointers into these
         described = (HostLayer * len(layers))(*(_describe(layer) for layer in layers))
         channels = layers[0].channels
@@ -71,17 +72,19 @@ class HostKernels:
         )  # fmt: skip
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """K and V ``[new tokens, KV heads, head_dim]`` into the pool, and the summaries of their blocks."""
-        checked(self._library.sh_host_store, self._host, layer, self._rows(keys), self._rows(values))
+        """K and V ``[new tokens, KV heads, head_dim]``, of its dtype, into the pool, and summaries of their blocks."""
+        stored = (_rows(part, self._pool_dtype) for part in (keys, values))
+        checked(self._library.sh_host_store, self._host, layer, *stored)
 
     def decode(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """``store`` of one token a row, and its attention: ``[rows, query heads, head_dim]`` in float32."""
         out = torch.empty(query.shape, dtype=torch.float32)
+        stored = (_rows(part, self._pool_dtype) for part in (keys, values))
         checked(
-            self._library.sh_host_decode, self._host, layer, self._rows(query), self._rows(keys), self._rows(values),
-            scale, out.data_ptr(),
+            self._library.sh_host_decode, self._host, layer, _rows(query, self._query_dtype), *stored, scale,
+            out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -90,13 +93,14 @@ class HostKernels:
         pages, filled = pages.contiguous(), filled.contiguous()
         checked(self._library.sh_host_summarise, self._host, layer, pages.data_ptr(), filled.data_ptr(), pages.numel())
 
-    def _rows(self, tensor: torch.Tensor) -> Rows:
-        """``[rows, heads, dim]`` of the pool's dtype, whose rows may be parts of longer ones."""
-        if tensor.dtype != self._dtype:
-            raise ValueError(f"the pool holds {self._dtype}, not {tensor.dtype}")
-        if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
-            raise ValueError(f"heads must lie side by side, not with strides {tensor.stride()}")
-        return Rows(tensor.data_ptr(), tensor.stride(0) * tensor.element_size())
+
+def _rows(tensor: torch.Tensor, dtype: torch.dtype) -> Rows:
+    """``[rows, heads, dim]`` of that dtype, whose rows may be parts of longer ones."""
+    if tensor.dtype != dtype:
+        raise ValueError(f"the kernels were made for {dtype}, not {tensor.dtype}")
+    if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
+        raise ValueError(f"heads must lie side by side, not with strides {tensor.stride()}")
+    return Rows(tensor.data_ptr(), tensor.stride(0) * tensor.element_size())
 
 
 def _describe(layer: BlockSummaries) -> HostLayer:

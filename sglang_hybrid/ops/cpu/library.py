@@ -26,7 +26,7 @@ from sglang_hybrid.ops.cpu.structs import (
 )
 
 FILE = Path(__file__).with_name(build.LIBRARY)
-INTERFACE = 6  # sh_interface of c_api.h
+INTERFACE = 7  # sh_interface of c_api.h
 _ERROR_BYTES = 256
 
 _ERROR = c_char_p

@@ -44,7 +44,7 @@ class HostLists(HostWork):
         dtype: torch.dtype,
         masks: torch.Tensor | None = None,
     ) -> None:
-        """query ``[rows, query heads, head_dim]``, ids and fill ``[rows, KV heads, listed]``, ``dtype`` of the pool.
+        """query ``[rows, query heads, head_dim]``, ids and fill ``[rows, KV heads, listed]``, ``dtype`` for queries.
 
         ``masks``, like ids: bit t says that token t of the block counts.
         """

@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
+from sglang_hybrid.ops.cpu.dtypes import query_dtype
 from sglang_hybrid.ops.cpu.library import checked, library
 from sglang_hybrid.ops.cpu.lists import HostLists, HostWork
 from sglang_hybrid.ops.cpu.structs import Geometry
@@ -19,6 +20,7 @@ class LocalAttention:
         self._library = library()
         self._pool = ctypes.c_void_p(pool_address)
         self._geometry = geometry
+        self.query_dtype = query_dtype(geometry)  # of the queries that lists must have
         self._task_blocks = task_blocks
         self._threads = threads
 
@@ -51,7 +53,7 @@ class LocalAttention:
         layer, beside = divmod(keys.data_ptr() - (self._pool.value or 0) - g.keys, g.layer_stride)
         if beside or not 0 <= layer < g.layers:
             raise ValueError("the keys are no layer of this pool")
-        lists = HostLists(query, ids, fill, layer, scale, keys.dtype, masks)
+        lists = HostLists(query, ids, fill, layer, scale, self.query_dtype, masks)
         total = lse.to("cpu", torch.float32).contiguous()
         weights = torch.empty(lists.rows, g.kv_heads, g.group, ids.shape[2], BLOCK_TOKENS)
         checked(

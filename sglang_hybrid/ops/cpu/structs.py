@@ -5,11 +5,38 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, c_char_p, c_float, c_int64, c_uint32, c_uint64, c_void_p
 
-DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
-ITEMSIZES = {0: 2, 1: 2, 2: 4}
+DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # DType of block_attention.h: of a pool and of its queries
+FP8_POOL = "float8_e4m3fn"  # a pool whose queries have one of the dtypes above
+_FIRST_FP8 = 3  # DType::fp8_bf16; behind it FP8 with queries of the other dtypes, in their order
 MASKS, VALUE_SUMS = 1, 2  # mailbox.h: geometry_masks, geometry_value_sums; bits of Geometry.flags
 SUM_VALUES = 2  # mailbox.h: PostKind::sum_values
 MAILBOX_VERSION = 4  # mailbox.h: mailbox_version
+
+
+def dtype_code(pool: str, query: str) -> int:
+    """The kernels' DType for a pool and the queries that attend to it. Raises KeyError where there is none.
+
+    Queries of another dtype than a pool's that is not FP8 are rounded to the pool's.
+    """
+    return _FIRST_FP8 + DTYPES[query] if pool == FP8_POOL else DTYPES[pool]
+
+
+def is_fp8(code: int) -> bool:
+    return code >= _FIRST_FP8
+
+
+def query_code(code: int) -> int:
+    """The DType of queries."""
+    return code - _FIRST_FP8 if is_fp8(code) else code
+
+
+def pool_itemsize(code: int) -> int:
+    """Bytes of a number of the pool."""
+    return 1 if is_fp8(code) else query_itemsize(code)
+
+
+def query_itemsize(code: int) -> int:
+    return 4 if query_code(code) == DTYPES["float32"] else 2
 
 
 class BlockAttention(ctypes.Structure):

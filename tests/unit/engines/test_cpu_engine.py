@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import TypedDict
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
 from sglang_hybrid.engines.cpu import CpuEngine
 from sglang_hybrid.engines.first_steps import SplitStep
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cpu.dtypes import code_of
 from sglang_hybrid.ops.cpu.library import NativeError
-from sglang_hybrid.ops.cpu.structs import DTYPES, Geometry
+from sglang_hybrid.ops.cpu.structs import Geometry
 from sglang_hybrid.protocol.region import SharedRegion
 
 T = 32
@@ -37,6 +39,7 @@ class Rows:
         group: int = 3,
         dim: int = 64,
         dtype: torch.dtype = torch.float32,
+        fp8: bool = False,
         channels: int = 32,
         seed: int = 0,
         threads: int = 2,
@@ -44,6 +47,7 @@ class Rows:
     ) -> None:
         random = seeded(seed)
         self.lengths, self.dtype, self.scale = lengths, dtype, 1.2 * dim**-0.5
+        self.stored = stored = reference.FP8 if fp8 else dtype  # of the pool
 
         def normal(*size: int) -> torch.Tensor:
             return torch.randn(*size, generator=random).to(dtype)
@@ -62,16 +66,16 @@ class Rows:
             self.table[row, : len(own)] = own
 
         shape = (pages, heads, T, dim)
-        size = torch.Size(shape).numel() * dtype.itemsize
+        size = torch.Size(shape).numel() * stored.itemsize
         self.region = SharedRegion(SharedRegion.size_for(size, size, size, size))
-        self.keys = [self.region.take(shape, dtype).fill_(float("nan")) for _ in range(2)]
-        self.values = [self.region.take(shape, dtype).fill_(float("nan")) for _ in range(2)]
+        self.keys = [self.region.take(shape, stored).fill_(float("nan")) for _ in range(2)]
+        self.values = [self.region.take(shape, stored).fill_(float("nan")) for _ in range(2)]
         geometry = Geometry(
-            rows=len(lengths), kv_heads=heads, group=group, head_dim=dim, dtype=DTYPES[str(dtype).split(".")[1]],
+            rows=len(lengths), kv_heads=heads, group=group, head_dim=dim, dtype=code_of(stored, dtype),
             max_blocks=64, layers=2, pages=pages, keys=0, values=self.values[0].data_ptr() - self.region.address,
             layer_stride=self.keys[1].data_ptr() - self.keys[0].data_ptr(), pool_bytes=self.region.size,
         )  # fmt: skip
-        self.digests = [torch.zeros(pages, heads, 2, dim, dtype=dtype) for _ in range(2)]
+        self.digests = [torch.zeros(pages, heads, 2, dim, dtype=stored) for _ in range(2)]
         self.channels = torch.stack([torch.randperm(dim, generator=random)[:channels] for _ in range(heads)])
         self.codes = torch.zeros(2, pages, heads, T, channels // 2, dtype=torch.uint8)
         pool = SimpleNamespace(
@@ -89,11 +93,13 @@ class Rows:
         return SimpleNamespace(codes=self.codes[layer], channels=self.channels)
 
     def of(self, row: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, keys and values of a row's tokens, ``[tokens, heads, dim]``."""
+        """Query, keys and values of a row's tokens, ``[tokens, heads, dim]``; the last two as the pool has them."""
         query, keys, values = (
             part.unflatten(1, (-1, self.dim)) for part in self.projected[row][first:last].split(self.parts, dim=1)
         )
-        return query, keys, values
+        if self.stored == self.dtype:  # then they are slices still
+            return query, keys, values
+        return query, *(part.to(self.stored).to(self.dtype) for part in (keys, values))
 
     def write(self, layer: int = 1) -> None:
         """All tokens but the last of each row, without their attention: 16-bit torch takes minutes on some CPUs."""
@@ -102,7 +108,7 @@ class Rows:
         self.engine.kernels.begin(self.table[which], before, before)
         parts = [self.of(row, 0, self.lengths[row] - 1) for row in which]
         _, keys, values = (torch.cat(side) for side in zip(*parts, strict=True))
-        self.engine.kernels.store(layer, keys, values)
+        self.engine.kernels.store(layer, keys.to(self.stored), values.to(self.stored))
 
     def prefill(self, layer: int = 1, chunks: int = 1) -> list[torch.Tensor]:
         """All tokens but the last of each row, in some chunks. The last chunk's output of each row."""
@@ -155,7 +161,13 @@ class Rows:
         return reference.attend_blocks(query, self.keys[layer], self.values[layer], ids, fill, self.scale)[0]
 
 
-SHAPES = [
+class Shape(TypedDict):
+    heads: int
+    group: int
+    dim: int
+
+
+SHAPES: list[Shape] = [
     {"heads": 2, "group": 3, "dim": 64},
     {"heads": 3, "group": 1, "dim": 96},
     {"heads": 1, "group": 5, "dim": 128},
@@ -166,7 +178,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['heads']}x{s['group']}x{s['dim']}")
-def test_a_context_within_the_budget_is_attended_as_a_whole(shape: dict[str, int], dtype: torch.dtype) -> None:
+def test_a_context_within_the_budget_is_attended_as_a_whole(shape: Shape, dtype: torch.dtype) -> None:
     rows = Rows([1, 2, 31, 32, 33, 700, 2047, 2048], **shape, dtype=dtype)
     rows.write()
     torch.testing.assert_close(rows.decode().double(), rows.by_definition(), **CLOSE[dtype])
@@ -175,9 +187,7 @@ def test_a_context_within_the_budget_is_attended_as_a_whole(shape: dict[str, int
 @pytest.mark.parametrize("channels", [32, 0, 16, 64])
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['heads']}x{s['group']}x{s['dim']}")
-def test_a_longer_one_attends_to_what_the_reference_selects(
-    shape: dict[str, int], dtype: torch.dtype, channels: int
-) -> None:
+def test_a_longer_one_attends_to_what_the_reference_selects(shape: Shape, dtype: torch.dtype, channels: int) -> None:
     rows = Rows([200, 257, 999, 1500], **shape, dtype=dtype, channels=channels, budget_tokens=256)
     rows.write()
     out = rows.decode()
@@ -198,6 +208,20 @@ def test_a_row_in_its_first_step_attends_to_everything_beside_others() -> None:
     torch.testing.assert_close(out[1].double(), rows.by_definition()[1], **CLOSE[torch.float32])
 
 
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=lambda s: f"{s['heads']}x{s['group']}x{s['dim']}")
+@pytest.mark.parametrize("channels", [32, 0])
+def test_fp8_is_attended_and_selected_as_the_numbers_that_it_stands_for(
+    shape: Shape, dtype: torch.dtype, channels: int
+) -> None:
+    rows = Rows([1, 33, 64, 700], **shape, dtype=dtype, fp8=True)
+    rows.write()
+    torch.testing.assert_close(rows.decode().double(), rows.by_definition(), **CLOSE[dtype])
+    rows = Rows([200, 999], **shape, dtype=dtype, fp8=True, channels=channels, budget_tokens=256)
+    rows.write()
+    torch.testing.assert_close(rows.decode().float(), rows.by_selection(), **CLOSE[dtype])
+
+
 def test_policy_full_selects_nothing() -> None:
     rows = Rows([999, 1500], budget_tokens=256, policy="full")
     rows.write()
@@ -205,10 +229,17 @@ def test_policy_full_selects_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "chunks"), [*((dtype, 0) for dtype in CLOSE), (torch.float32, 1), (torch.float32, 3)]
+    ("dtype", "chunks", "fp8"),
+    [
+        *((dtype, 0, False) for dtype in CLOSE),
+        (torch.float32, 1, False),
+        (torch.float32, 3, False),
+        (torch.float32, 3, True),
+        (torch.bfloat16, 0, True),
+    ],
 )
-def test_digests_and_sketches_are_the_reference_ones_to_the_bit(dtype: torch.dtype, chunks: int) -> None:
-    rows = Rows([1, 40, 64, 333], dtype=dtype, dim=128)
+def test_digests_and_sketches_are_the_reference_ones_to_the_bit(dtype: torch.dtype, chunks: int, fp8: bool) -> None:
+    rows = Rows([1, 40, 64, 333], dtype=dtype, dim=128, fp8=fp8)
     if chunks:
         rows.prefill(chunks=chunks)
     else:
@@ -220,16 +251,17 @@ def test_digests_and_sketches_are_the_reference_ones_to_the_bit(dtype: torch.dty
         filled = (length - T * torch.arange(count)).clamp(max=T)
         keys = rows.keys[1][pages]
         digests = reference.minmax_digest(keys, filled)
-        torch.testing.assert_close(rows.digests[1][pages], digests, rtol=0, atol=0)
+        torch.testing.assert_close(rows.digests[1][pages].float(), digests.float(), rtol=0, atol=0)
         codes = reference.sketch_codes(keys, digests, rows.channels)
         counted = torch.arange(T) < filled[:, None]  # behind the last token there may be anything
         assert torch.equal(rows.codes[1][pages].transpose(1, 2)[counted], codes.transpose(1, 2)[counted])
-    assert not rows.digests[0].any(), "another layer was written"
+    assert not rows.digests[0].float().any(), "another layer was written"
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_prefill_is_causal_attention_over_all_tokens_so_far(chunks: int) -> None:
-    rows = Rows([2, 33, 300])
+def test_prefill_is_causal_attention_over_all_tokens_so_far(chunks: int, fp8: bool) -> None:
+    rows = Rows([2, 33, 300], fp8=fp8)
     for row, out in enumerate(rows.prefill(chunks=chunks)):
         query, keys, values = rows.of(row, 0, rows.lengths[row] - 1)
         expected = causal_attention(query, keys.transpose(0, 1), values.transpose(0, 1), rows.scale)
@@ -249,8 +281,9 @@ def test_threads_and_company_change_no_bit(openmp: bool, monkeypatch: pytest.Mon
         assert torch.equal(together.decode(), expected)
 
 
-def test_a_page_of_nan_is_not_selected_and_poisons_nothing() -> None:
-    rows = Rows([1500], budget_tokens=256)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_page_of_nan_is_not_selected_and_poisons_nothing(fp8: bool) -> None:
+    rows = Rows([1500], budget_tokens=256, fp8=fp8)
     rows.write()
     damaged = rows.table[0, 20]
     rows.keys[1][damaged] = float("nan")
@@ -308,5 +341,5 @@ def test_tensors_of_another_dtype_than_the_pool_are_refused() -> None:
     rows = Rows([100])
     rows.write()
     rows.projected = [projected.bfloat16() for projected in rows.projected]
-    with pytest.raises(ValueError, match=r"holds torch\.float32, not torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"for torch\.float32, not torch\.bfloat16"):
         rows.decode()

@@ -8,20 +8,36 @@
 
 namespace sglang_hybrid {
 
-enum class DType : uint32_t { bf16 = 0, fp16 = 1, fp32 = 2 };
+// Of a pool and of the queries that attend to it: the same, or FP8 with queries of the model's dtype. FP8 is e4m3 without
+// infinities, torch's float8_e4m3fn.
+enum class DType : uint32_t { bf16 = 0, fp16 = 1, fp32 = 2, fp8_bf16 = 3, fp8_fp16 = 4, fp8_fp32 = 5 };
+
+inline constexpr DType last_dtype = DType::fp8_fp32;
+// What code is compiled for that reads FP8, whatever the queries are.
+inline constexpr DType fp8 = DType::fp8_fp32;
 
 inline constexpr uint32_t block_tokens = 32;
 inline constexpr uint32_t max_group = 16;
 inline constexpr uint32_t max_head_dim = 256;
 
-constexpr uint32_t bytes_of(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
+constexpr bool is_fp8(DType dtype) { return dtype >= DType::fp8_bf16; }
+
+// The dtype of queries; for anything but FP8 that of the pool.
+constexpr DType query_dtype(DType dtype) {
+    return is_fp8(dtype) ? static_cast<DType>(static_cast<uint32_t>(dtype) - static_cast<uint32_t>(DType::fp8_bf16)) : dtype;
+}
+
+// Bytes of one number of the pool.
+constexpr uint32_t bytes_of(DType dtype) { return is_fp8(dtype) ? 1 : dtype == DType::fp32 ? 4 : 2; }
+
+constexpr uint32_t query_bytes_of(DType dtype) { return bytes_of(query_dtype(dtype)); }
 
 constexpr bool is_head_dim(uint32_t dim) { return dim == 64 || dim == 96 || dim == 128 || dim == 256; }
 
 // One KV head of one row. Block i of the list is at `keys + pages[i] * page_stride`: 32 tokens of head_dim values,
 // contiguous. Pointers to pools and queries are aligned to 64 bytes; `out` and `lse` to 4.
 struct BlockAttention {
-    const void* query;     // [group][head_dim], of the pool's dtype
+    const void* query;     // [group][head_dim], of query_dtype(dtype)
     const char* keys;      // this KV head in page 0
     const char* values;    // likewise
     uint64_t page_stride;  // bytes from a page to the next, the same for keys and values

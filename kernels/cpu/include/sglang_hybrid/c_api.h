@@ -10,7 +10,7 @@
 #define SH_API extern "C" __attribute__((visibility("default")))
 
 // Counts up whenever a function or struct of this file or of mailbox.h changes.
-inline constexpr uint32_t sh_interface = 6;
+inline constexpr uint32_t sh_interface = 7;
 inline constexpr uint32_t sh_error_bytes = 256;
 
 SH_API uint32_t sh_interface_version();
@@ -115,7 +115,7 @@ SH_API void sh_host_close(sh_host* host);
 // The rows of the calls that follow. pages [rows][stride] of each row's blocks, lengths [rows] with the new tokens.
 SH_API int sh_host_begin(sh_host* host, const int64_t* pages, uint32_t stride, const int64_t* lengths,
                          const int64_t* new_tokens, uint32_t rows, char* error);
-// Rows of a tensor, `stride` bytes apart, of the pool's dtype; one row is [heads][head_dim].
+// Rows of a tensor, `stride` bytes apart; one row is [heads][head_dim]. Keys and values have the pool's dtype.
 struct sh_rows {
     const void* data;
     uint64_t stride;

@@ -49,7 +49,7 @@ struct Geometry {
     uint32_t kv_heads;    // of this rank
     uint32_t group;       // query heads per KV head
     uint32_t head_dim;
-    uint32_t dtype;       // DType, of pool and queries
+    uint32_t dtype;       // DType, which tells both: of the pool, and of queries
     uint32_t max_blocks;  // most blocks of one list
     uint32_t layers;
     uint32_t pages;       // of one layer
@@ -91,7 +91,7 @@ enum class PostKind : uint32_t {
     attend_masked = 1,  // over those whose bit in the block's mask is set; only where the geometry has masks
     // Sums of values by the client's weights, only where the geometry has value sums: instead of a query the client writes
     // weights. The LSE of a list that has blocks is 0; queries and scale are not looked at. Weights are floats: rounded to
-    // the pool's dtype they would cost the sums their precision and save a few hundredths of the bytes that a sum reads.
+    // 16 bits they would cost the sums their precision and save a few hundredths of the bytes that a sum reads.
     sum_values = 2,
 };
 
@@ -136,7 +136,7 @@ struct MailboxLayout {
     uint64_t lists;     // [slot][row][KV head] List
     uint64_t pages;     // [slot][row][KV head][max_blocks] uint32_t
     uint64_t masks;     // likewise, bit t: token t of the block counts; no bytes where the geometry has no masks
-    uint64_t queries;   // [slot][row][KV head][group][head_dim] of the pool's dtype
+    uint64_t queries;   // [slot][row][KV head][group][head_dim] of query_dtype
     uint64_t weights;   // [slot][row][KV head][group][max_blocks][32] float, see sum_values; no bytes without value sums
     uint64_t outputs;   // [slot][row][KV head][group][head_dim] float; undefined where the LSE is -inf
     uint64_t lses;      // [slot][row][KV head][group] float

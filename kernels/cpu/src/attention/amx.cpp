@@ -1,4 +1,6 @@
-// Block attention for bf16 on AMX tiles.
+// Block attention on AMX tiles, for bf16 and for FP8 with queries in bf16.
+//
+// A block of FP8 is converted to bf16 in the first-level cache, which is exact, and tiles are loaded from there.
 //
 // Logits: C[token][head] = K . Q^T. Keys are the left operand (16 tokens x 32 dimensions), loaded from the block as
 // they lie; queries are packed once as the right one.
@@ -63,7 +65,21 @@ struct alignas(64) TileConfiguration {
 #define OUTPUT_EVEN 6
 #define OUTPUT_ODD 7
 
-template <uint32_t dim>
+// 32 numbers of FP8 as bf16. Normal ones only have their exponent's bias moved; the eight denormals are looked up.
+inline __m512i bf16_of(__m256i fp8) {
+    const __m512i denormals = _mm512_castsi128_si512(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+    const __m512i bytes = _mm512_cvtepu8_epi16(fp8);
+    const __m512i magnitude = _mm512_and_si512(bytes, _mm512_set1_epi16(0x7f));
+    const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
+    const __mmask32 is_denormal = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+    const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f));
+    __m512i numbers = _mm512_mask_permutexvar_epi16(normal, is_denormal, magnitude, denormals);
+    numbers = _mm512_mask_mov_epi16(numbers, is_nan, _mm512_set1_epi16(0x7fc0));
+    const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(bytes, _mm512_set1_epi16(0x80)), 8);
+    return _mm512_or_si512(numbers, sign);
+}
+
+template <DType dtype, uint32_t dim>
 class AmxKernel {
   public:
     static void attend(const BlockAttention& work) {
@@ -83,7 +99,7 @@ class AmxKernel {
         for (uint32_t index = 0; index < work.count; ++index) {
             const bool more = index + 1 < work.count;
             const Block next = more ? block_of(work, index + 1) : Block{};
-            find_pages(block_ahead(work, index + 4), row_bytes);  // keys of index + 3 may be requested right now
+            find_pages(block_ahead(work, index + 4), pool_row_bytes);  // keys of index + 3 may be requested right now
             ahead.allow(index + 1);
             near = NearLines(next.keys);
             state.compute_weights(block.tokens, index == 0, ahead, near);
@@ -101,8 +117,10 @@ class AmxKernel {
 
   private:
     static constexpr uint32_t chunks = dim / tile_dims;
-    static constexpr uint32_t row_bytes = dim * 2;
-    static constexpr uint32_t block_bytes = block_tokens * row_bytes;
+    static constexpr bool converts = is_fp8(dtype);
+    static constexpr uint32_t row_bytes = dim * 2;  // of what tiles are loaded from
+    static constexpr uint32_t pool_row_bytes = dim * bytes_of(dtype);
+    static constexpr uint32_t block_bytes = block_tokens * pool_row_bytes;
     static constexpr uint32_t block_lines = block_bytes / cache_line;
     // Of the turns that a block takes, 3/8 are requested with its logits, 2/8 with its weights, 3/8 with its values;
     // about a quarter of a block's each where a list begins and ends.
@@ -110,6 +128,9 @@ class AmxKernel {
     static constexpr uint32_t turns_of_tile = block_turns * 3 / 8 / (2 * chunks);
     static constexpr uint32_t turns_of_weights = block_turns * 2 / 8;
     static constexpr uint32_t turns_between = block_turns / 4;
+    // FP8 has half the lines, and shares of these round down; so all of a block may be requested while it is converted.
+    static constexpr uint32_t rows_of_conversion = 8;
+    static constexpr uint32_t turns_of_conversion = block_turns / (2 * block_tokens / rows_of_conversion);
 
     // All of it is uninitialised until start().
     struct State {
@@ -119,7 +140,8 @@ class AmxKernel {
         alignas(64) float output[chunks][2 * max_group][tile_columns];   // rows: even dimensions of each head, then odd
         alignas(64) float sums[max_group][tile_columns];                 // of weights, one for each lane
         alignas(64) float reference[max_group];                          // logit whose weight is 1, unscaled
-        alignas(64) char padded_values[block_tokens * row_bytes];        // of a block that is not full
+        alignas(64) char padded_values[block_tokens * row_bytes];        // of a block that is not full, or is converted
+        alignas(64) char converted_keys[converts ? block_tokens * row_bytes : 64];
         uint32_t group;
         float scale;             // not negative: the query's sign is changed instead
         float highest_above;     // a reference, before there is a new one
@@ -193,12 +215,32 @@ class AmxKernel {
             _mm_store_si128(reinterpret_cast<__m128i*>(first + 3 * stride), _mm512_extracti32x4_epi32(four, 3));
         }
 
+        // The first `tokens` rows of a block.
+        static void convert(const char* from, uint32_t tokens, char* to, RequestStream& ahead) {
+            for (uint32_t row = 0; row < tokens; ++row) {
+                if (row % rows_of_conversion == 0) {
+                    ahead.request(turns_of_conversion);
+                }
+#pragma GCC unroll 8
+                for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
+                    const char* const numbers = from + row * pool_row_bytes + chunk * tile_dims;
+                    const __m256i fp8 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(numbers));
+                    _mm512_store_si512(to + row * row_bytes + chunk * row_stride, bf16_of(fp8));
+                }
+            }
+        }
+
         void compute_logits(const Block& block, RequestStream& ahead, NearLines& near) {
+            const char* rows = block.keys;
+            if constexpr (converts) {
+                convert(block.keys, block_tokens, converted_keys, ahead);
+                rows = converted_keys;
+            }
             settle_memory();
             _tile_zero(LOGITS_LOW);
             _tile_zero(LOGITS_HIGH);
             for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
-                const char* keys = block.keys + chunk * row_stride;
+                const char* keys = rows + chunk * row_stride;
                 _tile_loadd(QUERY, query[chunk], row_stride);
                 _tile_loadd(POOL_LOW, keys, row_bytes);
                 _tile_dpbf16ps(LOGITS_LOW, POOL_LOW, QUERY);
@@ -445,7 +487,13 @@ class AmxKernel {
 
         // `first`: nothing was added before.
         void add_values(const Block& block, bool first, RequestStream& ahead) {
-            const char* values = values_or_zero(block, row_bytes, padded_values);
+            const char* values = padded_values;
+            if constexpr (converts) {
+                convert(block.values, block.tokens, padded_values, ahead);
+                memset(padded_values + block.tokens * row_bytes, 0, (block_tokens - block.tokens) * row_bytes);
+            } else {
+                values = values_or_zero(block, row_bytes, padded_values);
+            }
             settle_memory();
             if (is_wide()) {
                 add_values_to_wide(values, first, ahead);
@@ -521,17 +569,24 @@ class AmxKernel {
     };
 };
 
+template <DType dtype>
+Kernel amx_kernel_of(uint32_t head_dim) {
+    switch (head_dim) {
+        case 64: return AmxKernel<dtype, 64>::attend;
+        case 96: return AmxKernel<dtype, 96>::attend;
+        case 128: return AmxKernel<dtype, 128>::attend;
+        case 256: return AmxKernel<dtype, 256>::attend;
+        default: return nullptr;
+    }
+}
+
 }  // namespace
 
+// Tiles would round queries of other dtypes.
 Kernel amx_kernel(DType dtype, uint32_t head_dim) {
-    if (dtype != DType::bf16) {
-        return nullptr;
-    }
-    switch (head_dim) {
-        case 64: return AmxKernel<64>::attend;
-        case 96: return AmxKernel<96>::attend;
-        case 128: return AmxKernel<128>::attend;
-        case 256: return AmxKernel<256>::attend;
+    switch (dtype) {
+        case DType::bf16: return amx_kernel_of<DType::bf16>(head_dim);
+        case DType::fp8_bf16: return amx_kernel_of<DType::fp8_bf16>(head_dim);
         default: return nullptr;
     }
 }

@@ -63,6 +63,11 @@ struct Avx2Lanes {
         } else if constexpr (dtype == DType::fp16) {
             a = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
             b = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 16)));
+        } else if constexpr (is_fp8(dtype)) {
+            const __m256i halves = scaled_halves(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+            const Vector scale = broadcast(0x1p8f);
+            a = mul(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), scale);
+            b = mul(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), scale);
         } else {
             a = _mm256_loadu_ps(reinterpret_cast<const float*>(from));
             b = _mm256_loadu_ps(reinterpret_cast<const float*>(from + 32));
@@ -77,6 +82,16 @@ struct Avx2Lanes {
     }
 
     static constexpr uint32_t weight_tokens = 1;
+
+  private:
+    // FP8 as fp16 of 2^-8 times the value: the exponent's bias is 15 there instead of 7. Denormals are denormals.
+    static __m256i scaled_halves(__m128i fp8) {
+        const __m256i moved = _mm256_slli_epi16(_mm256_cvtepi8_epi16(fp8), 7);
+        const __m256i halves = _mm256_and_si256(moved, _mm256_set1_epi16(static_cast<short>(0xbf80)));
+        const __m256i magnitude = _mm256_and_si256(moved, _mm256_set1_epi16(0x3f80));
+        const __m256i is_nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x3f80));
+        return _mm256_or_si256(halves, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00)));
+    }
 };
 
 }  // namespace

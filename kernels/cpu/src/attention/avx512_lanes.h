@@ -59,6 +59,11 @@ struct Avx512Lanes {
         } else if constexpr (dtype == DType::fp16) {
             a = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
             b = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 32)));
+        } else if constexpr (is_fp8(dtype)) {
+            const __m512i halves = scaled_halves(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+            const Vector scale = broadcast(0x1p8f);
+            a = mul(_mm512_cvtph_ps(_mm512_castsi512_si256(halves)), scale);
+            b = mul(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)), scale);
         } else {
             a = _mm512_loadu_ps(from);
             b = _mm512_loadu_ps(from + 64);
@@ -76,6 +81,15 @@ struct Avx512Lanes {
     static constexpr uint32_t weight_tokens = 1;
 
   private:
+    // FP8 as fp16 of 2^-8 times the value: the exponent's bias is 15 there instead of 7. Denormals are denormals.
+    static __m512i scaled_halves(__m256i fp8) {
+        const __m512i moved = _mm512_slli_epi16(_mm512_cvtepi8_epi16(fp8), 7);
+        const __m512i halves = _mm512_and_si512(moved, _mm512_set1_epi16(static_cast<short>(0xbf80)));
+        const __m512i magnitude = _mm512_and_si512(moved, _mm512_set1_epi16(0x3f80));
+        const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x3f80));
+        return _mm512_mask_mov_epi16(halves, is_nan, _mm512_set1_epi16(0x7e00));
+    }
+
     // 128-bit lanes of four partial sums, one of each vector
     static Vector sum_in_lanes(const Vector* v) {
         const __m512d a = _mm512_castps_pd(add(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1])));

@@ -17,7 +17,7 @@ namespace {
 
 constexpr uint32_t cache_line = 64;
 constexpr uint32_t scratch_bytes = 64 * 1024;  // of keys, and of values: both are still in the second-level cache when used
-constexpr uint32_t most_scratch_blocks = scratch_bytes / (block_tokens * 64 * 2);  // of the smallest head_dim
+constexpr uint32_t most_scratch_blocks = scratch_bytes / (block_tokens * 64);  // of the smallest head_dim, in FP8
 constexpr uint32_t most_whole_blocks = 64;  // that one call of the kernel gets
 
 uint32_t first_tokens(uint32_t tokens) { return tokens == block_tokens ? ~0u : (1u << tokens) - 1; }

@@ -65,13 +65,25 @@ class NeonKernel {
             memset(output, 0, work.group * dim * sizeof *output);
             parts.each([&](uint32_t first, auto heads) {
                 float* to = query + first * dim;
-                for (uint32_t i = 0; i < row_bytes; i += vector_bytes<dtype>) {
+                for (uint32_t i = 0; i < dim; i += vector_width) {
                     for (uint32_t h = 0; h < heads.value; ++h, to += vector_width) {
-                        const char* row = static_cast<const char*>(work.query) + (first + h) * row_bytes;
-                        vst1q_f32(to, vmulq_n_f32(load_four<dtype>(row + i), work.scale));
+                        vst1q_f32(to, vmulq_n_f32(query_four(work, (first + h) * dim + i), work.scale));
                     }
                 }
             });
+        }
+
+        static float32x4_t query_four(const BlockAttention& work, uint32_t index) {
+            const char* const from = static_cast<const char*>(work.query) + index * query_bytes_of(work.dtype);
+            if constexpr (dtype != fp8) {
+                return load_four<dtype>(from);
+            } else if (work.dtype == DType::fp8_bf16) {
+                return load_four<DType::bf16>(from);
+            } else if (work.dtype == DType::fp8_fp16) {
+                return load_four<DType::fp16>(from);
+            } else {
+                return load_four<DType::fp32>(from);
+            }
         }
 
         // Tokens behind the last one of a block may be among those of a tile.
@@ -131,6 +143,9 @@ Kernel neon_kernel(DType dtype, uint32_t head_dim) {
         case DType::bf16: return NeonKernel<DType::bf16>::attend;
         case DType::fp16: return NeonKernel<DType::fp16>::attend;
         case DType::fp32: return NeonKernel<DType::fp32>::attend;
+        case DType::fp8_bf16:
+        case DType::fp8_fp16:
+        case DType::fp8_fp32: return NeonKernel<fp8>::attend;
     }
     return nullptr;
 }

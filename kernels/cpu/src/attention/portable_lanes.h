@@ -14,6 +14,7 @@ struct PortableLanes {
     typedef float Vector __attribute__((vector_size(16)));
     typedef int32_t Integers __attribute__((vector_size(16)));
     typedef uint32_t Bits __attribute__((vector_size(16)));
+    typedef uint8_t Bytes __attribute__((vector_size(4)));
     static constexpr uint32_t width = 4;
     static constexpr uint32_t logit_heads = 2;
     static constexpr uint32_t logit_tokens = 4;
@@ -60,13 +61,16 @@ struct PortableLanes {
     }
 
     template <DType dtype>
-    static constexpr bool splits = dtype != DType::fp32;
+    static constexpr bool splits = dtype == DType::bf16 || dtype == DType::fp16;
 
     template <DType dtype>
     static void load_pair(const char* from, Vector& a, Vector& b) {
         if constexpr (dtype == DType::fp32) {
             a = copied<Vector>(from);
             b = copied<Vector>(from + 16);
+        } else if constexpr (is_fp8(dtype)) {
+            a = from_fp8(__builtin_convertvector(copied<Bytes>(from), Bits));
+            b = from_fp8(__builtin_convertvector(copied<Bytes>(from + width), Bits));
         } else {
             const Bits both = copied<Bits>(from);
             if constexpr (dtype == DType::bf16) {
@@ -93,6 +97,16 @@ struct PortableLanes {
         To to;
         memcpy(&to, from, sizeof to);
         return to;
+    }
+
+    // Denormals have no exponent to move: they are the integers 0 to 7, in steps of 2^-9.
+    static Vector from_fp8(Bits eighth) {
+        const Bits magnitude = eighth & 0x7fu;
+        const Bits normal = (magnitude << 20) + (120u << 23);
+        const Vector steps = __builtin_convertvector(reinterpret_cast<Integers>(magnitude), Vector) * broadcast(0x1p-9f);
+        const Bits finite = magnitude < 8u ? reinterpret_cast<Bits>(steps) : normal;
+        const Bits nan = reinterpret_cast<Bits>(magnitude == 0x7fu) & 0x7fc00000u;
+        return reinterpret_cast<Vector>(finite | nan | (eighth & 0x80u) << 24);
     }
 
     static Vector from_fp16(Bits half) {

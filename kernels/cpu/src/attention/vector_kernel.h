@@ -10,7 +10,8 @@
 //   highest(v), sum(v)                over the lanes
 //   store_sums(p, v[logit_tokens])    p[i] = sum of the lanes of v[i]
 //   load_pair<dtype>(p, a, b)         2 * width values as fp32: the first half in a and the rest in b, or, where
-//                                     splits<dtype> says so, those with even index in a and those with odd index in b
+//                                     splits<dtype> says so, those with even index in a and those with odd index in b.
+//                                     FP8 is not split
 //   interleave(a, b)                  undoes the latter
 //   weight_tokens                     1, or `width` where there is fma_lane<i>(a, b, c) = a * b[i] + c
 #pragma once
@@ -36,7 +37,7 @@ class RunningAttention {
                   max_group % width == 0);
 
     template <DType dtype>
-    static constexpr uint32_t row_bytes = dim * (dtype == DType::fp32 ? 4 : 2);
+    static constexpr uint32_t row_bytes = dim * bytes_of(dtype);
 
     template <DType dtype>
     static constexpr uint32_t block_lines = block_tokens * row_bytes<dtype> / cache_line;
@@ -51,11 +52,12 @@ class RunningAttention {
         value_lines_ = lines_each(block_lines<dtype>, output_parts_.count() * columns * (block_tokens / value_tokens));
         softmax_.start(group_);
         const Vector scale = Lanes::broadcast(work.scale);
+        const uint32_t query_bytes = query_bytes_of(work.dtype);
         for (uint32_t head = 0; head < group_; ++head) {
-            const char* row = static_cast<const char*>(work.query) + head * row_bytes<dtype>;
+            const char* row = static_cast<const char*>(work.query) + head * dim * query_bytes;
             for (uint32_t i = 0; i < dim; i += pair) {
                 Vector a, b;
-                Lanes::template load_pair<dtype>(row + i * (row_bytes<dtype> / dim), a, b);
+                load_query<dtype>(query_dtype(work.dtype), row + i * query_bytes, a, b);
                 Lanes::store(&query_[head][i], Lanes::mul(a, scale));
                 Lanes::store(&query_[head][i + width], Lanes::mul(b, scale));
                 Lanes::store(&output_[head][i], Lanes::zero());
@@ -76,7 +78,7 @@ class RunningAttention {
             } else {
                 for (uint32_t i = 0; i < tokens_at_once * dim; i += pair) {
                     Vector a, b;
-                    Lanes::template load_pair<dtype>(rows + i * 2, a, b);
+                    Lanes::template load_pair<dtype>(rows + i * bytes_of(dtype), a, b);
                     Lanes::store(converted + i, a);
                     Lanes::store(converted + i + width, b);
                 }
@@ -128,6 +130,28 @@ class RunningAttention {
     static constexpr uint32_t tokens_at_once = Lanes::logit_tokens;
     static constexpr uint32_t output_columns = Lanes::output_pairs * pair;
     static constexpr uint32_t value_tokens = 8;
+
+    // In the order of the pool's load_pair.
+    template <DType dtype>
+    static void load_query(DType of_query, const char* from, Vector& a, Vector& b) {
+        if constexpr (dtype != fp8) {
+            Lanes::template load_pair<dtype>(from, a, b);
+        } else if (of_query == DType::bf16) {
+            load_in_order<DType::bf16>(from, a, b);
+        } else if (of_query == DType::fp16) {
+            load_in_order<DType::fp16>(from, a, b);
+        } else {
+            load_in_order<DType::fp32>(from, a, b);
+        }
+    }
+
+    template <DType dtype>
+    static void load_in_order(const char* from, Vector& a, Vector& b) {
+        Lanes::template load_pair<dtype>(from, a, b);
+        if constexpr (Lanes::template splits<dtype>) {
+            Lanes::interleave(a, b);
+        }
+    }
 
     static uint32_t lines_each(uint32_t lines, uint32_t requests) { return (lines + requests - 1) / requests; }
 
@@ -307,6 +331,9 @@ inline Kernel vector_kernel(DType dtype, uint32_t head_dim) {
         case DType::bf16: return vector_kernel_of<Lanes, DType::bf16>(head_dim);
         case DType::fp16: return vector_kernel_of<Lanes, DType::fp16>(head_dim);
         case DType::fp32: return vector_kernel_of<Lanes, DType::fp32>(head_dim);
+        case DType::fp8_bf16:
+        case DType::fp8_fp16:
+        case DType::fp8_fp32: return vector_kernel_of<Lanes, fp8>(head_dim);
     }
     return nullptr;
 }

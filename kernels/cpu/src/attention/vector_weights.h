@@ -77,6 +77,9 @@ inline WeightKernel vector_weight_kernel(DType dtype, uint32_t head_dim) {
         case DType::bf16: return vector_weight_kernel_of<Lanes, DType::bf16>(head_dim);
         case DType::fp16: return vector_weight_kernel_of<Lanes, DType::fp16>(head_dim);
         case DType::fp32: return vector_weight_kernel_of<Lanes, DType::fp32>(head_dim);
+        case DType::fp8_bf16:
+        case DType::fp8_fp16:
+        case DType::fp8_fp32: return vector_weight_kernel_of<Lanes, fp8>(head_dim);
     }
     return nullptr;
 }

@@ -355,7 +355,7 @@ void Engine::prepare(const Batch& batch, Claimed& claimed) const {
         claimed.sum = sum_of(attention, weights, reader.view.weight_stride());
     } else {
         // the client's cache has both: it wrote this query, and read the output that was there before
-        const uint64_t query_bytes = partial_out_floats(geometry_) * bytes_of(static_cast<DType>(geometry_.dtype));
+        const uint64_t query_bytes = partial_out_floats(geometry_) * query_bytes_of(static_cast<DType>(geometry_.dtype));
         for (uint64_t at = 0; at < query_bytes; at += line) __builtin_prefetch(query + at);
     }
     const char* const out = reinterpret_cast<const char*>(attention.out);

@@ -101,7 +101,7 @@ class UnitLists {
 
 void attend_local(const char* pool, const Geometry& g, const sh_lists& lists, uint32_t task_blocks, uint32_t threads,
                   const uint8_t* served, float* out, float* lse, Kernels kernels) {
-    const uint64_t query_bytes = partial_out_floats(g) * bytes_of(static_cast<DType>(g.dtype));
+    const uint64_t query_bytes = partial_out_floats(g) * query_bytes_of(static_cast<DType>(g.dtype));
     const Units all(lists, g, task_blocks, served, [&](uint64_t index) {
         std::fill_n(lse + index * g.group, g.group, -std::numeric_limits<float>::infinity());
     });
@@ -150,7 +150,7 @@ void attend_local(const char* pool, const Geometry& g, const sh_lists& lists, ui
 
 void token_weights(const char* pool, const Geometry& g, const sh_lists& lists, uint32_t threads, const float* lse,
                    float* weights, WeightKernel kernel) {
-    const uint64_t query_bytes = partial_out_floats(g) * bytes_of(static_cast<DType>(g.dtype));
+    const uint64_t query_bytes = partial_out_floats(g) * query_bytes_of(static_cast<DType>(g.dtype));
     const uint64_t stride = uint64_t{lists.listed} * block_tokens;  // from a head's weights to the next one's
     const Units all(lists, g, std::max(1u, lists.listed), nullptr,
                     [&](uint64_t index) { std::fill_n(weights + index * g.group * stride, g.group * stride, 0.0f); });

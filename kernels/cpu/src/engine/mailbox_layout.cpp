@@ -37,7 +37,7 @@ MailboxLayout layout_of(const Geometry& g) {
     at.lists = take(heads * sizeof(List));
     at.pages = take(heads * g.max_blocks * sizeof(uint32_t));
     at.masks = take(g.flags & geometry_masks ? heads * g.max_blocks * sizeof(uint32_t) : 0);
-    at.queries = take(values * bytes_of(static_cast<DType>(g.dtype)));
+    at.queries = take(values * query_bytes_of(static_cast<DType>(g.dtype)));
     at.weights = take(g.flags & geometry_value_sums ? heads * g.group * g.max_blocks * block_tokens * sizeof(float) : 0);
     at.outputs = take(values * sizeof(float));
     at.lses = take(heads * g.group * sizeof(float));
@@ -50,7 +50,9 @@ const char* problem_of(const Geometry& g) {
     if (g.kv_heads < 1 || g.kv_heads > most_heads) return "KV heads must be 1 to 256";
     if (g.group < 1 || g.group > max_group) return "query heads per KV head must be 1 to 16";
     if (g.head_dim < 1 || g.head_dim > max_head_dim || g.head_dim % 8) return "head_dim must be a multiple of 8 up to 256";
-    if (g.dtype > static_cast<uint32_t>(DType::fp32)) return "the dtype must be bfloat16, float16 or float32";
+    if (g.dtype > static_cast<uint32_t>(last_dtype)) {
+        return "the dtype must be bfloat16, float16 or float32, or FP8 with queries of one of these";
+    }
     if (g.max_blocks < 1 || g.max_blocks > most_blocks) return "blocks of a list must be 1 to 1048576";
     if (g.layers < 1 || g.layers > most_layers) return "layers must be 1 to 4096";
     if (g.flags & ~known_geometry_flags) return "the geometry has flags that this side does not know";

@@ -39,7 +39,7 @@ class MailboxView {
         return at<float>(at_.lses, sequence, row, lse_row()) + uint64_t{head} * geometry.group;
     }
 
-    uint64_t query_row_bytes() const { return output_row() * bytes_of(static_cast<DType>(geometry.dtype)); }
+    uint64_t query_row_bytes() const { return output_row() * query_bytes_of(static_cast<DType>(geometry.dtype)); }
     uint64_t weight_stride() const { return uint64_t{geometry.max_blocks} * block_tokens; }
     uint64_t output_row() const { return uint64_t{geometry.kv_heads} * geometry.group * geometry.head_dim; }
     uint64_t lse_row() const { return uint64_t{geometry.kv_heads} * geometry.group; }

@@ -40,7 +40,7 @@ HostDecoder::HostDecoder(char* pool, const Geometry& g, std::vector<HostLayer> l
                          const SelectionRules& rules, Kernel kernel, Threads threads)
     : geometry(g), pool_(pool), layers_(std::move(layers)), channels_(channels), spread_(spread), rules_(rules),
       kernel_(kernel), loops_(host_loops()), threads_(threads), dtype_(static_cast<DType>(g.dtype)),
-      row_bytes_(g.head_dim * bytes_of(dtype_)) {}
+      row_bytes_(g.head_dim * bytes_of(dtype_)), query_bytes_(g.group * g.head_dim * query_bytes_of(dtype_)) {}
 
 // -- the step ----------------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ void HostDecoder::plan() {
     lses_.resize(std::max<size_t>(lses_.size(), (parts + units_.size()) * g.group));
     estimates_.resize(std::max<size_t>(estimates_.size(), estimates));
     listed_.resize(std::max<size_t>(listed_.size(), listed));
-    queries_.resize(std::max<size_t>(queries_.size(), units_.size() * g.group * row_bytes_ + 64));
+    queries_.resize(std::max<size_t>(queries_.size(), units_.size() * query_bytes_ + 64));
     const uint64_t work = attended + scored / scored_per_attended;
     useful_threads_ =
         static_cast<uint32_t>(std::min<uint64_t>({threads_.count(), units_.size() * 4, 1 + work / blocks_per_thread}));
@@ -247,17 +247,18 @@ void HostDecoder::run(const Task& task, const Layer& layer) {
 void HostDecoder::store_token(const Unit& unit, const Layer& layer) {
     const uint32_t index = static_cast<uint32_t>(&unit - units_.data());
     store_block(layer.number, unit.row, unit.blocks - 1, unit.head, layer.keys, layer.values);
-    const uint64_t bytes = uint64_t{geometry.group} * row_bytes_;
-    std::memcpy(aligned(queries_.data()) + index * bytes, layer.query.data + unit.row * layer.query.stride + unit.head * bytes,
-                bytes);
+    const char* const from = layer.query.data + unit.row * layer.query.stride + uint64_t{unit.head} * query_bytes_;
+    std::memcpy(query_of(index), from, query_bytes_);
 }
+
+char* HostDecoder::query_of(uint64_t unit) { return aligned(queries_.data()) + unit * query_bytes_; }
 
 void HostDecoder::score(const Unit& unit, uint32_t part, const Layer& layer) {
     const Geometry& g = geometry;
     const uint32_t dim = g.head_dim, index = static_cast<uint32_t>(&unit - units_.data());
     alignas(64) float query[max_group * max_head_dim], other[max_group * max_head_dim];
     uint32_t position[max_head_dim];
-    loops_.to_floats(dtype_, aligned(queries_.data()) + uint64_t{index} * g.group * row_bytes_, g.group * dim, query);
+    loops_.to_floats(query_dtype(dtype_), query_of(index), g.group * dim, query);
     const bool sketched = layers_[layer.number].codes != nullptr;
     if (sketched) {
         const uint32_t* const chosen = layers_[layer.number].position.data() + unit.head * channels_;
@@ -305,8 +306,7 @@ void HostDecoder::attend(uint32_t index, uint32_t part, const Layer& layer) {
     float* const out = layer.out + (uint64_t{unit.row} * g.kv_heads + unit.head) * floats;
     float* const unit_lse = lses_.data() + index * g.group;
     float* const lses = lses_.data() + units_.size() * g.group;
-    BlockAttention task = attention_of(g, pool_, layer.number, unit.head,
-                                       aligned(queries_.data()) + uint64_t{index} * g.group * row_bytes_, layer.scale);
+    BlockAttention task = attention_of(g, pool_, layer.number, unit.head, query_of(index), layer.scale);
     task.pages = (unit.score_tasks ? listed_.data() + unit.first_listed : &pages_[uint64_t{unit.row} * stride_]) + first;
     task.count = std::min(unit.split.size, unit.attended - first);
     task.last_fill = part + 1 == unit.split.tasks ? last_fill(unit.row, unit.blocks) : block_tokens;

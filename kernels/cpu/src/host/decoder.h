@@ -75,6 +75,7 @@ class HostDecoder {
     void plan();
     void run(const Task& task, const Layer& layer);
     void store_token(const Unit& unit, const Layer& layer);
+    char* query_of(uint64_t unit);
     void score(const Unit& unit, uint32_t part, const Layer& layer);
     void select(const Unit& unit);
     void attend(uint32_t unit, uint32_t part, const Layer& layer);
@@ -95,7 +96,8 @@ class HostDecoder {
     const HostLoops& loops_;
     const Threads threads_;
     const DType dtype_;
-    const uint32_t row_bytes_;  // of one head's key
+    const uint32_t row_bytes_;    // of one head's key
+    const uint32_t query_bytes_;  // of the query heads of one KV head
 
     // the step
     uint32_t rows_ = 0, stride_ = 0;

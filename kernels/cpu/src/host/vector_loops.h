@@ -42,6 +42,16 @@ struct VectorLoops {
         if constexpr (dtype == DType::fp32) {
             memcpy(to, &value, sizeof value);
             return;
+        } else if constexpr (is_fp8(dtype)) {
+            const float magnitude = fabsf(value);
+            uint32_t byte = 0x7f;  // NaN
+            if (magnitude < 0x1p-6f) {
+                byte = static_cast<uint32_t>(magnitude * 0x1p9f);  // a denormal: so many steps
+            } else if (magnitude == magnitude) {
+                byte = (bits >> 20 & 0x7ff) - (120u << 3);
+            }
+            *to = static_cast<char>(byte | (bits >> 24 & 0x80));
+            return;
         } else if constexpr (dtype == DType::fp16) {
             const uint16_t sign = narrow & 0x8000;
             const float magnitude = fabsf(value);
@@ -216,6 +226,9 @@ struct VectorLoops {
             case DType::bf16: return digest<DType::bf16>(keys, filled, dim, to);
             case DType::fp16: return digest<DType::fp16>(keys, filled, dim, to);
             case DType::fp32: return digest<DType::fp32>(keys, filled, dim, to);
+            case DType::fp8_bf16:
+            case DType::fp8_fp16:
+            case DType::fp8_fp32: return digest<fp8>(keys, filled, dim, to);
         }
     }
 
@@ -225,6 +238,9 @@ struct VectorLoops {
             case DType::bf16: return codes<DType::bf16>(keys, digest, position, channels, dim, to);
             case DType::fp16: return codes<DType::fp16>(keys, digest, position, channels, dim, to);
             case DType::fp32: return codes<DType::fp32>(keys, digest, position, channels, dim, to);
+            case DType::fp8_bf16:
+            case DType::fp8_fp16:
+            case DType::fp8_fp32: return codes<fp8>(keys, digest, position, channels, dim, to);
         }
     }
 
@@ -233,6 +249,9 @@ struct VectorLoops {
             case DType::bf16: return estimate<DType::bf16>(query, digest, codes, out);
             case DType::fp16: return estimate<DType::fp16>(query, digest, codes, out);
             case DType::fp32: return estimate<DType::fp32>(query, digest, codes, out);
+            case DType::fp8_bf16:
+            case DType::fp8_fp16:
+            case DType::fp8_fp32: return estimate<fp8>(query, digest, codes, out);
         }
     }
 
@@ -241,6 +260,9 @@ struct VectorLoops {
             case DType::bf16: return convert<DType::bf16>(from, count, to);
             case DType::fp16: return convert<DType::fp16>(from, count, to);
             case DType::fp32: return convert<DType::fp32>(from, count, to);
+            case DType::fp8_bf16:
+            case DType::fp8_fp16:
+            case DType::fp8_fp32: return convert<fp8>(from, count, to);
         }
     }
 
