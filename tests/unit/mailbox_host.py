@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 
 import torch
 from attention_oracle import seeded
-from worker_process import BLOCK_TOKENS, PATIENCE_S, TORCH_DTYPES
+from worker_process import BLOCK_TOKENS, PATIENCE_S, POOL_DTYPES, QUERY_DTYPES
 
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cpu.dtypes import code_of
 from sglang_hybrid.ops.cpu.library import checked, library
 from sglang_hybrid.ops.cpu.lists import HostLists, HostSums, HostWork
 from sglang_hybrid.ops.cpu.local import LocalAttention
-from sglang_hybrid.ops.cpu.structs import DTYPES, EngineOptions, Geometry
+from sglang_hybrid.ops.cpu.structs import EngineOptions, Geometry
 from sglang_hybrid.protocol.mailbox import Mailbox
 
 SCALE = 0.125
@@ -41,13 +42,13 @@ class Host:
     ) -> None:
         vars(self).update(otherwise)
         self.dtype, self.kv_heads, self.group, self.head_dim = dtype, kv_heads, group, head_dim
-        kind = TORCH_DTYPES[dtype]
+        kind = POOL_DTYPES[dtype]
         shape = (2, self.layers, self.pages, kv_heads, BLOCK_TOKENS, head_dim)
         self.pool = torch.randn(shape, generator=seeded(7)).to(kind)  # [key or value][layer][page]...
         layer = self.pool[0, 0].numel() * kind.itemsize
         self.geometry = Geometry(
-            self.rows, kv_heads, group, head_dim, DTYPES[dtype], self.max_blocks, self.layers, self.pages,
-            0, self.layers * layer, layer, 2 * self.layers * layer, self.flags,
+            self.rows, kv_heads, group, head_dim, code_of(kind, QUERY_DTYPES[dtype]), self.max_blocks, self.layers,
+            self.pages, 0, self.layers * layer, layer, 2 * self.layers * layer, self.flags,
         )  # fmt: skip
         self.local = LocalAttention(self.pool.data_ptr(), self.geometry, self.task_blocks, threads=2)
 
@@ -61,7 +62,7 @@ class Host:
         position = torch.arange(listed)
         fill = torch.where(position == counts - 1, last_fill, BLOCK_TOKENS)
         beyond = position >= counts
-        kind = TORCH_DTYPES[self.dtype]
+        kind = QUERY_DTYPES[self.dtype]
         return Lists(query.to(kind), ids.masked_fill(beyond, reference.NO_BLOCK), fill.masked_fill(beyond, 0))
 
     def masked_lists(self, rows: int, listed: int, seed: int) -> Lists:
@@ -79,7 +80,7 @@ class Host:
         return Lists(some.query, torch.arange(2).expand(shape), torch.full(shape, BLOCK_TOKENS))
 
     def on_host(self, lists: Lists, layer: int = 0) -> HostLists:
-        return HostLists(lists.query, lists.ids, lists.fill, layer, SCALE, TORCH_DTYPES[self.dtype], lists.masks)
+        return HostLists(lists.query, lists.ids, lists.fill, layer, SCALE, self.local.query_dtype, lists.masks)
 
     def computed_here(self, lists: Lists, layer: int = 0) -> HostLists:
         computed = self.on_host(lists, layer)

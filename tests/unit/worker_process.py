@@ -21,9 +21,11 @@ from pathlib import Path
 
 import torch
 
+from sglang_hybrid.ops.cpu.dtypes import code_of
 from sglang_hybrid.ops.cpu.library import checked, library
 from sglang_hybrid.ops.cpu.lists import HostWork
-from sglang_hybrid.ops.cpu.structs import DTYPES, Geometry, MailboxLayout
+from sglang_hybrid.ops.cpu.structs import Geometry, MailboxLayout
+from sglang_hybrid.ops.reference import FP8
 from sglang_hybrid.protocol.messages import Attach, Hello
 from sglang_hybrid.worker.control_client import ControlClient
 
@@ -31,7 +33,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 PATIENCE_S = 30.0  # for what takes a moment and never this long: a test that waits for all of it has failed
 BLOCK_TOKENS = 32
-TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+QUERY_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+QUERY_DTYPES |= {f"fp8 {name}": dtype for name, dtype in QUERY_DTYPES.items()}  # of a pool of FP8
+POOL_DTYPES = {name: FP8 if name.startswith("fp8") else dtype for name, dtype in QUERY_DTYPES.items()}
 
 
 @contextlib.contextmanager
@@ -156,13 +160,13 @@ class Regions:
     token: str = field(default_factory=new_token)
 
     def __post_init__(self) -> None:
-        kind = TORCH_DTYPES[self.dtype]
+        kind = POOL_DTYPES[self.dtype]
         shape = (2, self.layers, self.pages, self.kv_heads, BLOCK_TOKENS, self.head_dim)
         layer = self.pages * self.kv_heads * BLOCK_TOKENS * self.head_dim * kind.itemsize
         size = 2 * self.layers * layer
         self.geometry = Geometry(
-            self.rows, self.kv_heads, self.group, self.head_dim, DTYPES[self.dtype], self.max_blocks, self.layers,
-            self.pages, 0, self.layers * layer, layer, size, self.flags,
+            self.rows, self.kv_heads, self.group, self.head_dim, code_of(kind, QUERY_DTYPES[self.dtype]),
+            self.max_blocks, self.layers, self.pages, 0, self.layers * layer, layer, size, self.flags,
         )  # fmt: skip
         layout = MailboxLayout()
         checked(library().sh_mailbox_layout, ctypes.byref(self.geometry), ctypes.byref(layout))

@@ -19,9 +19,9 @@ import zmq
 from worker_process import (
     BLOCK_TOKENS,
     PATIENCE_S,
+    QUERY_DTYPES,
     ROOT,
     SEALS,
-    TORCH_DTYPES,
     Regions,
     WorkerProcess,
     ends,
@@ -491,11 +491,11 @@ def random_lists(regions: Regions, seed: int) -> tuple[torch.Tensor, torch.Tenso
     pages = torch.where(is_last, own_pages, shared).masked_fill(position >= counts[..., None], reference.NO_BLOCK)
     last_fill = torch.randint(1, BLOCK_TOKENS + 1, (*shape, 1), generator=random)
     fill = torch.where(is_last, last_fill, BLOCK_TOKENS).masked_fill(pages == reference.NO_BLOCK, 0)
-    return query.to(TORCH_DTYPES[regions.dtype]), pages, fill
+    return query.to(QUERY_DTYPES[regions.dtype]), pages, fill
 
 
 def assert_answers_are_exact(regions: Regions) -> None:
-    tolerance = 1e-5 if regions.dtype == "float32" else 1e-2
+    tolerance = 1e-5 if regions.dtype.endswith("float32") else 1e-2
     for layer in range(regions.layers):
         query, pages, fill = random_lists(regions, seed=layer)
         for row, head, place in ((fill > 0) & (fill < BLOCK_TOKENS)).nonzero().tolist():
@@ -503,7 +503,7 @@ def assert_answers_are_exact(regions: Regions) -> None:
         masks = None
         if regions.flags & MASKS:
             masks = torch.randint(-(2**31), 2**31, pages.shape, generator=torch.Generator().manual_seed(layer)).int()
-        lists = HostLists(query, pages, fill, layer, 0.125, TORCH_DTYPES[regions.dtype], masks)
+        lists = HostLists(query, pages, fill, layer, 0.125, QUERY_DTYPES[regions.dtype], masks)
         assert regions.collect(lists, regions.post(lists)) == 0
         keys, values = regions.pool[:, layer]
         out, lse = reference.attend_blocks(query, keys, values, pages, fill, 0.125, masks=masks)
@@ -519,7 +519,7 @@ def assert_answers_are_exact(regions: Regions) -> None:
             torch.testing.assert_close(sums.out, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8 float32", "fp8 bfloat16"])
 @pytest.mark.parametrize("provider", ["native", "torch"])
 @pytest.mark.parametrize("flags", [0, MASKS | VALUE_SUMS], ids=["whole blocks", "masks and sums"])
 def test_posts_are_answered_as_the_reference_computes_them(

@@ -34,7 +34,7 @@ from sglang_hybrid.protocol.region import SharedRegion
 LATE = 0
 SLOTS = 2
 ATTEND_MASKED = 1  # PostKind of mailbox.h
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2, "fp8 float32": 1e-5, "fp8 bfloat16": 1e-2}
 WORDS = {4: ctypes.c_uint32, 8: ctypes.c_uint64}
 
 
@@ -254,7 +254,7 @@ OUT_OF_RANGE = [
     ("head_dim", 0, "head_dim must be a multiple of 8 up to 256"),
     ("head_dim", 63, "head_dim must be a multiple of 8 up to 256"),
     ("head_dim", 264, "head_dim must be a multiple of 8 up to 256"),
-    ("dtype", 3, "the dtype must be bfloat16, float16 or float32"),
+    ("dtype", 6, "the dtype must be bfloat16, float16 or float32, or FP8 with queries of one of these"),
     ("max_blocks", 0, "blocks of a list must be 1 to 1048576"),
     ("max_blocks", (1 << 20) + 1, "blocks of a list must be 1 to 1048576"),
     ("layers", 0, "layers must be 1 to 4096"),
@@ -346,7 +346,13 @@ def test_only_tokens_whose_bit_is_set_are_attended(dtype: str, threads: int) -> 
             assert_same_bits(replied, host.computed_here(lists, layer=1))
             keys, values = host.pool[:, 1]
             out, lse = reference.attend_blocks(
-                lists.query, keys.nan_to_num(), values.nan_to_num(), lists.ids, lists.fill, SCALE, masks=lists.masks
+                lists.query,
+                keys.float().nan_to_num(),
+                values.float().nan_to_num(),
+                lists.ids,
+                lists.fill,
+                SCALE,
+                masks=lists.masks,
             )
             torch.testing.assert_close(replied.out, out, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
             torch.testing.assert_close(replied.lse, lse, rtol=0, atol=1e-3)
