@@ -54,6 +54,7 @@ def all_hooks() -> tuple[Hook, ...]:
         Hook(f"{_SERVER_ARGS}.add_cli_args", HookType.AFTER, server_args.add_flags),
         Hook(f"{_SERVER_ARGS}.from_cli_args", HookType.BEFORE, server_args.export_flags),
         Hook(f"{_SERVER_ARGS}.{server_args.resolution_method()}", HookType.AROUND, server_args.resolve),
+        Hook(f"{_CONFIGURATOR}.configure", HookType.AROUND, pools.configure),
         Hook(f"{_CONFIGURATOR}._profile_available_bytes", HookType.AROUND, pools.available_bytes),
         Hook(f"{_CONFIGURATOR}._build_mha_kv_pool", HookType.AROUND, pools.build_kv_pool),
         Hook(f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator", HookType.AROUND, pools.build_allocator),

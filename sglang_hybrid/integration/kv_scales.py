@@ -13,6 +13,8 @@ import torch
 
 from sglang_hybrid.ops.reference import FP8
 
+FP8_FLAG = "fp8_e4m3"  # of --kv-cache-dtype
+
 
 class KVScales(NamedTuple):
     keys: float = 1.0

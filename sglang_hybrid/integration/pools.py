@@ -16,9 +16,11 @@ from sglang_hybrid import container, env
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig, config_from_environment
 from sglang_hybrid.integration import BACKEND_NAME, console_events
+from sglang_hybrid.integration.kv_scales import FP8_FLAG
 from sglang_hybrid.integration.refusals import refuse_model, told
 from sglang_hybrid.memory.capacity import GIB, KVShape, host_pool_bytes
 from sglang_hybrid.memory.device_capacity import DevicePlan, page_bytes, plan_device, rows_of
+from sglang_hybrid.ops.reference import FP8
 
 logger = logging.getLogger("sglang.srt.hybrid")
 
@@ -51,9 +53,28 @@ def check_capacity(model_config: Any, args: Any) -> None:
     Notes for the ranks how much was there, since each of them will see what others have left.
     """
     free = container.memory().available
-    shape = kv_shape(model_config, args.tp_size, model_config.dtype)
+    dtype = FP8 if args.kv_cache_dtype == FP8_FLAG else model_config.dtype
+    shape = kv_shape(model_config, args.tp_size, dtype)
     host_pool_bytes(config_from_environment(), shape, free, ranks_on_this_host(args))
     os.environ[env.MEMORY_AT_START.name] = str(free)
+
+
+# What SGLang takes the dtype of an FP8 cache for, for a moment: a dtype of its size that SGLang does not look for.
+_IN_DISGUISE = torch.uint8
+
+
+def configure(original: Callable[..., Any], configurator: Any, **kwargs: Any) -> Any:
+    """SGLang refuses FP8 on a CPU unless its own backend for AMX serves it. Ours reads FP8 on every CPU.
+
+    The dtype is hidden from that check, which comes first, and is back when SGLang asks how much memory there is.
+    """
+    if not _is_hybrid(configurator) or configurator.device != "cpu" or configurator.kv_cache_dtype != FP8:
+        return original(configurator, **kwargs)
+    configurator.kv_cache_dtype = _IN_DISGUISE
+    try:
+        return original(configurator, **kwargs)
+    finally:
+        configurator.kv_cache_dtype = FP8
 
 
 @told()
@@ -61,8 +82,16 @@ def available_bytes(original: Callable[[Any, int], int], configurator: Any, pre_
     """Bytes for the KV cache: what the host gives, as far as the device can hold the digests."""
     if not _is_hybrid(configurator):
         return original(configurator, pre_model_load_memory)
-    refuse_model(configurator.model, configurator.model_config, configurator.kv_cache_dtype)
+    if configurator.kv_cache_dtype == _IN_DISGUISE:
+        configurator.kv_cache_dtype = FP8
     config = config_from_environment()
+    refuse_model(
+        configurator.model,
+        configurator.model_config,
+        configurator.kv_cache_dtype,
+        str(configurator.device),
+        config.policy,
+    )
     args = configurator.server_args
     shape = kv_shape(configurator.model_config, args.tp_size, configurator.kv_cache_dtype)
     ranks = ranks_on_this_host(args)
@@ -107,6 +136,7 @@ def build_kv_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any
         from sglang_hybrid.integration.host_kv_pool import HostKVPool
 
         kwargs["mha_pool_class"] = HostKVPool
+        kwargs.pop("quant_method", None)  # of FP8 on a CPU, for SGLang's layout
     return original(configurator, **kwargs)
 
 

@@ -17,7 +17,9 @@ from sglang_hybrid import events
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import ConfigError, HybridConfig
 from sglang_hybrid.integration import BACKEND_NAME
+from sglang_hybrid.integration.kv_scales import FP8_FLAG, scales_of
 from sglang_hybrid.memory.capacity import CapacityError
+from sglang_hybrid.ops.reference import FP8
 
 # that write to host memory: nixl is told its kind, the others need not be
 TRANSFER_BACKENDS = ("mooncake", "mooncake_tcp", "nixl", "fake")
@@ -52,8 +54,12 @@ _FLAGS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (lambda a: a.pp_size > 1, "pipeline parallelism is not supported: drop --pp-size, use --tp-size instead"),
     (lambda a: a.speculative_algorithm, "speculative decoding is not supported: drop --speculative-algorithm"),
     (
-        lambda a: a.kv_cache_dtype not in ("auto", "bfloat16", "bf16", "float16", "fp16", "float32"),
-        "a quantised KV cache is not supported: use --kv-cache-dtype auto",
+        lambda a: a.kv_cache_dtype not in ("auto", "bfloat16", "bf16", "float16", "fp16", "float32", FP8_FLAG),
+        f"of quantised KV caches only {FP8_FLAG} is supported: use --kv-cache-dtype {FP8_FLAG} or auto",
+    ),
+    (
+        lambda a: a.kv_cache_dtype == FP8_FLAG and a.disaggregation_mode == "decode",
+        "a decode instance receives no quantised pages: use --kv-cache-dtype auto",
     ),
     (
         lambda a: a.enable_hierarchical_cache,
@@ -202,16 +208,27 @@ def refuse_model_config(model_config: Any) -> None:
         raise Refusal(f"{name} has sliding-window layers, which are not supported: {_OTHER_BACKEND}")
 
 
-def refuse_model(model: Any, model_config: Any, kv_dtype: torch.dtype) -> None:
+def refuse_quantised_cache_on_gpu(kv_dtype: str, device: str) -> None:
+    """Raise Refusal for an FP8 KV cache with a model that is not on a CPU. ``kv_dtype``: a flag's value or a dtype."""
+    if kv_dtype in (FP8_FLAG, "float8_e4m3fn") and device.partition(":")[0] != "cpu":
+        raise Refusal(
+            f"an FP8 KV cache is supported with --device cpu only, the CUDA kernels read 16 bits: use --kv-cache-dtype "
+            f"bfloat16 on this device ({device})"
+        )
+
+
+def refuse_model(model: Any, model_config: Any, kv_dtype: torch.dtype, device: str, policy: str) -> None:
     """Raise Refusal for models with a layer that the backend would compute wrongly."""
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
     refuse_model_config(model_config)
-    if kv_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    name = str(kv_dtype).removeprefix("torch.")
+    if kv_dtype not in (torch.bfloat16, torch.float16, torch.float32, FP8):
         raise Refusal(
-            f"the checkpoint asks for a KV cache of {str(kv_dtype).removeprefix('torch.')}, and a quantised KV cache "
-            "is not supported: add --kv-cache-dtype bfloat16"
+            f"the checkpoint asks for a KV cache of {name}, and of quantised ones only {FP8_FLAG} is supported: add "
+            f"--kv-cache-dtype {FP8_FLAG} or bfloat16"
         )
+    refuse_quantised_cache_on_gpu(name, device)
     name = _architecture(model_config)
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
     if not layers:
@@ -226,6 +243,11 @@ def refuse_model(model: Any, model_config: Any, kv_dtype: torch.dtype) -> None:
             raise Refusal(f"{name} caps its attention logits, which is not supported: {_OTHER_BACKEND}")
         if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
             raise Refusal(f"{name} has attention that is not causal self-attention: {_OTHER_BACKEND}")
+        if policy == "hcattention" and scales_of(layer, kv_dtype).keys != 1:
+            raise Refusal(
+                f"{name} scales the keys of its FP8 KV cache, and codebooks of policy hcattention are of keys without "
+                "a scale: use another policy"
+            )
 
 
 def refuse_request(manager: Any, request: Any) -> None:

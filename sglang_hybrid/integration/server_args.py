@@ -18,7 +18,13 @@ from sglang_hybrid.host import multiplies_fast, this_host
 from sglang_hybrid.integration import BACKEND_NAME, load_snapshot
 from sglang_hybrid.integration.pools import check_capacity, ranks_on_this_host
 from sglang_hybrid.integration.rank_cores import share_cores
-from sglang_hybrid.integration.refusals import Refusal, refuse_flags, refuse_model_config, refuse_on_cpu
+from sglang_hybrid.integration.refusals import (
+    Refusal,
+    refuse_flags,
+    refuse_model_config,
+    refuse_on_cpu,
+    refuse_quantised_cache_on_gpu,
+)
 
 logger = logging.getLogger("sglang.srt.hybrid")
 
@@ -61,6 +67,7 @@ def resolve(original: Callable[[Any], None], args: Any) -> None:
     refuse_flags(args, config)
     host_settings.check(config, this_host(), ranks=ranks_on_this_host(args))
     _set_device_and_dtype(args)
+    refuse_quantised_cache_on_gpu(args.kv_cache_dtype, args.device or "cuda")
     _set_defaults(args, config)
     original(args)
     if args.model_path.lower() not in ("none", "dummy"):

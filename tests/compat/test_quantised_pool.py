@@ -12,6 +12,7 @@ import torch
 from sglang_hybrid.config import load_config
 from sglang_hybrid.engines.base import ModelFacts, PrefillBatch, StepBatch
 from sglang_hybrid.engines.torch import TorchEngine
+from sglang_hybrid.integration import pools
 from sglang_hybrid.integration.attention_backend import HybridAttnBackend
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
 from sglang_hybrid.integration.kv_scales import KVScales, scales_of
@@ -111,6 +112,30 @@ def test_a_layer_with_scales_attends_to_what_its_scaled_numbers_stand_for(pool: 
     assert torch.equal(asked.flatten(1), query)
     assert torch.equal(stored_keys.flatten(1), keys / scales.keys)
     assert torch.equal(stored_values.flatten(1), values / scales.values)
+
+
+@pytest.mark.parametrize(("backend", "device", "seen"), [("hybrid", "cpu", torch.uint8), ("triton", "cpu", FP8)])
+def test_sglang_does_not_see_fp8_where_it_would_refuse_what_this_backend_reads(
+    backend: str, device: str, seen: torch.dtype
+) -> None:
+    """SGLang's check comes first. Whatever it does afterwards, and whatever it raises, the dtype is FP8 again."""
+    configurator: Any = SimpleNamespace(
+        kv_cache_dtype=FP8, device=device, server_args=SimpleNamespace(attention_backend=backend)
+    )
+
+    def sglang_configures(configurator: Any, *, pre_model_load_memory: int) -> None:
+        assert configurator.kv_cache_dtype == seen and pre_model_load_memory == 5
+        raise ValueError("no memory")
+
+    with pytest.raises(ValueError, match="no memory"):
+        pools.configure(sglang_configures, configurator, pre_model_load_memory=5)
+    assert configurator.kv_cache_dtype == FP8
+
+
+def test_the_host_pool_is_made_without_sglangs_quantisation() -> None:
+    configurator: Any = SimpleNamespace(server_args=SimpleNamespace(attention_backend="hybrid"))
+    made = pools.build_kv_pool(lambda _, **given: given, configurator, mha_pool_class=object, quant_method="fp8")
+    assert made == {"mha_pool_class": HostKVPool}
 
 
 def test_scales_of_a_checkpoint_count_over_a_quantised_pool_only() -> None:

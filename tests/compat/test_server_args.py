@@ -118,7 +118,9 @@ DECODE = ("--disaggregation-mode", "decode", "--disaggregation-transfer-backend"
     [
         (["--pp-size", "2"], "drop --pp-size"),
         (["--speculative-algorithm", "NGRAM"], "drop --speculative-algorithm"),
-        (["--kv-cache-dtype", "fp8_e5m2"], "use --kv-cache-dtype auto"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "use --kv-cache-dtype fp8_e4m3 or auto"),
+        (["--kv-cache-dtype", "fp8_e4m3", *DECODE], "receives no quantised pages: use --kv-cache-dtype auto"),
+        (["--kv-cache-dtype", "fp8_e4m3", "--device", "cuda"], r"with --device cpu only.*bfloat16 on this device"),
         (["--enable-hierarchical-cache"], "drop --enable-hierarchical-cache"),
         (["--enable-dp-attention"], "drop --enable-dp-attention"),
         (["--attn-dp-size", "2"], "and --attn-dp-size"),
@@ -272,22 +274,44 @@ def test_layers_that_would_be_computed_wrongly_are_refused() -> None:
     def model_with(**attention: Any) -> torch.nn.Module:
         return torch.nn.ModuleList([RadixAttention(4, 16, 0.25, num_kv_heads=2, layer_id=7, **attention)])
 
+    def refuse(model: torch.nn.Module, config: Any, dtype: torch.dtype = torch.float32) -> None:
+        refuse_model(model, config, dtype, "cpu", "scout")
+
     class SlidingWindowConfig(ModelConfig):
         is_hybrid_swa = True
 
-    refuse_model(model_with(), ModelConfig, torch.float32)
+    refuse(model_with(), ModelConfig)
     with pytest.raises(Refusal, match="SomeModel has sliding-window layers, which are not supported"):
-        refuse_model(model_with(), SlidingWindowConfig, torch.float32)
+        refuse(model_with(), SlidingWindowConfig)
     with pytest.raises(Refusal, match=r"SomeModel has sliding-window layers \(layer 7: 128 tokens\)"):
-        refuse_model(model_with(sliding_window_size=128), ModelConfig, torch.float32)
+        refuse(model_with(sliding_window_size=128), ModelConfig)
     with pytest.raises(Refusal, match="SomeModel caps its attention logits"):
-        refuse_model(model_with(logit_cap=50.0), ModelConfig, torch.float32)
+        refuse(model_with(logit_cap=50.0), ModelConfig)
     with pytest.raises(Refusal, match="not causal self-attention"):
-        refuse_model(model_with(is_cross_attention=True), ModelConfig, torch.float32)
+        refuse(model_with(is_cross_attention=True), ModelConfig)
     with pytest.raises(Refusal, match="SomeModel has no attention layer"):
-        refuse_model(torch.nn.ModuleList(), ModelConfig, torch.float32)
-    with pytest.raises(Refusal, match=r"KV cache of float8_e4m3fn.*add --kv-cache-dtype bfloat16"):
-        refuse_model(model_with(), ModelConfig, torch.float8_e4m3fn)
+        refuse(torch.nn.ModuleList(), ModelConfig)
+    with pytest.raises(Refusal, match=r"KV cache of float8_e5m2.*add --kv-cache-dtype fp8_e4m3 or bfloat16"):
+        refuse(model_with(), ModelConfig, torch.float8_e5m2)
+
+
+def test_a_checkpoint_may_ask_for_an_fp8_cache_on_a_cpu_but_not_on_a_gpu_nor_with_scaled_codebooks() -> None:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from sglang_hybrid.integration.refusals import refuse_model
+
+    attention = RadixAttention(4, 16, 0.25, num_kv_heads=2, layer_id=0)
+    model, fp8 = torch.nn.ModuleList([attention]), torch.float8_e4m3fn
+    config: Any = SimpleNamespace(
+        attention_arch=None, is_hybrid_swa=False, hf_config=SimpleNamespace(architectures=["SomeModel"])
+    )
+    refuse_model(model, config, fp8, "cpu", "hcattention")
+    with pytest.raises(Refusal, match=r"with --device cpu only.*use --kv-cache-dtype bfloat16"):
+        refuse_model(model, config, fp8, "cuda:0", "scout")
+    attention.k_scale_float = 0.5
+    refuse_model(model, config, fp8, "cpu", "scout")
+    with pytest.raises(Refusal, match="SomeModel scales the keys of its FP8 KV cache"):
+        refuse_model(model, config, fp8, "cpu", "hcattention")
 
 
 def test_flags_override_the_file_and_reach_child_processes_through_the_environment(model: Path, tmp_path: Path) -> None:

@@ -4,15 +4,18 @@
 
 REQUEST is {"prompts": [[token, ...]], "steps": 40, "settings": [["key=value", ...]]}; each FLAG is one of SGLang's.
 Prints {"tokens": [settings][prompts][steps]} as the last line. A setting ``profile=random`` means a profile whose
-predictor is noise: with a budget above the context nothing may depend on it.
+predictor is noise: with a budget above the context nothing may depend on it. BACKEND may be ``rounded``: stock's
+``torch_native``, with every key and value rounded to FP8 before it is stored in the model's dtype.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_hybrid.config import load_config
 from sglang_hybrid.integration.decoder_layers import DecoderLayers
@@ -38,9 +41,23 @@ def random_profile(session: ModelSession, budget: int) -> Profile:
     return Profile(facts, corrections)
 
 
+def round_to_fp8() -> None:
+    """In every pool of stock's from now on."""
+    stock = MHATokenToKVPool.set_kv_buffer
+
+    def rounded(pool: Any, layer: Any, slots: Any, keys: torch.Tensor, values: torch.Tensor, *more: Any) -> None:
+        stored = (part.to(torch.float8_e4m3fn).to(part.dtype) for part in (keys, values))
+        stock(pool, layer, slots, *stored, *more)
+
+    MHATokenToKVPool.set_kv_buffer = rounded
+
+
 def main() -> None:
     model, backend, *flags = sys.argv[1:]
     asked = json.load(sys.stdin)
+    if backend == "rounded":
+        backend = "torch_native"
+        round_to_fp8()
     ours = ["--hybrid=host_memory=1GiB", "--hybrid=worker=none"] if backend == "hybrid" else ["--page-size=1"]
     session = ModelSession(
         [f"--model-path={model}", f"--attention-backend={backend}", "--device=cpu", "--dtype=float32",

@@ -57,8 +57,9 @@ def make_profile(options: argparse.Namespace, notes: dict[str, object], console:
         profile = _decode(session, draft, config, _prompts(texts, options), options, bar)
     console.print("measuring this host")
     rates = measure_rates(
-        model.kv_heads, model.query_heads // model.kv_heads, model.head_dim, session.runner.kv_cache_dtype
-    )
+        model.kv_heads, model.query_heads // model.kv_heads, model.head_dim, session.runner.kv_cache_dtype,
+        session.runner.dtype,
+    )  # fmt: skip
     profile = profile.with_facts(rates=rates)
     path = options.out or Path("configs/profiles") / f"{_model_name(options)}-{options.budget}.safetensors"
     profile.save(path)

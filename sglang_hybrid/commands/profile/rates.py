@@ -9,9 +9,10 @@ import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.ops.cpu import library
+from sglang_hybrid.ops.cpu.dtypes import code_of
 from sglang_hybrid.ops.cpu.lists import HostLists
 from sglang_hybrid.ops.cpu.local import LocalAttention
-from sglang_hybrid.ops.cpu.structs import DTYPES, Geometry
+from sglang_hybrid.ops.cpu.structs import Geometry
 from sglang_hybrid.origin import cpu_name
 from sglang_hybrid.policies.scout.profile import HostRates
 from sglang_hybrid.protocol.region import SharedRegion
@@ -22,8 +23,8 @@ _ROWS = 64
 _SECONDS = 1.0
 
 
-def measure_rates(kv_heads: int, group: int, head_dim: int, dtype: torch.dtype) -> HostRates:
-    """For blocks of the model's shape at random places. Takes a few seconds."""
+def measure_rates(kv_heads: int, group: int, head_dim: int, dtype: torch.dtype, model: torch.dtype) -> HostRates:
+    """For blocks of the model's shape at random places, of ``dtype``. Takes a few seconds."""
     threads = len(os.sched_getaffinity(0))
     block_bytes = BLOCK_TOKENS * head_dim * dtype.itemsize
     pages = _POOL_BYTES // (2 * kv_heads * block_bytes)
@@ -34,7 +35,7 @@ def measure_rates(kv_heads: int, group: int, head_dim: int, dtype: torch.dtype) 
         pool.fill_(0.5)
     read = float(library().sh_read_bandwidth(region.address, region.size, threads, None)) / 1e9
     geometry = Geometry(
-        rows=_ROWS, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=DTYPES[str(dtype).removeprefix("torch.")],
+        rows=_ROWS, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=code_of(dtype, model),
         max_blocks=_BLOCKS, layers=1, pages=pages, keys=keys.data_ptr() - region.address,
         values=values.data_ptr() - region.address, layer_stride=values.data_ptr() - keys.data_ptr(),
         pool_bytes=region.size,
@@ -49,11 +50,11 @@ def measure_rates(kv_heads: int, group: int, head_dim: int, dtype: torch.dtype) 
 
 def _attention_rate(local: LocalAttention, geometry: Geometry, dtype: torch.dtype) -> float:
     size = (_ROWS, geometry.kv_heads, _BLOCKS)
-    query = torch.rand(_ROWS, geometry.kv_heads * geometry.group, geometry.head_dim).to(dtype)
+    query = torch.rand(_ROWS, geometry.kv_heads * geometry.group, geometry.head_dim)
     read_bytes, spent = 0, 0.0
     while spent < _SECONDS:
         ids = torch.randint(0, geometry.pages, size)
-        lists = HostLists(query, ids, torch.full(size, 32), 0, geometry.head_dim**-0.5, dtype)
+        lists = HostLists(query, ids, torch.full(size, 32), 0, geometry.head_dim**-0.5, local.query_dtype)
         started = time.perf_counter()
         local.attend(lists)
         spent += time.perf_counter() - started
