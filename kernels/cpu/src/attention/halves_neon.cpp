@@ -2,8 +2,8 @@
 #include <arm_neon.h>
 #include <stdint.h>
 
+#include "attention/neon_fp8.h"
 #include "attention/neon_lanes.h"
-#include "attention/neon_steps.h"
 #include "attention/variants.h"
 #include "attention/vector_sums.h"
 #include "attention/vector_weights.h"
@@ -37,8 +37,8 @@ struct NeonVectorLanes : NeonLanes {
         } else if constexpr (is_fp8(dtype)) {
             const int8x8_t eight = vld1_s8(reinterpret_cast<const int8_t*>(from));
             const float16x8_t halves = vreinterpretq_f16_u16(scaled_halves(eight));
-            a = vmulq_n_f32(vcvt_f32_f16(vget_low_f16(halves)), 0x1p8f);
-            b = vmulq_n_f32(vcvt_f32_f16(vget_high_f16(halves)), 0x1p8f);
+            a = vmulq_n_f32(vcvt_f32_f16(vget_low_f16(halves)), fp8_scale);
+            b = vmulq_n_f32(vcvt_f32_f16(vget_high_f16(halves)), fp8_scale);
         } else {
             const uint16x8_t both = vld1q_u16(reinterpret_cast<const uint16_t*>(from));
             if constexpr (dtype == DType::bf16) {

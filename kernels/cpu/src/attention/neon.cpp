@@ -2,12 +2,16 @@
 //
 // Tiles are compiled for each dtype and number of heads. The head dimension is only the length of their loops and the
 // stride between rows, so all of them share one kernel.
+//
+// A block of FP8 is converted to fp16 in the first-level cache, 16 numbers at a time, and tiles are those of fp16. In a tile,
+// four numbers at a time, conversion would take longer than the products.
 #include <arm_neon.h>
 #include <stdint.h>
 #include <string.h>
 
 #include "attention/block_list.h"
 #include "attention/group_parts.h"
+#include "attention/neon_fp8.h"
 #include "attention/neon_lanes.h"
 #include "attention/neon_logits.h"
 #include "attention/neon_output.h"
@@ -49,29 +53,36 @@ class NeonKernel {
     // All of it is uninitialised until start(). Query and output are in the order of the tiles: part after part of the
     // group, and within a part as a tile wants it.
     struct State {
+        static constexpr DType tile_dtype = is_fp8(dtype) ? DType::fp16 : dtype;
+        static constexpr float pool_scale = is_fp8(dtype) ? fp8_scale : 1.0f;  // of numbers in tiles
+
         alignas(64) float query[max_group * max_head_dim];  // times the scale of the logits
         alignas(64) float output[max_group * max_head_dim];
-        alignas(64) char padded_values[block_tokens * max_head_dim * bytes_of(dtype)];
+        alignas(64) char padded_values[block_tokens * max_head_dim * bytes_of(tile_dtype)];  // or converted ones
+        alignas(64) uint16_t converted_keys[is_fp8(dtype) ? block_tokens * max_head_dim : 1];
         OnlineSoftmax<NeonLanes> softmax;
         GroupParts<tile_heads> parts;
         uint32_t dim;
-        uint32_t row_bytes;
+        uint32_t row_bytes;  // of what tiles are loaded from
 
         void start(const BlockAttention& work) {
             parts = GroupParts<tile_heads>(work.group);
             dim = work.head_dim;
-            row_bytes = dim * bytes_of(dtype);
+            row_bytes = dim * bytes_of(tile_dtype);
             softmax.start(work.group);
             memset(output, 0, work.group * dim * sizeof *output);
             parts.each([&](uint32_t first, auto heads) {
                 float* to = query + first * dim;
                 for (uint32_t i = 0; i < dim; i += vector_width) {
                     for (uint32_t h = 0; h < heads.value; ++h, to += vector_width) {
-                        vst1q_f32(to, vmulq_n_f32(query_four(work, (first + h) * dim + i), work.scale));
+                        vst1q_f32(to, vmulq_n_f32(query_four(work, (first + h) * dim + i), work.scale * pool_scale));
                     }
                 }
             });
         }
+
+        // To whole groups of tokens whose weights are in a register.
+        static uint32_t rounded_up(uint32_t tokens) { return (tokens + weight_tokens - 1) / weight_tokens * weight_tokens; }
 
         static float32x4_t query_four(const BlockAttention& work, uint32_t index) {
             const char* const from = static_cast<const char*>(work.query) + index * query_bytes_of(work.dtype);
@@ -88,25 +99,36 @@ class NeonKernel {
 
         // Tokens behind the last one of a block may be among those of a tile.
         void compute_logits(const Block& block, TwoLevelLines& ahead) {
+            const char* keys = block.keys;
+            if constexpr (is_fp8(dtype)) {
+                to_scaled_halves(block.keys, rounded_up(block.tokens) * dim, converted_keys);
+                keys = reinterpret_cast<const char*>(converted_keys);
+            }
             parts.each([&](uint32_t first, auto heads) {
                 constexpr uint32_t tokens = logit_tokens<heads.value>;
                 for (uint32_t token = 0; token < block.tokens; token += tokens) {
-                    compute_logits_of<dtype, heads.value>(query + first * dim, block.keys + token * row_bytes, row_bytes,
-                                                          &softmax.weights[first][token], ahead);
+                    compute_logits_of<tile_dtype, heads.value>(query + first * dim, keys + token * row_bytes, row_bytes,
+                                                               &softmax.weights[first][token], ahead);
                 }
             });
             ahead.request_all();
         }
 
         void add_values(const Block& block, TwoLevelLines& ahead) {
-            const char* values = values_or_zero(block, row_bytes, padded_values);
-            const uint32_t tokens = (block.tokens + weight_tokens - 1) / weight_tokens * weight_tokens;
+            const uint32_t tokens = rounded_up(block.tokens);
+            const char* values = padded_values;
+            if constexpr (is_fp8(dtype)) {
+                to_scaled_halves(block.values, block.tokens * dim, reinterpret_cast<uint16_t*>(padded_values));
+                memset(padded_values + block.tokens * row_bytes, 0, (tokens - block.tokens) * row_bytes);
+            } else {
+                values = values_or_zero(block, row_bytes, padded_values);
+            }
             parts.each([&](uint32_t first, auto heads) {
                 constexpr uint32_t tile_dims = output_vectors<heads.value> * vector_width;
                 for (uint32_t i = 0; i < dim; i += tile_dims) {
-                    add_values_to<dtype, heads.value>(output + first * dim + i * heads.value, &softmax.rescale[first],
-                                                      softmax.weights[first], tokens, values + i * bytes_of(dtype), row_bytes,
-                                                      ahead);
+                    add_values_to<tile_dtype, heads.value>(output + first * dim + i * heads.value, &softmax.rescale[first],
+                                                           softmax.weights[first], tokens, values + i * bytes_of(tile_dtype),
+                                                           row_bytes, ahead);
                 }
             });
             ahead.request_all();
@@ -116,7 +138,7 @@ class NeonKernel {
             float factor[max_group];
             for (uint32_t head = 0; head < work.group; ++head) {
                 work.lse[head] = softmax.lse(head);
-                factor[head] = softmax.normalisation(head);
+                factor[head] = softmax.normalisation(head) * pool_scale;
             }
             parts.each([&](uint32_t first, auto heads) {
                 constexpr uint32_t tile_dims = output_vectors<heads.value> * vector_width;

@@ -29,8 +29,7 @@ __attribute__((noinline)) void add_values_to(float* output, const float* rescale
                                              const char* values, uint64_t row_bytes, TwoLevelLines& lines_ahead) {
     constexpr uint32_t vectors = output_vectors<heads>;
     constexpr uint32_t at_once = value_tokens<heads>;
-    constexpr uint32_t bytes = weight_tokens * vectors * vector_bytes<dtype>;
-    constexpr uint32_t lines = bytes < cache_line ? 1 : bytes / cache_line;
+    constexpr uint32_t lines = weight_tokens * vectors * vector_bytes<dtype> / cache_line;
 
     TwoLevelLines ahead = lines_ahead;
     float32x4_t sum[heads][vectors];

@@ -1,0 +1,47 @@
+// FP8 as fp16 of 2^-8 times the value. The exponent's bias is 15 there instead of 7, so that bits only move: exact, and
+// denormals are denormals.
+#pragma once
+
+#include <arm_neon.h>
+#include <stdint.h>
+
+namespace sglang_hybrid {
+namespace {
+
+constexpr float fp8_scale = 0x1p8f;  // what the halves have to be multiplied with
+
+inline uint16x8_t with_nan(uint16x8_t halves) {
+    const uint16x8_t largest = vdupq_n_u16(0x3f80);  // in FP8 that is NaN
+    return vorrq_u16(halves, vandq_u16(vceqq_u16(vandq_u16(halves, largest), largest), vdupq_n_u16(0x7e00)));
+}
+
+// 480 in the place of NaN
+inline uint16x8_t finite_halves(int8x8_t eight) {
+    return vandq_u16(vreinterpretq_u16_s16(vshll_n_s8(eight, 7)), vdupq_n_u16(0xbf80));
+}
+
+inline uint16x8_t scaled_halves(int8x8_t eight) { return with_nan(finite_halves(eight)); }
+
+__attribute__((noinline)) inline void put_nan(uint16_t* halves, uint32_t count) {
+    for (uint32_t i = 0; i < count; i += 8) {
+        vst1q_u16(halves + i, with_nan(vld1q_u16(halves + i)));
+    }
+}
+
+// `count` is a multiple of 16. Looks for NaN on the way, since there is hardly ever one.
+inline void to_scaled_halves(const char* from, uint32_t count, uint16_t* to) {
+    uint8x16_t any_nan = vdupq_n_u8(0);
+    for (uint32_t i = 0; i < count; i += 16) {
+        const int8x16_t numbers = vld1q_s8(reinterpret_cast<const int8_t*>(from) + i);
+        const uint8x16_t nan = vdupq_n_u8(0x7f);
+        any_nan = vorrq_u8(any_nan, vceqq_u8(vandq_u8(vreinterpretq_u8_s8(numbers), nan), nan));
+        vst1q_u16(to + i, finite_halves(vget_low_s8(numbers)));
+        vst1q_u16(to + i + 8, finite_halves(vget_high_s8(numbers)));
+    }
+    if (vmaxvq_u8(any_nan) != 0) {
+        put_nan(to, count);
+    }
+}
+
+}  // namespace
+}  // namespace sglang_hybrid
