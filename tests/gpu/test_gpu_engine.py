@@ -51,7 +51,7 @@ class Pool:
             [self.region.take(shape, DTYPE).fill_(torch.nan) for _ in range(LAYERS)] for _ in range(2)
         )
         self.head_num, self.head_dim, self.v_head_dim, self.layer_num = HEADS, DIM, DIM, LAYERS
-        self.store_dtype, self.device = DTYPE, DEVICE
+        self.dtype, self.device = DTYPE, DEVICE
         self.digests: Digests | CompactDigests | None = None
         self.sketches: Sketches | None = None
         self.codes: KeyCodes | None = None

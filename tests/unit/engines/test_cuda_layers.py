@@ -27,7 +27,7 @@ def pool_of(code_bytes: int) -> Any:
     codes = KeyCodes(code_bytes, LAYERS, PAGES, HEADS, BLOCK_TOKENS, "cpu")
     return SimpleNamespace(
         codes=codes, digests=None, sketches=None, k_buffer=keys, layer_num=LAYERS, head_dim=DIM, device="cpu",
-        store_dtype=torch.bfloat16,
+        dtype=torch.bfloat16,
     )  # fmt: skip
 
 
