@@ -23,6 +23,7 @@ CLIENTS = 6
 _ABORTED_SHARE = 0.2
 _MEAN_SECONDS = 1.5  # between two faults begun
 _AT_A_TIME = 3  # faults
+_APART = {"no descriptors left", "weights updated"}  # SGLang ends when it cannot open the weights that it was told to
 _TELL_SECONDS = 10.0
 _TRIES = 5
 _OTHERS = 8  # tokens that are told beside each, to know a tie
@@ -229,7 +230,8 @@ class Phase:
             running = [thread for thread in running if thread.is_alive()]
             busy = {thread.name for thread in running}
             name = chance.choices(names, weights)[0]
-            if len(running) < _AT_A_TIME and name not in busy:
+            too_much = name in busy or (name in _APART and busy & _APART)
+            if len(running) < _AT_A_TIME and not too_much:
                 own = random.Random(chance.random())
                 running.append(threading.Thread(target=self._one_fault, args=(name, table[name][1], own), name=name))
                 running[-1].start()
