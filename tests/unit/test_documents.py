@@ -14,7 +14,7 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.memory.capacity import GIB, KVShape
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 FEATURES = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
 MOST_FEATURES_NOT_TRIED = 5
