@@ -215,7 +215,7 @@ def create_hcattention(context: PolicyContext) -> DecodePolicy:
 @register_policy(
     "infinigen",
     description="tokens that partial keys speculate to matter, as the paper InfiniGen has it",
-    needs=Needs(prediction=True, skew=True, prediction_by_default="raw", digests=False),
+    needs=Needs(prediction=True, skew=True, prediction_by_default="raw"),
     cuda_program=_device_infinigen,
     cuda_row_bytes=_infinigen_row_bytes,
     code_bytes=_partial_key_bytes,
