@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from bench.synthetic_model import Character, Shape, ensure_model
@@ -48,6 +50,17 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hybrid", metavar="KEY=VALUE", action="append", default=[], help="setting; may be repeated")
     parser.add_argument("--flag", action="append", default=[], help="flag of all servers, as --flag=--log-level=debug")
     parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
+
+
+@contextlib.contextmanager
+def log_folder(given: Path | None) -> Iterator[Path]:
+    """Where servers' logs go: the folder that is given, which is made and stays, or one that is removed at the end."""
+    if given:
+        given.mkdir(parents=True, exist_ok=True)
+        yield given
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def add_run_flags(parser: argparse.ArgumentParser, name: str) -> None:

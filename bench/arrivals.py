@@ -26,12 +26,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from bench.arguments import add_model_flags, add_run_flags, add_server_flags, model_of, require_plugin
+from bench.arguments import add_model_flags, add_run_flags, add_server_flags, log_folder, model_of, require_plugin
 from bench.lease import Lease
 from bench.record import write_result
 from bench.serving.benchmark import Benchmark, Target
@@ -228,10 +226,8 @@ def main() -> None:
     args = parsed()
     if any(one.is_hybrid for one in args.configurations):
         require_plugin()
-    if args.logs:
-        args.logs.mkdir(parents=True, exist_ok=True)
-    with nullcontext(args.logs) if args.logs else tempfile.TemporaryDirectory() as folder:
-        arrivals = Arrivals(args, Path(folder))
+    with log_folder(args.logs) as folder:
+        arrivals = Arrivals(args, folder)
         arrivals.run()
     print(f"written to {arrivals.path}; sustained within {args.limit_ms:g} ms:")
     print(json.dumps(arrivals.result["sustained"], indent=1))

@@ -21,14 +21,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from bench.arguments import add_model_flags, add_run_flags, add_server_flags, model_of, require_plugin, tokens_of
+from bench.arguments import (
+    add_model_flags,
+    add_run_flags,
+    add_server_flags,
+    log_folder,
+    model_of,
+    require_plugin,
+    tokens_of,
+)
 from bench.lease import Lease
 from bench.pd.asking import ask_both
 from bench.pd.figures import batch_figures, pause_figures
@@ -215,10 +221,8 @@ def main() -> None:
     args = parsed()
     require_transfer(args.transfer)
     require_plugin()
-    if args.logs:
-        args.logs.mkdir(parents=True, exist_ok=True)
-    with nullcontext(args.logs) if args.logs else tempfile.TemporaryDirectory() as folder:
-        load = PdLoad(args, Path(folder))
+    with log_folder(args.logs) as folder:
+        load = PdLoad(args, folder)
         load.run()
     say(f"written to {load.save()}")
     sys.exit(any("error" in told for told in load.result["decode"].values()))

@@ -21,13 +21,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.arguments import add_model_flags, add_run_flags, add_server_flags, model_of, require_plugin, tokens_of
+from bench.arguments import (
+    add_model_flags,
+    add_run_flags,
+    add_server_flags,
+    log_folder,
+    model_of,
+    require_plugin,
+    tokens_of,
+)
 from bench.lease import Lease
 from bench.record import write_result
 from bench.serving.killing import decode_rate
@@ -259,10 +266,8 @@ def main() -> None:
     args = parsed()
     if any(one.is_hybrid for one in args.configurations):
         require_plugin()
-    if args.logs:
-        args.logs.mkdir(parents=True, exist_ok=True)
-    with nullcontext(args.logs) if args.logs else tempfile.TemporaryDirectory() as folder:
-        card = SmallCard(args, Path(folder))
+    with log_folder(args.logs) as folder:
+        card = SmallCard(args, folder)
         card.run()
     say(f"written to {card.save()}")
     measured = [one for one in card.result["points"] if one["configuration"] == "hybrid" and "refused" not in one]

@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,6 +36,7 @@ from bench.arguments import (
     add_model_flags,
     add_run_flags,
     add_server_flags,
+    log_folder,
     model_of,
     require_plugin,
     tokens_of,
@@ -384,9 +384,7 @@ def main() -> None:
     if args.source:
         show(json.loads(args.source.read_text()), args.source)
         return
-    with tempfile.TemporaryDirectory() as temporary:
-        workspace = args.logs or Path(temporary)
-        workspace.mkdir(parents=True, exist_ok=True)
+    with log_folder(args.logs) as workspace:
         benchmark = Benchmark(args, workspace)
         benchmark.run()
     print(f"written to {benchmark.path}")

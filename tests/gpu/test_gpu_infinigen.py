@@ -101,19 +101,7 @@ class InfinigenDecoding(Decoding):
 def test_decoding_is_the_torch_policys(unit: Unit, predicts: bool, recorded: bool) -> None:
     decoding = InfinigenDecoding(InfinigenOptions(alpha=2.0, unit=unit))
     decoding.scout.reset_rows(decoding.rows)
-    if recorded:
-        decoding.scout.step.load_nothing()
-        decoding.run(predicts)  # loads the kernels
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            decoding.run(predicts)
-    for _ in range(STEPS):
-        decoding.next_tokens()
-        if recorded:
-            graph.replay()
-        else:
-            decoding.run(predicts)
+    for _ in decoding.steps(predicts, recorded):
         decoding.check(predicts)
     tokens = decoding.scout._staged[0].lists(len(decoding.rows)).tokens.tolist()
     assert min(tokens) > 1 and max(tokens) <= 128

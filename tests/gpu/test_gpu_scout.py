@@ -177,6 +177,25 @@ class Decoding:
         if self.ends:
             scout.end_step()
 
+    def steps(self, predicts: bool, recorded: bool) -> Iterator[None]:
+        """Decode steps, launched one by one or as a graph that is replayed. The caller looks at each behind it."""
+        graph: torch.cuda.CUDAGraph | None = None
+        if recorded:
+            self.scout.step.load_nothing()
+            self.run(predicts)  # loads the kernels
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.run(predicts)
+        for _ in range(STEPS):
+            self.next_tokens()
+            if graph is None:
+                self.run(predicts)
+            else:
+                graph.replay()
+            torch.cuda.synchronize()
+            yield
+
     def attended(self, layer: int, everything: bool) -> torch.Tensor:
         """What each (row, KV head) attends to: positions, -1 for none."""
         counts = -(-self.lengths // BLOCK_TOKENS)
@@ -309,20 +328,7 @@ def test_decoding_attends_to_slots_and_misses(
         decoding.load_initial_blocks()
         torch.cuda.synchronize()
         decoding.check_slots()
-        if recorded:
-            decoding.scout.step.load_nothing()
-            decoding.run(predicts)  # loads the kernels
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                decoding.run(predicts)
-        for _ in range(STEPS):
-            decoding.next_tokens()
-            if recorded:
-                graph.replay()
-            else:
-                decoding.run(predicts)
-            torch.cuda.synchronize()
+        for _ in decoding.steps(predicts, recorded):
             decoding.check_slots()
             for layer in range(LAYERS):
                 if everything or interval == 0:

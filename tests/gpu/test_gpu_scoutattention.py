@@ -90,20 +90,7 @@ def test_exactly_the_selected_blocks_are_attended(
     with decoding.engine():
         decoding.load_initial_blocks()
         torch.cuda.synchronize()
-        if recorded:
-            decoding.scout.step.load_nothing()
-            decoding.run(predicts)  # loads the kernels
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                decoding.run(predicts)
-        for _ in range(STEPS):
-            decoding.next_tokens()
-            if recorded:
-                graph.replay()
-            else:
-                decoding.run(predicts)
-            torch.cuda.synchronize()
+        for _ in decoding.steps(predicts, recorded):
             decoding.check_slots()
             for layer in range(LAYERS):
                 more, of_them = decoding.check(layer, predicts)

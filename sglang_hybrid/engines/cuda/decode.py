@@ -37,7 +37,7 @@ from sglang_hybrid.ops.cuda.copies import gather_blocks
 from sglang_hybrid.ops.cuda.digests import append
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.ops.cuda.missed import WorthBlocks, finish_late
-from sglang_hybrid.ops.cuda.scoring import ScoreWorkspace, score_blocks, shift_lse
+from sglang_hybrid.ops.cuda.scoring import PendingScores, ScoreWorkspace, score_blocks, shift_lse
 from sglang_hybrid.ops.cuda.selection import RecallInterval, RecallPlan, apply_plan, select_blocks
 from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.structs import TOTALS
@@ -302,14 +302,18 @@ class DeviceScout(AheadProgram, SlotProgram):
     ) -> None:
         """What the rows that are due want to have in their slots, by their real query."""
         scores, workspace = self._scores[layer], self._planning.of_batch(step.batch)
-        put_off = score_blocks(
-            query, self._layers[layer].digests, step, scale, workspace, scores, by_row=True, only=due
+        put_off = self._scored(
+            score_blocks(query, self._layers[layer].digests, step, scale, workspace, scores, by_row=True, only=due)
         )
         select_blocks(
             scores, self._tables[layer], step, self._settings.budget, None, pool_pages=self._shape.pool_pages,
             bonus=self._settings.bonus[layer], plan=self._plans[layer], recall=due, totals=totals,
             by_row=True, put_off=put_off,
         )  # fmt: skip
+
+    def _scored(self, pending: PendingScores) -> PendingScores | None:
+        """What is left of scoring for selection."""
+        return pending
 
     def _make_resident(self, layer: int, plan: RecallPlan) -> None:
         pool, slots = self._layers[layer].pool, self.slots

@@ -22,7 +22,7 @@ from sglang_hybrid.engines.cuda.program import ProgramContext
 from sglang_hybrid.engines.cuda.settings import ScoutSettings, paper_settings_of
 from sglang_hybrid.engines.cuda.watch import DeviceWatch
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
-from sglang_hybrid.ops.cuda.scoring import score_blocks, share_scores
+from sglang_hybrid.ops.cuda.scoring import PendingScores, score_blocks, share_scores
 from sglang_hybrid.ops.cuda.selection import RecallInterval, select_blocks
 from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.reference import NO_BLOCK
@@ -63,7 +63,7 @@ class DeviceScoutAttention(DeviceScout):
     ) -> None:
         settings, count = self._settings, step.batch
         scores, workspace = self._scores[layer], self._main.scoring(count)
-        share_scores(score_blocks(query, self._layers[layer].digests, step, scale, workspace, scores, by_row=True))
+        self._scored(score_blocks(query, self._layers[layer].digests, step, scale, workspace, scores, by_row=True))
         select_blocks(
             scores, self._tables[layer], step, settings.budget, self._lanes[layer % 2].misses(count),
             pool_pages=self._shape.pool_pages, plan=self._plans[layer], due=due,
@@ -71,22 +71,5 @@ class DeviceScoutAttention(DeviceScout):
             totals=self.counted[layer], by_row=True, attended=self._attended_slots[layer],
         )  # fmt: skip
 
-    def _plan(
-        self,
-        layer: int,
-        step: Step,
-        query: torch.Tensor,
-        scale: float,
-        due: torch.Tensor,
-        *,
-        totals: torch.Tensor | None = None,
-    ) -> None:
-        """Of prompts that end, all of whose rows are due."""
-        scores, workspace = self._scores[layer], self._planning.of_batch(step.batch)
-        share_scores(
-            score_blocks(query, self._layers[layer].digests, step, scale, workspace, scores, by_row=True, only=due)
-        )
-        select_blocks(
-            scores, self._tables[layer], step, self._settings.budget, None, pool_pages=self._shape.pool_pages,
-            plan=self._plans[layer], recall=due, totals=totals, by_row=True,
-        )  # fmt: skip
+    def _scored(self, pending: PendingScores) -> None:
+        share_scores(pending)
