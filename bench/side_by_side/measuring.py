@@ -45,13 +45,18 @@ class MeasurementPlan:
 
 
 def measure(server: Server, prompts: Prompts, plan: MeasurementPlan, length: int, rows: int) -> Point:
-    """All rows are sent together, ``repeats`` times; from the second time on their prompts are cached."""
+    """All rows are sent together, ``repeats`` times, when their prompts are cached.
+
+    SGLang lets the last row wait for an answer to end if the prompt of the row before it came in chunks.
+    """
     different = plan.different_of(rows)
     ids = prompts.rows(length, rows, different)
     begin = time.monotonic()
     if different < rows:
         # so that rows find what they share: sent together, each would compute it for itself
         send_together(server.url, prompts.beginnings(length, different), 1)
+    send_together(server.url, ids, 1)
+    prefill_seconds = time.monotonic() - begin
     before = server.metrics()
     seen: list[Metrics] = []  # of the last repeat, by part of the answers
     slices: list[Slice] = []
@@ -81,6 +86,7 @@ def measure(server: Server, prompts: Prompts, plan: MeasurementPlan, length: int
         "course": course(slices, plan.slices),
         "metrics_course": seen,
         "expected_tokens_share": round(sum(expected) / len(expected), 4) if expected else None,
+        "prefill_seconds": round(prefill_seconds, 1),
         "seconds_to_all_first_tokens": [round(seconds, 2) for seconds in first_tokens],
         "seconds": round(time.monotonic() - begin, 1),
         "metrics": metrics.during(before, server.metrics()),

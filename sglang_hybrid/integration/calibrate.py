@@ -174,7 +174,7 @@ def text_for(model_runner: Any) -> CalibrationText:
             tokenizer_mode=args.tokenizer_mode,
             trust_remote_code=args.trust_remote_code,
         )
-    except Exception as error:  # whatever Hugging Face's code raises where there are no files
+        return calibration_text(lambda text: tokenizer.encode(text, add_special_tokens=False), hidden, longest)
+    except Exception as error:  # NoWords, and whatever Hugging Face's code raises where there are no files
         logger.warning("calibrating on tokens at random, because the model has no tokenizer: %s", error)
         return without_tokenizer(config.vocab_size, hidden, longest)
-    return calibration_text(lambda text: tokenizer.encode(text, add_special_tokens=False), hidden, longest)

@@ -33,3 +33,12 @@ def test_text_is_in_the_tokens_of_the_model_unless_a_tokenizer_is_named(
     text = text_for(runner(named))
     assert asked == [read]
     assert b"statement" in bytes(text.fit[0])
+
+
+@pytest.mark.parametrize("tokens", [[], [0]])
+def test_a_tokenizer_without_words_is_none(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
+    """Transformers makes one for a model that has no files of a tokenizer. Text would never be long enough."""
+    empty = SimpleNamespace(encode=lambda text, add_special_tokens: tokens)
+    monkeypatch.setattr(tokenizer, "get_tokenizer", lambda path, **_options: empty)
+    text = text_for(runner(None))
+    assert 1 < max(map(max, text.fit)) < 300

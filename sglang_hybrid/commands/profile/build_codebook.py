@@ -31,7 +31,7 @@ from sglang_hybrid.integration.record_keys import record_keys
 from sglang_hybrid.integration.session_flags import session_flags
 from sglang_hybrid.policies.hcattention.codebook_facts import MOST_CENTROIDS, CodebookFacts
 from sglang_hybrid.policies.hcattention.codebooks import Codebooks, QuantisedKeys
-from sglang_hybrid.policies.scout.calibration_text import CalibrationText, calibration_text
+from sglang_hybrid.policies.scout.calibration_text import CalibrationText, NoWords, calibration_text
 from sglang_hybrid.policies.scout.profile_facts import ModelIdentity
 from sglang_hybrid.progress import steps
 
@@ -103,7 +103,10 @@ def make_codebooks(options: argparse.Namespace, notes: dict[str, object], consol
 
 def _text(session: ModelSession, options: argparse.Namespace, longest: int) -> CalibrationText:
     hidden = session.model_config.hidden_size
-    return calibration_text(lambda text: tokens(session.tokenizer, text), hidden, longest, options.key_tokens)
+    try:
+        return calibration_text(lambda text: tokens(session.tokenizer, text), hidden, longest, options.key_tokens)
+    except NoWords as error:
+        raise InputError(f"codebooks are fitted on text, but this model has no tokenizer: {error}") from error
 
 
 def fit_codebooks(

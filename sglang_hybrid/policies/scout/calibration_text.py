@@ -20,6 +20,7 @@ Window = tuple[int, ...]
 WINDOW_TOKENS = 2048
 _TOKENS_PER_CHANNEL = 16  # of the hidden size: a regression needs several times as many tokens as it has inputs
 _FEWEST, _MOST = 8192, 65536
+_MOST_CHARACTERS = 50  # of a token, on average of a piece of text; tokenizers have 1 to 8
 
 _SOURCES = (
     "argparse", "inspect", "typing", "tarfile", "http.client", "asyncio.base_events", "decimal", "_pydecimal",
@@ -55,10 +56,14 @@ class CalibrationText:
         return sum(map(len, (*self.fit, *self.unseen)))
 
 
+class NoWords(ValueError):
+    """A tokenizer has no vocabulary: Transformers makes such a one for a model without tokenizer files."""
+
+
 def calibration_text(encode: Encode, hidden: int, longest: int, tokens: int | None = None) -> CalibrationText:
     """Return text for a model of that hidden size whose context is at most ``longest`` tokens.
 
-    ``tokens`` to fit on are more than that at most by a window; None: what a regression needs.
+    ``tokens`` to fit on are more than that at most by a window; None: what a regression needs. Raises NoWords.
     """
     window, count = _windows_for(hidden, longest)
     if tokens is not None:
@@ -96,7 +101,11 @@ class _Kind:
 
     def next(self) -> Window:
         while len(self._tokens) < self._window:
-            self._tokens += self._encode(next(self._pieces))
+            piece = next(self._pieces)
+            tokens = self._encode(piece)
+            if len(tokens) * _MOST_CHARACTERS < len(piece):
+                raise NoWords(f"{len(piece)} characters of text are {len(tokens)} tokens")
+            self._tokens += tokens
         taken, self._tokens = self._tokens[: self._window], self._tokens[self._window :]
         return tuple(taken)
 
