@@ -7,8 +7,8 @@ from typing import Any
 
 from bench.side_by_side.claims import best, lengths_of, speed_ups, tokens_label
 
-_DPI = 150
-_COLOURS = {"stock": "#8a8a8a", "hybrid": "#3b6ea5"}
+DPI = 150
+COLOURS = {"stock": "#8a8a8a", "hybrid": "#3b6ea5"}
 _CATEGORY_COLOURS = "cividis"  # readable without telling red from green
 
 
@@ -22,7 +22,7 @@ def draw(result: dict[str, Any], beside: Path) -> list[Path]:
     return written
 
 
-def _figure(width: float, height: float) -> Any:
+def empty_figure(width: float, height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -36,9 +36,9 @@ def _throughput(result: dict[str, Any], path: Path) -> Path:
     points = result["points"]
     lengths = lengths_of(points)
     panels = 2 if result["ablation"] else 1
-    figure = _figure(1.5 + 4.5 * panels, 3.8)
+    figure = empty_figure(1.5 + 4.5 * panels, 3.8)
     axes = figure.subplots(1, panels, squeeze=False)[0]
-    for offset, (name, colour) in zip((-0.2, 0.2), _COLOURS.items(), strict=True):
+    for offset, (name, colour) in zip((-0.2, 0.2), COLOURS.items(), strict=True):
         found = [(place, best(points, name, length)) for place, length in enumerate(lengths)]
         there = [(place + offset, one) for place, one in found if one]
         heights = [one["tokens_per_s"] for _, one in there]
@@ -59,29 +59,29 @@ def _throughput(result: dict[str, Any], path: Path) -> Path:
     axes[0].legend(frameon=False)
     if result["ablation"]:
         runs = result["ablation"]
-        axes[1].bar(range(len(runs)), [one["tokens_per_s"] for one in runs], 0.6, color=_COLOURS["hybrid"])
+        axes[1].bar(range(len(runs)), [one["tokens_per_s"] for one in runs], 0.6, color=COLOURS["hybrid"])
         axes[1].set_xticks(range(len(runs)), [one["part"] for one in runs], fontsize=8)
         axes[1].set_title(f"{tokens_label(runs[0]['length'])}, {runs[0]['rows']} rows", fontsize=10)
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
         one.margins(y=0.15)
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path, dpi=DPI)
     return path
 
 
 def _speed_up(ratios: list[dict[str, Any]], path: Path) -> Path:
     """One bar for each input length: decode throughput of hybrid over stock, best batch of each."""
-    figure = _figure(4.8, 2.4)
+    figure = empty_figure(4.8, 2.4)
     axes = figure.subplots()
-    bars = axes.bar(range(len(ratios)), [one["speed_up"] for one in ratios], 0.6, color=_COLOURS["hybrid"])
+    bars = axes.bar(range(len(ratios)), [one["speed_up"] for one in ratios], 0.6, color=COLOURS["hybrid"])
     axes.bar_label(bars, [f"{one['speed_up']:.1f}x" for one in ratios], padding=2)
-    axes.axhline(1, color=_COLOURS["stock"], linestyle="--", linewidth=1)
+    axes.axhline(1, color=COLOURS["stock"], linestyle="--", linewidth=1)
     batches = [f"{tokens_label(one['length'])}\n{one['stock_rows']} -> {one['hybrid_rows']} requests" for one in ratios]
     axes.set_xticks(range(len(ratios)), batches, fontsize=8)
     axes.set_ylabel("throughput / stock", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.15)
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path, dpi=DPI)
     return path
 
 
@@ -91,7 +91,7 @@ def _breakdown(result: dict[str, Any], path: Path) -> Path:
 
     profiled = [one for one in result["points"] if one.get("breakdown", {}).get("categories")]
     names = list(dict.fromkeys(name for one in profiled for name in one["breakdown"]["categories"]))
-    figure = _figure(2.5 + 1.6 * len(profiled), 4)
+    figure = empty_figure(2.5 + 1.6 * len(profiled), 4)
     axes = figure.subplots()
     colours = colormaps[_CATEGORY_COLOURS].resampled(len(names) + 1)
     below = [0.0] * len(profiled)
@@ -112,5 +112,5 @@ def _breakdown(result: dict[str, Any], path: Path) -> Path:
     axes.set_ylabel("ms of a step, while profiled")
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path, dpi=DPI)
     return path
