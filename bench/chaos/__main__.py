@@ -67,7 +67,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--no-peers", action="store_true", help="leave out the disaggregated set")
     add("--prediction", choices=PREDICTIONS, action="append", help="only this one (default: both in turn)")
-    add("--hybrid", action="append", default=[], metavar="KEY=VALUE", help="a setting of the servers, instead of ours")
+    add(
+        "--hybrid", action="append", default=[], metavar="KEY=VALUE",
+        help="a setting of the servers, instead of ours; budgets and windows must hold 160 tokens, for answers of "
+        "short prompts with a grammar are taken to be exact",
+    )  # fmt: skip
     add("--stop-at-first", action="store_true", help="end a server's turn when something is found to be wrong")
     add("--json", type=Path, metavar="FILE", help="write the summary there, too")
     add("--keep", type=Path, metavar="DIRECTORY", help="where servers' logs are kept (default: nowhere)")
