@@ -1,4 +1,4 @@
-"""GPUs as nvidia-smi describes them."""
+"""GPUs as nvidia-smi describes them: the query, its parser, and the effect of CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 

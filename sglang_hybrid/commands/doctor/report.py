@@ -60,7 +60,7 @@ class Report:
         return sum(finding.status is status for finding in self.findings.values())
 
     def as_json(self) -> dict[str, Any]:
-        """The object that ``--json`` prints; ``main.SCHEMA`` describes it."""
+        """Return the object that ``--json`` prints, as ``main.SCHEMA`` describes it."""
         return {
             "versions": dict(self.versions),
             "checks": [

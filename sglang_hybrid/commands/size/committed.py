@@ -31,7 +31,7 @@ _HOT_TOKENS = 4 * _BUDGET
 
 @dataclass(frozen=True)
 class Measured:
-    """One point of a file in bench/results."""
+    """One measured decode step of a file in bench/results."""
 
     file: str
     tokens: int

@@ -78,7 +78,7 @@ class Watch:
         return bool(self._readings) and self._failure is None
 
     def poll(self, *, ask_info: bool = True) -> None:
-        """Take one reading; with ``ask_info`` also ask for the server's settings where due, without waiting."""
+        """Take one reading. With ``ask_info``, also request the server's settings if due, in a thread of its own."""
         try:
             reading = self._server.read()
         except Unwatchable as failure:

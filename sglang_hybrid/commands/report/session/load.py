@@ -1,4 +1,4 @@
-"""What a session process loads, and SGLang's command line for it."""
+"""Description of what a session process loads, and the flags of SGLang's command line that load it."""
 
 from __future__ import annotations
 

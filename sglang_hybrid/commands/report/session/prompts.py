@@ -1,4 +1,4 @@
-"""Text and needles in the tokens of the loaded model."""
+"""Prompts of text and of retrieval tasks, in the tokens of the loaded model."""
 
 from __future__ import annotations
 
