@@ -3,8 +3,9 @@
 
     python3 tools/build_native.py [--build-dir build/native] [--jobs N] [--no-cache]
 
-Needs CMake 3.22 and a C++20 compiler. Installing the package does the same (setup.py). A library is kept in the
-user's cache under a hash of its sources and its compiler, so another checkout of the same sources compiles nothing.
+The build needs CMake 3.22 and a C++20 compiler. Installing the package does the same (setup.py). The library is kept
+in the user's cache under a hash of its sources and its compiler, so another checkout of the same sources compiles
+nothing.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from sglang_hybrid.ops.cpu.build import (  # noqa: E402
 __all__ = ["LIBRARY", "build", "find_compiler", "is_current", "main", "provide", "source_hash"]
 
 TARGET = ROOT / "sglang_hybrid" / "ops" / "cpu"
-BUILT_FROM = ".built-from"  # beside the library: the hash of what it was built from
+BUILT_FROM = ".built-from"  # file beside the library with the hash of what the library was built from
 
 
 def is_current(target: Path = TARGET) -> bool:
-    """Whether the library in ``target`` was built from the sources as they are now."""
+    """Return True if the library in ``target`` was built from the current sources."""
     built_from = target / BUILT_FROM
     return (target / LIBRARY).is_file() and built_from.is_file() and built_from.read_text() == source_hash()
 
 
 def provide(build_dir: Path, target: Path, jobs: int, cache: Path | None) -> str:
-    """Put the library into ``target`` unless it is there, out of ``cache`` if that has it. Returns what was done."""
+    """Put the current library into ``target``, from ``cache`` if possible, else by a build. Return what was done."""
     build_dir.mkdir(parents=True, exist_ok=True)
     with (build_dir / ".lock").open("w") as lock:  # make serve and make test may be started at the same time
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -72,7 +73,7 @@ def _keep(library: Path, kept: Path) -> None:
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         replace(library, kept)
-    except OSError as error:  # only the next checkout would be faster
+    except OSError as error:  # not fatal: the cache only makes the next checkout faster
         print(f"the library is not kept in {kept.parent}: {error}")
 
 

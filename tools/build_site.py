@@ -1,9 +1,9 @@
-"""Builds the documentation site: stages documents and what they link to, then runs mkdocs.
+"""Build the documentation site: stage the documents and the files that they link to, then run mkdocs.
 
     python -m tools.build_site [--stage-only]
 
-Documents link to other files of the repository, results and examples among them. The site is built from a copy that
-has the same layout, so that the same links work in the site. A link to something that does not exist fails the build.
+Documents link to other files of the repository, such as results and examples. The site is built from a copy with the
+same layout, so that the same links work in the site. A link to a file that does not exist fails the build.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BrokenLink(ValueError):
 
 
 def pages() -> list[Path]:
-    """Documents of the site, from mkdocs.yml."""
+    """Return the documents of the site, in the order of mkdocs.yml."""
     return [Path(name) for name in _names(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])]
 
 
@@ -43,7 +43,7 @@ def _names(nav: object) -> list[str]:
 
 
 def links(page: Path) -> list[Path]:
-    """Files of the repository that a document links to, as paths from its root. Raises BrokenLink."""
+    """Return the files that ``page`` links to, relative to the repository. Raise BrokenLink if one does not exist."""
     found = []
     for target in _LINK.findall(_FENCE.sub("", (ROOT / page).read_text())):
         if "://" in target or target.startswith("mailto:"):
@@ -56,7 +56,10 @@ def links(page: Path) -> list[Path]:
 
 
 def stage(target: Path = STAGED) -> list[Path]:
-    """Copy pages, and files that they link to, into ``target``. A linked folder becomes a page that lists its files."""
+    """Copy the documents and the files that they link to into ``target``. Return the paths of what was copied.
+
+    A linked folder becomes a page that shows its text files.
+    """
     shutil.rmtree(target, ignore_errors=True)
     copied: list[Path] = []
     for page in pages():
@@ -75,7 +78,7 @@ def stage(target: Path = STAGED) -> list[Path]:
 
 
 def _stage_folder(folder: Path, target: Path) -> None:
-    """A site has no listings: what GitHub shows of a folder is a page with its text files."""
+    """Write a page with the folder's text files, because a site has no listings of folders as GitHub has."""
     (target / folder).mkdir(parents=True, exist_ok=True)
     parts = [f"# {folder}\n"]
     for file in sorted((ROOT / folder).iterdir()):
@@ -94,7 +97,7 @@ def _name_pages_of_folders(staged: Path, page: Path) -> None:
 
 
 def build() -> int:
-    """Run mkdocs over what is staged; its exit status. A warning is an error."""
+    """Run mkdocs on the staged files and return its exit status. A warning counts as an error."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", "mkdocs.yml"]
     return subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=False).returncode
 

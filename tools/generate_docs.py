@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Write what follows from the code: configs/default.yaml, the tables of docs/configuration.md and docs/metrics.md.
+"""Generate configs/default.yaml and the tables of docs/configuration.md and docs/metrics.md from the code.
 
 python tools/generate_docs.py            # after a change of a setting, an environment variable or a metric
 python tools/generate_docs.py --check    # status 1 and a list, if a document is not up to date
 
-A document keeps its hand-written text. What is generated stands between ``<!-- begin generated: NAME -->`` and
+A document keeps its hand-written text. Generated text stands between ``<!-- begin generated: NAME -->`` and
 ``<!-- end generated -->``.
 """
 
@@ -41,7 +41,7 @@ _GENERATED = re.compile(r"(<!-- begin generated: ([\w-]+) -->\n).*?(<!-- end gen
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 if documents were checked and are not up to date."""
+    """Write the documents, or check them with --check. Return the exit status: 1 if a checked document is outdated."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--check", action="store_true", help="change nothing, and say what is not up to date")
     old = outdated(ROOT)
@@ -63,7 +63,7 @@ def outdated(root: Path) -> dict[Path, str]:
 
 
 def with_tables(document: str) -> str:
-    """Return ``document`` with everything between its markers written anew. Raises KeyError for an unknown name."""
+    """Return ``document`` with the text between its markers generated anew. Raise KeyError for an unknown marker."""
     return _GENERATED.sub(lambda found: f"{found[1]}\n{_PARTS[found[2]]()}\n{found[3]}", document)
 
 
@@ -112,7 +112,10 @@ def _metrics() -> str:
 
 
 def _needs_of(metric: Metric) -> str:
-    """Engines and what else a metric needs. Misses, worker and calibration imply the engine torch or cuda."""
+    """Return the engines and the condition that a metric needs, for the column "needs".
+
+    The conditions misses, worker and calibration imply one of the engines torch and cuda, so the pair is not listed.
+    """
     with_metric = set(metric.engines) | ({"cpu"} if metric.when else set())
     engines = () if with_metric == {"cpu", "torch", "cuda"} else metric.engines
     return ", ".join([*engines, *filter(None, [metric.when])])
@@ -123,12 +126,12 @@ def _default_of_variable(variable: env.EnvVar[Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    """A default as a person writes it."""
+    """Return a default value as a person writes it in a file of settings."""
     return str(value) if isinstance(value, str) else json.dumps(value)
 
 
 def _marked(description: str) -> str:
-    """Names of settings as code."""
+    """Return ``description`` with the names of settings marked as code."""
     words = re.compile(r'(?<!")\b(?:\w+_\w+|auto)\b(?!")')
     return words.sub(lambda word: f"`{word[0]}`" if _is_setting(word[0]) else word[0], description)
 

@@ -1,4 +1,4 @@
-"""libibverbs: the transfer engine of disaggregation is linked against it, also where it uses TCP."""
+"""Installs libibverbs, against which the transfer engine of disaggregation is linked even if the engine uses TCP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 
 
 def provide_ibverbs() -> str:
-    """Install it where that is possible without asking. Returns what was found or done."""
+    """Install libibverbs if this process is root and has apt-get. Return a remark: found, installed or missing."""
     if ctypes.util.find_library("ibverbs"):
         return "there already"
     if os.geteuid() == 0 and shutil.which("apt-get"):

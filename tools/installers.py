@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pip_settings
 
-OLDEST_UV = (0, 8)  # with --torch-backend, and variables for all of pip's settings
+OLDEST_UV = (0, 8)  # oldest version with --torch-backend and with variables for all of pip's settings
 _CUDA_PACKAGES = ("nvidia-", "cuda-")
 _CPU_TORCH = (
     "give pip an index with a CPU build of torch (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS), "
@@ -23,7 +23,7 @@ _CPU_TORCH = (
 
 
 class InstallError(Exception):
-    """A command failed. Carries what a person needs to see of it."""
+    """A command failed. The error has the command, its output, and a hint for the user if there is one."""
 
     def __init__(self, command: list[str], output: str, hint: str | None = None) -> None:
         super().__init__(f"failed: {' '.join(command)}")
@@ -33,13 +33,13 @@ class InstallError(Exception):
 
     @property
     def reason(self) -> str:
-        """The line of the output that says most: the first that speaks of an error, else the last."""
+        """The most useful line of the output: the first that mentions an error, else the last."""
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
         return next((line for line in lines if "error" in line.lower()), lines[-1] if lines else str(self))
 
 
 def run(command: list[str], environment: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
-    """Run ``command`` and return all it wrote. Raises InstallError, with the output, when it fails."""
+    """Run ``command`` and return its output. Raise InstallError, with the output, if the command fails."""
     try:
         done = subprocess.run(
             command, env={**os.environ, **(environment or {})}, cwd=cwd, text=True, check=False,
@@ -53,18 +53,18 @@ def run(command: list[str], environment: Mapping[str, str] | None = None, cwd: P
 
 
 class Installer(ABC):
-    """Installs into one virtual environment."""
+    """A program that installs packages into one virtual environment."""
 
     name: str
 
     @abstractmethod
     def install(self, *arguments: str, cwd: Path | None = None) -> str:
-        """Install what ``arguments`` (pip's own) name. Raises InstallError."""
+        """Install the packages that ``arguments`` of ``pip install`` name. Raise InstallError if that fails."""
 
     @abstractmethod
     def planned(self, *arguments: str) -> list[str]:
-        """Names of the packages that ``install`` would add or replace, or at least those that ``arguments`` name and
-        what these depend on."""
+        """Return the names of the packages that ``install`` would add or replace, or at least of the packages that
+        ``arguments`` name and of those packages' direct dependencies. Raise InstallError if that fails."""
 
 
 class Uv(Installer):
@@ -77,7 +77,7 @@ class Uv(Installer):
         return run([*self._command, *arguments], self._environment, cwd)
 
     def planned(self, *arguments: str) -> list[str]:
-        # an index that cannot be reached is not worth minutes: there is another installer
+        # do not spend minutes on an index that cannot be reached: there is another installer
         quick = {"UV_HTTP_RETRIES": "1", "UV_HTTP_CONNECT_TIMEOUT": "10"}
         said = run([*self._command, "--dry-run", *arguments], {**quick, **self._environment})
         return re.findall(r"^ \+ ([\w.-]+)==", said, re.MULTILINE)
@@ -93,18 +93,19 @@ class Pip(Installer):
         return run([*self._command, *arguments], cwd=cwd)
 
     def planned(self, *arguments: str) -> list[str]:
-        # with the dependencies themselves pip would download gigabytes to find out that they are too many
+        # --no-deps: to resolve dependencies, pip would download gigabytes of packages that may then be refused
         said = run([*self._command, "--dry-run", "--no-deps", "--report", "-", *arguments])
-        found = [entry["metadata"] for entry in json.loads(said[said.index("{\n") :])["install"]]  # behind warnings
+        found = [entry["metadata"] for entry in json.loads(said[said.index("{\n") :])["install"]]  # after warnings
         needed = [re.match(r"[\w.-]+", text) for package in found for text in package.get("requires_dist", [])]
         names = [package["name"] for package in found] + [name.group() for name in needed if name]
         return [name.lower() for name in names]
 
 
 def choose(python: Path, requirements: list[str], without_cuda: bool) -> tuple[Installer, str]:
-    """The first installer that can install ``requirements``, and a remark if that is pip.
+    """Return the first installer that can install ``requirements``, and a remark if that installer is pip.
 
-    With ``without_cuda`` one that would install a torch with CUDA does not count. Raises InstallError.
+    With ``without_cuda``, an installer that would install torch with CUDA does not count. Raises InstallError if no
+    installer is left.
     """
     refused: list[str] = []
     found_cuda = False
@@ -133,7 +134,7 @@ def _candidates(python: Path, without_cuda: bool, refused: list[str]) -> Iterato
         environment = pip_settings.for_uv(pip_settings.read(pip_of_this_python()))
         yield Uv(program, python, environment)
         if without_cuda:
-            yield Uv(program, python, environment, "--torch-backend=cpu")  # uv knows where PyTorch offers it
+            yield Uv(program, python, environment, "--torch-backend=cpu")  # uv knows PyTorch's index of CPU builds
     yield Pip(pip_for(python))
 
 
@@ -147,7 +148,7 @@ def pip_of_this_python() -> list[str] | None:
 
 
 def pip_for(python: Path) -> list[str]:
-    """A pip that installs into ``python``'s environment, which was made without one."""
+    """Return the command of a pip that installs into ``python``'s environment, which was made without pip."""
     own = [str(python), "-m", "pip"]
     try:
         run([*own, "--version"])
@@ -163,7 +164,10 @@ def pip_for(python: Path) -> list[str]:
 
 
 def find_uv(python: Path) -> str:
-    """The uv of the environment or of the PATH; else it is installed into the environment. Raises InstallError."""
+    """Return the uv of the environment or of the PATH; without one, install uv into the environment.
+
+    Raises InstallError if uv cannot be installed.
+    """
     own = python.parent / "uv"
     for program in (str(own), shutil.which("uv")):
         if program and _version(program) >= OLDEST_UV:

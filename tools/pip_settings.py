@@ -1,7 +1,7 @@
-"""Hand pip's settings to uv, which does not read them: where packages come from, certificates, proxy.
+"""Passes pip's settings to uv, which does not read them: indexes of packages, certificates, proxy.
 
-A host whose pip finds packages has to find the same ones with uv. In particular a CPU build of torch is often
-offered through a setting of pip's (find-links or an extra index).
+A host whose pip finds packages must find the same packages with uv. In particular, a CPU build of torch is often
+offered through a setting of pip (find-links or an extra index).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-# pip's setting -> uv's variable, and what separates several values there; pip separates them by white space
+# pip's setting -> uv's variable, and the separator of several values in that variable; pip separates by white space
 _VARIABLES = {
     "index-url": ("UV_DEFAULT_INDEX", " "),
     "extra-index-url": ("UV_INDEX", " "),
@@ -31,7 +31,7 @@ _SECTIONS = ("global", "install", ":env:")  # of pip's configuration; the last o
 
 
 def read(pip: list[str] | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The settings that ``pip install`` would use; without a pip, those in PIP_* variables."""
+    """Return the settings that ``pip install`` would use, or those in PIP_* variables if ``pip`` is None or fails."""
     if pip is not None:
         listed = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, env=environ, check=False)
         if listed.returncode == 0:
@@ -45,7 +45,7 @@ def read(pip: list[str] | None, environ: Mapping[str, str] = os.environ) -> dict
 
 
 def parse(listed: str) -> dict[str, str]:
-    """Read the lines of ``pip config list``, such as ``global.index-url='https://...'``."""
+    """Return the settings in the output of ``pip config list``, with lines such as ``global.index-url='https://...'``."""
     sections: dict[str, dict[str, str]] = {section: {} for section in _SECTIONS}
     for line in listed.splitlines():
         name, equals, quoted = line.partition("=")
@@ -62,9 +62,9 @@ def parse(listed: str) -> dict[str, str]:
 
 
 def for_uv(settings: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that give uv the same settings. What the user has set for uv stays as it is."""
+    """Return the environment variables that give uv the same settings, without variables that the user has set."""
     variables = {
-        # pip looks for the best version in all indexes, uv in the first that knows the name
+        # pip searches all indexes for the best version, uv only the first index that has the name
         "UV_INDEX_STRATEGY": "unsafe-best-match",
         # the certificates of the host, as pip does since 24.2
         "UV_SYSTEM_CERTS": "true",
@@ -77,7 +77,7 @@ def for_uv(settings: Mapping[str, str], environ: Mapping[str, str] = os.environ)
 
 
 def _may_exist(location: str) -> bool:
-    """False for a local path that is not there, which pip ignores and uv refuses."""
+    """Return False for a local path that does not exist, which pip ignores and uv refuses."""
     url = urlparse(location)
     if url.scheme not in ("", "file"):
         return True

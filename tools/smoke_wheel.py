@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Install a wheel into an empty environment without torch, SGLang and compiler, and try what works there.
+"""Install a wheel into an empty environment without torch, SGLang and a compiler, and test what must work there.
 
     python3 tools/smoke_wheel.py dist/sglang_hybrid-0.2.0-py3-none-manylinux_2_28_x86_64.whl [--borrow]
 
-The environment gets the small packages that the wheel asks for: from the package index, or with --borrow from the
-Python that runs this, which needs no network. Tried are commands, the CPU library, and a worker that computes.
+The environment gets the small packages that the wheel requires: from the package index, or with --borrow from the
+Python that runs this script, which needs no network. The tests cover commands, the CPU library, and a worker that
+computes attention.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import venv
 import zipfile
 from pathlib import Path
 
-_LARGE = {"sglang", "matplotlib"}  # and torch with SGLang: a worker and most commands do without
+_LARGE = {"sglang", "matplotlib"}  # not installed, nor torch, which SGLang brings: most commands do not need them
 _CHECK = Path(__file__).resolve().with_name("wheel_check.py")
 _MODEL = {
     "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -32,11 +33,11 @@ _MODEL = {
 
 
 class SmokeError(RuntimeError):
-    """The wheel does not do what it should. The message says what was asked and what came."""
+    """A check of the wheel failed. The message says what was run and what happened."""
 
 
 class Environment:
-    """An empty environment with the wheel and its small dependencies. Its programs find no compiler."""
+    """A virtual environment with the wheel and its small dependencies. Programs that run in it find no compiler."""
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder, with_pip=False, symlinks=True)
@@ -54,18 +55,21 @@ class Environment:
             self._pip(*needed)
 
     def _pip(self, *arguments: str) -> None:
-        # a checkout on PYTHONPATH would count as installed
+        # pip would take a checkout on PYTHONPATH for an installed package
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "--quiet", *arguments], env=environment, check=True)
 
     def run(self, *command: str, status: int = 0) -> str:
-        """What the command writes, with nothing but the environment's own programs on the PATH. Raises SmokeError."""
+        """Run a command with only the environment's own programs on the PATH, and return its output.
+
+        Raises SmokeError if the exit status is not ``status`` or if the command prints a traceback.
+        """
         program = str(self._folder / "bin" / command[0])
         environment = {
             "PATH": str(self._folder / "bin"),
             "HOME": str(self._folder),
-            "SGLANG_HYBRID_CACHE": str(self._folder / "cache"),  # where a library that was compiled here would be
+            "SGLANG_HYBRID_CACHE": str(self._folder / "cache"),  # a library compiled here would be kept in this folder
         }
         done = subprocess.run(
             [program, *command[1:]], cwd=self._folder, env=environment, text=True, check=False, capture_output=True,
@@ -90,7 +94,7 @@ def _name(requirement: str) -> str:
 
 
 def with_dependencies(requirements: list[str]) -> set[str]:
-    """Names of these packages and of all that they need, as they are installed here."""
+    """Return the names of these packages and of all their dependencies, as installed in this Python."""
     from packaging.requirements import Requirement
 
     found: set[str] = set()
@@ -105,7 +109,7 @@ def with_dependencies(requirements: list[str]) -> set[str]:
 
 
 def link_package(name: str, packages: Path) -> None:
-    """Make an installed package importable from ``packages`` too."""
+    """Make a package of this Python importable from the folder ``packages`` too."""
     distribution = importlib.metadata.distribution(name)
     for top in {file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")}:
         if not (packages / top).exists():
@@ -124,7 +128,7 @@ def try_commands(installed: Environment) -> None:
     (model / "config.json").write_text(json.dumps(_MODEL))
     sized = ("--gpu-memory", "80GB", "--host-memory", "200GiB", "--context", "32k", "--json")
     _expect("hybrid" in installed.run("sglang-hybrid", "size", str(model), *sized), "size")
-    # without torch and SGLang, doctor has to find just that
+    # torch and SGLang are missing here, and doctor must find no other problem
     report = json.loads(installed.run("sglang-hybrid", "doctor", "--quick", "--json", status=1).partition("\n\n")[0])
     status = {check["name"]: check["status"] for check in report["checks"]}
     wrong = {name for name, found in status.items() if found == "problem"} - {"torch", "SGLang"}
@@ -143,7 +147,7 @@ def _expect(holds: bool, what: str) -> None:
 
 
 def smoke(wheel: Path, folder: Path, *, borrow: bool) -> str:
-    """Returns what the checks inside the environment say. Raises SmokeError."""
+    """Install and test the wheel in ``folder``. Return what ``wheel_check.py`` prints. Raise SmokeError on failure."""
     installed = Environment(folder)
     installed.install(wheel, borrow=borrow)
     try_commands(installed)

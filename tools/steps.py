@@ -20,7 +20,7 @@ class Step:
 
 
 def run_steps(steps: list[Step]) -> None:
-    """Do the steps in turn. Output of their commands is shown only of one that fails, which ends the program."""
+    """Run the steps in order. A step that fails prints the end of its commands' output and ends the program."""
     begun = time.monotonic()
     for number, step in enumerate(steps, 1):
         print(f"[{number}/{len(steps)}] {step.what} ... ", end="", flush=True)

@@ -1,6 +1,6 @@
-"""Runs in the environment of ``smoke_wheel.py``: the CPU library, and a worker that computes one attention.
+"""Checks an installed wheel in the environment of ``smoke_wheel.py``: the CPU library, and one attention by a worker.
 
-Needs what the worker needs, msgspec and pyzmq, and no torch: softmax is computed here in plain Python.
+The script needs what the worker needs, msgspec and pyzmq, and no torch: plain Python computes the expected softmax.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from sglang_hybrid.worker.control_client import ControlClient
 PATIENCE_S = 60.0
 BLOCK = 32
 HEADS, GROUP, DIM, PAGES = 2, 3, 64, 8
-BLOCKS = (5, 2, 7)  # the pages of each list
-LAST_FILL = 20  # tokens of the last one
+BLOCKS = (5, 2, 7)  # page numbers in each list
+LAST_FILL = 20  # tokens in the last page of a list
 SCALE = 0.125
 TOLERANCE = 1e-4
-# what the library of an architecture has, whether this processor can run it or not
+# variants in the library of each architecture, including variants that this processor cannot run
 VARIANTS = {"x86_64": ("amx", "avx512", "avx2", "portable"), "aarch64": ("neon-bf16", "neon", "portable")}
 
 
@@ -60,7 +60,7 @@ def memory_file(size: int) -> tuple[int, mmap.mmap]:
 
 
 def attention(query: list[float], keys: list[list[float]], values: list[list[float]]) -> tuple[list[float], float]:
-    """Softmax attention of one query, and its log-sum-exp."""
+    """Return the softmax attention of one query, and its log-sum-exp."""
     logits = [SCALE * sum(a * b for a, b in zip(query, key, strict=True)) for key in keys]
     most = max(logits)
     weights = [math.exp(logit - most) for logit in logits]
@@ -70,7 +70,7 @@ def attention(query: list[float], keys: list[list[float]], values: list[list[flo
 
 
 class Post:
-    """One row's lists over a pool of random numbers, as a server posts them, and what the answer has to be."""
+    """One row's block lists over a pool of random numbers, as a server posts them, and the expected answer."""
 
     def __init__(self) -> None:
         half = PAGES * HEADS * BLOCK * DIM  # numbers of all keys, and of all values
@@ -91,7 +91,7 @@ class Post:
         self._query = array.array("f", (draw.gauss(0, 1) for _ in range(HEADS * GROUP * DIM)))
 
     def exchange(self) -> tuple[list[float], list[float]]:
-        """Post and collect: output [HEADS][GROUP][DIM] and log-sum-exp [HEADS][GROUP]."""
+        """Post the lists and return the worker's answer: output [HEADS][GROUP][DIM] and log-sum-exp [HEADS][GROUP]."""
         pages = array.array("q", BLOCKS * HEADS)
         fill = array.array("q", (BLOCK, BLOCK, LAST_FILL) * HEADS)
         addresses = (part.buffer_info()[0] for part in (self._query, pages, fill))

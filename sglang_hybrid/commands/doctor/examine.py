@@ -1,4 +1,4 @@
-"""The table of checks, run one after the other. A check that raises becomes a problem."""
+"""The table of checks, and their execution one after another. A check that raises counts as a problem."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_hybrid.commands.doctor.report import Finding, Report, Status, proble
 
 @dataclass(frozen=True)
 class Check:
-    """``after``: the name of an earlier check whose problem makes this check pointless."""
+    """One check of the machine. ``after`` names an earlier check whose problem makes this check pointless."""
 
     name: str
     find: Callable[[Machine], Finding]
@@ -55,7 +55,7 @@ def examine(
     checks: Sequence[Check] = CHECKS,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Run the checks in their order. ``quick`` skips those that take seconds; ``tell`` is given each name first."""
+    """Run ``checks`` in order. ``quick`` skips slow checks. ``tell`` is called with the name of each check first."""
     findings: dict[str, Finding] = {}
     for check in checks:
         tell(check.name)

@@ -1,4 +1,4 @@
-"""GPUs as nvidia-smi describes them."""
+"""GPUs as nvidia-smi describes them: the query, its parser, and the effect of CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Link:
 
     @property
     def gb_s(self) -> float | None:
-        """What the link carries in one direction, before protocol overhead."""
+        """GB/s in one direction, before protocol overhead; None for an unknown generation."""
         lane = _LANE_GB_S.get(self.generation)
         return None if lane is None else lane * self.lanes
 
@@ -37,14 +37,14 @@ class Gpu:
     uuid: str
     name: str
     driver: str
-    capability: int | None  # 90 is compute capability 9.0; None: nvidia-smi does not tell
-    bus_id: str  # as a folder of /sys/bus/pci/devices, such as 0000:3b:00.0
-    link: Link | None  # now: an idle GPU lowers the generation
-    best_link: Link | None  # what GPU and slot allow
+    capability: int | None  # 90 is compute capability 9.0; None: nvidia-smi does not report it
+    bus_id: str  # name of the GPU's folder in /sys/bus/pci/devices, such as 0000:3b:00.0
+    link: Link | None  # current link: an idle GPU lowers the generation
+    best_link: Link | None  # best link that GPU and slot allow
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """GPUs in the output of ``COMMAND``. Raises ValueError for anything else."""
+    """Return the GPUs in the output of ``COMMAND``. Raise ValueError for any other text."""
     gpus = []
     for row in csv.reader(text.strip().splitlines(), skipinitialspace=True):
         if len(row) != len(_FIELDS):
@@ -60,7 +60,7 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def visible(gpus: Sequence[Gpu], variable: str | None) -> tuple[Gpu, ...]:
-    """Those that CUDA_VISIBLE_DEVICES leaves, in its order. The first entry that does not exist ends the list."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES (``variable``) leaves, in its order, up to the first unknown entry."""
     if variable is None:
         return tuple(gpus)
     chosen = []
@@ -84,6 +84,6 @@ def _link(generation: str, lanes: str) -> Link | None:
 
 
 def _folder(bus_id: str) -> str:
-    """nvidia-smi writes the domain with eight digits, the kernel with four."""
+    """Return a PCI address as the kernel writes it: the domain has four digits there and eight in nvidia-smi."""
     domain, _, rest = bus_id.lower().partition(":")
     return f"{domain[-4:]}:{rest}"

@@ -1,4 +1,4 @@
-"""Where checks read the machine. A test describes another machine by a folder and a few functions."""
+"""The machine as checks see it. A test describes another machine by a folder and a few functions."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from sglang_hybrid.config import ConfigError, HybridConfig, load_with_sources
 from sglang_hybrid.host import Host
 from sglang_hybrid.protocol.cores import CoresError, Placement, Topology, place, read_topology
 
-_COMMAND_SECONDS = 300  # for a command that hangs; importing SGLang takes a minute on a slow disk
+_COMMAND_SECONDS = 300  # time limit of a command that hangs; importing SGLang takes a minute on a slow disk
 
 
 class CommandError(RuntimeError):
-    """A command is not there, failed, or did not end. The message has its last line."""
+    """A command is missing, failed, or did not end in time. The message has the last line of its output."""
 
 
 def run_command(command: Sequence[str]) -> str:
-    """Standard output of a command. Raises CommandError."""
+    """Run a command and return its standard output. Raise CommandError if the command fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMMAND_SECONDS)
     except OSError as error:
@@ -57,17 +57,17 @@ def requirements_of(package: str) -> Sequence[str]:
 class Machine:
     """This machine, as this process sees it, unless a test gives other values."""
 
-    root: Path = Path("/")  # of /proc, /sys and /dev
+    root: Path = Path("/")  # folder that contains proc, sys and dev
     cpus: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     run: Callable[[Sequence[str]], str] = run_command
     version: Callable[[str], str | None] = installed_version
     requirements: Callable[[str], Sequence[str]] = requirements_of
-    # bytes; resource.RLIM_INFINITY: no limit
+    # limit of locked memory in bytes; resource.RLIM_INFINITY: no limit
     memlock: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
 
     def read(self, path: str) -> str | None:
-        """Text of a file below ``root``, stripped; None if it cannot be read."""
+        """Return the stripped text of a file below ``root``, or None if the file cannot be read."""
         try:
             return (self.root / path).read_text(errors="replace").strip()
         except OSError:
@@ -75,7 +75,7 @@ class Machine:
 
     @cached_property
     def gpus(self) -> tuple[Gpu, ...]:
-        """GPUs that CUDA_VISIBLE_DEVICES leaves to this process; none where nvidia-smi does not answer."""
+        """GPUs that CUDA_VISIBLE_DEVICES leaves to this process; empty if nvidia-smi does not answer."""
         try:
             found = gpu_query.parse_gpus(self.run(gpu_query.COMMAND))
         except (CommandError, ValueError):
@@ -96,7 +96,7 @@ class Machine:
 
     @cached_property
     def config(self) -> HybridConfig:
-        """The settings of the environment, or the defaults where the environment's cannot be used."""
+        """Settings of the environment, or the defaults if the environment's settings are invalid."""
         try:
             return settings()[0]
         except ConfigError:
@@ -104,11 +104,11 @@ class Machine:
 
     @cached_property
     def placement(self) -> Placement:
-        """Threads and cores of a worker that a server with these settings would start."""
+        """Threads and cores of the worker that a server with these settings would start."""
         threads = 0 if self.config.worker_threads == "auto" else self.config.worker_threads
         try:
             return place(self.topology, self.config.worker_cores, threads, group_threads=0)
-        except CoresError:  # a problem of the settings, which has its own check
+        except CoresError:  # invalid settings are the subject of another check
             return place(self.topology, "auto", 0, group_threads=0)
 
     @property
@@ -118,5 +118,5 @@ class Machine:
 
 
 def settings() -> tuple[HybridConfig, dict[str, str]]:
-    """Settings of the environment and the source of each value. Raises ConfigError."""
+    """Return the settings of the environment and the source of each value. Raise ConfigError for invalid settings."""
     return load_with_sources(env.CONFIG.get(), list(env.SET.get()))

@@ -1,4 +1,4 @@
-"""``sglang-hybrid doctor``: command line, and what a person sees."""
+"""``sglang-hybrid doctor``: command line and printed report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 1 if a check found a problem."""
+    """Run the command and return its exit status: 1 if a check found a problem."""
     parser = argparse.ArgumentParser(
         prog="sglang-hybrid doctor",
         description=_DESCRIPTION,
@@ -85,7 +85,7 @@ def _examine(*, quick: bool) -> Report:
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """A table of findings, then what to do: problems first."""
+    """Print a table of all findings, then what to do, problems first."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -20,7 +20,7 @@ _READS = 3
 
 
 def host_pool(machine: Machine) -> Finding:
-    """Memory that is available within the container's limit, and what the host pool would take of it."""
+    """Check that the host pool fits in the memory that is available within the container's limit."""
     total, available, pool = machine.memory.total, machine.memory.available, machine.pool_bytes
     limit = " that the container may use" if total < psutil.virtual_memory().total else ""
     setting = f"host_memory={machine.config.host_memory}"
@@ -37,7 +37,7 @@ def host_pool(machine: Machine) -> Finding:
 
 
 def shared_memory(machine: Machine) -> Finding:
-    """/dev/shm. The host pool is a memfd, which the size of /dev/shm does not limit."""
+    """Check the free space of /dev/shm. The host pool is a memfd, which the size of /dev/shm does not limit."""
     try:
         state = os.statvfs(machine.root / "dev/shm")
     except OSError as error:
@@ -56,7 +56,7 @@ def shared_memory(machine: Machine) -> Finding:
 
 
 def huge_pages(machine: Machine) -> Finding:
-    """Whether shared memory gets huge pages where it asks for them, as the host pool does."""
+    """Check that shared memory gets huge pages if a process asks for them, as the host pool does."""
     common = _chosen(machine.read(f"{_HUGE_PAGES}/shmem_enabled"))
     if common is None:
         return skipped(
@@ -78,7 +78,7 @@ def huge_pages(machine: Machine) -> Finding:
 
 
 def _chosen(text: str | None) -> str | None:
-    """The word in brackets: "always [advise] never" -> "advise"."""
+    """Return the word in brackets, such as "advise" in "always [advise] never", or None without one."""
     word = re.search(r"\[(\w+)\]", text or "")
     return word[1] if word else None
 
@@ -100,7 +100,7 @@ def memlock(machine: Machine) -> Finding:
 
 
 def read_rate(nbytes: int, threads: int) -> float:
-    """GB/s at which threads read ``nbytes`` of shared memory, the best of a few times."""
+    """Return the GB/s at which ``threads`` threads read ``nbytes`` of shared memory, the best of a few runs."""
     from sglang_hybrid.ops.cpu import library
     from sglang_hybrid.protocol.region import SharedRegion
 

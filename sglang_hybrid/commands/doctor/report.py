@@ -1,4 +1,4 @@
-"""What a check finds, and all findings together."""
+"""The finding of one check, and the report of all findings."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 class Status(StrEnum):
     OK = "ok"
-    ADVICE = "advice"  # works, and would work better otherwise
-    PROBLEM = "problem"  # a server does not start, or gives up what this package is for
+    ADVICE = "advice"  # a server works, and a change would make the server faster or safer
+    PROBLEM = "problem"  # a server does not start, or does not use the GPU
     SKIPPED = "skipped"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found. ``to_do`` is one sentence, empty only where the status is ok."""
+    """What one check found. ``to_do`` is one sentence of advice, empty only if the status is ok."""
 
     status: Status
     found: str
@@ -47,7 +47,7 @@ def skipped(why: str, to_do: str) -> Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """Findings by the name of the check, in the order in which they were made."""
+    """Versions of software, and findings by the name of their check, in the order of the checks."""
 
     versions: Mapping[str, str | None]
     findings: Mapping[str, Finding]
@@ -60,7 +60,7 @@ class Report:
         return sum(finding.status is status for finding in self.findings.values())
 
     def as_json(self) -> dict[str, Any]:
-        """The object that ``--json`` prints; ``main.SCHEMA`` describes it."""
+        """Return the object that ``--json`` prints, as ``main.SCHEMA`` describes it."""
         return {
             "versions": dict(self.versions),
             "checks": [

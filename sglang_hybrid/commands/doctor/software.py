@@ -13,14 +13,14 @@ from sglang_hybrid.config import ConfigError
 from sglang_hybrid.integration.versions import INSTALLED, NEWEST_TESTED, OLDEST_TESTED
 from sglang_hybrid.ops.cpu import NativeError, library
 
-PYTHONS = ((3, 11), (3, 13))  # from the first, before the second; pyproject.toml says the same
+PYTHONS = ((3, 11), (3, 13))  # the first supported version, and the first unsupported one; as in pyproject.toml
 _FLASHINFER = "flashinfer-python"
 _PACKAGES = ("torch", "sglang", _FLASHINFER)
 _REBUILD = "Install the package again, or run python tools/build_native.py in a checkout."
 
 
 def versions(machine: Machine) -> dict[str, str | None]:
-    """Versions by name; None: not installed."""
+    """Return versions by the name of the software; None means not installed."""
     found = {"sglang-hybrid": __version__, "python": platform.python_version()}
     return found | {package: machine.version(package) for package in _PACKAGES} | {"torch's CUDA": gpu.torch_cuda()}
 
@@ -71,7 +71,7 @@ def sglang(machine: Machine) -> Finding:
 
 
 def flashinfer(machine: Machine) -> Finding:
-    """FlashInfer, which attends in prefill on a GPU, against the version that SGLang asks for."""
+    """Check FlashInfer, which computes prefill attention on a GPU, against the version that SGLang requires."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -88,7 +88,7 @@ def flashinfer(machine: Machine) -> Finding:
 
 
 def check_settings(machine: Machine) -> Finding:
-    """Settings of the environment; flags of a command line are checked by ``sglang-hybrid config``."""
+    """Check the settings of the environment. ``sglang-hybrid config`` checks flags of a command line."""
     try:
         config, sources = settings()
         host_settings.check(config, machine.host, sources)
@@ -110,7 +110,7 @@ def cpu_library(_machine: Machine) -> Finding:
 
 
 def hooks(machine: Machine) -> Finding:
-    """What ``sglang-hybrid check`` does, in a process of its own: importing SGLang can end a process."""
+    """Run ``sglang-hybrid check`` in its own process, because importing SGLang can end a process."""
     try:
         said = machine.run((sys.executable, "-m", "sglang_hybrid.cli", "check"))
     except CommandError as error:

@@ -1,4 +1,4 @@
-"""Results on disk, so that an interrupted report goes on where it stopped."""
+"""Results of experiments on disk, so that an interrupted report continues where it stopped."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from sglang_hybrid.commands.report.session.messages import plain
 
 
 def key_of(**parts: Any) -> str:
-    """A fingerprint of what a result depends on."""
+    """Return a fingerprint (16 hexadecimal digits) of ``parts``: everything that a result depends on."""
     return hashlib.sha256(json.dumps(plain(parts), sort_keys=True).encode()).hexdigest()[:16]
 
 
 class Cache:
-    """A JSON file for each result. A file that was made for something else, or is damaged, counts as none."""
+    """One JSON file per result. A damaged file, or a file with another key, counts as no result."""
 
     def __init__(self, folder: Path, *, fresh: bool = False) -> None:
-        """``fresh``: results of earlier reports do not count; those of this one do."""
+        """Use the files in ``folder``. With ``fresh``, ``get`` returns only results that this cache has written."""
         self._folder = folder
         self._fresh = fresh
         self._written: set[str] = set()
@@ -35,7 +35,7 @@ class Cache:
         return document if isinstance(document, dict) and document.get("key") == key else None
 
     def put(self, name: str, key: str, document: dict[str, Any]) -> None:
-        """All of it or nothing: a report may be killed at any time."""
+        """Write a result to a draft file, then rename the draft: a report may be killed at any time."""
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._path(name)
         draft = path.with_suffix(".part")

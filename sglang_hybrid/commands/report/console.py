@@ -1,4 +1,4 @@
-"""How far a report is, for the person at the terminal."""
+"""Progress of a report, for the person at the terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _STYLES = {"measured": "green", "arithmetic": "green", "skipped": "dim", "failed
 
 
 class ReportProgress:
-    """Two bars: experiments, and the measurement that runs. Where no bar is drawn, a line for each experiment."""
+    """Two progress bars (experiments, running measurement) at a terminal, and a line for each finished experiment."""
 
     def __init__(self, console: Console, experiments: int) -> None:
         self._console = console
@@ -32,7 +32,7 @@ class ReportProgress:
         self._progress.reset(self._one, description=f"{name}", total=1.0)
 
     def progress(self, text: str, part: float) -> None:
-        """``part``: 0 begins a new measurement."""
+        """Advance the running measurement's bar by ``part``, a share of 1. A sum above 1 restarts the bar."""
         done = self._progress.tasks[self._one].completed
         if done + part > 1.001:
             self._progress.reset(self._one, total=1.0)

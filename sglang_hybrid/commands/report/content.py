@@ -1,4 +1,4 @@
-"""What a report shows, apart from how a page or a Markdown file writes it down."""
+"""Content of a report: sections of figures, tables and notes, independent of HTML and Markdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure as Drawing
 
 @dataclass(frozen=True)
 class Figure:
-    name: str  # of its file, without an ending
+    name: str  # file name without extension
     caption: str
     drawing: Drawing
 
@@ -38,17 +38,17 @@ class Section:
     name: str
     title: str
     paper: str
-    question: str  # what the experiment answers, in a sentence
+    question: str  # question that the experiment answers, one sentence
     status: Literal["measured", "arithmetic", "skipped", "failed"]
     elements: tuple[Element, ...] = ()
-    settings: tuple[str, ...] = ()  # of the runs, one line each
-    command: str = ""  # that makes this section alone
-    origin: dict[str, Any] = field(default_factory=dict)  # commit, date, machine
-    seconds: float | None = None
+    settings: tuple[str, ...] = ()  # backend settings of the runs, one line each
+    command: str = ""  # command line that makes only this section
+    origin: dict[str, Any] = field(default_factory=dict)  # commit, date, machine, load average
+    seconds: float | None = None  # duration of the measurement
 
 
 @dataclass(frozen=True)
 class Report:
     title: str
-    facts: tuple[tuple[str, str], ...]  # name and value, on top of the page
+    facts: tuple[tuple[str, str], ...]  # (name, value) pairs at the top of the page
     sections: tuple[Section, ...]

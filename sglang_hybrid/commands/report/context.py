@@ -1,4 +1,4 @@
-"""What experiments are given: the model, the size, the policies that there are, and measurements to ask for."""
+"""Context of experiments: the model, the size, the registered policies, and sessions that make measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STOCK = "stock"
 
 
 class Session(Protocol):
-    """A loaded model that answers, see ``session.client``."""
+    """A loaded model that makes measurements on request; ``session.client.SessionProcess`` implements this protocol."""
 
     load: Load
 
@@ -46,27 +46,28 @@ class Context:
     out: Path
     cache: Cache
     device: str | None = None
-    codebooks: dict[str, Path] = field(default_factory=dict)  # "GROUPSxCENTROIDS" -> file
+    codebooks: dict[str, Path] = field(default_factory=dict)  # "GROUPS x CENTROIDS" -> file
     progress: Progress = lambda _text, _part: None
     start: StartSession = SessionProcess
     _session: Session | None = None
 
     def key(self, **parts: Any) -> str:
-        """Of a result on this machine with this model."""
+        """Return the cache key of a result that depends on this model, this machine, the policies and ``parts``."""
         return key_of(model=self.model.name, machine=self.machine, policies=self.policies, **parts)
 
     # -- sessions ----------------------------------------------------------------------------
 
     def session(self, settings: Sequence[str] = (), *, variants: Sequence[str] = ()) -> Session:
-        """A model whose settings may change. ``variants``: policies that will be asked of it.
+        """Return a session whose settings may change between measurements.
 
-        A policy that keeps codes of keys from prefill on has to be named in ``settings``.
+        ``variants`` names the policies to be measured; CUDA graphs are used if all of them have a CUDA program.
+        A policy that keeps codes of keys from prefill on must be named in ``settings``.
         """
         graphs = all(policy_named(name).cuda_program is not None for name in variants)
         return self._started(self._load("any", settings, self.size.text_tokens, 8, cuda_graphs=graphs))
 
     def served(self, policy: str, settings: Sequence[str]) -> Session:
-        """A model with the engine that a server with these settings has; ``stock``: SGLang's own."""
+        """Return a session with the engine of a server with these settings. ``stock`` is SGLang's own attention."""
         rows, tokens = max(self.size.speed_rows, *self.size.batches), self.size.speed_tokens
         if policy == STOCK:
             return self._started(self._load("stock", (), tokens, rows))
@@ -89,7 +90,7 @@ class Context:
         )
 
     def _started(self, load: Load) -> Session:
-        """The process that is there, if it has loaded the same; SGLang's processes do not share a GPU well."""
+        """Return the running session if it has loaded ``load``, else replace it: SGLang processes share a GPU badly."""
         if self._session is not None and (self._session.load != load or not self._session.is_alive):
             self.close()
         if self._session is None:
@@ -104,21 +105,21 @@ class Context:
             self._session.close()
             self._session = None
 
-    # -- speed, which several experiments show -----------------------------------------------
+    # -- speed measurements, shared by several experiments -----------------------------------
 
     def speed_settings(self, policy: str) -> list[str]:
-        """Of the backend, for runs that measure speed."""
+        """Return the backend settings for speed measurements of ``policy``; empty for stock SGLang."""
         if policy == STOCK:
             return []
         settings = [f"policy={policy}", f"budget_tokens={self.size.speed_budget}", "whole_requests=never"]
         if policy == "hgca":
             settings.append(f"hgca.window_tokens={max(64, self.size.rate_window)}")
         if policy == "scout" and self.has_gpu:
-            settings.append("prediction=raw")  # nothing has to be fitted first
+            settings.append("prediction=raw")  # raw prediction needs no fit
         return settings
 
     def speed_of(self, policy: str) -> dict[str, Any]:
-        """All speed measurements of a policy, made once while its model is loaded."""
+        """Return all speed measurements of a policy, from the cache or made in one session."""
         size, settings = self.size, self.speed_settings(policy)
         numbers = {name: value for name, value in dataclasses.asdict(size).items() if name.startswith(_SPEED_NUMBERS)}
         key, name = self.key(settings=settings, numbers=numbers), f"speed-{re.sub(r'[^a-z0-9-]', '-', policy)}"
@@ -142,7 +143,7 @@ class Context:
                 found["rate"] = self.ask(
                     session, "rate", prompt_tokens=size.rate_prompt, steps=size.rate_steps, bins=_RATE_BINS
                 )
-            found["load_average"] = [before, load_average()]  # experiments that show it may run much later
+            found["load_average"] = [before, load_average()]  # of this moment: experiments may show it much later
             self.cache.put(name, key, found)
         return found
 

@@ -1,4 +1,4 @@
-"""Drawings in one style: readable on a light and on a dark page, and without telling red from green."""
+"""Figures in one style: readable on a light and on a dark page, and without distinguishing red from green."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def legend(axes: Axes, **more: Any) -> None:
 
 
 def percent(axes: Axes, which: str = "y") -> None:
-    """Values are shares of one."""
+    """Label the ``x`` or ``y`` axis in percent. The plotted values are shares of 1."""
     axis = axes.yaxis if which == "y" else axes.xaxis
     axis.set_major_formatter(FuncFormatter(lambda value, _place: f"{100 * value:g} %"))
 
@@ -81,7 +81,7 @@ def token_axis(axes: Axes, tokens: Sequence[int], text: str) -> None:
 def grouped_bars(
     axes: Axes, groups: Sequence[str], series: Mapping[str, Sequence[float | None]], labels: str = "{:.2f}"
 ) -> None:
-    """A group for each name, a bar for each series. None: no bar."""
+    """Draw a group of bars per entry of ``groups`` and a bar per series in each group. None draws no bar."""
     width = 0.8 / max(1, len(series))
     for number, (name, values) in enumerate(series.items()):
         places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(groups))]
@@ -103,7 +103,7 @@ def heat_map(
     axes: Axes, values: Sequence[Sequence[float | None]], rows: Sequence[str], columns: Sequence[str], *,
     low: float, high: float, form: str = "{:.2f}", colours: str = HEAT,
 ) -> AxesImage:  # fmt: skip
-    """Returns what a colour bar is made for."""
+    """Draw ``values`` as coloured cells with numbers, None as an empty cell; return the image for ``colour_bar``."""
     grid = np.array([[math.nan if value is None else value for value in row] for row in values], dtype=float)
     image = axes.imshow(grid, cmap=colours, vmin=low, vmax=high, aspect="auto")
     axes.grid(visible=False)

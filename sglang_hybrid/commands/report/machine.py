@@ -1,4 +1,4 @@
-"""The machine that a report is made on, and the size of experiments that suits it."""
+"""The machine that makes a report, and the size of experiments that suits this machine."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from sglang_hybrid.host import GIB, this_host
 from sglang_hybrid.origin import origin
 
-_FULL_GIB = 64  # of memory beside a GPU: the KV cache of 64 rows
+_FULL_GIB = 64  # host memory that size full needs beside a GPU: the KV cache of 64 rows
 _SMALL_CORES, _SMALL_GIB = 8, 16
 
 
 def auto_size(gpus: int, cores: int, memory_bytes: int) -> str:
-    """full where there is a GPU with much host memory, small on a host with several cores, else tiny."""
+    """Return ``full`` for a GPU with much host memory, ``small`` for other GPUs and large CPU hosts, else ``tiny``."""
     if gpus and memory_bytes >= _FULL_GIB * GIB:
         return "full"
     if gpus or (cores >= _SMALL_CORES and memory_bytes >= _SMALL_GIB * GIB):
@@ -27,7 +27,7 @@ def size_of_this_machine() -> str:
 
 
 def describe() -> dict[str, Any]:
-    """Commit, date and machine of a result, as other results of this package have them."""
+    """Return commit, date and machine of a result, in the format of this package's other results."""
     host, found = this_host(), origin()
     machine = {**found["machine"], "cores": host.cpus, "memory_gib": round(host.memory / GIB, 1)}
     return {**{key: found[key] for key in ("commit", "uncommitted_changes", "date", "python")}, "machine": machine}
@@ -40,5 +40,5 @@ def in_words(machine: dict[str, Any]) -> str:
 
 
 def load_average() -> float:
-    """Of the last minute: programs that wanted a core."""
+    """Return the mean number of tasks that ran or waited for a core in the last minute."""
     return round(os.getloadavg()[0], 1)

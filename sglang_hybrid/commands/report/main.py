@@ -1,4 +1,4 @@
-"""``sglang-hybrid report``."""
+"""``sglang-hybrid report``: command line, and the two files that the command writes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 1 where an experiment failed."""
+    """Run the command and return the exit status: 1 if an experiment failed, 2 for a wrong command line."""
     options = parse(arguments)
     try:
         if options.list:
@@ -109,7 +109,7 @@ def _short(value: object) -> str:
 
 
 def chosen(only: str | None) -> list[Experiment]:
-    """Raises InputError."""
+    """Return the experiments that ``only`` names, or all for None. Raise InputError for an unknown name."""
     from sglang_hybrid.commands.report.experiments import EXPERIMENTS
 
     if only is None:
@@ -123,7 +123,10 @@ def chosen(only: str | None) -> list[Experiment]:
 
 
 def write_report(options: argparse.Namespace, start: StartSession | None = None) -> int:
-    """The exit status. ``start``: in place of a process with a model, for tests. Raises InputError."""
+    """Run the chosen experiments, write the HTML page and the Markdown file, and return the exit status.
+
+    ``start`` replaces the process that holds the model, for tests. Raises InputError for wrong options.
+    """
     from rich.console import Console
 
     from sglang_hybrid.commands.report.console import ReportProgress
@@ -176,7 +179,7 @@ def _context(options: argparse.Namespace, console: object, start: StartSession |
 
 
 def _codebooks(paths: Sequence[Path]) -> dict[str, Path]:
-    """By groups and centroids. Raises InputError."""
+    """Return the codebook files by their shape, ``GROUPS x CENTROIDS``. Raise InputError for an unusable file."""
     if not paths:
         return {}
     try:
@@ -194,7 +197,7 @@ def _codebooks(paths: Sequence[Path]) -> dict[str, Path]:
 
 
 def _command(options: argparse.Namespace, size: str) -> list[str]:
-    """That makes the same report anew, without --only."""
+    """Return the command line that repeats this report, without --only and with file names in place of paths."""
     command = ["sglang-hybrid", "report", "--size", size]
     for setting in options.set:
         command += ["--set", setting]
@@ -210,7 +213,7 @@ def _command(options: argparse.Namespace, size: str) -> list[str]:
 
 
 def _texts(size: Size) -> str:
-    """What perplexity and KL are measured on: how much a number can mean."""
+    """Describe the texts on which perplexity and KL are measured, so that a reader can judge the numbers."""
     return (
         f"{size.windows} places in Python's language reference, {size.prompt_tokens} tokens before each, "
         f"{size.decode_tokens - 1} decode steps behind it"

@@ -69,13 +69,13 @@ def _heading(section: Section) -> str:
 
 
 def _anchor(section: Section) -> str:
-    """As GitHub makes them of headings."""
+    """Return the anchor that GitHub makes of the section's heading."""
     kept = (letter for letter in _heading(section).lower().replace(" ", "-") if letter.isalnum() or letter in "-_")
     return "".join(kept)
 
 
 def _plain(text: str) -> str:
-    """One line that Markdown does not take for markup."""
+    """Return ``text`` as one line, with the characters escaped that Markdown takes for markup."""
     line = " ".join(text.split())
     for mark in ("\\", "`", "*", "_", "<", "[", "]"):
         line = line.replace(mark, f"\\{mark}")

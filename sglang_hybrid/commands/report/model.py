@@ -27,7 +27,7 @@ class Model:
 
 
 def read_model(path: Path) -> Model:
-    """Raises InputError."""
+    """Read a model's shape from config.json. Raise InputError if the file cannot be read or lacks a value."""
     try:
         config = read_config(str(path))
     except Refused as error:

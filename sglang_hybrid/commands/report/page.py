@@ -1,4 +1,4 @@
-"""A report as one HTML file: nothing is loaded from elsewhere."""
+"""A report as one HTML file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _details(section: Section) -> str:
 
 
 def origin_facts(section: Section) -> list[tuple[str, str]]:
-    """Commit, date and machine of one section, in words."""
+    """Return commit, date, machine, duration and load average of a section as (name, text) pairs."""
     origin: dict[str, Any] = section.origin
     if not origin:
         return []

@@ -1,6 +1,6 @@
-"""What the papers report, each value with the table, figure or section that it stands in.
+"""Numbers that the papers report, each with the table, figure or section that contains it.
 
-Only numbers that a paper writes out: values that can merely be read off a plot are not here.
+Only numbers that a paper prints are listed. Values that could only be read off a plot are left out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class Paper:
     name: str
     title: str
-    setup: str  # model and machine of its numbers
+    setup: str  # models and machines behind the paper's numbers
 
 
 SCOUTATTENTION = Paper(
@@ -34,7 +34,7 @@ HCATTENTION = Paper(
 
 @dataclass(frozen=True)
 class Source:
-    """Where in a paper a number stands."""
+    """The table, figure or section of a paper that contains a number."""
 
     paper: Paper
     place: str
@@ -58,14 +58,14 @@ def _scout(value: float, place: str) -> Number:
 SCOUT_RATIO_MEAN = _scout(0.082, "section 3.4 and figure 6b")  # CPU compute ratio with recall
 SCOUT_RATIO_THRESHOLD = _scout(0.12, "section 3.4")  # beta
 SCOUT_RECALL_INTERVAL = _scout(8.7, "section 3.4")  # steps, mean over layers
-SCOUT_CHANGED_BLOCKS = _scout(0.15, "section 3.2 and figure 6a")  # at most, between two tokens
-SCOUT_ACCURACY_LOSS = {  # of LongBench's mean against full attention, by budget in tokens
+SCOUT_CHANGED_BLOCKS = _scout(0.15, "section 3.2 and figure 6a")  # largest share that changes between two tokens
+SCOUT_ACCURACY_LOSS = {  # loss of LongBench's mean against full attention, by budget in tokens
     1024: _scout(0.025, "section 4.2 and figure 7"),
     2048: _scout(0.021, "section 4.2 and figure 7"),
 }
 SCOUT_SPEED_UP_64K = _scout(5.1, "section 4.3 and figure 8")  # over FullKV at 64k tokens
 SCOUT_SPEED_UP_OTHERS = _scout(2.1, "section 4.3 and figure 8")  # at most, over HGCA and InfiniGen
-SCOUT_BATCH_SCALING = {  # throughput over that of the batch before, 32k tokens: (from, to) -> policy
+SCOUT_BATCH_SCALING = {  # throughput over the throughput of the smaller batch, 32k tokens: (from, to) -> policy
     (16, 32): {
         "scoutattention": _scout(1.78, "section 4.3 and figure 9"),
         "hgca": _scout(1.31, "section 4.3 and figure 9"),
@@ -80,11 +80,11 @@ SCOUT_IDLE = {  # share of a step in which the GPU waits for the CPU or for PCIe
     "infinigen": _scout(0.61, "section 4.3 and figure 11"),
     "scoutattention": _scout(0.06, "section 4.3 and figure 11"),
 }
-SCOUT_ABLATION = {  # factor of throughput
+SCOUT_ABLATION = {  # factor by which each part raises throughput
     "pre-computation": _scout(1.39, "section 4.3 and figure 12"),
     "periodic recall": _scout(1.20, "section 4.3 and figure 12"),
 }
-SCOUT_COSINES = {  # of predicted and real queries
+SCOUT_COSINES = {  # cosines of predicted and real queries
     "Qwen3-8B": _scout(0.94, "table 1"),
     "Gemma-3-12B": _scout(0.93, "table 1"),
     "Llama-3.1-8B": _scout(0.96, "table 1"),
@@ -97,7 +97,8 @@ SCOUT_COSINES = {  # of predicted and real queries
 HGCA_PERPLEXITY_SOURCE = Source(HGCA, "table 1")
 HGCA_BETAS = (0.25, 0.5, 0.75, 1.0)
 HGCA_RATIOS = (0.25, 0.5, 0.75)  # share of the KV cache that the GPU holds
-HGCA_PERPLEXITY: dict[str, tuple[float, tuple[tuple[float, ...], ...]]] = {  # full attention; [ratio][beta]
+# model -> perplexity of full attention, and perplexities [ratio][beta]
+HGCA_PERPLEXITY: dict[str, tuple[float, tuple[tuple[float, ...], ...]]] = {
     "OPT-6.7B": (19.12, ((19.42, 19.17, 19.02, 19.12), (19.17, 19.12, 19.09, 19.09), (19.12, 19.17, 19.17, 19.20))),
     "OPT-13B": (17.69, ((17.97, 18.05, 18.08, 17.94), (17.77, 17.80, 17.80, 17.83), (17.69, 17.69, 17.69, 17.72))),
     "OPT-30B": (16.78, ((19.97, 19.92, 19.78, 19.70), (16.91, 16.78, 16.78, 16.75), (18.33, 27.83, 19.42, 18.47))),
@@ -132,5 +133,5 @@ HC_LONGBENCH: dict[str, dict[str, float]] = {  # mean by share of the KV cache o
     "Llama-2-7B-32K": {"100 %": 42.0, "50 %": 42.0, "25 %": 41.5, "12.5 %": 40.0},
 }
 HC_LONGEST_SOURCE = Source(HCATTENTION, "section 4.2")
-HC_LONGEST_TOKENS = 4_000_000  # of Llama-3-8B on one GPU of 80 GB
+HC_LONGEST_TOKENS = 4_000_000  # context of Llama-3-8B on one GPU of 80 GB
 HC_LONGEST_GB = 80

@@ -1,4 +1,4 @@
-"""Runs experiments one after the other: what is cached is not measured again, what fails does not stop the others."""
+"""Runs experiments one after another. Cached results are not measured again; a failure does not stop the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_hybrid.commands.report.session.client import MeasurementError
 
 
 class Watcher(Protocol):
-    """Shows how far a report is."""
+    """Receiver of a report's progress; ``console.ReportProgress`` implements this protocol."""
 
     def begins(self, name: str) -> None: ...
 
@@ -28,7 +28,11 @@ class Watcher(Protocol):
 def run_all(
     experiments: Sequence[Experiment], context: Context, watcher: Watcher, command: Sequence[str]
 ) -> list[Section]:
-    """Sections in the order of ``experiments``. ``command``: the command line without --only."""
+    """Run all experiments and return their sections in the order of ``experiments``.
+
+    Experiments run in the order of ``ORDER``, so that those with the same session follow each other. ``command`` is
+    the command line without --only.
+    """
     context.progress = watcher.progress
     sections: dict[str, Section] = {}
     try:
@@ -43,7 +47,10 @@ def run_all(
 
 
 def run_one(experiment: Experiment, context: Context, command: Sequence[str]) -> Section:
-    """Whatever happens, a section comes of it. KeyboardInterrupt goes through: what is done is in the cache."""
+    """Run one experiment and return its section: measured, skipped or failed.
+
+    KeyboardInterrupt is not caught: finished results are in the cache.
+    """
     facts: dict[str, Any] = {
         "name": experiment.name, "title": experiment.title, "paper": experiment.paper, "question": experiment.question,
         "command": shlex.join([*command, "--only", experiment.name]),
@@ -55,7 +62,7 @@ def run_one(experiment: Experiment, context: Context, command: Sequence[str]) ->
         shown = experiment.draw(document["result"])
     except MeasurementError as error:
         return Section(**facts, status="failed", elements=(Note(str(error)),))
-    except Exception as error:  # a report is long: one mistake must not cost the rest
+    except Exception as error:  # a report takes long: one failure must not cost the other results
         return Section(**facts, status="failed", elements=(Note(f"{type(error).__name__}: {error}"),))
     return Section(
         **facts,
@@ -81,12 +88,12 @@ def _result(experiment: Experiment, context: Context) -> dict[str, Any]:
         seconds = round(time.monotonic() - begin, 1)
         document = {"experiment": experiment.name, "origin": origin, "seconds": seconds, "result": result}
         context.cache.put(experiment.name, key, document)
-        document = context.cache.get(experiment.name, key) or document  # drawn from what a later report would read
+        document = context.cache.get(experiment.name, key) or document  # a later report would draw from the same file
     return document
 
 
 def _with_load(shown: Shown, document: dict[str, Any]) -> tuple[Any, ...]:
-    """Says where other programs wanted the same cores while speed was measured."""
+    """Return the elements, with a warning if other programs used the cores while speed was measured."""
     measured = [document["origin"], *document["result"].get("speeds", [])]
     load = max(value for one in measured for value in one.get("load_average") or [0])
     cores = document["origin"]["machine"]["cores"]

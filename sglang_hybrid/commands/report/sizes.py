@@ -1,4 +1,4 @@
-"""How large the experiments are: every number of a size in one place."""
+"""Sizes of the experiments (tiny, small, full): every number of a size in one place."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from sglang_hybrid.commands.eval.errors import InputError
 from sglang_hybrid.policies.scout.tuning import FIRST_STEPS
 
 _SPARE_TOKENS = 64
-_WARM_STEPS = FIRST_STEPS + 1  # the first steps of a row are not like all others
+_WARM_STEPS = FIRST_STEPS + 1  # a row's first steps do more work than all others, so they are not timed
 
 
 @dataclass(frozen=True)
 class Size:
     """Tokens, rows and steps of all experiments."""
 
-    # accuracy: places in a text, tokens before each and decoded behind it
+    # accuracy: windows of a text, prompt tokens of each window and tokens decoded after the prompt
     windows: int
     prompt_tokens: int
     decode_tokens: int
-    budget: int  # tokens, where an experiment has one budget
+    budget: int  # in tokens, for experiments with one budget
     budgets: tuple[int, ...]
     # needles
     lengths: tuple[int, ...]
@@ -33,10 +33,10 @@ class Size:
     # cosines
     fit_windows: int
     fit_tokens: int
-    calibrates: int  # 1: the ablation has a predictor that is fitted first, which takes minutes on a CPU
-    # speed: prompts with one row, then batches of one length
+    calibrates: int  # 1: the ablation includes a calibrated predictor, whose fit takes minutes on a CPU
+    # speed: a sweep over prompt lengths, then a sweep over batches of one length
     speed_lengths: tuple[int, ...]
-    speed_rows: int  # of the sweep over lengths
+    speed_rows: int  # rows in the sweep over lengths
     batches: tuple[int, ...]
     batch_length: int
     speed_budget: int
@@ -45,7 +45,7 @@ class Size:
     # one long answer
     rate_prompt: int
     rate_steps: int
-    rate_window: int  # tokens that HGCA attends densely
+    rate_window: int  # tokens in HGCA's dense window
     # HCAttention
     taus: tuple[float, ...]
     # HGCA
@@ -53,7 +53,7 @@ class Size:
     betas: tuple[float, ...]
 
     def within(self, context: int) -> Size:
-        """The same for a model whose context is shorter than some of the numbers."""
+        """Return this size with lengths and budgets reduced to fit a model with ``context`` tokens."""
         most = context - _SPARE_TOKENS
         prompt = min(self.prompt_tokens, most - max(self.decode_tokens, self.ratio_steps))
         return dataclasses.replace(
@@ -74,7 +74,7 @@ class Size:
 
     @property
     def text_tokens(self) -> int:
-        """Tokens of the KV cache that the accuracy experiments need at once."""
+        """Number of KV cache tokens that the accuracy experiments need at once."""
         text = self.windows * (self.prompt_tokens + max(self.decode_tokens, self.ratio_steps) + _SPARE_TOKENS)
         return max(text, 4 * (max(self.lengths, default=0) + 2 * _SPARE_TOKENS), self.fit_tokens)
 
@@ -85,7 +85,7 @@ class Size:
         return max(lengths, max(self.batches) * (self.batch_length + each), self.rate_prompt + self.rate_steps + each)
 
     def changed(self, settings: Sequence[str]) -> Size:
-        """``settings``: name=value, lists with commas. Raises InputError."""
+        """Return this size with NAME=VALUE settings applied (lists with commas). Raise InputError for a wrong one."""
         changes: dict[str, Any] = {}
         for setting in settings:
             name, equals, text = setting.partition("=")
@@ -97,7 +97,7 @@ class Size:
 
 
 def _parsed(setting: str, text: str, like: Any) -> Any:
-    """A number, or several where the size has several."""
+    """Return ``text`` as a number, or as a tuple of numbers if ``like`` is a tuple. Raise InputError otherwise."""
     kind = type(like[0]) if isinstance(like, tuple) else type(like)
     try:
         values = tuple(kind(part) for part in text.split(",") if part)
@@ -109,7 +109,7 @@ def _parsed(setting: str, text: str, like: Any) -> Any:
 
 
 def _fitting(budget: int, prompt: int) -> int:
-    """A budget below the prompt: above it nothing is selected."""
+    """Return ``budget`` reduced below ``prompt`` tokens: with a budget above the prompt, nothing is selected."""
     return min(budget, max(160, prompt // 2 // 32 * 32))
 
 

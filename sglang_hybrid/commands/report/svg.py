@@ -1,4 +1,4 @@
-"""Drawings as SVG text: beside a Markdown file, or inside a page."""
+"""Drawings as SVG text: for a file beside a Markdown report, or inside an HTML page."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from matplotlib.figure import Figure as Drawing
 
 from sglang_hybrid.commands.report.figures import INK
 
-_PIXELS = 1.36  # of a point: text of all figures is as large as that of tables
+_PIXELS = 1.36  # CSS pixels per point: makes the text of figures as large as the text of tables
 _ID = re.compile(r'\bid="([^"]+)"')
 
 
 def svg_of(drawing: Drawing, name: str) -> str:
-    """One ``<svg>`` element. The same drawing gives the same text: nothing is dated, nothing random."""
+    """Return a drawing as one ``<svg>`` element. Equal drawings give equal text: no dates, no random identifiers."""
     text = io.StringIO()
     options: dict[Any, Any] = {"svg.hashsalt": name, "svg.fonttype": "none", "font.family": "sans-serif"}
     with mpl.rc_context(options):
@@ -26,14 +26,17 @@ def svg_of(drawing: Drawing, name: str) -> str:
 
 
 def as_file(svg: str) -> str:
-    """With a white ground: viewers of files show no page behind it."""
+    """Return the text of an SVG file with a white background: file viewers show no page behind the drawing."""
     ground = '<rect width="100%" height="100%" fill="#ffffff"/>'
     opened = svg.index(">", svg.index("<svg")) + 1
     return f'<?xml version="1.0" encoding="utf-8"?>\n{svg[:opened]}{ground}{svg[opened:]}\n'
 
 
 def inlined(svg: str, name: str, text: str) -> str:
-    """For a page: text in the page's colour, identifiers of its own, as wide as the page. ``text`` is escaped."""
+    """Return ``svg`` for an HTML page: in the page's text colour, with identifiers prefixed by ``name``.
+
+    The drawing shrinks with the page. ``text`` is the description for screen readers and must be escaped already.
+    """
     found = set(_ID.findall(svg))
     svg = _ID.sub(lambda match: f'id="{name}-{match[1]}"', svg)
     svg = re.sub(r'href="#([^"]+)"', lambda match: f'href="#{name}-{match[1]}"' if match[1] in found else match[0], svg)

@@ -1,4 +1,4 @@
-"""Parts as a .tar.gz file that tells nothing about who made it."""
+"""Writes the parts of a report as a .tar.gz file without the names of its maker."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def default_name() -> Path:
 
 
 def write(path: Path, parts: Sequence[Part]) -> None:
-    """Write a new file that only its owner can read. Raises OSError, also where there is a file already."""
+    """Write a new archive that only its owner can read. Raise OSError if the file exists or cannot be written."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
         for part in parts:
             data = part.text.encode()
-            entry = tarfile.TarInfo(f"{FOLDER}/{part.name}")  # of user 0 without a name
+            entry = tarfile.TarInfo(f"{FOLDER}/{part.name}")  # owned by user 0 without a name
             entry.size, entry.mode, entry.mtime = len(data), 0o600, int(time.time())
             archive.addfile(entry, io.BytesIO(data))

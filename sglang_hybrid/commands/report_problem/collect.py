@@ -1,4 +1,4 @@
-"""The parts of a report. A part that cannot be had says why: what is broken may be what the report is about."""
+"""Collects the parts of a report. A part that fails contains its error, which may be the problem to be reported."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from sglang_hybrid.ops.cpu.library import FILE
 from sglang_hybrid.ops.cuda import build as cuda_build
 from sglang_hybrid.ops.cuda import sources, toolchain
 
-LOG_BYTES = 1 << 20  # of the end of a log
-_DOCTOR_SECONDS = 600  # for a command that hangs: a measurement on a busy machine may take minutes
-# variables that change what a server does; all others stay out
+LOG_BYTES = 1 << 20  # bytes kept of the end of a log
+_DOCTOR_SECONDS = 600  # time limit of a command that hangs: a measurement on a busy machine may take minutes
+# prefixes of variables that change what a server does; all other variables are left out
 _VARIABLES = (
     "SGLANG_", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "PYTORCH_", "TRITON_", "FLASHINFER_", "OMP_", "MKL_", "KMP_",
     "MALLOC_", "LD_", "HF_", "TRANSFORMERS_", "PYTHON", "CXX", "MOONCAKE_", "XDG_CACHE_HOME",
@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Wanted:
-    """``settings``: flags of the server that settings come from, as ``sglang-hybrid config`` takes them."""
+    """What to collect. ``settings``: the server's flags for settings, as ``sglang-hybrid config`` takes them."""
 
     log: Path | None = None
     quick: bool = False
@@ -51,7 +51,7 @@ class Wanted:
 
 
 def parts(wanted: Wanted, redactor: Redactor, tell: Callable[[str], None] = lambda _: None) -> Iterator[Part]:
-    """Collect the parts one after the other; ``tell`` is given what comes next."""
+    """Collect the parts one after another. ``tell`` is called with the name of each step before the step."""
     tell("versions")
     yield _json("versions.json", "versions of Python, system and all packages", versions, redactor)
     tell("doctor")
@@ -106,7 +106,10 @@ def _distribution() -> str | None:
 
 
 def run_doctor(quick: bool) -> dict[str, Any]:
-    """What ``doctor --json`` prints, from a process of its own: kernels that crash end only that."""
+    """Return what ``doctor --json`` prints. Doctor runs in its own process, because a kernel may crash.
+
+    Raises RuntimeError if doctor fails.
+    """
     done = _ours("doctor", "--json", *(["--quick"] if quick else []))
     if done.returncode not in (0, 1) or not done.stdout.strip():
         raise RuntimeError(f"doctor ended with status {done.returncode}: {done.stderr.strip()[-2000:]}")
@@ -131,7 +134,7 @@ def doctor_table(found: dict[str, Any]) -> str:
 
 
 def settings(flags: Sequence[str]) -> str:
-    """What ``config`` prints, or its complaint."""
+    """Return what ``sglang-hybrid config`` prints for ``flags``: the settings, or an error."""
     done = _ours("config", *flags)
     return (done.stdout or done.stderr).strip()
 
@@ -146,8 +149,8 @@ def environment() -> dict[str, str]:
 
 
 def kernels() -> dict[str, Any]:
-    """Files and compilers. Whether the library loads, and which variant is used, is in doctor's checks."""
-    built_from = FILE.with_name(".built-from")  # of a checkout
+    """Return files and compilers of the kernels. Doctor checks whether the library loads and which variant is used."""
+    built_from = FILE.with_name(".built-from")  # exists only in a checkout
     return {
         "cpu": {
             "library": _file(FILE) if FILE.is_file() else None,
@@ -182,12 +185,12 @@ def _file(path: Path) -> dict[str, Any]:
 
 
 def end_of(log: Path) -> str:
-    """The last lines of a log. Raises OSError."""
+    """Return the last lines of a log, at most ``LOG_BYTES``. Raise OSError if the log cannot be read."""
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - LOG_BYTES))
         text = file.read().decode(errors="replace")
     if size <= LOG_BYTES:
         return text
-    _, _, lines = text.partition("\n")  # the first one begins somewhere in its middle
+    _, _, lines = text.partition("\n")  # the first line is incomplete
     return f"(the first {size - LOG_BYTES} bytes are left out)\n{lines}"

@@ -1,4 +1,4 @@
-"""``sglang-hybrid report-problem``: command line and what a person sees."""
+"""``sglang-hybrid report-problem``: command line and printed output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 1 where the archive cannot be written."""
+    """Run the command and return its exit status: 1 if the archive cannot be written."""
     parser = argparse.ArgumentParser(
         prog="sglang-hybrid report-problem",
         description=_DESCRIPTION,
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--log {options.log}: there is no such file")
     if options.out is not None and (options.out.exists() or not options.out.absolute().parent.is_dir()):
         found = "there is a file already" if options.out.exists() else "there is no such directory"
-        parser.error(f"--out {options.out}: {found}")  # now, not after half a minute
+        parser.error(f"--out {options.out}: {found}")  # checked now, because collecting takes half a minute
     given = [*(("--hybrid-config", str(options.hybrid_config)) if options.hybrid_config else ())]
     given += [part for setting in options.hybrid for part in ("--hybrid", setting)]
     try:

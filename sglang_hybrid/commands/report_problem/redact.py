@@ -1,7 +1,7 @@
-"""Remove from texts what must not leave the machine: keys, tokens, passwords, names of the user and of the host.
+"""Removes from texts what must not leave the machine: keys, tokens, passwords, names of the user and of the host.
 
-Secrets are found by the names before them, by their own forms, and by the values of environment variables with such
-names. This is a help for careful people and no guarantee: a password in the middle of a sentence looks like a word.
+Secrets are found by the names in front of them, by their own patterns, and as values of environment variables with
+such names. Redaction helps careful people and guarantees nothing: a password in a sentence looks like a word.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 REMOVED = "[removed]"
-_LEAST = 4  # characters of a name or value that is replaced wherever it stands
-_COMMON = {"root", "user", "users", "home", "admin", "test", "localhost"}  # words that tell nothing about anybody
+_LEAST = 4  # minimum characters of a name or value that is replaced in all texts
+_COMMON = {"root", "user", "users", "home", "admin", "test", "localhost"}  # names that identify nobody
 
-# Of a variable, flag or key whose value is a secret. Counts of tokens have other names, but for SGLang's "#token: 812".
+# Name of a variable, flag or key whose value is a secret. Counts of tokens have other names, except SGLang's
+# "#token: 812", which _ASSIGNED excludes.
 _NAME = (
     r"[\w.-]*(?:api[_-]?key|secret|passw(?:or)?d|passphrase|credentials?|private[_-]?key|access[_-]?key)[\w-]*"
     r"|(?:[\w.-]*[_-])?token|authorization|(?:set-)?cookie"
 )
 _VALUE = r"\"[^\"\n]*\"|'[^'\n]*'|[^\s\"',;)}\]]+"
-_SAME = {"none", "null", "true", "false", '""', "''"}  # values that say only whether there is a secret
+_SAME = {"none", "null", "true", "false", '""', "''"}  # values that only say whether there is a secret: not replaced
 
 _IS_NAME = re.compile(_NAME, re.IGNORECASE)
 _SCHEME = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE)
@@ -45,7 +46,7 @@ _HOMES = re.compile(r"(/(?:home|Users)/)[\w.-]+")
 
 @dataclass(frozen=True)
 class Redactor:
-    """``secrets``: values to remove wherever they stand. ``names``: texts and what replaces them, as whole words."""
+    """Redacts texts. ``secrets``: values removed wherever they occur. ``names``: whole words and their replacements."""
 
     secrets: tuple[str, ...] = ()
     names: Mapping[str, str] | None = None
@@ -74,7 +75,7 @@ class Redactor:
         return _HOMES.sub(r"\1USER", text)
 
     def value(self, value: Any) -> Any:
-        """The same for what JSON can hold."""
+        """Return a JSON value with all its texts redacted. The value of a key that names a secret is removed whole."""
         if isinstance(value, dict):
             return {
                 self.text(str(key)): REMOVED if item and _IS_NAME.fullmatch(str(key)) else self.value(item)
@@ -101,5 +102,5 @@ def _home(environment: Mapping[str, str]) -> str:
 def _user(environment: Mapping[str, str]) -> str:
     try:
         return environment.get("USER") or environment.get("LOGNAME") or getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
+    except (KeyError, OSError):  # in a container the user may have no name
         return ""

@@ -1,4 +1,4 @@
-"""The answer of ``sglang-hybrid size`` as plain values: the table and the JSON document are made from it."""
+"""The answer of ``sglang-hybrid size`` as plain values, from which the table and the JSON document are made."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from sglang_hybrid.memory.device_capacity import DevicePlan
 
 
 def answer_of(sizing: Sizing, rates: Rates, context: int, answer: int) -> dict[str, Any]:
-    """Raises CapacityError for host memory that a server would refuse."""
+    """Return the answer for requests of ``context`` prompt tokens and ``answer`` answer tokens.
+
+    Raises CapacityError for host memory that a server would refuse.
+    """
     stock, hybrid = sizing.stock(), sizing.hybrid()
     model, machine, config = sizing.model, sizing.machine, sizing.config
-    typical = context + answer // 2  # in the middle of an answer
+    typical = context + answer // 2  # tokens of a request in the middle of its answer
     gpus = machine.gpus
     alone = {
         "stock": stock_step(model, 1, typical, rates, gpus=gpus),
@@ -74,7 +77,7 @@ def _rate(step: StepEstimate) -> dict[str, Any]:
     }
 
 
-# -- bytes by kind, of one GPU unless the key says host ----------------------------------------------------------------
+# -- bytes by kind, per GPU unless the key says host -------------------------------------------------------------------
 
 
 def _stock_bytes(sizing: Sizing, requests: Requests) -> dict[str, int]:
@@ -99,7 +102,7 @@ def _hybrid_bytes(sizing: Sizing, requests: Requests) -> dict[str, int]:
 
 
 def _with_rest(sizing: Sizing, taken: dict[str, int]) -> dict[str, int]:
-    """Adds what SGLang keeps for graphs and activations, and what nothing uses."""
+    """Return ``taken`` with SGLang's reserve for graphs and activations, and the unused rest, added."""
     memory = sizing.machine.gpu_bytes
     reserve = memory - int(memory * sizing.machine.mem_fraction_static)
     return taken | {"graphs_and_reserve": reserve, "unused": max(0, memory - reserve - sum(taken.values()))}
@@ -113,14 +116,14 @@ def _assumptions(sizing: Sizing, rates: Rates) -> dict[str, Any]:
     return {
         "mem_fraction_static": sizing.machine.mem_fraction_static,
         "rates_of": committed.MACHINE,
-        "rates_given": given,  # instead
+        "rates_given": given,  # rates that the user gave instead
         "missed_share_of_budget": decode_rate.MISSED_SHARE,
         "recalled_share_of_budget": decode_rate.RECALLED_SHARE,
     }
 
 
 def _serve(sizing: Sizing, hybrid: Requests) -> list[str]:
-    """Flags for which the numbers hold."""
+    """Return the flags of ``sglang-hybrid serve`` for which the numbers hold; empty if no request fits."""
     machine = sizing.machine
     flags = ["--max-running-requests", str(hybrid.count), "--context-length", str(sizing.tokens)]
     flags += ["--mem-fraction-static", f"{machine.mem_fraction_static:g}"]

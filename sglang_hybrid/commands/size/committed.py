@@ -1,4 +1,4 @@
-"""Committed results that the estimate of a step is fitted to, and how far the estimate is from each of them.
+"""Committed results to which the estimate of a decode step is fitted, and the estimate's error for each result.
 
 Wheels do not contain bench/results, so the measured times are repeated here; a test compares them with the files.
 """
@@ -31,16 +31,16 @@ _HOT_TOKENS = 4 * _BUDGET
 
 @dataclass(frozen=True)
 class Measured:
-    """One point of a file in bench/results."""
+    """One measured decode step of a file in bench/results."""
 
     file: str
     tokens: int
     rows: int
     step_ms: float
     hybrid: bool = False
-    most_rows: int = 64  # that the server had slots for
+    most_rows: int = 64  # rows that the server had slots for
     variant: str = ""
-    scores_all: bool = True  # False: all blocks at every 4th step, four budgets of them in between
+    scores_all: bool = True  # False: every 4th step scored all blocks, the steps in between blocks of four budgets
 
     @property
     def server(self) -> bool:
@@ -60,7 +60,7 @@ class Measured:
 
     @property
     def error(self) -> float:
-        """Relative: above 0, the estimate is too slow."""
+        """Relative error of the estimate. Above 0, the estimated step is longer than the measured one."""
         return self.estimated_ms / self.step_ms - 1
 
 
@@ -70,7 +70,7 @@ def _model(file: str) -> ModelShape:
 
 
 def _qwen(step_ms: float, *settings: str) -> Measured:
-    """48 rows of real text. Variants that do not say otherwise scored all blocks at every 4th step."""
+    """Return a result with 48 rows of real text. Without scout.score_interval=1 every 4th step scored all blocks."""
     scores_all = "scout.score_interval=1" in settings
     return Measured(QWEN_STEPS, 30720, 48, step_ms, True, 48, ",".join(settings), scores_all)
 
@@ -112,7 +112,7 @@ RESULTS = (
 
 _SHARED = "rows share 8 prompts, so caches help (the file's notes); 8 unshared rows of 32k, as many bytes, take 4.57 ms"
 _ABLATION = "a part of the backend was switched off"
-LEFT_OUT = {  # the estimate is of rows with prompts of their own and of a whole backend
+LEFT_OUT = {  # the estimate assumes that rows share no prompts and that no part of the backend is off
     Measured(SERVERS, 8192, 32, 3.438): _SHARED,
     Measured(SERVERS, 16384, 16, 3.887): _SHARED,
     Measured(SERVERS, 32768, 62, 13.595, hybrid=True, variant="no prediction"): _ABLATION,
@@ -124,7 +124,7 @@ MOST_ROWS = max(one.rows for one in RESULTS if one.hybrid)
 
 
 def error_ranges(*, hybrid: bool) -> dict[str, tuple[float, float]]:
-    """The smallest and the largest error in each file."""
+    """Return the smallest and the largest relative error per file, of the hybrid or of the stock results."""
     ranges: dict[str, tuple[float, float]] = {}
     for one in (one for one in RESULTS if one.hybrid == hybrid):
         lowest, highest = ranges.get(one.file, (one.error, one.error))

@@ -5,7 +5,7 @@
     worker  missed blocks / what the worker reads of host memory
     PCIe    recalled blocks / what copies bring
 
-A step takes as long as the slowest of the three, and a server adds what its scheduler takes between two steps. The
+A step takes as long as the slowest of the three, and a server adds the time of its scheduler between two steps. The
 constants are fitted to committed results (``committed.py``).
 """
 
@@ -23,7 +23,7 @@ from sglang_hybrid.memory.device_capacity import page_bytes, rows_of, whole_requ
 
 @dataclass(frozen=True)
 class Rates:
-    """Hardware. The defaults are those of the machine that the committed results come from."""
+    """Bandwidths of the hardware. The defaults are those of the machine that made the committed results."""
 
     gpu_tb_s: float = 4.8  # H200's data sheet
     memory_gb_s: float = 148.0  # 15 threads of 16 Xeon cores read: bench/results/bench-worker-16-xeon.json
@@ -32,32 +32,32 @@ class Rates:
 
 @dataclass(frozen=True)
 class Fit:
-    efficiency: float  # of the GPU's bandwidth
-    layer_ms: float  # launches, and for hybrid the round trip to the worker
-    row_ms: float = 0.0  # of each row in each layer
+    efficiency: float  # share of the GPU's bandwidth that a step reaches
+    layer_ms: float  # latency of a layer: launches, and for hybrid the round trip to the worker
+    row_ms: float = 0.0  # latency of each row in each layer
 
 
 STOCK = Fit(efficiency=0.93, layer_ms=0.055)
-# Latencies by least squares of relative errors. All three at once give an efficiency of 0.79 and miss one result by
-# more than 15 %, so the efficiency is fixed between that and stock's.
+# The latencies are fitted by least squares of relative errors. A fit of all three constants gives an efficiency of 0.79
+# and misses one result by more than 15 %, so the efficiency is fixed between 0.79 and the efficiency of stock.
 HYBRID = Fit(efficiency=0.85, layer_ms=0.0622, row_ms=0.00155)
-SERVER_MS = 0.2  # between two steps, where a server and not a bare loop runs them
-WORKER_EFFICIENCY = 0.77  # bfloat16 attention of 15 threads over what they read: bench-worker-16-xeon.json
-# Shares of the resident tokens, means of the steps in decode-steps-hybrid.json and qwen-decode-steps.json that select.
+SERVER_MS = 0.2  # time between two steps of a server; a bare loop of steps has none
+WORKER_EFFICIENCY = 0.77  # bandwidth of bfloat16 attention over read bandwidth, 15 threads: bench-worker-16-xeon.json
+# Shares of the budget, means over those results in decode-steps-hybrid.json and qwen-decode-steps.json that select.
 MISSED_SHARE = 0.064
 RECALLED_SHARE = 0.011
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """One decode step. Bytes are those of one GPU."""
+    """Estimated time of one decode step, and the bytes that one GPU reads."""
 
     rows: int
     weights_bytes: int
     kv_bytes: int
     digest_bytes: int
-    latency_ms: float  # of the layers: no step is shorter
-    gpu_ms: float  # with the latency
+    latency_ms: float  # latency of all layers: no step is shorter
+    gpu_ms: float  # includes latency_ms
     worker_ms: float
     pcie_ms: float
     server_ms: float
@@ -79,7 +79,7 @@ class StepEstimate:
 def stock_step(
     model: ModelShape, rows: int, tokens: int, rates: Rates, *, gpus: int = 1, server: bool = True
 ) -> StepEstimate:
-    """Full attention over ``tokens`` tokens of each row, all of them in GPU memory."""
+    """Estimate a step of full attention over ``tokens`` tokens of each row, all of them in GPU memory."""
     kv = rows * tokens * model.kv_shape(gpus).bytes_per_token
     return _step(STOCK, model, rows, rates, gpus=gpus, kv=kv, server=server)
 
@@ -96,10 +96,10 @@ def hybrid_step(
     scored_share: float = 1.0,
     server: bool = True,
 ) -> StepEstimate:
-    """A step of ``rows`` running rows.
+    """Estimate a step of ``rows`` running rows with ``tokens`` tokens each.
 
-    ``most_rows``: that the server has slots for, if more than run. ``scored_share``: blocks that are scored at a step;
-    servers score all of them, older results did not.
+    ``most_rows``: rows that the server has slots for, if more than ``rows``. ``scored_share``: share of the blocks that
+    a step scores; servers score all blocks, older results did not.
     """
     shape = model.kv_shape(gpus)
     blocks, slots = -(-tokens // BLOCK_TOKENS), _slots(config)
@@ -122,7 +122,7 @@ def _slots(config: HybridConfig) -> int:
 
 
 def _beyond(shape: KVShape, config: HybridConfig, rows: int, tokens: int, share: float) -> int:
-    """Bytes of ``share`` of the budget. Rows within it miss nothing."""
+    """Return the bytes of ``share`` of the budget for all rows; 0 for rows within the budget, which miss nothing."""
     if tokens <= config.budget_tokens:
         return 0
     return int(rows * config.budget_tokens * share) * shape.bytes_per_token

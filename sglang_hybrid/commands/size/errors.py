@@ -1,5 +1,5 @@
-"""The one exception of this package; its text is meant for the person at the terminal."""
+"""The exception of ``sglang-hybrid size``; its message is for the person at the terminal."""
 
 
 class SizeError(ValueError):
-    """This cannot be sized; the message says what is possible."""
+    """The input cannot be sized; the message says what is possible."""

@@ -1,4 +1,4 @@
-"""``sglang-hybrid size``."""
+"""``sglang-hybrid size``: command line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 2 for what cannot be sized."""
+    """Run the command and return its exit status: 2 for input that cannot be sized."""
     parser = _parser()
     args = parser.parse_args(arguments)
     try:

@@ -1,4 +1,4 @@
-"""Bytes and tokens as people write them."""
+"""Parsing and formatting of bytes and tokens as people write them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bytes_of(text: str) -> int:
 
 
 def tokens_of(text: str) -> int:
-    """``32k`` is 32,768."""
+    """Parse a number of tokens; ``32k`` is 32,768. Raise SizeError for any other text."""
     match = _TOKENS.fullmatch(text.strip())
     if match is None:
         raise SizeError(f"{text!r} is no number of tokens: write a whole number above 0, such as 4000 or 32k")

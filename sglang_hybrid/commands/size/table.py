@@ -1,4 +1,4 @@
-"""The answer as tables for a terminal."""
+"""The answer of ``sglang-hybrid size`` as tables for a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server says about itself in /server_info, as far as it is shown."""
+"""The parts of a server's /server_info that ``top`` shows: model, settings, facts, and some arguments of SGLang."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_hybrid.integration import BACKEND_NAME
 
-# Nothing else of SGLang's arguments is shown: keys are among them.
+# No other arguments of SGLang are shown, because API keys are among them.
 _SHOWN = (
     "attention_backend", "context_length", "device", "dp_size", "dtype", "kv_cache_dtype", "max_running_requests",
     "page_size", "pp_size", "tp_size",
@@ -18,7 +18,7 @@ _OURS = "sglang_hybrid"
 
 def model_of(info: Mapping[str, Any]) -> str | None:
     name = info.get("served_model_name") or info.get("model_path")
-    # a path would push everything else out of its line
+    # a full path would push everything else out of the line
     return str(name).rstrip("/").rsplit("/", 1)[-1] if name else None
 
 
@@ -31,26 +31,26 @@ def backend_of(info: Mapping[str, Any]) -> str:
 
 
 def settings_of(info: Mapping[str, Any]) -> dict[str, str]:
-    """Our settings as the server uses them, with dots between the names of sections and keys."""
+    """Return this package's settings as the server uses them; a key in a section is ``section.key``."""
     return dict(_flat(_told(info).get("settings"), ""))
 
 
 def facts_of(info: Mapping[str, Any]) -> dict[str, str]:
-    """What followed from the settings, such as the worker's threads and the tokens of the host pool.
+    """Return facts that follow from the settings, such as the worker's threads and the tokens of the host pool.
 
-    What stands there without a section is in the labels of the metric ``sglang_hybrid_info`` too.
+    Facts outside of sections are left out: the metric ``sglang_hybrid_info`` has them as labels.
     """
     sections = {key: value for key, value in _told(info).items() if key != "settings" and isinstance(value, Mapping)}
     return {name: text for name, text in _flat(sections, "") if text}
 
 
 def arguments_of(info: Mapping[str, Any]) -> dict[str, str]:
-    """Those of SGLang's arguments that explain what is seen, where they have a value."""
+    """Return the arguments of SGLang that explain what the view shows, without arguments that are None."""
     return {key: _text(info[key]) for key in _SHOWN if info.get(key) is not None}
 
 
 def _told(info: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What our backend says about itself: once, or in the state of each replica, of which the first is taken."""
+    """Return the report of this package's backend: at the top level, or in the first replica's state that has one."""
     states = info.get("internal_states")
     replicas = [state for state in states if isinstance(state, Mapping)] if isinstance(states, list) else []
     told = next((place[_OURS] for place in (info, *replicas) if _OURS in place), None)

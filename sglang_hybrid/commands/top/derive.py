@@ -1,4 +1,4 @@
-"""Readings to points: which metric becomes which number."""
+"""Conversion of readings to points: which metric becomes which number."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from sglang_hybrid.commands.top.point import Latest, Point, RankWorker
 from sglang_hybrid.commands.top.rates import Rates
 from sglang_hybrid.commands.top.reading import Reading
 
-_REPLICA = "replica"  # our label for a replica
-_SGLANG_REPLICA = "dp_rank"  # SGLang's
+_REPLICA = "replica"  # this package's label for a replica
+_SGLANG_REPLICA = "dp_rank"  # SGLang's label for a replica
 _GB = 1e9
 _LABELS_OF_INFO = ("version", "sglang", "policy", "engine", "prediction")
 
 
 def point_of(number: int, reading: Reading, rates: Rates | None) -> Point:
-    """``rates``: since the reading before; None at the first."""
+    """Return point ``number`` of a reading. ``rates`` are those since an earlier reading, None at the first reading."""
     return Point(
         number=number,
         time=reading.time,
@@ -41,7 +41,7 @@ def point_of(number: int, reading: Reading, rates: Rates | None) -> Point:
 
 
 def latest_of(reading: Reading) -> Latest:
-    info = [sample.labels for sample in reading.of(names.INFO) if sample.value]  # 0: what served before
+    info = [sample.labels for sample in reading.of(names.INFO) if sample.value]  # 0: labels that no longer hold
     return Latest(
         workers=_workers(reading),
         miss_rows=reading.by(names.MISS_ROWS, "by") or {},
@@ -52,7 +52,7 @@ def latest_of(reading: Reading) -> Latest:
 
 
 def _tokens_per_s(reading: Reading, rates: Rates | None) -> float | None:
-    """The rate of SGLang's counter of decoded tokens; where there is none, SGLang's mean of the last decode steps."""
+    """Return the rate of SGLang's counter of decoded tokens, or without it SGLang's mean of the last decode steps."""
     counted = rates.per_replica(names.TOKENS, _SGLANG_REPLICA, mode="decode") if rates else None
     return reading.per_replica(names.THROUGHPUT, _SGLANG_REPLICA) if counted is None else counted
 
@@ -69,7 +69,7 @@ def _per_second(rates: Rates | None, name: str, label: str) -> dict[str, float]:
 
 
 def _workers(reading: Reading) -> tuple[RankWorker, ...]:
-    """A worker per rank that exports anything about one, in the order of replicas and ranks."""
+    """Return one entry per rank that exports anything about a worker, in the order of replicas and ranks."""
     columns = [
         {(s.labels.get(_REPLICA, ""), s.labels.get("rank", "")): s.value for s in reading.of(name)}
         for name in (names.WORKER_UP, names.WORKER_STARTS, names.DEGRADED)

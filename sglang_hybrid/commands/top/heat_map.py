@@ -1,4 +1,4 @@
-"""A heat map for the terminal: layers from top to bottom, time from left to right, two layers in a line of text."""
+"""A heat map for the terminal: layers from top to bottom, time from left to right, two values in one character."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Column = Sequence[float | None]  # one moment: a value per layer
 
 @dataclass(frozen=True)
 class HeatMap:
-    """``columns``: moments, oldest first, at least one with a layer. The scale begins at zero and ends at ``least`` or
-    above."""
+    """A heat map that rich can print. ``columns`` are moments, oldest first, at least one of them with a layer. The
+    scale begins at zero and ends at ``least`` or above."""
 
     columns: Sequence[Column]
     least: float
     unit: str
-    height: int  # lines, the legend among them
+    height: int  # lines, including the legend
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = max(1, options.max_width - _LABEL - 1)
@@ -69,7 +69,7 @@ def _rich(share: float) -> Color:
 
 
 def _colours(upper: float | None, lower: float | None, top: float) -> Segment:
-    """Two values in one character: the upper half in front of the lower."""
+    """Return one character that shows two values: a half block for one of them, its background for the other."""
     if upper is None and lower is None:
         return Segment(" ")
     if lower is None:

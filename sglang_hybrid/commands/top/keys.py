@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Keys:
-    """Standard input key by key, without echo. Where it is no terminal there are no keys."""
+    """Standard input, read key by key without echo. Without a terminal there are no keys."""
 
     def __init__(self) -> None:
         self._file = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
@@ -29,7 +29,7 @@ class Keys:
             termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
 
     def asked_to_quit(self, seconds: float) -> bool:
-        """Wait so long for a key; True if it was q."""
+        """Wait at most ``seconds`` for a key. Return True if the key was q."""
         if self._file is None:
             time.sleep(seconds)
             return False

@@ -41,7 +41,7 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status."""
+    """Run the command and return its exit status."""
     options = _parser().parse_args(arguments)
     try:
         server = Server.at(options.url, options.api_key)
@@ -99,7 +99,7 @@ def _contradiction(options: argparse.Namespace) -> str | None:
 
 
 def _once(server: Server, interval: float, as_json: bool) -> int:
-    """Two readings, for rates; only one if the first fails."""
+    """Print two readings, which rates need, and return the exit status. After a failed first one there is no second."""
     import msgspec
 
     from sglang_hybrid.commands.top.watch import Watch

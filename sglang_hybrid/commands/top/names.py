@@ -1,13 +1,13 @@
-"""Names of the metrics that are shown: ours (``sglang_hybrid/metrics.py``) and SGLang's own.
+"""Names of the metrics that ``top`` shows: this package's (``sglang_hybrid/metrics/table.py``) and SGLang's own.
 
-Each of ours may be missing: an engine exports what it has, and older servers know fewer names.
+Any metric of this package may be missing: an engine exports what it has, and older servers know fewer names.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-HYBRID: Final = "sglang_hybrid_"  # how all of ours begin
+HYBRID: Final = "sglang_hybrid_"  # prefix of this package's metrics
 
 MISS_ROWS: Final = "sglang_hybrid_miss_rows_total"
 WORKER_UP: Final = "sglang_hybrid_worker_up"
@@ -33,8 +33,8 @@ INFO: Final = "sglang_hybrid_info"
 
 RUNNING: Final = "sglang:num_running_reqs"
 QUEUED: Final = "sglang:num_queue_reqs"
-THROUGHPUT: Final = "sglang:gen_throughput"  # a mean over SGLang's log interval, 40 decode steps unless told otherwise
-TOKENS: Final = "sglang:realtime_tokens_total"  # with mode="decode", newer where both are exported
+THROUGHPUT: Final = "sglang:gen_throughput"  # a mean over SGLang's log interval, 40 decode steps by default
+TOKENS: Final = "sglang:realtime_tokens_total"  # with mode="decode"; preferred to THROUGHPUT, because it is more recent
 
 HISTOGRAMS: Final = (WORKER_WAIT, DECODE_STEP)
 COUNTERS: Final = (MISS_ROWS, WORKER_STARTS, MISS_BLOCKS, MISS_BYTES, RECALL_BYTES, TOKENS)

@@ -1,4 +1,4 @@
-"""The boxes of the terminal view. Each is a title and lines made from the state."""
+"""Boxes of the terminal view: each function makes one box, a title and lines, from the state."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PATHS = {
     "process": "server reads",
     "recall": "GPU recalls",
 }
-_FRAME = 2  # lines and columns of a box
+_FRAME = 2  # lines, and columns, that the frame of a box takes
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A state, and the last point with an answer: what is shown while the server is away."""
+    """A state and its last answered point, which the view shows while the server is away."""
 
     state: State
     now: Point = field(init=False)
@@ -140,7 +140,7 @@ def worker(shown: Shown) -> Panel:
             line.append("  degraded: the server computes in its place", style="bold red")
         lines.append(line)
     if not latest.miss_rows:
-        # a worker that has not served a row yet has not counted one
+        # the counter does not exist before the worker has served its first row
         why = "none yet" if shown.has(names.MISS_ROWS, names.WORKER_UP) else NOT_EXPORTED
         lines.append(Text(f"misses  {why}", style="dim"))
         return _box("worker and fallbacks", Group(*lines))
@@ -186,7 +186,7 @@ def _box(title: str, content: RenderableType) -> Panel:
 
 
 def _yes_no(share: float | None) -> str:
-    """Of ranks."""
+    """Return yes, no, or a percentage, for the share of ranks for which something holds."""
     return percent(share) if share not in (0, 1) else "yes" if share else "no"
 
 

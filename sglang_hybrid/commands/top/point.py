@@ -1,6 +1,6 @@
-"""What is shown: the numbers of one moment, and what only the latest moment tells. JSON has the same fields.
+"""Data that a view shows: numbers of each moment, and facts of the latest moment. ``--json`` prints the same fields.
 
-None stands for a number that this server does not export, or that needs a second reading.
+None means that the server does not export a number, or that the number needs a second reading.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Times that were measured in the last seconds. Quantiles are interpolated between a histogram's bounds."""
+    """Distribution of times measured in the last seconds. Quantiles are interpolated between a histogram's bounds."""
 
     mean_ms: float
     p50_ms: float | None
@@ -17,7 +17,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """One moment of a server. Sums, means and rates are over all ranks and replicas; rates are of the last seconds."""
+    """Numbers of a server at one moment, over all ranks and replicas. Rates are those of the last seconds."""
 
     number: int  # counts up from 1
     time: float  # Unix time
@@ -30,9 +30,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     hit_ratio: float | None = None
     layer_cpu_ratio: tuple[float | None, ...] = ()
     layer_recall_interval: tuple[float | None, ...] = ()  # decode steps; 0: never
-    gb_per_s: dict[str, float] = {}  # by path: of misses and "recall"
-    blocks_per_s: dict[str, float] = {}  # misses by path
-    miss_rows_per_s: dict[str, float] = {}  # by who served
+    gb_per_s: dict[str, float] = {}  # by path: the paths of misses, and "recall"
+    blocks_per_s: dict[str, float] = {}  # missed blocks by path
+    miss_rows_per_s: dict[str, float] = {}  # by what served them: "worker", or a fallback such as "process-late"
     worker_wait: Spread | None = None
     decode_step: Spread | None = None
     pool_used_bytes: float | None = None
@@ -57,10 +57,10 @@ class RankWorker(msgspec.Struct, frozen=True):
 
 
 class Latest(msgspec.Struct, frozen=True):
-    """What the last reading says and no chart shows over time."""
+    """Facts of the last reading that no chart shows over time."""
 
     workers: tuple[RankWorker, ...] = ()
-    miss_rows: dict[str, float] = {}  # since the server's start, by who served
+    miss_rows: dict[str, float] = {}  # since the server's start, by the keys of Point.miss_rows_per_s
     calibration_cosine: tuple[float | None, ...] = ()  # by layer
     info: dict[str, str] = {}  # version, sglang, policy, engine, prediction
     not_exported: tuple[str, ...] = ()  # names of metrics

@@ -33,7 +33,7 @@ def size(value: float | None) -> str:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """The last ``width`` values as bars from zero; a gap for what is not known."""
+    """Return the last ``width`` values as bars from zero, with a gap for None."""
     shown = values[-width:] if width > 0 else []
     top = max((value for value in shown if value is not None), default=0.0) or 1.0
     bars = "".join(

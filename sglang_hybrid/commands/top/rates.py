@@ -1,7 +1,7 @@
-"""What happened between two readings: increases of counters, and the distribution of a histogram's new values.
+"""Changes between two readings: increases of counters, and the distribution of a histogram's new values.
 
-A counter that fell or went away means that the server was restarted in between. Every counter then began again at zero,
-and its value is its increase: a rate is never negative.
+A counter that fell or disappeared means that the server was restarted in between. Every counter then restarted at zero,
+and its value is its increase, so a rate is never negative.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MS = 1e3
 
 @dataclass(frozen=True)
 class Rates:
-    """Of the time between two readings."""
+    """Rates over the time between two readings of one server."""
 
     before: Reading
     after: Reading
@@ -34,14 +34,14 @@ class Rates:
 
     @functools.cached_property
     def restarted(self) -> bool:
-        """True if a counter fell or went away."""
+        """True if a counter fell or disappeared, so that the server was restarted."""
         now = _counters(self.after)
         return any(now.get(series, -math.inf) < value for series, value in _counters(self.before).items())
 
     def increase(
         self, name: str, label: str, combine: Callable[[Iterable[float]], float] = math.fsum, **labels: str
     ) -> dict[str, float]:
-        """Increases of a counter for each value of a label; ``combine`` makes one number of all ranks' ones."""
+        """Return a counter's increase for each value of ``label``. ``combine`` reduces the ranks' increases to one."""
         before: Mapping[_Series, float] = {}
         if not self.restarted:
             before = {_series(name, sample): sample.value for sample in self.before.of(name, **labels)}
@@ -51,22 +51,23 @@ class Rates:
         return {key: combine(values) for key, values in sorted(grown.items())}
 
     def per_second(self, name: str, label: str) -> dict[str, float] | None:
-        """Rates summed over ranks, for each value of a label; None if the counter is not exported."""
+        """Return rates summed over ranks for each value of ``label``, or None if the counter is not exported."""
         if self.seconds <= 0 or not self.after.has(name):
             return None
         return {key: value / self.seconds for key, value in self.increase(name, label).items()}
 
     def per_replica(self, name: str, replica: str, **labels: str) -> float | None:
-        """Rate of what all ranks of a replica count, such as tokens: the sum over replicas of the largest of a rank.
+        """Return the rate of a counter that all ranks of a replica count alike, such as tokens.
 
-        ``replica`` is the label that tells replicas apart. None if the counter is not exported with these labels.
+        The rate is the sum over replicas of the largest rank's rate. ``replica`` is the label that distinguishes
+        replicas. None means that the counter is not exported with these labels.
         """
         if self.seconds <= 0 or not self.after.of(name, **labels):
             return None
         return math.fsum(self.increase(name, replica, max, **labels).values()) / self.seconds
 
     def spread(self, histogram: str) -> Spread | None:
-        """Mean and quantiles of the values that were observed in between; None without one."""
+        """Return mean and quantiles of the values observed between the readings, or None if there were none."""
         count = sum(self.increase(f"{histogram}_count", "").values())
         if count <= 0:
             return None
@@ -80,9 +81,10 @@ class Rates:
 
 
 def quantile(buckets: Mapping[float, float], share: float) -> float | None:
-    """Interpolate within the bucket, as Prometheus does. ``buckets``: cumulative counts by upper bound.
+    """Return the quantile for ``share``, interpolated within its bucket as in Prometheus.
 
-    Beyond the last finite bound nothing is known, and the bound is returned.
+    ``buckets`` maps upper bounds to cumulative counts. A quantile beyond the last finite bound is unknown, and that
+    bound is returned. None means that nothing was counted.
     """
     bounds = sorted(buckets)
     if not bounds or buckets[bounds[-1]] <= 0:

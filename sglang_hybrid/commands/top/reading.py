@@ -1,4 +1,4 @@
-"""One answer of /metrics, parsed, and sums and means over the ranks and replicas in it."""
+"""A parsed answer of /metrics, with sums and means over its ranks and replicas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sglang_hybrid.commands.top import names
 
-MAX_LAYERS = 1024  # a layer label above it is ignored: lists have one entry per layer
+MAX_LAYERS = 1024  # larger layer labels are ignored, because lists have one entry per layer
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Reading:
-    """Samples by name. ``at``: seconds of a clock that never goes back; ``time``: Unix time, to show."""
+    """Samples by name. ``at``: seconds of a monotonic clock; ``time``: Unix time, to show."""
 
     at: float
     time: float
@@ -38,7 +38,7 @@ class Reading:
         return any(name.startswith("sglang") for name in self.samples)
 
     def of(self, name: str, **labels: str) -> tuple[Sample, ...]:
-        """Samples of one name with these labels. Breakdowns by priority are left out: their total is exported too."""
+        """Return the samples of ``name`` with ``labels``, except samples per priority: a total is exported too."""
         wanted = labels.items()
         return tuple(
             sample
@@ -47,16 +47,17 @@ class Reading:
         )
 
     def total(self, name: str) -> float | None:
-        """Sum over all ranks: of what each rank has for itself, such as memory."""
+        """Return the sum over all ranks, for quantities that each rank has for itself, such as memory."""
         return _reduced(math.fsum, (sample.value for sample in self.of(name)))
 
     def mean(self, name: str) -> float | None:
         return _reduced(_mean, (sample.value for sample in self.of(name)))
 
     def per_replica(self, name: str, replica: str) -> float | None:
-        """Sum over replicas of the largest value of a rank: of what all ranks of a replica count, such as requests.
+        """Return the sum over replicas of the largest rank's value.
 
-        ``replica`` is the label that tells replicas apart.
+        This suits quantities that all ranks of a replica count alike, such as requests. ``replica`` is the label that
+        distinguishes replicas.
         """
         largest: dict[str, float] = {}
         for sample in self.of(name):
@@ -65,14 +66,14 @@ class Reading:
         return _reduced(math.fsum, largest.values())
 
     def by(self, name: str, label: str) -> dict[str, float] | None:
-        """Sums over ranks, for each value of a label; None if the name is not exported."""
+        """Return sums over ranks for each value of ``label``, or None if the metric is not exported."""
         if name not in self.samples:
             return None
         grouped = self._grouped(name, label)
         return {key: math.fsum(values) for key, values in sorted(grouped.items())}
 
     def layers(self, name: str) -> tuple[float | None, ...]:
-        """Means over ranks, for each layer from 0 on; None for a layer that nobody reports."""
+        """Return means over ranks for each layer from 0 on, with None for a layer that no rank reports."""
         grouped = {
             int(layer): _mean(values)
             for layer, values in self._grouped(name, "layer").items()
@@ -88,9 +89,9 @@ class Reading:
 
 
 def parse(text: str, at: float, time: float) -> Reading:
-    """Parse Prometheus' text format. Raises ValueError for anything else.
+    """Parse Prometheus' text format. Raise ValueError for anything else.
 
-    Values that are no finite numbers are dropped: nothing sensible can be drawn, and JSON has none.
+    Infinite values and NaN are dropped: they cannot be drawn, and JSON does not have them.
     """
     from prometheus_client.parser import text_string_to_metric_families
 

@@ -1,4 +1,4 @@
-"""The server that is watched, over HTTP: /metrics, /server_info, and why there is nothing to show."""
+"""HTTP client of the watched server: /metrics, /server_info, and the reason if there is nothing to show."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from urllib.parse import urlsplit
 
 from sglang_hybrid.commands.top.reading import Reading, parse
 
-MAX_BYTES = 32 << 20  # of one answer
+MAX_BYTES = 32 << 20  # maximum size of one answer
 METRICS_SECONDS = 5.0
 INFO_SECONDS = 30.0  # the scheduler answers between two chunks of a prompt, which take long on a CPU
 
 
 class Kind(StrEnum):
-    """Why a server cannot be watched, or not fully."""
+    """Reason why a server cannot be watched, or not fully."""
 
     NO_ANSWER = "no-answer"
     NO_METRICS = "no-metrics"
@@ -30,7 +30,7 @@ class Kind(StrEnum):
 
 
 class Unwatchable(Exception):
-    """The text is for the person who watches: what is wrong, and what to do."""
+    """A server cannot be watched. The text tells the person who watches what is wrong and what to do."""
 
     def __init__(self, kind: Kind, text: str) -> None:
         super().__init__(text)
@@ -38,19 +38,19 @@ class Unwatchable(Exception):
 
 
 class BadUrl(ValueError):
-    """Not the URL of a server. The message says what one looks like."""
+    """The text is not the URL of a server. The message shows what such a URL looks like."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """``url`` without a path at its end; ``api_key`` where the server wants one for /server_info."""
+    """The watched server. ``url`` has no slash at its end; ``api_key`` is for a server that requires a key."""
 
     url: str
     api_key: str | None = None
 
     @classmethod
     def at(cls, url: str, api_key: str | None = None) -> Server:
-        """Raises BadUrl."""
+        """Return the server at ``url``, which may lack ``http://``. Raise BadUrl if ``url`` is not one of a server."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -61,7 +61,7 @@ class Server:
         return cls(f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}", api_key)
 
     def read(self) -> Reading:
-        """Raises Unwatchable."""
+        """Take one reading of /metrics. Raise Unwatchable if there is no answer, or none that SGLang would give."""
         try:
             text = self._get("/metrics", METRICS_SECONDS).decode()
             reading = parse(text, time.monotonic(), time.time())
@@ -81,8 +81,8 @@ class Server:
         return reading
 
     def info(self) -> Mapping[str, Any] | None:
-        """What the server says about itself; None if it does not, such as without its key."""
-        for path in ("/server_info", "/get_server_info"):  # the newer name; the older one logs a warning there
+        """Return what the server reports about itself, or None if it refuses, for example without its key."""
+        for path in ("/server_info", "/get_server_info"):  # newer name first: newer servers warn about the older one
             try:
                 found = json.loads(self._get(path, INFO_SECONDS))
             except urllib.error.HTTPError as error:
@@ -103,12 +103,12 @@ class Server:
         return _not_sglang(self.url, f"its /metrics answers with status {status}")
 
     def _is_sglang(self) -> bool:
-        """Every SGLang says so in its list of models, which no scheduler has to be asked for."""
+        """Return True if the list of models names SGLang or requires a key. The list does not need the scheduler."""
         try:
             models = json.loads(self._get("/v1/models", METRICS_SECONDS))
             return any(model.get("owned_by") == "sglang" for model in models["data"])
         except urllib.error.HTTPError as error:
-            return error.code == 401  # it wants a key
+            return error.code == 401  # the server requires a key
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError):
             return False
 
@@ -123,7 +123,7 @@ class Server:
         return body
 
 
-# without the environment's proxies: they are for the way out, and would be asked about 127.0.0.1 too
+# ignores proxies of the environment: they serve outgoing requests and would get requests for 127.0.0.1 too
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

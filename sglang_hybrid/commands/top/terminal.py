@@ -1,4 +1,4 @@
-"""The view in a terminal: boxes that fit its size, drawn again after each reading."""
+"""The view in a terminal: boxes that fit the terminal's size, redrawn at least every second."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sglang_hybrid.commands.top.keys import Keys
 from sglang_hybrid.commands.top.server import Kind, Server
 from sglang_hybrid.commands.top.watch import Problem, State, Watch
 
-_COLUMNS = ((3, 110), (2, 76), (1, 0))  # boxes side by side, and from which width on
-_FEWEST_MAP_LINES, _MOST_MAP_LINES = 6, 28  # of a heat map with its frame
-_ONCE_LINES = 52  # where there is no screen to fill
-_REDRAW_SECONDS = 1.0  # at most: how long a server is away is counted
+_COLUMNS = ((3, 110), (2, 76), (1, 0))  # (boxes side by side, minimum width of the terminal)
+_FEWEST_MAP_LINES, _MOST_MAP_LINES = 6, 28  # lines of a heat map with its frame
+_ONCE_LINES = 52  # height of the view for --once, which has no screen to fill
+_REDRAW_SECONDS = 1.0  # maximum time between redraws: the view counts how long a server has been away
 
 
 def watch_in_terminal(server: Server, interval: float) -> int:
-    """Refresh until q or Ctrl-C; returns the exit status."""
+    """Refresh the view until q or Ctrl-C, and return the exit status."""
     watch = Watch(server, interval)
     stop = threading.Event()
     threading.Thread(target=watch.run, args=(stop,), daemon=True).start()
@@ -34,7 +34,7 @@ def watch_in_terminal(server: Server, interval: float) -> int:
             while not keys.asked_to_quit(min(interval, _REDRAW_SECONDS)):
                 live.update(view(watch.state(), console.width, console.height), refresh=True)
     except KeyboardInterrupt:
-        pass  # how a person ends it
+        pass  # Ctrl-C is a normal way to end the view
     finally:
         stop.set()
     return 0
@@ -46,7 +46,7 @@ def print_once(state: State) -> None:
 
 
 def view(state: State, width: int, height: int) -> RenderableType:
-    """All boxes, for a screen of this size. What does not fit below is cut off: the least urgent is last."""
+    """Return all boxes for a screen of this size. The screen cuts off what does not fit: the least urgent is last."""
     shown = panels.Shown(state)
     head: list[RenderableType] = [_header(state)]
     if state.problem:

@@ -1,4 +1,4 @@
-"""Polls one server for ever and keeps what is shown: the last points, the latest reading, and what is wrong."""
+"""Polls one server for ever and keeps what a view shows: the last points, the latest reading, and the problem."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from sglang_hybrid.commands.top.rates import Rates
 from sglang_hybrid.commands.top.reading import Reading
 from sglang_hybrid.commands.top.server import Kind, Server, Unwatchable
 
-POINTS = 300  # that are kept: ten minutes at the default interval
+POINTS = 300  # number of points that are kept: ten minutes at the default interval
 INFO_EVERY = 30.0  # seconds
-RATE_SECONDS = 5.0  # that rates are taken over, at least: a slow server takes seconds for a decode step
+RATE_SECONDS = 5.0  # minimum time that rates cover: a slow server takes seconds for a decode step
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -30,9 +30,9 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True):
-    """All that a view shows. ``points`` are those after the number that was asked for."""
+    """Everything that a view shows. ``points`` are those after the number that the view asked for."""
 
-    run: str  # another one after a restart of this program, whose points are numbered from 1 again
+    run: str  # identifies a run of this program: a new run numbers its points from 1 again
     url: str
     interval: float
     capacity: int  # points that are kept
@@ -40,14 +40,14 @@ class State(msgspec.Struct, frozen=True):
     problem: Problem | None
     model: str | None
     latest: Latest
-    settings: dict[str, str] | None  # of this package; None: not known
-    facts: dict[str, str]  # what followed from the settings
-    arguments: dict[str, str]  # of SGLang
+    settings: dict[str, str] | None  # settings of this package; None: not known
+    facts: dict[str, str]  # facts that follow from the settings
+    arguments: dict[str, str]  # arguments of SGLang
     points: tuple[Point, ...]
 
 
 class Watch:
-    """One thread polls; others ask for the state."""
+    """Poller of one server. One thread calls ``run`` or ``poll``; any thread may call ``state``."""
 
     def __init__(self, server: Server, interval: float, capacity: int = POINTS) -> None:
         self.interval = interval
@@ -56,17 +56,17 @@ class Watch:
         self._lock = threading.Lock()
         self._points: deque[Point] = deque(maxlen=capacity)
         self._number = 0
-        self._readings: deque[Reading] = deque()  # those of the last RATE_SECONDS, and one before
+        self._readings: deque[Reading] = deque()  # readings of the last RATE_SECONDS, and one earlier reading
         self._latest = Latest()
         self._failure: Problem | None = None
         self._answers_since = 0.0  # Unix time
         self._info: Mapping[str, Any] | None = None
         self._info_known = False  # the server was asked, though it may not have answered
-        self._info_at: float | None = None  # when it was asked last
+        self._info_at: float | None = None  # monotonic time of the last request for it
         self._info_thread: threading.Thread | None = None
 
     def run(self, stop: threading.Event) -> None:
-        """Poll until ``stop`` is set. A poll that took longer than the interval is followed by the next at once."""
+        """Poll until ``stop`` is set. After a poll that took longer than the interval, the next one starts at once."""
         while not stop.is_set():
             began = time.monotonic()
             self.poll()
@@ -78,7 +78,7 @@ class Watch:
         return bool(self._readings) and self._failure is None
 
     def poll(self, *, ask_info: bool = True) -> None:
-        """Take one reading; with ``ask_info`` also ask for the server's settings where due, without waiting."""
+        """Take one reading. With ``ask_info``, also request the server's settings if due, in a thread of its own."""
         try:
             reading = self._server.read()
         except Unwatchable as failure:
@@ -97,7 +97,7 @@ class Watch:
             self._info = info or self._info  # a busy server may not answer in time
 
     def state(self, after: int = 0) -> State:
-        """``after``: the number of the last point that the view has."""
+        """Return the state with the points after number ``after``, the last one that the view has."""
         with self._lock:
             info = self._info or {}
             return State(
@@ -132,8 +132,8 @@ class Watch:
             self._readings.append(reading)
 
     def _forget_readings(self, reading: Reading) -> bool:
-        """Forget readings that are too old for rates until ``reading``. True: the server was restarted since the last
-        one, which is all that is left."""
+        """Drop readings that are too old for rates up to ``reading``. Return True if the server was restarted since the
+        last reading, which is then the only one left."""
         restarted = bool(self._readings) and Rates(self._readings[-1], reading).restarted
         while len(self._readings) > 1 and (restarted or self._readings[1].at <= reading.at - RATE_SECONDS):
             self._readings.popleft()
@@ -149,7 +149,7 @@ class Watch:
             self._failure = Problem(failure.kind, str(failure), since)
 
     def _forget_info(self) -> None:
-        """Another server may answer now, with other settings."""
+        """Forget the server's settings: another server with other settings may answer now."""
         self._info, self._info_known, self._info_at = None, False, None
 
     def _info_due(self) -> bool:
@@ -158,7 +158,7 @@ class Watch:
         return self._info_at is None or time.monotonic() - self._info_at >= INFO_EVERY
 
     def _stock(self) -> Problem | None:
-        """The server is watched, and is not ours: SGLang's own numbers are all there is."""
+        """Return a problem if the server runs without this package's backend: only SGLang's numbers are shown then."""
         if not self._readings or self._readings[-1].is_hybrid or not self._info_known:
             return None
         if self._info is None:

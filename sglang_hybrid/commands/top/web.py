@@ -1,4 +1,4 @@
-"""The same as a page: a small HTTP server with one page, its scripts and /api/state. Nothing comes from elsewhere."""
+"""The view as a web page: an HTTP server with one page, its scripts and /api/state. The page loads nothing else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _HEADERS = {
 
 
 def serve_page(server: Server, interval: float, host: str, port: int, all_interfaces: bool) -> int:
-    """Serve until Ctrl-C and return the exit status. Raises Refused for an address that must not or cannot be had."""
+    """Serve the page until Ctrl-C and return the exit status. Raise Refused for a forbidden or taken address."""
     check_address(host, all_interfaces)
     check_port(host, port)
     watch = Watch(server, interval)
@@ -57,7 +57,7 @@ def serve_page(server: Server, interval: float, host: str, port: int, all_interf
 
 
 def check_address(host: str, all_interfaces: bool) -> None:
-    """Raise Refused for a wildcard that was not asked for by name, and warn about what others can reach."""
+    """Raise Refused for a wildcard address without ``all_interfaces``. Warn if other machines can reach the page."""
     if not host:
         raise Refused("--host is empty: name an address, such as 127.0.0.1")
     try:
@@ -79,7 +79,7 @@ def check_address(host: str, all_interfaces: bool) -> None:
 
 
 def page_app(watch: Watch, host: str, *, any_host: bool = False) -> FastAPI:
-    """``host``: the address or name in the page's URL.
+    """Return the app that serves the page. ``host`` is the address or name in the page's URL.
 
     Requests for other names are refused unless ``any_host``: a foreign page could give its name this machine's address.
     """

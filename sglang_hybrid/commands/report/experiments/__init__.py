@@ -1,4 +1,4 @@
-"""One file for each experiment. ``EXPERIMENTS`` is the order on the page."""
+"""Experiments of a report, one file each. ``EXPERIMENTS`` lists them in the order of the page."""
 
 from sglang_hybrid.commands.report.experiments.base import Experiment
 from sglang_hybrid.commands.report.experiments.hc_codebook import HcCodebook

@@ -1,4 +1,4 @@
-"""What an experiment is: how it is measured, and how its result is shown."""
+"""Base class of experiments: what an experiment needs, how it is measured, and how its result is shown."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sglang_hybrid.commands.report.paper_numbers import Number, Source
 _FOLDER = re.compile(r"=/\S*/")
 
 Result = dict[str, Any]
-Variants = list[tuple[str, list[str]]]  # a name and settings each
+Variants = list[tuple[str, list[str]]]  # (name, settings) pairs
 
-# In the order in which they run: what shares a loaded model stands together.
+# Kind of loaded model that an experiment uses. ORDER is the order of runs: users of the same model follow each other.
 Uses = Literal["nothing", "text", "codes", "speed"]
 ORDER: tuple[Uses, ...] = ("nothing", "text", "codes", "speed")
 
@@ -25,29 +25,29 @@ ORDER: tuple[Uses, ...] = ("nothing", "text", "codes", "speed")
 @dataclass(frozen=True)
 class Shown:
     elements: tuple[Element, ...]
-    settings: tuple[str, ...] = ()  # of each run, one line
+    settings: tuple[str, ...] = ()  # one line per run
 
 
 class Experiment(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     paper: ClassVar[str]
-    question: ClassVar[str]  # what it answers, in a sentence
-    numbers: ClassVar[tuple[str, ...]] = ()  # fields of Size that its result depends on
+    question: ClassVar[str]  # question that the experiment answers, one sentence
+    numbers: ClassVar[tuple[str, ...]] = ()  # fields of Size that the result depends on
     uses: ClassVar[Uses] = "text"
     by_arithmetic: ClassVar[bool] = False
 
     def missing(self, context: Context) -> str | None:
-        """Why it cannot be made here, in words; None where it can."""
+        """Return the reason why this experiment cannot run here, in words, or None if it can."""
         return None
 
     @abstractmethod
     def run(self, context: Context) -> Result:
-        """Plain values that JSON has. Raises MeasurementError."""
+        """Measure, and return a result of values that JSON can hold. Raise MeasurementError for a failure."""
 
     @abstractmethod
     def draw(self, result: Result) -> Shown:
-        """Of a result that may come from a file."""
+        """Return figures, tables and notes for a result, which may come from a file."""
 
 
 def needs_policy(context: Context, *names: str) -> str | None:
@@ -64,7 +64,7 @@ def cited(numbers: Iterable[Number | Source]) -> str:
 
 
 def settings_lines(runs: Iterable[dict[str, Any]]) -> tuple[str, ...]:
-    """Files by their names: where they lie on one machine helps nobody."""
+    """Return one line of settings per run, with file names in place of paths: paths of one machine help no reader."""
     lines = (f"{run['name']}: {' '.join(run['settings'])}" for run in runs if run.get("settings"))
     return tuple(_FOLDER.sub("=", line) for line in lines)
 
@@ -86,7 +86,7 @@ def percent(value: float | None, form: str = "{:.1f} %") -> str:
 
 
 def change_of(run: dict[str, Any]) -> str:
-    """Of perplexity against full attention, with the 95 % interval."""
+    """Return the change of a run's perplexity against full attention as text, with the 95 % interval."""
     change = run.get("perplexity_change")
     if not change or change["mean"] is None:
         return "–"  # noqa: RUF001

@@ -53,7 +53,7 @@ class HcCodebook(Experiment):
         refused: dict[str, str] = {}
         asked = {"windows": size.windows, "prompt_tokens": size.prompt_tokens, "decode_tokens": size.decode_tokens}
         for name, path in context.codebooks.items():
-            # tau 1 isolates what quantising costs, as in the paper
+            # tau 1 isolates the cost of quantisation, as in the paper
             settings = ["policy=hcattention", f"hcattention.codebook={path}", "hcattention.tau=1"]
             session = context.session(settings[:2], variants=["hcattention"])
             found: dict[str, Any] = context.ask(session, "evaluate", variants=[(name, settings)], **asked)

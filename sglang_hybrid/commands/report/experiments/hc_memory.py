@@ -1,4 +1,4 @@
-"""HCAttention, table 1a and section 4.2: GPU memory by context, up to millions of tokens. By arithmetic."""
+"""HCAttention, table 1a and section 4.2: GPU memory by context, up to millions of tokens, by arithmetic alone."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class HcMemory(Experiment):
 
 
 def _memory(shape: KVShape) -> dict[str, list[float]]:
-    """GB by context."""
+    """Return the GB of GPU memory that each kind of KV cache takes, for each of ``_CONTEXTS``."""
     config = load_config(None, ["policy=scout", "budget_tokens=2048"])
     kinds: dict[str, Any] = {"full attention": lambda tokens: tokens * shape.bytes_per_token}
     kinds |= {

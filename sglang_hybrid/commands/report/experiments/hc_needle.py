@@ -40,7 +40,7 @@ class HcNeedle(Experiment):
         if "hcattention" in context.policies:
             codebook = next((str(path) for path in context.codebooks.values()), "none")
             settings = ["policy=hcattention", f"hcattention.codebook={codebook}"]
-            # with digests of keys scout can decode in the same pool; where hcattention keeps none it is left out
+            # scout is left out: it needs digests, and a pool for hcattention has codes of keys but no digests
             variants = [("hcattention", [*settings, "hcattention.tau=0.9"])]
             policies = ["hcattention"]
         session = context.session(settings, variants=policies)

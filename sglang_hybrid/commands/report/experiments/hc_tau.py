@@ -23,7 +23,7 @@ from sglang_hybrid.commands.report.experiments.base import (
 )  # fmt: skip
 from sglang_hybrid.commands.report.paper_numbers import HC_FULL, HC_TAU, HC_TAU_SOURCE
 
-SETTINGS = ["policy=hcattention", "hcattention.codebook=none"]  # whole keys on the device: tau alone
+SETTINGS = ["policy=hcattention", "hcattention.codebook=none"]  # keys are not quantised: only tau has an effect
 
 
 class HcTau(Experiment):

@@ -1,4 +1,4 @@
-"""HGCA, table 1: perplexity over the share of the window and beta."""
+"""HGCA, table 1: perplexity by the share of the dense window and by beta."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sglang_hybrid.commands.report.paper_numbers import (
 )  # fmt: skip
 
 _DRAWN = ("OPT-6.7B", "LLaMA-2-7B")
-_LIMIT = 0.1  # change of perplexity at which colours end
+_LIMIT = 0.1  # relative change of perplexity at both ends of the colour scale
 
 
 class HgcaPerplexity(Experiment):

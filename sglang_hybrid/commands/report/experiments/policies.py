@@ -1,4 +1,4 @@
-"""All registered policies side by side."""
+"""Accuracy and speed of all registered policies, side by side."""
 
 from __future__ import annotations
 
@@ -148,7 +148,10 @@ class Policies(Experiment):
 
 
 def policy_settings(context: Context, name: str) -> list[str]:
-    """By which a policy is compared: the size's budget, else its own defaults. The last one does not touch prefill."""
+    """Return the settings with which a policy is compared: the budget of the size, or the policy's own defaults.
+
+    The last setting does not affect prefill, so callers may drop it to load a model.
+    """
     settings = [f"policy={name}"]
     if name == "hgca":
         return [*settings, f"hgca.window_tokens={max(64, context.size.budget // 32 * 32)}"]
@@ -159,7 +162,7 @@ def policy_settings(context: Context, name: str) -> list[str]:
 
 
 def _groups(names: Sequence[str]) -> list[list[str]]:
-    """Policies that can decode behind one prefill: all that keep no codes of keys, and each of the others alone."""
+    """Group the policies that can decode after one prefill: all without codes of keys, and each other one alone."""
     plain = [name for name in names if policy_named(name).code_bytes is None]
     return [plain, *([name] for name in names if name not in plain)]
 

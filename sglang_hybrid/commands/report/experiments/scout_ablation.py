@@ -1,4 +1,4 @@
-"""ScoutAttention, figure 12: what each part contributes."""
+"""ScoutAttention, figure 12: ablation, the contribution of each part of the policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglang_hybrid.commands.report.experiments.base import (
 from sglang_hybrid.commands.report.experiments.scout_ratio import SCOUTS, text_settings
 from sglang_hybrid.commands.report.paper_numbers import SCOUT_ABLATION
 
-_STEPS = {  # settings of scout whose speed is compared on a GPU, each with what it adds
+_STEPS = {  # settings of scout whose speed is compared on a GPU; the names say what each step adds
     "real queries, no recall": ("prediction=none", "scout.recall_interval=0"),
     "+ prediction": ("prediction=raw", "scout.recall_interval=0"),
     "+ recall": ("prediction=raw",),

@@ -107,6 +107,6 @@ class ScoutAccuracy(Experiment):
 
 
 def _score(run: Result) -> float | None:
-    """Mean of the retrieval tasks."""
+    """Return the mean score of the retrieval tasks in a run, or None if the run has none."""
     scores = [score for task in _TASKS if (score := score_of(run, task)) is not None]
     return sum(scores) / len(scores) if scores else None

@@ -1,4 +1,4 @@
-"""ScoutAttention, figure 10: block sizes. The host pool has one, so that the sweep is by arithmetic."""
+"""ScoutAttention, figure 10: block sizes. The host pool supports one size, so the sweep is by arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ScoutAttention, figure 11: where the time of a decode step goes, and how long the GPU is idle."""
+"""ScoutAttention, figure 11: breakdown of a decode step's time, and how long the GPU is idle."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from sglang_hybrid.commands.report.experiments.base import (
 )
 from sglang_hybrid.commands.report.paper_numbers import SCOUT_RATIO_MEAN, SCOUT_RATIO_THRESHOLD, SCOUT_RECALL_INTERVAL
 
-# what these experiments compare; one of them has no CUDA program, so that a GPU decodes in plain torch
+# policies that the experiments with texts compare in one session
 SCOUTS = ("scout", "scoutattention")
 OFF, ON, OURS_OFF, OURS = "scoutattention, no recall", "scoutattention", "scout, no recall", "scout"
 
@@ -91,5 +91,8 @@ def _last(by_step: list[float | None]) -> str:
 
 
 def text_settings(context: Context) -> list[str]:
-    """By which the model of the accuracy experiments is loaded: kernels are told once how long a list can be."""
+    """Return the settings with which accuracy experiments load the model.
+
+    They name the largest budget, because kernels get the maximum length of a list when the model is loaded.
+    """
     return [f"budget_tokens={max(context.size.budget, *context.size.budgets)}", "prediction=none"]

@@ -1,4 +1,4 @@
-"""What experiments about speed share: which policies, and who of them could not be measured."""
+"""Shared parts of the experiments about speed: policies, measurements, and notes on policies that failed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ PAPERS = (STOCK, "scout", "scoutattention", "hgca", "infinigen")
 
 
 def speeds_of(context: Context, policies: Sequence[str]) -> dict[str, Any]:
-    """Measurements by policy. One that fails is named and does not take the others along."""
+    """Measure each policy's speed; policies that fail are listed under ``failed`` with the reason.
+
+    Raise MeasurementError only if all policies fail.
+    """
     speeds, failed = [], {}
     for policy in policies:
         if policy != STOCK and policy not in context.policies:
@@ -44,7 +47,7 @@ def speed_notes(result: dict[str, Any]) -> tuple[Note, ...]:
 
 
 def rate_at(speed: dict[str, Any], length: int, rows: int) -> float | None:
-    """Tokens per second of a point; None where it was not measured."""
+    """Return the tokens per second of one point in ``speed``, or None if the point was not measured."""
     for point in speed["points"]:
         if (point["length"], point["rows"]) == (length, rows):
             rate: float | None = point.get("tokens_per_s")

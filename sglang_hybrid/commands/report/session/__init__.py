@@ -1,4 +1,4 @@
-"""A loaded model in a process of its own, which a report asks for measurements.
+"""A loaded model in its own process, which makes measurements for a report.
 
     client        starts the process, asks, hears of progress; the report's side
     child         the process: loads the model, answers one request after the other
@@ -7,6 +7,6 @@
     prompts       text and needles in the model's tokens
     evaluate, ratios, speed, cosines, breakdown      one kind of measurement each
 
-A process holds one model with one pool: SGLang's state is global, and some policies keep codes of keys that are made
-in prefill. A measurement that crashes takes its process along and nothing else.
+A process holds one model with one KV pool: SGLang's state is global, and some policies keep codes of keys that are
+computed in prefill. A measurement that crashes ends only its own process.
 """

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: by kernels on a GPU, by modules of the model on a CPU."""
+"""Breakdown of a decode step's time: by kernels on a GPU, by modules of the model on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_hybrid.integration.module_times import module_times
 
 
 def breakdown(session: Loaded, *, tell: Tell, length: int, rows: int, steps: int, warm_steps: int) -> dict[str, Any]:
-    """Milliseconds a step of each part. ``idle_share`` is known on a GPU only."""
+    """Return the milliseconds per decode step of each part. ``idle_share`` is None without a GPU."""
     prompts = rows_of_text(session, rows, length)
     prefilled = session.prefill_in_turn(prompts, lambda part: tell(f"{rows} rows of {length} tokens", 0.8 * part))
     decode(session, prefilled, warm_steps)

@@ -1,7 +1,7 @@
 """The process that holds a model: ``python -m sglang_hybrid.commands.report.session.child FD``.
 
-Reads what to load, then one request after the other, and ends when the report does. Measurements are imported when they
-are asked for.
+The process reads what to load, then serves one request after another, and ends when the report ends. The module of a
+measurement is imported at its first request.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _load(load: Load) -> Any:
 def _send_error(channel: Channel, error: BaseException) -> None:
     traceback.print_exc()
     words = str(error).strip() or type(error).__name__
-    if type(error).__module__.partition(".")[0] != "sglang_hybrid":  # ours are sentences already
+    if type(error).__module__.partition(".")[0] != "sglang_hybrid":  # errors of this package are sentences already
         words = f"{type(error).__name__}: {words}"
     channel.send({"error": words[:2000]})
 

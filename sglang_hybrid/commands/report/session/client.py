@@ -1,4 +1,4 @@
-"""The report's side of a session process: start it, ask it, hear of progress, end it."""
+"""The report's side of a session process: start the process, request measurements, receive progress, end it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Progress = Callable[[str, float], None]
 
 
 class MeasurementError(RuntimeError):
-    """A measurement failed, or the process that made it is gone. The message is for the page."""
+    """A measurement failed, or its process is gone. The message is shown on the report's page."""
 
 
 class SessionProcess:
-    """One loaded model. Ends with this process, also if this one is killed: its socket closes."""
+    """A child process with one loaded model. A killed parent ends the child too, because the socket closes."""
 
     def __init__(self, load: Load, log: Path, progress: Progress) -> None:
-        """Raises MeasurementError where the model cannot be loaded."""
+        """Start the process and wait for the model. Raise MeasurementError if the model cannot be loaded."""
         self.load, self._log = load, log
         ours, theirs = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ class SessionProcess:
             raise
 
     def ask(self, operation: str, progress: Progress, **arguments: Any) -> Any:
-        """Raises MeasurementError."""
+        """Return the result of measurement ``operation``. Raise MeasurementError if it fails or the process is gone."""
         try:
             self._channel.send({"operation": operation, "arguments": arguments})
         except OSError as error:
@@ -77,15 +77,15 @@ class SessionProcess:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Ends the process and what it started."""
+        """Kill the process and all processes in its group."""
         self._channel.close()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # it has nothing to save
+            os.killpg(self._process.pid, signal.SIGKILL)  # the process has nothing to save
         self._process.wait()
 
 
 def _result_of(message: Message, progress: Progress) -> Any | None:
-    """None for a message of progress. Raises MeasurementError."""
+    """Return the result in ``message``, or None for a progress message. Raise MeasurementError for an error."""
     if "progress" in message:
         progress(message["progress"], message["part"])
         return None

@@ -13,7 +13,7 @@ from sglang_hybrid.policies.scout.calibration_text import CalibrationText
 
 
 def cosines(session: Loaded, *, tell: Tell, windows: int, window_tokens: int) -> dict[str, Any]:
-    """The first layer is left out: nothing predicts its query."""
+    """Fit the predictor and return each layer's cosines. The first layer is left out: nothing predicts its query."""
     text = _text(session, windows, window_tokens)
     found = calibrate(session.model.runner, text, progress=lambda part: tell("fitting the predictor", part))
     return {

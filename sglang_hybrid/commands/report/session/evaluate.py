@@ -1,4 +1,4 @@
-"""Perplexity, KL and retrieval of several settings behind one prefill: ``sglang-hybrid eval`` for a report."""
+"""Perplexity, KL and retrieval of several settings after one prefill: ``sglang-hybrid eval`` for a report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_hybrid.config import ConfigError, load_config
 from sglang_hybrid.integration.refusals import Refusal
 
 BASELINE = "full attention"
-# whole requests would be exact: the few prompts of a batch fit in GPU memory
+# the few prompts of a batch fit in GPU memory, where whole requests would make every policy exact
 _ALWAYS = ("whole_requests=never",)
 
 
@@ -34,15 +34,15 @@ def evaluate(
     repeats: int = 1,
     tasks: Sequence[str] = ("needle",),
 ) -> dict[str, Any]:
-    """Full attention and all ``variants``, which are a name and settings each.
+    """Evaluate full attention and all ``variants``, (name, settings) pairs, on the same prompts.
 
-    A variant that this model or engine refuses is left out and named under ``refused``.
+    A variant that this model or engine refuses is left out and listed under ``refused`` with the reason.
     """
     usable, refused = _usable(session, variants)
     texts: list[RetrievalPrompt | TextPrompt] = []
     if windows:
         texts += text_prompts(session, windows, prompt_tokens, decode_tokens)
-    # retrieval first: the text stays in the cache for the measurement that follows
+    # retrieval first, so that the text stays in the KV cache for the next measurement
     prompts = [*retrieval_prompts(session, lengths, depths, repeats, tasks), *texts]
     groups = batches(prompts, session.model.capacity_tokens)
     evaluation = Evaluation(session, usable, _Bar(tell, sum(cost(group, len(usable)) for group in groups)))
@@ -62,7 +62,7 @@ def _usable(session: Loaded, variants: Sequence[tuple[str, Sequence[str]]]) -> t
         try:
             config = load_config(None, [*_ALWAYS, *settings])
             session.use(config)
-        except (ConfigError, Refusal, ValueError) as error:  # a policy that cannot be made raises ValueError
+        except (ConfigError, Refusal, ValueError) as error:  # a policy that cannot be created raises ValueError
             refused[name] = str(error)
         else:
             usable.append(Variant(name, dict(one.partition("=")[::2] for one in settings), config))
@@ -76,7 +76,7 @@ def _entry(baseline: Run, run: Run) -> dict[str, Any]:
         "name": run.name,
         "settings": [f"{key}={value}" for key, value in run.settings.items()],
         "perplexity": run.perplexity,
-        "perplexity_change": change,  # 0.01 is 1 % more than full attention's, with its 95 % interval
+        "perplexity_change": change,  # relative to full attention, 0.01 is 1 % more; with a 95 % interval
         "kl_mean": run.kl_mean,
         "kl_p95": run.kl_p95,
         "top1_agreement": run.top1_agreement,
@@ -87,7 +87,7 @@ def _entry(baseline: Run, run: Run) -> dict[str, Any]:
 
 
 class _Bar:
-    """Progress of an evaluation as parts of one."""
+    """Progress bar of an evaluation: converts costs to shares of 1 and sends them to the report."""
 
     def __init__(self, tell: Tell, total: float) -> None:
         self._tell, self._total, self._text = tell, max(total, 1.0), ""

@@ -1,11 +1,12 @@
-"""Where a decode step's time goes on the GPU: a Chrome trace of torch's profiler, summed by what kernels are for.
+"""GPU time of a decode step by category of kernel, from a Chrome trace of torch's profiler.
 
-Kernels of different streams overlap, so each category has two numbers: `busy`, the time in which at least one of its
-kernels ran, and `alone`, the part of it in which nothing of another category ran, which is what removing it could save
-at most. The wait for the worker is a kernel too. `idle` is when nothing ran, `waiting` when nothing ran but waits for
-the worker and copies over PCIe. Every gap between the first and the last kernel of the trace is idle time, however long
-it is; `gaps` tells how the time is distributed. A profiler makes gaps longer and kernels hardly, so
-``idle_without_profiler`` takes the busy time from a trace and the length of a step from a run without a profiler.
+Kernels of different streams overlap, so each category has two numbers: `busy` is the time in which at least one of its
+kernels ran; `alone` is the part of `busy` in which no other category ran, the most that removing the category could
+save. The wait for the worker is a kernel too. `idle` is the time in which nothing ran, `waiting` the time in which
+nothing ran except waits for the worker and copies over PCIe. Every gap between the first and the last kernel of the
+trace is idle time, however long the gap is; `gaps` shows the distribution. A profiler lengthens gaps but hardly
+lengthens kernels, so ``idle_without_profiler`` combines the busy time of a trace with the step time of a run without a
+profiler.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-# The first match counts. Names of this package's kernels first: they are exact, the others are families.
+# The first matching pattern decides. This package's kernels come first: their names are exact, the others are families.
 CATEGORIES: tuple[tuple[str, str], ...] = (
     ("wait", r"wait_for_replies"),
     (
@@ -34,8 +35,8 @@ CATEGORIES: tuple[tuple[str, str], ...] = (
     ("copy", r"memcpy|memset"),
 )
 OTHER, IDLE = "other", "idle"
-_WAITING = {"wait", "gather"}  # for the CPU and for PCIe
-# Microseconds. Shorter gaps are between launches of one step; in longer ones the host had launched nothing.
+_WAITING = {"wait", "gather"}  # categories that wait for the CPU worker or for PCIe
+# In microseconds. Shorter gaps lie between launches of one step; in longer gaps the host had launched nothing.
 _LONG_GAP = 60
 _GPU_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}
 _PATTERNS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in CATEGORIES)
@@ -44,7 +45,7 @@ Interval = tuple[float, float]  # microseconds
 
 
 class EmptyTrace(ValueError):
-    """No kernel in it."""
+    """The trace contains no GPU events."""
 
 
 def category_of(kernel: str) -> str:
@@ -52,7 +53,7 @@ def category_of(kernel: str) -> str:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace file, compressed or not."""
+    """Return the events of a trace file, which may be compressed (.gz)."""
     data = path.read_bytes()
     if path.suffix == ".gz":
         data = gzip.decompress(data)
@@ -62,7 +63,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def breakdown(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """Milliseconds a step, by category."""
+    """Return the milliseconds per step by category, for a trace of ``steps`` steps. Raise EmptyTrace if it is empty."""
     by_category: dict[str, list[Interval]] = {}
     kernels: dict[str, list[float]] = {}
     streams: dict[str, set[Any]] = {}
@@ -110,7 +111,7 @@ def breakdown(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
 
 
 def gap_summary(gaps: list[float], steps: int) -> dict[str, Any]:
-    """How many gaps of microseconds a step has, the longest, and the part of idle time in long ones."""
+    """Summarise ``gaps`` (microseconds): gaps per step, the longest gap, and number and time of long gaps per step."""
     long_ones = [gap for gap in gaps if gap > _LONG_GAP]
     return {
         "count": round(len(gaps) / steps, 1),
@@ -122,7 +123,7 @@ def gap_summary(gaps: list[float], steps: int) -> dict[str, Any]:
 
 
 def idle_without_profiler(found: dict[str, Any], step_ms: float) -> dict[str, float]:
-    """``found``: by ``breakdown``. ``step_ms``: of the same steps without a profiler."""
+    """Return idle time and shares for steps of ``step_ms`` without a profiler. ``found`` comes from ``breakdown``."""
     idle = max(0.0, step_ms - found["busy_ms"])
     return {
         "step_ms": step_ms,
@@ -133,7 +134,7 @@ def idle_without_profiler(found: dict[str, Any], step_ms: float) -> dict[str, fl
 
 
 def union(intervals: list[Interval]) -> list[Interval]:
-    """The same time as intervals that do not touch, in order."""
+    """Return the same time as sorted intervals that neither overlap nor touch."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:

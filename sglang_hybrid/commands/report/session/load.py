@@ -1,11 +1,11 @@
-"""What a session process loads, and SGLang's command line for it."""
+"""Description of what a session process loads, and the flags of SGLang's command line that load it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-# float32 on a CPU: the pool must hold the tokens in the larger of the two
+# Bytes per value in the KV cache. A CPU uses float32, and the pool is sized for the larger of CPU and GPU.
 _ITEMSIZE = 4
 _SPARE = 1.1
 _MIB = 1 << 20
@@ -13,18 +13,18 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Load:
-    """One model with one pool."""
+    """What a session process loads: one model, its settings and engine, and the size of its KV pool."""
 
-    model: str  # its directory
-    settings: tuple[str, ...] = ()  # of the backend, key=value
-    # any: settings change as measurements ask, in plain torch without a GPU. served: the engine of a server with these
-    # settings. stock: SGLang's own attention
+    model: str  # directory of the model
+    settings: tuple[str, ...] = ()  # settings of the backend, key=value
+    # any: measurements may change the settings; without a GPU plain torch computes. served: the engine of a server with
+    # these settings. stock: SGLang's own attention
     engine: Literal["any", "served", "stock"] = "any"
-    tokens: int = 8192  # that the pool holds
-    rows: int = 8  # that decode together, at most
-    device: str | None = None  # None: CUDA where there is one
+    tokens: int = 8192  # capacity of the KV pool
+    rows: int = 8  # maximum number of rows that decode together
+    device: str | None = None  # None: CUDA if there is a GPU
     has_tokenizer: bool = True
-    cuda_graphs: bool = True  # where there is a GPU
+    cuda_graphs: bool = True  # ignored without a GPU
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -35,7 +35,7 @@ class Load:
 
 
 def flags_of(load: Load, bytes_per_token: int, *, on_gpu: bool) -> list[str]:
-    """SGLang's command line. ``bytes_per_token``: of the KV cache in 32 bits."""
+    """Return SGLang's command line flags for ``load``. ``bytes_per_token`` is for a KV cache in 32 bits."""
     flags = [
         f"--model-path={load.model}", "--dtype=auto", "--log-level=error", "--cuda-graph-backend-prefill=disabled",
         f"--max-running-requests={max(2, load.rows)}", "--random-seed=1",
@@ -44,17 +44,17 @@ def flags_of(load: Load, bytes_per_token: int, *, on_gpu: bool) -> list[str]:
     ]  # fmt: skip
     by_graphs = on_gpu and load.cuda_graphs
     if by_graphs:
-        # nothing is sampled, so that no sampler is compiled; few graphs, they are recorded anew with other settings
+        # nothing is sampled, so no sampler is compiled; few graphs, because every change of settings records them again
         flags += ["--sampling-backend=pytorch", "--cuda-graph-bs-decode", *map(str, _batch_sizes(load.rows))]
     else:
         flags.append("--disable-cuda-graph")
     if load.engine == "stock":
-        # stock would take all of a host's memory for its pool
+        # on a CPU host, stock SGLang would take all memory for its pool
         return [*flags, *([] if on_gpu else ["--attention-backend=torch_native", f"--max-total-tokens={load.tokens}"])]
     memory = int(_SPARE * load.tokens * bytes_per_token) // _MIB + 512  # buffers of layers end on boundaries of 2 MiB
     settings = [f"host_memory={memory}MiB", *([] if by_graphs else ["worker=none"]), *load.settings]
     if load.engine == "served" and not on_gpu:
-        settings.remove("worker=none")  # which a server without a GPU has by default
+        settings.remove("worker=none")  # a server without a GPU has this by default
     return [*flags, "--attention-backend=hybrid", *(f"--hybrid={setting}" for setting in settings)]
 
 
@@ -63,7 +63,7 @@ def _batch_sizes(rows: int) -> list[int]:
 
 
 def kv_bytes_per_token(config: dict[str, Any]) -> int:
-    """Of a model's config.json, in 32 bits."""
+    """Return the bytes of one token in a 32-bit KV cache. ``config`` is the model's config.json."""
     text = config.get("text_config") or config
     heads = text["num_attention_heads"]
     head_dim = text.get("head_dim") or text["hidden_size"] // heads

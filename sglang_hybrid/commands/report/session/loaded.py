@@ -1,4 +1,4 @@
-"""A model session with the prompts that it holds, so that a prefill is done once for measurements in a row."""
+"""A model session that remembers its prefilled prompts, so that consecutive measurements share one prefill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Ids = tuple[int, ...]
 
 
 class Loaded:
-    """What measurements get. Has what ``eval`` asks of a session."""
+    """A loaded model for measurements, with the methods that ``sglang-hybrid eval`` needs of a session."""
 
     def __init__(self, model: ModelSession, load: Load, *, on_gpu: bool) -> None:
         self.model, self.load, self.on_gpu = model, load, on_gpu
@@ -36,7 +36,7 @@ class Loaded:
     def prefill(
         self, prompts: Sequence[Sequence[int]], progress: Callable[[float], None] = lambda _part: None
     ) -> Prefilled:
-        """Prompts that are in the cache already are not computed again. Callers rewind before they decode."""
+        """Prefill ``prompts``, unless they are those of the last call. Callers must rewind before they decode."""
         wanted = tuple(map(tuple, prompts))
         if self._held is None or self._held[0] != wanted:
             self._held = None
@@ -50,6 +50,6 @@ class Loaded:
         return self.model.prefill_in_turn(prompts, progress)
 
     def wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Wait until the device has finished all queued work."""
         if self.on_gpu:
             torch.cuda.synchronize()

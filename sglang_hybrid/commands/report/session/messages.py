@@ -1,4 +1,4 @@
-"""Lines of JSON over a socket between a report and the process that holds the model."""
+"""Messages between a report and the process that holds the model: lines of JSON over a socket."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 Message = dict[str, Any]
-Tell = Callable[[str, float], None]  # what is done, and how much of the request was done since the last call, of 1
+Tell = Callable[[str, float], None]  # (what runs now, share of the request that was done since the last call)
 
 
 class Channel:
@@ -23,7 +23,7 @@ class Channel:
         self._end.sendall((json.dumps(plain(message), allow_nan=False) + "\n").encode())
 
     def receive(self) -> Message | None:
-        """The next message; None where the other side is gone."""
+        """Wait for the next message and return it, or None if the other side is gone."""
         try:
             line = self._lines.readline()
         except OSError:
@@ -39,7 +39,7 @@ class Channel:
 
 
 def plain(value: Any) -> Any:
-    """What JSON has: infinities and what is not a number become null, tuples lists, keys strings."""
+    """Return ``value`` as JSON can hold it: infinities and NaN become None, tuples lists, keys and others strings."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Text and needles in the tokens of the loaded model."""
+"""Prompts of text and of retrieval tasks, in the tokens of the loaded model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RANDOM_TOKENS = 60_000
 
 
 def text_tokens(session: Loaded) -> list[int]:
-    """Python's language reference; tokens at random for a model without a tokenizer."""
+    """Return the tokens of Python's language reference, or random tokens for a model without a tokenizer."""
     if session.model.tokenizer is None:
         random, vocabulary = Random(0), session.model.model_config.vocab_size
         return [random.randrange(1, vocabulary) for _ in range(_RANDOM_TOKENS)]
@@ -30,7 +30,7 @@ def text_prompts(session: Loaded, count: int, prompt_tokens: int, decode_tokens:
 
 
 def rows_of_text(session: Loaded, count: int, tokens: int) -> list[list[int]]:
-    """``count`` different prompts of so many tokens. The text begins anew where it ends."""
+    """Return ``count`` different prompts of ``tokens`` tokens each. At its end the text continues from its start."""
     ids = text_tokens(session)
     starts = (len(ids) * number // count for number in range(count))
     return [[ids[(start + offset) % len(ids)] for offset in range(tokens)] for start in starts]
@@ -39,7 +39,7 @@ def rows_of_text(session: Loaded, count: int, tokens: int) -> list[list[int]]:
 def retrieval_prompts(
     session: Loaded, lengths: Sequence[int], depths: Sequence[float], repeats: int, tasks: Sequence[str]
 ) -> list[RetrievalPrompt]:
-    """Tasks of ``needle`` and ``lines``. Nothing without a tokenizer: there are no words to ask with."""
+    """Return prompts of the tasks ``needle`` and ``lines``; none without a tokenizer, which the questions need."""
     tokenizer: Any = session.model.tokenizer
     if tokenizer is None or not lengths:
         return []

@@ -1,4 +1,4 @@
-"""CPU compute ratio of every decode step."""
+"""CPU compute ratio (misses over budget) of every decode step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ratios(
     prompt_tokens: int,
     decode_tokens: int,
 ) -> dict[str, Any]:
-    """Misses over budget of each variant: by step, a mean over layers, and by layer, a mean over steps."""
+    """Return each variant's misses over budget by step (mean over layers), by layer (mean over steps) and overall."""
     prompts = text_prompts(session, windows, prompt_tokens, decode_tokens)
     of_variant = 1 / (len(variants) + 1)
     prefilled = session.prefill([prompt.ids for prompt in prompts], lambda part: tell("prefill", part * of_variant))
@@ -42,11 +42,11 @@ def ratios(
 
 
 class _Seen:
-    """Ratios as the engine tells them, with the step that runs."""
+    """Collector of the ratios that the engine reports, each with the decode step in which it was reported."""
 
     def __init__(self) -> None:
         self.step = 0
-        self.ratios: dict[int, list[tuple[int, float]]] = {}  # by layer: step and ratio
+        self.ratios: dict[int, list[tuple[int, float]]] = {}  # layer -> (step, ratio) pairs
 
     def add(self, layer: int, ratio: float) -> None:
         self.ratios.setdefault(layer, []).append((self.step, ratio))
@@ -59,7 +59,7 @@ def _summary(seen: dict[int, list[tuple[int, float]]], steps: int) -> dict[str, 
             by_step[step].append(ratio)
     everything = [ratio for pairs in seen.values() for _, ratio in pairs]
     return {
-        # null: the step attended to everything
+        # null: the step attended to all tokens and has no ratio
         "by_step": [_mean(values) for values in by_step],
         "by_layer": [_mean([ratio for _, ratio in seen[layer]]) for layer in sorted(seen)],
         "mean": _mean(everything),

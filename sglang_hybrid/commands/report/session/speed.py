@@ -1,4 +1,4 @@
-"""Times of decode steps by the engine that a server would have, without a scheduler around them."""
+"""Times of decode steps in the engine that a server would have, without a scheduler around the steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from sglang_hybrid.integration.model_session import Prefilled
 def speed(
     session: Loaded, *, tell: Tell, points: Sequence[tuple[int, int]], steps: int, warm_steps: int
 ) -> dict[str, Any]:
-    """``points``: tokens of each prompt and rows that decode together. Milliseconds are medians."""
+    """Measure decode steps at each of ``points``: (tokens per prompt, rows that decode together).
+
+    ``step_ms`` is the median of ``steps`` steps after ``warm_steps`` untimed ones.
+    """
     measured = []
     for length, rows in points:
         if rows * (length + steps + warm_steps + 64) > session.model.capacity_tokens:
@@ -39,7 +42,7 @@ def speed(
 
 
 def rate(session: Loaded, *, tell: Tell, prompt_tokens: int, steps: int, bins: int) -> dict[str, Any]:
-    """One row that decodes ``steps`` tokens of a text: tokens per second in each of ``bins`` parts, and the tail."""
+    """Decode ``steps`` tokens of a text in one row: tokens per second in each of ``bins`` parts, and slow steps."""
     ids = text_tokens(session)
     while len(ids) < prompt_tokens + steps:
         ids = [*ids, *ids]
@@ -71,7 +74,7 @@ def rate(session: Loaded, *, tell: Tell, prompt_tokens: int, steps: int, bins: i
 
 
 def decode(session: Loaded, prefilled: Prefilled, steps: int) -> list[float]:
-    """Seconds of each of ``steps`` greedy decode steps."""
+    """Run ``steps`` greedy decode steps and return the seconds of each."""
     tokens = prefilled.logits.argmax(dim=1)
     times = []
     for _ in range(steps):
@@ -84,7 +87,7 @@ def decode(session: Loaded, prefilled: Prefilled, steps: int) -> list[float]:
 
 
 def engine_name(session: Loaded) -> str:
-    """In words: what computed attention."""
+    """Return the name of the engine that computes attention, in words."""
     backend = session.model.runner.attn_backend
     engine = getattr(backend, "engine", None)
     if engine is None:
