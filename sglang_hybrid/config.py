@@ -224,7 +224,7 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return values
 
     def host_memory_bytes(self, available: int) -> int:
-        """Return the host pool's size in bytes if ``available`` bytes are free. A fixed size may be larger."""
+        """Return the host pool's size in bytes with ``available`` bytes free. A fixed size may exceed ``available``."""
         amount, unit = _split_size(self.host_memory)
         return int(available * amount / 100) if unit == "%" else int(amount * _UNIT_BYTES[unit])
 

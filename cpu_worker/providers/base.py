@@ -27,9 +27,9 @@ class Provider(ABC):
 
     @abstractmethod
     def warm_up(self, cancelled: Callable[[], bool]) -> None:
-        """Map pages and load code before the first post. Return early when ``cancelled`` returns True.
+        """Map the regions' pages, or start to, and load code, so that the first post does not wait for this.
 
-        Raise OSError if the regions are not backed by memory.
+        Return early when ``cancelled`` returns True. Raise OSError if the regions are not backed by memory.
         """
 
     @abstractmethod

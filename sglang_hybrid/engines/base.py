@@ -28,7 +28,7 @@ from sglang_hybrid.policies.registry import ModelPart
 from sglang_hybrid.policies.scout.predictor import Correction, QueryWeights
 from sglang_hybrid.policies.scout.tuning import Tuning
 
-RatioWatcher = Callable[[int, float], None]  # gets a layer and its CPU compute ratio: misses over budget
+RatioWatcher = Callable[[int, float], None]  # gets a layer and its CPU compute ratio, which the policy defines
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class LayerPrediction:
-    """Weights that predict one layer's query from the input of the layer before."""
+    """Weights that compute one layer's query from the input of the layer before. The first layer uses its own input."""
 
     weights: QueryWeights
     correction: Correction | None  # None: the query is not corrected
@@ -105,8 +105,8 @@ class Engine(ABC):
     ) -> None:
         """Predict the queries of ``layers`` from the input of the layer about to run, and start work on ``layers``.
 
-        The input is ``hidden + residual``, each ``[B, hidden size]``. The running layer changes both tensors in place
-        after this call.
+        The input is ``hidden + residual``, each ``[B, hidden size]``. The layer changes both tensors in place after
+        this call.
         """
 
     # -- forward passes ----------------------------------------------------------------------

@@ -221,8 +221,8 @@ def lse_shift(
 def without_tail(logits: torch.Tensor, block_counts: torch.Tensor) -> torch.Tensor:
     """Set the estimates ``[B, H, G, N]`` of each row's tail to ``-inf``, so that shares are those of the other blocks.
 
-    The tail, the last block of a row, is always attended to. While it is being filled, its digest may come from another
-    request: slots without a token hold old data, as does a whole page whose first token is still to be written.
+    The tail, the last block of a row, is always attended to. While it is being filled, its digest is partly another
+    request's: slots without a token hold old data, as does a whole page whose first token is still to be written.
     """
     is_tail = torch.arange(logits.shape[3], device=logits.device) == block_counts[:, None] - 1
     return logits.masked_fill(is_tail[:, None, None, :], -torch.inf)

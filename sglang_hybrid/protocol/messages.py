@@ -53,7 +53,7 @@ class ThreadPlan(_Message, frozen=True, tag="plan"):
 
 
 class WarmUp(_Message, frozen=True, tag="warm-up"):
-    """Map the regions' pages and run the kernel once, so that the first token does not wait for this."""
+    """Map the regions' pages, or start to, and run the kernel once, so that the first token does not wait for this."""
 
 
 class Health(_Message, frozen=True, tag="health"):
@@ -65,7 +65,7 @@ class Stats(_Message, frozen=True, tag="stats"):
 
 
 class Drain(_Message, frozen=True, tag="drain"):
-    """Answer all posts, then stop computing and unmap the regions. The process stays."""
+    """Answer the current posts, then stop computing and unmap the regions. The process stays."""
 
 
 class Stop(_Message, frozen=True, tag="stop"):

@@ -76,8 +76,8 @@ class ControlClient:
             self.place = WorkerDirectory.at(directory)
         except DirectoryError as error:
             raise ControlError(str(error)) from error
-        # Prefix of the routing ids of this client's sockets, by which the worker knows the client. ZMQ reserves ids that
-        # begin with 0.
+        # Prefix of the routing ids of this client's sockets, by which the worker knows the client. ZMQ reserves ids
+        # that begin with 0.
         self._id = b"c" + secrets.token_bytes(CLIENT_ID_BYTES - 1)
         self._sockets = 0
         # the context of the whole process: each context has its own threads, and fails where no thread is left

@@ -179,13 +179,13 @@ class Supervisor:
         )  # fmt: skip
 
     def _sleep(self, seconds: float) -> bool:
-        """Sleep, or until ``stop`` is called. Return True if it was."""
+        """Sleep for ``seconds``, or until ``stop`` is called. Return True if ``stop`` was called."""
         _readable(seconds, self._stop_read)
         return self._stopping
 
 
 def _readable(seconds: float, *descriptors: int) -> bool:
-    """Return True if a descriptor is readable within ``seconds``. Uses poll: select fails for numbers above 1023."""
+    """Return True if a descriptor becomes readable in time. Uses poll: select fails for numbers above 1023."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

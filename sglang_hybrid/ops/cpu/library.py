@@ -88,7 +88,7 @@ class NativeError(RuntimeError):
 def library() -> Any:
     """Return the loaded library with typed functions. Raise NativeError, which says what to do, if it cannot be used.
 
-    If the library in the package does not load, it is compiled from the sources in the package.
+    If the library in the package does not load, it is compiled from the sources that come with the package.
     """
     if other := env.NATIVE_LIBRARY.get():
         trusted_file.check(other)

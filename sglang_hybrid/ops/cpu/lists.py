@@ -64,7 +64,7 @@ class HostSums(HostWork):
     """Lists of blocks whose values are summed by weights. ``lse`` becomes 0, or ``-inf`` where a list is empty."""
 
     def __init__(self, weights: torch.Tensor, ids: torch.Tensor, layer: int, dim: int) -> None:
-        """Take weights ``[rows, KV heads, group, listed, 32]``, ids ``[rows, KV heads, listed]``, dim of values."""
+        """Take weights ``[rows, KV heads, group, listed, 32]``, ids ``[rows, KV heads, listed]``, values' dim."""
         self._weights = weights.to("cpu", torch.float32).contiguous()
         self._ids = ids.to("cpu", torch.int64).contiguous()
         rows, heads, group, listed, _ = weights.shape
