@@ -7,8 +7,8 @@ from sglang_hybrid.policies.registry import policy_named
 
 _CHANNELS_MULTIPLE = 16  # the native loops need a multiple of this number of sketch channels
 
-# Settings about residency in GPU memory and about the worker, with the values that the native engine supports. The
-# native engine ignores these settings. A user who sets one wants to see its effect, and gets the torch engine.
+# Settings about residency in GPU memory and about computing ahead of time, with the values that the native engine
+# supports. A user who sets another value wants to see its effect, and gets the torch engine.
 _OF_GPU = {
     "prediction": ("auto", "none"),
     "scout.resident_tokens": ("auto",),
