@@ -1,4 +1,4 @@
-"""The CPU worker: a process of its own that answers block attention through shared memory.
+"""The CPU worker: a separate process that computes attention over blocks, and answers through shared memory.
 
-Needs neither torch nor SGLang, unless provider ``torch`` or ``ipex`` is asked for.
+The worker needs neither torch nor SGLang, unless provider ``torch`` or ``ipex`` is chosen.
 """

@@ -1,6 +1,6 @@
-"""The worker's event loop: control messages, descriptors, parent and signals, one after the other.
+"""The worker's event loop, in one thread: handles control messages, descriptors, the end of the parent, and signals.
 
-A request is answered with ``Failed`` when it is malformed, out of range or not possible now, and changes nothing then.
+A request that is malformed, out of range or not possible now is answered with ``Failed`` (see ``protocol.messages``).
 """
 
 from __future__ import annotations
@@ -43,29 +43,33 @@ from sglang_hybrid.protocol.messages import (
     Welcome,
 )
 
-_LOOK_MS = 250  # how late the end of a parent is noticed where the system has no pidfds
+_LOOK_MS = 250  # interval of looking for the end of the parent where the system has no pidfds
 _DRAIN_S = 2.0
-_LAST_ANSWER_MS = 500  # for the answer to a stop to get out
-_MESSAGES_AT_ONCE = 64  # before the other descriptors get their turn
+_LAST_ANSWER_MS = 500  # time to send the answer to a stop
+_MESSAGES_AT_ONCE = 64  # messages that are answered before other descriptors are handled
 _LONGEST_REASON = 1000
 
 log = logging.getLogger(__name__)
 
 
 class ControlServer:
-    """Serves the directory ``place`` until it is told to stop, its parent ends, or its client goes and it had a parent.
+    """Server of the worker's directory ``place``. ``run`` ends on a stop request, a signal, or the end of the parent.
 
-    Use as a context manager: what it created in the directory is gone afterwards.
+    ``run`` also ends when the provider fails, and, if there is a parent, when the client closes its connection. Use
+    this class as a context manager, which removes what it created in the directory.
     """
 
     def __init__(self, place: WorkerDirectory, parent: Parent | None, wakes: Wakes) -> None:
-        """Raises DirectoryError where the directory is not ours alone, or another worker lives there."""
+        """Lock the directory and create its sockets.
+
+        Raise DirectoryError if others can access the directory, another worker uses it, or a socket cannot be made.
+        """
         self._parent, self._wakes = parent, wakes
         self._started = time.monotonic()
         self._session: Session | None = None
         self._mistakes = LimitedLog(log)
-        self._ending: str | None = None  # why, once it is clear that we end
-        self._failure: str | None = None  # of the provider
+        self._ending: str | None = None  # why this worker ends, once that is decided
+        self._failure: str | None = None  # why the provider failed
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, _lock(place))
             self._regions = stack.enter_context(contextlib.closing(_listen(place)))
@@ -80,7 +84,7 @@ class ControlServer:
         self._stack.close()
 
     def run(self) -> int:
-        """The exit status: 0 unless the provider failed."""
+        """Serve until the worker has to end. Return the exit status: 1 if the provider failed, otherwise 0."""
         while self._ending is None:
             self._wait()
             if not self._interrupted():
@@ -106,7 +110,7 @@ class ControlServer:
         poller.poll(_LOOK_MS if must_look else None)
 
     def _interrupted(self) -> bool:
-        """Whether it is time to end, and so for something long to end early. For any thread."""
+        """Return True if this worker has to end, so that long operations can end early. May be called by any thread."""
         if name := self._wakes.read():
             self._ending = f"received {name}"
         elif self._failure is not None:
@@ -116,7 +120,7 @@ class ControlServer:
         return self._ending is not None
 
     def _provider_failed(self, reason: str) -> None:
-        """Called by a thread of a provider."""
+        """Make the event loop end with ``reason``. Called by a thread of the provider."""
         self._failure = reason
         self._wakes.wake()
 
@@ -127,7 +131,7 @@ class ControlServer:
             self._mistakes.warning(problem)
 
     def _watch_client(self) -> None:
-        """The client's connection carries nothing more: whatever comes is its end."""
+        """Detach if the client's connection has ended. A client that sends anything over it is detached too."""
         if self._session is None:
             return
         try:
@@ -151,9 +155,9 @@ class ControlServer:
                 identity, *frames = self._control.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._watch_client()  # who closed its connection and then asks has let go
+            self._watch_client()  # a client that closed its connection before this request has detached
             answer = self._answer_frames(identity, frames)
-            with contextlib.suppress(zmq.ZMQError):  # whoever asked is gone
+            with contextlib.suppress(zmq.ZMQError):  # the client is gone
                 self._control.send_multipart([identity, messages.encode(answer)], zmq.NOBLOCK)
             if self._ending is not None:
                 return
@@ -211,7 +215,7 @@ class ControlServer:
         )
 
     def _attach(self, client: bytes, token: str) -> None:
-        self._serve_regions()  # the descriptors were sent before the message was, but may not have been read yet
+        self._serve_regions()  # the descriptors were sent before the message, but may not have been read yet
         if self._session is not None:
             if client == self._session.owner:
                 raise SessionError("regions are attached already, send drain first")
@@ -231,7 +235,7 @@ class ControlServer:
         log.info("attached: %d layers, %d KV heads, %d pages", shape.layers, shape.kv_heads, shape.pages)
 
     def _session_of(self, client: bytes | None, request: str) -> Session:
-        """The session, if ``client`` (None: anybody) may ask for that."""
+        """Return the session. Raise SessionError without one, or if ``client`` (None: any client) did not attach it."""
         if self._session is None:
             raise SessionError(f"{request} needs attached regions, send attach first")
         if client is not None and client != self._session.owner:
@@ -245,13 +249,16 @@ class ControlServer:
 
 
 def _lock(place: WorkerDirectory) -> int:
-    """A lock on the directory itself: no file to leave behind, and gone with the process that held it."""
+    """Lock the directory and return its descriptor. Raise DirectoryError if another worker holds the lock.
+
+    A lock on the directory leaves no file behind, and the kernel frees it when the process ends.
+    """
     place.check()
     fd = os.open(place.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for path in (place.control, place.regions):
-            # of a worker that was killed
+            # sockets of a worker that was killed
             with contextlib.suppress(FileNotFoundError):
                 if not stat.S_ISSOCK(path.lstat().st_mode):
                     raise DirectoryError(f"{path} is in the way: a worker needs that name for a socket")
@@ -276,7 +283,7 @@ def _bind(place: WorkerDirectory, stack: contextlib.ExitStack) -> zmq.Socket[byt
     context = zmq.Context()
     stack.callback(context.term)
     control = context.socket(zmq.ROUTER)
-    # ZMQ may unlink it only after close returned
+    # ZMQ may unlink the socket only after close returned, so it is unlinked here, unless it is gone already
     stack.callback(place.control.unlink, missing_ok=True)
     stack.callback(control.close)
     control.setsockopt(zmq.LINGER, 0)

@@ -1,4 +1,4 @@
-"""One line a message, to stderr, with the process's name in front; a client's mistakes cannot fill the log."""
+"""Logging to stderr, one line per message after the process's name, with a limit on warnings about clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def set_up(level: str) -> None:
 
 
 class LimitedLog:
-    """Warnings, at most one in ``interval_s``; the next one says how many were left out."""
+    """Logger that writes at most one warning in ``interval_s``. The next warning says how many were left out."""
 
     def __init__(self, log: logging.Logger, interval_s: float = 1.0) -> None:
         self._log, self._interval_s = log, interval_s
@@ -32,6 +32,6 @@ class LimitedLog:
             self._left_out += 1
             return
         more = f" (and {self._left_out} more since the last message)" if self._left_out else ""
-        # what a client sent may be part of the message: it stays on one line, and short
+        # the message may contain text from a client, so it is escaped to one line and cut
         self._log.warning("%s%s", message[:500].encode("unicode_escape").decode("ascii"), more)
         self._last, self._left_out = now, 0

@@ -1,4 +1,4 @@
-"""A memory file mapped into this process, by address: for code that takes pointers."""
+"""Mapping of a memory file into this process at a known address, for code that takes pointers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
-_CHUNK = 64 << 20  # small enough to notice soon that somebody wants us to stop
+_CHUNK = 64 << 20  # bytes; small enough to notice soon that populating is cancelled
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -23,13 +23,14 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Mapping:
-    """``size`` bytes of ``fd`` from its start, shared with whoever else has it. The descriptor may be closed then.
+    """Shared mapping of the first ``size`` bytes of ``fd``. The descriptor may be closed once the mapping exists.
 
-    Nobody may use an address of it after ``close``: whoever computes on it is stopped first.
+    No address within the mapping may be used after ``close``, so threads that compute on the mapping must be stopped
+    before.
     """
 
     def __init__(self, fd: int, size: int, *, writable: bool) -> None:
-        """Raises OSError."""
+        """Map the file. Raise OSError if the system refuses."""
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, fd, 0)
         if address is None or address == _FAILED:
@@ -41,10 +42,10 @@ class Mapping:
         self._populate_advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
 
     def populate(self, threads: int, cancelled: Callable[[], bool]) -> None:
-        """Enter every page into this process's page table, so that no later access waits for that.
+        """Enter every page into this process's page table, so that no later access has to wait for a page fault.
 
-        Ends early when ``cancelled``. Raises OSError where the file cannot be backed by memory (an access would be
-        fatal). Does nothing on kernels that cannot do it.
+        Return early when ``cancelled`` returns True. Raise OSError if there is no memory behind the file, where an
+        access would be fatal. Do nothing on kernels without this advice of madvise (before Linux 5.14).
         """
 
         def enter(start: int) -> None:
@@ -65,7 +66,7 @@ class Mapping:
             list(pool.map(enter, chunks))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Unmap the file. Further calls do nothing."""
         if self.address:
             _libc.munmap(self.address, self.size)
             self.address = 0

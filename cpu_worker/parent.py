@@ -1,4 +1,4 @@
-"""The process that this worker ends with."""
+"""Watch over the process that this worker belongs to: when that process ends, the worker ends too."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Parent:
-    """Watches process ``pid``, which need not be our real parent: someone may have put a shell between us."""
+    """Watcher of process ``pid``, which need not be the real parent: there may be a shell between both."""
 
-    # Sent to us by the kernel when our real parent ends (or only the thread of it that started us, hence a harmless
-    # one): it wakes a worker that somebody stopped, so that it can see that its parent is gone, and clean up.
+    # The kernel sends this signal to the worker when its real parent ends, or only the parent's thread that started the
+    # worker; so the signal must be harmless. The signal continues a stopped worker, which then sees that its parent is
+    # gone, and cleans up.
     SIGNAL = signal.SIGCONT
 
     def __init__(self, pid: int) -> None:
@@ -31,7 +32,7 @@ class Parent:
         except ProcessLookupError:
             self._missing = True
         except OSError:
-            pass  # a kernel or sandbox without pidfds: whoever waits for us must look now and then
+            pass  # a kernel or sandbox without pidfds: the event loop must call is_gone now and then
 
     def is_gone(self) -> bool:
         if self._missing:
@@ -56,5 +57,5 @@ class Parent:
 
 
 def set_process_name(name: str) -> None:
-    """What ps and top show; at most 15 bytes."""
+    """Set the name that ps and top show for this process, cut to 15 bytes."""
     _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)

@@ -1,7 +1,8 @@
-"""The descriptor socket: where clients hand over mailbox and pool.
+"""The descriptor socket, over which clients send the descriptors of mailbox and pool to the worker.
 
 A client sends one packet: its token, with exactly two descriptors. The connection then stays open for as long as the
-client wants us to have them. Whatever else comes is closed, connection and descriptors: none is ever leaked.
+worker may use the regions. For any other packet the connection and all received descriptors are closed, so that no
+descriptor leaks.
 """
 
 from __future__ import annotations
@@ -18,32 +19,35 @@ import struct
 import time
 from pathlib import Path
 
-_WAITING = 4  # connections that are not attached
+_WAITING = 4  # number of connections that may wait to be attached
 _BACKLOG = 8
 _NAP_S = 0.05
 _TOKEN = re.compile(rb"[0-9a-f]{32}")
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
-_MOST_DESCRIPTORS = 253  # of one packet, SCM_MAX_FD
+_MOST_DESCRIPTORS = 253  # descriptors in one packet: SCM_MAX_FD
 
 
 class RegionError(RuntimeError):
-    """A connection or a region that is refused. The message says why."""
+    """A connection or a region is refused. The message says why."""
 
 
 class ConnectionClosed(RegionError):
-    """By the client, as is its right."""
+    """The client has closed its connection, which is no error."""
 
 
 class Offer:
-    """A connection, and what came over it."""
+    """A client's connection, with the token and the descriptors that were received over it."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.token = ""  # until the packet came
+        self.token = ""  # empty until the packet was received
         self.descriptors: list[int] = []  # mailbox, pool
 
     def receive(self) -> bool:
-        """Take what is there to take. False: nothing was. Raises RegionError where the connection is of no more use."""
+        """Receive a packet without waiting. Return False if there is none.
+
+        Raise RegionError if the client closed the connection, or sent anything but one token with two descriptors.
+        """
         try:
             data, ancillary, _, _ = self.connection.recvmsg(
                 len(b"00" * 16) + 1,
@@ -81,13 +85,13 @@ class Offer:
         self.descriptors = []
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the descriptors and the connection. Further calls do nothing."""
         self.close_descriptors()
         self.connection.close()
 
 
 class DescriptorSocket:
-    """Listens; keeps the newest few offers until one of them is taken by its token."""
+    """Listening socket at ``path``. It keeps the newest few offers until an attach request takes one by its token."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -101,13 +105,13 @@ class DescriptorSocket:
         self._offers: list[Offer] = []  # oldest first
 
     def descriptors(self) -> list[int]:
-        """What to wait for before ``serve``."""
+        """Return the descriptors to poll: ``serve`` has work when one is readable."""
         return [self._listener.fileno(), *(offer.connection.fileno() for offer in self._offers)]
 
     def serve(self) -> list[str]:
-        """Take all connections and packets that are there. Returns why connections were refused."""
+        """Accept the waiting connections and receive their packets. Return why connections were refused, in words."""
         problems: list[str] = []
-        for _ in range(_BACKLOG):  # not for ever, however fast they come
+        for _ in range(_BACKLOG):  # bounded, so that fast clients cannot keep the loop here for ever
             connection = self._accept(problems)
             if connection is None:
                 break
@@ -120,11 +124,11 @@ class DescriptorSocket:
         return problems
 
     def find(self, token: str) -> Offer | None:
-        """The newest offer with that token. Call ``serve`` before: a packet sent before a message was may be unread."""
+        """Return the newest offer with this token, or None. Call ``serve`` before: its packet may still be unread."""
         return next((offer for offer in reversed(self._offers) if offer.token == token), None)
 
     def take(self, offer: Offer) -> None:
-        """The offer is the caller's from now on."""
+        """Hand ``offer`` over to the caller, who must close it."""
         self._offers.remove(offer)
 
     def close(self) -> None:
@@ -142,7 +146,7 @@ class DescriptorSocket:
                 return None
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE) and self._offers:
-                    # the listener stays readable until somebody makes room
+                    # the listener stays readable until a descriptor is free
                     self._offers.pop(0).close()
                     problems.append(f"no descriptor left for a connection, the oldest is dropped: {error}")
                     continue
@@ -167,9 +171,9 @@ class DescriptorSocket:
 
 
 def checked_size(fd: int, name: str) -> int:
-    """Size of a region, once it is certain that it cannot shrink: touching what is gone would kill this process.
+    """Return the size of a region in bytes, after checking that it is a memfd that cannot shrink.
 
-    Raises RegionError.
+    Reading beyond the end of a region that has shrunk would kill this process. Raise RegionError for other files.
     """
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
@@ -180,7 +184,7 @@ def checked_size(fd: int, name: str) -> int:
         raise RegionError(f"the {name} is not a memory file (memfd)") from None
     if not seals & fcntl.F_SEAL_SHRINK:
         raise RegionError(f"the {name} is not sealed against shrinking (F_SEAL_SHRINK)")
-    size = os.fstat(fd).st_size  # again: the one before may be from before the seal
+    size = os.fstat(fd).st_size  # read again: the first size may be older than the seal
     if size <= 0:
         raise RegionError(f"the {name} is empty")
     return size

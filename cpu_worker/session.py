@@ -1,4 +1,4 @@
-"""What an attach created: the regions of one client, and who computes on them."""
+"""Session of one client, created by an attach request: the client's regions, and the provider that computes on them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from sglang_hybrid.protocol.messages import Planned, StatsReport, ThreadPlan
 
 
 class SessionError(RuntimeError):
-    """A request that is not possible now. The message says what is missing."""
+    """A request is not possible now. The message says what is missing."""
 
 
 class Session:
-    """The regions of one client, from attach to ``close``. The connection they came over is ``offer.connection``."""
+    """Regions and provider of one client, until ``close``. ``offer.connection`` is the connection to the client."""
 
     def __init__(self, offer: Offer, owner: bytes, failed: Callable[[str], None]) -> None:
         """Map and check the two regions and close their descriptors.
 
-        ``owner`` is the client that attached; ``failed`` is called with a reason, from any thread, when a provider
-        cannot go on. Raises RegionError, NativeError or OSError; nothing is mapped then and the offer is as before.
+        ``owner`` identifies the client that attached. ``failed`` is called with a reason, from any thread, when a
+        provider cannot continue. Raise RegionError, NativeError or OSError if a region is refused; then nothing is
+        mapped and the offer has not changed.
         """
         self.offer, self.owner = offer, owner
         self._failed = failed
@@ -48,10 +49,10 @@ class Session:
         return self._regions.completed
 
     def plan(self, plan: ThreadPlan) -> Planned:
-        """Start computing, in place of what ran before.
+        """Start a provider with these threads, after stopping the provider that ran before.
 
-        Raises CoresError or ProviderError before anything changed; NativeError when the engine could not be started,
-        and then nobody computes.
+        Raise CoresError or ProviderError before anything has changed. Raise NativeError if the engine cannot be
+        started; then no provider runs.
         """
         placement = place(read_topology(), plan.cores, plan.threads, plan.group_threads)
         provider = providers.create(plan.provider)
@@ -71,11 +72,11 @@ class Session:
         return self._running("stats").stats()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until what is posted now is answered; True as well where nobody computes."""
+        """Wait until all current posts are answered. Return False after ``timeout_s``, and True if no provider runs."""
         return self._provider is None or self._provider.drain(timeout_s)
 
     def close(self) -> None:
-        """Stop computing, then let go of everything. Idempotent."""
+        """Stop computing, unmap the regions and close the connection. Further calls do nothing."""
         self._stop_provider()
         self._regions.mailbox.close()
         self._regions.pool.close()
@@ -96,7 +97,7 @@ def _map(mailbox_fd: int, pool_fd: int) -> Regions:
     mailbox_size, pool_size = checked_size(mailbox_fd, "mailbox"), checked_size(pool_fd, "pool")
     mailbox = _map_one(mailbox_fd, mailbox_size, "mailbox", writable=True)
     try:
-        # read-only: whatever goes wrong here, no KV cache is ever damaged by the worker
+        # read-only, so that no fault of the worker can damage the KV cache
         pool = _map_one(pool_fd, pool_size, "pool", writable=False)
         try:
             geometry = Geometry()

@@ -1,4 +1,4 @@
-"""What ends the event loop's wait from outside: signals, and threads that have something to say."""
+"""Descriptor that ends the event loop's wait when a signal arrives, or when another thread asks for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Wakes:
-    """From construction to ``close``, signals only make ``fd`` readable, with their number. Main thread only."""
+    """From construction to ``close``, signals only write their number to ``fd``. For the main thread only."""
 
     def __init__(self) -> None:
         self._read, self._write = socket.socketpair()
@@ -27,12 +27,12 @@ class Wakes:
         return self._read.fileno()
 
     def wake(self) -> None:
-        """For any thread."""
-        with contextlib.suppress(BlockingIOError):  # full: it wakes anyway
+        """Make ``fd`` readable. May be called by any thread."""
+        with contextlib.suppress(BlockingIOError):  # the socket is full, so ``fd`` is readable anyway
             self._write.send(b"\0")
 
     def read(self) -> str | None:
-        """Take what came; the name of a signal that asks us to end, if there was one. For any thread."""
+        """Drain ``fd``. Return the name of a signal that asks to end, if there was one. Any thread may call this."""
         with contextlib.suppress(BlockingIOError):
             for number in self._read.recv(4096):
                 if number in _STOP_SIGNALS:
@@ -56,4 +56,4 @@ class Wakes:
 
 
 def _nothing(_number: int, _frame: FrameType | None) -> None:
-    """Not SIG_IGN: only a handled signal is written to the descriptor."""
+    """Ignore a signal. SIG_IGN would not do: only handled signals are written to the descriptor."""

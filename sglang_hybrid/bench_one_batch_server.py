@@ -1,7 +1,7 @@
 """``python -m sglang_hybrid.bench_one_batch_server``: SGLang's benchmark of that name, with the plugin loaded.
 
-SGLang's own entry point does not load plugins before it reads its arguments. Loading happens
-at import, because the processes it spawns import this module again.
+SGLang's own entry point does not load plugins before it reads its arguments. This module loads the plugin when it is
+imported, because the processes that the benchmark spawns import this module again.
 """
 
 from sglang_hybrid.integration.activate import load_plugin

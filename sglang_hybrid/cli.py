@@ -1,7 +1,7 @@
-"""``sglang-hybrid``: the table of commands.
+"""The program ``sglang-hybrid`` and the table of its commands.
 
-A command's module is imported when the command runs, so that ``--help`` answers at once. Each command parses what
-follows its name itself: SGLang's flags, or its own.
+A command's module is imported when the command runs, so that ``--help`` answers at once. Each command parses the
+arguments after its name itself: SGLang's flags, or its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglang_hybrid import __version__
 
 @dataclass(frozen=True)
 class Command:
-    module: str  # has main(arguments), which returns the exit status or None
+    module: str  # module whose main(arguments) runs the command and returns an exit status, or None for success
     summary: str
 
     def run(self, arguments: Sequence[str]) -> None:

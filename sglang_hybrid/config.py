@@ -1,14 +1,15 @@
 """The configuration of the package: one frozen, typed object, with a section for each policy that has settings.
 
-Values come from the defaults, then a YAML file, then single ``key=value`` overrides; the last one wins and the result
-is checked as a whole. A section is a mapping under its policy's name in a file, and has dotted keys elsewhere::
+Values come from the defaults, then a YAML file, then single ``key=value`` overrides. The last source of a value wins,
+and the result is checked as a whole. A file has a policy's section as a mapping under the policy's name; elsewhere the
+settings of a section have dotted keys::
 
     scout:                                # --hybrid scout.recall_interval=3
       recall_interval: 3
 
-A new setting is one field: here if every policy can have it, or in the struct that its policy registers (see
-``policies.registry``). ``python tools/generate_docs.py`` brings configs/default.yaml and docs/configuration.md up to
-date. A condition on several settings is one function in ``_RULES``.
+To add a setting, add one field: to ``HybridConfig`` if every policy can have the setting, otherwise to the struct that
+its policy registers (see ``policies.registry``). Then run ``python tools/generate_docs.py``, which updates
+configs/default.yaml and docs/configuration.md. A condition on several settings is one function in ``_RULES``.
 """
 
 import difflib
@@ -50,7 +51,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the backend. Raises ConfigError when built with values that cannot work."""
+    """All settings of the backend. The constructor raises ConfigError for values that cannot work."""
 
     policy: Annotated[
         str,
@@ -170,8 +171,8 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = 5.0
 
-    # Settings of policies by the policy's name: the struct that the policy registered. A section whose values are all
-    # defaults is left out. Mappings become structs.
+    # Settings of policies, by the policy's name: an instance of the struct that the policy registered. The constructor
+    # accepts mappings too and converts them to structs. A section with only default values is left out.
     sections: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
@@ -198,24 +199,24 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return settings()
 
     def with_section(self, section: msgspec.Struct) -> "HybridConfig":
-        """Return this configuration with another section for the policy that registered the type of ``section``."""
+        """Return a copy in which ``section`` replaces the section of the policy that registered its type."""
         (name,) = (policy.name for policy in policies_with_settings() if policy.settings is type(section))
         return msgspec.structs.replace(self, sections={**self.sections, name: section})
 
     @property
     def profile_file(self) -> str | None:
-        """The profile's file; None where these settings name none."""
+        """Return the name of the profile's file, or None if ``profile`` is default, auto or none."""
         return None if self.profile in ("default", "auto", "none") else self.profile
 
     @property
     def scout(self) -> ScoutOptions:
-        """The section of policy scout."""
+        """Return the settings of policy scout."""
         return self.section(ScoutOptions)
 
     def by_key(self) -> dict[str, Any]:
-        """Return every setting by its key; ``policy.setting`` in the sections of all policies that are loaded."""
+        """Return every setting by its key. Settings of all loaded policies have keys of the form ``policy.setting``."""
         values = {key: getattr(self, key) for key in _FIELDS}
-        policy_named(self.policy)  # loads it
+        policy_named(self.policy)  # loads the policy, so that its section is known
         for policy in policies_with_settings():
             assert policy.settings is not None
             section = msgspec.structs.asdict(self.section(policy.settings))
@@ -223,17 +224,17 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return values
 
     def host_memory_bytes(self, available: int) -> int:
-        """Size of the host pool on a machine with ``available`` bytes free. A fixed size may exceed ``available``."""
+        """Return the host pool's size in bytes with ``available`` bytes free. A fixed size may exceed ``available``."""
         amount, unit = _split_size(self.host_memory)
         return int(available * amount / 100) if unit == "%" else int(amount * _UNIT_BYTES[unit])
 
 
-_FIELDS = {key: field for key, field in fields_of(HybridConfig).items() if key != "sections"}  # of the top level
+_FIELDS = {key: field for key, field in fields_of(HybridConfig).items() if key != "sections"}  # fields of the top level
 
 _UNIT_BYTES = {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)} | {
     f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)
 }
-# Digits are bounded because Python refuses to convert very long runs of them.
+# The number of digits is bounded because Python refuses to convert very long numbers.
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?(%|[kmgt]i?b)", re.IGNORECASE)
 
 
@@ -247,8 +248,9 @@ def _split_size(text: str) -> tuple[Fraction, str]:
     return amount, unit
 
 
-# Rules: conditions a field's type cannot express. The parameters name the fields a rule looks at, so that
-# it is skipped when one of them has the wrong type already. A rule returns what is legal, or None if all is well.
+# Rules: conditions that a field's type cannot express. The parameters of a rule name the fields that the rule checks;
+# the rule is skipped if one of these fields has the wrong type. A rule returns the legal values in words, or None if
+# the condition holds.
 
 
 def _host_memory_is_a_size(host_memory: str) -> str | None:
@@ -307,28 +309,29 @@ _RULES: tuple[Callable[..., str | None], ...] = (
 )
 
 
-# Keys: names of the top level, and policy.setting. Values and sources are held by key until all of them are checked.
+# A key is a field's name at the top level, and ``policy.setting`` for a setting of a policy. Values and their sources
+# are kept in dicts by key until all values are checked.
 
 
 def _section_of(key: Any) -> str | None:
-    """The section that a dotted key belongs to, None for every other key."""
+    """Return the section of a dotted key, or None for a key without a dot."""
     name, dot, _ = str(key).partition(".")
     return name if dot else None
 
 
 def _load_policies(names: Iterable[str]) -> dict[str, str]:
-    """Import the packages of these policies. Returns what went wrong, in words, by the policy's name."""
+    """Import the packages of these policies. Return an error message for each policy that failed, by its name."""
     problems = {}
     for name in names:
         try:
             policy_named(name)
-        except Exception as error:  # whatever the import of another package raises
+        except Exception as error:  # the import of another package may raise anything
             problems[name] = f"policy {name} cannot be loaded: {type(error).__name__}: {error}"
     return problems
 
 
 def _known_fields() -> dict[str, FieldInfo]:
-    """The fields of the top level and of the sections of all policies that are loaded, by key."""
+    """Return the fields of the top level and of the sections of all loaded policies, by key."""
     fields = dict(_FIELDS)
     for policy in policies_with_settings():
         assert policy.settings is not None
@@ -337,7 +340,7 @@ def _known_fields() -> dict[str, FieldInfo]:
 
 
 def _problems(values: Mapping[Any, Any], sources: Mapping[str, str]) -> list[str]:
-    """Everything wrong with a full set of values; ``sources`` says where a value came from, if that is known."""
+    """Return all problems of a full set of values. ``sources`` names the source of a value, where it is known."""
 
     def given(key: str) -> str:
         return f"{key}={values[key]!r}" + (f" ({sources[key]})" if key in sources else "")
@@ -360,7 +363,7 @@ def _problems(values: Mapping[Any, Any], sources: Mapping[str, str]) -> list[str
 
 
 def _problems_of_sections(values: Mapping[str, Any]) -> list[str]:
-    """What ``__post_init__`` of a policy's struct says about values that have the right types."""
+    """Return the problems that the constructors of the policies' structs report. All values have the right types."""
     problems = []
     for name, section in _nested(values)["sections"].items():
         try:
@@ -391,7 +394,7 @@ def _keys_of(section: str | None, fields: Iterable[str]) -> list[str]:
 
 
 def _by_key(content: Mapping[Any, Any], source: str) -> tuple[dict[Any, Any], list[str]]:
-    """What a source gives, with one dotted key for each setting of a section; and what is wrong with its sections."""
+    """Return the settings of a source, those of sections by dotted keys, and the problems of the source's sections."""
     values: dict[Any, Any] = {}
     problems = []
     for key, value in content.items():
@@ -417,9 +420,9 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_with_sources(file: Path | None, overrides: Sequence[str]) -> tuple[HybridConfig, dict[str, str]]:
-    """The configuration and, per key, where its value came from: "default", "file NAME" or "override".
+    """Return the configuration and, by key, the source of each value: "default", "file NAME" or "override".
 
-    Raises ConfigError with every problem of all sources. Values that a later source replaced are not checked.
+    Raise ConfigError with all problems of all sources. Values that a later source replaced are not checked.
     """
     given: dict[Any, Any] = {}
     sources: dict[Any, str] = {}
@@ -452,27 +455,34 @@ def load_with_sources(file: Path | None, overrides: Sequence[str]) -> tuple[Hybr
 
 
 def _policies_of(given: Mapping[Any, Any]) -> list[str]:
-    """The policies whose settings have to be known for the values that were given."""
+    """Return the registered policies that ``given`` names, as ``policy`` or by the section of a key."""
     names = [given.get("policy"), *map(_section_of, given)]
     return [name for name in dict.fromkeys(one for one in names if isinstance(one, str)) if has_policy(name)]
 
 
 def load_config(file: Path | None, overrides: Sequence[str]) -> HybridConfig:
-    """The configuration from the defaults, then ``file``, then ``key=value`` overrides. Raises ConfigError."""
+    """Return the configuration of the defaults, then ``file``, then ``overrides`` of the form ``key=value``.
+
+    Raise ConfigError if a source cannot be read or a value cannot work.
+    """
     return load_with_sources(file, overrides)[0]
 
 
 def config_from_environment() -> HybridConfig:
-    """The configuration that the environment variables of ``sglang_hybrid.env`` ask for. Raises ConfigError."""
+    """Return the configuration that the variables CONFIG and SET of ``sglang_hybrid.env`` ask for.
+
+    Raise ConfigError as ``load_config`` does.
+    """
     return load_config(env.CONFIG.get(), env.SET.get())
 
 
 def describe(
     config: HybridConfig, sources: Mapping[str, str] | None = None, resolved: Mapping[str, str] | None = None
 ) -> str:
-    """The effective settings as a YAML file that can be loaded again, each with its description.
+    """Return all settings with their descriptions as the text of a YAML file, which can be loaded again.
 
-    Comments say the source of each value, and what ``resolved`` tells of it (see ``host_settings``).
+    A comment behind each value names its source, and the value that ``auto`` has on this host if ``resolved`` has one
+    (see ``host_settings.resolved``).
     """
     values = config.by_key()
     fields = _known_fields()

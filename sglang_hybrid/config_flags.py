@@ -1,8 +1,8 @@
 """The two flags that carry settings, ``--hybrid-config FILE`` and ``--hybrid KEY=VALUE``.
 
-SGLang has no way for a plugin to add a setting of its own, so the flags become environment variables, which the
-processes that SGLang spawns inherit. This module imports neither torch nor SGLang: commands read settings before they
-load either.
+SGLang has no way for a plugin to add settings of its own. So the flags become environment variables, which the
+processes that SGLang spawns inherit. This module imports neither torch nor SGLang, because commands read the settings
+before they import either.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang_hybrid.config import HybridConfig, load_with_sources
 
 
 def add_config_flags(parser: Any) -> None:
-    """``parser``: an argparse parser, or a group of one."""
+    """Add both flags to ``parser``, an argparse parser or argument group."""
     parser.add_argument("--hybrid-config", metavar="FILE", help="YAML file with settings, see configs/default.yaml")
     parser.add_argument(
         "--hybrid",
@@ -32,19 +32,19 @@ def add_config_flags(parser: Any) -> None:
 
 
 def export_config_flags(args: argparse.Namespace) -> None:
-    """Carry the flags to this process's configuration and to the processes it starts."""
+    """Write the flags to this process's environment, where this process and the processes it starts read them."""
     if args.hybrid_config:
         os.environ[env.CONFIG.name] = os.path.abspath(args.hybrid_config)
     if args.hybrid:
-        # what was in the environment stays, what is on the command line comes later and wins
+        # settings from the environment stay; those of the command line come later and win
         os.environ[env.SET.name] = json.dumps([*env.SET.get(), *args.hybrid])
 
 
 def config_of_arguments(arguments: Sequence[str]) -> tuple[HybridConfig, dict[str, str]]:
-    """The configuration that a command line asks for, and the source of each value; see ``load_with_sources``.
+    """Return the configuration that a command line asks for, and the source of each value by key.
 
-    ``arguments``: a whole command line, whose other flags are ignored. Reads the environment and does not change it.
-    Raises ConfigError.
+    ``arguments`` is a whole command line, whose other flags are ignored. The environment is read and not changed.
+    Raise ConfigError as ``load_with_sources`` does.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_config_flags(parser)

@@ -1,4 +1,4 @@
-"""Settings of earlier versions: the sentence that a refusal ends with."""
+"""Settings of earlier versions, renamed or removed, and the advice that the error for such a key ends with."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _REMOVED = {
 
 
 def what_became_of(key: str) -> str | None:
-    """Return what to do about a setting of an earlier version, in words, or None for a key that never was one."""
+    """Return advice about a setting of an earlier version, or None if no earlier version had this key."""
     if key in _RENAMED:
         return f"is called {_RENAMED[key]} now"
     if key in _REMOVED:

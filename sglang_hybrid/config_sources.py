@@ -19,24 +19,24 @@ class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc,unused-ignore]
         seen = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                continue  # lists and mappings cannot be keys; the constructor says so
+                continue  # lists and mappings cannot be keys; the constructor raises for them
             if key.value in seen:
                 raise yaml.composer.ComposerError(None, None, f"duplicate key {key.value!r}", key.start_mark)
             seen.add(key.value)
         return node
 
 
-# PyYAML follows YAML 1.1, where 1e-3 (no dot) is text; everyone means the number.
+# PyYAML follows YAML 1.1, where 1e-3 (no dot) is text; here it is a number.
 _YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), [*"-+0123456789"]
 )
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Return the value that ``text`` stands for. Raises ConfigError, which names ``source`` and the line."""
+    """Return the value of YAML ``text``. Raise ConfigError, which names ``source`` and the line, for invalid YAML."""
     try:
         return yaml.load(text, _YamlLoader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or number that only looks like one
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: text that looks like a date or number and is none
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         what = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -44,7 +44,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def read_file(file: Path) -> dict[Any, Any]:
-    """Return the content of a settings file. Raises ConfigError if it cannot be read, or holds no mapping."""
+    """Return the content of a settings file. Raise ConfigError if the file cannot be read or holds no mapping."""
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -60,7 +60,7 @@ def read_file(file: Path) -> dict[Any, Any]:
 
 
 def read_override(override: str) -> dict[Any, Any]:
-    """Return the one setting of ``key=value``. Raises ConfigError for text of another form."""
+    """Return the one setting of ``key=value`` as a dict. Raise ConfigError for text of another form."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"override {override!r}: must have the form key=value")

@@ -1,4 +1,4 @@
-"""The memory and the CPU time that a container's limits leave to this process (cgroups, both versions)."""
+"""Memory and CPU time that a container's cgroup limits (version 1 or 2) leave to this process."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import psutil
 
-_UNLIMITED = 1 << 62  # version 1 says "no limit" with a number of about this size
+_UNLIMITED = 1 << 62  # cgroup version 1 expresses "no limit" by a number of about this size
 
 
 @dataclass(frozen=True)
 class _Files:
-    """Names of a version's files, and of what its usage counts though it is given back when somebody needs it."""
+    """File names of one cgroup version, and the key in memory.stat of cache that usage counts but can be reclaimed."""
 
     limit: str
     usage: str
@@ -30,11 +30,11 @@ _FILES = {
 @dataclass(frozen=True)
 class Memory:
     total: int  # bytes
-    available: int  # free now
+    available: int  # bytes that are free now
 
 
 def memory(root: Path = Path("/")) -> Memory:
-    """Within every limit that holds for this process: its own group's, and those of the groups around it."""
+    """Return the machine's memory, lowered to the limits of this process's cgroup and of the cgroups around it."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
     for folder, version in _groups(root, "memory"):
@@ -49,7 +49,7 @@ def memory(root: Path = Path("/")) -> Memory:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPU time in cores: the smallest quota of this process's group and of the groups around it; None without one."""
+    """Return the smallest CPU quota, in cores, of this process's cgroup and those around it. None means no quota."""
     quotas = [_quota(folder, version) for folder, version in _groups(root, "cpu")]
     return min((quota for quota in quotas if quota is not None), default=None)
 
@@ -60,13 +60,13 @@ def _quota(folder: Path, version: int) -> float | None:
             granted, period = (folder / "cpu.max").read_text().split()
         else:
             granted, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        return int(granted) / int(period) if int(granted) > 0 else None  # version 1 says "no limit" with -1
-    except (OSError, ValueError, ZeroDivisionError):  # not there, or "max"
+        return int(granted) / int(period) if int(granted) > 0 else None  # version 1 expresses "no limit" by -1
+    except (OSError, ValueError, ZeroDivisionError):  # the file does not exist, or holds "max"
         return None
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """Folders of this process's group and of the groups around it, with the version of cgroups."""
+    """Yield (folder, cgroup version) of this process's cgroup for ``controller``, then of each cgroup around it."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -79,7 +79,7 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
             top, version = root / "sys/fs/cgroup" / controller, 1
         else:
             continue
-        # in a container the path may be the host's and not be there: then the top is the container's own group
+        # In a container the path may be the host's and not exist here: then the top is the container's own cgroup.
         own = top / path.lstrip("/")
         folder = own if own.is_dir() else top
         while True:
@@ -92,7 +92,7 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
 def _number(file: Path) -> int | None:
     try:
         return int(file.read_text())
-    except (OSError, ValueError):  # not there, or "max"
+    except (OSError, ValueError):  # the file does not exist, or holds "max"
         return None
 
 

@@ -1,4 +1,4 @@
-"""The nouns that everybody passes around: a layer's cache, a decode step, lists of blocks, partial attention."""
+"""Data types that engines, policies and miss servers share: layer cache, decode step, block list, partial attention."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ class LayerCache:
     """One layer's part of the KV cache: host pool and digests."""
 
     keys: torch.Tensor  # [pages, KV heads, block tokens, head_dim], host memory
-    values: torch.Tensor  # likewise
-    digests: torch.Tensor | None  # [pages, KV heads, 2, head_dim] or compact, on the model's device, if kept
-    layer: int = 0  # of this rank's pool
-    sketch: LayerSketch | None = None  # some channels of every key, on the model's device
-    codes: torch.Tensor | None = None  # [pages, KV heads, block tokens, bytes] of single keys, if kept
+    values: torch.Tensor  # as keys, with the dim of values
+    digests: torch.Tensor | None  # [pages, KV heads, 2, head_dim] or compact, on the model's device; None if not kept
+    layer: int = 0  # layer's index in this rank's pool
+    sketch: LayerSketch | None = None  # some channels of every key, on the model's device; None if not kept
+    codes: torch.Tensor | None = None  # [pages, KV heads, block tokens, bytes], codes of single keys; None if not kept
 
     @property
     def block_tokens(self) -> int:
         return self.keys.shape[2]
 
     def estimates(self, query: torch.Tensor, pages: torch.Tensor, spread: float, scale: float) -> torch.Tensor:
-        """What digests, and the sketch if there is one, tell of blocks: ``[rows, KV heads, group, N]``.
+        """Estimate the logits of blocks, by digests and the sketch if there is one: ``[rows, KV heads, group, N]``.
 
-        pages ``[rows, N]`` for all KV heads alike, or ``[rows, KV heads, N]``; not ``NO_BLOCK``.
+        pages ``[rows, N]``, the same for all KV heads, or ``[rows, KV heads, N]``, without ``NO_BLOCK``. ``spread`` is
+        used without a sketch, ``scale`` with one; see ``reference.digest_logits`` and ``reference.sketch_logits``.
         """
         assert self.digests is not None  # a policy that estimates declares that it needs digests
         digests = _of_blocks(self.digests, pages)
@@ -41,37 +42,37 @@ class LayerCache:
 
 
 def _of_blocks(table: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """table ``[all pages, KV heads, ...]``, pages as for ``estimates`` -> ``[rows, N, KV heads, ...]``."""
+    """Look up pages, as in ``estimates``, in a table ``[all pages, KV heads, ...]`` -> ``[rows, N, KV heads, ...]``."""
     if pages.dim() == 3:
         return reference.gather_blocks(table, pages).transpose(1, 2)
-    # one index along whole pages: torch copies that much faster than what ``table[pages]`` selects
+    # index_select copies whole pages, much faster than ``table[pages]``
     return table.index_select(0, pages.flatten()).view(*pages.shape, *table.shape[1:])
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """One decode step, the same for all its layers. Tensors are on the model's device."""
+    """Rows of one decode step, the same for all layers. Tensors are on the model's device."""
 
     page_table: torch.Tensor  # [rows, blocks of the longest row], page of each block
-    lengths: torch.Tensor  # [rows], tokens of each row, the new one included
-    lengths_on_host: list[int]
-    rows: torch.Tensor  # [rows], SGLang's number of each row: whose it stays from step to step
-    rows_on_host: list[int]
-    step: int = 0  # counts decode steps: which one a partial result belongs to
+    lengths: torch.Tensor  # [rows], tokens of each row, with the new one
+    lengths_on_host: list[int]  # the same numbers as ``lengths``
+    rows: torch.Tensor  # [rows], SGLang's number of each row, which a request keeps from step to step
+    rows_on_host: list[int]  # the same numbers as ``rows``
+    step: int = 0  # number of the decode step, by which partial results are matched to their step
 
     def block_counts(self, block_tokens: int) -> torch.Tensor:
-        """Blocks of each row, the last one being the tail."""
+        """Return the number of blocks of each row, with the tail: ``[rows]``."""
         return -(-self.lengths // block_tokens)
 
     def part(self, which: torch.Tensor) -> DecodeBatch:
-        """Some rows of the batch, by index. For looking at them only: it has no lists on the host."""
+        """Return the rows at indices ``which``. The result is for selection only: its lists on the host are empty."""
         return DecodeBatch(self.page_table[which], self.lengths[which], [], self.rows[which], [], self.step)
 
 
 @dataclass(frozen=True)
 class BlockList:
-    """Blocks to attend, per (row, KV head)."""
+    """Blocks to attend to, per (row, KV head)."""
 
-    ids: torch.Tensor  # [rows, KV heads, n] pages, reference.NO_BLOCK where the list is shorter
-    fill: torch.Tensor  # [rows, KV heads, n] tokens in each
-    masks: torch.Tensor | None = None  # [rows, KV heads, n] int32, bit t: token t is attended; None: all of ``fill``
+    ids: torch.Tensor  # [rows, KV heads, n], pages; reference.NO_BLOCK where a list is shorter
+    fill: torch.Tensor  # [rows, KV heads, n], number of tokens in each block
+    masks: torch.Tensor | None = None  # [rows, KV heads, n] int32, bit t: token t is attended to; None: all tokens are

@@ -1,4 +1,4 @@
-"""Every environment variable of the package, as a typed object.
+"""All environment variables of the package, as typed objects.
 
 Values are read when ``get()`` is called, never at import: a launcher may set a
 variable after this module was loaded and before it starts a child process.
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class ConfigError(ValueError):
-    """Settings that cannot be used. Each argument is one problem, told in one line."""
+    """Settings that cannot be used. Each argument of the exception describes one problem in one line."""
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -27,7 +27,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class EnvType(Generic[T]):
-    """How the text of a variable becomes a value; ``parse`` raises ValueError on text that is not ``legal``."""
+    """Conversion of a variable's text to a value. ``parse`` raises ValueError for text that is not ``legal``."""
 
     legal: str
     parse: Callable[[str], T]
@@ -41,7 +41,10 @@ class EnvVar(Generic[T]):
     doc: str
 
     def get(self) -> T:
-        """The value now. An empty variable counts as unset, because container files can empty one but not remove it."""
+        """Return the current value, or the default of an unset or empty variable. Raise ConfigError for illegal text.
+
+        An empty variable counts as unset, because container files can empty a variable but not remove it.
+        """
         text = os.environ.get(self.name, "")
         if not text:
             return self.default
@@ -112,7 +115,7 @@ WORKER_TASK_BLOCKS = EnvVar(
     "internal: blocks of one task of the CPU worker",
 )
 
-# read by the C++ library itself, wherever a kernel is chosen; here for its documentation
+# The C++ library reads this variable itself when it chooses a kernel. It is listed here to be documented.
 CPU_VARIANT = EnvVar(
     "SGLANG_HYBRID_CPU_VARIANT",
     TEXT,

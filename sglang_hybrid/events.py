@@ -1,7 +1,7 @@
-"""What a server tells its launcher for the console: JSON lines through a FIFO that an environment variable names.
+"""Events that a server sends to its launcher's console: JSON lines through a FIFO that an environment variable names.
 
-Any process of the server may write. Writing never blocks and never raises: a line that the FIFO has no room for, or
-that nobody reads, is dropped. Without the variable every call returns at once.
+Any process of the server may write. Writing never blocks and never raises: a line is dropped if the FIFO is full or has
+no reader. Without the environment variable every call returns at once.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import msgspec
 
 from sglang_hybrid import env
 
-_PIPE_BUF = select.PIPE_BUF  # writes up to this size are not mixed with those of other processes
+_PIPE_BUF = select.PIPE_BUF  # bytes; writes up to this size are not mixed with those of other processes
 _LONGEST_SENTENCE = 2000
 _READ_BYTES = 1 << 16
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One line. The tag is the class's name."""
+    """One event, which is one line of JSON. The tag is the name of the class."""
 
 
 class Pool(Event, frozen=True, kw_only=True):
-    """The KV cache of one rank."""
+    """Size of the KV cache of one rank."""
 
     tokens: int
     host_bytes: int
-    device_bytes: int  # model and digests; 0 without a GPU
+    device_bytes: int  # bytes of the model and of digests; 0 without a GPU
 
 
 class Model(Event, frozen=True, kw_only=True):
-    """How the model is computed."""
+    """Shape, dtype and device of the model that is served."""
 
     layers: int
     dtype: str
@@ -43,7 +43,7 @@ class Model(Event, frozen=True, kw_only=True):
 
 
 class Worker(Event, frozen=True, kw_only=True):
-    """A CPU worker serves this server."""
+    """A CPU worker is attached to this server."""
 
     pid: int
     provider: str
@@ -52,13 +52,13 @@ class Worker(Event, frozen=True, kw_only=True):
 
 
 class Calibrating(Event, frozen=True, kw_only=True):
-    """Predictions are calibrated, as they are at the first start with a model: ``part`` of it is done."""
+    """Calibration of predictions at the first start with a model. ``part`` is the share that is done."""
 
     part: float
 
 
 class Refused(Event, frozen=True, kw_only=True):
-    """The server ends, and this sentence says what to change."""
+    """The server refuses to start or go on, and ends. ``sentence`` says what to change."""
 
     sentence: str
 
@@ -71,7 +71,7 @@ class Ready(Event, frozen=True, kw_only=True):
 
 
 class Prefill(Event, frozen=True, kw_only=True):
-    """A chunk of prompts begins: ``done`` of ``total`` prompt tokens are computed, ``chunk`` more are under way."""
+    """Start of a chunk of ``chunk`` prompt tokens, after ``done`` of ``total`` prompt tokens are computed."""
 
     done: int
     chunk: int
@@ -81,14 +81,14 @@ class Prefill(Event, frozen=True, kw_only=True):
 
 
 class Layer(Event, frozen=True, kw_only=True):
-    """Layers of the chunk under way that are computed."""
+    """Progress within a chunk of prompts: ``done`` of ``total`` layers are computed."""
 
     done: int
     total: int
 
 
 class Decode(Event, frozen=True, kw_only=True):
-    """Decode steps since the last of these events."""
+    """Summary of the decode steps since the last event of this type."""
 
     running: int
     waiting: int
@@ -97,14 +97,14 @@ class Decode(Event, frozen=True, kw_only=True):
 
 
 class Idle(Event, frozen=True, kw_only=True):
-    """Nothing runs."""
+    """No request is running."""
 
 
 AnyEvent = Pool | Model | Worker | Calibrating | Refused | Ready | Prefill | Layer | Decode | Idle
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(AnyEvent)
-_fifo: int | None = None  # of this process; -1: there is nobody to tell
+_fifo: int | None = None  # this process's descriptor of the FIFO; -1: there is no reader; None: not opened yet
 
 
 def enabled() -> bool:
@@ -112,13 +112,13 @@ def enabled() -> bool:
 
 
 def tell(event: AnyEvent) -> None:
-    """Write one line, or drop it."""
+    """Write one event to the FIFO, or drop it if the FIFO is full or has no reader. Never blocks, never raises."""
     fifo = _descriptor()
     if fifo < 0:
         return
     line = _encoder.encode(event) + b"\n"
     if len(line) <= _PIPE_BUF:
-        with contextlib.suppress(OSError):  # full, or nobody reads any more
+        with contextlib.suppress(OSError):  # the FIFO is full, or the reader is gone
             os.write(fifo, line)
 
 
@@ -126,7 +126,7 @@ def _descriptor() -> int:
     global _fifo
     if _fifo is None:
         _fifo = -1
-        with contextlib.suppress(OSError):  # no FIFO, or nobody reads
+        with contextlib.suppress(OSError):  # there is no FIFO, or it has no reader
             path = env.EVENTS.get()
             if path is not None and path.is_fifo():
                 _fifo = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -138,7 +138,7 @@ def refused(sentence: str) -> None:
 
 
 class _Pace:
-    """Returns True at most once per interval, so that a hot loop may ask every time."""
+    """Rate limit for hot loops: ``due`` returns True at most once per interval."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -155,18 +155,18 @@ _layer_pace = _Pace(0.5)
 
 
 def layer(done: int, total: int) -> None:
-    """Called for every layer of a chunk of prompts; told twice a second."""
+    """Report progress of a chunk of prompts. May be called for every layer: at most two events a second are written."""
     if _descriptor() >= 0 and _layer_pace.due(time.monotonic()):
         tell(Layer(done=done, total=total))
 
 
 class Reader:
-    """The launcher's end: makes the FIFO, and collects what was written since the last call."""
+    """The launcher's end of the FIFO. The constructor creates the FIFO at ``path``."""
 
     def __init__(self, path: Path) -> None:
         os.mkfifo(path, 0o600)
         self.path = path
-        # opened for writing too, so that there is no end of file while no server has opened it
+        # opened for writing too, so that reads see no end of file while no server has the FIFO open
         self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._rest = b""
 
@@ -174,7 +174,10 @@ class Reader:
         return self._fd
 
     def read(self) -> list[AnyEvent]:
-        """Lines that are not events are skipped: a console must not end because of what it shows."""
+        """Return the events that were written since the last call. Does not block.
+
+        Lines that are not events are skipped, because a bad line must not end the console.
+        """
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._fd, _READ_BYTES):
                 self._rest += data

@@ -1,4 +1,4 @@
-"""What this machine has, found without importing torch, which takes seconds: GPUs, cores, memory, instructions."""
+"""Detection of GPUs, cores, memory and matrix instructions without importing torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from sglang_hybrid import container
 from sglang_hybrid.protocol.cores import Topology, format_cpus, read_topology
 
 GIB = 1 << 30
-_NAME_BYTES = 96  # NVML's own limit for the name of a device
-# Matrix instructions for 16-bit numbers, as /proc/cpuinfo calls them. ARM's FEAT_FP16 (asimdhp) is none of them: torch
-# multiplies float16 matrices far more slowly than float32 ones with it.
+_NAME_BYTES = 96  # NVML's limit for the length of a device's name
+# Flags in /proc/cpuinfo of matrix instructions for 16-bit numbers. ARM's FEAT_FP16 (asimdhp) is not listed: with it
+# torch multiplies float16 matrices far more slowly than float32 matrices.
 _INSTRUCTIONS = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16"}}
 
 
 @dataclass(frozen=True)
 class Host:
-    gpus: tuple[str, ...]  # names of those that torch can use from this process
+    gpus: tuple[str, ...]  # names of the GPUs that torch can use in this process
     topology: Topology  # cores that this process may use
-    memory: int  # bytes, within what the container grants
-    available: int  # bytes of it that are free now
+    memory: int  # bytes, within the container's limits
+    available: int  # bytes that are free now, within the same limits
 
     @property
     def cpus(self) -> int:
@@ -42,12 +42,12 @@ def this_host() -> Host:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """NVIDIA GPUs that torch would find: none where torch was built without CUDA or the environment hides them."""
+    """Return the names of NVIDIA GPUs that torch can use: none if torch lacks CUDA or the environment hides them."""
     return _visible(_installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")) if _torch_has_cuda() else ()
 
 
 def multiplies_fast(dtype: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU has matrix instructions for ``dtype``, "bfloat16" or "float16"."""
+    """Return True if this CPU has matrix instructions for ``dtype``, "bfloat16" or "float16"."""
     try:
         text = cpuinfo.read_text()
     except OSError:
@@ -57,7 +57,7 @@ def multiplies_fast(dtype: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def _torch_has_cuda() -> bool:
-    spec = importlib.util.find_spec("torch")  # looks for the package and does not import it
+    spec = importlib.util.find_spec("torch")  # finds the package without importing it
     if spec is None or spec.origin is None:
         return False
     try:
@@ -68,7 +68,7 @@ def _torch_has_cuda() -> bool:
 
 
 def _installed_gpus() -> tuple[str, ...]:
-    """Names in the order of NVIDIA's management library. Unlike CUDA's, that makes no context in this process."""
+    """Return GPU names in NVML's order. Unlike CUDA, NVML creates no context in this process."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -93,7 +93,7 @@ def _gpu_name(nvml: ctypes.CDLL, index: int) -> str:
 
 
 def _visible(names: Sequence[str], variable: str | None) -> tuple[str, ...]:
-    """Those that CUDA_VISIBLE_DEVICES leaves. As in CUDA, the first entry that does not exist ends the list."""
+    """Return the names that CUDA_VISIBLE_DEVICES selects. As in CUDA, the first unknown entry ends the list."""
     if variable is None:
         return tuple(names)
     chosen = []
@@ -101,7 +101,7 @@ def _visible(names: Sequence[str], variable: str | None) -> tuple[str, ...]:
         text = entry.strip()
         if text.isdecimal() and int(text) < len(names):
             chosen.append(names[int(text)])
-        elif text.startswith(("GPU-", "MIG-")) and len(chosen) < len(names):  # by identity: which one does not matter
+        elif text.startswith(("GPU-", "MIG-")) and len(chosen) < len(names):  # a UUID: which GPU it is does not matter
             chosen.append(names[len(chosen)])
         else:
             break

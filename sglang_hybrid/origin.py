@@ -1,4 +1,4 @@
-"""Where a result comes from: command, commit, machine, date."""
+"""Origin of a benchmark result, to be stored with the result: command, commit, machine, date."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 def origin() -> dict[str, Any]:
     return {
         "command": _command(),
-        # a host that gets the files without the repository is told the commit
+        # RESULT_COMMIT names the commit on a host that has the files without the repository
         "commit": os.environ.get("RESULT_COMMIT") or _git("rev-parse", "--short", "HEAD"),
-        # null where there is no repository to ask
+        # None without a repository
         "uncommitted_changes": bool(_git("status", "--porcelain", "-uno")) if _git("rev-parse", "HEAD") else None,
         "date": datetime.date.today().isoformat(),
         "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "architecture": platform.machine(), "gpu": _gpu()},
@@ -29,13 +29,13 @@ def origin() -> dict[str, Any]:
 
 def _command() -> str:
     program, *arguments = sys.argv
-    module = sys.modules["__main__"].__spec__  # None for a script; of `python -m package` it is package.__main__
+    module = sys.modules["__main__"].__spec__  # None for a script; for `python -m package` its name is package.__main__
     run = ["-m", module.name.removesuffix(".__main__")] if module else [os.path.relpath(program, ROOT)]
     return shlex.join(["python", *run, *arguments])
 
 
 def _git(*arguments: str) -> str:
-    if not (ROOT / "pyproject.toml").is_file():  # installed: a repository around site-packages is somebody else's
+    if not (ROOT / "pyproject.toml").is_file():  # installed: a repository around site-packages is not ours
         return ""
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -45,10 +45,10 @@ def _git(*arguments: str) -> str:
 
 
 def cpu_name() -> str:
-    """Empty if nobody knows."""
+    """Return the name of the CPU model, or an empty string if the system does not tell."""
     try:
         found = _named("model name", Path("/proc/cpuinfo").read_text())
-        # on aarch64 the kernel has numbers only, of which lscpu knows the names
+        # on aarch64 the kernel reports numbers only, which lscpu translates to names
         return found or _named("Model name", _said("lscpu")) or platform.processor()
     except OSError:
         return platform.processor()

@@ -1,4 +1,4 @@
-"""Entry point ``sglang.srt.plugins``: SGLang calls ``register`` in every process before it reads arguments."""
+"""Entry point ``sglang.srt.plugins``: SGLang calls ``register`` in every process before it parses arguments."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 def register() -> None:
     """Make ``--attention-backend hybrid`` known to this process.
 
-    SGLang only logs an exception raised here. The backend's name is then unknown and its
-    argument parser refuses it, so a failure is never silent.
+    SGLang only logs an exception raised here. But then the backend's name stays unknown and SGLang's argument parser
+    refuses it, so a failure is never silent.
     """
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
@@ -26,7 +26,7 @@ def register() -> None:
 
 
 def create_backend(model_runner: Any) -> Any:
-    """SGLang's factory call, in the process that runs the model."""
+    """Create the attention backend. SGLang calls this factory in the process that runs the model."""
     from sglang_hybrid.integration import hooks
     from sglang_hybrid.integration.attention_backend import HybridAttnBackend
     from sglang_hybrid.integration.refusals import told

@@ -1,7 +1,7 @@
 """``python -m sglang_hybrid.server``: SGLang's server with the hybrid backend, in this process.
 
-``sglang-hybrid serve`` starts this as its child; benchmarks and ``sglang-hybrid pd`` start it too. Takes every flag of
-``python -m sglang.launch_server``. What is not given and has an obvious value here is filled in.
+``sglang-hybrid serve`` starts this module as a child process; benchmarks and ``sglang-hybrid pd`` start it too. The
+module takes every flag of ``python -m sglang.launch_server``, and fills in flags that have an obvious value here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglang_hybrid.commands.arguments import Refused
 from sglang_hybrid.commands.defaults import with_defaults
 from sglang_hybrid.commands.ports import listener
 
-REFUSED = 2  # exit status
+REFUSED = 2  # exit status of a server that refuses its settings
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> Any:
-    """SGLang's ServerArgs. The parser's usage of a thousand lines goes to the log, the sentence to the console."""
+    """Return SGLang's ServerArgs. If parsing fails, its output goes to the log and the last line to the console."""
     from sglang.srt.server_args import prepare_server_args
 
     said = io.StringIO()
@@ -72,10 +72,10 @@ def _tell_when_ready(server_args: Any) -> None:
 
 
 def _wait_and_tell(server_args: Any) -> None:
-    """SGLang's own warm-up is over when /health answers; and it is us who answers when the port is ours."""
+    """Send event ``Ready`` after SGLang's warm-up: /health answers, and this process is the one that has the port."""
     url, waiting = server_args.url(), threading.Event()
     while not (listener(server_args.port) == os.getpid() and _get(f"{url}/health", server_args.api_key) is not None):
-        waiting.wait(0.5)  # no event to wait for: SGLang has none that every version calls
+        waiting.wait(0.5)  # polled, because SGLang has no callback that every version calls
     models = json.loads(_get(f"{url}/v1/models", server_args.api_key) or b"{}")
     name = models["data"][0]["id"] if models.get("data") else server_args.served_model_name
     events.tell(events.Ready(url=url, model=name))
@@ -83,7 +83,7 @@ def _wait_and_tell(server_args: Any) -> None:
 
 def _get(url: str, api_key: str | None) -> bytes | None:
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
-    # it is this very process that answers, so its certificate need not prove anything
+    # this process itself answers, so its certificate need not be verified
     context = ssl._create_unverified_context() if url.startswith("https") else None
     try:
         with urllib.request.urlopen(request, timeout=30, context=context) as reply:

@@ -1,10 +1,10 @@
-"""Fields of typed settings: their defaults, their descriptions and their legal values in words.
+"""Readers for the fields of typed settings: defaults, descriptions, and legal values in words.
 
 A setting is a field of a frozen ``msgspec.Struct``, annotated with a description::
 
     interval: Annotated[int, Meta(ge=0, description="Decode steps between two recalls.")] = 8
 
-The functions here read such fields. ``Meta(extra={"legal": "..."})`` replaces the words that the type would give.
+The functions here read such fields. The legal values follow from the type, or from ``Meta(extra={"legal": "..."})``.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from msgspec import inspect as types
 from msgspec.structs import FieldInfo
 
 
-@functools.cache  # it takes milliseconds
+@functools.cache  # the lookup takes milliseconds
 def fields_of(settings: type[msgspec.Struct]) -> Mapping[str, FieldInfo]:
-    """Return the fields of ``settings`` by name, in their order."""
+    """Return the fields of ``settings`` by name, in the order of their definition."""
     return {field.name: field for field in msgspec.structs.fields(settings)}
 
 
 def default_of(field: FieldInfo) -> Any:
-    """Return the default value of a field that is not required."""
+    """Return the default value of a field. The field must have a default."""
     return field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
 
 
 def description_of(field: FieldInfo) -> str:
-    """Return the description of a field, or nothing where it has none."""
+    """Return the description of a field, or an empty string if the field has none."""
     kind = types.type_info(field.type)
     return (kind.extra_json_schema or {}).get("description", "") if isinstance(kind, types.Metadata) else ""
 
@@ -41,7 +41,7 @@ def legal_values_of(field: FieldInfo) -> str:
 
 
 def legal_values(kind: types.Type) -> str:
-    """Return the legal values of a type, in words. Raises TypeError for a type that settings do not have."""
+    """Return the legal values of a type, in words. Raise TypeError for a type that no setting has."""
     match kind:
         case types.Metadata(type=inner, extra=extra):
             return str(extra["legal"]) if extra and "legal" in extra else legal_values(inner)

@@ -1,6 +1,6 @@
-"""Which compiled files in a cache are loaded as code: those that nobody but this user could have put there.
+"""Check before a compiled file from a cache is loaded as code: only this user or root may be able to write it.
 
-What is installed beside our Python code needs no such look: whoever could change it could change this file.
+Files that are installed beside our Python code need no check: whoever can change them can change this module too.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from pathlib import Path
 
 
 class UntrustedFile(RuntimeError):
-    """The message says whose it is or who may write it, and what to do."""
+    """A compiled file belongs to another user or is writable by others. The message says which, and what to do."""
 
 
 def check(path: Path) -> None:
-    """Raises UntrustedFile or OSError. The directory counts too: who may write it can put another file there."""
+    """Raise UntrustedFile if ``path`` or its directory has another owner than us or root, or is writable by others.
+
+    The directory counts because whoever may write it can replace the file. Raise OSError if one of them is missing.
+    """
     for place in (path.parent, path):
         found = place.stat()
         if found.st_uid not in (os.geteuid(), 0):

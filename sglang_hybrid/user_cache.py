@@ -1,4 +1,4 @@
-"""Where files are kept that outlive a checkout: converted models, compiled kernels."""
+"""Cache directory for files that outlive a checkout: converted models, compiled kernels."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from sglang_hybrid import env
 
 
 def default_cache_dir() -> Path:
-    """`$SGLANG_HYBRID_CACHE`, else `$XDG_CACHE_HOME/sglang-hybrid`, else `~/.cache/sglang-hybrid`."""
+    """Return `$SGLANG_HYBRID_CACHE`, else `$XDG_CACHE_HOME/sglang-hybrid`, else `~/.cache/sglang-hybrid`."""
     if chosen := env.CACHE.get():
         return chosen.expanduser()
     if xdg := os.environ.get("XDG_CACHE_HOME"):

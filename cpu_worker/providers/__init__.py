@@ -1,4 +1,4 @@
-"""Who computes: one module per provider, imported when it is asked for."""
+"""Providers compute the worker's answers. Each one has a module, which is imported when the provider is chosen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Provider", "ProviderError", "create"]
 
 
 def create(name: Name) -> Provider:
-    """A provider that is ready to start. Raises ProviderError where what it needs is not installed."""
+    """Return a provider that is ready to start. Raise ProviderError if its requirements are not installed."""
     match name:
         case "native":
             from cpu_worker.providers.native import NativeProvider

@@ -1,4 +1,4 @@
-"""What a provider does: answer the posts of one mailbox, from ``start`` to ``stop``."""
+"""Interface of providers, which answer the posts of one mailbox from ``start`` to ``stop``."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from sglang_hybrid.protocol.messages import Planned, StatsReport, ThreadPlan
 
 
 class ProviderError(RuntimeError):
-    """The provider cannot be used here. The message says what to do."""
+    """The provider cannot be used on this machine. The message says what to do."""
 
 
 class Provider(ABC):
-    """Started once. Every method but ``stop`` needs a started provider."""
+    """Answers the posts of one mailbox. ``start`` is called once; all other methods but ``stop`` need it before."""
 
     @abstractmethod
     def start(self, regions: Regions, plan: ThreadPlan, placement: Placement, failed: Callable[[str], None]) -> Planned:
-        """Answer posts from now on; ``regions`` stay mapped until ``stop``.
+        """Start to answer posts. The caller keeps ``regions`` mapped until ``stop``.
 
-        ``failed`` is called, from any thread, with a reason when the provider cannot go on after all.
-        Raises ProviderError or NativeError; nothing runs then.
+        ``failed`` is called, from any thread, with a reason when the provider cannot continue later.
+        Raise ProviderError or NativeError if the provider cannot start; then nothing runs.
         """
 
     @abstractmethod
     def warm_up(self, cancelled: Callable[[], bool]) -> None:
-        """Let the first post find everything ready: pages mapped, code loaded. Ends early when ``cancelled``.
+        """Map the regions' pages, or start to, and load code, so that the first post does not wait for this.
 
-        Raises OSError where the regions are not backed by memory.
+        Return early when ``cancelled`` returns True. Raise OSError if the regions are not backed by memory.
         """
 
     @abstractmethod
@@ -37,8 +37,8 @@ class Provider(ABC):
 
     @abstractmethod
     def drain(self, timeout_s: float) -> bool:
-        """Wait until what is posted now is answered. False: it was not in time."""
+        """Wait until all current posts are answered. Return False if this takes longer than ``timeout_s``."""
 
     @abstractmethod
     def stop(self) -> None:
-        """End all threads, after the post they are at. Idempotent, and possible before ``start``."""
+        """End all threads after their current post. May be called several times, and before ``start``."""

@@ -1,11 +1,11 @@
-"""Intel's extension for PyTorch as a provider: the same as ``torch`` with its flash attention."""
+"""Provider that uses the flash attention of Intel's extension for PyTorch, and is otherwise like provider torch."""
 
 from __future__ import annotations
 
 import importlib
 
 from cpu_worker.providers.base import ProviderError
-from cpu_worker.providers.torch import Kernel, TorchProvider  # before torch: says what to do where it is missing
+from cpu_worker.providers.torch import Kernel, TorchProvider  # before torch: its error says what to do
 
 import torch  # isort: skip
 
@@ -17,7 +17,7 @@ class IpexProvider(TorchProvider):
         super().__init__()
         try:
             importlib.import_module("intel_extension_for_pytorch")  # registers torch.ops.torch_ipex
-        except Exception as error:  # it fails in many ways next to a torch it was not built for
+        except Exception as error:  # the import fails in many ways with a torch that it was not built for
             raise ProviderError(
                 f"provider ipex cannot be loaded ({type(error).__name__}: {error}). It is an optional extra, for x86 "
                 "only, that needs torch 2.8 in an environment of the worker's own (requirements/ipex.txt has the "

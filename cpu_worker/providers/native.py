@@ -1,4 +1,4 @@
-"""The default: the engine's own threads run the C++ kernels."""
+"""The default provider: the engine's own threads run the C++ kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_hybrid.protocol.messages import Planned, StatsReport, ThreadPlan
 
 log = logging.getLogger(__name__)
 
-_ALIGNMENT = 64  # of queries, see block_attention.h
+_ALIGNMENT = 64  # bytes, alignment of queries, see block_attention.h
 
 
 class NativeProvider(Provider):
@@ -43,7 +43,7 @@ class NativeProvider(Provider):
         assert self._regions is not None
         self._regions.mailbox.populate(1, cancelled)
         _run_kernel_once(self._regions)
-        # behind serving: a worker that takes another's place is needed now, and the pool may be terabytes
+        # in the background: a worker that replaces another is needed at once, and the pool may be terabytes
         if self._population is None:
             self._population = Population(self._regions.pool)
 
@@ -65,7 +65,7 @@ class NativeProvider(Provider):
 
 
 def _run_kernel_once(regions: Regions) -> None:
-    """A query of zeros over page 0, which holds no tokens of anybody: loads the kernel's code."""
+    """Run the kernel for a query of zeros over page 0, which holds no request's tokens, to load the kernel's code."""
     shape, pool = regions.geometry, regions.pool.address
     query = ctypes.create_string_buffer(shape.group * shape.head_dim * query_itemsize(shape.dtype) + _ALIGNMENT)
     out = (ctypes.c_float * (shape.group * shape.head_dim))()

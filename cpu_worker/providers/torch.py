@@ -1,4 +1,4 @@
-"""Torch's own CPU attention as a provider: the yardstick for the native kernels, and for hosts they do not know.
+"""Provider that uses torch's CPU attention: a baseline for the native kernels, and for hosts without such kernels.
 
 A Python thread takes posts from the engine, gathers their blocks and calls flash attention.
 """
@@ -26,9 +26,9 @@ except ImportError as error:
     ) from error
 
 _BLOCK_TOKENS = 32
-_TAKE_US = 100_000  # how late the thread may notice that it shall stop
-_CHUNK_BYTES = 4 << 20  # of gathered keys and values per thread: what stays in cache between gather and attention
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of queries, by the number of structs.DTYPES
+_TAKE_US = 100_000  # microseconds after which the thread looks whether it has to stop
+_CHUNK_BYTES = 4 << 20  # bytes of keys and values gathered per thread, few enough to stay in cache
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of queries, by their code in structs.DTYPES
 
 log = logging.getLogger(__name__)
 
@@ -59,15 +59,15 @@ def attend(
     kernel: Kernel = flash_attention,
     masks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``attend_blocks`` of the reference, with block lists as a post has them.
+    """Compute ``reference.attend_blocks`` for block lists in the form that a post has.
 
     query ``[B, H, G, D]``; keys, values: pools ``[pages, H, 32, D]``; pages ``[B, H, N]``, of which the first
-    ``count[b, h]`` are the list and ``last_fill[b, h]`` the tokens of its last block -> out ``[B, H, G, D]`` (0 where a
-    list is empty) and lse ``[B, H, G]`` (``-inf`` there), both float32. Pages are not checked. With ``masks``
-    ``[B, H, N]`` only tokens count whose bit is set.
+    ``count[b, h]`` are the list; the last block of a list has ``last_fill[b, h]`` tokens -> out ``[B, H, G, D]`` (0 for
+    an empty list) and lse ``[B, H, G]`` (``-inf`` for an empty list), both float32. Page numbers are not checked. With
+    ``masks`` ``[B, H, N]`` only tokens count whose bit is set.
 
-    The G query heads of a (row, KV head) are the sequence of one batch entry, so that its blocks are read once; entries
-    with equally many tokens are computed together.
+    The G query heads of a (row, KV head) become the sequence of one batch entry of the kernel, so that their blocks are
+    read once. Entries with equally many tokens are computed together.
     """
     out = torch.zeros(query.shape, dtype=torch.float32)
     lse = torch.full(query.shape[:3], -torch.inf)
@@ -81,7 +81,7 @@ def attend(
             continue
         blocks = -(-length // _BLOCK_TOKENS)
         rows, heads = (tokens == length).nonzero(as_tuple=True)
-        # at least one pair per thread, or some would have nothing to do
+        # at least one pair per thread, otherwise some threads would be idle
         chunk = torch.get_num_threads() * max(1, _CHUNK_BYTES // (pair_bytes * blocks))
         for row, head in zip(rows.split(chunk), heads.split(chunk), strict=True):
             if order is None:
@@ -91,7 +91,7 @@ def attend(
                 token = order.tokens[row, head, :length]
                 page = pages[row, head].gather(1, token // _BLOCK_TOKENS)
                 k, v = (pool[page, head[:, None], token % _BLOCK_TOKENS][:, None] for pool in (keys, values))
-            k, v = k.to(query.dtype), v.to(query.dtype)  # of FP8, exactly
+            k, v = k.to(query.dtype), v.to(query.dtype)  # the conversion of FP8 is exact
             partial, sums = kernel(query[row, head][:, None], k, v, scale)
             out[row, head] = partial.squeeze(1).float()
             lse[row, head] = sums.reshape(len(row), -1).float()
@@ -101,11 +101,11 @@ def attend(
 def sum_values(
     weights: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, count: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``sum_values`` of the reference, with block lists as a post has them.
+    """Compute ``reference_weights.sum_values`` for block lists in the form that a post has.
 
-    weights ``[B, H, G, N, 32]``, of which those of the first ``count[b, h]`` blocks count; values: a pool ``[pages, H,
-    32, D]`` -> out ``[B, H, G, D]`` (0 where a list is empty) and lse ``[B, H, G]`` (0, or ``-inf`` there).
-    A value whose weights are all 0 is left out, whatever it is.
+    weights ``[B, H, G, N, 32]``, of which those of the first ``count[b, h]`` blocks count; values: a pool
+    ``[pages, H, 32, D]`` -> out ``[B, H, G, D]`` (0 for an empty list) and lse ``[B, H, G]`` (0, or ``-inf`` for an
+    empty list). A value whose weights are all 0 is left out, whatever the value is.
     """
     out = torch.zeros(*weights.shape[:3], values.shape[3])
     lse = torch.where(count > 0, 0.0, -torch.inf)[..., None].expand(weights.shape[:3]).contiguous()
@@ -119,8 +119,8 @@ def sum_values(
 
 
 class _Order(NamedTuple):
-    counted: torch.Tensor  # [B, H] tokens that count
-    tokens: torch.Tensor  # [B, H, N * 32] all tokens of a list by number, those that count first
+    counted: torch.Tensor  # [B, H], number of tokens that count
+    tokens: torch.Tensor  # [B, H, N * 32], indices of all tokens of a list, those that count first
 
 
 def _counted_first(tokens: torch.Tensor, masks: torch.Tensor) -> _Order:
@@ -182,7 +182,7 @@ class TorchProvider(Provider):
         assert self._engine is not None
         try:
             if self._placement.cores:
-                # this thread, and by inheritance torch's threads, which it creates
+                # binds this thread and torch's threads, which it creates and which inherit the binding
                 os.sched_setaffinity(0, self._placement.cores)
             torch.set_num_threads(self._placement.threads)
             with torch.inference_mode():
@@ -191,7 +191,7 @@ class TorchProvider(Provider):
                     if job is not None:
                         out, lse = self._compute(job)
                         self._engine.answer(out.data_ptr(), lse.data_ptr())
-        except Exception as error:  # without this thread nobody answers, whatever the reason
+        except Exception as error:  # without this thread no post is answered, so any error ends the worker
             log.debug("provider %s", self.name, exc_info=True)
             self._failed(f"provider {self.name} failed: {error}")
 
@@ -234,7 +234,7 @@ def _query_dtype(shape: Geometry) -> torch.dtype:
 
 
 def _view(address: int | None, extents: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over memory that this process does not own. Torch must not write to it: the pool is mapped read-only."""
+    """Return a tensor over memory at ``address``. Torch must not write to the tensor: the pool is mapped read-only."""
     size = torch.Size(extents).numel()
     if not address or not size:
         return torch.empty(extents, dtype=dtype)

@@ -1,1 +1,1 @@
-"""How attention is executed. An engine knows tensors, pages and rows; it knows nothing of SGLang."""
+"""Engines execute attention. An engine works on tensors, pages and rows, and does not depend on SGLang."""

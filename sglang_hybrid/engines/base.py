@@ -1,15 +1,15 @@
-"""The seam between SGLang's adapter and everything that computes.
+"""Interface between the adapter for SGLang and the engines that compute attention.
 
-An adapter translates batches and calls, for each forward pass::
+The adapter translates batches and calls, for each forward pass::
 
     begin_prefill, then prefill for each layer            new tokens of prompts
     begin_step, then ahead and decode for each layer      one new token of each row
 
-or, for an engine that does not know of first steps (``first_steps``), both for different rows of a step: begin_step
-before begin_prefill, and for each layer prefill before decode.
+For an engine without ``knows_first_steps``, one step may need both for different rows (see ``first_steps``): then
+begin_step is called before begin_prefill, and for each layer prefill before decode.
 
-An engine says how that is executed: in torch, by native CPU kernels, by CUDA graphs. It knows tensors, pages and rows,
-and nothing of SGLang.
+An engine executes this in torch, by native CPU kernels or by CUDA graphs. It works on tensors, pages and rows, and does
+not depend on SGLang.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from sglang_hybrid.policies.registry import ModelPart
 from sglang_hybrid.policies.scout.predictor import Correction, QueryWeights
 from sglang_hybrid.policies.scout.tuning import Tuning
 
-RatioWatcher = Callable[[int, float], None]  # layer, share of its blocks that the CPU computed
+RatioWatcher = Callable[[int, float], None]  # gets a layer and its CPU compute ratio, which the policy defines
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What an engine has to know about the model that it serves."""
+    """Facts about the served model that an engine needs."""
 
-    req_to_token: torch.Tensor  # [rows, longest context], SGLang's token index of each token: the host slot
+    req_to_token: torch.Tensor  # [rows, longest context], token index of each token: its slot in the host pool
     group: int  # query heads per KV head
     dtype: torch.dtype
-    scale: float | None  # factor of attention logits; None where layers differ
-    cuda_graphs: bool
-    logits: torch.nn.Module | None = None  # the last module that a step runs, where there is one
-    one_batch: bool = True  # no other batch runs between two steps of this one
-    admits_pages: bool = False  # a prefill instance writes pages into the pool
-    part: ModelPart | None = None  # which model, and which of its KV heads; None: nobody knows
+    scale: float | None  # factor of attention logits; None if layers have different factors
+    cuda_graphs: bool  # whether CUDA graphs are enabled
+    logits: torch.nn.Module | None = None  # the last module of a step; None if the model has none
+    one_batch: bool = True  # no other batch runs between two steps of a batch
+    admits_pages: bool = False  # a prefill instance of disaggregation writes pages into the pool
+    part: ModelPart | None = None  # identity of the model, and KV heads of this rank; None: unknown
 
 
 @dataclass(frozen=True)
 class PrefillBatch:
-    """Rows that bring new tokens of their prompts."""
+    """Rows whose prompts get new tokens in a prefill pass."""
 
     rows: torch.Tensor  # [B], SGLang's number of each row
-    lengths: list[int]  # tokens of each row, the new ones included
-    new_tokens: list[int]  # of each row
-    slots: torch.Tensor  # [T], host slot of each new token; padded perhaps, as the tensors of layers are
+    lengths: list[int]  # tokens of each row, with the new ones
+    new_tokens: list[int]  # number of new tokens of each row
+    slots: torch.Tensor  # [T], slot in the host pool of each new token; may be padded, like the tensors of layers
 
 
 @dataclass(frozen=True)
@@ -61,74 +61,75 @@ class StepBatch:
     """Rows that decode one token each."""
 
     rows: torch.Tensor  # [B], SGLang's number of each row
-    lengths: torch.Tensor  # [B], tokens of each row, the new one included
-    lengths_on_host: torch.Tensor  # [B], the same in host memory
-    slots: torch.Tensor  # [B], host slot of each new token
-    padding: int = 0  # rows at the end that are no requests
-    is_recorded: bool = False  # a CUDA graph is being recorded: there are no requests
+    lengths: torch.Tensor  # [B], tokens of each row, with the new one
+    lengths_on_host: torch.Tensor  # [B], the same numbers in host memory
+    slots: torch.Tensor  # [B], slot in the host pool of each new token
+    padding: int = 0  # number of rows at the end that are padding, not requests
+    is_recorded: bool = False  # a CUDA graph is being recorded: no row is a request
 
 
 @dataclass(frozen=True)
 class LayerPrediction:
-    """What predicts one layer's query from the input of the layer before."""
+    """Weights that compute one layer's query from the input of the layer before. The first layer uses its own input."""
 
     weights: QueryWeights
-    correction: Correction | None
-    scale: float  # of the layer's attention logits
+    correction: Correction | None  # None: the query is not corrected
+    scale: float  # factor of the layer's attention logits
 
 
 class Engine(ABC):
-    """Attention of all layers of one model runner. Layers are numbered from 0, as the pool's buffers are."""
+    """Executes attention for all layers of one model runner. Layers are numbered from 0, like the pool's buffers."""
 
-    name: ClassVar[str]  # as people know it
-    reports_ratio: ClassVar[bool] = False  # whether some blocks are computed by a CPU worker
-    predicts: ClassVar[bool] = False  # whether `ahead` does anything
+    name: ClassVar[str]  # name in metrics and documentation
+    reports_ratio: ClassVar[bool] = False  # whether watchers of ``watch_ratio`` are called
+    predicts: ClassVar[bool] = False  # whether `ahead` has an effect
     may_change: ClassVar[bool] = True  # whether `use` may be called again with other settings
-    knows_first_steps: ClassVar[bool] = False  # whether `decode` attends to everything in first steps, if asked
+    knows_first_steps: ClassVar[bool] = False  # whether `decode` itself does what ``first_steps`` describes
     holds_weights: ClassVar[bool] = False  # whether predictors keep copies of weights that cannot be replaced
 
     def unsupported_reason(self, config: HybridConfig) -> str | None:
-        """Return why `use` cannot have these settings, in words."""
+        """Return why `use` does not support these settings, in words, or None if it does."""
         return None
 
     @abstractmethod
     def use(self, config: HybridConfig, tuning: Tuning) -> None:
-        """Decode by these settings from now on. Rows that are decoding start anew; graphs have to be recorded anew."""
+        """Decode by these settings from now on. State of decoding rows is reset; CUDA graphs must be recorded again."""
 
     # -- prediction --------------------------------------------------------------------------
 
     def set_predictors(self, predictions: Mapping[int, LayerPrediction]) -> None:  # noqa: B027
-        """Predict the queries of these layers from now on. ``ahead`` is called for no others."""
+        """Replace the predictors. Afterwards ``ahead`` may be called for the layers in ``predictions`` only."""
 
     def ahead(  # noqa: B027
         self, layers: Sequence[int], hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
     ) -> None:
-        """Begin with layers whose queries the input of the layer that runs now predicts.
+        """Predict the queries of ``layers`` from the input of the layer about to run, and start work on ``layers``.
 
-        The input is ``hidden + residual``, ``[B, hidden size]`` each. The layer changes both in place afterwards.
+        The input is ``hidden + residual``, each ``[B, hidden size]``. The layer changes both tensors in place after
+        this call.
         """
 
     # -- forward passes ----------------------------------------------------------------------
 
     @abstractmethod
     def begin_prefill(self, batch: PrefillBatch) -> None:
-        """Prepare for the layers of a prefill pass. The batch's rows start anew."""
+        """Prepare for the layers of a prefill pass, and reset the state of the batch's rows."""
 
     @abstractmethod
     def prefill(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Store keys and values ``[T, KV heads, dim]`` and attend: query and result ``[T, query heads, dim]``."""
+        """Store keys and values ``[T, KV heads, dim]``, then attend: query and result are ``[T, query heads, dim]``."""
 
     @abstractmethod
     def begin_step(self, batch: StepBatch) -> None:
-        """Prepare for the layers of a decode step. Copies what the layers read: the caller may reuse the batch."""
+        """Prepare for the layers of a decode step. Copy what the layers read: the caller may reuse the batch."""
 
     @abstractmethod
     def decode(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Store keys and values ``[B, KV heads, dim]`` and attend: query and result ``[B, query heads, dim]``."""
+        """Store keys and values ``[B, KV heads, dim]``, then attend: query and result are ``[B, query heads, dim]``."""
 
     @abstractmethod
     def reset_rows(self, rows: torch.Tensor) -> None:
@@ -138,27 +139,27 @@ class Engine(ABC):
 
     @property
     def graph_variant(self) -> str:
-        """Which recorded graph the step that begins needs, beside its batch size. Empty: the plain one."""
+        """Return the variant of the recorded graph that the current step needs. Empty means the plain variant."""
         return ""
 
     def graph_variants(self, batch_size: int) -> list[str]:
-        """All variants that may be needed for a batch size."""
+        """Return all variants that steps of a batch size may need: a graph is recorded for each."""
         return [""]
 
     @contextlib.contextmanager
     def recording(self, variant: str) -> Iterator[None]:
-        """Within this context steps are of one variant."""
+        """Make all steps within this context run as ``variant``, so that its graph can be recorded."""
         yield
 
     # -- observation -------------------------------------------------------------------------
 
     def watch_ratio(self, watcher: RatioWatcher | None) -> None:  # noqa: B027
-        """Call ``watcher`` with every layer's CPU compute ratio from now on."""
+        """Call ``watcher`` with every layer's CPU compute ratio from now on. None ends the calls."""
 
     def readings(self) -> Readings:
-        """What this engine counts, for metrics. Waits for no device, except where every step does."""
+        """Return this engine's counters, for metrics. Waits for a device only if every step of the engine does."""
         return Readings()
 
     def describe_worker(self) -> dict[str, Any] | None:
-        """The worker that computes misses, for people. None: there is none."""
+        """Return a description of the worker that computes misses, for display, or None without a worker."""
         return None

@@ -1,14 +1,14 @@
-"""Which engine serves which settings. Imports neither torch nor SGLang: commands ask before they load either."""
+"""Choice of the engine on a host without a GPU. Imports neither torch nor SGLang, so that commands can ask quickly."""
 
 from __future__ import annotations
 
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.policies.registry import policy_named
 
-_CHANNELS_MULTIPLE = 16  # of a sketch, in the native loops
+_CHANNELS_MULTIPLE = 16  # the native loops need a multiple of this number of sketch channels
 
-# Settings that describe what is resident on a GPU, and who computes the rest ahead of time. Who sets one of them wants
-# to see it at work, and gets the torch implementation.
+# Settings about residency in GPU memory and about computing ahead of time, with the values that the native engine
+# supports. A user who sets another value wants to see its effect, and gets the torch engine.
 _OF_GPU = {
     "prediction": ("auto", "none"),
     "scout.resident_tokens": ("auto",),
@@ -21,11 +21,11 @@ _OF_GPU = {
 
 
 def unsupported_by_cpu_engine(config: HybridConfig, head_dim: int) -> str | None:
-    """Why a host without a GPU serves these settings in plain torch, in words; None where ``CpuEngine`` does."""
+    """Return why a host without a GPU serves these settings in plain torch, in words. None means ``CpuEngine`` does."""
     policy = policy_named(config.policy)
     if policy.native_budget is None:
         return f"policy={config.policy}"
-    if policy.native_budget(config) is None:  # everything is attended to: nothing is selected
+    if policy.native_budget(config) is None:  # all blocks are attended to, so settings of selection do not matter
         return None
     values = config.by_key()
     for key, known in _OF_GPU.items():

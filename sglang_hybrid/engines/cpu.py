@@ -1,8 +1,8 @@
-"""What a host without a GPU gets: native kernels over the pool, in place, in the server's own threads.
+"""Engine for hosts without a GPU: native kernels read the host pool in place, in the server's own threads.
 
-A row within the budget attends to its whole context. A longer one attends to the blocks that its real query scores
-best, chosen anew at every step. Nothing is predicted and nothing is posted to a worker: it would compute on the same
-cores, later. The torch engine stays the specification.
+A row within the budget attends to its whole context. A longer row attends to the blocks that its real query scores
+best, selected again at every step. No query is predicted and no block is posted to a worker: a worker would compute on
+the same cores, later. The torch engine is the specification.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from sglang_hybrid.policies.full import read_row
 from sglang_hybrid.policies.registry import policy_named
 from sglang_hybrid.policies.scout.tuning import Tuning
 
-_EVERYTHING = 1 << 30  # blocks: no context is longer
+_EVERYTHING = 1 << 30  # number of blocks that no context exceeds
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Of a forward pass: pages ``[rows, blocks]``, tokens of each row, and how many of them are new."""
+    """Rows of a forward pass: pages ``[rows, blocks]``, and for each row its tokens and how many of them are new."""
 
     table: torch.Tensor
     lengths: torch.Tensor
@@ -43,9 +43,9 @@ class CpuEngine(Engine):
     may_change: ClassVar[bool] = False
 
     def __init__(self, config: HybridConfig, pool: KVPool, geometry: Geometry, model: ModelFacts, threads: int) -> None:
-        """Raises NativeError for a shape that the kernels do not have."""
+        """Create the kernels for ``pool``. Raise NativeError for a shape that the kernels do not support."""
         budget = policy_named(config.policy).native_budget
-        assert budget is not None  # engines.choice asks before
+        assert budget is not None  # engines.choice has checked this
         blocks = budget(config)
         rules = SelectionRules(_EVERYTHING if blocks is None else blocks, config.sink_blocks, config.recent_blocks)
         summaries = [_summaries(pool, layer) for layer in range(pool.layer_num)]
@@ -55,7 +55,7 @@ class CpuEngine(Engine):
         self._prefill = self._step = self._kernels_have = _Rows(nothing, nothing, nothing)
 
     def use(self, config: HybridConfig, tuning: Tuning) -> None:
-        """Nothing to do: the settings are those of the constructor."""
+        """Do nothing: this engine keeps the settings of its constructor (see ``may_change``)."""
 
     def begin_prefill(self, batch: PrefillBatch) -> None:
         table = self._page_table(batch.rows, batch.lengths)
@@ -74,7 +74,7 @@ class CpuEngine(Engine):
             zip(self._prefill.lengths.tolist(), self._prefill.new_tokens.tolist(), strict=True)
         ):
             last = first + new
-            if new == length:  # nothing before these tokens: they are at hand, as the pool has them
+            if new == length:  # the row has no earlier tokens: use these tensors, which equal what the pool stores
                 key, value = (tensor[first:last].transpose(0, 1) for tensor in (keys, values))
             else:
                 key, value = read_row(cache, self._prefill.table[row], length, query.device)
@@ -93,13 +93,13 @@ class CpuEngine(Engine):
         return self._kernels_of(self._step).decode(layer, query, keys, values, scale).to(query.dtype)
 
     def reset_rows(self, rows: torch.Tensor) -> None:
-        """Nothing to do: blocks are chosen anew at every step."""
+        """Do nothing: this engine keeps no state of rows, because it selects blocks again at every step."""
 
     def _stored(self, part: torch.Tensor) -> torch.Tensor:
         return reference.to_stored(part, self._pool.k_buffer[0].dtype)
 
     def _kernels_of(self, rows: _Rows) -> HostKernels:
-        """A layer of a step may be both, prefill of some rows and decode of others."""
+        """Return the kernels, set to ``rows``. One layer of a step may prefill some rows and decode others."""
         if rows is not self._kernels_have:
             self.kernels.begin(rows.table, rows.lengths, rows.new_tokens)
             self._kernels_have = rows
@@ -115,7 +115,7 @@ class CpuEngine(Engine):
 
 
 def _summaries(pool: KVPool, layer: int) -> BlockSummaries:
-    assert pool.digests is not None  # policies with a native budget select by them
+    assert pool.digests is not None  # policies with a native budget select by digests
     digests = pool.digests.of_layer(layer)
     if pool.sketches is None:
         return BlockSummaries(digests)

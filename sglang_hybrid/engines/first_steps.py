@@ -1,11 +1,13 @@
-"""The first decode steps of a long row attend to everything, as if their tokens were of the prompt.
+"""In the first decode steps of a long row, the row attends to all tokens, as if the new tokens were part of its prompt.
 
-What a row attends to is chosen by the queries of the steps before. Before its first step there are only those of the
-prompt, whose end asks for other things than an answer's beginning. And that beginning decides: which of many similar
-lines is quoted, say. The price is to read the row's pages once more in each of these steps.
+Resident blocks are chosen by queries of earlier steps. Before its first step a row has only queries of its prompt, and
+the end of a prompt asks for other tokens than the beginning of an answer. The beginning of an answer matters: for
+example, it decides which of many similar lines is quoted. The price is to read the row's pages once more in each of
+these steps.
 
-These rows take the way of prefill, beside the step of the others. The CUDA engine does without: there the kernel that
-ends a layer reads what is worth it from the host pool, in the same graph.
+Rows in their first steps are computed by prefill, beside the decode step of the other rows. The CUDA engine does not
+need this: there the kernel that ends a layer also reads, in the same graph, the blocks in the host pool that have
+enough of the real query's estimated attention.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from sglang_hybrid.engines.base import Engine, PrefillBatch, StepBatch
 
 @dataclass(frozen=True)
 class SplitStep:
-    """A step that is one of the first of some of its rows."""
+    """A decode step in which some rows are in their first steps, and so are computed by prefill."""
 
     whole: StepBatch
-    first: list[int]  # of the batch
-    others: list[int]
+    first: list[int]  # indices in the batch of rows in their first steps
+    others: list[int]  # indices of all other rows
 
     @cached_property
     def _indices(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +36,7 @@ class SplitStep:
         return first, others
 
     def begin(self, engine: Engine) -> None:
-        # the step first: rows that arrived are reset with it
+        # begin_step comes first, because it resets rows that arrived
         engine.begin_step(self._batch_of_others())
         first = self._indices[0]
         engine.begin_prefill(
@@ -47,7 +49,7 @@ class SplitStep:
         )
 
     def of_others(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part ``[others, ...]`` of a tensor ``[B, ...]``."""
+        """Return the other rows of a tensor: ``[B, ...]`` -> ``[others, ...]``."""
         return tensor[self._indices[1]]
 
     def attend(
@@ -59,7 +61,7 @@ class SplitStep:
         values: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """As ``Engine.decode``."""
+        """Do what ``Engine.decode`` does, with prefill for rows in their first steps and decode for the others."""
         out = query.new_empty(query.shape[0], query.shape[1], values.shape[2])
         for part, attend in zip(self._indices, (engine.prefill, engine.decode), strict=True):
             if len(part):
@@ -76,33 +78,36 @@ class SplitStep:
         )
 
 
-# Steps of others that a row is waited for: some requests end with their prompt, or in one of their first steps.
+# Steps without a row after which the row is forgotten: some requests end with their prompt or in their first steps.
 PATIENCE = 8
 
 
 @dataclass
 class _Row:
-    steps: int  # first ones that it has yet
-    patience: int = PATIENCE
+    steps: int  # first steps that are left
+    patience: int = PATIENCE  # steps of other rows that are left
 
 
 class FirstSteps:
-    """Rows that are in their first steps, or have not decoded yet."""
+    """Set of rows that are in their first steps, or have not decoded yet."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, _Row] = {}
 
     def begin(self, rows: torch.Tensor, steps: int) -> None:
-        """Prompts of these rows are being computed, or arrived, or rows were rewound to them."""
+        """Give each of ``rows`` ``steps`` first steps: its prompt is new, or the row was rewound to its prompt."""
         self._waiting.update({row: _Row(steps) for row in rows.tolist()})
 
     @property
     def any_waits(self) -> bool:
-        """Otherwise there is nothing to ask about a step."""
+        """Return True if some row has first steps to come. Otherwise ``take`` need not be called."""
         return bool(self._waiting)
 
     def take(self, batch: StepBatch, longer_than: int) -> SplitStep | None:
-        """A step that begins now. None where no row of more than ``longer_than`` tokens is in one of its first."""
+        """Count the step that begins now, and return how to split it, or None if the engine decodes all its rows.
+
+        Only rows of more than ``longer_than`` tokens are split off. Call this once for each step.
+        """
         first = self._first_of(batch, longer_than)
         self._count(set(_rows(batch)))
         if not first:

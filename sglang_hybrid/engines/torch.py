@@ -1,4 +1,4 @@
-"""Attention in plain torch on any device: the specification of the other engines, and what they do not support."""
+"""Engine in plain torch for any device. It specifies the other engines, and serves what they do not support."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from sglang_hybrid.worker.torch_attention import TorchMisses
 
 @dataclass(frozen=True)
 class PagedPrefill:
-    """Rows of one prefill pass with their pages."""
+    """Rows of one prefill pass, with their pages."""
 
     page_table: torch.Tensor  # [rows, blocks of the longest row], page of each block
     rows: torch.Tensor  # [rows], SGLang's number of each row
-    lengths: list[int]  # tokens of each row, the new ones included
-    new_tokens: list[int]  # of which new
+    lengths: list[int]  # tokens of each row, with the new ones
+    new_tokens: list[int]  # number of new tokens of each row
 
 
 class TorchAttention:
-    """Exact attention in prefill, the configured policy in decode."""
+    """Attention of all layers: exact in prefill, by the configured policy in decode."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class TorchAttention:
         codes: KeyCodes | None = None,
         model: ModelPart | None = None,
     ) -> None:
-        """For at most ``rows`` requests at a time and ``layers`` layers. ``codes``: of the pool's keys.
+        """Prepare for at most ``rows`` requests at a time and ``layers`` layers. ``codes`` belong to the pool's keys.
 
-        Raises PolicyError where the policy cannot be had, as ``use`` does.
+        Raise PolicyError, as ``use`` does, if the policy cannot serve this model by its settings.
         """
         self._rows = rows
         self._layers = layers
@@ -70,7 +70,7 @@ class TorchAttention:
         self.use(config)
 
     def use(self, config: HybridConfig, tuning: Tuning | None = None) -> None:
-        """Decode by these settings from now on. Rows that are decoding start anew."""
+        """Decode by these settings from now on, and reset all rows. Raise PolicyError as the constructor does."""
         self.config = config
         tuning = tuning or tuning_of(config, self._layers)
         context = PolicyContext(
@@ -84,10 +84,10 @@ class TorchAttention:
         self.policy.reset_rows(rows)
 
     def prefill(self, query: torch.Tensor, cache: LayerCache, batch: PagedPrefill, scale: float) -> torch.Tensor:
-        """query ``[new tokens of all rows, query heads, head_dim]`` -> the same, with the value's dim.
+        """Attend exactly: query ``[new tokens of all rows, query heads, head_dim]`` -> the same with the value's dim.
 
-        K and V of the new tokens are in the cache already. One layer of one row at a time is
-        read from the host, so that device memory holds one context of one layer and no more.
+        K and V of the new tokens must be in the cache already. One row of one layer is read from the host at a time, so
+        that device memory holds at most one context of one layer.
         """
         out = query.new_empty(query.shape[0], query.shape[1], cache.values.shape[3])
         last_tokens = torch.tensor(batch.new_tokens, device=query.device).cumsum(0) - 1
@@ -105,23 +105,23 @@ class TorchAttention:
         self.policy.begin_step(batch)
 
     def ahead(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> None:
-        """Begin with a layer by its predicted query, while the layer before is running."""
+        """Start a layer with its predicted query, while the layer before it is running."""
         self.policy.ahead(query, cache, batch, scale)
 
     def decode(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
-        """query ``[rows, query heads, head_dim]`` -> ``[rows, query heads, value dim]``."""
+        """Attend by the policy: query ``[rows, query heads, head_dim]`` -> ``[rows, query heads, value dim]``."""
         return self.policy.decode(query, cache, batch, scale)
 
 
 class TorchEngine(Engine):
-    """``TorchAttention`` over a server's pool."""
+    """Engine that runs ``TorchAttention`` over a server's host pool."""
 
     name: ClassVar[str] = "torch"
     reports_ratio: ClassVar[bool] = True
     predicts: ClassVar[bool] = True
 
     def __init__(self, config: HybridConfig, pool: KVPool, model: ModelFacts, misses: MissServer | None) -> None:
-        """``misses`` serves blocks that a policy does not keep near; None: plain torch does."""
+        """Create the engine. ``misses`` computes the misses of the policy; None: they are computed in plain torch."""
         self._config, self._pool, self._req_to_token = config, pool, model.req_to_token
         rows = model.req_to_token.shape[0]
         self.attention = TorchAttention(config, rows, pool.layer_num, misses, pool.codes, model.part)
@@ -172,7 +172,7 @@ class TorchEngine(Engine):
         self._step_slots = batch.slots
         self._steps += 1
         rows, lengths = batch.rows.to(torch.int64), batch.lengths_on_host.tolist()
-        on_host = rows.tolist()  # on a GPU this waits; rows that come and go are known to the host
+        on_host = rows.tolist()  # waits for a GPU; policies need the rows on the host to see rows come and go
         table = self._table(rows, lengths)
         self._step = DecodeBatch(table, batch.lengths.to(torch.int64), lengths, rows, on_host, self._steps)
         self.attention.begin_decode(self._step)
@@ -209,7 +209,7 @@ class TorchEngine(Engine):
 
     def _cache(self, layer: int) -> LayerCache:
         pool = self._pool
-        # compact digests tell nothing without sketches
+        # compact digests cannot be used without sketches
         wanted = self._config.sketch_channels > 0 or isinstance(pool.digests, CompactDigests)
         sketch = pool.sketches.of_layer(layer) if pool.sketches and wanted else None
         codes = pool.codes.of_layer(layer) if pool.codes else None

@@ -1,8 +1,8 @@
-"""Moving averages of attention weights, and the tokens that they find salient (HGCA), in plain torch.
+"""Moving averages of attention weights, and selection of salient tokens by them (HGCA), in plain torch.
 
-As in ``reference.py``, fast versions have the same names and signatures; shapes are named there. MAW is the paper's
-word for a token's moving average of attention weights. The query heads of a group share one, as they share a KV head:
-the average of the largest of their weights.
+As in ``reference.py``, fast versions have the same names and signatures. ``reference.py`` also explains the letters in
+shapes. MAW is the paper's abbreviation for a token's moving average of attention weights. The query heads of a group
+share one MAW, as they share a KV head: the average of the largest of their weights.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from sglang_hybrid.ops.reference import NO_BLOCK
 
 
 def move_averages(maw: torch.Tensor, weights: torch.Tensor, is_new: torch.Tensor, alpha: float) -> torch.Tensor:
-    """MAW after one more step (HGCA, Algorithm 1, line 8): ``(1 - alpha) * maw + alpha * weights``.
+    """Return the MAW after one more step (HGCA, Algorithm 1, line 8): ``(1 - alpha) * maw + alpha * weights``.
 
-    maw ``[B, H, N, T]``, weights ``[B, H, G, N, T]``; is_new ``[B, N, T]``: tokens of this step, whose average so far
-    is 0.
+    maw ``[B, H, N, T]``; weights ``[B, H, G, N, T]``, of which the largest of each group counts; is_new ``[B, N, T]``
+    marks tokens of this step, whose average so far is 0.
     """
     return (1 - alpha) * maw.masked_fill(is_new[:, None], 0.0) + alpha * weights.amax(dim=2)
 
 
 def salient_masks(averages: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
-    """Bit masks of tokens whose MAW, or largest weight, is above ``least`` (HGCA, Algorithm 1, lines 20 and 23).
+    """Return bit masks of tokens whose MAW, or largest weight, exceeds ``least`` (HGCA, Algorithm 1, lines 20 and 23).
 
-    averages ``[B, H, N, 32]``, least ``[B]`` -> ``[B, H, N]``, int32, bit t for token t of a block. ``least`` 0 takes
-    every token, those without a weight too.
+    averages ``[B, H, N, 32]``, least ``[B]`` -> ``[B, H, N]``, int32, bit t for token t of a block. ``least`` 0 selects
+    every token, also tokens with average 0.
     """
     least = least.view(-1, 1, 1, 1)
     salient = (averages > least) | (least <= 0)
@@ -34,9 +34,9 @@ def salient_masks(averages: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
 
 
 def list_masks(masks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks with any token in their mask: masks ``[B, H, blocks]`` -> positions and their masks ``[B, H, N]``.
+    """List the blocks whose mask has any token: masks ``[B, H, blocks]`` -> positions and their masks ``[B, H, N]``.
 
-    Positions ascend, then ``NO_BLOCK`` with mask 0. N is what the longest list needs.
+    Positions are ascending, then ``NO_BLOCK`` with mask 0. N is the length of the longest list.
     """
     listed = masks != 0
     longest = int(listed.sum(dim=2).max()) if masks.numel() else 0

@@ -1,7 +1,8 @@
 """Attention weights, sums of values by given weights, and logits from quantised keys, in plain torch.
 
-What policies need that decide by attention weights (HGCA), or that never read keys in full (HCAttention). As in
-``reference.py``, fast versions have the same names and signatures; shapes are named there.
+These operations serve policies that decide by attention weights (HGCA), or that never read keys in full (HCAttention).
+As in ``reference.py``, fast versions have the same names and signatures. ``reference.py`` also explains the letters in
+shapes.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ def token_weights(
     lse: torch.Tensor,
     masks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention weights of the tokens of listed blocks: ``[B, H, G, N, T]``, float32, 0 where no token counts.
+    """Return attention weights of the tokens of listed blocks: ``[B, H, G, N, T]``, float32, 0 where no token counts.
 
-    Arguments as for ``attend_blocks``. ``lse`` ``[B, H * G]`` is of all tokens that the weights are shares of, listed
-    or not: with the LSE of the list itself the weights of a list add up to 1. ``-inf`` gives zeros.
+    Arguments as for ``reference.attend_blocks``. ``lse`` ``[B, H * G]`` is the LSE of all tokens that the weights are
+    shares of, listed or not: with the LSE of the list itself, the weights of a list add up to 1. ``-inf`` gives zeros.
     """
     rows, heads, _ = ids.shape
     k = reference.gather_blocks(keys, ids, query.device).float()  # [B, H, N, T, D]
@@ -36,15 +37,15 @@ def token_weights(
 
 
 def block_weights(weights: torch.Tensor) -> torch.Tensor:
-    """Attention weights of blocks: ``[B, H, G, N, T]`` -> ``[B, H, G, N]``."""
+    """Sum attention weights of tokens to those of their blocks: ``[B, H, G, N, T]`` -> ``[B, H, G, N]``."""
     return weights.sum(dim=4)
 
 
 def sum_values(weights: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Sums of values by weights that somebody else computed; no key is read.
+    """Sum values by weights that the caller has computed. No key is read.
 
-    weights ``[B, H, G, N, T]``, values: a pool, ids ``[B, H, N]`` -> ``[B, H * G, Dv]``, float32. A weight of 0 leaves
-    its value out, whatever it is: slots without a token may hold NaN.
+    weights ``[B, H, G, N, T]``, values: a pool, ids ``[B, H, N]`` -> ``[B, H * G, Dv]``, float32. A value with weight 0
+    is left out, whatever the value is: slots without a token may hold NaN.
     """
     v = reference.gather_blocks(values, ids, weights.device).float()  # [B, H, N, T, Dv]
     asked = (weights != 0).any(dim=2) & (ids != reference.NO_BLOCK)[..., None]
@@ -56,10 +57,10 @@ def sum_values(weights: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -
 
 
 def nearest_centroids(keys: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
-    """Grouped vector quantisation: which centroid is nearest to each part of each key.
+    """Return the nearest centroid of each part of each key (grouped vector quantisation).
 
     keys ``[n, H, T, D]``, codebooks ``[H, groups, C, D / groups]`` -> ``[n, H, T, groups]``, int64. Of two centroids
-    that are equally near the first counts.
+    that are equally near, the first is returned.
     """
     _, groups, _, part = codebooks.shape
     parts = keys.float().unflatten(3, (groups, part))  # [n, H, T, groups, part]
@@ -69,14 +70,14 @@ def nearest_centroids(keys: torch.Tensor, codebooks: torch.Tensor) -> torch.Tens
 
 
 def lookup_tables(query: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
-    """Dot products of the query's parts with all centroids: query ``[B, H * G, D]`` -> ``[B, H, G, groups, C]``."""
+    """Return dot products of the query's parts with all centroids: ``[B, H * G, D]`` -> ``[B, H, G, groups, C]``."""
     heads, groups, _, part = codebooks.shape
     q = query.float().view(query.shape[0], heads, -1, groups, part)
     return torch.einsum("bhgip,hicp->bhgic", q, codebooks.float())
 
 
 def lookup_logits(tables: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """``q . k`` of quantised keys, by adding up table entries (HCAttention, equation 3).
+    """Return ``q . k`` of quantised keys, by adding up table entries (HCAttention, equation 3).
 
     tables ``[B, H, G, groups, C]``, codes ``[B, H, N, groups]`` of any integer dtype -> ``[B, H, G, N]``.
     """
@@ -85,10 +86,10 @@ def lookup_logits(tables: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
 
 
 def cumulative_share(weights: torch.Tensor, least: float) -> torch.Tensor:
-    """The fewest entries of the last dimension whose weights add up to ``least`` of all (HCAttention, equation 4).
+    """Select the fewest entries whose weights add up to share ``least`` of all weights (HCAttention, equation 4).
 
-    weights ``[..., N]``, not negative -> bool. ``least`` 1 keeps every entry with a weight above 0. Of equal weights
-    the first counts first.
+    weights ``[..., N]``, not negative -> bool ``[..., N]``; sums are over the last dimension. ``least`` 1 selects every
+    entry with a weight above 0. Of equal weights, the first is selected first.
     """
     kept, order = weights.sort(dim=-1, descending=True, stable=True)
     before = kept.cumsum(dim=-1) - kept

@@ -1,1 +1,1 @@
-"""Where scheduler and worker meet: the mailbox for data, messages for control."""
+"""Interface between a scheduler process and its CPU worker: a mailbox for data, messages for control."""

@@ -1,4 +1,4 @@
-"""The boundary of a region's buffers. This module imports nothing, so that capacity is known without torch."""
+"""Alignment of buffers in a shared region. This module imports nothing, so that capacity is computed without torch."""
 
-# every piece starts on a 2 MiB boundary of the file: huge pages and DMA registration both like it
+# bytes: every buffer starts on a 2 MiB boundary of the file, which suits huge pages and DMA registration
 ALIGNMENT = 2 << 20

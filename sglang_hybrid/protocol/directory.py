@@ -1,4 +1,4 @@
-"""The directory in which a server and its worker meet: two Unix sockets that only their user can reach.
+"""The directory that a server and its worker share: it holds two Unix sockets that only their user can reach.
 
 DIR/control.sock    ZMQ, the messages of ``messages.py``
 DIR/regions.sock    SOCK_SEQPACKET, takes the descriptors of mailbox and pool
@@ -15,18 +15,18 @@ _LONGEST_SOCKET_PATH = 107  # sockaddr_un has 108 bytes, the last one is 0
 
 
 class DirectoryError(RuntimeError):
-    """The directory cannot be used; the message says what to do."""
+    """The directory cannot be used. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class WorkerDirectory:
-    """The directory's paths. Nothing is touched before ``check``."""
+    """Paths of a worker's directory. Only ``check`` accesses the file system."""
 
     path: Path
 
     @classmethod
     def at(cls, directory: str | Path) -> WorkerDirectory:
-        """Raises DirectoryError where the sockets' paths would be longer than the system can address."""
+        """Return the paths in ``directory``. Raise DirectoryError if a socket's path is too long for the system."""
         place = cls(Path(directory).absolute())
         length = max(len(os.fsencode(socket)) for socket in (place.control, place.regions))
         if length > _LONGEST_SOCKET_PATH:
@@ -49,7 +49,7 @@ class WorkerDirectory:
         return f"ipc://{self.control}"
 
     def check(self) -> None:
-        """Raises DirectoryError unless the directory is ours alone: who can write to it can pose as the other side."""
+        """Raise DirectoryError unless only this user can access the directory: others could pose as the other side."""
         try:
             status = os.stat(self.path, follow_symlinks=False)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The scheduler's end of a mailbox; ``kernels/cpu/include/sglang_hybrid/mailbox.h`` defines what is in it."""
+"""The scheduler's end of a mailbox. ``kernels/cpu/include/sglang_hybrid/mailbox.h`` defines the layout of a mailbox."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from sglang_hybrid.ops.cpu.lists import HostWork
 from sglang_hybrid.ops.cpu.structs import Geometry, MailboxLayout
 from sglang_hybrid.protocol.region import SharedRegion
 
-SLOTS = 2  # posts that can be on their way at a time
+SLOTS = 2  # posts that can be under way at a time
 SERVED, DAMAGED = 1, 2  # sh_outcome of c_api.h; 0 is late
 
 
 def layout_of(geometry: Geometry) -> MailboxLayout:
-    """Where things are in a mailbox. Raises NativeError when the geometry cannot be served."""
+    """Return the layout of a mailbox. Raise NativeError if the kernels do not support the geometry."""
     layout = MailboxLayout()
     checked(library().sh_mailbox_layout, ctypes.byref(geometry), ctypes.byref(layout))
     return layout
 
 
 class Mailbox:
-    """A mailbox in a region of its own. For one thread at a time.
+    """A mailbox in a shared region of its own. Only one thread may use it at a time.
 
-    Each life of a worker gets a new one: whatever a worker that was given up still writes, it
-    writes where nobody looks.
+    Each worker process that is attached gets a new mailbox. So a worker that was given up can only write to a mailbox
+    that is not read any more.
     """
 
     def __init__(self, geometry: Geometry) -> None:
-        """Raises RegionError when there is no memory, NativeError when the geometry cannot be served."""
+        """Create the mailbox. Raise RegionError if memory is short, NativeError if no kernel supports the geometry."""
         self._library = library()
         self.geometry, self.layout = geometry, layout_of(geometry)
         self.region = SharedRegion(self.layout.bytes, name="sglang-hybrid-mailbox", others_write=True)
@@ -37,10 +37,10 @@ class Mailbox:
         checked(self._library.sh_mailbox_create, address, self.region.size, ctypes.byref(geometry))
         self._client = checked(self._library.sh_client_open, address, ctypes.byref(geometry))
         weakref.finalize(self, self._library.sh_client_close, self._client)
-        self.posted = 0  # sequence number of the newest post
+        self.posted = 0  # sequence number of this client's newest post
 
     def post(self, lists: HostWork, generation: int) -> int:
-        """Post one layer; its sequence number."""
+        """Post one layer and return its sequence number. ``generation`` is the number of the decode step."""
         sequence = ctypes.c_uint64()
         checked(
             self._library.sh_client_post,
@@ -50,11 +50,11 @@ class Mailbox:
         return self.posted
 
     def collect(self, sequence: int, lists: HostWork, timeout_s: float, gone: ctypes.c_uint32) -> int:
-        """Wait for the replies to a post and copy them to ``lists``; the number of rows that are not served.
+        """Wait for the replies to a post, copy them to ``lists``, and return the number of rows that are not served.
 
-        Ends early when another thread sets ``gone``. ``lists.outcome`` says what became of each row.
+        The wait ends early when another thread sets ``gone``. ``lists.outcome`` gets the outcome of each row.
         """
-        if not 0 <= self.posted - sequence < SLOTS:  # overwritten: nothing of it is left
+        if not 0 <= self.posted - sequence < SLOTS:  # newer posts have overwritten the slot
             lists.outcome.fill_(DAMAGED)
             return lists.rows
         missing: int = self._library.sh_client_collect(
@@ -68,26 +68,26 @@ class Mailbox:
 
     @property
     def caught_up(self) -> bool:
-        """Whether the worker is through with everything that was posted."""
+        """Return True if the worker has answered or given up every post of this client."""
         return self.completed == self.posted
 
     @property
     def completed(self) -> int:
-        """Sequence number of the newest post that the worker is through with; 0: it has answered nothing."""
+        """Return the sequence number up to which the worker has answered or given up all posts. 0 means none yet."""
         return int(self._library.sh_client_completed(self._client))
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Whether the worker's lead thread ends in that time. For workers whose engine has threads: provider native."""
+        """Return True if the worker's lead thread ends within ``timeout_s``. Only provider native has such a thread."""
         return bool(self._library.sh_client_wait_for_end(self._client, int(timeout_s * 1e9)))
 
     def give_up(self) -> None:
-        """Nobody answers any more: who waits for replies, a GPU too, stops waiting."""
+        """Mark the worker as gone, so that a GPU that waits for replies stops waiting."""
         offset, _ = mailbox_fields()["ClientLine"]["gone"]
         ctypes.c_uint64.from_address(self.region.address + self.layout.client + offset).value = 1
 
     @property
     def bell(self) -> int:
-        """Sequence number of the newest post, whoever posted it: this client, or a GPU."""
+        """Return the sequence number of the newest post, of this client or of a GPU."""
         offset, _ = mailbox_fields()["Bell"]["posted"]
         return ctypes.c_uint64.from_address(self.region.address + self.layout.bell + offset).value
 

@@ -1,8 +1,8 @@
-"""The control plane's messages: what a scheduler asks its worker, and the answers.
+"""Messages of the control plane: requests of a scheduler process to its worker, and the worker's answers.
 
-One request, one answer, both msgpack with a type tag and the protocol's version. A request that
-is malformed, out of range or not possible now is answered with ``Failed`` and changes nothing
-(but a plan whose threads cannot be started: the threads before it have ended by then).
+Each request gets one answer. Both are msgpack with a type tag and the protocol's version. A request that is malformed,
+out of range or not possible now is answered with ``Failed`` and changes nothing. The only exception is a plan whose
+threads cannot be started: the threads of the plan before have ended by then.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from msgspec import Meta
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_THREADS = 1024
-SPIN_US = 200  # how long threads stay awake after the last work; then they sleep until they are woken
-CLIENT_ID_BYTES = 17  # the first bytes of a routing id: whose socket it is
+SPIN_US = 200  # microseconds that threads stay awake after the last work; then they sleep until they are woken
+CLIENT_ID_BYTES = 17  # length of the prefix of a ZMQ routing id that identifies the client
 
 _Text = Annotated[str, Meta(max_length=4096)]
 _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -32,28 +32,28 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """Who are you? The only request that a worker of another protocol answers, with its own version."""
+    """Ask for the worker's identity and versions. A worker of another protocol version answers only this request."""
 
 
 class Attach(_Message, frozen=True, tag="attach"):
-    """Map the two regions that came over the descriptor socket with this token, and check them."""
+    """Map and check the two regions whose descriptors came over the descriptor socket with this token."""
 
     token: Token
 
 
 class ThreadPlan(_Message, frozen=True, tag="plan"):
-    """Start computing for the attached regions with these threads; again: stop and start anew."""
+    """Start computing for the attached regions with these threads. Threads of an earlier plan are stopped first."""
 
     provider: Provider = "native"
     threads: Annotated[int, Meta(ge=0, le=MAX_THREADS)] = 0  # 0: the worker chooses
     group_threads: Annotated[int, Meta(ge=0, le=MAX_THREADS)] = 0  # 0: the worker chooses
-    task_blocks: Annotated[int, Meta(ge=1, le=4096)] = 8  # that one thread takes at a time: the unit of balancing
-    spin_us: Annotated[int, Meta(ge=0, le=10_000_000)] = SPIN_US
+    task_blocks: Annotated[int, Meta(ge=1, le=4096)] = 8  # blocks that a thread takes at a time: unit of balancing
+    spin_us: Annotated[int, Meta(ge=0, le=10_000_000)] = SPIN_US  # see SPIN_US
     cores: Annotated[str, Meta(max_length=1024)] = "auto"  # "auto", "none" or a list such as "0-7,16"
 
 
 class WarmUp(_Message, frozen=True, tag="warm-up"):
-    """Touch the pool and run the kernel once, so that the first token does not pay for it."""
+    """Map the regions' pages, or start to, and run the kernel once, so that the first token does not wait for this."""
 
 
 class Health(_Message, frozen=True, tag="health"):
@@ -65,22 +65,22 @@ class Stats(_Message, frozen=True, tag="stats"):
 
 
 class Drain(_Message, frozen=True, tag="drain"):
-    """Answer what is posted, then stop computing and let go of the regions. The process stays."""
+    """Answer the current posts, then stop computing and unmap the regions. The process stays."""
 
 
 class Stop(_Message, frozen=True, tag="stop"):
-    """Drain and end the process."""
+    """Drain, then end the process."""
 
 
 # -- answers -----------------------------------------------------------------------------------
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
-    version: _Text  # of the package
+    version: _Text  # version of the package
     pid: _Count
     mailbox_version: _Count
-    variants: list[_Text]  # of the native kernel, fastest first
-    attached: bool
+    variants: list[_Text]  # variants of the native kernel, fastest first
+    attached: bool  # whether the regions of a client are attached
 
 
 class Done(_Message, frozen=True, tag="done"):
@@ -88,23 +88,23 @@ class Done(_Message, frozen=True, tag="done"):
 
 
 class Planned(_Message, frozen=True, tag="planned"):
-    """What the worker made of a plan."""
+    """Provider, threads and cores that the worker has chosen for a plan."""
 
     provider: Provider
-    variant: _Text  # of the kernel for this dtype and head_dim; the provider's own name for others
+    variant: _Text  # variant of the native kernel for this dtype and head_dim; for other providers their name
     threads: _Count
     group_threads: _Count
-    cores: list[int]  # of each thread; empty where threads are not bound
+    cores: list[int]  # core of each thread; empty if threads are not bound
 
 
 class HealthReport(_Message, frozen=True, tag="health-report"):
     state: Literal["idle", "attached", "serving"]
     uptime_s: float
-    completed: _Count  # newest post that was answered or given up
+    completed: _Count  # number of the newest post that was answered or given up
 
 
 class StatsReport(_Message, frozen=True, tag="stats-report"):
-    """Sums since the plan was made, see sh_engine_stats in c_api.h."""
+    """Counters since the plan was made, see sh_engine_stats in c_api.h."""
 
     posts: _Count
     rows: _Count
@@ -131,7 +131,7 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 class ProtocolError(ValueError):
-    """Bytes that are no message of this protocol. The message says why."""
+    """Received bytes are not a message of this protocol. The error's message says why."""
 
 
 def encode(message: Request | Answer) -> bytes:
@@ -139,12 +139,15 @@ def encode(message: Request | Answer) -> bytes:
 
 
 def decode_request(data: bytes) -> Request:
-    """Raises ProtocolError; a ``Hello`` of any version is let through."""
+    """Decode a request. Raise ProtocolError for other bytes or versions; a ``Hello`` may have any version."""
     return _decode(_requests, data)
 
 
 def decode_answer(data: bytes) -> Answer:
-    """Raises ProtocolError; a ``Welcome`` of any version is let through, so that versions can be compared."""
+    """Decode an answer. Raise ProtocolError for other bytes or versions.
+
+    A ``Welcome`` may have any version, so that the caller can compare versions.
+    """
     return _decode(_answers, data)
 
 

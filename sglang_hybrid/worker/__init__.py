@@ -1,1 +1,1 @@
-"""The scheduler's side of the CPU worker: start it or join it, watch it, start it again."""
+"""The scheduler's side of the CPU worker: start or attach to a worker, watch and restart it, compute in its place."""

@@ -1,4 +1,4 @@
-"""One life of a worker, from the scheduler's point of view."""
+"""Connection to one worker process, from the scheduler's side: control, mailbox, and detection of its end."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from sglang_hybrid.worker.process import WorkerProcess
 
 logger = logging.getLogger("sglang.srt.hybrid")
 
-START_SECONDS = 60.0  # provider torch imports torch
+START_SECONDS = 60.0  # includes an import of torch by provider torch
 _PLAN_SECONDS = 60.0
 _STOP_SECONDS = 1.0
-_LONGEST_LOOK = 0.5
+_LONGEST_LOOK = 0.5  # seconds that count at most between two looks at the heartbeat
 _LONGEST_LIFE_WAIT = 0.25
 
 
 class WorkerConnection:
     """An attached worker with a mailbox of its own.
 
-    The data plane (one thread) uses ``mailbox`` and ``gone``; everything else belongs to the
-    thread that made the link. The mailbox's memory lives as long as somebody holds the link, so
-    ``close`` may be called while the data plane still waits for a reply.
+    The data plane (one thread) uses ``mailbox``, ``gone`` and ``late``. Everything else belongs to the thread that
+    created this object. The mailbox's memory stays as long as a reference to this object exists, so ``close`` may be
+    called while the data plane still waits for a reply.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class WorkerConnection:
         plan: ThreadPlan,
         interrupt_fd: int | None = None,
     ) -> None:
-        """Connect, attach, plan, warm up. Raises ControlError, RegionError or NativeError; then nothing is left open.
+        """Connect to a worker, attach the regions, send the plan, and warm up.
 
-        ``place`` is the directory of a running worker, or a process that was just started and
-        belongs to the link from here on. When ``interrupt_fd`` becomes readable, a running worker is
-        no longer waited for.
+        ``place`` is the directory of a running worker, or a process that was just started and that this object owns
+        from now on. When ``interrupt_fd`` becomes readable, the first wait for a running worker ends.
+        Raise ControlError, RegionError or NativeError; then nothing is left open.
         """
         self.process = place if isinstance(place, WorkerProcess) else None
-        self.gone = ctypes.c_uint32(0)  # not 0 once the worker is given up
-        self.late = False  # the data plane's note: the newest post was not answered in time
+        self.gone = ctypes.c_uint32(0)  # not 0 once the worker was given up
+        self.late = False  # set by the data plane: the newest post was not answered in time
         self._mailbox: Mailbox | None = None
         self._connection: socket.socket | None = None
         self._control: ControlClient | None = None
@@ -77,10 +77,10 @@ class WorkerConnection:
         self._silent = 0.0
 
     def silent_seconds(self) -> float:
-        """How long the worker's heart has not been beating, as far as that was looked at.
+        """Return the seconds without a change of the heartbeat, counting at most ``_LONGEST_LOOK`` per call.
 
-        Time in which nobody looked counts little: if this process did not get to run, the worker
-        may not have either (a suspended or overloaded machine).
+        Longer gaps between calls do not count in full: if this process did not run, the worker may not have run either
+        (on a suspended or overloaded machine).
         """
         heartbeat, now = self.mailbox.heartbeat, time.monotonic()
         self._silent = self._silent + min(now - self._looked, _LONGEST_LOOK) if heartbeat == self._heartbeat else 0.0
@@ -88,7 +88,7 @@ class WorkerConnection:
         return self._silent
 
     def _follow_life(self) -> None:
-        """Give the worker up the moment it dies: the end of its connection comes when all its memory is given back."""
+        """Give the worker up as soon as it dies. Its connection ends later, when all memory of its process is freed."""
 
         def follow() -> None:
             while not self.gone.value:
@@ -98,20 +98,21 @@ class WorkerConnection:
         self._life = threading.Thread(target=follow, name="hybrid-worker-life", daemon=True)
         try:
             self._life.start()
-        except RuntimeError as error:  # no thread to be had: the end of the connection tells it, later
+        except RuntimeError as error:  # no thread can be started: the end of the connection is noticed instead, later
             logger.warning("a worker that dies will be noticed late: %s", error)
             self._life = None
 
     def give_up(self) -> None:
-        """The data plane stops waiting for this worker, at once. ``close`` follows."""
+        """Make the data plane stop waiting for this worker at once. The owner must still call ``close``."""
         self.gone.value = 1
         if self._mailbox:
             self._mailbox.give_up()
 
     def close(self, stop: bool = False) -> str:
-        """Give the worker up: the data plane stops waiting, a process of ours ends. How it ended, in words.
+        """Give the worker up and end its process, if this process started it. Return how the worker ended, in words.
 
-        ``stop`` asks it to first. One that has not ended by then is terminated, and killed if it does not react.
+        With ``stop``, the worker is asked to stop first. A process that still runs then is terminated, and killed if it
+        does not react.
         """
         self.give_up()
         if stop and self._control and self.process:

@@ -1,4 +1,4 @@
-"""The scheduler's side of the control plane: ask the worker, hand it the regions."""
+"""The scheduler's side of the control plane: sends requests to the worker, and hands the shared regions to it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from sglang_hybrid.protocol.messages import (
 )
 
 _RECONNECT_MS = 20
-_LAST_ANSWER_MS = 100  # a worker that is told to stop answers and goes: its answer may be on the way
+_LAST_ANSWER_MS = 100  # a worker that is told to stop answers and ends: its answer may still be under way
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _TIME = struct.Struct("2l")  # struct timeval
 
@@ -55,31 +55,32 @@ _ANSWERS: dict[type[Request], type[Answer]] = {
 
 
 class ControlError(RuntimeError):
-    """The worker refused, or its answer cannot be used. The message says why."""
+    """The worker refused a request, or its answer cannot be used. The message says why."""
 
 
 class ControlTimeout(ControlError):
-    """No answer: the worker is not there, is busy, or went away. The request may still be carried out."""
+    """No answer came: the worker does not run, is busy, or has ended. The request may still be carried out."""
 
 
 class ControlClient:
-    """Talks to the worker in ``directory``. One that is not up yet is waited for, until the request's time is over.
+    """Client of the worker in ``directory``. A request waits, up to its timeout, for a worker that is not up yet.
 
-    Threads may share a client; their requests are made one after the other. After any error the client can be used
-    again: each wait that ended without an answer gets a fresh socket, so an answer that comes late finds nobody and is
-    never taken for the answer to another question.
+    Threads may share a client: their requests are sent one after the other. After any error the client can be used
+    again. A request without an answer closes its socket, so a late answer is dropped and never taken for the answer to
+    another request.
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """Raises ControlError where the directory's path is too long for a socket."""
+        """Create a client without connecting. Raise ControlError if the directory's path is too long for a socket."""
         try:
             self.place = WorkerDirectory.at(directory)
         except DirectoryError as error:
             raise ControlError(str(error)) from error
-        # All sockets of this client begin alike, so that the worker knows them as one. Not 0: that is ZMQ's own.
+        # Prefix of the routing ids of this client's sockets, by which the worker knows the client. ZMQ reserves ids
+        # that begin with 0.
         self._id = b"c" + secrets.token_bytes(CLIENT_ID_BYTES - 1)
         self._sockets = 0
-        # of the whole process: each one has threads of its own, and cannot be made where none are left
+        # the context of the whole process: each context has its own threads, and fails where no thread is left
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket: zmq.Socket[bytes] | None = None
         self._lock = threading.Lock()
@@ -99,13 +100,13 @@ class ControlClient:
     ) -> Done: ...
 
     def ask(self, request: Request, timeout_s: float, gone: int | socket.socket | None = None) -> Answer:
-        """The worker's answer, of the type that belongs to the request.
+        """Send a request and return the worker's answer, of the type that belongs to the request.
 
-        ``gone`` is a descriptor that becomes readable when the worker is no more: its pidfd, or the connection of
-        ``send_regions``. With it, the wait ends as soon as that happens.
+        ``gone`` is a descriptor that becomes readable when the worker ends: its pidfd, or the connection of
+        ``send_regions``. The wait ends as soon as ``gone`` is readable.
 
-        Raises ControlTimeout when there is no answer within ``timeout_s`` or the worker is gone, and ControlError when
-        the worker refuses, speaks another protocol, the directory is not ours alone, or the client is closed.
+        Raise ControlTimeout if there is no answer within ``timeout_s`` or the worker is gone. Raise ControlError if the
+        worker refuses or has another protocol version, others can access the directory, or the client is closed.
         """
         with self._lock:
             if self._closed:
@@ -114,16 +115,16 @@ class ControlClient:
         return _checked(request, data)
 
     def send_regions(self, token: str, mailbox_fd: int, pool_fd: int, timeout_s: float = 5.0) -> socket.socket:
-        """Hand the two descriptors over; ``Attach(token=token)`` picks them up.
+        """Send the two descriptors to the worker; the request ``Attach(token=token)`` then attaches them.
 
-        The connection that is returned is the session: the worker lets go of the regions when it is closed, and it
-        becomes readable (end of file) when the worker lets go or dies. It does not block.
-        Raises ControlTimeout or ControlError.
+        The returned, non-blocking connection is the session: when it is closed, the worker unmaps the regions. The
+        connection becomes readable (end of file) when the worker unmaps them itself or dies.
+        Raise ControlTimeout if no worker accepts the descriptors, and ControlError for all other failures.
         """
         self._check_directory()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            # Python's own timeout makes connect fail at once where others wait to be accepted
+            # Python's own timeout would make connect fail at once while other connections wait to be accepted
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(*_seconds(timeout_s)))
             connection.connect(str(self.place.regions))
             peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
@@ -144,7 +145,7 @@ class ControlClient:
         return connection
 
     def close(self) -> None:
-        """Waits for a request in progress. Connections of ``send_regions`` are not touched."""
+        """Close the client after the request in progress. Connections of ``send_regions`` stay open."""
         with self._lock:
             self._drop_socket()
             self._closed = True
@@ -209,7 +210,7 @@ class ControlClient:
 
 
 def _seconds(timeout_s: float) -> tuple[int, int]:
-    """Whole seconds and microseconds; never 0, which would be for ever."""
+    """Return whole seconds and microseconds. At least 1 us, because 0 would mean no timeout."""
     return divmod(max(1, math.ceil(timeout_s * 1_000_000)), 1_000_000)
 
 
@@ -222,7 +223,7 @@ def _checked(request: Request, data: bytes) -> Answer:
         raise ControlError(answer.reason)
     if not isinstance(answer, _ANSWERS[type(request)]):
         raise ControlError(f"the worker answered {_name(request)} with {type(answer).__name__}")
-    if answer.protocol != messages.PROTOCOL:  # only a Welcome gets here with another one
+    if answer.protocol != messages.PROTOCOL:  # only a Welcome of another version passes decode_answer
         version = answer.version if isinstance(answer, Welcome) else "unknown"
         raise ControlError(
             f"the worker speaks protocol {answer.protocol} (sglang-hybrid {version}), this process speaks "

@@ -1,4 +1,4 @@
-"""Tells that misses were served by somebody else than the worker, without flooding the log."""
+"""Log of misses that were not served by the worker, limited so that it does not flood the server's log."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _WHY = {
 
 
 class FallbackLog:
-    """One line when it begins, then one for every ten seconds in which it goes on."""
+    """Writes a line for the first misses, then at most one line every ten seconds, which sums up."""
 
     def __init__(self, did: str = "were computed in the server process") -> None:
-        """``did``: what became of the misses."""
+        """Create a log. ``did`` says in words what was done about the misses."""
         self._did = did
         self._rows = dict.fromkeys(_WHY, 0)
         self._told = -_LOG_SECONDS

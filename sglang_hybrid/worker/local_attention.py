@@ -1,4 +1,4 @@
-"""Misses served in this process by the native kernels: what ``worker=none`` means."""
+"""Server of misses that computes in this process with the native kernels, for ``worker=none``."""
 
 from __future__ import annotations
 

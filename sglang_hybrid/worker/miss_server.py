@@ -1,4 +1,4 @@
-"""What it means to serve misses: post a layer's block lists, go on, collect partial attention."""
+"""Interface of miss servers: post a layer's block lists, continue with other work, collect partial attention."""
 
 from __future__ import annotations
 
@@ -15,56 +15,57 @@ from sglang_hybrid.ops import reference_weights
 
 
 class PendingAttention(Protocol):
-    """One layer on its way."""
+    """One posted layer whose partial attention is being computed."""
 
     def collect(self) -> Partial:
-        """What ``reference.attend_blocks`` gives for the posted lists. Called once."""
+        """Wait for and return what ``reference.attend_blocks`` returns for the posted lists. Call once."""
 
 
 class PendingSum(Protocol):
-    """One layer's sum of values on its way."""
+    """One posted layer whose sum of values is being computed."""
 
     def collect(self) -> torch.Tensor:
-        """What ``reference_weights.sum_values`` gives. Called once."""
+        """Wait for and return what ``reference_weights.sum_values`` returns for the posted lists. Call once."""
 
 
 class MissServer(ABC):
     @functools.cached_property
     def served(self) -> ServedBlocks:
-        """Blocks that were attended, for metrics."""
+        """Return the counters of blocks that were attended to, for metrics."""
         return ServedBlocks()
 
     @abstractmethod
     def post(
         self, query: torch.Tensor, cache: LayerCache, blocks: BlockList, scale: float, step: int
     ) -> PendingAttention:
-        """Begin with one layer. Every list's blocks come first, then ``NO_BLOCK``; only the last may be partial.
+        """Start one layer. Each list has its blocks first, then ``NO_BLOCK``; only the last block may be partial.
 
-        Nothing that was passed may change before the result is collected.
+        The caller must not change any argument before it has collected the result.
         """
 
     def post_sum(self, weights: torch.Tensor, cache: LayerCache, ids: torch.Tensor, step: int) -> PendingSum:
-        """Begin with one layer's sum of values by ``weights`` ``[rows, KV heads, group, n, block tokens]``.
+        """Start one layer's sum of values by ``weights`` ``[rows, KV heads, group, n, block tokens]``.
 
-        ids ``[rows, KV heads, n]``, every list's blocks first, then ``NO_BLOCK``. Here: in plain torch, at once.
+        ids ``[rows, KV heads, n]``: each list has its blocks first, then ``NO_BLOCK``. This default computes the sum in
+        plain torch, at once.
         """
         return ReadySum(reference_weights.sum_values(weights, cache.values, ids))
 
     def wake(self) -> None:  # noqa: B027 (most servers never sleep)
-        """A decode step with misses begins: be awake."""
+        """Wake the server, because a decode step with misses begins."""
 
     @property
     def waits(self) -> Distribution | None:
-        """Seconds that decode steps waited for a worker. None: there is none."""
+        """Return the seconds that decode steps waited for a worker, or None without a worker."""
         return None
 
     def describe_worker(self) -> dict[str, Any] | None:
-        """The worker, for people. None: there is none."""
+        """Return a description of the worker for display, or None without a worker."""
         return None
 
 
 class Ready:
-    """A result that was there at once."""
+    """Partial attention that was computed at once."""
 
     def __init__(self, partial: Partial) -> None:
         self._partial = partial
@@ -74,7 +75,7 @@ class Ready:
 
 
 class ReadySum:
-    """A sum that was there at once."""
+    """Sum of values that was computed at once."""
 
     def __init__(self, out: torch.Tensor) -> None:
         self._out = out

@@ -1,7 +1,7 @@
-"""Misses served by the CPU worker, and by this process when the worker does not answer in time.
+"""Server of misses that posts to the CPU worker, and computes in this process if the worker does not answer in time.
 
-With provider native both compute with the same bits, so nobody can tell from the text which one it
-was; counters and the log tell.
+With provider native both compute the same bits, so the generated text does not depend on which one computed. Counters
+and the log show which one did.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class WorkerMisses(MissServer):
     ) -> PendingAttention:
         dtype = self._local.query_dtype
         lists = HostLists(query, blocks.ids, blocks.fill, cache.layer, scale, dtype, blocks.masks)
-        if blocks.ids.shape[2] == 0:  # nothing to attend, for anybody
+        if blocks.ids.shape[2] == 0:  # no row has a miss
             return Ready((torch.zeros_like(query, dtype=torch.float32), lists.lse.fill_(-torch.inf).to(query.device)))
         return _PostedLayer(self, lists, *self._send(lists, step), query.device, step)
 
@@ -67,11 +67,11 @@ class WorkerMisses(MissServer):
         link = self._supervisor.link
         if link and link.late and link.mailbox.caught_up:
             link.late = False
-        # a worker that is behind gets nothing new: every layer would wait for it in vain
+        # a worker that is behind gets no new posts: every layer would wait for it in vain
         return link, link.mailbox.post(lists, step) if link and not link.late else None
 
     def collect(self, lists: HostWork, link: WorkerConnection | None, sequence: int | None, step: int) -> None:
-        """Fill ``lists``, by the worker if it was posted and answers in time."""
+        """Write the results to ``lists``. Compute here the rows that the worker did not serve in time."""
         if link is None or sequence is None:
             self.served.add("process", int(lists.blocks.sum()))
             self._compute(lists, "behind" if link else "no-worker", lists.rows)
@@ -99,7 +99,7 @@ class WorkerMisses(MissServer):
 
 
 class _Posted:
-    """Work that a worker may be at, until it is collected."""
+    """Lists that were posted to a worker, or are computed here when they are collected."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Keeps a worker attached: the first one at start, another one whenever it dies."""
+"""Supervisor of the CPU worker: attaches a worker at start, and another one whenever the worker dies or hangs."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ logger = logging.getLogger("sglang.srt.hybrid")
 
 _LOOK_SECONDS = 0.25
 _FIRST_PAUSE_SECONDS = 0.1
-_STEADY_SECONDS = 30.0  # a worker that lived that long did not die of its start
-_CRASHES, _CRASH_SECONDS = 10, 60.0  # so many in a row within that time, none of which did anything, are not bad luck
+_STEADY_SECONDS = 30.0  # a worker that lived this long did not die because of its start
+_CRASHES, _CRASH_SECONDS = 10, 60.0  # give up after this many workers in a row died within this time without an answer
 
 _CONNECT_ERRORS = (ControlError, RegionError, NativeError, OSError)
 
 
 class WorkerError(RuntimeError):
-    """There is no worker and there will be none. The message says why."""
+    """No worker can be attached at start. The message says why."""
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    directory: Path | None  # of a worker that somebody else started; None: start our own
+    directory: Path | None  # directory of a worker started by hand; None: this process starts its own worker
     plan: ThreadPlan
-    longest_pause_s: float
-    silence_s: float  # a worker whose heart stops that long is given up
+    longest_pause_s: float  # longest pause before a dead worker is started again
+    silence_s: float  # a worker without a heartbeat for this long is given up
 
 
 class Supervisor:
-    """Owns the worker. ``link`` is what the data plane may use now, None while there is no worker."""
+    """Owner of the worker. ``link`` is the connection that the data plane may use now, None without a worker."""
 
     def __init__(self, settings: WorkerSettings, geometry: Geometry, pool_fd: int) -> None:
         self._settings = settings
@@ -52,14 +52,14 @@ class Supervisor:
         self._pool_fd = pool_fd
         self.link: WorkerConnection | None = None
         self.restarts = 0
-        self._ends: deque[float] = deque(maxlen=_CRASHES)  # when workers were lost that had answered nothing
-        self.on_change: Callable[[bool], None] = lambda up: None
+        self._ends: deque[float] = deque(maxlen=_CRASHES)  # times at which workers were lost that had answered nothing
+        self.on_change: Callable[[bool], None] = lambda up: None  # called with whether a worker is attached
         self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="hybrid-worker-watch", daemon=True)
 
     def start(self) -> None:
-        """Attach the first worker and begin to watch it. Raises WorkerError: what fails at start is a setting."""
+        """Attach the first worker and start the thread that watches it. Raise WorkerError if this fails."""
         remove_leftovers()
         try:
             self.link = self._connect()
@@ -69,7 +69,7 @@ class Supervisor:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the watch and the worker."""
+        """End the watching thread and the worker."""
         self._stopping = True
         os.write(self._stop_write, b".")
         if self._thread.is_alive():
@@ -78,7 +78,7 @@ class Supervisor:
         os.close(self._stop_write)
 
     def describe(self) -> dict[str, Any]:
-        """The worker that is attached now, for people."""
+        """Return a description of the worker that is attached now, for display."""
         link = self.link
         if link is None:
             return {"attached": False, "restarts": self.restarts}
@@ -111,7 +111,7 @@ class Supervisor:
                 pause = min(2 * pause, self._settings.longest_pause_s)
                 self._connect_again(pause)
             except Exception:
-                # whatever it is (no thread, no descriptor, no memory): who watches must not be the one that falls
+                # whatever the cause (no thread, no descriptor, no memory): the watching thread must survive it
                 logger.exception("the watch over the CPU worker failed, and goes on in %.1f s", pause)
                 self._sleep(pause)
         last, self.link = self.link, None
@@ -129,7 +129,7 @@ class Supervisor:
         self._tell(f"serves again (restart {self.restarts})", link)
 
     def _crashes_too_often(self) -> bool:
-        """Whether to leave it: every restart costs, and this process computes meanwhile anyway."""
+        """Return True if restarts should end: each one costs time, and this process computes the misses anyway."""
         if len(self._ends) < _CRASHES or self._ends[-1] - self._ends[0] > _CRASH_SECONDS:
             return False
         logger.error(
@@ -140,12 +140,12 @@ class Supervisor:
         return True
 
     def _watch(self, link: WorkerConnection) -> str:
-        """Until the worker is no more; why, in words. Empty when we shall stop."""
+        """Wait until the worker is gone or hangs. Return which, in words, or an empty text when ``stop`` is called."""
         while True:
             ready = _readable(_LOOK_SECONDS, link.connection.fileno(), self._stop_read)
             if self._stopping:
                 return ""
-            if ready:  # it never sends anything: this is the end of the connection
+            if ready:  # a worker never sends data, so this is the end of the connection
                 return "is gone"
             if link.silent_seconds() > self._settings.silence_s:
                 return f"has not answered for {self._settings.silence_s:.1f} s"
@@ -179,13 +179,13 @@ class Supervisor:
         )  # fmt: skip
 
     def _sleep(self, seconds: float) -> bool:
-        """Whether we shall stop."""
+        """Sleep for ``seconds``, or until ``stop`` is called. Return True if ``stop`` was called."""
         _readable(seconds, self._stop_read)
         return self._stopping
 
 
 def _readable(seconds: float, *descriptors: int) -> bool:
-    """Whether one of them becomes readable in that time. Not select, which takes no number above 1023."""
+    """Return True if a descriptor becomes readable in time. Uses poll: select fails for numbers above 1023."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

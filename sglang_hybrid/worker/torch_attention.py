@@ -1,4 +1,4 @@
-"""Misses served in plain torch, in this process: for shapes that the kernels do not have, and for tests."""
+"""Server of misses in plain torch, in this process: for shapes that the kernels do not support, and for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C++ library of ``kernels/cpu``: attention kernels, mailbox and worker engine. Needs no torch."""
+"""Wrappers of the C++ library ``kernels/cpu``: attention kernels, mailbox, worker engine. No torch is imported here."""
 
 from sglang_hybrid.ops.cpu.library import NativeError, library, variants
 

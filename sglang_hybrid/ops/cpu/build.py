@@ -1,12 +1,12 @@
-"""Compile the CPU kernels with CMake: when the package is built, and where the library in it does not load.
+"""Compile the CPU kernels with CMake: when the package is built, or when the library in the package does not load.
 
-In the cache directory (``SGLANG_HYBRID_CACHE``), under ``native``:
+Files in the cache directory (``SGLANG_HYBRID_CACHE``), under ``native``:
 
     .SOURCES.lock    held (flock) while a process compiles; the kernel frees it when that process dies
     SOURCES.so       appears by rename, complete
 
-SOURCES is a hash of the sources and of the compiler. Needs CMake 3.22 and a C++20 compiler, and nothing of Python's but
-its standard library: it runs before anything is installed.
+SOURCES is a hash of the sources and of the compiler. Compiling needs CMake 3.22 and a C++20 compiler. This module uses
+only Python's standard library, because it runs before any dependency is installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from sglang_hybrid.user_cache import default_cache_dir
 
-_IN_WHEELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"  # where setup.py puts them
+_IN_WHEELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"  # where setup.py puts the sources
 SOURCE = _IN_WHEELS if _IN_WHEELS.is_dir() else Path(__file__).resolve().parents[3] / "kernels" / "cpu"
 LIBRARY = "libsglang_hybrid_cpu.so"
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class BuildError(RuntimeError):
-    """The library cannot be compiled here. The message says what to do."""
+    """The library cannot be compiled on this machine. The message says what to do."""
 
 
 def cache_folder() -> Path:
@@ -40,7 +40,10 @@ def cache_folder() -> Path:
 
 
 def build(build_dir: Path, target: Path, jobs: int, *definitions: str) -> None:
-    """Configure, build and install. ``definitions`` are CMake's -D settings. Raises BuildError."""
+    """Configure and build in ``build_dir``, and install to ``target``. Raise BuildError if a command fails.
+
+    ``definitions`` are CMake's -D settings, such as "NAME=VALUE".
+    """
     _forget_another_place(build_dir)
     configure = ["cmake", "-S", str(SOURCE), "-B", str(build_dir), "-DCMAKE_BUILD_TYPE=Release"]
     for command in (
@@ -52,7 +55,7 @@ def build(build_dir: Path, target: Path, jobs: int, *definitions: str) -> None:
 
 
 def built() -> Path:
-    """The library compiled on this machine, in the cache; compiled now if it is not there. Raises BuildError."""
+    """Return the library in the cache, after compiling it if necessary. Raise BuildError if that is not possible."""
     if find_compiler() is None:
         raise BuildError("there is no C++ compiler: install one (g++ 11 or newer), or name one with CXX")
     kept = cache_folder() / f"{source_hash()}.so"
@@ -62,7 +65,7 @@ def built() -> Path:
         kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (kept.parent / f".{kept.stem}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not kept.is_file():  # else compiled by the process that held the lock
+            if not kept.is_file():  # otherwise the process that held the lock has compiled it
                 log.warning("compiling the CPU kernels for this machine, once: this takes a minute")
                 with tempfile.TemporaryDirectory(prefix="sglang-hybrid-build-") as work:
                     build(Path(work) / "build", Path(work) / "made", os.cpu_count() or 1)
@@ -75,7 +78,7 @@ def built() -> Path:
 
 
 def source_hash() -> str:
-    """Of everything that decides what the library contains: sources, this file, compiler, flags, processor."""
+    """Return a hash of all that decides what the library contains: sources, this file, compiler, flags, processor."""
     digest = hashlib.sha256(
         "\n".join([platform.machine(), compiler_version(), os.environ.get("CXXFLAGS", "")]).encode()
     )
@@ -97,7 +100,7 @@ def compiler_version() -> str:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Copy, then rename: a process that has mapped the old library keeps it."""
+    """Replace ``target`` by a copy of ``source``. A process that has mapped the old file keeps the old file."""
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.copyfile(source, partial)
     partial.chmod(0o755)
@@ -105,7 +108,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 def _forget_another_place(build_dir: Path) -> None:
-    """CMake refuses a build directory that was copied or moved with its checkout."""
+    """Remove CMake's cache if ``build_dir`` was copied or moved with its checkout: CMake would refuse to build."""
     cache = build_dir / "CMakeCache.txt"
     if cache.is_file() and f"CMAKE_CACHEFILE_DIR:INTERNAL={build_dir.resolve()}\n" not in cache.read_text():
         cache.unlink()
@@ -113,7 +116,7 @@ def _forget_another_place(build_dir: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    # the CMake of the environment that runs this, if it has one, before the machine's
+    # cmake of this Python environment, if it has one, comes before the machine's
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     try:
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -1,4 +1,4 @@
-"""Decode on a host without a GPU: ``sh_host_*`` of the library, one call for each layer."""
+"""Decode on a host without a GPU: wrappers of the library's ``sh_host_*`` functions, one call per layer."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from sglang_hybrid.ops.cpu.structs import Geometry, HostLayer, HostOptions, Rows
 
 @dataclass(frozen=True)
 class BlockSummaries:
-    """What selection knows of one layer's blocks; tensors that the library keeps up to date."""
+    """Digests and sketch of one layer's blocks, which selection reads. The library keeps the tensors up to date."""
 
-    digests: torch.Tensor  # [pages, KV heads, 2, head_dim], of the pool's dtype
-    codes: torch.Tensor | None = None  # [pages, KV heads, 32, channels / 2]
-    channels: torch.Tensor | None = None  # [KV heads, channels]
+    digests: torch.Tensor  # [pages, KV heads, 2, head_dim], in the pool's dtype
+    codes: torch.Tensor | None = None  # [pages, KV heads, 32, channels / 2]; None without a sketch
+    channels: torch.Tensor | None = None  # [KV heads, channels], the channels of the sketch
 
 
 @dataclass(frozen=True)
 class SelectionRules:
-    """Rows of more than ``budget`` blocks attend to so many of them."""
+    """Numbers of blocks for selection: a row of more than ``budget`` blocks attends to ``budget`` of its blocks."""
 
     budget: int
     sink: int
@@ -34,7 +34,7 @@ class SelectionRules:
 
 
 class HostKernels:
-    """The library's state for one pool. Not for two threads at a time."""
+    """The library's state for one pool. Only one thread may call its methods at a time."""
 
     def __init__(
         self,
@@ -44,10 +44,13 @@ class HostKernels:
         rules: SelectionRules,
         threads: int,
     ) -> None:
-        """Raises NativeError for a shape that the kernels do not have."""
+        """Create the state. Raise NativeError for a shape that the kernels do not support.
+
+        ``pool_address`` is where the pool is mapped in this process; ``layers`` has one element per layer of the pool.
+        """
         self._library = library()
         self._pool_dtype, self._query_dtype = layers[0].digests.dtype, query_dtype(geometry)
-        self._kept = (list(layers), geometry)  # the library has pointers into these
+        self._kept = (list(layers), geometry)  # the library holds pointers into these objects
         described = (HostLayer * len(layers))(*(_describe(layer) for layer in layers))
         channels = layers[0].channels
         options = HostOptions(
@@ -64,7 +67,7 @@ class HostKernels:
             self._library.sh_host_close(host)
 
     def begin(self, pages: torch.Tensor, lengths: torch.Tensor, new_tokens: torch.Tensor) -> None:
-        """The rows of the calls that follow: ``pages`` [rows, blocks], the others [rows], int64 on the host. Copied."""
+        """Set the rows of later calls, copying ``pages`` [rows, blocks] and the others [rows], int64 on the host."""
         pages, lengths, new_tokens = pages.contiguous(), lengths.contiguous(), new_tokens.contiguous()
         checked(
             self._library.sh_host_begin, self._host, pages.data_ptr(), pages.shape[1], lengths.data_ptr(),
@@ -72,14 +75,14 @@ class HostKernels:
         )  # fmt: skip
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """K and V ``[new tokens, KV heads, head_dim]``, of its dtype, into the pool, and summaries of their blocks."""
+        """Store K and V ``[new tokens, KV heads, head_dim]`` of the pool's dtype, and summarise their blocks."""
         stored = (_rows(part, self._pool_dtype) for part in (keys, values))
         checked(self._library.sh_host_store, self._host, layer, *stored)
 
     def decode(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """``store`` of one token a row, and its attention: ``[rows, query heads, head_dim]`` in float32."""
+        """Store one token per row and return its attention, ``[rows, query heads, head_dim]`` in float32."""
         out = torch.empty(query.shape, dtype=torch.float32)
         stored = (_rows(part, self._pool_dtype) for part in (keys, values))
         checked(
@@ -89,13 +92,16 @@ class HostKernels:
         return out
 
     def summarise(self, layer: int, pages: torch.Tensor, filled: torch.Tensor) -> None:
-        """Summaries of pages that somebody else wrote, whose first ``filled`` tokens are valid."""
+        """Update summaries of pages that others wrote. ``filled`` is the number of valid tokens of each page."""
         pages, filled = pages.contiguous(), filled.contiguous()
         checked(self._library.sh_host_summarise, self._host, layer, pages.data_ptr(), filled.data_ptr(), pages.numel())
 
 
 def _rows(tensor: torch.Tensor, dtype: torch.dtype) -> Rows:
-    """``[rows, heads, dim]`` of that dtype, whose rows may be parts of longer ones."""
+    """Describe a tensor ``[rows, heads, dim]``, whose rows may be parts of longer rows.
+
+    Raise ValueError for another dtype, or if the heads of a row are not contiguous.
+    """
     if tensor.dtype != dtype:
         raise ValueError(f"the kernels were made for {dtype}, not {tensor.dtype}")
     if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:

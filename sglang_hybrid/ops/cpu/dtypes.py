@@ -1,4 +1,4 @@
-"""Torch's dtypes and those of the library: one number tells the dtype of a pool and that of its queries."""
+"""Conversion between torch's dtypes and the library's codes. One code names the dtypes of a pool and of its queries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _QUERIES = {code: getattr(torch, name) for name, code in DTYPES.items()}
 
 
 def code_of(pool: torch.dtype, query: torch.dtype) -> int:
-    """``Geometry.dtype`` of a pool for a model of dtype ``query``. Raises NativeError for what kernels do not read."""
+    """Return ``Geometry.dtype`` of a pool for a model of dtype ``query``. Raise NativeError if no kernel reads them."""
     names = [str(dtype).removeprefix("torch.") for dtype in (pool, query)]
     try:
         return dtype_code(*names)
@@ -23,6 +23,6 @@ def code_of(pool: torch.dtype, query: torch.dtype) -> int:
 
 
 def query_dtype(geometry: Geometry) -> torch.dtype:
-    """Of queries in memory that the library reads."""
+    """Return the dtype that queries must have when the library reads them from memory."""
     dtype: torch.dtype = _QUERIES[query_code(geometry.dtype)]
     return dtype

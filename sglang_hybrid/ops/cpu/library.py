@@ -1,4 +1,4 @@
-"""Finds, loads and checks the library, and gives its functions their types."""
+"""Loader of the C++ library: finds and checks the library, and declares the types of its functions."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ class NativeError(RuntimeError):
 
 @functools.cache
 def library() -> Any:
-    """The loaded library, its functions typed. Raises NativeError, saying what to do, when it cannot be used.
+    """Return the loaded library with typed functions. Raise NativeError, which says what to do, if it cannot be used.
 
-    Where the library that came with the package does not load, it is compiled from the sources that came along.
+    If the library in the package does not load, it is compiled from the sources that come with the package.
     """
     if other := env.NATIVE_LIBRARY.get():
         trusted_file.check(other)
@@ -96,7 +96,7 @@ def library() -> Any:
     else:
         try:
             loaded = ctypes.CDLL(str(FILE))
-        except OSError as error:  # for another processor, for a newer C library, or not there
+        except OSError as error:  # made for another processor or a newer C library, or missing
             loaded = _load_built_here(str(error))
     for name, (result, arguments) in _SIGNATURES.items():
         try:
@@ -118,7 +118,7 @@ def _load(file: Path) -> ctypes.CDLL:
 
 
 def _load_built_here(reason: str) -> ctypes.CDLL:
-    """``reason``: why the library that came with the package did not load."""
+    """Compile and load the library. ``reason`` says why the library in the package did not load, for the error."""
     try:
         file = build.built()
         trusted_file.check(file)
@@ -131,9 +131,10 @@ def _load_built_here(reason: str) -> ctypes.CDLL:
 
 
 def checked(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function whose last argument is ``error``; raise NativeError with its sentence when it fails.
+    """Call a function of the library and return its result. Raise NativeError with the function's message if it fails.
 
-    Functions that return a pointer fail with null, the others with anything but 0.
+    The function's last parameter must be ``error``, which is added here. Functions that return a pointer return null on
+    failure, the others return a number other than 0.
     """
     error = ctypes.create_string_buffer(_ERROR_BYTES)
     result = function(*arguments, error)
@@ -144,13 +145,13 @@ def checked(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def variants() -> list[str]:
-    """The kernel variants that this machine can run, fastest first."""
+    """Return the kernel variants that this machine can run, fastest first."""
     names: str = library().sh_variants().decode()
     return names.split(",")
 
 
 def mailbox_fields() -> dict[str, dict[str, tuple[int, int]]]:
-    """record -> field -> (offset, bytes) of every mailbox record, as the header defines them."""
+    """Return record -> field -> (offset, bytes) of all mailbox records, as mailbox.h defines them."""
     count = c_uint32()
     table = library().sh_mailbox_fields(ctypes.byref(count))
     fields: dict[str, dict[str, tuple[int, int]]] = {}

@@ -1,4 +1,4 @@
-"""One layer's block lists as the library takes them, with the tensors that they point into."""
+"""One layer's block lists in the form that the library takes, with the tensors that the lists point into."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from sglang_hybrid.ops.cpu.structs import Lists
 
 
 class HostWork:
-    """``sh_lists`` over contiguous tensors in host memory, and room for the result."""
+    """A struct ``sh_lists`` over contiguous tensors in host memory, and tensors for the result."""
 
     struct: Lists
     _ids: torch.Tensor  # [rows, KV heads, listed]
 
     def __init__(self, rows: int, heads: int, dim: int) -> None:
         self.rows = rows
-        self.out = torch.zeros(rows, heads, dim, dtype=torch.float32)  # stays 0 where a list is empty
+        self.out = torch.zeros(rows, heads, dim, dtype=torch.float32)  # the library leaves the 0 of empty lists
         self.lse = torch.empty(rows, heads, dtype=torch.float32)
-        self.outcome = torch.zeros(rows, dtype=torch.uint8)  # sh_outcome of each row
+        self.outcome = torch.zeros(rows, dtype=torch.uint8)  # sh_outcome of each row; 0, late, at first
 
     @property
     def blocks(self) -> torch.Tensor:
-        """``[rows]``: how many blocks the lists of each row have."""
+        """Return the number of blocks in all lists of each row: ``[rows]``."""
         return (self._ids >= 0).sum(dim=(1, 2))
 
     @property
@@ -32,7 +32,7 @@ class HostWork:
 
 
 class HostLists(HostWork):
-    """Blocks that are attended."""
+    """Lists of blocks to attend to."""
 
     def __init__(
         self,
@@ -44,9 +44,10 @@ class HostLists(HostWork):
         dtype: torch.dtype,
         masks: torch.Tensor | None = None,
     ) -> None:
-        """query ``[rows, query heads, head_dim]``, ids and fill ``[rows, KV heads, listed]``, ``dtype`` for queries.
+        """Copy the arguments to host memory as far as necessary; queries are converted to ``dtype``.
 
-        ``masks``, like ids: bit t says that token t of the block counts.
+        query ``[rows, query heads, head_dim]``; ids, fill and ``masks`` ``[rows, KV heads, listed]``. Bit t of a mask
+        means that token t of the block counts.
         """
         self._query = query.to("cpu", dtype).contiguous()
         self._ids = ids.to("cpu", torch.int64).contiguous()
@@ -60,10 +61,10 @@ class HostLists(HostWork):
 
 
 class HostSums(HostWork):
-    """Blocks whose values are summed by weights. ``lse`` gets 0 where a list has blocks, ``-inf`` where it is empty."""
+    """Lists of blocks whose values are summed by weights. ``lse`` becomes 0, or ``-inf`` where a list is empty."""
 
     def __init__(self, weights: torch.Tensor, ids: torch.Tensor, layer: int, dim: int) -> None:
-        """weights ``[rows, KV heads, group, listed, 32]``, ids ``[rows, KV heads, listed]``, ``dim`` of a value."""
+        """Take weights ``[rows, KV heads, group, listed, 32]``, ids ``[rows, KV heads, listed]``, values' dim."""
         self._weights = weights.to("cpu", torch.float32).contiguous()
         self._ids = ids.to("cpu", torch.int64).contiguous()
         rows, heads, group, listed, _ = weights.shape

@@ -1,4 +1,4 @@
-"""The worker's computation in this process, with the same bits."""
+"""The CPU worker's computation in this process. The results are equal to the worker's, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from sglang_hybrid.ops.cpu.structs import Geometry
 
 
 class LocalAttention:
-    """Computes block lists over a pool that is mapped here. Threads live only as long as a call."""
+    """Computes block lists over a pool that this process has mapped. Threads exist only during a call."""
 
     def __init__(self, pool_address: int, geometry: Geometry, task_blocks: int, threads: int) -> None:
         self._library = library()
         self._pool = ctypes.c_void_p(pool_address)
         self._geometry = geometry
-        self.query_dtype = query_dtype(geometry)  # of the queries that lists must have
+        self.query_dtype = query_dtype(geometry)  # dtype that queries of lists must have
         self._task_blocks = task_blocks
         self._threads = threads
 
     def attend(self, lists: HostWork, outcome: torch.Tensor | None = None) -> None:
-        """Fill ``lists.out`` and ``lists.lse``, of all rows or of those that ``outcome`` does not call served.
+        """Compute attention, or sums of values for ``HostSums``, and write ``lists.out`` and ``lists.lse``.
 
-        Of attention, or of sums of values: what ``lists`` ask for.
+        With ``outcome``, only rows whose outcome is not ``SERVED`` are computed.
         """
         rows = ctypes.c_void_p(outcome.data_ptr()) if outcome is not None else None
         checked(
@@ -45,9 +45,10 @@ class LocalAttention:
         lse: torch.Tensor,
         masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``reference_weights.token_weights``, on the CPU: ``[rows, KV heads, group, n, 32]``.
+        """Compute ``reference_weights.token_weights`` on the CPU: ``[rows, KV heads, group, n, 32]`` on query's device.
 
-        ``keys`` is one layer of the pool. Only the last block of a list may be partial.
+        ``keys`` must be one layer of the pool, otherwise ValueError is raised. Only the last block of a list may be
+        partial.
         """
         g = self._geometry
         layer, beside = divmod(keys.data_ptr() - (self._pool.value or 0) - g.keys, g.layer_stride)

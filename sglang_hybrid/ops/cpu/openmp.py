@@ -1,4 +1,4 @@
-"""The OpenMP runtime that this process has loaded already, torch's as a rule."""
+"""Search for the OpenMP runtime that this process has loaded already, usually torch's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _RUNTIMES = ("libgomp", "libiomp5", "libomp")  # all of them have GOMP_parallel
 
 
 def gomp_parallel() -> int | None:
-    """Address of ``GOMP_parallel``, which runs a function in threads that the process has; None without a runtime.
+    """Return the address of ``GOMP_parallel``, which runs a function in OpenMP's threads; None without a runtime.
 
-    Threads of our own would compete with OpenMP's, which may be awake and waiting for torch's next operation.
+    Threads of our own would compete with OpenMP's threads, which may be awake and waiting for torch's next operation.
     """
     paths = {line.split(maxsplit=5)[5].strip() for line in _maps() if "/" in line}
     for path in sorted(paths):

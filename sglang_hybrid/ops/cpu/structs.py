@@ -1,22 +1,22 @@
-"""The structs of ``kernels/cpu/include/sglang_hybrid`` as ctypes sees them."""
+"""Structs and constants of ``kernels/cpu/include/sglang_hybrid`` for ctypes. They must match the headers."""
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_char_p, c_float, c_int64, c_uint32, c_uint64, c_void_p
 
-DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # DType of block_attention.h: of a pool and of its queries
+DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # DType of block_attention.h, for a pool and its queries
 FP8_POOL = "float8_e4m3fn"  # a pool whose queries have one of the dtypes above
-_FIRST_FP8 = 3  # DType::fp8_bf16; behind it FP8 with queries of the other dtypes, in their order
+_FIRST_FP8 = 3  # DType::fp8_bf16; then follows FP8 with queries of the other dtypes, in the order of DTYPES
 MASKS, VALUE_SUMS = 1, 2  # mailbox.h: geometry_masks, geometry_value_sums; bits of Geometry.flags
 SUM_VALUES = 2  # mailbox.h: PostKind::sum_values
 MAILBOX_VERSION = 4  # mailbox.h: mailbox_version
 
 
 def dtype_code(pool: str, query: str) -> int:
-    """The kernels' DType for a pool and the queries that attend to it. Raises KeyError where there is none.
+    """Return the kernels' DType for a pool and the queries that attend to it. Raise KeyError if there is none.
 
-    Queries of another dtype than a pool's that is not FP8 are rounded to the pool's.
+    Unless the pool is FP8, queries of another dtype are rounded to the pool's dtype.
     """
     return _FIRST_FP8 + DTYPES[query] if pool == FP8_POOL else DTYPES[pool]
 
@@ -26,12 +26,12 @@ def is_fp8(code: int) -> bool:
 
 
 def query_code(code: int) -> int:
-    """The DType of queries."""
+    """Return the DType of queries for a DType of pool and queries."""
     return code - _FIRST_FP8 if is_fp8(code) else code
 
 
 def pool_itemsize(code: int) -> int:
-    """Bytes of a number of the pool."""
+    """Return the bytes of one number of the pool."""
     return 1 if is_fp8(code) else query_itemsize(code)
 
 
@@ -40,7 +40,7 @@ def query_itemsize(code: int) -> int:
 
 
 class BlockAttention(ctypes.Structure):
-    """block_attention.h"""
+    """BlockAttention of block_attention.h."""
 
     _fields_ = (
         ("query", c_void_p),
@@ -62,7 +62,7 @@ class BlockAttention(ctypes.Structure):
 
 
 class Geometry(ctypes.Structure):
-    """mailbox.h: what client and worker must agree on."""
+    """Geometry of mailbox.h: the shapes that client and worker must agree on."""
 
     _fields_ = (
         ("rows", c_uint32),
@@ -82,7 +82,7 @@ class Geometry(ctypes.Structure):
 
 
 class MailboxLayout(ctypes.Structure):
-    """mailbox.h: bytes from the mailbox's start."""
+    """MailboxLayout of mailbox.h: offsets in bytes from the mailbox's start."""
 
     _fields_ = tuple(
         (name, c_uint64)
@@ -94,7 +94,7 @@ class MailboxLayout(ctypes.Structure):
 
 
 class Lists(ctypes.Structure):
-    """c_api.h: sh_lists"""
+    """sh_lists of c_api.h."""
 
     _fields_ = (
         ("query", c_void_p),
@@ -110,13 +110,13 @@ class Lists(ctypes.Structure):
 
 
 class HostLayer(ctypes.Structure):
-    """c_api.h: sh_host_layer"""
+    """sh_host_layer of c_api.h."""
 
     _fields_ = (("digests", c_void_p), ("codes", c_void_p), ("channels", POINTER(c_int64)))
 
 
 class HostOptions(ctypes.Structure):
-    """c_api.h: sh_host_options"""
+    """sh_host_options of c_api.h."""
 
     _fields_ = (
         ("threads", c_uint32),
@@ -130,13 +130,13 @@ class HostOptions(ctypes.Structure):
 
 
 class Rows(ctypes.Structure):
-    """c_api.h: sh_rows"""
+    """sh_rows of c_api.h."""
 
     _fields_ = (("data", c_void_p), ("stride", c_uint64))
 
 
 class EngineOptions(ctypes.Structure):
-    """c_api.h: sh_engine_options"""
+    """sh_engine_options of c_api.h."""
 
     _fields_ = (
         ("threads", c_uint32),
@@ -149,7 +149,7 @@ class EngineOptions(ctypes.Structure):
 
 
 class EngineStats(ctypes.Structure):
-    """c_api.h: sh_engine_stats"""
+    """sh_engine_stats of c_api.h."""
 
     _fields_ = tuple(
         (name, c_uint64)
@@ -160,7 +160,7 @@ class EngineStats(ctypes.Structure):
 
 
 class Job(ctypes.Structure):
-    """c_api.h: sh_job"""
+    """sh_job of c_api.h."""
 
     _fields_ = (
         ("sequence", c_uint64),
@@ -178,6 +178,6 @@ class Job(ctypes.Structure):
 
 
 class Field(ctypes.Structure):
-    """c_api.h: sh_field, one field of a mailbox record."""
+    """sh_field of c_api.h: one field of a mailbox record."""
 
     _fields_ = (("record", c_char_p), ("name", c_char_p), ("offset", c_uint32), ("bytes", c_uint32))
