@@ -122,7 +122,7 @@ def _start(
 
 
 def _watch(run: Run, console: Console, refused: list[str]) -> None:
-    """Show the running requests until a process ends, then raise Ended. ``refused`` gets the processes' refusals."""
+    """Show the running requests until a process ends, then raise Ended. ``refused`` gets the refusals until now."""
     progress = Progress(console)
     processes = [os.pidfd_open(child.process.pid) for child in run.children]
     refused += [event.sentence for event in run.events.read() if isinstance(event, events.Refused)]

@@ -33,7 +33,8 @@ def ruler_prompts(
     """Return the prompts of a request, ordered by length and task, and their header.
 
     ``tokenizer`` is called only if one is needed. ``check_tokenizer``: refuse a file that another tokenizer made.
-    Raise InputError for a file that cannot be used, and for prompts that cannot be made.
+    Prompts of a file keep the file's order. Raise InputError for a file that cannot be used, and for prompts that
+    cannot be made.
     """
     if request.source is not None:
         header, prompts = read_prompts(request.source)
