@@ -1,21 +1,23 @@
-"""The commands of ``sglang-hybrid``, imported when a command runs (see ``sglang_hybrid.cli``), and their parts.
+"""The commands of ``sglang-hybrid`` and the modules that they share.
+
+A command's module is imported only when the command runs (see ``sglang_hybrid.cli``).
 
     bench, check, config    commands of one file
     report/          the papers' experiments, as one page
     doctor/          checks and measures the machine
-    serve            the launcher: checks, starts the server as a child process, shows what it does, ends it
-    arguments        what launchers read of a command line that is SGLang's
-    defaults         what a server's command line leaves out
-    preflight        refusals that need neither torch nor SGLang
-    ports            whether a server can listen at a port, and who does
-    model_files      what a model's config.json says
-    console          the lines that a person sees
-    run              processes of one launcher, from start to end, with everything that they leave behind
+    serve            the launcher: checks the flags, starts the server as a child process, shows its progress, ends it
+    arguments        the flags of SGLang's command line that launchers read
+    defaults         flags that are added to a server's command line if they are missing
+    preflight        checks before the start that need neither torch nor SGLang
+    ports            checks that a server can listen at a port, and finds the process that listens there
+    model_files      reads a model's config.json
+    console          the lines that the user sees
+    run              the processes of one launcher, from start to end, and the files that they leave behind
     child_process    one process in a session of its own
     guard            ends the processes of a launcher that was killed
-    shared_memory    files in /dev/shm that processes leave behind
-    foreground       Ctrl-C under make
+    shared_memory    removes files in /dev/shm that processes leave behind
+    foreground       makes Ctrl-C work under make
     interrupts       signals that ask a launcher to end
 
-Nothing here imports torch or SGLang: a launcher answers within a second.
+No module of this folder imports torch or SGLang when it is imported, so that a launcher answers within a second.
 """

@@ -1,7 +1,7 @@
-"""What launchers read of a command line that is SGLang's.
+"""Reads the flags of SGLang's command line that launchers need.
 
-SGLang parses the command line itself, in the child process. A launcher reads only what its checks and its console need,
-and leaves everything else, mistakes included, to SGLang.
+SGLang parses the whole command line itself, in the child process. A launcher reads only what its checks and its
+console need, and leaves everything else, mistakes included, to SGLang.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MODEL_FLAGS = (*MODEL_PATH_FLAGS, "--config")
 
 
 class Refused(ValueError):
-    """The launcher must not start a server like this. The message is for the person who called it."""
+    """The launcher must not start a server with these arguments. The message tells the user why."""
 
 
 @dataclass(frozen=True)
 class ServerArguments:
-    """What SGLang will make of the flags that matter before it starts."""
+    """Values that SGLang will use for the flags that launchers check before SGLang starts."""
 
     model_path: str | None
     served_model_name: str | None
@@ -35,8 +35,8 @@ class ServerArguments:
     port: int
     context_length: int | None
     attention_backend: str
-    overrides_model: bool  # --json-model-override-args: the model's config.json does not tell everything
-    ranks: int  # on this host
+    overrides_model: bool  # --json-model-override-args is given: config.json alone does not describe the model
+    ranks: int  # tensor-parallel ranks on this host
     hybrid: tuple[str, ...]
     hybrid_config: Path | None
 
@@ -62,14 +62,14 @@ def value_of(arguments: Sequence[str], flag: str) -> str | None:
 
 
 def without(arguments: Sequence[str], *flags: str) -> list[str]:
-    """The arguments less these flags, which are spellings of one, and their values."""
+    """Return ``arguments`` without ``flags``, which are spellings of one flag, and without their values."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument(*flags)
     return parser.parse_known_args(arguments)[1]
 
 
 def read(arguments: Sequence[str]) -> ServerArguments:
-    """Raises Refused for a value that cannot be what the flag wants."""
+    """Parse ``arguments`` and the file of SGLang's --config. Raise Refused for a value that a flag cannot have."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument(*MODEL_PATH_FLAGS)
     parser.add_argument("--served-model-name")
@@ -97,7 +97,10 @@ def read(arguments: Sequence[str]) -> ServerArguments:
 
 
 def _of_config_file(arguments: Sequence[str]) -> list[str]:
-    """The flags that SGLang reads from its own --config FILE, which come before those of the command line."""
+    """Return the flags in the file of SGLang's own --config FILE; they come before those of the command line.
+
+    Raise Refused if the file cannot be read or is not YAML.
+    """
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     path = parser.parse_known_args(arguments)[0].config

@@ -1,4 +1,4 @@
-"""``sglang-hybrid bench NAME``: one of SGLang's benchmarks with the plugin loaded, or the CPU worker's."""
+"""``sglang-hybrid bench NAME``: run one of SGLang's benchmarks with the plugin, or the CPU worker's benchmark."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from sglang_hybrid.commands import checkout
 
-# the module that runs it as the main module of a process, and what it measures
+# by benchmark: the module that is run as a process's main module, and what the benchmark measures
 _MODULES = {
     "one_batch": ("sglang_hybrid.bench_one_batch", "time of prefill and decode steps of one batch, without a server"),
     "offline_throughput": ("sglang_hybrid.bench_offline_throughput", "tokens a second of many requests, in process"),
@@ -20,10 +20,10 @@ _WORKER = "GB/s of block attention on this host's CPU, beside its read bandwidth
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status, except for SGLang's benchmarks, which take the place of this process."""
+    """Replace this process by the named benchmark (exec). Return an exit status only for --help and for errors."""
     name, rest = (arguments[0] if arguments else ""), list(arguments[1:])
     if name in _MODULES:
-        # as the main module of a process of its own, which is what the processes it spawns import again
+        # The benchmark must be the main module of its process: processes that it spawns import the main module again.
         os.execv(sys.executable, [sys.executable, "-m", _MODULES[name][0], *rest])
     if name == "worker":
         return checkout.run("bench.worker", "sglang-hybrid bench worker", rest)
@@ -50,7 +50,7 @@ def run_with_defaults(benchmark: Callable[[], None]) -> None:
 
 
 def with_defaults(arguments: Sequence[str]) -> list[str]:
-    """The arguments of one of SGLang's benchmarks, with our backend, and the model as ``serve`` understands it."""
+    """Return a benchmark's arguments with our backend as default and the model resolved as in ``serve``."""
     from sglang_hybrid.commands.arguments import given
     from sglang_hybrid.commands.defaults import with_model
     from sglang_hybrid.integration import BACKEND_NAME

@@ -12,7 +12,7 @@ from sglang_hybrid.integration.versions import INSTALLED
 
 
 def main(arguments: Sequence[str]) -> int | None:
-    """Returns the exit status where SGLang is missing. Ends the process with one line where a hook is not in place."""
+    """Return 1 if SGLang is not installed, None on success. End the process with one line if a hook is not in place."""
     argparse.ArgumentParser(
         prog="sglang-hybrid check",
         description="Load the plugin into the installed SGLang and list the hooks that are in place. Fails, with the "

@@ -1,4 +1,4 @@
-"""Programs of the repository that have a command here, too. They are for checkouts: wheels do not contain them."""
+"""Commands that run programs of the repository. They work in a checkout only: wheels do not contain the programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_hybrid.origin import ROOT
 
 
 def run(module: str, command: str, arguments: Sequence[str]) -> int:
-    """Run ``module`` of the checkout in place of this process. Returns the exit status where there is no checkout."""
+    """Replace this process by ``module`` of the checkout (exec). Return exit status 2 if there is no checkout."""
     if not (ROOT / module.replace(".", os.sep)).is_dir():
         print(f"{command} is part of the repository, not of the package: call it in a checkout", file=sys.stderr)
         return 2
@@ -19,5 +19,5 @@ def run(module: str, command: str, arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``sglang-hybrid chaos``"""
+    """Run ``sglang-hybrid chaos``: the package ``bench.chaos`` of the checkout."""
     return run("bench.chaos", "sglang-hybrid chaos", arguments)

@@ -1,4 +1,4 @@
-"""``sglang-hybrid config``: every setting, what ``auto`` becomes on this host, and where the value comes from."""
+"""``sglang-hybrid config``: print every setting, what ``auto`` becomes on this host, and the source of the value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_hybrid.policies.registry import policy_named
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 2 for settings that cannot be used, or not on this host."""
+    """Print the configuration. Return the exit status: 2 for settings that cannot be used, or not on this host."""
     parser = argparse.ArgumentParser(
         prog="sglang-hybrid config",
         description="Print every setting with its meaning, its value, what auto becomes on this host, and where the "

@@ -1,4 +1,4 @@
-"""The lines that a person sees: few until the URL, then how far long prompts are and how fast requests run."""
+"""The lines that a launcher prints: few until the URL, then the progress of prompts and the speed of requests."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.policies.registry import policy_named
 
 GIB = 1 << 30
-MOST_LINES = 5  # of an error
-_LINE_SECONDS = 10.0  # between two lines about running requests where no line can be updated
+MOST_LINES = 5  # of an error message
+_LINE_SECONDS = 10.0  # between two lines about running requests, if the output is not a terminal
 _EXCEPTION = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Refusal)\b.*")
 
 
 class Console:
-    """Writes to standard output. Errors of a terminal that is gone are ignored: the server matters more."""
+    """Writes to standard output. Errors of a closed terminal are ignored, because the server has to go on."""
 
     def __init__(self) -> None:
         self._rich = RichConsole(highlight=False, soft_wrap=True)
@@ -39,12 +39,12 @@ class Console:
             sys.stdout.flush()
 
     def say_goodbye(self, line: str) -> None:
-        """The last line, in place of the ^C that a terminal shows."""
+        """Print the last line, in place of the ^C that a terminal shows."""
         self._has_status = True
         self.say(line)
 
     def write(self, text: str) -> None:
-        """Somebody else's lines, as they are."""
+        """Print the text of another program unchanged."""
         self.status("")
         with contextlib.suppress(OSError):
             sys.stdout.write(text)
@@ -59,7 +59,7 @@ class Console:
             sys.stdout.flush()
 
     def status(self, text: str) -> None:
-        """The line at the end that is written over; nothing where output is not a terminal."""
+        """Replace the status line at the end of the output; "" removes it. Do nothing if output is not a terminal."""
         if not self.is_terminal or not (text or self._has_status):
             return
         with contextlib.suppress(OSError):
@@ -69,12 +69,12 @@ class Console:
 
 
 class Progress:
-    """What runs now, in one line: updated on a terminal, printed now and then elsewhere."""
+    """Shows the running work in one line: updated in place on a terminal, printed every 10 seconds elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._prefill: events.Prefill | None = None
-        self._printed: float | None = None  # when the last line was, or the work began; None: nothing runs
+        self._printed: float | None = None  # time of the last line, or of the start of the work; None: nothing runs
 
     def show(self, event: events.AnyEvent) -> None:
         now = time.monotonic()
@@ -117,14 +117,14 @@ def _waiting(count: int) -> str:
 
 
 class Facts:
-    """What the server said about itself while it started."""
+    """Collects the events of a starting server, and describes the server in a few lines."""
 
     def __init__(self, config: HybridConfig | None) -> None:
         self._config = config
         self._told: dict[type[events.AnyEvent], events.AnyEvent] = {}
 
     def take(self, event: events.AnyEvent) -> None:
-        """Of several ranks the first one speaks."""
+        """Store ``event``, unless another rank has sent one of the same type before."""
         self._told.setdefault(type(event), event)
 
     def lines(self) -> list[str]:
@@ -163,7 +163,7 @@ class Facts:
 
 
 def announce(console: Console, url: str, model: str) -> None:
-    """Where the server is, and how to try it."""
+    """Print the server's URL, and a curl command that tries the server."""
     body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 8})
     short = model.rstrip("/").rsplit("/", 1)[-1]  # a path would push the URL out of its line
     console.frame(f"sglang-hybrid is serving {short} at {url}")
@@ -172,7 +172,7 @@ def announce(console: Console, url: str, model: str) -> None:
 
 
 def complain(sentence: str) -> None:
-    """An error, in at most five lines."""
+    """Print an error message to standard error, in at most five lines."""
     lines = [line for line in sentence.splitlines() if line.strip()]
     if len(lines) > MOST_LINES:
         lines = [*lines[: MOST_LINES - 1], f"... and {len(lines) - MOST_LINES + 1} more"]
@@ -180,7 +180,7 @@ def complain(sentence: str) -> None:
 
 
 def last_words(log: Sequence[str]) -> str:
-    """What the end of a log says about the reason, in at most three lines."""
+    """Return the last exception in ``log``, or else its last three lines."""
     for line in reversed(log):
         # a traceback ends with the exception's own line, which SGLang's log puts in front or not
         if match := _EXCEPTION.match(line.strip()):

@@ -1,4 +1,4 @@
-"""What a server's command line leaves out and has an obvious value here."""
+"""Adds flags that a server's command line leaves out and that have an obvious value here."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from sglang_hybrid.commands.model import DefaultModelError, find_model, is_model
 from sglang_hybrid.host import gpu_names
 from sglang_hybrid.integration import BACKEND_NAME
 
-# An idle scheduler would take a whole core. A chunk of a long prompt takes minutes on cores that others use too, and
-# after 300 s SGLang takes itself for stuck and ends.
+# An idle scheduler would spin on a whole core. A chunk of a long prompt takes minutes on cores that other processes
+# use too, and after 300 s SGLang's watchdog takes the server for stuck and ends it.
 WITHOUT_GPU = (("--sleep-on-idle",), ("--watchdog-timeout", "1800"))
 
 
 def with_defaults(arguments: Sequence[str]) -> list[str]:
-    """The arguments, completed: backend, model, and what a host without a GPU wants. Raises Refused.
+    """Return ``arguments`` with the missing flags: backend, model, and flags for a host without a GPU.
 
-    Device and dtype are completed where SGLang resolves its arguments (``integration/server_args.py``).
+    Device and dtype are filled in later, when SGLang resolves its arguments (``integration/server_args.py``).
+    Raise Refused for invalid values and for a model that cannot be prepared.
     """
     completed = list(arguments)
     if not given(completed, "--attention-backend"):
@@ -33,8 +34,10 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
 
 
 def with_model(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with the default model where none is named, and with a directory where the catalogue's name of a
-    model is given. Raises Refused."""
+    """Return ``arguments`` with a model directory in place of no model (the default model) or of a catalogue's name.
+
+    Other models stay as they are. Raise Refused for invalid values and for a model that cannot be prepared.
+    """
     if given(arguments, "-h", "--help"):
         return list(arguments)
     asked = read(arguments)

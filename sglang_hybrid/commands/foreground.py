@@ -1,7 +1,7 @@
-"""Ctrl-C under make.
+"""Makes Ctrl-C work for a launcher that make started.
 
-The terminal sends Ctrl-C to make as well, and make then dies of it whatever its recipe returns. A launcher that make
-started therefore becomes the terminal's foreground process group of its own, as a shell does with its jobs.
+The terminal sends Ctrl-C to make as well, and make then fails whatever its recipe returns. A launcher that make started
+therefore makes a process group of its own the terminal's foreground group, as a shell does with its jobs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def own_foreground_group() -> Iterator[None]:
-    """Does nothing without make, without a terminal, or in the background."""
+    """Run the body in the terminal's foreground group. Do nothing without make, a terminal, or in the background."""
     terminal = _terminal_of_make()
     if terminal is None:
         yield
@@ -48,7 +48,7 @@ def _terminal_of_make() -> int | None:
 
 
 def _give_terminal(terminal: int, group: int) -> None:
-    # a process that is not in the foreground may do this only if it does not listen to SIGTTOU
+    # A process in the background may call tcsetpgrp only while it ignores SIGTTOU.
     handled = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     try:
         os.tcsetpgrp(terminal, group)

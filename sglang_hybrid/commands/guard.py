@@ -1,7 +1,7 @@
-"""A small process that outlives a killed launcher and ends what that launcher started.
+"""A small process that outlives a killed launcher and ends the processes that the launcher started.
 
-The launcher forks the guard before anything else. A pipe tells the guard of every process; its end tells that the
-launcher is gone. After an orderly end there is nothing left to do.
+The launcher forks the guard before it starts any process, and writes the id of every process to a pipe. End of file on
+the pipe tells the guard that the launcher is gone. After an orderly end no process is left to end.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _PR_SET_NAME = 15
 
 
 class Guard:
-    """The launcher's handle. Make it before threads are started: the guard is a fork of this process."""
+    """The launcher's handle of the guard. Create it before any thread starts: the guard is a fork of this process."""
 
     def __init__(self, end: Callable[[list[psutil.Process]], None]) -> None:
-        """``end``: called in the guard with the processes that were told, once the launcher is gone."""
+        """``end``: called in the guard with the watched processes, once the launcher is gone."""
         reading, self._pipe = os.pipe2(os.O_CLOEXEC)
         launcher = os.getpid()
         self.pid = os.fork()
@@ -40,7 +40,7 @@ class Guard:
             os.write(self._pipe, f"{pid}\n".encode())
 
     def close(self) -> None:
-        """Let the guard go, after everything was ended."""
+        """Close the pipe and wait until the guard has ended. Call this after all watched processes have ended."""
         os.close(self._pipe)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
@@ -49,7 +49,7 @@ class Guard:
 def _watch(reading: int, launcher: int, end: Callable[[list[psutil.Process]], None]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"hybrid-guard", 0, 0, 0)
     # The guard stays in the launcher's process group, which the launcher itself may leave (see foreground.py), and
-    # passes on what that group is asked.
+    # passes signals to that group on to the launcher.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, lambda asked, _frame: _pass_on(launcher, asked))
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Signals that ask a launcher to end."""
+"""Signals that ask a launcher to end: SIGINT, SIGTERM and SIGHUP."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """A signal asked this process to end, at a time when it does not watch ``Interrupts``."""
+    """A signal asked this process to end before ``Interrupts.watch`` was called."""
 
 
 class Interrupts:
     """Catches the signals from construction on. Main thread only.
 
-    At first a signal raises Interrupted, which ends whatever is computed. After ``watch`` a signal only makes the
-    object readable, so that nothing is left half done, however often it is sent.
+    Before ``watch`` is called, a signal raises Interrupted, which ends whatever is computed. Afterwards a signal only
+    makes the object readable (``fileno``), so that nothing is left half done. Only the first signal has an effect.
     """
 
     def __init__(self) -> None:
@@ -25,8 +25,8 @@ class Interrupts:
         self._watched = False
         self.came = False
         for number in _ASKED:
-            # nohup asks to ignore the end of the terminal; a server that a script started in the background ends with
-            # the script's Ctrl-C all the same, as other servers do
+            # SIGHUP stays ignored under nohup. SIGINT is caught even if it was ignored: a server that a script started
+            # in the background ends with the script's Ctrl-C, as other servers do.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._take)
 

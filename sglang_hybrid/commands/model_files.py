@@ -1,4 +1,4 @@
-"""A model's config.json, found and read without SGLang."""
+"""Finds and reads a model's config.json without SGLang."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sglang_hybrid.commands.arguments import Refused
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-# as SGLang looks for it
+# keys of the context length, in the order in which SGLang looks for them
 _CONTEXT_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
 
 
 def read_config(model_path: str) -> dict[str, Any] | None:
-    """What config.json says; None where only SGLang can tell. Raises Refused where there is no model."""
+    """Return the model's config.json, or None if only SGLang can read the model. Raise Refused if there is no model."""
     path = Path(model_path).expanduser()
     if path.is_dir():
         return _read(path, model_path)
@@ -52,7 +52,7 @@ def _read(directory: Path, model_path: str) -> dict[str, Any] | None:
 
 
 def _in_hub_cache(name: str) -> Path | None:
-    """The newest snapshot of the model, without importing the hub's library, which takes a second."""
+    """Return the cached ``main`` snapshot, or None. The hub's library is not used: importing it takes a second."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     repository = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{name.replace('/', '--')}"
     try:
@@ -63,7 +63,7 @@ def _in_hub_cache(name: str) -> Path | None:
 
 
 def context_tokens(config: dict[str, Any]) -> int | None:
-    """The longest context that the model was made for, as SGLang derives it."""
+    """Return the model's longest context in tokens, as SGLang derives it, or None if ``config`` does not have it."""
     text = config.get("text_config") or config
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     factor = scaling.get("factor") or 1
@@ -76,7 +76,7 @@ def context_tokens(config: dict[str, Any]) -> int | None:
 
 
 def identity(config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a profile's ModelIdentity, as far as they are told."""
+    """Return the fields of a profile's ModelIdentity that ``config`` contains."""
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     fields = {
         "architecture": next(iter(config.get("architectures") or []), None),

@@ -1,4 +1,4 @@
-"""Whether a server can listen at a port, and who does."""
+"""Checks that a server can listen at a port, and finds the process that listens there."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sglang_hybrid.commands.arguments import Refused
 
 
 def check_port(host: str, port: int, flag: str = "--port") -> None:
-    """Raises Refused unless a server could listen there now. Port 0 lets the system choose."""
+    """Raise Refused unless a server could listen at ``host`` and ``port`` now. Port 0 lets the system choose."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, OverflowError, UnicodeError) as error:
         raise Refused(f"--host {host} {flag} {port}: no such address: {error}") from error
     family, kind, protocol, _name, address = found[0]
     with socket.socket(family, kind, protocol) as probe:
-        # as the server itself does: connections that are closing are not in the way
+        # The server sets this option too: connections that are closing do not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
@@ -33,7 +33,7 @@ def check_port(host: str, port: int, flag: str = "--port") -> None:
 
 
 def _user_of(port: int) -> str:
-    """Who listens there, where this user may know."""
+    """Return " by process ID (NAME)" for the process that listens at ``port``, or "" if this user may not see it."""
     try:
         owner = listener(port)
         return f" by process {owner} ({psutil.Process(owner).name()})" if owner else ""
@@ -42,7 +42,7 @@ def _user_of(port: int) -> str:
 
 
 def listener(port: int) -> int | None:
-    """The process that listens at a TCP port, as far as this user may know."""
+    """Return the id of the process that listens at a TCP port, or None if there is none that this user may see."""
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
             return connection.pid

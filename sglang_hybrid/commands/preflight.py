@@ -1,6 +1,6 @@
-"""Refusals that need neither torch nor SGLang: what is wrong is said within a second.
+"""Checks before the start that need neither torch nor SGLang, so that mistakes are reported within a second.
 
-What only SGLang can find out ends the same way later, with one sentence.
+Mistakes that only SGLang can find are reported later in the same way, in one sentence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ALLOW_LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 
 
 def check(arguments: ServerArguments) -> HybridConfig | None:
-    """The settings of the backend, None with another one. Raises Refused."""
+    """Return our backend's settings, None with another backend. Raise Refused for wrong settings, port or model."""
     config = check_settings(arguments.hybrid_config, arguments.hybrid, arguments.ranks) if arguments.is_hybrid else None
     check_port(arguments.host, arguments.port)
     if arguments.model_path is not None:
@@ -32,14 +32,14 @@ def check(arguments: ServerArguments) -> HybridConfig | None:
 
 
 def check_settings(file: Path | None, overrides: Sequence[str], ranks: int = 1) -> HybridConfig:
-    """The settings that file, flags and environment give together. Raises Refused."""
+    """Return the settings of file, flags and environment. Raise Refused if they cannot be used on this host."""
     try:
         config, sources = load_with_sources(file or env.CONFIG.get(), [*env.SET.get(), *overrides])
         host = this_host()
         host_settings.check(config, host, sources, ranks)
         policy = policy_named(config.policy)
         if policy.describe:
-            policy.describe(config)  # which reads the files that its settings name
+            policy.describe(config)  # reads the files that the policy's settings name
     except ConfigError as error:
         raise Refused(str(error)) from error
     if (asked := config.host_memory_bytes(host.available)) > host.available:
@@ -51,7 +51,7 @@ def check_settings(file: Path | None, overrides: Sequence[str], ranks: int = 1) 
 
 
 def check_model(arguments: ServerArguments, config: HybridConfig | None) -> None:
-    """Model path, context length and profile, as far as the model's config.json tells. Raises Refused."""
+    """Raise Refused if model path, context length or profile cannot be used, as far as config.json shows."""
     assert arguments.model_path is not None
     model = model_files.read_config(arguments.model_path)
     if arguments.overrides_model:

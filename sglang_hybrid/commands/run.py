@@ -1,8 +1,8 @@
-"""The processes of one launcher, and everything that they leave behind.
+"""The processes of one launcher, and the files that they leave behind.
 
-What the processes make in the directory for temporary files goes into the run's own directory, which is removed in the
-end: logs, sockets, SGLang's files, the worker's directory. Only if launcher and guard are both killed something stays,
-and the next start removes it.
+All temporary files of the processes go into the run's own directory, which is removed at the end: logs, sockets,
+SGLang's files, the worker's directory. Files stay only if launcher and guard are both killed, and the next start
+removes them.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ from sglang_hybrid.events import Reader
 from sglang_hybrid.worker.process import PREFIX, remove_leftovers
 
 _PR_SET_CHILD_SUBREAPER = 36
-_LONGEST_TEMPORARY = 40  # bytes: the path of a Unix socket in a directory of a directory has at most 107
+_LONGEST_TEMPORARY = 40  # bytes: sockets are two directories deeper, and the path of a Unix socket has at most 107
 _KILL_SECONDS = 30  # the kernel takes that long to free hundreds of GiB of pinned memory
 
 
 class Run:
-    """Use as a context. Afterwards no process, directory, socket, shared-memory file or semaphore is left."""
+    """Context manager for the processes of one launcher.
+
+    After the context no process, directory, socket, shared-memory file or semaphore is left.
+    """
 
     def __init__(self) -> None:
         remove_leftovers()
         self.directory = _new_directory()
-        # a lock says that the directory is in use, also to a launcher in another container; the guard inherits it
+        # The lock marks the directory as used, also for a launcher in another container. The guard inherits the lock.
         self._lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         self.children: list[ChildProcess] = []
         self._shared: set[int] = set()  # inodes in /dev/shm
-        # orphans become children of this process, where they are found and ended
+        # Orphaned descendants become children of this process, which finds and ends them.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._guard = Guard(lambda watched: self._end(lambda: watched))
         self.events = Reader(self.directory / "events")
@@ -62,7 +65,7 @@ class Run:
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None, log: Path | None = None
     ) -> ChildProcess:
-        """``log``: where its output goes; by default into the run's directory."""
+        """Start a child process. ``log``: the file for its output; by default ``NAME.log`` in the run's directory."""
         places = {"TMPDIR": str(self.directory), env.EVENTS.name: str(self.events.path)}
         if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # compiled kernels outlive a run
             places["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
@@ -73,15 +76,15 @@ class Run:
         return child
 
     def note_shared_memory(self) -> None:
-        """Look which files in /dev/shm the processes have now: when they are gone nobody can tell."""
+        """Record which files in /dev/shm the processes map now: the mappings are gone once the processes have ended."""
         self._shared |= shared_memory.files_mapped_by(process.pid for process in _family(self._processes()))
 
     def _processes(self) -> list[psutil.Process]:
-        """What this process started, and orphans of what that started."""
+        """Return all children of this process but the guard: those it started, and their orphaned descendants."""
         return [child for child in psutil.Process().children() if child.pid != self._guard.pid]
 
     def _end(self, processes: Callable[[], list[psutil.Process]]) -> None:
-        """In the launcher, or in the guard if the launcher was killed."""
+        """Kill the processes and their descendants and remove all files. The guard calls this for a killed launcher."""
         deadline = time.monotonic() + _KILL_SECONDS
         while (family := _family(processes())) and time.monotonic() < deadline:
             self._shared |= shared_memory.files_mapped_by(process.pid for process in family)
@@ -94,7 +97,7 @@ class Run:
 
 
 def _family(roots: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """These processes and all below them that still run."""
+    """Return ``roots`` and all their descendants that still run."""
     found: dict[int, psutil.Process] = {}
     for root in roots:
         with contextlib.suppress(psutil.Error):

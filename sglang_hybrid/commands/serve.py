@@ -1,4 +1,4 @@
-"""``sglang-hybrid serve``: checks, then a server in a child process, and a quiet console in front of it."""
+"""``sglang-hybrid serve``: check the flags, run the server in a child process, and print few lines about it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from sglang_hybrid.config import HybridConfig
 
 REFUSED, FAILED = 2, 1  # exit statuses
 _SERVER = [sys.executable, "-m", "sglang_hybrid.server"]
-_LOOK_SECONDS = 0.25  # between two looks at a log that is shown
-_NOTE_SECONDS = 2.0  # between two looks at shared memory while the server starts
+_LOOK_SECONDS = 0.25  # between two reads of the server's log with --verbose
+_NOTE_SECONDS = 2.0  # between two records of the files in shared memory while the server starts
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status: 0 after Ctrl-C or SIGTERM, 2 for what cannot be served, 1 for a server that failed."""
+    """Return the exit status: 0 after Ctrl-C or SIGTERM, 2 for flags that are refused, 1 for a server that failed."""
     if given(argv, "-h", "--help"):
         print(f"{_parser().format_help()}\nflags of SGLang, all of which can be given as well:\n", flush=True)
         os.execv(sys.executable, [*_SERVER, "--help"])
@@ -81,20 +81,20 @@ def _serve(
 
 
 class _Watch:
-    """The launcher's loop: shows what the server tells, until the server or the launcher shall end."""
+    """The launcher's loop: shows the server's events until the server ends or a signal asks the launcher to end."""
 
     def __init__(self, run: Run, child: ChildProcess, console: Console, config: HybridConfig | None, verbose: bool):
         self._run, self._child, self._console = run, child, console
         self._facts, self._progress = Facts(config), Progress(console)
         self._refused: str | None = None
         self._is_ready = False
-        self._calibrated: float | None = None  # part; None: nothing is calibrated
+        self._calibrated: float | None = None  # part that is done, 0 to 1; None: no calibration runs
         self._log = child.log.open(errors="replace") if verbose else None
         self._began = time.monotonic()
         self._noted = 0.0
 
     def until_end(self, interrupts: Interrupts) -> bool:
-        """Whether somebody asked for the end; False: the server ended by itself."""
+        """Wait for the end. Return True if a signal asked for it, False if the server ended by itself."""
         ended = os.pidfd_open(self._child.process.pid)
         try:
             while True:
@@ -109,7 +109,7 @@ class _Watch:
             os.close(ended)
 
     def _patience(self) -> float | None:
-        """Seconds until there is something to do without being told; None: for ever, a resting server costs nothing."""
+        """Return the longest wait for an event in seconds. None: no limit, so that an idle server costs nothing."""
         if self._log is not None:
             return _LOOK_SECONDS
         return None if self._is_ready else 1.0
@@ -141,13 +141,13 @@ class _Watch:
                 if part == 0.0:
                     self._console.say("  calibrating predictions, once for this model")
                 self._calibrated = part
-            case _ if not self._is_ready:  # SGLang's warm-up is a request too
+            case _ if not self._is_ready:  # before Ready, SGLang's warm-up request sends events too
                 self._facts.take(event)
             case _:
                 self._progress.show(event)
 
     def explain_end(self, asked: ServerArguments) -> int:
-        """What the server itself said is the last line."""
+        """Print why the server ended; the last line is the server's own message. Return the exit status."""
         self._console.status("")
         if self._refused is not None:
             complain(self._refused)
@@ -166,7 +166,7 @@ class _Watch:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sglang-hybrid serve",
-        allow_abbrev=False,  # what is not ours is SGLang's
+        allow_abbrev=False,  # unknown flags are SGLang's
         add_help=False,
         description="An OpenAI-compatible server of SGLang with the KV cache in host memory, of the default model "
         "unless --model-path names another: a directory, or a name that sglang-hybrid model --help lists.",

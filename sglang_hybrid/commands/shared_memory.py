@@ -1,9 +1,10 @@
 """Files in /dev/shm that killed processes leave behind: semaphores of Python's multiprocessing, SGLang's load file.
 
-Who made such a file cannot be read from its name. Processes that use one have it mapped, so a launcher notes what its
-own processes map while they live, and removes these files when they are gone and nobody else maps them.
+The name of such a file does not show which process made it. Processes that use a file map it. So a launcher records
+which files its own processes map while they run, and removes these files when its processes have ended and no other
+process maps them.
 
-Files are known by their inodes: a semaphore's maker maps it under another name, which is deleted by then.
+Files are identified by inode, because the process that makes a semaphore maps it under another name, which it deletes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _MAPPING = re.compile(rf"^\S+ \S+ \S+ \S+ (\d+) +{_DIRECTORY}/", re.MULTILINE)
 
 
 def files_mapped_by(pids: Iterable[int]) -> set[int]:
-    """Inodes of files in /dev/shm. Processes that ended or belong to another user have none."""
+    """Return the inodes of files in /dev/shm that the processes map. Ended processes and other users' are skipped."""
     found: set[int] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -29,7 +30,7 @@ def files_mapped_by(pids: Iterable[int]) -> set[int]:
 
 
 def names_of(inodes: set[int]) -> list[str]:
-    """Paths of those of these files that have a name now and belong to this user."""
+    """Return the paths of the files with these inodes that have a name now and belong to this user."""
     names = []
     with contextlib.suppress(OSError), os.scandir(_DIRECTORY) as entries:
         for entry in entries:
@@ -40,7 +41,7 @@ def names_of(inodes: set[int]) -> list[str]:
 
 
 def remove(inodes: set[int]) -> None:
-    """Remove those that still have a name and that no living process maps."""
+    """Remove the files with these inodes that belong to this user and that no running process maps."""
     if not names_of(inodes):
         return
     everybody = (int(name) for name in os.listdir("/proc") if name.isdigit())

@@ -1,4 +1,4 @@
-"""Accuracy of a policy against full attention, on the same prompts.
+"""Measures the accuracy of a policy against full attention on the same prompts.
 
-Nothing in here knows SGLang: prompts, scoring and the report. What runs the model hands over texts and logprobs.
+Prompts, scoring and the report know nothing about SGLang: the code that runs the model gives them texts and logprobs.
 """

@@ -13,7 +13,7 @@ TASKS = ("text", "needle", "multi-needle", "lines")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """``tasks`` of the result are those to run. Raises InputError for flags that contradict each other."""
+    """Parse the command line; ``tasks`` of the result are those to run. Raise InputError for flags that conflict."""
     options = _parser().parse_args(argv)
     if options.tasks is None:
         options.tasks = _default_tasks(options)

@@ -1,4 +1,4 @@
-"""All prompts that a command line asks for."""
+"""Makes all prompts that a command line asks for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from sglang_hybrid.integration.session_flags import model_directory
 
 
 def own_prompts(options: argparse.Namespace, tokenizer: Callable[[], Tokenizer]) -> list[RetrievalPrompt | TextPrompt]:
-    """Those that are made here. ``tokenizer`` is called where one is needed. Raises InputError."""
+    """Return the prompts of all tasks but RULER's. Call ``tokenizer`` only if a task needs one.
+
+    Raise InputError for texts, files and lengths that cannot be used.
+    """
     asked, repeats, seed = options.tasks, options.repeats, options.seed
     prompts: list[RetrievalPrompt | TextPrompt] = []
     if asked:
@@ -42,7 +45,11 @@ def own_prompts(options: argparse.Namespace, tokenizer: Callable[[], Tokenizer])
 def prompts_of_ruler(
     options: argparse.Namespace, tokenizer: Callable[[], ModelTokenizer], console: Console, *, check_tokenizer: bool
 ) -> list[RetrievalPrompt]:
-    """Empty where nothing of RULER is asked for. Raises InputError."""
+    """Return RULER's prompts; an empty list if the command line does not ask for RULER.
+
+    ``check_tokenizer``: refuse a file of prompts that another tokenizer made. Raise InputError for flags, files and
+    packages that cannot be used.
+    """
     request = request_of(options)
     if request is None:
         return []
@@ -50,9 +57,9 @@ def prompts_of_ruler(
 
 
 def write_ruler_prompts(options: argparse.Namespace) -> int:
-    """``--ruler-make``. Raises InputError."""
+    """Write RULER's prompts to the file of ``--ruler-make``. Return exit status 0. Raise InputError on failure."""
     request = request_of(options)
-    assert request is not None  # request_of wants lengths for --ruler-make
+    assert request is not None  # request_of refuses --ruler-make without lengths
     header, prompts = ruler_prompts(request, lambda: ModelTokenizer(model_directory(options)), Console(stderr=True))
     print(f"{write_prompts(options.ruler_make, header, prompts)}: {len(prompts)} prompts")
     return 0

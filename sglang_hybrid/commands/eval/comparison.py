@@ -1,4 +1,4 @@
-"""A run beside the baseline."""
+"""Compares a run with the baseline."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sglang_hybrid.commands.eval.scoring import Difference, paired_difference
 
 @dataclass(frozen=True)
 class Comparison:
-    tasks: dict[str, Difference]  # of scores: below zero is worse than the baseline
+    tasks: dict[str, Difference]  # differences of scores: below zero is worse than the baseline
     perplexity: Difference | None  # relative, 0.01 is 1 % more: above zero is worse
 
 
 def compare(baseline: Run, run: Run) -> Comparison:
-    """What both have measured. Raises ValueError where they did not have the same prompts."""
+    """Compare what both runs have measured. Raise ValueError if the runs did not have the same prompts."""
     scores = {task.task: task.scores for task in baseline.tasks}
     tasks = {}
     for task in run.tasks:

@@ -1,4 +1,4 @@
-"""Text of any length, to put needles into."""
+"""Text of any length to insert needles into."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from sglang_hybrid.commands.eval.tokenizer import Tokenizer, tokens
 
 # \u...: the full stop, ! and ? of Chinese, which has no spaces
 _BETWEEN_SENTENCES = re.compile(r"(?<=[.!?])(?=\s)|(?<=[\u3002\uff01\uff1f])|(?=\n\n)")
-# tables and minified code have no sentences, and a needle must not land far from its depth
+# Tables and minified code have no sentences, so they are cut: a needle must not land far from its depth.
 _SHORTER_PIECES = re.compile(r".{1,500}(?=\s|\Z)|.{1,500}", re.DOTALL)
 
 Sentences = list[tuple[int, ...]]
 
 
 class Haystack:
-    """Sentences as tokens, each with the space before it. The text begins anew where it ends.
+    """A text as tokenized sentences, each with the space before it. The text wraps around.
 
-    Sentences are encoded one by one, so that a needle between two of them changes no other token, and only when they
+    Sentences are encoded one by one, so that a needle between two sentences changes no other token, and only when they
     are needed: a user's text may be a library.
     """
 
@@ -36,7 +36,7 @@ class Haystack:
         self._encoded: dict[int, tuple[int, ...]] = {}
 
     def take(self, size: int, random: Random) -> Sentences:
-        """``size`` tokens that end with a sentence. The first one is cut: nothing is asked about it."""
+        """Return ``size`` tokens that end with a sentence. The first sentence may be cut: no question is about it."""
         index, left = random.randrange(len(self._pieces)), size
         taken: Sentences = []
         while left > 0:
@@ -47,7 +47,7 @@ class Haystack:
         return taken[::-1]
 
     def number(self, random: Random, others: Iterable[str] = ()) -> str:
-        """Five digits that are neither in the text nor among ``others``: nobody finds them by chance."""
+        """Return five digits that are neither in the text nor in ``others``, so that no model finds them by chance."""
         taken = set(others)
         for _ in range(1000):
             number = str(random.randrange(10_000, 100_000))
@@ -64,7 +64,7 @@ class Haystack:
 
 
 def insert(sentences: Sentences, needles: Sequence[tuple[float, tuple[int, ...]]]) -> tuple[int, ...]:
-    """All tokens, with each needle at the end of a sentence that is nearest to its depth (0 to 1)."""
+    """Return all tokens, with each needle at the sentence boundary that is nearest to the needle's depth (0 to 1)."""
     ends = list(accumulate(map(len, sentences), initial=0))
     at: dict[int, Sentences] = {}
     for depth, needle in needles:

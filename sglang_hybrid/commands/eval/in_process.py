@@ -1,4 +1,4 @@
-"""Settings side by side in this process, behind one prefill: perplexity, KL and retrieval."""
+"""Compares settings in this process after one shared prefill: perplexity, KL and retrieval."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from sglang_hybrid.policies.registry import PolicyError, calibrates_at_start, po
 from sglang_hybrid.progress import steps
 
 _BASELINE = "full attention"
-_OF_PREFILL = ("digest_dtype", "sketch_channels")  # and what codes of keys depend on, which policies declare
+_OF_PREFILL = ("digest_dtype", "sketch_channels")  # settings that prefill depends on, beside Policy.code_settings
 # The few prompts of a batch would fit in GPU memory, where attention is exact.
 _UNLESS_NAMED = ("whole_requests=never",)
 
 
 def evaluate_in_process(options: argparse.Namespace, command: str) -> int:
-    """The exit status. Raises InputError or ConfigError."""
+    """Evaluate, print and write the report. Return exit status 0. Raise InputError or ConfigError for wrong flags."""
     console = Console(stderr=True)
     variants = [Variant(_BASELINE, {"policy": "full"}, load_config(None, ["policy=full"]))]
     variants += [Variant(*_named(text)) for text in options.run or [""]]
@@ -37,7 +37,7 @@ def evaluate_in_process(options: argparse.Namespace, command: str) -> int:
         raise InputError(
             "two runs have the same name: begin each with a name of its own, as in --run 'raw: prediction=raw'"
         )
-    # before the model is loaded: what is missing is said at once
+    # before the model is loaded, so that a missing package or file is reported at once
     of_ruler = prompts_of_ruler(
         options, lambda: ModelTokenizer(model_directory(options)), console, check_tokenizer=True
     )
@@ -76,11 +76,11 @@ def evaluate_in_process(options: argparse.Namespace, command: str) -> int:
 
 
 def _load(options: argparse.Namespace, variants: Sequence[Variant]) -> ModelSession:
-    # the kernels are told once how long a list can be
+    # The kernels get the maximum length of a list once, when the model is loaded.
     budget = max(variant.config.budget_tokens for variant in variants)
     shared = _settings_of_prefill([variant.config for variant in variants[1:]])
     on_gpu = has_cuda(options)
-    # sketches hold the channels that a calibration chose, as in the servers that have one
+    # Sketches hold the channels that a calibration chose, as in servers with a calibration.
     calibrates = any(calibrates_at_start(variant.config, on_gpu=on_gpu) for variant in variants)
     settings = [*shared, f"budget_tokens={budget}", "profile=auto" if calibrates else "prediction=none"]
     try:
@@ -92,7 +92,7 @@ def _load(options: argparse.Namespace, variants: Sequence[Variant]) -> ModelSess
 
 
 def _settings_of_prefill(runs: Sequence[HybridConfig]) -> list[str]:
-    """What prefill does by settings, which all runs share: what it keeps of keys. Raises InputError if they differ."""
+    """Return the settings of what prefill keeps of keys. All runs share them: raise InputError if they differ."""
     coded = [run for run in runs if policy_named(run.policy).code_bytes]
     shared = _shared([{name: str(getattr(run, name)) for name in _OF_PREFILL} for run in runs])
     if not coded:
@@ -109,7 +109,7 @@ def _settings_of_prefill(runs: Sequence[HybridConfig]) -> list[str]:
 
 
 def _settings_of_codes(run: HybridConfig) -> dict[str, str]:
-    """The policy, and those of its settings that say what codes of keys are."""
+    """Return the policy and those of its settings that codes of keys depend on."""
     policy, values = policy_named(run.policy), run.by_key()
     return {"policy": policy.name} | {
         name: str(values[name]) for name in (f"{policy.name}.{setting}" for setting in policy.code_settings)
@@ -128,7 +128,7 @@ def _shared(runs: Sequence[dict[str, str]]) -> list[str]:
 
 
 def _choose_channels(session: Any, variants: Sequence[Any]) -> None:
-    """Sketches are made in prefill, which all runs share: so they share what sketches hold, the profiles' choice."""
+    """Apply the profiles' choice of sketch channels. Raise InputError if choices differ: all runs share one prefill."""
     from sglang_hybrid.policies.scout.profile import ProfileError, load_profile
 
     chosen = None
@@ -147,7 +147,7 @@ def _choose_channels(session: Any, variants: Sequence[Any]) -> None:
 
 
 def _named(text: str) -> tuple[str, dict[str, object], HybridConfig]:
-    """``NAME: key=value key=value``; the name may be left out."""
+    """Parse ``NAME: key=value key=value`` into name, settings and config. The name may be left out."""
     name, colon, rest = text.partition(":")
     if not colon or "=" in name:
         name, rest = "", text

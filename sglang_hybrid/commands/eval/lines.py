@@ -1,8 +1,8 @@
-"""Line retrieval, after LongEval: lines of one form, spread over a text, and a question about one of them.
+"""Line retrieval, after LongEval: lines of the same form, spread over a text, and a question about one of the lines.
 
-Harder for a choice of blocks than a needle: every line looks like the answer, only the key tells them apart. LongEval
-has nothing but lines, which small models cannot tell apart even with full attention; so there are few of them here,
-and the rest is text.
+This task is harder for block selection than a needle: every line looks like the answer, and only the key differs.
+LongEval's prompts consist of lines only, which small models cannot tell apart even with full attention. So the prompts
+here have few lines, and the rest is text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def line(key: str, number: str) -> str:
 def lines_prompts(
     haystack: Haystack, lengths: Sequence[int], repeats: int = 1, seed: int = 0, lines: int = LINES
 ) -> list[RetrievalPrompt]:
-    """``repeats`` prompts for each length; the lines they ask for are spread over it. Raises InputError."""
+    """Return ``repeats`` prompts for each length, which ask for lines at different depths.
+
+    Raise InputError for more lines than cities, and for a length that is too short.
+    """
     if not 1 <= lines <= len(CITIES):
         raise InputError(f"{lines} lines: there can be 1 to {len(CITIES)}, one for each city")
     prompts = []

@@ -1,4 +1,4 @@
-"""Records of LongBench, or of the user's in its format: a JSON object per line."""
+"""Reads LongBench records, or a user's records in the same format: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ PREFIX = "longbench:"
 
 
 class Record(msgspec.Struct, frozen=True):
-    """Further fields are ignored."""
+    """One record. Further fields of the JSON object are ignored."""
 
     context: str
-    input: str  # the question; empty where the dataset is the question
+    input: str  # the question; empty if the dataset defines the question
     answers: list[str]
     dataset: str
-    length: int | None = None  # in words, as LongBench counts it
+    length: int | None = None  # of the context in words, as LongBench counts them
 
 
 def read_records(path: Path) -> list[Record]:
-    """Raises InputError with file and line."""
+    """Return the records of a file. Raise InputError, with file and line, for a file or record that cannot be used."""
     decoder = msgspec.json.Decoder(Record)
     try:
         lines = path.read_bytes().split(b"\n")
@@ -57,7 +57,7 @@ def _problem(record: Record) -> str:
 
 
 def longbench_prompts(tokenizer: Tokenizer, records: Sequence[Record], max_length: int) -> list[RetrievalPrompt]:
-    """Prompts of at most ``max_length`` tokens: of longer ones the middle is left out, as LongBench does."""
+    """Return one prompt per record, at most ``max_length`` tokens long. As in LongBench, the middle is left out."""
     return [_prompt(tokenizer, record, max_length) for record in records]
 
 
@@ -72,13 +72,13 @@ def _prompt(tokenizer: Tokenizer, record: Record, max_length: int) -> RetrievalP
 
 
 def _text(settings: Dataset, record: Record) -> str:
-    # not str.format: a context may have braces of its own, which replacing one after the other would fill in
+    # Not str.format, and not one replacement after the other: a context may contain braces, which would be filled in.
     before, _, after = settings.template.partition("{context}")
     return before + record.context + after.replace("{input}", record.input)
 
 
 def without_middle(ids: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Beginning and end, half each: instructions stand at the one, the question at the other."""
+    """Return at most ``most`` tokens, half from the beginning (instructions) and half from the end (the question)."""
     if len(ids) <= most:
         return ids
     head = most // 2

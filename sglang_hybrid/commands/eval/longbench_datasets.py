@@ -1,7 +1,7 @@
-"""How each dataset of LongBench is asked and scored.
+"""Prompt template, answer length and metric of each LongBench dataset.
 
-Not LongBench's own scripts: their Rouge, edit similarity and Chinese word splitting need packages of their own. Where
-they use those, F1 of words stands in. Compare such scores between policies, not with published tables.
+These are not the settings of LongBench's own scripts, whose Rouge, edit similarity and Chinese word splitting need
+further packages. F1 of words replaces these metrics. Compare such scores between policies, not with published tables.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Dataset:
     template: str = _QUESTION
     new_tokens: int = 64
     metric: Metric = "F1"
-    # models that complete go on with a question of their own behind their answer
+    # Score only the first line: base models continue with a question of their own after the answer.
     first_line: bool = True
 
 
@@ -59,5 +59,8 @@ _DATASETS = {
 
 
 def dataset(name: str) -> Dataset:
-    """An unknown one is taken for questions and answers. ``_e`` is LongBench-E: the same, of other lengths."""
+    """Return a dataset's settings. An unknown name gets the settings of questions and answers.
+
+    The suffix ``_e`` marks LongBench-E: the same datasets with other lengths.
+    """
     return _DATASETS.get(name.removesuffix("_e"), Dataset())

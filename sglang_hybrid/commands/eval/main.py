@@ -1,4 +1,4 @@
-"""``sglang-hybrid eval``: accuracy of settings against full attention on the same prompts."""
+"""``sglang-hybrid eval``: measure the accuracy of settings against full attention on the same prompts."""
 
 from __future__ import annotations
 

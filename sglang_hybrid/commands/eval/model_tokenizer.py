@@ -1,4 +1,4 @@
-"""The tokenizer of a model directory, without transformers: that would import torch, which takes seconds."""
+"""The tokenizer of a model directory, without transformers, which would import torch and take seconds."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 
 from sglang_hybrid.commands.eval.errors import InputError
 
-_CONTENT = "\ue000"  # private use: no chat template has it
+_CONTENT = "\ue000"  # a private-use character: no chat template contains it
 _PROBE = "The quick brown fox: 3.14, naïve café, 北京 and\n\n  def f(x): return x"
-# some templates tell the date, and prompts must be the same tomorrow
+# Some templates print the date. A fixed date keeps prompts the same every day.
 _TODAY = datetime(2025, 1, 1)
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """What a chat puts around the words of its user, up to the beginning of the answer."""
+    """The text that a chat puts before and after the user's words, up to the beginning of the answer."""
 
     before: str = ""
     after: str = ""
@@ -29,7 +29,7 @@ class ChatTemplate:
 
 class ModelTokenizer:
     def __init__(self, directory: Path) -> None:
-        """Raises InputError for a directory without ``tokenizer.json``."""
+        """Load ``tokenizer.json`` of ``directory``. Raise InputError if there is no such file."""
         from tokenizers import Tokenizer
 
         path = directory / "tokenizer.json"
@@ -50,7 +50,7 @@ class ModelTokenizer:
 
     @cached_property
     def chat(self) -> ChatTemplate | None:
-        """None where the model has no chat template. Raises InputError for one that cannot be used."""
+        """The model's chat template, None if it has none. Raise InputError for a template that cannot be used."""
         config = _read_json(self.directory / "tokenizer_config.json")
         template = _template(self.directory, config)
         if template is None:
@@ -63,7 +63,7 @@ class ModelTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for tokenizers that make the same prompts."""
+        """A hash that is equal for tokenizers that make the same prompts."""
         chat = self.chat or ChatTemplate()
         vocabulary = sorted(self._tokenizer.get_vocab(with_added_tokens=True).items())
         facts = [vocabulary, self.encode(_PROBE, add_special_tokens=True), chat.before, chat.after]
@@ -81,7 +81,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _template(directory: Path, config: dict[str, Any]) -> str | None:
-    """From where Hugging Face keeps it, newest place first."""
+    """Return the chat template from the files where Hugging Face puts it, newest kind first; None if there is none."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -102,7 +102,7 @@ def _render(template: str, tokens: dict[str, str]) -> str:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    # as transformers does it
+    # the options that transformers sets
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

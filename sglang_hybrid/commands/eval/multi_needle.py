@@ -1,4 +1,4 @@
-"""Several needles in one haystack. Each gives a prompt, and all prompts of a haystack are equal up to the question."""
+"""Several needles in one haystack, one prompt per needle. Prompts of a haystack are equal up to the question."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ TASK = "multi-needle"
 def multi_needle_prompts(
     haystack: Haystack, lengths: Sequence[int], needles: int = 4, repeats: int = 1, seed: int = 0
 ) -> list[RetrievalPrompt]:
-    """``needles`` prompts for each haystack, ``repeats`` haystacks for each length. Raises InputError."""
+    """Return ``needles`` prompts for each haystack, ``repeats`` haystacks for each length.
+
+    Raise InputError for more needles than cities, and for a length that is too short.
+    """
     if not 1 <= needles <= len(CITIES):
         raise InputError(f"{needles} needles: there can be 1 to {len(CITIES)}, one for each city")
     prompts = []

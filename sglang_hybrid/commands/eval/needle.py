@@ -21,7 +21,7 @@ def sentence(city: str, number: str) -> str:
 
 
 def question(city: str) -> str:
-    """Ends with the beginning of the answer: small models complete better than they obey."""
+    """Return the question and the beginning of its answer: small models complete text better than they obey."""
     return f"\n\nQuestion: What is the special magic number of {city}?\nAnswer: The special magic number of {city} is"
 
 
@@ -30,14 +30,14 @@ def answer_tokens(tokenizer: Tokenizer, answer: str) -> int:
 
 
 def filling(task: str, length: int, frame: int) -> int:
-    """Tokens of haystack in a prompt of ``length`` that has ``frame`` others."""
+    """Return the tokens of haystack in a prompt with ``frame`` other tokens. Raise InputError if none is left."""
     if length <= frame:
         raise InputError(f"task {task} needs at least {frame + 1} tokens, not {length}: raise the length")
     return length - frame
 
 
 def cities_and_numbers(haystack: Haystack, count: int, random: Random) -> dict[str, str]:
-    """Different cities with different numbers, for prompts that hide several."""
+    """Return ``count`` different cities with different numbers, for prompts that hide several needles."""
     numbers: dict[str, str] = {}
     for city in random.sample(CITIES, count):
         numbers[city] = haystack.number(random, numbers.values())
@@ -55,9 +55,10 @@ def needle_prompts(
     repeats: int = 1,
     seed: int = 0,
 ) -> list[RetrievalPrompt]:
-    """``repeats`` prompts for each depth and length, each with its own part of the text, city and number.
+    """Return ``repeats`` prompts for each depth and length, each with its own part of the text, city and number.
 
-    A prompt depends on its own cell and the seed, not on the rest of the grid. Raises InputError.
+    A prompt depends on its length, depth, repeat and the seed, not on the other prompts. Raise
+    InputError for a depth outside 0 to 1, and for a length that is too short.
     """
     return [
         _prompt(haystack, length, depth, Random(f"{TASK} {seed} {length} {depth} {repeat}"))

@@ -1,4 +1,4 @@
-"""Figures, as PNG files. Without pyplot: no display is asked for, and no figure stays in memory."""
+"""Draws figures as PNG files, without pyplot: no display is needed, and no figure stays in memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _save(figure: Figure, path: Path) -> Path:
 
 
 def needle_heat_maps(path: Path, grids: Mapping[str, NeedleGrid]) -> Path:
-    """Accuracy over depth and length, a panel for each run, all with the colours of 0 to 100 %."""
+    """Draw accuracy over depth and length, one panel per run, all with the same colours for 0 to 100 %."""
     if not grids:
         raise ValueError("no grid to draw")
     rows = math.ceil(len(grids) / _MOST_PANELS_IN_A_ROW)
@@ -64,7 +64,7 @@ def _heat_map(axes: Axes, grid: NeedleGrid) -> AxesImage:
     axes.set_ylabel("depth of the needle")
     for (row, column), value in np.ndenumerate(values):
         if not math.isnan(value):
-            # dark on the light half of the colours, light on the dark one
+            # dark text on the light half of the colours, light text on the dark half
             colour = "black" if value > 0.5 else "white"
             axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=9)
     return image
@@ -78,7 +78,7 @@ def tokens_label(tokens: int) -> str:
 
 
 def text_bars(path: Path, runs: Sequence[Run]) -> Path:
-    """Perplexity of each run, and its KL divergence from the first one: mean as a bar, 95th percentile as a mark."""
+    """Draw each run's perplexity and its KL divergence from the first run: mean as a bar, 95th percentile as a mark."""
     if not runs:
         raise ValueError("no run to draw")
     figure = _figure(10.5, 1.4 + 0.45 * len(runs))
@@ -91,7 +91,7 @@ def text_bars(path: Path, runs: Sequence[Run]) -> Path:
     left.set_xlabel("perplexity of decoded text")
 
     means, tails = [_number(run.kl_mean) for run in runs], [_number(run.kl_p95) for run in runs]
-    # a label stands behind the mark where there is one
+    # a label is to the right of bar and mark
     ends = [max(filter(math.isfinite, pair), default=math.nan) for pair in zip(means, tails, strict=True)]
     labels = [
         ", ".join(f"{value:.4f}" for value in pair if math.isfinite(value)) for pair in zip(means, tails, strict=True)
@@ -112,14 +112,14 @@ def _with_change(value: float, first: float) -> str:
 
 
 def _bars(axes: Axes, values: Sequence[float], labels: Sequence[str], ends: Sequence[float] | None = None) -> None:
-    """With their labels behind ``ends``, by default their own. Nothing for a value that is not there."""
+    """Draw bars with labels to the right of ``ends``, by default the bars' ends. Values that are NaN are left out."""
     axes.barh(range(len(values)), values, color=_BAR, height=0.6)
     ends = ends or values
     for place, (value, end, label) in enumerate(zip(values, ends, labels, strict=True)):
         if math.isfinite(value):
             axes.annotate(label, (end, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
     longest = max(filter(math.isfinite, ends), default=0.0)
-    axes.set_xlim(0, 1.4 * longest or 1.0)  # room for the labels
+    axes.set_xlim(0, 1.4 * longest or 1.0)  # space for the labels
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -127,7 +127,7 @@ def _bars(axes: Axes, values: Sequence[float], labels: Sequence[str], ends: Sequ
 
 
 def ratio_curves(path: Path, steps: Sequence[int], curves: Mapping[str, Sequence[float]], beta: float) -> Path:
-    """Mean CPU compute ratio (misses / budget) over decode steps, and beta: where recall begins.
+    """Draw mean CPU compute ratios (misses / budget) over decode steps, and a line at beta, where recall begins.
 
     After ScoutAttention's figure 6.
     """

@@ -1,4 +1,4 @@
-"""What a model is asked. Tokens, not text: every run of a comparison decodes behind exactly the same prompt."""
+"""The prompts of an evaluation, as tokens: every run of a comparison decodes after exactly the same prompt."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 class RetrievalPrompt:
     task: str  # "needle", "lines", "multi-needle", "longbench:<dataset>" or "ruler:<task>"
     ids: tuple[int, ...]
-    answers: tuple[str, ...]  # all of them must appear in what is decoded; for longbench the best match of any counts
+    answers: tuple[str, ...]  # all must appear in the decoded text; for longbench the best match counts
     length: int  # nominal, in tokens
-    depth: float | None  # 0 (beginning) to 1, where the needle lies; None if it has no single depth
-    new_tokens: int  # to decode, at most
-    metric: str = ""  # of RULER, by NVIDIA's name; the other tasks have metrics of their own
+    depth: float | None  # of the needle, 0 (beginning) to 1; None if the prompt has no single depth
+    new_tokens: int  # maximum number of tokens to decode
+    metric: str = ""  # NVIDIA's name of the metric, for RULER; empty for other tasks, which have metrics of their own
 
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """For perplexity and KL: ``following`` is decoded behind ``ids``, whatever the model would have said."""
+    """A text for perplexity and KL: after ``ids`` the model is fed ``following``, whatever it predicts."""
 
     ids: tuple[int, ...]
     following: tuple[int, ...]
-    place: int  # token of the text where ``ids`` begins
+    place: int  # index of the first token of ``ids`` in the text

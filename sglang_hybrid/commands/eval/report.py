@@ -1,4 +1,4 @@
-"""All runs side by side: a table for people, a file for programs, figures for both. The first run is the baseline."""
+"""Report on all runs: a table for people, a file for programs, figures for both. The first run is the baseline."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _NOTHING = Text("-", style="dim")
 
 
 def print_report(runs: Sequence[Run], console: Console | None = None) -> None:
-    """Raises ValueError where runs did not have the same prompts."""
-    # rich takes a file for a terminal of 80 columns
+    """Print the table and the settings of each run. Raise ValueError if the runs did not have the same prompts."""
+    # rich assumes 80 columns if output is not a terminal
     console = console or Console(width=None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL)
     console.print(report_table(runs))
     for run in runs:
@@ -37,7 +37,7 @@ def print_report(runs: Sequence[Run], console: Console | None = None) -> None:
 
 
 def report_table(runs: Sequence[Run]) -> Table:
-    """A column for each run, a row for each thing that any of them has measured."""
+    """Return a table with a column for each run and a row for each quantity that any run has measured."""
     _check(runs)
     baseline, comparisons = runs[0], [compare(runs[0], run) for run in runs]
     table = Table(
@@ -93,7 +93,7 @@ def _task_cell(result: TaskResult | None, baseline: TaskResult | None, beside: C
 
 
 def _points(difference: Difference) -> str:
-    """Percentage points."""
+    """Return the difference and its interval in percentage points."""
     mean, low, high = (f"{100 * value:+.1f}" for value in (difference.mean, difference.low, difference.high))
     return f"{mean} [{low}, {high}]"
 
@@ -117,7 +117,7 @@ def _style(difference: Difference, worse_is_less: bool) -> str:
 
 
 def document(runs: Sequence[Run], command: str | None = None) -> dict[str, object]:
-    """``command`` where the process does not know how it was called, as a child does not."""
+    """Return the content of ``eval.json``. ``command``: the command line, if ``sys.argv`` is not the user's."""
     _check(runs)
     written_by = origin()
     if command is not None:
@@ -134,7 +134,7 @@ def _entry(baseline: Run, run: Run) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """What JSON has: no infinities, no paths."""
+    """Convert a value to what JSON can hold: infinities and NaN become None, paths become strings."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -160,7 +160,7 @@ def _check(runs: Sequence[Run]) -> None:
 
 
 def write_report(directory: Path, runs: Sequence[Run], command: str | None = None) -> list[Path]:
-    """``eval.json``, and a figure of each kind that there is something to draw of. Returns what was written."""
+    """Write ``eval.json`` and the figures that there is data for. Return the paths of the written files."""
     written = [write_json(directory / "eval.json", runs, command)]
     grids = {run.name: run.needle for run in runs if run.needle is not None}
     if grids:

@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind. Plain values, so that they go to a file and come back."""
+"""The results of an evaluation, as plain values that can be written to a file and read again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class TaskResult:
     task: str
     metric: str  # "found", "contains", "F1", or one of RULER's
     scores: tuple[float, ...]  # one for each prompt, 0 to 1; all runs have the same prompts in the same order
-    by_length: dict[int, float] = field(default_factory=dict)  # mean score; empty where lengths are not nominal
+    by_length: dict[int, float] = field(default_factory=dict)  # mean score; empty if prompts have no nominal length
 
     @property
     def score(self) -> float:
@@ -22,12 +22,12 @@ class TaskResult:
 class NeedleGrid:
     lengths: tuple[int, ...]  # ascending
     depths: tuple[float, ...]  # ascending
-    accuracy: tuple[tuple[float | None, ...], ...]  # [depth][length]; None: not asked
+    accuracy: tuple[tuple[float | None, ...], ...]  # [depth][length]; None: no prompt
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one prompt was answered. Enough to score it anew."""
+    """The answer to one prompt, with all that is needed to score the answer again."""
 
     task: str
     length: int  # of the prompt, nominal, in tokens
@@ -40,17 +40,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """One configuration. None, or nothing in a tuple: not measured."""
+    """The measurements of one configuration. None or an empty tuple: not measured."""
 
     name: str
     settings: dict[str, object] = field(default_factory=dict)
     tasks: tuple[TaskResult, ...] = ()
     perplexity: float | None = None
-    loss_by_prompt: tuple[float, ...] = ()  # mean of -logprob, in the order of the prompts: for the paired interval
-    # against the first run, on the same text
+    loss_by_prompt: tuple[float, ...] = ()  # mean of -logprob, in prompt order: for the paired interval
+    # compared with the first run on the same text
     kl_mean: float | None = None
     kl_p95: float | None = None
     top1_agreement: float | None = None  # 0 to 1
     cpu_ratio: float | None = None  # misses / budget, in blocks: what the CPU computes
     needle: NeedleGrid | None = None
-    answers: tuple[Answer, ...] = ()  # all of them, also those that other runs lack
+    answers: tuple[Answer, ...] = ()  # to all prompts, also to those that other runs did not answer

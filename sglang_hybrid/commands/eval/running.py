@@ -1,7 +1,7 @@
-"""Decodes every prompt by every variant of the settings, behind one prefill, and takes the measurements.
+"""Decodes every prompt with every variant of the settings after one shared prefill, and measures the results.
 
-Prefill is exact and the same for all variants, so it runs once. The first token behind a prompt comes from prefill;
-everything counted here comes from decode steps.
+Prefill is exact and the same for all variants, so it runs once. The first token after a prompt comes from prefill.
+Perplexity, KL, agreement and CPU ratio are measured on decode steps only.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from sglang_hybrid.progress import DECODE_STEP_COST
 @dataclass(frozen=True)
 class Variant:
     name: str
-    settings: dict[str, object]  # those that differ from the defaults, as a person gave them
+    settings: dict[str, object]  # those that differ from the defaults, as the user gave them
     config: HybridConfig
 
 
 class PrefilledPrompts(Protocol):
-    logits: torch.Tensor  # [prompts, vocabulary], of the token behind each prompt
+    logits: torch.Tensor  # [prompts, vocabulary], for the token after each prompt
 
     def rewind(self) -> None: ...
 
@@ -38,7 +38,7 @@ class PrefilledPrompts(Protocol):
 
 
 class Session(Protocol):
-    """A loaded model, see ``integration.model_session``."""
+    """A loaded model; ``integration.model_session.ModelSession`` has this interface."""
 
     def use(self, config: HybridConfig) -> None: ...
 
@@ -55,7 +55,7 @@ class Session(Protocol):
 
 
 class Bar(Protocol):
-    """Progress over the costs of all groups, see ``progress.Steps``."""
+    """Progress bar over the costs of all groups; ``progress.Steps`` has this interface."""
 
     def say(self, text: str) -> None: ...
 
@@ -63,14 +63,14 @@ class Bar(Protocol):
 
 
 class Measurements:
-    """What one variant has shown so far."""
+    """The measurements of one variant so far."""
 
     def __init__(self) -> None:
-        self.logprobs: list[list[float]] = []  # per text prompt, per decode step
+        self.logprobs: list[list[float]] = []  # [text prompts][decode steps]
         self.kl: list[float] = []
         self.agrees: list[float] = []
         self.answered: list[Answered] = []
-        self.ratios: list[float] = []  # per layer and step
+        self.ratios: list[float] = []  # CPU compute ratio of each layer at each step
 
     def run(self, variant: Variant) -> Run:
         everything = [one for prompt in self.logprobs for one in prompt]
@@ -91,7 +91,7 @@ class Measurements:
 
 
 class Evaluation:
-    """All variants over all prompts. The first variant is what the others are compared with."""
+    """Runs all variants on all prompts. The first variant is the baseline for the others."""
 
     def __init__(self, session: Session, variants: Sequence[Variant], bar: Bar) -> None:
         self._session = session
@@ -103,12 +103,12 @@ class Evaluation:
         return [self._seen[variant.name].run(variant) for variant in self._variants]
 
     def check(self) -> None:
-        """All variants can be used: one that cannot must not cost what the others have measured."""
+        """Apply every variant once, so that a variant that cannot be used raises before the others are measured."""
         for variant in self._variants:
             self._session.use(variant.config)
 
     def texts(self, prompts: Sequence[TextPrompt]) -> None:
-        """Perplexity, and KL to the first variant: decodes the text itself, whatever the variant would have said."""
+        """Measure perplexity, and KL to the first variant. The text itself is decoded, whatever a variant predicts."""
         prefilled = self._prefill("text", prompts)
         following = torch.tensor([prompt.following for prompt in prompts])
         reference: list[torch.Tensor] = []
@@ -127,7 +127,7 @@ class Evaluation:
             seen.logprobs += torch.stack(logprobs, dim=1).tolist()
 
     def retrieval(self, prompts: Sequence[RetrievalPrompt]) -> None:
-        """Greedy answers, up to the token that ends them."""
+        """Decode a greedy answer to each prompt, up to the token that ends the answer or to ``new_tokens``."""
         prefilled = self._prefill(prompts[0].task, prompts)
         longest = max(prompt.new_tokens for prompt in prompts)
         for _, seen in self._in_turn(prompts[0].task, prefilled):
@@ -151,7 +151,7 @@ class Evaluation:
         return len(ids) >= prompt.new_tokens or len(self._answer(ids, prompt)) < len(ids)
 
     def _answer(self, ids: list[int], prompt: RetrievalPrompt) -> list[int]:
-        """What a server would answer: nothing behind the end."""
+        """Return the tokens that a server would answer: those before the token that ends the answer."""
         ends = self._session.end_tokens
         return list(takewhile(lambda token: token not in ends, ids[: prompt.new_tokens]))
 
@@ -171,17 +171,17 @@ class Evaluation:
 
 
 def cost(group: Sequence[RetrievalPrompt | TextPrompt], variants: int) -> float:
-    """Of one group, in prefilled tokens: what its prefill and all its decode steps advance the bar by."""
+    """Return the cost of one group in prefilled tokens: how far its prefill and decode steps advance the bar."""
     steps = max(map(new_tokens, group)) - 1  # the first token comes from prefill
     return sum(len(prompt.ids) for prompt in group) + variants * steps * len(group) * DECODE_STEP_COST
 
 
 def batches(prompts: Sequence[RetrievalPrompt | TextPrompt], tokens: int) -> list[list[RetrievalPrompt | TextPrompt]]:
-    """Prompts that are prefilled together: neighbours of one kind, at most ``tokens`` tokens and ``MOST_ROWS``."""
+    """Group neighbours of one type that are prefilled together, at most ``tokens`` tokens and ``MOST_ROWS`` prompts."""
     groups: list[list[RetrievalPrompt | TextPrompt]] = []
     used = 0
     for prompt in prompts:
-        needed = len(prompt.ids) + new_tokens(prompt) + 64  # the last pages of a row are not full
+        needed = len(prompt.ids) + new_tokens(prompt) + 64  # in reserve: the last pages of a row are not full
         together = bool(groups) and type(groups[-1][0]) is type(prompt) and len(groups[-1]) < MOST_ROWS
         together = together and used + needed <= tokens
         if not together:

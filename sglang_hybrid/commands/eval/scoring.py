@@ -1,4 +1,4 @@
-"""From what a model said to numbers."""
+"""Computes scores from decoded texts and log probabilities."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CHOICES_AT_ONCE = 1_000_000
 
 
 def found(text: str, answers: Sequence[str]) -> bool:
-    """Whether all answers appear, in any case and spacing, but not as a part of a longer word or number."""
+    """Return True if all answers appear, in any case and spacing, but not inside a longer word or number."""
     if not answers:
         raise ValueError("no answers to find")
     text = _plain(text)
@@ -34,7 +34,7 @@ def found(text: str, answers: Sequence[str]) -> bool:
 
 
 def f1(text: str, answer: str) -> float:
-    """Harmonic mean of precision and recall of words, without articles and punctuation, as SQuAD and LongBench do."""
+    """Return the F1 score of words (0 to 1), without articles and punctuation, as SQuAD and LongBench do."""
     said, wanted = Counter(_words(text)), Counter(_words(answer))
     if common := (said & wanted).total():
         precision, recall = common / said.total(), common / wanted.total()
@@ -55,11 +55,11 @@ def _words(text: str) -> list[str]:
 @dataclass(frozen=True)
 class Answered:
     prompt: RetrievalPrompt
-    text: str  # decoded behind the prompt
+    text: str  # decoded after the prompt
 
     @property
     def score(self) -> float:
-        """0 to 1."""
+        """The score of the text by the metric of the prompt's task, 0 to 1."""
         prompt = self.prompt
         if prompt.task.startswith(ruler.PREFIX):
             return ruler.score(prompt.metric, self.text, prompt.answers)
@@ -85,7 +85,7 @@ def _first_line(text: str) -> str:
 
 
 def metric_of(task: str) -> str:
-    """What a score of this task means: "found", "contains" (any of the answers) or "F1" (with the best of them)."""
+    """Return what scores of ``task`` measure: "found" (all answers), "contains" (any answer) or "F1" (best answer)."""
     return dataset(task.removeprefix(PREFIX)).metric if task.startswith(PREFIX) else "found"
 
 
@@ -93,7 +93,7 @@ def metric_of(task: str) -> str:
 
 
 def task_results(answered: Sequence[Answered]) -> tuple[TaskResult, ...]:
-    """One for each task, in the order of their first prompts, and behind them one over all tasks of RULER."""
+    """Return one result per task, in the order of first prompts, then one over all tasks of RULER, if there are any."""
     tasks: dict[str, list[Answered]] = {}
     for one in answered:
         tasks.setdefault(one.prompt.task, []).append(one)
@@ -109,7 +109,7 @@ def task_results(answered: Sequence[Answered]) -> tuple[TaskResult, ...]:
 
 
 def _by_length(task: str, answered: Sequence[Answered]) -> dict[int, float]:
-    if task.startswith(PREFIX):  # nearly every prompt has its own
+    if task.startswith(PREFIX):  # nearly every prompt of LongBench has a length of its own
         return {}
     scores: dict[int, list[float]] = {}
     for one in answered:
@@ -118,7 +118,7 @@ def _by_length(task: str, answered: Sequence[Answered]) -> dict[int, float]:
 
 
 def needle_grid(answered: Iterable[Answered]) -> NeedleGrid | None:
-    """Accuracy over depth and length, of task "needle" only; None without one."""
+    """Return the accuracy of task "needle" by depth and length, None if no prompt of this task was answered."""
     cells: dict[tuple[float, int], list[float]] = {}
     for one in answered:
         if one.prompt.task == needle.TASK and one.prompt.depth is not None:
@@ -144,9 +144,9 @@ def mean(values: Sequence[float]) -> float:
 
 
 def perplexity(logprobs: Sequence[float]) -> float:
-    """Of natural logarithms, one for each token. Infinite where a token was impossible."""
+    """Return the perplexity of natural log probabilities, one per token. Infinite if a token was impossible."""
     loss = -mean(logprobs)
-    return math.exp(loss) if loss < 700 else math.inf  # beyond that a float ends
+    return math.exp(loss) if loss < 700 else math.inf  # beyond that exp overflows
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class KlSummary:
 
 
 def kl_summary(steps: Sequence[float]) -> KlSummary:
-    """Of one KL divergence (nats, full attention to this run) for each decode step of all prompts."""
+    """Summarise KL divergences (nats, full attention to this run), one for each decode step of all prompts."""
     return KlSummary(mean(steps), float(np.percentile(steps, 95)))
 
 
@@ -165,7 +165,7 @@ def kl_summary(steps: Sequence[float]) -> KlSummary:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of a run less the mean of the baseline, and the interval that has it with 95 %."""
+    """Mean of a run minus mean of the baseline, and the 95 % interval of this difference."""
 
     mean: float
     low: float
@@ -173,23 +173,24 @@ class Difference:
 
     @property
     def clear(self) -> bool:
-        """Whether the interval leaves zero out."""
+        """True if the interval does not contain zero."""
         return self.low > 0 or self.high < 0
 
 
 def paired_difference(
     baseline: Sequence[float], other: Sequence[float], resamples: int = 10_000, seed: int = 0
 ) -> Difference:
-    """Bootstrap over prompts, which both runs have in the same order: what prompts differ in cancels out.
+    """Return the mean difference and its interval, by bootstrap over prompts.
 
-    With few prompts the interval is too narrow; with one it says nothing and is the difference itself.
+    Both runs have the same prompts in the same order, so that differences between prompts cancel out. With few prompts
+    the interval is too narrow. With one prompt the interval is the difference itself and says nothing.
     """
     if len(baseline) != len(other) or not baseline:
         raise ValueError(f"{len(baseline)} and {len(other)} prompts: a paired difference needs the same, at least one")
     differences = np.subtract(other, baseline)
     random = np.random.default_rng(seed)
     count, means = len(differences), np.empty(0)
-    while (left := resamples - len(means)) > 0:  # in parts: all choices at once may not fit in memory
+    while (left := resamples - len(means)) > 0:  # in parts: all resampled indices at once may not fit in memory
         chosen = random.integers(0, count, (min(left, max(1, _CHOICES_AT_ONCE // count)), count))
         means = np.append(means, differences[chosen].mean(axis=1))
     low, high = np.percentile(means, [2.5, 97.5])

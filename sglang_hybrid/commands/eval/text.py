@@ -1,4 +1,4 @@
-"""Text to predict, and to hide needles in: the user's files, or one that every Python has."""
+"""Text to predict and to hide needles in: the user's files, or a text that every Python installation has."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sglang_hybrid.commands.eval.prompts import TextPrompt
 
 
 def builtin_text() -> str:
-    """Python's language reference, about 113,000 tokens: the help topics of CPython."""
+    """Return Python's language reference, about 113,000 tokens: the help topics of CPython."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[key] for key in sorted(topics))
 
 
 def read_text(paths: Sequence[Path] = ()) -> str:
-    """All files one after the other: text as it is, of LongBench records (``.jsonl``) their contexts."""
+    """Return the text of all files, of LongBench records (``.jsonl``) the contexts; without files the built-in text."""
     return "\n\n".join(_read(path) for path in paths) if paths else builtin_text()
 
 
@@ -37,7 +37,7 @@ def _read(path: Path) -> str:
 
 
 def windows(ids: Sequence[int], count: int, prompt_tokens: int, decode_tokens: int) -> list[TextPrompt]:
-    """``count`` places, spread evenly over the text."""
+    """Return ``count`` pieces of the text, at evenly spread places. Raise InputError if the pieces do not fit."""
     if min(count, prompt_tokens, decode_tokens) < 1:
         raise InputError(f"{count} windows of {prompt_tokens} + {decode_tokens} tokens: each must be at least 1")
     starts = [len(ids) * (n + 1) // (count + 1) for n in range(count)]

@@ -1,4 +1,4 @@
-"""The one question asked of a tokenizer; those of Hugging Face answer it."""
+"""The interface that prompts need of a tokenizer. Hugging Face's tokenizers have it."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def tokens(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 
 def beginning(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What the model expects before every text. Some (Llama) answer badly without their token for it."""
+    """Return the tokens that the model expects before every text. Some models (Llama) answer badly without theirs."""
     return tuple(tokenizer.encode("", add_special_tokens=True))

@@ -1,4 +1,4 @@
-"""Names for what is hidden. Different words of about the same length, so that prompts differ little in tokens."""
+"""City names for hidden facts: different words of about the same length, so that prompts differ little in tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m sglang_hybrid.commands.model`: print the directory of a model, making it if need be."""
+"""`python -m sglang_hybrid.commands.model`: print the directory of a model; the first call makes the directory."""
 
 import argparse
 import sys
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _prepare(options: argparse.Namespace) -> Path:
     if options.gguf is None and options.name is None:
         return prepare_default_model(options.cache_dir, _to_stderr)
-    from rich.console import Console  # here, so that the default model is found without it
+    from rich.console import Console  # imported here, so that the default model is found without rich
 
     console = Console(stderr=True)
     if options.gguf is not None:

@@ -33,7 +33,7 @@ _ATTENTION_BIASES = {
 @dataclass(frozen=True)
 class Architecture:
     key: str  # general.architecture of the GGUF, the prefix of its fields, and Hugging Face's model_type
-    title: str  # in messages
+    title: str  # the name in messages
     model_class: str
     dtype: str  # of the converted weights
     permutes_rotary: bool  # llama.cpp moved the rows of q and k (see gguf_weights.undo_rotary_permutation)
@@ -41,7 +41,7 @@ class Architecture:
     fixed_config: Mapping[str, Any] = field(default_factory=dict)  # what the GGUF does not say, because it never varies
 
     def hugging_face_name(self, name: str) -> str | None:
-        """The name of a GGUF's tensor in Hugging Face's model. None: this architecture has no such tensor."""
+        """Return Hugging Face's name of a GGUF's tensor, or None if this architecture has no such tensor."""
         if name in _WHOLE_MODEL_NAMES:
             return _WHOLE_MODEL_NAMES[name]
         if name.startswith("blk."):
@@ -55,8 +55,8 @@ LLAMA = Architecture(
     key="llama",
     title="Llama",
     model_class="LlamaForCausalLM",
-    # Full precision: a CPU host serves float32, dequantised values do not fit bfloat16 exactly, and what one reads in
-    # the config is what one gets. A GPU host asks for less with --dtype.
+    # Full precision: a CPU host serves float32, dequantised values do not fit bfloat16 exactly, and the dtype in the
+    # config is the dtype that is served. A GPU host asks for less with --dtype.
     dtype="float32",
     permutes_rotary=True,
     layer_names=_LAYER_NAMES,
@@ -82,7 +82,7 @@ ARCHITECTURES = {architecture.key: architecture for architecture in (LLAMA, QWEN
 
 
 def architecture_of(fields: GgufMetadata) -> Architecture:
-    """Raises DefaultModelError for a model that the converter does not know."""
+    """Return the architecture of a GGUF. Raise DefaultModelError for a model that the converter does not know."""
     key = fields.text("general.architecture")
     if key not in ARCHITECTURES:
         known = " and ".join(repr(name) for name in ARCHITECTURES)

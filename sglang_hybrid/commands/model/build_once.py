@@ -54,7 +54,7 @@ def build_once(target: Path, identity: Identity, build: Callable[[Path], None], 
 
 
 def is_complete(target: Path, identity: Identity) -> bool:
-    """Whether `target` was built for `identity` and still has every file at its full size."""
+    """Return True if `target` was built for `identity` and still has every file at its full size."""
     try:
         marker = json.loads((target / MARKER).read_text(encoding="utf-8"))
         return bool(marker["identity"] == identity) and all(
@@ -96,7 +96,7 @@ def _refuse_to_replace_a_foreign_directory(target: Path) -> None:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Only under the lock: no other process can then be working in one of these."""
+    """Remove directories of interrupted builds. Hold the lock, so that no other process works in one of them."""
     for kind in ("building", "replaced"):
         for path in target.parent.glob(f".{escape(target.name)}.{kind}-*"):
             shutil.rmtree(path)

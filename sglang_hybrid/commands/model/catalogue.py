@@ -1,4 +1,4 @@
-"""Models that can be named instead of giving a directory."""
+"""The models that a user can name in place of a directory."""
 
 import difflib
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ CATALOGUE = {model.name: model for model in (SMOLLM2, QWEN_CODER)}
 
 
 def known_model(name: str) -> KnownModel:
-    """Raises DefaultModelError for a name that is not in the catalogue."""
+    """Return the model of this name. Raise DefaultModelError for a name that is not in the catalogue."""
     if name in CATALOGUE:
         return CATALOGUE[name]
     near = difflib.get_close_matches(name, CATALOGUE, n=1)
@@ -55,5 +55,5 @@ def known_model(name: str) -> KnownModel:
 
 
 def is_model_name(text: str) -> bool:
-    """Whether ``--model-path text`` means a model of the catalogue: a directory of that name comes first."""
+    """Return True if ``--model-path text`` means a model of the catalogue. A directory of that name comes first."""
     return text in CATALOGUE and not Path(text).is_dir()

@@ -1,4 +1,4 @@
-"""Room on the disk, checked before anything is written."""
+"""Checks the free disk space before anything is written."""
 
 import shutil
 from pathlib import Path

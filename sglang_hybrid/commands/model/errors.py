@@ -1,4 +1,4 @@
-"""The one exception of this package; its text is meant for the person at the terminal."""
+"""The one exception of this package. Its text is meant for the person at the terminal."""
 
 
 class DefaultModelError(RuntimeError):

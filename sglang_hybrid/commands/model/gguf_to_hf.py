@@ -34,9 +34,10 @@ TOKENIZER_AND_CONFIG_BYTES = 16 << 20  # generous: the tokenizer of a vocabulary
 
 
 def convert_gguf(gguf: Path, out: Path, console: Console) -> None:
-    """Write config, weights and tokenizer into the existing directory `out`; `console` shows how far it is.
+    """Write config, weights and tokenizer into the existing directory `out`; `console` shows the progress.
 
-    Everything that can be refused is refused before the first byte is written.
+    Raise DefaultModelError for a GGUF that cannot be converted. Fields, tensor names, shapes and disk space are checked
+    before the first byte is written.
     """
     try:
         reader = GGUFReader(gguf)

@@ -1,4 +1,4 @@
-"""The byte-level BPE tokenizer of a GGUF as the two tokenizer files of a Hugging Face directory."""
+"""Writes the byte-level BPE tokenizer of a GGUF as the two tokenizer files of a Hugging Face directory."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def write_tokenizer(fields: GgufMetadata, context_length: int, out: Path) -> Non
 
 
 def check_tokenizer_is_supported(fields: GgufMetadata) -> None:
-    """Raise rather than write a tokenizer that splits text differently from the one the model was trained with."""
+    """Raise DefaultModelError if the rebuilt tokenizer would split text differently from the model's own one."""
     model = fields.text("tokenizer.ggml.model")
     if model != "gpt2":
         raise DefaultModelError(
@@ -64,7 +64,7 @@ def _qwen2_words() -> Any:
 
 @dataclass(frozen=True)
 class _TextSplit:
-    """How text is cut before BPE, and normalised before that."""
+    """How text is normalised, and then cut into pieces for BPE."""
 
     pre_tokenizer: Callable[[], Any]
     normalizer: Callable[[], Any] | None = None
@@ -92,7 +92,7 @@ def _rebuild(fields: GgufMetadata) -> Any:
         tokenizer.normalizer = split.normalizer()
     tokenizer.pre_tokenizer = split.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
-    # Both are matched whole in the input; only control tokens disappear when text is decoded for people.
+    # Both kinds are matched whole in the input. Only control tokens disappear when text is decoded for people.
     tokenizer.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t, k in by_kind if k == CONTROL_TOKEN]
     )

@@ -1,4 +1,4 @@
-"""Values of a GGUF's tensors as Hugging Face's model wants them, in pieces that fit in memory."""
+"""Reads the values of a GGUF's tensors, in Hugging Face's order and in pieces that fit in memory."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,16 +11,16 @@ from sglang_hybrid.commands.model.errors import DefaultModelError
 
 Weights = npt.NDArray[np.float32]
 
-_PIECE_WEIGHTS = 1 << 24  # 64 MiB as float32; rounding to bfloat16 holds a few copies of that
+_PIECE_WEIGHTS = 1 << 24  # 64 MiB as float32; rounding to bfloat16 needs a few copies of a piece
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
-    """Rows first, as in torch; a GGUF names the fastest dimension first."""
+    """Return the shape with rows first, as in torch. A GGUF names the fastest dimension first."""
     return tuple(int(size) for size in reversed(tensor.shape))
 
 
 def pieces(tensor: Any, rotary_heads: int | None) -> Iterator[Weights]:
-    """The values in row order. ``rotary_heads``: llama.cpp permuted the rows of that many heads, which is undone."""
+    """Yield the values in row order. ``rotary_heads``: undo llama.cpp's permutation of the rows of so many heads."""
     if rotary_heads is not None:
         yield undo_rotary_permutation(_values(tensor, tensor.data), rotary_heads)
         return
@@ -41,7 +41,7 @@ def undo_rotary_permutation(weights: Weights, heads: int) -> Weights:
 
 
 def to_bfloat16(weights: Weights) -> npt.NDArray[np.uint16]:
-    """The upper half of each float32, rounded to nearest and ties to even. For finite values, as weights are."""
+    """Return the upper half of each float32, rounded to nearest, ties to even. Values must be finite."""
     bits = np.ascontiguousarray(weights).view(np.uint32)
     rounded: npt.NDArray[np.uint16] = ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype(np.uint16)
     return rounded

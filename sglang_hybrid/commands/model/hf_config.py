@@ -1,4 +1,4 @@
-"""config.json and generation_config.json, from the fields of a GGUF."""
+"""Makes config.json and generation_config.json from the fields of a GGUF."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from sglang_hybrid.commands.model.gguf_metadata import GgufMetadata
 
 
 def model_config(fields: GgufMetadata, architecture: Architecture, has_own_head: bool) -> dict[str, Any]:
-    """``has_own_head``: the output projection is a tensor of its own, not the embedding table once more."""
+    """Return config.json. ``has_own_head``: the output projection is a tensor of its own, not the embedding table."""
     key = architecture.key
     hidden_size = fields.integer(f"{key}.embedding_length")
     heads = fields.integer(f"{key}.attention.head_count")
@@ -39,7 +39,10 @@ def model_config(fields: GgufMetadata, architecture: Architecture, has_own_head:
 
 
 def generation_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Token ids only. Padding ends a text too: Qwen2 pads with the token that ends a document outside of a chat."""
+    """Return generation_config.json with token ids only.
+
+    Padding ends a text too: Qwen2 pads with the token that ends a document outside of a chat.
+    """
     eos_id, pad_id = config["eos_token_id"], config["pad_token_id"]
     return {
         "bos_token_id": config["bos_token_id"],
@@ -49,5 +52,5 @@ def generation_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shortest_decimal(value: float) -> float:
-    """GGUF stores float32; 1e-05 must not become 9.999999747378752e-06 on the way to JSON."""
+    """Return the shortest decimal of a float32 of a GGUF: 1e-05 must not become 9.999999747378752e-06 in JSON."""
     return float(str(np.float32(value)))

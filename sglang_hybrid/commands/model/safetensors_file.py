@@ -1,4 +1,4 @@
-"""A safetensors file, written as its values are computed, so that no more than a piece of them is in memory.
+"""Writes a safetensors file while its values are computed, so that only a piece of the values is in memory.
 
 8 bytes     length of the header, little-endian
 header      JSON: for each tensor its dtype, shape and place among the values; padded with spaces to 8 bytes
@@ -23,7 +23,7 @@ def bytes_per_weight(dtype: str) -> int:
 def write_safetensors(
     path: Path, dtype: str, shapes: Mapping[str, tuple[int, ...]], pieces: Iterable[npt.NDArray[Any]]
 ) -> None:
-    """``pieces``: the values of all tensors in the order of ``shapes``, already in ``dtype``, cut anywhere."""
+    """Write the file. ``pieces``: values of all tensors in the order of ``shapes``, in ``dtype``, cut anywhere."""
     code, itemsize = _DTYPES[dtype]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists on the format
     end = 0

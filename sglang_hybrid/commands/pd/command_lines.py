@@ -1,4 +1,4 @@
-"""The three command lines of a disaggregated set on one machine: what ``sglang-hybrid pd`` starts."""
+"""Makes the three command lines that ``sglang-hybrid pd`` starts: prefill, decode and router on one machine."""
 
 from __future__ import annotations
 
@@ -9,44 +9,45 @@ from dataclasses import dataclass
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.integration import BACKEND_NAME
 
-# of both instances, unless the user's environment says otherwise
+# environment of both instances, unless the user's environment has other values
 ENVIRONMENT = {
     "MOONCAKE_PROTOCOL": "tcp",  # mooncake without RDMA
     "MC_FORCE_TCP": "1",
-    # pages of a request that is aborted half-way are kept until the prefill instance says that it writes no more
+    # The pages of an aborted request are kept until the prefill instance reports that it writes to them no more.
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE": "1",
-    # seconds: an instance that computes a long prompt is not ill. The router waits longer, see below.
+    # seconds: an instance that computes a long prompt answers late and is healthy. The router waits longer, see below.
     "SGLANG_HEALTH_CHECK_TIMEOUT": "50",
-    # seconds, 300 by default: without a GPU requests wait longer than that behind a few long prompts. An instance that
-    # died is found out by its heartbeat.
+    # seconds, 300 by default: without a GPU requests wait longer than 300 s behind a few long prompts. An instance that
+    # died is detected by its missing heartbeat.
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "1800",
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "1800",
 }
 LOOPBACK = "127.0.0.1"
 # The other instance, the router and the worker need the core that an idle scheduler would spin on. A chunk of a long
-# prompt takes minutes if others compute too, and after 300 s SGLang takes itself for stuck and ends.
+# prompt takes minutes if other processes compute too, and after 300 s SGLang's watchdog takes the server for stuck and
+# ends it.
 WITHOUT_GPU = ("--device", "cpu", "--sleep-on-idle", "--watchdog-timeout", "1800")
 
 
 def environment_beside(users: Mapping[str, str]) -> dict[str, str]:
-    """What of ENVIRONMENT the user's does not say."""
+    """Return the variables of ENVIRONMENT that the user's environment does not set."""
     return {name: value for name, value in ENVIRONMENT.items() if name not in users}
 
 
 @dataclass(frozen=True)
 class Ports:
-    """Where everybody listens, all on loopback but the router."""
+    """Ports of all processes. Only the router's host can be chosen; all other ports are on loopback."""
 
     router: int
     prefill: int
     decode: int
-    bootstrap: int  # where decode instances learn of the prefill instance
+    bootstrap: int  # where decode instances find the prefill instance
     metrics: int  # of the router
 
 
 @dataclass(frozen=True)
 class Flags:
-    """What is added to the command lines, last and so with the last word."""
+    """Flags that are added at the end of the command lines, where they override the flags before them."""
 
     both: Sequence[str] = ()
     prefill: Sequence[str] = ()
@@ -55,9 +56,12 @@ class Flags:
 
 
 def prefill(ports: Ports, flags: Flags, gpu: bool) -> list[str]:
-    """Stock SGLang. Pages must be as large as the decode instance's, whose blocks they become."""
-    # without a GPU: SGLang sizes its pool by all of the machine's memory, and its overlapped prefill wants CUDA events;
-    # the dtype is what our plugin gives the decode instance there
+    """Return the command line of the prefill instance, which is stock SGLang.
+
+    Its pages must be as large as the decode instance's, whose blocks they become.
+    """
+    # Without a GPU, SGLang sizes its pool by all of the machine's memory, and its overlapped prefill needs CUDA events.
+    # The dtype is the one that our plugin gives the decode instance on such a host.
     on_cpu = (
         "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "16384",
         "--disable-overlap-schedule",
@@ -87,9 +91,9 @@ def router(host: str, ports: Ports, flags: Flags) -> list[str]:
         "--host", host, "--port", str(ports.router),
         "--prometheus-host", LOOPBACK, "--prometheus-port", str(ports.metrics),
         "--policy", "round_robin", "--log-level", "warn",
-        # a request that failed half-way is the client's to repeat: it may have been answered in part
+        # Only the client may repeat a request that failed half-way: a part of the answer may have been sent.
         "--disable-retries",
-        # an instance that is busy with a long prompt answers late
+        # seconds: an instance that is busy with a long prompt answers late
         "--health-check-timeout-secs", "60",
         *flags.router,
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""``sglang-hybrid pd``: start prefill, decode and router, say where, end them together."""
+"""``sglang-hybrid pd``: start prefill, decode and router, print the router's URL, end all three together."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REFUSED, FAILED = 2, 1  # exit statuses
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status: 0 after Ctrl-C or SIGTERM, 2 for what cannot be served, 1 for an instance that failed."""
+    """Return the exit status: 0 after Ctrl-C or SIGTERM, 2 for flags that are refused, 1 for a process that failed."""
     Interrupts()  # raises Interrupted, once
     try:
         options, more = _parser().parse_known_args(argv)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(options: argparse.Namespace, flags: Flags) -> None:
-    """Raises Refused for what cannot be served."""
+    """Raise Refused if a port, a package, the log directory, the settings or the model cannot be used."""
     if not options.dry_run:
         check_port(options.host, options.port)
         for package in ("mooncake", "sglang_router"):
@@ -122,7 +122,7 @@ def _start(
 
 
 def _watch(run: Run, console: Console, refused: list[str]) -> None:
-    """Show what runs. Raises Ended when a process is gone."""
+    """Show the running requests until a process ends, then raise Ended. ``refused`` gets the refusals until now."""
     progress = Progress(console)
     processes = [os.pidfd_open(child.process.pid) for child in run.children]
     refused += [event.sentence for event in run.events.read() if isinstance(event, events.Refused)]
@@ -166,7 +166,7 @@ def _free_ports(count: int) -> list[int]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sglang-hybrid pd",
-        allow_abbrev=False,  # what is not ours is SGLang's
+        allow_abbrev=False,  # unknown flags are SGLang's
         description="Prefill, decode and router on this machine, with the default model unless --model-path names "
         "another (see sglang-hybrid model --help). Flags that are not listed here go to both SGLang instances.",
     )

@@ -1,4 +1,4 @@
-"""Processes that live and end together: started, watched, ended with everything below them."""
+"""Processes that run together: wait until they are ready, and end them with the processes that they started."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _STOP_SECONDS = 6  # SGLang's disaggregated instances wait 20 s for schedulers t
 
 
 class ServerProcess(ChildProcess):
-    """A child process that can be asked to end, and is killed with its whole session if it does not."""
+    """A child process that is asked to end by SIGTERM, and is killed with its process group if it does not."""
 
     def ask_to_end(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
 
     def end(self, deadline: float) -> None:
-        """Wait until ``deadline`` (of time.monotonic), then kill what is left of it and of what it started."""
+        """Wait for the process until ``deadline`` (of time.monotonic), then kill the rest of its process group."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, deadline - time.monotonic()))
         with contextlib.suppress(ProcessLookupError):
@@ -33,7 +33,7 @@ class ServerProcess(ChildProcess):
 
 
 def end_all(members: Sequence[ServerProcess]) -> None:
-    """The last one started first, so that nobody is sent what nobody can serve."""
+    """End all processes, the last one started first, so that no process sends requests to one that has ended."""
     for member in reversed(members):
         member.ask_to_end()
     deadline = time.monotonic() + _STOP_SECONDS
@@ -42,18 +42,21 @@ def end_all(members: Sequence[ServerProcess]) -> None:
 
 
 def wait_until(members: Sequence[ChildProcess], ready: Callable[[], bool], seconds: float, what: str) -> None:
-    """Raises Ended when one of ``members`` is gone, TimeoutError after ``seconds``."""
+    """Wait until ``ready()``. Raise Ended if one of ``members`` has ended, TimeoutError after ``seconds``.
+
+    ``what``: beginning of the TimeoutError's message.
+    """
     deadline = time.monotonic() + seconds
     while not ready():
         for member in members:
             member.check()
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} after {seconds:.0f} s; logs: {', '.join(str(one.log) for one in members)}")
-        time.sleep(0.5)  # no event to wait for: other programs start
+        time.sleep(0.5)  # other programs start, and there is no event to wait for
 
 
 def get(url: str) -> bytes | None:
-    """What is there, if it is there and says that all is well."""
+    """Return the body at ``url``, or None if there is no reply within 10 s or its status is not 200."""
     try:
         with urllib.request.urlopen(url, timeout=10) as reply:
             return bytes(reply.read()) if reply.status == 200 else None

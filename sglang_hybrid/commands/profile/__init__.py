@@ -1,1 +1,1 @@
-"""``sglang-hybrid profile``: finds out, for one model and budget, what the settings of policy scout should be."""
+"""``sglang-hybrid profile``: finds the best settings of policy scout for one model and one budget."""

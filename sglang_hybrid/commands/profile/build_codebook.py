@@ -1,9 +1,10 @@
 """``sglang-hybrid profile --codebook``: codebooks of a model's keys, for policy hcattention.
 
-The KV pool holds keys after rotation, so that is what is quantised. Rotation turns each channel with the position: slow
-channels take values at the end of a context that they never have at its beginning, so keys are recorded at positions
-from all over the context, and a codebook has to hold what one before rotation would not. Groups are neighbouring
-channels, as in the paper. Groups of the two channels that rotate together were tried and are no better.
+The KV pool holds keys after rotation, so rotated keys are quantised. Rotation turns each channel with the position:
+slow channels take values at the end of a context that they never have at its beginning. So keys are recorded at
+positions from all over the context, and a codebook has to hold values that a codebook of keys before rotation would
+not. Groups are neighbouring channels, as in the paper. Groups of the two channels that rotate together were tried and
+are no better.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class CodebookPlan:
     shared: bool
 
     def check(self, head_dim: int, samples: int) -> None:
-        """``samples``: keys of a KV head. Raises InputError."""
+        """Raise InputError if these codebooks cannot be fitted. ``samples``: number of keys of a KV head."""
         if not 1 <= self.groups <= head_dim or head_dim % self.groups:
             raise InputError(f"--groups {self.groups}: {head_dim} channels cannot be cut into so many equal groups")
         if not 2 <= self.centroids <= MOST_CENTROIDS:
@@ -57,7 +58,7 @@ class CodebookPlan:
 
 @dataclass(frozen=True)
 class Made:
-    """Codebooks and how well they quantise keys of text that they were not fitted on, of each layer."""
+    """Codebooks, and for each layer the relative error of keys of a text that they were not fitted on."""
 
     codebooks: Codebooks
     errors: list[float]
@@ -76,8 +77,8 @@ class Made:
 
 
 def make_codebooks(options: argparse.Namespace, notes: dict[str, object], console: Console) -> Made:
-    """Raises InputError, ConfigError or ProfileError for what a person can change."""
-    cluster = minibatch_kmeans()  # what is missing is said before a model is loaded
+    """Fit codebooks of a model. Raise InputError, ConfigError or ProfileError for what the user can change."""
+    cluster = minibatch_kmeans()  # a missing package is reported before the model is loaded
     console.print("loading the model")
     session = ModelSession(session_flags(options, options.hybrid))
     model, longest = identity(session.runner), session.model_config.context_len
@@ -118,7 +119,10 @@ def fit_codebooks(
     cluster: Cluster,
     done: Callable[[], None],
 ) -> Made:
-    """keys and unseen: of each layer ``[KV heads, tokens, head_dim]``; errors are those of ``unseen``."""
+    """Fit on keys and measure errors on unseen, both of each layer ``[KV heads, tokens, head_dim]``.
+
+    ``done`` is called after each codebook.
+    """
     facts = CodebookFacts(
         model=model, groups=plan.groups, centroids=plan.centroids, shared=plan.shared, notes=dict(notes)
     )
@@ -133,7 +137,7 @@ def fit_codebooks(
 
 
 def _decoded(quantised: QuantisedKeys, layer: int, keys: torch.Tensor) -> torch.Tensor:
-    """What quantised keys ``[KV heads, tokens, head_dim]`` stand for."""
+    """Return keys ``[KV heads, tokens, head_dim]`` after quantisation, in the same shape."""
     codes = quantised.encode(layer, keys.float().transpose(0, 1).unsqueeze(2))  # [tokens, KV heads, 1, bytes]
     indices = quantised.indices(codes).squeeze(2).permute(1, 2, 0).to(torch.int64)  # [KV heads, groups, tokens]
     tables = quantised.tables(layer)

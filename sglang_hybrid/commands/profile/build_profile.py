@@ -1,4 +1,4 @@
-"""All steps of a profile, in order, with one progress bar over all of them."""
+"""Makes a profile: runs all steps in order, with one progress bar over all of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ WITHOUT_RECALL, WITH_RECALL = "without recall", "with recall at the profiled int
 
 
 def make_profile(options: argparse.Namespace, notes: dict[str, object], console: Console) -> tuple[Profile, Path]:
-    """Raises InputError, ConfigError or ProfileError for what a person can change."""
+    """Make a profile and save it. Return the profile and its path.
+
+    Raise InputError, ConfigError or ProfileError for what the user can change.
+    """
     served = [*options.hybrid, f"budget_tokens={options.budget}"]
     config = load_config(None, [*served, f"scout.target_cpu_ratio={options.beta}"])
     console.print("loading the model")
@@ -67,7 +70,7 @@ def make_profile(options: argparse.Namespace, notes: dict[str, object], console:
 
 
 def _prefill(session: ModelSession, prompts: Sequence[Sequence[int]], bar: Steps) -> Prefilled:
-    """Advances ``bar`` by the tokens of all prompts, layer by layer: the longest prompts take minutes."""
+    """Prefill, and advance ``bar`` by the tokens of all prompts, layer by layer: the longest prompts take minutes."""
     tokens = sum(map(len, prompts))
     return session.prefill(prompts, lambda part: bar.advance(part * tokens))
 
@@ -99,7 +102,7 @@ def _check_lengths(options: argparse.Namespace, session: ModelSession, config: H
 # -- the predictor -----------------------------------------------------------------------------------------------------
 
 
-# and the order of the keys' channels, and their skew
+# by layer: the fitted predictor, the order of the keys' channels, the skew of the keys
 Fitted = tuple[dict[int, LayerCalibration], dict[int, torch.Tensor], dict[int, torch.Tensor]]
 
 
@@ -157,7 +160,7 @@ def _facts(
 
 
 def _prompts(texts: Sequence[Kind], options: argparse.Namespace) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Prompt and what follows, from windows of text glued together: kinds in turn, as traffic is mixed."""
+    """Return prompts and the tokens behind each, from joined windows. Kinds take turns, as traffic is mixed."""
     length = options.prompt_tokens + options.steps
     pairs = []
     for number in range(options.prompts):
@@ -222,10 +225,10 @@ def _decode(
 def _watch_costs(
     session: ModelSession, budget: Budget, model: ModelIdentity
 ) -> tuple[ShareCosts, dict[int, float], Callable[[], None]]:
-    """For the decode that follows: what least shares cost, each layer's mean squared input, and what ends that."""
+    """Watch the next decode: return costs of least shares, squared norms of inputs, and a function that ends this."""
     layers = DecoderLayers(session.model)
     projections = {layer: layers.output_projection(layer) for layer in layers.ids}
-    norms: dict[int, float] = dict.fromkeys(layers.ids, 0.0)  # a sum does as well as a mean: all have as many steps
+    norms: dict[int, float] = dict.fromkeys(layers.ids, 0.0)  # sums do as well as means: all have as many steps
 
     def watch(layer: int, inputs: torch.Tensor, _positions: torch.Tensor, _batch: object) -> None:
         norms[layer] += float(inputs.float().square().sum(dim=1).mean())
@@ -235,7 +238,7 @@ def _watch_costs(
 
 
 def _budget(config: HybridConfig, model: ModelIdentity) -> Budget:
-    group = model.query_heads // model.kv_heads  # whose shares of attention a score adds up
+    group = model.query_heads // model.kv_heads  # query heads whose shares of attention a score adds up
     least = config.scout.min_miss_attention
     share = 0.0 if least == "auto" else float(least)
     min_miss_score = math.log(share * group) if share else -math.inf
@@ -243,7 +246,7 @@ def _budget(config: HybridConfig, model: ModelIdentity) -> Budget:
 
 
 def _with_share(budget: Budget, config: HybridConfig, model: ModelIdentity, share: float) -> Budget:
-    """As the layer will be served: by its own share, unless the settings name one for all."""
+    """Return a layer's budget as it is served: with its own least share, unless the settings name one for all."""
     if config.scout.min_miss_attention != "auto":
         return budget
     min_miss_score = math.log(share * (model.query_heads // model.kv_heads))
@@ -259,7 +262,7 @@ def _ratios(
     bar: Steps,
     cost: float,
 ) -> list[list[float]]:
-    """CPU compute ratio of each layer at each step, by the policy as it is served."""
+    """Decode with the policy as it is served, and return the CPU compute ratio ``[layers][steps]``."""
     seen: list[list[float]] = [[] for _ in range(profile.facts.model.layers)]
     session.use(config.with_section(msgspec.structs.replace(config.scout, recall_adapt=False)), profile)
     session.watch_ratio(lambda layer, ratio: seen[layer].append(round(ratio, 4)))

@@ -1,6 +1,6 @@
 """K-means over parts of keys: scikit-learn's MiniBatchKMeans with the settings of HCAttention's section 4.1.
 
-Where each channel is a group of its own, points are numbers, and sorting does what distances do elsewhere.
+If each channel is a group of its own, points are numbers, and sorting replaces the computation of distances.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Cluster = Callable[[torch.Tensor, int], torch.Tensor]  # points [n, channels], n
 
 
 def minibatch_kmeans() -> Cluster:
-    """Raises InputError where scikit-learn is missing."""
+    """Return the function that clusters points. Raise InputError if scikit-learn is missing."""
     try:
         from sklearn.cluster import MiniBatchKMeans
         from sklearn.exceptions import ConvergenceWarning
@@ -32,10 +32,11 @@ def minibatch_kmeans() -> Cluster:
     def cluster(points: torch.Tensor, number: int) -> torch.Tensor:
         if points.shape[1] == 1:
             return means_of_numbers(points.flatten().float(), number).unsqueeze(1)
-        # k-means++ takes time with the points that it chooses from: three for each centroid are scikit-learn's least
+        # The time of k-means++ grows with the points that it chooses from: scikit-learn's least are three per centroid.
         means = MiniBatchKMeans(number, batch_size=_BATCH, max_iter=_ITERATIONS, init_size=3 * number, random_state=0)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct points than centroids: some are equal
+            # with fewer distinct points than centroids some centroids are equal
+            warnings.simplefilter("ignore", ConvergenceWarning)
             means.fit(points.float().numpy())
         return torch.from_numpy(means.cluster_centers_).float()
 
@@ -43,19 +44,19 @@ def minibatch_kmeans() -> Cluster:
 
 
 def means_of_numbers(points: torch.Tensor, number: int) -> torch.Tensor:
-    """K-means of ``[n]`` points, from quantiles on: ``[number]`` centroids, ascending."""
+    """Return the ``[number]`` centroids of ``[n]`` points, ascending: k-means that starts from quantiles."""
     ordered = points.sort().values
     sums = torch.cat((ordered.new_zeros(1, dtype=torch.float64), ordered.double().cumsum(0)))
     first = torch.linspace(0, len(ordered) - 1, number).round().long()
     means = ordered[first]
     for _ in range(_ITERATIONS):
-        # of centroid i are the points between the middles to its neighbours
+        # The points of centroid i are those between the middles to its neighbours.
         ends = torch.searchsorted(ordered, (means[1:] + means[:-1]) / 2)
         begin = torch.cat((ends.new_zeros(1), ends))
         end = torch.cat((ends, ends.new_tensor([len(ordered)])))
         count = end - begin
         moved = ((sums[end] - sums[begin]) / count.clamp(min=1)).float()
-        moved = torch.where(count > 0, moved, means).sort().values  # who has no point stays
+        moved = torch.where(count > 0, moved, means).sort().values  # a centroid without points stays
         if torch.equal(moved, means):
             break
         means = moved
@@ -65,7 +66,7 @@ def means_of_numbers(points: torch.Tensor, number: int) -> torch.Tensor:
 def codebook_of(
     keys: torch.Tensor, groups: int, centroids: int, *, shared: bool, cluster: Cluster, done: Callable[[], None]
 ) -> torch.Tensor:
-    """Of one layer: keys ``[KV heads, tokens, head_dim]`` -> ``[KV heads, groups or 1, centroids, channels]``.
+    """Fit one layer: keys ``[KV heads, tokens, head_dim]`` -> ``[KV heads, groups or 1, centroids, channels]``.
 
     ``done`` is called after each codebook.
     """
@@ -80,11 +81,11 @@ def codebook_of(
 
 
 def codebooks_to_fit(kv_heads: int, groups: int, *, shared: bool) -> int:
-    """In each layer."""
+    """Return the number of codebooks of each layer."""
     return kv_heads * (1 if shared else groups)
 
 
 def relative_error(keys: torch.Tensor, decoded: torch.Tensor) -> float:
-    """Squared error of quantised keys as a share of their variance; both ``[KV heads, tokens, head_dim]``."""
+    """Return the squared error as a share of the keys' variance; both tensors ``[KV heads, tokens, head_dim]``."""
     spread = (keys - keys.mean(dim=1, keepdim=True)).square().sum()
     return float((keys - decoded).square().sum() / spread)

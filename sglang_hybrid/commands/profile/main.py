@@ -1,4 +1,4 @@
-"""``sglang-hybrid profile``."""
+"""``sglang-hybrid profile``: make a profile of a model, or codebooks of its keys."""
 
 from __future__ import annotations
 

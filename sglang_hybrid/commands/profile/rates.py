@@ -1,4 +1,4 @@
-"""This host's rates: reading, block attention, and gathering over PCIe where there is a GPU."""
+"""Measures this host's rates: reading memory, block attention, and copies over PCIe if there is a GPU."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sglang_hybrid.policies.scout.profile import HostRates
 from sglang_hybrid.protocol.region import SharedRegion
 
 _POOL_BYTES = 512 << 20
-_BLOCKS = 8  # per list, as a server's misses come
+_BLOCKS = 8  # per list, as in a server's lists of misses
 _ROWS = 64
 _SECONDS = 1.0
 
 
 def measure_rates(kv_heads: int, group: int, head_dim: int, dtype: torch.dtype, model: torch.dtype) -> HostRates:
-    """For blocks of the model's shape at random places, of ``dtype``. Takes a few seconds."""
+    """Measure with blocks of the model's shape and of ``dtype``, at random places. This takes a few seconds."""
     threads = len(os.sched_getaffinity(0))
     block_bytes = BLOCK_TOKENS * head_dim * dtype.itemsize
     pages = _POOL_BYTES // (2 * kv_heads * block_bytes)
@@ -63,7 +63,7 @@ def _attention_rate(local: LocalAttention, geometry: Geometry, dtype: torch.dtyp
 
 
 def transfer_rate(source: torch.Tensor) -> float:
-    """GB/s of copies of pinned memory to the GPU, an upper bound for the gather. Copies half of ``source``."""
+    """Return the GB/s of a copy of half of ``source``, pinned, to the GPU. This is an upper bound for the gather."""
     pinned = source[: len(source) // 2].contiguous().pin_memory()
     target = torch.empty_like(pinned, device="cuda")
     target.copy_(pinned, non_blocking=True)

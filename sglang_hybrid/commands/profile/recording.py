@@ -1,7 +1,7 @@
-"""Decodes exactly, and writes down what policy ``scout`` would have looked at.
+"""Decodes exactly, and records the scores and shares of attention that policy ``scout`` depends on.
 
 One exact decode is enough: what any bonus and any interval would have selected follows from the scores of the blocks,
-and what it would have missed follows from their true shares of attention (``simulation``).
+and what they would have missed follows from the blocks' true shares of attention (``simulation``).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from sglang_hybrid.policies.full import FullPolicy
 
 
 class RecordingPolicy(FullPolicy):
-    """Scores by the predicted query where a layer is announced, by the real one where it is not."""
+    """Full attention that records scores: by the predicted query after a call of ``ahead``, else by the real query."""
 
     def __init__(self, costs: ShareCosts | None = None) -> None:
-        """``costs`` are told of every step what blocks contribute to it."""
+        """``costs``: gets the contribution of every block to attention at every step."""
         self._costs = costs
         self._scores: dict[int, list[torch.Tensor]] = {}
         self._real_scores: dict[int, list[torch.Tensor]] = {}
@@ -30,7 +30,7 @@ class RecordingPolicy(FullPolicy):
         self._rows = RowCopies()
 
     def ahead(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> None:
-        # now, as policy scout does it: the new token is not in the tail's digest yet
+        # Scored now, as policy scout does: the new token is not in the tail's digest yet.
         self._ahead[cache.layer] = self._score(query, cache, batch, scale)
 
     def decode(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:

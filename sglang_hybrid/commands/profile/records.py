@@ -1,4 +1,4 @@
-"""What one exact decode leaves behind for ``simulation`` and ``share_costs``."""
+"""The data of one exact decode that ``simulation`` and ``share_costs`` work on."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One layer over all steps, padded to the blocks of the longest row."""
+    """Scores and attention of one layer at all decode steps, padded to the number of blocks of the longest row."""
 
-    scores: torch.Tensor  # [steps, rows, KV heads, blocks], of the predicted query
-    real_scores: torch.Tensor  # likewise, of the real one: they say what becomes resident
-    shares: torch.Tensor  # likewise: attention that the block gets with the real query, mean over the query heads
-    counts: torch.Tensor  # [steps, rows] blocks
+    scores: torch.Tensor  # [steps, rows, KV heads, blocks], by the predicted query
+    real_scores: torch.Tensor  # same shape, by the real query: they choose what becomes resident
+    shares: torch.Tensor  # same shape: a block's share of the real query's attention, mean over the query heads
+    counts: torch.Tensor  # [steps, rows] number of blocks
 
 
 @dataclass(frozen=True)
 class BlockParts:
-    """What each block contributes to an exact attention."""
+    """The contribution of each block to exact attention."""
 
-    shares: torch.Tensor  # [rows, KV heads, group, blocks]
+    shares: torch.Tensor  # [rows, KV heads, group, blocks], of each query head's attention
     outputs: torch.Tensor  # [rows, KV heads, group, blocks, value dim], the sum over blocks is the attention's output

@@ -1,4 +1,4 @@
-"""Rows of the host pool, kept on the device while one decode over them is recorded."""
+"""Copies of rows of the host pool, kept on the device while one decode of these rows is recorded."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import torch
 from sglang_hybrid.core import LayerCache
 from sglang_hybrid.policies.full import read_row
 
-_SPARE_TOKENS = 1024  # that a row may grow by before its copy is made anew
+_SPARE_TOKENS = 1024  # tokens by which a row may grow before its copy is allocated again
 
 
 class RowCopies:
-    """K and V of some rows in all layers. A step only reads the block that the last step wrote to, and what follows.
+    """K and V of some rows in all layers. Each step copies only the blocks with new tokens.
 
-    For rows that grow: one that begins anew needs another object.
+    Rows may only grow: use another object after a row was rewound or replaced.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, int]] = {}  # by layer and row: and length
+        # by layer and row: K, V and length in tokens
+        self._kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, int]] = {}
 
     def read(
         self, cache: LayerCache, row: int, pages: torch.Tensor, length: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like ``read_row``. ``row``: its number in the batch."""
+        """Return K and V of a row like ``read_row``, as views of the copies. ``row``: index of the row in the batch."""
         key, value, known = self._kept.get((cache.layer, row), (None, None, 0))
         first = known // cache.block_tokens
         start = first * cache.block_tokens

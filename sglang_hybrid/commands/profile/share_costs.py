@@ -1,6 +1,7 @@
-"""What it costs to leave misses out: how far a layer's output moves, for many least shares at once.
+"""Measures the cost of leaving misses out: how far a layer's output moves, for many least shares at once.
 
-Values are needed for that, which a recording does not keep: so it is found out while one exact decode runs.
+A least share is the smallest share of a KV head's attention with which a block counts as a miss. The cost depends on
+values, which a recording does not keep, so it is measured while one exact decode runs.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from sglang_hybrid.commands.profile.records import BlockParts
 from sglang_hybrid.commands.profile.simulation import Budget, best, best_of, with_leaving
 from sglang_hybrid.policies.scout.tuning import FIRST_STEPS
 
-# Least shares of a KV head's attention that are compared; with the last one there are no misses.
+# The least shares that are compared. With the last one there are no misses.
 SHARES = (*(1e-4 * 2 ** (n / 2) for n in range(17)), 1.0)
-_INTERVAL = 8  # of recalls, as bonuses are compared at it
+_INTERVAL = 8  # decode steps between two recalls, as where bonuses are compared
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Means over the steps of one layer."""
+    """Costs of one layer, as means over the steps. ``[shares]``: one value for each of SHARES."""
 
-    ratio: torch.Tensor  # [shares] CPU compute ratio where a share decides alone what is a miss
+    ratio: torch.Tensor  # [shares] CPU compute ratio if the share alone decides what is a miss
     moved: torch.Tensor  # [shares] squared change of the layer's attention, as it is added to the residual stream
-    not_sticky: float  # CPU compute ratio of all that is selected
+    not_sticky: float  # CPU compute ratio if all selected blocks that are not resident are misses
 
 
 class _Layer:
@@ -39,13 +40,13 @@ class _Layer:
 
 
 class ShareCosts:
-    """Residents as policy ``scout`` has them without a bonus."""
+    """Adds up the costs of least shares over steps. Resident blocks are those of policy ``scout`` without a bonus."""
 
     def __init__(self, budget: Budget, group: int, projections: Mapping[int, torch.Tensor]) -> None:
-        """``projections`` by layer, ``[hidden, query heads * value dim]``: from attention to the residual stream."""
+        """``projections`` by layer: ``[hidden, query heads * value dim]``, from attention to the residual stream."""
         self._budget = budget
         self._projections = projections
-        # a score adds up the shares of a group
+        # A score is the logarithm of the sum of the shares of a group's query heads.
         device = next(iter(projections.values())).device
         self._worth = torch.tensor([math.log(share * group) for share in SHARES], device=device)[:, None, None, None]
         self._layers: dict[int, _Layer] = {}
@@ -57,7 +58,7 @@ class ShareCosts:
     def add(
         self, layer: int, scores: torch.Tensor, real_scores: torch.Tensor, counts: torch.Tensor, parts: BlockParts
     ) -> None:
-        """One step: scores by both queries, ``[rows, KV heads, blocks]``, counts ``[rows]``."""
+        """Add one step: scores by predicted and real query ``[rows, KV heads, blocks]``, block counts ``[rows]``."""
         seen, budget = self._layers.setdefault(layer, _Layer(scores.device)), self._budget
         blocks = scores.shape[2]
         position = torch.arange(blocks, device=scores.device)
@@ -86,7 +87,7 @@ class ShareCosts:
         seen.counts = counts
 
     def _moved(self, layer: int, attended: torch.Tensor, parts: BlockParts) -> torch.Tensor:
-        """attended ``[shares, rows, KV heads, blocks]`` -> ``[shares]``."""
+        """Return the squared change of the output: attended ``[shares, rows, KV heads, blocks]`` -> ``[shares]``."""
         rows, heads, group, _, dim = parts.outputs.shape
         lists = attended.permute(1, 2, 0, 3).float()  # [rows, KV heads, shares, blocks]
         outputs = (lists @ parts.outputs.transpose(2, 3).flatten(3)).view(rows, heads, -1, group, dim)

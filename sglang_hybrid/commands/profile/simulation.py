@@ -1,4 +1,4 @@
-"""What policy ``scout`` would do on a recorded decode, for many bonuses and recall intervals at once."""
+"""Simulates policy ``scout`` on a recorded decode, for many bonuses and recall intervals at once."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from sglang_hybrid.policies.scout.tuning import FIRST_STEPS, beyond_selection
 @dataclass(frozen=True)
 class Choice:
     bonus: float
-    interval: int  # 0: never
-    min_miss_score: float | None = None  # instead of the budget's
+    interval: int  # decode steps between two recalls; 0: never
+    min_miss_score: float | None = None  # replaces the budget's; None: the budget's
 
 
 @dataclass(frozen=True)
 class Simulated:
     ratio: torch.Tensor  # [choices, steps] CPU compute ratio: misses over budget
-    missed: torch.Tensor  # [choices, steps] share of attention that is neither resident nor selected
-    unselected: torch.Tensor  # [choices, steps] share of attention that is not selected, resident or not
-    change: torch.Tensor  # [choices, steps] part of the selection that the step before did not have
+    missed: torch.Tensor  # [choices, steps] share of attention to blocks that are not attended
+    unselected: torch.Tensor  # [choices, steps] share of attention to blocks that are not selected, resident or not
+    change: torch.Tensor  # [choices, steps] part of the selection that was not selected at the step before
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Budget:
     blocks: int
     sink: int
     recent: int
-    min_miss_score: float = -math.inf  # the lowest score of a block that is computed although it is not resident
-    any_block: bool = False  # whether every block that is worth it is computed where that is so at all, or the selected
+    min_miss_score: float = -math.inf  # the lowest score of a miss
+    any_block: bool = False  # True: blocks that are not selected can be misses, where beyond_selection allows it
 
     @property
     def room(self) -> int:
-        """Blocks of a selection that are not always in it."""
+        """Number of blocks of a selection beside sink, recent and tail blocks."""
         return max(0, self.blocks - self.sink - self.recent - 1)
 
 
 def simulate(record: LayerRecord, choices: Sequence[Choice], budget: Budget) -> Simulated:
-    """Resident sets are masks over blocks here, ``[choices, rows, KV heads, blocks]``."""
+    """Simulate all choices on ``record``. Resident sets are masks here: ``[choices, rows, KV heads, blocks]``."""
     steps, rows, heads, blocks = record.scores.shape
     device = record.scores.device
     bonus = torch.tensor([choice.bonus for choice in choices], device=device)[:, None, None, None]
@@ -87,12 +87,12 @@ def simulate(record: LayerRecord, choices: Sequence[Choice], budget: Budget) -> 
 
 
 def best(scores: torch.Tensor, limit: int) -> torch.Tensor:
-    """Which have the ``limit`` best scores of the last dimension."""
+    """Return a mask of the ``limit`` best scores in the last dimension."""
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(limit, dim=-1).indices, True)
 
 
 def best_of(blocks: torch.Tensor, scores: torch.Tensor, limit: int) -> torch.Tensor:
-    """Of these blocks (bool) all, or of more than ``limit`` the best."""
+    """Return the mask ``blocks``; where it has more than ``limit`` blocks, only those with the best scores."""
     if not (blocks.sum(dim=-1) > limit).any():
         return blocks
     return best(scores.expand_as(blocks).masked_fill(~blocks, -torch.inf), min(limit, blocks.shape[-1])) & blocks
@@ -101,9 +101,9 @@ def best_of(blocks: torch.Tensor, scores: torch.Tensor, limit: int) -> torch.Ten
 def with_leaving(
     resident: torch.Tensor, scores: torch.Tensor, age: torch.Tensor, opened: torch.Tensor, budget: Budget
 ) -> torch.Tensor:
-    """A block that is recent no more stays, in place of the worst resident where there is no room.
+    """Return ``resident`` with the block that leaves the recent window. In a full set it replaces the worst block.
 
-    ``opened`` ``[rows]``: whose step is the first of a new block.
+    ``opened`` ``[rows]``: True for rows in which this step began a new block.
     """
     position = torch.arange(age.shape[1], device=age.device)
     leaving = (age == budget.recent + 1) & (position >= budget.sink) & opened[:, None]

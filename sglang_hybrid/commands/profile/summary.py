@@ -1,4 +1,4 @@
-"""A profile as a table and as a picture."""
+"""Prints a profile as a table, and draws its CPU compute ratios as a picture."""
 
 from __future__ import annotations
 
@@ -74,5 +74,5 @@ def _mean(values: list[float]) -> float:
 
 
 def _end(values: list[float]) -> float:
-    """Of the last sixteenth: single steps vary."""
+    """Return the mean of the last sixteenth of ``values``, because single steps vary."""
     return _mean(values[-max(1, len(values) // 16) :])

@@ -1,4 +1,4 @@
-"""What a profile is made on: several kinds of text, each cut into windows to fit on, to test on and to decode."""
+"""The texts of a profile: several kinds, each cut into windows of tokens to fit on, to test on and to decode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_hybrid.commands.eval.tokenizer import Tokenizer, tokens
 
 @dataclass(frozen=True)
 class Kind:
-    """A predictor is best on kinds of text that it was fitted on, so a profile takes several."""
+    """Windows of one kind of text. A predictor is best on kinds that it was fitted on, so a profile uses several."""
 
     name: str
     fit: tuple[tuple[int, ...], ...]
@@ -24,7 +24,10 @@ class Kind:
 
 
 def kinds(tokenizer: Tokenizer, files: Sequence[Path], windows: int, window_tokens: int, seed: int = 0) -> list[Kind]:
-    """The user's files or the built-in text, and generated retrieval prompts. Raises InputError."""
+    """Return the kinds: the user's files or the built-in text, and generated retrieval prompts.
+
+    Raise InputError for a text that cannot be read or is too short.
+    """
     found = [_of_text(name, tokens(tokenizer, text), windows, window_tokens) for name, text in _texts(files)]
     haystack = Haystack(tokenizer, read_text(files))
     few = max(1, windows // 4)
@@ -42,7 +45,7 @@ def _texts(files: Sequence[Path]) -> list[tuple[str, str]]:
 
 
 def _of_text(name: str, ids: Sequence[int], windows: int, window_tokens: int) -> Kind:
-    """Windows evenly spread; the unseen one lies between the last two, and touches neither where there is room."""
+    """Return evenly spread windows. The unseen one is between the last two, with gaps if the text is long enough."""
     places = windows + 1
     if len(ids) < places * window_tokens:
         raise InputError(

@@ -1,4 +1,4 @@
-"""From what the simulation shows to what a profile says: bonus, interval and least share of each layer."""
+"""Chooses bonus, recall interval and least share of each layer for a profile, from simulations."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from sglang_hybrid.commands.profile.simulation import Budget, Choice, simulate
 
 BONUSES = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
 INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_BONUS_INTERVAL = 8  # at which bonuses are compared
+_BONUS_INTERVAL = 8  # decode steps between two recalls where bonuses are compared
 
 _ROUNDING = 1e-6
 
-# Other text than the profile's has other ratios.
+# Part of beta that an interval may reach: text other than the profile's has other ratios.
 _MARGIN = 0.8
 
-# A recall that does not bring the CPU's work well below half of what it is without one is hardly worth its copies.
+# Part of the CPU compute ratio without recall that an interval may reach: a recall that does not bring the ratio well
+# below half is hardly worth its copies.
 _OF_NO_RECALL = 0.4
 
 
-# Misses where least shares decide, of all that are selected, without bonus. With one, as served, they are fewer still.
+# Misses if least shares decide, as a part of the misses if all selected blocks count, both without a bonus. With a
+# bonus, as served, misses are fewer still.
 _OF_NOT_STICKY = 0.43
 
 
 def choose_shares(costs: Sequence[LayerCost], norms: Sequence[float]) -> list[float]:
-    """Per layer the least share of a miss: all layers pay the same price for the next miss that they leave out.
+    """Return the least share of a miss for each layer, so that all layers pay the same price for the next omitted miss.
 
-    The price is how far a layer's output moves, squared, over the ``norms`` of the residual streams that it is added
-    to. Neither the change itself nor the change over the squared norm tells what becomes of it at the end: an early
-    layer's is diluted by what is added later, and later layers make more of it. What layers do to the distribution of
-    the next token when they leave blocks out, one at a time, lies between the two.
+    The price is the squared change of a layer's output, over the norm (``norms``) of the residual stream that the
+    output is added to. Neither the change itself nor the change over the squared norm predicts the effect at the end:
+    an early layer's change is diluted by what is added later, and later layers amplify it. The effect on the
+    distribution of the next token, with one layer at a time that leaves blocks out, lies between the two.
     """
     ratio = torch.stack([cost.ratio for cost in costs])
     moved = torch.stack([cost.moved / norm for cost, norm in zip(costs, norms, strict=True)])
@@ -52,16 +54,16 @@ def choose_shares(costs: Sequence[LayerCost], norms: Sequence[float]) -> list[fl
 
 
 def _cheapest(moved: torch.Tensor, ratio: torch.Tensor, price: float) -> torch.Tensor:
-    # in double precision: the bisection ends where two choices of one layer cost nearly the same
+    # in double precision: the bisection ends where two shares of one layer cost nearly the same
     return (moved.double() + price * ratio.double()).argmin(dim=1, keepdim=True)
 
 
 def choose_bonus(records: Sequence[LayerRecord], budget: Budget) -> float:
-    """The largest bonus with which no more attention is missed than by exactly the best blocks of every step.
+    """Return the largest bonus with which no more attention is missed than with exactly the best blocks of every step.
 
-    Those are what a budget promises. Resident blocks that are not selected are attended as well, and what they add
-    pays for the blocks that a bonus keeps out. Misses that are not worth their while are another matter: what they
-    would add is spread so thinly that answers do not change with it.
+    The best blocks are what a budget promises. Resident blocks that are not selected are attended as well, and their
+    attention makes up for the blocks that a bonus keeps out. The least share of a miss is not applied here: the
+    attention of misses below it is spread so thinly that answers do not change without them.
     """
     budget = dataclasses.replace(budget, min_miss_score=-math.inf)
     choices = [Choice(bonus, _BONUS_INTERVAL) for bonus in BONUSES]
@@ -77,8 +79,8 @@ def choose_bonus(records: Sequence[LayerRecord], budget: Budget) -> float:
 
 
 def choose_interval(records: Sequence[LayerRecord], budget: Budget, bonus: float, beta: float) -> int:
-    """The largest interval that keeps the mean CPU compute ratio under beta, with some room, and well below what it
-    is without recall."""
+    """Return the largest interval that keeps the mean CPU compute ratio below beta, with a margin, and well below the
+    ratio without recall; the smallest interval if none does."""
     choices = [Choice(bonus, interval) for interval in (*INTERVALS, 0)]
     ratios = torch.stack([simulate(record, choices, budget).ratio.mean(dim=1) for record in records]).mean(dim=0)
     *of_intervals, never = ratios.tolist()
@@ -88,6 +90,6 @@ def choose_interval(records: Sequence[LayerRecord], budget: Budget, bonus: float
 
 
 def block_change(records: Sequence[LayerRecord], budget: Budget) -> float:
-    """Part of a selection that is new at each step, without bonus."""
+    """Return the part of a selection (0 to 1) that is new at each step, without a bonus."""
     seen = [simulate(record, [Choice(0.0, 1)], budget).change.mean() for record in records]
     return float(torch.stack(seen).mean())

@@ -24,23 +24,24 @@ from sglang_hybrid.commands.eval.ruler.scoring import PREFIX
 from sglang_hybrid.commands.eval.tokenizer import beginning, tokens
 from sglang_hybrid.progress import Steps, steps
 
-# Where the chat template goes. Scripts change words of the template that they are given, and would change those of a
-# system prompt too. The second mark is a word of its own: a script drops the last word before the answer's prefix.
+# Marks for the chat template, which is inserted afterwards: scripts change words of the template that they get, and
+# would change words of a system prompt too. The second mark is a word of its own, because a script drops the last word
+# before the answer's prefix.
 _BEFORE, _AFTER = "\ue000", " \ue001"
-_SPARE = 16  # tokens: at its borders text is split differently than alone
-_LOOK_EVERY = 0.1  # seconds
-# A script whose task does not fit the length tries for ever. It says nothing new for so many seconds, or far too much.
+_SPARE = 16  # tokens in reserve: at its borders text is split into other tokens than alone
+_LOOK_EVERY = 0.1  # seconds between two checks of the processes
+# A script whose task does not fit the length never ends: it prints nothing new for so many seconds, or far too much.
 _SILENT = 120.0
 _MOST_SAID = 16 << 20  # bytes
-# These ask whether the length is below 4096, and make an easier task then: their answers get longer, not their prompts
-# shorter.
+# These scripts make an easier task if the length is below 4096. So space is reserved by a longer answer, and not by a
+# shorter prompt.
 _BY_LENGTH = ("niah", "common_words_extraction")
-_WITHOUT_ANSWER = ("freq_words_extraction",)  # leaves no room for it
+_WITHOUT_ANSWER = ("freq_words_extraction",)  # this script does not subtract the answer's tokens from the length
 _DONE = re.compile(rb"(\d+)/\d+ \[")  # tqdm
 
 
 class Made(msgspec.Struct, frozen=True):
-    """A line that a script wrote. Further fields are ignored."""
+    """One line of a script's output file. Further fields are ignored."""
 
     input: str
     outputs: list[str]
@@ -55,7 +56,7 @@ class Job:
 def generate(
     package: Package, tokenizer: ModelTokenizer, jobs: Sequence[Job], samples: int, seed: int, console: Console
 ) -> dict[Job, list[RetrievalPrompt]]:
-    """``samples`` prompts for each job. Raises InputError where a script fails."""
+    """Make ``samples`` prompts for each job. Raise InputError if a script fails."""
     prompts: dict[Job, list[RetrievalPrompt]] = {}
     with (
         tempfile.TemporaryDirectory(prefix="sglang-hybrid-ruler-") as folder,
@@ -71,7 +72,7 @@ def generate(
 
 
 def _run(waiting: list[_Generator], bar: Steps) -> Iterator[_Generator]:
-    """All of them, the longest first; each when it is done."""
+    """Run all generators, one per core at a time, the longest jobs first. Yield each generator when it is done."""
     waiting.sort(key=lambda one: -one.job.length)
     cores, running, told = len(os.sched_getaffinity(0)), list[_Generator](), ""
     try:
@@ -95,7 +96,7 @@ def _run(waiting: list[_Generator], bar: Steps) -> Iterator[_Generator]:
 
 
 class _Generator:
-    """One process of NVIDIA's."""
+    """One process that runs one of NVIDIA's generators."""
 
     def __init__(
         self, package: Package, tokenizer: ModelTokenizer, job: Job, samples: int, seed: int, folder: Path
@@ -110,7 +111,7 @@ class _Generator:
             "--tokens_to_generate", str(answer_tokens), "--num_samples", str(samples), "--random_seed", str(seed),
             *job.task.arguments, "--template", self._template(),
         ]  # fmt: skip
-        # the scripts import their package, and this Python may have found it where a new one does not look
+        # The scripts import their package, which this Python may have found on a path that a new process does not have.
         path = [str(package.root.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
@@ -138,7 +139,7 @@ class _Generator:
             )
 
     def has_ended(self) -> bool:
-        """Raises InputError where it failed, or hangs."""
+        """Return True if the process has ended successfully. Raise InputError if it failed or hangs."""
         status, now = self._process.poll(), time.monotonic()
         if (said := self._last_words()) != self._said:
             self._said, self._said_at = said, now
@@ -151,14 +152,14 @@ class _Generator:
         return status is not None
 
     def new_samples(self) -> int:
-        """Samples that were made since the last call."""
+        """Return the number of samples that were made since the last call."""
         counted = _DONE.search(self._said)
         done = self._samples if self._process.returncode == 0 else int(counted[1]) if counted else 0
         new, self._counted = max(0, done - self._counted), max(self._counted, done)
         return new
 
     def _last_words(self) -> bytes:
-        """The last line that is not empty; a bar begins its line anew."""
+        """Return the last line of the log that is not empty. Carriage returns of a progress bar count as line ends."""
         with self._log.open("rb") as log:
             log.seek(max(0, self._log.stat().st_size - 1000))
             lines = [line.strip() for line in log.read().replace(b"\r", b"\n").split(b"\n")]
@@ -181,7 +182,10 @@ class _Generator:
 
 
 def _lengths(job: Job, chat_tokens: int) -> tuple[int, int]:
-    """Of the prompt with its answer, and of the answer, as its script is told: with room for what it does not know."""
+    """Return the script's arguments --max_seq_length (prompt and answer) and --tokens_to_generate (answer).
+
+    They leave space for the tokens that the script does not count: the chat template, and for some scripts the answer.
+    """
     unknown, answer = chat_tokens + _SPARE, job.task.new_tokens
     if job.task.generator in _BY_LENGTH:
         return job.length, answer + unknown
@@ -191,10 +195,10 @@ def _lengths(job: Job, chat_tokens: int) -> tuple[int, int]:
 
 
 def with_chat(tokenizer: ModelTokenizer, chat: ChatTemplate | None, text: str) -> tuple[int, ...]:
-    """Tokens of a text that a script made, with the chat template where its marks are.
+    """Return the tokens of a text that a script made, with the chat template in the place of its marks.
 
-    A script that puts an example in front of its question uses the template for both: the example has marks too, and
-    belongs to what the user says.
+    A script that puts an example in front of its question uses the template for both. So the example has marks too, and
+    is a part of the user's words.
     """
     if chat is None:
         return beginning(tokenizer) + tokens(tokenizer, text)

@@ -1,4 +1,4 @@
-"""NVIDIA's package ``nvidia-long-context-eval``, where it is installed: the tasks of RULER as it defines them."""
+"""Reads the tasks of RULER from NVIDIA's installed package ``nvidia-long-context-eval``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HOW_TO_INSTALL = (
 @dataclass(frozen=True)
 class Task:
     name: str  # as in published tables, such as "niah_multikey_2"
-    generator: str  # the program that makes its prompts, without ".py"
+    generator: str  # the program that makes the task's prompts, without ".py"
     arguments: tuple[str, ...]
     template: str
     answer_prefix: str
@@ -41,7 +41,7 @@ class Package:
         return self.root / "data" / "synthetic" / f"{task.generator}.py"
 
     def tasks(self) -> dict[str, Task]:
-        """By name. Raises InputError for a package that is not laid out as the tested one."""
+        """Return the tasks by name. Raise InputError if the package is not laid out as the tested version."""
         try:
             named = yaml.safe_load((self.root / "synthetic.yaml").read_text(encoding="utf-8"))
             asked = _tasks_of(self.root / "data" / "synthetic" / "constants.py")
@@ -57,7 +57,7 @@ class Package:
 
 
 def installed() -> Package:
-    """Raises InputError that says how to install it."""
+    """Return the installed package. Raise InputError, which says how to install it, if it is missing."""
     spec = util.find_spec(_MODULE)
     if spec is None or not spec.submodule_search_locations:
         raise InputError(_HOW_TO_INSTALL)
@@ -69,7 +69,7 @@ def installed() -> Package:
 
 
 def _tasks_of(path: Path) -> dict[str, Any]:
-    """The table of a file of constants. Runs the file alone: importing the package around it needs more packages."""
+    """Return ``TASKS`` of a file of constants. Only the file is run: importing its package needs more packages."""
     tasks: dict[str, Any] = runpy.run_path(str(path))["TASKS"]
     return tasks
 

@@ -1,4 +1,4 @@
-"""From a request to prompts: out of a file, out of the user's cache, or made."""
+"""Provides the prompts of a request: from a file, from the user's cache, or from NVIDIA's generators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_hybrid.user_cache import default_cache_dir
 
 
 def cache_key(tokenizer: str, package: str, length: int, tasks: Sequence[str], samples: int, seed: int) -> str:
-    """``tokenizer``: its fingerprint. ``package``: name and version."""
+    """Return the key of a cached file. ``tokenizer``: its fingerprint. ``package``: its name and version."""
     facts = [FORMAT, tokenizer, package, length, list(tasks), samples, seed]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -30,9 +30,11 @@ def cache_key(tokenizer: str, package: str, length: int, tasks: Sequence[str], s
 def ruler_prompts(
     request: Request, tokenizer: Callable[[], ModelTokenizer], console: Console, *, check_tokenizer: bool = True
 ) -> tuple[Header, list[RetrievalPrompt]]:
-    """Ordered by length and task. Raises InputError.
+    """Return the prompts of a request, ordered by length and task, and their header.
 
-    ``tokenizer`` is called where one is needed. ``check_tokenizer``: whether a file has to be this tokenizer's.
+    ``tokenizer`` is called only if one is needed. ``check_tokenizer``: refuse a file that another tokenizer made.
+    Prompts of a file keep the file's order. Raise InputError for a file that cannot be used, and for prompts that
+    cannot be made.
     """
     if request.source is not None:
         header, prompts = read_prompts(request.source)
@@ -43,7 +45,7 @@ def ruler_prompts(
 
 
 def _chosen(request: Request, prompts: Sequence[RetrievalPrompt]) -> list[RetrievalPrompt]:
-    """What of a file is asked for. Raises InputError for what it does not have."""
+    """Return the prompts of a file that the request asks for. Raise InputError if the file does not have them."""
     lengths = dict.fromkeys(prompt.length for prompt in prompts)
     for length in request.lengths:
         if length not in lengths:
@@ -67,7 +69,7 @@ def _chosen(request: Request, prompts: Sequence[RetrievalPrompt]) -> list[Retrie
 def _from_generators(
     request: Request, load_tokenizer: Callable[[], ModelTokenizer], console: Console
 ) -> tuple[Header, list[RetrievalPrompt]]:
-    """What the cache has, and the rest made and put there."""
+    """Return the cached prompts of a request, after making the missing ones and writing them to the cache."""
     found = package.installed()
     known = found.tasks()
     check_names(request, known, f"{package.NAME} {found.version}")
@@ -96,7 +98,7 @@ def _cache_folder() -> Path:
 
 
 def _cached(path: Path) -> list[RetrievalPrompt] | None:
-    """None where the file is not there, or is damaged: it is written anew then."""
+    """Return the prompts of a cached file, or None if the file is missing or damaged; it is written again then."""
     try:
         return read_prompts(path)[1]
     except InputError:

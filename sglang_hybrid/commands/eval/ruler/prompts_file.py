@@ -1,6 +1,6 @@
-"""Prompts of RULER as token ids, in a compressed file: one JSON object per line, the first about all of them.
+"""Prompts of RULER as token ids in a compressed file: one JSON object per line, the first line is a header.
 
-The file goes to machines that have neither NVIDIA's package nor a network, and keeps two evaluations on the same
+The file can be used on machines that have neither NVIDIA's package nor a network, and keeps two evaluations on the same
 prompts.
 """
 
@@ -26,7 +26,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 class Header(msgspec.Struct, frozen=True):
     tokenizer: str  # fingerprint, see ModelTokenizer
-    package: str  # name and version of what made the prompts
+    package: str  # name and version of the package that made the prompts
     seed: int
     format: int = FORMAT
 
@@ -41,12 +41,12 @@ class Line(msgspec.Struct, frozen=True):
 
 
 def write_prompts(path: Path, header: Header, prompts: Sequence[RetrievalPrompt]) -> Path:
-    """Complete or not at all: an interrupted write leaves what was there before."""
+    """Write the file completely or not at all: an interrupted write leaves the file as it was. Return ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [msgspec.json.encode(header), *(msgspec.json.encode(_line(prompt)) for prompt in prompts)]
-    # without a time, so that equal prompts make equal files
+    # without a time stamp, so that equal prompts make equal files
     content = gzip.compress(b"\n".join(lines) + b"\n", mtime=0)
-    # a name of its own: several processes may make the same prompts
+    # a temporary name that is unique: several processes may write the same prompts
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as stream:
@@ -60,7 +60,7 @@ def write_prompts(path: Path, header: Header, prompts: Sequence[RetrievalPrompt]
 
 
 def read_prompts(path: Path) -> tuple[Header, list[RetrievalPrompt]]:
-    """Raises InputError with file and line."""
+    """Return the header and the prompts of a file. Raise InputError, with file and line, if it cannot be used."""
     try:
         lines = gzip.decompress(path.read_bytes()).splitlines()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

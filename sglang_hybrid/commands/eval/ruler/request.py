@@ -1,4 +1,4 @@
-"""What of RULER the command line asks for."""
+"""The prompts of RULER that a command line asks for."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _LEAST = 1024
 
 @dataclass(frozen=True)
 class Request:
-    lengths: tuple[int, ...]  # tokens, the answer's included; empty: all that a file has
+    lengths: tuple[int, ...]  # tokens, including the answer; empty: all lengths of a file
     tasks: tuple[str, ...]  # empty: all
-    samples: int | None  # prompts of each task and length; None: the default, or all that a file has
+    samples: int | None  # prompts of each task and length; None: the default, or all prompts of a file
     seed: int
-    source: Path | None  # a file of prompts that takes the place of the generators
+    source: Path | None  # a file of prompts that replaces the generators
 
 
 def request_of(options: argparse.Namespace) -> Request | None:
-    """None where nothing of RULER is asked for. Raises InputError."""
+    """Return the request, None if the command line does not ask for RULER. Raise InputError for unusable flags."""
     source: Path | None = options.ruler_prompts
     if options.ruler is None and source is None:
         for flag in ("ruler_make", "ruler_tasks", "samples", "ruler_seed"):
@@ -49,7 +49,7 @@ def request_of(options: argparse.Namespace) -> Request | None:
 
 
 def check_names(request: Request, known: Iterable[str], where: str) -> None:
-    """Raises InputError for a task that ``where`` does not have."""
+    """Raise InputError for a task that is not in ``known``. ``where``: the source of these names, for the message."""
     names = list(known)
     for task in request.tasks:
         if task not in names:

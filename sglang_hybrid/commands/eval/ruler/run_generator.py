@@ -1,7 +1,7 @@
-"""The process around one generator of NVIDIA's: ``python run_generator.py SCRIPT [its arguments]``.
+"""Runs one of NVIDIA's generators in a process: ``python run_generator.py SCRIPT [its arguments]``.
 
 Two packages that the scripts import are replaced. nltk's sentence splitter needs data from the network. transformers
-imports torch, only to count tokens, and would run Python code that a model's directory brings along.
+imports torch, only to count tokens, and would run Python code from a model's directory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _BETWEEN_SENTENCES = re.compile(r"(?<=[.!?])\s+")
 
 
 def sent_tokenize(text: str) -> list[str]:
-    """Sentences end with a full stop, a question mark or an exclamation mark, and white space."""
+    """Split ``text`` after a full stop, a question mark or an exclamation mark that is followed by white space."""
     return [sentence for sentence in _BETWEEN_SENTENCES.split(text) if sentence]
 
 
 class AutoTokenizer:
-    """Counts tokens: what the scripts want of transformers."""
+    """Counts tokens. The scripts use nothing else of transformers."""
 
     def __init__(self, directory: str) -> None:
         from tokenizers import Tokenizer
@@ -52,7 +52,7 @@ def main() -> None:
     replace("nltk.tokenize", sent_tokenize=sent_tokenize)
     replace("transformers", AutoTokenizer=AutoTokenizer)
     sys.argv = sys.argv[1:]
-    # scripts import what lies beside them, and must not find what lies beside this file
+    # Scripts import files of their own folder, and must not find files of this one.
     sys.path[0] = str(Path(script).parent)
     runpy.run_path(script, run_name="__main__")
 

@@ -1,4 +1,4 @@
-"""NVIDIA's two metrics, for machines without NVIDIA's package. A test compares them with the originals."""
+"""NVIDIA's two metrics, for machines without NVIDIA's package. A test compares the metrics with the originals."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 
 PREFIX = "ruler:"
-MEAN = "ruler"  # the row over all tasks
+MEAN = "ruler"  # name of the result over all tasks
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def score(metric: str, text: str, answers: Sequence[str]) -> float:
-    """0 to 1. ``metric``: the name that NVIDIA's package gives it. Raises ValueError for a name that is not known."""
+    """Return the score of ``text``, 0 to 1. ``metric``: its name in NVIDIA's package. Raise ValueError if unknown."""
     said = _CONTROL.sub("\n", text).lower()
     found = [answer.lower() in said for answer in answers]
     match metric:

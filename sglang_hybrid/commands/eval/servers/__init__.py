@@ -1,6 +1,6 @@
-"""Running servers that are asked over HTTP: what is scored is what is served. Needs neither torch nor SGLang.
+"""Evaluates running servers over HTTP: what is scored is what is served. Needs neither torch nor SGLang.
 
-server      one server: its name, what it says about itself, an answer to a prompt
-asking      all prompts to all servers, several at a time
-evaluate    the evaluation around them
+server      one server: its name, its description of itself, its answer to a prompt
+asking      sends all prompts to all servers, several at a time
+evaluate    the whole evaluation: makes prompts, asks servers, scores answers, writes the report
 """

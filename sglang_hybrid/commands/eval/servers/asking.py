@@ -1,6 +1,7 @@
-"""All prompts to all servers, several at a time.
+"""Sends all prompts to all servers, several at a time.
 
-Threads send and wait. What comes back goes through one queue to the caller's thread, which alone keeps the state.
+Threads send prompts and wait for replies. All replies go through one queue to the caller's thread, which alone keeps
+the state.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sglang_hybrid.commands.eval.servers.server import Reply, Server, ServerErro
 
 @dataclass
 class Outcome:
-    """What one server has answered, by the number of the prompt, and why there is no more."""
+    """The replies of one server by number of the prompt, and why there are no more; "" if all prompts were answered."""
 
     replies: dict[int, Reply] = field(default_factory=dict)
     error: str = ""
@@ -35,10 +36,10 @@ def ask_all(
     concurrency: int,
     on_reply: Callable[[RetrievalPrompt], None] = lambda _prompt: None,
 ) -> list[Outcome]:
-    """One outcome for each server.
+    """Send all prompts to each server, ``concurrency`` at a time, and return one outcome for each server.
 
-    A server that fails gets no further prompts, and what it is still answering is waited for. Ctrl-C ends all of it:
-    the outcomes hold what was answered before.
+    A server that fails gets no further prompts; its pending replies are still collected. Ctrl-C ends the sending to all
+    servers: the outcomes hold the replies until then. ``on_reply`` is called in the caller's thread.
     """
     outcomes = [Outcome() for _ in servers]
     events: SimpleQueue[_Event] = SimpleQueue()
@@ -65,7 +66,7 @@ def ask_all(
 
 
 class _Senders:
-    """The threads of one server."""
+    """The threads that send prompts to one server."""
 
     def __init__(
         self, number: int, server: Server, prompts: Sequence[RetrievalPrompt], events: SimpleQueue[_Event]
@@ -78,7 +79,7 @@ class _Senders:
 
     def start(self, count: int) -> int:
         for _ in range(count):
-            # nobody waits for an answer that comes after Ctrl-C
+            # daemon threads: the process does not wait for replies after Ctrl-C
             threading.Thread(target=self._send, daemon=True).start()
         return count
 

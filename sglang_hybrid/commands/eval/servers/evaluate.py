@@ -1,4 +1,4 @@
-"""``sglang-hybrid eval --url``: servers side by side on the same prompts."""
+"""``sglang-hybrid eval --url``: compares servers on the same prompts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ from sglang_hybrid.commands.eval.servers.server import Reply, Server, ServerErro
 from sglang_hybrid.progress import DECODE_STEP_COST, steps
 
 _CONCURRENCY = 16
-# of all that a server says about itself
+# parts of a server's description of itself that the report shows
 _SETTINGS = ("version", "model_path", "attention_backend", "dtype", "max_running_requests", "disable_cuda_graph")
 
 
 def evaluate_servers(options: argparse.Namespace, command: str) -> int:
-    """The exit status: 1 where a server failed. Raises InputError."""
+    """Evaluate servers, print and write the report. Return the exit status: 1 if a server failed.
+
+    Raise InputError for flags, files and servers that cannot be used.
+    """
     console = Console(stderr=True)
     servers = servers_of(options.url, options.stock_url)
     try:
@@ -37,7 +40,7 @@ def evaluate_servers(options: argparse.Namespace, command: str) -> int:
         raise InputError(str(error)) from error
     tokenizer = functools.cache(lambda: ModelTokenizer(_tokenizer_directory(options.model_path, infos)))
     prompts = [one for one in own_prompts(options, tokenizer) if isinstance(one, RetrievalPrompt)]
-    # a file of prompts needs no tokenizer: the server may have the only one
+    # A file of prompts needs no tokenizer here: perhaps only the server has it. So it is checked only if one is named.
     named = options.model_path is not None
     prompts += prompts_of_ruler(options, tokenizer, console, check_tokenizer=named)
     if not prompts:
@@ -61,7 +64,10 @@ def _cost(prompt: RetrievalPrompt) -> float:
 
 
 def _tokenizer_directory(named: Path | None, infos: Sequence[dict[str, Any]]) -> Path:
-    """What the command line names, else what a server says, where it is on this machine. Raises InputError."""
+    """Return the named directory, else the first one that a server names and that is on this machine.
+
+    Raise InputError if there is no tokenizer.json in it.
+    """
     said = [Path(path) for info in infos for key in ("tokenizer_path", "model_path") if (path := info.get(key))]
     for directory in [named] if named else said:
         if (directory / "tokenizer.json").is_file():
@@ -83,7 +89,7 @@ def _answered(
 def runs_of(
     servers: Sequence[Server], infos: Sequence[dict[str, Any]], answered: Sequence[dict[int, Answered]]
 ) -> list[Run]:
-    """A run for each server. Scores are of the prompts that every server answered, those without any answers apart."""
+    """Return one run per server, scored on the prompts that all servers with any answers have answered."""
     common = set.intersection(*(set(one) for one in answered if one))
     runs = []
     for server, info, own in zip(servers, infos, answered, strict=True):

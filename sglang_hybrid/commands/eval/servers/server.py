@@ -1,4 +1,4 @@
-"""One SGLang server: its name, what it says about itself, an answer to a prompt."""
+"""One SGLang server: its name, its description of itself, its answer to a prompt."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sglang_hybrid.commands.eval.prompts import RetrievalPrompt
 
 _INFO = ("/server_info", "/get_server_info")  # SGLang's new name, and its old one
 _INFO_SECONDS = 30
-_ANSWER_SECONDS = 3600  # a long prompt waits for those before it
+_ANSWER_SECONDS = 3600  # a long prompt waits until earlier prompts are done
 
 
 class ServerError(RuntimeError):
-    """A server is gone, or refused. The message is one sentence that names the server."""
+    """A server is gone, or refused a prompt. The message is one sentence that names the server."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,10 @@ class Server:
         return f"{self.name} ({self.url})" if self.name not in self.url else self.url
 
     def info(self) -> dict[str, Any]:
-        """What the server says about itself; nothing where something else answers for it. Raises ServerError."""
+        """Return the server's description of itself; empty if another program answers for the server.
+
+        Raise ServerError if there is no answer.
+        """
         for path in _INFO:
             try:
                 found: dict[str, Any] = json.loads(self._open(path, None, _INFO_SECONDS))
@@ -49,7 +52,7 @@ class Server:
         return {}
 
     def answer(self, prompt: RetrievalPrompt) -> Reply:
-        """Greedy, up to the token that ends an answer. Raises ServerError."""
+        """Return the greedy answer, up to the token that ends it. Raise ServerError for a refusal or a lost server."""
         greedy = {"temperature": 0, "max_new_tokens": prompt.new_tokens, "ignore_eos": False}
         body = json.dumps({"input_ids": prompt.ids, "sampling_params": greedy}).encode()
         try:
@@ -73,7 +76,7 @@ class Server:
 
 
 def servers_of(urls: Sequence[str], stock: str | None) -> list[Server]:
-    """``[NAME=]URL`` each, stock first. Raises InputError."""
+    """Return a server for each ``[NAME=]URL``, ``stock`` first. Raise InputError if two servers have the same name."""
     servers = [_server(f"stock={stock}")] if stock else []
     servers += map(_server, urls)
     names = [server.name for server in servers]
@@ -85,7 +88,7 @@ def servers_of(urls: Sequence[str], stock: str | None) -> list[Server]:
 
 def _server(text: str) -> Server:
     name, equals, url = text.partition("=")
-    if not equals or "/" in name:  # a "=" of the address itself
+    if not equals or "/" in name:  # the "=" is a part of the address
         name, url = "", text
     scheme, separator, rest = url.rstrip("/").partition("://")
     if scheme not in ("http", "https") or not separator or not rest:
@@ -94,7 +97,7 @@ def _server(text: str) -> Server:
 
 
 def _message(error: urllib.error.HTTPError) -> str:
-    """SGLang's words, out of its JSON."""
+    """Return SGLang's error message from the JSON of its reply, at most 300 characters."""
     try:
         said = error.read().decode(errors="replace")
     except (OSError, http.client.HTTPException):
