@@ -1,1 +1,1 @@
-"""What bench/gpu_serving.py does to one running server."""
+"""Loads and checks for one running server, used by bench/gpu_serving.py and other benchmarks."""
