@@ -45,8 +45,8 @@ from bench.side_by_side.telling import say
 from bench.synthetic_model import TINY, Shape
 
 NAME = "arrivals"
-START_SECONDS = 120  # that must be left of a lease to start a server and measure a first point
-DRAIN_SECONDS = 20  # of a point, after the last arrival
+START_SECONDS = 120  # left out if the lease has less left: a server and its first point
+DRAIN_SECONDS = 20  # for the answers of a point after the last arrival
 Point = dict[str, Any]
 
 
@@ -68,7 +68,7 @@ class Arrivals:
             self.result |= {key: earlier[key] for key in ("servers", "points")} | {"earlier": earlier["origin"]}
 
     def run(self) -> None:
-        self._save()  # before GPU memory is measured: asks for the GPU's name, which may allocate some
+        self._save()  # before memory is measured: origin() asks for the GPU's name, which may allocate GPU memory
         with Benchmark(self._workspace) as benchmark:
             for number, one in enumerate(self._args.configurations):
                 todo = [(work, rate) for work in self._args.workloads for rate in self._missing(one, work)]

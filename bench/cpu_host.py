@@ -31,7 +31,7 @@ BARS = {300: (1.0, 1.1), 5000: (1.5, 1.1)}
 COMMON = ["--device", "cpu", "--dtype", "float32", "--max-running-requests", "16"]
 FLAGS = {
     "stock": ["--max-total-tokens", "16384"],  # otherwise the pool takes all of the machine's memory
-    "hybrid": ["--hybrid", "host_memory=4GiB"],  # as make serve does
+    "hybrid": ["--hybrid", "host_memory=4GiB"],  # like `make serve`
 }
 
 

@@ -118,7 +118,7 @@ class New:
 def new_tokens() -> New:
     fused = torch.randn(CHUNK, QUERY_HEADS + 2 * HEADS, DIM, dtype=DTYPE, device="cuda")
     query, keys, values = fused.split((QUERY_HEADS, HEADS, HEADS), dim=1)
-    return New(query.contiguous(), keys, values)  # as rotation leaves them
+    return New(query.contiguous(), keys, values)  # strides as rotation leaves them
 
 
 def on_device(new: New, prefix: int, layers: int, backend: str) -> Pass:

@@ -50,7 +50,8 @@ def random_digests(pages: int, channels: int, compact: bool = False) -> LayerDig
     order = torch.rand(HEADS, DIM, device="cuda").argsort(dim=1)
     chosen = order[:, :channels].contiguous()
     if compact:
-        parts = [reference.compact_digest(some, chosen) for some in digests.split(4096)]  # parts: float32 takes memory
+        # in parts: compact_digest() computes in float32, which takes memory
+        parts = [reference.compact_digest(some, chosen) for some in digests.split(4096)]
         return LayerDigests(torch.cat(parts), codes, chosen, (DTYPE, DIM))
     return LayerDigests(digests, codes, chosen)
 

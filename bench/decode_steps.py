@@ -165,7 +165,8 @@ class Counts:
 
 
 def measure(session: ModelSession, rows: Rows, tokens: int, count: int, label: str, args: Any) -> dict[str, Any]:
-    for _ in range(args.warm // 8):  # as in a server, the host does not run far ahead: counters change settings
+    # 8 steps at a time, so that the host does not run far ahead, as in a server: counters of past steps change settings
+    for _ in range(args.warm // 8):
         rows.steps(8)
     counts = Counts(session)
     milliseconds = sorted(rows.steps(args.steps))

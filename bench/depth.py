@@ -28,7 +28,7 @@ from bench.side_by_side.depth_arithmetic import ARITHMETIC, ASSUMPTIONS, estimat
 from bench.side_by_side.telling import say
 
 NAME = "depth"
-START_SECONDS = 250  # that must be left of a lease to start the two servers of a depth
+START_SECONDS = 250  # left out if the lease has less left: the two servers of a depth
 _KEPT = (
     "configuration", "length", "rows", "step_ms", "tokens_per_s", "tokens_per_s_p10", "tokens_per_s_p90",
     "steady_seconds", "gpu_bytes_measured",

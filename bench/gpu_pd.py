@@ -12,7 +12,7 @@ Three servers run: first one alone, then two together:
 The decode instance has few rows and a small pool, and SGLang retracts a request every few steps: so other requests
 reuse rows and pages all the time. Contexts are below the budget, so attention is exact. Where an answer differs from
 stock's, stock's two best tokens must have been within --tie there: two stock backends differ by as much in bfloat16.
-Exit status 1: something is red.
+The exit status is 1 if the result is red.
 """
 
 from __future__ import annotations

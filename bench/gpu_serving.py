@@ -19,8 +19,8 @@ kill       runs the same requests undisturbed, then --kills times undisturbed ag
 After each part the server must have freed everything, and SGLang's log must not mention a leak. With the default
 settings answers do not depend on who computes misses, up to rounding: queries are real, recalls come at fixed steps,
 and there are misses at every step. Answers of a synthetic model (the default) hardly depend on attention: to compare
-texts, give --parts kill another model. A part that fails is reported and the next one runs. Exit status 1: something is
-red.
+texts, give --parts kill another model. A part that fails is reported and the next one runs. The exit status is 1 if a
+part failed or something leaked.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Session:
             "settings": list(self._settings),
             "parts": {},
         }
-        self.save()  # before GPU memory is measured: asks for the GPU's name, which may allocate some
+        self.save()  # before memory is measured: origin() asks for the GPU's name, which may allocate GPU memory
         self.result["gpu_mib"] = {"before": gpu_mib()}
 
     def run(self) -> None:

@@ -54,7 +54,7 @@ from bench.side_by_side.telling import log_tail, say
 from bench.synthetic_model import TINY, Shape
 
 NAME = "pd-load"
-START_SECONDS, PART_SECONDS = 150, 40  # that must be left of a lease to start two instances, and for a part
+START_SECONDS, PART_SECONDS = 150, 40  # left out if the lease has less left: two instances, a part
 SPARE_TOKENS = 128  # per request: pages are whole, and SGLang keeps some free
 PARTS = ("alone", "full", "arriving")
 
@@ -73,7 +73,7 @@ class PdLoad:
         }  # fmt: skip
 
     def run(self) -> None:
-        self.save()  # before GPU memory is measured: asks for the GPU's name, which may allocate some
+        self.save()  # before memory is measured: origin() asks for the GPU's name, which may allocate GPU memory
         for configuration in self._args.configurations:
             if self._lease.allows(START_SECONDS):
                 self._serve(configuration)

@@ -59,7 +59,7 @@ def configurations_of(more: list[str], device: str, workers: int) -> list[Config
 
 
 def policies_of(more: list[str], device: str, workers: int) -> list[Configuration]:
-    """Return stock, the default policy, and the papers' policies with as many tokens of a row in GPU memory."""
+    """Return stock, the default policy, and the papers' policies with as many tokens per row in GPU memory."""
     stock, _, scout, _ = configurations_of(more, device, workers)
     return [
         stock,
@@ -142,7 +142,10 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def chosen_of(args: argparse.Namespace, cores: int) -> list[Configuration]:
-    """Return the selected servers. Hybrid servers divide three quarters of ``cores``; one alone takes its default."""
+    """Return the servers that ``args`` select.
+
+    Hybrid servers divide three quarters of ``cores`` among their workers; one alone takes its default.
+    """
     of_kind = policies_of if args.policies else configurations_of
     known = [one.name for one in of_kind([], args.device, 0)]
     names = known if args.only is None else [STOCK, *args.only.split(",")]

@@ -54,7 +54,7 @@ from bench.synthetic_model import QWEN3_8B, TINY
 from sglang_hybrid import container
 
 NAME = "small-card"
-START_SECONDS = 150  # that must be left of a lease to start a server
+START_SECONDS = 150  # left out if the lease has less left: a server
 ATTEMPTS = 3
 CPU_TOKENS = 768  # of stock's pool on a CPU: in a smoke test stock must refuse a request of 1k
 Point = dict[str, Any]
@@ -79,7 +79,7 @@ class SmallCard:
             self.result["earlier"] = earlier["origin"]
 
     def run(self) -> None:
-        self.save()  # before the ballast is allocated: asks for the GPU's name, which may allocate some
+        self.save()  # before the ballast: origin() asks for the GPU's name, which may allocate GPU memory
         ballast: AbstractContextManager[Any] = nullcontext()
         if self._args.device != "cpu":
             ballast = Ballast(self._card, self._logs)

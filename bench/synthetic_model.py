@@ -1,9 +1,9 @@
-"""Write a model of Qwen3's shape with attention that drifts like a real model's, to measure throughput offline.
+"""Write a model of Qwen3's shape whose attention drifts like a real model's, to measure throughput without a download.
 
     python -m bench.synthetic_model DIR [--layers 10] [--drift 0.08] [--seed 0]    write a Hugging Face directory
     python -m bench.synthetic_model --check [--full]                               check a small model, or this one
 
-Random weights do not serve: their queries are new at every token and their attention is nearly uniform, so the
+Random weights are no substitute: their queries are new at every token and their attention is nearly uniform, so the
 selection of blocks would change completely at every step. In this model the residual stream has two halves:
 
     asking half   holds a direction that all tokens share, plus `drift` times a vector of the token. Queries and the MLP
@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 Tensors = dict[str, torch.Tensor]
 
 # the next token is (STRIDE * token + 1) modulo the vocabulary's size, a power of two: a walk through all of it
-STRIDE = 20_077  # 1 modulo 4
+STRIDE = 20_077  # 1 modulo 4: the walk visits every token
 ROPE_THETA = 1e6
 SILU_GATED_SQUARE = 0.3558  # mean of (silu(a) b)^2 for independent standard normal a, b
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -40,7 +40,7 @@ _CUDA = (
     "--mem-fraction-static", "0.3",
 )  # fmt: skip
 _CHUNK = 512  # tokens of a prompt that one step prefills
-_LONGEST_ANSWER_STEPS = 61  # of a request alone: answers of 48 tokens, some of them three at a time
+_LONGEST_ANSWER_STEPS = 61  # steps of one request alone: answers of 48 tokens, some of them three at a time
 _PEERS_SHARE = 0.2  # of the run's time
 _LONGEST_OF_PEERS = 1500  # tokens of a prompt: stock SGLang recomputes all tokens before each chunk
 

@@ -10,7 +10,7 @@ from bench.chaos.asking import Answer, Token
 from bench.chaos.workload import Request
 
 Ask = Callable[[Request], Answer]
-_TIE = 0.5  # difference of logprobs: one bit that selects another block has been seen to change 0.2
+_TIE = 0.5  # difference of logprobs; selecting another block because of a last bit has been seen to cause 0.2
 _FAR = 48  # tokens from a retraction to the first token that it changes; no answer is longer
 
 

@@ -119,7 +119,7 @@ class MailboxMemory:
             self._write(place, value.to_bytes(width, "little"))
 
     def flip_bit(self, chance: random.Random) -> str:
-        """Flip a random bit of a field, page number or mask. Return the name of what changed: ``Post.layer``."""
+        """Flip a random bit of a field, page number or mask. Return its name, such as ``Post.layer``."""
         record = chance.choice([*self._places, "page", *(["mask"] if self._masks[1] else [])])
         if record in ("page", "mask"):
             start, count = self._pages if record == "page" else self._masks

@@ -22,8 +22,9 @@ from bench.chaos.workload import Request
 CLIENTS = 6
 _ABORTED_SHARE = 0.2
 _MEAN_SECONDS = 1.5  # between the starts of two faults
-_AT_A_TIME = 3  # most faults
-_APART = {"no descriptors left", "weights updated"}  # SGLang ends when it cannot open the weights it is to load
+_AT_A_TIME = 3  # most faults that run at once
+# never at the same time: SGLang ends when it cannot open the weights that it was told to load
+_APART = {"no descriptors left", "weights updated"}
 _TELL_SECONDS = 10.0
 _TRIES = 5
 _OTHERS = 8  # best tokens requested with each token, to recognize a tie

@@ -1,4 +1,4 @@
-"""Switches of a server that ``bench.chaos.server`` starts: a JSON list in the environment variable SWITCHES names."""
+"""Switches of a ``bench.chaos.server``, passed as a JSON list in the environment variable that SWITCHES names."""
 
 from __future__ import annotations
 

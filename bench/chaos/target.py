@@ -212,7 +212,7 @@ class Target:
         return requests.post(f"{self.url}/flush_cache", timeout=60).ok
 
     def miss_rows(self) -> dict[str, int]:
-        """Return the rows whose misses were served, by who served them."""
+        """Return the number of rows whose misses were served, by who served them."""
         text = requests.get(f"{self.url}/metrics", timeout=30).text
         found = re.findall(r'^sglang_hybrid_miss_rows_total\{by="([^"]+)"[^}]*\} (\S+)', text, re.MULTILINE)
         return {by: int(float(rows)) for by, rows in found}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-# backend -> (module that SGLang imports, packages that provide the module)
+# backend -> (module that SGLang imports, how to install the packages that provide it)
 NEEDED = {
     "nixl": ("nixl._api", "pip install nixl nixl_cu13 (CUDA 13), or nixl nixl_cu12 (CUDA 12)"),
     "mooncake": ("mooncake.engine", "pip install mooncake-transfer-engine, and libibverbs1 of the system"),

@@ -1,1 +1,1 @@
-"""Loads and checks for one running server, used by bench/gpu_serving.py and other benchmarks."""
+"""Load generators and checks for a running server, used by bench/gpu_serving.py and other benchmarks."""

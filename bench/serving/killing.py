@@ -59,7 +59,7 @@ def longest_pause(rows: Sequence[Arrivals], since: float = 0.0, until: float = m
 
 
 def served(counted: dict[str, float]) -> dict[str, int]:
-    """Return the rows whose misses were served, by who served them (the metric's label ``by``)."""
+    """Return the number of rows whose misses were served, by who served them (label ``by``)."""
     found: dict[str, int] = {}
     for name, value in counted.items():
         if (match := _BY.match(name)) and value:

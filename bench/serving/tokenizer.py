@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def tokenizer_of(model: Path, workspace: Path) -> Path:
-    """Return ``model`` if it has a tokenizer, else a new directory that has one with a word per token."""
+    """Return a directory with a tokenizer: ``model``, or if it has none a new one with a word for each token."""
     if (model / "tokenizer_config.json").is_file():
         return model
     from tokenizers import Tokenizer, models, pre_tokenizers

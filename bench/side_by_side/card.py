@@ -10,9 +10,9 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.memory.capacity import CapacityError
 from sglang_hybrid.memory.device_capacity import plan_device, rows_of
 
-CONTEXT_BYTES = 600_000_000  # of CUDA's context and libraries in a server: SGLang's free memory is what is left
+CONTEXT_BYTES = 600_000_000  # CUDA's context and libraries in a server: SGLang's free memory is the rest
 SPARE_TOKENS = 4 * BLOCK_TOKENS  # per request: SGLang rounds up, and keeps some pages free
-HOST_SHARE = 0.85  # of the host's available memory that a pool may take
+HOST_SHARE = 0.85  # share of the host's available memory that a pool may take
 
 
 @dataclass(frozen=True)

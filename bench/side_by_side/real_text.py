@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-_MOST_BYTES = 200_000  # of a file: generated tables of data are longer
+_MOST_BYTES = 200_000  # longer files are not read: they are generated tables of data
 
 
 class RealText:

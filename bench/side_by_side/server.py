@@ -48,7 +48,7 @@ class Server:
         ]  # fmt: skip
         self._environment: dict[str, str] = {"HF_HUB_OFFLINE": "1"} | dict(environment or {})
         if not configuration.is_hybrid:
-            self._environment.setdefault("SGLANG_PLUGINS", "none")  # stock is stock: no plugin is loaded
+            self._environment.setdefault("SGLANG_PLUGINS", "none")  # stock SGLang must not load the plugin
         self._name = configuration.name
         self.start_seconds = 0.0
 

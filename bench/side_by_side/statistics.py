@@ -20,7 +20,7 @@ class Arrivals:
     times: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)  # token ids
-    meta: dict[str, Any] = field(default_factory=dict)  # what SGLang said of the answer, with its last token
+    meta: dict[str, Any] = field(default_factory=dict)  # SGLang's meta_info of the answer, sent with its last token
 
     def at(self, time: float) -> float:
         """Return the tokens at ``time``; between two arrivals tokens are taken to come evenly."""
