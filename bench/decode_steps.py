@@ -129,7 +129,7 @@ class Rows:
 
 
 class Counts:
-    """Counters of the hybrid backend since this object was created. Empty for other backends and for policy full."""
+    """Counters of the CUDA engine since this object was created. Empty unless its step program is a DeviceScout."""
 
     def __init__(self, session: ModelSession) -> None:
         engine = getattr(session.runner.attn_backend, "engine", None)
