@@ -1,1 +1,1 @@
-"""Benchmarks. Each is a program that runs from the root of the repository: ``python -m bench.throughput --help``."""
+"""Benchmark programs. Run them from the root of the repository, such as ``python -m bench.throughput --help``."""

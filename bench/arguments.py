@@ -15,12 +15,12 @@ from bench.synthetic_model import Character, Shape, ensure_model
 
 
 def tokens_of(text: str) -> int:
-    """``32k`` is 32,768."""
+    """Return the number of tokens that ``text`` means: ``32k`` is 32,768, ``500`` is 500."""
     return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
 
 
 def is_installed() -> bool:
-    """Whether the processes that SGLang spawns will load the plugin."""
+    """Return True if the processes that SGLang spawns will load the plugin."""
     return any(one.name == "sglang_hybrid" for one in importlib.metadata.entry_points(group="sglang.srt.plugins"))
 
 
@@ -30,7 +30,10 @@ def require_plugin() -> None:
 
 
 def model_of(given: Path | None, shape: Shape) -> Path:
-    """The model that is given, or a synthetic one of this shape: made in its place, or in a temporary directory."""
+    """Return a model directory: ``given`` if it holds a model, otherwise a synthetic model of ``shape``.
+
+    The synthetic model is written to ``given``, or to a temporary directory if ``given`` is None.
+    """
     if given and (given / "config.json").is_file():
         return given
     target = given or Path(tempfile.gettempdir()) / f"sglang-hybrid-synthetic-{shape.layers}x{shape.hidden}"
@@ -54,7 +57,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def log_folder(given: Path | None) -> Iterator[Path]:
-    """Where servers' logs go: the folder that is given, which is made and stays, or one that is removed at the end."""
+    """Yield the folder for servers' logs: ``given``, created if missing and kept, or one that is removed at the end."""
     if given:
         given.mkdir(parents=True, exist_ok=True)
         yield given

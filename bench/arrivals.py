@@ -1,24 +1,24 @@
-"""Servers under requests that arrive at random: throughput, time to the first token, time per token, pauses.
+"""Measure servers while requests arrive at random: throughput, time to the first token, time per token, pauses.
 
     python -m bench.arrivals [--workloads "32k:500@0.25,0.5,1,1.5 8k:1k@1,2,4,6 mix@4,16"] [--runs stock,hybrid]
     python -m bench.arrivals --runs stock --lease 560 --out FILE                    one command of a GPU lease
     python -m bench.arrivals --runs hybrid --lease 560 --with FILE --out FILE       the next one
     python -m bench.arrivals --quick                                                a smoke test on a CPU
 
-Each configuration is one server with the same GPU memory for its KV cache (`--gpu-limit`), asked by SGLang's own
-benchmark (sglang.bench_serving): Poisson arrivals at each rate, `--seconds` of arrivals for each point. Prompts are
-random tokens, or with `mix` conversations with lengths like ShareGPT's; `--sharegpt FILE` takes the data set itself.
-The result is written after every point. `--lease` divides the time among servers and leaves out what does not fit;
-`--with` takes over the points of an earlier result and measures the others.
+Each configuration is one server, with the same GPU memory for its KV cache (`--gpu-limit`). SGLang's own benchmark
+(sglang.bench_serving) sends the requests: Poisson arrivals at each rate, for `--seconds` per point. Prompts are random
+tokens, or with `mix` conversations with lengths like ShareGPT's; `--sharegpt FILE` uses the data set itself. The result
+is written after every point. `--lease` divides the time among servers and leaves out points that do not fit; `--with`
+keeps the points of an earlier result and measures the others.
 
-`sustained` has two rates for each configuration and workload. `by_pauses`: the largest rate with every answer complete
-and a 99th percentile of pauses between tokens within `--limit-ms`. `by_pauses_and_first_token`: the same, with a median
-time to the first token within `--limit-first-token`; a server that does not keep up has a queue that grows. Higher
-rates of a workload are left out behind a rate that was not sustained (`--all-rates` measures them). A server with long
-prompts and short answers is bound by prefill, which hybrid does not make faster.
+`sustained` has two rates for each configuration and workload. `by_pauses` is the largest rate with every answer
+complete and a 99th percentile of pauses between tokens within `--limit-ms`. `by_pauses_and_first_token` also demands a
+median time to the first token within `--limit-first-token`, because the queue of a server that does not keep up grows.
+After a rate that was not sustained, higher rates of the workload are left out (`--all-rates` measures them). With long
+prompts and short answers, prefill limits a server, and hybrid does not make prefill faster.
 
-Chunks of prefill are `--chunk-tokens` long on all servers: one of 8,192 tokens, SGLang's default on an H200, alone
-takes longer than the limit of 100 ms for a model of this size.
+All servers prefill in chunks of `--chunk-tokens`: one chunk of 8,192 tokens, SGLang's default on an H200, takes longer
+than the limit of 100 ms for a model of this size.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from bench.side_by_side.telling import say
 from bench.synthetic_model import TINY, Shape
 
 NAME = "arrivals"
-START_SECONDS = 120  # that a lease must have left for a server and a first point
-DRAIN_SECONDS = 20  # of a point, behind the last arrival
+START_SECONDS = 120  # left out if the lease has less left: a server and its first point
+DRAIN_SECONDS = 20  # for the answers of a point after the last arrival
 Point = dict[str, Any]
 
 
 class Arrivals:
-    """One run of the program."""
+    """One run of this program: starts the servers, measures the points, collects the result."""
 
     def __init__(self, args: argparse.Namespace, workspace: Path) -> None:
         self._args, self._workspace = args, workspace
@@ -68,7 +68,7 @@ class Arrivals:
             self.result |= {key: earlier[key] for key in ("servers", "points")} | {"earlier": earlier["origin"]}
 
     def run(self) -> None:
-        self._save()  # asks for the GPU's name, which may take memory there: before that is measured
+        self._save()  # before memory is measured: origin() asks for the GPU's name, which may allocate GPU memory
         with Benchmark(self._workspace) as benchmark:
             for number, one in enumerate(self._args.configurations):
                 todo = [(work, rate) for work in self._args.workloads for rate in self._missing(one, work)]
@@ -79,7 +79,7 @@ class Arrivals:
                     self._leave_out(f"{one.name}: {share:.0f} s of the lease are left")
 
     def _missing(self, configuration: Configuration, workload: Workload) -> list[float]:
-        """Rates that no point has."""
+        """Return the rates of ``workload`` for which ``configuration`` has no point yet."""
         had = {
             point["rate"]
             for point in self.result["points"]
@@ -153,14 +153,14 @@ def told_of(point: Point) -> str:
 
 
 def is_sustained(point: Point, limit_ms: float, first_token_s: float | None = None) -> bool:
-    """``first_token_s``: None if only pauses count."""
+    """Return True if every request was answered within the limits. ``first_token_s``: None if only pauses count."""
     if "error" in point or point["answered"] != point["asked"] or point["p99_itl_ms"] > limit_ms:
         return False
     return first_token_s is None or point["median_ttft_ms"] <= 1e3 * first_token_s
 
 
 def sustained(points: list[Point], limit_ms: float, first_token_s: float) -> dict[str, dict[str, dict[str, Any]]]:
-    """For each configuration and workload the largest rates that were served within the limits; None: none was."""
+    """Return the largest rates within the limits, for each configuration and workload; None where no rate was."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for point in points:
         limits = {"by_pauses": None, "by_pauses_and_first_token": first_token_s}
@@ -174,7 +174,7 @@ def sustained(points: list[Point], limit_ms: float, first_token_s: float) -> dic
 def flags_of(
     args: argparse.Namespace, model: Path, tokenizer: Path, kv: KVModel, configuration: Configuration
 ) -> list[str]:
-    # with a tokenizer: SGLang's benchmark takes the time of an answer's first text
+    # with a tokenizer: SGLang's benchmark times the first text of an answer
     itemsize = 1 if configuration.kv_dtype else kv.itemsize
     tokens = int(args.gpu_limit * GB) // (kv.token_bytes // kv.itemsize * itemsize)
     chunks = ["--chunked-prefill-size", str(args.chunk_tokens)] if args.chunk_tokens else []

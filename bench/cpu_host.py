@@ -1,11 +1,11 @@
-"""Servers on a host without a GPU, in turn: stock SGLang (torch_native) and sglang-hybrid with its default settings.
+"""Compare servers on a host without a GPU: stock SGLang (torch_native) and sglang-hybrid with default settings.
 
     python -m bench.cpu_host [--rounds 3] [--lengths 300,5000] [--new-tokens 48] [--hybrid KEY=VALUE ...] [--out FILE]
 
-Each round starts one server after the other and sends it the same prompts, different ones in every round. Measured:
-time to the first token, and decode rate from the first token to the last. Ratios are taken within a round; the table
-shows their medians. Wants a quiet machine. Stock keeps OpenMP's own way of waiting, which is a little faster for it
-than the one that our environment sets.
+Each round starts one server after the other and sends both the same prompts; every round has different prompts. The
+time to the first token is measured, and the decode rate from the first token to the last. Ratios are taken within a
+round; the table shows their medians. Run this on a quiet machine. Stock keeps OpenMP's default wait policy, which is a
+little faster for stock than the policy that our environment sets.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from bench.side_by_side.load import send_together
 from bench.side_by_side.server import Server
 from bench.side_by_side.telling import say
 
-# What we want, by prompt tokens: decode rate at least so many times the stock one, time to the first token at most.
+# Targets by prompt tokens, as multiples of stock: least decode rate, longest time to the first token.
 BARS = {300: (1.0, 1.1), 5000: (1.5, 1.1)}
 COMMON = ["--device", "cpu", "--dtype", "float32", "--max-running-requests", "16"]
 FLAGS = {
-    "stock": ["--max-total-tokens", "16384"],  # it would take all of the machine's memory
-    "hybrid": ["--hybrid", "host_memory=4GiB"],  # as make serve does
+    "stock": ["--max-total-tokens", "16384"],  # otherwise the pool takes all of the machine's memory
+    "hybrid": ["--hybrid", "host_memory=4GiB"],  # like `make serve`
 }
 
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def cut_prompts(model: Path, rounds: int, lengths: list[int]) -> list[dict[int, list[int]]]:
-    """Token ids of English that every CPython has; no two prompts share a beginning."""
+    """Cut a prompt of each length for each round out of CPython's manual; no two prompts share a beginning."""
     from pydoc_data.topics import topics
 
     from transformers import AutoTokenizer
@@ -76,12 +76,12 @@ def measure(side: Configuration, model: Path, prompts: dict[int, list[int]], new
     with tempfile.TemporaryDirectory() as directory:
         flags = ["--model-path", str(model), *COMMON, *FLAGS[side.name]]
         with Server(side, flags, Path(directory) / "server.log", Path(directory), environment) as server:
-            send_together(server.url, [[7] * 64], 8)  # the first request pays for what is made once
+            send_together(server.url, [[7] * 64], 8)  # the first request pays for one-time initialization
             return {str(length): one(server.url, ids, new_tokens) for length, ids in prompts.items()}
 
 
 def one(url: str, ids: list[int], new_tokens: int) -> dict[str, float]:
-    # the prompt's last token gives the first new one, so so many decode steps need one token more
+    # prefill gives the first new token, so ``new_tokens`` decode steps give one token more
     (row,) = send_together(url, [ids], new_tokens + 1)
     seconds = row.times[-1] - row.times[0]
     return {

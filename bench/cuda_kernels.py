@@ -1,12 +1,13 @@
-"""Times of the CUDA kernels, inside a CUDA graph and with a cold L2 cache.
+"""Measure the times of the CUDA kernels, inside a CUDA graph and with a cold L2 cache.
 
     python -m bench.cuda_kernels [--out FILE] [--pool 4] [--threads N]
 
-Shapes of a Qwen3-14B layer: 8 KV heads, 5 query heads each, head_dim 128, bfloat16. A graph holds many launches, each
-on buffers of its own, together several times the L2 cache, as the layers of a step are. Rates count each byte once.
+Shapes are those of a Qwen3-14B layer: 8 KV heads, 5 query heads each, head_dim 128, bfloat16. A graph holds many
+launches. Each launch has its own buffers; together the buffers are several times the L2 cache, like the layers of a
+step. Rates count each byte once.
 
-Ceilings, measured here: copying device memory to device memory (read and written bytes), and copying registered host
-memory to the device with the copy engine, in one piece.
+Two ceilings are measured too: copying device memory to device memory (read and written bytes), and copying registered
+host memory to the device with the copy engine, in one piece.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from sglang_hybrid.protocol.region import SharedRegion
 
 HEADS, GROUP, DIM, TOKENS, SLOTS = 8, 5, 128, 32, 64
 BLOCK_BYTES = 2 * TOKENS * DIM * 2  # keys and values
-COLD_BYTES = 320 << 20  # of all launches of a graph: five times an H200's L2 cache
+COLD_BYTES = 320 << 20  # buffers of all launches of a graph: five times an H200's L2 cache
 WARM_UP_COPIES = 1500  # about 1.5 s
 SCALE = DIM**-0.5
 DTYPE = torch.bfloat16
@@ -46,7 +47,7 @@ Slots = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # keys, values, positio
 def timed(
     launches: Sequence[Callable[[], object]], repeats: int = 15, before: Callable[[], None] = lambda: None
 ) -> float:
-    """Median seconds of one launch, all of them being in one graph."""
+    """Return the median seconds of one launch, all of them in one graph. ``before`` runs before each replay."""
     for launch in launches[:2]:
         launch()
     torch.cuda.synchronize()
@@ -80,12 +81,15 @@ def row(name: str, seconds: float, moved: int, ceiling: float | None, **more: An
 
 
 def copy_rate() -> float:
-    """Copies until the clocks of an idle GPU have come up, then measures."""
+    """Return the rate of copies within device memory, in bytes read and written per second.
+
+    Copies run first until the clocks of an idle GPU have come up.
+    """
     source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     for _ in range(WARM_UP_COPIES):
         target.copy_(source)
-    # not in a graph, where a copy engine would do it
+    # not in a graph, where a copy engine would do the copy
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(20):
@@ -120,7 +124,7 @@ def attention(batch: int, active: int, ceiling: float) -> Row:
         return launch
 
     launches = [launch_on(random_slots(batch)) for _ in range(layers)]
-    launches *= max(1, 16 // layers)  # starting a graph takes time too; buffers are read again after all others
+    launches *= max(1, 16 // layers)  # launching a graph takes time too; each buffer is read again after all others
     return row("attend_slots", timed(launches), moved, ceiling, batch=batch, active=active, slots=SLOTS)
 
 
@@ -148,7 +152,7 @@ class HostPool:
         half = self.pages * HEADS * BLOCK_BYTES // 2
         self.memory = SharedRegion(SharedRegion.size_for(half, half))
         self.keys, self.values = (self.memory.take(shape, DTYPE) for _ in range(2))
-        for part in (self.keys, self.values):  # random numbers of a few pages, again and again
+        for part in (self.keys, self.values):  # random numbers for 64 pages, repeated over the pool
             some = torch.randn(64, *shape[1:]).to(DTYPE)
             part.view(torch.int16)[:] = some.view(torch.int16).repeat(-(-self.pages // 64), 1, 1, 1)[: self.pages]
         self.region = RegisteredRegion(self.memory)
@@ -206,9 +210,9 @@ def worker(pool: HostPool, rows: int, most: int, threads: int) -> Iterator[tuple
 
 
 def round_trips(pool: HostPool, batch: int, threads: int, from_host: float) -> list[Row]:
-    """A post and the wait for it, alone and in a layer: post, attention over 64 slots, wait, merge.
+    """Time a post and the wait for its replies, alone and in a layer: post, attention over 64 slots, wait, merge.
 
-    The wait comes after the attention, or on a stream of its own, so that replies cross PCIe meanwhile.
+    The wait runs after the attention, or on its own stream, so that replies cross PCIe during the attention.
     """
     most = 8
     shape = (batch, HEADS * GROUP, DIM)

@@ -1,15 +1,16 @@
-"""Times of a layer's prefill with the pool in host memory, against FlashInfer on pages that are in device memory.
+"""Measure a layer's prefill with the pool in host memory, against FlashInfer with pages in device memory.
 
     python -m bench.cuda_prefill [--out FILE] [--layers 8] [--repeats 7]
 
-Shapes of a Qwen3-14B layer: 40 query heads, 8 KV heads, head_dim 128, bfloat16. One row, 8192 new tokens behind a
-prefix of 0, 8k and 24k tokens: chunks of a prompt of 32k. A pass over several layers is timed from its first layer,
-whose prefix is loaded by then, to what follows on the main stream. Rows "in a model" have the layer's matrix products
-between attention and attention, on both sides, so that copies meet what they would meet in a server.
+Shapes are those of a Qwen3-14B layer: 40 query heads, 8 KV heads, head_dim 128, bfloat16. One row has 8192 new tokens
+behind a prefix of 0, 8k or 24k tokens, like the chunks of a 32k prompt. A pass over several layers is timed from its
+first layer, whose prefix is loaded by then, until the next work on the main stream could start. Rows "in a model" also
+run the layer's matrix products before and after each attention, on both sides, so that copies compete with the same
+work as in a server.
 
-    flashinfer           new tokens to their pages, attention; all pages in device memory
-    engine, kernels      the pool in host memory, pages by the copy engine or by kernels
-    neighbours, random   whether pages of the row lie side by side in the pool, or anywhere
+    flashinfer           copies the new tokens to their pages and attends; all pages are in device memory
+    engine, kernels      the pool is in host memory; the copy engine or kernels copy the pages
+    neighbours, random   the pages of the row lie side by side in the pool, or anywhere
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pass:
-    """``begin`` once, then every layer's attention, then ``finish``."""
+    """One prefill pass: call ``begin`` once, then ``attend`` for every layer, then ``finish``."""
 
     begin: Callable[[], None]
     attend: Callable[[int], object]
@@ -56,7 +57,7 @@ class Pass:
 
 
 class Products:
-    """A layer's matrix products, one set of weights for all layers."""
+    """Matrix products of a decoder layer. All layers share one set of weights."""
 
     def __init__(self) -> None:
         def weight(inputs: int, outputs: int) -> torch.Tensor:
@@ -76,7 +77,7 @@ class Products:
 
 
 def timed(one: Pass, layers: int, repeats: int, products: Products | None) -> tuple[float, float, float]:
-    """Median seconds: of a layer on the device, of a layer's launches on the host, and of the beginning on the host."""
+    """Return median seconds: of a layer on the device, of a layer's launches on the host, of ``begin`` on the host."""
     times: list[tuple[float, float, float]] = []
     for _ in range(repeats + 2):
         torch.cuda.synchronize()
@@ -107,7 +108,7 @@ def timed(one: Pass, layers: int, repeats: int, products: Products | None) -> tu
 
 @dataclass(frozen=True)
 class New:
-    """Of all layers the same new tokens."""
+    """Query, keys and values of the new tokens, the same for all layers."""
 
     query: torch.Tensor
     keys: torch.Tensor
@@ -117,7 +118,7 @@ class New:
 def new_tokens() -> New:
     fused = torch.randn(CHUNK, QUERY_HEADS + 2 * HEADS, DIM, dtype=DTYPE, device="cuda")
     query, keys, values = fused.split((QUERY_HEADS, HEADS, HEADS), dim=1)
-    return New(query.contiguous(), keys, values)  # as rotation leaves them
+    return New(query.contiguous(), keys, values)  # strides as rotation leaves them
 
 
 def on_device(new: New, prefix: int, layers: int, backend: str) -> Pass:
@@ -147,7 +148,7 @@ def on_device(new: New, prefix: int, layers: int, backend: str) -> Pass:
 
 
 class HostLayers:
-    """Pools of several layers in registered host memory, their digests on the device."""
+    """KV pools of several layers in registered host memory, with their digests on the device."""
 
     def __init__(self, layers: int) -> None:
         shape = (POOL_PAGES, HEADS, TOKENS, DIM)

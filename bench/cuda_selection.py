@@ -1,9 +1,10 @@
-"""Times of digests, scores and selection on the GPU, inside a CUDA graph.
+"""Measure the times of digests, scores and selection on the GPU, inside a CUDA graph.
 
     python -m bench.cuda_selection [--out FILE]
 
-Shapes as in cuda_kernels.py: 8 KV heads, 5 query heads each, head_dim 128, bfloat16. Digests and codes are read cold:
-the buffers of a graph are several times the L2 cache. Rates count each byte of digests and codes once.
+Shapes are those of cuda_kernels.py: 8 KV heads, 5 query heads each, head_dim 128, bfloat16. Digests and codes are read
+with a cold L2 cache: the buffers of a graph are several times its size. Rates count each byte of digests and codes
+once.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def random_digests(pages: int, channels: int, compact: bool = False) -> LayerDig
     order = torch.rand(HEADS, DIM, device="cuda").argsort(dim=1)
     chosen = order[:, :channels].contiguous()
     if compact:
-        parts = [reference.compact_digest(some, chosen) for some in digests.split(4096)]  # float32 takes room
+        # in parts: compact_digest() computes in float32, which takes memory
+        parts = [reference.compact_digest(some, chosen) for some in digests.split(4096)]
         return LayerDigests(torch.cat(parts), codes, chosen, (DTYPE, DIM))
     return LayerDigests(digests, codes, chosen)
 
@@ -79,7 +81,7 @@ def scoring(batch: int, blocks: int, channels: int, ceiling: float, compact: boo
 
 
 def several(launches: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
-    """Starting a graph takes time too; buffers are read again after all others."""
+    """Repeat ``launches`` up to eight: launching a graph takes time too. Each buffer is read again after all others."""
     return list(launches) * max(1, 8 // len(launches))
 
 
@@ -94,7 +96,7 @@ def table_of(batch: int, blocks: int, resident: int) -> SlotTable:
 
 
 def selecting(batch: int, blocks: int, due: bool, most: int = 16) -> Row:
-    """Scores are in the L2 cache, as scoring leaves them there."""
+    """Time ``select_blocks`` with scores in the L2 cache, where the scoring kernel leaves them."""
     step = step_of(batch, blocks, batch * blocks)
     table = table_of(batch, blocks, RESIDENT)
     misses, plan = Misses(batch, HEADS, most), RecallPlan(batch * HEADS * table.positions.shape[2])
@@ -127,7 +129,7 @@ def appending(batch: int, blocks: int, channels: int, compact: bool = False) -> 
         keys, values = (torch.randn(batch, HEADS, DIM, dtype=DTYPE, device="cuda") for _ in range(2))
         digests = random_digests(pages, channels, compact)
         launches.append(partial(append, digests, table, step, keys, values, key_slots, value_slots, pool))
-    moved = batch * HEADS * TOKENS * DIM * 2  # keys of the tails
+    moved = batch * HEADS * TOKENS * DIM * 2  # keys of the tail blocks
     result = row("append", timed(launches), moved, None, batch=batch, channels=channels, compact=compact)
     pool.region.close()
     memory.close()
@@ -136,7 +138,7 @@ def appending(batch: int, blocks: int, channels: int, compact: bool = False) -> 
 
 def digesting(pages: int, channels: int, ceiling: float, compact: bool = False) -> Row:
     digests = random_digests(pages, channels, compact)
-    keys = torch.randn(pages, TOKENS, HEADS, DIM, dtype=DTYPE, device="cuda").transpose(1, 2)  # as prefill has them
+    keys = torch.randn(pages, TOKENS, HEADS, DIM, dtype=DTYPE, device="cuda").transpose(1, 2)  # in prefill's layout
     at = torch.randperm(pages, device="cuda").int()
     filled = torch.full((pages,), TOKENS, dtype=torch.int32, device="cuda")
     moved = pages * HEADS * (TOKENS * DIM * 2 + digest_bytes(channels, compact) + code_bytes(channels))

@@ -1,17 +1,17 @@
-"""Times of prefill and of decode steps in one process: no server, no scheduler, what the GPU does and nothing else.
+"""Measure prefill and decode steps in one process, without a server or a scheduler: only the work of the GPU.
 
     python -m bench.decode_steps --model DIR --points 32k:8,8k:32 --out FILE -- --attention-backend flashinfer ...
     python -m bench.decode_steps --model DIR --points 32k:64 --out FILE \\
         --variants "scout.cpu_share=1;scout.cpu_share=1,prediction=none" \\
         -- --attention-backend hybrid --hybrid prediction=raw ...
 
-What follows `--` are SGLang's flags. A point is tokens:rows; every row has a prompt of its own (side_by_side.prompts),
-prefilled in one piece. A step is timed by CUDA events around SGLang's forward pass, so that the scheduler, which a
-server runs beside it, does not count. Variants change settings of the hybrid backend behind the same prompts; the
-first measurement is always that of the flags. throughput.py measures whole servers and takes longer.
+SGLang's flags follow `--`. A point is tokens:rows; every row has its own prompt (side_by_side.prompts), prefilled in
+one piece. A step is timed by CUDA events around SGLang's forward pass, so that the scheduler, which a server runs in
+parallel, does not count. Variants change settings of the hybrid backend and decode behind the same prompts; the first
+measurement always has the settings of the flags. throughput.py measures whole servers and takes longer.
 
-`--turn FILE`: load the model, then wait until no other run holds the file: runs can start together. With `--rounds N`
-they measure N times, in turn, so that what changes on the machine meanwhile does not speak for either.
+`--turn FILE`: load the model, then wait until no other run holds a lock on the file, so that runs can start together.
+With `--rounds N` these runs measure N times, in turn, so that a change on the machine meanwhile affects all of them.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def turn(path: Path | None) -> Iterator[None]:
 
 
 class Rows:
-    """Rows behind their prompts, decoding together.
+    """A batch of rows that decode together, each behind its own prompt.
 
-    They join one by one with a step in between, as in a server, so they do not all recall in the same step.
+    Rows join one by one with a decode step in between, as in a server, so they do not all recall in the same step.
     """
 
     def __init__(self, session: ModelSession, prompts: list[list[int]]) -> None:
@@ -64,8 +64,8 @@ class Rows:
 
         self._session = session
         self.prefill_seconds: list[float] = []
-        # Of steps that a row joined. One joins at every step: with more rows than first steps, what these steps take
-        # beyond others is what all first steps of a row take.
+        # Milliseconds of steps that a row joined. A row joins at every step: with more rows than first steps, the extra
+        # time of such a step is the extra time of all first steps of one row.
         self.joined_ms: list[float] = []
         session._bench.clear()
         for number, prompt in enumerate(prompts):
@@ -87,14 +87,14 @@ class Rows:
             self.joined_ms += self.steps(1)
 
     def _check_pages(self, when: str) -> None:
-        """Nothing but the allocator may write its list of free pages: a stray write of a kernel is found here first."""
+        """Raise RuntimeError if SGLang's list of free pages is damaged: a stray write of a kernel shows here first."""
         allocator = self._session.runner.token_to_kv_pool_allocator
-        free = getattr(allocator, "free_pages", None)  # where pages are tokens there is none
+        free = getattr(allocator, "free_pages", None)  # an allocator whose pages are single tokens has none
         if free is not None and len(free) and not (free.min() >= 0 and free.max() <= allocator.size):
             raise RuntimeError(f"SGLang's list of free pages is damaged {when}: {int(free.min())} to {int(free.max())}")
 
     def _damage(self) -> str:
-        """Where SGLang's table of tokens has numbers that are no tokens, and which."""
+        """Describe the numbers in SGLang's table of token indices that are no token indices, and their positions."""
         runner = self._session.runner
         table, free = runner.req_to_token_pool.req_to_token, runner.token_to_kv_pool_allocator.free_pages
         wrong = (table < 0) | (table > runner.max_total_num_tokens + 64)
@@ -106,7 +106,7 @@ class Rows:
         return "; ".join(found)
 
     def steps(self, count: int) -> list[float]:
-        """Milliseconds of each."""
+        """Decode ``count`` steps and return the milliseconds of each."""
         runner, forward = self._session.runner, self._session.runner.forward
         events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -129,7 +129,7 @@ class Rows:
 
 
 class Counts:
-    """What the hybrid backend has counted, between two looks. Nothing for other backends and policy full."""
+    """Counters of the CUDA engine since this object was created. Empty unless its step program is a DeviceScout."""
 
     def __init__(self, session: ModelSession) -> None:
         engine = getattr(session.runner.attn_backend, "engine", None)
@@ -165,7 +165,8 @@ class Counts:
 
 
 def measure(session: ModelSession, rows: Rows, tokens: int, count: int, label: str, args: Any) -> dict[str, Any]:
-    for _ in range(args.warm // 8):  # as in a server, the host does not run far ahead: settings follow what was counted
+    # 8 steps at a time, so that the host does not run far ahead, as in a server: counters of past steps change settings
+    for _ in range(args.warm // 8):
         rows.steps(8)
     counts = Counts(session)
     milliseconds = sorted(rows.steps(args.steps))
@@ -190,9 +191,9 @@ def measure(session: ModelSession, rows: Rows, tokens: int, count: int, label: s
 
 @contextlib.contextmanager
 def main_lane_alone(session: ModelSession) -> Iterator[None]:
-    """Nothing is predicted, scored, selected, posted, gathered or recalled: what a layer takes without all that.
+    """Switch off prediction, scoring, selection, posts, gathers and recalls, to time layers without them.
 
-    Attention goes on over the blocks that are resident.
+    Attention still runs over the resident blocks.
     """
     scout = session.runner.attn_backend.engine.program
     kept = scout._begin_layer, scout._mailbox, scout._make_resident
@@ -204,12 +205,12 @@ def main_lane_alone(session: ModelSession) -> Iterator[None]:
 
 
 def settings_of(flags: list[str]) -> list[str]:
-    """Of the hybrid backend, among SGLang's flags."""
+    """Return the hybrid backend's settings (``--hybrid KEY=VALUE``) among SGLang's ``flags``."""
     return [value for flag, value in itertools.pairwise(flags) if flag == "--hybrid"]
 
 
 def trace(rows: Rows, path: Path) -> None:
-    """Three steps, every kernel on its stream: commands.report.session.gpu_trace reads it."""
+    """Write a trace of three steps, every kernel on its stream, for commands.report.session.gpu_trace."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -220,7 +221,7 @@ def trace(rows: Rows, path: Path) -> None:
 def measure_points(
     session: ModelSession, prompts: Prompts, points: list[dict[str, Any]], args: argparse.Namespace
 ) -> None:
-    """Adds to ``points``, and writes them down after each."""
+    """Measure all points, append them to ``points``, and write the result file after each point and its variants."""
     for number, (tokens, count) in enumerate(map(point_of, args.points.split(","))):
         rows = Rows(session, prompts.rows(tokens, count, count))
         points.append(measure(session, rows, tokens, count, "", args))
@@ -232,7 +233,7 @@ def measure_points(
         if args.main_lane:
             settings = [*settings_of(args.flags), "prediction=none", "scout.cpu_share=1", "whole_requests=never"]
             session.use(load_config(None, settings))
-            rows.steps(2)  # something is resident then
+            rows.steps(2)  # makes blocks resident
             with main_lane_alone(session):
                 session.runner.init_cuda_graphs()
                 points.append(measure(session, rows, tokens, count, "main lane alone", args))
@@ -266,7 +267,7 @@ def main() -> None:
     for _ in range(args.rounds):
         with turn(args.turn):
             measure_points(session, prompts, points, args)
-        time.sleep(1)  # whoever waits for the turn gets it
+        time.sleep(1)  # another run that waits for the lock gets it
 
 
 if __name__ == "__main__":

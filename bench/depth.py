@@ -1,13 +1,14 @@
-"""A sweep over depth: decode steps of 10 and 20 layers measured, 48 layers, TP 8 and other GPUs by arithmetic.
+"""Sweep over depth: measure decode steps of 10 and 20 layers, estimate 48 layers, TP 8 and other GPUs by arithmetic.
 
     python -m bench.depth --depths 10 --lease 560 --out FILE                 in one command of a GPU lease
     python -m bench.depth --depths 20 --lease 560 --with FILE --out FILE     in the next one
     python -m bench.depth --depths "" [--with FILE]                          arithmetic alone, on any machine
 
 Each depth is one run of bench.throughput with GPU memory in proportion to the layers (`--gpu-limit-per-layer`), so that
-stock holds the same rows at every depth, and with the same rows of hybrid, as many as the deepest model has host memory
-for. The result of that run stays beside `--out`, as FILE-10-layers.json. Rows of `arithmetic` say that they are not
-measured, what they assume, and how far the same arithmetic is from each measured step (`estimate_errors`).
+stock holds the same rows at every depth. Hybrid also runs the same rows at every depth: as many as fit in host memory
+with the deepest model. The result of each run stays beside `--out`, as FILE-10-layers.json. Rows of `arithmetic` say
+that they are not measured, what they assume, and how far the same arithmetic is from each measured step
+(`estimate_errors`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from bench.side_by_side.depth_arithmetic import ARITHMETIC, ASSUMPTIONS, estimat
 from bench.side_by_side.telling import say
 
 NAME = "depth"
-START_SECONDS = 250  # that a lease must have left for the two servers of a depth
+START_SECONDS = 250  # left out if the lease has less left: the two servers of a depth
 _KEPT = (
     "configuration", "length", "rows", "step_ms", "tokens_per_s", "tokens_per_s_p10", "tokens_per_s_p90",
     "steady_seconds", "gpu_bytes_measured",
@@ -35,7 +36,7 @@ _KEPT = (
 
 
 def measured_of(result: dict[str, Any], layers: int) -> list[dict[str, Any]]:
-    """Points of a result of bench.throughput, without their metrics."""
+    """Return the points of ``result``, a result of bench.throughput with ``layers`` layers, without their metrics."""
     points: list[dict[str, Any]] = result["points"]
     most = {one["configuration"]: max(p["rows"] for p in points if p["configuration"] == one["configuration"])
             for one in points}  # fmt: skip

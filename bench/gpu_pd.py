@@ -1,18 +1,18 @@
-"""Prefill by stock SGLang, decode by us, on one GPU with real transfers: rows and pages of others, requests retracted.
+"""Test stock prefill with hybrid decode on one GPU with real transfers, while rows and pages are reused.
 
     python -m bench.gpu_pd --model DIR [--transfer nixl] [--requests 48] [--rows 6] [--new-tokens 96] --out FILE
 
-Answers only; `python -m bench.pd_load` measures speed.
+This program compares answers only; `python -m bench.pd_load` measures speed.
 
-Three servers, one after the other and then two at once:
+Three servers run: first one alone, then two together:
 
-    stock     a single server, which everything is compared with
+    stock     a single server, whose answers are the reference
     pd        stock prefill instance and hybrid decode instance; every request goes to both, as a router would send it
 
-The decode instance has few rows and a small pool, and SGLang retracts a request every few steps: rows and pages change
-hands all the time. Contexts are below the budget, so attention is exact. Where an answer is not stock's, stock's two
-best tokens must have been within --tie there: two stock backends differ by as much in bfloat16. Exit status 1:
-something is red.
+The decode instance has few rows and a small pool, and SGLang retracts a request every few steps: so other requests
+reuse rows and pages all the time. Contexts are below the budget, so attention is exact. Where an answer differs from
+stock's, stock's two best tokens must have been within --tie there: two stock backends differ by as much in bfloat16.
+The exit status is 1 if the result is red.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def prompts_of(args: argparse.Namespace) -> list[list[int]]:
-    """Of all lengths up to the longest, in any order."""
+    """Return ``--requests`` prompts with random lengths from 20 tokens to just below ``--longest``."""
     lengths = [random.Random(n).randrange(20, args.longest) for n in range(args.requests)]
     ids = token_ids(args.model, sum(lengths))
     ends = [sum(lengths[: n + 1]) for n in range(len(lengths))]
@@ -144,7 +144,10 @@ def ask(url: str, args: argparse.Namespace, ids: list[int], **more: Any) -> dict
 
 
 def ask_both(prefill: Server, decode: Server, args: argparse.Namespace, ids: list[int], number: int) -> dict[str, Any]:
-    """As a router does: the same request to both, which find each other by the room's number."""
+    """Send a request to both instances, as a router does, and return the decode instance's answer.
+
+    The instances match their halves of the request by ``bootstrap_room``.
+    """
     room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": args.bootstrap, "bootstrap_room": 1000 + number}
     with ThreadPoolExecutor(1) as pool:
         begun = pool.submit(ask, prefill.url, args, ids, **room)

@@ -1,21 +1,26 @@
-"""One hybrid server under load: SGLang's benchmark, nothing leaked, a worker that is killed, memory meanwhile.
+"""Test one hybrid server under load: SGLang's benchmark, a killed worker, leaks and memory use.
 
     python -m bench.gpu_serving [--model DIR] [--parts openai,benchmark,kill] [--hybrid key=value ...] --out FILE
     python -m bench.gpu_serving --pd-fake [--model DIR] [--batches 1,8,32] --out FILE
     python -m bench.gpu_serving --device cpu --model DIR --prompts 4 --input 300 --output 8 --concurrency 2 \\
         --kill-rows 3 --kill-input 400 --kill-output 24 --hybrid budget_tokens=256 --hybrid scout.resident_tokens=128
 
-openai     the model's name, a completion, the same one streamed; a chat, where the model has a template for it.
-benchmark  `sglang-hybrid bench serving`: random ids, all sent at once, at most --concurrency at a time. Times.
-kill       the same requests undisturbed, and --kills times undisturbed again (the control) and with the worker killed
-           once every answer has a third of its tokens. Answers, speed, longest pause, who served misses. Where an
-           answer is not that of the first run, its two best tokens must have been as good as equally likely (--tie).
---pd-fake  instead: a decode instance with faked transfers and growing batches of long prompts. GPU memory, host pages.
+openai     asks for the model's name, a completion, the same completion streamed, and a chat if the model has a chat
+           template.
+benchmark  runs `sglang-hybrid bench serving` and reports its times: random ids, all sent at once, at most
+           --concurrency at a time.
+kill       runs the same requests undisturbed, then --kills times undisturbed again (the control) and with the worker
+           killed once every answer has a third of its tokens. Reports answers, speed, the longest pause and who served
+           misses. Where an answer differs from the first run's, its two best tokens must have been about equally
+           likely (--tie).
+--pd-fake  replaces the parts: a decode instance with faked transfers gets growing batches of long prompts. Reports GPU
+           memory and host pages.
 
-After each part everything must be free again, and SGLang's log must not say anything of a leak. The default settings
-are those in which answers do not depend on who computes, up to rounding: real queries and recalls at fixed steps; and
-there are misses at every step. Answers of a synthetic model (the default) hardly depend on attention: to compare texts,
-give --parts kill another model. Parts that fail are reported and the next one runs. Exit status 1: something is red.
+After each part the server must have freed everything, and SGLang's log must not mention a leak. With the default
+settings answers do not depend on who computes misses, up to rounding: queries are real, recalls come at fixed steps,
+and there are misses at every step. Answers of a synthetic model (the default) hardly depend on attention: to compare
+texts, give --parts kill another model. A part that fails is reported and the next one runs. The exit status is 1 if a
+part failed or something leaked.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ from bench.synthetic_model import Shape, read_model
 
 NAME = "gpu-serving"
 PARTS = ("openai", "benchmark", "kill")
-# Recall intervals that follow live traffic change what is resident, and so what is attended, from run to run.
+# Recalls at fixed intervals: intervals that follow traffic change resident, and so attended, blocks from run to run.
 EXACT = (
     "prediction=none",
     "scout.resident_tokens=1024",
@@ -57,16 +62,16 @@ EXACT = (
     "scout.recall_interval=8",
     "whole_requests=never",
 )
-# SGLang looks through its books when it is idle and dies when they do not add up; --strict also at every step
+# SGLang checks its memory accounting when idle, with --strict also at every step, and exits if it does not add up
 IDLE_CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 STEP_CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
-# an instance that is asked for its health every second would be busy with the answers
+# health checks must not generate tokens: with one a second, an instance would be busy generating
 HEALTH = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-STREAM_INTERVAL = 4  # tokens a message, of 32 rows: SGLang's HTTP process shares the host's cores with the worker
+STREAM_INTERVAL = 4  # tokens per message, for 32 rows: SGLang's HTTP process shares the host's cores with the worker
 
 
 class Session:
-    """One server and what is done to it, one part after the other."""
+    """One run of this program: starts the server, runs one part after the other, collects the result."""
 
     def __init__(self, args: argparse.Namespace, workspace: Path, model: Path) -> None:
         self._args, self._workspace, self._model = args, workspace, model
@@ -80,7 +85,7 @@ class Session:
             "settings": list(self._settings),
             "parts": {},
         }
-        self.save()  # asks for the GPU's name, which may take memory there: before that is measured
+        self.save()  # before memory is measured: origin() asks for the GPU's name, which may allocate GPU memory
         self.result["gpu_mib"] = {"before": gpu_mib()}
 
     def run(self) -> None:
@@ -105,7 +110,7 @@ class Session:
             self._report("server", error, log)
         finally:
             self.result["log"] = read_log(log)
-            time.sleep(1.0)  # the driver gives memory back a little later
+            time.sleep(1.0)  # the driver frees memory a little later
             self.result["gpu_mib"]["after_the_end"] = gpu_mib()
         self.result["passed"] = self._passed()
         self.save()
@@ -166,11 +171,11 @@ class Session:
         self.save()
 
     def _left(self, server: Server) -> dict[str, Any]:
-        """What is held once everything is done and the cache is empty."""
+        """Return what the server holds, idle and with an empty cache. ``nothing`` is True if nothing leaked."""
         wait_until_idle(server.url)
-        with contextlib.suppress(TimeoutError):  # what is held tells more than that flushing was refused
+        with contextlib.suppress(TimeoutError):  # what the server holds says more than a refused flush
             server.flush_cache(20)
-        time.sleep(1.0)  # SGLang's own look at its books comes when it is idle
+        time.sleep(1.0)  # SGLang checks its memory accounting when it is idle
         server.check()
         now = held(server.url)
         before = self.result.get("held_at_start", {})
@@ -195,7 +200,7 @@ class Session:
         return Prompts(self._model, seed=0).rows(tokens, rows, rows)
 
     def _batches(self) -> list[int]:
-        """Rows at once, for which graphs are recorded."""
+        """Return the batch sizes for which CUDA graphs are recorded, rising; the last is the most rows at once."""
         args = self._args
         most = max(args.batches) if args.pd_fake else max(args.concurrency, args.kill_rows)
         return sorted({*(size for size in (1, 2, 4, 8, 16, 32, 64) if size < most), most})
@@ -217,14 +222,14 @@ class Session:
         return [*flags, *args.flag]
 
     def _pool_mib(self) -> int:
-        """For what runs at once, and a third more: SGLang keeps some pages free for running requests."""
+        """Return the host pool's MiB for all concurrent requests and a third more: SGLang keeps pages free for them."""
         args = self._args
         if args.pd_fake:
             tokens = max(args.batches) * (args.input + args.output + 64)
         else:
             serving = args.concurrency * (args.input + args.output + 64)
             tokens = max(serving, args.kill_rows * (args.kill_input + args.kill_output + 64))
-        least = 2 * 2048  # of any budget
+        least = 2 * 2048  # tokens: twice the default budget
         return int(1.35 * max(tokens, least) * self._kv.token_bytes / 2**20) + 4 * self._kv.layers + 64
 
     def save(self) -> Path:
@@ -232,14 +237,14 @@ class Session:
 
 
 def read_log(log: Path) -> dict[str, Any]:
-    """What SGLang's log says that nobody answers for otherwise."""
+    """Return what SGLang's log says about leaks, retractions, errors and the worker."""
     if not log.is_file():
         return {"leaks": ["there is no log"], "retractions": 0}
     lines = [line for line in log.read_text(errors="replace").splitlines() if "ServerArgs(" not in line]
     worth = re.compile(r"CPU worker \d+|were computed in the server|were read from host memory|hybrid attention:")
     told = [line[:300] for line in lines if worth.search(line)]
     return {
-        # what torch warns of at the end of every process is not one
+        # torch's warning at the end of every process is not a leak
         "leaks": [line[:300] for line in lines if "leak" in line.lower() and "destroy_process_group" not in line][:8],
         "retractions": sum("Retract requests" in line for line in lines),
         "errors": [line[:300] for line in lines if "Traceback" in line or " ERROR" in line][:8],

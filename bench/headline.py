@@ -1,8 +1,8 @@
-"""README's first chart: throughput and accuracy of the same settings on a real model, from two results.
+"""Draw README's first chart: throughput and accuracy of the same settings on a real model, from two result files.
 
     python -m bench.headline [--throughput FILE] [--ruler FILE] [--out FILE.png]
 
-`--throughput`: of ``bench.throughput`` with runs `stock` and `hybrid`. `--ruler`: ``bars.json`` of
+`--throughput` is a result of ``bench.throughput`` with runs `stock` and `hybrid`. `--ruler` is ``bars.json`` of
 ``bench.served_ruler``.
 """
 

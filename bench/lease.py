@@ -1,4 +1,4 @@
-"""Time that a run may take: a GPU is lent for so many seconds, and what was not begun in time is left out."""
+"""Time limit of a benchmark run: a GPU is leased for some seconds, and work that would not end in time is left out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Lease:
-    """Begins when it is made. Without ``seconds`` it never ends."""
+    """Countdown from ``seconds``, started when the object is created. With None the lease never ends."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -18,9 +18,9 @@ class Lease:
         return max(0.0, self._end - self._clock())
 
     def allows(self, seconds: float) -> bool:
-        """Whether something that takes so long would end in time."""
+        """Return True if work that takes ``seconds`` would end before the lease does."""
         return self.left() >= seconds
 
     def at_most(self, seconds: float) -> float:
-        """``seconds``, or what is left if that is less."""
+        """Return ``seconds``, or the seconds that are left if they are fewer."""
         return min(seconds, self.left())

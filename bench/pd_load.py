@@ -1,20 +1,20 @@
-"""Prefill by stock SGLang, decode by hybrid or by stock, on one GPU with real transfers: how fast, and which pauses.
+"""Measure stock prefill with hybrid or stock decode, on one GPU with real transfers: speed and pauses.
 
     python -m bench.pd_load [--model DIR] [--transfer nixl] [--decode hybrid,stock] [--lease 560] --out FILE
     python -m bench.pd_load --quick                      a smoke test on a CPU, with mooncake over TCP
 
-For each kind of decode instance a prefill instance and a decode instance start together, and three parts follow.
-Stock's decode instance has `--gpu-limit` for its KV cache and is the yardstick.
+For each kind of decode instance a prefill instance and a decode instance start together, and three parts run. The
+stock decode instance has `--gpu-limit` for its KV cache and is the reference.
 
     alone     one request: time to the first token, tokens a second
     full      as many requests as fit, at most `--rows`, sent together: time to the first tokens, requests admitted a
               second, tokens a second while all of them decode
     arriving  `--running` requests decode, then `--arriving` others of the same length are sent: the longest pause of
-              the running ones until all others have begun
+              the running requests until all others have their first tokens
 
 Each request is sent to both instances as a router sends it, so sglang_router is not needed. Both instances share the
-GPU and the host's cores: prefill slows decode down more than on two hosts. `gpu_bytes_measured` is of both together.
-`bench.gpu_pd` compares answers. Results are written after every part.
+GPU and the host's cores: prefill slows decode down more than on two hosts. `gpu_bytes_measured` counts both instances
+together. `bench.gpu_pd` compares answers. Results are written after every part.
 """
 
 from __future__ import annotations
@@ -54,26 +54,26 @@ from bench.side_by_side.telling import log_tail, say
 from bench.synthetic_model import TINY, Shape
 
 NAME = "pd-load"
-START_SECONDS, PART_SECONDS = 150, 40  # that a lease must have left for two instances, and for a part
-SPARE_TOKENS = 128  # of a request: pages are whole, and SGLang keeps some free
+START_SECONDS, PART_SECONDS = 150, 40  # left out if the lease has less left: two instances, a part
+SPARE_TOKENS = 128  # per request: pages are whole, and SGLang keeps some free
 PARTS = ("alone", "full", "arriving")
 
 
 class PdLoad:
-    """One run of the program."""
+    """One run of this program: starts each pair of instances, runs the parts, collects the result."""
 
     def __init__(self, args: argparse.Namespace, logs: Path) -> None:
         self._args, self._logs, self._lease = args, logs, Lease(args.lease)
         self._model = model_of(args.model, TINY if args.quick else Shape(layers=args.layers))
         self._kv = KVModel.of(self._model, itemsize=4 if args.device == "cpu" else 2)
-        self._asked = 0  # prompts so far: each is its own, for prefill instances have a cache
+        self._asked = 0  # batches of prompts so far, each with its own seed: a prefill instance caches prompts
         self.result: dict[str, Any] = {
             "model": self._model.name, "transfer": args.transfer, "input_tokens": args.input,
             "gpu_limit_gb": args.gpu_limit, "decode": {},
         }  # fmt: skip
 
     def run(self) -> None:
-        self.save()  # asks for the GPU's name, which may take memory there: before that is measured
+        self.save()  # before memory is measured: origin() asks for the GPU's name, which may allocate GPU memory
         for configuration in self._args.configurations:
             if self._lease.allows(START_SECONDS):
                 self._serve(configuration)
@@ -94,7 +94,7 @@ class PdLoad:
             with instances:
                 told |= {"start_seconds": round(instances.start_seconds, 1), "gpu_bytes_measured": memory.taken()}
                 say(f"both instances serve after {instances.start_seconds:.0f} s")
-                self._send(instances, 1, 8)  # kernels are compiled and connections made here
+                self._send(instances, 1, 8)  # compiles kernels and opens connections
                 for part in args.parts:
                     if self._lease.allows(PART_SECONDS):
                         told[part] = self._part(part, instances, rows)
@@ -103,7 +103,7 @@ class PdLoad:
                     else:
                         told[part] = {"left_out": "the lease ends"}
                     self._tell(configuration, told)
-        except Exception as error:  # one kind of decode instance must not cost the results of the other
+        except Exception as error:  # a decode instance that fails must not cost the results of the other
             told["error"] = f"{type(error).__name__}: {str(error)[-1500:]}"
             say(f"{configuration.name} failed: {told['error'][:600]}")
             print("\n".join(log_tail(instances.decode.log) + log_tail(instances.prefill.log)), flush=True)
@@ -146,7 +146,7 @@ class PdLoad:
 
     def _prefill_flags(self) -> list[str]:
         args = self._args
-        at_once = 8  # prompts that wait for their transfer beside the one that is computed
+        at_once = 8  # prompts: the one that is computed, and those that wait for their transfer
         tokens = at_once * (args.input + SPARE_TOKENS)
         return [
             *common_flags(self._model, args.device, [1, at_once]), "--max-total-tokens", str(tokens),

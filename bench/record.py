@@ -1,4 +1,4 @@
-"""Results that say where they come from: command, commit, machine, date."""
+"""Writes result files that state their origin: command, commit, machine and date."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RESULTS = ROOT / "bench" / "results"
 
 
 def write_result(name: str, result: dict[str, Any], out: Path | None = None) -> Path:
-    """Write ``result`` with its origin to ``out``, by default ``bench/results/<name>.json``."""
+    """Write ``result`` and its origin to ``out``, by default ``bench/results/<name>.json``, and return the path."""
     path = out or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"origin": origin(), **result}, indent=1) + "\n")

@@ -1,14 +1,14 @@
-"""RULER by servers side by side: stock twice, as the measure of noise, and hybrid with its default settings.
+"""Run RULER on servers side by side: stock twice, to measure noise, and hybrid with its default settings.
 
     python -m bench.served_ruler --model DIR --prompts FILE [--out DIR]
     python -m bench.served_ruler --policies --lengths 16k ...             scout and the papers' policies instead
 
-`--prompts`: a file of ``sglang-hybrid eval --ruler 8k,16k,32k --ruler-make FILE``, so that a GPU host needs neither
-RULER's package nor a network. Servers load at the same time, with pools of a given size, since the free memory that
-SGLang measures while it loads is also the others', and are asked together. Whole requests are off: so few would fit in
-GPU memory, where attention is exact. Hybrid servers divide the cores among their workers. Lengths are asked one after
-the other, and each leaves its results: ``LENGTH/eval.json`` in `--out` has every score; ``bars.json`` the means, the
-differences from stock and which bars they meet.
+`--prompts` is a file that ``sglang-hybrid eval --ruler 8k,16k,32k --ruler-make FILE`` wrote, so that a GPU host needs
+neither RULER's package nor a network. All servers load at the same time and get their requests at the same time. Their
+pools have a given size, since the free memory that SGLang measures while it loads is shared with the other servers.
+Whole requests are off: so few requests would fit in GPU memory as a whole, where attention is exact. Hybrid servers
+divide the cores among their workers. Lengths run one after the other, and each writes its results: ``LENGTH/eval.json``
+in `--out` has every score; ``bars.json`` has the means, the differences from stock and which bars they meet.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NOISE = "stock-triton"
 
 @dataclass(frozen=True)
 class Bar:
-    """How far below stock a run may be, in points of 100."""
+    """Limits of how far below stock a run may score, in points of 100: the mean of all tasks, and any one task."""
 
     mean: float
     task: float | None = None
@@ -44,7 +44,10 @@ BARS = {"budget-2048": Bar(mean=1.0, task=5.0), "budget-1024": Bar(mean=2.0)}
 
 
 def configurations_of(more: list[str], device: str, workers: int) -> list[Configuration]:
-    """Stock first. ``more``: settings of both hybrid servers, as in an experiment."""
+    """Return the servers to compare, stock first.
+
+    ``more``: further settings of both hybrid servers. ``workers``: their worker threads; 0 is the default.
+    """
     backends = ("torch_native", "torch_native") if device == "cpu" else ("flashinfer", "triton")
     settings = ["whole_requests=never", *([f"worker_threads={workers}"] if workers else []), *more]
     return [
@@ -56,7 +59,7 @@ def configurations_of(more: list[str], device: str, workers: int) -> list[Config
 
 
 def policies_of(more: list[str], device: str, workers: int) -> list[Configuration]:
-    """Stock, the default policy and the papers', which have as many tokens of a row in GPU memory."""
+    """Return stock, the default policy, and the papers' policies with as many tokens per row in GPU memory."""
     stock, _, scout, _ = configurations_of(more, device, workers)
     return [
         stock,
@@ -79,7 +82,7 @@ def flags_of(args: argparse.Namespace, one: Configuration) -> list[str]:
 
 
 def judge(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means of tasks by length, differences from stock, and whether each bar is met. ``runs`` as eval.json has them."""
+    """Return means of tasks by length, differences from stock, and which bars are met. ``runs``: from eval.json."""
     scores = {run["name"]: _by_length(run) for run in runs}
     stock = scores[STOCK]
     found: dict[str, Any] = {}
@@ -99,7 +102,7 @@ def judge(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _by_length(run: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Score of each task, 0 to 100, by length."""
+    """Return length -> task -> score from 0 to 100."""
     found: dict[str, dict[str, float]] = {}
     for task in run["tasks"]:
         for length, score in task["by_length"].items():
@@ -139,7 +142,10 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def chosen_of(args: argparse.Namespace, cores: int) -> list[Configuration]:
-    """Hybrid servers divide three quarters of the cores; one alone takes its default."""
+    """Return the servers that ``args`` select.
+
+    Hybrid servers divide three quarters of ``cores`` among their workers; one alone takes its default.
+    """
     of_kind = policies_of if args.policies else configurations_of
     known = [one.name for one in of_kind([], args.device, 0)]
     names = known if args.only is None else [STOCK, *args.only.split(",")]

@@ -1,19 +1,19 @@
-"""Very long contexts on a small card: one to four requests of 128k and 256k tokens in 24 GB of GPU memory in all.
+"""Measure very long contexts on a small card: one to four requests of 128k and 256k tokens in 24 GB of GPU memory.
 
     python -m bench.small_card --lengths 128k --lease 580 --out FILE     in one command of a GPU lease
     python -m bench.small_card --lengths 256k --runs hybrid --lease 580 --with FILE --out FILE       in the next one
     python -m bench.small_card --quick                                   a smoke test on a CPU
 
-A process takes the rest of the GPU's memory away (ballast), so that a server that wants more than `--card-gb` fails;
-nvidia-smi is asked while requests run, too. Memory is a small card's; compute, PCIe and host are this machine's.
-`--mem-fraction-static` follows from the memory that is free: all but `--reserve-gb` for activations and graphs. Chunks
-of prefill are those that SGLang takes on a card of 24 GB. Weights are synthetic, in Qwen3-8B's shape with all of its 36
-layers: 16 GB, which are written to --model once and need as much disk.
+Another process allocates the rest of the GPU's memory (ballast), so that a server that wants more than `--card-gb` in
+all fails; nvidia-smi measures memory while requests run, too. Memory is a small card's; compute, PCIe and host are this
+machine's. `--mem-fraction-static` follows from the free memory: all but `--reserve-gb` for activations and graphs.
+Prefill chunks have the size that SGLang takes on a card of 24 GB. Weights are synthetic, in Qwen3-8B's shape with all
+of its 36 layers: 16 GB, which are written to --model once and need as much disk.
 
-Requests are as many as fit, by the arithmetic that a server uses: `why` says what did not. A hybrid server that does
-not start is tried again with one request less and a larger reserve. For each number of requests: time to the first
-token, milliseconds of a decode step, GPU and host memory. Stock is asked for one request of each length, and what it
-says is recorded (`refused`). Results are written after every point.
+As many requests run as fit, by the arithmetic that a server uses: `why` has the numbers. A hybrid server that does not
+start is tried again with one request less and a larger reserve. For each number of requests the result has the time to
+the first token, the milliseconds of a decode step, and GPU and host memory. Stock gets one request of each length, and
+its error is recorded (`refused`). Results are written after every point.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from bench.synthetic_model import QWEN3_8B, TINY
 from sglang_hybrid import container
 
 NAME = "small-card"
-START_SECONDS = 150  # that a lease must have left for a server
+START_SECONDS = 150  # left out if the lease has less left: a server
 ATTEMPTS = 3
-CPU_TOKENS = 768  # of stock's pool without a GPU: a smoke test must not hold a request of 1k
+CPU_TOKENS = 768  # of stock's pool on a CPU: in a smoke test stock must refuse a request of 1k
 Point = dict[str, Any]
 
 
 class SmallCard:
-    """One run of the program."""
+    """One run of this program: allocates the ballast, starts the servers, measures the points, collects the result."""
 
     def __init__(self, args: argparse.Namespace, logs: Path) -> None:
         self._args, self._logs, self._lease = args, logs, Lease(args.lease)
@@ -79,7 +79,7 @@ class SmallCard:
             self.result["earlier"] = earlier["origin"]
 
     def run(self) -> None:
-        self.save()  # asks for the GPU's name, which may take memory there: before that is taken away
+        self.save()  # before the ballast: origin() asks for the GPU's name, which may allocate GPU memory
         ballast: AbstractContextManager[Any] = nullcontext()
         if self._args.device != "cpu":
             ballast = Ballast(self._card, self._logs)
@@ -87,7 +87,7 @@ class SmallCard:
             self.result |= {"gpu_total_bytes": total_bytes(), "ballast_bytes": getattr(taken, "bytes", None)}
             self._used_before = used_bytes()
             for configuration in self._args.configurations:
-                # stock is asked for all lengths by one server, for it is expected to refuse
+                # one stock server gets the requests of all lengths, because it is expected to refuse
                 lengths = [[one] for one in self._args.lengths] if configuration.is_hybrid else [self._args.lengths]
                 for some in lengths:
                     if self._lease.allows(START_SECONDS):
@@ -112,7 +112,7 @@ class SmallCard:
                 return
 
     def _attempt(self, configuration: Configuration, lengths: list[int], fit: Fit, reserve: int, attempt: int) -> bool:
-        """Whether the server started."""
+        """Start a server and measure its points. Return True if the server started, even if a point failed."""
         memory = ServerMemory()
         log = self._logs / f"{configuration.name.replace(' ', '-')}-{lengths[0]}-{attempt}.log"
         server = Server(configuration, self._flags(configuration, lengths, fit, reserve), log, self._logs)
@@ -133,7 +133,7 @@ class SmallCard:
                 say(f"{configuration.name} serves after {server.start_seconds:.0f} s, {told['pool_tokens']} tokens fit")
                 for length in lengths:
                     self._points(configuration, server, length, fit)
-        except Exception as error:  # one server must not cost the results of the others
+        except Exception as error:  # a server that fails must not cost the results of the others
             told["error"] = f"{type(error).__name__}: {str(error)[-300:]}"
             told["log"] = log_tail(log, 12)
             say(f"{configuration.name} failed: {told['error']} {told['log'][-1:]}")
@@ -162,12 +162,12 @@ class SmallCard:
                 self.save()
 
     def _seconds_of_one(self, length: int) -> float:
-        """What a request of this length took so far."""
+        """Return the longest seconds per request among the points of this length; 30 if there are none."""
         points = [one for one in self.result["points"] if one["length"] == length and "seconds" in one]
         return max((one["seconds"] / one["requests"] for one in points), default=30.0)
 
     def _measure(self, server: Server, length: int, requests: int) -> Point:
-        # prompts of their own: none is found in the cache
+        # each number of requests has its own prompts: none is found in the cache
         prompts = Prompts(self._model, seed=requests).rows(length, requests, requests)
         new, seconds = self._args.new_tokens, self._lease.at_most(self._args.timeout)
         with Watch(server.url, 1.0) as watch:
@@ -206,7 +206,7 @@ class SmallCard:
         if args.device != "cpu":
             flags += ["--mem-fraction-static", str(memory_fraction(self._card, reserve))]
         elif not configuration.is_hybrid:
-            flags += ["--max-total-tokens", str(CPU_TOKENS)]  # otherwise all of the host's memory becomes its pool
+            flags += ["--max-total-tokens", str(CPU_TOKENS)]  # otherwise the pool takes all of the host's memory
         if configuration.is_hybrid:
             pool = max(fit.requests * tokens, configuration.parsed().budget_tokens) * self._kv.token_bytes
             flags += ["--hybrid", f"host_memory={int(1.01 * pool / 2**20) + 4 * self._kv.layers + 64}MiB"]
@@ -215,7 +215,7 @@ class SmallCard:
         return [*flags, *args.flag]
 
     def _tokens(self, lengths: list[int]) -> int:
-        """Of the longest request."""
+        """Return the tokens of the longest request: prompt, answer and SPARE_TOKENS."""
         return max(lengths) + int(self._args.new_tokens) + SPARE_TOKENS
 
     def _leave_out(self, why: str) -> None:

@@ -1,12 +1,12 @@
-"""Where the time of decode steps goes, from a trace that decode_steps.py wrote.
+"""Show where the time of decode steps goes, from a trace that decode_steps.py wrote.
 
     python -m bench.step_breakdown TRACE [--steps 3] [--step-ms 3.65] [--out FILE]
 
-Kernels of different lanes overlap, so categories have two numbers; see gpu_trace.py. `waiting` is when nothing
-ran but waits for the worker and copies over PCIe; with `idle` it is what the GPU loses to the CPU and to PCIe at most,
-since `idle` also has the gaps between launches. No gap is left out. With `--step-ms`, the length of a step without a
-profiler, idle time is also told without the time that a profiler adds. `python -m bench.throughput --profile` does all
-of it with a running server.
+Kernels of different lanes overlap, so each category has two numbers; see gpu_trace.py. `waiting` is the time in which
+only waits for the worker and copies over PCIe ran. `waiting` and `idle` together are the most that the GPU loses to the
+CPU and to PCIe, since `idle` also has the gaps between launches. No gap is left out. With `--step-ms`, the length of a
+step without a profiler, idle time is also printed without the time that a profiler adds.
+`python -m bench.throughput --profile` does the same with a running server.
 """
 
 from __future__ import annotations

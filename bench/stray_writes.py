@@ -1,12 +1,13 @@
-"""Which decode steps write to GPU memory that is not theirs.
+"""Find decode steps that write to GPU memory that has been freed.
 
     python -m bench.stray_writes --model DIR [--rows 1,2,17,20] -- --attention-backend hybrid \\
         --cuda-graph-bs-decode 1 16 32
 
-A recorded CUDA graph goes on writing to the addresses of its recording. Where a tensor of those has been freed, its
-memory belongs to somebody else by then. So everything that torch's allocator has free is filled with a pattern, steps
-are decoded, and bytes that have changed are reported, with the stacks of those who once had that memory. What the steps
-allocate themselves does not count. Filling and looking are done without torch, which would allocate.
+A recorded CUDA graph keeps writing to the addresses that it was recorded with. If a tensor at such an address has been
+freed, its memory may belong to another tensor by then. So this program fills all free blocks of torch's allocator with
+a pattern, decodes steps, and reports the bytes that changed, with the stacks of the allocations that had this memory
+before. Memory that the steps allocate themselves does not count. The free blocks are filled and read without torch,
+which would allocate.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from sglang_hybrid.integration.model_session import ModelSession
 
 PATTERN = 0xA5
-LARGEST = 1 << 30  # bytes of a free block that is looked at
+LARGEST = 1 << 30  # bytes; larger free blocks are not checked
 TO_HOST = 2  # cudaMemcpyDeviceToHost
 
 
@@ -36,7 +37,7 @@ class Free:
 
 
 class Runtime:
-    """A few functions of CUDA's runtime."""
+    """The few functions of the CUDA runtime library that this program calls, through ctypes."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(next(self._loaded()))
@@ -67,7 +68,7 @@ def events() -> list[dict[str, Any]]:
 
 
 def free_blocks() -> list[Free]:
-    """Of the pool that is not a graph's."""
+    """Return the free blocks of torch's default memory pool, without the pools of CUDA graphs."""
     found = []
     for segment in torch.cuda.memory._snapshot()["segments"]:
         if tuple(segment["segment_pool_id"]) != (0, 0):
@@ -81,7 +82,7 @@ def free_blocks() -> list[Free]:
 
 
 def changed_bytes(runtime: Runtime, block: Free, taken: list[Free]) -> np.ndarray:
-    """Offsets of bytes that are not the pattern any more, but for what others took meanwhile."""
+    """Return offsets of bytes in ``block`` that no longer hold the pattern; bytes inside ``taken`` do not count."""
     changed = runtime.read(block) != PATTERN
     for one in taken:
         first, last = one.address - block.address, one.address + one.size - block.address
@@ -96,7 +97,7 @@ def frames(event: dict[str, Any]) -> str:
 
 
 def watch(runtime: Runtime, decode: Callable[[], None], name: str) -> int:
-    """Decode three steps; how many free blocks were written to."""
+    """Decode three steps and return the number of free blocks that were written to."""
     torch.cuda.synchronize()
     before, blocks = len(events()), free_blocks()
     for block in blocks:

@@ -1,22 +1,22 @@
-"""A model of Qwen3's shape whose attention drifts like a real model's, for throughput measurements without a download.
+"""Write a model of Qwen3's shape whose attention drifts like a real model's, to measure throughput without a download.
 
     python -m bench.synthetic_model DIR [--layers 10] [--drift 0.08] [--seed 0]    write a Hugging Face directory
-    python -m bench.synthetic_model --check [--full]                               what a small one does, or this one
+    python -m bench.synthetic_model --check [--full]                               check a small model, or this one
 
-Random weights would not do. Their queries are new at every token and their attention is nearly uniform, so a selection
-of blocks would change completely at every step. Here the residual stream has two halves:
+Random weights are no substitute: their queries are new at every token and their attention is nearly uniform, so the
+selection of blocks would change completely at every step. In this model the residual stream has two halves:
 
-    asking half   a direction that all tokens share, plus `drift` times a vector of the token. Queries and the MLP read
-                  it, and attention and MLP write it, each layer a little: so queries change slowly from token to
-                  token (drift) and from layer to layer (what a raw prediction misses).
-    told half     the token itself, as a member of a topic. Keys and values read it and nobody writes it. Queries are
-                  long enough (`sharpness`) that a sixteenth of the blocks gets most of the attention. Rotation of
-                  some channels makes it wander off over the steps (`turning`).
+    asking half   holds a direction that all tokens share, plus `drift` times a vector of the token. Queries and the MLP
+                  read this half. Attention and the MLP write it, a little in each layer. So queries change slowly from
+                  token to token (drift) and from layer to layer (the part that a raw prediction misses).
+    told half     holds the token itself, as a member of a topic. Keys and values read this half, and no layer writes
+                  it. Queries are long enough (`sharpness`) that a sixteenth of the blocks gets most of the attention.
+                  Rotation of some channels makes attention wander off these blocks over the steps (`turning`).
 
 The output matrix makes the next token a fixed function of the last one (`next_token`): greedy decoding walks through
-the vocabulary, the same way with every attention backend. There is no tokenizer; serve with --skip-tokenizer-init.
-The vocabulary is 32,768 tokens instead of Qwen3's 151,936: writing it takes less time, and a step is the shorter for it
-with every backend.
+the vocabulary in the same way with every attention backend. There is no tokenizer; serve with --skip-tokenizer-init.
+The vocabulary has 32,768 tokens instead of Qwen3's 151,936: the model is written faster, and steps are shorter with
+every backend.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 Tensors = dict[str, torch.Tensor]
 
 # the next token is (STRIDE * token + 1) modulo the vocabulary's size, a power of two: a walk through all of it
-STRIDE = 20_077  # 1 modulo 4
+STRIDE = 20_077  # 1 modulo 4: the walk visits every token
 ROPE_THETA = 1e6
 SILU_GATED_SQUARE = 0.3558  # mean of (silu(a) b)^2 for independent standard normal a, b
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,7 +43,7 @@ CONFIG_KEY = "sglang_hybrid_synthetic"
 
 @dataclass(frozen=True)
 class Shape:
-    """Of Qwen3-14B, but for layers and vocabulary."""
+    """Dimensions of a model. The defaults are those of Qwen3-14B, except for the layers and the vocabulary."""
 
     layers: int = 10
     hidden: int = 5120
@@ -63,7 +63,7 @@ class Shape:
         return self.hidden // 2
 
 
-# with all layers; Qwen3-8B's vocabulary is 151,936
+# Qwen3-8B with all its layers; its real vocabulary is 151,936
 QWEN3_8B = Shape(
     layers=36, hidden=4096, heads=32, intermediate=12288, vocabulary=131072, positions=(1 << 18) + (1 << 14)
 )
@@ -73,17 +73,17 @@ TINY = Shape(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediat
 
 @dataclass(frozen=True)
 class Character:
-    """What `--check` tunes. Lengths are relative: 1 is as much as all the rest of that half."""
+    """Properties of the attention, tuned with ``--check``. Lengths are relative: 1 is the rest of the same half."""
 
-    drift: float = 0.08  # of a token in the asking half
-    mlp_change: float = 0.3  # of the asking half, by the MLP of one layer
-    attention_change: float = 0.06  # the same by attention, if its output were 0.3 long
+    drift: float = 0.08  # length of a token's own vector in the asking half
+    mlp_change: float = 0.3  # length that the MLP of one layer adds to the asking half
+    attention_change: float = 0.06  # the same for attention, if its output were 0.3 long
     sharpness: float = 6.5  # standard deviation of attention logits
-    turning: float = 0.25  # share of their variance in channels that rotation turns in some hundred steps
+    turning: float = 0.25  # share of the logits' variance in channels that rotation turns in some hundred steps
     scattered: float = 0.03  # the same in channels that sketches do not see
-    group_share: float = 0.85  # of the square of a query that all query heads of a KV head have in common
+    group_share: float = 0.85  # share of a query's squared length that all query heads of a KV head have in common
     topics: int = 64
-    topic_share: float = 0.75  # of the told half's square
+    topic_share: float = 0.75  # share of the told half's squared length that comes from the topic
 
 
 def next_token(token: int, vocabulary: int) -> int:
@@ -96,7 +96,7 @@ def topic_tokens(topic: int, shape: Shape, character: Character) -> range:
 
 
 def prompt(length: int, shape: Shape, character: Character, seed: int) -> list[int]:
-    """Runs of 8 to 96 tokens of one topic."""
+    """Return ``length`` token ids in runs of 8 to 96 tokens; the tokens of a run have one topic."""
     generator = torch.Generator().manual_seed(seed)
     size = shape.vocabulary // character.topics
     runs = torch.randint(8, 97, (length // 8 + 1,), generator=generator)
@@ -108,7 +108,7 @@ def prompt(length: int, shape: Shape, character: Character, seed: int) -> list[i
 
 
 class Maker:
-    """Random numbers of one seed, on the device that makes them fastest."""
+    """Maker of the model's tensors: random numbers from one seed, generated on ``device``."""
 
     def __init__(self, shape: Shape, character: Character, seed: int, device: str, dtype: torch.dtype) -> None:
         self.shape, self.character = shape, character
@@ -120,14 +120,17 @@ class Maker:
         return values.normal_(0.0, std, generator=self._generator)
 
     def _reading(self, outputs: int, told: bool) -> torch.Tensor:
-        """Reads one half, blind to the other."""
+        """Return a random matrix ``[outputs, hidden]`` that reads one half (told or asking) and ignores the other."""
         half = self.shape.half
         matrix = torch.zeros(outputs, self.shape.hidden, dtype=self._dtype, device=self._device)
         matrix[:, half if told else 0 :][:, :half] = self._normal(outputs, half, std=half**-0.5)
         return matrix
 
     def _writing(self, inputs: int, rms: float) -> torch.Tensor:
-        """Writes the asking half with ``rms`` a channel, of inputs whose root mean square is 1."""
+        """Return a random matrix ``[hidden, inputs]`` that writes the asking half only.
+
+        Inputs with a root mean square of 1 give ``rms`` in each channel.
+        """
         half = self.shape.half
         matrix = torch.zeros(self.shape.hidden, inputs, dtype=self._dtype, device=self._device)
         matrix[:half] = self._normal(half, inputs, std=rms * inputs**-0.5)
@@ -137,7 +140,7 @@ class Maker:
         return torch.ones(size, dtype=self._dtype, device=self._device)
 
     def embeddings(self) -> tuple[Tensors, Tensors]:
-        """Input and output. Both halves have a root mean square of 1."""
+        """Return the tensors of the input and of the output. Both halves of embeddings have a root mean square of 1."""
         shape, character = self.shape, self.character
         token = torch.arange(shape.vocabulary, device=self._device)
         asking = self._normal(1, shape.half) + self._normal(shape.vocabulary, shape.half, std=character.drift)
@@ -182,10 +185,11 @@ class Maker:
         return own.mul_((1 - common) ** 0.5).add_(groups, alpha=common**0.5)
 
     def _query_gain(self) -> torch.Tensor:
-        """Rotated pairs are channels c and c + head_dim / 2; the higher c, the slower. A quarter counts, for sketches.
+        """Return the query norm's weight ``[head_dim]``. A quarter of the channels gets most of it, as sketches need.
 
-        The slowest ones tell topics from each other wherever they are. The turning ones make a selection leave its
-        blocks little by little, which recall is for; drift alone would change it to and fro.
+        Rotation turns channels c and c + head_dim / 2 as a pair; the higher c, the slower. The slowest pairs tell
+        topics apart at any distance. The turning pairs make a selection leave its blocks little by little, which
+        recalls follow; drift alone would change the selection to and fro.
         """
         pairs, character = self.shape.head_dim // 2, self.character
         place = torch.arange(pairs) / pairs
@@ -198,7 +202,7 @@ class Maker:
 
 
 def parts(shape: Shape, character: Character, seed: int, device: str, dtype: torch.dtype) -> Iterator[Tensors]:
-    """The tensors of the model, one file's worth at a time."""
+    """Yield the tensors of the model, those of one file at a time."""
     maker = Maker(shape, character, seed, device, dtype)
     first, last = maker.embeddings()
     yield first
@@ -222,7 +226,7 @@ def config(shape: Shape, character: Character, dtype: torch.dtype) -> dict[str, 
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": ROPE_THETA,
-        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},  # where newer versions look
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},  # newer versions read this
         "attention_bias": False,
         "tie_word_embeddings": False,
         "bos_token_id": 0,
@@ -235,7 +239,7 @@ def config(shape: Shape, character: Character, dtype: torch.dtype) -> dict[str, 
 def write_model(
     target: Path, shape: Shape, character: Character, seed: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """The directory is complete once it has its config.json."""
+    """Write a Hugging Face directory to ``target``. Once config.json is there, the directory is complete."""
     target.mkdir(parents=True, exist_ok=True)
     files = shape.layers + 2
     weight_map: dict[str, str] = {}
@@ -246,14 +250,14 @@ def write_model(
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(value.numel() * value.itemsize for value in tensors.values())
     if DEVICE == "cuda":
-        torch.cuda.empty_cache()  # this process may go on, beside a server that wants the memory
+        torch.cuda.empty_cache()  # this process may live on beside a server that needs the memory
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     (target / "config.json").write_text(json.dumps(config(shape, character, dtype), indent=1))
 
 
 def read_model(target: Path) -> tuple[Shape, Character] | None:
-    """What a synthetic model was made with; None for any other model."""
+    """Return what the synthetic model in ``target`` was made with; None for any other model."""
     made_with = json.loads((target / "config.json").read_text()).get(CONFIG_KEY)
     return made_with and (Shape(**made_with["shape"]), Character(**made_with["character"]))
 

@@ -1,10 +1,10 @@
-"""``python -m bench.chaos``: faults at random against a real server, whose every answer is compared.
+"""``python -m bench.chaos``: injects random faults into a real server and compares every answer.
 
-Two servers in turn, one that predicts queries and one that does not, both with a budget far below the context and a
-pool so small that requests are retracted and pages reused all the time; long runs also have a disaggregated set that
-loses its peers. Everything that happens comes from --seed; when
-it happens depends on the machine. The model keeps its first layers only, so that prompts take seconds.
-Ends with status 1 if a token was wrong, a request was lost or failed, or something was leaked.
+Two servers run in turn, one that predicts queries and one that does not. Both have a budget far below the context and a
+pool so small that requests are retracted and pages reused all the time. Long runs also test a disaggregated set that
+loses its instances. --seed decides which faults happen; when they happen depends on the machine. The model keeps its
+first layers only, so that prompts take seconds. The exit status is 1 if a token was wrong, a request was lost or
+failed, or something was leaked.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _CUDA = (
     "--dtype", "bfloat16", "--cuda-graph-backend-prefill", "disabled", "--cuda-graph-bs-decode", "1", "2", "4", "8",
     "--mem-fraction-static", "0.3",
 )  # fmt: skip
-_CHUNK = 512  # tokens of a prompt that are prefilled in a step
-_LONGEST_ANSWER_STEPS = 61  # of answers of 48 tokens, some of them three at a time
-_PEERS_SHARE = 0.2  # of the time
-_LONGEST_OF_PEERS = 1500  # tokens: stock SGLang computes all tokens before a chunk again
+_CHUNK = 512  # tokens of a prompt that one step prefills
+_LONGEST_ANSWER_STEPS = 61  # steps of one request alone: answers of 48 tokens, some of them three at a time
+_PEERS_SHARE = 0.2  # of the run's time
+_LONGEST_OF_PEERS = 1500  # tokens of a prompt: stock SGLang recomputes all tokens before each chunk
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -75,7 +75,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--stop-at-first", action="store_true", help="end a server's turn when something is found to be wrong")
     add("--json", type=Path, metavar="FILE", help="write the summary there, too")
     add("--keep", type=Path, metavar="DIRECTORY", help="where servers' logs are kept (default: nowhere)")
-    add("--bug", action="append", default=[], help=argparse.SUPPRESS)  # switched on in the server: must be found
+    add("--bug", action="append", default=[], help=argparse.SUPPRESS)  # switched on in the server; the run must find it
     return parser.parse_args(argv)
 
 
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 with Target(model, flags, folder, retract_steps, bugs, on_cpu, _has_worker(arguments)) as target:
                     phase = Phase(
                         target, asked, arguments.seed, tell, arguments.stop_at_first,
-                        # a GPU has the real query when it computes in the worker's place
+                        # a GPU computes with the real query in the worker's place
                         differs_without_worker=not on_cpu and prediction != "none",
                     )  # fmt: skip
                     findings.add(phase.run(seconds))

@@ -1,4 +1,4 @@
-"""Asking a server over HTTP, and what came back."""
+"""Sends a request to a server over HTTP and parses the answer."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ ANSWER_SECONDS = 300.0  # a request that takes longer is lost
 class Token:
     id: int
     logprob: float
-    others: tuple[tuple[int, float], ...] = ()  # the best tokens of this place with their logprobs, if asked for
+    others: tuple[tuple[int, float], ...] = ()  # the best tokens of this place with their logprobs, if requested
 
 
 @dataclass
 class Answer:
-    """Of one request: the tokens of each of its continuations."""
+    """Answer to one request: the tokens of each continuation, and whether it was disturbed or failed."""
 
     continuations: list[list[Token]] = field(default_factory=list)
     retractions: int = 0
     longest_pause: float = 0.0  # between two tokens
-    aborted: bool = False  # by us, and the server said so or we did not wait
-    error: str = ""  # what the server said instead of an answer
-    lost: bool = False  # nothing was said within ANSWER_SECONDS
+    aborted: bool = False  # the server said so, or this client closed the connection
+    error: str = ""  # the server's or the client's error instead of an answer
+    lost: bool = False  # nothing came within ANSWER_SECONDS
 
     @property
     def ids(self) -> list[list[int]]:
@@ -41,9 +41,10 @@ class Answer:
 def ask(
     url: str, request: Request, drop_after: int | None = None, rid: str = "", logprobs: bool = True, others: int = 0
 ) -> Answer:
-    """``drop_after``: so many tokens, then the connection is closed. ``rid``: a name by which it can be aborted.
+    """Send ``request`` and return its answer. Errors and timeouts are noted in the answer, not raised.
 
-    Without ``logprobs`` all of them are 0. ``others``: how many of the best tokens are told beside each.
+    ``drop_after``: close the connection after so many tokens. ``rid``: a name by which the request can be aborted.
+    Without ``logprobs`` every logprob is 0. ``others``: number of best tokens to get with each token.
     """
     streamed = request.answers == 1
     body: dict[str, Any] = {
@@ -103,7 +104,7 @@ def _read_item(item: dict[str, Any], answer: Answer) -> None:
 
 
 def _tokens(item: dict[str, Any], logprobs: bool) -> list[Token] | None:
-    """None in the server's last word on an aborted request, which has some of them or none."""
+    """Return the tokens so far, or None: the last message on an aborted request has only some of its tokens or none."""
     about = item["meta_info"]
     if (about.get("finish_reason") or {}).get("type") == "abort":
         return None
@@ -117,7 +118,7 @@ def _tokens(item: dict[str, Any], logprobs: bool) -> list[Token] | None:
         Token(token, logprob, tuple((other, at) for at, other, *_ in beside or ()))
         for (logprob, token, *_), beside in zip(told, best, strict=False)
     ]
-    # SGLang before 0.5.20 never tells the logprob of the first token if the request was retracted before it had one.
+    # SGLang before 0.5.20 never sends the logprob of the first token if the request was retracted before it had one.
     told_ids = [token.id for token in tokens]
     lacks_first = told_ids != ids[: len(told_ids)] and told_ids == ids[1 : 1 + len(told_ids)]
     return [Token(ids[0], nan), *tokens] if lacks_first else tokens

@@ -1,4 +1,4 @@
-"""Whether an answer is the one of the undisturbed run."""
+"""Compares an answer with that of the undisturbed run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from bench.chaos.asking import Answer, Token
 from bench.chaos.workload import Request
 
 Ask = Callable[[Request], Answer]
-_TIE = 0.5  # in logprob: selecting another block because of a last bit has been seen to make 0.2
-_FAR = 48  # tokens between a retraction and what it changes; no answer is longer
+_TIE = 0.5  # difference of logprobs; selecting another block because of a last bit has been seen to cause 0.2
+_FAR = 48  # tokens from a retraction to the first token that it changes; no answer is longer
 
 
 def wrong_tokens(expected: Answer, given: Answer, exact: bool = True) -> int:
-    """Tokens that are not the expected ones. An aborted answer may be short; ``exact`` compares logprobs, too."""
+    """Return the number of tokens that differ. An aborted answer may be short; ``exact`` compares logprobs, too."""
     if len(given.continuations) != len(expected.continuations) and not given.aborted:
         return sum(map(len, expected.continuations))
     wrong = 0
@@ -27,10 +27,11 @@ def wrong_tokens(expected: Answer, given: Answer, exact: bool = True) -> int:
 
 
 def wrong_but_for_ties(undisturbed: Sequence[Answer], given: Answer) -> tuple[int, int]:
-    """Tokens that are wrong, and continuations that left the right one at a tie: for numbers that round differently
-    from batch to batch. Each continuation has to be that of one of the ``undisturbed`` answers.
+    """Return the number of wrong tokens, and of continuations that left the right one at a tie.
 
-    A tie is a place where the other token was about as good in the undisturbed run. Behind it nothing can be compared.
+    This is for numbers that round differently from batch to batch. Each continuation has to match that of one of the
+    ``undisturbed`` answers. A tie is a place where the undisturbed run found the other token about as good. After a tie
+    nothing can be compared.
     """
     wrong = ties = 0
     for number, tokens in enumerate(given.continuations):
@@ -42,7 +43,7 @@ def wrong_but_for_ties(undisturbed: Sequence[Answer], given: Answer) -> tuple[in
 
 
 def _leaves(right: list[Token], tokens: list[Token], aborted: bool) -> tuple[int, bool]:
-    """Tokens that are wrong, and whether it left at a tie."""
+    """Return the number of wrong tokens, and True if ``tokens`` left ``right`` at a tie."""
     place = _agreeing(right, tokens)
     if place == min(len(right), len(tokens)):
         return 0 if aborted else abs(len(right) - len(tokens)), False
@@ -59,13 +60,13 @@ def _same(a: Token, b: Token, exact: bool) -> bool:
 
 
 def is_explained(request: Request, expected: Answer, given: Answer, ask: Ask, exact: bool = True) -> bool:
-    """Whether a retracted request went on as a new one does whose prompt is the old one and what was said by then.
+    """Return True if a retracted request went on like a new request with the old prompt and the tokens so far.
 
     A retracted request's tokens are computed again, all at once and with full attention: their keys and values, and so
-    what follows, may differ from those of decode steps by a little. ``ask`` answers undisturbed; unless ``exact``, the
-    two may part at a tie.
+    the tokens that follow, may differ a little from those of decode steps. ``ask`` returns undisturbed answers. Unless
+    ``exact``, the two requests may part at a tie.
     """
-    if request.grammar:  # cannot be begun in its middle; its prompts are so short that attention is full anyway
+    if request.grammar:  # a grammar cannot start in its middle; its prompts are so short that attention is full anyway
         return False
     return all(
         _is_resumed(request, right, tokens, ask, exact)
@@ -74,7 +75,7 @@ def is_explained(request: Request, expected: Answer, given: Answer, ask: Ask, ex
 
 
 def _is_resumed(request: Request, right: list[Token], tokens: list[Token], ask: Ask, exact: bool) -> bool:
-    """Where the request was retracted is not known, nor how often: each time at or before the first other token."""
+    """Return True if retractions explain ``tokens``: any number of them, each at or before the first other token."""
     agreed = _agreeing(right, tokens)
     while agreed < len(tokens):
         for said in range(agreed, max(-1, agreed - _FAR), -1):
@@ -82,7 +83,7 @@ def _is_resumed(request: Request, right: list[Token], tokens: list[Token], ask: 
             resumed = ask(replace(request, ids=ids, new_tokens=len(tokens) - said, answers=1)).continuations[0]
             reaches = said + _agreeing(resumed, tokens[said:])
             if not exact and agreed <= reaches < len(tokens) and _is_tie(resumed[reaches - said], tokens[reaches]):
-                return True  # behind a tie nothing can be compared
+                return True  # after a tie nothing can be compared
             if reaches > agreed:
                 agreed = reaches
                 break
@@ -92,6 +93,6 @@ def _is_resumed(request: Request, right: list[Token], tokens: list[Token], ask: 
 
 
 def _agreeing(right: list[Token], tokens: list[Token]) -> int:
-    """How many first tokens are the same, as tokens: what was computed before a retraction is other numbers."""
+    """Return the number of leading tokens with equal ids. Logprobs are ignored: a retraction changes them."""
     pairs = zip(right, tokens, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a.id != b.id), min(len(right), len(tokens)))

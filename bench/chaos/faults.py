@@ -1,4 +1,4 @@
-"""What goes wrong in a chaos run. Each fault says what it did, or nothing where its victim was gone already."""
+"""Faults of a chaos run. Each returns a description of what it did, or None if its victim was already gone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _names = itertools.count()
 
 
 def worker_faults() -> dict[str, tuple[int, Fault]]:
-    """Name -> how often it happens in relation to others, and what it is."""
+    """Return name -> (relative frequency, fault) of the faults of the CPU worker."""
     return {
         "worker killed": (4, lambda t, c: _signal_worker(t, signal.SIGKILL)),
         "worker crashed": (2, lambda t, c: _signal_worker(t, signal.SIGSEGV)),
@@ -46,7 +46,7 @@ def _mailbox_faults() -> dict[str, tuple[int, Fault]]:
 
 
 def all_faults(target: Target) -> dict[str, tuple[int, Fault]]:
-    """What can happen to this server: some policies have no worker."""
+    """Return name -> (relative frequency, fault) of all faults of this server; some policies have no worker."""
     table: dict[str, tuple[int, Fault]] = worker_faults() | _mailbox_faults() if target.has_worker else {}
     table |= {
         "scheduler stopped": (2, _stop_scheduler),
@@ -72,7 +72,7 @@ def _signal_worker(target: Target, number: int) -> str | None:
 
 
 def _signal_thread(target: Target, chance: random.Random) -> str | None:
-    """As a profiler or a debugger does."""
+    """Send a signal to one thread of the worker, as a profiler or a debugger does."""
     worker = target.serving_worker()
     if not worker:
         return None
@@ -82,7 +82,7 @@ def _signal_thread(target: Target, chance: random.Random) -> str | None:
 
 
 def _kill_beginner(target: Target, chance: random.Random) -> str | None:
-    """The one that takes the place of a killed worker: before, at or after its hello."""
+    """Kill the worker, then the worker that replaces it: before, during or after its hello."""
     beginner = _successor(target)
     if not beginner:
         return None
@@ -93,7 +93,10 @@ def _kill_beginner(target: Target, chance: random.Random) -> str | None:
 
 @contextlib.contextmanager
 def without_worker(target: Target) -> Iterator[None]:
-    """The serving one is killed, and the next one stopped before its hello: the server waits a minute for that."""
+    """Leave the server without a worker: kill the serving one and stop the next one before its hello.
+
+    The server waits a minute for the hello.
+    """
     beginner = _successor(target)
     if not beginner:
         raise TargetError(f"no worker took the place of the killed one:\n{target.log_tail()}")
@@ -104,7 +107,7 @@ def without_worker(target: Target) -> Iterator[None]:
 
 
 def _successor(target: Target) -> psutil.Process | None:
-    """The process that is started when the serving worker is killed, as soon as there is one."""
+    """Kill the serving worker and return the process that replaces it, once it is started; None after 10 s."""
     serving = target.serving_worker()
     if serving:
         serving.kill()
@@ -152,7 +155,10 @@ def _stopped(*processes: psutil.Process) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _mailbox(target: Target) -> Iterator[MailboxMemory | None]:
-    """While neither side runs: what is written then is there when the next one looks, and no forgery is perfect."""
+    """Yield the worker's mailbox while neither side runs; None if no worker serves.
+
+    What is written then is there when the next side reads, and no forgery is perfect.
+    """
     worker = target.serving_worker()
     if not worker:
         yield None
@@ -169,7 +175,7 @@ def _flip_bits(target: Target, chance: random.Random) -> str | None:
 
 
 def _stale_replies(target: Target, chance: random.Random) -> str | None:
-    """What is there becomes the reply to an earlier post."""
+    """Mark all replies in the mailbox as replies to an earlier post."""
     distance = 2 * chance.randrange(1, 5)
     with _mailbox(target) as memory:
         if memory is None:
@@ -179,8 +185,10 @@ def _stale_replies(target: Target, chance: random.Random) -> str | None:
 
 
 def _foretell(target: Target, chance: random.Random) -> str | None:
-    """Again and again, so that some replies would come true. The worker goes on a little later than the server, which
-    therefore looks at what was foretold and not at the answer."""
+    """Write replies to the next post before it is posted, repeatedly, so that some of them would match it.
+
+    The worker continues a little later than the server, so the server reads the forged reply and not the answer.
+    """
     worker = target.serving_worker()
     if not worker:
         return None
@@ -213,7 +221,7 @@ def _wrong_statuses(target: Target, chance: random.Random) -> str | None:
 
 
 def _limit_descriptors(target: Target, chance: random.Random) -> str | None:
-    """The worker dies, and for a while the server cannot open what it needs to start another."""
+    """Kill the worker, and for a while leave the server no file descriptors to start another."""
     scheduler, worker = target.scheduler(), target.serving_worker()
     before = scheduler.rlimit(resource.RLIMIT_NOFILE)
     try:
@@ -257,7 +265,7 @@ def _fill_file_systems(target: Target, chance: random.Random) -> str | None:
             worker.kill()
         ends = time.monotonic() + chance.uniform(0.5, 3.0)
         while time.monotonic() < ends:
-            fill()  # also what the dead worker's sockets leave free
+            fill()  # also the space that the dead worker's sockets free
             time.sleep(0.05)
     finally:
         for file in made:
@@ -279,7 +287,7 @@ def _pause(target: Target, chance: random.Random) -> str | None:
 
 
 def _update_weights(target: Target, chance: random.Random) -> str | None:
-    """The same weights again, between two steps of requests that are under way."""
+    """Load the same weights again, between two steps of running requests."""
     with _paused(target, "in_place"):
         body: dict[str, Any] = {"model_path": str(target.model), "flush_cache": False}
         reply = requests.post(f"{target.url}/update_weights_from_disk", json=body, timeout=120)

@@ -1,4 +1,4 @@
-"""Pages that are given back become NaN, so that whoever still reads one gives itself away."""
+"""Overwrites freed pages of the KV pool with NaN, so that any later read of a freed page shows in the answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def spoil(allocator: Any, pool: Any) -> None:
-    """From now on, spoil all pages that ``allocator`` gets back."""
+    """Overwrite with NaN, from now on, all pages of ``pool`` that are returned to ``allocator``."""
     free = allocator.free
 
     def free_and_spoil(slots: torch.Tensor) -> None:

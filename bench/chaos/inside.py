@@ -1,4 +1,4 @@
-"""What a chaos run switches on in the process that runs the model."""
+"""Installs the switches of a chaos run in the process that runs the model."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def _install(model_runner: Any) -> None:
 
 
 def _keep_rows() -> None:
-    """A bug on purpose: a row's second request begins with what the first one left."""
+    """Install a bug on purpose: a row's second request begins with the state that the first one left."""
     reset, times = ScoutPolicy.reset_rows, Counter[int]()
 
     def reset_once(policy: ScoutPolicy, rows: list[int]) -> None:
-        reset(policy, [row for row in rows if times[row] < 2])  # when the policy is made, and for its first request
+        reset(policy, [row for row in rows if times[row] < 2])  # at creation, and for its first request
         times.update(rows)
 
     ScoutPolicy.reset_rows = reset_once  # type: ignore[method-assign, assignment]

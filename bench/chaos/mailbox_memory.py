@@ -1,4 +1,4 @@
-"""A worker's mailbox, seen and written to behind everybody's back."""
+"""Reads and writes a worker's mailbox from outside, unnoticed by worker and server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FACTOR = 0x9E3779B97F4A7C15
 
 
 class MailboxMemory:
-    """Use as a context, while the worker lives. Raises OSError when it does not."""
+    """A worker's mailbox in ``/proc/PID/mem``. Use as a context manager; raises OSError if the worker is not alive."""
 
     def __init__(self, worker: psutil.Process) -> None:
         maps = Path(f"/proc/{worker.pid}/maps").read_text()
@@ -35,7 +35,7 @@ class MailboxMemory:
         if library().sh_mailbox_layout(ctypes.byref(self.geometry), ctypes.byref(layout), None):
             raise ProcessLookupError(f"the mailbox of worker {worker.pid} has no geometry")
         rows, heads = SLOTS * self.geometry.rows, self.geometry.kv_heads
-        self._places = {  # record -> where the first one is, and how many there are
+        self._places = {  # record -> (offset of the first one, how many there are)
             "Header": (0, 1),
             "Bell": (layout.bell, 1),
             "WorkerLine": (layout.worker, 1),
@@ -54,12 +54,12 @@ class MailboxMemory:
         return int.from_bytes(self._read(self._places["Bell"][0] + offset, size), "little")
 
     def write_replies(self, **fields: int) -> None:
-        """Every reply of both slots gets these values, in this order."""
+        """Write ``fields``, in this order, to every reply of both slots."""
         for record in range(self._places["Reply"][1]):
             self._write_reply(record, fields)
 
     def forge_replies(self, **wrong: int) -> None:
-        """Every reply to the newest post becomes one that fits its request, but for what is ``wrong``."""
+        """Make every reply to the newest post match its request, check included, except for the fields in ``wrong``."""
         newest = self.posted()
         for row in range(self._rows_of(newest)):
             record = newest % SLOTS * self.geometry.rows + row
@@ -68,8 +68,11 @@ class MailboxMemory:
             self._write_reply(record, {"generation": generation, "status": 0} | wrong | {"sequence": newest})
 
     def foretell_replies(self) -> None:
-        """What the next post's slot holds becomes the reply to it, if it is the same layer's with the same lists, one
-        step later: so it may be with two layers that are posted in turn."""
+        """Turn the replies in the next post's slot into replies to the next post.
+
+        They match if the next post has the slot's layer and lists, one step later: so it may be with two layers that
+        are posted in turn.
+        """
         coming = self.posted() + 1
         for row in range(self._rows_of(coming)):
             record = coming % SLOTS * self.geometry.rows + row
@@ -77,15 +80,15 @@ class MailboxMemory:
             self._write_reply(record, {"generation": generation, "status": 0, "sequence": coming})
 
     def generation(self) -> int:
-        """Of the newest post."""
+        """Return the generation of the newest post."""
         return self._number("Request", self.posted() % SLOTS * self.geometry.rows, "generation")
 
     def _rows_of(self, sequence: int) -> int:
-        """No more than there is room for: a flipped bit may have made it a very large number."""
+        """Return the rows of a post, at most the mailbox's rows: a flipped bit may have made the number very large."""
         return min(self._number("Post", sequence % SLOTS, "rows"), int(self.geometry.rows))
 
     def _check_of_request(self, sequence: int, record: int) -> int:
-        """As kernels/cpu/src/engine/checks.h defines it."""
+        """Return the check of a request, as kernels/cpu/src/engine/checks.h defines it."""
         if not self._number("Request", record, "blocks"):
             return 0
         heads, most = self.geometry.kv_heads, self.geometry.max_blocks
@@ -116,7 +119,7 @@ class MailboxMemory:
             self._write(place, value.to_bytes(width, "little"))
 
     def flip_bit(self, chance: random.Random) -> str:
-        """Some bit of some field, or of a page number or mask in a list. Says which."""
+        """Flip a random bit of a field, page number or mask. Return its name, such as ``Post.layer``."""
         record = chance.choice([*self._places, "page", *(["mask"] if self._masks[1] else [])])
         if record in ("page", "mask"):
             start, count = self._pages if record == "page" else self._masks

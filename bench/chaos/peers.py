@@ -1,8 +1,8 @@
-"""A disaggregated set in which either peer is lost, in mid-transfer if it comes to that.
+"""Faults of a disaggregated set: either instance (peer) is killed or stopped, even in the middle of a transfer.
 
 The prefill instance is stock SGLang, whose numbers depend on its batches: texts are compared, not bits, and the budget
-is above the context, so that rounding stays rounding. A request that is under way when a peer is lost may fail, with an
-error; others may not.
+is above the context, so that rounding changes no selection. A request that runs when a peer is killed may fail with an
+error; other requests may not.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from sglang_hybrid.commands.pd import command_lines
 
 _CLIENTS = 4
 _SETTINGS = ("budget_tokens=8192", "worker=start", "host_memory=1GiB", "worker_restart_seconds=0.3")
-_QUIET = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # an instance that computes a long prompt is not ill
+_QUIET = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # an instance that computes a long prompt is not unhealthy
 _PEERS = ("prefill", "decode")
 
 
 class Peers:
-    """Prefill, decode and router. Use as a context."""
+    """Processes of a prefill instance, a decode instance and a router. Use as a context manager."""
 
     def __init__(self, model: Path, layers: int, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ class PeersPhase:
         self._seed = seed
         self._tell = tell
         self._expected: dict[int, Answer] = {}
-        self._outages = 0  # begun
+        self._outages = 0  # so far
         self._is_down = False
         self._end = threading.Event()
         self._lock = threading.Lock()
@@ -212,7 +212,7 @@ class PeersPhase:
                 concerned = down or self._is_down or self._outages != outages
                 self._judge(request, answer, concerned)
             if answer.error:
-                self._end.wait(0.5)  # a router without a peer says so at once
+                self._end.wait(0.5)  # a router without a peer answers with an error at once
 
     def _judge(self, request: Request, answer: Answer, concerned: bool) -> None:
         found, name = self.findings, f"request {request.number} ({len(request.ids)} tokens), disaggregated"
@@ -230,7 +230,7 @@ class PeersPhase:
             found.aborted += answer.aborted
             found.tokens += sum(map(len, answer.continuations))
             if concerned and not answer.aborted and answer.ids != self._expected[request.number].ids:
-                answer.aborted = True  # it ended with its peer: what there is of it must be right
+                answer.aborted = True  # the answer ended with its peer: the tokens that came must be right
             if wrong := wrong_tokens(self._expected[request.number], answer, exact=False):
                 found.wrong_tokens += wrong
                 found.examples.append(f"{name}: {wrong} other tokens")

@@ -21,36 +21,37 @@ from bench.chaos.workload import Request
 
 CLIENTS = 6
 _ABORTED_SHARE = 0.2
-_MEAN_SECONDS = 1.5  # between two faults begun
-_AT_A_TIME = 3  # faults
-_APART = {"no descriptors left", "weights updated"}  # SGLang ends when it cannot open the weights that it was told to
+_MEAN_SECONDS = 1.5  # between the starts of two faults
+_AT_A_TIME = 3  # most faults that run at once
+# never at the same time: SGLang ends when it cannot open the weights that it was told to load
+_APART = {"no descriptors left", "weights updated"}
 _TELL_SECONDS = 10.0
 _TRIES = 5
-_OTHERS = 8  # tokens that are told beside each, to know a tie
+_OTHERS = 8  # best tokens requested with each token, to recognize a tie
 _SETTLE_SECONDS = 60.0
-_SHOWN = 5  # tokens of a difference
+_SHOWN = 5  # tokens of a difference that are printed
 
 Tell = Callable[[str], None]
 
 
 @dataclass
 class Findings:
-    """What came of a phase, or of all of them."""
+    """Counts and examples of what a phase found, or the sum of all phases."""
 
     faults: Counter[str] = field(default_factory=Counter)
     answers: int = 0
     tokens: int = 0
     aborted: int = 0
     retracted: int = 0
-    left_at_ties: int = 0  # where numbers are not the same in every batch
-    retracted_with_other_text: int = 0  # each of which was explained, or is among the wrong ones
+    left_at_ties: int = 0  # only where numbers differ from batch to batch
+    retracted_with_other_text: int = 0  # each was explained, or counts among wrong_tokens
     wrong_tokens: int = 0
     lost: int = 0  # requests without an answer and without an error
-    failed: int = 0  # requests with an error that nobody asked for
+    failed: int = 0  # requests with an error that no abort explains
     leaked: Counter[str] = field(default_factory=Counter)
     longest_pause: float = 0.0  # between two tokens of a request that was not retracted
-    rows_by: Counter[str] = field(default_factory=Counter)  # who computed misses
-    examples: list[str] = field(default_factory=list)  # of what is wrong, in words
+    rows_by: Counter[str] = field(default_factory=Counter)  # rows whose misses were served, by who served them
+    examples: list[str] = field(default_factory=list)  # descriptions of what is wrong
 
     @property
     def is_clean(self) -> bool:
@@ -78,10 +79,10 @@ class Phase:
         stops_at_first: bool = False,
         differs_without_worker: bool = False,
     ) -> None:
-        """``stops_at_first``: when something is found to be wrong.
+        """``stops_at_first``: end the phase once something is found to be wrong.
 
-        ``differs_without_worker``: whoever computes in the worker's place has another query, so the answers that are
-        given without a worker are right, too.
+        ``differs_without_worker``: the server computes misses with another query than the worker, so the answers that
+        are given without a worker are right, too.
         """
         self._differs_without_worker = differs_without_worker
         self._stops_at_first = stops_at_first
@@ -89,7 +90,7 @@ class Phase:
         self._asked = asked
         self._seed = seed
         self._tell = tell
-        self._expected: dict[int, list[Answer]] = {}  # undisturbed; more than one where each may be right
+        self._expected: dict[int, list[Answer]] = {}  # undisturbed; several where each is right
         self._suspects: list[tuple[Request, Answer]] = []  # retracted, and with other tokens
         self._lock = threading.RLock()
         self._end = threading.Event()
@@ -123,7 +124,7 @@ class Phase:
         return self.findings
 
     def _answer_undisturbed(self) -> None:
-        """Each request alone, with nothing in the cache."""
+        """Get the undisturbed answer of each request, sent alone with an empty cache; then check all sent together."""
         self._target.wait_for_worker()
         for request in self._asked:
             answer = self._ask_alone(request)
@@ -136,14 +137,14 @@ class Phase:
                 for request in self._asked:
                     self._expected[request.number].append(self._ask_alone(request))
             self._tell("undisturbed answers without a worker are there, too")
-        # together, too: SGLang's pools of threads grow until there are as many as there are requests at a time
+        # together, too: SGLang's thread pools grow until they have a thread for each concurrent request
         with ThreadPoolExecutor(CLIENTS) as pool:
             answers = list(pool.map(lambda request: ask(self._target.url, request), self._asked))
         for request, answer in zip(self._asked, answers, strict=True):
             self._judge(request, answer, was_aborted=False)
 
     def _ask_alone(self, request: Request) -> Answer:
-        """With nothing in the cache, and not retracted."""
+        """Return the answer of ``request``, sent alone with an empty cache until it is not retracted."""
         for _ in range(_TRIES):
             self._target.wait_until_idle()
             self._target.flush()
@@ -241,7 +242,7 @@ class Phase:
     def _one_fault(self, name: str, fault: Fault, chance: random.Random) -> None:
         try:
             done = fault(self._target, chance)
-        except (psutil.Error, OSError, TargetError):  # its victim is gone already: requests' errors are OSErrors, too
+        except (psutil.Error, OSError, TargetError):  # the victim is already gone: requests' errors are OSErrors, too
             return
         if done is not None:
             with self._lock:
@@ -275,12 +276,15 @@ class Phase:
             self.findings.leaked["tokens"] += used
 
     def _settled_holdings(self, like: dict[str, int] | None = None) -> dict[str, int]:
-        """When nothing runs and a worker serves; what goes away by itself gets the time to."""
+        """Return what the server holds when nothing runs and a worker serves.
+
+        With ``like``, wait up to _SETTLE_SECONDS until no number is above ``like``: some things are freed late.
+        """
         self._target.wait_until_idle()
         self._target.wait_for_worker(_SETTLE_SECONDS)
         deadline = time.monotonic() + _SETTLE_SECONDS
         while True:
-            # a step, too: a GPU keeps the mailbox of the last worker until the next one
+            # a step first: a GPU keeps the mailbox of the last worker until the next step
             ask(self._target.url, self._asked[-1])
             self._target.wait_until_idle()
             self._target.wait_for(self._target.flush, "to flush its cache")
@@ -313,5 +317,5 @@ def _difference(expected: Answer, given: Answer, exact: bool = True) -> str:
 
 
 def _said(tokens: list[Token], place: int) -> str:
-    """From ``place`` on, with logprobs: whether the next ones are the right ones again tells what went wrong."""
+    """Return tokens from ``place`` on with logprobs: whether later tokens are right again shows what went wrong."""
     return ", ".join(f"{token.id} ({token.logprob:.3f})" for token in tokens[place : place + _SHOWN])

@@ -1,8 +1,8 @@
-"""A row's numbers do not depend on the rows beside it: bit for bit, in every batch and in every chunk. For tests; slow.
+"""Makes a row's numbers independent of the rows beside it, bit for bit, in every batch and chunk. For tests; slow.
 
-Matrix products and reductions round differently with other shapes, functions round differently where a vector of
-numbers ends, and a selection of blocks turns the last bit of a score into another block. Here every row is computed in
-a shape of its own that is always the same, by one thread, so that what is shared between threads does not matter.
+Matrix products and reductions round differently with other shapes, functions round differently at the end of a vector
+of numbers, and a selection of blocks turns the last bit of a score into another block. Here every row is computed in a
+fixed shape, and by one thread, so that the division of work between threads does not matter.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from sglang_hybrid.core import DecodeBatch, LayerCache
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.infinigen.policy import InfinigenPolicy
 
-ROWS = 8  # of every matrix product
-TOKENS = 32  # of a prompt that are attended at a time, from multiples of it
-ESTIMATED = 16  # blocks that are estimated at a time, likewise
-LISTED = 64  # widths of what is reduced are multiples of this
+ROWS = 8  # rows of every matrix product
+TOKENS = 32  # tokens of a prompt that are attended at a time, starting at multiples of this
+ESTIMATED = 16  # blocks that are estimated at a time, starting at multiples of this
+LISTED = 64  # reduced dimensions are padded to multiples of this
 BLOCKS = 256
 
 _linear = torch.nn.functional.linear
@@ -35,7 +35,7 @@ _speculate = InfinigenPolicy._speculate
 
 
 def install() -> None:
-    """For this process, from now on. Raises RuntimeError where this machine's products depend on a row's place."""
+    """Patch torch and this package in this process. Raise RuntimeError if products here depend on a row's place."""
     torch.set_num_threads(1)
     _check_places()
     for place, replacements in (
@@ -151,7 +151,7 @@ def lse_shift(real: torch.Tensor, ahead: torch.Tensor, listed: torch.Tensor, sca
 
 
 def _by_row(function: Callable[..., torch.Tensor], *batches: torch.Tensor) -> torch.Tensor:
-    rows = range(max(1, len(batches[0])))  # none gives the shape of none
+    rows = range(max(1, len(batches[0])))  # without rows, an empty slice gives the output its shape
     return torch.cat([function(*(batch[row : row + 1] for batch in batches)) for row in rows])
 
 

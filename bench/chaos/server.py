@@ -1,6 +1,6 @@
-"""``python -m bench.chaos.server``: SGLang's server, with what a chaos run needs switched on.
+"""``python -m bench.chaos.server``: SGLang's server with the switches of a chaos run.
 
-multiprocessing imports the main module in every process that it spawns, so importing this one is enough to reach the
+multiprocessing imports the main module in every process that it spawns, so importing this module is enough to reach the
 process that runs the model.
 """
 

@@ -1,4 +1,4 @@
-"""The server that is tormented: its processes, what they hold, and how it is started and ended."""
+"""The server that faults are injected into: how it starts and ends, its processes, and what they hold."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from bench.chaos.switches import SAME_BITS, SPOIL_FREED_PAGES, TELL_STACKS, in_e
 from sglang_hybrid.origin import ROOT
 
 START_SECONDS = 600.0  # on a GPU kernels may have to be compiled
-# the server gets small file systems of its own for what other programs could fill up
+# the server gets its own small file systems in place of directories that other programs could fill up
 _OWN_FILE_SYSTEMS = """
 mount -t tmpfs -o size=64m,nr_inodes=1k tmpfs /dev/shm &&
 mount -t tmpfs -o size=256k,nr_inodes=64 tmpfs "$TMPDIR" &&
 exec "$@"
 """
-# SGLang looks through its own books at every step and when it is idle, and dies when they do not add up
+# SGLang checks its memory accounting at every step and when idle, and exits if it does not add up
 _STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -38,7 +38,7 @@ _STRICT = {
 
 
 class TargetError(RuntimeError):
-    """The server is not as it should be; the message has the end of its log."""
+    """The server ended or did not reach an expected state in time; the message has the end of its log."""
 
 
 def may_mount() -> bool:
@@ -47,7 +47,7 @@ def may_mount() -> bool:
 
 
 class Target:
-    """Use as a context."""
+    """A server in processes of its own. Use as a context manager: healthy inside, ended afterwards."""
 
     def __init__(
         self,
@@ -59,16 +59,18 @@ class Target:
         same_bits: bool = True,
         has_worker: bool = True,
     ) -> None:
-        """Requests are retracted when there is no room for their next tokens, and every ``retract_steps`` steps: more
-        than one request takes alone. ``switches``: bugs on purpose, beside what every chaos run needs. ``same_bits``
-        needs a CPU. ``has_worker``: whether the policy that is served needs one.
+        """Prepare the command of the server; the context starts it.
+
+        SGLang retracts requests when the pool has no pages for their next tokens, and every ``retract_steps`` steps,
+        which must be more than a request takes alone. ``switches``: bugs on purpose, beside the switches of every chaos
+        run. ``same_bits`` needs a CPU. ``has_worker``: whether the server's policy has a worker.
         """
         self.has_same_bits, self.has_worker = same_bits, has_worker
         self.model = model
         directory.mkdir(parents=True, exist_ok=True)
         self.log = directory / "server.log"
-        self.temporary = Path(tempfile.mkdtemp(prefix="chaos-"))  # a short name: sockets are made there
-        self.own_file_systems = same_bits and may_mount()  # with a GPU kernels are compiled there
+        self.temporary = Path(tempfile.mkdtemp(prefix="chaos-"))  # a short path: sockets are created there
+        self.own_file_systems = same_bits and may_mount()  # not with a GPU: kernels are compiled there
         prefix = ("unshare", "--mount", "sh", "-c", _OWN_FILE_SYSTEMS, "sh") if self.own_file_systems else ()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -126,7 +128,7 @@ class Target:
         return self._process is not None and self._process.poll() is None
 
     def wait_for_worker(self, seconds: float = 60.0) -> None:
-        """Nothing where the policy has none."""
+        """Wait until a worker serves. Return at once if the policy has no worker."""
         if self.has_worker:
             self.wait_for(lambda: self.serving_worker() is not None, "to have a worker", seconds)
 
@@ -152,7 +154,7 @@ class Target:
         return []
 
     def workers(self) -> list[psutil.Process]:
-        """CPU workers that run or begin to."""
+        """Return the CPU workers that serve or start."""
         found = []
         for process in self.family():
             with contextlib.suppress(psutil.Error):
@@ -174,7 +176,7 @@ class Target:
     # -- what it holds -----------------------------------------------------------------------
 
     def holdings(self) -> dict[str, int]:
-        """What could be leaked: of the scheduler's process, and files."""
+        """Count what could be leaked: resources of the scheduler process, and files in the server's directories."""
         process = self.scheduler()
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         root = Path(f"/proc/{process.pid}/root")
@@ -191,7 +193,7 @@ class Target:
         }
 
     def stacks(self) -> str:
-        """Of the threads of the scheduler's process: what a leaked one is for."""
+        """Return the stacks of the scheduler process's threads, which show what a leaked thread is for."""
         before = self.log.stat().st_size
         self.scheduler().send_signal(TELL_STACKS)
         time.sleep(1)
@@ -210,7 +212,7 @@ class Target:
         return requests.post(f"{self.url}/flush_cache", timeout=60).ok
 
     def miss_rows(self) -> dict[str, int]:
-        """Rows whose misses were served, by whom."""
+        """Return the number of rows whose misses were served, by who served them."""
         text = requests.get(f"{self.url}/metrics", timeout=30).text
         found = re.findall(r'^sglang_hybrid_miss_rows_total\{by="([^"]+)"[^}]*\} (\S+)', text, re.MULTILINE)
         return {by: int(float(rows)) for by, rows in found}

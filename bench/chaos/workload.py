@@ -1,4 +1,4 @@
-"""What a chaos run asks: a fixed set of different requests, made from a seed."""
+"""Requests of a chaos run: a fixed set of different requests, made from a seed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pydoc_data.topics import topics
 
 SHORTEST = 10
-_BEGINNINGS = 3  # that long prompts share
-_LONGEST_WITH_GRAMMAR = 100  # within every budget: its text is the same behind a retraction
+_BEGINNINGS = 3  # prefixes that long prompts share
+_LONGEST_WITH_GRAMMAR = 100  # tokens, within every budget: the text stays the same after a retraction
 _GRAMMAR = r"([a-z]{2,7} ){3,12}[a-z]{2,7}\."
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and how it is to be continued, greedily."""
+    """A prompt, and the number, length and grammar of its greedy continuations."""
 
     number: int
     ids: tuple[int, ...]
@@ -34,18 +34,18 @@ class Request:
 
 
 def source_text(chance: random.Random) -> str:
-    """Sentences of Python's manual in an order of their own: nobody knows by heart how it goes on."""
+    """Return the sentences of Python's manual in random order, so that no model knows the text by heart."""
     sentences = " ".join(topics[key] for key in sorted(topics)).replace("\n", " ").split(". ")
     chance.shuffle(sentences)
     return ". ".join(" ".join(sentence.split()) for sentence in sentences)
 
 
 def make_requests(ids: Sequence[int], chance: random.Random, count: int, longest: int) -> list[Request]:
-    """``count`` of them, of 10 to ``longest`` tokens; ``ids`` is a long text. Some begin like others."""
+    """Return ``count`` requests of 10 to ``longest`` tokens, cut from the long text ``ids``; some share a prefix."""
     beginnings = [_part(ids, longest, chance) for _ in range(_BEGINNINGS)]
     made = []
     for number in range(count):
-        # as many short ones as long ones, and always the longest
+        # as many short prompts as long ones, and always the longest
         length = longest if number == 0 else int(SHORTEST * (longest / SHORTEST) ** chance.random())
         has_grammar = number % 5 == 4
         if has_grammar:

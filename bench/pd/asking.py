@@ -1,4 +1,4 @@
-"""Requests to both instances, as a router sends them: the two find each other by the number of a room."""
+"""Sends requests to a prefill and a decode instance, as a router does; they match requests by ``bootstrap_room``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROOMS = itertools.count(1000)
 
 
 def ask_both(instances: Instances, prompts: list[list[int]], new_tokens: int) -> Ask:
-    """For ``send_rows``: the decode instance's answer to one of the prompts, once the prefill instance has it too."""
+    """Return an ``Ask`` for ``send_rows``: send a prompt to both instances, yield the decode instance's answer."""
 
     async def ask(session: aiohttp.ClientSession, index: int) -> AsyncIterator[Any]:
         room = {

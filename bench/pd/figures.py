@@ -1,4 +1,4 @@
-"""What arrivals of tokens say about a decode instance."""
+"""Figures of a decode instance, computed from the times at which tokens arrived."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.side_by_side.statistics import Arrivals, quantile
 
 
 def batch_figures(rows: Sequence[Arrivals]) -> dict[str, Any]:
-    """Of requests that were sent at the same moment."""
+    """Return waits, rates and the longest pause of requests that were sent at the same moment."""
     waited = sorted(row.times[0] - row.sent for row in rows)
     return {
         "rows": len(rows),
@@ -26,14 +26,14 @@ def batch_figures(rows: Sequence[Arrivals]) -> dict[str, Any]:
 
 
 def admitted_per_s(rows: Sequence[Arrivals]) -> float | None:
-    """Requests whose first tokens came in a second, from the first one to the last. None for a single request."""
+    """Return first tokens per second, from the first request's to the last's. None for a single request."""
     first = [row.times[0] for row in rows]
     spent = max(first) - min(first)
     return round((len(rows) - 1) / spent, 3) if spent > 0 else None
 
 
 def pause_figures(running: Sequence[Arrivals], arriving: Sequence[Arrivals]) -> dict[str, Any]:
-    """Pauses of running requests from the moment that others were sent until all of those had their first tokens."""
+    """Return pauses of ``running`` requests from when ``arriving`` ones were sent until these all had first tokens."""
     begin, end = min(row.sent for row in arriving), max(row.times[0] for row in arriving)
     gaps = sorted(
         b - a for row in running for a, b in zip(row.times, row.times[1:], strict=False) if b >= begin and a <= end
@@ -48,7 +48,7 @@ def pause_figures(running: Sequence[Arrivals], arriving: Sequence[Arrivals]) -> 
         "longest_pause_s": longest_pause(running, begin, end),
         "p99_pause_s": round(quantile(gaps, 0.99), 4) if gaps else None,
         "longest_pause_before_s": longest_pause(running, until=begin),
-        # running answers that were over before the last request began say nothing about the end of that time
+        # a running answer that ended before the last request began says nothing about the end of that time
         "running_to_the_end": sum(row.times[-1] >= end for row in running),
     }
 

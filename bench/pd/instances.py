@@ -11,7 +11,7 @@ from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.commands.pd.command_lines import ENVIRONMENT as PD_ENVIRONMENT
 from sglang_hybrid.commands.pd.command_lines import WITHOUT_GPU
 
-# an instance that is asked for its health every second would be busy with the answers
+# health checks must not generate tokens: with one a second, an instance would be busy generating
 ENVIRONMENT = PD_ENVIRONMENT | {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 PREFILL, DECODE = "prefill", "decode"
 
@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 def instance_flags(mode: str, transfer: str, bootstrap: int) -> list[str]:
-    """``bootstrap``: the port at which decode instances learn of the prefill instance."""
+    """Return SGLang's disaggregation flags. ``bootstrap``: port at which decode instances find the prefill instance."""
     return [
         "--disaggregation-mode", mode, "--disaggregation-transfer-backend", transfer,
         "--disaggregation-bootstrap-port", str(bootstrap), "--page-size", str(BLOCK_TOKENS),
@@ -31,16 +31,16 @@ def instance_flags(mode: str, transfer: str, bootstrap: int) -> list[str]:
 
 
 class Instances:
-    """Use as a context: both serve inside."""
+    """A prefill and a decode server. Use as a context manager: both serve inside."""
 
     def __init__(
         self, prefill: list[str], decode: list[str], configuration: Configuration, stock_backend: str, transfer: str,
         logs: Path, device: str = "cuda",
     ) -> None:  # fmt: skip
-        """``prefill``, ``decode``: flags. ``configuration``: of the decode instance."""
+        """``prefill``, ``decode``: flags of each instance. ``configuration``: the decode instance's."""
         self.bootstrap = free_port()
         without_gpu = list(WITHOUT_GPU) if device == "cpu" else []
-        # on a CPU the page allocator of a prefill instance is the plugin's
+        # on a CPU the plugin provides the page allocator of a prefill instance
         plugins = {"SGLANG_PLUGINS": "sglang_hybrid"} if device == "cpu" else {}
         self.prefill = Server(
             Configuration("prefill", stock_backend),

@@ -1,11 +1,11 @@
-"""Transfer backends of SGLang's disaggregation: whether this machine has what one needs."""
+"""Checks whether this machine can load a transfer backend of SGLang's disaggregation."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-# module that SGLang imports, and the packages that bring it
+# backend -> (module that SGLang imports, how to install the packages that provide it)
 NEEDED = {
     "nixl": ("nixl._api", "pip install nixl nixl_cu13 (CUDA 13), or nixl nixl_cu12 (CUDA 12)"),
     "mooncake": ("mooncake.engine", "pip install mooncake-transfer-engine, and libibverbs1 of the system"),
@@ -14,7 +14,7 @@ HELP = "; ".join(f"{name} needs {how.removeprefix('pip install ')}" for name, (_
 
 
 def require_transfer(backend: str) -> None:
-    """Ends the program with a sentence if ``backend`` cannot be loaded: a server would say so minutes later."""
+    """End the program with a message if ``backend`` cannot be loaded: a server would fail only minutes later."""
     if backend not in NEEDED:
         sys.exit(f"--transfer {backend}: take one of {', '.join(NEEDED)}")
     module, how = NEEDED[backend]

@@ -1,1 +1,1 @@
-"""What bench/gpu_serving.py does to one running server."""
+"""Load generators and checks for a running server, used by bench/gpu_serving.py and other benchmarks."""

@@ -1,4 +1,4 @@
-"""A decode instance with faked transfers: rows of long prompts, more and more of them, and what memory they take."""
+"""Sends growing batches of long prompts to a decode instance with faked transfers, and measures its memory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ FAKE = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
 
 
 def grow(url: str, batches: Sequence[int], tokens: int, new_tokens: int, seconds: float) -> list[dict[str, Any]]:
-    """So many requests at once, one batch after the other. Raises what fails; `points` so far are kept."""
+    """Send one batch after the other and return a point for each. The point of a batch that fails has ``error``."""
     points: list[dict[str, Any]] = []
     for rows in batches:
         begun = time.monotonic()
-        # no content is read that these ids could decide: pages hold whatever was there
+        # the ids decide nothing that is read: no transfer fills the pages, which keep their old content
         prompts = [[7 + row] * tokens for row in range(rows)]
         point: dict[str, Any] = {"rows": rows, "tokens": tokens, "new_tokens": new_tokens}
         try:
             with Watch(url, 0.5) as watch:
 
                 async def look(_session: aiohttp.ClientSession, watch: Watch = watch) -> None:
-                    await asyncio.to_thread(watch.sample)  # a short batch may be over before the next look
+                    await asyncio.to_thread(watch.sample)  # a short batch may be over before the next sample
 
                 arrived = send_together(
                     url, prompts, new_tokens, look, beside_after=new_tokens // 2, seconds=seconds, more=FAKE
@@ -45,7 +45,7 @@ def grow(url: str, batches: Sequence[int], tokens: int, new_tokens: int, seconds
                 "held_afterwards": wait_until_idle(url),
                 "host_tokens_of_prompts": rows * tokens,
             }
-        except Exception as error:  # smaller batches are worth having
+        except Exception as error:  # keep the points of smaller batches
             point |= {"error": f"{type(error).__name__}: {str(error)[:500]}", "held_afterwards": held(url)}
         points.append(point)
         say(f"{rows} rows of {tokens}: {point.get('error') or point['tokens_per_s']} tokens/s, {point.get('held')}")
@@ -54,7 +54,7 @@ def grow(url: str, batches: Sequence[int], tokens: int, new_tokens: int, seconds
 
 
 def memory_verdict(points: Sequence[dict[str, Any]], allowed_mib: int = 512) -> dict[str, Any]:
-    """Whether GPU memory stayed while host pages grew. Without a GPU only the second can be said."""
+    """Return whether GPU memory stayed flat and host pages grew; ``gpu_stays_flat`` is None without a GPU."""
     good = [point for point in points if "error" not in point and point["held"]["tokens"]]
     gpu = [point["held"]["gpu_mib"]["most"] for point in good if point["held"]["gpu_mib"]]
     host = [point["held"]["tokens"]["most"] for point in good]

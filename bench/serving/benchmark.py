@@ -1,4 +1,4 @@
-"""SGLang's own benchmark of a server (`python -m sglang.bench_serving`), as a process that runs it many times."""
+"""Runs SGLang's own server benchmark (`python -m sglang.bench_serving`) many times, in one process that stays up."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ class Asked:
 
 
 class Benchmark:
-    """Started beside a server, so that it is loaded when the server serves. Use as a context."""
+    """Process that runs SGLang's benchmark. Use as a context manager, entered before the server starts.
+
+    The benchmark then loads while the server does.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._log, self._root = folder / "bench-serving.log", folder
@@ -76,7 +79,10 @@ class Benchmark:
             end_all([self._member])
 
     def run(self, target: Target, asked: Asked, seconds: float) -> dict[str, Any]:
-        """Raises RuntimeError with the end of its output if it fails, TimeoutError after ``seconds``."""
+        """Run the benchmark once and return its figures.
+
+        Raise RuntimeError with the end of its output if it fails, TimeoutError after ``seconds``.
+        """
         assert self._member is not None
         run, out = self._runs, self._folder / f"{self._runs}.jsonl"
         self._runs += 1
@@ -92,7 +98,7 @@ class Benchmark:
         try:
             wait_until([self._member], status.is_file, seconds, "SGLang's benchmark was not done")
         except TimeoutError:
-            end_all([self._member])  # with the run that hangs; the next run needs another process
+            end_all([self._member])  # also ends the run that hangs; the next run needs another process
             self.__enter__()
             raise
         if status.read_text() != "0" or not out.is_file():
@@ -102,9 +108,9 @@ class Benchmark:
 
 
 def figures(said: dict[str, Any]) -> dict[str, Any]:
-    """What a line of bench_serving's output file says, rounded.
+    """Return the rounded figures of ``said``, a line of bench_serving's output file.
 
-    SGLang counts a stream that only told an error as completed: an answer is one that has text and a first token.
+    SGLang counts a stream with only an error as completed; ``answered`` counts answers with text and a first token.
     """
     told = {name: _rounded(said[name]) for name in _FIGURES if name in said}
     pairs = zip(said["ttfts"], said["generated_texts"], strict=True)
@@ -112,14 +118,14 @@ def figures(said: dict[str, Any]) -> dict[str, Any]:
     if pauses:
         told["longest_pause_ms"] = _rounded(1e3 * max(pauses))
     if thirds := _thirds([ttft for ttft in said["ttfts"] if ttft]):
-        told["ttft_ms_by_third"] = thirds  # a queue that grows makes the last ones longer
+        told["ttft_ms_by_third"] = thirds  # if the queue grows, the last third waits longer
     if errors := [error for error in said.get("errors", ()) if error]:
         told["first_error"] = str(errors[0])[:300]
     return {"answered": sum(bool(ttft and text) for ttft, text in pairs), **told}
 
 
 def _thirds(seconds: list[float]) -> list[float]:
-    """Medians of the first, the middle and the last requests, in milliseconds."""
+    """Return medians of the first, middle and last third of ``seconds``, in milliseconds; empty below three."""
     size = len(seconds) // 3
     parts = (seconds[:size], seconds[size : len(seconds) - size], seconds[len(seconds) - size :])
     return [round(1e3 * statistics.median(part), 1) for part in parts] if size else []

@@ -1,4 +1,4 @@
-"""Conversations with lengths like ShareGPT's, in its format, for hosts that do not have the data set.
+"""Writes conversations in ShareGPT's format, with lengths like ShareGPT's, for hosts without the data set.
 
 Lengths are lognormal with the means of ShareGPT, 161 tokens in and 338 out (vLLM's paper, figure 11, arXiv 2309.06180),
 and are cut at 2,048. Text is random tokens of the model's tokenizer.
@@ -12,12 +12,12 @@ import random
 from pathlib import Path
 
 MEAN_INPUT, MEAN_OUTPUT = 161, 338
-_SPREAD_INPUT, _SPREAD_OUTPUT = 1.2, 0.9  # of the logarithm
+_SPREAD_INPUT, _SPREAD_OUTPUT = 1.2, 0.9  # standard deviations of the logarithm
 _LEAST, _MOST = 4, 2048
 
 
 def lengths(count: int, scale: float, seed: int) -> list[tuple[int, int]]:
-    """Tokens in and out of each conversation. ``scale`` makes prompts longer, and not answers."""
+    """Return the tokens in and out of each conversation. ``scale`` multiplies prompts' lengths, not answers'."""
     chance = random.Random(seed)
     return [
         (
@@ -33,7 +33,10 @@ def _length(chance: random.Random, mean: float, spread: float) -> float:
 
 
 def write_conversations(path: Path, tokenizer: Path, count: int, scale: float = 1.0, seed: int = 1) -> Path:
-    """``tokenizer``: a directory with tokenizer.json. Real tokenizers read random text back with a few tokens more."""
+    """Write ``count`` conversations to ``path`` and return the path. ``tokenizer``: a directory with tokenizer.json.
+
+    Real tokenizers encode the random text to a few tokens more than it was decoded from.
+    """
     from tokenizers import Tokenizer  # type: ignore[import-untyped, unused-ignore]
 
     words = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""The CPU worker killed under load: what it costs, and whether the answers are those of undisturbed runs."""
+"""Kills the CPU worker under load: measures the cost and compares the answers with those of undisturbed runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BY = re.compile(r'^sglang_hybrid_miss_rows_total\{.*\bby="([^"]+)"')
 
 
 def worker_of(pid: int) -> psutil.Process | None:
-    """The CPU worker below a server's process, if there is one now."""
+    """Return the running CPU worker among the children of the server process ``pid``; None if there is none."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -35,7 +35,7 @@ def worker_of(pid: int) -> psutil.Process | None:
 
 
 def first_differences(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> list[int | None]:
-    """Of each answer, where two runs differ first. None: nowhere."""
+    """Return for each answer the index of the first token that differs between two runs; None if none does."""
     found: list[int | None] = []
     for a, b in zip(one, other, strict=True):
         shared = min(len(a), len(b))
@@ -45,7 +45,7 @@ def first_differences(one: Sequence[Sequence[int]], other: Sequence[Sequence[int
 
 
 def decode_rate(rows: Sequence[Arrivals]) -> float | None:
-    """Tokens a second while all rows decode."""
+    """Return tokens per second while all rows decode; None if there was no such time."""
     begin, end = max(row.times[0] for row in rows), min(row.times[-1] for row in rows)
     if end <= begin:
         return None
@@ -53,13 +53,13 @@ def decode_rate(rows: Sequence[Arrivals]) -> float | None:
 
 
 def longest_pause(rows: Sequence[Arrivals], since: float = 0.0, until: float = math.inf) -> float:
-    """Between two messages of one answer. ``since``, ``until``: of a part of the time, with pauses at its edges."""
+    """Return the longest seconds between two messages of one answer, among pauses that touch ``since`` to ``until``."""
     gaps = [b - a for row in rows for a, b in zip(row.times, row.times[1:], strict=False) if b >= since and a <= until]
     return round(max(gaps, default=0.0), 3)
 
 
 def served(counted: dict[str, float]) -> dict[str, int]:
-    """Rows whose misses were served, by whom."""
+    """Return the number of rows whose misses were served, by who served them (label ``by``)."""
     found: dict[str, int] = {}
     for name, value in counted.items():
         if (match := _BY.match(name)) and value:
@@ -68,18 +68,21 @@ def served(counted: dict[str, float]) -> dict[str, int]:
 
 
 class Load:
-    """The same requests, again and again."""
+    """A fixed set of requests that can be sent to a server again and again."""
 
     def __init__(self, server: Server, prompts: list[list[int]], new_tokens: int, seconds: float) -> None:
         self._server, self._prompts, self._new, self._seconds = server, prompts, new_tokens, seconds
 
     def prime(self) -> None:
-        """Into the radix cache: from then on every run computes its prompts in the same way."""
+        """Put the prompts into the radix cache, so that every later run computes them in the same way."""
         for prompt in self._prompts:
             send_together(self._server.url, [prompt], 1, seconds=self._seconds)
 
     def run(self, name: str, kill_after: int = 0) -> tuple[list[list[int]], dict[str, Any]]:
-        """Answers, and figures. ``kill_after``: tokens that every answer has when the worker is killed."""
+        """Send all requests; return the answers' token ids, and figures.
+
+        ``kill_after``: kill the worker once every answer has so many tokens; 0: do not kill it.
+        """
         before, when, replaced = self._server.metrics(), 0.0, None
 
         async def kill(_session: aiohttp.ClientSession) -> None:
@@ -94,7 +97,7 @@ class Load:
             self._server.url, self._prompts, self._new, kill if kill_after else None,
             beside_after=max(1, kill_after), seconds=self._seconds,
         )  # fmt: skip
-        time.sleep(1.0)  # a GPU server tells its metrics some steps later
+        time.sleep(1.0)  # a GPU server updates its metrics some steps later
         counted = metrics.during(before, self._server.metrics())
         figures: dict[str, Any] = {
             "finished": sum(len(row.ids) == self._new for row in rows),
@@ -111,9 +114,9 @@ class Load:
         return [row.ids for row in rows], figures
 
     def with_gaps(self) -> tuple[list[list[int]], list[list[float]]]:
-        """Answers of one more run, and at each token how far the logprob of the best one was above the next best.
+        """Run once more; return the answers and, for each token, the best logprob minus the second best.
 
-        A run of its own: SGLang sends all logprobs again with every token, which takes its HTTP process much time.
+        This needs a separate run: with every token SGLang sends all logprobs again, which slows its HTTP process.
         """
         more = {"return_logprob": True, "top_logprobs_num": 2}
         rows = send_together(self._server.url, self._prompts, self._new, seconds=self._seconds, more=more)
@@ -121,7 +124,7 @@ class Load:
         return [row.ids for row in rows], [[one[0][0] - one[1][0] for one in tokens] for tokens in best]
 
     async def _seconds_until_replaced(self, killed: int, seconds: float = 30) -> float | None:
-        """By the server's log; None: no other worker served."""
+        """Return the seconds until the server's log says that another worker serves; None if none does."""
         begun = time.monotonic()
         while time.monotonic() < begun + seconds:
             worker, log = worker_of(self._server.pid), self._server.log.read_text(errors="replace")
@@ -132,9 +135,9 @@ class Load:
 
 
 def kill_worker_under_load(load: Load, new_tokens: int, kills: int = 1, tie: float = 0.0) -> dict[str, Any]:
-    """An undisturbed run; then pairs of another one (the control) and one with a kill after a third of the tokens.
+    """Run undisturbed once, then ``kills`` pairs: undisturbed (the control), and with a kill at a third of the tokens.
 
-    Answers that differ from the first run's are no failure where its two best tokens were within ``tie`` of each other.
+    An answer may differ from the first run's where the logprobs of its two best tokens were within ``tie``.
     """
     load.prime()
     reference, undisturbed = load.run("undisturbed")
@@ -154,7 +157,7 @@ def kill_worker_under_load(load: Load, new_tokens: int, kills: int = 1, tie: flo
 
 
 def places_of(runs: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Answers and tokens at which a run left the first one."""
+    """Return sorted (answer, token) indices at which the answer of a run first differs from the first run's."""
     found = {
         (answer, token)
         for run in runs
@@ -172,10 +175,10 @@ def tell_apart(
     *,
     tie: float,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Places where the two best tokens were as good as equally likely, and others.
+    """Divide ``places`` into ties, where the two best tokens were about equally likely, and others.
 
-    ``again``, ``gaps``: a run of the same requests, and between its two best tokens at each place the difference of the
-    logprobs, which says something only where that run had said the same as the first one until there.
+    ``again``, ``gaps``: answers of one more run of the same requests, and the differences between the logprobs of its
+    two best tokens. A gap counts only if that answer equals the ``reference`` answer up to its place.
     """
     found: dict[str, list[dict[str, Any]]] = {"ties": [], "others": []}
     for answer, token in places:

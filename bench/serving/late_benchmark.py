@@ -1,9 +1,9 @@
-"""SGLang's benchmark of a server, loaded once for many runs: its imports take as long as a server's start.
+"""Loads SGLang's server benchmark once and runs it many times: its imports take as long as a server's start.
 
 python -m bench.serving.late_benchmark FOLDER
 
-Run N begins once FOLDER/N.json is there, a list of flags of sglang.benchmark.serving, in a fork of this process. Its
-exit status is written to FOLDER/N.status.
+Run N starts in a fork of this process once FOLDER/N.json exists, a list of flags of sglang.benchmark.serving. Its exit
+status is written to FOLDER/N.status.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang.benchmark.serving import cli_main
 
 def main() -> None:
     parent, folder, number = os.getppid(), Path(sys.argv[1]), 0
-    while os.getppid() == parent:  # otherwise nobody is left who could ask
+    while os.getppid() == parent:  # without the parent no process is left that could ask for runs
         asked = folder / f"{number}.json"
         if not asked.exists():
             time.sleep(0.1)  # no event to wait for: another program writes
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def run(flags: list[str]) -> int:
-    """In a process of its own: the benchmark keeps its arguments in a global variable."""
+    """Run the benchmark in a forked process and return its exit status: it keeps its arguments in a global variable."""
     sys.stdout.flush()
     if (child := os.fork()) == 0:
         status = 1

@@ -1,4 +1,4 @@
-"""The OpenAI API of a server: the model's name, a completion in one piece, the same one streamed, and a chat."""
+"""Checks a server's OpenAI API: the model's name, a completion in one piece, the same one streamed, and a chat."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOKENS = 16
 
 
 def ask_everything(url: str, prompt: str, *, chats: bool, seconds: float) -> dict[str, Any]:
-    """``chats``: whether the model's tokenizer has a template for it."""
+    """Return the answers, and ``passed``. ``chats``: whether the model's tokenizer has a chat template."""
     asked: dict[str, Any] = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
     with urllib.request.urlopen(f"{url}/v1/models", timeout=seconds) as reply:
         model = json.loads(reply.read())["data"][0]["id"]
@@ -33,7 +33,7 @@ def ask_everything(url: str, prompt: str, *, chats: bool, seconds: float) -> dic
 
 
 def text_of_stream(body: str) -> str:
-    """What server-sent events say together."""
+    """Return the text of all server-sent events in ``body``, joined."""
     events = [line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: ")]
     chunks = [json.loads(event) for event in events if event != "[DONE]"]
     return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])

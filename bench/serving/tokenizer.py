@@ -1,4 +1,4 @@
-"""A tokenizer for models that have none: every token is a word of its own. SGLang's benchmark does not run without."""
+"""A tokenizer for models that have none, with one word for each token: SGLang's benchmark needs a tokenizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def tokenizer_of(model: Path, workspace: Path) -> Path:
-    """The model's own directory, or one with a tokenizer of as many words as the model has tokens."""
+    """Return a directory with a tokenizer: ``model``, or if it has none a new one with a word for each token."""
     if (model / "tokenizer_config.json").is_file():
         return model
     from tokenizers import Tokenizer, models, pre_tokenizers

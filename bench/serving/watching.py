@@ -1,4 +1,4 @@
-"""What a server holds while something is done to it: GPU memory by nvidia-smi, host pages by its own report."""
+"""Samples what a server holds while it works: GPU memory by nvidia-smi, host pages by the server's own report."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from sglang_hybrid.commands.pd.processes import get
 
 
 def gpu_mib() -> int | None:
-    """Used on the first GPU, by everybody. None where there is none."""
+    """Return the MiB in use on the first GPU, by all processes; None without a GPU."""
     used = used_bytes()
     return None if used is None else used >> 20
 
 
 def held(url: str) -> dict[str, int]:
-    """Tokens of the pool that are not free, and requests, as SGLang reports them."""
+    """Return the pool's tokens in use, the running requests and the pool's size, as SGLang reports them."""
     load = json.loads(get(f"{url}/v1/loads") or b'{"loads": [{}]}')["loads"][0]
     names = {"tokens": "num_used_tokens", "running": "num_running_reqs", "pool_tokens": "max_total_num_tokens"}
     return {name: int(load[key]) for name, key in names.items() if key in load}
 
 
 def wait_until_idle(url: str, seconds: float = 60) -> dict[str, int]:
-    """What is held once nothing runs. Raises TimeoutError."""
+    """Wait until no request runs and return what the server then holds. Raise TimeoutError after ``seconds``."""
     deadline = time.monotonic() + seconds
     while (now := held(url)).get("running") != 0:
         if time.monotonic() > deadline:
             raise TimeoutError(f"requests still run after {seconds:.0f} s: {now}")
-        time.sleep(0.2)  # nothing tells a client that the scheduler is idle
+        time.sleep(0.2)  # no event to wait for: SGLang does not report that it became idle
     return now
 
 
 class Watch:
-    """Looks once a second while it is open. Use as a context."""
+    """Samples GPU memory and pool every ``interval`` seconds. Use as a context manager around the load."""
 
     def __init__(self, url: str, interval: float = 1.0) -> None:
         self._url, self._interval = url, interval
@@ -68,7 +68,7 @@ class Watch:
         self._thread.join(30)
 
     def summary(self) -> dict[str, Any]:
-        """The least and the most of everything."""
+        """Return the least and the most of each figure; None for a figure without samples."""
         found: dict[str, Any] = {"samples": len(self._samples)}
         for name in ("gpu_mib", "tokens", "running"):
             values = [sample[name] for sample in self._samples if sample.get(name) is not None]

@@ -1,4 +1,4 @@
-"""What requests look like, and at which rates they arrive."""
+"""Workloads of a benchmark: lengths of prompts and answers, and the rates at which requests arrive."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ MIX = "mix"
 
 @dataclass(frozen=True)
 class Workload:
-    """``32k:500@0.5,1``: tokens in, tokens out, requests a second. ``mix@4,8``, ``mix:16@2``: conversations."""
+    """Lengths and rates of requests. Written ``32k:500@0.5,1``: tokens in, tokens out, requests a second.
+
+    ``mix@4,8`` means conversations with lengths like ShareGPT's; ``mix:16@2`` makes their prompts 16 times longer.
+    """
 
     name: str
     rates: tuple[float, ...]
-    input_tokens: int = 0  # 0: of conversations
+    input_tokens: int = 0  # 0: conversations
     output_tokens: int = MEAN_OUTPUT
-    scale: float = 1.0  # of the prompts of conversations
+    scale: float = 1.0  # factor of the lengths of conversations' prompts
 
     @classmethod
     def of(cls, text: str) -> Workload:
@@ -37,7 +40,7 @@ class Workload:
     def asked(
         self, rate: float, prompts: int, concurrency: int, tokenizer: Path, folder: Path, sharegpt: Path | None = None
     ) -> Asked:
-        """``sharegpt``: the data set, where there is one."""
+        """Return the requests for SGLang's benchmark. ``sharegpt``: the data set; None: generate one."""
         if self.input_tokens:
             return Asked(prompts, self.input_tokens, self.output_tokens, concurrency, rate)
         file = sharegpt or write_conversations(folder / "conversations.json", tokenizer, 2 * prompts, self.scale)

@@ -1,1 +1,1 @@
-"""Decode throughput of two servers: what bench/throughput.py is made of."""
+"""Parts of bench/throughput.py and other benchmarks that compare servers."""

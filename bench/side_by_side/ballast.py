@@ -1,8 +1,8 @@
-"""GPU memory that is taken away, so that a large card has as much left as a small one.
+"""Allocates GPU memory, so that a large card has only as much free memory as a small one.
 
-    python -m bench.side_by_side.ballast BYTES FILE     leaves BYTES free; writes FILE then, and ends with its parent
+    python -m bench.side_by_side.ballast BYTES FILE     leaves BYTES free, then writes FILE; ends with its parent
 
-A limit of flags would be a promise of the server that is measured. With ballast, a server that wants more fails.
+A limit set by flags is only a promise of the measured server. With ballast, a server that wants more memory fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SECONDS = 120
 
 
 class Ballast:
-    """Use as a context: so many bytes of the first GPU are free inside."""
+    """Process that allocates GPU memory. Use as a context manager: ``leave`` bytes of the first GPU are free inside."""
 
     def __init__(self, leave: int, folder: Path) -> None:
         self._leave, self._folder = leave, folder
@@ -41,7 +41,7 @@ class Ballast:
 
 
 def bytes_to_take(free: int, leave: int) -> int:
-    """Raises ValueError if less than ``leave`` is free already."""
+    """Return the bytes to allocate so that ``leave`` stay free. Raise ValueError if fewer are free already."""
     if free < leave:
         raise ValueError(f"{free / 1e9:.2f} GB of GPU memory are free, less than the {leave / 1e9:.2f} GB to leave")
     return free - leave

@@ -1,4 +1,4 @@
-"""Requests that fit on a card of so much memory, by the arithmetic that a hybrid server uses."""
+"""Computes how many requests fit on a card of a given memory, by the arithmetic that a hybrid server uses."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.memory.capacity import CapacityError
 from sglang_hybrid.memory.device_capacity import plan_device, rows_of
 
-CONTEXT_BYTES = 600_000_000  # of CUDA's context and libraries in a server: SGLang's free memory is what is left
-SPARE_TOKENS = 4 * BLOCK_TOKENS  # of a request: SGLang rounds up, and keeps some pages free
-HOST_SHARE = 0.85  # of the host's available memory that a pool may take
+CONTEXT_BYTES = 600_000_000  # CUDA's context and libraries in a server: SGLang's free memory is the rest
+SPARE_TOKENS = 4 * BLOCK_TOKENS  # per request: SGLang rounds up, and keeps some pages free
+HOST_SHARE = 0.85  # share of the host's available memory that a pool may take
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Requests of one length that fit."""
+    """Number of requests of one length that fit, and the limits that decided it."""
 
     requests: int
     by_gpu: int
@@ -29,7 +29,11 @@ class Fit:
 def fit_of(
     kv: KVModel, config: HybridConfig, tokens: int, most: int, *, card: int, weights: int, reserve: int, host: int
 ) -> Fit:
-    """``card``, ``host``: bytes in all. ``tokens``: of one request, with its answer and SPARE_TOKENS."""
+    """Return how many requests of ``tokens`` tokens fit, at most ``most``.
+
+    ``tokens`` includes the answer and SPARE_TOKENS. All of ``card``, ``host``, ``weights`` and ``reserve`` are bytes:
+    the GPU's memory in all, the host's available memory, and what weights and the reserve take of the GPU's.
+    """
     available = card - CONTEXT_BYTES - weights - reserve
     by_gpu = 0
     for requests in range(1, most + 1):
@@ -50,5 +54,8 @@ def fit_of(
 
 
 def memory_fraction(card: int, reserve: int) -> float:
-    """SGLang leaves ``(1 - fraction)`` of what is free before the weights are loaded."""
+    """Return the ``--mem-fraction-static`` that leaves ``reserve`` bytes.
+
+    SGLang leaves ``(1 - fraction)`` of the memory that is free before the weights are loaded.
+    """
     return round(1 - reserve / (card - CONTEXT_BYTES), 3)

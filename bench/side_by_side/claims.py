@@ -1,4 +1,4 @@
-"""What the design aims at, and what the points say about it."""
+"""Compares measured points with the aims of the design."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from bench.side_by_side.capacity import GB, KVModel
 
 Point = dict[str, Any]
 
-# aims hold for Qwen3-14B's shape with 10 layers
+# the aims are for Qwen3-14B's shape with 10 layers
 AIMED_MODEL = KVModel(layers=10, kv_heads=8, head_dim=128, itemsize=2)
 AIMED_GPU_BYTES = 11 * GB
-# input length -> aim, best batch of each side
+# input length -> least throughput of hybrid / stock, best batch of each side
 SPEED_UP_AIMS = {8192: 2.0, 16384: 3.5, 32768: 7.0, 65536: 10.0}
 SINGLE_ROW_AIM = 0.99
-PAPERS_AIM = 2.1  # of policy scout against the better of these two: what ScoutAttention's paper reports of its own
+PAPERS_AIM = 2.1  # least ratio of policy scout to the better of _OTHERS: ScoutAttention's paper reports this of its own
 _OTHERS = ("hgca", "infinigen")
-AGAINST_RAW_AIM = 0.97  # of defaults, whose prediction is calibrated, against the prediction that costs least
+AGAINST_RAW_AIM = 0.97  # least ratio of the defaults, with calibrated prediction, to the prediction that costs least
 
 
 def best(points: list[Point], configuration: str, length: int) -> Point | None:
-    """The batch with the highest throughput."""
+    """Return the point of the batch with the highest throughput; None without points."""
     found = [one for one in points if one["configuration"] == configuration and one["length"] == length]
     return max(found, key=lambda one: one["tokens_per_s"], default=None)
 
@@ -30,7 +30,7 @@ def lengths_of(points: list[Point]) -> list[int]:
 
 
 def speed_ups(points: list[Point]) -> list[dict[str, Any]]:
-    """Best batch against best batch, at every length that both have."""
+    """Compare the best batches of hybrid and stock, at every length that both have."""
     found = []
     for length in lengths_of(points):
         theirs, ours = best(points, "stock", length), best(points, "hybrid", length)
@@ -52,7 +52,10 @@ def _ratio(ours: Point, theirs: Point | None) -> float | None:
 
 
 def claims(points: list[Point]) -> list[dict[str, Any]]:
-    """What was measured of the aims, for a model and a limit that they are for; None where it was not."""
+    """Return every aim with its measured value, None where there is none.
+
+    ``points`` must be those of AIMED_MODEL with AIMED_GPU_BYTES.
+    """
     measured = {one["length"]: one["speed_up"] for one in speed_ups(points)}
     found = [
         _claim(f"{tokens_label(length)}, best batch of each: hybrid / stock", aim, measured.get(length))
@@ -72,7 +75,7 @@ def claims(points: list[Point]) -> list[dict[str, Any]]:
 
 
 def against_papers(points: list[Point]) -> list[dict[str, Any]]:
-    """The default policy against the better of two others, at equal batches, and ScoutAttention's policy likewise."""
+    """Compare the default policy, and ScoutAttention's, with the better of two other policies at equal batches."""
     found = []
     for length, rows in sorted({(one["length"], one["rows"]) for one in points}):
         rates = {

@@ -1,4 +1,4 @@
-"""Arithmetic from measured depths to others, and to machines that were not measured.
+"""Estimates decode steps at depths, and on machines, that were not measured.
 
 Nothing here is a measurement, and every row says so (`kind`). A line through the measured depths, at the same number of
 rows, gives the time of a step at another depth. Requests and steps on other machines are those of ``sglang-hybrid
@@ -31,14 +31,14 @@ Point = dict[str, Any]
 
 @dataclass(frozen=True)
 class Line:
-    """Time of a step by depth."""
+    """Time of a decode step as a linear function of the number of layers."""
 
     fixed_ms: float
     layer_ms: float
 
     @classmethod
     def through(cls, steps: dict[int, float]) -> Line:
-        """``steps``: milliseconds by layers, of at least two depths. Least squares for more."""
+        """Fit a line by least squares to ``steps``, milliseconds by layers. Raise ValueError below two depths."""
         if len(steps) < 2:
             raise ValueError("a line needs two depths")
         layers, mean = sum(steps) / len(steps), sum(steps.values()) / len(steps)
@@ -51,7 +51,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Hardware:
-    """GPUs of one kind and their host; of data sheets."""
+    """GPUs of one kind and their host, with the numbers of data sheets."""
 
     name: str
     gpu_gb: float
@@ -74,7 +74,7 @@ HARDWARE = (
 
 
 def steps_by_depth(points: Sequence[Point]) -> dict[tuple[str, int, int], dict[int, float]]:
-    """Milliseconds by layers, for each configuration, length and number of rows."""
+    """Return (configuration, length, rows) -> layers -> milliseconds of a step."""
     found: dict[tuple[str, int, int], dict[int, float]] = {}
     for point in points:
         key = (point["configuration"], point["length"], point["rows"])
@@ -83,7 +83,7 @@ def steps_by_depth(points: Sequence[Point]) -> dict[tuple[str, int, int], dict[i
 
 
 def other_depths(points: Sequence[Point], depths: Sequence[int]) -> list[Point]:
-    """Steps at ``depths`` of what was measured at two depths or more."""
+    """Estimate steps at ``depths``, for whatever was measured at two depths or more with the same rows."""
     rows: list[Point] = []
     for (configuration, length, count), steps in steps_by_depth(points).items():
         if len(steps) < 2:
@@ -114,7 +114,7 @@ def model_of_depth(layers: int) -> ModelShape:
 
 
 def estimate_errors(points: Sequence[Point]) -> list[Point]:
-    """How far the arithmetic of machines is from each measured step."""
+    """Return how far the arithmetic that ``machines`` uses is from each measured step of stock and hybrid."""
     found: list[Point] = []
     for point in points:
         model, rows, tokens = model_of_depth(point["layers"]), point["rows"], point["length"]
@@ -130,7 +130,7 @@ def estimate_errors(points: Sequence[Point]) -> list[Point]:
 
 
 def machines(layers: int, length: int, answer: int, hardware: Sequence[Hardware] = HARDWARE) -> list[Point]:
-    """Requests and tokens a second of stock and hybrid, on machines that were not measured."""
+    """Estimate requests and tokens per second of stock and hybrid, on machines that were not measured."""
     rows: list[Point] = []
     model, settings = model_of_depth(layers), HybridConfig()
     for one in hardware:

@@ -1,4 +1,4 @@
-"""GPU memory as the driver counts it, by nvidia-smi."""
+"""Reads GPU memory, as the driver counts it, from nvidia-smi."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ import subprocess
 
 
 def used_bytes() -> int | None:
-    """Of the first GPU, by all processes: a container does not see whose they are. None without a GPU."""
+    """Return the bytes that all processes use on the first GPU; None without a GPU.
+
+    A container cannot tell the processes apart.
+    """
     return _asked("memory.used")
 
 
 def total_bytes() -> int | None:
-    """Of the first GPU. None without one."""
+    """Return all bytes of the first GPU; None without a GPU."""
     return _asked("memory.total")
 
 
 class ServerMemory:
-    """What a server takes: made before the server starts, and asked while it runs."""
+    """GPU memory that a server takes. Create the object before the server starts; read it while the server runs."""
 
     def __init__(self) -> None:
         self._before = used_bytes()
 
     def taken(self) -> int | None:
-        """Bytes more than before: weights, graphs, context and KV cache. None without a GPU."""
+        """Return the bytes in use beyond those at creation: weights, graphs, context, KV cache. None without a GPU."""
         now = used_bytes()
         return None if self._before is None or now is None else now - self._before
 

@@ -1,4 +1,4 @@
-"""A client that sends all rows of a batch at once and notes when their tokens arrive."""
+"""Client that sends all rows of a batch at once and records when their tokens arrive."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import aiohttp
 
 from bench.side_by_side.statistics import Arrivals
 
-Beside = Callable[[aiohttp.ClientSession], Awaitable[None]]  # runs once all rows have their first tokens
-# the answer to one of several prompts: tokens so far, ids, what SGLang says of the answer, whenever there are more
+Beside = Callable[[aiohttp.ClientSession], Awaitable[None]]  # runs once all rows have ``beside_after`` tokens
+# the answer to prompt number n: tokens so far, ids and SGLang's meta_info, whenever there are more tokens
 Ask = Callable[[aiohttp.ClientSession, int], AsyncIterator[tuple[int, list[int], dict[str, Any]]]]
 _NOTHING: Mapping[str, Any] = {}
 
 
 class LoadError(RuntimeError):
-    """A request failed; the message has the server's words."""
+    """A request failed; the message has the server's error."""
 
 
 def send_together(
@@ -33,10 +33,10 @@ def send_together(
     seconds: float = 1800,
     more: Mapping[str, Any] = _NOTHING,
 ) -> list[Arrivals]:
-    """Greedy answers of exactly ``new_tokens`` tokens to all prompts, at the same time.
+    """Send all prompts at the same time and return when the tokens of each answer arrived. Raise LoadError.
 
-    ``beside_after``: tokens that every row has when ``beside`` runs. ``seconds``: for all of it. ``more``: further
-    fields of every request.
+    Answers are greedy and have exactly ``new_tokens`` tokens. ``beside`` runs once every row has ``beside_after``
+    tokens. ``seconds``: time limit of everything. ``more``: further fields of every request.
     """
 
     def ask(session: aiohttp.ClientSession, index: int) -> AsyncIterator[Any]:
@@ -48,7 +48,7 @@ def send_together(
 def send_rows(
     ask: Ask, count: int, beside: Beside | None = None, *, beside_after: int = 1, seconds: float = 1800
 ) -> list[Arrivals]:
-    """As ``send_together``, however a row is asked."""
+    """Do the same as ``send_together`` for ``count`` rows, each of which is requested by ``ask``."""
 
     async def send() -> list[Arrivals]:
         timeout = aiohttp.ClientTimeout(total=seconds)
@@ -71,7 +71,7 @@ async def rows_of(
         async for tokens, ids, row.meta in ask(session, index):
             row.times.append(time.monotonic())
             row.tokens.append(tokens)
-            # SGLang sends all ids so far, or with another setting the new ones
+            # SGLang sends all ids so far, or with another setting only the new ones
             row.ids = ids if len(ids) == tokens else row.ids + ids
             if tokens >= beside_after:
                 waiting.discard(index)
@@ -103,7 +103,7 @@ def body_of(ids: list[int], new_tokens: int, more: Mapping[str, Any] = _NOTHING)
 async def stream(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], new_tokens: int
 ) -> AsyncIterator[tuple[int, list[int], dict[str, Any]]]:
-    """The number of tokens so far, ids, and what SGLang says of the answer, whenever there are more."""
+    """Send a request. Yield tokens so far, ids and SGLang's meta_info whenever there are more. Raise LoadError."""
     had = 0
     async with session.post(f"{url}/generate", json=body) as reply:
         if reply.status != 200:
@@ -124,6 +124,6 @@ async def stream(
 
 
 def abort_message(meta: Mapping[str, Any]) -> str:
-    """Why SGLang ended an answer before its time, as with a prompt that does not fit; empty if it did not."""
+    """Return why SGLang ended an answer early, such as a prompt that does not fit; empty if it did not."""
     reason = meta.get("finish_reason")
     return str(reason.get("message") or "aborted") if isinstance(reason, dict) and reason.get("type") == "abort" else ""

@@ -1,4 +1,4 @@
-"""Measures points of a running server: one input length, one batch."""
+"""Measures points of a running server. A point is one input length with one batch size."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.commands.report.session.gpu_trace import EmptyTrace, breakdown, idle_without_profiler, read_trace
 
 Point = dict[str, Any]
-LEAST_WINDOW_SECONDS = 2.0  # of a repeat in which all rows decode: shorter ones vary
-_LONGER = 1.2  # than a window that would be just long enough: steps differ
-_SPARE_TOKENS = 4 * BLOCK_TOKENS  # of a row: SGLang rounds up, and keeps some pages free
+LEAST_WINDOW_SECONDS = 2.0  # least time of a repeat in which all rows decode: shorter windows vary
+_LONGER = 1.2  # times a window that would be just long enough: steps differ
+_SPARE_TOKENS = 4 * BLOCK_TOKENS  # per row: SGLang rounds up, and keeps some pages free
 _TRACE_SECONDS = 60
 
 
@@ -45,20 +45,20 @@ class MeasurementPlan:
 
 
 def measure(server: Server, prompts: Prompts, plan: MeasurementPlan, length: int, rows: int) -> Point:
-    """All rows are sent together, ``repeats`` times, when their prompts are cached.
+    """Measure one point: send all rows together, ``repeats`` times, once their prompts are cached.
 
-    SGLang lets the last row wait for an answer to end if the prompt of the row before it came in chunks.
+    SGLang makes the last row wait until an answer ends if the prompt of the row before it came in chunks.
     """
     different = plan.different_of(rows)
     ids = prompts.rows(length, rows, different)
     begin = time.monotonic()
     if different < rows:
-        # so that rows find what they share: sent together, each would compute it for itself
+        # caches what rows share: if rows were sent together now, each would compute the shared tokens itself
         send_together(server.url, prompts.beginnings(length, different), 1)
     send_together(server.url, ids, 1)
     prefill_seconds = time.monotonic() - begin
     before = server.metrics()
-    seen: list[Metrics] = []  # of the last repeat, by part of the answers
+    seen: list[Metrics] = []  # metrics of the last repeat, by part of the answers
     slices: list[Slice] = []
     first_tokens: list[float] = []
     expected: list[float] = []
@@ -94,12 +94,15 @@ def measure(server: Server, prompts: Prompts, plan: MeasurementPlan, length: int
 
 
 def most_new_tokens(held: dict[str, int], length: int, rows: int, different: int) -> int:
-    """Of an answer, so that all rows and ``different`` prompts are in the server's pool at once."""
+    """Return the longest answer with which all rows and ``different`` prompts fit in the server's pool at once."""
     return (held.get("pool_tokens", 0) - different * length) // rows - _SPARE_TOKENS
 
 
 def long_enough(new_tokens: int, window: float, plan: MeasurementPlan, most: int) -> int:
-    """Tokens of an answer for a window of ``plan.least_window``, if an answer of ``new_tokens`` gave ``window``."""
+    """Return answer tokens for a window of ``plan.least_window`` seconds, if ``new_tokens`` tokens gave ``window``.
+
+    The result is at most ``most``, but at least ``new_tokens``.
+    """
     if window >= plan.least_window:
         return new_tokens
     measured = new_tokens - plan.warm_tokens
@@ -110,9 +113,9 @@ def long_enough(new_tokens: int, window: float, plan: MeasurementPlan, most: int
 def profile(
     server: Server, prompts: Prompts, plan: MeasurementPlan, length: int, rows: int, step_ms: float
 ) -> dict[str, Any]:
-    """Where the time of a step goes, from a trace of a few steps of the same batch.
+    """Trace a few steps of the same batch and return where the time of a step goes, or ``error``.
 
-    ``step_ms``: of a step without a profiler, which makes the gaps between kernels longer.
+    ``step_ms``: length of a step without a profiler. A profiler makes the gaps between kernels longer.
     """
 
     async def start(session: aiohttp.ClientSession) -> None:
@@ -129,7 +132,7 @@ def profile(
     server.trace_directory.mkdir(parents=True, exist_ok=True)
     seen = set(_traces(server.trace_directory))
     ids = prompts.rows(length, rows, plan.different_of(rows))
-    # behind the first steps of every row, which read more than later ones
+    # after the first steps of every row, which read more than later ones
     send_together(server.url, ids, plan.new_tokens, beside=start, beside_after=plan.warm_tokens)
     deadline = time.monotonic() + _TRACE_SECONDS
     while not (new := set(_traces(server.trace_directory)) - seen):

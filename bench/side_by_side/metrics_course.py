@@ -1,4 +1,4 @@
-"""What a server's metrics did while answers were decoded: sampled beside the load, told by part of the answers."""
+"""Samples a server's metrics while answers are decoded, and summarizes them by part of that time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Metrics = dict[str, float]
 
 
 class MetricsCourse:
-    """Use as a context around the load. Reads metrics about every ``interval`` seconds in a thread of its own."""
+    """Reads metrics about every ``interval`` seconds in a thread. Use as a context manager around the load."""
 
     def __init__(self, read: Callable[[], Metrics], interval: float = 0.5) -> None:
         self._read, self._interval = read, interval
@@ -39,13 +39,13 @@ class MetricsCourse:
             self._ended.wait(self._interval)
 
     def parts(self, begin: float, end: float, count: int) -> list[Metrics]:
-        """Of each of ``count`` equal parts of the time: means of gauges, and how much counters rose a second."""
+        """Return means of gauges and rises of counters per second, for each of ``count`` equal parts of the time."""
         edges = [begin + (end - begin) * n / count for n in range(count + 1)]
         return [part_of(self._samples, first, last) for first, last in itertools.pairwise(edges)]
 
 
 def part_of(samples: list[tuple[float, Metrics]], begin: float, end: float) -> Metrics:
-    """Means of gauges and rates of counters over samples from ``begin`` to ``end``; buckets are left out."""
+    """Return means of gauges and rates of counters over samples from ``begin`` to ``end``, without buckets."""
     inside = [(when, seen) for when, seen in samples if begin <= when <= end and seen]
     if not inside:
         return {}

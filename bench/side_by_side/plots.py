@@ -1,4 +1,4 @@
-"""Figures of a result, as PNG files. Without pyplot: no display is asked for, and no figure stays in memory."""
+"""Draws figures of a result as PNG files. Without pyplot: no display is needed, and no figure stays in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CATEGORY_COLOURS = "cividis"  # readable without telling red from green
 
 
 def draw(result: dict[str, Any], beside: Path) -> list[Path]:
-    """Write figures next to the result file: throughput, the speed-up, and the breakdown where there is one."""
+    """Write figures next to the result file ``beside`` and return their paths: throughput, speed-up, breakdown."""
     written = [_throughput(result, beside.with_name(f"{beside.stem}-throughput.png"))]
     if ratios := speed_ups(result["points"]):
         written.append(_speed_up(ratios, beside.with_name(f"{beside.stem}-speedup.png")))
@@ -32,7 +32,7 @@ def empty_figure(width: float, height: float) -> Any:
 
 
 def _throughput(result: dict[str, Any], path: Path) -> Path:
-    """Best batch of each side against input length, and the ablation beside it."""
+    """Draw the best batch of each side against input length, and the ablation, if there is one, beside it."""
     points = result["points"]
     lengths = lengths_of(points)
     panels = 2 if result["ablation"] else 1
@@ -70,7 +70,7 @@ def _throughput(result: dict[str, Any], path: Path) -> Path:
 
 
 def _speed_up(ratios: list[dict[str, Any]], path: Path) -> Path:
-    """One bar for each input length: decode throughput of hybrid over stock, best batch of each."""
+    """Draw one bar for each input length: decode throughput of hybrid over stock, best batch of each."""
     figure = empty_figure(4.8, 2.4)
     axes = figure.subplots()
     bars = axes.bar(range(len(ratios)), [one["speed_up"] for one in ratios], 0.6, color=COLOURS["hybrid"])
@@ -86,7 +86,7 @@ def _speed_up(ratios: list[dict[str, Any]], path: Path) -> Path:
 
 
 def _breakdown(result: dict[str, Any], path: Path) -> Path:
-    """Stacked: the time that only one category runs, the time that several do, and idle time."""
+    """Draw stacked bars: the time in which only one category runs, in which several run, and idle time."""
     from matplotlib import colormaps
 
     profiled = [one for one in result["points"] if one.get("breakdown", {}).get("categories")]

@@ -1,4 +1,4 @@
-"""Token ids to send: rows that share a prompt differ in its last tokens, so that each answer is its own."""
+"""Prompts as token ids. Rows that share a prompt differ in its last tokens, so that their answers differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OWN_TOKENS = 32
 
 
 class Prompts:
-    """Of a synthetic model its own kind of text; of another model real text, or random tokens without a tokenizer."""
+    """Prompts for a model: synthetic text for a synthetic model, else real text, or random tokens without tokenizer."""
 
     def __init__(self, model: Path, seed: int) -> None:
         self._synthetic = read_model(model)
@@ -24,7 +24,7 @@ class Prompts:
         self._seed = seed
 
     def rows(self, length: int, rows: int, different: int) -> list[list[int]]:
-        """``rows`` prompts of ``length`` tokens, of which ``different`` have nothing in common."""
+        """Return ``rows`` prompts of ``length`` tokens, of which ``different`` have nothing in common."""
         beginnings = self.beginnings(length, min(different, rows))
         return [
             beginnings[row % len(beginnings)] + self._tokens(OWN_TOKENS, f"row {row} of {length}")
@@ -35,7 +35,10 @@ class Prompts:
         return [self._tokens(length - OWN_TOKENS, f"beginning {n} of {length}") for n in range(different)]
 
     def expected_share(self, asked: list[int], answer: list[int]) -> float | None:
-        """Of an answer, the share that a synthetic model must give, whatever its attention; None for other models."""
+        """Return the share of answer tokens that a synthetic model must give, whatever its attention.
+
+        None for other models and for an empty answer.
+        """
         if not self._synthetic or not answer:
             return None
         before = [asked[-1], *answer]
@@ -47,7 +50,7 @@ class Prompts:
         return "synthetic" if self._synthetic else "real text" if self._text else "random tokens"
 
     def _tokens(self, count: int, which: str) -> list[int]:
-        """The same for the same ``which``."""
+        """Return ``count`` tokens, always the same for the same ``which``."""
         if self._text is not None:
             if (count, which) not in self._made:
                 self._made[count, which] = self._text.take(count)

@@ -1,4 +1,4 @@
-"""Prompts of a real model: different pieces of a long text, the sources and documents of this Python installation."""
+"""Prompts for a real model: different pieces of a long text, the sources of Python's standard library."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-_MOST_BYTES = 200_000  # of a file: tables of data that somebody generated are longer
+_MOST_BYTES = 200_000  # longer files are not read: they are generated tables of data
 
 
 class RealText:
-    """Windows of tokens that do not overlap, in an order that the seed decides."""
+    """Windows of tokens that do not overlap, cut from files in an order that the seed decides."""
 
     def __init__(self, tokenizer: Path, seed: int, files: list[Path] | None = None) -> None:
-        """``tokenizer``: a tokenizer.json. ``files``: by default Python's own library."""
+        """``tokenizer``: path of a tokenizer.json. ``files``: the text; by default Python's standard library."""
         self._tokenizer_file, self._seed, self._files = tokenizer, seed, files
         self._tokens: list[int] = []
         self._taken = 0
@@ -30,7 +30,7 @@ class RealText:
         return (path.read_text(encoding="utf-8", errors="replace") for path in files)
 
     def take(self, count: int) -> list[int]:
-        """The next ``count`` tokens. Raises ValueError where the text ends."""
+        """Return the next ``count`` tokens. Raise ValueError if the text has no more."""
         from tokenizers import Tokenizer  # type: ignore[import-untyped, unused-ignore]
 
         if not hasattr(self, "_tokenizer"):

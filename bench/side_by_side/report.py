@@ -1,4 +1,4 @@
-"""The result for people: tables of points, ablation, breakdown and aims."""
+"""Prints a result as tables: points, ablation, breakdown, metrics and aims."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def breakdown_table(points: list[Point]) -> Table | None:
 
 
 def metrics_table(points: list[Point]) -> Table | None:
-    """Whatever the backend reports: counters by how much they rose, everything else as it was last."""
+    """Return a table of all metrics that the backend reports, as rises of counters and last values of others."""
     reported = [one for one in points if one["metrics"]]
     if not reported:
         return None

@@ -1,4 +1,4 @@
-"""One server of a configuration, from start to end."""
+"""Starts, queries and ends one server of a configuration."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sglang_hybrid.commands.pd.processes import ServerProcess, answers, end_all,
 from sglang_hybrid.origin import ROOT
 
 START_SECONDS = 400  # kernels may be compiled on the way
-STREAM_INTERVAL = 8  # tokens a message: a message for every token of 64 rows keeps SGLang's HTTP process busy
+STREAM_INTERVAL = 8  # tokens per message: a message for every token of 64 rows keeps SGLang's HTTP process busy
 
 
 class Server:
-    """Use as a context: healthy inside, gone with everything it started afterwards.
+    """A server process. Use as a context manager: healthy inside, ended with all its child processes afterwards.
 
-    Of several that load at the same time, ``start`` all and then ``wait`` for each; leaving the context ends them.
+    To load several servers at the same time, ``start`` all and then ``wait`` for each; leaving the context ends them.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Server:
         ]  # fmt: skip
         self._environment: dict[str, str] = {"HF_HUB_OFFLINE": "1"} | dict(environment or {})
         if not configuration.is_hybrid:
-            self._environment.setdefault("SGLANG_PLUGINS", "none")  # stock is stock: no plugin is loaded
+            self._environment.setdefault("SGLANG_PLUGINS", "none")  # stock SGLang must not load the plugin
         self._name = configuration.name
         self.start_seconds = 0.0
 
@@ -67,7 +67,7 @@ class Server:
         self._member = ServerProcess(self._name, self.command, self.log, self._environment | paths)
 
     def wait(self) -> None:
-        """Until it is healthy. Raises what ``wait_until`` raises."""
+        """Wait until the server is healthy. Raise what ``wait_until`` raises."""
         ready = lambda: answers(f"{self.url}/health")  # noqa: E731
         wait_until([self._member], ready, START_SECONDS, f"{self._name} did not serve")
         self.start_seconds = time.monotonic() - self._begun
@@ -86,7 +86,7 @@ class Server:
         return metrics.parse((get(f"{self.url}/metrics") or b"").decode())
 
     def flush_cache(self, seconds: float = 60) -> None:
-        """SGLang refuses while anything runs."""
+        """Empty the radix cache. SGLang refuses while requests run, so retry for up to ``seconds``."""
         wait_until([self._member], lambda: _post(f"{self.url}/flush_cache", {}), seconds, "the cache was not flushed")
 
 

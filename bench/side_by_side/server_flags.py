@@ -1,4 +1,4 @@
-"""Flags that servers of a comparison have in common, and those of their KV caches."""
+"""Command-line flags of compared servers: those that all have in common, and those of their KV caches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from bench.side_by_side.configurations import Configuration
 
 
 def common_flags(model: Path, device: str, batches: Sequence[int], tokenizer: Path | None = None) -> list[str]:
-    """``batches``: rows for which graphs are recorded, the most that run last. ``tokenizer``: None for none."""
+    """Return flags of every server.
+
+    ``batches``: rows for which graphs are recorded, rising; the last is the most rows at once. ``tokenizer``: None:
+    the server has no tokenizer.
+    """
     words = ["--tokenizer-path", str(tokenizer)] if tokenizer else ["--skip-tokenizer-init"]
     flags = [
         "--model-path", str(model), *words, "--device", device, "--max-running-requests", str(batches[-1]),
@@ -24,7 +28,7 @@ def common_flags(model: Path, device: str, batches: Sequence[int], tokenizer: Pa
 
 
 def cache_flags(configuration: Configuration, stock_tokens: int, host_memory: str) -> list[str]:
-    """``stock_tokens``: of stock's pool in GPU memory; ``host_memory``: of hybrid's."""
+    """Return flags of the KV cache: ``stock_tokens`` in GPU memory for stock, ``host_memory`` for hybrid."""
     if configuration.is_hybrid:
         return ["--hybrid", f"host_memory={host_memory}"]
     dtype = ["--kv-cache-dtype", configuration.kv_dtype] if configuration.kv_dtype else []
@@ -32,5 +36,5 @@ def cache_flags(configuration: Configuration, stock_tokens: int, host_memory: st
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Batches of any number of rows up to ``most``: each is padded to the next of these."""
+    """Return the batch sizes to record graphs for; a batch of up to ``most`` rows is padded to the next of them."""
     return sorted(size for size in {1, 2, 4, *range(8, most, 8), most} if size <= most)

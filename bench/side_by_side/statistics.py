@@ -9,21 +9,21 @@ from typing import Any
 
 
 class NotSteady(RuntimeError):
-    """There was no time in which all rows decoded."""
+    """Raised if there was no time in which all rows decoded."""
 
 
 @dataclass
 class Arrivals:
-    """Of one row: when the client had how many tokens. Both rise."""
+    """Arrivals of one row's tokens: at ``times[n]`` the client had ``tokens[n]`` tokens. Both lists rise."""
 
     sent: float = 0.0
     times: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)  # of the tokens themselves
-    meta: dict[str, Any] = field(default_factory=dict)  # what SGLang said of the answer, with its last token
+    ids: list[int] = field(default_factory=list)  # token ids
+    meta: dict[str, Any] = field(default_factory=dict)  # SGLang's meta_info of the answer, sent with its last token
 
     def at(self, time: float) -> float:
-        """Tokens by then; between two arrivals tokens are taken to come evenly."""
+        """Return the tokens at ``time``; between two arrivals tokens are taken to come evenly."""
         after = bisect_right(self.times, time)
         if after == 0:
             return 0.0
@@ -34,13 +34,13 @@ class Arrivals:
         return self.tokens[after - 1] + share * (self.tokens[after] - self.tokens[after - 1])
 
     def when(self, tokens: int) -> float:
-        """The first arrival with at least so many tokens."""
+        """Return the time of the first arrival with at least ``tokens`` tokens."""
         return next(time for time, count in zip(self.times, self.tokens, strict=True) if count >= tokens)
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of the steady phase."""
+    """A part of the time in which all rows decode: its length, and the tokens of all rows in it."""
 
     seconds: float
     tokens: float
@@ -51,7 +51,7 @@ class Slice:
 
 
 def steady_slices(rows: list[Arrivals], warm_tokens: int, slices: int) -> list[Slice]:
-    """The steady time of all rows in equal parts: see ``steady_time``."""
+    """Divide the steady time of all rows (see ``steady_time``) into ``slices`` equal parts."""
     begin, end = steady_time(rows, warm_tokens)
     edges = [begin + (end - begin) * n / slices for n in range(slices + 1)]
     counts = [sum(row.at(edge) for row in rows) for edge in edges]
@@ -59,7 +59,7 @@ def steady_slices(rows: list[Arrivals], warm_tokens: int, slices: int) -> list[S
 
 
 def steady_time(rows: list[Arrivals], warm_tokens: int) -> tuple[float, float]:
-    """From the moment the last row has ``warm_tokens`` until the first row is done. Raises NotSteady.
+    """Return when the last row has ``warm_tokens`` tokens, and when the first row is done. Raise NotSteady.
 
     The first steps of a row are not steady: the scheduler still prefills others, and hybrid fills its slots.
     """
@@ -72,7 +72,7 @@ def steady_time(rows: list[Arrivals], warm_tokens: int) -> tuple[float, float]:
 
 
 def summary(slices: list[Slice], rows: int) -> dict[str, Any]:
-    """Median and spread over slices, which may come from several runs."""
+    """Return median and spread of throughput over slices, which may come from several runs."""
     rates = sorted(one.rate for one in slices)
     median = statistics.median(rates)
     return {
@@ -86,12 +86,12 @@ def summary(slices: list[Slice], rows: int) -> dict[str, Any]:
 
 
 def course(slices: list[Slice], parts: int) -> list[float]:
-    """Tokens a second in each of ``parts`` equal parts of an answer, medians over the runs that ``slices`` are of."""
+    """Return tokens per second in each of ``parts`` equal parts of an answer, medians over the runs in ``slices``."""
     return [round(statistics.median(one.rate for one in slices[part::parts]), 1) for part in range(parts)]
 
 
 def quantile(rising: list[float], share: float) -> float:
-    """Linear between neighbours."""
+    """Return the quantile ``share`` of ``rising``, linear between neighbours."""
     place = share * (len(rising) - 1)
     below = int(place)
     above = min(below + 1, len(rising) - 1)

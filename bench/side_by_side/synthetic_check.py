@@ -1,4 +1,4 @@
-"""What the attention of a synthetic model does, in plain torch: prompt once, decode, select blocks at every step."""
+"""Measures a synthetic model's attention in plain torch: prefill a prompt, decode, select blocks at every step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAGS = (1, 8, 32)
 
 
 class PlainModel:
-    """Qwen3 with exact attention, float32, one row."""
+    """Qwen3 in plain torch: exact attention, float32, one row."""
 
     def __init__(self, shape: Shape, character: Character, seed: int, device: str) -> None:
         self.shape, self.device = shape, device
@@ -33,16 +33,16 @@ class PlainModel:
         return self._weights[f"model.layers.{layer}.{name}.weight"]
 
     def query(self, layer: int, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Of this layer, from any layer's inputs: from those of the layer before it is the raw prediction."""
+        """Return the query of ``layer`` for any inputs. Inputs of the layer before give the raw prediction."""
         normed = reference.rms_unit(inputs, EPS) * self.weight(layer, "input_layernorm")
         return self._heads(normed, layer, "q", positions)
 
     def keys(self, layer: int) -> torch.Tensor:
-        """All so far: ``[H, n, D]``."""
+        """Return all keys of a layer so far: ``[H, n, D]``."""
         return self._cache[layer][0]
 
     def forward(self, tokens: list[int]) -> tuple[list[torch.Tensor], int]:
-        """The inputs of every layer, and the next token. Appends to the KV cache."""
+        """Run ``tokens``, append them to the KV cache, and return the inputs of every layer and the next token."""
         past = self._cache[0][0].shape[1] if self._cache else 0
         positions = torch.arange(past, past + len(tokens), device=self.device)
         x = self._weights["model.embed_tokens.weight"][tokens]
@@ -80,7 +80,7 @@ class PlainModel:
 
 
 class Selection:
-    """Blocks of one layer, chosen like policy scout without stickiness: by digests and sketches."""
+    """Selects blocks of one layer by digests and sketches, like policy scout without a resident bonus."""
 
     def __init__(self, model: PlainModel, layer: int) -> None:
         shape = model.shape
@@ -90,7 +90,7 @@ class Selection:
         self._scale = shape.head_dim**-0.5
 
     def of(self, query: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Which full blocks of each KV head ``[H, blocks]``, and the share of the real attention that they get."""
+        """Return a mask ``[H, blocks]`` of selected full blocks, and the share of the real attention that they get."""
         keys = self._model.keys(self._layer)
         heads, tokens, dim = keys.shape
         blocks = tokens // TOKENS
@@ -110,7 +110,7 @@ class Selection:
 def check(
     shape: Shape, character: Character, seed: int, tokens: int, steps: int, device: str = "cpu"
 ) -> dict[str, Any]:
-    """Means over layers, KV heads and steps."""
+    """Decode ``steps`` tokens behind a prompt and return figures: means over layers, KV heads and steps."""
     model = PlainModel(shape, character, seed, device)
     _, token = model.forward(prompt(tokens, shape, character, seed + 1))
     walked = 0
@@ -154,7 +154,7 @@ def check(
 
 
 def changed(history: list[list[torch.Tensor]], lag: int) -> float:
-    """Share of a selection that was not in the one ``lag`` steps before."""
+    """Return the mean share of a selection that was not in the selection ``lag`` steps before."""
     shares = []
     for now, then in zip(history[lag:], history, strict=False):
         for after, before in zip(now, then, strict=True):

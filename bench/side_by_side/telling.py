@@ -1,4 +1,4 @@
-"""What a benchmark says while it runs: short lines with the time, and the end of a log when something failed."""
+"""Prints a benchmark's progress with the time, and reads the end of a log when something failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def say(text: str) -> None:
 
 
 def log_tail(log: Path, lines: int = _LINES) -> list[str]:
-    """Without requests that went well and SGLang's line of all its settings, longer than all others together."""
+    """Return the last lines of ``log``, without requests that went well and SGLang's very long line of settings."""
     if not log.is_file():
         return []
     kept = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and not _DULL.search(line)]
