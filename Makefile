@@ -74,9 +74,10 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+# no $(MAKE) in these lines: make runs such ones even when asked only to print
 test-ipex:
 	@if test "$$(uname -m)" = x86_64 || test -n "$$SGLANG_HYBRID_TEST_IPEX_PROVIDER"; then \
-		$(MAKE) --no-print-directory install && $(BIN)/python tools/check_ipex.py; \
+		$(PYTHON) tools/install.py --venv $(VENV) --for test $(INSTALL) && $(BIN)/python tools/check_ipex.py $(filter --any-torch,$(INSTALL)); \
 	else $(PYTHON) tools/check_ipex.py; fi
 
 test-compat:

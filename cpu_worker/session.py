@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
 
 from cpu_worker import providers
 from cpu_worker.engine import Regions
@@ -12,7 +15,8 @@ from cpu_worker.providers import Provider
 from cpu_worker.regions import Offer, RegionError, checked_size
 from sglang_hybrid.ops.cpu.library import checked, library
 from sglang_hybrid.ops.cpu.structs import Geometry
-from sglang_hybrid.protocol.cores import place, read_topology
+from sglang_hybrid.protocol.core_claims import CoreClaims
+from sglang_hybrid.protocol.cores import read_topology
 from sglang_hybrid.protocol.messages import Planned, StatsReport, ThreadPlan
 
 
@@ -33,6 +37,7 @@ class Session:
         self.offer, self.owner = offer, owner
         self._failed = failed
         self._provider: Provider | None = None
+        self._claims = CoreClaims()
         self._regions = _map(*offer.descriptors)
         offer.close_descriptors()
 
@@ -54,16 +59,18 @@ class Session:
         Raise CoresError or ProviderError before anything has changed. Raise NativeError if the engine cannot be
         started; then no provider runs.
         """
-        placement = place(read_topology(), plan.cores, plan.threads, plan.group_threads)
         provider = providers.create(plan.provider)
+        topology = replace(read_topology(), near=None if plan.near < 0 else plan.near)
+        placement, taken = self._claims.claim(topology, plan.cores, plan.threads, plan.group_threads)
         self._stop_provider()
         try:
             planned = provider.start(self._regions, plan, placement, self._failed)
         except BaseException:
             provider.stop()
+            self._claims.release()
             raise
         self._provider = provider
-        return planned
+        return msgspec.structs.replace(planned, taken=sorted(taken))
 
     def warm_up(self, cancelled: Callable[[], bool]) -> None:
         self._running("warm-up").warm_up(cancelled)
@@ -78,6 +85,7 @@ class Session:
     def close(self) -> None:
         """Stop computing, unmap the regions and close the connection. Further calls do nothing."""
         self._stop_provider()
+        self._claims.release()
         self._regions.mailbox.close()
         self._regions.pool.close()
         self.offer.close()

@@ -7,11 +7,15 @@ import importlib.util
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from sglang_hybrid import container
-from sglang_hybrid.protocol.cores import Topology, format_cpus, read_topology
+from sglang_hybrid.protocol.core_claims import taken_cpus
+from sglang_hybrid.protocol.cores import Topology, format_cpus, pci_node, read_topology
+
+_G = TypeVar("_G")
 
 GIB = 1 << 30
 _NAME_BYTES = 96  # NVML's limit for the length of a device's name
@@ -36,14 +40,39 @@ class Host:
         return f"{', '.join(self.gpus) or 'no GPU'}; CPUs {format_cpus(self.topology.cpus)}; {memory}"
 
 
+class InstalledGpu(NamedTuple):
+    """A GPU that NVML lists."""
+
+    name: str
+    address: str  # on the PCI bus, such as 0000:3b:00.0; empty if unknown
+
+
+class _PciInfo(ctypes.Structure):
+    """NVML's nvmlPciInfo_t."""
+
+    _fields_ = (
+        ("legacy_bus_id", ctypes.c_char * 16),
+        *((name, ctypes.c_uint) for name in ("domain", "bus", "device", "device_id", "subsystem_id")),
+        ("bus_id", ctypes.c_char * 32),
+    )
+
+
 def this_host() -> Host:
     memory = container.memory()
-    return Host(gpu_names(), read_topology(), memory.total, memory.available)
+    gpus, topology = visible_gpus(), read_topology()
+    near = pci_node(gpus[0].address) if gpus else None
+    topology = replace(topology, near=near, taken=taken_cpus(topology.cpus))
+    return Host(tuple(gpu.name for gpu in gpus), topology, memory.total, memory.available)
+
+
+def visible_gpus() -> tuple[InstalledGpu, ...]:
+    """Return the NVIDIA GPUs that torch can use: none if torch lacks CUDA or the environment hides them."""
+    return _visible(_installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")) if _torch_has_cuda() else ()
 
 
 def gpu_names() -> tuple[str, ...]:
     """Return the names of NVIDIA GPUs that torch can use: none if torch lacks CUDA or the environment hides them."""
-    return _visible(_installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")) if _torch_has_cuda() else ()
+    return tuple(gpu.name for gpu in visible_gpus())
 
 
 def multiplies_fast(dtype: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -67,8 +96,8 @@ def _torch_has_cuda() -> bool:
     return re.search(r"^cuda\b[^=]*= *['\"]", version, re.MULTILINE) is not None
 
 
-def _installed_gpus() -> tuple[str, ...]:
-    """Return GPU names in NVML's order. Unlike CUDA, NVML creates no context in this process."""
+def _installed_gpus() -> tuple[InstalledGpu, ...]:
+    """Return GPUs in NVML's order. Unlike CUDA, NVML creates no context in this process."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -79,30 +108,36 @@ def _installed_gpus() -> tuple[str, ...]:
         count = ctypes.c_uint()
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
             return ()
-        return tuple(_gpu_name(nvml, index) for index in range(count.value))
+        return tuple(_gpu(nvml, index) for index in range(count.value))
     finally:
         nvml.nvmlShutdown()
 
 
-def _gpu_name(nvml: ctypes.CDLL, index: int) -> str:
-    device, name = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_BYTES)
-    known = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) == 0
-    if known and nvml.nvmlDeviceGetName(device, name, ctypes.c_uint(_NAME_BYTES)) == 0:
-        return name.value.decode(errors="replace")
-    return f"GPU {index}"
+def _gpu(nvml: ctypes.CDLL, index: int) -> InstalledGpu:
+    device, name, pci = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_BYTES), _PciInfo()
+    if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) != 0:
+        return InstalledGpu(f"GPU {index}", "")
+    named = nvml.nvmlDeviceGetName(device, name, ctypes.c_uint(_NAME_BYTES)) == 0
+    located = nvml.nvmlDeviceGetPciInfo_v3(device, ctypes.byref(pci)) == 0
+    return InstalledGpu(
+        name.value.decode(errors="replace") if named else f"GPU {index}",
+        f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0" if located else "",
+    )
 
 
-def _visible(names: Sequence[str], variable: str | None) -> tuple[str, ...]:
-    """Return the names that CUDA_VISIBLE_DEVICES selects. As in CUDA, the first unknown entry ends the list."""
+def _visible(gpus: Sequence[_G], variable: str | None) -> tuple[_G, ...]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects. As in CUDA, the first unknown entry ends the list."""
     if variable is None:
-        return tuple(names)
-    chosen = []
+        return tuple(gpus)
+    chosen: list[_G] = []
     for entry in variable.split(","):
         text = entry.strip()
-        if text.isdecimal() and int(text) < len(names):
-            chosen.append(names[int(text)])
-        elif text.startswith(("GPU-", "MIG-")) and len(chosen) < len(names):  # a UUID: which GPU it is does not matter
-            chosen.append(names[len(chosen)])
+        if text.isdecimal() and int(text) < len(gpus):
+            chosen.append(gpus[int(text)])
+        elif text.startswith(("GPU-", "MIG-")) and len(chosen) < len(
+            gpus
+        ):  # a UUID: which GPU it is matters for its NUMA node only, which `config` shows
+            chosen.append(gpus[len(chosen)])
         else:
             break
     return tuple(chosen)

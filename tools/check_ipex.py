@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Try provider ipex of the CPU worker, in an environment of the worker's own: ``make test-ipex``.
 
-    python tools/check_ipex.py [--venv .venv-ipex] [--out build/ipex/bench-worker.json]
+    python tools/check_ipex.py [--venv .venv-ipex] [--out build/ipex/bench-worker.json] [--any-torch]
 
 Runs in the environment of the server (.venv). Sets up the worker's environment with Intel's extension for PyTorch
 (requirements/ipex.txt), compares answers of a server that uses a worker from there with stock SGLang's, and measures
@@ -50,6 +50,7 @@ class Trial:
     provider: str
     python: Path
     out: Path
+    any_torch: bool = False  # with CUDA too, where no index has a CPU build
 
     def set_up(self) -> str | None:
         """Install torch, the extension and this package. Raises InstallError."""
@@ -57,7 +58,7 @@ class Trial:
         if not self.python.exists():
             venv.create(folder, with_pip=False, symlinks=True)
         packages = [*_SMALL, f"-r{_REQUIREMENTS}"]
-        installer, remark = choose(self.python, packages, without_cuda=True)
+        installer, remark = choose(self.python, packages, without_cuda=not self.any_torch)
         installer.install(*packages)
         try:
             _, wheel = build_wheel.build(ROOT / "build" / "ipex", Path(sys.executable))
@@ -114,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv-ipex", help="default: .venv-ipex")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "ipex" / "bench-worker.json")
+    parser.add_argument("--any-torch", action="store_true", help="take a torch with CUDA too: several GB")
     args = parser.parse_args()
     if stand_in := os.environ.get(STAND_IN):
         trial = Trial(stand_in, Path(sys.executable), args.out.absolute())
@@ -121,7 +123,7 @@ def main() -> None:
         if reason := unsupported(platform.machine(), sys.version_info[:2]):
             print(f"skipped: {reason}")
             return
-        trial = Trial("ipex", args.venv.absolute() / "bin" / "python", args.out.absolute())
+        trial = Trial("ipex", args.venv.absolute() / "bin" / "python", args.out.absolute(), args.any_torch)
     run_steps(trial.steps())
 
 

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.worker.arguments import Settings, parse
+from bench.worker.arguments import Settings, kernel_dtype, parse
 from bench.worker.memory import GIB, available_memory, last_level_cache
 from bench.worker.progress import Progress, counted
 from sglang_hybrid import __version__
 from sglang_hybrid.ops.cpu import NativeError, library
-from sglang_hybrid.ops.cpu.structs import DTYPES
 from sglang_hybrid.protocol.cores import Placement, Topology, place, read_topology
 
 if TYPE_CHECKING:  # these need torch, which takes seconds to import and is not needed to say what is wrong
@@ -157,7 +156,7 @@ class _Run:
 
 
 def _kernel_of(dtype: str, head_dim: int, variant: str) -> str:
-    name: bytes = library().sh_variant_name(DTYPES[dtype], head_dim, variant.encode())
+    name: bytes = library().sh_variant_name(kernel_dtype(dtype), head_dim, variant.encode())
     return name.decode()
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from bench.worker.memory import GIB, available_memory, default_pool
 from sglang_hybrid.config import ConfigError, HybridConfig
 from sglang_hybrid.ops.cpu import variants
-from sglang_hybrid.ops.cpu.structs import DTYPES
+from sglang_hybrid.ops.cpu.structs import DTYPES as _QUERY_DTYPES
+from sglang_hybrid.ops.cpu.structs import FP8_POOL, dtype_code
 from sglang_hybrid.protocol.cores import Topology
 
 _DESCRIPTION = """\
@@ -22,6 +23,7 @@ that has nothing to compute. Prints a table and writes everything to a JSON file
 The numbers mean something only on a host that does nothing else.
 """
 PROVIDERS = ("torch", "ipex")  # of the worker, beside native; ipex needs the environment of requirements/ipex.txt
+DTYPES = (*_QUERY_DTYPES, FP8_POOL)  # of pools
 _MOST_BLOCKS = 4096
 _MOST_OF_AVAILABLE = 0.9  # the rest is for mailboxes, tensors and everybody else
 
@@ -54,7 +56,7 @@ def parse(argv: Sequence[str], topology: Topology) -> Settings:
         kv_heads=given.kv_heads,
         group=given.group,
         head_dim=given.head_dim,
-        dtypes=given.dtypes or (("bfloat16",) if given.quick else tuple(DTYPES)),
+        dtypes=given.dtypes or (("bfloat16",) if given.quick else DTYPES),
         variants=given.variants or tuple(here),
         threads=given.threads or _default_threads(most, given.quick),
         blocks=given.blocks or ((1, 8, 32) if given.quick else (1, 2, 4, 8, 16, 32)),
@@ -76,6 +78,16 @@ def parse(argv: Sequence[str], topology: Topology) -> Settings:
     if not chosen.out.resolve().parent.is_dir():  # found out now, not after minutes
         parser.error(f"--out {chosen.out}: there is no directory {chosen.out.resolve().parent}")
     return chosen
+
+
+def query_dtype(dtype: str) -> str:
+    """Of queries that attend to a pool of ``dtype``."""
+    return "bfloat16" if dtype == FP8_POOL else dtype
+
+
+def kernel_dtype(dtype: str) -> int:
+    """The kernels' number for a pool of ``dtype`` and its queries."""
+    return dtype_code(dtype, query_dtype(dtype))
 
 
 def _most_threads(topology: Topology) -> int:
@@ -161,7 +173,7 @@ def _numbers(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
     return lambda text: tuple(sorted({one(part) for part in text.split(",")}))
 
 
-def _names(what: str, known: Sequence[str] | dict[str, int] | None = None) -> Callable[[str], tuple[str, ...]]:
+def _names(what: str, known: Sequence[str] | None = None) -> Callable[[str], tuple[str, ...]]:
     def convert(text: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
         for name in names:

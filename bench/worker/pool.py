@@ -3,7 +3,7 @@
     keys [page][KV head][32 tokens][head_dim] │ values, likewise
 
 of one layer. The same bytes serve every dtype: they are normal bfloat16 numbers, and those are also finite numbers,
-none of them subnormal, when they are read as float16 or, two at a time, as float32.
+none of them subnormal, when they are read as float16 or, two at a time, as float32. Their bytes are finite in FP8.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from bench.worker.arguments import Settings
+from bench.worker.arguments import Settings, kernel_dtype, query_dtype
 from cpu_worker.mapping import Mapping
-from sglang_hybrid.ops.cpu.structs import DTYPES, Geometry
+from sglang_hybrid.ops.cpu.structs import Geometry
 from sglang_hybrid.protocol.region import SharedRegion
 
 BLOCK_TOKENS = 32
@@ -70,7 +70,7 @@ class Pool:
             kv_heads=self._settings.kv_heads,
             group=self._settings.group,
             head_dim=self._settings.head_dim,
-            dtype=DTYPES[dtype],
+            dtype=kernel_dtype(dtype),
             max_blocks=blocks,
             layers=1,
             pages=self.pages(dtype),
@@ -118,7 +118,9 @@ def posts_of(pool: Pool, settings: Settings, dtype: str, blocks: int) -> Posts:
     # each KV head has its own order: heads of a page are selected independently of each other
     order = torch.stack([torch.randperm(pages, generator=random) for _ in range(heads)])
     lists = order[:, : posts * rows * blocks].view(heads, posts, rows, blocks).permute(1, 2, 0, 3).contiguous()
-    query = torch.randn(rows, heads * settings.group, settings.head_dim, generator=random).to(getattr(torch, dtype))
+    query = torch.randn(rows, heads * settings.group, settings.head_dim, generator=random).to(
+        getattr(torch, query_dtype(dtype))
+    )
     return Posts(rows, blocks, lists, rows * row_bytes, query)
 
 
@@ -131,6 +133,8 @@ def _fill(memory: torch.Tensor) -> None:
     piece = torch.randn(min(_PIECE, len(memory)) // 2, generator=torch.Generator().manual_seed(0)).bfloat16()
     # zero has the one bit pattern that is subnormal in parts
     piece[piece.abs() < 2.0**-20] = 1.0
+    in_bytes = piece.view(torch.uint8)
+    in_bytes[(in_bytes & 0x7F) == 0x7F] -= 1  # NaN in FP8
     start, size = piece.data_ptr(), 2 * len(piece)
 
     def copy(offset: int) -> None:

@@ -9,7 +9,7 @@ from time import perf_counter_ns
 
 import torch
 
-from bench.worker.arguments import Settings
+from bench.worker.arguments import Settings, query_dtype
 from bench.worker.pool import Pool
 from bench.worker.running import running
 from sglang_hybrid.ops.cpu import library
@@ -43,7 +43,9 @@ def measure_round_trip(
     pool: Pool, settings: Settings, dtype: str, placement: Placement, topology: Topology
 ) -> RoundTrip:
     """As a server's Python code sees it. Posts follow each other at once, so that the worker stays awake."""
-    query = torch.zeros(ROWS, settings.kv_heads * settings.group, settings.head_dim, dtype=getattr(torch, dtype))
+    query = torch.zeros(
+        ROWS, settings.kv_heads * settings.group, settings.head_dim, dtype=getattr(torch, query_dtype(dtype))
+    )
     no_blocks = torch.full((ROWS, settings.kv_heads, 1), -1)
     with running(pool, pool.geometry(dtype, ROWS, 1), placement, topology, task_blocks=1) as engine:
         lists = engine.lists(query, no_blocks)

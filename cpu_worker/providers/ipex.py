@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from importlib import metadata
 
 from cpu_worker.providers.base import ProviderError
 from cpu_worker.providers.torch import Kernel, TorchProvider  # before torch: its error says what to do
@@ -15,6 +16,8 @@ class IpexProvider(TorchProvider):
 
     def __init__(self) -> None:
         super().__init__()
+        if reason := _built_for_another_torch():
+            raise ProviderError(reason)  # importing it would print and fail with something else
         try:
             importlib.import_module("intel_extension_for_pytorch")  # registers torch.ops.torch_ipex
         except Exception as error:  # the import fails in many ways with a torch that it was not built for
@@ -37,3 +40,18 @@ class IpexProvider(TorchProvider):
             return result
 
         return flash_attention
+
+
+def _built_for_another_torch() -> str | None:
+    try:
+        installed = metadata.version("intel-extension-for-pytorch")
+    except metadata.PackageNotFoundError:
+        return None
+    wanted = ".".join(installed.split(".")[:2])
+    if torch.__version__.startswith(f"{wanted}."):
+        return None
+    return (
+        f"provider ipex: intel-extension-for-pytorch {installed} needs torch {wanted}, and the worker's environment "
+        f"has {torch.__version__}: give it an environment of its own (requirements/ipex.txt has the commands), or use "
+        "provider=native"
+    )

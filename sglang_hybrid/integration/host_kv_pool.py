@@ -9,6 +9,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_hybrid.config import HybridConfig, config_from_environment
 from sglang_hybrid.engines.cuda.admission import PageAdmission
+from sglang_hybrid.integration.gpu_node import gpu_node
 from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.memory.capacity import KVShape
 from sglang_hybrid.memory.device_capacity import code_bytes, is_compact
@@ -19,6 +20,7 @@ from sglang_hybrid.memory.sketches import Sketches
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cpu.decoder import HostKernels
 from sglang_hybrid.policies.registry import policy_named
+from sglang_hybrid.protocol.cores import cpus_of_node, read_topology
 from sglang_hybrid.protocol.region import SharedRegion
 
 _PAGES_AT_A_TIME = 256  # of one layer are copied while pages that arrived are permuted
@@ -55,7 +57,8 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         itemsize = self.dtype.itemsize
         sizes = [torch.Size(shape).numel() * itemsize for shape in (key_shape, value_shape)]
 
-        self.region = SharedRegion(SharedRegion.size_for(*sizes * self.layer_num), name="sglang-hybrid-kv")
+        near = cpus_of_node(read_topology(), gpu_node(self.device))
+        self.region = SharedRegion(SharedRegion.size_for(*sizes * self.layer_num), name="sglang-hybrid-kv", cpus=near)
         self.k_buffer = [self.region.take(key_shape, self.dtype) for _ in range(self.layer_num)]
         self.v_buffer = [self.region.take(value_shape, self.dtype) for _ in range(self.layer_num)]
         config = config_from_environment()

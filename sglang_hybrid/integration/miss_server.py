@@ -6,14 +6,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sglang_hybrid import env
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.integration import console_events
+from sglang_hybrid.integration.gpu_node import gpu_node
 from sglang_hybrid.integration.host_kv_pool import HostKVPool
 from sglang_hybrid.integration.pools import ranks_on_this_host
 from sglang_hybrid.integration.ranks import rank_of
 from sglang_hybrid.integration.refusals import Refusal
+from sglang_hybrid.integration.scheduler_cores import SchedulerCores
 from sglang_hybrid.metrics import Rank, WorkerMetrics
 from sglang_hybrid.ops.cpu import NativeError, library, variants
 from sglang_hybrid.ops.cpu.dtypes import code_of
@@ -75,19 +79,31 @@ def start_worker(
     named = config.worker.replace("{rank}", str(rank.rank)).replace("{replica}", str(rank.replica))
     settings = WorkerSettings(
         directory=None if own else Path(named),
-        plan=plan_of(config, local_index(rank, model_runner.server_args), ranks, spin_us or 0),
+        plan=plan_of(config, local_index(rank, model_runner.server_args), ranks, spin_us or 0, gpu_node(pool.device)),
         longest_pause_s=config.worker_restart_seconds,
         silence_s=max(_SILENCE_SECONDS, 4 * config.worker_deadline_ms / 1000),
     )
     supervisor = Supervisor(settings, geometry, pool.region.fd)
     metrics = WorkerMetrics(rank)
     supervisor.on_change = metrics.worker_is
+    if torch.device(pool.device).type == "cuda":
+        _keep_off_its_cores(supervisor, metrics)
     try:
         supervisor.start()
     except WorkerError as error:
         raise Refusal(f"{error}; --hybrid worker=none serves without one") from error
     console_events.tell_worker(supervisor)
     return supervisor, metrics
+
+
+def _keep_off_its_cores(supervisor: Supervisor, metrics: WorkerMetrics) -> None:
+    cores = SchedulerCores()
+
+    def change(up: bool) -> None:
+        metrics.worker_is(up)
+        cores.leave(supervisor.link.planned.cores if up and supervisor.link else ())
+
+    supervisor.on_change = change
 
 
 def local_index(rank: Rank, args: Any) -> int:
@@ -131,7 +147,7 @@ def has_kernel(geometry: Geometry) -> bool:
     return known and geometry.group <= 16
 
 
-def plan_of(config: HybridConfig, rank: int, ranks: int, spin_us: int = 0) -> ThreadPlan:
+def plan_of(config: HybridConfig, rank: int, ranks: int, spin_us: int = 0, near: int | None = None) -> ThreadPlan:
     """The thread plan of one rank; ranks on one host share its cores evenly."""
     chosen = config.worker_cores
     threads = 0 if config.worker_threads == "auto" else config.worker_threads
@@ -148,4 +164,5 @@ def plan_of(config: HybridConfig, rank: int, ranks: int, spin_us: int = 0) -> Th
         task_blocks=env.WORKER_TASK_BLOCKS.get(),
         spin_us=max(SPIN_US, spin_us),
         cores=chosen,
+        near=-1 if near is None else near,
     )

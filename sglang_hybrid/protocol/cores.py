@@ -35,6 +35,8 @@ class Topology:
 
     cores: tuple[Core, ...]
     quota: float | None = None
+    near: int | None = None  # the GPU's NUMA node, whose cores come first
+    taken: frozenset[int] = frozenset()  # CPUs that other workers are bound to
 
     @property
     def cpus(self) -> frozenset[int]:
@@ -55,6 +57,7 @@ def place(topology: Topology, cores: str, threads: int, group_threads: int, rank
 
     cores "auto": one thread per physical core, but a quarter of the cores, four at most and one more for every further
     rank, is left to SGLang's processes; not bound where that would do harm (few cores, or more threads than cores).
+    Cores of the GPU's node come first, and those that other workers are bound to are not there.
     "none": not bound. A list such as "0-7,16": exactly these CPUs. Raises CoresError.
     """
     if cores not in ("auto", "none"):
@@ -65,21 +68,23 @@ def place(topology: Topology, cores: str, threads: int, group_threads: int, rank
             )
         count = threads or len(listed)
         return Placement(count, _group(group_threads, count), tuple(listed[:count]))
-    count = threads or _default_threads(topology, ranks)
+    free = [core for core in topology.cores if not topology.taken.intersection(core.cpus)]
+    count = threads or _default_threads(len(free), topology.quota, ranks)
     group = _group(group_threads, count)
-    if cores == "none" or count > len(topology.cores) or len(topology.cores) <= _FEW_CORES:
+    if cores == "none" or count > len(free) or len(free) <= _FEW_CORES:
         return Placement(count, group)
-    ordered = sorted(topology.cores, key=lambda core: (core.node, core.cpus))
+    ordered = sorted(free, key=lambda core: (core.node, core.cpus))
     if count < len(ordered):
         ordered = ordered[1:]  # to the scheduler the first one, which serves most interrupts too
+    ordered.sort(key=lambda core: core.node != topology.near)
     return Placement(count, group, tuple(core.cpus[0] for core in _whole_groups_first(ordered, group)[:count]))
 
 
-def _default_threads(topology: Topology, ranks: int) -> int:
-    most = len(topology.cores)
-    if topology.quota is not None:
+def _default_threads(cores: int, quota: float | None, ranks: int) -> int:
+    most = cores
+    if quota is not None:
         # threads beyond the quota spin away the CPU time of those that compute
-        most = min(most, max(1, int(topology.quota)))
+        most = min(most, max(1, int(quota)))
     left = min(most // 4, _SERVING_CORES + ranks - 1)
     return max(1, most - max(1, left))
 
@@ -92,12 +97,25 @@ def _whole_groups_first(cores: Sequence[Core], group: int) -> list[Core]:
     """Node by node as many whole groups as it has, then what is left: only left-over cores may share across nodes."""
     whole: list[Core] = []
     rest: list[Core] = []
-    for node in sorted({core.node for core in cores}):
+    for node in dict.fromkeys(core.node for core in cores):
         of_node = [core for core in cores if core.node == node]
         split = len(of_node) // group * group
         whole += of_node[:split]
         rest += of_node[split:]
     return whole + rest
+
+
+def cpus_of_node(topology: Topology, node: int | None) -> frozenset[int]:
+    """CPUs of a node that this process may use; none where there is only one node, and so nothing to choose."""
+    if len({core.node for core in topology.cores}) < 2:
+        return frozenset()
+    return frozenset(cpu for core in topology.cores if core.node == node for cpu in core.cpus)
+
+
+def other_cpus(topology: Topology, bound: Iterable[int]) -> frozenset[int]:
+    """CPUs of cores that no thread is bound to."""
+    used = frozenset(bound)
+    return frozenset(cpu for core in topology.cores if not used.intersection(core.cpus) for cpu in core.cpus)
 
 
 def _listed(topology: Topology, text: str) -> list[int]:
@@ -163,6 +181,15 @@ def read_topology(allowed: Iterable[int] | None = None, sys: Path = Path("/sys")
         cores.append(Core(cpus, min(nodes, default=0)))
         seen.update(cpus)
     return Topology(tuple(cores), _read_quota(sys / "fs/cgroup/cpu.max"))
+
+
+def pci_node(address: str, sys: Path = Path("/sys")) -> int | None:
+    """NUMA node of a PCI device such as "0000:3b:00.0"; None where the firmware does not tell."""
+    try:
+        text = (sys / "bus/pci/devices" / address / "numa_node").read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None  # -1: not told
 
 
 def _read_quota(file: Path) -> float | None:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_THREADS = 1024
 SPIN_US = 200  # microseconds that threads stay awake after the last work; then they sleep until they are woken
@@ -50,6 +50,7 @@ class ThreadPlan(_Message, frozen=True, tag="plan"):
     task_blocks: Annotated[int, Meta(ge=1, le=4096)] = 8  # blocks that a thread takes at a time: unit of balancing
     spin_us: Annotated[int, Meta(ge=0, le=10_000_000)] = SPIN_US  # see SPIN_US
     cores: Annotated[str, Meta(max_length=1024)] = "auto"  # "auto", "none" or a list such as "0-7,16"
+    near: Annotated[int, Meta(ge=-1, le=1 << 16)] = -1  # NUMA node whose cores "auto" takes first; -1: none
 
 
 class WarmUp(_Message, frozen=True, tag="warm-up"):
@@ -95,6 +96,7 @@ class Planned(_Message, frozen=True, tag="planned"):
     threads: _Count
     group_threads: _Count
     cores: list[int]  # core of each thread; empty if threads are not bound
+    taken: list[int] = []  # CPUs that other workers were bound to
 
 
 class HealthReport(_Message, frozen=True, tag="health-report"):

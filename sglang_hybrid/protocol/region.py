@@ -11,8 +11,10 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
@@ -24,6 +26,8 @@ _PREFAULT_CHUNK = 64 << 20
 _MADV_POPULATE_WRITE = 23
 _F_SEAL_FUTURE_WRITE = 0x10  # mappings that exist stay writable, new ones cannot be
 _libc = ctypes.CDLL(None, use_errno=True)
+
+logger = logging.getLogger("sglang.srt.hybrid")
 
 
 class RegionError(RuntimeError):
@@ -37,8 +41,13 @@ class SharedRegion:
     fit fails here, with a number, and not under load.
     """
 
-    def __init__(self, size: int, name: str = "sglang-hybrid", *, others_write: bool = False) -> None:
-        """``others_write``: who is handed the descriptor may map it for writing."""
+    def __init__(
+        self, size: int, name: str = "sglang-hybrid", *, others_write: bool = False, cpus: Collection[int] = ()
+    ) -> None:
+        """``others_write``: who is handed the descriptor may map it for writing.
+
+        ``cpus``: whose NUMA node the memory shall come from, as long as that has some; empty: any.
+        """
         self.size = _round_up(size)
         self._used = 0
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -49,7 +58,7 @@ class SharedRegion:
             with contextlib.suppress(OSError):  # kernels without huge pages for shared memory
                 self._map.madvise(mmap.MADV_HUGEPAGE)
             self._map.madvise(mmap.MADV_DONTDUMP)  # what users asked is nothing for a core file, and it is large
-            self._prefault()
+            self._prefault(cpus)
             # nobody can shrink it from here on, so no process that maps it can be killed by reading beyond its end
             self._seal(others_write)
         except (OSError, ValueError, OverflowError) as e:
@@ -62,8 +71,18 @@ class SharedRegion:
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
-    def _prefault(self) -> None:
-        """Allocate every page, in parallel: zeroing is bound by one core's store rate otherwise."""
+    def _prefault(self, cpus: Collection[int]) -> None:
+        """Allocate every page, in parallel: zeroing is bound by one core's store rate otherwise.
+
+        Memory comes from the node of the thread that touches it first. A policy (mbind) would do as well, but
+        containers forbid it.
+        """
+
+        def go_near() -> None:
+            try:
+                os.sched_setaffinity(0, cpus)
+            except OSError as error:
+                logger.warning("host memory may be on another NUMA node than the GPU: %s", error)
 
         def take(start: int) -> None:
             length = min(_PREFAULT_CHUNK, self.size - start)
@@ -74,7 +93,8 @@ class SharedRegion:
                     raise OSError(error, os.strerror(error))
                 os.posix_fallocate(self.fd, start, length)
 
-        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        threads = len(cpus) or os.cpu_count() or 1
+        with ThreadPoolExecutor(threads, initializer=go_near if cpus else None) as pool:
             list(pool.map(take, range(0, self.size, _PREFAULT_CHUNK)))
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 from sglang_hybrid.ops.cpu import NativeError
 from sglang_hybrid.ops.cpu.structs import Geometry
+from sglang_hybrid.protocol.cores import format_cpus
 from sglang_hybrid.protocol.messages import ThreadPlan
 from sglang_hybrid.protocol.region import RegionError
 from sglang_hybrid.worker.connection import WorkerConnection
@@ -173,10 +174,16 @@ class Supervisor:
         self.on_change(True)
         planned = link.planned
         logger.info(
-            "CPU worker %d %s: provider %s (%s), %d threads in groups of %d, %s",
+            "CPU worker %d %s: provider %s (%s), %d threads in groups of %d, %s%s",
             link.pid, does, planned.provider, planned.variant, planned.threads, planned.group_threads,
             f"on cores {','.join(map(str, planned.cores))}" if planned.cores else "not bound to cores",
+            f"; other workers have CPUs {format_cpus(planned.taken)}" if planned.taken else "",
         )  # fmt: skip
+        if twice := set(planned.cores).intersection(planned.taken):
+            logger.warning(
+                "another worker is bound to CPUs %s too, which slows both: give each server cores of its own "
+                "(worker_cores)", format_cpus(twice),
+            )  # fmt: skip
 
     def _sleep(self, seconds: float) -> bool:
         """Sleep for ``seconds``, or until ``stop`` is called. Return True if ``stop`` was called."""

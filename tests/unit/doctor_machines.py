@@ -50,4 +50,5 @@ def machine(root: Path, *gpus: str, cpus: int = 8, **others: Any) -> Machine:
         raise CommandError(f"{command[0]}: No such file or directory")
 
     given: dict[str, Any] = {"root": root, "cpus": frozenset(range(cpus)), "environment": {}, "run": run}
+    given["claims"] = root / "claims"
     return Machine(**(given | others))

@@ -123,6 +123,26 @@ def test_a_provider_is_loaded_and_has_a_row_beside_native(here: Trial, monkeypat
     assert "native is" in here.measure()
 
 
+def test_a_torch_with_cuda_is_taken_only_where_the_user_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyPI has only that one for x86_64."""
+    asked: list[bool] = []
+
+    def choose(python: Path, requirements: list[str], without_cuda: bool) -> tuple[Pip, str]:
+        asked.append(without_cuda)
+        raise InstallError(["uv"], "would install torch with CUDA packages")
+
+    monkeypatch.setattr(check_ipex, "choose", choose)
+    for any_torch in (False, True):
+        with pytest.raises(InstallError):
+            Trial("ipex", tmp_path / "venv" / "bin" / "python", tmp_path / "bench.json", any_torch).set_up()
+    assert asked == [True, False]
+    command = ["make", "--dry-run", "test-ipex", "INSTALL=--device cpu --any-torch"]
+    dry = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "tools/check_ipex.py --any-torch;" in dry.stdout
+
+
 def test_the_make_target_skips_here_or_is_for_this_machine() -> None:
     dry = subprocess.run(["make", "--dry-run", "test-ipex"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "tools/check_ipex.py" in dry.stdout

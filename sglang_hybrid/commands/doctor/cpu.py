@@ -72,10 +72,16 @@ def cores(machine: Machine) -> Finding:
     online = machine.read("sys/devices/system/cpu/online")
     placement = machine.placement
     bound = f"on CPUs {format_cpus(placement.cores)}" if placement.cores else "not bound to cores"
+    others = machine.topology.taken
     found = (
         f"{physical} cores: CPUs {format_cpus(usable)}{f' of {online}' if online else ''}; "
-        f"a worker would have {_threads(placement.threads)}, {bound}"
+        + (f"running workers have CPUs {format_cpus(others)}; " if others else "")
+        + f"a worker would have {_threads(placement.threads)}, {bound}"
     )
+    if twice := others.intersection(placement.cores):
+        return advice(
+            found, f"Give each server cores of its own (worker_cores): CPUs {format_cpus(twice)} are used twice."
+        )
     if physical < 2:
         return advice(
             found, "Give this process two cores or more (taskset, docker --cpuset-cpus): server and worker compete."

@@ -10,7 +10,6 @@ import importlib.util
 import re
 from pathlib import Path
 
-from sglang_hybrid.commands.doctor.gpu_query import Gpu
 from sglang_hybrid.commands.doctor.machine import CommandError, Machine
 from sglang_hybrid.commands.doctor.report import Finding, advice, ok, problem, skipped
 from sglang_hybrid.ops.cuda.build import OLDEST, find_built
@@ -112,7 +111,7 @@ def capability(machine: Machine) -> Finding:
 
 def numa(machine: Machine) -> Finding:
     """The node of each GPU against the nodes of the worker's cores."""
-    nodes = {node for gpu in machine.gpus if (node := _node(machine, gpu)) is not None}
+    nodes = {node for gpu in machine.gpus if (node := machine.node_of(gpu)) is not None}
     if not nodes:
         return ok("the system names no NUMA node for the GPU")
     workers = set(machine.placement.cores) or machine.topology.cpus
@@ -120,19 +119,11 @@ def numa(machine: Machine) -> Finding:
     found = f"GPU on node {_list(nodes)}; the worker's CPUs {format_cpus(workers)} on node {_list(used)}"
     if used <= nodes:
         return ok(found)
-    near = {core.cpus[0] for core in machine.topology.cores if core.node in nodes}
-    if near:
-        return advice(
-            found,
-            f"Compare with a server on the GPU's node: numactl --cpunodebind={_list(nodes)} --preferred={min(nodes)} "
-            f"sglang-hybrid serve ..., or bind only the worker: --hybrid worker_cores={format_cpus(near)}.",
-        )
+    if any(core.node in nodes for core in machine.topology.cores) and machine.config.worker_cores != "auto":
+        return advice(found, "Set worker_cores=auto, which takes cores of the GPU's node first, or list cores of it.")
+    if used & nodes:
+        return ok(f"{found}; the GPU's node first, which has too few for all threads")
     return advice(found, f"Let this process use cores of node {_list(nodes)} (taskset, docker --cpuset-cpus).")
-
-
-def _node(machine: Machine, gpu: Gpu) -> int | None:
-    text = machine.read(f"sys/bus/pci/devices/{gpu.bus_id}/numa_node")
-    return int(text) if text is not None and text.isdecimal() else None  # -1: the firmware does not tell
 
 
 def _list(nodes: set[int]) -> str:

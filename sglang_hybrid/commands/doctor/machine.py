@@ -6,7 +6,7 @@ import os
 import resource
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +16,8 @@ from sglang_hybrid.commands.doctor import gpu_query
 from sglang_hybrid.commands.doctor.gpu_query import Gpu
 from sglang_hybrid.config import ConfigError, HybridConfig, load_with_sources
 from sglang_hybrid.host import Host
-from sglang_hybrid.protocol.cores import CoresError, Placement, Topology, place, read_topology
+from sglang_hybrid.protocol.core_claims import directory_of_user, taken_cpus
+from sglang_hybrid.protocol.cores import CoresError, Placement, Topology, pci_node, place, read_topology
 
 _COMMAND_SECONDS = 300  # time limit of a command that hangs; importing SGLang takes a minute on a slow disk
 
@@ -63,6 +64,7 @@ class Machine:
     run: Callable[[Sequence[str]], str] = run_command
     version: Callable[[str], str | None] = installed_version
     requirements: Callable[[str], Sequence[str]] = requirements_of
+    claims: Path = field(default_factory=directory_of_user)  # directory of the workers' claims to cores
     # limit of locked memory in bytes; resource.RLIM_INFINITY: no limit
     memlock: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
 
@@ -84,7 +86,12 @@ class Machine:
 
     @cached_property
     def topology(self) -> Topology:
-        return read_topology(self.cpus, self.root / "sys")
+        near = self.node_of(self.gpus[0]) if self.gpus else None
+        taken = taken_cpus(self.cpus, self.claims)
+        return replace(read_topology(self.cpus, self.root / "sys"), near=near, taken=taken)
+
+    def node_of(self, gpu: Gpu) -> int | None:
+        return pci_node(gpu.bus_id, self.root / "sys")
 
     @cached_property
     def memory(self) -> container.Memory:

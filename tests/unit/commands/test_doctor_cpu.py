@@ -9,6 +9,7 @@ from doctor_machines import H200, machine, write, write_cores
 
 from sglang_hybrid.commands.doctor import cpu
 from sglang_hybrid.commands.doctor.report import Status
+from sglang_hybrid.protocol.core_claims import CoreClaims
 
 XEON = "flags\t\t: fpu avx2 fma f16c avx512f avx512bw avx512dq avx512vl amx_tile amx_bf16\n"
 
@@ -76,6 +77,17 @@ def test_cores_are_those_that_the_process_may_use(tmp_path: Path) -> None:
     found = cpu.cores(machine(tmp_path, H200, cpus=8))
     assert found.status is Status.OK
     assert found.found == "8 cores: CPUs 0-7 of 0-15; a worker would have 6 threads, on CPUs 1-6"
+
+
+def test_cores_of_running_workers_are_told_and_not_taken(tmp_path: Path) -> None:
+    write_cores(tmp_path, [range(16)])
+    described = machine(tmp_path, H200, cpus=16)
+    running = CoreClaims(described.claims)
+    running.claim(described.topology, "auto", 0, 0)
+    found = cpu.cores(machine(tmp_path, H200, cpus=16))
+    assert found.found.endswith("running workers have CPUs 1-12; a worker would have 3 threads, on CPUs 13-15")
+    running.release()
+    assert "running workers" not in cpu.cores(machine(tmp_path, H200, cpus=16)).found
 
 
 def test_hardware_threads_of_one_core_count_once(tmp_path: Path) -> None:

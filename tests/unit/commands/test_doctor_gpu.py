@@ -102,15 +102,23 @@ def test_a_worker_on_the_gpus_node_is_fine(tmp_path: Path) -> None:
     assert (found.status, found.found) == ("ok", "GPU on node 0; the worker's CPUs 1-6 on node 0")
 
 
-def test_a_worker_on_another_node_is_told_which_cores_are_near(tmp_path: Path) -> None:
+def test_a_worker_takes_cores_of_the_gpus_node_first(tmp_path: Path) -> None:
     write_cores(tmp_path, [range(8), range(8, 16)])
     write(tmp_path, {f"{H200_FOLDER}/numa_node": "1\n"})
     found = gpu.numa(machine(tmp_path, H200, cpus=16))
-    assert found.status is Status.ADVICE
-    assert "--cpunodebind=1 --preferred=1" in found.to_do
-    assert "worker_cores=8-15" in found.to_do
+    assert found.status is Status.OK
+    assert found.found.startswith("GPU on node 1; the worker's CPUs 1-4,8-15 on node 0,1; the GPU's node first")
+    assert machine(tmp_path, H200, cpus=16).placement.cores == (*range(8, 16), *range(1, 5))
+
+
+def test_a_worker_away_from_the_gpu_is_told_what_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cores(tmp_path, [range(8), range(8, 16)])
+    write(tmp_path, {f"{H200_FOLDER}/numa_node": "1\n"})
     far = gpu.numa(machine(tmp_path, H200, cpus=8))
     assert far.to_do.startswith("Let this process use cores of node 1")
+    monkeypatch.setenv("SGLANG_HYBRID_SET", '["worker_cores=0-3"]')
+    listed = gpu.numa(machine(tmp_path, H200, cpus=16))
+    assert listed.status is Status.ADVICE and "worker_cores=auto" in listed.to_do
 
 
 @pytest.mark.parametrize("text", ["-1\n", None])

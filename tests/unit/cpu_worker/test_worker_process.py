@@ -470,6 +470,24 @@ def test_threads_run_on_the_cores_they_were_planned_for(
         client.ask(Drain(), PATIENCE_S)
 
 
+def test_two_workers_know_of_each_others_cores(worker: WorkerProcess, client: ControlClient, regions: Regions) -> None:
+    """Both in processes of their own, as those of two servers."""
+    core = max(os.sched_getaffinity(worker.pid))
+    with short_directory() as path, WorkerProcess(directory=path) as other, Regions() as others:
+        other.ready()
+        theirs = ControlClient(path)
+        with regions.attach(client), others.attach(theirs):
+            assert core not in client.ask(ThreadPlan(cores=str(core)), PATIENCE_S).taken
+            left_over = theirs.ask(ThreadPlan(cores="auto"), PATIENCE_S)
+            assert core in left_over.taken and core not in left_over.cores
+            asked_for = theirs.ask(ThreadPlan(cores=str(core)), PATIENCE_S)
+            assert core in asked_for.cores and core in asked_for.taken
+            client.ask(Drain(), PATIENCE_S)
+            assert core not in theirs.ask(ThreadPlan(cores=str(core)), PATIENCE_S).taken
+            theirs.ask(Drain(), PATIENCE_S)
+        theirs.close()
+
+
 # -- attention ---------------------------------------------------------------------------------
 
 

@@ -164,6 +164,14 @@ def test_without_the_extension_ipex_is_refused_with_what_to_do(
         providers.create("ipex")
 
 
+def test_an_extension_for_another_torch_is_named_and_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """IPEX 2.8.0 beside another torch prints an error and fails with AttributeError: module 'os' has no ..."""
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.13.100+cpu")
+    monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail("it was imported"))
+    with pytest.raises(ProviderError, match=r"needs torch 1\.13, and the worker's environment has"):
+        providers.create("ipex")
+
+
 # -- log ---------------------------------------------------------------------------------------
 
 

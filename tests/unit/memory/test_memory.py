@@ -67,6 +67,26 @@ def test_a_piece_starts_on_a_2_mib_boundary_of_the_file() -> None:
     assert marked == [0, 2 * MIB, 4 * MIB]
 
 
+def test_a_regions_memory_is_touched_first_on_the_cores_that_it_shall_be_near_to(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    near = {min(os.sched_getaffinity(0))}
+    bound: list[set[int]] = []
+    really = os.sched_setaffinity
+
+    def bind(pid: int, cpus: set[int]) -> None:
+        bound.append(set(cpus))
+        really(pid, cpus)
+
+    monkeypatch.setattr(os, "sched_setaffinity", bind)
+    allowed = os.sched_getaffinity(0)
+    with SharedRegion(MIB, cpus=near) as region:
+        assert region.size >= MIB
+    assert bound == [near] and os.sched_getaffinity(0) == allowed, "only the threads that touch are bound"
+    with SharedRegion(MIB, cpus={4000}):
+        assert "host memory may be on another NUMA node" in caplog.text
+
+
 def test_size_for_is_just_enough() -> None:
     pieces = (1, 2 * MIB, 2 * MIB + 1)
     with SharedRegion(SharedRegion.size_for(*pieces)) as region:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ from sglang_hybrid.protocol.cores import (
     CoresError,
     Placement,
     Topology,
+    cpus_of_node,
     format_cpus,
+    other_cpus,
     parse_cpus,
+    pci_node,
     place,
     read_topology,
 )
@@ -56,6 +60,41 @@ def test_more_threads_than_cores_are_not_bound() -> None:
 
 def test_as_many_threads_as_cores_use_all_of_them() -> None:
     assert place(machine(1, 4), "auto", 4, 2) == Placement(4, 2, (0, 1, 2, 3))
+
+
+def test_cores_of_the_gpus_node_come_first() -> None:
+    placed = place(replace(machine(2, 8), near=1), "auto", 0, 0)
+    assert placed.cores == (*range(8, 16), *range(1, 5)), "core 0 serves interrupts and the scheduler"
+    assert place(replace(machine(2, 8), near=1), "auto", 4, 0).cores == (8, 9, 10, 11)
+    assert place(replace(machine(2, 8), near=0), "auto", 0, 0) == place(machine(2, 8), "auto", 0, 0)
+    assert place(replace(machine(2, 8), near=7), "auto", 0, 0) == place(machine(2, 8), "auto", 0, 0)
+
+
+def test_cores_of_other_workers_are_left_alone_unless_they_are_listed() -> None:
+    sixteen = replace(machine(1, 16), taken=frozenset(range(1, 9)))
+    assert place(sixteen, "auto", 0, 0) == Placement(6, 4, tuple(range(9, 15)))
+    assert place(sixteen, "0-3", 0, 0).cores == (0, 1, 2, 3)
+    assert place(replace(sixteen, taken=sixteen.cpus), "auto", 0, 0) == Placement(1, 1)
+    # a hardware thread that is taken takes its core
+    assert 1 not in place(replace(machine(1, 8), taken=frozenset({9})), "auto", 0, 0).cores
+
+
+def test_memory_comes_from_a_node_only_where_there_are_several() -> None:
+    assert cpus_of_node(machine(2, 2, hyperthreads=False), 1) == {2, 3}
+    assert cpus_of_node(machine(1, 4), 0) == cpus_of_node(machine(2, 2), None) == frozenset()
+
+
+def test_what_is_left_beside_bound_threads_are_whole_cores() -> None:
+    assert other_cpus(machine(1, 4), [1, 2]) == {0, 3, 4, 7}
+
+
+def test_the_node_of_a_pci_device_may_be_unknown(tmp_path: Path) -> None:
+    for address, text in (("0000:3b:00.0", "1\n"), ("0000:af:00.0", "-1\n")):
+        folder = tmp_path / "bus/pci/devices" / address
+        folder.mkdir(parents=True)
+        (folder / "numa_node").write_text(text)
+    assert pci_node("0000:3b:00.0", tmp_path) == 1
+    assert pci_node("0000:af:00.0", tmp_path) is pci_node("0000:d8:00.0", tmp_path) is None
 
 
 def test_none_binds_nothing() -> None:

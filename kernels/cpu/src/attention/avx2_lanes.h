@@ -4,6 +4,7 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "attention/fp8.h"
 #include "sglang_hybrid/block_attention.h"
 
 namespace sglang_hybrid {
@@ -64,8 +65,8 @@ struct Avx2Lanes {
             a = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
             b = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 16)));
         } else if constexpr (is_fp8(dtype)) {
-            const __m256i halves = scaled_halves(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-            const Vector scale = broadcast(0x1p8f);
+            const __m256i halves = with_nan(finite_halves(load_fp8(from)));
+            const Vector scale = broadcast(fp8_scale);
             a = mul(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), scale);
             b = mul(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), scale);
         } else {
@@ -83,14 +84,43 @@ struct Avx2Lanes {
 
     static constexpr uint32_t weight_tokens = 1;
 
+    static constexpr bool halves_of_fp8 = true;
+
+    static void to_scaled_halves(const char* from, uint32_t count, uint16_t* to) {
+        __m256i largest = _mm256_setzero_si256();
+        for (uint32_t i = 0; i < count; i += 32) {
+            const __m256i numbers = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+            largest = _mm256_max_epu8(largest, _mm256_or_si256(numbers, _mm256_set1_epi8(-128)));
+            store_halves(to + i, finite_halves(load_fp8(from + i)));
+            store_halves(to + i + 16, finite_halves(load_fp8(from + i + 16)));
+        }
+        if (_mm256_movemask_epi8(_mm256_cmpeq_epi8(largest, _mm256_set1_epi8(-1))) != 0) {
+            put_nan(to, count);
+        }
+    }
+
   private:
-    // FP8 as fp16 of 2^-8 times the value: the exponent's bias is 15 there instead of 7. Denormals are denormals.
-    static __m256i scaled_halves(__m128i fp8) {
+    static __m128i load_fp8(const char* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
+
+    static void store_halves(uint16_t* to, __m256i halves) { _mm256_store_si256(reinterpret_cast<__m256i*>(to), halves); }
+
+    // FP8 as fp16 of 2^-8 times the value: the exponent's bias is 15 there instead of 7. Denormals are denormals, and
+    // 480 is in the place of NaN.
+    static __m256i finite_halves(__m128i fp8) {
         const __m256i moved = _mm256_slli_epi16(_mm256_cvtepi8_epi16(fp8), 7);
-        const __m256i halves = _mm256_and_si256(moved, _mm256_set1_epi16(static_cast<short>(0xbf80)));
-        const __m256i magnitude = _mm256_and_si256(moved, _mm256_set1_epi16(0x3f80));
+        return _mm256_and_si256(moved, _mm256_set1_epi16(static_cast<short>(0xbf80)));
+    }
+
+    static __m256i with_nan(__m256i halves) {
+        const __m256i magnitude = _mm256_and_si256(halves, _mm256_set1_epi16(0x3f80));
         const __m256i is_nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x3f80));
         return _mm256_or_si256(halves, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00)));
+    }
+
+    __attribute__((noinline)) static void put_nan(uint16_t* halves, uint32_t count) {
+        for (uint32_t i = 0; i < count; i += 16) {
+            store_halves(halves + i, with_nan(_mm256_load_si256(reinterpret_cast<const __m256i*>(halves + i))));
+        }
     }
 };
 

@@ -7,6 +7,7 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "attention/fp8.h"
 #include "sglang_hybrid/block_attention.h"
 
 namespace sglang_hybrid {
@@ -60,8 +61,8 @@ struct Avx512Lanes {
             a = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
             b = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 32)));
         } else if constexpr (is_fp8(dtype)) {
-            const __m512i halves = scaled_halves(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-            const Vector scale = broadcast(0x1p8f);
+            const __m512i halves = with_nan(finite_halves(load_fp8(from)));
+            const Vector scale = broadcast(fp8_scale);
             a = mul(_mm512_cvtph_ps(_mm512_castsi512_si256(halves)), scale);
             b = mul(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)), scale);
         } else {
@@ -80,14 +81,41 @@ struct Avx512Lanes {
 
     static constexpr uint32_t weight_tokens = 1;
 
+    static constexpr bool halves_of_fp8 = true;
+
+    static void to_scaled_halves(const char* from, uint32_t count, uint16_t* to) {
+        __m512i largest = _mm512_setzero_si512();
+        for (uint32_t i = 0; i < count; i += 64) {
+            const __m512i numbers = _mm512_loadu_si512(from + i);
+            largest = _mm512_max_epu8(largest, _mm512_or_si512(numbers, _mm512_set1_epi8(-128)));
+            _mm512_store_si512(to + i, finite_halves(load_fp8(from + i)));
+            _mm512_store_si512(to + i + 32, finite_halves(load_fp8(from + i + 32)));
+        }
+        if (_mm512_cmpeq_epi8_mask(largest, _mm512_set1_epi8(-1)) != 0) {
+            put_nan(to, count);
+        }
+    }
+
   private:
-    // FP8 as fp16 of 2^-8 times the value: the exponent's bias is 15 there instead of 7. Denormals are denormals.
-    static __m512i scaled_halves(__m256i fp8) {
+    static __m256i load_fp8(const char* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+
+    // FP8 as fp16 of 2^-8 times the value: the exponent's bias is 15 there instead of 7. Denormals are denormals, and
+    // 480 is in the place of NaN.
+    static __m512i finite_halves(__m256i fp8) {
         const __m512i moved = _mm512_slli_epi16(_mm512_cvtepi8_epi16(fp8), 7);
-        const __m512i halves = _mm512_and_si512(moved, _mm512_set1_epi16(static_cast<short>(0xbf80)));
-        const __m512i magnitude = _mm512_and_si512(moved, _mm512_set1_epi16(0x3f80));
+        return _mm512_and_si512(moved, _mm512_set1_epi16(static_cast<short>(0xbf80)));
+    }
+
+    static __m512i with_nan(__m512i halves) {
+        const __m512i magnitude = _mm512_and_si512(halves, _mm512_set1_epi16(0x3f80));
         const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x3f80));
         return _mm512_mask_mov_epi16(halves, is_nan, _mm512_set1_epi16(0x7e00));
+    }
+
+    __attribute__((noinline)) static void put_nan(uint16_t* halves, uint32_t count) {
+        for (uint32_t i = 0; i < count; i += 32) {
+            _mm512_store_si512(halves + i, with_nan(_mm512_load_si512(halves + i)));
+        }
     }
 
     // 128-bit lanes of four partial sums, one of each vector

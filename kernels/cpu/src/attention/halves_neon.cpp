@@ -19,6 +19,7 @@ struct NeonVectorLanes : NeonLanes {
     static constexpr uint32_t output_heads = 6;
     static constexpr uint32_t output_pairs = 2;
     static constexpr uint32_t weight_tokens = 1;
+    static constexpr bool halves_of_fp8 = false;  // only keys for weights: few of them
 
     static Vector fma(Vector a, Vector b, Vector c) { return vfmaq_f32(c, a, b); }
 

@@ -5,10 +5,10 @@
 #include <arm_neon.h>
 #include <stdint.h>
 
+#include "attention/fp8.h"
+
 namespace sglang_hybrid {
 namespace {
-
-constexpr float fp8_scale = 0x1p8f;  // what the halves have to be multiplied with
 
 inline uint16x8_t with_nan(uint16x8_t halves) {
     const uint16x8_t largest = vdupq_n_u16(0x3f80);  // in FP8 that is NaN

@@ -91,6 +91,8 @@ struct PortableLanes {
 
     static constexpr uint32_t weight_tokens = 1;
 
+    static constexpr bool halves_of_fp8 = false;
+
   private:
     template <class To>
     static To copied(const void* from) {

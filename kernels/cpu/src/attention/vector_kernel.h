@@ -14,11 +14,14 @@
 //                                     FP8 is not split
 //   interleave(a, b)                  undoes the latter
 //   weight_tokens                     1, or `width` where there is fma_lane<i>(a, b, c) = a * b[i] + c
+//   halves_of_fp8                     whether there is to_scaled_halves(p, count, to): FP8 as fp16 of 1 / fp8_scale of each
+//                                     number, `count` a multiple of 64. It looks for NaN once, since there is hardly ever one
 #pragma once
 
 #include <stdint.h>
 
 #include "attention/block_list.h"
+#include "attention/fp8.h"
 #include "attention/group_parts.h"
 #include "attention/online_softmax.h"
 
@@ -39,6 +42,13 @@ class RunningAttention {
     template <DType dtype>
     static constexpr uint32_t row_bytes = dim * bytes_of(dtype);
 
+    // Blocks of FP8 are converted to fp16 once. Its scale is in the query and in the output's factor.
+    template <DType dtype>
+    static constexpr bool converts = is_fp8(dtype) && Lanes::halves_of_fp8;
+
+    template <DType dtype>
+    static constexpr float pool_scale = converts<dtype> ? fp8_scale : 1.0f;
+
     template <DType dtype>
     static constexpr uint32_t block_lines = block_tokens * row_bytes<dtype> / cache_line;
 
@@ -51,7 +61,7 @@ class RunningAttention {
         constexpr uint32_t columns = (dim + output_columns - 1) / output_columns;
         value_lines_ = lines_each(block_lines<dtype>, output_parts_.count() * columns * (block_tokens / value_tokens));
         softmax_.start(group_);
-        const Vector scale = Lanes::broadcast(work.scale);
+        const Vector scale = Lanes::broadcast(work.scale * pool_scale<dtype>);
         const uint32_t query_bytes = query_bytes_of(work.dtype);
         for (uint32_t head = 0; head < group_; ++head) {
             const char* row = static_cast<const char*>(work.query) + head * dim * query_bytes;
@@ -75,13 +85,12 @@ class RunningAttention {
             const float* keys = converted;
             if constexpr (dtype == DType::fp32) {
                 keys = reinterpret_cast<const float*>(rows);
+            } else if constexpr (converts<dtype>) {
+                alignas(64) uint16_t halves[tokens_at_once * dim];
+                Lanes::to_scaled_halves(rows, tokens_at_once * dim, halves);
+                store_numbers<DType::fp16>(reinterpret_cast<const char*>(halves), converted);
             } else {
-                for (uint32_t i = 0; i < tokens_at_once * dim; i += pair) {
-                    Vector a, b;
-                    Lanes::template load_pair<dtype>(rows + i * bytes_of(dtype), a, b);
-                    Lanes::store(converted + i, a);
-                    Lanes::store(converted + i + width, b);
-                }
+                store_numbers<dtype>(rows, converted);
             }
             logit_parts_.each([&](uint32_t head, auto heads) {
                 next_keys.request(key_lines_);
@@ -98,21 +107,30 @@ class RunningAttention {
 
     template <DType dtype>
     void add_values(const Block& block, LineStream& next_values) {
-        constexpr uint32_t whole = dim / output_columns * output_columns;
-        for (uint32_t i = 0; i < whole; i += output_columns) {
-            add_columns<dtype, Lanes::output_pairs>(block, i, next_values);
+        if constexpr (converts<dtype>) {
+            alignas(64) uint16_t halves[block_tokens * dim];
+            // an even number of tokens, which is a multiple of 64 numbers
+            Lanes::to_scaled_halves(block.values, (block.tokens + 1) / 2 * 2 * dim, halves);
+            Block converted = block;
+            converted.values = reinterpret_cast<const char*>(halves);
+            add_values<DType::fp16>(converted, next_values);
+        } else {
+            constexpr uint32_t whole = dim / output_columns * output_columns;
+            for (uint32_t i = 0; i < whole; i += output_columns) {
+                add_columns<dtype, Lanes::output_pairs>(block, i, next_values);
+            }
+            if constexpr (whole < dim) {
+                add_columns<dtype, (dim - whole) / pair>(block, whole, next_values);
+            }
+            next_values.request_all();
         }
-        if constexpr (whole < dim) {
-            add_columns<dtype, (dim - whole) / pair>(block, whole, next_values);
-        }
-        next_values.request_all();
     }
 
     template <DType dtype>
     void finish(const BlockAttention& work) const {
         for (uint32_t head = 0; head < group_; ++head) {
             work.lse[head] = softmax_.lse(head);
-            const Vector factor = Lanes::broadcast(softmax_.normalisation(head));
+            const Vector factor = Lanes::broadcast(softmax_.normalisation(head) * pool_scale<dtype>);
             float* out = work.out + head * dim;
             for (uint32_t i = 0; i < dim; i += pair) {
                 Vector a = Lanes::mul(Lanes::load(&output_[head][i]), factor);
@@ -150,6 +168,17 @@ class RunningAttention {
         Lanes::template load_pair<dtype>(from, a, b);
         if constexpr (Lanes::template splits<dtype>) {
             Lanes::interleave(a, b);
+        }
+    }
+
+    // Some tokens' numbers as fp32.
+    template <DType dtype>
+    static void store_numbers(const char* from, float* to) {
+        for (uint32_t i = 0; i < tokens_at_once * dim; i += pair) {
+            Vector a, b;
+            Lanes::template load_pair<dtype>(from + i * bytes_of(dtype), a, b);
+            Lanes::store(to + i, a);
+            Lanes::store(to + i + width, b);
         }
     }
 

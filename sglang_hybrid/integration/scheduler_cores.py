@@ -1,0 +1,42 @@
+"""Keeps this scheduler process off the cores that its worker is bound to."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterable
+
+from sglang_hybrid.protocol.cores import other_cpus, read_topology
+
+logger = logging.getLogger("sglang.srt.hybrid")
+
+
+class SchedulerCores:
+    """For GPU hosts: without a GPU SGLang computes on all cores, in this process.
+
+    While there is no worker the process has all its cores back. So a new worker, which inherits them, has the choice of
+    all of them too.
+    """
+
+    def __init__(self, move: Callable[[Iterable[int]], None] | None = None) -> None:
+        self._all = frozenset(os.sched_getaffinity(0))
+        self._move = move or move_threads
+
+    def leave(self, bound: Iterable[int]) -> None:
+        """Run on cores without ``bound`` CPUs; on all where no other core is left."""
+        self._move(other_cpus(read_topology(self._all), bound) or self._all)
+
+
+def move_threads(cpus: Iterable[int]) -> None:
+    """Every thread of this process; those that start later inherit it."""
+    cpus = set(cpus)
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with contextlib.suppress(ProcessLookupError):
+            try:
+                os.sched_setaffinity(thread, cpus)
+            except OSError as error:
+                if isinstance(error, ProcessLookupError):
+                    raise
+                logger.warning("the scheduler may run on the worker's cores: %s", error)
+                return
