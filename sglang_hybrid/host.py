@@ -134,9 +134,7 @@ def _visible(gpus: Sequence[_G], variable: str | None) -> tuple[_G, ...]:
         text = entry.strip()
         if text.isdecimal() and int(text) < len(gpus):
             chosen.append(gpus[int(text)])
-        elif text.startswith(("GPU-", "MIG-")) and len(chosen) < len(
-            gpus
-        ):  # a UUID: which GPU it is matters for its NUMA node only, which `config` shows
+        elif text.startswith(("GPU-", "MIG-")) and len(chosen) < len(gpus):  # a UUID: any GPU will do
             chosen.append(gpus[len(chosen)])
         else:
             break
