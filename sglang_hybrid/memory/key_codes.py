@@ -32,7 +32,7 @@ class KeyCodes:
         self._layers = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layers)]
 
     def use(self, encoder: KeyEncoder) -> None:
-        """Encode keys by ``encoder`` from now on. Codes of keys that were written before are invalid."""
+        """Encode keys by ``encoder`` from now on. Codes of keys that were written before become invalid."""
         self.encoder = encoder
 
     @property

@@ -28,7 +28,7 @@ class PartialKeys:
         return self._dtype
 
     def choose(self, bases: Sequence[torch.Tensor]) -> None:
-        """Use other bases from now on. Codes of keys that were written before are invalid."""
+        """Use other bases from now on. Codes of keys that were written before become invalid."""
         for own, basis in zip(self._bases, bases, strict=True):
             own.copy_(basis[:, :, : self.columns])  # in place: policies and engines hold these tensors
 

@@ -36,7 +36,7 @@ class Sketches:
         self._channels = [first.clone() for _ in range(layers)]
 
     def choose(self, layer: int, order: torch.Tensor) -> None:
-        """Store the first channels of order ``[KV heads, head_dim]``: all channels, the most informative first."""
+        """Sketch the first channels of order ``[KV heads, head_dim]``: all channels, the most informative first."""
         heads, channels = self._shape
         assert order.shape[0] == heads and order.shape[1] >= channels
         self._channels[layer].copy_(order[:, :channels])  # in place: engines hold these tensors
