@@ -38,7 +38,7 @@ class Codebooks:
         os.replace(part, path)
 
     def part(self, kv_heads: slice, device: torch.device | str) -> QuantisedKeys:
-        """Return the codebooks of a rank with these KV heads, in float32 on ``device``."""
+        """Return the encoder of a rank with these KV heads, with float32 centroids on ``device``."""
         tables = [table[kv_heads].to(device, torch.float32) for table in self.layers]
         return QuantisedKeys(tables, self.facts.groups, self.facts.index_bytes)
 
