@@ -2,9 +2,16 @@
 
 A command's module is imported only when the command runs (see ``sglang_hybrid.cli``).
 
-    bench, check, config    commands of one file
+    bench, check, config, checkout    commands of one file, and whether they run in a checkout
+    pd/              prefill, decode and router on this machine
+    model/           the catalogue of models, and the conversion of GGUF files
+    profile/         tunes prediction, selection and recall for one model and budget
+    eval/            measures accuracy against full attention
     report/          the papers' experiments, as one page
+    top/             shows what a running server does
     doctor/          checks and measures the machine
+    size/            how many requests fit on a machine, and how fast they decode
+    report_problem/  collects what a bug report needs
     serve            the launcher: checks the flags, starts the server as a child process, shows its progress, ends it
     arguments        the flags of SGLang's command line that launchers read
     defaults         flags that are added to a server's command line if they are missing

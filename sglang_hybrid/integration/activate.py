@@ -1,4 +1,4 @@
-"""Load the plugin now and be sure of it: for our launchers, where SGLang's own loading would only log a failure."""
+"""Load and verify the plugin at once. Our launchers do so, because SGLang's own loading only logs a failure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def load_plugin() -> None:
-    """Register with SGLang, let it load all plugins, verify our hooks. Ends the process with one line on failure."""
+    """Register with SGLang, load all plugins and verify our hooks. Exit with a message of one line on failure."""
     from sglang.srt.plugins import load_plugins
 
     from sglang_hybrid import plugin

@@ -1,9 +1,9 @@
-"""Requests that arrive at a decode instance from a prefill instance, their KV cache written straight into the pool.
+"""Requests that a prefill instance sends to this decode instance: admission of their pages to the host pool.
 
-The peer writes whole pages in SGLang's layout. Before a request may decode, its pages are brought into the pool's
-layout and get digests and sketches; that takes long enough for long prompts to be done beside the decode steps of
-the others. Its first resident blocks are chosen in its first step, by its first query: the query of the prompt's last
-token was never here.
+The prefill instance writes whole pages into the pool, in SGLang's layout. Before a request may decode, its pages are
+permuted into the pool's layout, and their digests and sketches are computed. This takes so long for long prompts that a
+thread does it beside the decode steps of other requests. A request's first decode step chooses its first resident
+blocks by the step's own query: the query of the prompt's last token was computed on the prefill instance.
 
     SGLang's queues:   prealloc ── send_metadata(pages) ── transfer ── poll ──────────── waiting ── first decode step
     here:                          Arrival learns pages    Arrival says Success once     rows begin
@@ -35,13 +35,13 @@ def _thread() -> ThreadPoolExecutor:
 
 
 class Arrival:
-    """Stands before SGLang's receiver of one request, and holds back its success until the pages are admitted.
+    """Wraps SGLang's receiver of one request, and delays its success until the request's pages are admitted.
 
-    SGLang takes the least of all ranks' answers, so the ranks go on together.
+    SGLang takes the minimum of all ranks' answers, so all ranks proceed together.
     """
 
     def __init__(self, receiver: Any, pool: HostKVPool, tokens: Callable[[], int]) -> None:
-        """``tokens``: how many will arrive, asked when their pages are told to the peer."""
+        """``tokens`` returns the number of tokens that will arrive. It is called when the peer learns their pages."""
         self._receiver = receiver
         self._pool = pool
         self._tokens = tokens
@@ -53,7 +53,7 @@ class Arrival:
         return getattr(self._receiver, name)
 
     def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
-        """The pages that the peer will write: those of a prefix that is here already are not among them."""
+        """Send the peer the pages that it has to write, without the pages of a prefix that is in the pool already."""
         self._pages = torch.as_tensor(kv_indices).to(torch.int64)
         self._last_filled = (self._tokens() - 1) % self._pool.page_size + 1
         self._receiver.send_metadata(kv_indices, *args, **kwargs)
@@ -65,7 +65,7 @@ class Arrival:
                 return status
             self._admission = _thread().submit(self._admit)
         if not self._admission.done():
-            # also for a request that is aborted now: its pages must not be given away while they are permuted
+            # also for a request that is aborted now: its pages must not be reused while the thread permutes them
             return KVPoll.Transferring
         if error := self._admission.exception():
             logger.error("pages that arrived could not be admitted, their request fails: %r", error)
@@ -81,11 +81,11 @@ class Arrival:
         with torch.no_grad():
             self._pool.admit(self._pages, self._last_filled)
         if self._pool.admission is None and torch.device(self._pool.device).type == "cuda":
-            torch.cuda.current_stream().synchronize()  # other streams read them next
+            torch.cuda.current_stream().synchronize()  # other streams read the pages next
 
 
 def create_receiver(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``DecodePreallocQueue._create_receiver_and_enqueue``."""
+    """Wrap the receiver of a new request. Hook around ``DecodePreallocQueue._create_receiver_and_enqueue``."""
     decode_request = original(queue, req, *args, **kwargs)
     if isinstance(queue.token_to_kv_pool, HostKVPool):
         decode_request.kv_receiver = Arrival(
@@ -95,16 +95,19 @@ def create_receiver(original: Callable[..., Any], queue: Any, req: Any, *args: A
 
 
 def reset_rows(batch: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After ``get_new_prebuilt_batch``: these rows decode next, newly arrived or back from being retracted."""
+    """Reset the rows that decode next: of requests that arrived, or that were retracted and resume.
+
+    Hook after ``get_new_prebuilt_batch``.
+    """
     if batch is not None and isinstance(scheduler.token_to_kv_pool_allocator.get_kvcache(), HostKVPool):
         scheduler.tp_worker.model_runner.attn_backend.reset_rows(batch.req_pool_indices)
 
 
 def wait_for_pages(_result: Any, scheduler: Any) -> None:
-    """After ``on_idle``, with ``--sleep-on-idle``: rest while requests wait for their pages and none decodes.
+    """Sleep shortly while requests wait for their pages and none decodes, with ``--sleep-on-idle``.
 
-    SGLang asks after transfers without a pause. Without a GPU that takes more than half of a core from the prefill
-    instance beside it, which computes what is waited for.
+    Hook after ``Scheduler.on_idle``. SGLang polls transfers without a pause. Without a GPU the polling takes more than
+    half of a core from a prefill instance on the same host, which computes the pages that the requests wait for.
     """
     if scheduler.idle_sleeper is None or scheduler.disagg_decode_transfer_queue is None:
         return

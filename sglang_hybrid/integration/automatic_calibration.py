@@ -1,4 +1,4 @@
-"""``profile=auto``: the predictor that a server fits at its first start with a model, and finds at later ones."""
+"""``profile=auto``: fit the query predictor at a server's first start with a model, and load it at later starts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ WITHOUT = (
     "queries are not predicted, so that misses wait for the real query, which costs about a third of the decode "
     "throughput at long contexts"
 )
-_SAMPLED = 997  # every so many weights of a matrix count for the fingerprint
+_SAMPLED = 997  # the fingerprint reads one of so many weights of a matrix
 
 
 def calibration_for(config: HybridConfig, model_runner: Any) -> Calibration | None:
-    """Return the calibration of this model: of an earlier start, or fitted now. None where it cannot be calibrated.
+    """Return this model's calibration, from an earlier start or fitted now; None if the model cannot be calibrated.
 
-    Raises Refusal where settings insist on it.
+    Raise Refusal instead of returning None if the settings require a calibration, and if device memory is too small
+    with several ranks.
     """
     try:
         refuse_inputs(model_runner.server_args)
@@ -56,7 +57,7 @@ def calibration_for(config: HybridConfig, model_runner: Any) -> Calibration | No
 
 
 def _found(path: Path, key: CalibrationKey, model_runner: Any) -> Calibration | None:
-    """Of an earlier start. None unless every rank has one."""
+    """Return the calibration of an earlier start; None unless every rank has one."""
     found = None
     try:
         found = load_calibration(path, key)
@@ -89,7 +90,7 @@ def _fitted(path: Path, model_runner: Any) -> Calibration:
 
 
 def key_of(model_runner: Any) -> CalibrationKey:
-    """Raises UnknownLayers."""
+    """Return the key of this rank's calibration file. Raise UnknownLayers if the model's weights cannot be read."""
     config, args = model_runner.model_config, model_runner.server_args
     layers = DecoderLayers(model_runner.model)
     weights = layers.query_weights(layers.ids[0])
@@ -110,7 +111,7 @@ def key_of(model_runner: Any) -> CalibrationKey:
 
 
 def _fingerprint(model: torch.nn.Module, layers: DecoderLayers) -> str:
-    """Of some weights of every matrix: fine-tuned siblings differ in all of them."""
+    """Return a hash of sampled weights of every matrix. Fine-tuned variants of a model differ in all matrices."""
     digest = hashlib.sha256(repr(layers.ids).encode())
     for name, weight in model.named_parameters():
         flat = weight.data.reshape(-1)

@@ -1,4 +1,4 @@
-"""Our attention backend, from the objects of SGLang's scheduler process."""
+"""Find our attention backend among the objects of SGLang's scheduler process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def backend_of(scheduler: Any) -> HybridAttnBackend | None:
-    """None: the server has another attention backend."""
+    """Return our attention backend; None if the server has another one."""
     if not HostKVPool.in_this_process:
         return None
     from sglang_hybrid.integration.attention_backend import HybridAttnBackend  # imports SGLang's models

@@ -1,7 +1,7 @@
-"""Fits the predictor while a server starts: the loaded model computes a text, and its layers' inputs are regressed.
+"""Fit the query predictor while a server starts: run a text through the loaded model and regress on layers' inputs.
 
-A few layers at a time, because the sums of a layer take hundreds of megabytes where models are wide. The text is
-computed anew for each group of layers, up to the last of them.
+A group of a few layers is fitted at a time, because the sums of one layer take hundreds of megabytes in wide models.
+Each group runs the text again, up to the group's last layer.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from sglang_hybrid.policies.scout.predictor import QueryWeights
 
 logger = logging.getLogger("sglang.srt.hybrid")
 
-_MOST_BYTES = 4 << 30  # for the sums of a group of layers, where the device has as much
+_MOST_BYTES = 4 << 30  # upper limit for the sums of a group of layers
 _SHARE_OF_FREE = 0.25
 
 
 def refuse_inputs(args: Any) -> None:
-    """Raise UnknownLayers where what the hooks read is not what makes the query."""
+    """Raise UnknownLayers if hooks read inputs other than those from which layers compute their queries."""
     if args.enable_lora or args.lora_paths:
         raise UnknownLayers("LoRA adapters change queries, and predictions are made from the model's own weights")
     fused = ("enable_flashinfer_allreduce_fusion", "enable_aiter_allreduce_fusion")
@@ -49,9 +49,10 @@ def calibrate(
     rank: int | str = "auto",
     progress: Callable[[float], None] = lambda _part: None,
 ) -> Calibration:
-    """Fit all layers of this rank. Every rank has to call this with the same text.
+    """Fit all layers of this rank. Every rank has to call this function with the same text.
 
-    ``progress`` is told of each part that is done; the parts sum to 1. Raises UnknownLayers.
+    ``rank`` is that of corrections, as for ``Calibrator.calibrate``. ``progress`` is called with each share of the work
+    that is done; the shares sum to 1. Raise UnknownLayers if the model cannot be calibrated.
     """
     args = model_runner.server_args
     refuse_inputs(args)
@@ -69,13 +70,16 @@ def calibrate(
             _fit_group(model_runner, layers, weights, group, text, rank, fitted, channels, skews)
             progress(1 / len(groups))
     if torch.device(model_runner.device).type == "cuda":
-        torch.cuda.empty_cache()  # graphs are recorded next, in memory of their own
+        torch.cuda.empty_cache()  # CUDA graphs are recorded next, in a memory pool of their own
     return Calibration(fitted, channels, skews)
 
 
 @contextlib.contextmanager
 def _exact_products() -> Iterator[None]:
-    """Sums of squares lose what a regression needs in TensorFloat-32, which a server may have switched on."""
+    """Multiply float32 matrices in full precision within this context.
+
+    A server may have enabled TensorFloat-32, in which sums of squares are too inexact for the regression.
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -114,7 +118,7 @@ def _fit_group(
 
 
 class _Computed(Exception):
-    """All that is asked for has been computed."""
+    """Ends a forward pass early: all inputs that were asked for have been computed."""
 
 
 def _inputs(
@@ -124,7 +128,7 @@ def _inputs(
     window: Sequence[int],
     attended: Callable[[int, torch.Tensor, torch.Tensor], None],
 ) -> dict[int, torch.Tensor]:
-    """Inputs ``[tokens, hidden]`` of the layers of ``group`` and of the layer before them."""
+    """Return the inputs ``[tokens, hidden]``, by layer id, of the layers of ``group`` and of the layer before them."""
     seen: dict[int, torch.Tensor] = {}
 
     def take(layer: int, inputs: torch.Tensor, _positions: torch.Tensor, _batch: Any) -> None:
@@ -148,7 +152,7 @@ def _on_input(layers: DecoderLayers, take: Callable[..., None]) -> Iterator[None
 
 
 def _layers_at_a_time(weights: Mapping[int, QueryWeights], text: CalibrationText, free: int) -> int:
-    """Layers whose sums, and inputs of unseen text, fit in a part of the free memory."""
+    """Return the number of layers whose sums, and inputs of unseen text, fit in a share of the free memory."""
     of_layer = next(iter(weights.values()))
     unseen = sum(map(len, text.unseen)) * of_layer.norm.shape[0] * of_layer.projection.element_size()
     each = LayerFit.device_bytes(of_layer) + unseen
@@ -162,7 +166,7 @@ def _free_bytes(device: str) -> int:
 
 
 def text_for(model_runner: Any) -> CalibrationText:
-    """Return the package's own text in the model's tokens; tokens at random for a model that has no tokenizer."""
+    """Return the package's own text in the model's tokens, or random tokens if the model has no tokenizer."""
     config, args = model_runner.model_config, model_runner.server_args
     hidden, longest = config.hidden_size, config.context_len
     try:
@@ -175,6 +179,6 @@ def text_for(model_runner: Any) -> CalibrationText:
             trust_remote_code=args.trust_remote_code,
         )
         return calibration_text(lambda text: tokenizer.encode(text, add_special_tokens=False), hidden, longest)
-    except Exception as error:  # NoWords, and whatever Hugging Face's code raises where there are no files
+    except Exception as error:  # NoWords, or any error that Hugging Face's code raises without files
         logger.warning("calibrating on tokens at random, because the model has no tokenizer: %s", error)
         return without_tokenizer(config.vocab_size, hidden, longest)

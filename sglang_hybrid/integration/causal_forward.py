@@ -1,4 +1,4 @@
-"""One text through the loaded model, outside any request: exact attention within the text, no KV cache, no logits."""
+"""Run a text through the loaded model, outside any request: exact attention within the text, no KV cache or logits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Attended = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 class CausalAttention(AttentionBackend):  # type: ignore[misc]
-    """Attention of one text to itself."""
+    """SGLang attention backend in which one text attends to itself, without a KV cache."""
 
     def __init__(self, pool: Any, attended: Attended) -> None:
-        """``pool``: SGLang's KV pool, which models ask for its dtype. Nothing is written to it."""
+        """``pool`` is SGLang's KV pool: models read its dtype, nothing is written. Each layer calls ``attended``."""
         super().__init__()
         self.token_to_kv_pool = pool
         self._attended = attended
@@ -29,7 +29,7 @@ class CausalAttention(AttentionBackend):  # type: ignore[misc]
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, *_of_batch: Any, **more: Any
     ) -> torch.Tensor:
-        """Raises UnknownLayers for what a model wants of attention that would be left out, such as sinks."""
+        """Return a layer's attention. Raise UnknownLayers for arguments that would be ignored, such as sinks."""
         if asked := [name for name, value in more.items() if value is not None and name != "save_kv_cache"]:
             raise UnknownLayers(f"its attention wants {', '.join(asked)}")
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -44,9 +44,9 @@ class CausalAttention(AttentionBackend):  # type: ignore[misc]
 
 
 def run_text(model_runner: Any, tokens: Sequence[int], attended: Attended, first: int = 0) -> None:
-    """Compute the decoder layers. Every rank has to call this with the same tokens.
+    """Compute the decoder layers over ``tokens``. Every rank has to call this function with the same tokens.
 
-    ``first``: position of the first token. Raises UnknownLayers for a model that is not built as Llama is.
+    ``first`` is the position of the first token. Raise UnknownLayers for a model that is not built like Llama.
     """
     decoder = getattr(model_runner.model, "model", None)
     if not isinstance(decoder, torch.nn.Module) or not hasattr(decoder, "layers"):
@@ -59,7 +59,7 @@ def run_text(model_runner: Any, tokens: Sequence[int], attended: Attended, first
 
 
 def _batch(ids: torch.Tensor, positions: torch.Tensor) -> ForwardBatch:
-    """A prefill of one row, with what layers look at. SGLang's versions differ in what there is."""
+    """Return a prefill batch of one row, with the fields that layers read. SGLang's versions differ in these fields."""
     count, device = len(ids), ids.device
     lengths, zero = torch.tensor([count], device=device), torch.zeros(1, dtype=torch.int64, device=device)
     given = {

@@ -1,4 +1,4 @@
-"""Which channels of the keys are worth a sketch: as calibration measured, or read off the model's weights."""
+"""Choose the key channels that sketches store: as calibration measured, or by the norms of the model's weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ logger = logging.getLogger("sglang.srt.hybrid")
 def choose_channels(
     sketches: Sketches, first_layer: int, heads: slice, model: torch.nn.Module, calibrated: Calibrated | None
 ) -> None:
-    """Before the first key is written. ``heads``: this rank's KV heads. ``calibrated``: of the model or of this rank.
+    """Choose the sketch channels of every layer. Call this function before the first key is written.
 
-    A channel adds ``q_c k_c`` to a logit, and what it adds varies as much as its queries and keys do.
+    ``heads`` are this rank's KV heads. ``calibrated`` covers the whole model or only this rank. A channel adds
+    ``q_c k_c`` to a logit, and this product varies as much as the channel's queries and keys do.
     """
     if calibrated and calibrated.channels:
         for layer, order in calibrated.channels.items():
@@ -33,15 +34,15 @@ def choose_channels(
 
 
 def order_by_projections(layers: DecoderLayers, layer: int) -> torch.Tensor:
-    """Channels of each KV head ``[KV heads, head_dim]``, those first whose queries and keys can get largest."""
+    """Return each KV head's channels ``[KV heads, head_dim]``, those whose queries and keys can get largest first."""
     weights, keys = layers.query_weights(layer), layers.key_projection(layer)
     dim = weights.head_dim
     heads = keys.shape[0] // dim
-    # inputs of a projection are normed, so a row's norm tells how large its channel gets
+    # a projection's inputs are normalised, so the norm of a row of weights says how large the row's channel gets
     of_query, of_key = (
         (matrix.float() * weights.norm.float()).square().sum(dim=1) for matrix in (weights.projection, keys)
     )
-    if weights.head_norm is not None:  # each head is normed once more, and only the gain is left
+    if weights.head_norm is not None:  # each head is normalised again, so only the gain counts
         of_query = weights.head_norm.float().square().repeat(of_query.shape[0] // dim)
     group = of_query.view(heads, -1, dim).mean(dim=1)
     importance = (group * of_key.view(heads, dim)).sqrt()

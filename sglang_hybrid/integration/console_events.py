@@ -1,6 +1,6 @@
-"""What the launcher's console shows of SGLang: the model, the pool, the worker, and the batches that run.
+"""Send events about SGLang to the launcher's console: the model, the pool, the worker, and the batches that run.
 
-A console must never end a server: where SGLang's objects are not as expected, nothing is told.
+The console must never end a server: if SGLang's objects are not as expected, no more events are sent.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from sglang_hybrid.worker.supervisor import Supervisor
 
 logger = logging.getLogger("sglang.srt.hybrid")
 
-_DECODE_SECONDS = 0.5  # between two reports of decode steps
+_DECODE_SECONDS = 0.5  # at least, between two events about decode steps
 
 
 def tell_pool(configurator: Any, tokens: int, pool: Any) -> None:
-    """The model and the KV cache of this rank, once the pool is there."""
+    """Send events about the model and the KV cache of this rank, once the pool exists."""
     model, device = configurator.model_config, str(configurator.device)
     events.tell(
         events.Model(
@@ -42,7 +42,7 @@ def tell_worker(supervisor: Supervisor) -> None:
 
 
 class _Batches:
-    """Counts what the scheduler process runs, and tells of it now and then."""
+    """Counts the batches and tokens of the scheduler process, and sends events about them now and then."""
 
     def __init__(self) -> None:
         self._since = time.monotonic()
@@ -63,7 +63,7 @@ class _Batches:
             total = sum(len(request.origin_input_ids) for request in batch.reqs)
             done, chunk = sum(batch.prefix_lens), sum(batch.extend_lens)
             events.tell(events.Prefill(done=done, chunk=chunk, total=total, running=running, waiting=waiting))
-            self._since, self._tokens = now, 0  # decode steps are not slower because a prompt came between
+            self._since, self._tokens = now, 0  # a prompt's time is not time of decode steps
 
     def idle(self) -> None:
         if not self._is_idle:
@@ -87,10 +87,10 @@ def _safely(tell: Callable[[], None]) -> None:
 
 
 def batch_begins(scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before the scheduler runs a batch."""
+    """Count a batch that is about to run. Hook before ``Scheduler.run_batch``."""
     _safely(lambda: _batches.begins(scheduler, batch))
 
 
 def scheduler_is_idle(_scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before the scheduler rests."""
+    """Send an event when no batch runs any more. Hook before ``Scheduler.on_idle``."""
     _safely(_batches.idle)

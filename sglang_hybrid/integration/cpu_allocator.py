@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, al
 
 
 class CpuPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
-    """Same bookkeeping, in torch. ``None`` means out of pages, and then nothing changed."""
+    """Allocates pages with SGLang's bookkeeping, in torch. None means out of pages: then nothing was allocated."""
 
     free_pages: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Several CUDA graphs for every batch size, one for each variant of a step that the engine has."""
+"""Record several CUDA graphs for every batch size: one for each variant of a decode step that the engine has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_hybrid.engines.base import Engine
 
 
 def capture_one_shape(original: Callable[..., Any], runner: Any, size: int, *args: Any, **kwargs: Any) -> Any:
-    """Record a batch size in each way in which it is replayed."""
+    """Record one CUDA graph of this batch size for each variant of the engine's decode step."""
     engine = _engine(runner)
     if engine is None:
         return original(runner, size, *args, **kwargs)
@@ -21,7 +21,7 @@ def capture_one_shape(original: Callable[..., Any], runner: Any, size: int, *arg
 
 
 def make_graph_key(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """The graph of the step that is recorded, or begins: its variant is known by then."""
+    """Return SGLang's key of a graph, extended by the variant of the decode step that is recorded or begins."""
     key, engine = original(runner, *args, **kwargs), _engine(runner)
     if engine is None or not engine.graph_variant:
         return key
@@ -30,5 +30,5 @@ def make_graph_key(original: Callable[..., Any], runner: Any, *args: Any, **kwar
 
 
 def _engine(runner: Any) -> Engine | None:
-    engine = getattr(runner.model_runner.attn_backend, "engine", None)  # other backends may have one of these
+    engine = getattr(runner.model_runner.attn_backend, "engine", None)  # other backends may have an "engine"
     return engine if isinstance(engine, Engine) else None

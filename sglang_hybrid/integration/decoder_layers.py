@@ -1,9 +1,9 @@
-"""The decoder layers of SGLang's Llama-like models: what goes in, and what makes their queries.
+"""The decoder layers of SGLang's Llama-like models: their inputs, and the weights that compute their queries.
 
 Llama, Mistral, Qwen2 and Qwen3 are built alike: ``layer(positions, hidden_states, forward_batch, residual)`` with an
-``input_layernorm`` and ``self_attn.{qkv_proj, rotary_emb, attn}``. Nothing of the model is changed: hooks in front of
-the layers read their inputs. Since SGLang 0.5.21 (Qwen3) and 0.5.22 (the others) the residual is no argument: it is in
-``forward_batch.residual_stream``, and hidden states may be an output whose sum over the ranks is still owed.
+``input_layernorm`` and ``self_attn.{qkv_proj, rotary_emb, attn}``. The model is not changed: hooks in front of the
+layers read their inputs. Since SGLang 0.5.21 (Qwen3) and 0.5.22 (the others) the residual is no argument: it is in
+``forward_batch.residual_stream``, and hidden states may be an output that is not yet summed over the ranks.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from sglang_hybrid.policies.scout.predictor import QueryWeights
 
 # layer id, the layer's input [tokens, hidden], positions [tokens], SGLang's forward batch
 LayerInput = Callable[[int, torch.Tensor, torch.Tensor, Any], None]
-# the same, with the input in two parts: hidden states, and the residual that is added to them, if there is one
+# as LayerInput, with the input in two parts: hidden states, and the residual to add to them (None: nothing to add)
 LayerParts = Callable[[int, torch.Tensor, torch.Tensor | None, torch.Tensor, Any], None]
 
 
 class UnknownLayers(Exception):
-    """This model's layers are built in a way that queries cannot be predicted for. Says how."""
+    """The structure of a model's layers does not allow queries to be predicted. The message names the obstacle."""
 
 
 class DecoderLayers:
     def __init__(self, model: torch.nn.Module) -> None:
         modules: list[Any] = [module for module in model.modules() if _is_decoder_layer(module)]
         self._layers: dict[int, Any] = {int(module.self_attn.attn.layer_id): module for module in modules}
-        self._matrices: dict[int, torch.Tensor] = {}  # made from quantised weights, or the plain weights themselves
+        self._matrices: dict[int, torch.Tensor] = {}  # computed from quantised weights, or plain weights themselves
         if not self._layers:
             raise UnknownLayers(f"{type(model).__name__} has no decoder layers with self_attn.attn and input_layernorm")
 
@@ -40,7 +40,7 @@ class DecoderLayers:
         return sorted(self._layers)
 
     def query_weights(self, layer: int) -> QueryWeights:
-        """Raises UnknownLayers for weights that cannot be read as a plain matrix."""
+        """Return the weights that compute the layer's query. Raise UnknownLayers if they cannot be read."""
         module = self._layers[layer]
         attention, norm = module.self_attn, module.input_layernorm
         projection = self._projection(layer)
@@ -64,12 +64,12 @@ class DecoderLayers:
         )
 
     def key_projection(self, layer: int) -> torch.Tensor:
-        """``[KV heads * head_dim, hidden]`` of this rank."""
+        """Return the key projection ``[KV heads * head_dim, hidden]`` of this rank."""
         attention = self._layers[layer].self_attn
         return self._projection(layer)[attention.q_size : attention.q_size + attention.kv_size]
 
     def _projection(self, layer: int) -> torch.Tensor:
-        """Of queries, keys and values ``[outputs, hidden]``. Raises UnknownLayers for weights that tell no matrix."""
+        """Return ``qkv_proj``, ``[outputs, hidden]``. Raise UnknownLayers if no plain matrix can be read from it."""
         if layer not in self._matrices:
             gain = self._layers[layer].input_layernorm.weight
             matrix = matrix_of(self._layers[layer].self_attn.qkv_proj, gain.shape[0], gain.dtype)
@@ -79,7 +79,7 @@ class DecoderLayers:
         return self._matrices[layer]
 
     def output_projection(self, layer: int) -> torch.Tensor:
-        """``[hidden, query heads * head_dim]``: from attention to the residual stream. Raises UnknownLayers."""
+        """Return ``o_proj``, ``[hidden, query heads * head_dim]``. Raise UnknownLayers if it is not a plain matrix."""
         attention = self._layers[layer].self_attn
         projection: Any = getattr(getattr(attention, "o_proj", None), "weight", None)
         if not is_plain(projection) or projection.shape[1:] != (attention.q_size,):
@@ -88,12 +88,12 @@ class DecoderLayers:
         return matrix
 
     def scale(self, layer: int, pool_dtype: torch.dtype) -> float:
-        """What the layer multiplies products of queries with keys of the pool with."""
+        """Return the factor by which the layer multiplies products of queries and keys of the pool."""
         attention = self._layers[layer].self_attn.attn
         return float(attention.scaling) * scales_of(attention, pool_dtype).keys
 
     def on_input(self, callback: LayerInput) -> Callable[[], None]:
-        """Call ``callback`` before each layer runs. Returns what ends that."""
+        """Call ``callback`` before each layer runs. Return a function that stops the calls."""
 
         def summed(
             layer: int, hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, batch: Any
@@ -103,7 +103,10 @@ class DecoderLayers:
         return self.on_parts(summed)
 
     def on_parts(self, callback: LayerParts) -> Callable[[], None]:
-        """The same, before anything is added. The layer's norm changes both parts in place afterwards."""
+        """Call ``callback`` as ``on_input`` does, but with hidden states and residual not yet added.
+
+        The layer's norm changes both tensors in place afterwards.
+        """
         handles = [
             module.register_forward_pre_hook(_Input(layer, callback), with_kwargs=True)
             for layer, module in self._layers.items()
@@ -117,7 +120,7 @@ class DecoderLayers:
 
 
 class _Input:
-    """A hook that finds the parts of a layer's input among its arguments."""
+    """Forward hook that finds the parts of a layer's input among the layer's arguments."""
 
     _NAMES = ("positions", "hidden_states", "forward_batch", "residual")
 
@@ -126,7 +129,7 @@ class _Input:
         self._callback = callback
 
     def __call__(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Returns other arguments for the layer where the hook had to complete the layer's input."""
+        """Return changed arguments for the layer if the hook had to complete the layer's input, otherwise None."""
         given = dict(zip(self._NAMES, args, strict=False)) | kwargs
         hidden, batch = given["hidden_states"], given["forward_batch"]
         stream = getattr(batch, "residual_stream", None)

@@ -125,7 +125,7 @@ def _registered() -> set[Hook]:
 
 
 def _in_place(hook: Hook) -> bool:
-    """Whether calling the target would run the hook: the registry's wrapper closes over both."""
+    """Return True if calling the target runs the hook: a wrapper of the target then holds the hook in its closure."""
     try:
         found = pkgutil.resolve_name(hook.target)
     except (ImportError, AttributeError):

@@ -1,4 +1,4 @@
-"""The basis of partial keys: the skew that calibration found, or the keys' own channels."""
+"""Choose the basis of partial keys: the skew that calibration found, or the keys' own channels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ logger = logging.getLogger("sglang.srt.hybrid")
 def choose_bases(
     codes: KeyCodes, pool: HostKVPool, heads: slice, model: torch.nn.Module, calibrated: Calibrated | None
 ) -> None:
-    """Before the first key is written. ``heads``: this rank's. ``calibrated``: of the model or of this rank."""
+    """Choose the basis in which ``codes`` encode keys. Call this function before the first key is written.
+
+    ``heads`` are this rank's KV heads. ``calibrated`` covers the whole model or only this rank.
+    """
     columns = codes.code_bytes // COLUMN_BYTES
     if calibrated and calibrated.skews:
         bases = [_of_rank(calibrated.skews[pool.start_layer + layer], heads) for layer in range(pool.layer_num)]
@@ -35,7 +38,7 @@ def choose_bases(
     if isinstance(codes.encoder, PartialKeys):
         codes.encoder.choose(bases)
         return
-    # 16 bits are precise enough to select by, whatever the cache has
+    # 16 bits are precise enough for selection, whatever the cache's dtype
     dtype = pool.dtype if pool.dtype.itemsize == COLUMN_BYTES else torch.bfloat16
     codes.use(PartialKeys([basis.to(pool.device) for basis in bases], columns, dtype))
 
@@ -45,7 +48,7 @@ def _of_rank(skew: torch.Tensor, heads: slice) -> torch.Tensor:
 
 
 def _own_channels(pool: HostKVPool, model: torch.nn.Module) -> list[torch.Tensor]:
-    """Channels in the order of what the model's projections make of them; unknown models: as they are."""
+    """Return each layer's channels as a basis, sorted by the norms of projections, or unsorted for unknown models."""
     every = torch.arange(pool.head_dim).expand(pool.head_num, -1)
     orders = [every] * pool.layer_num
     try:

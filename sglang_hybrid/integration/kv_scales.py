@@ -1,8 +1,9 @@
 """Scales of a quantised KV cache, which a checkpoint may give for each layer.
 
 A layer's keys are stored divided by its ``k_scale`` and its values by its ``v_scale``. One number for all keys of a
-layer is a factor of all its logits, and one for its values a factor of its output. So engines, kernels and the worker
-know nothing of scales: the scale of the logits has one of them, and the output is multiplied by the other.
+layer is a factor of all the layer's logits, and one number for all values is a factor of its output. So engines,
+kernels and the worker know nothing of scales: ``k_scale`` is part of the logits' scale that they get, and the attention
+backend multiplies their output by ``v_scale``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from sglang_hybrid.ops.reference import FP8
 
-FP8_FLAG = "fp8_e4m3"  # of --kv-cache-dtype
+FP8_FLAG = "fp8_e4m3"  # value of --kv-cache-dtype
 
 
 class KVScales(NamedTuple):
@@ -22,7 +23,7 @@ class KVScales(NamedTuple):
 
 
 def scales_of(attention: Any, pool_dtype: torch.dtype) -> KVScales:
-    """Of SGLang's ``RadixAttention``, over a pool of that dtype: 1 where nothing is quantised or no scale is given."""
+    """Return the scales of a ``RadixAttention`` layer; 1 if the pool is not FP8 or the checkpoint gives no scale."""
     if pool_dtype != FP8:
         return KVScales()
     given = (getattr(attention, "k_scale_float", None), getattr(attention, "v_scale_float", None))

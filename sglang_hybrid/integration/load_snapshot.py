@@ -1,9 +1,9 @@
-"""SGLang's load file, without a name.
+"""Replace SGLang's load file by one without a name.
 
-SGLang's scheduler reports its load to the server process through a file in /dev/shm that nobody
-removes: every server leaves one behind, killed or not. Ours gets a memfd of the server process
-instead, which goes when the processes do. The spawned processes open it through /proc, by a
-path that they inherit in the environment.
+SGLang's scheduler reports its load to the server process through a file in /dev/shm that is never
+removed: every server leaves one behind, killed or not. Our servers use a memfd of the server
+process instead, which disappears with the processes. Spawned processes open the memfd through
+/proc, by a path that they inherit in the environment.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from sglang_hybrid import env
 
 
 def provide() -> None:
-    """In the server process, before it spawns others."""
-    # kept open until the process ends: the path is good as long as it is
+    """Create the memfd and export its path. Call this in the server process, before it spawns others."""
+    # kept open until the process ends: the path is valid while the descriptor is open
     descriptor = os.memfd_create("sglang-hybrid-load", os.MFD_CLOEXEC)
     os.environ[env.LOAD_FILE.name] = f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def withdraw() -> None:
-    """For a server with another backend, started where one of ours was before."""
+    """Remove the path from the environment, for a server with another backend that follows one of ours in a process."""
     os.environ.pop(env.LOAD_FILE.name, None)
 
 

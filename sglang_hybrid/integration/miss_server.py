@@ -1,4 +1,4 @@
-"""The miss server that the configuration asks for, over SGLang's pool."""
+"""Create the miss server that the configuration asks for: it computes attention over missed blocks of the pool."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SILENCE_SECONDS = 2.0
 
 
 def create_miss_server(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> MissServer:
-    """Starts the worker where the configuration wants one. Raises Refusal with what to change."""
+    """Create the miss server, and start a worker if the configuration wants one. Raise Refusal with what to change."""
     geometry = checked_geometry(config, pool, model_runner)
     if geometry is None:
         return TorchMisses()
@@ -48,7 +48,7 @@ def create_miss_server(config: HybridConfig, pool: HostKVPool, model_runner: Any
 
 
 def checked_geometry(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Geometry | None:
-    """None: the CPU kernels do not have this shape, and need not have it. Raises Refusal where they need to."""
+    """Return the pool's geometry; None if no CPU kernel has its shape. Raise Refusal if the settings need kernels."""
     try:
         library()
         geometry = geometry_of(config, pool, model_runner)
@@ -69,9 +69,9 @@ def checked_geometry(config: HybridConfig, pool: HostKVPool, model_runner: Any) 
 def start_worker(
     config: HybridConfig, pool: HostKVPool, model_runner: Any, geometry: Geometry, spin_us: int | None = None
 ) -> tuple[Supervisor, WorkerMetrics]:
-    """The worker of this rank, attached. Raises Refusal when there can be none.
+    """Start this rank's worker, or attach to a running one. Raise Refusal if that fails.
 
-    ``spin_us``: how long it stays awake after a post, at least.
+    ``spin_us``: the least time in microseconds that the worker stays awake after a post.
     """
     rank = rank_of(model_runner)
     ranks = ranks_on_this_host(model_runner.server_args)
@@ -107,13 +107,13 @@ def _keep_off_its_cores(supervisor: Supervisor, metrics: WorkerMetrics) -> None:
 
 
 def local_index(rank: Rank, args: Any) -> int:
-    """Of this rank among all that share the host's cores."""
+    """Return the index of this rank among all ranks that share the host's cores."""
     of_replica = max(1, args.tp_size // args.nnodes)
     return int(rank.replica * of_replica + rank.rank % of_replica)
 
 
 def geometry_of(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Geometry:
-    """What the worker has to know about the pool. Raises NativeError for a dtype that it does not know."""
+    """Return what the worker has to know about the pool. Raise NativeError if the kernels do not know its dtype."""
     needs = policy_named(config.policy).needs
     query_heads = model_runner.model_config.get_num_attention_heads(model_runner.server_args.tp_size)
     first_key, start = pool.k_buffer[0].data_ptr(), pool.region.address
@@ -136,7 +136,7 @@ def geometry_of(config: HybridConfig, pool: HostKVPool, model_runner: Any) -> Ge
 
 
 def _longest_list(config: HybridConfig, model_runner: Any) -> int:
-    """Blocks that a policy posts at most for one KV head of a row."""
+    """Return the maximum number of blocks that the policy posts for one KV head of a row."""
     if policy_named(config.policy).needs.long_lists:
         return -(-int(model_runner.req_to_token_pool.req_to_token.shape[1]) // BLOCK_TOKENS)
     return config.budget_tokens // BLOCK_TOKENS
@@ -148,7 +148,7 @@ def has_kernel(geometry: Geometry) -> bool:
 
 
 def plan_of(config: HybridConfig, rank: int, ranks: int, spin_us: int = 0, near: int | None = None) -> ThreadPlan:
-    """The thread plan of one rank; ranks on one host share its cores evenly."""
+    """Return the thread plan of one rank. Ranks on one host share its cores evenly."""
     chosen = config.worker_cores
     threads = 0 if config.worker_threads == "auto" else config.worker_threads
     if ranks > 1 and chosen == "auto":

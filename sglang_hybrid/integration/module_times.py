@@ -1,4 +1,4 @@
-"""Times of a model's attention, projections and feed-forward parts, where a forward pass runs on the CPU."""
+"""Measure the time of a model's attention, projections and feed-forward parts in forward passes on a CPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ATTENTION, PROJECTIONS, FEED_FORWARD = "attention", "projections", "feed-forward
 
 @contextlib.contextmanager
 def module_times(model: torch.nn.Module) -> Iterator[dict[str, float]]:
-    """Seconds by part, summed over all forward passes inside the context.
+    """Yield seconds by part, summed over all forward passes within the context.
 
     Attention is what a backend computes. Projections are the rest of ``self_attn``: queries, keys, values, rotation and
-    output. Modules are timed by hooks, so that on a GPU, which runs behind, the numbers would mean nothing.
+    output. Hooks time the modules on the host, so the numbers mean nothing on a GPU, which runs asynchronously.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -39,7 +39,7 @@ def module_times(model: torch.nn.Module) -> Iterator[dict[str, float]]:
 
 
 def _timed(module: torch.nn.Module, seconds: dict[str, float], signs: dict[str, int]) -> list[Any]:
-    """Add the module's time to each part, or subtract it."""
+    """Register hooks that add the module's time to parts of sign 1, and subtract it from parts of sign -1."""
     began = 0.0
 
     def before(*_: Any) -> None:

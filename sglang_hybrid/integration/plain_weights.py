@@ -1,4 +1,4 @@
-"""The matrix of a linear layer, whatever its weights are stored as."""
+"""Read the matrix of a linear layer, whatever the format of its weights."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Any
 
 import torch
 
-_ROWS = 1024  # of the identity at a time
-_MOST_DIFFERENCE = 0.05  # between the layer and its matrix, relative: eight bits have a few per cent
+_ROWS = 1024  # of the identity, per call of the layer
+_MOST_DIFFERENCE = 0.05  # relative, of the layer's output and its matrix's: eight bits have a few per cent
 _LARGEST_EXACT = 256.0  # a power of two within float8: inputs of this size lose nothing when they are quantised
 
 
 def is_plain(weight: Any) -> bool:
-    """Numbers as they are. Eight-bit floating point is not: its scales are elsewhere."""
+    """Return True if the weight holds plain numbers. Eight-bit floating point does not: its scales are elsewhere."""
     return weight is not None and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def matrix_of(linear: Any, inputs: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return ``[outputs, inputs]`` without the bias; None for a layer that tells no such matrix.
+    """Return the matrix ``[outputs, inputs]`` without the bias; None if no such matrix can be read from the layer.
 
-    Plain weights are returned as they are, not copied. Of quantised ones, in whatever format, the layer itself tells
-    what they are: it is given the identity. Layers that sum over ranks cannot be asked so.
+    Plain weights are returned as they are, not copied. Quantised weights of any format are read by calling the layer
+    with the identity. Layers that sum over ranks cannot be read that way.
     """
     weight: Any = getattr(linear, "weight", None)
     if is_plain(weight):
@@ -30,13 +30,13 @@ def matrix_of(linear: Any, inputs: int, dtype: torch.dtype) -> torch.Tensor | No
         with torch.no_grad():
             matrix = _by_identity(linear, inputs, dtype)
             return matrix if _agrees(linear, matrix) else None
-    except Exception:  # whatever kernels raise for inputs that they were not made for
+    except Exception:  # any error that kernels raise for inputs that they do not support
         return None
 
 
 def _by_identity(linear: Any, inputs: int, dtype: torch.dtype) -> torch.Tensor:
     device = next(linear.parameters()).device
-    scale = getattr(linear, "input_scale", None)  # of inputs, where it is fixed: larger ones would be cut off
+    scale = getattr(linear, "input_scale", None)  # fixed scale of inputs, if any: larger inputs would be clipped
     size = 1.0 if scale is None else _LARGEST_EXACT * float(scale.max())
     parts = []
     for first in range(0, inputs, _ROWS):

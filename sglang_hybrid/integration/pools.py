@@ -1,6 +1,6 @@
-"""SGLang's pools, replaced: capacity from host memory, KV in host memory.
+"""Replace SGLang's KV pool: the host's memory gives its capacity and holds keys and values.
 
-Each hook leaves servers with another attention backend alone.
+The hooks do not change servers with another attention backend, except for the page allocator on a CPU.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def kv_shape(model_config: Any, tp_size: int, kv_dtype: torch.dtype) -> KVShape:
 
 
 def ranks_on_this_host(args: Any) -> int:
-    """Processes that each have a pool: of one replica, or of all of them where replicas do not share ranks."""
+    """Return the number of processes on this host that have a pool. Replicas of data-parallel attention share them."""
     replicas = 1 if args.enable_dp_attention else args.dp_size
     return int(max(1, args.tp_size * args.pp_size // args.nnodes) * replicas)
 
 
 def check_capacity(model_config: Any, args: Any) -> None:
-    """Raise CapacityError early, in the process that a person started, if the host pool cannot fit.
+    """Raise CapacityError early, in the process that the user started, if the host pool does not fit.
 
-    Notes for the ranks how much was there, since each of them will see what others have left.
+    Export the available memory to the ranks, because each rank sees only what earlier ranks have left.
     """
     free = container.memory().available
     dtype = FP8 if args.kv_cache_dtype == FP8_FLAG else model_config.dtype
@@ -59,14 +59,14 @@ def check_capacity(model_config: Any, args: Any) -> None:
     os.environ[env.MEMORY_AT_START.name] = str(free)
 
 
-# What SGLang takes the dtype of an FP8 cache for, for a moment: a dtype of its size that SGLang does not look for.
+# Stands in for the dtype of an FP8 cache during one check of SGLang: a dtype of the same size that passes the check.
 _IN_DISGUISE = torch.uint8
 
 
 def configure(original: Callable[..., Any], configurator: Any, **kwargs: Any) -> Any:
-    """SGLang refuses FP8 on a CPU unless its own backend for AMX serves it. Ours reads FP8 on every CPU.
+    """Let FP8 caches pass on a CPU, where SGLang refuses them except with its AMX backend. Ours reads FP8 on every CPU.
 
-    The dtype is hidden from that check, which comes first, and is back when SGLang asks how much memory there is.
+    The dtype is hidden from SGLang's check, which comes first, and restored when SGLang asks for the available memory.
     """
     if not _is_hybrid(configurator) or configurator.device != "cpu" or configurator.kv_cache_dtype != FP8:
         return original(configurator, **kwargs)
@@ -79,7 +79,7 @@ def configure(original: Callable[..., Any], configurator: Any, **kwargs: Any) ->
 
 @told()
 def available_bytes(original: Callable[[Any, int], int], configurator: Any, pre_model_load_memory: int) -> int:
-    """Bytes for the KV cache: what the host gives, as far as the device can hold the digests."""
+    """Return the bytes for the KV cache: what the host provides, limited by the digests that the device can hold."""
     if not _is_hybrid(configurator):
         return original(configurator, pre_model_load_memory)
     if configurator.kv_cache_dtype == _IN_DISGUISE:
@@ -136,12 +136,12 @@ def build_kv_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any
         from sglang_hybrid.integration.host_kv_pool import HostKVPool
 
         kwargs["mha_pool_class"] = HostKVPool
-        kwargs.pop("quant_method", None)  # of FP8 on a CPU, for SGLang's layout
+        kwargs.pop("quant_method", None)  # quantises FP8 on a CPU, for SGLang's layout
     return original(configurator, **kwargs)
 
 
 def enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-    """Some models write keys and values beside their rotary embedding, into a pool of SGLang's layout on the device."""
+    """Disable kernels that write keys and values during rotary embedding, to a device pool of SGLang's layout."""
     from sglang_hybrid.integration.host_kv_pool import HostKVPool
 
     return not HostKVPool.in_this_process and original(*args, **kwargs)
@@ -150,7 +150,10 @@ def enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any, **kwar
 def build_allocator(
     original: Callable[..., Any], configurator: Any, *, sizes: Any, token_to_kv_pool: Any, **kwargs: Any
 ) -> Any:
-    """On a CPU SGLang's page allocator cannot run for any backend: a prefill instance there needs ours as well."""
+    """Replace SGLang's page allocator on a CPU, where it cannot run.
+
+    This applies to every attention backend: a prefill instance on a CPU needs our allocator as well.
+    """
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
     if _is_hybrid(configurator):
@@ -170,6 +173,6 @@ def _cpu_allocator(configurator: Any, tokens: int, pool: Any) -> Any:
         dtype=configurator.kv_cache_dtype,
         device=configurator.device,
         kvcache=pool,
-        # as SGLang does: a transfer wants runs of neighbouring pages
+        # as SGLang does: transfers need runs of neighbouring pages
         need_sort=configurator.server_args.disaggregation_mode != "null",
     )

@@ -1,4 +1,4 @@
-"""Prediction in SGLang's forward pass: hooks in front of the decoder layers that look one layer ahead."""
+"""Predict queries in SGLang's forward pass: hooks in front of the decoder layers look one layer ahead."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ _SAMPLED_GAINS = 8
 
 
 class Scouting:
-    """The predictions of one model runner. At layer i the engine gets what predicts layer i + 1."""
+    """Query prediction of one model runner: at layer i the engine gets the input that predicts layer i + 1's query."""
 
     def __init__(self, model_runner: Any, split: Callable[[], SplitStep | None] = lambda: None) -> None:
-        """``split``: of the step that runs; rows in their first one need no prediction."""
+        """``split`` returns the running step's ``SplitStep`` or None. Rows in first steps need no prediction."""
         self._runner = model_runner
         self._split = split
         self._layers: DecoderLayers | None = None
         self._predicted: set[int] = set()  # layer ids
         self._stop: Callable[[], None] | None = None
-        self.prediction = "none"  # calibrated, raw or none: what is done now
+        self.prediction = "none"  # calibrated, raw or none: what is in use now
 
     @property
     def is_predicting(self) -> bool:
         return self._stop is not None
 
     def use(self, config: HybridConfig, calibrated: Calibrated | None, engine: Engine) -> None:
-        """Predict by these settings from now on, for ``engine``. ``calibrated``: a profile or a calibration.
+        """Predict with these settings from now on, for ``engine``. ``calibrated`` is a profile or a calibration.
 
-        Raises Refusal where settings ask for what this model cannot do.
+        Raise Refusal if the settings require a prediction that the model does not allow.
         """
         if self._stop:
             self._stop()
@@ -61,7 +61,7 @@ class Scouting:
             self._stop = self._layers.on_parts(partial(self._on_parts, engine))
 
     def _predictions(self, config: HybridConfig, calibrated: Calibrated | None) -> dict[int, LayerPrediction]:
-        """By layer id. Empty where nothing is predicted."""
+        """Return what predicts each layer's query, by layer id; empty if nothing is predicted."""
         prediction = prediction_of(config, is_calibrated=calibrated is not None)
         if prediction == "none":
             if config.prediction == "auto" and policy_named(config.policy).needs.prediction:
@@ -69,7 +69,7 @@ class Scouting:
             return {}
         try:
             refuse_inputs(self._runner.server_args)
-            self._layers = DecoderLayers(self._runner.model)  # anew: weights may have been updated
+            self._layers = DecoderLayers(self._runner.model)  # created anew: weights may have been updated
             weights = {layer: self._layers.query_weights(layer) for layer in self._layers.ids}
         except UnknownLayers as unknown:
             if config.prediction != "auto":
@@ -88,17 +88,17 @@ class Scouting:
         return predictions
 
     def _of_rank(self, correction: Correction, projection: torch.Tensor) -> Correction:
-        """A calibration is of this rank already, a profile of the whole model."""
+        """Return this rank's part of ``correction``. A calibration holds only this part, a profile the whole model."""
         width, rank = projection.shape[0], rank_of(self._runner).rank
         part = slice(rank * width, (rank + 1) * width) if correction.left.shape[0] != width else slice(None)
         own = Correction(correction.left[part], correction.right, correction.bias[part])
         return own.to(projection.device, projection.dtype)
 
     def _announced(self, layer: int) -> list[int]:
-        """Whose queries the input of ``layer`` tells.
+        """Return the layers whose queries are computed from the input of ``layer``.
 
-        The first layer has none before it, but these inputs are its own, so this is its real query. It is posted
-        before the second: the worker holds two posts, and a third would take the place of one not collected yet.
+        No layer comes before the first one, but this input is its own, so its query is the real one. The first layer is
+        posted before the second: the worker holds two posts, and a third would overwrite one that is not collected yet.
         """
         assert self._layers is not None
         numbers = (layer, layer + 1) if layer == self._layers.ids[0] else (layer + 1,)
@@ -126,7 +126,7 @@ class Scouting:
 
 
 def read_profile(config: HybridConfig, model_runner: Any) -> Profile | None:
-    """The profile that the configuration names. Raises Refusal for one that does not fit."""
+    """Return the profile that the configuration names, None if it needs none. Raise Refusal if it does not fit."""
     if not policy_named(config.policy).needs.prediction or config.profile_file is None:
         return None
     try:
@@ -140,7 +140,7 @@ def read_profile(config: HybridConfig, model_runner: Any) -> Profile | None:
 
 
 def identity(model_runner: Any) -> ModelIdentity:
-    """Raises ProfileError for a model that profiles cannot be made of."""
+    """Return which model is served, as profiles name it. Raise ProfileError if its queries cannot be predicted."""
     config = model_runner.model_config
     try:
         layers = DecoderLayers(model_runner.model)

@@ -1,4 +1,4 @@
-"""Cores of each rank on a host without a GPU: SGLang wants to be told them where ranks outnumber NUMA nodes."""
+"""Assign cores to ranks on a host without a GPU: SGLang requires this if ranks outnumber NUMA nodes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"  # "0-3|4-7": cores of the first rank, 
 
 
 def share_cores(ranks: int, ranks_here: int) -> None:
-    """Divide this host's cores between its ``ranks_here`` of all ``ranks``, for the processes that will be started.
+    """Divide this host's cores between its ``ranks_here`` of all ``ranks``, for processes that are started later.
 
-    Does nothing where the user divided them, or where SGLang can give a NUMA node to every rank.
+    Do nothing if the user has divided the cores, or if SGLang can give a NUMA node to every rank.
     """
     cores = read_topology().cores
     if ranks > len({core.node for core in cores}) and not os.environ.get(VARIABLE):
@@ -22,7 +22,7 @@ def share_cores(ranks: int, ranks_here: int) -> None:
 
 
 def divide(cores: Sequence[Core], ranks: int) -> list[str]:
-    """One list of CPUs for each rank, of about the same length; ranks share cores where there are too few."""
+    """Return a list of CPUs such as "0,1,2" for each rank, about equally long. Ranks share cores if there are few."""
     ordered = [core.cpus[0] for core in sorted(cores, key=lambda core: (core.node, core.cpus))]
     if ranks > len(ordered):
         return [str(ordered[rank % len(ordered)]) for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""This process among the ranks of a server, and what all of them agree on."""
+"""The rank of this process among the ranks of a server, and values that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sglang_hybrid.metrics import Rank
 
 
 def rank_of(model_runner: Any) -> Rank:
-    """This process's rank. SGLang before 0.5.21 keeps it at the model runner, later versions one for the process."""
+    """Return this process's rank. SGLang before 0.5.21 keeps it in the model runner, later versions per process."""
     ranks = model_runner.ps if hasattr(model_runner, "ps") else _parallel()
     replica = 0 if model_runner.server_args.enable_dp_attention else getattr(ranks, "dp_rank", None)
     return Rank(ranks.tp_rank, replica or 0)
 
 
 def kv_heads_of(model_runner: Any) -> slice:
-    """KV heads of this rank, among those of the whole model."""
+    """Return the KV heads of this rank, as a slice of the whole model's KV heads."""
     heads = model_runner.token_to_kv_pool.head_num
     # with more ranks than KV heads several ranks share one
     shared = max(1, model_runner.server_args.tp_size // model_runner.model_config.get_total_num_kv_heads())

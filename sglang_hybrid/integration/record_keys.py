@@ -1,4 +1,4 @@
-"""Keys that a loaded model makes of a text, as the KV pool gets them: after rotation."""
+"""Record the keys that a loaded model computes for a text, as the KV pool stores them: after rotation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ def record_keys(
     longest: int,
     progress: Callable[[float], None] = lambda _part: None,
 ) -> list[torch.Tensor]:
-    """Of each layer, ``[KV heads of this rank, tokens of all windows, head_dim]``, float16, in host memory.
+    """Return each layer's keys, ``[KV heads of this rank, tokens of all windows, head_dim]``, float16, in host memory.
 
-    Windows begin at positions that are spread over a context of ``longest`` tokens. Attention depends on distances, so
-    nothing else changes, but rotation turns keys with their position, and slow channels never come round: keys of the
-    first positions tell nothing about those of the last. ``progress`` gets parts that sum to 1. Raises UnknownLayers.
+    Windows start at positions that are spread over a context of ``longest`` tokens. Attention depends on distances, so
+    nothing else changes, but rotation turns keys with their position, and slow channels never complete a turn: keys at
+    the first positions differ from those at the last. ``progress`` is called with each share of the work that is done;
+    the shares sum to 1. Raise UnknownLayers if the model is not built like Llama.
     """
     seen: dict[int, list[torch.Tensor]] = {}
 

@@ -1,4 +1,4 @@
-"""SGLang's command line: our flags, defaults that fit the backend and the host, refusals."""
+"""Extend SGLang's command line: our flags, defaults that fit the backend and the host, and refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("sglang.srt.hybrid")
 
 
 def resolution_method() -> str:
-    """The method of ServerArgs that turns what was asked for into what will be done."""
+    """Return the name of the method of ServerArgs that turns given arguments into effective ones."""
     from sglang.srt.server_args import ServerArgs
 
     return "resolve_once" if hasattr(ServerArgs, "resolve_once") else "__post_init__"
@@ -42,7 +42,7 @@ def add_flags(_result: Any, parser: argparse.ArgumentParser) -> None:
 
 
 def export_flags(_cls: Any, args: argparse.Namespace) -> None:
-    """Before SGLang makes its ServerArgs of the command line."""
+    """Export our flags to the environment, before SGLang creates its ServerArgs from the command line."""
     backends = (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend)
     if (args.hybrid_config or args.hybrid) and BACKEND_NAME not in backends:
         raise Refusal(f"--hybrid and --hybrid-config are settings of --attention-backend {BACKEND_NAME}: add it")
@@ -50,8 +50,8 @@ def export_flags(_cls: Any, args: argparse.Namespace) -> None:
 
 
 def resolve(original: Callable[[Any], None], args: Any) -> None:
-    """Around SGLang's resolution: defaults and refusals of flags before, of models after."""
-    finished = getattr(args, "_resolution_finished", False)  # by the process that spawned this one
+    """Wrap SGLang's resolution of arguments: set defaults and refuse flags before it, refuse models after it."""
+    finished = getattr(args, "_resolution_finished", False)  # resolved by the process that spawned this one
     asked = (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend)
     if BACKEND_NAME not in asked:
         load_snapshot.withdraw()
@@ -89,16 +89,16 @@ _every_backend = False
 
 
 def set_defaults_of_every_backend() -> None:
-    """For our own launchers: device and dtype have our defaults with other attention backends too.
+    """Apply our defaults of device and dtype to other attention backends too. Only our own launchers call this.
 
-    Whoever gives our launchers another backend compares it with ours, and should not compare two dtypes.
+    A user who starts our launchers with another backend compares it with ours, and should not compare two dtypes.
     """
     global _every_backend
     _every_backend = True
 
 
 def _set_device_and_dtype(args: Any) -> None:
-    """A device that exists; on a CPU float32, unless the user asks for another dtype, and then a warning."""
+    """Choose a device that exists. On a CPU choose float32, or warn if the dtype that the user asks for is slow."""
     if args.device is None and not torch.cuda.is_available():
         args.device = "cpu"
     if not _is_on_cpu(args):
@@ -122,15 +122,15 @@ _ROWS_ON_DEVICE = 64
 def _set_defaults(args: Any, config: HybridConfig) -> None:
     args.page_size = BLOCK_TOKENS
     if not (args.device in (None, "cuda") and torch.cuda.is_available()) or unsupported_settings(config):
-        # the plain torch version of a decode step copies between host and device as it goes
+        # a decode step in plain torch copies between host and device while it runs
         args.disable_cuda_graph = True
     elif args.max_running_requests is None:
         # every row has its resident blocks in device memory: SGLang's own default, in the thousands, would not fit
         args.max_running_requests = _ROWS_ON_DEVICE
-    # prefill streams pages from host memory, as many as there happen to be
+    # prefill streams pages from host memory, a different number each time
     args.cuda_graph_backend_prefill = "disabled"
     if args.disaggregation_mode == "decode" and hasattr(args, "disaggregation_decode_retraction_backup"):
-        # the other way copies to a second pool in host memory
+        # the alternative copies to a second pool in host memory
         args.disaggregation_decode_retraction_backup = "cpu_tensor"
 
 

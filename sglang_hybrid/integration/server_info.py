@@ -1,4 +1,4 @@
-"""What SGLang's /get_server_info tells about this backend: the effective settings and what follows, under one key."""
+"""Add this backend to SGLang's /get_server_info: its effective settings, worker and pool, under one key."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglang.srt.hybrid")
 
 KEY = "sglang_hybrid"
-_KNOWN_BETTER = ("host_memory", "worker_threads", "worker_cores")  # by the pool and the worker themselves
+_KNOWN_BETTER = ("host_memory", "worker_threads", "worker_cores")  # the pool and the worker describe these themselves
 _automatic: tuple[HybridConfig, dict[str, str]] | None = None
 
 
 def add_settings(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After ``Scheduler.get_internal_state``: of this replica, as rank 0 has them. Never ends the scheduler."""
+    """Add this replica's settings, as rank 0 has them. Log errors: they must not end the scheduler.
+
+    Hook after ``Scheduler.get_internal_state``.
+    """
     try:
         backend = backend_of(scheduler)
         if backend is not None:
@@ -31,7 +34,7 @@ def add_settings(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> No
 
 
 def describe(backend: HybridAttnBackend) -> dict[str, Any]:
-    """JSON types only."""
+    """Return the backend's labels, settings, worker and pool, in JSON types only."""
     pool = backend.pool
     return {
         **backend.labels(),
@@ -47,7 +50,7 @@ def describe(backend: HybridAttnBackend) -> dict[str, Any]:
 
 
 def automatic(config: HybridConfig) -> dict[str, str]:
-    """What settings that leave a choice became on this host, in words. The host is asked once."""
+    """Return, in words, what settings such as ``auto`` became on this host. The host is inspected only once."""
     global _automatic
     if _automatic is None or _automatic[0] != config:
         chosen = host_settings.resolved(config, this_host())

@@ -1,6 +1,6 @@
-"""When metrics are published: SGLang's scheduler says which batches begin, when it rests, and what its pool holds.
+"""Publish metrics from hooks in SGLang's scheduler: when a batch begins, and when the server is idle.
 
-Metrics must never end a server: where SGLang's objects are not as expected, nothing more is published.
+Metrics must never end a server: if SGLang's objects are not as expected, these hooks publish nothing more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _failed = False
 
 
 def batch_begins(scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before the scheduler runs a batch."""
+    """Record the batch that begins, and publish if it is time. Hook before ``Scheduler.run_batch``."""
 
     def tell(metrics: ServerMetrics) -> None:
         rows = len(batch.reqs) if batch.forward_mode.is_decode() else None
@@ -30,7 +30,7 @@ def batch_begins(scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Non
 
 
 def scheduler_is_idle(scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before the scheduler rests."""
+    """Record that the server is idle, and publish. Hook before ``Scheduler.on_idle``."""
     _safely(scheduler, lambda metrics: metrics.rests(functools.partial(pool_bytes, scheduler)))
 
 
@@ -48,7 +48,7 @@ def _safely(scheduler: Any, tell: Callable[[ServerMetrics], None]) -> None:
 
 
 def pool_bytes(scheduler: Any) -> tuple[int, int]:
-    """Bytes of the host pool that requests hold, and all of them, as SGLang counts tokens."""
+    """Return the bytes of the host pool that requests hold, and the pool's size in bytes, as SGLang counts tokens."""
     allocator, tokens = scheduler.token_to_kv_pool_allocator, scheduler.max_total_num_tokens
     free = allocator.available_size() + scheduler.tree_cache.evictable_size()
     per_token = bytes_per_token(allocator.get_kvcache())

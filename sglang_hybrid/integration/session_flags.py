@@ -1,4 +1,4 @@
-"""The command line that commands which load a model themselves give to SGLang, and their flags for it."""
+"""SGLang's command line for commands that load a model themselves, and the flags of these commands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-MOST_ROWS = 8  # that decode together in a session of `eval`: its CUDA graphs are recorded for so many
+MOST_ROWS = 8  # that decode together in a session of `eval`: CUDA graphs are recorded up to this batch size
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def model_directory(options: argparse.Namespace) -> Path:
-    """Prepares the model where that is needed. Raises DefaultModelError."""
+    """Return the model's directory, and prepare the model if needed. Raise DefaultModelError if that fails."""
     from rich.console import Console
 
     from sglang_hybrid.commands.model import find_model
@@ -36,7 +36,7 @@ def model_directory(options: argparse.Namespace) -> Path:
     return find_model(options.model_path, console=Console(stderr=True))
 
 
-# few graphs: they are recorded anew whenever settings change. Nothing is sampled, so that no sampler is compiled
+# few graphs, because they are recorded anew whenever settings change; no compiled sampler, because nothing is sampled
 _BY_GRAPHS = (
     f"--max-running-requests={MOST_ROWS}", "--sampling-backend=pytorch",
     "--cuda-graph-bs-decode", *(str(rows) for rows in (1, 2, 4, MOST_ROWS)),
@@ -51,10 +51,10 @@ def has_cuda(options: argparse.Namespace) -> bool:
 
 
 def session_flags(options: argparse.Namespace, settings: Sequence[str], *, as_served: bool = False) -> list[str]:
-    """``settings``: of the backend, as key=value. Raises DefaultModelError.
+    """Return SGLang's command line. ``settings`` of the backend are key=value. Raise DefaultModelError without a model.
 
-    ``as_served``: on a GPU by CUDA graphs, with a worker. Otherwise in plain torch everywhere, which follows policies
-    that only watch.
+    ``as_served``: decode on a GPU by CUDA graphs, with a worker. Otherwise decode in plain torch on every device, which
+    also works with policies that only observe.
     """
     model = model_directory(options)
     by_graphs = as_served and "--disable-cuda-graph" not in options.server_flag and has_cuda(options)

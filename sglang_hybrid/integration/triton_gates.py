@@ -1,4 +1,4 @@
-"""SGLang asks by backend name whether Triton kernels may be used. Ours may, except on a CPU."""
+"""Answer SGLang, by backend name, whether Triton kernels may be used: with ours they may, except on a CPU."""
 
 from __future__ import annotations
 

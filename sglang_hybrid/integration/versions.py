@@ -1,4 +1,4 @@
-"""Which SGLang this code is tested with. Every other file that needs a version number reads it here.
+"""Versions of SGLang that this code is tested with. Every other file that needs a version number reads it here.
 
 The installer and the Makefile read this file before anything is installed: only the standard library is imported here.
 """
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 TESTED = ("0.5.17", "0.5.20", "0.5.21", "0.5.22", "0.5.23")  # oldest first; versions between are accepted
 OLDEST_TESTED, NEWEST_TESTED = TESTED[0], TESTED[-1]
-# what the installer takes unless it is told: the newest version that a server was tested with, on each device
+# the installer's default on each device: the newest version that a server was tested with
 INSTALLED = {"cpu": NEWEST_TESTED, "cuda": "0.5.17"}
 
 
 class UntestedSGLang(RuntimeError):
-    """SGLang is outside the tested range and nobody said that this is fine."""
+    """The installed SGLang is outside the tested range, and the environment does not allow that."""
 
 
 def installed_sglang() -> Version:

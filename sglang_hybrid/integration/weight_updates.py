@@ -1,4 +1,4 @@
-"""Weights that change while a server runs: predictors are made from weights, and profiles fit one set of them."""
+"""Updates of weights while a server runs: predictors are computed from weights, and a profile fits one set of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.Weig
 
 
 def methods_that_load() -> tuple[str, ...]:
-    """Methods of SGLang's updater that change weights and return whether they did, with a message."""
+    """Return the methods of SGLang's updater that change weights. Each method returns success and a message."""
     updater = pkgutil.resolve_name(UPDATER)
     from_peers = ("load_weights_from_distributed", "update_weights_from_distributed")  # since 0.5.21, and before
     return (
@@ -28,24 +28,33 @@ def methods_that_load() -> tuple[str, ...]:
 
 
 def methods_that_finish() -> tuple[str, ...]:
-    """Since 0.5.21 updates are made in sessions. A peer may have written to the weights directly before one ends."""
+    """Return the method that ends a session of updates; empty before SGLang 0.5.21, which has no sessions.
+
+    A peer may have written to the weights directly before a session ends.
+    """
     return ("end_weight_update",) if hasattr(pkgutil.resolve_name(UPDATER), "end_weight_update") else ()
 
 
 def update(original: Callable[..., tuple[bool, str]], updater: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-    """Around SGLang's updates of weights in a scheduler process, whatever their source."""
+    """Refuse an update of weights that engines cannot follow; otherwise create predictors anew after it.
+
+    Hook around all methods that load weights in a scheduler process.
+    """
     backend = _backend(updater)
     if backend is None:
         return original(updater, *args, **kwargs)
     if why := backend.why_weights_must_stay():
         return False, why
     success, message = original(updater, *args, **kwargs)
-    backend.weights_changed()  # also after a failure, which may have changed some of them
+    backend.weights_changed()  # also after a failure, which may have changed some weights
     return success, message
 
 
 def session_ended(_result: Any, updater: Any, *_args: Any, run_post_load: bool = True, **_kwargs: Any) -> None:
-    """After a session of updates. ``run_post_load``: nothing was loaded through SGLang, so a peer wrote the weights."""
+    """Create predictors anew after a session of updates in which a peer wrote the weights.
+
+    Hook after the end of a session. ``run_post_load`` means that nothing was loaded through SGLang.
+    """
     backend = _backend(updater)
     if backend is None or not run_post_load:
         return

@@ -1,4 +1,4 @@
-"""Digests of every page of the host pool, on the device that selects."""
+"""Digests of every page of the host pool, on the model's device, where blocks are selected."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from sglang_hybrid.ops import reference
 
 
 class Digests:
-    """One min/max digest per (layer, page, KV head), kept up to date by whoever writes keys.
+    """One min/max digest per (layer, page, KV head). Code that writes keys has to refresh it.
 
     Layout, one tensor a layer::
 
         [page][KV head][max, min][head_dim]
 
-    They have the pool's dtype, in which the extremes of its keys are exact.
-    Pages are shared between requests with a common prefix, and so are their digests. A
-    freed page needs no care: the next writer of its first token starts the digest anew.
+    Digests have the pool's dtype, in which the extremes of the pool's keys are exact.
+    Requests with a common prefix share pages, and so digests. A freed page needs no care:
+    the next writer of its first token starts the digest anew.
     """
 
     def __init__(self, layers: int, pages: int, heads: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
@@ -37,7 +37,7 @@ class Digests:
 
 
 class CompactDigests:
-    """Min/max digests as ``reference.compact_digest`` stores them, for what ``sketches`` holds.
+    """Min/max digests in the format of ``reference.compact_digest``, for the channels that ``sketches`` store.
 
     Layout, one tensor a layer::
 
@@ -53,7 +53,7 @@ class CompactDigests:
         return self._layers[layer]
 
     def refresh(self, layer: int, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
-        """As ``Digests.refresh``; the sketches of these pages are to be made anew after it."""
+        """Recompute digests, as ``Digests.refresh`` does. Refresh the sketches of these pages afterwards."""
         table, channels = self._layers[layer], self._sketches.of_layer(layer).channels
         blocks = keys[pages.to(keys.device)].to(table.device)
         digests = reference.minmax_digest(blocks, filled.to(table.device))

@@ -6,9 +6,9 @@ import torch
 
 
 def touched_pages(slots: torch.Tensor, page_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pages that a write to ``slots`` reaches, and how many of each one's tokens are valid after it.
+    """Return the pages that a write to ``slots`` reaches, and the number of valid tokens in each page after the write.
 
-    A page is filled front to back, so its highest slot written tells how full it is.
+    A page is filled front to back, so its highest written slot determines this number.
     """
     pages, owner = torch.unique(slots // page_tokens, return_inverse=True)
     filled = torch.zeros_like(pages).scatter_reduce_(0, owner, slots % page_tokens + 1, "amax")
@@ -16,9 +16,9 @@ def touched_pages(slots: torch.Tensor, page_tokens: int) -> tuple[torch.Tensor, 
 
 
 def page_table(req_to_token: torch.Tensor, rows: torch.Tensor, longest: int, page_tokens: int) -> torch.Tensor:
-    """Pages of each row's sequence, ``[rows, ceil(longest / page_tokens)]``.
+    """Return the pages of each row's sequence, ``[rows, ceil(longest / page_tokens)]``.
 
-    A copy, never a view: the scheduler rewrites ``req_to_token`` while a forward pass runs.
+    The result is a copy, never a view: the scheduler rewrites ``req_to_token`` while a forward pass runs.
     """
     return req_to_token[rows, :longest:page_tokens].to(torch.int64) // page_tokens
 
@@ -26,8 +26,8 @@ def page_table(req_to_token: torch.Tensor, rows: torch.Tensor, longest: int, pag
 def to_head_major(pool: torch.Tensor, pages: torch.Tensor) -> None:
     """Permute, in place, ``pages`` that were written as ``[token][KV head][dim]`` into the pool's layout.
 
-    pool ``[pages, KV heads, tokens of a page, dim]``. To be done once for every page that arrives: done twice, it
-    makes something else of it.
+    pool ``[pages, KV heads, tokens of a page, dim]``. Call this function once for every page that arrives: a second
+    call would corrupt the page.
     """
     heads, tokens, dim = pool.shape[1:]
     pool[pages] = pool[pages].view(-1, tokens, heads, dim).transpose(1, 2)

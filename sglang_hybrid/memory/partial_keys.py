@@ -1,4 +1,4 @@
-"""Some columns of every key in another basis, 16 bits each: what InfiniGen keeps on the model's device."""
+"""Partial keys: some columns of every key in another basis, 16 bits each, which InfiniGen keeps on the device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 class PartialKeys:
     """Encodes keys as the first columns of ``key @ basis``.
 
-    A basis is orthogonal, so that ``q @ basis`` and ``k @ basis`` have the product of q and k. Its first columns are
-    those that carry most of the products: the sum over them alone is the speculated product. All query heads of a KV
+    A basis is orthogonal, so that ``q @ basis`` and ``k @ basis`` have the same product as q and k. The first columns
+    of a basis carry most of the products: the sum over them alone is the speculated product. All query heads of a KV
     head share its basis.
     """
 
     def __init__(self, bases: Sequence[torch.Tensor], columns: int, dtype: torch.dtype) -> None:
-        """``bases`` of all layers ``[KV heads, head_dim, head_dim]``, on the codes' device; ``dtype`` of codes."""
+        """``bases``: of each layer ``[KV heads, head_dim, head_dim]``, on the codes' device. ``dtype``: of codes."""
         assert dtype.itemsize == 2 and all(columns <= basis.shape[2] for basis in bases)
         self.columns = columns
         self._bases = [torch.empty(*basis.shape[:2], columns, device=basis.device) for basis in bases]
@@ -28,25 +28,25 @@ class PartialKeys:
         return self._dtype
 
     def choose(self, bases: Sequence[torch.Tensor]) -> None:
-        """Other bases from now on; codes of keys that are written already become void."""
+        """Use other bases from now on. Codes of keys that were written before become invalid."""
         for own, basis in zip(self._bases, bases, strict=True):
             own.copy_(basis[:, :, : self.columns])  # in place: policies and engines hold these tensors
 
     def basis(self, layer: int) -> torch.Tensor:
-        """The columns that are kept: ``[KV heads, head_dim, columns]``, float32."""
+        """Return the columns of the layer's basis that are kept: ``[KV heads, head_dim, columns]``, float32."""
         return self._bases[layer]
 
     def encode(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
-        """As ``KeyEncoder.encode``: bytes ``[n, KV heads, T, 2 * columns]``."""
+        """Encode keys as ``KeyEncoder.encode`` does: bytes ``[n, KV heads, T, 2 * columns]``."""
         partial = torch.einsum("nhtd,hdc->nhtc", keys.float(), self._bases[layer])
         return partial.to(self._dtype).contiguous().view(torch.uint8)
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """Codes ``[..., 2 * columns]`` -> partial keys ``[..., columns]``, a view of another dtype."""
+        """View codes ``[..., 2 * columns]`` as partial keys ``[..., columns]`` of the codes' 16-bit dtype."""
         return codes.view(self._dtype)
 
     def queries(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """query ``[B, query heads, head_dim]`` -> partial queries ``[B, KV heads, group, columns]``, float32."""
+        """Project queries ``[B, query heads, head_dim]`` to partial ones ``[B, KV heads, group, columns]``, float32."""
         basis = self._bases[layer]
         grouped = query.float().unflatten(1, (basis.shape[0], -1))
         return torch.einsum("bhgd,hdc->bhgc", grouped, basis)

@@ -1,4 +1,4 @@
-"""The query of each row's last prompt token, per layer: what first chooses a row's resident blocks."""
+"""The query of each row's last prompt token, per layer. It chooses the row's first resident blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class PromptQueries:
-    """Written by prefill, whose every chunk overwrites what the one before it left."""
+    """Last prompt queries, stored by prefill. Each chunk of a prompt overwrites the query of the chunk before."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
@@ -14,7 +14,7 @@ class PromptQueries:
         self._known: dict[int, torch.Tensor] = {}
 
     def store(self, layer: int, rows: torch.Tensor, queries: torch.Tensor) -> None:
-        """queries ``[rows, query heads, head_dim]``."""
+        """Store one layer's queries ``[rows, query heads, head_dim]`` of ``rows``."""
         if layer not in self._layers:
             self._layers[layer] = queries.new_zeros(self._rows, *queries.shape[1:])
             self._known[layer] = torch.zeros(self._rows, dtype=torch.bool, device=queries.device)
@@ -22,7 +22,7 @@ class PromptQueries:
         self._known[layer][rows] = True
 
     def of(self, layer: int, rows: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
-        """As stored; rows whose prompt was computed elsewhere get ``otherwise``, of the same shape."""
+        """Return stored queries, and those of ``otherwise`` for rows whose prompt was computed elsewhere."""
         if layer not in self._layers:
             return otherwise
         return torch.where(self._known[layer][rows][:, None, None], self._layers[layer][rows], otherwise)

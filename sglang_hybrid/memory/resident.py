@@ -1,4 +1,4 @@
-"""Which blocks of each (row, layer, KV head) have a slot on the device."""
+"""The resident blocks of each (row, layer, KV head): those that have a slot in device memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_hybrid.ops.reference import NO_BLOCK
 class ResidentSet:
     """One layer's resident blocks, as positions in their rows' sequences.
 
-    Sink, recent and tail blocks have slots of their own and are not listed here. Tensors are allocated once, for all
+    Sink, recent and tail blocks have slots of their own and are not listed here. The tensor is allocated once, for all
     rows that SGLang can run, and indexed by SGLang's row number.
     """
 
@@ -18,11 +18,11 @@ class ResidentSet:
         self.positions = torch.full((rows, heads, slots), NO_BLOCK, dtype=torch.int64, device=device)
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[rows, KV heads, slots]``, NO_BLOCK in empty slots."""
+        """Return the resident positions of ``rows``, ``[rows, KV heads, slots]``, with NO_BLOCK in empty slots."""
         return self.positions[rows]
 
     def replace(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
-        """From now on these, ``[rows, KV heads, at most slots]``, with NO_BLOCK anywhere."""
+        """Replace the blocks of ``rows`` by positions ``[rows, KV heads, at most slots]``, with NO_BLOCK anywhere."""
         self.forget(rows)
         self.positions[rows, :, : positions.shape[2]] = positions
 
@@ -30,9 +30,9 @@ class ResidentSet:
         self.positions[rows] = NO_BLOCK
 
     def admit(self, rows: torch.Tensor, positions: torch.Tensor, scores: torch.Tensor) -> None:
-        """One block more for each row, positions ``[rows]``: into an empty slot, else in place of the worst.
+        """Add one block to each row, positions ``[rows]``, in an empty slot or in place of the lowest-scoring block.
 
-        ``scores`` ``[rows, KV heads, blocks]``, finite for every block that is resident.
+        ``scores`` ``[rows, KV heads, blocks]`` must be finite for every block that is resident.
         """
         if self.positions.shape[2] == 0:
             return

@@ -1,4 +1,4 @@
-"""A few channels of every key, on the device that selects: what a block's extremes do not tell."""
+"""Sketches: a few channels of every key, on the model's device. They refine what digests say about blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_hybrid.ops import reference
 class LayerSketch:
     """One layer's sketch: ``codes`` [pages, KV heads, ...] of ``channels`` [KV heads, C].
 
-    A code is a place in the range that the block's digest gives; see ``reference.sketch_codes``.
+    A code is a position in the range that the block's digest gives for the channel; see ``reference.sketch_codes``.
     """
 
     codes: torch.Tensor
@@ -21,9 +21,9 @@ class LayerSketch:
 
 
 class Sketches:
-    """The most telling channels of the keys of every (layer, page, KV head), kept up to date with the digests.
+    """The most informative channels of the keys of every (layer, page, KV head), refreshed after the digests.
 
-    Which ones they are differs between KV heads; ``choose`` says it before the first key is written.
+    The channels differ between KV heads. Call ``choose`` before the first key is written.
     """
 
     def __init__(self, channels: int, layers: int, pages: int, heads: int, page_tokens: int, device: str) -> None:
@@ -36,7 +36,7 @@ class Sketches:
         self._channels = [first.clone() for _ in range(layers)]
 
     def choose(self, layer: int, order: torch.Tensor) -> None:
-        """order ``[KV heads, head_dim]``: all channels of each KV head, the most telling first."""
+        """Sketch the first channels of order ``[KV heads, head_dim]``: all channels, the most informative first."""
         heads, channels = self._shape
         assert order.shape[0] == heads and order.shape[1] >= channels
         self._channels[layer].copy_(order[:, :channels])  # in place: engines hold these tensors
@@ -52,9 +52,9 @@ class Sketches:
 
 
 def channel_order(importance: torch.Tensor, rotary_dim: int, neox: bool) -> torch.Tensor:
-    """Channels by importance ``[KV heads, head_dim]``, best first; the two that are rotated together stay together.
+    """Return each KV head's channels by ``importance`` ``[KV heads, head_dim]``, best first, rotated pairs together.
 
-    Rotation mixes a pair over positions, so neither is worth much without the other.
+    Rotation mixes the two channels of a pair over positions, so neither says much without the other.
     """
     heads, dim = importance.shape
     position = torch.arange(dim)

@@ -1,15 +1,15 @@
-"""What operators watch: SGLang's /metrics shows these with --enable-metrics.
+"""Metrics for operators: SGLang exports them at /metrics with --enable-metrics.
 
 table           every metric as data: name, type, labels, meaning, engines; docs/metrics.md is made from it
-rank            whose metrics they are
+rank            labels of the rank that a value belongs to
 collectors      Prometheus collectors of the table's metrics
-distribution    values by bucket, counted here or on a device
-readings        what an engine tells about itself
+distribution    histogram values by bucket, counted on the host or on a device
+readings        counters and state that an engine reports
 steps           how long decode steps take
 waits           how long decode steps wait for the worker
 layers          recent CPU compute ratio of each layer
-worker          the CPU worker, and who serves misses: written when it happens
-server          everything else of a scheduler process: written a few times a second
+worker          state of the CPU worker, and who serves misses: exported at each event
+server          all other metrics of a scheduler process: exported a few times a second
 """
 
 from sglang_hybrid.metrics.rank import Rank

@@ -1,7 +1,7 @@
 """Prometheus collectors of the table's metrics.
 
-Created when the first value is there, never at import: SGLang chooses the directory of multiprocess metrics first. A
-metric without a value is not exported.
+A collector is created when the first value exists, never at import: SGLang chooses the directory of multiprocess
+metrics first. A metric without a value is not exported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sglang_hybrid.metrics.table import BY_NAME
 
 @functools.cache
 def collector(name: str) -> Any:
-    """The collector of this process. Raises KeyError for a name that is not in the table."""
+    """Return this process's collector of a metric. Raise KeyError for a name that is not in the table."""
     metric = BY_NAME[name]
     import prometheus_client
 
@@ -25,19 +25,19 @@ def collector(name: str) -> Any:
         return prometheus_client.Counter(name, metric.meaning, labels)
     if metric.kind == "histogram":
         return prometheus_client.Histogram(name, metric.meaning, labels, buckets=metric.buckets)
-    # ranks are processes, told apart by their labels: of each the newest value is shown
+    # ranks are processes with different labels: the newest value of each is shown
     return prometheus_client.Gauge(name, metric.meaning, labels, multiprocess_mode="mostrecent")
 
 
 class Exporter:
-    """Values of one rank."""
+    """Exports metric values of one rank."""
 
     def __init__(self, rank: Rank) -> None:
         self._labels = rank.labels
         self._children: dict[tuple[str, ...], Any] = {}
 
     def child(self, name: str, **labels: str) -> Any:
-        """Exported from now on, as 0 unless a value is set."""
+        """Return the child of a metric with these labels, exported from now on, as 0 until a value is set."""
         key = (name, *labels.values())
         if key not in self._children:
             self._children[key] = collector(name).labels(**self._labels, **labels)
@@ -50,7 +50,7 @@ class Exporter:
         self.child(name, **labels).inc(amount)
 
     def observe(self, name: str, new: Distribution) -> None:
-        """Values of a histogram that came since the last call, all at once, as SGLang does it for its own."""
+        """Add a histogram's values since the last call, all at once, as SGLang does for its own histograms."""
         child = self.child(name)
         for bucket, count in enumerate(new.counts):
             if count:

@@ -1,4 +1,4 @@
-"""Values by bucket: what a histogram is made of, added up since some moment."""
+"""Histogram values: counts by bucket, and their sum, since some moment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Distribution:
     total: float  # sum of the values
 
     def since(self, before: Distribution | None) -> Distribution:
-        """What came after ``before``; everything if that was counted by somebody else, who has begun anew."""
+        """Return what was added after ``before``; everything if counting has restarted in between."""
         if before is None or sum(self.counts) < sum(before.counts):
             return self
         new = tuple(now - then for now, then in zip(self.counts, before.counts, strict=True))
@@ -21,10 +21,10 @@ class Distribution:
 
 
 class Buckets:
-    """Counts values."""
+    """Counts values by bucket."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """``bounds``: the highest value of each bucket but the last."""
+        """``bounds``: the highest value of each bucket except the last, which has no upper bound."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self._total = 0.0

@@ -1,12 +1,12 @@
-"""Recent CPU compute ratio of each layer."""
+"""Recent CPU compute ratio (misses over budget) of each layer."""
 
 from __future__ import annotations
 
-_WEIGHT = 0.1  # of a new value: about the last ten
+_WEIGHT = 0.1  # of a new value: the mean covers about the last ten values
 
 
 class RecentMean:
-    """A mean that forgets."""
+    """An exponential moving average; None before the first value."""
 
     def __init__(self, weight: float = _WEIGHT) -> None:
         self._weight = weight
@@ -17,7 +17,7 @@ class RecentMean:
 
 
 class LayerRatios:
-    """Engines call ``ratio`` with misses over budget of a layer: of every step, or of the steps since the last call."""
+    """Recent ratio of each layer. Engines call ``ratio`` with that of one step, or of the steps since the last call."""
 
     def __init__(self) -> None:
         self._means: dict[int, RecentMean] = {}
@@ -28,7 +28,7 @@ class LayerRatios:
         self._are_new = True
 
     def take_new(self) -> dict[int, float]:
-        """Recent means of all layers; nothing if no ratio came since the last call."""
+        """Return the recent means by layer; an empty dictionary if no ratio came since the last call."""
         if not self._are_new:
             return {}
         self._are_new = False

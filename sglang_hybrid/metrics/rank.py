@@ -1,4 +1,4 @@
-"""Whose metrics: the labels that all of them have."""
+"""The rank that metrics belong to, as labels that all metrics have."""
 
 from __future__ import annotations
 

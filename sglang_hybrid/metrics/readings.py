@@ -1,4 +1,4 @@
-"""What an engine tells about itself, read a few times a second."""
+"""Counters and state that an engine reports for metrics, read a few times a second."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from sglang_hybrid.metrics.distribution import Distribution
 
 @dataclass(frozen=True)
 class Readings:
-    """Blocks are those of one layer and one KV head, counted since the engine began. None: the engine cannot tell."""
+    """Values that an engine reports. None: the engine does not know the value.
+
+    Blocks are those of one layer and one KV head. Counts start when the engine starts.
+    """
 
     selected_blocks: int | None = None  # without blocks that are always attended
-    resident_blocks: int | None = None  # of the selected
-    recall_intervals: tuple[int, ...] | None = None  # of each layer, now
+    resident_blocks: int | None = None  # of the selected blocks
+    recall_intervals: tuple[int, ...] | None = None  # of each layer, at present
     miss_blocks: Mapping[str, int] | None = None  # by path, see table.PATHS
-    recalled_blocks: int | None = None  # copied
+    recalled_blocks: int | None = None  # blocks that recalls copied
     block_bytes: int = 0  # keys and values of a block
     waits: Distribution | None = None  # seconds that decode steps waited for the worker
     slots: int | None = None  # blocks that fit in device memory
@@ -25,10 +28,10 @@ class Readings:
 
 
 class ServedBlocks:
-    """Missed blocks by the path on which they were attended."""
+    """Counts missed blocks by the path on which they were attended (``table.PATHS``)."""
 
     def __init__(self, *paths: str) -> None:
-        """``paths``: that are shown before a block has taken them."""
+        """``paths`` are reported as 0 before a block has taken them."""
         self.by_path = dict.fromkeys(paths, 0)
 
     def add(self, path: str, blocks: int) -> None:

@@ -1,4 +1,4 @@
-"""What a scheduler process publishes a few times a second: steps, layers, blocks, memory, and what serves."""
+"""Metrics that a scheduler process publishes a few times a second: steps, layers, blocks, memory, engine in use."""
 
 from __future__ import annotations
 
@@ -12,55 +12,58 @@ from sglang_hybrid.metrics.rank import Rank
 from sglang_hybrid.metrics.readings import Readings
 from sglang_hybrid.metrics.steps import StepClock
 
-PUBLISH_SECONDS = 0.25  # between two times, at least
-_WEIGHT_OF_HITS = 0.2  # of those since the last time
+PUBLISH_SECONDS = 0.25  # at least, between two publications
+_WEIGHT_OF_HITS = 0.2  # of the hit ratio since the last publication, in the moving average
 
 
 class ServerMetrics:
-    """Of one model runner. For the scheduler's thread.
+    """Metrics of one model runner. Only the scheduler's thread may call methods.
 
-    ``batch_begins`` and ``rests`` take a note; the note is published when the last publishing is long enough ago, and
-    at once when the server becomes idle. What the engine cannot tell is not exported.
+    ``batch_begins`` and ``rests`` record values. They publish if the last publication is long enough ago, and at once
+    when the server becomes idle. Values that the engine does not know are not exported.
     """
 
     def __init__(self, rank: Rank, read: Callable[[], Readings], clock: Callable[[], float] = time.monotonic) -> None:
-        """``read``: what the engine that serves now tells."""
+        """``read`` returns the readings of the engine that is in use."""
         self._export, self._read, self._clock = Exporter(rank), read, clock
         self.layers = LayerRatios()
         self._steps = StepClock()
         self._hits = RecentMean(_WEIGHT_OF_HITS)
-        self._next = 0.0  # when something is published again
+        self._next = 0.0  # earliest time of the next publication
         self._is_idle = False
-        self._counted: dict[tuple[str, str], float] = {}  # counters as they were, by name and path
-        self._seen: dict[str, Distribution] = {}  # histograms as they were
+        self._counted: dict[tuple[str, str], float] = {}  # counters at the last publication, by name and path
+        self._seen: dict[str, Distribution] = {}  # histograms at the last publication, by name
         self._intervals: tuple[int, ...] | None = None
         self._served_by: Mapping[str, str] | None = None
 
     # -- what serves -------------------------------------------------------------------------
 
     def serves(self, by: Mapping[str, str]) -> None:
-        """``by``: labels of the info metric."""
+        """Export the info metric with the labels ``by``, and set the one with the previous labels to 0."""
         if self._served_by is not None and self._served_by != by:
             self._export.set("sglang_hybrid_info", 0, **self._served_by)
         self._export.set("sglang_hybrid_info", 1, **by)
         self._served_by = dict(by)
 
     def calibrated(self, cosines: Mapping[int, float]) -> None:
-        """Cosine of predicted and real queries, by layer."""
+        """Export the cosine of predicted and real queries, by layer."""
         for layer, cosine in cosines.items():
             self._export.set("sglang_hybrid_calibration_cosine", cosine, layer=str(layer))
 
     # -- batches -----------------------------------------------------------------------------
 
     def batch_begins(self, decoded_rows: int | None, pool: Callable[[], tuple[int, int]]) -> None:
-        """``decoded_rows``: None for a prefill. ``pool``: bytes that requests hold, and all bytes."""
+        """Record that a batch begins, and publish if it is time.
+
+        ``decoded_rows``: None for a prefill. ``pool`` returns the bytes that requests hold, and the pool's size.
+        """
         now, self._is_idle = self._clock(), False
         self._steps.batch_begins(decoded_rows, now)
         if now >= self._next:
             self._publish(now, pool())
 
     def rests(self, pool: Callable[[], tuple[int, int]]) -> None:
-        """Nothing runs. Called again and again while that is so."""
+        """Record that no batch runs, and publish if it is time. Called repeatedly while the server is idle."""
         now, was_idle = self._clock(), self._is_idle
         if was_idle and now < self._next:
             return
@@ -117,7 +120,7 @@ class ServerMetrics:
             self._export.set("sglang_hybrid_resident_hit_ratio", self._hits.value)
 
     def _count(self, name: str, total: int, path: str = "") -> float:
-        """What was added to ``total`` since the last time. An engine that has begun anew counts from 0."""
+        """Return what was added to ``total`` since the last call. A new engine counts from 0 again."""
         before = self._counted.get((name, path), 0)
         self._counted[name, path] = total
         return total - before if total >= before else total

@@ -1,8 +1,8 @@
-"""How long decode steps take, by the clock of the scheduler.
+"""Measure decode steps by the scheduler's clock.
 
-A step lasts until the next batch begins. A GPU works behind the scheduler by about a step, so single values are off,
-but the scheduler waits for results of the step before and cannot run ahead: means are right, and nothing has to wait
-for the GPU.
+A step lasts until the next batch begins. A GPU is about one step behind the scheduler, so single values are inexact.
+But the scheduler waits for the results of the previous step and cannot run ahead, so means are right, and measuring
+does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from sglang_hybrid.metrics.table import STEP_SECONDS
 class StepClock:
     def __init__(self) -> None:
         self._buckets = Buckets(STEP_SECONDS)
-        self._began: float | None = None  # when the step began that runs now
+        self._began: float | None = None  # start of the step that runs now
         self.rows: int | None = None  # of the last step, 0 when idle; None before the first
 
     def batch_begins(self, decoded_rows: int | None, now: float) -> None:
-        """``decoded_rows``: None for a batch that is no decode step."""
+        """End the running step, and start one of ``decoded_rows`` rows; None: the batch is no decode step."""
         self._end_step(now)
         if decoded_rows is not None:
             self._began, self.rows = now, decoded_rows
 
     def rests(self, now: float) -> None:
-        """Nothing runs any more."""
+        """End the running step: no batch runs any more."""
         self._end_step(now)
         if self.rows is not None:
             self.rows = 0

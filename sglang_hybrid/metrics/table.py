@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
-# misses: a policy that has some, such as scout; worker: a worker that serves them; calibration: a calibrated predictor
+# misses: a policy with misses, such as scout; worker: a worker that serves misses; calibration: a calibrated predictor
 When = Literal["", "misses", "worker", "calibration"]
 PATHS = ("worker", "gather", "device", "process")  # values of the label path
 
@@ -23,19 +23,19 @@ _CUDA = ("cuda",)
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. All have the labels ``replica`` and ``rank`` too."""
+    """One metric. Every metric also has the labels ``replica`` and ``rank``."""
 
     name: str  # as exported; buckets, sums and counts of histograms have suffixes
     kind: Kind
     meaning: str
-    engines: tuple[str, ...]  # that can tell: cpu, torch, cuda
+    engines: tuple[str, ...]  # engines that know the value: cpu, torch, cuda
     labels: tuple[str, ...] = ()
-    when: When = ""  # what must be there besides; nothing is exported otherwise
+    when: When = ""  # a further condition; nothing is exported without it
     buckets: tuple[float, ...] = ()  # upper bounds, of a histogram
 
     @property
     def series(self) -> tuple[str, ...]:
-        """Names of its time series."""
+        """Return the names of the metric's time series."""
         if self.kind != "histogram":
             return (self.name,)
         return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))

@@ -1,4 +1,4 @@
-"""How long decode steps wait for the worker, where the server collects replies itself."""
+"""Measure how long decode steps wait for the worker, if the server process collects replies itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sglang_hybrid.metrics.table import WAIT_SECONDS
 
 
 class StepWaits:
-    """One value for each decode step that asked the worker: the sum over its layers."""
+    """Counts one waiting time for each decode step that used the worker: the sum over the step's layers."""
 
     def __init__(self) -> None:
         self._buckets = Buckets(WAIT_SECONDS)
@@ -15,7 +15,7 @@ class StepWaits:
         self._seconds = 0.0
 
     def add(self, step: int, seconds: float) -> None:
-        """A layer of ``step`` waited so long. The step is counted when another one waits."""
+        """Add the seconds that one layer of ``step`` waited. A step is counted when another step waits."""
         if step != self._step:
             if self._step is not None:
                 self._buckets.add(self._seconds)

@@ -1,4 +1,4 @@
-"""The CPU worker, and who serves misses. Written when it happens, by the decode path and the watch over the worker."""
+"""Metrics of the CPU worker, and of who serves misses. The decode path and the worker's supervisor export them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sglang_hybrid.metrics.rank import Rank
 
 
 class WorkerMetrics:
-    """Of one scheduler process. Made after SGLang has said where processes put their metrics, never at import."""
+    """Metrics of one scheduler process. Create it after SGLang has set the directory of metrics, never at import."""
 
     def __init__(self, rank: Rank) -> None:
         self._exporter = Exporter(rank)

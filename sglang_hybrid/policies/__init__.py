@@ -1,1 +1,1 @@
-"""Decode policies: where a block lives, what is selected, who computes it."""
+"""Decode policies: where a block is kept, which blocks are selected, and who computes them."""

@@ -1,4 +1,4 @@
-"""What a decode policy is: where a block lives, what is selected, who computes it."""
+"""Interface of decode policies, which decide where a block is kept, what is selected, and who computes it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from sglang_hybrid.metrics.readings import Readings
 
 
 class DecodePolicy(ABC):
-    """Computes the attention of one new token per row. Its K and V are in the cache already."""
+    """Computes the attention of one new token per row. The token's K and V are in the cache already."""
 
     on_ratio: Callable[[int, float], None] | None = None  # called with every layer's CPU compute ratio
 
     def reset_rows(self, rows: list[int]) -> None:  # noqa: B027
-        """These rows are other requests from now on, or the same with other tokens."""
+        """Forget all state of ``rows``: a new request took the row, or the tokens of its request have changed."""
 
     def begin_step(self, batch: DecodeBatch) -> None:  # noqa: B027 (most policies have nothing to prepare)
-        """Called once before the layers of a decode step."""
+        """Prepare for a decode step. Called once before the step's layers."""
 
     def ahead(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> None:  # noqa: B027
-        """A layer will be decoded soon, with about this query. Its new K and V are not in the cache yet."""
+        """Prepare a layer that is decoded soon, with about this query. Its new K and V are not in the cache yet."""
 
     @abstractmethod
     def decode(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
-        """query ``[rows, query heads, head_dim]`` -> output ``[rows, query heads, value dim]``, query's dtype."""
+        """Attend: query ``[rows, query heads, head_dim]`` -> ``[rows, query heads, value dim]``, in query's dtype."""
 
     def readings(self) -> Readings:
-        """What this policy counts, for metrics."""
+        """Return what this policy counts, for metrics."""
         return Readings()

@@ -1,4 +1,4 @@
-"""The policies of this package. Their implementations are imported when one is created: they need torch."""
+"""Register the policies of this package. An implementation is imported when it is created, because it needs torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policy ``full``: every row attends to its whole context. The exactness oracle of all others."""
+"""Policy ``full``: every row attends to its whole context. All other policies are compared with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FullPolicy(DecodePolicy):
 def read_row(
     cache: LayerCache, pages: torch.Tensor, length: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the first ``length`` tokens of a row, ``[KV heads, length, dim]`` on ``device``."""
+    """Return K and V of the first ``length`` tokens of a row, ``[KV heads, length, dim]`` on ``device``."""
     count = -(-length // cache.block_tokens)
     blocks = pages[:count].expand(1, cache.keys.shape[1], -1)
     key, value = (

@@ -14,7 +14,7 @@ A package adds a policy with a decorator and names its module in the entry point
 
 The struct becomes the section ``window`` of the configuration: a mapping ``window`` in a YAML file, and
 ``--hybrid window.blocks=8``. A package is imported when its policy is chosen or its section is given.
-This module imports neither torch nor SGLang: commands ask about policies before they load either.
+This module imports neither torch nor SGLang: commands look up policies before they load either.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _BUILT_IN = "sglang_hybrid.policies.built_in"
 
 
 class PolicyError(ConfigError):
-    """A policy cannot serve this model by its settings. The message says why, and what to change."""
+    """A policy cannot serve this model with these settings. The message says why, and what to change."""
 
 
 @dataclass(frozen=True)
 class ModelPart:
-    """Which model is served, and which part of it by this process: for policies that read files about a model."""
+    """The model that is served, and this process's part of it, for policies that read files about a model."""
 
     identity: Callable[[], ModelIdentity]  # of the whole model; raises ProfileError for a model that has none
     kv_heads: slice  # of this process, among those of the whole model
@@ -59,37 +59,37 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class PolicyContext:
-    """What the torch implementation of a policy is made from."""
+    """The arguments from which the torch implementation of a policy is created."""
 
     config: HybridConfig
-    rows: int  # requests at a time, at most
+    rows: int  # maximum number of requests at a time
     layers: int
-    misses: MissServer  # computes attention over blocks that are not near
+    misses: MissServer  # computes attention over missed blocks
     prompts: PromptQueries  # last queries of prefill
     tuning: Tuning  # per layer, from a profile or from the settings
-    codes: KeyCodes | None = None  # of the pool's keys, where the policy declares ``code_bytes``
-    model: ModelPart | None = None  # None: nobody knows, as in tests
+    codes: KeyCodes | None = None  # of the pool's keys, if the policy declares ``code_bytes``
+    model: ModelPart | None = None  # None: unknown, as in tests
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What has to be set up for a policy."""
+    """What a server has to set up for a policy."""
 
     worker: bool = False  # a CPU worker that computes attention over blocks
-    prediction: bool = False  # queries one layer ahead
+    prediction: bool = False  # queries that are predicted one layer ahead
     masks: bool = False  # block lists for the worker have masks of tokens (``BlockList.masks``)
     long_lists: bool = False  # block lists for the worker may be as long as the context, whatever the budget
     value_sums: bool = False  # the worker sums values by weights that the policy computed (``MissServer.post_sum``)
     skew: bool = False  # codes are partial keys, in a basis that a calibration or a profile has
-    thorough_steps: int = 0  # first decode steps of a row beyond the budget, which look at everything
+    thorough_steps: int = 0  # first decode steps of a row longer than the budget, which attend to everything
     digests: bool = True  # digests and sketches of all blocks, on the model's device
-    # what prediction=auto is; None: calibrated where there is a profile or a calibration, none without
+    # what prediction=auto means; None: calibrated if there is a profile or a calibration, otherwise none
     prediction_by_default: Literal["raw"] | None = None
 
 
 @dataclass(frozen=True)
 class Policy:
-    """One entry of the registry."""
+    """A registered policy."""
 
     name: str
     description: str  # what it attends to, in a few words
@@ -97,23 +97,23 @@ class Policy:
     needs: Needs
     # returns the class of the step program that CUDA graphs are recorded from; None: served by the torch engine
     cuda_program: Callable[[], type[StepProgram]] | None
-    # returns the device memory of a row of so many blocks at most, without torch; there is one where there is a program
+    # returns the device memory of a row of at most the given blocks, without torch; required with ``cuda_program``
     cuda_row_bytes: Callable[[HybridConfig, KVShape, int], RowBytes] | None
-    # returns which of the settings the step program cannot have, in words; without the function it can have all
+    # returns the settings that the step program does not support, in words; without the function it supports all
     cuda_unsupported: Callable[[HybridConfig], str | None] | None
-    # blocks that a row attends to in the native CPU engine, None for all; without the function: the torch engine
+    # returns the blocks that a row attends to in the native CPU engine, None: all; no function: the torch engine serves
     native_budget: Callable[[HybridConfig], int | None] | None
-    # bytes kept of every key of a KV head on the model's device, beside digests; without the function: nothing is
+    # returns the bytes kept of every key of a KV head on the model's device, beside digests; no function: none
     code_bytes: Callable[[HybridConfig, KVShape], int] | None
-    # settings of its section that codes of keys depend on, and so cannot change while keys are kept
+    # settings of the policy's section on which codes of keys depend: they cannot change while keys are in the pool
     code_settings: tuple[str, ...]
-    settings: type[msgspec.Struct] | None  # its section of the configuration; None: it has none
-    # what its settings come to, in a sentence for ``sglang-hybrid config``; raises PolicyError
+    settings: type[msgspec.Struct] | None  # the policy's section of the configuration; None: no section
+    # returns what the settings result in, as a sentence for ``sglang-hybrid config``; raises PolicyError
     describe: Callable[[HybridConfig], str] | None
 
 
 class UnknownPolicy(ValueError):
-    """Nobody registered a policy of this name. The message lists those that there are."""
+    """No policy of this name is registered. The message lists the names of policies."""
 
 
 _policies: dict[str, Policy] = {}
@@ -135,8 +135,9 @@ def register_policy(
 ) -> Callable[[Callable[[PolicyContext], DecodePolicy]], Callable[[PolicyContext], DecodePolicy]]:
     """Decorate the function that creates the torch implementation of a policy.
 
-    ``settings``: a frozen struct whose fields have defaults and descriptions. Raises ValueError for a name that is
-    taken, a CUDA program whose memory is not known, and settings that cannot be a section of the configuration.
+    ``settings``: a frozen struct whose fields have defaults and descriptions. The other arguments are the fields of
+    ``Policy``. Raise ValueError for a name that is taken, for only one of ``cuda_program`` and ``cuda_row_bytes``, and
+    for settings that cannot be a section of the configuration.
     """
 
     def register(create: Callable[[PolicyContext], DecodePolicy]) -> Callable[[PolicyContext], DecodePolicy]:
@@ -169,25 +170,25 @@ def _check_settings(name: str, settings: type[msgspec.Struct]) -> None:
 
 
 def policies_with_settings() -> list[Policy]:
-    """Policies that have a section in the configuration: the built-in ones, and those of packages that were loaded."""
+    """Return policies with a section in the configuration: built-in ones, and those of packages that are loaded."""
     import_module(_BUILT_IN)
     return [policy for policy in _policies.values() if policy.settings is not None]
 
 
 def policy_names() -> list[str]:
-    """All names that a configuration may have, without importing packages of others."""
+    """Return all policy names that a configuration may have, without importing other packages."""
     import_module(_BUILT_IN)
     return sorted({*_policies, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
 
 
 def has_policy(name: str) -> bool:
-    """Whether a configuration may have this name. Looks through the installed packages only if it must."""
+    """Return True if a configuration may name this policy. Installed packages are searched only if necessary."""
     import_module(_BUILT_IN)
     return name in _policies or bool(entry_points(group=ENTRY_POINTS, name=name))
 
 
 def policy_named(name: str) -> Policy:
-    """Raises UnknownPolicy."""
+    """Return the policy of this name, and import its package if necessary. Raise UnknownPolicy."""
     import_module(_BUILT_IN)
     if name not in _policies:
         for entry in entry_points(group=ENTRY_POINTS, name=name):
@@ -198,7 +199,7 @@ def policy_named(name: str) -> Policy:
 
 
 def calibrates_at_start(config: HybridConfig, *, on_gpu: bool) -> bool:
-    """Whether these settings ask for what a server fits itself: a predictor, or the skew of keys."""
+    """Return True if these settings need what a server fits at its start: a predictor, or the skew of keys."""
     needs = policy_named(config.policy).needs
     predicts = config.prediction == "calibrated" or (config.prediction == "auto" and not needs.prediction_by_default)
     if not needs.skew and not (needs.prediction and predicts):
@@ -207,11 +208,11 @@ def calibrates_at_start(config: HybridConfig, *, on_gpu: bool) -> bool:
 
 
 def prediction_of(config: HybridConfig, *, is_calibrated: bool) -> str:
-    """Return ``calibrated``, ``raw`` or ``none``: what these settings mean for the policy that they name."""
+    """Return ``calibrated``, ``raw`` or ``none``: the prediction of the policy that these settings name."""
     needs = policy_named(config.policy).needs
     if not needs.prediction:
         return "none"
     if config.prediction != "auto":
         return config.prediction
-    # raw predictions are fast and cost accuracy: only a policy that is made of them has them without asking
+    # raw predictions are fast and cost accuracy: they are the default only of a policy that is built on them
     return needs.prediction_by_default or ("calibrated" if is_calibrated else "none")

@@ -1,9 +1,9 @@
-"""Stands in for ``sgl_kernel`` where there is no GPU.
+"""Stand-in for ``sgl_kernel`` on a host without a GPU.
 
 SGLang's CPU engine computes in plain torch when its compiled CPU kernels are absent
 (it looks for the operator ``convert_weight_packed``, which we therefore leave
 undefined), and then calls only the few bookkeeping functions below. Every other name
-can be imported, as SGLang does at module level, and says so when it is called.
+can be imported, as SGLang does at module level, and raises when it is called.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def assign_req_to_token_pool_cpu(
     slots: torch.Tensor,
     _row_stride: int,
 ) -> None:
-    """``req_to_token[row, start:end] = `` the next ``end - start`` of ``slots``, row by row."""
+    """Write the next ``end - start`` of ``slots`` to ``req_to_token[row, start:end]``, row by row."""
     spans = zip(rows.tolist(), start.tolist(), end.tolist(), slots.split((end - start).tolist()), strict=True)
     for row, first, last, chunk in spans:
         req_to_token[row, first:last] = chunk.to(req_to_token.dtype)
@@ -50,7 +50,7 @@ def assign_extend_cache_locs_cpu(
     slots: torch.Tensor,
     _row_stride: int,
 ) -> None:
-    """The reverse: collects ``req_to_token[row, start:end]`` of all rows into ``slots``."""
+    """Collect ``req_to_token[row, start:end]`` of all rows into ``slots``, one row after the other."""
     spans = zip(rows.tolist(), start.tolist(), end.tolist(), strict=True)
     found = [req_to_token[row, first:last] for row, first, last in spans]
     if found:
@@ -59,7 +59,7 @@ def assign_extend_cache_locs_cpu(
 
 
 def _multiply32(a: torch.Tensor, constant: int) -> torch.Tensor:
-    """32-bit wrapping product; in two halves because int64 cannot hold the whole one."""
+    """Return the 32-bit wrapping product, computed in two halves because int64 cannot hold the full product."""
     low, high = a & 0xFFFF, a >> 16
     return (low * constant + ((high * constant & 0xFFFF) << 16)) & 0xFFFFFFFF
 
@@ -69,7 +69,7 @@ def _rotate32(a: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 (x86, 32 bit) of the words seed low, seed high, position, column: seeded sampling needs it."""
+    """Return MurmurHash3 (x86, 32 bit) of the words seed low, seed high, position, column, for seeded sampling."""
     seed = seed.to(torch.int64)[:, None]
     words = (
         seed & 0xFFFFFFFF,

@@ -1,7 +1,7 @@
-"""Run at every interpreter start of a CPU environment, through a ``.pth`` line.
+"""Code that runs at every interpreter start of a CPU environment, through a ``.pth`` line.
 
-Must stay cheap and must never fail: it imports nothing heavy and only registers
-finders that act when SGLang asks for the modules in question.
+This code must stay cheap and must never fail: it imports nothing heavy and only registers
+finders, which act when SGLang imports ``sgl_kernel`` or ``torchvision``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _StandInLoader(importlib.abc.Loader):
 
 
 class _KernelFinder(importlib.abc.MetaPathFinder):
-    """Last in line, so that a real ``sgl_kernel`` always wins."""
+    """Finds our stand-in for ``sgl_kernel``. It is the last finder, so that a real ``sgl_kernel`` always wins."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -41,8 +41,8 @@ class _KernelFinder(importlib.abc.MetaPathFinder):
 class _TorchvisionFinder(importlib.abc.MetaPathFinder):
     """Declares torchvision's operator schemas just before torchvision is imported.
 
-    Its C++ extension cannot load beside a CPU torch, and its Python part only needs
-    the operators to exist, not to run.
+    torchvision's C++ extension cannot load beside a CPU torch, and its Python part only
+    needs the operators to exist, not to run.
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:

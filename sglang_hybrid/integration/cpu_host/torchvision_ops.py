@@ -1,7 +1,7 @@
-"""Schemas of the torchvision operators that its Python code refers to at import time.
+"""Schemas of the torchvision operators that torchvision's Python code refers to at import time.
 
-Needed only beside a CPU build of torch, where torchvision's compiled part cannot load; with
-a CUDA build it loads and declares them itself.
+They are needed only beside a CPU build of torch, where torchvision's compiled part cannot load.
+With a CUDA build the compiled part declares them itself.
 """
 
 import torch

@@ -91,7 +91,10 @@ def library() -> Any:
     If the library in the package does not load, it is compiled from the sources that come with the package.
     """
     if other := env.NATIVE_LIBRARY.get():
-        trusted_file.check(other)
+        try:
+            trusted_file.check(other)
+        except (trusted_file.UntrustedFile, OSError) as error:
+            raise NativeError(f"{env.NATIVE_LIBRARY.name}={other} cannot be used: {error}") from error
         loaded = _load(other)
     else:
         try:

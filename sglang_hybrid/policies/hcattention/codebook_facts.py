@@ -1,7 +1,7 @@
-"""What a codebook file says besides its centroids, and the device memory that follows from it, without torch.
+"""The metadata of a codebook file, and the device memory that its codes need. Imports no torch.
 
-Which of the paper's settings is which: the columns of its tables 4a and 4b share one codebook among all groups, and "*"
-marks a codebook for each group, as equation C in R^(g x c x d/g) of section 3.1 has it. An index counts 16 bits there.
+In the paper, the columns of tables 4a and 4b share one codebook among all groups, and "*" marks a codebook for each
+group, as equation C in R^(g x c x d/g) of section 3.1 says. An index counts 16 bits there.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 VERSION = 1
 METADATA_KEY = "sglang_hybrid_codebooks"
 MOST_CENTROIDS = 8192  # the paper's largest; 13 bits
-_ONE_BYTE = 256  # centroids
+_ONE_BYTE = 256  # centroids that an index of one byte can number
 _MAKE = "sglang-hybrid profile --codebook makes one"
 
 
 class CodebookError(PolicyError):
-    """A codebook file that cannot be used. Says why, with both values where two do not agree."""
+    """A codebook file cannot be used. The message says why, with both values if two differ."""
 
 
 class CodebookFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class CodebookFacts(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelIdentity
     groups: int  # parts that a key of head_dim channels is cut into
     centroids: int  # of each codebook
-    shared: bool  # whether all groups of a KV head have one codebook, or one each
+    shared: bool  # True: all groups of a KV head share one codebook; False: one each
     notes: dict[str, Any] = {}  # command, date, tokens
 
     @property
@@ -47,22 +47,22 @@ class CodebookFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def code_bytes(self) -> int:
-        """Of one key of one KV head."""
+        """Return the bytes of the code of one key of one KV head."""
         return self.groups * self.index_bytes
 
     @property
     def part(self) -> int:
-        """Channels of a group."""
+        """Return the number of channels of a group."""
         return self.model.head_dim // self.groups
 
     def check(self, served: Mapping[str, Any]) -> None:
-        """``served``: fields of ModelIdentity, as far as they are known. Raises CodebookError."""
+        """Raise CodebookError if the model differs from ``served``: fields of ModelIdentity that are known."""
         if wrong := other_model("codebooks", self.model, served):
             raise CodebookError(f"made for something else: {'; '.join(wrong)}; {_MAKE} for this model")
 
 
 def read_facts(path: Path) -> CodebookFacts:
-    """From the header of the file alone. Raises CodebookError."""
+    """Read the facts from the header of a codebook file. Raise CodebookError if that fails."""
     if not path.is_file():
         raise CodebookError(f"there is no such file; {_MAKE}")
     try:
@@ -74,7 +74,7 @@ def read_facts(path: Path) -> CodebookFacts:
 
 
 def facts_of(metadata: Mapping[str, str] | None) -> CodebookFacts:
-    """Raises CodebookError or msgspec.MsgspecError."""
+    """Decode the facts in a file's metadata. Raise CodebookError or msgspec.MsgspecError if they are not valid."""
     text = (metadata or {}).get(METADATA_KEY)
     if text is None:
         raise CodebookError(f"holds no codebooks: a safetensors file without our metadata; {_MAKE}")
@@ -89,14 +89,14 @@ def facts_of(metadata: Mapping[str, str] | None) -> CodebookFacts:
 
 
 def facts_named(codebook: str) -> CodebookFacts:
-    """Of the file that ``hcattention.codebook`` names. Raises CodebookError, which names the setting."""
+    """Read the facts of the file that ``hcattention.codebook`` names. Raise CodebookError, which names the setting."""
     with named(codebook):
         return read_facts(Path(codebook))
 
 
 @contextlib.contextmanager
 def named(codebook: str) -> Iterator[None]:
-    """Put the setting in front of what is wrong with its file."""
+    """Prefix every CodebookError that is raised within this context with the setting that names the file."""
     try:
         yield
     except CodebookError as error:
@@ -107,7 +107,7 @@ def named(codebook: str) -> Iterator[None]:
 
 
 def code_bytes(config: HybridConfig, shape: KVShape) -> int:
-    """Bytes kept of every key of a KV head: indices, or the key itself. Raises CodebookError."""
+    """Return the bytes kept of every key of a KV head: indices, or the key itself. Raise CodebookError."""
     codebook = config.section(HCAttentionOptions).codebook
     if codebook == "none":
         return shape.key_dim * shape.itemsize
@@ -118,7 +118,7 @@ def code_bytes(config: HybridConfig, shape: KVShape) -> int:
 
 
 def describe(config: HybridConfig) -> str:
-    """What these settings keep on the model's device, in words."""
+    """Return a sentence about what these settings keep on the model's device."""
     codebook = config.section(HCAttentionOptions).codebook
     if codebook == "none":
         return "whole keys are on the model's device: 50 % of the KV cache"

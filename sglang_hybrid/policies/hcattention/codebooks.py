@@ -1,7 +1,7 @@
 """Codebooks of a model's keys: the file, and one rank's part of it on the model's device.
 
-One file in the safetensors format, so nothing in it can run: the centroids of each layer as one tensor, everything else
-as JSON in the file's metadata.
+A codebook file has the safetensors format, so it contains nothing that can run: the centroids of each layer are one
+tensor, everything else is JSON in the file's metadata.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from sglang_hybrid.ops import reference_weights
 from sglang_hybrid.policies.hcattention.codebook_facts import METADATA_KEY, CodebookError, CodebookFacts, facts_of
 
-_AT_A_TIME = 8 << 20  # distances to centroids that are in memory while keys are encoded
+_AT_A_TIME = 8 << 20  # distances to centroids that are in memory at once while keys are encoded
 
 
 class Codebooks:
-    """Of a whole model."""
+    """The codebooks of a whole model."""
 
     def __init__(self, facts: CodebookFacts, layers: Sequence[torch.Tensor]) -> None:
         """``layers``: ``[KV heads, groups, centroids, channels of a group]`` each; 1 group where groups share."""
@@ -30,7 +30,7 @@ class Codebooks:
         self.layers = layers
 
     def save(self, path: Path) -> None:
-        """Complete or not at all: an interrupted write leaves what was there before."""
+        """Write the file atomically: an interrupted write leaves the previous file as it was."""
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
         tensors = {_name(layer): table.to(torch.float16).contiguous() for layer, table in enumerate(self.layers)}
@@ -38,13 +38,13 @@ class Codebooks:
         os.replace(part, path)
 
     def part(self, kv_heads: slice, device: torch.device | str) -> QuantisedKeys:
-        """What a rank with these KV heads needs."""
+        """Return the encoder of a rank with these KV heads, with float32 centroids on ``device``."""
         tables = [table[kv_heads].to(device, torch.float32) for table in self.layers]
         return QuantisedKeys(tables, self.facts.groups, self.facts.index_bytes)
 
 
 class QuantisedKeys:
-    """Keys as indices of their nearest centroids; implements ``memory.key_codes.KeyEncoder``.
+    """Encodes keys as indices of their nearest centroids; implements ``memory.key_codes.KeyEncoder``.
 
     Layout of a code: one index for each group, one byte each up to 256 centroids, two bytes (little endian) above.
     """
@@ -54,11 +54,11 @@ class QuantisedKeys:
         self._tables = tables
         self.groups, self.index_bytes = groups, index_bytes
         self._index = torch.uint8 if index_bytes == 1 else torch.int16
-        self.file = ""  # that they were read from
+        self.file = ""  # from which the codebooks were read
 
     @property
     def device_bytes(self) -> int:
-        """Of the codebooks themselves."""
+        """Return the device memory of the codebooks themselves."""
         return sum(table.nbytes for table in self._tables)
 
     def encode(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
@@ -69,20 +69,20 @@ class QuantisedKeys:
         return torch.cat(found).view(torch.uint8)
 
     def indices(self, codes: torch.Tensor) -> torch.Tensor:
-        """codes ``[..., code_bytes]`` -> ``[..., groups]``, integers."""
+        """View codes ``[..., code_bytes]`` as integer indices ``[..., groups]``."""
         return codes.view(self._index)
 
     def tables(self, layer: int) -> torch.Tensor:
-        """``[KV heads, groups, centroids, channels of a group]``, float32."""
+        """Return a layer's centroids by group: ``[KV heads, groups, centroids, channels of a group]``, float32."""
         return self._tables[layer].expand(-1, self.groups, -1, -1)
 
     def codebooks(self, layer: int) -> torch.Tensor:
-        """As they are stored: ``[KV heads, groups or 1, centroids, channels of a group]``, float32."""
+        """Return the centroids as stored: ``[KV heads, groups or 1, centroids, channels of a group]``, float32."""
         return self._tables[layer]
 
 
 def load_codebooks(path: Path) -> Codebooks:
-    """Raises CodebookError."""
+    """Read a codebook file. Raise CodebookError if the file is missing or damaged."""
     if not path.is_file():
         raise CodebookError("there is no such file; sglang-hybrid profile --codebook makes one")
     try:

@@ -1,4 +1,4 @@
-"""The settings of policy hcattention. Imports neither torch nor SGLang."""
+"""Settings of policy hcattention. This module imports neither torch nor SGLang."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """Policy ``hcattention``: HCAttention as its paper has it.
 
-Of every key the model's device keeps one index for each group of channels, and no value at all. A step adds up table
-entries to logits of all tokens (equation 3), takes the softmax, keeps for each query head the fewest tokens that have
-``tau`` of the attention together (equation 4), and posts their weights: the CPU adds up their values (equation 5).
+The model's device keeps one index per group of channels of every key, and no values. A step sums table entries to the
+logits of all tokens (equation 3), takes the softmax, keeps for each query head the fewest tokens that together have
+``tau`` of the attention (equation 4), and posts their weights: the CPU adds up their values (equation 5).
 
-Codes follow every write of keys, so that the tail, the block that is being filled, is like all others. With whole keys
-on the device (``codebook=none``, the paper's setting of 50 % of the memory) and tau 1 this is full attention: all
-logits are exact, and all tokens are kept.
+Every write of keys also writes their codes, so the tail, the block that is being filled, is like all other blocks. With
+whole keys on the device (``codebook=none``, the paper's setting of 50 % of the memory) and tau 1 this policy is full
+attention: all logits are exact, and all tokens are kept.
 
-This is the specification, and serves in torch on every device. On a GPU ``engines/cuda/hcattention.py`` does the same
-in CUDA graphs. Lists for the worker may be as long as the context (``Needs.long_lists``). Should one be longer than
+This module is the specification, and serves in torch on every device. On a GPU ``engines/cuda/hcattention.py`` does the
+same in CUDA graphs. Lists for the worker may be as long as the context (``Needs.long_lists``). If a list is longer than
 the mailbox holds, the GPU sums the values of that row itself.
 """
 
@@ -33,17 +33,17 @@ from sglang_hybrid.worker.miss_server import MissServer
 
 
 class WholeKeys:
-    """Keys as they are; implements ``memory.key_codes.KeyEncoder``."""
+    """Encodes keys as their own bytes; implements ``memory.key_codes.KeyEncoder``."""
 
     def encode(self, _layer: int, keys: torch.Tensor) -> torch.Tensor:
         return keys.contiguous().view(torch.uint8)
 
 
 class HCAttention(DecodePolicy):
-    """``on_ratio`` gets the share of tokens that query heads keep: the paper's selection ratio."""
+    """The policy in torch. ``on_ratio`` gets the share of tokens that query heads keep: the paper's selection ratio."""
 
     def __init__(self, options: HCAttentionOptions, misses: MissServer, keys: QuantisedKeys | None) -> None:
-        """``keys``: what codes of the cache mean; None: they are whole keys."""
+        """``keys``: the encoder of the cache's codes; None: codes are whole keys."""
         self._tau, self._renormalises = options.tau, options.renormalise
         self._misses = misses
         self._keys = keys
@@ -68,7 +68,7 @@ class HCAttention(DecodePolicy):
         return self._misses.post_sum(weights, cache, ids, batch.step).collect().to(query.dtype)
 
     def _logits(self, query: torch.Tensor, cache: LayerCache, pages: torch.Tensor) -> torch.Tensor:
-        """``q . k`` of all tokens of the rows' pages: ``[B, H, G, N * T]``."""
+        """Return ``q . k`` of all tokens of the rows' pages: ``[B, H, G, N * T]``."""
         assert cache.codes is not None
         codes = reference.gather_blocks(cache.codes, pages, query.device).flatten(2, 3)  # [B, H, N * T, bytes]
         if self._keys is None:
@@ -79,7 +79,7 @@ class HCAttention(DecodePolicy):
 
 
 def _listed(pages: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks of which a query head keeps a token: pages ``[B, H, n]``, then ``NO_BLOCK``, and their weights.
+    """List the blocks of which a query head keeps a token, padded with ``NO_BLOCK``, and the weights of their tokens.
 
     pages ``[B, H, N]``, weights ``[B, H, G, N, T]`` -> ``[B, H, n]``, ``[B, H, G, n, T]``.
     """
@@ -92,7 +92,7 @@ def _listed(pages: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def create(context: PolicyContext) -> HCAttention:
-    """Raises PolicyError for a codebook that does not fit."""
+    """Create the policy. Raise PolicyError for a pool without codes, and for a codebook that does not fit."""
     options, codes = context.config.section(HCAttentionOptions), context.codes
     if codes is None:
         raise PolicyError(
@@ -102,9 +102,9 @@ def create(context: PolicyContext) -> HCAttention:
 
 
 def use_codebook(codebook: str, codes: KeyCodes, model: ModelPart | None) -> QuantisedKeys | None:
-    """Have ``codes`` made by ``codebook`` from now on, and return what they mean; None: they are whole keys.
+    """Encode keys by ``codebook`` from now on. Return the encoder of ``codes``; None if codes are whole keys.
 
-    A file is read once, whoever asks first: engines share its codebooks. Raises PolicyError for one that does not fit.
+    A file is read only once, because engines share its codebooks. Raise PolicyError for a file that does not fit.
     """
     if codebook == "none":
         codes.use(WholeKeys())

@@ -1,4 +1,4 @@
-"""The settings of policy hgca. Imports neither torch nor SGLang."""
+"""Settings of policy hgca. This module imports neither torch nor SGLang."""
 
 from __future__ import annotations
 

@@ -1,32 +1,33 @@
 """Policy ``hgca``: hybrid attention as the paper HGCA has it.
 
 A row attends densely to a window of its newest tokens, with the layer's real query (``window.py``; on a GPU the window
-is in device memory). Beside it the CPU attends to the row's contextual set: those older tokens that were salient when
-they left the window. Outputs are merged by their LSE. Older tokens outside the set stay in the host pool.
+is in device memory). Meanwhile the CPU attends to the row's contextual set: those older tokens that were salient when
+they left the window. The two outputs are merged by their LSE. Older tokens outside the set stay in the host pool, and
+are not attended to.
 
 MAW. Every token of the window has a moving average of its attention weight, as a share of a head's attention over the
 window (Algorithm 1, line 8). It is 0 before a token's first step. The paper names no value of ``alpha``. The paper's
-averages and sets are per attention head. Here they are per KV head, because the query heads of a group read one list as
-they read one KV head: averaged is the largest weight that any of them gives. So a token that one of them finds salient
-is in the set.
+averages and sets are per attention head. Here they are per KV head, because the query heads of a group share one list
+as they share one KV head. The average is over the largest weight that any of these query heads gives the token, so a
+token that is salient for one query head is in the set.
 
-Leaving the window. A token whose MAW is above ``beta / size``, the window's size in tokens, enters the contextual set,
-the others do not (lines 10 to 14 and 23 to 25). The paper scales the averages of a set to a sum of 1 afterwards.
-Nothing reads them any more, so that is left out.
+Leaving the window. A token that leaves enters the contextual set if its MAW is above ``beta / size``, where ``size`` is
+the window's size in tokens (lines 10 to 14 and 23 to 25). The paper scales the averages of a set to a sum of 1
+afterwards. Nothing reads the scaled averages, so this step is left out.
 
-After an append. The first decode step behind a prefill (a new request, a new turn, a request that was retracted)
-evaluates the whole host side anew: by the attention weights of the prompt's last query over all tokens before the
-window, as shares of that attention, against ``beta / tokens`` (lines 19 to 22). The same query's weights over the
-window are the first averages of the window's tokens. Where the prompt was computed elsewhere, the first step's query
-takes its place. Nothing of a row's state outlives this, so rows may share pages, and be rewound. The paper evaluates
-beside other work; here the first step waits.
+After an append. The first decode step after a prefill (a new request, a new turn, a request that was retracted)
+computes the whole contextual set anew: it compares the attention weights of the prompt's last query over all tokens
+before the window, as shares of that attention, with ``beta / tokens`` (lines 19 to 22). The same query's weights over
+the window are the first averages of the window's tokens. If the prompt was computed elsewhere, the first step's query
+is used instead. No older state of the row survives this, so rows may share pages, and be rewound. The paper does this
+in parallel with other work; here the first step waits for it.
 
 Heads as tasks. The paper merges adjacent heads into one task, padded to one length, when tasks outnumber cores. The
-worker needs no such thing: its threads do not stand for heads, they take parts of lists of up to 8 blocks, whatever
-head these belong to, and steal from each other when they are idle. Lists keep their lengths.
+worker needs no merging: its threads are not bound to heads. They take parts of lists of up to 8 blocks, whatever head
+the lists belong to, and steal from each other when they are idle. Lists keep their lengths.
 
-``on_ratio`` is told the tokens of the contextual sets over the tokens in the window: the work of the CPU in units of
-the GPU's.
+``on_ratio`` gets the number of tokens in the contextual sets over the number of tokens in the window: the CPU's work
+relative to the GPU's.
 """
 
 from __future__ import annotations
@@ -50,23 +51,23 @@ from sglang_hybrid.worker.miss_server import MissServer
 
 @dataclass(frozen=True)
 class _Leaving:
-    """Blocks that leave their windows at the beginning of a step, one of a row at most."""
+    """Blocks that leave their windows at the beginning of a step, at most one per row."""
 
-    rows: torch.Tensor  # [n], of the batch
-    positions: torch.Tensor  # [n]
+    rows: torch.Tensor  # [n], indices into the batch
+    positions: torch.Tensor  # [n], of the blocks in their rows' sequences
     least: torch.Tensor  # [n], MAW above which a token is salient
 
 
 @dataclass(frozen=True)
 class _StepPlan:
-    """What all layers of a step do alike."""
+    """What is the same for all layers of a step."""
 
-    entries: torch.Tensor  # [rows], of the layers' state
+    entries: torch.Tensor  # [rows], index of each row's state (RowEntries)
     first: torch.Tensor  # [rows], oldest block of the window
     window: torch.Tensor  # [rows, slots], position of each slot's block
-    is_new: torch.Tensor  # [rows, slots, tokens of a block], the step's tokens
-    fresh: list[int]  # rows without state, of the batch
-    first_of_fresh: list[int]
+    is_new: torch.Tensor  # [rows, slots, tokens of a block], True for the step's new token
+    fresh: list[int]  # rows without state, as indices into the batch
+    first_of_fresh: list[int]  # oldest block of their windows
     leaving: _Leaving
 
 
@@ -151,7 +152,7 @@ class HgcaPolicy(DecodePolicy):
         return state
 
     def _evict(self, state: LayerState, plan: _StepPlan) -> None:
-        """What leaves the window enters the contextual sets, as far as it is salient."""
+        """Move the salient tokens of blocks that leave the window to the contextual sets."""
         leaving = plan.leaving
         if not len(leaving.rows):
             return
@@ -171,11 +172,11 @@ class HgcaPolicy(DecodePolicy):
         state: LayerState,
         plan: _StepPlan,
     ) -> None:
-        """All state of a row that has none yet, by the last query of its prompt; one row at a time, as prefill does."""
+        """Compute all state of a row that has none, by its prompt's last query. One row at a time, as in prefill."""
         one = slice(row, row + 1)
         entry, slots = plan.entries[row], plan.window.shape[1]
         asked = self._prompts.of(cache.layer, batch.rows[one], otherwise=query[one])
-        before = batch.lengths[one] - 1  # the step's token is not the prompt's
+        before = batch.lengths[one] - 1  # without the step's token, which is not of the prompt
 
         def weights_of(positions: torch.Tensor) -> torch.Tensor:
             blocks = self._block_list(positions, before, batch, cache, one)
@@ -203,7 +204,7 @@ class HgcaPolicy(DecodePolicy):
         cache: LayerCache,
         rows: slice = slice(None),
     ) -> BlockList:
-        """positions ``[rows, n]``, of all KV heads alike."""
+        """List the blocks at positions ``[rows, n]``, the same for all KV heads."""
         of_heads = positions[:, None].expand(-1, cache.keys.shape[1], -1)
         ids = reference.block_ids(of_heads, batch.page_table[rows])
         return BlockList(ids, reference.block_fill(of_heads, lengths, cache.block_tokens))

@@ -1,25 +1,25 @@
-"""Which entry of a layer's state belongs to which running row.
+"""Map running rows to entries of the layers' state.
 
-State is kept for running rows only: SGLang has thousands of row numbers, takes them in turn, and does not say when a
-request ends. A row without state is evaluated anew, from the KV cache: state may be dropped at any time.
+State is kept for running rows only: SGLang has thousands of row numbers, uses them in turn, and does not report the end
+of a request. A row without state gets new state from the KV cache, so state may be dropped at any time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_IDLE_STEPS = 64  # steps of others after which a row has most likely ended
+_IDLE_STEPS = 64  # decode steps without a row after which the row's request has most likely ended
 
 
 @dataclass
 class _Row:
     entry: int
-    length: int  # tokens at its last step
-    step: int  # of its last step
+    length: int  # the row's tokens at its last step
+    step: int  # number of its last step
 
 
 class RowEntries:
-    """Entries of rows, by SGLang's row number."""
+    """Index of each row's state, by SGLang's row number."""
 
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
@@ -28,16 +28,16 @@ class RowEntries:
         self.capacity = 0  # entries are below this number
 
     def forget(self, rows: list[int]) -> None:
-        """These rows have no state any more."""
+        """Drop the state of ``rows``, and free their entries."""
         for row in rows:
             if known := self._rows.pop(row, None):
                 self._free.append(known.entry)
 
     def take(self, rows: list[int], lengths: list[int]) -> tuple[list[int], list[int]]:
-        """Entries of the rows of a step, and which of the rows, by index, have no state in theirs yet.
+        """Return the entries of a step's rows, and the indices of those rows whose entries hold no state yet.
 
-        Lengths include the step's token. A row that did not grow by exactly this token since its last step has no
-        state either.
+        ``lengths`` include the step's token. A row that did not grow by exactly this token since its last step counts
+        as a row without state.
         """
         self._steps += 1
         fresh = []

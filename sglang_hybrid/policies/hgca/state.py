@@ -1,4 +1,4 @@
-"""What one layer keeps for its rows: moving averages of the window's tokens, and contextual sets."""
+"""State that policy hgca keeps per layer: moving averages of the window's tokens, and contextual sets."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import torch
 
 
 class LayerState:
-    """Tensors for all rows with state, by entry (``RowEntries``). They grow; what is new is zero.
+    """State of one layer, for all rows with state, by entry (``RowEntries``). Tensors grow; new elements are zero.
 
     ::
 
         maw    [entry][KV head][slot of the ring][token]   float32
         masks  [entry][KV head][block of the row]          int32, bit t: token t is salient
 
-    ``maw`` is the moving average of the attention weight (MAW). It moves with its block: when a block leaves the
-    window, its averages decide on the block's mask, and the slot is another block's. Blocks of the window have the
-    mask 0.
+    ``maw`` is the moving average of the attention weight (MAW) of tokens in the window. When a block leaves the window,
+    its averages determine the block's mask, and another block takes the slot. Blocks in the window have the mask 0.
     """
 
     def __init__(self, heads: int, block_tokens: int, device: torch.device) -> None:
@@ -23,13 +22,13 @@ class LayerState:
         self.masks = torch.zeros(0, heads, 0, dtype=torch.int32, device=device)
 
     def grow(self, entries: int, slots: int, blocks: int) -> None:
-        """Have room for at least so many of each."""
+        """Grow the tensors to at least these numbers of entries, slots of the ring and blocks of a row."""
         self.maw = _grown(self.maw, {0: entries, 2: slots})
         self.masks = _grown(self.masks, {0: entries, 2: blocks})
 
 
 def _grown(tensor: torch.Tensor, needed: dict[int, int]) -> torch.Tensor:
-    """The tensor with at least so many places in each dimension that is named: twice as many where it was too small."""
+    """Return the tensor with at least the ``needed`` sizes by dimension. A dimension that grows at least doubles."""
     shape = list(tensor.shape)
     for dim, size in needed.items():
         if size > shape[dim]:

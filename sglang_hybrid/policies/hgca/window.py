@@ -27,7 +27,7 @@ from sglang_hybrid.policies.hgca.options import HgcaOptions
 
 @dataclass(frozen=True)
 class Window:
-    """How many blocks are in the window of a row of some length."""
+    """The size of a row's window, which depends on the row's length."""
 
     least_blocks: int
     ratio: Fraction  # of the row's blocks, where that is more than ``least_blocks``; at most 1
@@ -38,31 +38,31 @@ class Window:
         return cls(options.window_tokens // BLOCK_TOKENS, Fraction(str(options.window_ratio)))
 
     def blocks(self, count: int) -> int:
-        """Blocks in the window of a row of ``count`` blocks, if the row has that many.
+        """Return the blocks in the window of a row of ``count`` blocks; more than ``count`` for short rows.
 
-        Grows by one at most from one count to the next: no block ever returns to a window.
+        The number grows by at most one from one count to the next, so no block ever returns to a window.
         """
         return max(self.least_blocks, math.ceil(self.ratio * count))
 
     def first(self, count: int) -> int:
-        """Position of the oldest block in the window of a row of ``count`` blocks."""
+        """Return the position of the oldest block in the window of a row of ``count`` blocks."""
         return max(0, count - self.blocks(count))
 
     def slots(self, count: int) -> int:
-        """Slots that rows of up to ``count`` blocks use."""
+        """Return the number of slots that rows of up to ``count`` blocks use."""
         # a window that grows would change the slots of its blocks, unless no slot is used twice
         return min(count, self.least_blocks) if self.ratio == 0 else count
 
     def slot_of(self, positions: torch.Tensor) -> torch.Tensor:
-        """Slots of blocks, by their positions in the row."""
+        """Return the slots of the blocks at ``positions`` of a row."""
         return positions % self.least_blocks if self.ratio == 0 else positions
 
 
 def ring_positions(first: torch.Tensor, counts: torch.Tensor, slots: int) -> torch.Tensor:
-    """Position of the block in each slot: first block of the window and blocks of each row ``[B]`` -> ``[B, slots]``.
+    """Return the position of the block in each slot, ``[B, slots]``; NO_BLOCK in slots without a block of the window.
 
-    ``NO_BLOCK`` where the slot holds no block of the window.
+    ``first`` ``[B]``: each row's oldest block in the window. ``counts`` ``[B]``: each row's number of blocks.
     """
     last = counts[:, None] - 1
-    newest = last - (last - torch.arange(slots, device=counts.device)) % slots  # that ever had the slot
+    newest = last - (last - torch.arange(slots, device=counts.device)) % slots  # newest block that ever had the slot
     return newest.masked_fill(newest < first[:, None], NO_BLOCK)

@@ -1,4 +1,4 @@
-"""The settings of policy infinigen. Imports neither torch nor SGLang."""
+"""Settings of policy infinigen. This module imports neither torch nor SGLang."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLUMN_BYTES = 2  # partial keys are kept in 16 bits
 
 
 class InfinigenOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is speculated from, and what is selected."""
+    """Which columns of keys logits are speculated from, and what is selected."""
 
     alpha: Annotated[
         float,
@@ -39,6 +39,6 @@ class InfinigenOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def partial_columns(partial_ratio: float, head_dim: int) -> int:
-    """Columns of a skewed key that are kept: ``partial_ratio`` of them, a multiple of 4 where there are as many."""
+    """Return the number of columns of a skewed key that are kept: about ``partial_ratio`` of them, a multiple of 4."""
     rounded = round(partial_ratio * head_dim / _COLUMNS_MULTIPLE) * _COLUMNS_MULTIPLE
     return min(head_dim, max(_COLUMNS_MULTIPLE, rounded))

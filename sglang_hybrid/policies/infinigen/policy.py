@@ -1,18 +1,17 @@
 """Policy ``infinigen``: InfiniGen (OSDI 2024). Tokens that matter are fetched one layer ahead; the GPU alone attends.
 
-A few columns of every key, in a basis in which few columns carry most (``skew``), are on the model's device. The query
-that a layer's input predicts for the next layer gives speculated logits with them, and logits select tokens
-(``selection``). The real query attends to those, and to the token that is being decoded.
+A few columns of every key, in a basis in which few columns carry most of the products (``skew``), are on the model's
+device. A layer's input predicts the next layer's query. The products of this query with those columns are speculated
+logits, which select tokens (``selection``). The real query attends to these tokens and to the token that is decoded.
 
-What differs from the paper:
+Differences from the paper:
 
-- Query heads of a group share a KV head's tokens, and a basis.
-- The columns are chosen once for a model and not for each prompt: requests share pages of a common prefix.
-- The first layer's input is the query's own: its selection is by the real query. The paper's first layer attends to
-  everything.
-- The average over KV heads is a row's own, so that answers do not depend on other requests.
-- ``budget_tokens`` is the limit, not a share of the context. No token is ever evicted: host memory holds them all, and
-  requests that do not fit wait.
+- The query heads of a group share the selected tokens of their KV head, and a basis.
+- The columns are chosen once per model and not for each prompt, because requests share pages of a common prefix.
+- The first layer selects by its real query, which its own input gives. The paper's first layer attends to everything.
+- The number of tokens is averaged over the KV heads of one row, so that answers do not depend on other requests.
+- ``budget_tokens`` is the limit, not a share of the context. No token is ever evicted: host memory holds all tokens,
+  and requests that do not fit wait.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from sglang_hybrid.policies.registry import PolicyContext
 
 
 def create(context: PolicyContext) -> InfinigenPolicy:
-    """Raises ValueError where the pool keeps no partial keys."""
+    """Create the policy. Raise ValueError if the pool keeps no partial keys."""
     encoder = context.codes.encoder if context.codes else None
     if not isinstance(encoder, PartialKeys):
         raise ValueError("policy infinigen needs a pool that keeps partial keys: start with policy=infinigen")
@@ -60,7 +59,7 @@ class InfinigenPolicy(DecodePolicy):
         return out.to(query.dtype)
 
     def select(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> BlockList:
-        """What a layer attends to, by a query that may be a predicted one."""
+        """Return the blocks and tokens that a layer attends to, selected by a real or a predicted query."""
         tokens = cache.block_tokens
         below = selection.below_best(self._speculate(query, cache, batch, scale), batch.lengths)
         if self._by_block:
@@ -71,7 +70,7 @@ class InfinigenPolicy(DecodePolicy):
         return selection.list_of_tokens(chosen, batch, tokens)
 
     def _speculate(self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:
-        """Logits ``[B, H, G, tokens]`` from the columns that are kept."""
+        """Return speculated logits ``[B, H, G, tokens]``, from the columns that are kept."""
         assert cache.codes is not None
         pages = batch.page_table
         codes = cache.codes.index_select(0, pages.flatten()).view(*pages.shape, *cache.codes.shape[1:])

@@ -1,1 +1,1 @@
-"""What happens one layer ahead, and what it is tuned with: predictor, recall, calibration, profile."""
+"""Policies ``scout`` and ``scoutattention``: selection, query prediction, recall, calibration and profiles."""

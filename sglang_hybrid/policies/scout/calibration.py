@@ -1,8 +1,8 @@
-"""Fits what a calibrated prediction adds to the raw one: ridge regression on the inputs of all layers of some text.
+"""Fit what a calibrated prediction adds to the raw one: ridge regression on the inputs of all layers of some text.
 
-Fitted is the difference between the real query and the raw prediction, so that the penalty pulls toward the raw
-predictor and not toward zero. Sums over tokens are all that is kept, on the device of the weights: memory does not
-grow with the text.
+The regression fits the difference between the real query and the raw prediction, so that the penalty pulls toward the
+raw predictor and not toward zero. Only sums over tokens are kept, on the device of the weights: memory does not grow
+with the text.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import torch
 from sglang_hybrid.ops import reference
 from sglang_hybrid.policies.scout.predictor import Correction, QueryPredictor, QueryWeights
 
-# Penalty on squared coefficients, relative to the mean square of an input channel. Chosen on unseen text.
+# Candidate penalties on squared coefficients, relative to the mean square of an input channel. Each layer's
+# penalty is chosen on unseen text.
 PENALTIES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 
 
 class LayerFit:
-    """Sums for one layer: inputs of the layer before it against what the raw prediction gets wrong."""
+    """Regression sums of one layer: inputs of the layer before against the errors of the raw prediction."""
 
     def __init__(self, weights: QueryWeights) -> None:
         hidden, width = weights.norm.shape[0], weights.projection.shape[0]
@@ -34,12 +35,12 @@ class LayerFit:
 
     @staticmethod
     def device_bytes(weights: QueryWeights) -> int:
-        """Return the memory that the sums of a layer take."""
+        """Return the bytes that the sums of a layer take."""
         hidden, width = weights.norm.shape[0], weights.projection.shape[0]
         return (hidden + 1) * (hidden + 1 + width) * torch.float64.itemsize
 
     def add(self, before: torch.Tensor, own: torch.Tensor) -> None:
-        """``before``: inputs of the layer before, ``own``: of this one, both ``[tokens, hidden]``."""
+        """Add a text: inputs of the layer before (``before``) and of this one (``own``), both ``[tokens, hidden]``."""
         unit = reference.rms_unit(before, self._eps)
         inputs = torch.cat((unit, torch.ones_like(unit[:, :1])), dim=1)
         wrong = (self._raw.project(own) - self._raw.project(before)).float()
@@ -58,7 +59,7 @@ class LayerFit:
 
 @dataclass(frozen=True)
 class FullCorrection:
-    """A full matrix, and the mean square of its inputs, which tells which of its directions matter."""
+    """A correction with a full matrix, and the mean square of its inputs, which shows which directions matter."""
 
     matrix: torch.Tensor  # [query heads * head_dim, hidden]
     bias: torch.Tensor
@@ -69,19 +70,19 @@ class FullCorrection:
 
     @cached_property
     def _basis(self) -> torch.Tensor:
-        """Directions of queries in which the correction moves them most *on these inputs*, strongest first."""
+        """Return the directions in which the correction moves queries most *on these inputs*, strongest first."""
         matrix = self.matrix.double()
-        # single precision tells directions apart well enough, and takes half of the time
+        # single precision separates directions well enough, and takes half of the time
         vectors: torch.Tensor = torch.linalg.eigh((matrix @ self.inputs @ matrix.T).float()).eigenvectors
         return vectors.flip(1)
 
     def low_rank(self, rank: int) -> Correction:
-        """The best approximation of the correction *on these inputs*, not of its matrix (reduced-rank regression)."""
+        """Return the low-rank correction closest *on these inputs*, not as a matrix (reduced-rank regression)."""
         basis = self._basis[:, :rank].contiguous()
         return Correction(basis, basis.T @ self.matrix, self.bias)
 
 
 def cosines(real: torch.Tensor, predicted: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Of every head of every token: ``[tokens, query heads]``. Rotation does not change them."""
+    """Return the cosine of every head of every token: ``[tokens, query heads]``. Rotation does not change cosines."""
     a, b = (x.float().unflatten(-1, (-1, head_dim)) for x in (real, predicted))
     return torch.nn.functional.cosine_similarity(a, b, dim=-1)

@@ -1,7 +1,8 @@
-"""What a server fitted at its first start with a model, kept for later starts.
+"""The calibration that a server fits at its first start with a model, as a file for later starts.
 
-One file in the safetensors format for each rank, so nothing in it can run. Its name is its key: another model, other
-weights, another dtype, another split over ranks or another format of ours have another name and are fitted anew.
+Each rank has one file in the safetensors format, which contains nothing that can run. The file's name is its key: with
+another model, other weights, another dtype, another split over ranks or another ``FORMAT`` the name differs, and the
+server fits anew.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from sglang_hybrid.policies.scout.fit_predictor import LayerCalibration
 from sglang_hybrid.policies.scout.predictor import Correction
 from sglang_hybrid.policies.scout.profile_facts import ProfileError
 
-# To be raised with every change of the file, of the text that is fitted on, or of the way it is fitted.
+# Raise this number with every change of the file, of the text that is fitted on, or of the way of fitting.
 FORMAT = 3
 _METADATA_KEY = "sglang_hybrid_calibration"
 
 
 @dataclass(frozen=True)
 class CalibrationKey:
-    """What a calibration was fitted for. ``shape`` is that of one rank."""
+    """The model and rank that a calibration was fitted for. ``shape`` is that of one rank."""
 
     architecture: str
     weights: str  # fingerprint, hexadecimal
@@ -44,7 +45,7 @@ class CalibrationKey:
 
 
 class _Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the file says besides its matrices, by layer."""
+    """The metadata of a calibration file, by layer."""
 
     ranks: dict[int, int]
     cosine_raw: dict[int, float]
@@ -68,7 +69,7 @@ class Calibration:
         return {layer: one.cosine for layer, one in self.layers.items()}
 
     def summary(self) -> str:
-        """The cosines that were reached, in words."""
+        """Return a sentence about the cosines of predicted and real queries."""
         if not self.layers:
             return "there is only one layer, nothing to predict"
         raw, reached = ([getattr(one, name) for one in self.layers.values()] for name in ("cosine_raw", "cosine"))
@@ -78,14 +79,14 @@ class Calibration:
         )
 
     def save(self, path: Path) -> None:
-        """Complete or not at all. Raises OSError."""
+        """Write the file atomically. Raise OSError if that fails."""
         facts = _Facts(
             ranks={layer: one.rank for layer, one in self.layers.items()},
             cosine_raw={layer: one.cosine_raw for layer, one in self.layers.items()},
             cosine={layer: one.cosine for layer, one in self.layers.items()},
         )
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}")  # servers that start together write their own
+        part = path.with_name(f".{path.name}.{os.getpid()}")  # each of several starting servers writes its own
         try:
             save_file(to_tensors(self), part, metadata={_METADATA_KEY: msgspec.json.encode(facts).decode()})
             os.replace(part, path)
@@ -96,7 +97,7 @@ class Calibration:
 
 
 def load_calibration(path: Path, key: CalibrationKey) -> Calibration | None:
-    """Return what ``path`` holds; None where there is no such file. Raises ProfileError for a damaged one."""
+    """Return the calibration in ``path``; None if there is no such file. Raise ProfileError for a damaged file."""
     if not path.is_file():
         return None
     try:

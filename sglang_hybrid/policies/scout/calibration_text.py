@@ -1,7 +1,8 @@
-"""The mixed text that a predictor is fitted on when nobody names another one.
+"""The mixed text on which a predictor is fitted, unless the user names another text.
 
-A predictor is best on kinds of text that it has seen, so there are several: prose and source code that every Python
-brings along, tables and records, facts with questions about them, and a few languages. The same for every start.
+A predictor is best on kinds of text that it was fitted on, so the text has several: prose and source code that every
+Python contains, tables and records, facts with questions about them, and a few languages. Every start uses the same
+text.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Window = tuple[int, ...]
 WINDOW_TOKENS = 2048
 _TOKENS_PER_CHANNEL = 16  # of the hidden size: a regression needs several times as many tokens as it has inputs
 _FEWEST, _MOST = 8192, 65536
-_MOST_CHARACTERS = 50  # of a token, on average of a piece of text; tokenizers have 1 to 8
+_MOST_CHARACTERS = 50  # per token, on average over a piece of text; tokenizers have 1 to 8
 
 _SOURCES = (
     "argparse", "inspect", "typing", "tarfile", "http.client", "asyncio.base_events", "decimal", "_pydecimal",
@@ -46,7 +47,7 @@ _LANGUAGES = (
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """Windows of tokens to fit on, and others to choose penalty and rank by."""
+    """Windows of tokens to fit on, and other windows for the choice of penalty and rank."""
 
     fit: tuple[Window, ...]
     unseen: tuple[Window, ...]
@@ -57,26 +58,27 @@ class CalibrationText:
 
 
 class NoWords(ValueError):
-    """A tokenizer has no vocabulary: Transformers makes such a one for a model without tokenizer files."""
+    """A tokenizer has no vocabulary. Transformers creates such a tokenizer for a model without tokenizer files."""
 
 
 def calibration_text(encode: Encode, hidden: int, longest: int, tokens: int | None = None) -> CalibrationText:
-    """Return text for a model of that hidden size whose context is at most ``longest`` tokens.
+    """Return text for a model of hidden size ``hidden``, whose context is at most ``longest`` tokens.
 
-    ``tokens`` to fit on are more than that at most by a window; None: what a regression needs. Raises NoWords.
+    ``tokens``: number of tokens to fit on, rounded up to whole windows; None: as many as a regression needs. Raise
+    NoWords if the tokenizer has no vocabulary.
     """
     window, count = _windows_for(hidden, longest)
     if tokens is not None:
         count = -(-tokens // window)
     kinds = {name: _Kind(make(), encode, window) for name, make in _KINDS.items()}
-    # what servers see most comes most often
+    # the kinds that servers see most often come most often
     order = ("prose", "code", "facts", "code", "records", "prose", "languages", "prose", "code")
     fit = tuple(kinds[name].next() for name in islice(cycle(order), count))
     return CalibrationText(fit, tuple(kinds[name].next() for name in ("prose", "code", "facts")))
 
 
 def without_tokenizer(vocabulary: int, hidden: int, longest: int) -> CalibrationText:
-    """Return tokens at random, frequent ones and rare ones as in a text (Zipf): for a model that has no tokenizer."""
+    """Return random tokens for a model without a tokenizer, with frequent and rare ones as in a text (Zipf)."""
     window, count = _windows_for(hidden, longest)
     random = Random(0)
     ranks = list(range(vocabulary))
@@ -93,7 +95,7 @@ def _windows_for(hidden: int, longest: int) -> tuple[int, int]:
 
 
 class _Kind:
-    """Windows of one kind of text, one after the other; none has a token of another."""
+    """Windows of one kind of text, one after the other, without overlap."""
 
     def __init__(self, pieces: Iterator[str], encode: Encode, window: int) -> None:
         self._pieces, self._encode, self._window = pieces, encode, window
@@ -111,17 +113,17 @@ class _Kind:
 
 
 def _prose() -> Iterator[str]:
-    """Python's language reference."""
+    """Return the topics of Python's language reference, in an endless loop."""
     from pydoc_data.topics import topics
 
     return cycle(f"{topics[key]}\n\n" for key in sorted(topics))
 
 
 def _code() -> Iterator[str]:
-    """The sources of some modules that every Python has."""
+    """Return parts of the sources of some modules that every Python has, in an endless loop."""
     found = [importlib.util.find_spec(name) for name in _SOURCES]
     files = [Path(spec.origin) for spec in found if spec and spec.origin and spec.origin.endswith(".py")]
-    # a Python without sources has the package's own
+    # a Python without sources: take this file
     sources = [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
     pieces = [_pieces(text) for text in sources or [Path(__file__).read_text()]]
     longest = max(map(len, pieces))
@@ -129,7 +131,7 @@ def _code() -> Iterator[str]:
 
 
 def _pieces(text: str, characters: int = 6_000) -> list[str]:
-    """Parts of a file. The first one is mostly comments and imports, and is left out of long files."""
+    """Split a file into parts. The first part is mostly comments and imports, and is left out of long files."""
     return [text[start : start + characters] for start in range(0, len(text), characters)][1:] or [text]
 
 
@@ -158,7 +160,7 @@ def _record(random: Random) -> dict[str, object]:
 
 
 def _facts() -> Iterator[str]:
-    """Facts, and questions about some of them: attention goes far back."""
+    """Yield facts, and questions about some of them, for which attention goes far back."""
     random = Random(2)
     while True:
         facts = [

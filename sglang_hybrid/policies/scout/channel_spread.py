@@ -1,4 +1,4 @@
-"""Measures which channels of the keys tell most about attention."""
+"""Measure which channels of the keys say most about attention."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import torch
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.memory.sketches import channel_order
 
-_QUERIES = 64  # of a text, from its second half
-_ALWAYS_IN = 1, 3  # blocks: sink; recent and tail. Nobody asks a sketch about them
+_QUERIES = 64  # sampled from the second half of each text
+_ALWAYS_IN = 1, 3  # blocks: sink; recent and tail. They are attended to without a look at their sketches
 
 
 class ChannelSpread:
-    """Of one layer: what each channel adds to the logits of attended tokens that their blocks' digests do not tell.
+    """How much each channel of one layer adds to the logits of attended tokens, beyond what block digests say.
 
-    A digest has the middle of each channel's range. A token's distance from it, times the query, is what a sketch of
-    the channel knows better. It is squared and weighted by attention: a channel may vary much in keys that nobody
-    attends to.
+    A digest has the middle of each channel's range. A sketch of the channel also knows a token's distance from this
+    middle, which adds distance times query to the logit. This product is squared and weighted by attention, because a
+    channel may vary much in keys that get no attention.
     """
 
     def __init__(self, rotary_dim: int, neox: bool) -> None:
-        """``rotary_dim`` and ``neox``: which two channels the model rotates together."""
+        """``rotary_dim`` and ``neox`` say which two channels the model rotates together."""
         self._rotary_dim, self._neox = rotary_dim, neox
         self._of_texts: list[torch.Tensor] = []
 
     def add(self, queries: torch.Tensor, keys: torch.Tensor) -> None:
-        """Of one text, after rotation: queries ``[tokens, query heads, dim]``, keys ``[tokens, KV heads, dim]``."""
+        """Add a text's rotated queries ``[tokens, query heads, dim]`` and keys ``[tokens, KV heads, dim]``."""
         size = min(BLOCK_TOKENS, keys.shape[0])
         blocks = keys[: keys.shape[0] // size * size].float().unflatten(0, (-1, size))
         middle = (blocks.amax(dim=1, keepdim=True) + blocks.amin(dim=1, keepdim=True)) / 2
@@ -40,16 +40,16 @@ class ChannelSpread:
         self._of_texts.append((seen * asked.square()).mean(dim=(0, 2)).cpu())
 
     def order(self) -> torch.Tensor:
-        """Channels of each KV head, the most telling first: ``[KV heads, head_dim]``."""
+        """Return the channels of each KV head, the most informative first: ``[KV heads, head_dim]``."""
         return channel_order(torch.stack(self._of_texts).mean(dim=0), self._rotary_dim, self._neox)
 
 
 def _selectable(at: torch.Tensor, tokens: int, size: int) -> torch.Tensor:
-    """``[queries, tokens]``: whether a sketch decides about the token, for a query at ``at``."""
+    """Return ``[queries, tokens]``, True if a sketch decides about the token, for queries at positions ``at``."""
     sink, recent = _ALWAYS_IN
     token = torch.arange(tokens, device=at.device)
     block, of_query = token // size, (at // size)[:, None]
     selectable = (block >= sink) & (block <= of_query - recent)
-    # in a short text all blocks are always in
+    # in a short text all blocks are always attended to: count all earlier tokens
     earlier = token <= at[:, None]
     return torch.where(selectable.any(dim=1, keepdim=True), selectable, earlier)

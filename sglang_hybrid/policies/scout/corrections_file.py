@@ -1,4 +1,4 @@
-"""Corrections, channel orders and skews as named tensors: what profiles and calibrations have in common on disk."""
+"""Corrections, channel orders and skews as named tensors: the common part of profile and calibration files."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from sglang_hybrid.policies.scout.predictor import Correction
 from sglang_hybrid.policies.scout.profile_facts import ProfileError
 
-_ORTHOGONAL = 1e-3  # entries of the product with its transpose may be so far from those of the unit matrix
+_ORTHOGONAL = 1e-3  # largest difference between the product with its transpose and the unit matrix
 
 
 class Calibrated(Protocol):
-    """What serving needs of a profile or of a calibration."""
+    """What a server needs from a profile or from a calibration."""
 
     @property
     def corrections(self) -> Mapping[int, Correction]: ...  # by layer; the first layer has none
 
     @property
-    def channels(self) -> Mapping[int, torch.Tensor]: ...  # by layer [KV heads, head_dim], the most telling first
+    def channels(self) -> Mapping[int, torch.Tensor]: ...  # by layer [KV heads, head_dim], the most informative first
 
     @property
     def cosines(self) -> Mapping[int, float]: ...  # by layer: of predicted and real queries, when it was fitted
@@ -32,7 +32,7 @@ class Calibrated(Protocol):
 
 @dataclass(frozen=True)
 class Shape:
-    """What the tensors of a file must fit."""
+    """The sizes that the tensors of a file must fit."""
 
     layers: int
     hidden: int
@@ -42,7 +42,7 @@ class Shape:
 
 
 def to_tensors(calibrated: Calibrated) -> dict[str, torch.Tensor]:
-    """Of each layer N, where there is one::
+    """Return the tensors of a file. Of each layer N, if it has them::
 
     layers.N.left, .right, .bias    the correction of predicted queries; no right: left is the whole matrix
     layers.N.channels               [KV heads, head_dim] uint8, the most telling channel first
@@ -62,7 +62,7 @@ def to_tensors(calibrated: Calibrated) -> dict[str, torch.Tensor]:
 
 
 def corrections_of(tensors: Mapping[str, torch.Tensor], shape: Shape) -> dict[int, Correction]:
-    """Raises ProfileError for matrices that do not fit."""
+    """Return the corrections by layer. Raise ProfileError for matrices that do not fit ``shape``."""
     corrections = {}
     width, hidden = shape.query_heads * shape.head_dim, shape.hidden
     for layer in range(1, shape.layers):
@@ -78,7 +78,7 @@ def corrections_of(tensors: Mapping[str, torch.Tensor], shape: Shape) -> dict[in
 
 
 def channels_of(tensors: Mapping[str, torch.Tensor], shape: Shape) -> dict[int, torch.Tensor]:
-    """Raises ProfileError for what is no order of channels."""
+    """Return the channel orders by layer. Raise ProfileError for a tensor that is not an order of all channels."""
     channels = {}
     for layer in range(shape.layers):
         order = tensors.get(f"layers.{layer}.channels")
@@ -95,7 +95,7 @@ def channels_of(tensors: Mapping[str, torch.Tensor], shape: Shape) -> dict[int, 
 
 
 def skews_of(tensors: Mapping[str, torch.Tensor], shape: Shape) -> dict[int, torch.Tensor]:
-    """Raises ProfileError for matrices that would change products of queries and keys."""
+    """Return the skews by layer. Raise ProfileError for a matrix that would change products of queries and keys."""
     skews = {}
     for layer in range(shape.layers):
         skew = tensors.get(f"layers.{layer}.skew")

@@ -1,4 +1,4 @@
-"""Fits the predictor on the inputs of all layers, and chooses the penalty and the rank of each layer on unseen text."""
+"""Fit the predictor on the inputs of all layers, and choose the penalty and the rank of each layer on unseen text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from sglang_hybrid.policies.scout.calibration import PENALTIES, FullCorrection, LayerFit, cosines
 from sglang_hybrid.policies.scout.predictor import Correction, QueryPredictor, QueryWeights
 
-# Ranks that are tried, as parts of the hidden size. A layer takes the smallest that keeps the gain.
+# Ranks that are tried, as parts of the hidden size. A layer takes the smallest rank that keeps the gain in cosine.
 RANK_PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
-_KEEPS_THE_GAIN = 0.002  # of cosine, against the full matrix
+_KEEPS_THE_GAIN = 0.002  # maximum loss of cosine against the full matrix
 
 LayerInputs = Mapping[int, torch.Tensor]  # by layer: inputs [tokens, hidden] of one text
 
@@ -20,16 +20,16 @@ LayerInputs = Mapping[int, torch.Tensor]  # by layer: inputs [tokens, hidden] of
 @dataclass(frozen=True)
 class LayerCalibration:
     correction: Correction
-    rank: int  # hidden size: the full matrix
+    rank: int  # the hidden size stands for the full matrix
     cosine_raw: float
     cosine: float
 
 
 class Calibrator:
-    """``add`` texts to fit on, then ``calibrate`` with texts that were not among them."""
+    """Fits corrections of predicted queries: ``add`` texts to fit on, then ``calibrate`` with other texts."""
 
     def __init__(self, weights: Mapping[int, QueryWeights], layers: Sequence[int] | None = None) -> None:
-        """``weights`` of all layers; ``layers`` to fit, by default all but the first, which needs no prediction."""
+        """``weights``: of all layers. ``layers``: to fit, by default all but the first, which needs no prediction."""
         self._weights = weights
         self._fits = {layer: LayerFit(weights[layer]) for layer in (list(weights)[1:] if layers is None else layers)}
 
@@ -44,7 +44,7 @@ class Calibrator:
     def calibrate(
         self, unseen: Sequence[LayerInputs], rank: int | str, progress: Callable[[], None] = lambda: None
     ) -> dict[int, LayerCalibration]:
-        """``rank``: "auto", "full" or a number for all layers."""
+        """Return each layer's calibration, by layer. ``rank``: "auto", "full" or a number for all layers."""
         calibrated = {}
         for layer, fit in self._fits.items():
             calibrated[layer] = self._calibrate(layer, fit, unseen, rank)
@@ -80,5 +80,5 @@ def _as(correction: Correction, like: torch.Tensor) -> Correction:
 
 
 def _stored(correction: Correction) -> Correction:
-    """Half precision: the correction is a small part of a query, and a profile is a file to carry around."""
+    """Convert to half precision: the correction is a small part of a query, and profiles should be small files."""
     return correction.to("cpu", torch.float16)

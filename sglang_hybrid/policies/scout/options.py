@@ -1,4 +1,4 @@
-"""The settings of policies scout and scoutattention. Imports neither torch nor SGLang."""
+"""Settings of policies scout and scoutattention. This module imports neither torch nor SGLang."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-# Upper bounds keep numbers within what kernels and tensors hold. Nobody comes near: the words leave them out.
+# Upper bounds keep numbers within what kernels and tensors can hold. They are far off, so descriptions omit them.
 _Count = Annotated[int, Meta(ge=0, le=10**9, extra={"legal": "a whole number >= 0"})] | Literal["auto"]
 _Bonus = Annotated[float, Meta(ge=0, le=1e9, extra={"legal": "a number >= 0"})] | Literal["auto"]
 _Share = Annotated[float, Meta(ge=0, le=1)] | Literal["auto"]

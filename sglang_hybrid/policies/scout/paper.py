@@ -1,4 +1,4 @@
-"""What policy ``scoutattention`` has of its settings where ``scout`` has a tuning. Imports no torch."""
+"""The tuning of policy ``scoutattention``, which follows from its settings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 from sglang_hybrid.policies.scout.options import ScoutAttentionOptions
 from sglang_hybrid.policies.scout.tuning import Tuning
 
-if TYPE_CHECKING:  # which knows the policies, and so this
+if TYPE_CHECKING:  # which imports the policies, and so this module
     from sglang_hybrid.config import HybridConfig
 
 
 def paper_resident_tokens(config: HybridConfig) -> int:
-    """Tokens of a (row, KV head) that are kept resident."""
+    """Return the number of tokens per (row, KV head) that are kept resident."""
     resident = config.section(ScoutAttentionOptions).resident_tokens
     return config.budget_tokens if resident == "auto" else resident
 
 
 def paper_tuning(config: HybridConfig, tuning: Tuning) -> Tuning:
-    """No bonus, no least share. ``tuning``: whose intervals are the profile's, or the same default."""
+    """Return a tuning without bonus and minimum attention. ``tuning`` gives the intervals that no setting fixes."""
     options, layers = config.section(ScoutAttentionOptions), len(tuning.intervals)
     intervals, adapts = tuning.intervals, options.recall_adapt
     if options.recall_interval != "auto":

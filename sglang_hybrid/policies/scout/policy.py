@@ -1,13 +1,13 @@
-"""Policy ``scout``: a small resident set, and the best blocks beyond it one layer ahead of time.
+"""Policy ``scout``: a small resident set, and the best blocks beyond it, which are selected one layer ahead.
 
-Every (row, KV head) attends to its resident blocks with the real query; resident are sink, recent and tail blocks,
-and as many others as the budget holds. Blocks that score well enough to be among them, or to be worth the while, but
-are not resident are the misses of the step: somebody else computes them, begun while the layer before was still
-running, with a predicted query. What it got wrong about their weight is made up for when the real query is there. From
-time to time a layer recalls: what the real query selects becomes resident, from the next step on.
+Every (row, KV head) attends to its resident blocks with the real query: sink, recent and tail blocks, and as many other
+blocks as the budget holds. The misses of a step are blocks that are not resident, but score well enough for the budget
+or get enough estimated attention. The miss server computes attention over them with a predicted query, and starts while
+the layer before still runs. When the real query is known, the estimated error of the misses' weight is corrected. From
+time to time a layer recalls: the blocks that the real query selects become resident, from the next step on.
 
-What was selected stands for all that could have been: by its estimated share of their attention, blocks that are always
-in weigh less than they otherwise would.
+Attended blocks stand for all blocks that could have been selected: the logits of sink, recent and tail blocks are
+lowered by the logarithm of the attended blocks' estimated share of the attention of all these candidates.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from sglang_hybrid.worker.miss_server import MissServer, PendingAttention
 
 @dataclass(frozen=True)
 class Selection:
-    """What one layer attends to in one step: positions ``[rows, KV heads, n]`` in the rows' sequences."""
+    """The blocks that one layer attends to in one step: positions ``[rows, KV heads, n]`` in the rows' sequences."""
 
     near: torch.Tensor  # sink, recent, tail and resident blocks
     misses: torch.Tensor
-    recalled: torch.Tensor  # what becomes resident if the layer recalls: the best that were selected
-    near_bias: torch.Tensor | None = None  # [rows, KV heads, group], of blocks that are always in
+    recalled: torch.Tensor  # blocks that become resident if the layer recalls: the best selected ones
+    near_bias: torch.Tensor | None = None  # [rows, KV heads, group], added to logits of sink, recent and tail blocks
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A layer whose misses are on their way."""
+    """A layer whose misses are being computed."""
 
-    query: torch.Tensor  # that they are computed with
+    query: torch.Tensor  # with which the misses are computed
     selection: Selection
     misses: BlockList
     posted: PendingAttention
@@ -76,11 +76,11 @@ class ScoutPolicy(DecodePolicy):
         self._resident: dict[int, ResidentSet] = {}
         self._ahead: dict[int, _Begun] = {}
         self._fresh: set[int] = set()  # rows that have not decoded yet
-        self._first_length = torch.zeros(rows, dtype=torch.int64)  # of each row, when it began to decode
-        self._steps = torch.empty(0, dtype=torch.int64)  # of this batch's rows, this step included
-        self._begin = torch.empty(0, dtype=torch.int64)  # of this batch, rows that decode for the first time
-        self._leave = torch.empty(0, dtype=torch.int64)  # of this batch, rows with a block that is recent no more
-        self._selected = self._hits = torch.zeros((), dtype=torch.int64)  # blocks so far; hits were resident
+        self._first_length = torch.zeros(rows, dtype=torch.int64)  # of each row, at its first decode step
+        self._steps = torch.empty(0, dtype=torch.int64)  # decode steps of this batch's rows, this one included
+        self._begin = torch.empty(0, dtype=torch.int64)  # indices of rows of this batch that decode for the first time
+        self._leave = torch.empty(0, dtype=torch.int64)  # indices of rows with a block that is no longer recent
+        self._selected = self._hits = torch.zeros((), dtype=torch.int64)  # blocks so far; hits: of them resident
 
     # -- steps and rows ----------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class ScoutPolicy(DecodePolicy):
 
     def _tell_ratio(self, misses: BlockList, batch: DecodeBatch, cache: LayerCache) -> None:
         missed = (misses.ids != reference.NO_BLOCK).sum(dim=2).float().mean(dim=1) / self._budget_blocks
-        # a row within the budget never misses: it says nothing about the intervals that a longer one needs
+        # a row within the budget has no misses: it says nothing about the intervals that longer rows need
         if (longer := missed[batch.block_counts(cache.block_tokens) > self._budget_blocks]).numel():
             self.recall.observe(cache.layer, float(longer.mean()))
         if self.on_ratio and missed.numel():
@@ -186,13 +186,13 @@ class ScoutPolicy(DecodePolicy):
         return Selection(near, misses, recalled, bias)
 
     def _listed(self, layer: int, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Resident blocks of these rows, without those that are always in."""
+        """Return the resident blocks of these rows, without sink, recent and tail blocks."""
         listed = self._resident[layer].of(rows)
         always = reference.is_forced(listed, counts, self._sink, self._recent)
         return listed.masked_fill(always | (listed >= counts[:, None, None]), reference.NO_BLOCK)
 
     def _wanted(self, query: torch.Tensor, cache: LayerCache, rows: DecodeBatch, scale: float) -> torch.Tensor:
-        """What these rows want to be resident, by this query."""
+        """Return the blocks that become resident for these rows, by this query."""
         counts = rows.block_counts(cache.block_tokens)
         scores = self._scores_of(self._estimates(query, cache, rows, scale), counts, scale)
         chosen, _ = self._choose(scores, self._listed(cache.layer, rows.rows, counts), counts, cache.layer)
@@ -202,7 +202,7 @@ class ScoutPolicy(DecodePolicy):
     def _prepare(
         self, query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float, scores: torch.Tensor
     ) -> None:
-        """What this step's rows bring becomes resident: first blocks, and one that is recent no more."""
+        """Update the resident set: first blocks of rows that start to decode, and blocks that are no longer recent."""
         if cache.layer not in self._resident:
             heads = cache.keys.shape[1]
             self._resident[cache.layer] = ResidentSet(self._rows, heads, self._slots, query.device)
@@ -230,7 +230,7 @@ class ScoutPolicy(DecodePolicy):
     def _choose(
         self, scores: torch.Tensor, listed: torch.Tensor, counts: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best blocks, resident ones favoured, as positions; and for every block whether it is resident."""
+        """Return the best blocks' positions, resident ones favoured, and for every block whether it is resident."""
         is_resident = reference.is_listed(listed, scores.shape[2])
         ranked = scores + self._bonus[layer] * is_resident
         return reference.select_blocks(ranked, counts, self._budget_blocks, self._sink, self._recent), is_resident
@@ -244,10 +244,10 @@ class ScoutPolicy(DecodePolicy):
         layer: int,
         group: int,
     ) -> torch.Tensor:
-        """Of the selected positions that are not resident, or of all, those that get enough attention by estimate."""
+        """Return the misses: blocks that are selected (or any), not resident, and get enough estimated attention."""
         if self._miss_shares[layer] == 0:
             return missing
-        heads = group * scores.shape[1] if self._rules.per_layer else group  # whose shares a score adds up
+        heads = group * scores.shape[1] if self._rules.per_layer else group  # query heads whose shares a score sums
         least = math.log(self._miss_shares[layer] * heads)
         if self._any_block[layer]:
             most = self._budget_blocks - self._always
@@ -255,10 +255,10 @@ class ScoutPolicy(DecodePolicy):
         return reference.split(missing, scores.gather(2, missing.clamp(min=0)) >= least)[0]
 
     def _best_for_slots(self, selected: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Of the selected positions, as many as there are slots, those with the best scores.
+        """Return the selected positions with the best scores, as many as there are slots.
 
-        In their order, whether there are too many of them or not: what is added up in another order is rounded
-        otherwise, and a row must not depend on how many another one selects.
+        Positions keep their order, whether some are dropped or not: sums in another order round differently, and a row
+        must not depend on how many blocks another row selects.
         """
         if selected.shape[2] <= self._slots:
             return selected
@@ -275,7 +275,7 @@ class ScoutPolicy(DecodePolicy):
 
 
 def _compact(positions: torch.Tensor) -> torch.Tensor:
-    """Shift each list's blocks to the front, in order, and cut off what is empty in all of them."""
+    """Shift each list's blocks to the front, in order, and cut off the end that is empty in all lists."""
     present = positions != reference.NO_BLOCK
     order = (~present).to(torch.uint8).argsort(dim=2, stable=True)
     longest = int(present.sum(dim=2).max()) if positions.numel() else 0

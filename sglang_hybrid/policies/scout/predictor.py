@@ -1,8 +1,8 @@
-"""Layer i+1's query, from layer i's input.
+"""Predict layer i+1's query from layer i's input.
 
-Raw (ScoutAttention): layer i+1's own norm and projection on the input of layer i, as if layer i changed nothing.
-Calibrated: the same plus a linear correction that was fitted offline, ``q = W_Q norm(x) + C rms(x) + b``, where ``C``
-is a full matrix or the product of two thin ones.
+A raw prediction (ScoutAttention) applies layer i+1's own norm and projection to the input of layer i, as if layer i
+changed nothing. A calibrated prediction adds a linear correction that was fitted beforehand:
+``q = W_Q norm(x) + C rms(x) + b``, where ``C`` is a full matrix or the product of two thin ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sglang_hybrid.ops import reference
 
 @dataclass(frozen=True)
 class QueryWeights:
-    """What makes one layer's query, as the model has it. Views of the model's weights, not copies."""
+    """The weights that compute one layer's query. Plain weights are views of the model's, not copies."""
 
     norm: torch.Tensor  # [hidden], gain of the layer's input norm
     norm_eps: float
@@ -31,7 +31,7 @@ class QueryWeights:
 
 @dataclass(frozen=True)
 class Correction:
-    """What calibration adds before the norm of the heads and the rotation: ``rms(x) right^T left^T + bias``.
+    """What calibration adds to a query before the norm of the heads and rotation: ``rms(x) right^T left^T + bias``.
 
     ``left`` [query heads * head_dim, rank] and ``right`` [rank, hidden]; ``right`` is None for a full matrix, which is
     ``left`` alone.
@@ -50,13 +50,13 @@ class Correction:
 
 
 def merged_projection(weights: QueryWeights, correction: Correction) -> torch.Tensor:
-    """W_Q with the norm's gain and a full correction in it: a matrix for ``rms(x)`` that costs as much time as W_Q."""
+    """Merge W_Q, the norm's gain and a full correction into one matrix for ``rms(x)``, as fast as W_Q alone."""
     gain = weights.norm.float()
     return (weights.projection.float() * gain + correction.left.float()).to(weights.projection.dtype)
 
 
 class QueryPredictor:
-    """The queries of one layer, before it runs."""
+    """Predicts the queries of one layer before the layer runs."""
 
     def __init__(self, weights: QueryWeights, correction: Correction | None = None) -> None:
         self._weights = weights
@@ -67,11 +67,11 @@ class QueryPredictor:
             self._merged = (merged_projection(weights, correction), bias.to(weights.projection.dtype))
 
     def query(self, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """inputs ``[n, hidden]`` of the layer before, positions ``[n]`` -> ``[n, query heads, head_dim]``."""
+        """Predict: inputs ``[n, hidden]`` of the layer before, positions ``[n]`` -> ``[n, query heads, head_dim]``."""
         return self.finish(self.project(inputs), positions)
 
     def project(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Up to the projection: ``[tokens, query heads * head_dim]``. This much calibration fits."""
+        """Compute queries up to the projection: ``[tokens, query heads * head_dim]``. Calibration fits this part."""
         weights = self._weights
         unit = reference.rms_unit(inputs, weights.norm_eps).to(weights.projection.dtype)
         if self._merged is not None:
@@ -83,7 +83,7 @@ class QueryPredictor:
         return projected
 
     def finish(self, projected: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Norm of the heads where the model has one, and rotation."""
+        """Apply the norm of the heads, if the model has one, and the rotation."""
         weights = self._weights
         heads = projected.unflatten(-1, (-1, weights.head_dim))
         if weights.head_norm is not None:

@@ -1,7 +1,7 @@
-"""The profile: what ``sglang-hybrid profile`` found out about one model at one budget on one host.
+"""The profile: what ``sglang-hybrid profile`` fitted and measured for one model at one budget on one host.
 
-One file in the safetensors format, so nothing in it can run: the predictor's matrices as tensors, everything else as
-JSON in the file's metadata.
+A profile is one file in the safetensors format, which contains nothing that can run: the predictor's matrices are
+tensors, everything else is JSON in the file's metadata.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Profile:
     ) -> None:
         self.facts = facts
         self.corrections = corrections  # by layer; the first layer has none
-        self.channels = channels or {}  # by layer [KV heads, head_dim]: channels of keys, the most telling first
-        self.skews = skews or {}  # by layer [KV heads, head_dim, head_dim]: see infinigen.skew; older ones have none
+        self.channels = channels or {}  # by layer [KV heads, head_dim]: channels of keys, most informative first
+        self.skews = skews or {}  # by layer [KV heads, head_dim, head_dim]: see infinigen.skew; old profiles lack it
 
     def with_facts(self, **changes: Any) -> Profile:
         return Profile(msgspec.structs.replace(self.facts, **changes), self.corrections, self.channels, self.skews)
@@ -65,21 +65,21 @@ class Profile:
         return {layer: self.facts.cosine_calibrated[layer] for layer in self.corrections}
 
     def save(self, path: Path) -> None:
-        """Complete or not at all: an interrupted write leaves what was there before."""
+        """Write the file atomically: an interrupted write leaves the previous file as it was."""
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
         save_file(to_tensors(self), part, metadata={METADATA_KEY: msgspec.json.encode(self.facts).decode()})
         os.replace(part, path)
 
     def check(self, model: ModelIdentity, block_tokens: int, budget_tokens: int) -> None:
-        """Raise ProfileError unless this profile was made for that."""
+        """Raise ProfileError unless this profile was made for this model, block size and budget."""
         of_model = msgspec.structs.asdict(model)
         if wrong := mismatches(self.facts, of_model, block_tokens, budget_tokens):
             raise ProfileError("made for something else: " + "; ".join(wrong))
 
 
 def load_profile(path: Path) -> Profile:
-    """Raises ProfileError, which names the file."""
+    """Read a profile. Raise ProfileError, which names the file, if it is missing or damaged."""
     try:
         return _load(path)
     except ProfileError as error:

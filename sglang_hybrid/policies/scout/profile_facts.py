@@ -1,4 +1,4 @@
-"""What a profile says besides its matrices, readable without torch: a launcher refuses a wrong profile at once."""
+"""The metadata of a profile, readable without torch, so that a launcher can refuse a wrong profile at once."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from sglang_hybrid.safetensors_header import read_metadata
 VERSION = 1
 METADATA_KEY = "sglang_hybrid_profile"
 
-# Weights lose digits when a model is loaded in another dtype; another model's differ by much more.
+# Relative tolerance. Weights lose digits when a model is loaded in another dtype; another model's differ by much more.
 _SAME_WEIGHTS = 0.02
 
 
 class ProfileError(Exception):
-    """A profile that cannot be used. Says why, with both values where two do not agree."""
+    """A profile cannot be used. The message says why, with both values if two differ."""
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which model a profile is of. Whole model, not one rank's part."""
+    """The model that a profile was made for: the whole model, not one rank's part."""
 
     architecture: str
     layers: int
@@ -34,7 +34,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean CPU compute ratio over decode steps, per layer: ``ratios[layer][step]``."""
+    """Mean CPU compute ratio of each layer at each decode step: ``ratios[layer][step]``."""
 
     name: str
     ratios: list[list[float]]
@@ -44,7 +44,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured on the host that the profile was made on."""
+    """Speeds that were measured on the host that made the profile."""
 
     cpu: str
     threads: int
@@ -54,7 +54,7 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProfileFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """All of a profile but the matrices. Lists have one value per layer."""
+    """All of a profile except the matrices. Lists have one value per layer."""
 
     version: int = VERSION
     model: ModelIdentity
@@ -67,14 +67,14 @@ class ProfileFacts(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[int]  # of the correction; 0: none (the first layer), hidden: full
     cosine_raw: list[float]
     cosine_calibrated: list[float]
-    block_change: list[float]  # part of the selection that is new at each step
+    block_change: list[float]  # share of the selection that is new at each step
     curves: list[Curve]
     rates: HostRates
     notes: dict[str, Any]  # command, date, texts, tokens
 
 
 def read_facts(path: Path) -> ProfileFacts:
-    """From the header of the file alone. Raises ProfileError."""
+    """Read the facts from the header of a profile. Raise ProfileError if that fails."""
     if not path.is_file():
         raise ProfileError("there is no such file; sglang-hybrid profile makes one")
     try:
@@ -84,7 +84,7 @@ def read_facts(path: Path) -> ProfileFacts:
 
 
 def facts_of(metadata: Mapping[str, str] | None) -> ProfileFacts:
-    """Raises ProfileError or msgspec.MsgspecError."""
+    """Decode the facts in a file's metadata. Raise ProfileError or msgspec.MsgspecError if they are not valid."""
     text = (metadata or {}).get(METADATA_KEY)
     if text is None:
         raise ProfileError("not a profile: a safetensors file without our metadata")
@@ -93,7 +93,7 @@ def facts_of(metadata: Mapping[str, str] | None) -> ProfileFacts:
 
 
 def mismatches(facts: ProfileFacts, model: Mapping[str, Any], block_tokens: int, budget_tokens: int) -> list[str]:
-    """What the profile was made for and is not served, in words. ``model``: fields of ModelIdentity that are known."""
+    """Return, in words, where profile and served model differ. ``model``: fields of ModelIdentity that are known."""
     wrong = other_model("profile", facts.model, model)
     if facts.block_tokens != block_tokens:
         wrong.append(f"block_tokens: profile {facts.block_tokens}, served {block_tokens}")
@@ -103,7 +103,7 @@ def mismatches(facts: ProfileFacts, model: Mapping[str, Any], block_tokens: int,
 
 
 def other_model(file: str, made_for: ModelIdentity, served: Mapping[str, Any]) -> list[str]:
-    """How a served model differs from the one that a file was made for, in words. ``file``: what the file is."""
+    """Return, in words, how a served model differs from that of a file. ``file``: kind of file, such as "profile"."""
     wrong = []
     for name, of_model in served.items():
         of_file = getattr(made_for, name)
@@ -116,7 +116,7 @@ def other_model(file: str, made_for: ModelIdentity, served: Mapping[str, Any]) -
 
 
 def _other_weights(a: list[float], b: list[float]) -> tuple[str, str] | None:
-    """The first two that differ by more than a dtype does, or how many there are."""
+    """Return the first two weights that differ by more than a dtype does, or both counts if these differ; else None."""
     if len(a) != len(b):
         return f"{len(a)} sampled gains", f"{len(b)}"
     for x, y in zip(a, b, strict=True):

@@ -1,4 +1,4 @@
-"""When each layer refreshes its resident blocks."""
+"""The schedule of recalls: when each layer refreshes its resident blocks."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Sequence
 
 import torch
 
-# The controller leaves a layer alone while its mean ratio is in this part of beta, and looks every so many steps.
+# The controller keeps a layer's interval while its mean ratio is within these parts of beta, and checks now and then.
 _BAND = (0.5, 1.0)
 _SHORTER, _LONGER = 0.7, 1.3
 _LOOK_STEPS = 32
 
 
 class RecallSchedule:
-    """Per-layer intervals in decode steps, and the controller that adapts them to live traffic.
+    """Recall intervals of each layer in decode steps, and the controller that adapts them to live traffic.
 
-    Steps are counted per row from its first one, so what a request gets does not depend on which others run beside it.
-    The CPU compute ratio of a layer is misses over budget. It is lowest right after a recall and grows until the next,
-    so what is held against beta is its mean over some intervals. An interval of 0 means never.
+    Steps are counted per row from the row's first one, so the schedule of a request does not depend on when other
+    requests started. An interval of 0 means never. The CPU compute ratio of a layer is misses over budget. It is lowest
+    right after a recall and grows until the next one, so its mean over some intervals is compared with beta.
 
-    Intervals get shorter, and then longer again up to what they were: a host that computes many misses in time could do
-    with hardly any recalls, but a recall is also when the real query says what it wants.
+    The controller shortens intervals, and lengthens them again at most to their initial values: a host that computes
+    many misses in time needs hardly any recalls, but in a recall the real query also chooses the resident blocks.
     """
 
     def __init__(self, intervals: Sequence[int], beta: float, adapt: bool, early: int = 0) -> None:
-        """``early``: first steps of a row in which all layers recall that do so at all."""
+        """``early``: number of first steps of a row in which all layers recall, unless their interval is 0."""
         self._early = early
         self.intervals, self._longest = list(intervals), tuple(intervals)
         self.adapts = adapt and any(self.intervals)
@@ -33,9 +33,9 @@ class RecallSchedule:
         self._counts = [0] * len(self.intervals)
 
     def due(self, layer: int, steps: torch.Tensor) -> torch.Tensor:
-        """Which rows recall: ``steps`` ``[rows]`` that each has decoded, this one included -> ``[rows]`` of bool.
+        """Return which rows recall, ``[rows]`` of bool. ``steps`` ``[rows]``: decode steps of each, this one included.
 
-        Layers begin at different steps, so that their copies do not come all at once.
+        Layers recall at different steps, so that their copies do not come all at once.
         """
         interval = self.intervals[layer]
         if interval == 0:
@@ -43,7 +43,7 @@ class RecallSchedule:
         return ((steps + layer) % interval == 0) | (steps <= self._early)
 
     def observe(self, layer: int, ratio: float, steps: int = 1) -> None:
-        """The CPU compute ratio of this step, or its mean over so many."""
+        """Record the layer's CPU compute ratio, the mean of ``steps`` steps, and adapt the interval if it is time."""
         interval = self.intervals[layer]
         if not self.adapts or interval == 0:
             return

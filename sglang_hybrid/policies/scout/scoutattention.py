@@ -1,9 +1,9 @@
 """Policy ``scoutattention``: ScoutAttention as its paper has it, on the machinery of ``scout``.
 
-Queries are predicted by the next layer's own projection, all KV heads of a layer share one selection, exactly the
-selected blocks are attended, and the CPU computes those that are not resident. Nothing is added to the scores of
-resident blocks, no miss is too small, nothing is corrected when the real query is there, what was selected by a
-predicted query becomes resident, and it stands for itself alone.
+The next layer's own projection predicts queries, all KV heads of a layer share one selection, exactly the selected
+blocks are attended to, and the CPU computes those that are not resident. Resident blocks get no bonus on their scores,
+misses have no minimum attention, and the weight of misses is not corrected when the real query is known. Blocks that a
+predicted query selected become resident, and selected blocks do not stand for others (``reference.near_bias``).
 """
 
 from __future__ import annotations
