@@ -143,10 +143,7 @@ class SmallCard:
     def _points(self, configuration: Configuration, server: Server, length: int, fit: Fit) -> None:
         wanted = sorted({min(one, fit.requests) for one in self._args.requests}) if configuration.is_hybrid else [1]
         for requests in wanted:
-            last = [
-                one.get("seconds", 0.0) / one["requests"] for one in self.result["points"] if one["length"] == length
-            ]
-            if not self._lease.allows(1.2 * requests * max(last, default=30.0)):
+            if not self._lease.allows(1.2 * requests * self._seconds_of_one(length)):
                 self._leave_out(f"{configuration.name}, {requests} of {length}: {self._lease.left():.0f} s are left")
                 continue
             point: Point = {"configuration": configuration.name, "length": length, "requests": requests}

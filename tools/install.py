@@ -114,7 +114,13 @@ class Setup:
             steps.append(Step("test tools", self._install_test_tools, _NETWORK))
         if "pd" in parts and self._on_cpu:
             steps.append(Step("libibverbs, for prefill/decode disaggregation", provide_ibverbs, _NETWORK))
-        steps.append(Step("bytecode, for quick starts", self._compile_bytecode, "the command by hand"))
+        steps.append(
+            Step(
+                "bytecode, for quick starts",
+                self._compile_bytecode,
+                "python -m compileall .venv, which says what is wrong",
+            )
+        )
         if "serve" in parts:
             steps.append(Step("sglang-hybrid and its C++ kernels", self._install_this_package, _COMPILER))
         return steps

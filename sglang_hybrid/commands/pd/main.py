@@ -122,14 +122,18 @@ def _start(
 
 
 def _watch(run: Run, console: Console, refused: list[str]) -> None:
-    """Show the running requests until a process ends, then raise Ended. ``refused`` gets the refusals until now."""
+    """Show the running requests until a process ends, then raise Ended. ``refused`` gets the refusals that came."""
     progress = Progress(console)
     processes = [os.pidfd_open(child.process.pid) for child in run.children]
     refused += [event.sentence for event in run.events.read() if isinstance(event, events.Refused)]
     while True:
         select.select([run.events.fileno(), *processes], [], [])
         for event in run.events.read():
+            if isinstance(event, events.Refused):
+                refused.append(event.sentence)
             progress.show(event)
+        for child in run.children:
+            child.check()
         for child in run.children:
             child.check()
 

@@ -58,7 +58,6 @@ def _scout(value: float, place: str) -> Number:
 SCOUT_RATIO_MEAN = _scout(0.082, "section 3.4 and figure 6b")  # CPU compute ratio with recall
 SCOUT_RATIO_THRESHOLD = _scout(0.12, "section 3.4")  # beta
 SCOUT_RECALL_INTERVAL = _scout(8.7, "section 3.4")  # steps, mean over layers
-SCOUT_CHANGED_BLOCKS = _scout(0.15, "section 3.2 and figure 6a")  # largest share that changes between two tokens
 SCOUT_ACCURACY_LOSS = {  # loss of LongBench's mean against full attention, by budget in tokens
     1024: _scout(0.025, "section 4.2 and figure 7"),
     2048: _scout(0.021, "section 4.2 and figure 7"),
