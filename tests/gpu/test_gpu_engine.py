@@ -24,6 +24,7 @@ from sglang_hybrid.memory.key_codes import KeyCodes
 from sglang_hybrid.memory.partial_keys import PartialKeys
 from sglang_hybrid.memory.sketches import Sketches
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cuda.structs import TOTALS
 from sglang_hybrid.policies.registry import policy_named
 from sglang_hybrid.policies.scout.tuning import tuning_of
 from sglang_hybrid.protocol.region import SharedRegion
@@ -159,13 +160,16 @@ def test_requests_are_answered_by_plain_attention_where_nothing_is_left_out(poli
 @pytest.mark.parametrize("policy", [policy for policy in LOSSLESS if policy != "hcattention"])  # which holds no row
 def test_answers_stay_the_same_when_whole_requests_end_and_come_back(policy: str) -> None:
     requests = Requests([f"policy={policy}", "whole_requests=auto", "worker=none", *LOSSLESS[policy]])
+    program: Any = requests.engine.program
     requests.prefill()
     for step in range(9):
         whole = step % 4 < 2
         requests.hold(whole)
         requests.decode()
-        assert requests.engine.program.is_dense == whole
+        assert program.is_dense == whole
         if not whole:
-            begins = requests.engine.program.step.begins(2).cpu().tolist()
+            begins = program.step.begins(2).cpu().tolist()
             assert begins == [int(step % 4 == 2 and policy == "hgca")] * 2  # others go on, or have nothing resident
-    assert int(requests.engine.program.refused) == 0
+        if policy in ("scout", "scoutattention"):
+            assert not program.counted[:, TOTALS.index("misses")].any()
+    assert int(program.refused) == 0

@@ -157,6 +157,26 @@ def test_what_the_last_query_selects_is_resident_and_comes_from_the_device_as_fa
     assert int(decoding.scout.refused) == 0
 
 
+def test_of_more_selected_blocks_than_there_are_slots_the_best_are_resident() -> None:
+    slots = 6
+    decoding = Held(9, slots=slots)
+    decoding.lengths = torch.tensor([500, 33, 96, 600])
+    decoding.begin(whole=True)
+    decoding.finish()
+    before = decoding.hide_full_blocks()
+    decoding.begin(whole=False)
+    decoding.show(before)
+    decoding.check_tokens_so_far()
+    for layer in range(LAYERS):
+        selected, held = decoding.selected(layer), decoding.is_held(decoding.held(layer)) & ~decoding.tails()
+        assert (held <= selected).all()
+        wanted = selected.sum(dim=2).clamp(max=slots - 1)  # and the tail
+        assert torch.equal(held.sum(dim=2), wanted)
+    decoding.finish()
+    decoding.check_slots()
+    decoding.check_output()
+
+
 @pytest.mark.parametrize("budget", [9, 36])
 @pytest.mark.parametrize("predicts", [False, True])
 def test_the_mode_ends_and_comes_back_while_requests_come_and_go(budget: int, predicts: bool) -> None:
