@@ -205,14 +205,15 @@ class SlotProgram(StepProgram):
             self.handover.reset_rows(rows)
 
     def hold_rows(self, whole: bool, count: int = 0) -> None:
-        was_dense = self.is_dense
-        if was_dense and count:
+        ends = self.is_dense and count > 0
+        if ends:
             self.dense.digest_tails(count)
         if not whole:
+            handover = self.handover if ends else None
             self.slots.forget_all()
-            self.step.let_rows_go(count, self.handover)
-            if was_dense and count and self.handover:
-                self.hand_over(count, self.handover)
+            self.step.let_rows_go(count, handover)
+            if handover:
+                self.hand_over(count, handover)
         super().hold_rows(whole, count)
 
     def hand_over(self, count: int, handover: Handover) -> None:
