@@ -25,7 +25,7 @@ _LANES = 2  # buffers of what is fetched one layer ahead: for even and for odd l
 class RowBytes:
     """Device memory of one row."""
 
-    slots: int  # resident blocks and their positions
+    slots: int  # resident blocks and their positions, and the queries that select the first ones
     scores: int = 0  # of all blocks of the longest context, or weights of its tokens
 
 
@@ -111,14 +111,16 @@ def scout_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> Ro
     """A row of at most ``max_blocks`` blocks under policies that select."""
     slots, lists = slots_of(config), shape.layers * shape.kv_heads
     positions = lists * slots * _POSITION_BYTES
-    return RowBytes(_block_bytes(shape, slots) + positions, lists * max_blocks * _SCORE_BYTES)
+    taken = _block_bytes(shape, slots) + positions + _last_query_bytes(config, shape)
+    return RowBytes(taken, lists * max_blocks * _SCORE_BYTES)
 
 
 def scoutattention_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:
     """The same under policy scoutattention, which notes beside each slot whether its block is attended."""
     slots, lists = paper_slots_of(config), shape.layers * shape.kv_heads
     positions = 2 * lists * slots * _POSITION_BYTES
-    return RowBytes(_block_bytes(shape, slots) + positions, lists * max_blocks * _SCORE_BYTES)
+    taken = _block_bytes(shape, slots) + positions + _last_query_bytes(config, shape)
+    return RowBytes(taken, lists * max_blocks * _SCORE_BYTES)
 
 
 def full_row_bytes(config: HybridConfig, shape: KVShape, _max_blocks: int) -> RowBytes:
@@ -154,6 +156,12 @@ def hcattention_row_bytes(_config: HybridConfig, shape: KVShape, max_blocks: int
 def whole_request_blocks(config: HybridConfig) -> int:
     """Blocks of a row under policies that keep none resident: as much device memory as a budget takes under others."""
     return config.budget_tokens // BLOCK_TOKENS if config.whole_requests == "auto" else 0
+
+
+def _last_query_bytes(config: HybridConfig, shape: KVShape) -> int:
+    """Of all layers, while a row is held as a whole."""
+    query = shape.kv_heads * shape.group * shape.key_dim * shape.itemsize
+    return shape.layers * query if config.whole_requests == "auto" else 0
 
 
 def _block_bytes(shape: KVShape, blocks: int) -> int:

@@ -9,8 +9,9 @@ from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cuda.attention import AttendWorkspace
 from sglang_hybrid.ops.cuda.digests import DenseTable
-from sglang_hybrid.ops.cuda.step import Step
-from sglang_hybrid.ops.cuda.whole_requests import PageAllocator, attend_pages
+from sglang_hybrid.ops.cuda.selection import RecallPlan
+from sglang_hybrid.ops.cuda.step import Step, let_rows_go
+from sglang_hybrid.ops.cuda.whole_requests import PageAllocator, StagedBlocks, attend_pages
 
 ROWS, MAX_BLOCKS, HEADS = 9, 20, 2
 
@@ -129,6 +130,126 @@ def test_many_steps_of_random_traffic_lose_no_page() -> None:
         allocator.hold_rows(step_of(rows))
         torch.cuda.synchronize()
         check(allocator, rows)
+
+
+class Memory:
+    """Slots of a layer that are pages too, with random blocks in them, and a staging."""
+
+    def __init__(self, rows: int, slots: int, staged: int, dim: int = 64) -> None:
+        self.rows, self.slots = rows, slots
+        random = seeded(rows)
+        shape = (2, rows, HEADS, slots, BLOCK_TOKENS, dim)
+        self.parts = torch.randn(shape, generator=random).to(DEVICE, torch.bfloat16)
+        self.before = self.parts.clone()
+        empty = torch.full((2, staged, BLOCK_TOKENS, dim), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+        self.staged = StagedBlocks(*empty)
+        self.allocator = PageAllocator(table_of(rows * slots, rows=rows), HEADS)
+
+    def plan(self, entries: list[tuple[int, int, int, int]], count: int | None = None) -> RecallPlan:
+        """``entries``: row, KV head, slot and position of each. Their pages are 1000 and following."""
+        plan = RecallPlan(len(entries) + 5, DEVICE)
+        listed = torch.tensor(entries, dtype=torch.int32)
+        rows, heads, slots, positions = listed.unbind(1)
+        plan.destinations[: len(entries)] = ((rows * HEADS + heads) * self.slots + slots).to(DEVICE)
+        plan.positions[: len(entries)] = positions.to(DEVICE)
+        plan.pages[: len(entries)] = 1000 + torch.arange(len(entries), dtype=torch.int32, device=DEVICE)
+        plan.count.fill_(len(entries) if count is None else count)
+        return plan
+
+    def move(self, plan: RecallPlan, ctas: int = 3) -> None:
+        self.allocator.move_to_slots(plan, self.parts[0], self.parts[1], self.staged, ctas=ctas)
+        torch.cuda.synchronize()
+
+    def expected(self, moved: dict[tuple[int, int, int], tuple[int, int]]) -> torch.Tensor:
+        """``moved``: (row, KV head, slot) gets the block of this page and KV head."""
+        expected = self.before.clone()
+        pages = self.before.view(2, self.rows * self.slots, HEADS, BLOCK_TOKENS, -1)
+        for (row, head, slot), (page, of_head) in moved.items():
+            expected[:, row, head, slot] = pages[:, page, of_head]
+        return expected
+
+
+@pytest.mark.parametrize("staged", [1000, 40, 1])
+def test_held_blocks_of_a_plan_get_to_their_slots_though_these_are_the_memory_of_pages(staged: int) -> None:
+    memory, random = Memory(rows=6, slots=16, staged=staged), seeded(8)
+    lengths = {4: 600, 1: 600, 3: 500, 5: 600}
+    memory.allocator.hold_rows(step_of(lengths))
+    torch.cuda.synchronize()
+    where = held(memory.allocator)
+    entries = [
+        (row, head, slot, position)
+        for row, length in lengths.items()
+        for head in range(HEADS)
+        for slot, position in enumerate(torch.randperm(length // BLOCK_TOKENS, generator=random)[:14].tolist())
+    ]
+    entries = [entries[i] for i in torch.randperm(len(entries), generator=random).tolist()]
+    plan = memory.plan(entries)
+    memory.move(plan)
+    moved = {entry[:3]: (where[entry[0]][entry[3]], entry[1]) for entry in entries[:staged]}
+    assert torch.equal(memory.parts, memory.expected(moved))
+    pages = plan.pages[: len(entries)].tolist()
+    assert pages == [-1 if i < staged else 1000 + i for i in range(len(entries))]
+
+
+def test_blocks_that_are_not_held_keep_their_page_and_nothing_is_moved_for_them() -> None:
+    memory = Memory(rows=6, slots=16, staged=50)
+    allocator = memory.allocator
+    allocator.hold_rows(step_of({4: 100, 1: 64, 3: 70, 2: 200}))
+    allocator.reset_rows(torch.tensor([1], device=DEVICE))  # is another request's
+    torch.cuda.synchronize()
+    where = held(allocator)
+    allocator.table.pages[2, 0] = memory.rows * memory.slots  # out of bounds, as nobody writes them
+    allocator.table.pages[2, 1] = -5
+    entries = [
+        (4, 0, 5, 3),
+        (4, 1, 5, 4),
+        (1, 0, 0, 0),
+        (3, 1, 2, 2),
+        (3, 0, 2, -1),
+        (5, 0, 0, 0),
+        (2, 0, 1, 0),
+        (2, 1, 1, 1),
+    ]
+    plan = memory.plan([*entries, (3, 0, 9, 0)], count=len(entries))  # the last one is behind the end
+    memory.move(plan)
+    moved = {(4, 0, 5): (where[4][3], 0), (3, 1, 2): (where[3][2], 1)}
+    assert torch.equal(memory.parts, memory.expected(moved))
+    assert (plan.pages[: len(entries) + 1] == -1).nonzero().flatten().tolist() == [0, 3]
+
+
+def test_destinations_outside_the_slots_are_left_out() -> None:
+    memory = Memory(rows=6, slots=16, staged=50)
+    memory.allocator.hold_rows(step_of({4: 100}))
+    torch.cuda.synchronize()
+    plan = memory.plan([(4, 0, 0, 0), (4, 0, 1, 1), (4, 0, 2, 2)])
+    plan.destinations[0], plan.destinations[1] = -1, 6 * HEADS * 16
+    where = held(memory.allocator)[4]
+    memory.move(plan)
+    assert torch.equal(memory.parts, memory.expected({(4, 0, 2): (where[2], 0)}))
+    plan.count.fill_(-3)
+    memory.move(plan)
+    assert torch.equal(memory.parts, memory.expected({(4, 0, 2): (where[2], 0)}))
+
+
+def test_rows_go_on_whose_query_of_the_token_before_was_kept_and_all_others_are_let_go() -> None:
+    step = step_of({3: 100, 4: 50, 5: 32, 0: 1, 7: 9, -1: 5, 400: 5}, active=6)
+    kept, lengths, first, goes_on = (
+        torch.tensor(of_rows, dtype=torch.int32, device=DEVICE)
+        for of_rows in (
+            [0, 0, 7, 99, 48, 31, 0, 8, 0],
+            [1, 20, 8, 100, 50, 32, 30, 9, 0],
+            [-1, 10, 3, 40, 20, 32, 30, 5, -3],
+            [9] * 7,
+        )
+    )
+    let_rows_go(step, lengths_by_row=lengths, first_lengths=first, kept_lengths=kept, goes_on=goes_on)
+    torch.cuda.synchronize()
+    assert goes_on.tolist() == [1, 0, 1, 0, 1, 0, 0]
+    # rows 1, 2 and 4 decoded before; row 6 in this step only
+    assert first.tolist() == [-1, -3, -3, 40, -3, 32, -1, 5, -3]
+    let_rows_go(step, lengths_by_row=lengths, first_lengths=first)
+    torch.cuda.synchronize()
+    assert first.tolist() == [-1, -3, -3, -3, -3, -1, -1, -3, -3]
 
 
 SHAPES = [  # heads, group, dim, lengths

@@ -37,13 +37,18 @@ SHAPES = [
 LARGE = Shape(batch=33, heads=4, group=5, dim=128, channels=32, max_blocks=120)
 
 
-def scored(case: LayerCase, *, by_row: bool = False) -> torch.Tensor:
+def scored(case: LayerCase, *, by_row: bool = False, query_by_row: bool = False) -> torch.Tensor:
     """Scores as selection writes them, whatever it selects."""
-    shape = case.shape
+    shape, query = case.shape, case.query
+    if query_by_row:
+        query = torch.full((shape.rows, *query.shape[1:]), torch.nan, dtype=query.dtype, device=DEVICE)
+        query[case.step.row_of.long()] = case.query
     workspace = ScoreWorkspace(shape.batch, shape.heads, shape.group, shape.max_blocks, DEVICE)
     owners = shape.rows if by_row else shape.batch
     scores = torch.full((owners, shape.heads, shape.max_blocks), UNTOUCHED, device=DEVICE)
-    put_off = score_blocks(case.query, case.digests, case.step, shape.scale, workspace, scores, by_row=by_row)
+    put_off = score_blocks(
+        query, case.digests, case.step, shape.scale, workspace, scores, by_row=by_row, query_by_row=query_by_row
+    )
     assert (scores == UNTOUCHED).all()
     table = SlotTable(torch.full((shape.rows, shape.heads, 1), -1, dtype=torch.int32, device=DEVICE), 0, 0)
     misses = Misses(shape.batch, shape.heads, 1, DEVICE)
@@ -67,6 +72,12 @@ def test_many_rows_of_very_different_lengths_are_scored() -> None:
     lengths = [1, 32, 33, 3840, 3839, 2000] + [64 * (i + 1) for i in range(27)]
     case = random_layer(LARGE, 3, lengths)
     assert_scores(scored(case), case.expected_scores())
+
+
+@pytest.mark.parametrize("shape", [SHAPES[i] for i in (2, 5, 8, 13)], ids=str)
+def test_queries_may_be_where_their_rows_are(shape: Shape) -> None:
+    case = random_layer(shape, 2)
+    assert torch.equal(scored(case, by_row=True, query_by_row=True), scored(case, by_row=True))
 
 
 def test_scores_by_row_are_where_their_rows_are() -> None:

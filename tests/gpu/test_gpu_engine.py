@@ -6,11 +6,13 @@ tests of their own; this one is about what puts them together.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
+from selection_cases import later
 
 from sglang_hybrid.config import HybridConfig, load_config
 from sglang_hybrid.engines.base import ModelFacts, PrefillBatch, StepBatch
@@ -22,6 +24,7 @@ from sglang_hybrid.memory.key_codes import KeyCodes
 from sglang_hybrid.memory.partial_keys import PartialKeys
 from sglang_hybrid.memory.sketches import Sketches
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cuda.structs import TOTALS
 from sglang_hybrid.policies.registry import policy_named
 from sglang_hybrid.policies.scout.tuning import tuning_of
 from sglang_hybrid.protocol.region import SharedRegion
@@ -127,6 +130,15 @@ class Requests:
             for row, length in enumerate(self.lengths):
                 self.compare(out[row][None].cpu(), layer, row, length - 1)
 
+    def hold(self, whole: bool) -> None:
+        """Whole rows from the next step on, or no longer, as if others had come or gone."""
+        mode, program = self.engine._whole_requests, self.engine.program
+        assert mode is not None
+        mode.pages, mode._left = program.dense.pages if whole else 0, float("-inf")
+        # what kernels read that are launched before it is forgotten
+        allocator = program.dense._allocator
+        allocator.forget_all = lambda: later(partial(type(allocator).forget_all, allocator))  # type: ignore[method-assign]
+
     def compare(self, found: torch.Tensor, layer: int, row: int, first: int) -> None:
         """Of a row's tokens from ``first`` on."""
         length = self.lengths[row]
@@ -143,3 +155,21 @@ def test_requests_are_answered_by_plain_attention_where_nothing_is_left_out(poli
     for _ in range(STEPS):
         requests.decode()
     assert int(requests.engine.program.refused) == 0
+
+
+@pytest.mark.parametrize("policy", [policy for policy in LOSSLESS if policy != "hcattention"])  # which holds no row
+def test_answers_stay_the_same_when_whole_requests_end_and_come_back(policy: str) -> None:
+    requests = Requests([f"policy={policy}", "whole_requests=auto", "worker=none", *LOSSLESS[policy]])
+    program: Any = requests.engine.program
+    requests.prefill()
+    for step in range(9):
+        whole = step % 4 < 2
+        requests.hold(whole)
+        requests.decode()
+        assert program.is_dense == whole
+        if not whole:
+            begins = program.step.begins(2).cpu().tolist()
+            assert begins == [int(step % 4 == 2 and policy == "hgca")] * 2  # others go on, or have nothing resident
+        if policy in ("scout", "scoutattention"):
+            assert not program.counted[:, TOTALS.index("misses")].any()
+    assert int(program.refused) == 0

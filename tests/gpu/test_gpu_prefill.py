@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 from prefill_cases import Model, Row, Shape
+from selection_cases import later
 
 from sglang_hybrid.engines.cuda import staging
 from sglang_hybrid.engines.cuda.prefill import PrefillRows
@@ -160,6 +163,21 @@ def test_a_pass_that_was_left_in_the_middle_does_no_harm() -> None:
     model.have_prefixes(rows)
     model.prefill.begin(PrefillRows([rows[0].pages], [rows[0].length], [rows[0].new]), 1.0)
     model.check(model.run(rows))
+
+
+def test_the_staging_is_lent_between_passes_and_never_within_one() -> None:
+    model = Model(Shape(), staging_pages=12)
+    rows = random_rows([(40, 70), (0, 33)], 40, 6)
+    model.have_prefixes(rows)
+    for seed in range(3):
+        result = model.run(rows, seed=seed)
+        lent = model.prefill.lend()
+        assert lent is not None and lent.keys.shape[0] == lent.values.shape[0] == 2 * 12 * model.shape.heads
+        later(partial(lent.keys.fill_, 7.0))
+        later(partial(lent.values.fill_, 7.0))
+        model.check(result)
+    model.prefill.begin(PrefillRows([rows[0].pages], [rows[0].length], [rows[0].new]), 1.0)
+    assert model.prefill.lend() is None
 
 
 def test_a_pass_without_new_tokens() -> None:

@@ -1,17 +1,21 @@
-// The beginning of a step, and steps in which all rows are held as a whole: launchers.
+// The beginning of a step, steps in which all rows are held as a whole, and the end of these: launchers.
 #include <algorithm>
 
 #include "attend_launch.h"
 #include "sglang_hybrid/cuda/attend_pages.cuh"
 #include "sglang_hybrid/cuda/begin_step.cuh"
 #include "sglang_hybrid/cuda/hold_rows.cuh"
+#include "sglang_hybrid/cuda/let_rows_go.cuh"
+#include "sglang_hybrid/cuda/move_held.cuh"
 
 using namespace sglang_hybrid;
 using namespace sglang_hybrid::cuda;
 
 namespace {
 
-constexpr uint32_t most_rows = 1 << 18;   // a bit for each in shared memory
+constexpr uint32_t most_rows = 1 << 18;  // a bit for each in shared memory
+
+uint32_t row_bits(uint32_t rows) { return (rows + 31) / 32 * uint32_t(sizeof(uint32_t)); }
 
 template <class Element, int kDim>
 cudaError_t launch_pages(const sh_attend_pages& args, cudaStream_t stream) {
@@ -39,8 +43,21 @@ SH_CUDA_API int sh_cuda_begin_step(const sh_begin_step* args, cudaStream_t strea
 
 SH_CUDA_API int sh_cuda_hold_rows(const sh_hold_rows* args, cudaStream_t stream) {
     if (args->table.rows > most_rows || args->kv_heads == 0) return cudaErrorInvalidValue;
-    const uint32_t bytes = (args->table.rows + 31) / 32 * uint32_t(sizeof(uint32_t));
-    hold_rows<<<1, hold_threads, bytes, stream>>>(*args);
+    hold_rows<<<1, hold_threads, row_bits(args->table.rows), stream>>>(*args);
+    return cudaGetLastError();
+}
+
+SH_CUDA_API int sh_cuda_let_rows_go(const sh_let_rows_go* args, cudaStream_t stream) {
+    if (args->rows > most_rows) return cudaErrorInvalidValue;
+    let_rows_go<<<1, let_go_threads, row_bits(args->rows), stream>>>(*args);
+    return cudaGetLastError();
+}
+
+SH_CUDA_API int sh_cuda_move_held(const sh_move_held* args, cudaStream_t stream) {
+    if (args->block_bytes % 16 || args->slots == 0 || args->kv_heads == 0 || args->ctas == 0) return cudaErrorInvalidValue;
+    const uint64_t entries = std::min<uint64_t>(args->plan.capacity, args->staged_blocks);
+    if (entries == 0) return cudaSuccess;
+    move_held<<<uint32_t(std::min<uint64_t>(args->ctas, entries)), copy_threads, 0, stream>>>(*args);
     return cudaGetLastError();
 }
 

@@ -58,6 +58,8 @@ SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
         {"sh_finish_late", sizeof(sh_finish_late)},
         {"sh_begin_step", sizeof(sh_begin_step)},
         {"sh_hold_rows", sizeof(sh_hold_rows)},
+        {"sh_let_rows_go", sizeof(sh_let_rows_go)},
+        {"sh_move_held", sizeof(sh_move_held)},
         {"sh_attend_pages", sizeof(sh_attend_pages)},
         {"sh_contextual_sets", sizeof(sh_contextual_sets)},
         {"sh_move_averages", sizeof(sh_move_averages)},

@@ -21,6 +21,7 @@ import torch
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.engines.cuda.ahead import AheadProgram
 from sglang_hybrid.engines.cuda.buffers import MOST_GATHERED, LaneBuffers, MissBuffers, plan_for
+from sglang_hybrid.engines.cuda.handover import Handover
 from sglang_hybrid.engines.cuda.lanes import Lane
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.engines.cuda.program import ProgramContext, SlotProgram
@@ -60,11 +61,15 @@ class DeviceScout(AheadProgram, SlotProgram):
         settings: ScoutSettings,
         intervals: Sequence[int],
         mailbox: DeviceMailboxClient | None,
+        handover: Handover | None = None,
     ) -> None:
-        """``mailbox``: of the worker that computes misses; None: this device reads them from the pool itself."""
+        """``mailbox``: of the worker that computes misses; None: this device reads them from the pool itself.
+
+        ``handover``: None where rows are never held as a whole.
+        """
         device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
         slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, dtype, device)
-        super().__init__(layers, shape, slots, whole=settings.whole)
+        super().__init__(layers, shape, slots, whole=settings.whole, handover=handover)
         self._settings, self._mailbox = settings, mailbox
         self._tables = [self.slots.table(layer, settings.sink, settings.recent) for layer in range(len(layers))]
         # by row, as slots are: who reads one reads the other
@@ -100,7 +105,9 @@ class DeviceScout(AheadProgram, SlotProgram):
     @classmethod
     def create(cls, context: ProgramContext) -> Self:
         settings = settings_of(context.config, context.tuning, context.shape.group)
-        made = cls(context.layers, context.shape, settings, context.tuning.intervals, context.mailbox)
+        made = cls(
+            context.layers, context.shape, settings, context.tuning.intervals, context.mailbox, handover_of(context)
+        )
         made.recall_joins_at_logits = context.has_logits
         return made
 
@@ -248,6 +255,17 @@ class DeviceScout(AheadProgram, SlotProgram):
         self._plan(layer, step, query, scale, self._everybody[: step.batch])
         self._make_resident(layer, self._plans[layer])
 
+    # -- rows that were held as a whole ------------------------------------------------------
+
+    def hand_over(self, count: int, handover: Handover) -> None:
+        """Rows that go on have in their slots what their last query selects, but for the tail: that is `append`'s."""
+        step, due, staged = self.step.of_batch(count), handover.goes_on(count), handover.borrow()
+        for layer in range(len(self._layers)):
+            self._plan(layer, step, *handover.query(layer), due, query_by_row=True)
+            if staged is not None:
+                self.dense.move_to_slots(layer, self._plans[layer], staged)
+            self._make_resident(layer, self._plans[layer])  # what was not held, or found no room
+
     # -- kernels -----------------------------------------------------------------------------
 
     def _begin_layer(self, layer: int, query: torch.Tensor, scale: float, predicted: bool = False) -> None:
@@ -298,13 +316,17 @@ class DeviceScout(AheadProgram, SlotProgram):
         scale: float,
         due: torch.Tensor,
         *,
+        query_by_row: bool = False,
         totals: torch.Tensor | None = None,
     ) -> None:
         """What the rows that are due want to have in their slots, by their real query."""
         scores, workspace = self._scores[layer], self._planning.of_batch(step.batch)
         put_off = self._scored(
-            score_blocks(query, self._layers[layer].digests, step, scale, workspace, scores, by_row=True, only=due)
-        )
+            score_blocks(
+                query, self._layers[layer].digests, step, scale, workspace, scores,
+                by_row=True, query_by_row=query_by_row, only=due,
+            )
+        )  # fmt: skip
         select_blocks(
             scores, self._tables[layer], step, self._settings.budget, None, pool_pages=self._shape.pool_pages,
             bonus=self._settings.bonus[layer], plan=self._plans[layer], recall=due, totals=totals,
@@ -326,3 +348,11 @@ class DeviceScout(AheadProgram, SlotProgram):
     def _receipt(self, layer: int, count: int) -> torch.Tensor:
         assert self._mailbox is not None
         return self._mailbox.receipt_of_batch(self._receipts[layer % 2], count)
+
+
+def handover_of(context: ProgramContext) -> Handover | None:
+    if not context.holds_whole_requests:
+        return None
+    digests = context.layers[0].digests
+    device = digests.digests.device
+    return Handover(len(context.layers), context.shape, digests.dtype, device, context.borrow_staging)

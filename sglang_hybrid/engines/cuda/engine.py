@@ -131,11 +131,11 @@ class CudaEngine(Engine):
             model.logits.register_forward_hook(self._after_logits)
         self._predictors: dict[int, QueryAhead] = {}
         self._watcher: RatioWatcher | None = None
-        self.use(config, tuning)
         self._scale = model.scale
         self._prefill = DevicePrefill(
             self._layers, self._shape.max_blocks, model.group * pool.head_num, pool.dtype, pool.device,
         )  # fmt: skip
+        self.use(config, tuning)
         self._settling_lane = Lane(pool.device)
         self._settling: Step | None = None
         self._last_tokens = torch.empty(0, dtype=torch.int64)
@@ -161,6 +161,7 @@ class CudaEngine(Engine):
             mailbox=self._mailbox,
             worker_cores=len(self._link.planned.cores or os.sched_getaffinity(0)) if self._link else 0,
             rates=self._rates,
+            borrow_staging=self._prefill.lend,
         )
         self.program: StepProgram = _program_of(config).create(context)
         self._used = config, tuning

@@ -24,6 +24,7 @@ from sglang_hybrid.engines.cuda.staging import Staging, Transfer, runs_of, suits
 from sglang_hybrid.memory.device_capacity import WORKSPACE_BYTES
 from sglang_hybrid.ops.cuda.copies import place_tokens
 from sglang_hybrid.ops.cuda.tensors import HALVES
+from sglang_hybrid.ops.cuda.whole_requests import StagedBlocks
 
 __all__ = ["DevicePrefill", "PrefillRows"]
 
@@ -67,7 +68,10 @@ class DevicePrefill:
         if query_heads % self._heads:
             raise ValueError(f"{query_heads} query heads cannot share {self._heads} KV heads")
         self._staging_pages = staging_pages
-        self._staging = [Staging(staging_pages, self._heads, self._dim, dtype, device) for _ in range(2)]
+        both = (2, staging_pages, self._heads, BLOCK_TOKENS, self._dim)
+        keys, values = (torch.zeros(both, dtype=dtype, device=device) for _ in range(2))
+        self._staging = [Staging(*parts) for parts in zip(keys, values, strict=True)]
+        self._blocks = StagedBlocks(*(part.view(-1, BLOCK_TOKENS, self._dim) for part in (keys, values)))
         self._backend = flashinfer_backend
         self._workspace = workspace
         if workspace is None:
@@ -127,6 +131,13 @@ class DevicePrefill:
         main = torch.cuda.current_stream()
         main.wait_stream(self._load)
         main.wait_stream(self._write_back)
+
+    def lend(self) -> StagedBlocks | None:
+        """Both buffers, for the main stream until the next pass begins. None in the middle of a pass."""
+        if self._groups and self._next_layer < len(self._layers):
+            return None
+        self.finish()
+        return self._blocks
 
     def refused(self) -> int:
         """Blocks and tokens that kernels left out, their numbers being out of bounds: 0. Waits for the device."""

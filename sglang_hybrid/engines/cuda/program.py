@@ -12,7 +12,7 @@ blocks or counters keeps the defaults.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -20,6 +20,7 @@ import torch
 
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.cuda.buffers import AttentionBuffers
+from sglang_hybrid.engines.cuda.handover import Handover
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.engines.cuda.predictor import DevicePredictor
 from sglang_hybrid.engines.cuda.settings import WholeSteps
@@ -31,6 +32,7 @@ from sglang_hybrid.memory.pool import KVPool
 from sglang_hybrid.ops.cuda.key_codes import LayerCodes
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.ops.cuda.step import Step
+from sglang_hybrid.ops.cuda.whole_requests import StagedBlocks
 from sglang_hybrid.policies.registry import ModelPart
 from sglang_hybrid.policies.scout.profile import HostRates
 from sglang_hybrid.policies.scout.tuning import Tuning
@@ -49,6 +51,7 @@ class ProgramContext:
     mailbox: DeviceMailboxClient | None = None  # of the worker; None: there is none
     worker_cores: int = 0
     rates: HostRates | None = None  # of this host, where a profile measured them
+    borrow_staging: Callable[[], StagedBlocks | None] = lambda: None  # of prefill, while no pass is under way
 
 
 @dataclass(frozen=True)
@@ -70,15 +73,24 @@ class StepProgram(ABC):
     reads_digests: ClassVar[bool] = False  # whether it needs a pool that has them
 
     def __init__(
-        self, layers: Sequence[DeviceLayer], shape: DeviceShape, memory: BlockMemory, *, whole: WholeSteps | None = None
+        self,
+        layers: Sequence[DeviceLayer],
+        shape: DeviceShape,
+        memory: BlockMemory,
+        *,
+        whole: WholeSteps | None = None,
+        handover: Handover | None = None,
     ) -> None:
-        """``memory``: used as pages of whole rows while these fit. ``whole``: as for ``StepBuffers``."""
+        """``memory``: used as pages of whole rows while these fit. ``whole``: as for ``StepBuffers``.
+
+        ``handover``: gets what rows leave behind that are held.
+        """
         device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
         self._layers, self._shape = list(layers), shape
         self.step = StepBuffers(shape.rows, shape.max_batch, shape.max_blocks, device, whole=whole)
         self._attention = AttentionBuffers(shape, dtype, device)
         self.refused = torch.zeros(1, dtype=torch.int64, device=device)  # numbers that were out of bounds
-        self.dense = WholeRequests(layers, shape, memory, self.step, self._attention, self.refused)
+        self.dense = WholeRequests(layers, shape, memory, self.step, self._attention, self.refused, handover)
         self.is_dense = False  # whether steps are launched, or recorded, that hold whole rows
 
     @classmethod
@@ -121,7 +133,7 @@ class StepProgram(ABC):
     def hold_rows(self, whole: bool, count: int = 0) -> None:
         """Hold whole rows from this step on, or no longer. What is in device memory becomes void.
 
-        ``count``: rows that are loaded for this step; they have to be loaded again.
+        ``count``: rows that are loaded for this step; they have to be loaded again. Never recorded.
         """
         self.is_dense = whole
         self.dense.forget_all()
@@ -170,10 +182,14 @@ class SlotProgram(StepProgram):
         slots: ResidentSlots,
         *,
         whole: WholeSteps | None = None,
+        handover: Handover | None = None,
     ) -> None:
-        """``slots``: as ``memory`` of ``StepProgram``."""
-        super().__init__(layers, shape, slots, whole=whole)
-        self.slots = slots
+        """``slots``: as ``memory`` of ``StepProgram``.
+
+        ``handover``: of programs that ``hand_over``; the rows of others begin anew when they are held no longer.
+        """
+        super().__init__(layers, shape, slots, whole=whole, handover=handover)
+        self.slots, self.handover = slots, handover
 
     @property
     def block_bytes(self) -> int:
@@ -182,13 +198,23 @@ class SlotProgram(StepProgram):
         return 2 * slots.shape[3] * slots.shape[4] * slots.itemsize
 
     def reset_rows(self, rows: torch.Tensor, prefilled: bool = False) -> None:
+        rows = rows.to(torch.int64)
         super().reset_rows(rows, prefilled)
-        self.slots.forget(rows.to(torch.int64))
+        self.slots.forget(rows)
+        if self.handover:
+            self.handover.reset_rows(rows)
 
     def hold_rows(self, whole: bool, count: int = 0) -> None:
-        if self.is_dense and count:
+        ends = self.is_dense and count > 0
+        if ends:
             self.dense.digest_tails(count)
-        super().hold_rows(whole, count)
         if not whole:
+            handover = self.handover if ends else None
             self.slots.forget_all()
-            self.step.all_begin()
+            self.step.let_rows_go(count, handover)
+            if handover:
+                self.hand_over(count, handover)
+        super().hold_rows(whole, count)
+
+    def hand_over(self, count: int, handover: Handover) -> None:
+        """Fill the slots of those of the step's rows that go on, from what is held of them."""

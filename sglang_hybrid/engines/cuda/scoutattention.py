@@ -16,7 +16,8 @@ from typing import ClassVar, Self
 
 import torch
 
-from sglang_hybrid.engines.cuda.decode import DeviceScout
+from sglang_hybrid.engines.cuda.decode import DeviceScout, handover_of
+from sglang_hybrid.engines.cuda.handover import Handover
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.engines.cuda.program import ProgramContext
 from sglang_hybrid.engines.cuda.settings import ScoutSettings, paper_settings_of
@@ -39,8 +40,9 @@ class DeviceScoutAttention(DeviceScout):
         settings: ScoutSettings,
         intervals: Sequence[int],
         mailbox: DeviceMailboxClient | None,
+        handover: Handover | None = None,
     ) -> None:
-        super().__init__(layers, shape, settings, intervals, mailbox)
+        super().__init__(layers, shape, settings, intervals, mailbox, handover)
         # the slot tables without blocks that are not selected in this step
         self._attended_slots = [torch.full_like(table.positions, NO_BLOCK) for table in self._tables]
 
@@ -48,7 +50,7 @@ class DeviceScoutAttention(DeviceScout):
     def create(cls, context: ProgramContext) -> Self:
         tuning = paper_tuning(context.config, context.tuning)
         settings = paper_settings_of(context.config, tuning)
-        made = cls(context.layers, context.shape, settings, tuning.intervals, context.mailbox)
+        made = cls(context.layers, context.shape, settings, tuning.intervals, context.mailbox, handover_of(context))
         made.recall_joins_at_logits = context.has_logits
         return made
 

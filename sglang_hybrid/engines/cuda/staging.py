@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.ops.cuda.copies import copy_runs, gather_blocks, scatter_blocks
 from sglang_hybrid.ops.cuda.digests import HostPool
 
@@ -19,9 +18,8 @@ ENGINE_RUN_BYTES = 128 << 10
 class Staging:
     """Keys and values ``[pages, H, 32, D]``, the pool's layout, and events by which streams take turns with them."""
 
-    def __init__(self, pages: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        shape = (pages, heads, BLOCK_TOKENS, head_dim)
-        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys, self.values = keys, values
         self.loaded = torch.cuda.Event()  # prefixes are there
         self.placed = torch.cuda.Event()  # new tokens too
         self.attended = torch.cuda.Event()  # nobody reads it on the main stream any more

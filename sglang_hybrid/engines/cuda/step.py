@@ -6,13 +6,13 @@ import functools
 
 import torch
 
+from sglang_hybrid.engines.cuda.handover import Handover
 from sglang_hybrid.engines.cuda.settings import WholeSteps
-from sglang_hybrid.ops.cuda.step import Step, begin_step
+from sglang_hybrid.ops.cuda.step import Step, begin_step, let_rows_go
 
 # instead of a row's first length, before its first step: sh_first_length
 PREFILLED = -2  # its resident blocks were chosen when its prompt was computed
 ARRIVED = -1  # nothing of it is resident
-LET_GO = -3  # nothing of it is resident any more, but its first step was earlier
 
 
 class StepBuffers:
@@ -57,14 +57,16 @@ class StepBuffers:
         """``[count]``: 1 for rows that are in one of their ``WholeSteps``."""
         return self._whole[:count]
 
-    def all_begin(self) -> None:
-        """Mark all rows as having no resident blocks.
+    def let_rows_go(self, count: int, handover: Handover | None) -> None:
+        """Mark rows as having no resident blocks, but for those of this step that go on, as ``handover`` gets to know.
 
-        Rows that decoded before this step are marked as let go: their first steps count as over. Load the rows of the
-        present step again afterwards.
+        Rows that decoded before this step are marked as let go: their first steps count as over. Those that go on keep
+        theirs. Load the rows of the present step again afterwards.
         """
-        decoded = (self.first_lengths >= 0) & (self.first_lengths < self.lengths)
-        self.first_lengths.copy_(torch.where(decoded | (self.first_lengths == LET_GO), LET_GO, ARRIVED))
+        let_rows_go(
+            self.of_batch(count), lengths_by_row=self.lengths, first_lengths=self.first_lengths,
+            kept_lengths=handover.lengths if handover else None, goes_on=handover.goes_on(count) if handover else None,
+        )  # fmt: skip
 
     def reset_rows(self, rows: torch.Tensor, state: int) -> None:
         self.first_lengths.index_fill_(0, rows, state)

@@ -19,9 +19,9 @@ def loading_pays(loaded: float, seconds: float) -> bool:
 class WholeRequestMode:
     """Rows are held as soon as all of them fit, and no longer than that.
 
-    Leaving costs one step in which nothing is resident. Coming back costs the time that loading takes, so it waits
-    until that is a small part of the time since the rows were last held: where requests come and go around the limit,
-    they are not loaded again and again.
+    Leaving costs copies on the device, or a step in which nothing is resident where a policy has no use for them.
+    Coming back costs the time that loading takes, so it waits until that is a small part of the time since the rows
+    were last held: where requests come and go around the limit, they are not loaded again and again.
     """
 
     def __init__(self, pages: int, block_bytes: int) -> None:

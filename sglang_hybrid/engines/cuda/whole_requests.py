@@ -1,7 +1,7 @@
 """Steps in which every running row is in device memory as a whole: exact attention, as fast as without a host pool.
 
 The memory of resident blocks is used as pages then. The host pool is written as always, and so are digests: rows that
-no longer fit go on in the way of their policy.
+no longer fit go on in the way of their policy, with a ``Handover`` by what is on the device already.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.engines.cuda.buffers import AttentionBuffers
+from sglang_hybrid.engines.cuda.handover import Handover
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.engines.cuda.slots import BlockMemory
 from sglang_hybrid.engines.cuda.step import StepBuffers
 from sglang_hybrid.ops.cuda.copies import gather_blocks
-from sglang_hybrid.ops.cuda.digests import DenseTable, SlotTable, append
-from sglang_hybrid.ops.cuda.whole_requests import PageAllocator, attend_pages
+from sglang_hybrid.ops.cuda.digests import DenseTable, LastQueries, SlotTable, append
+from sglang_hybrid.ops.cuda.selection import RecallPlan
+from sglang_hybrid.ops.cuda.whole_requests import PageAllocator, StagedBlocks, attend_pages
 from sglang_hybrid.ops.reference import NO_BLOCK
 
 
@@ -30,9 +32,14 @@ class WholeRequests:
         step: StepBuffers,
         attention: AttentionBuffers,
         refused: torch.Tensor,
+        handover: Handover | None = None,
     ) -> None:
-        """Shares ``memory`` and the buffers of ``step`` and ``attention`` with steps of the other kind."""
+        """Shares ``memory`` and the buffers of ``step`` and ``attention`` with steps of the other kind.
+
+        ``handover``: gets the queries of every step.
+        """
         device = memory.keys[0].device
+        self._memory, self._handover = memory, handover
         self._layers, self._step, self._attention, self._refused = list(layers), step, attention, refused
         rows, _, slots = memory.keys[0].shape[:3]
         self.pages = rows * slots  # none, where nothing is ever held
@@ -94,14 +101,34 @@ class WholeRequests:
                 dense=self._allocator.table, refused=self._refused,
             )  # fmt: skip
 
-    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, *, overlaps: bool = False) -> None:
-        """Write the step's tokens to the host pool, to the tails' pages of rows that are held, and to codes of keys."""
+    def move_to_slots(self, layer: int, plan: RecallPlan, staged: StagedBlocks) -> None:
+        """Blocks of a plan that are held, to their slots; the others keep their page in the plan. Then pages are void.
+
+        Forget them when all layers are through.
+        """
+        self._allocator.move_to_slots(plan, self._memory.keys[layer], self._memory.values[layer], staged)
+
+    def store(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        query: torch.Tensor | None = None,
+        kept: LastQueries | None = None,
+        overlaps: bool = False,
+    ) -> None:
+        """Write the step's tokens to the host pool, to the tails' pages of rows that are held, and to codes of keys.
+
+        ``query`` and ``kept`` as for ``append``.
+        """
         of_layer, step = self._layers[layer], self._step.of_batch(keys.shape[0])
         if of_layer.codes is not None:
             of_layer.codes.encode_step(step, keys)  # in front: what overlaps with `append` comes right behind it
         append(
             of_layer.digests, self._no_slots, step, keys, values, self._keys[layer], self._values[layer],
-            of_layer.pool, dense=self._allocator.table, overlaps=overlaps, refused=self._refused,
+            of_layer.pool, dense=self._allocator.table, query=query, kept=kept, overlaps=overlaps,
+            refused=self._refused,
         )  # fmt: skip
 
     def decode(
@@ -109,7 +136,8 @@ class WholeRequests:
     ) -> torch.Tensor:
         """One token of each row, as ``StepProgram.decode``: attention over the whole row."""
         count = query.shape[0]
-        self.store(layer, keys, values, overlaps=True)
+        kept = self._handover.keeps(layer, scale) if self._handover else None
+        self.store(layer, keys, values, query=query if kept else None, kept=kept, overlaps=True)
         return attend_pages(
             query, self._keys[layer], self._values[layer], self._allocator.table, self._step.of_batch(count), scale,
             workspace=self._attention.attending(count), out=self._attention.out(count), overlaps=True,

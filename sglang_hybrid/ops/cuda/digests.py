@@ -142,6 +142,14 @@ class HostPool:
     values: torch.Tensor
 
 
+@dataclass(frozen=True)
+class LastQueries:
+    """The last query of each row that is held as a whole, of one layer: what it attends to most is told by that."""
+
+    queries: torch.Tensor  # [rows, H * G, D]
+    lengths: torch.Tensor  # [rows] int32: tokens of the row, the one of that query the last of them
+
+
 def append(
     digests: LayerDigests,
     table: SlotTable,
@@ -155,6 +163,8 @@ def append(
     scores: torch.Tensor | None = None,
     by_row: bool = False,
     dense: DenseTable | None = None,
+    query: torch.Tensor | None = None,
+    kept: LastQueries | None = None,
     overlaps: bool = False,
     refused: torch.Tensor | None = None,
 ) -> None:
@@ -167,9 +177,10 @@ def append(
     a tail without one gets it here, by ``scores`` of the last selection
     (``[B, H, max_blocks]``, or with ``by_row`` ``[rows, H, max_blocks]``), and what earlier tokens it has come from the
     pool. With ``dense`` slots are pages ``[pages, H, 32, D]``, and tails are where it says; they are digested when they
-    are full, since nobody looks at them before. A launch that ``overlaps`` may begin before the one in front of it on
-    the stream is done: of what is read here, that one may write keys and values only. Rows whose page is not in the
-    pool are left out and added to ``refused`` (one int64).
+    are full, since nobody looks at them before. The step's ``query`` ``[B, H * G, D]`` is copied to those ``kept``. A
+    launch that ``overlaps`` may begin before those in front of it on the stream are done: of what is read here, they
+    may write the query, keys and values only. Rows whose page is not in the pool are left out and added to ``refused``
+    (one int64).
     """
     dtype, heads, dim = digests.dtype, digests.heads, digests.dim
     of_slots = (*table.positions.shape, BLOCK_TOKENS, dim)
@@ -182,6 +193,10 @@ def append(
     for name, part in (("keys", pool.keys), ("values", pool.values)):
         if tuple(part.shape) != of_pool or part.dtype != dtype:
             raise ValueError(f"the pool's {name} are {tuple(part.shape)} of {part.dtype}, not {of_pool} of {dtype}")
+    if (query is None) != (kept is None):
+        raise ValueError("a query needs a place to be kept, and a place a query")
+    group = 0 if query is None else query.shape[1] // heads
+    rows = table.positions.shape[0]
     key_entries = None if keys is None else _entries("keys", keys, dtype, (step.batch, heads, dim))
     launch(
         "append",
@@ -198,6 +213,10 @@ def append(
         pool_keys=pool.region.address_of("keys of the pool", pool.keys),
         pool_values=pool.region.address_of("values of the pool", pool.values),
         scores=address("scores", scores, torch.float32, (owners, heads, step.max_blocks)),
+        query=address("query", query, dtype, (step.batch, heads * group, dim)),
+        kept_queries=None if kept is None else address("kept", kept.queries, dtype, (rows, heads * group, dim)),
+        kept_lengths=None if kept is None else address("their lengths", kept.lengths, torch.int32, (rows,)),
+        group=group,
         scores_by_row=by_row,
         overlaps=overlaps and dense is not None,
         refused=None if refused is None else address("refused", refused.view(-1), torch.int64, (1,)),

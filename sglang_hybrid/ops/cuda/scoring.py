@@ -63,22 +63,27 @@ def score_blocks(
     scores: torch.Tensor,
     *,
     by_row: bool = False,
+    query_by_row: bool = False,
     only: torch.Tensor | None = None,
 ) -> PendingScores:
     """What ``block_scores`` of the reference has of query ``[B, H * G, D]``, for scores ``[B, H, max_blocks]`` float32.
 
     Estimates are computed now, by sketches, or by digests alone where there are none. ``select_blocks``
-    gets what is returned, and writes the scores. With ``by_row`` scores are ``[rows, H, max_blocks]``. With ``only``
-    (``[B]`` int32) entries that have 0 there are left alone, by ``select_blocks`` too.
+    gets what is returned, and writes the scores. With ``by_row`` scores are ``[rows, H, max_blocks]``, and with
+    ``query_by_row`` queries are ``[rows, H * G, D]``. With ``only`` (``[B]`` int32) entries that have 0 there are left
+    alone, by ``select_blocks`` too.
     """
-    batch, heads = query.shape[0], digests.heads
+    if query_by_row and not by_row:
+        raise ValueError("queries of rows make scores of rows")
+    batch, heads = step.batch, digests.heads
     group = _group_of(query, digests)
     owners = scores.shape[0] if by_row else batch
+    queries = owners if query_by_row else batch
     arguments = launch(
         "score_blocks",
         digests=digests.arguments(),
         step=step.arguments(),
-        query=address("query", query, digests.dtype, (step.batch, heads * group, digests.dim)),
+        query=address("query", query, digests.dtype, (queries, heads * group, digests.dim)),
         estimates=address(
             "the workspace's estimates", workspace.estimates, torch.float32, (batch, heads, group, step.max_blocks)
         ),
@@ -88,6 +93,7 @@ def score_blocks(
         spread=DIGEST_SPREAD,
         group=group,
         by_row=owners if by_row else 0,
+        query_by_row=query_by_row,
     )
     return PendingScores(arguments, scores)
 

@@ -86,3 +86,30 @@ def begin_step(
         whole_beyond=whole_beyond,
         whole_steps=whole_steps,
     )
+
+
+def let_rows_go(
+    step: Step,
+    *,
+    lengths_by_row: torch.Tensor,
+    first_lengths: torch.Tensor,
+    kept_lengths: torch.Tensor | None = None,
+    goes_on: torch.Tensor | None = None,
+) -> None:
+    """Whole rows are held no longer: ``first_lengths`` ``[rows]`` of ``begin_step`` says so of all that do not go on.
+
+    ``kept_lengths`` ``[rows]`` int32: those of ``LastQueries``. Rows of the step go on if their query of the token
+    before was kept, and ``goes_on`` ``[B]`` int32 gets 1 for them. Without it no row goes on.
+    """
+    rows = first_lengths.shape[0]
+    if (kept_lengths is None) != (goes_on is None):
+        raise ValueError("who goes on is told by kept lengths, and kept lengths tell who does")
+    launch(
+        "let_rows_go",
+        step=step.arguments(),
+        kept_lengths=address("kept_lengths", kept_lengths, torch.int32, (rows,)),
+        lengths_by_row=address("lengths_by_row", lengths_by_row, torch.int32, (rows,)),
+        first_lengths=address("first_lengths", first_lengths, torch.int32, (rows,)),
+        goes_on=address("goes_on", goes_on, torch.int32, (step.batch,)),
+        rows=rows,
+    )

@@ -4,10 +4,13 @@
     table         [rows, max_blocks]      page of each block of a row, and how many blocks of it have one
 
 ``hold_rows`` runs before every step and says what has to be loaded from the host pool; ``append`` writes the step's
-tokens to the tails' pages; ``attend_pages`` is exact attention.
+tokens to the tails' pages; ``attend_pages`` is exact attention. When rows are held no longer, ``move_to_slots`` makes
+slots of pages.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -15,8 +18,19 @@ from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.ops.cuda.attention import AttendWorkspace
 from sglang_hybrid.ops.cuda.digests import DenseTable
 from sglang_hybrid.ops.cuda.library import launch
+from sglang_hybrid.ops.cuda.selection import RecallPlan
 from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code
+
+MOVE_CTAS = 1024  # both sides are in device memory: enough to fill every processor
+
+
+@dataclass(frozen=True)
+class StagedBlocks:
+    """Device memory for blocks on their way, ``[blocks, 32, D]`` each."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
 
 
 class PageAllocator:
@@ -69,6 +83,46 @@ class PageAllocator:
             capacity=capacity,
             kv_heads=self.heads,
         )
+
+    def move_to_slots(
+        self,
+        plan: RecallPlan,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        staged: StagedBlocks,
+        *,
+        ctas: int = MOVE_CTAS,
+    ) -> None:
+        """Blocks of a plan that are held, to their slots: keys and values ``[rows, H, S, 32, D]`` of a layer.
+
+        Slots are the memory of the pages: from now on a layer's pages hold nothing. All blocks are copied to ``staged``
+        before the first slot is written. Those that were have page -1 in the plan. What is not held, and what finds no
+        room there, keeps its page, for ``gather_blocks``.
+        """
+        rows, heads, slots = keys.shape[:3]
+        block = tuple(keys.shape[3:])
+        if heads != self.heads or rows * slots != self.table.device_pages or rows != self.table.pages.shape[0]:
+            raise ValueError(
+                f"slots {tuple(keys.shape)} are not the memory of {self.table.device_pages} pages of {self.heads} heads"
+            )
+        of_staging = (staged.keys.shape[0], *block)
+        for to_slots in (False, True):
+            launch(
+                "move_held",
+                plan=plan.arguments(),
+                table=self.table.arguments(),
+                renewed=address("renewed", self._renewed, torch.int32, (rows,)),
+                keys=address("keys", keys, HALVES, (rows, heads, slots, *block)),
+                values=address("values", values, keys.dtype, (rows, heads, slots, *block)),
+                staged_keys=address("staged keys", staged.keys, keys.dtype, of_staging),
+                staged_values=address("staged values", staged.values, keys.dtype, of_staging),
+                staged_blocks=staged.keys.shape[0],
+                kv_heads=heads,
+                slots=slots,
+                block_bytes=keys[0, 0, 0].numel() * keys.itemsize,
+                ctas=ctas,
+                to_slots=to_slots,
+            )
 
 
 def attend_pages(

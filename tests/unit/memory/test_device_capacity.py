@@ -13,6 +13,7 @@ import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.engines.cuda.handover import Handover
 from sglang_hybrid.engines.cuda.infinigen import InfinigenSettings, StagedTokens
 from sglang_hybrid.engines.cuda.layers import DeviceShape
 from sglang_hybrid.engines.cuda.settings import slots_of, unsupported_settings
@@ -39,10 +40,16 @@ def plan(available: int, rows: int, config: HybridConfig = SETTINGS, *, cuda_gra
     return plan_device(available, config, SHAPE, rows, context=4096, device="cuda", cuda_graphs=cuda_graphs)
 
 
-def test_the_slots_of_a_row_take_what_the_engine_allocates_for_it() -> None:
-    slots = ResidentSlots(3, 1, 2, slots_of(SETTINGS), 64, torch.bfloat16, "cpu")
+@pytest.mark.parametrize("whole_requests", ["auto", "never"])
+def test_the_slots_of_a_row_take_what_the_engine_allocates_for_it(whole_requests: Literal["auto", "never"]) -> None:
+    config, shape = msgspec.structs.replace(SETTINGS, whole_requests=whole_requests), replace(SHAPE, group=4)
+    slots = ResidentSlots(3, 1, 2, slots_of(config), 64, torch.bfloat16, "cpu")
     taken = sum(part.nbytes for part in (*slots.keys, *slots.values, slots.all_positions))
-    assert scout_row_bytes(SETTINGS, SHAPE, max_blocks=128).slots == taken
+    if whole_requests == "auto":
+        of_device = DeviceShape(rows=1, max_batch=1, max_blocks=128, heads=2, group=4, dim=64, pool_pages=1)
+        handover = Handover(3, of_device, torch.bfloat16, "cpu", borrow=lambda: None)
+        taken += sum(handover.query(layer)[0].nbytes for layer in range(3))
+    assert scout_row_bytes(config, shape, max_blocks=128).slots == taken
 
 
 def test_a_row_has_one_score_for_every_block_of_the_longest_context() -> None:

@@ -39,6 +39,7 @@ WITH_STREAMS = {
     "test_gpu_dense.py": 1,
     "test_gpu_engine.py": 1,
     "test_gpu_full.py": 1,
+    "test_gpu_handover.py": 1,
     "test_gpu_hcattention.py": 1,
     "test_gpu_hgca.py": 1,
     "test_gpu_infinigen.py": 1,

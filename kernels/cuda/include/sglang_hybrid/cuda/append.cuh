@@ -26,6 +26,17 @@ __device__ inline TailSlot tail_slot(const sh_append& args, uint32_t entry, uint
     return {slot, true};
 }
 
+// By a whole CTA: the queries of a (row, KV head) to where they are looked for when the row is held no longer. The last threads
+// begin, because the first ones have the new key and value to copy.
+__device__ inline void keep_queries(const sh_append& args, uint32_t entry, uint32_t row, uint32_t head) {
+    if (!args.query || !args.kept_queries) return;
+    const uint32_t heads = args.digests.kv_heads, chunks = args.group * args.digests.head_dim / 8;
+    const auto* const query = static_cast<const uint4*>(args.query) + (uint64_t{entry} * heads + head) * chunks;
+    auto* const kept = static_cast<uint4*>(args.kept_queries) + (uint64_t{row} * heads + head) * chunks;
+    for (uint32_t i = digest_threads - 1 - threadIdx.x; i < chunks; i += digest_threads) kept[i] = query[i];
+    if (threadIdx.x == digest_threads - 1 && head == 0) args.kept_lengths[row] = args.step.lengths[entry];
+}
+
 // A CTA for each (batch entry, KV head).
 template <class Element>
 __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_constant__ sh_append args) {
@@ -71,6 +82,7 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
     }
 
     wait_for_launch_before();
+    keep_queries(args, entry, static_cast<uint32_t>(row), head);
 
     const uint32_t token = static_cast<uint32_t>(length - 1) % block_tokens;
     const uint64_t in_pool_block = uint64_t{static_cast<uint32_t>(page)} * heads + head;

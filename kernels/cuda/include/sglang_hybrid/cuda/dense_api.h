@@ -55,6 +55,37 @@ struct sh_hold_rows {
     uint32_t kv_heads;
 };
 
+// When whole rows are held no longer: rows of the step whose query of the token before was kept go on as they are. All others
+// have nothing resident: of those that decoded before, the first steps are over.
+struct sh_let_rows_go {
+    sh_step step;                   // its page table is not looked at
+    const int32_t* kept_lengths;    // [rows], see sh_append; or null: no row goes on
+    const int32_t* lengths_by_row;  // [rows]
+    int32_t* first_lengths;         // [rows]
+    int32_t* goes_on;               // [batch], with kept_lengths: 1 for entries that go on
+    uint32_t rows;
+    uint32_t unused;
+};
+
+// Blocks of a plan that are in pages of rows that are held, to a staging; or from there to their slots. Pages and slots are
+// the same memory: block (page p, KV head h) is p * kv_heads + h of it, slot s of (row r, KV head h) is
+// (r * kv_heads + h) * slots + s. Entry i of the plan is block i of the staging, and its page is -1 from then on.
+struct sh_move_held {
+    sh_plan plan;
+    sh_dense_table table;
+    const int32_t* renewed;  // [rows], as for sh_hold_rows
+    void* keys;              // a layer: [device_pages * kv_heads] blocks
+    void* values;
+    void* staged_keys;  // [staged_blocks] blocks
+    void* staged_values;
+    uint32_t staged_blocks;
+    uint32_t kv_heads;
+    uint32_t slots;
+    uint32_t block_bytes;  // of keys or values; a multiple of 16
+    uint32_t ctas;
+    uint32_t to_slots;  // 1: from the staging to slots, 0: from pages to the staging
+};
+
 // One token for each (batch entry, KV head) over all blocks of its row.
 struct sh_attend_pages {
     const void* query;   // [batch][KV head][group][head_dim]

@@ -5,38 +5,16 @@
 #pragma once
 
 #include "sglang_hybrid/cuda/c_api.h"
-#include "sglang_hybrid/cuda/memory.cuh"
+#include "sglang_hybrid/cuda/copy_block.cuh"
 
 namespace sglang_hybrid::cuda {
 
-inline constexpr uint32_t gather_threads = 256;
-inline constexpr uint32_t gather_loads = 4;  // of one thread, before it stores the first
+inline constexpr uint32_t gather_threads = copy_threads;
 
 __device__ inline uint32_t entries_of(const sh_gather_blocks& list) {
     if (!list.count) return list.capacity;
     const int64_t entries = static_cast<int64_t>(*list.count) * list.per_count;
     return entries < 0 ? 0 : static_cast<uint32_t>(min(entries, static_cast<int64_t>(list.capacity)));
-}
-
-__device__ inline void copy_entry(const sh_gather_blocks& list, uint64_t block, uint64_t slot) {
-    const uint32_t chunks = list.block_bytes / sizeof(uint4);
-    const auto* const keys = static_cast<const uint4*>(list.keys) + block * chunks;
-    const auto* const values = static_cast<const uint4*>(list.values) + block * chunks;
-    auto* const key_slot = static_cast<uint4*>(list.key_slots) + slot * chunks;
-    auto* const value_slot = static_cast<uint4*>(list.value_slots) + slot * chunks;
-    for (uint32_t first = threadIdx.x; first < 2 * chunks; first += gather_loads * gather_threads) {
-        uint4 loaded[gather_loads];
-#pragma unroll
-        for (uint32_t i = 0; i < gather_loads; ++i) {
-            const uint32_t chunk = first + i * gather_threads;
-            if (chunk < 2 * chunks) loaded[i] = load_once(chunk < chunks ? keys + chunk : values + (chunk - chunks));
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < gather_loads; ++i) {
-            const uint32_t chunk = first + i * gather_threads;
-            if (chunk < 2 * chunks) (chunk < chunks ? key_slot + chunk : value_slot + (chunk - chunks))[0] = loaded[i];
-        }
-    }
 }
 
 // Lists may be mostly empty: a CTA looks at as many entries as it has threads at once, every gridDim-th of the list, and
@@ -66,7 +44,8 @@ __global__ void __launch_bounds__(gather_threads) gather_blocks(const __grid_con
         __syncthreads();
         for (uint32_t i = 0; i < found; ++i) {
             const uint64_t head = found_slots[i] / list.slots % list.kv_heads;
-            copy_entry(list, uint64_t{found_pages[i]} * list.kv_heads + head, found_slots[i]);
+            copy_block({list.keys, list.values}, uint64_t{found_pages[i]} * list.kv_heads + head,
+                       {list.key_slots, list.value_slots}, found_slots[i], list.block_bytes);
         }
         __syncthreads();  // before others overwrite what this one still reads
     }

@@ -114,11 +114,13 @@ struct ScoredPair {
         if (pair == number) return;
         number = pair;
         sketch = {args.digests, head, args.scale};
+        // an entry that is scored has a row, see has_scores
+        const uint64_t owner = args.query_by_row ? owner_of(args, pair / args.digests.kv_heads, pair) : pair;
 #pragma unroll
         for (uint32_t tile = 0; tile < kTiles; ++tile) {
             const uint32_t first = tile * tile_heads;  // a second tile may have no head
             tiles[tile] = HeadTile<Element, kDim, kChannels, kFormat>(
-                static_cast<const char*>(args.query) + (uint64_t{pair} * args.group + first) * kDim * 2,
+                static_cast<const char*>(args.query) + (owner * args.group + first) * kDim * 2,
                 args.group - min(first, args.group), args.digests, head, args.scale, args.spread);
         }
     }

@@ -70,8 +70,13 @@ struct sh_append {
     void* pool_values;
     const float* scores;  // of the last selection, as sh_select_blocks has them, or null: who gives up its slot
     uint64_t* refused;  // tokens whose page is not in the pool, added up; or null
+    const void* query;    // [batch][KV head][group][head_dim], to be kept; or null
+    void* kept_queries;   // [rows][KV head][group][head_dim]; or null
+    int32_t* kept_lengths;  // [rows]: the length of the row whose query that is
+    uint32_t group;
     uint32_t scores_by_row;
-    uint32_t overlaps;  // of what is read, the launch in front writes keys and values only: this one begins before it is done
+    uint32_t overlaps;  // what is read of launches in front is query, keys and values: this one begins before they are done
+    uint32_t unused;
 };
 
 // Keys that are new in a layer, [count][KV head] blocks: of whole pages, or of the step's new tokens.
@@ -107,6 +112,8 @@ struct sh_score_blocks {
     float spread;  // without sketches
     uint32_t group;
     uint32_t by_row;  // how many rows have scores; 0: batch entries have them
+    uint32_t query_by_row;  // with by_row: whether queries are [rows][KV head][group][head_dim]
+    uint32_t unused;
 };
 
 // Scores that were put off are written, and then one for all KV heads of an entry: the logarithm of what theirs add up to.

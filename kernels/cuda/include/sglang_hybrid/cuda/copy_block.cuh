@@ -1,0 +1,41 @@
+// A block, its keys and its values, from one place to another by a whole CTA.
+#pragma once
+
+#include "sglang_hybrid/cuda/memory.cuh"
+
+namespace sglang_hybrid::cuda {
+
+inline constexpr uint32_t copy_threads = 256;
+inline constexpr uint32_t copy_loads = 4;  // of one thread, before it stores the first
+
+// Keys and values of many blocks, one after the other.
+template <class Memory>
+struct Blocks {
+    Memory* keys;
+    Memory* values;
+};
+
+// Nobody writes block `from` while the kernel runs. `bytes` of keys or values: a multiple of 16.
+__device__ inline void copy_block(const Blocks<const void>& source, uint64_t from, const Blocks<void>& target, uint64_t to,
+                                  uint32_t bytes) {
+    const uint32_t chunks = bytes / sizeof(uint4);
+    const auto* const keys = static_cast<const uint4*>(source.keys) + from * chunks;
+    const auto* const values = static_cast<const uint4*>(source.values) + from * chunks;
+    auto* const key_target = static_cast<uint4*>(target.keys) + to * chunks;
+    auto* const value_target = static_cast<uint4*>(target.values) + to * chunks;
+    for (uint32_t first = threadIdx.x; first < 2 * chunks; first += copy_loads * copy_threads) {
+        uint4 loaded[copy_loads];
+#pragma unroll
+        for (uint32_t i = 0; i < copy_loads; ++i) {
+            const uint32_t chunk = first + i * copy_threads;
+            if (chunk < 2 * chunks) loaded[i] = load_once(chunk < chunks ? keys + chunk : values + (chunk - chunks));
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < copy_loads; ++i) {
+            const uint32_t chunk = first + i * copy_threads;
+            if (chunk < 2 * chunks) (chunk < chunks ? key_target + chunk : value_target + (chunk - chunks))[0] = loaded[i];
+        }
+    }
+}
+
+}  // namespace sglang_hybrid::cuda

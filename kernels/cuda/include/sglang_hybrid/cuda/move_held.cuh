@@ -1,0 +1,44 @@
+// Blocks of rows that were held as a whole, from pages to the slots that a plan gives them. Pages and slots are the same
+// memory: a first launch copies what it finds in pages to a staging, and only a second one writes slots.
+#pragma once
+
+#include "sglang_hybrid/cuda/copy_block.cuh"
+#include "sglang_hybrid/cuda/dense_api.h"
+
+namespace sglang_hybrid::cuda {
+
+// Where the entry of a plan lies in the pages, as a number of blocks; -1: its row is not held, or that block of it is not.
+__device__ inline int64_t held_block(const sh_move_held& args, uint64_t slot, int32_t position) {
+    const uint64_t owner = slot / args.slots, row = owner / args.kv_heads, head = owner % args.kv_heads;
+    // what is held in the name of a row that is another request's now is not the row's
+    if (row >= args.table.rows || args.renewed[row]) return -1;
+    if (position < 0 || position >= args.table.held[row] || static_cast<uint32_t>(position) >= args.table.max_blocks) return -1;
+    const int32_t page = args.table.pages[row * args.table.max_blocks + static_cast<uint32_t>(position)];
+    if (page < 0 || static_cast<uint32_t>(page) >= args.table.device_pages) return -1;
+    return static_cast<int64_t>(uint64_t{static_cast<uint32_t>(page)} * args.kv_heads + head);
+}
+
+// A CTA for each entry in turn. An entry that was staged has no page from then on: nobody gathers it from the host pool.
+__global__ void __launch_bounds__(copy_threads) move_held(const __grid_constant__ sh_move_held args) {
+    const int32_t count = *args.plan.count;
+    const uint64_t listed = count < 0 ? 0 : min(static_cast<uint64_t>(count), args.plan.capacity);
+    const uint64_t entries = min(listed, uint64_t{args.staged_blocks});
+    const uint64_t blocks = uint64_t{args.table.device_pages} * args.kv_heads;
+    for (uint64_t i = blockIdx.x; i < entries; i += gridDim.x) {
+        const int32_t slot = args.plan.destinations[i];
+        if (slot < 0 || static_cast<uint64_t>(slot) >= blocks) continue;
+        if (args.to_slots) {
+            if (args.plan.pages[i] != -1) continue;
+            copy_block({args.staged_keys, args.staged_values}, i, {args.keys, args.values}, static_cast<uint64_t>(slot),
+                       args.block_bytes);
+        } else {
+            const int64_t from = held_block(args, static_cast<uint64_t>(slot), args.plan.positions[i]);
+            if (from < 0) continue;
+            copy_block({args.keys, args.values}, static_cast<uint64_t>(from), {args.staged_keys, args.staged_values}, i,
+                       args.block_bytes);
+            if (threadIdx.x == 0) args.plan.pages[i] = -1;
+        }
+    }
+}
+
+}  // namespace sglang_hybrid::cuda
