@@ -16,7 +16,7 @@ class Digests:
 
         [page][KV head][max, min][head_dim]
 
-    They have the pool's dtype, in which the extremes of its keys are exact.
+    Their dtype is one in which the extremes of the pool's keys are exact: the pool's, or of FP8 a larger one.
     Pages are shared between requests with a common prefix, and so are their digests. A
     freed page needs no care: the next writer of its first token starts the digest anew.
     """

@@ -15,8 +15,8 @@ constexpr uint32_t most_rows = 1 << 18;   // a bit for each in shared memory
 
 template <class Element, int kDim>
 cudaError_t launch_pages(const sh_attend_pages& args, cudaStream_t stream) {
-    const AttendPlan plan =
-        plan_attend(kDim, page_warps, EntryShares::bytes(args.step.batch) + PageRows::bytes(args.step.batch));
+    const AttendPlan plan = plan_attend(kDim, value_bytes<Element>, page_warps<Element>,
+                                        EntryShares::bytes(args.step.batch) + PageRows::bytes(args.step.batch));
     if (plan.error) return plan.error;
     const uint64_t blocks = uint64_t{args.step.batch} * args.kv_heads * args.table.max_blocks;
     const uint32_t ctas = std::min(plan.ctas, args.units / 2);
@@ -46,6 +46,6 @@ SH_CUDA_API int sh_cuda_hold_rows(const sh_hold_rows* args, cudaStream_t stream)
 
 SH_CUDA_API int sh_cuda_attend_pages(const sh_attend_pages* args, cudaStream_t stream) {
     if (args->step.batch == 0 || args->kv_heads == 0) return cudaSuccess;
-    return for_heads(args->dtype, args->head_dim, args->group,
+    return for_pools(args->dtype, args->head_dim, args->group,
                      [&](auto element, auto dim) { return launch_pages<decltype(element), dim()>(*args, stream); });
 }

@@ -62,8 +62,8 @@ class DeviceScout(AheadProgram, SlotProgram):
         mailbox: DeviceMailboxClient | None,
     ) -> None:
         """``mailbox``: of the worker that computes misses; None: this device reads them from the pool itself."""
-        device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
-        slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, dtype, device)
+        device, dtype, pool_dtype = layers[0].digests.digests.device, layers[0].digests.dtype, layers[0].pool.keys.dtype
+        slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, pool_dtype, device)
         super().__init__(layers, shape, slots, whole=settings.whole)
         self._settings, self._mailbox = settings, mailbox
         self._tables = [self.slots.table(layer, settings.sink, settings.recent) for layer in range(len(layers))]
