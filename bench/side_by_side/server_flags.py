@@ -25,9 +25,9 @@ def common_flags(model: Path, device: str, batches: Sequence[int], tokenizer: Pa
 
 def cache_flags(configuration: Configuration, stock_tokens: int, host_memory: str) -> list[str]:
     """``stock_tokens``: of stock's pool in GPU memory; ``host_memory``: of hybrid's."""
-    if configuration.is_hybrid:
-        return ["--hybrid", f"host_memory={host_memory}"]
     dtype = ["--kv-cache-dtype", configuration.kv_dtype] if configuration.kv_dtype else []
+    if configuration.is_hybrid:
+        return ["--hybrid", f"host_memory={host_memory}", *dtype]
     return ["--max-total-tokens", str(stock_tokens), *dtype]
 
 
