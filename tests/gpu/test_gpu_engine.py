@@ -168,6 +168,8 @@ def test_requests_over_fp8_are_answered_by_attention_to_what_is_stored(settings:
     for _ in range(STEPS):
         requests.decode()
     assert int(requests.engine.program.refused) == 0
+    hgca = requests.engine.unsupported_reason(load_config(None, ["policy=hgca"]))
+    assert hgca is not None and "FP8" in hgca
 
 
 @pytest.mark.parametrize("policy", ["hgca", "hcattention", "infinigen"])

@@ -99,6 +99,7 @@ class CudaEngine(Engine):
         """``worker``: attached, or None where the device reads misses from the pool itself."""
         assert model.scale is not None  # unsupported_reason asks before
         self._req_to_token = model.req_to_token
+        self._is_fp8 = pool.dtype == FP8
         self._shape = DeviceShape(
             rows=model.req_to_token.shape[0],
             max_batch=model.req_to_token.shape[0],
@@ -149,7 +150,7 @@ class CudaEngine(Engine):
         self._last_tokens = torch.empty(0, dtype=torch.int64)
 
     def unsupported_reason(self, config: HybridConfig) -> str | None:
-        return unsupported_settings(config)
+        return unsupported_settings(config) or (unsupported_over_fp8(config.policy) if self._is_fp8 else None)
 
     def use(self, config: HybridConfig, tuning: Tuning) -> None:
         if (config, tuning) == self._used:
