@@ -37,7 +37,7 @@ inline AttendPlan plan_attend(uint32_t head_dim, uint32_t of_value, uint32_t mos
     plan.shared_bytes = shared_bytes(plan.warps);
     plan.processors = uint32_t(processors);
     const uint32_t reserved = 1024;  // of every CTA, by CUDA
-    // with FP8 registers are what there is less of
+    // over FP8 registers are what is short
     const uint32_t most = of_value == 1 ? std::max(1u, fp8_ctas * attend_warps / plan.warps) : 4;
     plan.ctas = processors * std::clamp(of_processor / (plan.shared_bytes + reserved), 1u, most);
     return plan;

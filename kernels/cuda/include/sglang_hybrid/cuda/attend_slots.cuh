@@ -586,8 +586,7 @@ __device__ void attend_part(const sh_attend_slots& args, char* shared, const Sha
     });
 }
 
-// Of a processor: what 16-bit values leave room for, shared memory says. Half as large ones leave room for as many warps as
-// have registers.
+// CTAs of a processor over FP8: shared memory would hold four, registers hold three.
 inline constexpr uint32_t fp8_ctas = 3;
 
 template <class Element, int kDim>
