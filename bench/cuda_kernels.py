@@ -98,7 +98,7 @@ def copy_rate() -> float:
     return 20 * 2 * source.numel() / seconds
 
 
-def random_slots(owners: int, dtype: torch.dtype) -> Slots:
+def random_slots(owners: int, dtype: torch.dtype = DTYPE) -> Slots:
     shape = (owners, HEADS, SLOTS, TOKENS, DIM)
     keys, values = (torch.randn(shape, dtype=DTYPE, device="cuda").to(dtype) for _ in range(2))
     positions = torch.arange(SLOTS, dtype=torch.int32, device="cuda").expand(owners, HEADS, SLOTS)
