@@ -2,9 +2,9 @@
 
     python -m bench.cuda_kernels [--out FILE] [--pool 4] [--threads N]
 
-Shapes are those of a Qwen3-14B layer: 8 KV heads, 5 query heads each, head_dim 128, bfloat16. A graph holds many
-launches. Each launch has its own buffers; together the buffers are several times the L2 cache, like the layers of a
-step. Rates count each byte once.
+Shapes are those of a Qwen3-14B layer: 8 KV heads, 5 query heads each, head_dim 128, bfloat16; attention over FP8 too. A
+graph holds many launches. Each launch has its own buffers; together the buffers are several times the L2 cache, like
+the layers of a step. Rates count each byte once.
 
 Two ceilings are measured too: copying device memory to device memory (read and written bytes), and copying registered
 host memory to the device with the copy engine, in one piece.
@@ -30,6 +30,7 @@ from sglang_hybrid.ops.cuda.attention import AttendWorkspace, attend_slots, merg
 from sglang_hybrid.ops.cuda.copies import gather_blocks
 from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.ops.reference import FP8
 from sglang_hybrid.protocol.mailbox import Mailbox
 from sglang_hybrid.protocol.region import SharedRegion
 
@@ -100,17 +101,18 @@ def copy_rate() -> float:
     return 20 * 2 * source.numel() / seconds
 
 
-def random_slots(owners: int) -> Slots:
+def random_slots(owners: int, dtype: torch.dtype = DTYPE) -> Slots:
     shape = (owners, HEADS, SLOTS, TOKENS, DIM)
-    keys, values = (torch.randn(shape, dtype=DTYPE, device="cuda") for _ in range(2))
+    keys, values = (torch.randn(shape, dtype=DTYPE, device="cuda").to(dtype) for _ in range(2))
     positions = torch.arange(SLOTS, dtype=torch.int32, device="cuda").expand(owners, HEADS, SLOTS)
     return keys, values, positions.contiguous()
 
 
-def attention(batch: int, active: int, ceiling: float) -> Row:
-    moved = active * HEADS * SLOTS * BLOCK_BYTES
+def attention(batch: int, active: int, ceiling: float, dtype: torch.dtype = DTYPE) -> Row:
+    """``dtype`` of keys and values."""
+    moved = active * HEADS * SLOTS * BLOCK_BYTES * dtype.itemsize // DTYPE.itemsize
     layers = max(2, -(-COLD_BYTES // moved))
-    workspace = AttendWorkspace(batch, HEADS, GROUP, DIM)
+    workspace = AttendWorkspace(batch, HEADS, GROUP, DIM, pool=dtype)
     query = torch.randn(batch, HEADS * GROUP, DIM, dtype=DTYPE, device="cuda")
     out, lse = torch.empty(query.shape, device="cuda"), torch.empty(query.shape[:2], device="cuda")
     lengths = torch.full((batch,), SLOTS * TOKENS - 5, dtype=torch.int32, device="cuda")
@@ -123,9 +125,10 @@ def attention(batch: int, active: int, ceiling: float) -> Row:
 
         return launch
 
-    launches = [launch_on(random_slots(batch)) for _ in range(layers)]
+    launches = [launch_on(random_slots(batch, dtype)) for _ in range(layers)]
     launches *= max(1, 16 // layers)  # launching a graph takes time too; each buffer is read again after all others
-    return row("attend_slots", timed(launches), moved, ceiling, batch=batch, active=active, slots=SLOTS)
+    more = {} if dtype == DTYPE else {"kv": str(dtype).removeprefix("torch.")}
+    return row("attend_slots", timed(launches), moved, ceiling, batch=batch, active=active, slots=SLOTS, **more)
 
 
 def merging(batch: int, ceiling: float) -> Row:
@@ -303,6 +306,7 @@ def main() -> None:
     print(f"device to device: {copied / 1e9:.0f} GB/s", flush=True)
     rows = [attention(batch, batch, copied) for batch in (64, 48, 40, 32, 24, 16, 8, 4, 1)]
     rows += [attention(64, 8, copied), attention(64, 1, copied)]
+    rows += [attention(batch, batch, copied, FP8) for batch in (64, 32, 8, 1)]
     rows += [merging(batch, copied) for batch in (64, 8)]
     torch.cuda.empty_cache()
 

@@ -3,6 +3,7 @@
     python -m bench.gpu_gates --model DIR [--dtype float16] --out FILE
     python -m bench.gpu_gates --random qwen3 --out FILE           a small random model: heads of 128 channels
     python -m bench.gpu_gates --random llama --flag=--quantization=fp8 --out FILE
+    python -m bench.gpu_gates --model DIR --kv-cache-dtype fp8_e4m3 --out FILE        all of them over FP8
     python -m bench.gpu_gates --model DIR --device cpu --lengths 10,33,150 --steps 6 --out FILE
 
 One process for each of: stock (FlashInfer), a control (Triton, another stock kernel), hybrid. Stock decodes greedily;
@@ -39,6 +40,7 @@ from bench.gates.random_models import ARCHITECTURES, write_random_model
 from bench.gates.spec import MARK, Spec, write_whole
 from bench.gates.variants import ALL_ON_WORKER, MUST_DIFFER, ON_CPU, START, VARIANTS
 from bench.record import write_result
+from bench.side_by_side.configurations import FP8
 from bench.side_by_side.telling import log_tail, say
 from sglang_hybrid.commands.pd.processes import ServerProcess, end_all
 from sglang_hybrid.origin import ROOT
@@ -80,6 +82,8 @@ class Run:
             # a batch that is padded, and one row alone; processes that load at the same time leave each other room
             flags += ["--cuda-graph-bs-decode", "1", str(rows), "--cuda-graph-backend-prefill", "disabled"]
             flags += ["--mem-fraction-static", "0.4"]
+        if args.kv_cache_dtype != "auto":
+            flags += ["--kv-cache-dtype", args.kv_cache_dtype]
         return [*flags, *args.flag]
 
     def _spec(self, role: str) -> Spec:
@@ -89,6 +93,7 @@ class Run:
             variants=[(name, list(VARIANTS[name])) for name in args.variants], steps=args.steps,
             cases=str(folder / "cases.json"), reference=str(folder / "stock.json"),
             out=str(folder / f"{role}.json"), turn=str(args.turn or folder / "turn"), timeout=args.timeout,
+            is_fp8=args.kv_cache_dtype == FP8,
         )  # fmt: skip
 
     def _start(self, role: str) -> ServerProcess:
@@ -199,6 +204,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--random", choices=ARCHITECTURES, help="make a small random model of it and take that")
     parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
     parser.add_argument("--dtype", default="", help="float16 (default), bfloat16; float32 (default) on a CPU")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", FP8), default="auto", help="of all backends, on a GPU")
     parser.add_argument("--stock", default="", help="backend to compare with (flashinfer; torch_native on a CPU)")
     parser.add_argument("--control", default="", help="another stock backend (triton; none on a CPU); none: without")
     parser.add_argument("--variants", default="", help=f"of {', '.join(VARIANTS)} (default: all that there are)")
@@ -216,6 +222,8 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     if bool(args.model) == bool(args.random):
         parser.error("give either --model or --random")
     on_cpu = args.device == "cpu"
+    if on_cpu and args.kv_cache_dtype != "auto":
+        parser.error("--kv-cache-dtype: on a CPU stock serves no FP8, so there is nothing to compare with")
     args.dtype = args.dtype or ("float32" if on_cpu else "float16")
     args.stock = args.stock or ("torch_native" if on_cpu else "flashinfer")
     args.control = args.control or ("none" if on_cpu else "triton")
@@ -249,9 +257,9 @@ def main() -> None:
         result = judged(run.run(asked), asked, args)
     result["passed"] = result["passed"] and not run.failures
     shown = {
-        "model": model.name, "dtype": args.dtype, "device": args.device, "stock": args.stock,
-        "control_backend": args.control, "lengths": args.lengths, "alone": args.alone, "steps": args.steps,
-        "failures": run.failures, **result,
+        "model": model.name, "dtype": args.dtype, "kv_cache_dtype": args.kv_cache_dtype, "device": args.device,
+        "stock": args.stock, "control_backend": args.control, "lengths": args.lengths, "alone": args.alone,
+        "steps": args.steps, "failures": run.failures, **result,
     }  # fmt: skip
     path = write_result(NAME, shown, args.out)
     tell(result)

@@ -10,7 +10,7 @@ measured beside it (`gpu_bytes_measured`). `--batches 1,max` also measures a sin
 at once, and throughput counts the time in which all of them decode: answers become longer than `--new-tokens` where
 that time would be under two seconds. Hybrid has the settings of a user who sets none, but for the size of its pool.
 
-    python -m bench.throughput --runs stock,stock-fp8 --out FILE          in one command of a GPU lease
+    python -m bench.throughput --runs stock,stock-fp8 --out FILE          in one command of a GPU lease; hybrid-fp8 too
     python -m bench.throughput --runs hybrid --server-per-length --with FILE --out FILE       in the next one
 
 `--prompts N` lets rows share N prompts, for their prefill takes long: 64 rows of 32k are 2 million tokens. Rows that
@@ -108,6 +108,7 @@ class Benchmark:
             "stock": (configurations.stock(self.args.stock_backend), self.args.batches),
             "stock-fp8": (configurations.stock_fp8(self.args.stock_backend), self.args.batches),
             "hybrid": (configurations.hybrid(given), self.args.batches),
+            "hybrid-fp8": (configurations.hybrid_fp8(given), self.args.batches),
             "raw": (configurations.raw(given), [MAX]),
         }
         known |= {name: (configurations.paper(name, given), self.args.batches) for name in configurations.PAPERS}
@@ -231,29 +232,31 @@ class Benchmark:
         tokens = length + self._plan.new_tokens
         if not configuration.is_hybrid:
             return stock_capacity(self._kv_of(configuration), self._limits, tokens)
-        return hybrid_capacity(self._kv, self._limits, configuration.parsed(), tokens, self.args.device)
+        kv = self._kv_of(configuration)
+        return hybrid_capacity(kv, self._limits, configuration.parsed(), tokens, self.args.device)
 
     def _kv_of(self, configuration: Configuration) -> KVModel:
         return replace(self._kv, itemsize=1) if configuration.kv_dtype == configurations.FP8 else self._kv
 
     def _gpu_bytes(self, configuration: Configuration, rows: dict[int, list[int]]) -> int:
         """What the server takes by the same arithmetic, for the largest batch and the longest input at once."""
+        kv = self._kv_of(configuration)
         if not configuration.is_hybrid:
-            kv = self._kv_of(configuration)
             return stock_tokens(kv, self._limits) * kv.token_bytes
         most = max(one for many in rows.values() for one in many)
-        tokens = (self._pool_mib(rows) << 20) // self._kv.token_bytes
-        return hybrid_server_bytes(self._kv, configuration.parsed(), most, tokens, self.args.device)
+        tokens = (self._pool_mib(rows, kv) << 20) // kv.token_bytes
+        return hybrid_server_bytes(kv, configuration.parsed(), most, tokens, self.args.device)
 
     def _flags(self, configuration: Configuration, rows: dict[int, list[int]]) -> list[str]:
         batches = sorted({one for many in rows.values() for one in many})
-        tokens = stock_tokens(self._kv_of(configuration), self._limits)
+        kv = self._kv_of(configuration)
+        tokens = stock_tokens(kv, self._limits)
         return [
             *common_flags(self._model, self.args.device, batches), "--stream-interval", str(STREAM_INTERVAL),
-            *cache_flags(configuration, tokens, f"{self._pool_mib(rows)}MiB"), *self.args.flag,
+            *cache_flags(configuration, tokens, f"{self._pool_mib(rows, kv)}MiB"), *self.args.flag,
         ]  # fmt: skip
 
-    def _pool_mib(self, rows: dict[int, list[int]]) -> int:
+    def _pool_mib(self, rows: dict[int, list[int]], kv: KVModel) -> int:
         """For the most that any length needs, and a little: SGLang keeps some pages free, and rounds up."""
         most = 0
         for length, batches in rows.items():
@@ -261,7 +264,7 @@ class Benchmark:
                 different = self._plan.different_of(one)
                 most = max(most, different * length + one * (self._plan.new_tokens + 4 * 32))
         least = configurations.hybrid(self.args.hybrid).parsed().budget_tokens
-        return int(1.02 * max(most, least) * self._kv.token_bytes / 2**20) + 4 * self._kv.layers + 64
+        return int(1.02 * max(most, least) * kv.token_bytes / 2**20) + 4 * kv.layers + 64
 
     def _note(self, note: str) -> None:
         self.result["notes"].append(note)
@@ -281,7 +284,7 @@ class Benchmark:
 
 def ablation_of(points: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
     """Points of the same length and batch, from nothing on to everything on."""
-    others = ("stock", "stock fp8", "hybrid", "raw", *configurations.PAPERS)
+    others = ("stock", "stock fp8", "hybrid", "hybrid fp8", "raw", *configurations.PAPERS)
     parts = [one for one in points if one["configuration"] not in others and one["length"] == length]
     if not parts:
         return []

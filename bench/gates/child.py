@@ -141,6 +141,18 @@ def read_variants(
             write(results)
 
 
+def attend_to_prompts_as_stored(session: Any) -> None:
+    """Over an FP8 KV cache, as hybrid does, whose answers do not depend on chunks.
+
+    Prefill of stock reads prefixes from the cache, and a prompt's new tokens as they were before they are rounded. Its
+    kernels for deterministic inference read all tokens from the cache, and a backend asks this attribute which to use.
+    """
+    backend = session.runner.attn_backend
+    if not hasattr(backend, "enable_deterministic"):
+        raise AttributeError(f"{type(backend).__name__} cannot be told to read new tokens from the KV cache")
+    backend.enable_deterministic = True
+
+
 def main() -> None:
     spec = Spec(**json.loads(Path(sys.argv[1]).read_text()))
     begun = time.monotonic()
@@ -151,6 +163,8 @@ def main() -> None:
     from sglang_hybrid.integration.model_session import ModelSession
 
     session = ModelSession(spec.flags)
+    if spec.is_fp8 and spec.role != "hybrid":
+        attend_to_prompts_as_stored(session)
     say(f"{spec.role}: model loaded after {time.monotonic() - begun:.0f} s")
     cases = json.loads(Path(spec.cases).read_text())
     reference = None if spec.role == "stock" else wait_for(Path(spec.reference), spec.timeout)["stock"]["cases"]

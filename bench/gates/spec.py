@@ -23,6 +23,7 @@ class Spec:
     out: str
     turn: str
     timeout: float
+    is_fp8: bool = False  # the KV cache
 
 
 def write_whole(path: Path, content: Any) -> None:

@@ -42,13 +42,16 @@ def speed_ups(points: list[Point]) -> list[dict[str, Any]]:
                     "hybrid_rows": ours["rows"],
                     "speed_up": round(ours["tokens_per_s"] / theirs["tokens_per_s"], 3),
                     "speed_up_over_fp8": _ratio(ours, best(points, "stock fp8", length)),
+                    "fp8_speed_up_over_fp8": _ratio(
+                        best(points, "hybrid fp8", length), best(points, "stock fp8", length)
+                    ),
                 }
             )
     return found
 
 
-def _ratio(ours: Point, theirs: Point | None) -> float | None:
-    return round(ours["tokens_per_s"] / theirs["tokens_per_s"], 3) if theirs else None
+def _ratio(ours: Point | None, theirs: Point | None) -> float | None:
+    return round(ours["tokens_per_s"] / theirs["tokens_per_s"], 3) if ours and theirs else None
 
 
 def claims(points: list[Point]) -> list[dict[str, Any]]:

@@ -29,9 +29,9 @@ def common_flags(model: Path, device: str, batches: Sequence[int], tokenizer: Pa
 
 def cache_flags(configuration: Configuration, stock_tokens: int, host_memory: str) -> list[str]:
     """Return flags of the KV cache: ``stock_tokens`` in GPU memory for stock, ``host_memory`` for hybrid."""
-    if configuration.is_hybrid:
-        return ["--hybrid", f"host_memory={host_memory}"]
     dtype = ["--kv-cache-dtype", configuration.kv_dtype] if configuration.kv_dtype else []
+    if configuration.is_hybrid:
+        return ["--hybrid", f"host_memory={host_memory}", *dtype]
     return ["--max-total-tokens", str(stock_tokens), *dtype]
 
 

@@ -74,6 +74,11 @@ def _cuda_engine(
     config: HybridConfig, profile: Profile | None, pool: HostKVPool, model: ModelFacts, model_runner: Any
 ) -> Engine | None:
     if (why := cuda.unsupported_reason(config, pool, model)) is not None:
+        if pool.dtype == FP8:
+            raise Refusal(
+                f"on a GPU an FP8 KV cache is read by CUDA kernels only, and they do not do this ({why}): change that, "
+                "or use --kv-cache-dtype bfloat16"
+            )
         if model.cuda_graphs:
             raise Refusal(f"the CUDA kernels do not do this ({why}): serve it in plain torch, --disable-cuda-graph")
         logger.warning("attention is computed in plain torch, which is slow: %s", why)

@@ -42,6 +42,7 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
     """
 
     in_this_process: ClassVar[bool] = False  # whether there is one
+    model_dtype: ClassVar[torch.dtype | None] = None  # of queries, told before SGLang makes the pool
     region: SharedRegion
     digests: Digests | CompactDigests | None
     sketches: Sketches | None
@@ -81,7 +82,12 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
                 raise Refusal(f"digest_dtype=int8 needs a head_dim that is a multiple of 32, not {self.head_dim}")
             self.digests = CompactDigests(self.sketches, *shape, self.device)
         else:
-            self.digests = Digests(*shape, self.dtype, self.device)
+            self.digests = Digests(*shape, self._digest_dtype(), self.device)
+
+    def _digest_dtype(self) -> torch.dtype:
+        """The extremes of FP8 numbers are numbers of any dtype. CUDA kernels multiply them by queries as they are."""
+        on_gpu = torch.device(self.device).type == "cuda"
+        return self.model_dtype or self.dtype if on_gpu and self.dtype == reference.FP8 else self.dtype
 
     def _kv_tokens_per_row(self) -> int:
         """The first dimension of every buffer is pages. SGLang before 0.5.22 reads that off the buffers' shapes."""

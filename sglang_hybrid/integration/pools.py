@@ -136,6 +136,7 @@ def build_kv_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any
         from sglang_hybrid.integration.host_kv_pool import HostKVPool
 
         kwargs["mha_pool_class"] = HostKVPool
+        HostKVPool.model_dtype = configurator.model_config.dtype
         kwargs.pop("quant_method", None)  # quantises FP8 on a CPU, for SGLang's layout
     return original(configurator, **kwargs)
 

@@ -16,6 +16,7 @@ import torch
 from sglang_hybrid import events
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import ConfigError, HybridConfig
+from sglang_hybrid.engines.cuda.settings import unsupported_over_fp8
 from sglang_hybrid.integration import BACKEND_NAME
 from sglang_hybrid.integration.kv_scales import FP8_FLAG, scales_of
 from sglang_hybrid.memory.capacity import CapacityError
@@ -56,10 +57,6 @@ _FLAGS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda a: a.kv_cache_dtype not in ("auto", "bfloat16", "bf16", "float16", "fp16", "float32", FP8_FLAG),
         f"of quantised KV caches only {FP8_FLAG} is supported: use --kv-cache-dtype {FP8_FLAG} or auto",
-    ),
-    (
-        lambda a: a.kv_cache_dtype == FP8_FLAG and a.disaggregation_mode == "decode",
-        "a decode instance receives no quantised pages: use --kv-cache-dtype auto",
     ),
     (
         lambda a: a.enable_hierarchical_cache,
@@ -208,13 +205,19 @@ def refuse_model_config(model_config: Any) -> None:
         raise Refusal(f"{name} has sliding-window layers, which are not supported: {_OTHER_BACKEND}")
 
 
-def refuse_quantised_cache_on_gpu(kv_dtype: str, device: str) -> None:
-    """Raise Refusal for an FP8 KV cache with a model that is not on a CPU. ``kv_dtype``: a flag's value or a dtype."""
-    if kv_dtype in (FP8_FLAG, "float8_e4m3fn") and device.partition(":")[0] != "cpu":
-        raise Refusal(
-            f"an FP8 KV cache is supported with --device cpu only, the CUDA kernels read 16 bits: use --kv-cache-dtype "
-            f"bfloat16 on this device ({device})"
-        )
+def refuse_quantised_cache(kv_dtype: str, device: str, policy: str, *, receives_pages: bool = False) -> None:
+    """Raise Refusal for an FP8 KV cache that is not served like that. ``kv_dtype``: a flag's value or a dtype."""
+    kind = device.partition(":")[0]
+    if kv_dtype not in (FP8_FLAG, "float8_e4m3fn"):
+        return
+    if kind == "cpu":
+        if receives_pages:
+            raise Refusal("a decode instance without a GPU receives no quantised pages: use --kv-cache-dtype auto")
+        return
+    if kind != "cuda":
+        raise Refusal(f"an FP8 KV cache is read by CPUs and CUDA kernels: use --kv-cache-dtype bfloat16 on {device}")
+    if why := unsupported_over_fp8(policy):
+        raise Refusal(f"the CUDA kernels do not do this ({why}): choose one of them or --kv-cache-dtype bfloat16")
 
 
 def refuse_model(model: Any, model_config: Any, kv_dtype: torch.dtype, device: str, policy: str) -> None:
@@ -228,7 +231,7 @@ def refuse_model(model: Any, model_config: Any, kv_dtype: torch.dtype, device: s
             f"the checkpoint asks for a KV cache of {name}, and of quantised ones only {FP8_FLAG} is supported: add "
             f"--kv-cache-dtype {FP8_FLAG} or bfloat16"
         )
-    refuse_quantised_cache_on_gpu(name, device)
+    refuse_quantised_cache(name, device, policy)
     name = _architecture(model_config)
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
     if not layers:

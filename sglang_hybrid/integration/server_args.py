@@ -23,7 +23,7 @@ from sglang_hybrid.integration.refusals import (
     refuse_flags,
     refuse_model_config,
     refuse_on_cpu,
-    refuse_quantised_cache_on_gpu,
+    refuse_quantised_cache,
 )
 
 logger = logging.getLogger("sglang.srt.hybrid")
@@ -67,7 +67,8 @@ def resolve(original: Callable[[Any], None], args: Any) -> None:
     refuse_flags(args, config)
     host_settings.check(config, this_host(), ranks=ranks_on_this_host(args))
     _set_device_and_dtype(args)
-    refuse_quantised_cache_on_gpu(args.kv_cache_dtype, args.device or "cuda")
+    receives_pages = args.disaggregation_mode == "decode"
+    refuse_quantised_cache(args.kv_cache_dtype, args.device or "cuda", config.policy, receives_pages=receives_pages)
     _set_defaults(args, config)
     original(args)
     if args.model_path.lower() not in ("none", "dummy"):

@@ -94,7 +94,8 @@ def page_bytes(config: HybridConfig, shape: KVShape, device: str) -> PageBytes:
     if is_compact(config.digest_dtype, channels, shape.key_dim, device):
         digest = compact_bytes(shape.key_dim, channels)
     else:
-        digest = 2 * shape.key_dim * shape.itemsize  # maximum and minimum
+        # maximum and minimum; of FP8 a GPU has them in the model's dtype
+        digest = 2 * shape.key_dim * (shape.itemsize if device.partition(":")[0] == "cpu" else max(shape.itemsize, 2))
     return PageBytes(blocks * digest, blocks * BLOCK_TOKENS * channels // 2, codes)
 
 

@@ -16,7 +16,7 @@ class Digests:
 
         [page][KV head][max, min][head_dim]
 
-    Digests have the pool's dtype, in which the extremes of the pool's keys are exact.
+    Digests have a dtype in which the extremes of the pool's keys are exact: the pool's, or for FP8 a larger one.
     Requests with a common prefix share pages, and so digests. A freed page needs no care:
     the next writer of its first token starts the digest anew.
     """

@@ -15,7 +15,9 @@ from sglang_hybrid.engines.cuda.engine import CudaEngine
 from sglang_hybrid.engines.cuda.whole_request_mode import WholeRequestMode
 from sglang_hybrid.integration import create_engines
 from sglang_hybrid.integration.pools import ranks_on_this_host
+from sglang_hybrid.integration.refusals import Refusal
 from sglang_hybrid.ops.cuda import CudaError
+from sglang_hybrid.ops.reference import FP8
 
 
 class Mailbox:
@@ -90,6 +92,27 @@ def test_a_worker_is_started_for_policies_that_need_one(
     model: Any = SimpleNamespace()
     made: Any = create_engines._cuda_engine(load_config(None, settings), None, pool, model, None)
     assert made.worker == (("supervisor", "metrics", "geometry") if starts else None)
+
+
+@pytest.mark.parametrize(
+    ("cuda_graphs", "head_dim", "why"), [(False, 128, "CUDA graphs are off"), (True, 80, "head_dim 80")]
+)
+def test_an_fp8_cache_that_no_kernel_reads_is_refused_instead_of_served_in_torch(
+    cuda_graphs: bool, head_dim: int, why: str
+) -> None:
+    pool: Any = SimpleNamespace(device="cuda:0", dtype=FP8, head_dim=head_dim, v_head_dim=head_dim)
+    model: Any = SimpleNamespace(cuda_graphs=cuda_graphs, scale=0.1, group=4, dtype=torch.bfloat16)
+    with pytest.raises(Refusal, match=rf"read by CUDA kernels only.*{why}.*--kv-cache-dtype bfloat16"):
+        create_engines._cuda_engine(load_config(None, []), None, pool, model, None)
+
+
+def test_a_cache_and_a_model_of_different_16_bits_have_no_kernels() -> None:
+    pool: Any = SimpleNamespace(device="cuda:0", dtype=torch.bfloat16, head_dim=128, v_head_dim=128)
+    model: Any = SimpleNamespace(cuda_graphs=True, scale=0.1, group=4, dtype=torch.float16)
+    said = cuda_engine.unsupported_reason(load_config(None, []), pool, model)
+    assert said == "a model in torch.float16 with a KV cache of torch.bfloat16"
+    model.dtype = torch.bfloat16
+    assert cuda_engine.unsupported_reason(load_config(None, []), pool, model) is None
 
 
 def test_a_program_without_counters_moves_rows_out_of_device_memory(caplog: pytest.LogCaptureFixture) -> None:

@@ -132,10 +132,24 @@ def test_sglang_does_not_see_fp8_where_it_would_refuse_what_this_backend_reads(
     assert configurator.kv_cache_dtype == FP8
 
 
-def test_the_host_pool_is_made_without_sglangs_quantisation() -> None:
-    configurator: Any = SimpleNamespace(server_args=SimpleNamespace(attention_backend="hybrid"))
+def test_the_host_pool_is_made_without_sglangs_quantisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostKVPool, "model_dtype", None)  # and restored afterwards
+    configurator: Any = SimpleNamespace(
+        server_args=SimpleNamespace(attention_backend="hybrid"), model_config=SimpleNamespace(dtype=torch.float16)
+    )
     made = pools.build_kv_pool(lambda _, **given: given, configurator, mha_pool_class=object, quant_method="fp8")
-    assert made == {"mha_pool_class": HostKVPool}
+    assert made == {"mha_pool_class": HostKVPool} and HostKVPool.model_dtype == torch.float16
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", FP8), ("cuda:0", torch.bfloat16)])
+def test_digests_have_a_dtype_that_the_devices_kernels_multiply_by_queries(
+    pool: HostKVPool, monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(HostKVPool, "model_dtype", torch.bfloat16)
+    monkeypatch.setattr(pool, "device", device)
+    assert pool._digest_dtype() == dtype
+    monkeypatch.setattr(pool, "dtype", torch.float16)  # nothing is quantised
+    assert pool._digest_dtype() == torch.float16
 
 
 def test_scales_of_a_checkpoint_count_over_a_quantised_pool_only() -> None:

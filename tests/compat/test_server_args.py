@@ -120,7 +120,11 @@ DECODE = ("--disaggregation-mode", "decode", "--disaggregation-transfer-backend"
         (["--speculative-algorithm", "NGRAM"], "drop --speculative-algorithm"),
         (["--kv-cache-dtype", "fp8_e5m2"], "use --kv-cache-dtype fp8_e4m3 or auto"),
         (["--kv-cache-dtype", "fp8_e4m3", *DECODE], "receives no quantised pages: use --kv-cache-dtype auto"),
-        (["--kv-cache-dtype", "fp8_e4m3", "--device", "cuda"], r"with --device cpu only.*bfloat16 on this device"),
+        (["--kv-cache-dtype", "fp8_e4m3", "--device", "xpu"], "use --kv-cache-dtype bfloat16 on xpu"),
+        (
+            ["--kv-cache-dtype", "fp8_e4m3", "--device", "cuda", "--hybrid", "policy=hgca"],
+            r"policy=hgca over an FP8 KV cache, which scout, scoutattention, full can have.*--kv-cache-dtype bfloat16",
+        ),
         (["--enable-hierarchical-cache"], "drop --enable-hierarchical-cache"),
         (["--enable-dp-attention"], "drop --enable-dp-attention"),
         (["--attn-dp-size", "2"], "and --attn-dp-size"),
@@ -295,7 +299,7 @@ def test_layers_that_would_be_computed_wrongly_are_refused() -> None:
         refuse(model_with(), ModelConfig, torch.float8_e5m2)
 
 
-def test_a_checkpoint_may_ask_for_an_fp8_cache_on_a_cpu_but_not_on_a_gpu_nor_with_scaled_codebooks() -> None:
+def test_a_checkpoint_may_ask_for_an_fp8_cache_but_not_with_what_cannot_read_it_nor_with_scaled_codebooks() -> None:
     from sglang.srt.layers.radix_attention import RadixAttention
 
     from sglang_hybrid.integration.refusals import refuse_model
@@ -306,8 +310,9 @@ def test_a_checkpoint_may_ask_for_an_fp8_cache_on_a_cpu_but_not_on_a_gpu_nor_wit
         attention_arch=None, is_hybrid_swa=False, hf_config=SimpleNamespace(architectures=["SomeModel"])
     )
     refuse_model(model, config, fp8, "cpu", "hcattention")
-    with pytest.raises(Refusal, match=r"with --device cpu only.*use --kv-cache-dtype bfloat16"):
-        refuse_model(model, config, fp8, "cuda:0", "scout")
+    refuse_model(model, config, fp8, "cuda:0", "scout")
+    with pytest.raises(Refusal, match=r"policy=infinigen over an FP8 KV cache.*--kv-cache-dtype bfloat16"):
+        refuse_model(model, config, fp8, "cuda:0", "infinigen")
     attention.k_scale_float = 0.5
     refuse_model(model, config, fp8, "cpu", "scout")
     with pytest.raises(Refusal, match="SomeModel scales the keys of its FP8 KV cache"):

@@ -101,6 +101,11 @@ inline void __syncthreads() { emulated::barrier(false); }
 inline int __syncthreads_count(bool counts) { return emulated::barrier(counts); }
 inline bool __syncthreads_or(bool vote) { return emulated::barrier(vote); }
 inline bool __any_sync(uint32_t mask, bool vote) { return __ballot_sync(mask, vote); }
+inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
+    const char* const all = emulated::show(&value, sizeof value);
+    for (uint32_t lane = 0; lane < 32; ++lane) value = std::max(value, emulated::of_lane<uint32_t>(all, lane));
+    return value;
+}
 inline void __threadfence() {}
 
 // -- memory and numbers ------------------------------------------------------------------------------------------------
@@ -127,6 +132,13 @@ T __ldcg(const T* from) {
     return *from;
 }
 inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
+// Byte i of the result is the one that the i-th nibble of `chosen` names: 0 to 3 of a, 4 to 7 of b.
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t chosen) {
+    const uint64_t both = uint64_t{b} << 32 | a;
+    uint32_t bytes = 0;
+    for (uint32_t i = 0; i < 4; ++i) bytes |= static_cast<uint32_t>(both >> (chosen >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
+    return bytes;
+}
 inline int __ffs(uint32_t bits) { return __builtin_ffs(static_cast<int>(bits)); }
 inline uint32_t __float_as_uint(float value) {
     uint32_t bits;

@@ -100,10 +100,16 @@ class PagedAttention:
         self.queries, self.starts = qo_indptr.tolist(), paged_kv_indptr.tolist()
         self.slots, self.last = paged_kv_indices, paged_kv_last_page_len.tolist()
         self.scale, self.page_size = sm_scale, page_size
+        self.dtypes = q_data_type, kv_data_type
 
-    def run(self, query: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor) -> None:
+    def run(
+        self, query: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor,
+        k_scale: float = 1.0,
+    ) -> None:  # fmt: skip
         assert query.shape[0] == self.queries[-1]
         plan = dict(vars(self))
+        assert plan.pop("dtypes") == (query.dtype, caches[0].dtype)
+        plan["scale"] *= k_scale
 
         def work() -> None:
             self.attend(query, caches, out, **plan)

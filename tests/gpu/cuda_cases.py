@@ -27,6 +27,7 @@ class Shape:
     slots: int
     dtype: torch.dtype = torch.bfloat16
     rows: int = 0  # of the slot pool; 0: a few more than the batch has
+    pool: torch.dtype | None = None  # of keys and values; None: `dtype`
 
     @property
     def pool_rows(self) -> int:
@@ -98,7 +99,7 @@ def _random_blocks(shape: Shape, blocks: int, lengths: torch.Tensor, random: tor
     on_device = torch.Generator(DEVICE).manual_seed(random.initial_seed())
     tokens = (2, rows, shape.heads, slots, BLOCK_TOKENS, shape.dim)
     both = torch.randn(tokens, generator=on_device, device=DEVICE, dtype=shape.dtype).masked_fill(beyond, torch.nan)
-    keys, values = both
+    keys, values = both.to(shape.pool or shape.dtype)
     return BlockSlots(keys, values, positions.int().to(DEVICE))
 
 

@@ -28,6 +28,11 @@ class Shape:
     pages: int = 40
     channels: int = 32
     compact: bool = False  # digests
+    pool: torch.dtype | None = None  # None: `dtype`
+
+    @property
+    def pool_dtype(self) -> torch.dtype:
+        return self.pool or self.dtype
 
     @property
     def scale(self) -> float:
@@ -63,16 +68,17 @@ class Model:
     def __init__(self, shape: Shape, staging_pages: int, seed: int = 0) -> None:
         self.shape = shape
         of_pool = (shape.pages, shape.heads, BLOCK_TOKENS, shape.dim)
-        size = torch.Size(of_pool).numel() * shape.dtype.itemsize
+        size = torch.Size(of_pool).numel() * shape.pool_dtype.itemsize
         memory = SharedRegion(SharedRegion.size_for(*[size] * 2 * shape.layers))
         region = host_memory.RegisteredRegion(memory)
         self.truth: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.layers: list[DeviceLayer] = []
         random = seeded(seed)
         for _ in range(shape.layers):
-            keys, values = torch.randn(2, *of_pool, generator=random).to(shape.dtype)
+            # numbers of FP8 are what they are in 16 bits: they are stored without rounding
+            keys, values = torch.randn(2, *of_pool, generator=random).to(shape.pool_dtype).to(shape.dtype)
             self.truth.append((keys, values))
-            pool = HostPool(region, *(memory.take(of_pool, shape.dtype).fill_(torch.nan) for _ in range(2)))
+            pool = HostPool(region, *(memory.take(of_pool, shape.pool_dtype).fill_(torch.nan) for _ in range(2)))
             digests = torch.full((*of_pool[:2], 2, shape.dim), UNTOUCHED, dtype=shape.dtype, device=DEVICE)
             codes = channels = None
             if shape.channels:
@@ -84,7 +90,7 @@ class Model:
                 size = compact_bytes(shape.dim, shape.channels)
                 digests = torch.full((*of_pool[:2], size), UNTOUCHED, dtype=torch.uint8, device=DEVICE)
                 compact_of = (shape.dtype, shape.dim)
-            self.layers.append(DeviceLayer(pool, LayerDigests(digests, codes, channels, compact_of)))
+            self.layers.append(DeviceLayer(pool, LayerDigests(digests, codes, channels, compact_of, shape.pool)))
         self.prefill = DevicePrefill(self.layers, staging_pages, shape.heads * shape.group, shape.dtype, DEVICE)
 
     def have_prefixes(self, rows: list[Row]) -> None:
@@ -94,7 +100,7 @@ class Model:
             pages = torch.tensor(row.pages, dtype=torch.int64)[position // BLOCK_TOKENS]
             for layer, truth in zip(self.layers, self.truth, strict=True):
                 for part, kept in zip((layer.pool.keys, layer.pool.values), truth, strict=True):
-                    part[pages, :, position % BLOCK_TOKENS] = kept[pages, :, position % BLOCK_TOKENS]
+                    part[pages, :, position % BLOCK_TOKENS] = kept[pages, :, position % BLOCK_TOKENS].to(part.dtype)
 
     def run(self, rows: list[Row], *, padding: int = 0, seed: int = 1, fused: bool = True) -> Result:
         """One pass over all layers; the device may still be at work when it returns."""
@@ -156,7 +162,7 @@ class Model:
         pool, digests = self.layers[layer].pool, self.layers[layer].digests
         for row in result.rows:
             for part, truth in zip((pool.keys, pool.values), self.truth[layer], strict=True):
-                assert torch.equal(self.tokens(row, part), self.tokens(row, truth))
+                assert torch.equal(self.tokens(row, part).to(truth.dtype), self.tokens(row, truth))
             if not row.new:
                 continue
             pages = torch.tensor(row.pages)[row.touched]
@@ -178,7 +184,8 @@ class Model:
         found = []
         for layer in self.layers:
             no_digest = (layer.digests.digests == UNTOUCHED).flatten(1).all(dim=1).cpu()
-            no_keys = layer.pool.keys.isnan().flatten(1).all(dim=1) & layer.pool.values.isnan().flatten(1).all(dim=1)
+            keys, values = (part.float().isnan().flatten(1).all(dim=1) for part in (layer.pool.keys, layer.pool.values))
+            no_keys = keys & values
             assert torch.equal(no_digest, no_keys)
             found.append(no_keys.nonzero().flatten())
         return found

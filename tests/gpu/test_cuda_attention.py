@@ -24,6 +24,8 @@ SHAPES = [
     Shape(batch=2, heads=2, group=4, dim=96, slots=17, dtype=torch.float16),
     Shape(batch=2, heads=2, group=8, dim=256, slots=13),
     Shape(batch=3, heads=2, group=5, dim=128, slots=6),
+    Shape(batch=3, heads=2, group=5, dim=128, slots=9, pool=reference.FP8),
+    Shape(batch=2, heads=1, group=16, dim=64, slots=41, dtype=torch.float16, pool=reference.FP8),
 ]
 LARGE = [
     Shape(batch=1, heads=8, group=5, dim=128, slots=64),
@@ -33,6 +35,8 @@ LARGE = [
     Shape(batch=4, heads=2, group=2, dim=64, slots=132),
     Shape(batch=2, heads=1, group=9, dim=64, slots=300, dtype=torch.float16),
     Shape(batch=6, heads=2, group=4, dim=96, slots=40, dtype=torch.float16),
+    Shape(batch=64, heads=8, group=5, dim=128, slots=68, pool=reference.FP8),
+    Shape(batch=4, heads=2, group=16, dim=128, slots=256, pool=reference.FP8),
 ]
 
 

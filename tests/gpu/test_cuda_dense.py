@@ -266,10 +266,21 @@ SHAPES = [  # heads, group, dim, lengths
 def test_all_tokens_of_a_row_are_attended(
     heads: int, group: int, dim: int, lengths: list[int], dtype: torch.dtype
 ) -> None:
+    check_attention(heads, group, dim, lengths, dtype, dtype)
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16)])
+def test_all_tokens_of_a_row_in_fp8_are_attended(dim: int, dtype: torch.dtype) -> None:
+    check_attention(2, 5, dim, [33, 900, 1, 640], dtype, reference.FP8)
+
+
+def check_attention(
+    heads: int, group: int, dim: int, lengths: list[int], dtype: torch.dtype, pool: torch.dtype
+) -> None:
     random = seeded(len(lengths))
     batch, max_blocks = len(lengths), max(-(-length // BLOCK_TOKENS) for length in lengths) + 3
     pages = sum(-(-length // BLOCK_TOKENS) for length in lengths) + 7
-    keys, values = (torch.randn(pages, heads, BLOCK_TOKENS, dim, generator=random).to(DEVICE, dtype) for _ in range(2))
+    keys, values = (torch.randn(pages, heads, BLOCK_TOKENS, dim, generator=random).to(DEVICE, pool) for _ in range(2))
     query = torch.randn(batch + 1, heads * group, dim, generator=random).to(DEVICE, dtype)
     table = table_of(pages, max_blocks, batch + 2)
     order = torch.randperm(pages, generator=random).int()
@@ -284,7 +295,7 @@ def test_all_tokens_of_a_row_are_attended(
     no_table = torch.zeros(batch + 1, max_blocks, dtype=torch.int32, device=DEVICE)
     step = Step(no_table, of_step, padded, torch.tensor([batch], dtype=torch.int32, device=DEVICE))
     out = torch.full_like(query, 7.0)
-    workspace = AttendWorkspace(batch + 1, heads, group, dim, DEVICE)
+    workspace = AttendWorkspace(batch + 1, heads, group, dim, DEVICE, pool)
     for _ in range(2):  # the workspace is as it was
         attend_pages(query, keys, values, table, step, dim**-0.5, workspace=workspace, out=out)
     torch.cuda.synchronize()

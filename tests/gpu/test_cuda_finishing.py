@@ -49,6 +49,7 @@ class Shape:
     dim: int
     most: int
     dtype: torch.dtype = torch.bfloat16
+    pool: torch.dtype | None = None  # None: `dtype`
 
 
 SHAPES = [
@@ -60,6 +61,7 @@ SHAPES = [
     Shape(9, 3, 2, 64, 4),
     Shape(2, 2, 4, 96, 5),
     Shape(1, 2, 8, 256, 5),
+    Shape(2, 2, 5, 128, 6, pool=reference.FP8),
 ]
 
 
@@ -77,7 +79,7 @@ class Missed:
     def __init__(self, shape: Shape, seed: int) -> None:
         random = seeded(seed)
         self.shape, pages = shape, 30
-        self.pool = region_pool(pages, shape.heads, shape.dim, shape.dtype)
+        self.pool = region_pool(pages, shape.heads, shape.dim, shape.pool or shape.dtype)
         for part in (self.pool.keys, self.pool.values):
             part.copy_(torch.randn(part.shape, generator=random))
         query = torch.randn(shape.batch, shape.heads * shape.group, shape.dim, generator=random)

@@ -15,10 +15,11 @@ import torch
 from cuda_cases import BLOCK_TOKENS, DEVICE, seeded
 
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cpu.dtypes import code_of
 from sglang_hybrid.ops.cpu.library import checked, library, mailbox_fields
 from sglang_hybrid.ops.cpu.lists import HostLists
 from sglang_hybrid.ops.cpu.local import LocalAttention
-from sglang_hybrid.ops.cpu.structs import DTYPES, MASKS, EngineOptions, Geometry
+from sglang_hybrid.ops.cpu.structs import MASKS, EngineOptions, Geometry
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient, MailboxCounts
 from sglang_hybrid.ops.cuda.structs import OUTCOMES, WAIT_BOUNDS
 from sglang_hybrid.protocol.mailbox import SLOTS, Mailbox
@@ -30,7 +31,12 @@ UNTOUCHED = 77.0
 PATIENCE_S, SHORT_S = 20.0, 0.002
 SPIN_US = 5_000_000  # the worker stays awake: these tests are about posts, not about parking
 WORDS = {4: ctypes.c_uint32, 8: ctypes.c_uint64}
-TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TORCH_DTYPES = {  # of a pool and of queries
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "float16": (torch.float16, torch.float16),
+    "float32": (torch.float32, torch.float32),
+    "fp8 for bfloat16": (reference.FP8, torch.bfloat16),
+}
 
 
 @dataclass(frozen=True)
@@ -69,16 +75,17 @@ class Host:
     def __init__(
         self, dtype: str = "bfloat16", kv_heads: int = 2, group: int = 3, head_dim: int = 64, flags: int = 0
     ) -> None:
-        self.dtype, self.kv_heads, self.group, self.head_dim = TORCH_DTYPES[dtype], kv_heads, group, head_dim
+        pool_dtype, self.dtype = TORCH_DTYPES[dtype]
+        self.kv_heads, self.group, self.head_dim = kv_heads, group, head_dim
         shape = (2, self.layers, self.pages, kv_heads, BLOCK_TOKENS, head_dim)
-        size = math.prod(shape) * self.dtype.itemsize
+        size = math.prod(shape) * pool_dtype.itemsize
         self.memory = SharedRegion(SharedRegion.size_for(size))
-        self.pool = self.memory.take(shape, self.dtype)  # [key or value][layer][page]...
+        self.pool = self.memory.take(shape, pool_dtype)  # [key or value][layer][page]...
         self.pool.copy_(torch.randn(shape, generator=seeded(7)))
-        layer = self.pool[0, 0].numel() * self.dtype.itemsize
+        layer = self.pool[0, 0].numel() * pool_dtype.itemsize
         self.geometry = Geometry(
-            self.rows, kv_heads, group, head_dim, DTYPES[dtype], self.max_blocks, self.layers, self.pages,
-            0, self.layers * layer, layer, 2 * self.layers * layer, flags,
+            self.rows, kv_heads, group, head_dim, code_of(pool_dtype, self.dtype), self.max_blocks, self.layers,
+            self.pages, 0, self.layers * layer, layer, 2 * self.layers * layer, flags,
         )  # fmt: skip
         self.local = LocalAttention(self.pool.data_ptr(), self.geometry, TASK_BLOCKS, threads=2)
         self.mailbox = Mailbox(self.geometry)
@@ -167,7 +174,7 @@ def host() -> Iterator[Host]:
     made.mailbox.region.close()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "fp8 for bfloat16"])
 @pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(2, 3, 64), (8, 5, 128), (1, 1, 96)])
 def test_a_layer_is_computed_by_the_worker(dtype: str, kv_heads: int, group: int, head_dim: int) -> None:
     host = Host(dtype, kv_heads, group, head_dim)

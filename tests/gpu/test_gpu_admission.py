@@ -13,6 +13,7 @@ from sglang_hybrid.engines.cuda import admission
 from sglang_hybrid.engines.cuda.layers import DeviceLayer
 from sglang_hybrid.ops.cuda import host_memory
 from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, digest_pages
+from sglang_hybrid.ops.reference import FP8
 from sglang_hybrid.protocol.region import SharedRegion
 
 TOKENS = 32
@@ -23,8 +24,9 @@ class NoStream:
     def synchronize(self) -> None: ...
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FP8], ids=str)
 def test_admitted_pages_have_the_pools_layout_and_digests(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dtype = torch.bfloat16 if dtype == FP8 else dtype
     if DEVICE == "cpu":
         for name in ("stream", "device"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
@@ -46,19 +48,20 @@ def test_admitted_pages_have_the_pools_layout_and_digests(dtype: torch.dtype, mo
             # as a peer writes it: token by token
             part.view(of.pages, -1)[pages] = true[pages].transpose(1, 2).reshape(len(pages), -1)
         digests = LayerDigests(
-            torch.zeros(of.pages, of.heads, 2, of.dim, dtype=dtype, device=DEVICE),
+            torch.zeros(of.pages, of.heads, 2, of.dim, dtype=model_dtype, device=DEVICE),
             torch.zeros(of.pages, of.heads, TOKENS, of.channels // 2, dtype=torch.uint8, device=DEVICE),
             channels,
+            pool=dtype,
         )
         layers.append(DeviceLayer(HostPool(registered, keys, values), digests))
         originals.append(original)
     admission.PageAdmission(layers, of.heads, of.dim, dtype, DEVICE).admit(pages, filled)
     for layer, (keys, values) in zip(layers, originals, strict=True):
-        assert torch.equal(layer.pool.keys, keys)
-        assert torch.equal(layer.pool.values, values)
+        assert torch.equal(layer.pool.keys.view(torch.uint8), keys.view(torch.uint8))
+        assert torch.equal(layer.pool.values.view(torch.uint8), values.view(torch.uint8))
         assert layer.digests.codes is not None
         codes = torch.zeros_like(layer.digests.codes)
-        expected = LayerDigests(torch.zeros_like(layer.digests.digests), codes, channels)
+        expected = LayerDigests(torch.zeros_like(layer.digests.digests), codes, channels, pool=dtype)
         digest_pages(expected, keys[pages].to(DEVICE), pages.int().to(DEVICE), filled.int().to(DEVICE))
         torch.cuda.synchronize()
         assert torch.equal(layer.digests.digests, expected.digests)

@@ -7,6 +7,7 @@ tests of their own; this one is about what puts them together.
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from selection_cases import later
 
 from sglang_hybrid.config import HybridConfig, load_config
 from sglang_hybrid.engines.base import ModelFacts, PrefillBatch, StepBatch
-from sglang_hybrid.engines.cuda.engine import CudaEngine
+from sglang_hybrid.engines.cuda.engine import CudaEngine, unsupported_reason
 from sglang_hybrid.memory.capacity import KVShape
 from sglang_hybrid.memory.device_capacity import code_bytes, is_compact
 from sglang_hybrid.memory.digests import CompactDigests, Digests
@@ -31,7 +32,7 @@ from sglang_hybrid.protocol.region import SharedRegion
 
 LAYERS, HEADS, GROUP, DIM, PAGES, CONTEXT = 2, 2, 2, 64, 24, 256
 SCALE = 0.9 * DIM**-0.5
-DTYPE = torch.bfloat16
+DTYPE = torch.bfloat16  # of the model
 PROMPTS, STEPS = [70, 33], 3
 LOSSLESS = {
     "full": [],
@@ -46,15 +47,15 @@ LOSSLESS = {
 class Pool:
     """As SGLang's adapter makes it for a policy, with nothing of SGLang."""
 
-    def __init__(self, config: HybridConfig) -> None:
+    def __init__(self, config: HybridConfig, dtype: torch.dtype) -> None:
         shape = (PAGES, HEADS, BLOCK_TOKENS, DIM)
-        size = torch.Size(shape).numel() * DTYPE.itemsize
+        size = torch.Size(shape).numel() * dtype.itemsize
         self.region = SharedRegion(SharedRegion.size_for(*[size] * 2 * LAYERS))
         self.k_buffer, self.v_buffer = (
-            [self.region.take(shape, DTYPE).fill_(torch.nan) for _ in range(LAYERS)] for _ in range(2)
+            [self.region.take(shape, dtype).fill_(torch.nan) for _ in range(LAYERS)] for _ in range(2)
         )
         self.head_num, self.head_dim, self.v_head_dim, self.layer_num = HEADS, DIM, DIM, LAYERS
-        self.dtype, self.device = DTYPE, DEVICE
+        self.dtype, self.device = dtype, DEVICE
         self.digests: Digests | CompactDigests | None = None
         self.sketches: Sketches | None = None
         self.codes: KeyCodes | None = None
@@ -66,7 +67,7 @@ class Pool:
                 self.digests = CompactDigests(self.sketches, *of_digests, DEVICE)
             else:
                 self.digests = Digests(*of_digests, DTYPE, DEVICE)
-        if of_key := code_bytes(config, KVShape(LAYERS, HEADS, DIM, DIM, DTYPE.itemsize)):
+        if of_key := code_bytes(config, KVShape(LAYERS, HEADS, DIM, DIM, dtype.itemsize)):
             self.codes = KeyCodes(of_key, LAYERS, PAGES, HEADS, BLOCK_TOKENS, DEVICE)
             if policy_named(config.policy).needs.skew:
                 bases = [torch.eye(DIM, device=DEVICE).expand(HEADS, -1, -1)] * LAYERS
@@ -79,7 +80,9 @@ class Pool:
 class Requests:
     """Random queries, keys and values of requests in rows 1 and 2, whose pages are in no order."""
 
-    def __init__(self, settings: list[str]) -> None:
+    def __init__(self, settings: list[str], pool_dtype: torch.dtype = DTYPE, key_scale: float = 1.0) -> None:
+        """``key_scale``: of layer 1, whose keys are stored divided by it."""
+        self.pool_dtype, self.scales = pool_dtype, [SCALE, SCALE * key_scale]
         config = load_config(None, settings)
         random = seeded(5)
         self.rows = torch.tensor([1, 2], device=DEVICE)
@@ -90,7 +93,7 @@ class Requests:
         self.req_to_token[1:3] = tokens
         self.req_to_token = self.req_to_token.to(DEVICE)
         facts = ModelFacts(self.req_to_token, GROUP, DTYPE, SCALE, cuda_graphs=True)
-        pool: Any = Pool(config)
+        pool: Any = Pool(config, pool_dtype)
         self.engine = CudaEngine(config, tuning_of(config, LAYERS), None, pool, facts, None)
         of_tokens = (LAYERS, 2, CONTEXT)
         self.query = torch.randn(*of_tokens, HEADS * GROUP, DIM, generator=random).to(DTYPE)
@@ -108,7 +111,7 @@ class Requests:
                 torch.cat([part[layer, row, :length] for row, length in enumerate(self.lengths)]).to(DEVICE)
                 for part in (self.query, self.keys, self.values)
             )
-            outs.append(self.engine.prefill(layer, query, keys, values, SCALE))
+            outs.append(self.engine.prefill(layer, query, keys, values, self.scales[layer]))
         torch.cuda.synchronize()
         for layer, out in enumerate(outs):
             for row, found in enumerate(out[: sum(self.lengths)].cpu().split(self.lengths)):
@@ -125,7 +128,7 @@ class Requests:
                 torch.stack([part[layer, row, length - 1] for row, length in enumerate(self.lengths)]).to(DEVICE)
                 for part in (self.query, self.keys, self.values)
             )
-            out = self.engine.decode(layer, query, keys, values, SCALE)
+            out = self.engine.decode(layer, query, keys, values, self.scales[layer])
             torch.cuda.synchronize()  # layers share the memory of their outputs
             for row, length in enumerate(self.lengths):
                 self.compare(out[row][None].cpu(), layer, row, length - 1)
@@ -142,8 +145,12 @@ class Requests:
     def compare(self, found: torch.Tensor, layer: int, row: int, first: int) -> None:
         """Of a row's tokens from ``first`` on."""
         length = self.lengths[row]
-        keys, values = (part[layer, row, :length].transpose(0, 1).float() for part in (self.keys, self.values))
-        expected = reference.attend_prefill(self.query[layer, row, first:length].float(), keys, values, SCALE)
+        keys, values = (
+            reference.to_stored(part[layer, row, :length], self.pool_dtype).transpose(0, 1).float()
+            for part in (self.keys, self.values)
+        )
+        query = self.query[layer, row, first:length].float()
+        expected = reference.attend_prefill(query, keys, values, self.scales[layer])
         torch.testing.assert_close(found.float().view_as(expected), expected, rtol=2e-2, atol=2e-2)
 
 
@@ -173,3 +180,34 @@ def test_answers_stay_the_same_when_whole_requests_end_and_come_back(policy: str
         if policy in ("scout", "scoutattention"):
             assert not program.counted[:, TOTALS.index("misses")].any()
     assert int(program.refused) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "whole"),
+    [
+        (["policy=full"], "never"),
+        (["policy=scout", f"budget_tokens={CONTEXT}"], "never"),
+        (["policy=scout", f"budget_tokens={CONTEXT}"], "auto"),
+        (["policy=scoutattention", f"budget_tokens={CONTEXT}", "digest_dtype=model"], "never"),
+    ],
+)
+def test_requests_over_fp8_are_answered_by_attention_to_what_is_stored(settings: list[str], whole: str) -> None:
+    """By prefill too, which has the new tokens as they were before."""
+    requests = Requests([*settings, f"whole_requests={whole}", "worker=none"], reference.FP8, key_scale=2.0)
+    requests.prefill()
+    for _ in range(STEPS):
+        requests.decode()
+    assert int(requests.engine.program.refused) == 0
+    hgca = requests.engine.unsupported_reason(load_config(None, ["policy=hgca"]))
+    assert hgca is not None and "FP8" in hgca
+
+
+@pytest.mark.parametrize("policy", ["hgca", "hcattention", "infinigen"])
+def test_other_policies_are_refused_over_fp8_with_those_that_can_have_it(policy: str) -> None:
+    config = load_config(None, [f"policy={policy}"])
+    pool: Any = SimpleNamespace(device="cuda:0", dtype=reference.FP8, head_dim=DIM, v_head_dim=DIM)
+    facts = ModelFacts(torch.zeros(4, CONTEXT), GROUP, DTYPE, SCALE, cuda_graphs=True)
+    said = unsupported_reason(config, pool, facts)
+    assert said is not None and f"policy={policy} over an FP8 KV cache" in said and "scout" in said
+    pool.dtype = DTYPE
+    assert unsupported_reason(config, pool, facts) is None

@@ -13,6 +13,7 @@ from selection_cases import later
 from sglang_hybrid.engines.cuda import staging
 from sglang_hybrid.engines.cuda.prefill import PrefillRows
 from sglang_hybrid.ops.cuda.copies import gather_blocks
+from sglang_hybrid.ops.reference import FP8
 
 SHAPES = [  # few kinds of (head_dim, dtype): FlashInfer compiles its kernels for each
     Shape(),
@@ -21,6 +22,7 @@ SHAPES = [  # few kinds of (head_dim, dtype): FlashInfer compiles its kernels fo
     Shape(heads=1, group=1, dim=128, dtype=torch.float16),
     Shape(heads=2, group=8, dim=128, dtype=torch.float16, channels=0),
     Shape(heads=4, group=7, dim=128),
+    Shape(heads=2, group=5, dim=128, compact=True, pool=FP8),
 ]
 EMULATED = DEVICE == "cpu"
 LARGE = 1 if EMULATED else 16  # times as many pages a row

@@ -21,8 +21,9 @@ from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.engines.cuda.settings import ScoutSettings, WholeSteps
 from sglang_hybrid.memory.sketches import LayerSketch
 from sglang_hybrid.ops import reference
+from sglang_hybrid.ops.cpu.dtypes import code_of
 from sglang_hybrid.ops.cpu.library import checked, library
-from sglang_hybrid.ops.cpu.structs import DTYPES, EngineOptions, Geometry
+from sglang_hybrid.ops.cpu.structs import EngineOptions, Geometry
 from sglang_hybrid.ops.cuda import host_memory
 from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests, digest_pages
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
@@ -45,19 +46,19 @@ class Decoding:
     def __init__(
         self, budget: int, interval: int, slots: int | None = None, worker: bool = False, share: float = 0.0,
         min_miss_score: float | None = None, compact: bool = False, early: int = 0,
-        whole: WholeSteps | None = None, whole_score: float = -math.inf,
+        whole: WholeSteps | None = None, whole_score: float = -math.inf, pool: torch.dtype = DTYPE,
     ) -> None:  # fmt: skip
-        """``min_miss_score``: with it, every block that has such a score is a miss.
+        """``min_miss_score``: with it, every block that has such a score is a miss. ``pool``: dtype of keys and values.
 
         ``compact``: digests. ``whole``: steps in which rows look at everything, and attend to what has ``whole_score``.
         """
         self.random = seeded(3)
         self._settled: list[object] = []
         shape = (PAGES, HEADS, BLOCK_TOKENS, DIM)
-        size = math.prod(shape) * DTYPE.itemsize
+        size = math.prod(shape) * pool.itemsize
         region = SharedRegion(SharedRegion.size_for(*[size] * 2 * LAYERS))
-        self.keys = [region.take(shape, DTYPE) for _ in range(LAYERS)]
-        self.values = [region.take(shape, DTYPE) for _ in range(LAYERS)]
+        self.keys = [region.take(shape, pool) for _ in range(LAYERS)]
+        self.values = [region.take(shape, pool) for _ in range(LAYERS)]
         self.region, registered = region, host_memory.RegisteredRegion(region)
         order = torch.rand(HEADS, DIM, generator=self.random).argsort(dim=1)
         channels = order[:, :CHANNELS].contiguous().to(DEVICE)
@@ -69,17 +70,17 @@ class Decoding:
             if compact:
                 size = compact_bytes(DIM, CHANNELS)
                 empty = torch.zeros(PAGES, HEADS, size, dtype=torch.uint8, device=DEVICE)
-                digests = LayerDigests(empty, codes, channels, (DTYPE, DIM))
+                digests = LayerDigests(empty, codes, channels, (DTYPE, DIM), pool)
             else:
                 empty = torch.zeros(PAGES, HEADS, 2, DIM, dtype=DTYPE, device=DEVICE)
-                digests = LayerDigests(empty, codes, channels)
+                digests = LayerDigests(empty, codes, channels, pool=pool)
             every = torch.arange(PAGES, dtype=torch.int32, device=DEVICE)
             full, on_device = torch.full_like(every, BLOCK_TOKENS), keys.to(DEVICE)
             self._settled.append((every, full, on_device))
             digest_pages(digests, on_device, every, full)
             layers.append(DeviceLayer(HostPool(registered, keys, values), digests))
         self.geometry = Geometry(
-            ROWS, HEADS, GROUP, DIM, DTYPES["bfloat16"], budget, LAYERS, PAGES,
+            ROWS, HEADS, GROUP, DIM, code_of(pool, DTYPE), budget, LAYERS, PAGES,
             self.keys[0].data_ptr() - region.address,
             self.values[0].data_ptr() - region.address, self.keys[1].data_ptr() - self.keys[0].data_ptr(), region.size,
         )  # fmt: skip
@@ -294,7 +295,7 @@ class Decoding:
             slots_of = self.scout.slots
             for slots, pool in ((slots_of.keys, self.keys), (slots_of.values, self.values)):
                 held, there = slots[layer][self.rows].cpu(), pool[layer][pages, head]
-                differs = ((held != there).any(dim=-1) & valid).nonzero()
+                differs = ((held.float() != there.float()).any(dim=-1) & valid).nonzero()
                 assert not len(differs), f"layer {layer}: entry, head, slot, token {differs[:4].tolist()}"
 
     def check_digests(self, lengths: torch.Tensor) -> None:
@@ -322,6 +323,16 @@ def test_decoding_attends_to_slots_and_misses(
 ) -> None:
     # with a worker, so that shifts read compact digests too
     decoding = Decoding(budget, interval, slots, worker, share, compact=worker and interval == 0)
+    check_decoding(decoding, budget, interval, predicts, recorded)
+
+
+@pytest.mark.parametrize(("worker", "share"), [(True, 0.4), (False, 1.0)])
+def test_decoding_over_fp8_attends_to_slots_and_misses_as_they_are_stored(worker: bool, share: float) -> None:
+    decoding = Decoding(9, 0, 6, worker, share, compact=worker, pool=reference.FP8)
+    check_decoding(decoding, 9, 0, predicts=True, recorded=False)
+
+
+def check_decoding(decoding: Decoding, budget: int, interval: int, predicts: bool, recorded: bool) -> None:
     everything = budget == 36
     decoding.ends = decoding.scout.recall_joins_at_logits = interval > 2
     with decoding.engine():

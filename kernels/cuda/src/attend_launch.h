@@ -19,10 +19,11 @@ struct AttendPlan {
     uint32_t ctas;  // that the device runs at a time
 };
 
-// `more_bytes` of shared memory are for what the kernel has beside its warps.
-inline AttendPlan plan_attend(uint32_t head_dim, uint32_t most_warps = sglang_hybrid::cuda::attend_warps,
+// `of_value`: bytes of a number in keys and values. `more_bytes` of shared memory are for what the kernel has beside its warps.
+inline AttendPlan plan_attend(uint32_t head_dim, uint32_t of_value, uint32_t most_warps = sglang_hybrid::cuda::attend_warps,
                               uint32_t more_bytes = 0) {
-    using sglang_hybrid::cuda::SharedMemory;
+    using namespace sglang_hybrid::cuda;
+    const auto shared_bytes = [&](uint32_t warps) { return SharedMemory(head_dim, warps, of_value).bytes + more_bytes; };
     int device = 0, processors = 0, of_cta = 0, of_processor = 0;
     AttendPlan plan{};
     plan.error = first_error({
@@ -32,31 +33,50 @@ inline AttendPlan plan_attend(uint32_t head_dim, uint32_t most_warps = sglang_hy
         cudaDeviceGetAttribute(&of_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
     });
     plan.warps = most_warps;
-    while (plan.warps > 1 && SharedMemory(head_dim, plan.warps).bytes + more_bytes > uint32_t(of_cta)) plan.warps /= 2;
-    plan.shared_bytes = SharedMemory(head_dim, plan.warps).bytes + more_bytes;
+    while (plan.warps > 1 && shared_bytes(plan.warps) > uint32_t(of_cta)) plan.warps /= 2;
+    plan.shared_bytes = shared_bytes(plan.warps);
     plan.processors = uint32_t(processors);
     const uint32_t reserved = 1024;  // of every CTA, by CUDA
-    plan.ctas = processors * std::clamp(of_processor / (plan.shared_bytes + reserved), 1u, 4u);
+    // over FP8 registers are what is short
+    const uint32_t most = of_value == 1 ? std::max(1u, fp8_ctas * attend_warps / plan.warps) : 4;
+    plan.ctas = processors * std::clamp(of_processor / (plan.shared_bytes + reserved), 1u, most);
     return plan;
 }
 
 // use(Element{}, head_dim) for shapes that these kernels have, known at compile time.
+template <class Element, class Use>
+cudaError_t for_head_dim(uint32_t head_dim, Use use) {
+    switch (head_dim) {
+        case 64: return use(Element{}, std::integral_constant<int, 64>{});
+        case 96: return use(Element{}, std::integral_constant<int, 96>{});
+        case 128: return use(Element{}, std::integral_constant<int, 128>{});
+        case 256: return use(Element{}, std::integral_constant<int, 256>{});
+        default: return cudaErrorInvalidValue;
+    }
+}
+
+// Keys and values have the dtype of queries.
 template <class Use>
 cudaError_t for_heads(uint32_t dtype, uint32_t head_dim, uint32_t group, Use use) {
     using namespace sglang_hybrid;
     if (group < 1 || group > cuda::query_rows) return cudaErrorInvalidValue;
-    const auto with_dim = [&](auto element) {
-        switch (head_dim) {
-            case 64: return use(element, std::integral_constant<int, 64>{});
-            case 96: return use(element, std::integral_constant<int, 96>{});
-            case 128: return use(element, std::integral_constant<int, 128>{});
-            case 256: return use(element, std::integral_constant<int, 256>{});
-            default: return cudaErrorInvalidValue;
-        }
-    };
     switch (static_cast<DType>(dtype)) {
-        case DType::bf16: return with_dim(cuda::BFloat16{});
-        case DType::fp16: return with_dim(cuda::Float16{});
+        case DType::bf16: return for_head_dim<cuda::BFloat16>(head_dim, use);
+        case DType::fp16: return for_head_dim<cuda::Float16>(head_dim, use);
+        default: return cudaErrorInvalidValue;
+    }
+}
+
+// They may be FP8, too.
+template <class Use>
+cudaError_t for_pools(uint32_t dtype, uint32_t head_dim, uint32_t group, Use use) {
+    using namespace sglang_hybrid;
+    const auto both = static_cast<DType>(dtype);
+    if (both != DType::fp8_bf16 && both != DType::fp8_fp16) return for_heads(dtype, head_dim, group, use);
+    if (group < 1 || group > cuda::query_rows) return cudaErrorInvalidValue;
+    switch (head_dim) {  // those that the engine serves
+        case 64: return use(cuda::Fp8{}, std::integral_constant<int, 64>{});
+        case 128: return use(cuda::Fp8{}, std::integral_constant<int, 128>{});
         default: return cudaErrorInvalidValue;
     }
 }

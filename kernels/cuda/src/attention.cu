@@ -12,14 +12,15 @@ namespace {
 
 template <class Element, int kDim>
 cudaError_t launch_attend(const sh_attend_slots& args, cudaStream_t stream) {
-    const AttendPlan plan = plan_attend(kDim);
+    constexpr uint32_t of_value = value_bytes<Element>;
+    const AttendPlan plan = plan_attend(kDim, of_value);
     if (plan.error) return plan.error;
     const Spread spread{std::max(1u, args.slots), std::min(plan.ctas, args.units / 2)};
     // a CTA takes at least one slot for each of its warps
     const uint64_t slots = uint64_t{args.batch} * args.kv_heads * spread.slots;
     if (slots > UINT32_MAX / 2 || spread.ctas == 0) return cudaErrorInvalidValue;
     // what CTAs have of a list finds room when it is merged
-    if (spread.slots / plan.warps + 2 > most_parts(kDim, plan.warps, args.group)) return cudaErrorInvalidValue;
+    if (spread.slots / plan.warps + 2 > most_parts(kDim, of_value, plan.warps, args.group)) return cudaErrorInvalidValue;
     const uint32_t ctas = uint32_t(std::min<uint64_t>(spread.ctas, (slots + plan.warps - 1) / plan.warps));
     const auto kernel = attend_slots<Element, kDim>;
     const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(plan.shared_bytes));
@@ -30,16 +31,17 @@ cudaError_t launch_attend(const sh_attend_slots& args, cudaStream_t stream) {
 
 }  // namespace
 
-// Partial results that attend_slots wants room for: two of every CTA that the device runs at a time.
-SH_CUDA_API int sh_cuda_attend_units(uint32_t head_dim, uint32_t* units) {
-    const AttendPlan plan = plan_attend(head_dim);
+// Partial results that attend_slots wants room for: two of every CTA that the device runs at a time. `of_value`: bytes of a
+// number in keys and values.
+SH_CUDA_API int sh_cuda_attend_units(uint32_t head_dim, uint32_t of_value, uint32_t* units) {
+    const AttendPlan plan = plan_attend(head_dim, of_value);
     *units = 2 * plan.ctas;
     return plan.error;
 }
 
 SH_CUDA_API int sh_cuda_attend_slots(const sh_attend_slots* args, cudaStream_t stream) {
     if (args->batch == 0 || args->kv_heads == 0) return cudaSuccess;
-    return for_heads(args->dtype, args->head_dim, args->group,
+    return for_pools(args->dtype, args->head_dim, args->group,
                      [&](auto element, auto dim) { return launch_attend<decltype(element), dim()>(*args, stream); });
 }
 

@@ -19,8 +19,8 @@ uint32_t row_bits(uint32_t rows) { return (rows + 31) / 32 * uint32_t(sizeof(uin
 
 template <class Element, int kDim>
 cudaError_t launch_pages(const sh_attend_pages& args, cudaStream_t stream) {
-    const AttendPlan plan =
-        plan_attend(kDim, page_warps, EntryShares::bytes(args.step.batch) + PageRows::bytes(args.step.batch));
+    const AttendPlan plan = plan_attend(kDim, value_bytes<Element>, page_warps<Element>,
+                                        EntryShares::bytes(args.step.batch) + PageRows::bytes(args.step.batch));
     if (plan.error) return plan.error;
     const uint64_t blocks = uint64_t{args.step.batch} * args.kv_heads * args.table.max_blocks;
     const uint32_t ctas = std::min(plan.ctas, args.units / 2);
@@ -63,6 +63,6 @@ SH_CUDA_API int sh_cuda_move_held(const sh_move_held* args, cudaStream_t stream)
 
 SH_CUDA_API int sh_cuda_attend_pages(const sh_attend_pages* args, cudaStream_t stream) {
     if (args->step.batch == 0 || args->kv_heads == 0) return cudaSuccess;
-    return for_heads(args->dtype, args->head_dim, args->group,
+    return for_pools(args->dtype, args->head_dim, args->group,
                      [&](auto element, auto dim) { return launch_pages<decltype(element), dim()>(*args, stream); });
 }

@@ -40,10 +40,10 @@ cudaError_t for_shape(const sh_digests& digests, Use use) {
     }
 }
 
-// use(Element{}) for the dtype of digests.
+// use(Element{}) for the dtype of queries, which digests have too, unless they are compact.
 template <class Use>
 cudaError_t for_element(const sh_digests& digests, Use use) {
-    switch (static_cast<sglang_hybrid::DType>(digests.dtype)) {
+    switch (sglang_hybrid::query_dtype(static_cast<sglang_hybrid::DType>(digests.dtype))) {
         case sglang_hybrid::DType::bf16: return use(sglang_hybrid::cuda::BFloat16{});
         case sglang_hybrid::DType::fp16: return use(sglang_hybrid::cuda::Float16{});
         default: return cudaErrorInvalidValue;

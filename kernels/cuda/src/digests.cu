@@ -7,34 +7,46 @@ using namespace sglang_hybrid::cuda;
 
 namespace {
 
-bool is_served(const sh_digests& digests) {
-    const auto dtype = static_cast<DType>(digests.dtype);
-    if (digests.compact && (digests.head_dim % 32 || digests.channel_count % 8 || !digests.channel_count)) return false;
-    return (dtype == DType::bf16 || dtype == DType::fp16) && digests.head_dim % 8 == 0 && digests.head_dim > 0 &&
-           digests.head_dim <= max_head_dim && digests.channel_count % 2 == 0 && digests.channel_count <= digests.head_dim;
+// use(Element{}, Stored{}) for digests that can be served: the model's dtype, and the pool's.
+template <class Use>
+cudaError_t for_keys(const sh_digests& digests, Use use) {
+    if (digests.compact && (digests.head_dim % 32 || digests.channel_count % 8 || !digests.channel_count)) {
+        return cudaErrorInvalidValue;
+    }
+    const bool is_served = digests.head_dim % 8 == 0 && digests.head_dim > 0 && digests.head_dim <= max_head_dim &&
+                           digests.channel_count % 2 == 0 && digests.channel_count <= digests.head_dim;
+    if (!is_served) return cudaErrorInvalidValue;
+    switch (static_cast<DType>(digests.dtype)) {
+        case DType::bf16: return use(BFloat16{}, BFloat16{});
+        case DType::fp16: return use(Float16{}, Float16{});
+        case DType::fp8_bf16: return use(BFloat16{}, Fp8{});
+        case DType::fp8_fp16: return use(Float16{}, Fp8{});
+        default: return cudaErrorInvalidValue;
+    }
 }
 
 }  // namespace
 
 SH_CUDA_API int sh_cuda_append(const sh_append* args, cudaStream_t stream) {
-    const sh_digests& digests = args->digests;
-    if (!is_served(digests)) return cudaErrorInvalidValue;
-    const uint32_t ctas = args->step.batch * digests.kv_heads;
-    if (ctas == 0) return cudaSuccess;
-    const auto kernel = static_cast<DType>(digests.dtype) == DType::bf16 ? append_tokens<BFloat16> : append_tokens<Float16>;
-    if (args->overlaps) return launch_overlapping(kernel, ctas, digest_threads, 0, stream, *args);
-    kernel<<<ctas, digest_threads, 0, stream>>>(*args);
-    return cudaGetLastError();
+    return for_keys(args->digests, [&](auto element, auto stored) -> cudaError_t {
+        const uint32_t ctas = args->step.batch * args->digests.kv_heads;
+        if (ctas == 0) return cudaSuccess;
+        const auto kernel = append_tokens<decltype(element), decltype(stored)>;
+        if (args->overlaps) return launch_overlapping(kernel, ctas, digest_threads, 0, stream, *args);
+        kernel<<<ctas, digest_threads, 0, stream>>>(*args);
+        return cudaGetLastError();
+    });
 }
 
 SH_CUDA_API int sh_cuda_digest_pages(const sh_digest_pages* args, cudaStream_t stream) {
-    const sh_digests& digests = args->digests;
     const sh_new_keys& source = args->source;
     const bool is_aligned = source.page_stride % 8 == 0 && source.head_stride % 8 == 0 && source.token_stride % 8 == 0;
-    if (!is_served(digests) || !is_aligned || (source.count && !source.pages)) return cudaErrorInvalidValue;
-    const uint32_t ctas = source.count * digests.kv_heads;
-    if (ctas == 0) return cudaSuccess;
-    const auto kernel = static_cast<DType>(digests.dtype) == DType::bf16 ? digest_pages<BFloat16> : digest_pages<Float16>;
-    kernel<<<ctas, digest_threads, 0, stream>>>(*args);
-    return cudaGetLastError();
+    if (!is_aligned || (source.count && !source.pages)) return cudaErrorInvalidValue;
+    return for_keys(args->digests, [&](auto element, auto stored) -> cudaError_t {
+        const uint32_t ctas = source.count * args->digests.kv_heads;
+        if (ctas == 0) return cudaSuccess;
+        const auto kernel = digest_pages<decltype(element), decltype(stored)>;
+        kernel<<<ctas, digest_threads, 0, stream>>>(*args);
+        return cudaGetLastError();
+    });
 }

@@ -7,8 +7,9 @@ using namespace sglang_hybrid::cuda;
 
 SH_CUDA_API int sh_cuda_finish_late(const sh_finish_late* args, cudaStream_t stream) {
     if (args->step.batch == 0 || args->kv_heads == 0) return cudaSuccess;
-    return for_heads(args->dtype, args->head_dim, args->group, [&](auto element, auto dim) -> cudaError_t {
-        const AttendPlan plan = plan_attend(args->head_dim, attend_warps, EntryShares::bytes(args->step.batch));
+    return for_pools(args->dtype, args->head_dim, args->group, [&](auto element, auto dim) -> cudaError_t {
+        constexpr uint32_t of_value = value_bytes<decltype(element)>;
+        const AttendPlan plan = plan_attend(args->head_dim, of_value, attend_warps, EntryShares::bytes(args->step.batch));
         if (plan.error) return plan.error;
         const uint64_t longest = std::max(args->step.max_blocks, args->most_blocks);
         const uint64_t blocks = uint64_t{args->step.batch} * args->kv_heads * longest;

@@ -11,8 +11,17 @@ using namespace sglang_hybrid::cuda;
 SH_CUDA_API int sh_cuda_place_tokens(const sh_place_tokens* args, cudaStream_t stream) {
     if (args->head_dim % 8 || args->key_stride % 8 || args->value_stride % 8) return cudaErrorInvalidValue;
     if (args->tokens == 0) return cudaSuccess;
-    place_tokens<<<args->tokens, place_threads, 0, stream>>>(*args);
-    return cudaGetLastError();
+    const auto place = [&](auto kernel) {
+        kernel<<<args->tokens, place_threads, 0, stream>>>(*args);
+        return cudaGetLastError();
+    };
+    switch (static_cast<DType>(args->dtype)) {
+        case DType::bf16:
+        case DType::fp16: return place(place_tokens<Float16, Float16>);  // 16 bits, as they are
+        case DType::fp8_bf16: return place(place_tokens<BFloat16, Fp8>);
+        case DType::fp8_fp16: return place(place_tokens<Float16, Fp8>);
+        default: return cudaErrorInvalidValue;
+    }
 }
 
 SH_CUDA_API int sh_cuda_scatter_blocks(const sh_scatter_blocks* args, cudaStream_t stream) {

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sglang_hybrid.commands.size.committed import MACHINE
@@ -50,7 +51,10 @@ def main(arguments: Sequence[str]) -> int:
         machine = Machine(bytes_of(args.gpu_memory), bytes_of(args.host_memory), args.tp, args.mem_fraction_static)
         rates = Rates(args.gpu_bandwidth, args.memory_bandwidth, args.pcie)
         _check(args)
-        sizing = Sizing(read_model(args.model), machine, config, context + answer)
+        model = read_model(args.model)
+        if args.kv_cache_dtype == "fp8_e4m3":
+            model = replace(model, kv_itemsize=1)
+        sizing = Sizing(model, machine, config, context + answer)
         from sglang_hybrid.commands.size.answer import answer_of
 
         result = answer_of(sizing, rates, context, answer)
@@ -81,6 +85,10 @@ def _parser() -> argparse.ArgumentParser:
     need.add_argument("--context", required=True, metavar="TOKENS", help="of a prompt: 32k is 32,768")
     need.add_argument("--answer", default="1k", metavar="TOKENS", help="of an answer (default: 1k)")
     need.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs that share the model (default: 1)")
+    need.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto",
+        help="as SGLang's flag, of both sides (default: auto, 16 bits)",
+    )  # fmt: skip
     need.add_argument(
         "--mem-fraction-static", type=float, default=MEM_FRACTION_STATIC, metavar="SHARE",
         help="as SGLang's flag: share of GPU memory for weights and KV cache; the rest is for graphs and activations "

@@ -15,7 +15,7 @@ from sglang_hybrid.commands.size.errors import SizeError
 from sglang_hybrid.commands.size.model_shape import ModelShape
 from sglang_hybrid.commands.size.quantities import GB
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.engines.cuda.settings import unsupported_model, unsupported_settings
+from sglang_hybrid.engines.cuda.settings import unsupported_model, unsupported_over_fp8, unsupported_settings
 from sglang_hybrid.memory.capacity import CapacityError, KVShape, host_pool_bytes
 from sglang_hybrid.memory.device_capacity import DevicePlan, plan_device, rows_of
 
@@ -68,6 +68,8 @@ class Sizing:
             raise SizeError(
                 f"the CUDA kernels do not serve {why}: head_dim 64 or 128, up to 16 query heads per KV head"
             )
+        if model.has_fp8_cache and (why := unsupported_over_fp8(config.policy)):
+            raise SizeError(f"the CUDA kernels do not serve {why}: drop --kv-cache-dtype")
         if why := unsupported_settings(config):
             raise SizeError(f"{why} is served without CUDA graphs, which cannot be sized: take policy scout or full")
 

@@ -51,12 +51,17 @@ class ModelShape:
     weights_from: str  # in words
     experts: int = 0  # of a layer
     experts_per_token: int = 0
+    kv_itemsize: int = _ITEMSIZE  # bytes of a number in the KV cache
+
+    @property
+    def has_fp8_cache(self) -> bool:
+        return self.kv_itemsize == 1
 
     def kv_shape(self, ranks: int) -> KVShape:
         """What a token costs on one of ``ranks`` GPUs. Fewer KV heads than GPUs are copied, as SGLang does."""
         heads = max(1, self.kv_heads // ranks)
         group = self.query_heads // ranks // heads
-        return KVShape(self.layers, heads, self.head_dim, self.head_dim, _ITEMSIZE, group)
+        return KVShape(self.layers, heads, self.head_dim, self.head_dim, self.kv_itemsize, group)
 
     def check_ranks(self, ranks: int) -> None:
         """Raises SizeError for a number of GPUs that cannot share the heads."""

@@ -43,7 +43,7 @@ def _heading(answer: Mapping[str, Any]) -> list[str]:
         f"{model['head_dim']}, {model['dtype']}{quantised}, weights {format_bytes(model['weights_bytes'])} "
         f"({model['weights_from']})",
         f"a request: {request['context_tokens']:,} + {request['answer_tokens']:,} tokens, "
-        f"{format_bytes(request['kv_bytes'])} of KV cache",
+        f"{format_bytes(request['kv_bytes'])} of KV cache in {request['kv_cache_dtype']}",
         f"machine: {machine['gpus']} x {format_bytes(machine['gpu_bytes'])} of GPU memory, "
         f"{format_bytes(machine['host_bytes'])} of host memory",
         f"assumed: mem_fraction_static={machine['mem_fraction_static']:g}, the share of GPU memory that SGLang gives "

@@ -51,6 +51,8 @@ class PageAdmission:
         gather_blocks(pool.region, pool.keys, pool.values, listed, *written)
         for source, target in zip(written, kept, strict=True):
             as_written = source.view(count, BLOCK_TOKENS, self._heads, self._dim)
-            target.view(count, self._heads, BLOCK_TOKENS, self._dim).copy_(as_written.transpose(1, 2))
+            as_kept = target.view(count, self._heads, BLOCK_TOKENS, self._dim)
+            # by eight bytes, whatever these are
+            as_kept.view(torch.int64).copy_(as_written.view(torch.int64).transpose(1, 2))
         layer.summarise(kept[0].squeeze(2), pages, tokens)
         scatter_blocks(pool.region, pool.keys, pool.values, listed, *kept)

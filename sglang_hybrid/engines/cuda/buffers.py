@@ -44,8 +44,11 @@ class LaneBuffers:
 class AttentionBuffers:
     """Of the layer that is being attended: its result, and what CTAs leave for each other."""
 
-    def __init__(self, shape: DeviceShape, dtype: torch.dtype, device: torch.device | str) -> None:
-        self._shape, self._device = shape, device
+    def __init__(
+        self, shape: DeviceShape, dtype: torch.dtype, pool_dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """``dtype`` of the model; ``pool_dtype`` of keys and values."""
+        self._shape, self._pool_dtype, self._device = shape, pool_dtype, device
         self._out = torch.zeros(shape.max_batch, shape.heads * shape.group, shape.dim, dtype=dtype, device=device)
 
     def out(self, count: int) -> torch.Tensor:
@@ -54,7 +57,7 @@ class AttentionBuffers:
     @functools.cache  # noqa: B019 (lives as long as the backend)
     def attending(self, count: int) -> AttendWorkspace:
         shape = self._shape
-        return AttendWorkspace(count, shape.heads, shape.group, shape.dim, self._device)
+        return AttendWorkspace(count, shape.heads, shape.group, shape.dim, self._device, self._pool_dtype)
 
 
 class PartialBuffers:

@@ -67,8 +67,8 @@ class DeviceScout(AheadProgram, SlotProgram):
 
         ``handover``: None where rows are never held as a whole.
         """
-        device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
-        slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, dtype, device)
+        device, dtype, pool_dtype = layers[0].digests.digests.device, layers[0].digests.dtype, layers[0].pool.keys.dtype
+        slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, pool_dtype, device)
         super().__init__(layers, shape, slots, whole=settings.whole, handover=handover)
         self._settings, self._mailbox = settings, mailbox
         self._tables = [self.slots.table(layer, settings.sink, settings.recent) for layer in range(len(layers))]

@@ -28,7 +28,7 @@ from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.engines.cuda.predictor import DevicePredictor, PredictionBuffers
 from sglang_hybrid.engines.cuda.prefill import DevicePrefill, PrefillRows
 from sglang_hybrid.engines.cuda.program import ProgramContext, QueryAhead, StepProgram
-from sglang_hybrid.engines.cuda.settings import unsupported_model, unsupported_settings
+from sglang_hybrid.engines.cuda.settings import unsupported_model, unsupported_over_fp8, unsupported_settings
 from sglang_hybrid.engines.cuda.watch import RatioWatch
 from sglang_hybrid.engines.cuda.whole_request_mode import WholeRequestMode
 from sglang_hybrid.memory.digests import CompactDigests
@@ -42,6 +42,8 @@ from sglang_hybrid.ops.cuda.digests import HostPool, LayerDigests
 from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.ops.cuda.step import Step
+from sglang_hybrid.ops.cuda.tensors import HALVES, pools_for
+from sglang_hybrid.ops.reference import FP8
 from sglang_hybrid.policies.registry import PolicyError, policy_named
 from sglang_hybrid.policies.scout.profile import HostRates
 from sglang_hybrid.policies.scout.tuning import Tuning
@@ -66,6 +68,10 @@ def unsupported_reason(config: HybridConfig, pool: KVPool, model: ModelFacts) ->
         return "CUDA graphs are off"
     if model.scale is None:
         return "layers that scale attention differently"
+    if pool.dtype == FP8 and (why := unsupported_over_fp8(config.policy)):
+        return why
+    if model.dtype not in HALVES or pool.dtype not in pools_for(model.dtype):
+        return f"a model in {model.dtype} with a KV cache of {pool.dtype}"
     return unsupported_model(pool.head_dim, pool.v_head_dim, model.group, pool.dtype.itemsize)
 
 
@@ -93,6 +99,7 @@ class CudaEngine(Engine):
         """``worker``: attached, or None where the device reads misses from the pool itself."""
         assert model.scale is not None  # unsupported_reason asks before
         self._req_to_token = model.req_to_token
+        self._is_fp8 = pool.dtype == FP8
         self._shape = DeviceShape(
             rows=model.req_to_token.shape[0],
             max_batch=model.req_to_token.shape[0],
@@ -105,7 +112,9 @@ class CudaEngine(Engine):
         region = RegisteredRegion(pool.region)
         codes = _program_of(config).layer_codes(config, pool, model.part)
         self._layers = [
-            DeviceLayer(HostPool(region, keys, values), _digests(pool, layer), codes[layer] if codes else None)
+            DeviceLayer(
+                HostPool(region, keys, values), _digests(pool, layer, model.dtype), codes[layer] if codes else None
+            )
             for layer, (keys, values) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True))
         ]
         self.admission: PageAdmission | None = None
@@ -133,7 +142,7 @@ class CudaEngine(Engine):
         self._watcher: RatioWatcher | None = None
         self._scale = model.scale
         self._prefill = DevicePrefill(
-            self._layers, self._shape.max_blocks, model.group * pool.head_num, pool.dtype, pool.device,
+            self._layers, self._shape.max_blocks, model.group * pool.head_num, model.dtype, pool.device,
         )  # fmt: skip
         self.use(config, tuning)
         self._settling_lane = Lane(pool.device)
@@ -141,7 +150,7 @@ class CudaEngine(Engine):
         self._last_tokens = torch.empty(0, dtype=torch.int64)
 
     def unsupported_reason(self, config: HybridConfig) -> str | None:
-        return unsupported_settings(config)
+        return unsupported_settings(config) or (unsupported_over_fp8(config.policy) if self._is_fp8 else None)
 
     def use(self, config: HybridConfig, tuning: Tuning) -> None:
         if (config, tuning) == self._used:
@@ -319,7 +328,7 @@ class CudaEngine(Engine):
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Attend, and choose and load the rows' first resident blocks beside the layers that follow."""
-        out = self._prefill.attend(layer, query, keys, values)
+        out = self._prefill.attend(layer, query, keys, values, scale)
         if self._settling is not None:
             self._settle(layer, query[self._last_tokens], self._settling, scale)
         if layer == len(self._layers) - 1:
@@ -367,11 +376,12 @@ def _prediction_buffers(max_batch: int, predictions: Mapping[int, LayerPredictio
     return PredictionBuffers(max_batch, hidden, width, max(ranks, default=0), projection.dtype, projection.device)
 
 
-def _digests(pool: KVPool, layer: int) -> LayerDigests:
+def _digests(pool: KVPool, layer: int, dtype: torch.dtype) -> LayerDigests:
+    """``dtype`` of the model."""
     if pool.digests is None:
-        return LayerDigests.none(pool.k_buffer[layer], pool.device)
+        return LayerDigests.none(pool.k_buffer[layer], pool.device, dtype)
     if pool.sketches is None:
-        return LayerDigests(pool.digests.of_layer(layer))
-    sketch, keys = pool.sketches.of_layer(layer), pool.k_buffer[layer]
-    compact_of = (keys.dtype, pool.head_dim) if isinstance(pool.digests, CompactDigests) else None
-    return LayerDigests(pool.digests.of_layer(layer), sketch.codes, sketch.channels, compact_of)
+        return LayerDigests(pool.digests.of_layer(layer), pool=pool.dtype)
+    sketch = pool.sketches.of_layer(layer)
+    compact_of = (dtype, pool.head_dim) if isinstance(pool.digests, CompactDigests) else None
+    return LayerDigests(pool.digests.of_layer(layer), sketch.codes, sketch.channels, compact_of, pool.dtype)

@@ -23,10 +23,11 @@ class DeviceFull(StepProgram):
 
     def __init__(self, layers: Sequence[DeviceLayer], shape: DeviceShape, blocks_per_row: int) -> None:
         """``blocks_per_row``: device memory for whole rows, shared by all of them; 0: rows are never held."""
-        digests = layers[0].digests
+        first = layers[0]
         memory = BlockMemory(
-            len(layers), shape.rows, shape.heads, blocks_per_row, shape.dim, digests.dtype, digests.digests.device
-        )
+            len(layers), shape.rows, shape.heads, blocks_per_row, shape.dim, first.pool.keys.dtype,
+            first.digests.digests.device,
+        )  # fmt: skip
         super().__init__(layers, shape, memory)
 
     @classmethod

@@ -23,7 +23,7 @@ from sglang_hybrid.engines.cuda.row_groups import PrefillRows, RowGroup, group_r
 from sglang_hybrid.engines.cuda.staging import Staging, Transfer, runs_of, suits_engine
 from sglang_hybrid.memory.device_capacity import WORKSPACE_BYTES
 from sglang_hybrid.ops.cuda.copies import place_tokens
-from sglang_hybrid.ops.cuda.tensors import HALVES
+from sglang_hybrid.ops.cuda.tensors import HALVES, pools_for
 from sglang_hybrid.ops.cuda.whole_requests import StagedBlocks
 
 __all__ = ["DevicePrefill", "PrefillRows"]
@@ -56,20 +56,28 @@ class DevicePrefill:
         workspace: torch.Tensor | None = None,
         flashinfer_backend: str = "auto",
     ) -> None:
-        """``staging_pages`` hold at least the longest context. ``workspace``: FlashInfer's, if there is one."""
-        shape = layers[0].pool.keys.shape
+        """``staging_pages`` hold at least the longest context. ``workspace``: FlashInfer's, if there is one.
+
+        ``dtype`` of the model. Pages are staged in the pool's, and new tokens are attended as they are stored.
+        """
+        shape, pool_dtype = layers[0].pool.keys.shape, layers[0].pool.keys.dtype
+        if dtype not in HALVES or pool_dtype not in pools_for(dtype):
+            raise ValueError(f"a pool of {pool_dtype} cannot be attended by a model in {dtype}")
         for layer in layers:
             for part in (layer.pool.keys, layer.pool.values):
-                if part.shape != shape or part.dtype != dtype or dtype not in HALVES:
-                    raise ValueError(f"a pool is {tuple(part.shape)} of {part.dtype}, not {tuple(shape)} of {dtype}")
+                if part.shape != shape or part.dtype != pool_dtype:
+                    raise ValueError(
+                        f"a pool is {tuple(part.shape)} of {part.dtype}, not {tuple(shape)} of {pool_dtype}"
+                    )
         self._layers = layers
         self._pages, self._heads, _, self._dim = shape
-        self._query_heads, self._dtype, self._device = query_heads, dtype, torch.device(device)
+        self._query_heads, self._dtype, self._pool_dtype = query_heads, dtype, pool_dtype
+        self._device = torch.device(device)
         if query_heads % self._heads:
             raise ValueError(f"{query_heads} query heads cannot share {self._heads} KV heads")
         self._staging_pages = staging_pages
         both = (2, staging_pages, self._heads, BLOCK_TOKENS, self._dim)
-        keys, values = (torch.zeros(both, dtype=dtype, device=device) for _ in range(2))
+        keys, values = (torch.zeros(both, dtype=pool_dtype, device=device) for _ in range(2))
         self._staging = [Staging(*parts) for parts in zip(keys, values, strict=True)]
         self._blocks = StagedBlocks(*(part.view(-1, BLOCK_TOKENS, self._dim) for part in (keys, values)))
         self._backend = flashinfer_backend
@@ -82,10 +90,13 @@ class DevicePrefill:
         self._written = [torch.cuda.Event() for _ in layers]
         self._groups: list[_Group] = []
         self._next_layer = 0
+        self._scale = 0.0  # of the pass
         self._refused = torch.zeros(1, dtype=torch.int64, device=device)
 
     def begin(self, batch: PrefillRows, scale: float) -> None:
         """Plan a pass and begin to load what its first layer needs. Everything on the main stream so far comes before.
+
+        ``scale`` of logits, unless a layer has another one.
 
         Raises ValueError for rows that cannot be served; nothing has happened then.
         """
@@ -94,17 +105,20 @@ class DevicePrefill:
         # Plans travel through pinned memory of FlashInfer's: the last ones must have left it. They have, unless the
         # host is a whole pass ahead.
         self._planned.synchronize()
-        self._groups = self._on_device(groups, scale)
+        self._groups, self._scale = self._on_device(groups, scale), scale
         main = torch.cuda.current_stream()
         self._planned.record(main)
         self._load.wait_stream(main)
         self._next_layer = 0
         self._load_turn(0)
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None
+    ) -> torch.Tensor:
         """Attention of the new tokens, query ``[T, Hq, D]``, key and value ``[T, H, D]`` -> ``[T, Hq, D]``.
 
-        Layers come in their order. T may be more than the rows' new tokens; behind them the result is 0.
+        Layers come in their order. T may be more than the rows' new tokens; behind them the result is 0. ``scale``: of
+        this layer's logits, if it is not that of the pass.
         """
         if layer != self._next_layer:
             raise RuntimeError(f"layer {layer} is attended when it is layer {self._next_layer}'s turn")
@@ -118,7 +132,7 @@ class DevicePrefill:
             turn = layer * len(self._groups) + index
             if turn + 1 < len(self._layers) * len(self._groups):
                 self._load_turn(turn + 1)
-            self._attend_group(turn, group, query, key, value, out)
+            self._attend_group(turn, group, query, key, value, scale, out)
         self._written[layer].record(self._write_back)
         return out
 
@@ -161,6 +175,7 @@ class DevicePrefill:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        scale: float | None,
         out: torch.Tensor,
     ) -> None:
         layer, staging = self._layers[turn // len(self._groups)], self._staging[turn % 2]
@@ -178,7 +193,9 @@ class DevicePrefill:
             group.write_backs.write_back(layer.pool, staging, self._refused)
         staging.returned.record(self._write_back)
 
-        group.attention.run(query[group.tokens], (staging.keys, staging.values), out=out[group.tokens])
+        # FlashInfer multiplies the scale that was planned with by that of keys
+        of_keys = {} if scale in (None, self._scale) else {"k_scale": scale / self._scale}
+        group.attention.run(query[group.tokens], (staging.keys, staging.values), out=out[group.tokens], **of_keys)
         staging.attended.record(main)
 
     def _on_device(self, groups: list[RowGroup], scale: float) -> list[_Group]:
@@ -215,7 +232,7 @@ class DevicePrefill:
                 causal=True,
                 sm_scale=scale,
                 q_data_type=self._dtype,
-                kv_data_type=self._dtype,
+                kv_data_type=self._pool_dtype,
             )
             loads = self._transfer(group, pages, group.loaded, len(group.pages))
             write_backs = self._transfer(group, pages, 0, group.written)
@@ -225,7 +242,7 @@ class DevicePrefill:
 
     def _transfer(self, group: RowGroup, pages: torch.Tensor, first: int, last: int) -> Transfer:
         runs = runs_of(group.pages[first:last], first)
-        page_bytes = self._heads * BLOCK_TOKENS * self._dim * self._dtype.itemsize
+        page_bytes = self._heads * BLOCK_TOKENS * self._dim * self._pool_dtype.itemsize
         return Transfer(first, last, runs, pages[first:last], suits_engine(last - first, len(runs), page_bytes))
 
     def _wrapper(self, index: int) -> Any:

@@ -88,7 +88,7 @@ class StepProgram(ABC):
         device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
         self._layers, self._shape = list(layers), shape
         self.step = StepBuffers(shape.rows, shape.max_batch, shape.max_blocks, device, whole=whole)
-        self._attention = AttentionBuffers(shape, dtype, device)
+        self._attention = AttentionBuffers(shape, dtype, layers[0].pool.keys.dtype, device)
         self.refused = torch.zeros(1, dtype=torch.int64, device=device)  # numbers that were out of bounds
         self.dense = WholeRequests(layers, shape, memory, self.step, self._attention, self.refused, handover)
         self.is_dense = False  # whether steps are launched, or recorded, that hold whole rows

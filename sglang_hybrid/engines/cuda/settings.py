@@ -197,12 +197,22 @@ def unsupported_by_hgca(config: HybridConfig) -> str | None:
     return None
 
 
+_FP8_POLICIES = ("scout", "scoutattention", "full")  # whose kernels read FP8
+
+
+def unsupported_over_fp8(policy: str) -> str | None:
+    """The same of a policy over an FP8 KV cache."""
+    if policy in _FP8_POLICIES:
+        return None
+    return f"policy={policy} over an FP8 KV cache, which {', '.join(_FP8_POLICIES)} can have"
+
+
 def unsupported_model(head_dim: int, value_dim: int, group: int, itemsize: int) -> str | None:
-    """The same of a model."""
+    """The same of a model. ``itemsize``: bytes of a number in its KV cache."""
     if head_dim not in _DIMS or value_dim != head_dim:
         return f"head_dim {head_dim} (values: {value_dim})"
     if group > 16:
         return f"{group} query heads per KV head"
-    if itemsize != 2:
-        return "a KV cache that is neither bfloat16 nor float16"
+    if itemsize not in (1, 2):
+        return "a KV cache that is neither of 16 bits nor FP8"
     return None

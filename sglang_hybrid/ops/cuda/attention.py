@@ -16,15 +16,26 @@ import torch
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.ops.cuda.library import checked, launch, library
 from sglang_hybrid.ops.cuda.structs import KernelStruct, struct
-from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address, dtype_code
+from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address, dtype_code, pools_for
 
 
 class AttendWorkspace:
-    """Partial results of ``attend_slots``. One for all launches that do not run beside each other."""
+    """Partial results of ``attend_slots``. One for all launches that do not run beside each other.
 
-    def __init__(self, batch: int, heads: int, group: int, head_dim: int, device: torch.device | str = "cuda") -> None:
+    ``pool``: dtype of keys and values.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        heads: int,
+        group: int,
+        head_dim: int,
+        device: torch.device | str = "cuda",
+        pool: torch.dtype = torch.bfloat16,
+    ) -> None:
         units = ctypes.c_uint32()
-        checked(library().sh_cuda_attend_units, head_dim, ctypes.byref(units))
+        checked(library().sh_cuda_attend_units, head_dim, pool.itemsize, ctypes.byref(units))
         self.units = units.value
         self.shape = (batch, heads, group, head_dim)
         self.out = torch.empty(self.units, group, head_dim, dtype=torch.float32, device=device)
@@ -51,10 +62,10 @@ def attend_slots(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``reference.attend_blocks`` over slots: output ``[B, H * G, D]`` and natural-log LSE ``[B, H * G]``, float32.
 
-    query ``[B, H * G, D]``; lengths ``[rows]``: tokens of each row; row_of ``[B]``: the row of each batch entry. A
-    block at position p has ``min(32, length - 32 p)`` tokens that count. Batch entries from ``active_rows`` on are
-    left alone. ``near_bias`` ``[rows, H, G]`` is added to the logits of a row's first ``sink`` blocks, of its tail and
-    of ``recent`` blocks before it.
+    query ``[B, H * G, D]``; keys and values of its dtype or of FP8. lengths ``[rows]``: tokens of each row; row_of
+    ``[B]``: the row of each batch entry. A block at position p has ``min(32, length - 32 p)`` tokens that count. Batch
+    entries from ``active_rows`` on are left alone. ``near_bias`` ``[rows, H, G]`` is added to the logits of a row's
+    first ``sink`` blocks, of its tail and of ``recent`` blocks before it.
     """
     batch, query_heads, dim = query.shape
     rows, heads, slots = positions.shape
@@ -65,14 +76,14 @@ def attend_slots(
     if lse is None:
         lse = torch.empty(batch, query_heads, dtype=torch.float32, device=query.device)
     if workspace is None:
-        workspace = AttendWorkspace(batch, heads, group, dim, query.device)
+        workspace = AttendWorkspace(batch, heads, group, dim, query.device, keys.dtype)
     if workspace.shape != (batch, heads, group, dim):
         raise ValueError(f"the workspace is for {workspace.shape}, not for {(batch, heads, group, dim)}")
     launch(
         "attend_slots",
         query=address("query", query, HALVES, (batch, heads * group, dim)),
-        keys=address("keys of slots", keys, query.dtype, of_slots),
-        values=address("values of slots", values, query.dtype, of_slots),
+        keys=address("keys of slots", keys, pools_for(query.dtype), of_slots),
+        values=address("values of slots", values, keys.dtype, of_slots),
         positions=address("positions of slots", positions, torch.int32, (rows, heads, slots)),
         row_of=address("row_of", row_of, torch.int32, (batch,)),
         lengths=address("lengths", lengths, torch.int32, (rows,)),
@@ -91,7 +102,7 @@ def attend_slots(
         kv_heads=heads,
         group=group,
         head_dim=dim,
-        dtype=dtype_code(query.dtype),
+        dtype=dtype_code(keys.dtype, query.dtype),
         units=workspace.units,
         slots=slots,
     )

@@ -12,7 +12,7 @@ import torch
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.library import launch
-from sglang_hybrid.ops.cuda.tensors import HALVES, address
+from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code, pools_for
 
 GATHER_CTAS = 32
 SCATTER_CTAS = 16
@@ -167,7 +167,7 @@ def place_tokens(
     *,
     refused: torch.Tensor | None = None,
 ) -> None:
-    """Copy keys and values ``[tokens, H, D]`` to slots ``[slots, H, 32, D]``.
+    """Copy keys and values ``[tokens, H, D]`` to slots ``[slots, H, 32, D]`` of their dtype or of FP8.
 
     places ``[tokens]`` int32: ``32 * slot + token of the page``, -1 for nowhere. They are checked on the device; those
     out of bounds are left out and added to ``refused`` (one int64). Tokens may be any stride apart, as in a slice of
@@ -177,9 +177,9 @@ def place_tokens(
     of_slots = (key_slots.shape[0], heads, BLOCK_TOKENS, dim)
     launch(
         "place_tokens",
-        keys=_address_of_tokens("keys", keys, (tokens, heads, dim), key_slots.dtype),
-        values=_address_of_tokens("values", values, (tokens, heads, dim), key_slots.dtype),
-        key_slots=address("key_slots", key_slots, HALVES, of_slots),
+        keys=_address_of_tokens("keys", keys, (tokens, heads, dim), HALVES),
+        values=_address_of_tokens("values", values, (tokens, heads, dim), (keys.dtype,)),
+        key_slots=address("key_slots", key_slots, pools_for(keys.dtype), of_slots),
         value_slots=address("value_slots", value_slots, key_slots.dtype, of_slots),
         places=address("places", places, torch.int32, (tokens,)),
         refused=None if refused is None else address("refused", refused.view(-1), torch.int64, (1,)),
@@ -189,14 +189,17 @@ def place_tokens(
         tokens=tokens,
         kv_heads=heads,
         head_dim=dim,
+        dtype=dtype_code(key_slots.dtype, keys.dtype),
     )
 
 
-def _address_of_tokens(name: str, tensor: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> int:
-    if not tensor.is_cuda or tensor.dtype != dtype or tuple(tensor.shape) != shape:
+def _address_of_tokens(
+    name: str, tensor: torch.Tensor, shape: tuple[int, int, int], dtypes: tuple[torch.dtype, ...]
+) -> int:
+    if not tensor.is_cuda or tensor.dtype not in dtypes or tuple(tensor.shape) != shape:
         raise ValueError(
-            f"{name} are {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}, must be {shape} of {dtype} on a "
-            "CUDA device"
+            f"{name} are {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}, must be {shape} of "
+            f"{' or '.join(map(str, dtypes))} on a CUDA device"
         )
     pointer: int = tensor.data_ptr()
     if tensor.stride()[1:] != (shape[2], 1) or tensor.stride(0) % 8 or pointer % 16:

@@ -32,20 +32,23 @@ from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code
 class LayerDigests:
     """One layer's digests and, if there are any, sketches: what is known of its pages."""
 
-    digests: torch.Tensor  # [pages, H, 0, D] under policies that need none
+    digests: torch.Tensor  # of the model's dtype, or compact; [pages, H, 0, D] under policies that need none
     codes: torch.Tensor | None = None
     channels: torch.Tensor | None = None  # int64
     compact_of: tuple[torch.dtype, int] | None = None  # of compact digests: the model's dtype and head_dim
+    pool: torch.dtype | None = None  # of keys; None: the model's dtype
 
     @property
     def heads(self) -> int:
         return self.digests.shape[1]
 
     @classmethod
-    def none(cls, keys: torch.Tensor, device: torch.device | str) -> LayerDigests:
+    def none(
+        cls, keys: torch.Tensor, device: torch.device | str, model_dtype: torch.dtype | None = None
+    ) -> LayerDigests:
         """Of a policy that needs none, over a pool of ``keys`` ``[pages, H, 32, D]``."""
         pages, heads, _, dim = keys.shape
-        return cls(torch.empty(pages, heads, 0, dim, dtype=keys.dtype, device=device))
+        return cls(torch.empty(pages, heads, 0, dim, dtype=model_dtype or keys.dtype, device=device), pool=keys.dtype)
 
     @property
     def is_none(self) -> bool:
@@ -53,8 +56,13 @@ class LayerDigests:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and queries."""
+        """Of the model: of queries, and of keys as they come."""
         return self.compact_of[0] if self.compact_of else self.digests.dtype
+
+    @property
+    def pool_dtype(self) -> torch.dtype:
+        """Of keys as they are kept."""
+        return self.pool or self.dtype
 
     @property
     def dim(self) -> int:
@@ -86,7 +94,7 @@ class LayerDigests:
             kv_heads=heads,
             head_dim=dim,
             channel_count=count,
-            dtype=dtype_code(self.dtype),
+            dtype=dtype_code(self.pool_dtype, self.dtype),
             compact=self.compact_of is not None,
         )
 
@@ -170,8 +178,8 @@ def append(
 ) -> None:
     """The step's new tokens, keys and values ``[B, H, D]``, to the tails' slots and to the host pool.
 
-    Entries may lie apart. None: there are no new tokens yet, digests and codes of the tails are made of what the pool
-    has of them.
+    Entries may lie apart. A pool of FP8 gets what ``reference.to_stored`` makes of them. None: there are no new tokens
+    yet, digests and codes of the tails are made of what the pool has of them.
 
     The tails' digests and codes are made anew from the slots. Selection has given a slot to a tail that it saw opened;
     a tail without one gets it here, by ``scores`` of the last selection
@@ -182,7 +190,7 @@ def append(
     may write the query, keys and values only. Rows whose page is not in the pool are left out and added to ``refused``
     (one int64).
     """
-    dtype, heads, dim = digests.dtype, digests.heads, digests.dim
+    dtype, stored, heads, dim = digests.dtype, digests.pool_dtype, digests.heads, digests.dim
     of_slots = (*table.positions.shape, BLOCK_TOKENS, dim)
     owners = table.positions.shape[0] if by_row else step.batch
     if dense is not None:
@@ -191,8 +199,8 @@ def append(
             raise ValueError(f"the dense table is for {dense.pages.shape[1]} blocks, the step for {step.max_blocks}")
     of_pool = (digests.digests.shape[0], heads, BLOCK_TOKENS, dim)
     for name, part in (("keys", pool.keys), ("values", pool.values)):
-        if tuple(part.shape) != of_pool or part.dtype != dtype:
-            raise ValueError(f"the pool's {name} are {tuple(part.shape)} of {part.dtype}, not {of_pool} of {dtype}")
+        if tuple(part.shape) != of_pool or part.dtype != stored:
+            raise ValueError(f"the pool's {name} are {tuple(part.shape)} of {part.dtype}, not {of_pool} of {stored}")
     if (query is None) != (kept is None):
         raise ValueError("a query needs a place to be kept, and a place a query")
     group = 0 if query is None else query.shape[1] // heads
@@ -208,8 +216,8 @@ def append(
         values=None if values is None else _entries("values", values, dtype, (step.batch, heads, dim)),
         key_stride=0 if keys is None else keys.stride(0),
         value_stride=0 if values is None else values.stride(0),
-        key_slots=address("key_slots", key_slots, dtype, of_slots),
-        value_slots=address("value_slots", value_slots, dtype, of_slots),
+        key_slots=address("key_slots", key_slots, stored, of_slots),
+        value_slots=address("value_slots", value_slots, stored, of_slots),
         pool_keys=pool.region.address_of("keys of the pool", pool.keys),
         pool_values=pool.region.address_of("values of the pool", pool.values),
         scores=address("scores", scores, torch.float32, (owners, heads, step.max_blocks)),
@@ -244,5 +252,5 @@ def digest_pages(digests: LayerDigests, keys: torch.Tensor, pages: torch.Tensor,
     launch(
         "digest_pages",
         digests=digests.arguments(),
-        source=keys_of_pages(keys, pages, filled, digests.heads, digests.dim, digests.dtype),
+        source=keys_of_pages(keys, pages, filled, digests.heads, digests.dim, digests.pool_dtype),
     )

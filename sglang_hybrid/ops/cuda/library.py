@@ -21,7 +21,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "sh_cuda_bytes_of": (c_uint64, [c_char_p]),
     "sh_cuda_register": (c_int, [c_void_p, c_uint64, POINTER(c_void_p)]),
     "sh_cuda_unregister": (c_int, [c_void_p]),
-    "sh_cuda_attend_units": (c_int, [c_uint32, POINTER(c_uint32)]),
+    "sh_cuda_attend_units": (c_int, [c_uint32, c_uint32, POINTER(c_uint32)]),
     "sh_cuda_mailbox_attach": (c_int, [c_void_p, c_uint64, c_uint64, _STREAM]),
 }
 

@@ -15,7 +15,8 @@ from typing import Any, Self
 import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
-from sglang_hybrid.ops.cpu.structs import DTYPES, MASKS, VALUE_SUMS, Geometry
+from sglang_hybrid.ops.cpu.dtypes import query_dtype
+from sglang_hybrid.ops.cpu.structs import MASKS, VALUE_SUMS, Geometry
 from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.library import checked, launch, library
 from sglang_hybrid.ops.cuda.structs import OUTCOMES, STRUCTS, WAIT_BOUNDS
@@ -44,9 +45,6 @@ class MailboxCounts:
         return cls(rows, blocks, tuple(numbers[second : second + _BUCKETS]), numbers[second + _BUCKETS] / 1e9)
 
 
-_TORCH_DTYPES = {code: getattr(torch, name) for name, code in DTYPES.items()}
-
-
 class DeviceMailboxClient:
     """Posts and waits on one device, one post after the other; a wait may run beside the next post.
 
@@ -61,7 +59,7 @@ class DeviceMailboxClient:
         self._layer_waits = torch.zeros(geometry.layers, dtype=torch.int64, device=device)
         self._registered: RegisteredRegion | None = None
         self._heads = geometry.kv_heads * geometry.group
-        self._dtype: torch.dtype = _TORCH_DTYPES[geometry.dtype]
+        self._dtype = query_dtype(geometry)
 
     def attach(self, mailbox: Mailbox | None) -> None:
         """From the next launch on this mailbox, or nobody: then all rows are withheld. Waits for the current stream."""

@@ -12,7 +12,7 @@ from sglang_hybrid.ops.cuda.attention import AttendWorkspace, Partial, side_argu
 from sglang_hybrid.ops.cuda.digests import HostPool
 from sglang_hybrid.ops.cuda.library import launch
 from sglang_hybrid.ops.cuda.step import Step
-from sglang_hybrid.ops.cuda.tensors import HALVES, address, bit_words, dtype_code
+from sglang_hybrid.ops.cuda.tensors import HALVES, address, bit_words, dtype_code, pools_for
 
 _EVERYTHING: dict[str, Any] = {"least_score": 0.0, "sink": 0, "recent": 0}  # is worth it
 
@@ -109,9 +109,9 @@ def _common_arguments(
         )
     of_pool = (pool_pages, heads, BLOCK_TOKENS, dim)
     for name, part in (("keys", pool.keys), ("values", pool.values)):
-        if tuple(part.shape) != of_pool or part.dtype != query.dtype:
+        if tuple(part.shape) != of_pool or part.dtype not in pools_for(query.dtype):
             raise ValueError(
-                f"the pool's {name} are {tuple(part.shape)} of {part.dtype}, not {of_pool} of {query.dtype}"
+                f"the pool's {name} are {tuple(part.shape)} of {part.dtype}, not {of_pool} of {query.dtype} or FP8"
             )
     return {
         "query": address("query", query, HALVES, (batch, query_heads // heads * heads, dim)),
@@ -126,7 +126,7 @@ def _common_arguments(
         "kv_heads": heads,
         "group": query_heads // heads,
         "head_dim": dim,
-        "dtype": dtype_code(query.dtype),
+        "dtype": dtype_code(pool.keys.dtype, query.dtype),
         "pool_pages": pool_pages,
         "units": workspace.units,
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sglang_hybrid.ops.cpu.structs import DTYPES
+from sglang_hybrid.ops.cpu import structs
+from sglang_hybrid.ops.reference import FP8
 
 HALVES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes that kernels read or write of it at a time
@@ -41,8 +42,14 @@ def scalar_address(name: str, number: torch.Tensor | None, dtype: torch.dtype) -
     return pointer
 
 
-def dtype_code(dtype: torch.dtype) -> int:
-    return DTYPES[str(dtype).removeprefix("torch.")]
+def dtype_code(dtype: torch.dtype, queries: torch.dtype | None = None) -> int:
+    """The kernels' DType: of a pool and of its queries, which have the pool's dtype unless it is FP8."""
+    return structs.dtype_code(*(str(one).removeprefix("torch.") for one in (dtype, queries or dtype)))
+
+
+def pools_for(queries: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes of keys and values that such queries can attend to."""
+    return (queries, FP8)
 
 
 def bit_words(blocks: int) -> int:

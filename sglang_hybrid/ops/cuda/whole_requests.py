@@ -20,7 +20,7 @@ from sglang_hybrid.ops.cuda.digests import DenseTable
 from sglang_hybrid.ops.cuda.library import launch
 from sglang_hybrid.ops.cuda.selection import RecallPlan
 from sglang_hybrid.ops.cuda.step import Step
-from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code
+from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code, pools_for
 
 MOVE_CTAS = 1024  # both sides are in device memory: enough to fill every processor
 
@@ -139,8 +139,9 @@ def attend_pages(
 ) -> torch.Tensor:
     """Attention over all tokens of each row: query and ``out`` ``[B, H * G, D]``.
 
-    keys and values ``[pages, H, 32, D]``. Blocks that have no page are left out. With ``overlaps`` this is launched
-    right after an ``append`` that overlaps, and begins with blocks that are full before that is done.
+    keys and values ``[pages, H, 32, D]``, of the query's dtype or of FP8. Blocks that have no page are left out. With
+    ``overlaps`` this is launched right after an ``append`` that overlaps, and begins with blocks that are full before
+    that is done.
     """
     batch, query_heads, dim = query.shape
     pages, heads = keys.shape[:2]
@@ -153,8 +154,8 @@ def attend_pages(
     launch(
         "attend_pages",
         query=address("query", query, HALVES, (batch, heads * group, dim)),
-        keys=address("keys", keys, query.dtype, of_blocks),
-        values=address("values", values, query.dtype, of_blocks),
+        keys=address("keys", keys, pools_for(query.dtype), of_blocks),
+        values=address("values", values, keys.dtype, of_blocks),
         table=table.arguments(),
         step=step.arguments(),
         out=address("out", out, query.dtype, (batch, query_heads, dim)),
@@ -165,7 +166,7 @@ def attend_pages(
         kv_heads=heads,
         group=group,
         head_dim=dim,
-        dtype=dtype_code(query.dtype),
+        dtype=dtype_code(keys.dtype, query.dtype),
         units=workspace.units,
         overlaps=overlaps,
     )

@@ -66,6 +66,7 @@ def test_servers_of_a_comparison_differ_in_their_caches_only() -> None:
     assert cache_flags(configurations.stock("x"), 99, "1GiB") == ["--max-total-tokens", "99"]
     assert cache_flags(configurations.stock_fp8("x"), 99, "1GiB")[-1] == "fp8_e4m3"
     assert cache_flags(configurations.hybrid([]), 99, "1GiB") == ["--hybrid", "host_memory=1GiB"]
+    assert cache_flags(configurations.hybrid_fp8([]), 99, "1GiB")[-2:] == ["--kv-cache-dtype", "fp8_e4m3"]
     assert graph_sizes(20) == [1, 2, 4, 8, 16, 20] and graph_sizes(1) == [1]
 
 

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +118,23 @@ def test_stock_decodes_greedily_and_others_are_fed_its_tokens() -> None:
     assert other["best"] == [[3, 4, 7], [3, 4, 5]]
     assert other["logit"] == [[2.0, 0.0, 0.0], [2.0, 1.0, 1.0]]  # of the tokens that were fed
     assert stock["logprob"][0][1] == pytest.approx(1 - math.log(math.e + 7))
+
+
+def test_over_fp8_stock_and_control_read_prompts_as_they_are_stored(tmp_path: Path) -> None:
+    args = gpu_gates.parsed(["--random", "qwen3", "--kv-cache-dtype", "fp8_e4m3"])
+    run = gpu_gates.Run(args, tmp_path, tmp_path)
+    for role in ("stock", "control", "hybrid"):
+        spec = run._spec(role)
+        assert spec.is_fp8 and spec.flags[-2:] == ["--kv-cache-dtype", "fp8_e4m3"]
+    backend = SimpleNamespace(enable_deterministic=False)
+    child.attend_to_prompts_as_stored(SimpleNamespace(runner=SimpleNamespace(attn_backend=backend)))
+    assert backend.enable_deterministic
+    with pytest.raises(AttributeError, match="cannot be told"):
+        child.attend_to_prompts_as_stored(SimpleNamespace(runner=SimpleNamespace(attn_backend=object())))
+    plain = gpu_gates.Run(gpu_gates.parsed(["--random", "qwen3"]), tmp_path, tmp_path)._spec("stock")
+    assert not plain.is_fp8 and "--kv-cache-dtype" not in plain.flags
+    with pytest.raises(SystemExit):
+        gpu_gates.parsed(["--random", "qwen3", "--kv-cache-dtype", "fp8_e4m3", "--device", "cpu"])
 
 
 def test_a_budget_that_is_too_small_must_be_seen() -> None:

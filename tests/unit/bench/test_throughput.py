@@ -260,6 +260,20 @@ def test_stock_with_a_cache_of_one_byte_holds_twice_the_rows(tmp_path: Path, tin
     assert "--kv-cache-dtype" not in benchmark._flags(plain, {256: [2]})
 
 
+def test_hybrid_with_a_cache_of_one_byte_holds_more_rows_in_a_smaller_pool(tmp_path: Path, tiny: Path) -> None:
+    args = throughput.parsed(["--quick", "--model", str(tiny), "--most-rows", "1000"])
+    benchmark = throughput.Benchmark(args, tmp_path)
+    plain, fp8 = configurations.hybrid([]), configurations.hybrid_fp8([])
+    assert benchmark._capacity(fp8, 256).rows > benchmark._capacity(plain, 256).rows
+    flags, plain_flags = (benchmark._flags(one, {256: [8]}) for one in (fp8, plain))
+    assert flags[-2:] == ["--kv-cache-dtype", "fp8_e4m3"] and "--kv-cache-dtype" not in plain_flags
+    pool, plain_pool = (
+        int(next(word for word in words if word.startswith("host_memory=")).removeprefix("host_memory=")[:-3])
+        for words in (flags, plain_flags)
+    )
+    assert pool < plain_pool
+
+
 def test_metrics_are_told_by_part_of_the_answers() -> None:
     samples = [(float(t), {"a_total": 10.0 * t, "ratio": 0.1 * t, "x_bucket": 1.0}) for t in range(5)]
     assert part_of(samples, 0.0, 2.0) == {"a_total": 10.0, "ratio": 0.1}

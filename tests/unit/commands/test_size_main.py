@@ -130,3 +130,19 @@ def test_the_command_loads_neither_torch_nor_sglang(model: str) -> None:
 
 def test_the_command_is_in_the_table_of_commands() -> None:
     assert "  size " in cli.help_text()
+
+
+def test_a_cache_in_fp8_halves_what_requests_take_on_both_sides(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, half = (sized(capsys, model, *MACHINE, *flags) for flags in ([], ["--kv-cache-dtype", "fp8_e4m3"]))
+    assert half["request"]["kv_bytes"] * 2 == whole["request"]["kv_bytes"]
+    assert (whole["request"]["kv_cache_dtype"], half["request"]["kv_cache_dtype"]) == ("bfloat16", "fp8_e4m3")
+    assert half["stock"]["requests"] >= 2 * whole["stock"]["requests"]
+    assert half["hybrid"]["requests"] > whole["hybrid"]["requests"]
+    assert "--kv-cache-dtype fp8_e4m3" in " ".join(half["serve"]) and any("FP8" in note for note in half["notes"])
+
+
+def test_policies_that_have_no_kernels_for_fp8_are_not_sized_with_it(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([model, *MACHINE, "--kv-cache-dtype", "fp8_e4m3", "--hybrid", "policy=hgca"]) == 2
+    assert "policy=hgca over an FP8 KV cache" in capsys.readouterr().err

@@ -60,5 +60,5 @@ def test_others_keep_none(policy: str) -> None:
 
 
 def test_a_pool_without_digests_still_tells_the_keys_shape() -> None:
-    digests = _digests(pool_of(0), 0)
+    digests = _digests(pool_of(0), 0, torch.bfloat16)
     assert digests.is_none and (digests.heads, digests.dim, digests.dtype) == (HEADS, DIM, torch.bfloat16)

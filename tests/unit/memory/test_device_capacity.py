@@ -20,8 +20,10 @@ from sglang_hybrid.engines.cuda.settings import slots_of, unsupported_settings
 from sglang_hybrid.engines.cuda.slots import ResidentSlots
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape
 from sglang_hybrid.memory.device_capacity import (
+    WORKSPACE_BYTES,
     DevicePlan,
     device_bytes,
+    page_bytes,
     plan_device,
     rows_of,
     scout_row_bytes,
@@ -50,6 +52,19 @@ def test_the_slots_of_a_row_take_what_the_engine_allocates_for_it(whole_requests
         handover = Handover(3, of_device, torch.bfloat16, "cpu", borrow=lambda: None)
         taken += sum(handover.query(layer)[0].nbytes for layer in range(3))
     assert scout_row_bytes(config, shape, max_blocks=128).slots == taken
+
+
+def test_fp8_halves_slots_and_staging_and_leaves_digests_as_they_are() -> None:
+    quantised = replace(SHAPE, itemsize=1)
+    whole, half = (device_bytes(SETTINGS, shape, rows=3, context=4096) for shape in (SHAPE, quantised))
+    positions = 3 * SHAPE.layers * SHAPE.kv_heads * slots_of(SETTINGS) * 4
+    assert half.slots - positions == (whole.slots - positions) // 2 and half.scores == whole.scores
+    assert half.staging - WORKSPACE_BYTES == (whole.staging - WORKSPACE_BYTES) // 2
+    for digest_dtype in ("auto", "model"):
+        config = msgspec.structs.replace(SETTINGS, digest_dtype=digest_dtype)
+        assert page_bytes(config, quantised, "cuda") == page_bytes(config, SHAPE, "cuda")
+    of_cpu = page_bytes(SETTINGS, quantised, "cpu")  # where digests have the pool's dtype
+    assert of_cpu.digests * 2 == page_bytes(SETTINGS, SHAPE, "cpu").digests
 
 
 def test_a_row_has_one_score_for_every_block_of_the_longest_context() -> None:

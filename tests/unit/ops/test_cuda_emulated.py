@@ -21,6 +21,7 @@ DEVICE_ALONE = {
     "test_cuda_dense.py": 1,
     "test_cuda_digests.py": 1,
     "test_cuda_finishing.py": 1,
+    "test_cuda_fp8.py": 1,
     "test_cuda_gather.py": 1,
     "test_cuda_kept_tokens.py": 1,
     "test_cuda_key_codes.py": 1,

@@ -37,9 +37,11 @@ __device__ inline void keep_queries(const sh_append& args, uint32_t entry, uint3
     if (threadIdx.x == digest_threads - 1 && head == 0) args.kept_lengths[row] = args.step.lengths[entry];
 }
 
-// A CTA for each (batch entry, KV head).
-template <class Element>
+// A CTA for each (batch entry, KV head). Keys and values come as `Element` and are kept as `Stored`; digests are of what is kept.
+template <class Element, class Stored>
 __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_constant__ sh_append args) {
+    using Chunk = Eight<Element, Stored>;
+    using Bits = typename Chunk::Bits;
     __shared__ __align__(16) SharedBlock block;
     __shared__ TailSlot tail;
     const uint32_t heads = args.digests.kv_heads, dim = args.digests.head_dim, row_chunks = dim / 8;
@@ -87,7 +89,7 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
     const uint32_t token = static_cast<uint32_t>(length - 1) % block_tokens;
     const uint64_t in_pool_block = uint64_t{static_cast<uint32_t>(page)} * heads + head;
     const uint64_t block_chunks = uint64_t{block_tokens} * row_chunks;
-    const auto chunks_of = [](void* memory, uint64_t first) { return static_cast<uint4*>(memory) + first; };
+    const auto chunks_of = [](void* memory, uint64_t first) { return static_cast<Bits*>(memory) + first; };
     auto* const shared_keys = reinterpret_cast<uint4*>(block.keys);
     auto* const key_slot = chunks_of(args.key_slots, in_slots * block_chunks);
     auto* const value_slot = chunks_of(args.value_slots, in_slots * block_chunks);
@@ -101,17 +103,17 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
     // the pool has them where the slot does not
     const bool from_pool = tail.slot < 0 || tail.is_new;
     for (uint32_t i = threadIdx.x; i < earlier * row_chunks; i += digest_threads) {
-        const uint4 key = (from_pool ? pool_keys : key_slot)[i];
-        shared_keys[i] = key;
+        const Bits key = (from_pool ? pool_keys : key_slot)[i];
+        shared_keys[i] = Chunk::widened(key);
         if (!from_pool || tail.slot < 0) continue;
         key_slot[i] = key;
         value_slot[i] = pool_values[i];
     }
     for (uint32_t i = threadIdx.x; args.keys && i < row_chunks; i += digest_threads) {
         const uint32_t in_row = head * row_chunks + i, to = token * row_chunks + i;
-        const uint4 key = static_cast<const uint4*>(args.keys)[entry * args.key_stride / 8 + in_row];
-        const uint4 value = static_cast<const uint4*>(args.values)[entry * args.value_stride / 8 + in_row];
-        shared_keys[to] = key;
+        const Bits key = Chunk::stored(static_cast<const uint4*>(args.keys)[entry * args.key_stride / 8 + in_row]);
+        const Bits value = Chunk::stored(static_cast<const uint4*>(args.values)[entry * args.value_stride / 8 + in_row]);
+        shared_keys[to] = Chunk::widened(key);
         pool_keys[to] = key;
         pool_values[to] = value;
         if (tail.slot < 0) continue;

@@ -5,11 +5,14 @@
 
 #include "sglang_hybrid/cuda/dense_api.h"
 #include "sglang_hybrid/cuda/entry_shares.cuh"
+#include "sglang_hybrid/cuda/partials.cuh"
 
 namespace sglang_hybrid::cuda {
 
-// At most, of a CTA. One CTA that fills a processor leaves fewer partial results than two that share it.
-inline constexpr uint32_t page_warps = 8;
+// At most, of a CTA. One CTA that fills a processor leaves fewer partial results than two that share it: with 16-bit values
+// it is full of their tiles, and with FP8 of registers.
+template <class Element>
+inline constexpr uint32_t page_warps = value_bytes<Element> == 1 ? 12 : 8;
 
 __device__ inline uint32_t page_blocks_of(const sh_attend_pages& args, int32_t length) {
     const int32_t blocks = (length + static_cast<int32_t>(block_tokens) - 1) / static_cast<int32_t>(block_tokens);
@@ -77,20 +80,23 @@ class WarpPages {
 template <class Element>
 struct RoundedResult {
     uint32_t* out;  // [group][kDim] of 16 bits
+    DType dtype;    // of pool and queries
 
     __device__ void operator()(uint32_t i, uint32_t, float4 quad, float) const {
-        reinterpret_cast<uint2*>(out)[i] = make_uint2(Element::pack(quad.x, quad.y), Element::pack(quad.z, quad.w));
+        if constexpr (value_bytes<Element> == 1) write_quad(out, i, quad, model_dtype<Element>(dtype));
+        else reinterpret_cast<uint2*>(out)[i] = make_uint2(Element::pack(quad.x, quad.y), Element::pack(quad.z, quad.w));
     }
     __device__ void operator()(uint32_t i, uint32_t row, float4 quad, const Union&) const { (*this)(i, row, quad, 0.0f); }
 };
 
 template <class Element, int kDim>
-__global__ void __launch_bounds__(page_warps* warp_size) attend_pages(const __grid_constant__ sh_attend_pages args) {
+__global__ void __launch_bounds__(page_warps<Element>* warp_size) attend_pages(const __grid_constant__ sh_attend_pages args) {
     extern __shared__ __align__(128) char shared[];
-    const SharedMemory at(kDim, blockDim.x / warp_size);
+    constexpr uint32_t of_value = value_bytes<Element>;
+    const SharedMemory at(kDim, blockDim.x / warp_size, of_value);
     const uint32_t batch = args.step.batch;
     const PageRows rows(shared + at.bytes + EntryShares::bytes(batch), batch);
-    const EntryShares shares(batch, active_of(args.step.active_rows, batch), args.kv_heads, args.head_dim, args.group,
+    const EntryShares shares(batch, active_of(args.step.active_rows, batch), args.kv_heads, args.head_dim, of_value, args.group,
                              args.table.max_blocks, shared + at.bytes, [&](uint32_t entry) { return rows.note(args, entry); });
     const uint32_t end = shares.begin(blockIdx.x + 1);
 
@@ -102,14 +108,16 @@ __global__ void __launch_bounds__(page_warps* warp_size) attend_pages(const __gr
         const uint32_t pair = part.entry * args.kv_heads + part.head;
         const bool exists = row_index >= 0 && static_cast<uint32_t>(row_index) < args.table.rows;
         const auto* const query = static_cast<const char*>(args.query) + uint64_t{pair} * args.group * kDim * 2;
-        attend_list<Element, kDim>(query, args.group, args.scale, nullptr, shared, at, [&](uint32_t warp, uint32_t of_warps) {
+        const auto dtype = static_cast<DType>(args.dtype);
+        const auto begin = [&](uint32_t warp, uint32_t of_warps) {
             const uint32_t row = exists ? static_cast<uint32_t>(row_index) : 0;
             const int32_t* const pages = args.table.pages + uint64_t{row} * args.table.max_blocks;
             const int32_t held = exists ? args.table.held[row] : 0;
             return WarpPages(args, pages, held, part.head, length, from + warp, of_warps, to);
-        });
-        shares.finish<kDim>(args, part, numbers, shared, at,
-                            RoundedResult<Element>{static_cast<uint32_t*>(args.out) + uint64_t{pair} * args.group * kDim / 2});
+        };
+        attend_list<Element, kDim>(query, dtype, args.group, args.scale, nullptr, shared, at, begin);
+        auto* const out = static_cast<uint32_t*>(args.out) + uint64_t{pair} * args.group * kDim / 2;
+        shares.finish<kDim, of_value>(args, part, numbers, shared, at, RoundedResult<Element>{out, dtype});
         number += numbers;
         __syncthreads();  // shared memory is free for the next pair
     }

@@ -12,77 +12,11 @@
 // order of the slots. So results depend on the number of active rows, but not on who comes when.
 #pragma once
 
-#include "sglang_hybrid/block_attention.h"
+#include "sglang_hybrid/cuda/attend_tiles.cuh"
 #include "sglang_hybrid/cuda/c_api.h"
-#include "sglang_hybrid/cuda/elements.cuh"
-#include "sglang_hybrid/cuda/memory.cuh"
+#include "sglang_hybrid/cuda/scaled_queries.cuh"
 
 namespace sglang_hybrid::cuda {
-
-inline constexpr uint32_t warp_size = 32;
-inline constexpr uint32_t attend_warps = 4;  // at most
-inline constexpr uint32_t attend_tiles = 3;  // of a warp
-inline constexpr uint32_t query_rows = 16;
-inline constexpr float lowest_logit = -3.0e38f;
-inline constexpr float log2_e = 1.4426950408889634f;
-inline constexpr float ln_2 = 0.6931471805599453f;
-
-// -- tiles in shared memory --------------------------------------------------------------------------------------------
-
-// [rows][kDim] of 16-bit values, as chunks of 16 bytes. Chunks of a row change places, so that eight rows of one column
-// of chunks, which is what a matrix load reads, lie in different banks.
-template <int kDim>
-struct Tile {
-    static constexpr uint32_t row_chunks = kDim / 8;
-    static constexpr uint32_t bytes = block_tokens * kDim * 2;
-
-    static __device__ uint32_t place(uint32_t row, uint32_t chunk) {
-        // rows of 96 channels begin at two different banks already, and have no eight chunks to change places among
-        const uint32_t turn = kDim % 64 == 0 ? row & 7 : (row >> 1) & 3;
-        return (row * row_chunks + (chunk ^ turn)) * 16;
-    }
-
-    // A block from device memory, by one warp; tokens that do not count become zeros, whatever is there.
-    template <class Counts>
-    static __device__ void request(uint32_t tile, const void* block, Counts counts, uint32_t lane, uint64_t policy) {
-#pragma unroll
-        for (uint32_t i = 0; i < row_chunks; ++i) {
-            const uint32_t chunk = i * warp_size + lane;
-            const uint32_t token = chunk / row_chunks;
-            copy_async(tile + place(token, chunk % row_chunks), static_cast<const char*>(block) + chunk * 16, counts(token),
-                       policy);
-        }
-    }
-};
-
-// What a warp has at the end of a pair, where its tiles were: [query rows][kDim] of float. Rows begin at different banks.
-template <int kDim>
-struct OutRows {
-    static constexpr uint32_t stride = kDim + 8;
-    static_assert(query_rows * stride * sizeof(float) <= attend_tiles * Tile<kDim>::bytes);
-
-    // Four channels of a row; `quad` counts those of all rows.
-    static __device__ float4 load(const char* of_warp, uint32_t quad) {
-        constexpr uint32_t of_row = kDim / 4;
-        return reinterpret_cast<const float4*>(of_warp)[quad / of_row * (stride / 4) + quad % of_row];
-    }
-};
-
-struct SharedMemory {
-    uint32_t query;   // [16][kDim]
-    uint32_t maxima;  // [warps][16] float
-    uint32_t sums;    // [warps][16] float
-    uint32_t tiles;   // [warps][3]
-    uint32_t bytes;
-
-    __host__ __device__ SharedMemory(uint32_t head_dim, uint32_t warps) {
-        query = 0;
-        maxima = query + query_rows * head_dim * 2;
-        sums = maxima + warps * query_rows * sizeof(float);
-        tiles = sums + warps * query_rows * sizeof(float);
-        bytes = tiles + warps * attend_tiles * block_tokens * head_dim * 2;
-    }
-};
 
 // -- which slots -------------------------------------------------------------------------------------------------------
 
@@ -164,14 +98,36 @@ class WarpSlots {
 
 // -- computation of a warp ---------------------------------------------------------------------------------------------
 
+// What products are computed in.
+template <class Element>
+struct ProductOf {
+    using type = Element;
+};
+template <>
+struct ProductOf<Fp8> {
+    using type = Float16;
+};
+
 // Online softmax over the tiles that were added. Logits are in units of log2. A lane has two rows of the product.
 template <class Element, int kDim>
 class WarpAttention {
+    using Product = typename ProductOf<Element>::type;
+    using BlockTile = Tile<kDim, value_bytes<Element>>;
+    static constexpr bool is_fp8 = value_bytes<Element> == 1;
+
   public:
     static constexpr uint32_t dim_steps = kDim / 16;  // of a product over channels
     static constexpr uint32_t token_tiles = block_tokens / 8;
 
-    __device__ WarpAttention(uint32_t query, float scale) : query_(query), scale_(scale * log2_e) {}
+    // `factors`: of the query's rows, as write_scaled_queries has them; with FP8 only.
+    __device__ WarpAttention(uint32_t query, float scale, const float* factors) : query_(query) {
+        scales_[0] = scale * log2_e;
+        if constexpr (is_fp8) {
+            const uint32_t row = threadIdx.x % warp_size / 4;
+            scales_[1] = scales_[0] * factors[row + 8] * Fp8::unit;
+            scales_[0] *= factors[row] * Fp8::unit;
+        }
+    }
 
     // [group], of keys that are added with it; null: there is none.
     __device__ void set_bias(const float* bias, uint32_t group) {
@@ -184,39 +140,34 @@ class WarpAttention {
     __device__ void add_keys(uint32_t tile, Counts counts, bool with_bias) {
         const uint32_t lane = threadIdx.x % warp_size;
         const uint32_t query_row = (lane & 7) + (lane >> 3 & 1) * 8, query_chunk = lane >> 4;
-        const uint32_t token = (lane & 7) + (lane >> 4) * 8, key_chunk = lane >> 3 & 1;
 #pragma unroll
         for (uint32_t i = 0; i < token_tiles; ++i) weights_[i][0] = weights_[i][1] = weights_[i][2] = weights_[i][3] = 0;
 #pragma unroll
         for (uint32_t step = 0; step < dim_steps; ++step) {
             uint32_t query[4];
             load_matrices(query, query_ + Tile<kDim>::place(query_row, 2 * step + query_chunk));
-#pragma unroll
-            for (uint32_t half = 0; half < 2; ++half) {
-                uint32_t keys[4];
-                load_matrices(keys, tile + Tile<kDim>::place(half * 16 + token, 2 * step + key_chunk));
-                Element::multiply_add(weights_[2 * half], query, keys[0], keys[1]);
-                Element::multiply_add(weights_[2 * half + 1], query, keys[2], keys[3]);
-            }
+            multiply_keys(query, tile, step);
         }
         to_weights(counts, lane % 4 * 2, with_bias ? bias_[0] : 0, with_bias ? bias_[1] : 0);
     }
 
     __device__ void add_values(uint32_t tile) {
+        if constexpr (is_fp8) {
+            add_fp8_values(tile);
+            return;
+        }
         const uint32_t lane = threadIdx.x % warp_size;
         const uint32_t token = (lane & 7) + (lane >> 3 & 1) * 8, chunk = lane >> 4;
 #pragma unroll
         for (uint32_t step = 0; step < block_tokens / 16; ++step) {
-            const float (&left)[4] = weights_[2 * step];
-            const float (&right)[4] = weights_[2 * step + 1];
-            const uint32_t weights[4] = {Element::pack(left[0], left[1]), Element::pack(left[2], left[3]),
-                                         Element::pack(right[0], right[1]), Element::pack(right[2], right[3])};
+            uint32_t weights[4];
+            pack_weights(weights, step);
 #pragma unroll
             for (uint32_t pair = 0; pair < kDim / 16; ++pair) {
                 uint32_t values[4];
-                load_matrices_transposed(values, tile + Tile<kDim>::place(step * 16 + token, 2 * pair + chunk));
-                Element::multiply_add(out_[2 * pair], weights, values[0], values[1]);
-                Element::multiply_add(out_[2 * pair + 1], weights, values[2], values[3]);
+                load_matrices_transposed(values, tile + BlockTile::place(step * 16 + token, 2 * pair + chunk));
+                Product::multiply_add(out_[2 * pair], weights, values[0], values[1]);
+                Product::multiply_add(out_[2 * pair + 1], weights, values[2], values[3]);
             }
         }
     }
@@ -244,6 +195,10 @@ class WarpAttention {
             const uint32_t row = lane / 4 + 8 * side;
             if (row >= rows) continue;
             const float weight = factor(row);
+            if constexpr (is_fp8) {
+                write_fp8_row(out + row * OutRows<kDim>::stride, side, weight * Fp8::unit);
+                continue;
+            }
 #pragma unroll
             for (uint32_t i = 0; i < kDim / 8; ++i) {
                 *reinterpret_cast<float2*>(out + row * OutRows<kDim>::stride + i * 8 + lane % 4 * 2) =
@@ -253,6 +208,69 @@ class WarpAttention {
     }
 
   private:
+    // 16 channels of all tokens.
+    __device__ void multiply_keys(const uint32_t (&query)[4], uint32_t tile, uint32_t step) {
+        const uint32_t lane = threadIdx.x % warp_size;
+        if constexpr (is_fp8) {
+            uint32_t words[token_tiles];  // four channels that follow each other, which is what the query is ordered for
+            load_matrices(words, tile + BlockTile::place(lane, step));
+#pragma unroll
+            for (uint32_t i = 0; i < token_tiles; ++i) {
+                uint32_t keys[2];
+                Fp8::widen(keys, words[i]);
+                Product::multiply_add(weights_[i], query, keys[0], keys[1]);
+            }
+        } else {
+            const uint32_t token = (lane & 7) + (lane >> 4) * 8, key_chunk = lane >> 3 & 1;
+#pragma unroll
+            for (uint32_t half = 0; half < 2; ++half) {
+                uint32_t keys[4];
+                load_matrices(keys, tile + BlockTile::place(half * 16 + token, 2 * step + key_chunk));
+                Product::multiply_add(weights_[2 * half], query, keys[0], keys[1]);
+                Product::multiply_add(weights_[2 * half + 1], query, keys[2], keys[3]);
+            }
+        }
+    }
+
+    // A matrix that is turned by 16 bits has two channels of two tokens in a word: the products get the even channels of 16
+    // first, then the odd ones.
+    __device__ void add_fp8_values(uint32_t tile) {
+        uint32_t weights[2][4];
+        pack_weights(weights[0], 0);
+        pack_weights(weights[1], 1);
+#pragma unroll
+        for (uint32_t chunk = 0; chunk < kDim / 16; ++chunk) {
+            uint32_t words[token_tiles];
+            load_matrices_transposed(words, tile + BlockTile::place(threadIdx.x % warp_size, chunk));
+#pragma unroll
+            for (uint32_t step = 0; step < 2; ++step) {
+                uint32_t first[2], second[2];  // of 16 tokens
+                Fp8::widen_across(first, words[2 * step]);
+                Fp8::widen_across(second, words[2 * step + 1]);
+                Product::multiply_add(out_[2 * chunk], weights[step], first[0], second[0]);
+                Product::multiply_add(out_[2 * chunk + 1], weights[step], first[1], second[1]);
+            }
+        }
+    }
+
+    __device__ void write_fp8_row(float* row, uint32_t side, float weight) const {
+#pragma unroll
+        for (uint32_t chunk = 0; chunk < kDim / 16; ++chunk) {
+            const float (&even)[4] = out_[2 * chunk];
+            const float (&odd)[4] = out_[2 * chunk + 1];
+            reinterpret_cast<float4*>(row)[chunk * 4 + threadIdx.x % 4] = make_float4(
+                even[2 * side] * weight, odd[2 * side] * weight, even[2 * side + 1] * weight, odd[2 * side + 1] * weight);
+        }
+    }
+
+    // Of 16 tokens.
+    __device__ void pack_weights(uint32_t (&to)[4], uint32_t step) const {
+        const float (&left)[4] = weights_[2 * step];
+        const float (&right)[4] = weights_[2 * step + 1];
+        to[0] = Product::pack(left[0], left[1]), to[1] = Product::pack(left[2], left[3]);
+        to[2] = Product::pack(right[0], right[1]), to[3] = Product::pack(right[2], right[3]);
+    }
+
     template <class Counts>
     __device__ void to_weights(Counts counts, uint32_t column, float upper_bias, float lower_bias) {
         float highest[2] = {maximum_[0], maximum_[1]};
@@ -260,8 +278,9 @@ class WarpAttention {
         for (uint32_t i = 0; i < token_tiles; ++i) {
 #pragma unroll
             for (uint32_t j = 0; j < 4; ++j) {
-                weights_[i][j] =
-                    counts(i * 8 + column + j % 2) ? fmaf(weights_[i][j], scale_, j / 2 ? lower_bias : upper_bias) : -INFINITY;
+                weights_[i][j] = counts(i * 8 + column + j % 2)
+                                     ? fmaf(weights_[i][j], scales_[is_fp8 ? j / 2 : 0], j / 2 ? lower_bias : upper_bias)
+                                     : -INFINITY;
                 highest[j / 2] = fmaxf(highest[j / 2], weights_[i][j]);
             }
         }
@@ -294,7 +313,7 @@ class WarpAttention {
     }
 
     const uint32_t query_;
-    const float scale_;
+    float scales_[is_fp8 ? 2 : 1];  // of logits, of both rows
     float weights_[token_tiles][4];
     float out_[kDim / 8][4] = {};
     float maximum_[2] = {-INFINITY, -INFINITY};
@@ -342,7 +361,7 @@ struct Union {
 };
 
 // What the warps of a CTA have: store(i, row, quad, all) for four channels of a row each, i counting quads of all rows.
-template <int kDim, class Store>
+template <int kDim, uint32_t kBytes, class Store>
 __device__ void merge_warps(char* shared, const SharedMemory& at, uint32_t warps, uint32_t group, Store store) {
     const auto* const maxima = reinterpret_cast<const float*>(shared + at.maxima);
     const auto* const sums = reinterpret_cast<const float*>(shared + at.sums);
@@ -351,7 +370,7 @@ __device__ void merge_warps(char* shared, const SharedMemory& at, uint32_t warps
         const Union all(maxima + row, sums + row, warps, query_rows);
         float4 total = make_float4(0, 0, 0, 0);
         for (uint32_t warp = 0; warp < warps; ++warp) {
-            const float4 one = OutRows<kDim>::load(shared + at.tiles + warp * attend_tiles * Tile<kDim>::bytes, i);
+            const float4 one = OutRows<kDim>::load(shared + at.tiles + warp * attend_tiles * Tile<kDim, kBytes>::bytes, i);
             total.x += one.x, total.y += one.y, total.z += one.z, total.w += one.w;
         }
         store(i, row, make_float4(all.share(total.x), all.share(total.y), all.share(total.z), all.share(total.w)), all);
@@ -374,8 +393,8 @@ struct PartialResult {
 };
 
 // How many partial results of a pair merge_ctas has room for, where the tiles were.
-__host__ __device__ inline uint32_t most_parts(uint32_t head_dim, uint32_t warps, uint32_t group) {
-    const uint32_t tiles = warps * attend_tiles * block_tokens * head_dim * 2, sums = warps * group * head_dim * 4;
+__host__ __device__ inline uint32_t most_parts(uint32_t head_dim, uint32_t of_value, uint32_t warps, uint32_t group) {
+    const uint32_t tiles = warps * attend_tiles * block_tokens * head_dim * of_value, sums = warps * group * head_dim * 4;
     return (tiles - sums) / (group * uint32_t(sizeof(float))) - 1;
 }
 
@@ -479,19 +498,20 @@ __device__ inline bool is_last(uint32_t& arrived, uint32_t count) {
 
 // Attention over the blocks of a list: what each warp has, weighted as parts of one softmax, to where its tiles were.
 // begin(warp, warps) gives the blocks of a warp, one after the other, by take().
-// `bias`: [group], of the blocks that get one; or null.
+// `dtype`: of pool and queries. `bias`: [group], of the blocks that get one; or null.
 template <class Element, int kDim, class Begin>
-__device__ void attend_list(const void* queries, uint32_t group, float scale, const float* bias, char* shared,
+__device__ void attend_list(const void* queries, DType dtype, uint32_t group, float scale, const float* bias, char* shared,
                             const SharedMemory& at, Begin begin) {
+    using BlockTile = Tile<kDim, value_bytes<Element>>;
     const uint32_t warps = blockDim.x / warp_size, warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
     auto mine = begin(warp, warps);
-    constexpr uint32_t block_bytes = Tile<kDim>::bytes;
+    constexpr uint32_t block_bytes = BlockTile::bytes;
     const uint32_t tiles = shared_address(shared + at.tiles) + warp * attend_tiles * block_bytes;
     uint32_t key_tile = tiles, value_tile = tiles + block_bytes, next_tile = tiles + 2 * block_bytes;
     // lists and tables, which every layer looks at, stay in the L2 cache
     const uint64_t policy = read_once_policy();
     const auto request = [&](uint32_t tile, const char* block, const auto& of) {
-        if (of.tokens) Tile<kDim>::request(tile, block, CountedTokens(of), lane, policy);
+        if (of.tokens) BlockTile::request(tile, block, CountedTokens(of), lane, policy);
         commit_copies();  // an empty group too: waiting counts groups
     };
     auto slot = mine.take(block_bytes);
@@ -502,14 +522,19 @@ __device__ void attend_list(const void* queries, uint32_t group, float scale, co
 
     // the query's rows, zeros behind the last head; not by copies, which would be waited for behind those of the blocks
     wait_for_launch_before();
-    for (uint32_t i = threadIdx.x; i < query_rows * Tile<kDim>::row_chunks; i += blockDim.x) {
-        const uint32_t query_row = i / Tile<kDim>::row_chunks;
-        *reinterpret_cast<uint4*>(shared + at.query + Tile<kDim>::place(query_row, i % Tile<kDim>::row_chunks)) =
-            query_row < group ? __ldcg(static_cast<const uint4*>(queries) + i) : uint4{0, 0, 0, 0};
+    auto* const factors = reinterpret_cast<float*>(shared + at.factors);
+    if constexpr (value_bytes<Element> == 1) {
+        write_scaled_queries<kDim>(queries, group, dtype == DType::fp8_bf16, shared + at.query, factors);
+    } else {
+        for (uint32_t i = threadIdx.x; i < query_rows * Tile<kDim>::row_chunks; i += blockDim.x) {
+            const uint32_t query_row = i / Tile<kDim>::row_chunks;
+            *reinterpret_cast<uint4*>(shared + at.query + Tile<kDim>::place(query_row, i % Tile<kDim>::row_chunks)) =
+                query_row < group ? __ldcg(static_cast<const uint4*>(queries) + i) : uint4{0, 0, 0, 0};
+        }
     }
     __syncthreads();
 
-    WarpAttention<Element, kDim> attention(shared_address(shared + at.query), scale);
+    WarpAttention<Element, kDim> attention(shared_address(shared + at.query), scale, factors);
     attention.set_bias(bias, group);
     while (slot.tokens) {
         wait_for_copies<2>();
@@ -554,18 +579,23 @@ __device__ void attend_part(const sh_attend_slots& args, char* shared, const Sha
     const bool exists = row >= 0 && static_cast<uint32_t>(row) < args.rows;
     const uint64_t of_row = (uint64_t{exists ? static_cast<uint32_t>(row) : 0} * args.kv_heads + head) * args.group;
     const float* const bias = args.near_bias ? args.near_bias + of_row : nullptr;
-    attend_list<Element, kDim>(query, args.group, args.scale, bias, shared, at, [&](uint32_t warp, uint32_t warps) {
+    const auto dtype = static_cast<DType>(args.dtype);
+    attend_list<Element, kDim>(query, dtype, args.group, args.scale, bias, shared, at, [&](uint32_t warp, uint32_t warps) {
         const uint32_t end = exists ? min(to, args.slots) : 0;
         return WarpSlots(args, exists ? row : 0, head, exists ? args.lengths[row] : 0, from + warp, warps, end);
     });
 }
 
+// CTAs of a processor over FP8: shared memory would hold four, registers hold three.
+inline constexpr uint32_t fp8_ctas = 3;
+
 template <class Element, int kDim>
-__global__ void __launch_bounds__(attend_warps* warp_size)
+__global__ void __launch_bounds__(attend_warps* warp_size, value_bytes<Element> == 1 ? fp8_ctas : 0)
     attend_slots(const __grid_constant__ sh_attend_slots args, const __grid_constant__ Spread spread) {
     extern __shared__ __align__(128) char shared[];
     const uint32_t warps = blockDim.x / warp_size;
-    const SharedMemory at(kDim, warps);
+    constexpr uint32_t of_value = value_bytes<Element>;
+    const SharedMemory at(kDim, warps, of_value);
     const Shares shares(spread, active_of(args.active_rows, args.batch) * args.kv_heads, warps);
     const uint32_t end = shares.begin(blockIdx.x + 1);
 
@@ -577,10 +607,10 @@ __global__ void __launch_bounds__(attend_warps* warp_size)
         float* const out = args.out + uint64_t{pair} * args.group * kDim;
         float* const lse = args.lse + uint64_t{pair} * args.group;
         if (to - from == shares.slots) {
-            merge_warps<kDim>(shared, at, warps, args.group, PartialResult<kDim>{out, lse});
+            merge_warps<kDim, of_value>(shared, at, warps, args.group, PartialResult<kDim>{out, lse});
         } else {
             const uint64_t partial = shares.partial(pair, blockIdx.x);
-            merge_warps<kDim>(
+            merge_warps<kDim, of_value>(
                 shared, at, warps, args.group,
                 PartialResult<kDim>{args.partial_out + partial * args.group * kDim, args.partial_lse + partial * args.group});
             const uint32_t ctas = shares.last_cta(pair) - shares.first_cta(pair) + 1;

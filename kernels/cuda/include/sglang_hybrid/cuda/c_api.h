@@ -35,7 +35,7 @@ struct sh_attend_slots {
     uint32_t kv_heads;
     uint32_t group;
     uint32_t head_dim;
-    uint32_t dtype;  // DType of query, keys and values
+    uint32_t dtype;  // DType of keys and values, and of the query
     uint32_t units;  // of sh_cuda_attend_units; with fewer the device is not used to the full
     uint32_t slots;
     uint32_t sink;  // blocks that are always in, with near_bias: these,

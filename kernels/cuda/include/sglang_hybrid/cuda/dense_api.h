@@ -93,7 +93,7 @@ struct sh_attend_pages {
     const void* values;  // likewise
     sh_dense_table table;
     sh_step step;  // its page table is not looked at
-    void* out;     // [batch][KV head][group][head_dim] of `dtype`; 0 where no token counts
+    void* out;     // [batch][KV head][group][head_dim] of the query's dtype; 0 where no token counts
     // workspace, as for sh_attend_slots
     float* partial_out;
     float* partial_lse;
@@ -102,7 +102,7 @@ struct sh_attend_pages {
     uint32_t kv_heads;
     uint32_t group;
     uint32_t head_dim;
-    uint32_t dtype;
+    uint32_t dtype;  // DType of keys and values, and of the query
     uint32_t units;
     uint32_t overlaps;  // the launch in front is sh_append, which overlaps too: this one begins before it is done
     uint32_t unused;

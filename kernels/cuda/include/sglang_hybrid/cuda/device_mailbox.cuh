@@ -56,7 +56,8 @@ class DeviceMailbox {
 
     __device__ uint64_t heads() const { return uint64_t{geometry_.kv_heads} * geometry_.group; }
     __device__ uint64_t query_row_bytes() const {
-        return heads() * geometry_.head_dim * (static_cast<DType>(geometry_.dtype) == DType::fp32 ? 4 : 2);
+        const auto dtype = static_cast<DType>(geometry_.dtype);
+        return heads() * geometry_.head_dim * (dtype == DType::fp32 || dtype == DType::fp8_fp32 ? 4 : 2);
     }
 
   private:

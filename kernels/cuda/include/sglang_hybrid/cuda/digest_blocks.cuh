@@ -3,6 +3,7 @@
 
 #include "sglang_hybrid/block_attention.h"
 #include "sglang_hybrid/cuda/compact.cuh"
+#include "sglang_hybrid/cuda/fp8.cuh"
 #include "sglang_hybrid/cuda/halves.cuh"
 #include "sglang_hybrid/cuda/new_keys.cuh"
 
@@ -98,8 +99,8 @@ __device__ void digest_block(SharedBlock& block, uint32_t filled, const sh_diges
     }
 }
 
-// A CTA for each (page of the list, KV head).
-template <class Element>
+// A CTA for each (page of the list, KV head). Keys are `Stored`, digests are made of them as `Element`.
+template <class Element, class Stored>
 __global__ void __launch_bounds__(digest_threads) digest_pages(const __grid_constant__ sh_digest_pages args) {
     __shared__ __align__(16) SharedBlock block;
     const uint32_t index = blockIdx.x / args.digests.kv_heads, head = blockIdx.x % args.digests.kv_heads;
@@ -107,10 +108,12 @@ __global__ void __launch_bounds__(digest_threads) digest_pages(const __grid_cons
     if (page < 0 || static_cast<uint32_t>(page) >= args.digests.pages) return;
     const uint32_t filled = static_cast<uint32_t>(min(max(args.source.filled[index], 1), static_cast<int32_t>(block_tokens)));
     const uint32_t row_chunks = args.digests.head_dim / 8;
-    const uint16_t* const keys = block_of(args.source, index, head);
+    using Chunk = Eight<Element, Stored>;
+    using Value = std::conditional_t<value_bytes<Stored> == 1, uint8_t, uint16_t>;
+    const Value* const keys = block_of<Value>(args.source, index, head);
     for (uint32_t i = threadIdx.x; i < filled * row_chunks; i += digest_threads) {
         const auto* const from = keys + i / row_chunks * args.source.token_stride + i % row_chunks * 8;
-        reinterpret_cast<uint4*>(block.keys)[i] = *reinterpret_cast<const uint4*>(from);
+        reinterpret_cast<uint4*>(block.keys)[i] = Chunk::widened(*reinterpret_cast<const typename Chunk::Bits*>(from));
     }
     digest_block<Element>(block, filled, args.digests, static_cast<uint32_t>(page), head);
 }

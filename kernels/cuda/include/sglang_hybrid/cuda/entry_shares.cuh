@@ -16,15 +16,15 @@ class EntryShares {
     static __host__ __device__ uint32_t bytes(uint32_t batch) { return (batch + 1) * sizeof(uint32_t); }
 
     // By a whole CTA. blocks_of(entry): of each of its pairs, for all entries of the batch; those of entries that are not active
-    // do not count. Pairs have at most `longest`.
+    // do not count. Pairs have at most `longest`. `of_value`: bytes of a number in keys and values.
     template <class BlocksOf>
-    __device__ EntryShares(uint32_t batch, uint32_t active, uint32_t heads, uint32_t head_dim, uint32_t group, uint32_t longest,
-                           char* shared, BlocksOf blocks_of)
+    __device__ EntryShares(uint32_t batch, uint32_t active, uint32_t heads, uint32_t head_dim, uint32_t of_value,
+                           uint32_t group, uint32_t longest, char* shared, BlocksOf blocks_of)
         : ends_(reinterpret_cast<uint32_t*>(shared)), heads_(heads), active_(active) {
         uint32_t& share = ends_[batch];
         if (threadIdx.x < warp_size) {
             // not too little: what CTAs have of a pair has to be merged, and there must be room for all of that
-            const uint32_t warps = blockDim.x / warp_size, parts = most_parts(head_dim, warps, group) - 2;
+            const uint32_t warps = blockDim.x / warp_size, parts = most_parts(head_dim, of_value, warps, group) - 2;
             const uint32_t least = max(least_blocks * warps, longest / parts + 1);
             uint32_t sum = 0, base = 0, blocks = 0;
             do {  // what is read does not depend on the number of active rows
@@ -77,16 +77,16 @@ class EntryShares {
 
     // What a CTA has of a pair, blocks [from, from + numbers) of it: stored if that is all of the pair, otherwise the
     // CTA that is last stores what all of them have. `store` as for merge_warps and merge_ctas.
-    template <int kDim, class Args, class Store>
+    template <int kDim, uint32_t kBytes, class Args, class Store>
     __device__ void finish(const Args& args, const Part& part, uint32_t numbers, char* shared, const SharedMemory& at,
                            Store store) const {
         const uint32_t warps = blockDim.x / warp_size, pair = part.entry * heads_ + part.head;
-        if (numbers == part.numbers) return merge_warps<kDim>(shared, at, warps, args.group, store);
+        if (numbers == part.numbers) return merge_warps<kDim, kBytes>(shared, at, warps, args.group, store);
         // a CTA has at most two partial results: of the pair that it begins with, and of one that it leaves to the next
         const uint32_t first = part.first / share_, last = (part.first + part.numbers - 1) / share_, ctas = last - first + 1;
         const auto place = [&](uint32_t cta) { return uint64_t{2} * cta + (cta == first); };
         const uint64_t mine = place(blockIdx.x);
-        merge_warps<kDim>(
+        merge_warps<kDim, kBytes>(
             shared, at, warps, args.group,
             PartialResult<kDim>{args.partial_out + mine * args.group * kDim, args.partial_lse + mine * args.group});
         // the tiles are free by now

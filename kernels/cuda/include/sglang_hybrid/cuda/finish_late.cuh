@@ -114,7 +114,7 @@ class PoolBlocks {
 };
 
 // In the dtype of the model, merged with the local partial if there is one.
-template <int kDim>
+template <class Element, int kDim>
 struct FinishedResult {
     const sh_finish_late& args;
     uint64_t first;  // query head of the batch
@@ -126,7 +126,7 @@ struct FinishedResult {
         if (has_local) {
             found = merged({reinterpret_cast<const float4*>(args.local.out)[index], args.local.lse[first + row]}, found);
         }
-        write_quad(args.out, index, found.out, static_cast<DType>(args.dtype));
+        write_quad(args.out, index, found.out, model_dtype<Element>(static_cast<DType>(args.dtype)));
     }
     __device__ void operator()(uint32_t i, uint32_t row, float4 quad, const Union& all) const {
         (*this)(i, row, quad, all.lse());
@@ -137,10 +137,11 @@ struct FinishedResult {
 template <class Element, int kDim>
 __global__ void __launch_bounds__(attend_warps* warp_size) finish_late(const __grid_constant__ sh_finish_late args) {
     extern __shared__ __align__(128) char shared[];
-    const SharedMemory at(kDim, blockDim.x / warp_size);
+    constexpr uint32_t of_value = value_bytes<Element>;
+    const SharedMemory at(kDim, blockDim.x / warp_size, of_value);
     const uint32_t batch = args.step.batch, longest = max(args.step.max_blocks, args.most_blocks);
-    const EntryShares shares(batch, active_of(args.step.active_rows, batch), args.kv_heads, args.head_dim, args.group, longest,
-                             shared + at.bytes, [&](uint32_t entry) { return PoolList::most_blocks(args, entry); });
+    const EntryShares shares(batch, active_of(args.step.active_rows, batch), args.kv_heads, args.head_dim, of_value, args.group,
+                             longest, shared + at.bytes, [&](uint32_t entry) { return PoolList::most_blocks(args, entry); });
     const uint32_t end = shares.begin(blockIdx.x + 1);
     for (uint32_t number = shares.begin(blockIdx.x); number < end;) {
         const EntryShares::Part part = shares.part_at(number);
@@ -148,11 +149,13 @@ __global__ void __launch_bounds__(attend_warps* warp_size) finish_late(const __g
         const uint64_t first = (uint64_t{part.entry} * args.kv_heads + part.head) * args.group;
         const PoolList list(args, part.entry, part.head);
         const auto* const query = static_cast<const char*>(args.query) + first * kDim * 2;
-        attend_list<Element, kDim>(query, args.group, args.scale, list.bias, shared, at, [&](uint32_t warp, uint32_t of_warps) {
+        const auto dtype = static_cast<DType>(args.dtype);
+        const auto begin = [&](uint32_t warp, uint32_t of_warps) {
             return PoolBlocks(args, list, part.head, from + warp, of_warps, from + numbers);
-        });
+        };
+        attend_list<Element, kDim>(query, dtype, args.group, args.scale, list.bias, shared, at, begin);
         const bool has_local = args.local.out && (list.held || !is_whole(args, part.entry));
-        shares.finish<kDim>(args, part, numbers, shared, at, FinishedResult<kDim>{args, first, has_local});
+        shares.finish<kDim, of_value>(args, part, numbers, shared, at, FinishedResult<Element, kDim>{args, first, has_local});
         number += numbers;
         __syncthreads();  // shared memory is free for the next pair
     }

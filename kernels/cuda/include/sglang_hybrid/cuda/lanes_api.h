@@ -64,7 +64,7 @@ struct sh_finish_late {
     const uint32_t*
         held;  // [batch][KV head][(max_blocks + 31) / 32], or null: blocks of whole entries that `local` has already
     sh_side local;  // null: there is none
-    void* out;  // [batch][KV head][group][head_dim] of `dtype`
+    void* out;  // [batch][KV head][group][head_dim] of the query's dtype
     // workspace, as for sh_attend_slots
     float* partial_out;
     float* partial_lse;
@@ -73,7 +73,7 @@ struct sh_finish_late {
     uint32_t kv_heads;
     uint32_t group;
     uint32_t head_dim;
-    uint32_t dtype;  // DType, 16 bits
+    uint32_t dtype;  // DType of keys and values, and of the query
     uint32_t most_blocks;
     uint32_t pool_pages;
     uint32_t units;

@@ -39,8 +39,9 @@ struct NewTokens {
 inline bool has_tokens(const sh_new_keys& keys) { return keys.pages || keys.count <= keys.step.batch; }
 
 // Where block `index` of a KV head begins.
-__device__ inline const uint16_t* block_of(const sh_new_keys& keys, uint32_t index, uint32_t head) {
-    return static_cast<const uint16_t*>(keys.keys) + index * keys.page_stride + head * keys.head_stride;
+template <class Value = uint16_t>
+__device__ const Value* block_of(const sh_new_keys& keys, uint32_t index, uint32_t head) {
+    return static_cast<const Value*>(keys.keys) + index * keys.page_stride + head * keys.head_stride;
 }
 
 }  // namespace sglang_hybrid::cuda

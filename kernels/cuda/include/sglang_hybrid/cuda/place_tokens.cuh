@@ -2,13 +2,15 @@
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
+#include "sglang_hybrid/cuda/fp8.cuh"
 #include "sglang_hybrid/cuda/prefill_api.h"
 
 namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t place_threads = 256;  // a token of 8 KV heads of 128 channels has as many chunks
 
-// A CTA for each token; a thread copies 16 bytes at a time.
+// A CTA for each token; a thread takes 16 bytes at a time. Tokens come as `Element` and are staged as `Stored`.
+template <class Element, class Stored>
 __global__ void __launch_bounds__(place_threads) place_tokens(const __grid_constant__ sh_place_tokens args) {
     const uint32_t token = blockIdx.x;
     const int32_t place = args.places[token];
@@ -27,7 +29,9 @@ __global__ void __launch_bounds__(place_threads) place_tokens(const __grid_const
         const uint32_t chunk = i < chunks ? i : i - chunks;
         const uint64_t block = slot * args.kv_heads + chunk / head_chunks;
         const uint64_t to = (block * block_tokens + in_block) * head_chunks + chunk % head_chunks;
-        static_cast<uint4*>(i < chunks ? args.key_slots : args.value_slots)[to] = (i < chunks ? key : value)[chunk];
+        using Chunk = Eight<Element, Stored>;
+        auto* const slots = static_cast<typename Chunk::Bits*>(i < chunks ? args.key_slots : args.value_slots);
+        slots[to] = Chunk::stored((i < chunks ? key : value)[chunk]);
     }
 }
 

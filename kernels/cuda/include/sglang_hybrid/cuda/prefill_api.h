@@ -6,7 +6,8 @@
 
 #include <cstdint>
 
-// Token i goes to places[i] = 32 * slot + token of the page. -1 is none; places out of bounds are left out and counted.
+// Token i goes to places[i] = 32 * slot + token of the page. -1 is none; places out of bounds are left out and counted. Slots
+// of FP8 get what is nearest.
 struct sh_place_tokens {
     const void* keys;  // [tokens][KV head][head_dim] of 16 bits, tokens key_stride values apart
     const void* values;
@@ -20,7 +21,7 @@ struct sh_place_tokens {
     uint32_t tokens;
     uint32_t kv_heads;
     uint32_t head_dim;
-    uint32_t unused;
+    uint32_t dtype;  // DType of slots and of tokens
 };
 
 // The reverse of sh_gather_blocks: block i of [owner][KV head][slots] goes to page pages[i] of the pool. The place in

@@ -13,14 +13,14 @@
 
 // Digests and codes of one layer, for every page of the pool.
 struct sh_digests {
-    void* digests;            // [page][KV head][max, min][head_dim] of `dtype`; or compact, see compact.cuh; or null
+    void* digests;            // [page][KV head][max, min][head_dim] of 16 bits; or compact, see compact.cuh; or null
     uint8_t* codes;  // [page][KV head][token][channels / 2], the first of two in the low bits; null without sketches
     const int64_t* channels;  // [KV head][channel_count]
     uint32_t pages;
     uint32_t kv_heads;
     uint32_t head_dim;
     uint32_t channel_count;  // 0 without sketches
-    uint32_t dtype;  // DType of the model, 16 bits
+    uint32_t dtype;  // DType of keys, and of queries, which digests have too
     uint32_t compact;  // whether digests are; needs sketches
 };
 

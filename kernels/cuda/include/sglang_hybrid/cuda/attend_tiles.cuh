@@ -1,0 +1,81 @@
+// What attention has in shared memory: tiles of keys and values, queries, and results of warps where the tiles were.
+#pragma once
+
+#include "sglang_hybrid/block_attention.h"
+#include "sglang_hybrid/cuda/elements.cuh"
+#include "sglang_hybrid/cuda/fp8.cuh"
+#include "sglang_hybrid/cuda/memory.cuh"
+
+namespace sglang_hybrid::cuda {
+
+inline constexpr uint32_t warp_size = 32;
+inline constexpr uint32_t attend_warps = 4;  // at most
+inline constexpr uint32_t attend_tiles = 3;  // of a warp
+inline constexpr uint32_t query_rows = 16;
+inline constexpr float lowest_logit = -3.0e38f;
+inline constexpr float log2_e = 1.4426950408889634f;
+inline constexpr float ln_2 = 0.6931471805599453f;
+
+// -- tiles in shared memory --------------------------------------------------------------------------------------------
+
+// [rows][kDim] of values of kBytes, as chunks of 16 bytes. Chunks of a row change places, so that eight rows of one column
+// of chunks, which is what a matrix load reads, lie in different banks.
+template <int kDim, uint32_t kBytes = 2>
+struct Tile {
+    static constexpr uint32_t row_bytes = kDim * kBytes;
+    static constexpr uint32_t row_chunks = row_bytes / 16;
+    static constexpr uint32_t bytes = block_tokens * row_bytes;
+
+    static __device__ uint32_t place(uint32_t row, uint32_t chunk) {
+        // rows that are no whole number of 128 bytes begin at two or four different banks already, and have fewer chunks that
+        // could change places
+        const uint32_t turn = row_bytes % 128 == 0 ? row & 7 : row_bytes % 64 == 0 ? (row >> 1) & 3 : (row >> 2) & 1;
+        return (row * row_chunks + (chunk ^ turn)) * 16;
+    }
+
+    // A block from device memory, by one warp; tokens that do not count become zeros, whatever is there.
+    template <class Counts>
+    static __device__ void request(uint32_t tile, const void* block, Counts counts, uint32_t lane, uint64_t policy) {
+#pragma unroll
+        for (uint32_t i = 0; i < row_chunks; ++i) {
+            const uint32_t chunk = i * warp_size + lane;
+            const uint32_t token = chunk / row_chunks;
+            copy_async(tile + place(token, chunk % row_chunks), static_cast<const char*>(block) + chunk * 16, counts(token),
+                       policy);
+        }
+    }
+};
+
+// What a warp has at the end of a pair, where its tiles were: [query rows][kDim] of float. Rows begin at different banks.
+template <int kDim>
+struct OutRows {
+    static constexpr uint32_t stride = kDim + 8;
+    static_assert(query_rows * stride * sizeof(float) <= attend_tiles * Tile<kDim, 1>::bytes);
+
+    // Four channels of a row; `quad` counts those of all rows.
+    static __device__ float4 load(const char* of_warp, uint32_t quad) {
+        constexpr uint32_t of_row = kDim / 4;
+        return reinterpret_cast<const float4*>(of_warp)[quad / of_row * (stride / 4) + quad % of_row];
+    }
+};
+
+struct SharedMemory {
+    uint32_t query;    // [16][kDim]
+    uint32_t factors;  // [16] float: what products of each row have to be multiplied by; only with FP8
+    uint32_t maxima;   // [warps][16] float
+    uint32_t sums;     // [warps][16] float
+    uint32_t tiles;    // [warps][3]
+    uint32_t bytes;
+
+    // `of_value`: bytes of a number in keys and values.
+    __host__ __device__ SharedMemory(uint32_t head_dim, uint32_t warps, uint32_t of_value) {
+        query = 0;
+        factors = query + query_rows * head_dim * 2;
+        maxima = factors + (of_value == 1 ? query_rows * sizeof(float) : 0);
+        sums = maxima + warps * query_rows * sizeof(float);
+        tiles = sums + warps * query_rows * sizeof(float);
+        bytes = tiles + warps * attend_tiles * block_tokens * head_dim * of_value;
+    }
+};
+
+}  // namespace sglang_hybrid::cuda

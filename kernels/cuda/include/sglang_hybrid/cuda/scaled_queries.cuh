@@ -1,0 +1,53 @@
+// Queries for products over FP8, which are float16's: a power of two for each head brings a query of bfloat16 into range.
+#pragma once
+
+#include "sglang_hybrid/cuda/attend_tiles.cuh"
+
+namespace sglang_hybrid::cuda {
+
+// Powers of two as floats: what brings the largest exponent of a query to 14, and the opposite. bfloat16 has fewer bits than
+// float16, so numbers down to 2^-31 times the largest stay exact, and smaller ones nearly so. Infinities and NaN stay.
+struct QueryFactor {
+    uint32_t bits;  // of the exponent
+
+    // `largest`: the bits of the largest number without its sign.
+    __device__ explicit QueryFactor(uint32_t largest) : bits(min(127 + 14 + 127 - (largest >> 7), 253u)) {}
+    __device__ float into_range() const { return __uint_as_float(bits << 23); }
+    __device__ float back() const { return __uint_as_float((254 - bits) << 23); }
+};
+
+// By a whole CTA: [query_rows][kDim] to shared memory, zeros behind the last head, and of each row what its products have to
+// be multiplied by. Of 16 channels a lane of the tensor cores has four that follow each other, since these are a word of keys:
+// channels 4j and 4j + 1 are its columns 2j and 2j + 1, and the next two are 2j + 8 and 2j + 9.
+template <int kDim>
+__device__ void write_scaled_queries(const void* queries, uint32_t group, bool is_bfloat16, char* to, float* factors) {
+    constexpr uint32_t words = kDim / 2, of_lane = (words + warp_size - 1) / warp_size;
+    const uint32_t warps = blockDim.x / warp_size, warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
+    for (uint32_t row = warp; row < query_rows; row += warps) {
+        uint32_t mine[of_lane], largest = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < of_lane; ++i) {
+            const uint32_t word = i * warp_size + lane;
+            mine[i] = row < group && word < words ? __ldcg(static_cast<const uint32_t*>(queries) + row * words + word) : 0;
+            largest = max(largest, max(mine[i] & 0x7FFF, mine[i] >> 16 & 0x7FFF));
+        }
+        const QueryFactor factor(__reduce_max_sync(0xFFFFFFFF, largest));
+        if (lane == 0) factors[row] = is_bfloat16 ? factor.back() : 1.0f;
+#pragma unroll
+        for (uint32_t i = 0; i < of_lane; ++i) {
+            const uint32_t word = i * warp_size + lane;
+            if (word >= words) continue;
+            if (is_bfloat16) {
+                const auto scaled = [&](uint32_t bits) {
+                    return widened<BFloat16>(static_cast<uint16_t>(bits)) * factor.into_range();
+                };
+                mine[i] = Float16::pack(scaled(mine[i]), scaled(mine[i] >> 16));
+            }
+            const uint32_t in_chunks = word % 8;
+            const uint32_t at = Tile<kDim>::place(row, word / 8 * 2 + in_chunks % 2) + in_chunks / 2 * sizeof(uint32_t);
+            *reinterpret_cast<uint32_t*>(to + at) = mine[i];
+        }
+    }
+}
+
+}  // namespace sglang_hybrid::cuda
