@@ -161,7 +161,7 @@ def whole_request_blocks(config: HybridConfig) -> int:
 
 def _last_query_bytes(config: HybridConfig, shape: KVShape) -> int:
     """Of all layers, while a row is held as a whole."""
-    query = shape.kv_heads * shape.group * shape.key_dim * shape.itemsize
+    query = shape.kv_heads * shape.group * shape.key_dim * max(shape.itemsize, 2)  # the model's dtype, not FP8
     return shape.layers * query if config.whole_requests == "auto" else 0
 
 
