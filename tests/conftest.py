@@ -1,7 +1,7 @@
-"""Which tests run at the same time, and in which order.
+"""Order of the test files, and their distribution to the processes of pytest-xdist.
 
-``make test`` has two processes. Tests of a file run in one process. Servers that
-several files use are started once for both processes (``made_once.py``) and end with the test run.
+``make test`` runs two processes. All tests of a file run in the same process. Servers that several files use are
+started once for both processes (``made_once.py``) and end with the test run.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import made_once
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-# minutes each: first, so that at the end both processes have something to do (and --no-loadscope-reorder keeps it so)
+# Files of minutes each start first, so that no process is idle at the end (--no-loadscope-reorder keeps this order).
 LONG = (
     "test_exactness", "test_pd", "test_pd_faults", "test_chaos", "test_cuda_build", "test_switches", "test_console",
     "test_lifecycle", "test_features", "test_sanitizers", "test_decoder_layers", "test_worker_faults",
     "test_cuda_emulated",
 )  # fmt: skip
-# every test on its own: what they share is built once for all processes
+# Any process may run any test of these files: what the tests share is built once for all processes.
 SPREAD = ("test_cuda_emulated",)
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Tests of a file run in one process, one after the other, but for those that are spread."""
+    """Scheduler that runs all tests of a file in one process, one after the other, except for files in SPREAD."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # the process that began the run, whose environment the others get
+    if not hasattr(config, "workerinput"):  # the main process: the others inherit its environment
         config.stash[_SHARED] = tempfile.TemporaryDirectory(prefix="sglang-hybrid-tests-")
         os.environ[made_once.FOLDER] = config.stash[_SHARED].name
 

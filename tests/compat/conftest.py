@@ -1,4 +1,4 @@
-"""Tests of the seam to SGLang. They load the plugin into this process, for good."""
+"""Tests of the code that imports or patches SGLang. They load the plugin into this process, which cannot be undone."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Pages that a prefill instance wrote, on their way to a first decode step."""
+"""A decode instance receives pages from a prefill instance and admits them, before the first decode step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostKVPool]:
 
 
 def write_as_a_peer(pool: HostKVPool, pages: list[int], keys: torch.Tensor, values: torch.Tensor) -> None:
-    """keys and values ``[tokens, KV heads, dim]``, the same in all layers; by address, as a transfer does."""
+    """Write tokens to ``pages`` of every layer as raw memory, as a transfer does.
+
+    ``keys`` and ``values`` are ``[tokens, KV heads, dim]``.
+    """
     for buffers, tokens in ((pool.k_buffer, keys), (pool.v_buffer, values)):
         for buffer in buffers:
             for number, page in enumerate(pages):
@@ -57,7 +60,7 @@ def test_admitted_pages_are_what_prefill_here_would_have_written(pool: HostKVPoo
     for layer in range(LAYERS):
         pool._store_kv_layer(layer, slots, keys, values)
     for buffer in (*pool.k_buffer, *pool.v_buffer):
-        buffer[theirs] = torch.nan  # what is behind the last token must not matter
+        buffer[theirs] = torch.nan  # values after the last token must not matter
     write_as_a_peer(pool, theirs, keys, values)
     last = (tokens - 1) % PAGE + 1
     pool.admit(torch.tensor(theirs), last)
@@ -82,7 +85,7 @@ def test_garbage_is_admitted_like_anything_else(pool: HostKVPool, garbage: float
 
 
 class Receiver:
-    """SGLang's side of one transfer, which is over when the test says so."""
+    """Stand-in for SGLang's receiver of one transfer. A test ends the transfer by setting ``status``."""
 
     def __init__(self) -> None:
         self.status = KVPoll.Transferring
@@ -102,7 +105,7 @@ class Receiver:
 
 
 class SlowPool:
-    """A pool in which admission takes until the test says so."""
+    """A pool whose ``admit`` blocks until a test sets ``go_on``."""
 
     page_size = PAGE
     device = "cpu"
@@ -149,7 +152,7 @@ def test_a_transfer_succeeds_once_its_pages_are_admitted(slow: SlowPool) -> None
     slow.go_on.set()
     assert finished(made) == KVPoll.Success
     assert made.poll() == KVPoll.Success
-    assert slow.admitted == [([4, 9, 2], 6)]  # once
+    assert slow.admitted == [([4, 9, 2], 6)]  # admitted only once
 
 
 def test_pages_of_an_aborted_request_are_kept_while_they_are_permuted(slow: SlowPool) -> None:

@@ -1,4 +1,4 @@
-"""What a server calibrates on."""
+"""The text that a server calibrates its predictor on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_text_is_in_the_tokens_of_the_model_unless_a_tokenizer_is_named(
 
 @pytest.mark.parametrize("tokens", [[], [0]])
 def test_a_tokenizer_without_words_is_none(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
-    """Transformers makes one for a model that has no files of a tokenizer. Text would never be long enough."""
+    """Transformers creates an empty tokenizer for a model without tokenizer files. Its texts are never long enough."""
     empty = SimpleNamespace(encode=lambda text, add_special_tokens: tokens)
     monkeypatch.setattr(tokenizer, "get_tokenizer", lambda path, **_options: empty)
     text = text_for(runner(None))

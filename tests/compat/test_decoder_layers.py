@@ -1,6 +1,6 @@
-"""Queries read off the real layers of tiny random models: the predictor's formula is the model's own.
+"""The predictor's formula gives the queries that real layers of tiny random models compute.
 
-SGLang can be started once per process, so this file is a program too, with a process for each architecture.
+SGLang can be started once per process. So this file is also a program, which forks a process for each architecture.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglang_hybrid.policies.scout.options import ScoutOptions
 
 LAYERS, HIDDEN, VOCABULARY = 3, 64, 128
 PROMPTS = [[(7 * i + 3) % VOCABULARY for i in range(200)], [(5 * i + 1) % VOCABULARY for i in range(71)]]
-STEPS = 4  # decoded behind each prompt
+STEPS = 4  # decode steps after the prompts
 
 COMMON = {
     "hidden_size": HIDDEN,
@@ -48,9 +48,9 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 ARCHITECTURES = {
-    # rotation as of Llama 3.1, whose cosines are not those of the plain formula
+    # scaled rotation as in Llama 3.1: its cosines differ from those of the plain formula
     "LlamaForCausalLM": {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE},
-    # heads of another size than hidden / heads
+    # head_dim is not hidden / heads
     "MistralForCausalLM": {"model_type": "mistral", "rope_theta": 10000.0, "head_dim": 32, "sliding_window": None},
     # a bias on the projection
     "Qwen2ForCausalLM": {"model_type": "qwen2", "rope_theta": 1000000.0, "use_sliding_window": False},
@@ -68,7 +68,7 @@ ARCHITECTURES = {
 def write_model(directory: Path, architecture: str) -> None:
     config = COMMON | ARCHITECTURES[architecture] | {"architectures": [architecture]}
     (directory / "config.json").write_text(json.dumps(config))
-    # some tokenizer, because SGLang's loader reads one
+    # any tokenizer will do: SGLang's loader reads one
     vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
     tokenizer: dict[str, Any] = {
         "version": "1.0",
@@ -87,7 +87,7 @@ def write_model(directory: Path, architecture: str) -> None:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the program at the end of this file found out about each architecture."""
+    """Return the reports of the program at the end of this file, by architecture."""
     directories = []
     for architecture in ARCHITECTURES:
         directories.append(tmp_path_factory.mktemp(architecture))
@@ -136,7 +136,7 @@ def test_logits_are_computed_once_in_a_step_behind_its_last_layer(found: dict[st
 
 
 def test_every_layer_is_announced_in_order_and_in_decode_only(found: dict[str, Any]) -> None:
-    # the first one too, by its own input: the worker holds two posts, so none may come out of order
+    # the first layer too, by its own input: the worker holds two posts, so posts must be in order
     assert found["announced"] == found["announced_calibrated"] == list(range(LAYERS)) * STEPS
     assert found["announced_without_prediction"] == []
 
@@ -186,7 +186,7 @@ def test_a_model_is_known_by_its_shape_and_its_norms(found: dict[str, Any]) -> N
     }
 
 
-# Layers that are built in another way
+# Layers made by hand, of the known structure and of others
 
 
 class Norm(torch.nn.Module):
@@ -197,7 +197,7 @@ class Norm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(8))
 
 
-Norm.__name__ = "RMSNorm"  # as the norm of SGLang's layers is called
+Norm.__name__ = "RMSNorm"  # the class name of the norm in SGLang's layers
 
 
 class Rotary(torch.nn.Module):
@@ -249,7 +249,7 @@ def test_a_layer_of_the_known_structure_is_read_whatever_its_model_is_called() -
 
 
 class Stream:
-    """As SGLang's stream of residuals: ``hidden`` is either a tensor or a name for a sum that is still owed."""
+    """Stand-in for SGLang's stream of residuals: ``hidden`` is a tensor, or a name for a pending sum."""
 
     def __init__(self, residual: torch.Tensor | None, pending: torch.Tensor | None) -> None:
         self.residual, self.pending = residual, pending
@@ -275,7 +275,7 @@ def test_a_residual_that_the_batch_carries_is_part_of_the_input(owed: bool, by_n
     arguments = (positions,) if by_name else (positions, given, batch)
     named = {"hidden_states": given, "forward_batch": batch} if by_name else {}
     assert layer(*arguments, capture_output=None, **named) is output
-    batch.residual_stream = Stream(residual, None)  # written already: hidden states are all of it
+    batch.residual_stream = Stream(residual, None)  # nothing is pending: hidden states are the whole input
     layer(positions, residual, batch)
     assert [inputs[0] for inputs in got] == [5, 5]
     assert torch.equal(got[0][1], output + residual)
@@ -304,7 +304,7 @@ def test_a_projection_that_is_no_plain_matrix_is_refused_with_the_layer() -> Non
     packed.self_attn.qkv_proj.weight = torch.nn.Parameter(torch.zeros(16, 8, dtype=torch.int8), requires_grad=False)
     del missing.self_attn.qkv_proj.weight
     transposed.self_attn.qkv_proj.weight = torch.nn.Parameter(torch.zeros(8, 16))
-    # floating point, and no plain matrix either: its scales are elsewhere. It died in a matmul, in the first step
+    # FP8 is a floating-point dtype but no plain matrix, because its scales are elsewhere: a matmul would fail
     weight = torch.zeros(16, 8).to(torch.float8_e4m3fn)
     eight_bits.self_attn.qkv_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
     for layer in (packed, missing, transposed, eight_bits):
@@ -312,12 +312,12 @@ def test_a_projection_that_is_no_plain_matrix_is_refused_with_the_layer() -> Non
 
 
 class EightBits(torch.nn.Module):
-    """A linear layer as a quantised model has it: weights of eight bits, a scale for each output, a bias."""
+    """A linear layer as in a quantised model: 8-bit weights, a scale for each output, and a bias."""
 
     def __init__(self, weight: torch.Tensor, input_scale: float | None = None) -> None:
         super().__init__()
         self.scales = weight.abs().amax(dim=1, keepdim=True) / 448
-        # transposed, as kernels want it
+        # transposed, as quantised kernels store it
         self.weight = torch.nn.Parameter((weight / self.scales).to(torch.float8_e4m3fn).T, requires_grad=False)
         self.bias = torch.nn.Parameter(torch.randn(weight.shape[0]))
         self.input_scale = None if input_scale is None else torch.tensor(input_scale)
@@ -349,11 +349,11 @@ def test_another_norm_or_another_rotation_is_refused_with_its_class(monkeypatch:
     assert refusal(none) == "layer 5's rotary embedding is a Identity"
 
 
-# The program: one architecture after the other
+# The program: reports on one architecture after the other
 
 
 def main(directories: list[str]) -> None:
-    """A process for each, which finds SGLang imported: that takes longest."""
+    """Report on each directory in a forked process, because importing SGLang again would take longest."""
     import sglang_hybrid.integration.model_session  # noqa: F401
 
     torch.set_num_threads(1)
@@ -441,7 +441,7 @@ def report(directory: str) -> None:
     def with_prediction(
         prediction: Literal["auto", "raw", "none"], profile: Any = None
     ) -> tuple[list[torch.Tensor], list[int], float]:
-        """What follows the prompts, which layers were announced, how far announced queries are from the formula."""
+        """Return the logits of the decode steps, the layers announced, and the largest error of announced queries."""
         config = HybridConfig(worker="none", prediction=prediction)
         session.use(config, profile)
         announced: list[int] = []
@@ -456,7 +456,7 @@ def report(directory: str) -> None:
             ahead(query, cache, *rest)
 
         def look_ahead(layer: int, inputs: torch.Tensor, positions: torch.Tensor, batch: Any) -> None:
-            # runs after the backend's hook, which was there before
+            # runs after the backend's hook, which was registered first
             if layer + 1 in formulas and batch.forward_mode.is_decode() and announced:
                 expected = formulas[layer + 1].query(inputs, positions)
                 differences.append(float((announcements[prediction] - expected).abs().max()))
@@ -474,7 +474,7 @@ def report(directory: str) -> None:
 
     calibration = report_calibration(session, layers)
 
-    # a small budget, where there is something to forget
+    # a budget below the context, so that rewinding has residents to forget
     session.use(HybridConfig(worker="none", budget_tokens=160, sections={"scout": ScoutOptions(recall_interval=2)}))
     parts: list[float] = []
     prefilled = session.prefill(PROMPTS, parts.append)
@@ -531,7 +531,7 @@ def report_calibration(session: Any, layers: DecoderLayers) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["SGLANG_HYBRID_CACHE"] = cache
         fitted = automatic_calibration.calibration_for(HybridConfig(profile="auto"), session.runner)
-        automatic.calibrate = None  # the second time nothing may be fitted
+        automatic.calibrate = None  # the second call must not fit again
         found = automatic_calibration.calibration_for(HybridConfig(profile="auto"), session.runner)
     assert fitted is not None
     assert found is not None
@@ -566,14 +566,14 @@ def report_calibration(session: Any, layers: DecoderLayers) -> dict[str, Any]:
 
 
 def corrected(correction: Any, unit: torch.Tensor) -> torch.Tensor:
-    """What a correction adds, whatever its rank."""
+    """Return what a correction adds to the query, for low and full rank."""
     left = correction.left.float()
     matrix: torch.Tensor = left if correction.right is None else left @ correction.right.float()
     return unit @ matrix.T + torch.as_tensor(correction.bias).float()
 
 
 def randomise(model: torch.nn.Module) -> None:
-    """Weights of the size that trained ones have; dummy ones are so small that every query is about zero."""
+    """Give weights the size of trained weights. Dummy weights are so small that every query is about zero."""
     random = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=random)

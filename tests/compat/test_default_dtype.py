@@ -1,4 +1,4 @@
-"""The dtype that every entry point computes in on a CPU. Nothing is started: commands are resolved and looked at."""
+"""The dtype that every entry point uses on a CPU. No server is started: the tests resolve command lines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cpu_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Stored in bfloat16, as most are."""
+    """Return the directory of a model that is stored in bfloat16, as most models are."""
     return write_model(tmp_path, LLAMA | {"torch_dtype": "bfloat16"})
 
 
@@ -58,7 +58,7 @@ def dtype_in(args: Any) -> torch.dtype:
 def test_stock_launcher_with_the_backend(model: Path, dtype_of: Dtype) -> None:
     flags = ("--model-path", str(model), "--attention-backend", "hybrid")
     assert dtype_of(*flags, "--device", "cpu") == torch.float32
-    assert dtype_of(*flags) == torch.float32  # and on the only device that there is
+    assert dtype_of(*flags) == torch.float32  # the only device is chosen without the flag, too
 
 
 def test_serve_and_our_launcher(model: Path, dtype_of: Dtype) -> None:
@@ -82,7 +82,7 @@ def test_another_backend_in_the_stock_launcher_is_left_alone(
 def test_both_instances_of_pd(model: Path, dtype_of: Dtype, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = command_lines.Flags(both=["--model-path", str(model)])
     if role == "prefill":
-        monkeypatch.setattr(server_args, "_every_backend", False)  # it is a stock server
+        monkeypatch.setattr(server_args, "_every_backend", False)  # the prefill instance is a stock server
         line = command_lines.prefill(PORTS, flags, gpu=False)
     else:
         line = command_lines.decode(PORTS, flags, gpu=False)

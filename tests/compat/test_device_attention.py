@@ -1,4 +1,4 @@
-"""What a GPU server does around its kernels, without a GPU: workers that come and go, rows that arrive."""
+"""The CUDA engine's work outside its kernels, without a GPU: it follows workers and resets new rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_hybrid.ops.reference import FP8
 
 
 class Mailbox:
-    """The device's end, which cannot have every worker's memory."""
+    """Stand-in for the device's end of the mailbox. It cannot register the memory of the mailbox "too much"."""
 
     def __init__(self) -> None:
         self.attached: list[object] = []
@@ -50,13 +50,13 @@ def device_attention() -> Any:
 
 
 def test_a_mailbox_that_the_gpu_cannot_have_means_no_worker(caplog: pytest.LogCaptureFixture) -> None:
-    """Registering a new worker's memory failed, and the server was gone."""
+    """If registering a new worker's memory fails, the server must go on without that worker."""
     device = device_attention()
     device._supervisor.link = SimpleNamespace(pid=4711, mailbox="too much")
     for _ in range(3):  # steps
         device._follow_worker()
     assert device._link is None
-    assert device._mailbox.attached == [None, "too much"]  # tried once
+    assert device._mailbox.attached == [None, "too much"]  # tried only once
     assert device._metrics.ups == [False]
     assert "CPU worker 4711 is not used, the GPU cannot have its mailbox: out of memory" in caplog.text
 
@@ -66,7 +66,7 @@ def test_a_mailbox_that_the_gpu_cannot_have_means_no_worker(caplog: pytest.LogCa
 
 
 def test_rows_that_arrive_are_reset_with_the_next_step() -> None:
-    """They were reset at once, on another stream than the last step of their previous owners."""
+    """Resetting at once would run on another stream than the last step of the rows' previous requests."""
     device = device_attention()
     device.reset_rows(torch.tensor([3]))
     device.reset_rows(torch.tensor([5, 1]))
@@ -83,7 +83,7 @@ def test_rows_that_arrive_are_reset_with_the_next_step() -> None:
 def test_a_worker_is_started_for_policies_that_need_one(
     settings: list[str], starts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever selected nothing had a worker that nobody posted to."""
+    """A policy that selects nothing would have a worker without posts."""
     monkeypatch.setattr(cuda_engine, "unsupported_reason", lambda *_: None)
     monkeypatch.setattr(cuda_engine, "CudaEngine", lambda *given: SimpleNamespace(worker=given[-1], admission=None))
     monkeypatch.setattr(create_engines, "checked_geometry", lambda *_: "geometry")
@@ -146,7 +146,7 @@ def test_a_program_without_counters_moves_rows_out_of_device_memory(caplog: pyte
         ({}, 1),
         ({"tp_size": 4}, 4),
         ({"tp_size": 8, "nnodes": 2}, 4),
-        ({"dp_size": 2}, 2),  # took twice the share
+        ({"dp_size": 2}, 2),  # each replica is a rank of its own
         ({"dp_size": 2, "tp_size": 2}, 4),
         ({"dp_size": 2, "tp_size": 2, "enable_dp_attention": True}, 2),
     ],

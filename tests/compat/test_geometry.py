@@ -1,4 +1,4 @@
-"""What the worker is told about the pool: room in the mailbox for what the policy declares, and for nothing else."""
+"""The geometry that the worker gets: the mailbox has space for what the policy declares and for nothing else."""
 
 from __future__ import annotations
 

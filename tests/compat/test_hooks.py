@@ -52,7 +52,7 @@ def test_the_pool_overrides_methods_that_exist() -> None:
 
     from sglang_hybrid.integration.host_kv_pool import HostKVPool
 
-    # a renamed method would leave ours uncalled, and the cache on the device
+    # if SGLang renamed a method, ours would not be called and the cache would be on the device
     for name in ("_create_buffers_normal", "_store_kv_layer", "get_cpu_copy", "load_cpu_copy"):
         assert name in vars(MHATokenToKVPool)
         assert name in vars(HostKVPool)

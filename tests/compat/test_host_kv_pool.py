@@ -1,4 +1,4 @@
-"""What a pool refuses to be made for."""
+"""The host pool refuses settings that it cannot serve."""
 
 from __future__ import annotations
 

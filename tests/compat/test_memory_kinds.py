@@ -1,4 +1,4 @@
-"""NIXL registers a KV cache in host memory as such, and any other as SGLang says."""
+"""NIXL registers a KV cache in host memory as DRAM, and any other cache as SGLang says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_hybrid.integration.host_kv_pool import HostKVPool
 
 
 class Registered(Exception):
-    """Instead of what comes after the arguments were looked at."""
+    """Raised by the stand-in base class, so that the manager's start ends after its arguments are changed."""
 
 
 @pytest.fixture
@@ -49,6 +49,6 @@ def test_page_numbers_are_not_sent_from_pinned_memory_where_there_is_none(
     gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    sender = SimpleNamespace(supports_host_tensor_indices=True)  # as Mooncake's since SGLang 0.5.23
+    sender = SimpleNamespace(supports_host_tensor_indices=True)  # as Mooncake's sender has since SGLang 0.5.23
     memory_kinds.send_without_pinned_memory(None, sender)
     assert sender.supports_host_tensor_indices == gpu

@@ -1,4 +1,4 @@
-"""Predictions are made from a layer's whole input and from the weights that are there now, or not at all."""
+"""Queries are predicted from a layer's whole input and the current weights, or not at all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def args(**given: Any) -> SimpleNamespace:
 
 def test_plain_layers_are_predicted() -> None:
     refuse_inputs(args())
-    refuse_inputs(args(enable_flashinfer_allreduce_fusion=True))  # one rank: nothing is summed
+    refuse_inputs(args(enable_flashinfer_allreduce_fusion=True))  # with one rank no sum is pending
     refuse_inputs(args(tp_size=2))
 
 
@@ -37,7 +37,7 @@ def test_a_part_of_an_input_is_not_taken_for_the_whole(flag: str) -> None:
 
 
 class Backend(HybridAttnBackend):
-    """One that only counts."""
+    """Attention backend that only counts changes of weights."""
 
     def __init__(self, reason: str | None) -> None:
         self.reason, self.changes = reason, 0

@@ -1,4 +1,4 @@
-"""A host pool of FP8: what it stores, and attention over it by the torch engine."""
+"""A host pool in FP8: what the pool stores, and the torch engine's attention over it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_torch_engine_attends_to_what_the_pool_stands_for(pool: HostKVPool) 
 
 
 def test_a_layer_with_scales_attends_to_what_its_scaled_numbers_stand_for(pool: HostKVPool) -> None:
-    """Keys and values are far beyond 448, where FP8 ends; their scales bring them back."""
+    """Keys and values are far above 448, the largest FP8 number; division by their scales makes them fit."""
     keys, values = normal(1, HEADS * DIM, seed=1) * 2000, normal(1, HEADS * DIM, seed=2) * 1000
     query, scales = normal(1, HEADS * GROUP * DIM, seed=3), KVScales(16.0, 5.0)
     backend: Any = object.__new__(HybridAttnBackend)
@@ -118,7 +118,7 @@ def test_a_layer_with_scales_attends_to_what_its_scaled_numbers_stand_for(pool: 
 def test_sglang_does_not_see_fp8_where_it_would_refuse_what_this_backend_reads(
     backend: str, device: str, seen: torch.dtype
 ) -> None:
-    """SGLang's check comes first. Whatever it does afterwards, and whatever it raises, the dtype is FP8 again."""
+    """With backend hybrid, SGLang's own check sees uint8. Afterwards the dtype is FP8 again, even if SGLang raises."""
     configurator: Any = SimpleNamespace(
         kv_cache_dtype=FP8, device=device, server_args=SimpleNamespace(attention_backend=backend)
     )

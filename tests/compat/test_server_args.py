@@ -1,4 +1,4 @@
-"""The command line as SGLang parses it: our flags, our defaults, our refusals."""
+"""Flags, defaults and refusals of sglang-hybrid on a command line that SGLang parses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_hybrid.memory.capacity import CapacityError
 from sglang_hybrid.protocol.cores import Core
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "pd"
-# a model directory needs no weights to be refused or resolved
+# Model configurations. Arguments are resolved or refused without weights.
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -58,7 +58,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SGLANG_HYBRID_CONFIG", "SGLANG_HYBRID_SET", "SGLANG_HYBRID_LOAD_FILE"):
-        monkeypatch.setenv(name, "")  # and restored afterwards, whatever the flags export
+        monkeypatch.setenv(name, "")  # restored after the test, even if flags export the variable
 
 
 def write_model(directory: Path, config: dict[str, Any]) -> Path:
@@ -90,7 +90,7 @@ def test_the_example_of_a_decode_instance_resolves_and_backs_up_retracted_reques
 @pytest.mark.parametrize("transfer", ["mooncake", "mooncake_tcp", "nixl", "fake"])
 def test_a_decode_instance_receives_by_any_of_these(model: Path, transfer: str) -> None:
     args = resolve(model, "--disaggregation-mode", "decode", "--disaggregation-transfer-backend", transfer)
-    # SGLang makes mooncake of mooncake_tcp
+    # SGLang replaces mooncake_tcp by mooncake
     assert transfer.startswith(args.disaggregation_transfer_backend)
 
 
@@ -178,7 +178,7 @@ def test_what_cannot_be_served_is_refused_with_what_to_change(model: Path, flags
 
 @pytest.fixture
 def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a GPU nor AMX, whatever this machine has."""
+    """Hide this machine's GPU and AMX."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("sglang.srt.utils.cpu_has_amx_support", lambda: False)
 
@@ -208,8 +208,8 @@ def test_adapters_are_refused_on_a_host_without_a_gpu(model: Path, plain_cpu: No
 def test_ranks_of_a_cpu_host_share_its_cores_unless_the_user_divided_them(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang ends with an assertion where a host has more ranks than NUMA nodes and nobody divided its cores."""
-    ranks = 2 * (os.cpu_count() or 1)  # more than NUMA nodes
+    """SGLang fails with an assertion if a host has more ranks than NUMA nodes and its cores are not divided."""
+    ranks = 2 * (os.cpu_count() or 1)  # more ranks than any host has NUMA nodes
     monkeypatch.setenv(rank_cores.VARIABLE, "")
     resolve(model, "--dp-size", str(ranks), "--hybrid", "host_memory=64MiB")
     assert len(os.environ[rank_cores.VARIABLE].split("|")) == ranks
@@ -234,7 +234,7 @@ def test_a_size_that_is_chosen_after_graphs_is_refused_on_a_decode_instance(
 
 
 def test_what_a_model_wants_of_attention_is_not_left_out() -> None:
-    """Sinks were taken and ignored: another distribution, and nobody was told."""
+    """Ignoring attention sinks would give another distribution without an error."""
     from sglang_hybrid.integration.attention_backend import HybridAttnBackend
 
     backend = HybridAttnBackend.__new__(HybridAttnBackend)
@@ -336,7 +336,7 @@ def test_a_pool_that_does_not_fit_is_refused_with_the_numbers_before_anything_is
     # 2 layers x 2 KV heads x 16 + 16 channels x 4 bytes
     with pytest.raises(CapacityError, match=r"host_memory=1MiB gives a pool of 0 tokens.*512 bytes"):
         resolve(model, "--dtype", "float32", "--hybrid", "host_memory=1MiB")
-    everything = psutil.virtual_memory().total >> 20  # of which some is in use
+    everything = psutil.virtual_memory().total >> 20  # more than is available, because some is in use
     with pytest.raises(CapacityError, match=rf"host_memory={everything}MiB asks for .* GiB, but only .* GiB"):
         resolve(model, "--hybrid", f"host_memory={everything}MiB")
 

@@ -1,4 +1,4 @@
-"""Server info and metrics from SGLang's own objects, on whichever SGLang is installed."""
+"""Server info and metrics are read from objects of the installed SGLang."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORKER = {"attached": True, "provider": "native", "threads": 3}
 
 
 class Metrics(ServerMetrics):
-    """Notes what it is told."""
+    """Stand-in for the metrics that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -39,7 +39,7 @@ class Metrics(ServerMetrics):
 
 
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As far as our hooks look at it: 320 tokens of 2 layers, 96 of them free, 64 cached."""
+    """Return a stand-in scheduler for our hooks: a pool of 320 tokens and 2 layers, 96 tokens free, 64 cached."""
     monkeypatch.setattr(HostKVPool, "in_this_process", True)
     monkeypatch.setattr(server_metrics, "_failed", False)
     backend = HybridAttnBackend.__new__(HybridAttnBackend)

@@ -1,10 +1,10 @@
-"""A pytest plugin that runs tests of CUDA kernels without a GPU, on CPU tensors and the library of ``kernels_on_cpu``.
+"""Pytest plugin that runs tests of CUDA kernels without a GPU, on CPU tensors and the library of ``kernels_on_cpu``.
 
     KERNELS_ON_CPU=library.so PYTHONPATH=tests/emulation:tests/gpu python -m pytest -p emulated_device --noconftest \\
         tests/gpu/test_cuda_scoring.py
 
-What is CUDA's in the tests and in ``sglang_hybrid.ops.cuda`` is replaced: launches, checks of the device, host memory
-that is registered, gathering, and graphs, which become lists of launches.
+The plugin replaces CUDA in the tests and in ``sglang_hybrid.ops.cuda``: launches, checks of the device, registered
+host memory, streams, and graphs, which become lists of launches.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sglang_hybrid.ops.cuda import (
 from sglang_hybrid.ops.cuda.structs import KernelStruct, struct
 from sglang_hybrid.protocol.region import SharedRegion
 
-PART = "EMULATED_PART"  # "1/3": the second third of the tests
+PART = "EMULATED_PART"  # environment variable; "1/3" runs the second third of the tests
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -95,7 +95,7 @@ def checked(function: Any, *arguments: Any) -> None:
 
 
 class Stream:
-    """Work is done at once, so there is nothing to wait for. ``emulated_streams`` has others."""
+    """Stream on which work runs at once, so waits do nothing. ``emulated_streams`` has streams with queues."""
 
     cuda_stream = None
 
@@ -124,7 +124,7 @@ def address(name: str, tensor: torch.Tensor | None, dtype: Any, shape: tuple[int
 
 
 class HostMemory(host_memory.RegisteredRegion):
-    """Not registered: this device reads it where it is."""
+    """Host region without registration: the emulated device reads host addresses."""
 
     def __init__(self, region: SharedRegion) -> None:
         self._region = self.region = region

@@ -1,7 +1,7 @@
-"""A pytest plugin, beside ``emulated_device``: streams and events without a GPU, and attention in FlashInfer's place.
+"""Pytest plugin, used with ``emulated_device``: streams and events without a GPU, and a stand-in for FlashInfer.
 
-Work is queued and runs when the host waits for it, streams in random order as far as events allow it. So what lacks an
-event goes wrong, sooner or later.
+Work is queued, and runs when the host waits for it. The next stream is chosen at random among those that no event
+blocks. So code that lacks an event fails sooner or later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_hybrid.engines.cuda import prefill
 from sglang_hybrid.ops import reference
 
 _order = random.Random(1)
-_kept: list[object] = []  # a GPU's allocator frees memory in the order of its stream
+_kept: list[object] = []  # tensors of queued work: a GPU's allocator frees memory only in the order of its stream
 
 
 class Stream:
@@ -31,7 +31,7 @@ class Stream:
     cuda_stream = None
 
     def __init__(self, _device: object = None, _priority: int = 0) -> None:
-        self.queue: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()  # is it ready, do it
+        self.queue: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()  # (is it ready, do it)
         Stream.everyone.append(self)
 
     def wait_event(self, event: Event) -> None:
@@ -86,7 +86,7 @@ def enqueue(work: Callable[[], None]) -> None:
 
 
 class PagedAttention:
-    """FlashInfer's wrapper, as far as prefill uses it."""
+    """Stand-in for FlashInfer's ``BatchPrefillWithPagedKVCacheWrapper``, with the methods that prefill uses."""
 
     def __init__(self, workspace: torch.Tensor, kv_layout: str, backend: str) -> None:
         assert kv_layout == "HND"

@@ -1,7 +1,7 @@
-"""Compiles the CUDA kernels for the CPU: ``cuda_on_cpu.h`` says what that is worth.
+"""Compile the CUDA kernels for the CPU. ``cuda_on_cpu.h`` describes the emulation and its limits.
 
-Sources are translated by two rules, for launches and for dynamic shared memory; headers with PTX in them are shadowed
-by those in ``include``. What cannot be seen like this: speed, and the memory model of a GPU.
+Two rules translate the sources: one for launches and one for dynamic shared memory. Headers that contain PTX are
+replaced by those in ``include``. The emulation shows neither the speed nor the memory model of a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];"
 
 def translated(source: str) -> str:
     source = _SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulated::dynamic_shared());", source)
-    # launches are over when they return, so what arguments point to is there
+    # an emulated launch is finished when it returns, so memory that its arguments point to is still alive
     source = _LAUNCH.sub(
         r"{ const auto launched = \1; emulated::launch(\2, [=] { launched(\3); }); }",
         source,
@@ -51,7 +51,7 @@ def translated(source: str) -> str:
 
 
 def source_hash() -> str:
-    """Of everything that is compiled: twelve hexadecimal digits."""
+    """Return twelve hexadecimal digits: the hash of all sources and compiler flags."""
     digest = hashlib.sha256(" ".join((*FLAGS, *UNITS)).encode())
     folders = (HERE, KERNELS / "cuda", KERNELS / "cpu" / "include")
     for path in sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()):
@@ -61,7 +61,10 @@ def source_hash() -> str:
 
 
 def built(cache: Path, compiler: str = "c++") -> Path:
-    """The library, compiled once for the same sources. Two processes that want it at the same time take turns."""
+    """Return the library's path in ``cache``; compile it if no library of these sources exists.
+
+    A lock makes processes that call at the same time take turns.
+    """
     cache.mkdir(parents=True, exist_ok=True)
     library = cache / f"{source_hash()}.so"
     with (cache / f".{library.stem}.lock").open("w") as lock, tempfile.TemporaryDirectory(dir=cache) as folder:
@@ -72,7 +75,7 @@ def built(cache: Path, compiler: str = "c++") -> Path:
 
 
 def compiled(folder: Path, compiler: str) -> Path:
-    """The library in ``folder``, compiled now."""
+    """Compile the library in ``folder`` and return its path."""
     shadowed = {path.name for path in (HERE / "include").rglob("*.cuh")}
     for kind in ("src", "include/sglang_hybrid/cuda"):
         (folder / kind).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The model and the text that tests with real servers share."""
+"""Fixtures that tests with real servers share: the model, servers, stock's answers, and English text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failed test shows what its servers said: elsewhere nobody can look at their logs."""
+    """Append the end of each server's log to a failed test's report: on other machines nobody can open the log."""
     report = yield
     if report.failed:
         report.sections += [(f"{server.log.name} of {server.url}", server.state()) for server in Server.started]
@@ -36,39 +36,39 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
 
 @pytest.fixture(scope="session")
 def model() -> Path:
-    """The default model; SGLANG_HYBRID_TEST_MODEL names its directory on hosts without its package."""
+    """Return the default model's directory; SGLANG_HYBRID_TEST_MODEL names it on hosts without the model's package."""
     given = os.environ.get("SGLANG_HYBRID_TEST_MODEL")
     return Path(given) if given else prepare_default_model()
 
 
 @pytest.fixture(scope="session")
 def stock_server(model: Path) -> Server:
-    """Stock SGLang, which everything is compared with. It sleeps while nobody asks."""
+    """Return the stock SGLang server whose answers are the reference. It sleeps while it has no requests."""
     flags = (
-        # its prefill without a GPU computes all tokens before a chunk again: one chunk for every prompt
+        # without a GPU, stock recomputes all tokens before a chunk: chunks are as long as the longest prompt
         "--max-total-tokens", "24000", "--chunked-prefill-size", "8192",
-        "--mem-fraction-static", "0.5",  # SGLang's own guess is below zero with such chunks and 24 GiB
+        "--mem-fraction-static", "0.5",  # SGLang's default is below zero with such chunks and 24 GiB
         "--enable-return-hidden-states", "--enable-custom-logit-processor",  # for requests that ask for them
     )  # fmt: skip
 
     def ask(server: Server) -> None:
         server.generate([5, 6, 7], new_tokens=2, seconds=FIRST_ANSWER_SECONDS)
 
-    # it has been seen to take requests for ever without a word, from the first one on
+    # stock has been seen to accept requests and never answer, from the first one on: made_once then starts another
     return made_once.running("stock", lambda log: Server(model, "torch_native", *flags, log=log), begin=ask)
 
 
 @pytest.fixture(scope="session")
 def serve(model: Path) -> Server:
-    """``sglang-hybrid serve`` with its own backend, model, device and dtype. The budget holds the context."""
+    """Return a ``sglang-hybrid serve`` with default backend, model, device and dtype. The budget holds the context."""
     settings = ("--hybrid", "host_memory=1GiB", "--hybrid", "budget_tokens=8192")
     flags = ("--random-seed", "1", "--sleep-on-idle", "--chunked-prefill-size", str(CHUNK), *settings)
     return made_once.running("serve", lambda log: Server.of_command("sglang-hybrid", "serve", *flags, log=log))
 
 
-@pytest.fixture(scope="module")  # so that a module's own servers start first, while another process asks
+@pytest.fixture(scope="module")  # so that a module's own servers start before it needs the answers
 def stock_answers(request: pytest.FixtureRequest, english: list[int]) -> list[Answer]:
-    """What stock says to the requests of the tests of disaggregation."""
+    """Return stock's answers to ``disaggregated.prompts``."""
 
     def ask() -> list[dict[str, Any]]:
         return [asdict(answer) for answer in answers(request.getfixturevalue("stock_server"), prompts(english))]
@@ -85,7 +85,7 @@ def tokenizer(model: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def english(tokenizer: Any) -> list[int]:
-    """Token ids of half a megabyte of English that every CPython has."""
+    """Return token ids of half a megabyte of English: the help topics that every CPython contains."""
     from pydoc_data.topics import topics
 
     return list(tokenizer("\n\n".join(topics[key] for key in sorted(topics)))["input_ids"])

@@ -25,17 +25,17 @@ def _transfer_engine_is_missing() -> str:
     return ""
 
 
-# the library that it is linked against comes from the system's packages, which not everybody may install
+# mooncake needs system libraries, which not every user may install
 needs_transfer_engine = pytest.mark.skipif(
     bool(missing := _transfer_engine_is_missing()), reason=f"mooncake cannot be loaded: {missing}"
 )
-# The router asks every two seconds, and an instance without a GPU would be busy with the answers. One that computes a
-# long prompt would not answer in time at all.
+# Health checks must not generate tokens: the router checks every two seconds, an instance without a GPU would be busy
+# with nothing else, and an instance that computes a long prompt would answer too late.
 HEALTH = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 NEW_TOKENS = 8
-# 14 different prompts and three again: whole pages, one token more or less, several chunks
+# Lengths of 14 different prompts: whole pages, one token more or less, several chunks. Three are asked twice.
 LENGTHS = (20, 31, 32, 33, 45, 63, 64, 65, 80, 97, 128, 200, 300, 700)
-REPEATED = (0, 2, 12)  # of LENGTHS
+REPEATED = (0, 2, 12)  # indices into LENGTHS
 LONG_LENGTHS = (40, 50, 70, 90, 96, 100, 150, 256, 400, 1500, 3000, 6000)  # for make test-full
 PREFILL = (
     "--page-size", "32", "--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mooncake",
@@ -67,10 +67,10 @@ class Answer:
 
 
 def answers(server: Server, asked: Sequence[list[int]]) -> list[Answer]:
-    """What the prompts are continued with, eight of them at a time."""
+    """Return the server's answers to the prompts, in their order. Eight requests run at a time."""
 
     def ask(ids: list[int]) -> Answer:
-        # an instance without a GPU computes all tokens before a chunk again: minutes for the longest prompt
+        # without a GPU, prefill recomputes all tokens before a chunk: minutes for the longest prompt
         answer = server.generate(ids, NEW_TOKENS, seconds=1800, return_logprob=False)
         return Answer(answer["text"], answer["output_ids"])
 
@@ -80,7 +80,7 @@ def answers(server: Server, asked: Sequence[list[int]]) -> list[Answer]:
 
 @dataclass
 class Set:
-    """Prefill and router stay; the decode instance behind them can be another one, at the same address."""
+    """A running disaggregated set. A test may replace the decode instance by another one at the same address."""
 
     prefill: Server
     decode: Server
@@ -115,7 +115,7 @@ def started(model: Path, logs: Path, decode: Server, **prefill_environment: str)
         try:
             yield running
         finally:
-            running.decode.kill()  # may be another one by now
+            running.decode.kill()  # a test may have replaced the first one
 
 
 def load(server: Server) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def load(server: Server) -> dict[str, Any]:
 
 
 def assert_nothing_is_held(server: Server) -> None:
-    """No page and no row of any request is left, also not of those that failed."""
+    """Assert that the server runs and that no request, finished or failed, still holds a page or a row."""
     server.wait_for(lambda: load(server)["num_running_reqs"] == 0 and load(server)["num_used_tokens"] == 0, seconds=60)
     assert "leak" not in server.log.read_text(errors="replace")
     assert server.process.poll() is None

@@ -1,7 +1,7 @@
-"""``python forking_server.py MODULE ...``: a server whose processes are forked, for tests that start many.
+"""``python forking_server.py MODULE ...``: run a server whose processes are forked, for tests that start many servers.
 
-SGLang spawns its scheduler and its detokenizer, and each imports all of SGLang again: 13 seconds of a core each. What a
-user starts spawns them: ``sglang-hybrid serve`` and ``pd``, which tests start too, and the chaos run's server.
+SGLang spawns its scheduler and its detokenizer, and each imports all of SGLang again: 13 seconds of a core each.
+``sglang-hybrid serve`` and ``pd``, which tests also start, and the server of a chaos run spawn them as for a user.
 """
 
 from __future__ import annotations
@@ -21,6 +21,6 @@ def _fork_instead(method: str | None, **options: Any) -> None:
 
 if __name__ == "__main__":
     multiprocessing.set_start_method = _fork_instead  # type: ignore[assignment]
-    sys.path[0] = os.getcwd()  # as python -m has it
+    sys.path[0] = os.getcwd()  # as with python -m
     module = sys.argv.pop(1)
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,10 +1,10 @@
-"""Greedy tokens of one backend under many settings, in one process: what a server would say, without its start.
+"""Print greedy tokens of one backend under many settings, from one process: a server's answers without its start.
 
     python greedy_texts.py MODEL BACKEND [FLAG ...] < REQUEST
 
-REQUEST is {"prompts": [[token, ...]], "steps": 40, "settings": [["key=value", ...]]}; each FLAG is one of SGLang's.
-Prints {"tokens": [settings][prompts][steps]} as the last line. A setting ``profile=random`` means a profile whose
-predictor is noise: with a budget above the context nothing may depend on it. BACKEND may be ``rounded``: stock's
+REQUEST is {"prompts": [[token, ...]], "steps": 40, "settings": [["key=value", ...]]}. Each FLAG is a flag of SGLang.
+The last line printed is {"tokens": [settings][prompts][steps]}. The setting ``profile=random`` uses a profile whose
+predictor is noise: with a budget above the context no token may depend on it. BACKEND may be ``rounded``: stock's
 ``torch_native``, with every key and value rounded to FP8 before it is stored in the model's dtype.
 """
 
@@ -42,7 +42,7 @@ def random_profile(session: ModelSession, budget: int) -> Profile:
 
 
 def round_to_fp8() -> None:
-    """In every pool of stock's from now on."""
+    """Patch stock's pool class, so that every pool rounds keys and values to FP8 before it stores them."""
     stock = MHATokenToKVPool.set_kv_buffer
 
     def rounded(pool: Any, layer: Any, slots: Any, keys: torch.Tensor, values: torch.Tensor, *more: Any) -> None:

@@ -1,4 +1,4 @@
-"""A server's host pool, overwritten behind its back."""
+"""Overwrite the host pool of a running server, without the server's knowledge."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ BLOCK = 1 << 20  # bytes that are overwritten at a time
 
 
 def fill_pool(server: Server, byte: bytes) -> None:
-    """Every byte of it."""
+    """Set every byte of the server's host pool to ``byte``."""
     for process in server.family():
         places = [place for place in process.memory_maps(grouped=False) if "memfd:sglang-hybrid-kv" in place.path]
-        if places and "cpu_worker" not in process.cmdline():  # which may only read it
+        if places and "cpu_worker" not in process.cmdline():  # the worker maps the pool read-only
             _fill(process, [tuple(int(end, 16) for end in place.addr.split("-")) for place in places], byte)
             return
     raise AssertionError("nobody has the pool")

@@ -1,4 +1,4 @@
-"""Greedy tokens of a backend, by the program ``greedy_texts``: one process, no server."""
+"""Compute greedy tokens of a backend in one process, without a server, by the program ``greedy_texts.py``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def greedy(
     settings: list[list[str]],
     flags: Sequence[str] = (),
 ) -> list[list[list[int]]]:
-    """Tokens ``[settings][prompts][steps]``."""
+    """Return tokens ``[settings][prompts][steps]``. ``backend`` and ``settings`` are those of ``greedy_texts.py``."""
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("greedy_texts.py")), str(model), backend, *flags],
         input=json.dumps({"prompts": [list(ids) for ids in prompts], "steps": steps, "settings": settings}),
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},  # more threads wait for each other longer than they compute
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # several threads wait for each other longer than they compute
     )
     tokens: list[list[list[int]]] = json.loads(done.stdout.splitlines()[-1])["tokens"]
     return tokens

@@ -1,4 +1,4 @@
-"""Packages of other people, for tests: their entry points, without an installation."""
+"""Make entry points of a third-party package visible to a process, without installing the package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 
 def installed(directory: Path, name: str, group: str, value: str, code: Path) -> dict[str, str]:
-    """An environment in which a package is installed, as far as entry points go."""
+    """Return environment variables under which package ``name`` provides the entry point ``group``: ``name = value``.
+
+    Metadata is written to ``directory``; ``code`` is the folder that modules are imported from.
+    """
     information = directory / f"{name}-0.1.0.dist-info"
     information.mkdir(parents=True)
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")

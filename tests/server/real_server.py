@@ -1,4 +1,4 @@
-"""Real SGLang servers for tests: started as a person would, spoken to over HTTP."""
+"""Real SGLang servers for tests: started by a command line and asked over HTTP, as by a user."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ import requests
 import torch
 
 START_SECONDS = 300
-ANSWER_SECONDS = 600  # for the longest prompt, on cores that are shared
+ANSWER_SECONDS = 600  # for the longest prompt, on shared cores
 STOP_SECONDS = 30
-CHUNK = 512  # of a prompt, where tests want prefill in several chunks
-# SGLang looks through its own books at every step and when it is idle, and dies when they do not add up
+CHUNK = 512  # tokens of a prefill chunk, where tests want prefill in several chunks
+# SGLang checks its page and row bookkeeping at every step and when idle, and ends with an error on a mismatch.
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
 
-# Flags that make a server small and its arithmetic comparable between backends, and let it sleep while another works.
-# On cores that it shares a chunk of a prompt takes minutes; after 300 s it would take itself for stuck and end.
+# Flags that make a server small, its arithmetic comparable between backends, and let it sleep while another works.
+# On shared cores one prefill chunk may take minutes: with SGLang's watchdog of 300 s the server would end itself.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _COMMON = (
     "--device", DEVICE, "--dtype", "float32", "--random-seed", "1", "--max-running-requests", "8", "--sleep-on-idle",
@@ -43,7 +43,7 @@ _COMMON = (
 
 
 class _StartedElsewhere:
-    """What is known of a server that another process started."""
+    """Stand-in for the ``Popen`` of a server that another process started."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -53,10 +53,10 @@ class _StartedElsewhere:
 
 
 class Server:
-    """One server process with everything it starts, in a session of its own. Use as a context."""
+    """A server process and its children, in a process session of their own. Use as a context manager."""
 
     process: subprocess.Popen[bytes] | _StartedElsewhere
-    started: ClassVar[weakref.WeakSet[Server]] = weakref.WeakSet()  # whose logs a failed test shows
+    started: ClassVar[weakref.WeakSet[Server]] = weakref.WeakSet()  # a failed test's report shows their logs
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class Server:
         prefix: Sequence[str] = (),
         module: str = "sglang.launch_server",
     ) -> None:
-        """``prefix``: a command that sets something up and then becomes the server."""
+        """Prepare a server without starting it. ``prefix`` is a command that finally executes the server's command."""
         run = (forking_server.__file__, module) if DEVICE == "cpu" else ("-m", module)  # CUDA does not survive a fork
         command = (*prefix, sys.executable, *run, "--model-path", str(model))
         self._prepare([*command, "--attention-backend", backend, *_COMMON, *flags], log, environment or {})
 
     @classmethod
     def of_command(cls, program: str, *arguments: str, log: Path) -> Server:
-        """A server started by one of this environment's programs."""
+        """Return a server, not started yet, that ``program`` of this Python environment starts."""
         server = cls.__new__(cls)
         server._prepare([str(Path(sys.executable).with_name(program)), *arguments], log, {})
         return server
@@ -87,7 +87,7 @@ class Server:
         self._environment = os.environ | {"HF_HUB_OFFLINE": "1"} | dict(environment)
 
     def listen_at(self, port: int) -> None:
-        """Before it is started: where another one was, say."""
+        """Set the port. Call this before the start, for example to take the address of an earlier server."""
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self._command = [*self._flags, "--port", str(port)]
@@ -100,7 +100,7 @@ class Server:
         Server.started.add(self)
 
     def join(self, port: int, pid: int) -> None:
-        """Instead of starting it: another process did."""
+        """Use a server that another process started, instead of starting one."""
         self.listen_at(port)
         self.process = _StartedElsewhere(pid)
         Server.started.add(self)
@@ -127,17 +127,17 @@ class Server:
                     return
             except requests.RequestException:
                 pass
-            time.sleep(0.5)  # no event to wait for: another program starts
+            time.sleep(0.5)  # another program starts: there is no event to wait for
         raise RuntimeError(f"the server was not healthy after {START_SECONDS} s:\n{self.log_tail()}")
 
     @property
     def own_process(self) -> subprocess.Popen[bytes]:
-        """The server's process, of which this process is the parent: only a parent can wait for the end."""
+        """Return the server's process. Only the parent can wait for its end: assert that this process started it."""
         assert isinstance(self.process, subprocess.Popen), "another process started the server"
         return self.process
 
     def family(self) -> list[psutil.Process]:
-        """The server's process and all below it."""
+        """Return the server's process and all its descendants."""
         main = psutil.Process(self.process.pid)
         return [main, *main.children(recursive=True)]
 
@@ -156,7 +156,10 @@ class Server:
     def generate(
         self, ids: list[int], new_tokens: int = 16, seconds: float = ANSWER_SECONDS, **more: Any
     ) -> dict[str, Any]:
-        """Greedy continuation of a prompt given as token ids, with the logprobs of what was chosen."""
+        """Return the answer of /generate to token ids: a greedy continuation and its logprobs.
+
+        ``more`` are further fields of the request. ``seconds`` is the timeout.
+        """
         body: dict[str, Any] = {
             "input_ids": ids,
             "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
@@ -166,12 +169,12 @@ class Server:
             reply = requests.post(f"{self.url}/generate", json=body, timeout=seconds)
         except requests.Timeout as error:
             raise AssertionError(f"no answer after {seconds:.0f} s. Its processes:\n{self.stacks()}") from error
-        assert reply.ok, f"{reply.status_code}: {reply.text}"  # which says more than the status
+        assert reply.ok, f"{reply.status_code}: {reply.text}"  # the text gives the reason
         answer: dict[str, Any] = reply.json()
         return answer
 
     def stream(self, ids: list[int], new_tokens: int) -> Iterator[str]:
-        """The text so far, after every token."""
+        """Yield the whole text so far after every token."""
         body: dict[str, Any] = {
             "input_ids": ids,
             "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
@@ -184,7 +187,7 @@ class Server:
                     yield json.loads(line[len(b"data: ") :])["text"]
 
     def worker(self) -> psutil.Process | None:
-        """The CPU worker's process, if there is one now."""
+        """Return the CPU worker's process, or None if there is none now."""
         for process in self.family():
             with contextlib.suppress(psutil.Error):
                 if "cpu_worker" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
@@ -192,23 +195,23 @@ class Server:
         return None
 
     def wait_for_worker(self, other_than: int = 0, seconds: float = 60) -> psutil.Process:
-        """A worker that serves, and is not the process ``other_than``."""
+        """Wait for a worker that serves and whose process id is not ``other_than``; return its process."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             worker = self.worker()
             if worker and worker.pid != other_than and f"CPU worker {worker.pid} serves" in self.log.read_text():
                 return worker
-            time.sleep(0.05)  # no event to wait for: another program starts
+            time.sleep(0.05)  # another program starts: there is no event to wait for
         raise AssertionError(f"no new worker after {seconds} s:\n{self.log_tail()}")
 
     def miss_rows(self) -> dict[str, float]:
-        """Rows whose misses were served, by whom. Needs --enable-metrics."""
+        """Return the number of rows with misses, by what served them. Needs --enable-metrics."""
         text = requests.get(f"{self.url}/metrics", timeout=30).text
         found = re.findall(r'^sglang_hybrid_miss_rows_total\{by="([^"]+)"[^}]*\} (\S+)', text, re.MULTILINE)
         return {by: float(rows) for by, rows in found}
 
     def exported(self) -> set[str]:
-        """Names of our time series at /metrics. Needs --enable-metrics."""
+        """Return the names of sglang-hybrid's time series at /metrics. Needs --enable-metrics."""
         text = requests.get(f"{self.url}/metrics", timeout=30).text
         return set(re.findall(r"^(sglang_hybrid_\w+)[{ ]", text, re.MULTILINE))
 
@@ -217,7 +220,7 @@ class Server:
             return list(pool.map(lambda ids: self.generate(ids, new_tokens), prompts))
 
     def flush_cache(self) -> None:
-        """SGLang refuses to while a request is not off its books yet, which it may be a moment after its answer."""
+        """Flush the radix cache. Retry while SGLang refuses: it frees a request a moment after the request's answer."""
         self.wait_for(lambda: requests.post(f"{self.url}/flush_cache", timeout=60).ok, seconds=30)
 
     def info(self) -> dict[str, Any]:
@@ -228,9 +231,9 @@ class Server:
         self.wait_for(lambda: text in self.log.read_text(errors="replace"), seconds)
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 240) -> None:
-        """For what only asking tells: another program's state.
+        """Poll ``condition`` until it is true: another program's state raises no event.
 
-        A core that others use too computes some 50 tokens of a prompt in a second, and chunks have 2,048.
+        The default is long because a shared core prefills some 50 tokens per second, and chunks have 2,048 tokens.
         """
         deadline = time.monotonic() + seconds
         while not condition():
@@ -238,12 +241,12 @@ class Server:
             time.sleep(0.2)
 
     def state(self) -> str:
-        """For the report of a failed test: whether it runs, and what it said last."""
+        """Return whether the server runs and the last lines of its log, for the report of a failed test."""
         status = self.process.poll()
         return f"{'runs' if status is None else f'ended with status {status}'}\n{self.log_tail(25)}"
 
     def stacks(self) -> str:
-        """Where each of its processes is: what a server does that does not answer."""
+        """Return the Python stacks of all its processes, which show where a server that does not answer hangs."""
         spy = Path(sys.executable).with_name("py-spy")
         dumps = []
         for process in self.family():
@@ -259,7 +262,7 @@ class Server:
 
 
 def run_module(module: str, *arguments: str) -> str:
-    """Run ``python -m module`` to its end and return what it printed; fail with its last lines if it failed."""
+    """Run ``python -m module`` and return its output; fail with the end of the output if the program fails."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         env=os.environ | {"HF_HUB_OFFLINE": "1"},

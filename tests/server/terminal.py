@@ -1,4 +1,4 @@
-"""A command under a terminal of its own, as a person would run it."""
+"""Run a command in a pseudo-terminal of its own, as a user would."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Self
 import psutil
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-# what a shell starts in the background, a test run for one, ignores Ctrl-C, and so would all that it starts
+# Signals of the keyboard. A background job of a shell, such as a test run, ignores them, and its children inherit that.
 _DEFAULT = (signal.SIGINT, signal.SIGQUIT)
 
 
 class Terminal:
-    """Starts at once. Use as a context: everything that it started is gone afterwards."""
+    """A command in a pseudo-terminal, started at once. Use as a context manager: its end kills the process tree."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._keyboard, screen = pty.openpty()
@@ -52,12 +52,12 @@ class Terminal:
         return []
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError):  # the other side is closed
+        with contextlib.suppress(OSError):  # the command's side is closed
             while data := os.read(self._keyboard, 4096):
                 self._shown += data
 
     def lines(self) -> list[str]:
-        """What a person sees: of a line that is written over, the last."""
+        """Return the lines as a user sees them: of a line that was overwritten, only the last version."""
         text = self._shown.decode(errors="replace").replace("\r\n", "\n")
         lines = [_CONTROL.sub("", line.rsplit("\r", 1)[-1]) for line in text.split("\n")]
         return [line for line in lines if line.strip()]
@@ -67,10 +67,10 @@ class Terminal:
         while not any(text in line for line in self.lines()):
             assert self.process.poll() is None, "\n".join(self.lines())
             assert time.monotonic() < deadline, "\n".join(self.lines())
-            time.sleep(0.2)  # no event to wait for: another program
+            time.sleep(0.2)  # another program prints: there is no event to wait for
 
     def saw(self, text: str) -> bool:
-        """Whether it was shown at some time, also in a line that was written over."""
+        """Return True if ``text`` was printed at any time, even in a line that was overwritten later."""
         return text in self._shown.decode(errors="replace")
 
     def type(self, keys: bytes) -> None:

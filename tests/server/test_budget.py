@@ -1,9 +1,9 @@
 """A budget below the context costs little on ordinary text: perplexity of decode steps behind long prompts.
 
-Both kinds of prompts hold six budgets. In ``make test-full``: minutes of computing, and one number at its end.
+Both lengths of prompts are six times the budget. The tests run in ``make test-full`` only: they compute for minutes.
 
-The places are spread evenly over the text. There are places where it costs much, where the model copies from far
-back: see docs/accuracy.md.
+The places that are measured are spread evenly over the text. Where the model copies from far back, a small budget
+costs more: see docs/accuracy.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A server that calibrates its own predictions: at its first start with a model, not at the second."""
+"""A server calibrates its predictor at the first start with a model and reuses the calibration at the second."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from real_server import Server
 
-# with a worker, to which misses are posted one layer ahead
+# with a worker, misses are posted one layer ahead, by prediction
 FLAGS = ("--hybrid", "profile=auto", "--hybrid", "worker=start", "--hybrid", "host_memory=512MiB")
 
 
@@ -23,7 +23,7 @@ def test_predictions_are_calibrated_once_and_texts_are_stocks(
         with Server(model, "hybrid", *flags, log=tmp_path / start, environment=cache) as server:
             texts.append(server.generate(prompt)["text"])
     assert texts[0] == stock_server.generate(prompt)["text"]
-    assert texts[1]  # of a budget below the prompt, where predictions select
+    assert texts[1]  # with a budget below the prompt, predictions select the blocks
     first, second = ((tmp_path / start).read_text() for start in ("first", "second"))
     reached = re.search(r"calibrated in .*queries (0\.\d+) .*without calibration (0\.\d+)", first)
     assert reached

@@ -1,4 +1,4 @@
-"""Two minutes of chaos: faults at random, no wrong token. And that chaos finds what is wrong: bugs on purpose."""
+"""Chaos runs (``bench.chaos``): two minutes of random faults give no wrong token, and planted bugs are found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.chaos.switches import ROWS_NOT_RESET
 from sglang_hybrid import env
 
 ROOT = Path(__file__).parents[2]
-# file, what is there, what takes its place
+# Planted bugs: file, text to replace, replacement.
 NO_GENERATION_CHECK = (
     "engine/mailbox_client.cpp",
     "if (load_acquire(reply.generation) != posts_[sequence % mailbox_slots].generation) return false;",
@@ -28,19 +28,19 @@ REPLIES_NOT_CLEARED = (
     "for (uint32_t row = 0; row < lists.rows; ++row) store_release(view.reply(sequence, row).sequence, 0);",
     "",
 )
-# The tail is never missed: of the blocks of a budget, one less can be in a list.
+# The tail is never a miss: a list has at most one block less than the budget. The bug leaves one task too few.
 SCRATCH_ONE_TASK_SHORT = (
     "engine/engine.cpp",
     "tasks_per_row_(geometry.kv_heads * most_tasks_of(geometry.max_blocks, options.task_blocks) + guard_tasks)",
     "tasks_per_row_(geometry.kv_heads * (most_tasks_of(geometry.max_blocks, options.task_blocks) - 1) - 1)",
 )
 RAW = ("--prediction", "raw")
-# lists as long as they can be
+# Settings that make lists of misses as long as possible.
 LONG_LISTS = (
     "sink_blocks=0", "recent_blocks=0", "scout.resident_tokens=0", "scout.min_miss_attention=0", "worker_threads=2",
 )  # fmt: skip
 A_TASK_FOR_EACH_BLOCK = {env.WORKER_TASK_BLOCKS.name: "1"}
-# one block beside the first and the last, and always the same for a while
+# Lists of one block. A budget of three blocks holds sink, tail and one more, which stays the same for several steps.
 SHORT_LISTS = (
     "sink_blocks=1", "recent_blocks=0", "budget_tokens=96", "scout.resident_tokens=0", "scout.min_miss_attention=0",
 )  # fmt: skip
@@ -51,7 +51,7 @@ def settings(hybrid: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def chaos(directory: Path, *arguments: str, minutes: float, **environment: str) -> tuple[int, dict[str, Any]]:
-    """Exit status and summary."""
+    """Run ``bench.chaos`` with these arguments; return its exit status and its summary."""
     summary = directory / "summary.json"
     command = [sys.executable, "-m", "bench.chaos", "--minutes", str(minutes), "--json", str(summary)]
     done = subprocess.run(
@@ -77,8 +77,8 @@ def test_two_minutes_of_chaos_cost_no_token(prediction: str, tmp_path: Path) -> 
     ("patch", "arguments", "environment"),
     [
         pytest.param(NO_GENERATION_CHECK, RAW, {}, id="no generation check"),
-        # Of two layers each has a slot of its own: what it holds may pass for the reply of the next step, if the step
-        # lists the same blocks. So lists have one block.
+        # With two layers each layer always uses the same mailbox slot. An old reply passes for the reply of the next
+        # step only if both steps list the same blocks: so lists have one block.
         pytest.param(
             REPLIES_NOT_CLEARED,
             ("--layers", "2", "--prediction", "none", *settings(SHORT_LISTS)),
@@ -105,7 +105,7 @@ def test_a_bug_on_purpose_is_found(
 
 
 def built_with(file: str, there: str, instead: str, directory: Path) -> Path:
-    """The library from sources with that one change."""
+    """Build the CPU library in ``directory`` with ``there`` replaced by ``instead`` in ``file``; return its path."""
     source = directory / "cpu"
     shutil.copytree(ROOT / "kernels/cpu", source)
     changed = source / "src" / file

@@ -1,4 +1,4 @@
-"""``make serve`` as a person sees it, under a terminal: few lines, a resting server, an end without a trace."""
+"""``make serve`` in a terminal: few lines of output, almost no load at rest, and an end that leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ END_SECONDS = 2
 
 
 class Serving(Terminal):
-    """A server under a terminal, with a directory for temporary files of its own."""
+    """A server in a terminal, with its own port and its own directory for temporary files."""
 
     def __init__(self, *command: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.temporary = Path(tempfile.mkdtemp(prefix="t-"))  # short: sockets have short names
-        flags = f"--port {self.port} --hybrid host_memory=1GiB"  # the last one wins
+        self.temporary = Path(tempfile.mkdtemp(prefix="t-"))  # short: paths of Unix sockets are limited
+        flags = f"--port {self.port} --hybrid host_memory=1GiB"  # replaces the values given before
         arguments = [*command, f"ARGS={flags}"] if command[0] == "make" else [*command, *flags.split()]
         super().__init__(arguments, {"TMPDIR": str(self.temporary), "HF_HUB_OFFLINE": "1"})
 
@@ -59,7 +59,7 @@ class Serving(Terminal):
         deadline = time.monotonic() + 20
         while shared_memory.names_of(self.shared) or self.files():
             assert time.monotonic() < deadline, (shared_memory.names_of(self.shared), self.files())
-            time.sleep(0.1)  # no event to wait for: the guard of a killed launcher
+            time.sleep(0.1)  # the guard of a killed launcher cleans up: there is no event to wait for
 
     def files(self) -> list[str]:
         # torch keeps compiled kernels between runs
@@ -67,12 +67,12 @@ class Serving(Terminal):
 
 
 def patience() -> float:
-    """How much longer things take here than on a quiet machine."""
+    """Return how many times as long as on an idle machine a step may take, from the load average: at least 2."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)) * 2
 
 
 VENV = Path(sys.executable).parents[1]
-# everything is installed already, or these tests would not run
+# ``-o install``: the package is installed already, or these tests would not run
 MAKE_SERVE = ("make", "--no-print-directory", "-C", str(ROOT), "-o", "install", f"VENV={VENV}", "serve")
 
 
@@ -111,7 +111,7 @@ def test_a_long_prompt_shows_how_far_it_is(server: Serving) -> None:
 
 
 def test_a_resting_server_takes_less_than_two_percent_of_a_core(server: Serving) -> None:
-    time.sleep(3)  # what the requests before left to do
+    time.sleep(3)  # the server finishes work of the requests before
 
     def used() -> float:
         return sum(sum(process.cpu_times()[:2]) for process in server.started)
@@ -122,7 +122,7 @@ def test_a_resting_server_takes_less_than_two_percent_of_a_core(server: Serving)
 
 
 def test_ctrl_c_under_make_ends_with_one_line_and_status_0(server: Serving) -> None:
-    """Last of this server."""
+    """Last test of the module's server: Ctrl-C ends it."""
     before = len(server.lines())
     begin = time.monotonic()
     server.type(CTRL_C)
@@ -154,7 +154,7 @@ def test_a_signal_to_the_launcher_while_the_model_loads_leaves_nothing(number: i
         deadline = time.monotonic() + START_SECONDS
         while not any("sglang::" in process.name() for process in server.family()):
             assert server.process.poll() is None and time.monotonic() < deadline, server.lines()
-            time.sleep(0.2)  # no event to wait for: another program
+            time.sleep(0.2)  # another program starts: there is no event to wait for
         server.started = server.family()
         server.shared = shared_memory.files_mapped_by(process.pid for process in server.started)
         launcher = next(process for process in server.started if PROGRAM in process.cmdline())

@@ -1,6 +1,6 @@
-"""A decode instance for measurements: no prefill instance, no transfer, pages hold whatever was there.
+"""A decode instance with SGLang's fake transfer, as used for measurements: no prefill instance writes its pages.
 
-That may be NaN, which must neither crash it nor reach a request that comes later.
+A page holds whatever was in memory before, possibly NaN. NaN must neither crash the server nor reach a later request.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from host_pool import fill_pool
 from real_server import STRICT, Server, run_module
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
-# tests/server/test_lifecycle.py has pages of NaN in a server that computes its own prompts
+# only in test-full: test_lifecycle.py fills pages with NaN in a server that computes its own prompts
 pytestmark = pytest.mark.full
 NEW_TOKENS = 6
 
@@ -51,7 +51,7 @@ def test_pages_of_nan_crash_nothing_and_are_forgotten(server: Server) -> None:
     fill_pool(server, b"\xff")  # NaN in every dtype
     behind_nan = said(server, 1000)
     assert len(behind_nan["output_ids"]) == NEW_TOKENS
-    assert None in logprobs(behind_nan)  # JSON's NaN: they were read
+    assert None in logprobs(behind_nan)  # NaN is null in JSON: the filled pages were read
     fill_pool(server, b"\0")
     assert None not in logprobs(said(server, 1000))
     assert_nothing_is_held(server)
@@ -62,5 +62,5 @@ def said(server: Server, tokens: int) -> dict[str, Any]:
 
 
 def logprobs(answer: dict[str, Any]) -> list[float | None]:
-    # the first token's is made up: prefill would have said it
+    # without the first token's, which is made up: a prefill instance would have computed it
     return [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]][1:]

@@ -12,7 +12,7 @@ import pytest
 from real_server import Server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# an environment with langchain-openai, which wants another openai than SGLang does
+# Python of an environment with langchain-openai, which needs another version of openai than SGLang
 LANGCHAIN = os.environ.get("SGLANG_HYBRID_TEST_LANGCHAIN") or sys.executable
 DOCUMENT = "The harbour of Marvik was built in 1874 by Ida Brandt. " * 3 + "Its lighthouse is green."
 QUESTION = "Who built the harbour of Marvik?"
@@ -39,7 +39,7 @@ def test_the_openai_example_answers_from_its_document(serve: Server, document: s
     said = run(sys.executable, "openai_client", serve, document, QUESTION, QUESTION, "--max-tokens", "32")
     first, second = said.stdout.splitlines()
     assert "Brandt" in first
-    assert second == first  # the second one from the prefix cache
+    assert second == first  # the second answer uses the prefix cache
     told = said.stderr.splitlines()
     assert len(told) == 2 and all("of answer, first one after" in line for line in told)
 

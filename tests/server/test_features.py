@@ -1,6 +1,6 @@
 """Features of stock SGLang, on a server with this backend and default settings.
 
-Greedy answers are those of a stock server to the same request. ``docs/features.md`` names these tests.
+Greedy answers equal those of a stock server to the same request. ``docs/features.md`` names these tests.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ TOLERANCE = 1e-4  # of a logprob
 NEW_TOKENS = 10
 STORY = "Once upon a time there was a small village by the sea, and nobody knew how old it was. " * 4  # three pages
 PROMPT = STORY + "The capital of France is"
-PARIS, FULL_STOP = 7042, 30  # tokens of the default model; the first two of its answer
+PARIS, FULL_STOP = 7042, 30  # token ids of the default model: the first two tokens of its answer
 SCHEMA = {"type": "object", "properties": {"year": {"type": "integer"}}, "required": ["year"]}
 
-# Sampling parameters beside temperature 0, one request each.
+# Sampling parameters in addition to temperature 0, for one request each.
 PARAMETERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "penalties": {"frequency_penalty": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.3},
@@ -41,7 +41,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "min-new-tokens": {"stop_token_ids": [FULL_STOP], "min_new_tokens": 6},
     "ignore-eos": {"ignore_eos": True, "no_stop_trim": True, "skip_special_tokens": False},
     "n": {"n": 3},
-    # each of them leaves one token to choose from: as good as greedy, by the code that samples
+    # each of these two leaves a single token to sample from: greedy results from the sampling code
     "top-p": {"temperature": 1.0, "top_p": 1e-6},
     "min-p": {"temperature": 0.7, "min_p": 1.0},
     "json-schema": {"json_schema": json.dumps(SCHEMA)},
@@ -62,20 +62,20 @@ def hybrid(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 def post(server: Server, path: str, body: dict[str, Any]) -> Any:
-    """The answer to a request that must succeed; None where SGLang answers without a body."""
+    """Return the answer to a request that must succeed, or None where SGLang answers without a body."""
     reply = requests.post(f"{server.url}{path}", json=body, timeout=600)
     assert reply.ok, f"{path}: {reply.status_code}: {reply.text}"
     return reply.json() if reply.text else None
 
 
 def generate(server: Server, text: str | list[str] = PROMPT, **more: Any) -> Any:
-    """``more``: fields of the request, sampling parameters among them."""
+    """Return the answer of /generate. ``more``: request fields; ``sampling_params`` are added to the defaults."""
     parameters = {"temperature": 0, "max_new_tokens": NEW_TOKENS} | more.pop("sampling_params", {})
     return post(server, "/generate", {"text": text, "sampling_params": parameters} | more)
 
 
 def told(answer: Any) -> Any:
-    """Text and why it ended, of one answer or of several."""
+    """Return the text, the finish reason and what matched it, of one answer or of a list of answers."""
     if isinstance(answer, list):
         return [told(one) for one in answer]
     reason = answer["meta_info"]["finish_reason"]
@@ -105,7 +105,7 @@ def test_logprobs_of_prompt_and_answer_are_stocks(hybrid: Server, stock_server: 
 
 
 def close(ours: Any, theirs: Any, tolerance: float = TOLERANCE) -> bool:
-    """Whether nested lists are equal, but for numbers that are not whole."""
+    """Return True if nested lists are equal; floats may differ by ``tolerance``."""
     if isinstance(theirs, list):
         same = isinstance(ours, list) and len(ours) == len(theirs)
         return same and all(close(a, b, tolerance) for a, b in zip(ours, theirs, strict=True))
@@ -118,7 +118,7 @@ def test_hidden_states_are_stocks(hybrid: Server, stock_server: Server) -> None:
     ours, theirs = (
         generate(server, return_hidden_states=True)["meta_info"]["hidden_states"] for server in (hybrid, stock_server)
     )
-    # the first entry holds the tokens of the prompt that were not cached, which differ with the page size
+    # the first entry is of the prompt's tokens that were not cached; their number depends on the page size
     assert len(ours) == len(theirs) == NEW_TOKENS
     assert close(ours[1:], theirs[1:], tolerance=1e-3)
 
@@ -142,7 +142,7 @@ def test_beam_search_is_refused_with_a_sentence(hybrid: Server) -> None:
 
 
 def test_embeddings_as_input_are_refused_by_a_server_in_float32(hybrid: Server, stock_server: Server) -> None:
-    """SGLang would end its scheduler process."""
+    """The request is refused because SGLang would end its scheduler process."""
     body: dict[str, Any] = {"input_embeds": [[0.0] * 576] * 4, "sampling_params": {"max_new_tokens": 2}}
     reply = requests.post(f"{hybrid.url}/generate", json=body, timeout=60)
     assert reply.status_code == 400
@@ -332,7 +332,7 @@ def tiny_prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def tiny_answers(tiny_llama: Path) -> list[list[int]]:
-    """Tokens of stock SGLang in one process, one rank."""
+    """Return greedy tokens of stock SGLang with one rank."""
     return greedy(tiny_llama, "torch_native", tiny_prompts(), NEW_TOKENS, [[]])[0]
 
 
@@ -353,7 +353,7 @@ def test_two_tensor_parallel_ranks_give_stocks_tokens(
 
 @pytest.mark.full
 def test_two_nodes_give_stocks_tokens(tiny_llama: Path, tiny_answers: list[list[int]], tmp_path: Path) -> None:
-    """Two servers on this machine that take each other for another host."""
+    """Two servers on this machine form one deployment of two nodes: each takes the other for another host."""
     flags = (*TINY_FLAGS, "--tp-size", "2", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}")
     first, second = (
         Server(tiny_llama, "hybrid", *flags, "--node-rank", str(rank), log=tmp_path / f"node{rank}.log")
@@ -384,7 +384,7 @@ def test_a_mixture_of_experts_gives_stocks_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_embeddings_are_stocks(tiny_llama: Path, tmp_path: Path) -> None:
-    """Of a decoder model: the hidden state of the last token."""
+    """The embedding of a decoder model is the hidden state of the last token."""
 
     def ask(backend: str, *flags: str) -> list[Any]:
         log = tmp_path / f"{backend}.log"
@@ -410,7 +410,7 @@ def test_embeddings_as_input_give_the_tokens_of_their_ids(tiny_llama: Path, tmp_
 
 @pytest.fixture(scope="module")
 def below_budget(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Other choices of the scheduler, and a budget that prompts of 300 tokens exceed."""
+    """Return a server with other scheduler settings, and a budget that prompts of 300 tokens exceed."""
     flags = (
         "--disable-radix-cache", "--disable-overlap-schedule", "--num-continuous-decode-steps", "2",
         "--schedule-policy", "fcfs", "--chunked-prefill-size", "64", "--hybrid", "budget_tokens=128",

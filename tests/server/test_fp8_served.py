@@ -1,10 +1,11 @@
-"""An FP8 KV cache gives the text of stock SGLang over keys and values that were rounded to FP8.
+"""With an FP8 KV cache, the text equals that of stock SGLang whose keys and values are rounded to FP8.
 
-Stock has no FP8 cache on a CPU without AMX. So stock's cache stays in float32, and what is written to it is rounded.
+Stock has no FP8 cache on a CPU without AMX. So stock's cache stays in float32, and keys and values are rounded before
+they are stored.
 
-Policy full in torch computes attention as stock does, to the bit. Other kernels differ from it in the last bits of
-float32, as any two do. Now and then such a bit decides which number of FP8 a key of the next layer is rounded to, and
-then logprobs differ by tenths: over FP8 no two kernels need have the same text.
+Policy full in torch computes the same bits as stock's attention. Any two other kernels differ in the last bits of
+float32. Sometimes such a bit decides to which FP8 number a key of the next layer is rounded, and then logprobs differ
+by tenths. So with FP8, two different kernels need not give the same text.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from in_process import greedy
 
-STEPS = 12  # crosses a block boundary behind the longer prompt
+STEPS = 12  # the longer prompt's row crosses a block boundary
 
 
 @pytest.mark.full

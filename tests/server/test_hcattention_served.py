@@ -1,4 +1,4 @@
-"""Policy hcattention behind a real server and worker: whole keys and all of the mass give stock SGLang's text."""
+"""Policy hcattention with a real server and worker: with whole keys and all attention mass, text is stock SGLang's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from real_server import Server
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    # a deadline that a busy machine keeps, too
+    # the deadline is long enough for a busy machine
     settings = ("policy=hcattention", "hcattention.tau=1", "host_memory=512MiB", "worker_deadline_ms=2000")
     flags = [part for setting in settings for part in ("--hybrid", setting)]
     flags += ["--max-running-requests", "4", "--enable-metrics"]
@@ -31,7 +31,7 @@ def said(server: Server, prompt: list[int]) -> str:
 def test_whole_keys_and_all_of_the_mass_give_stocks_text(
     server: Server, stock_server: Server, english: list[int], tokens: int
 ) -> None:
-    prompt = english[1000 : 1000 + tokens]  # 16 more tokens fill the tail and open a block behind the longest
+    prompt = english[1000 : 1000 + tokens]  # 16 new tokens fill the longest prompt's tail and open another block
     assert said(server, prompt) == said(stock_server, prompt)
 
 

@@ -1,4 +1,4 @@
-"""Policy infinigen behind a real server: with a budget above the context, stock's text through the OpenAI client."""
+"""Policy infinigen with a real server and the OpenAI client: a budget above the context gives stock's text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_text_is_stocks_through_the_openai_client(
         texts = []
         for asked in (server, stock_server):
             client = OpenAI(base_url=f"{asked.url}/v1", api_key="none")
-            # twice: the second time the prompt's pages, and their partial keys, come from the radix cache
+            # twice: at the second request the prompt's pages and their partial keys come from the radix cache
             done = [
                 client.completions.create(model="any", prompt=english[300:900], max_tokens=24, temperature=0)
                 for _ in range(2)

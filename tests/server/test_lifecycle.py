@@ -1,4 +1,4 @@
-"""Nothing leaks: not pages or rows in a server that lives on, not processes or memory of one that is killed."""
+"""Nothing leaks: a server that goes on loses no pages or rows; a killed server leaves no processes or shared memory."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         "--hybrid", "host_memory=1GiB", "--hybrid", "budget_tokens=256", "--max-total-tokens", str(POOL_TOKENS),
         "--chunked-prefill-size", "256", "--enable-metrics", "--schedule-conservativeness", "0.01",
     )  # fmt: skip
-    # more requests begin than there is room for: SGLang expects one token of each, and retracts some later
+    # SGLang estimates one new token per request, so it admits more than the pool holds and retracts some later
     environment = {**STRICT, "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
     with Server(model, "hybrid", *flags, log=log, environment=environment) as running:
         yield running
 
 
 def in_use(server: Server) -> tuple[int, int]:
-    """Tokens in the pool that are not free, and requests that run, as SGLang reports them."""
+    """Return SGLang's counts of tokens in the pool that are not free, and of running requests."""
     load = requests.get(f"{server.url}/v1/loads", timeout=30).json()["loads"][0]
     return load["num_used_tokens"], load["num_running_reqs"]
 
@@ -43,14 +43,14 @@ def wait_until_idle(server: Server) -> None:
     deadline = time.monotonic() + 60
     while in_use(server)[1]:
         assert time.monotonic() < deadline, "requests still run a minute after they were dropped"
-        time.sleep(0.2)  # nothing tells a client that the scheduler is idle
+        time.sleep(0.2)  # no event tells a client that the scheduler is idle
 
 
 def assert_nothing_leaked(server: Server) -> None:
     wait_until_idle(server)
     server.flush_cache()
     assert in_use(server) == (0, 0)
-    # a page or row that was lost would now be missing: the whole pool can be filled, by all rows at once
+    # with a lost page or row, all rows together could not fill the pool
     answers = server.generate_together([[n + 3] * (POOL_TOKENS // 8 - 32) for n in range(8)], new_tokens=2)
     assert len(answers) == 8
     wait_until_idle(server)
@@ -69,7 +69,7 @@ def test_requests_aborted_mid_stream_leave_no_page_and_no_row(server: Server, en
         }
         with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=60) as reply:
             for seen, _ in enumerate(reply.iter_lines()):
-                if seen > n:  # some in prefill, some after a few tokens
+                if seen > n:  # drops some requests in prefill, some after a few tokens
                     return
 
     with ThreadPoolExecutor(8) as pool:
@@ -78,8 +78,8 @@ def test_requests_aborted_mid_stream_leave_no_page_and_no_row(server: Server, en
 
 
 def test_retracted_requests_are_answered_as_if_alone_and_leave_nothing(server: Server, english: list[int]) -> None:
-    # Six of them want 6 x (120 + 64) tokens, more than the pool has. The budget holds each: beyond it, a request that
-    # is computed again has first steps again, and may be answered otherwise.
+    # Six requests need 6 x (120 + 64) tokens, more than the pool has. The budget holds each context: beyond the budget
+    # a retracted request repeats its exact first steps, and its answer may differ.
     prompts = [english[5000 + n * 400 : 5000 + n * 400 + 120] for n in range(8)]
     together = server.generate_together(prompts, new_tokens=64)
     retracted = retractions(server)
@@ -103,7 +103,7 @@ def test_flushing_the_cache_frees_what_finished_requests_left(server: Server, en
 
 
 def test_what_was_in_the_pool_before_reaches_no_request(server: Server, english: list[int]) -> None:
-    prompts = [english[12000 + n * 100 :][: 50 + 17 * n] for n in range(4)]  # the last page of each is not full
+    prompts = [english[12000 + n * 100 :][: 50 + 17 * n] for n in range(4)]  # each prompt ends in a partly filled page
     before = [answer["text"] for answer in server.generate_together(prompts, new_tokens=8)]
     server.flush_cache()
     fill_pool(server, b"\xff")  # NaN in every dtype
@@ -112,7 +112,7 @@ def test_what_was_in_the_pool_before_reaches_no_request(server: Server, english:
 
 
 def test_a_killed_server_leaves_no_process_and_nothing_in_shared_memory(server: Server) -> None:
-    """Last in this module: it takes the server away."""
+    """Last test of this module: it ends the server."""
     family = server.family()
     shared = shared_memory.files_mapped_by(process.pid for process in family)
     pools = {pool for process in family for pool in pools_of(process)}
@@ -130,9 +130,9 @@ def retractions(server: Server) -> int:
 
 
 def pools_of(process: psutil.Process) -> set[str]:
-    """Inodes of the KV pools that a process maps."""
+    """Return the inodes of the KV pools that a process maps; empty if the process has ended."""
     try:
         maps = Path(f"/proc/{process.pid}/maps").read_text()
-    except OSError:  # ended meanwhile
+    except OSError:  # the process has ended
         return set()
     return {line.split()[4] for line in maps.splitlines() if "memfd:sglang-hybrid-kv" in line}

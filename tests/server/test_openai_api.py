@@ -1,4 +1,4 @@
-"""A server started by ``sglang-hybrid serve``, used through the official OpenAI client and SGLang's own benchmark."""
+"""``sglang-hybrid serve``, used by the official OpenAI client and by SGLang's own serving benchmark."""
 
 from __future__ import annotations
 

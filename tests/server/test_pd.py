@@ -1,4 +1,4 @@
-"""``sglang-hybrid pd``: one command serves what a single stock server would say, and ends with Ctrl-C."""
+"""``sglang-hybrid pd``: one command serves the same texts as a single stock server, and ends with Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from real_server import CHUNK, Server, run_module
 
 pytestmark = needs_transfer_engine
 
-# everything is selected, and everything but sink and tail is computed by the worker, from pages that arrived
+# All blocks are selected. The worker computes all but sink and tail, from the pages that the prefill instance sent.
 ABOVE_CONTEXT = (
     "budget_tokens=8192", "scout.resident_tokens=0", "recent_blocks=0", "scout.min_miss_attention=0", "prediction=none",
     "worker_deadline_ms=2000", "worker=start", "host_memory=1GiB",
@@ -59,14 +59,14 @@ def test_serving_is_benchmarked_through_the_router(disaggregated: Server, model:
 
 
 def test_ctrl_c_ends_all_of_them(disaggregated: Server) -> None:
-    """Last in this module: it takes the servers away."""
+    """Last test of this module: it ends the servers."""
     family = disaggregated.family()
-    assert len(family) > 6  # three programs with what SGLang spawns, and a worker
-    # what a shell starts in the background, this test run for one, ignores Ctrl-C, and so does all that it starts
+    assert len(family) > 6  # three programs with the processes that SGLang spawns, and a worker
+    # a background job of a shell, such as this test run, ignores SIGINT, and its children inherit that
     ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     disaggregated.own_process.send_signal(signal.SIGTERM if ignored else signal.SIGINT)
     assert disaggregated.own_process.wait(60) == 0
     _gone, alive = psutil.wait_procs(family, timeout=20)
-    # what nobody has asked for its status yet has ended all the same
+    # zombies have ended: only their parent has not read their status yet
     left = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert not left, [(process.pid, process.cmdline()) for process in left]

@@ -1,6 +1,6 @@
-"""A disaggregated set in which things go wrong: the request concerned gets an error, others do not, no page is lost.
+"""Faults in a disaggregated set: the affected request gets an error, others do not, and no page is lost.
 
-The decode instance serves with policy full and retracts a request every few steps, where there are several.
+The first decode instance serves with policy full, and retracts a request every few steps while several run.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from sglang_hybrid.commands.eval.lines import lines_prompts
 from sglang_hybrid.commands.eval.needle import needle_prompts
 from sglang_hybrid.commands.pd.command_lines import ENVIRONMENT
 
-pytestmark = [needs_transfer_engine, pytest.mark.full]  # three more servers, and minutes
+pytestmark = [needs_transfer_engine, pytest.mark.full]  # starts three more servers, which takes minutes
 LONG = LENGTHS.index(700)
 SHORT = LENGTHS.index(300)
-BELOW_CONTEXT = "budget_tokens=1024"  # of the second decode instance, for requests that are longer
+BELOW_CONTEXT = "budget_tokens=1024"  # of the second decode instance, for prompts longer than 1,024 tokens
 SECOND = (
     "--hybrid",
     BELOW_CONTEXT,
     "--hybrid",
     "worker=start",
-)  # torch computes, as in the session it is compared with
+)  # with a worker the torch engine computes, as in the session that answers are compared with
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 
 
@@ -72,8 +72,11 @@ def begin(
 
 
 def prefill_again(servers: Set) -> int:
-    """Forget cached prompts, so that the next long one takes a while. Chunks that were computed until now."""
-    flush = f"{servers.prefill.url}/flush_cache"  # refused while anything is under way
+    """Flush the prefill instance's cache, so that the next long prompt takes a while.
+
+    Return the number of full chunks computed until now.
+    """
+    flush = f"{servers.prefill.url}/flush_cache"  # refused while requests run
     servers.prefill.wait_for(lambda: requests.post(flush, timeout=30).ok, seconds=60)
     return chunks(servers)
 
@@ -147,7 +150,7 @@ def test_a_killed_decode_instance_fails_its_requests_and_another_takes_its_place
         failed = begun.result()
         assert failed.status_code >= 500, failed.text
         address = servers.decode.url
-        # policy scout with a budget above this prompt: the same text
+        # the second instance has policy scout and a budget above this prompt: the same text
         servers.decode = decode_instance(model, servers.decode.log.with_name("decode-2.log"), *SECOND)
         servers.decode.listen_at(int(address.rpartition(":")[2]))
         servers.decode.start()
@@ -160,10 +163,10 @@ def test_a_killed_decode_instance_fails_its_requests_and_another_takes_its_place
 def test_with_a_budget_below_the_context_answers_are_those_of_a_single_hybrid_server(
     servers: Set, model: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After the test above, whose second decode instance has that budget.
+    """Runs after the test above, which starts the second decode instance: its budget is below these contexts.
 
-    Only the first resident blocks are chosen differently: by the first decoded token's query instead of the prompt's
-    last one, which stayed at the prefill instance. So a token may differ; what was asked for must not.
+    Only the first resident blocks are chosen differently: by the first decoded token's query, because the query of the
+    prompt's last token stayed at the prefill instance. So a token may differ; the answer that was asked for must not.
     """
     haystack = Haystack(tokenizer, "\n\n".join(topics[key] for key in sorted(topics)))
     asked = [*needle_prompts(haystack, [2000], depths=(0.3,)), *lines_prompts(haystack, [2000])]
@@ -183,7 +186,7 @@ def test_with_a_budget_below_the_context_answers_are_those_of_a_single_hybrid_se
 
 
 def test_a_prefill_instance_that_dies_fails_its_requests_and_decode_goes_on(servers: Set, english: list[int]) -> None:
-    """Last in this module: it takes the prefill instance away."""
+    """Last test of this module: it kills the prefill instance."""
     asked = prompts(english)
     before = prefill_again(servers)
     with ThreadPoolExecutor(2) as pool:

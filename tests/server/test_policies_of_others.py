@@ -1,4 +1,4 @@
-"""Policies that are not part of this package: the example's, and one that a plugin registers while a process runs."""
+"""Policies of other packages: the one in ``examples``, and one that an SGLang plugin registers at run time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from real_server import Server
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/streaming_llm"
-# attends to everything, and says so
+# Plugin that registers a policy which attends to everything and logs that it serves.
 PLUGIN = """
 import logging
 from sglang_hybrid.policies.registry import register_policy
@@ -51,7 +51,7 @@ def test_the_example_is_served(
             prefilled = server.generate(prompt, new_tokens=1)["text"]
             assert prefilled == stock_server.generate(prompt, new_tokens=1)["text"]
         assert server.generate(within)["text"] == stock_server.generate(within)["text"]
-        assert server.generate(beyond)["text"]  # of what the window holds
+        assert server.generate(beyond)["text"]  # beyond the window the text may differ from stock's
         assert "policy=streaming_llm" in server.log.read_text()
 
 

@@ -1,4 +1,4 @@
-"""``sglang-hybrid report`` with a real model: tiny, of random weights, and without a tokenizer."""
+"""``sglang-hybrid report`` with a tiny real model that has random weights and no tokenizer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_report_measures_a_real_model_and_goes_on_from_its_results(tmp_path: P
     assert results["scout-ablation"]["result"]["refused"] == {}
     assert [layer["layer"] for layer in results["scout-cosines"]["result"]["layers"]] == [1, 2]
     page = (out / "report.html").read_text()
-    assert "the model has no tokenizer to ask with" in page  # a skipped experiment says why
+    assert "the model has no tokenizer to ask with" in page  # the page gives the reason for a skipped experiment
     assert page.count("<svg") == 4
     log = (out / "log" / "sessions.log").stat().st_size
     assert report(model, out, "scout-ratio", "scout-cosines").returncode == 0

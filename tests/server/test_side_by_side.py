@@ -1,4 +1,4 @@
-"""The throughput benchmark with real servers and a tiny model: that it measures, not what."""
+"""The throughput benchmark runs with real servers and a tiny model. Its numbers are not checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.full  # two servers; tests/unit/bench/test_throughput.py has the program's parts
+pytestmark = pytest.mark.full  # starts two servers; tests/unit/bench/test_throughput.py tests the program's parts
 ROOT = Path(__file__).parents[2]
 
 

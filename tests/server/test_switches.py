@@ -1,6 +1,6 @@
-"""Whatever the switches of policies that select, a budget that holds the context gives stock SGLang's greedy text.
+"""With a budget that holds the context, policies that select give stock SGLang's greedy text under all switches.
 
-So does policy hgca with a window that holds the context, or with a threshold that leaves nothing out.
+So does policy hgca with a window that holds the context, or with a threshold that leaves no token out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from sglang_hybrid.policies.scout.tuning import FIRST_STEPS
 
 PROMPT_TOKENS = (58, 187, 347)
-STEPS = 12  # crosses a block boundary behind every prompt, with recalls before and after it
+STEPS = 12  # each row crosses a block boundary, with recalls before and after it
 PREDICTIONS = ("prediction=none", "prediction=raw", "profile=random")
 RECALLS, BONUSES = (0, 2), (0, 2)
 
@@ -27,18 +27,18 @@ def combination(prediction: str, recall: int, bonus: int) -> list[str]:
     return [prediction, f"scout.recall_interval={recall}", f"scout.resident_bonus={bonus}"]
 
 
-# Of each pair of values of recall and bonus two predictions, and every value of one switch with every value of another.
+# Half of all combinations, for make test: every recall interval and every prediction meets both bonuses.
 PAIRS = [
     combination(prediction, RECALLS[number % 2], BONUSES[(number + other) % 2])
     for number, prediction in enumerate(PREDICTIONS)
     for other in range(2)
 ]
-# Without misses there is nothing that these change, whatever the others say.
+# min_miss_attention changes nothing in a step without misses, whatever the other switches are: one combination each.
 NO_LEAST = [[prediction, "scout.recall_interval=2", "scout.min_miss_attention=0"] for prediction in PREDICTIONS]
 PAPER = [["policy=scoutattention", prediction, "scoutattention.recall_interval=2"] for prediction in PREDICTIONS]
-# a window above the context, and one below it that leaves nothing out
+# a window above the context, and a window below it with a threshold that leaves nothing out
 HGCA = [["policy=hgca"], ["policy=hgca", "hgca.window_tokens=64", "hgca.beta=0"]]
-# the session starts with this policy, which keeps partial keys from prefill on
+# The session starts with policy infinigen, because the pool must keep partial keys from prefill on.
 INFINIGEN = [["policy=infinigen", prediction, "infinigen.alpha=1e9"] for prediction in PREDICTIONS]
 INFINIGEN.append(["policy=infinigen", "prediction=raw", "infinigen.alpha=1e9", "infinigen.unit=blocks"])
 ALL = [combination(*switches) for switches in itertools.product(PREDICTIONS, RECALLS, BONUSES)]
@@ -56,13 +56,13 @@ COMBINATIONS = {
 
 
 class Texts:
-    """Of stock and of some of the combinations, each computed when it is asked for, in a process of its own."""
+    """Greedy tokens of stock and of groups of COMBINATIONS. Each group is computed on demand, in its own process."""
 
     def __init__(self, model: Path) -> None:
         self._model = model
         ids = AutoTokenizer.from_pretrained(model).encode("\n\n".join(topics[key] for key in sorted(topics)[:40]))
         self._prompts = [ids[500 * n : 500 * n + tokens] for n, tokens in enumerate(PROMPT_TOKENS, 1)]
-        # what follows tokens at random is anybody's guess, and changes with any block that is left out
+        # random prompts have no likely continuation: their tokens change with any block that is left out
         random = torch.Generator().manual_seed(0)
         self._prompts += [torch.randint(1000, 40000, (300,), generator=random).tolist() for _ in range(2)]
 
@@ -72,7 +72,10 @@ class Texts:
 
     @functools.cache  # noqa: B019
     def hybrid(self, which: str) -> list[list[list[int]]]:
-        """The small budgets come with the pairs: a process takes longer to start than to say this."""
+        """Return tokens ``[settings][prompts][steps]`` of the group ``which``.
+
+        "small budget" shares the process of "pairs": a process takes longer to start than to compute its tokens.
+        """
         if which == "small budget":
             return self.hybrid("pairs")[len(COMBINATIONS["pairs"]) :]
         settings = [["budget_tokens=2048", *one] for one in COMBINATIONS[which]]
@@ -100,6 +103,6 @@ def test_the_text_is_stocks(texts: Texts, which: str, number: int) -> None:
 
 @pytest.mark.parametrize("number", range(len(PREDICTIONS)), ids=PREDICTIONS)
 def test_the_first_steps_are_stocks_with_a_small_budget_too(texts: Texts, number: int) -> None:
-    """They attend to everything. Where one step did, the texts differed behind it: of random tokens above all."""
+    """The first FIRST_STEPS steps attend to everything. One such step is too few, above all for random prompts."""
     assert STEPS <= FIRST_STEPS
     assert texts.hybrid("small budget")[number] == texts.stock

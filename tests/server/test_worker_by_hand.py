@@ -1,7 +1,7 @@
-"""A worker that was started by hand, with another provider and perhaps in another environment: same answers as stock.
+"""A worker started by ``sglang-hybrid worker``, with another provider, gives the same answers as stock.
 
-``make test-ipex`` names the environment and the provider ipex. Without it, this environment and provider torch are
-used, which is slow and so a part of ``make test-full``.
+``make test-ipex`` sets another Python environment and provider ipex. Otherwise this environment and provider torch are
+used. Provider torch is slow, so the tests run in ``make test-full`` only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Path]:
-    """The directory of a worker that waits for a server."""
+    """Yield the directory of a worker that waits for a server."""
     directory = Path(tempfile.mkdtemp(prefix="shw-"))
     command = [str(PYTHON.with_name("sglang-hybrid")), "worker", "--dir", str(directory)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -45,7 +45,7 @@ def worker() -> Iterator[Path]:
 def hybrid(
     worker: Path, model: Path, english: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Answers, str]]:
-    """Answers and log of a server that leaves everything but sink and tail to the worker."""
+    """Yield answers and log of a server that leaves all blocks but sink and tail to the worker."""
     log = tmp_path_factory.mktemp("by-hand") / "server.log"
     mine = (f"worker={worker}", f"worker_provider={PROVIDER}", "host_memory=1GiB")
     flags = (

@@ -1,7 +1,7 @@
-"""Faults of the CPU worker that nobody notices: a real server under load, and something breaks.
+"""Clients notice no fault of the CPU worker: faults are injected into a real server under load.
 
-In every case the text is that of the undisturbed run, no stream pauses for more than two seconds, nothing is leaked in
-the server's processes, and the log says what happened in words. All of it runs in make test-full; make test has chaos.
+In every case the text is that of the undisturbed run, no stream pauses for more than two seconds, the server's
+processes leak nothing, and the log says what happened. All tests run in make test-full; make test runs chaos instead.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from sglang_hybrid.protocol.messages import Health, Stats, ThreadPlan, encode
 from sglang_hybrid.worker.control_client import ControlClient
 
 PROFILE = Path(__file__).parents[2] / "configs/profiles/SmolLM2-135M-Instruct-2048.safetensors"
-LONGEST_PAUSE = 2.0  # on a quiet machine
+LONGEST_PAUSE = 2.0  # seconds, on an idle machine
 NEW_TOKENS = 28
-# Above the context: everything is attended, and all of it but the sink and the tail is the worker's, one layer ahead by
-# calibrated prediction: two posts are on their way at a time. Below: blocks are selected and some of them are resident;
-# what is selected must not depend on how a batch rounds.
+# Budget above the context: everything is attended. The worker computes all blocks but sink and tail, one layer ahead by
+# calibrated prediction, so two posts are in flight. Budget below the context: blocks are selected and some are
+# resident; the selection must not depend on the rounding of a batch.
 ABOVE = (
     "budget_tokens=2048", "recent_blocks=0", "scout.resident_tokens=0", "scout.min_miss_attention=0",
     f"profile={PROFILE}",
@@ -48,8 +48,8 @@ SETTINGS = [
     pytest.param(((1000, 850, 700, 550), ABOVE), id="long", marks=pytest.mark.full),
     pytest.param(((1000, 850, 700, 550), BELOW), id="below", marks=pytest.mark.full),
 ]
-STORM_TOKENS = 1024  # room in the pool beside the prompts: what aborted requests leave is used again
-# the server gets small file systems of its own for what other programs could fill up
+STORM_TOKENS = 1024  # tokens of the pool beside the load: aborted requests' pages have to be reused
+# The server gets its own small /dev/shm and temporary directory, which a test fills up.
 OWN_FILE_SYSTEMS = """
 mount -t tmpfs -o size=64m,nr_inodes=1k tmpfs /dev/shm &&
 mount -t tmpfs -o size=256k,nr_inodes=64 tmpfs "$TMPDIR" &&
@@ -58,7 +58,7 @@ exec "$@"
 
 
 def busy() -> float:
-    """How many times as much runs here as the machine has cores for; 1 on a quiet one."""
+    """Return the load average per core, at least 1: how much longer than on an idle machine a pause may be."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
@@ -69,7 +69,7 @@ def may_mount() -> bool:
 
 @dataclass
 class Faulty:
-    """The server, its load, and the texts of the undisturbed run."""
+    """A server, the prompts of its load, and their texts in an undisturbed run."""
 
     server: Server
     prompts: list[list[int]]
@@ -85,7 +85,11 @@ class Faulty:
         return parent
 
     def run(self, disturb: Callable[[], None] = lambda: None, longest_pause: float = LONGEST_PAUSE) -> None:
-        """All prompts at once; ``disturb`` while every one of them gets tokens. Texts and pauses are checked."""
+        """Stream all prompts at once and call ``disturb`` when each of them has two tokens.
+
+        Assert that texts equal the undisturbed ones and that no pause between tokens exceeds ``longest_pause`` seconds,
+        scaled by ``busy``.
+        """
         begun = threading.Barrier(len(self.prompts) + 1)
         pauses = [0.0] * len(self.prompts)
 
@@ -109,7 +113,7 @@ class Faulty:
         assert max(pauses) < longest_pause * busy(), self.server.log_tail(20)
 
     def holdings(self) -> dict[str, int]:
-        """What a scheduler process could leak."""
+        """Return counts of what a scheduler process could leak: threads, descriptors, mappings, children."""
         process = self.scheduler
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         return {
@@ -140,7 +144,7 @@ def faulty(
     if request.param[1] == BELOW:
         environment, module = environment | in_environment([SAME_BITS]), "bench.chaos.server"
     with Server(model, "hybrid", *flags, log=log, environment=environment, prefix=prefix, module=module) as server:
-        for ids in prompts:  # into the radix cache, so that load is decode
+        for ids in prompts:  # prompts enter the radix cache, so that the load is decode
             server.generate(ids, 1)
         texts = [answer["text"] for answer in server.generate_together(prompts, NEW_TOKENS)]
         yield Faulty(server, prompts, texts, own)
@@ -152,7 +156,7 @@ def nothing_is_leaked(faulty: Faulty) -> Iterator[None]:
     yield
     if faulty.ended:
         return
-    # what goes away goes by itself; give the supervisor's last steps a moment
+    # the supervisor may still be cleaning up
     deadline = time.monotonic() + 20
     while faulty.holdings() != before and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -164,16 +168,16 @@ def test_undisturbed_the_worker_serves_every_miss(faulty: Faulty) -> None:
     before = faulty.server.miss_rows()
     faulty.run()
     after = faulty.server.miss_rows()
-    # one row for each prompt, layer and decode step; a late reply on a busy machine is allowed, but not the rule
+    # one row per prompt, layer (of 30) and decode step; a few late replies are allowed on a busy machine
     assert after["worker"] - before.get("worker", 0) > 0.9 * len(faulty.prompts) * 30 * (NEW_TOKENS - 1)
-    # a post that took the place of one not collected yet would be counted here
+    # a post that overwrote one that was not collected yet would be counted here
     assert after.get("process-damaged", 0) == before.get("process-damaged", 0)
 
 
 def test_an_idle_worker_sleeps(faulty: Faulty) -> None:
     worker = faulty.server.wait_for_worker()
     before, started = worker.cpu_times(), time.monotonic()
-    time.sleep(4)  # this is what is measured
+    time.sleep(4)  # the idle time that is measured
     after = worker.cpu_times()
     used = after.user + after.system - before.user - before.system
     assert used / (time.monotonic() - started) < 0.01
@@ -204,7 +208,7 @@ def test_a_worker_that_was_only_slow_is_used_again(faulty: Faulty) -> None:
 
     def pause() -> None:
         worker.send_signal(signal.SIGSTOP)
-        time.sleep(1.0)  # longer than the deadline of a layer, shorter than what a worker is given up for
+        time.sleep(1.0)  # longer than a layer's deadline, shorter than the time after which a worker is given up
         worker.send_signal(signal.SIGCONT)
 
     faulty.run(pause)
@@ -240,7 +244,7 @@ def test_twenty_crashes_in_a_row_cost_no_token(faulty: Faulty) -> None:
 
 
 def test_a_damaged_reply_is_never_merged(faulty: Faulty) -> None:
-    """Numbers of other posts; the number of this one with another generation, or with a status that there is not."""
+    """Replies are damaged by the numbers of other posts, by a wrong generation, and by an unknown status."""
     before = faulty.server.miss_rows()
     with MailboxMemory(faulty.server.wait_for_worker()) as memory:
         done = threading.Event()
@@ -282,7 +286,7 @@ def test_garbage_on_the_control_sockets_changes_nothing(faulty: Faulty) -> None:
         talker.connect(f"ipc://{directory}/control.sock")
         for _ in range(200):
             talker.send_multipart([chance.randbytes(chance.randrange(300)) for _ in range(chance.randrange(1, 4))])
-        talker.send(encode(ThreadPlan(threads=7)))  # well-formed, but from a stranger
+        talker.send(encode(ThreadPlan(threads=7)))  # well-formed, but not from the server
         for _ in range(200):
             for name, kind in (("control.sock", socket.SOCK_STREAM), ("regions.sock", socket.SOCK_SEQPACKET)):
                 raw = socket.socket(socket.AF_UNIX, kind)
@@ -325,7 +329,7 @@ def test_full_file_systems_cost_no_token_and_the_worker_comes_back(faulty: Fault
         worker.kill()
         deadline = time.monotonic() + 30
         while "the CPU worker could not be started again" not in faulty.server.log.read_text():
-            fill()  # also what the dead worker's sockets leave free
+            fill()  # also the space that the dead worker's sockets free
             assert time.monotonic() < deadline, faulty.server.log_tail(10)
 
     try:
@@ -339,7 +343,7 @@ def test_full_file_systems_cost_no_token_and_the_worker_comes_back(faulty: Fault
 
 @pytest.mark.full
 def test_a_storm_of_aborted_requests_costs_no_token(faulty: Faulty, english: list[int]) -> None:
-    """Three times as many tokens as there is room for: pages that one leaves are another's at once."""
+    """Aborted prompts have more than twice the pool's free tokens, so pages go from one request to another at once."""
     assert sum(100 + n for n in range(24)) > 2 * STORM_TOKENS
 
     def start_and_drop(n: int) -> None:
@@ -351,15 +355,15 @@ def test_a_storm_of_aborted_requests_costs_no_token(faulty: Faulty, english: lis
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(start_and_drop, range(24)))
 
-    faulty.run(storm, longest_pause=30)  # prompts of others are computed meanwhile
+    faulty.run(storm, longest_pause=30)  # streams pause while prompts of the storm are prefilled
     deadline = time.monotonic() + 30
     while running_requests(faulty.server):
         assert time.monotonic() < deadline, "aborted requests still run"
-        time.sleep(0.2)  # nothing tells a client that the scheduler is idle
+        time.sleep(0.2)  # no event tells a client that the scheduler is idle
 
 
 def test_a_killed_server_takes_its_worker_with_it(faulty: Faulty) -> None:
-    """Last in this module: it takes the server away."""
+    """Last test for each server: it ends the server."""
     faulty.server.wait_for_worker()
     family = faulty.server.family()
     faulty.ended = True
@@ -369,11 +373,11 @@ def test_a_killed_server_takes_its_worker_with_it(faulty: Faulty) -> None:
     assert not alive, [(process.pid, process.cmdline()) for process in alive]
 
 
-# -- what the tests look at --------------------------------------------------------------------
+# -- helpers -----------------------------------------------------------------------------------
 
 
 def directory_of(worker: psutil.Process) -> Path:
-    """The worker's directory as this process can reach it, also where the server has file systems of its own."""
+    """Return the worker's directory, by a path that also works if the server has its own file systems."""
     arguments = worker.cmdline()
     return Path(f"/proc/{worker.pid}/root" + arguments[arguments.index("--dir") + 1])
 

@@ -1,6 +1,6 @@
-"""Models of random weights, a few megabytes each, for what the default model cannot show.
+"""Write models with random weights, a few megabytes each, for what the default model cannot show.
 
-The default model has three KV heads, which two ranks cannot divide, and no experts. There is no tokenizer:
+The default model has three KV heads, which two ranks cannot divide, and no experts. The models have no tokenizer:
 serve them with ``--skip-tokenizer-init``, ask with ``input_ids``, and compare ``output_ids`` and logprobs. Weights are
 large enough that attention is far from uniform and every token of the prompt matters.
 """
@@ -52,7 +52,7 @@ QWEN3_MOE = _SHAPE | {
 
 
 class _Random:
-    """Matrices whose outputs are about as long as their inputs."""
+    """Source of random matrices whose outputs have about the norm of their inputs, times ``gain``."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)

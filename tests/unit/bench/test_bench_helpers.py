@@ -1,4 +1,4 @@
-"""What benchmarks share: leases, GPU memory by nvidia-smi, flags of servers."""
+"""Helpers that several benchmarks use: leases, GPU memory by nvidia-smi, flags of servers."""
 
 from __future__ import annotations
 

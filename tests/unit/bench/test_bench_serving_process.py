@@ -1,4 +1,4 @@
-"""The process that runs SGLang's benchmark many times, with a stand-in for it."""
+"""The process that runs SGLang's serving benchmark many times, tested with a stand-in program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_hybrid.commands.pd.processes import ServerProcess
 RECORDED = Path(__file__).parent / "recorded" / "bench-serving.jsonl"
 TARGET = Target("http://127.0.0.1:1", Path("model"), Path("tokenizer"))
 
-# as bench/serving/late_benchmark.py: rate 1 is answered, rate 2 fails, rate 3 hangs
+# Stand-in for bench/serving/late_benchmark.py: rate 1 succeeds, rate 2 fails, rate 3 hangs.
 STAND_IN = """
 import json, pathlib, shutil, sys, time
 folder, number = pathlib.Path(sys.argv[1]), 0

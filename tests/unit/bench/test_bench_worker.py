@@ -1,4 +1,4 @@
-"""``python -m bench.worker``, on a pool that is much too small to measure anything."""
+"""``python -m bench.worker`` runs on a pool that is too small for meaningful measurements."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_variant_and_number_of_blocks_is_measured_beside_reading(finished:
     assert reading["before_gb_s"] > 0 and reading["after_gb_s"] > 0
     beside = [entry["read_beside_gb_s"] for entry in finished["attention"]]
     assert min(beside) > 0
-    # the most that these threads ever read, in whatever part of the run that was
+    # the highest rate that these threads read at in any part of the run
     most = max(reading["before_gb_s"], reading["after_gb_s"], *beside)
     assert reading["gb_s"] == finished["read_bandwidth"]["host_gb_s"] == pytest.approx(most, abs=0.01)
     for entry in finished["attention"]:
@@ -142,13 +142,13 @@ def _memory_files() -> list[str]:
     for fd in os.listdir("/proc/self/fd"):
         try:
             links.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:  # the one that lists
+        except OSError:  # the descriptor of the listing itself
             continue
     return [link for link in links if "memfd:sglang-hybrid" in link]
 
 
 def _torch_threads() -> int:
-    """Torch may have made threads for its own use, which it keeps."""
+    """Return the number of threads that torch may have started and keeps."""
     return torch.get_num_threads() + threading.active_count()
 
 
@@ -229,14 +229,14 @@ def test_posts_walk_through_the_pool_without_meeting_a_block_twice(dtype: str, t
     chosen = settings(tmp_path)
     pool = Pool(chosen)
     posts = posts_of(pool, chosen, dtype, blocks=4)
-    pages = posts.pages.permute(2, 0, 1, 3).flatten(1)  # by KV head
+    pages = posts.pages.permute(2, 0, 1, 3).flatten(1)  # [KV heads, pages]
     assert all(len(of_head.unique()) == len(of_head) for of_head in pages)
     assert pages.shape[1] > pool.pages(dtype) - posts.rows * posts.blocks
     assert pages.min() >= 0 and pages.max() < pool.pages(dtype)
     keys, values = pool.tensors(dtype)
     for tensor in (keys, values):
         assert tensor.float().isfinite().all()
-        if dtype != "float8_e4m3fn":  # whose subnormal numbers are normal ones for the kernels
+        if dtype != "float8_e4m3fn":  # kernels compute with FP8's subnormal numbers as normal ones
             assert tensor.abs().min() >= torch.finfo(tensor.dtype).tiny, "subnormal numbers would be slow"
     pool.close()
 

@@ -1,4 +1,4 @@
-"""What a chaos run makes of a server's words."""
+"""How a chaos run reads tokens and logprobs from a server's answer."""
 
 from __future__ import annotations
 

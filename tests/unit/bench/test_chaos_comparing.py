@@ -1,4 +1,4 @@
-"""Which answers a chaos run takes for right."""
+"""Which answers a chaos run accepts as right."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REQUEST = Request(0, (7, 8, 9), new_tokens=4)
 
 
 def answer(*ids: int, best: dict[int, float] | None = None, aborted: bool = False) -> Answer:
-    """Each token has logprob -1; beside it ``best`` is told."""
+    """Return an answer in which every token has logprob -1 and the alternatives ``best``, token to logprob."""
     return Answer([[Token(token, -1.0, tuple((best or {}).items())) for token in ids]], aborted=aborted)
 
 
@@ -42,10 +42,10 @@ def test_it_is_enough_to_be_one_of_the_right_answers() -> None:
 @pytest.mark.parametrize(
     ("resumed", "exact", "explained"),
     [
-        (answer(5, 6, 7), True, True),  # behind (1,), as a new prompt goes on
+        (answer(5, 6, 7), True, True),  # equals the answer to the prompt plus (1,), asked as a new prompt
         (answer(4, 4, 4), True, False),
         (answer(4, best={5: -1.2}), True, False),
-        (answer(4, best={5: -1.2}), False, True),  # leaves it at a tie
+        (answer(4, best={5: -1.2}), False, True),  # differs from it at a tie
         (answer(4, best={5: -1.9}), False, False),
     ],
 )
@@ -58,7 +58,7 @@ def test_a_retracted_answer_has_to_be_that_of_a_new_prompt(resumed: Answer, exac
 
 def test_a_tie_before_the_difference_explains_nothing() -> None:
     def ask(request: Request) -> Answer:
-        # from the prompt alone: another first token, as good as the one that both answers have
+        # the prompt alone gives another first token, about as likely as the first token of both answers
         return answer(9, 9, 9, 9, best={1: -1.1}) if request.ids == REQUEST.ids else answer(*[0] * request.new_tokens)
 
     assert not is_explained(REQUEST, answer(1, 2, 3, 4), answer(1, 5, 6, 7), ask, exact=False)

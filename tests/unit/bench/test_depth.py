@@ -1,4 +1,4 @@
-"""bench/depth.py without servers: lines through depths, other machines, what is marked as arithmetic."""
+"""bench/depth.py without servers: lines fitted to depths, estimates for other machines, points marked as estimates."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_arithmetic_of_machines_is_compared_with_what_was_measured() -> None
 def test_other_machines_have_requests_and_steps_or_say_that_nothing_fits() -> None:
     rows = {one["machine"]["name"]: one for one in machines(48, 32768, 1024)}
     assert set(rows) == {one.name for one in HARDWARE} and {one["kind"] for one in rows.values()} == {ARITHMETIC}
-    small = rows["RTX 4090"]  # 33 GB of weights
+    small = rows["RTX 4090"]  # the weights alone take 33 GB
     assert (small["stock"]["requests"], small["hybrid"]["requests"], small["speed_up"]) == (0, 0, None)
     assert "nothing fits" in small["hybrid"]["bound_by"]
     assert rows["8 H200, TP 8"]["stock"]["requests"] > rows["H200"]["stock"]["requests"] > 0

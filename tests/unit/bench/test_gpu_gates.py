@@ -1,4 +1,4 @@
-"""The rule of bench/gpu_gates.py: what is rounding, what is a near tie, whether the worker had all misses."""
+"""The verdict of bench/gpu_gates.py: what is rounding, what is a near tie, and whether the worker served all misses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bench.gates.random_models import ARCHITECTURES, SHAPE, write_random_model
 
 
 def reading(logprob: float = -1.0, gap: float = 2.0, best: int = 5, position: int = 1) -> list[Reading]:
-    """One row of three positions, one of them as given."""
+    """Return one row of three positions; ``position`` has the given values, the others have defaults."""
     bests, logprobs, gaps = [5, 5, 5], [-1.0] * 3, [2.0] * 3
     bests[position], logprobs[position], gaps[position] = best, logprob, gap
     return [Reading("together", [bests], [logprobs], [gaps])]
@@ -55,7 +55,7 @@ def test_one_rounding_of_the_highest_logit_is_always_allowed() -> None:
 
 @pytest.mark.parametrize(("gap", "passes"), [(0.1, True), (0.2, False)])
 def test_another_arg_max_must_be_a_near_tie_in_stock(gap: float, passes: bool) -> None:
-    control = compare(reading(), reading(gap=2.1))  # gaps change by 0.1 between stock backends
+    control = compare(reading(), reading(gap=2.1))  # between stock backends, gaps change by 0.1
     stock = reading(gap=gap)
     ours = compare(stock, reading(gap=-0.01, best=7))
     verdict = judge(ours, control, "float16", highest_logit=0.0)
@@ -75,19 +75,19 @@ def test_without_a_control_there_is_a_tolerance() -> None:
 
 def test_the_worker_must_have_served_something_and_nobody_else_anything() -> None:
     assert served_by_worker({"served": 10, "empty": 3}, expected=10)["passed"]
-    assert served_by_worker({"worker": 10}, expected=None)["passed"]  # without a GPU
+    assert served_by_worker({"worker": 10}, expected=None)["passed"]  # as a server without a GPU counts
     assert not served_by_worker({"served": 10, "late": 1}, expected=11)["passed"]
     assert not served_by_worker({"empty": 3}, expected=0)["passed"]
 
 
 def test_rows_have_misses_once_a_block_lies_between_sink_and_tail() -> None:
-    assert rows_with_misses([63], steps=1, layers=5) == 0  # 64 tokens: sink and a full tail
+    assert rows_with_misses([63], steps=1, layers=5) == 0  # 64 tokens with the new one: sink and a full tail
     assert rows_with_misses([63], steps=3, layers=5) == 10
     assert rows_with_misses([64, 100], steps=1, layers=5) == 10
 
 
 class OneStep:
-    """Prefilled prompts whose next logits depend on the token that was fed, and are overwritten in place."""
+    """Stand-in for prefilled prompts. Each step's logits depend on the tokens fed and overwrite the last logits."""
 
     def __init__(self, rows: int) -> None:
         self.fed: list[list[int]] = []
@@ -116,7 +116,7 @@ def test_stock_decodes_greedily_and_others_are_fed_its_tokens() -> None:
     other = child.read_case(session, [[1], [2]], 3, forced)
     assert session.last.fed == [[3, 3], [6, 4]]
     assert other["best"] == [[3, 4, 7], [3, 4, 5]]
-    assert other["logit"] == [[2.0, 0.0, 0.0], [2.0, 1.0, 1.0]]  # of the tokens that were fed
+    assert other["logit"] == [[2.0, 0.0, 0.0], [2.0, 1.0, 1.0]]  # logits of the tokens that were fed
     assert stock["logprob"][0][1] == pytest.approx(1 - math.log(math.e + 7))
 
 

@@ -1,4 +1,4 @@
-"""bench/gpu_serving.py without a server: how runs are compared, what a log and memory samples say."""
+"""bench/gpu_serving.py without a server: comparison of runs, reading of logs and of memory samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bench.side_by_side.telling import log_tail
 
 def test_first_differences_are_found_for_each_answer() -> None:
     assert first_differences([[1, 2, 3], [1, 2], [5]], [[1, 2, 3], [1, 7], [5]]) == [None, 1, None]
-    assert first_differences([[1, 2]], [[1, 2, 3]]) == [2]  # one is shorter
+    assert first_differences([[1, 2]], [[1, 2, 3]]) == [2]  # the first answer is shorter
 
 
 def test_places_where_any_run_left_the_first_one_are_found_once() -> None:
@@ -33,7 +33,7 @@ def test_an_answer_may_differ_where_its_two_best_tokens_were_equally_likely() ->
     gaps = [[3.0, 2.0, 0.01], [3.0, 0.01, 0.01], [3.0, 1.5]]
     found = tell_apart([(0, 2), (1, 2), (2, 1)], reference, again, gaps, tie=0.05)
     assert found["ties"] == [{"answer": 0, "token": 2, "gap": 0.01}]
-    unlike = {"answer": 1, "token": 2, "gap": None}  # that run had left the first one before
+    unlike = {"answer": 1, "token": 2, "gap": None}  # no gap: that run had differed from the first run earlier
     assert found["others"] == [unlike, {"answer": 2, "token": 1, "gap": 1.5}]
 
 

@@ -1,4 +1,4 @@
-"""bench/headline.py: README's first chart is drawn from what is committed."""
+"""bench/headline.py draws README's first chart from committed results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench/pd_load.py without servers: what is refused, what fits, figures of arrivals, requests to both instances."""
+"""bench/pd_load.py without servers: refusals, capacity, statistics of arrivals, and requests to both instances."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_as_many_requests_run_as_memory_holds(tmp_path: Path) -> None:
     tokens = int(0.004e9) // (TINY.layers * TINY.kv_heads * TINY.head_dim * 2 * 4)
     assert (load._rows(hybrid), load._rows(stock)) == (9, tokens // (256 + 128 + 128))
     assert "--max-total-tokens" in load._decode_flags(stock) and "host_memory=1.0GB" in load._decode_flags(hybrid)
-    # rows for those that run and those that arrive
+    # rows for running and for arriving requests
     flags = load._decode_flags(stock)
     assert flags[flags.index("--max-running-requests") + 1] == "12"
 
@@ -82,7 +82,7 @@ def test_answers_that_never_overlap_have_no_rate() -> None:
 
 
 def test_pauses_count_from_the_arrival_until_all_others_have_begun() -> None:
-    # a pause of 3 s before anybody arrives, one of 0.5 s while others arrive, one of 2 s afterwards
+    # a pause of 3 s before other requests arrive, one of 0.5 s while they arrive, one of 2 s afterwards
     times = [0.0, 3.0, 4.0, 4.1, 4.6, 4.7, 6.7]
     running = [Arrivals(0.0, times, list(range(1, 8)))]
     found = pause_figures(running, [row(4.05, 4.5, 0.1, 3), row(4.05, 4.65, 0.1, 3)])
@@ -94,7 +94,7 @@ def test_pauses_count_from_the_arrival_until_all_others_have_begun() -> None:
 
 
 class FakeInstance:
-    """Answers as SGLang streams, and keeps what it was asked."""
+    """HTTP server that streams answers as SGLang does and records the requests."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""bench/arrivals.py without servers: workloads, memory of each side, which rates count as served, what is left out."""
+"""bench/arrivals.py without servers: workloads, memory of each side, sustained rates, and rates that are left out."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_side_has_the_same_memory_for_its_cache() -> None:
 def test_lengths_of_conversations_are_like_sharegpts() -> None:
     asked, answered = zip(*lengths(4000, 1.0, seed=0), strict=True)
     assert 120 < statistics.mean(asked) < 200 and 280 < statistics.mean(answered) < 400
-    assert statistics.median(asked) < 0.7 * statistics.mean(asked)  # most are short, some are long
+    assert statistics.median(asked) < 0.7 * statistics.mean(asked)  # most lengths are short, some are long
     longer, same = zip(*lengths(4000, 16.0, seed=0), strict=True)
     assert statistics.mean(longer) == pytest.approx(16 * statistics.mean(asked), rel=0.01) and same == answered
 
@@ -129,7 +129,7 @@ class FakeServer:
 
 
 class FakeBenchmark(FakeServer):
-    """Pauses grow with the rate; the rate 3 fails."""
+    """Stand-in for the benchmark process: pauses grow with the rate, and rate 3 fails."""
 
     def run(self, _target: Any, asked: Asked, _seconds: float) -> dict[str, Any]:
         if asked.rate == 3:

@@ -1,4 +1,4 @@
-"""What chaos runs compare exactly: a row's numbers, whatever else is in its batch."""
+"""``same_bits``: chaos runs need every row's results to be bit-identical, whatever else is in its batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_a_product_rounds_a_row_the_same_wherever_it_stands(rows: int) -> None:
     x, weight = normal(64, 576), normal(960, 576, seed=1)
     whole = same_bits.linear(x, weight)
-    torch.testing.assert_close(whole, torch.nn.functional.linear(x, weight), rtol=1e-4, atol=2e-4)  # sums of 576
+    torch.testing.assert_close(whole, torch.nn.functional.linear(x, weight), rtol=1e-4, atol=2e-4)  # sums of 576 terms
     for first in (0, 5, 64 - rows):
         assert torch.equal(same_bits.linear(x[first : first + rows], weight), whole[first : first + rows])
         assert torch.equal(
@@ -81,7 +81,7 @@ def test_decode_gives_a_row_the_same_bits_alone_and_beside_longer_ones() -> None
 
 
 def test_tokens_of_blocks_and_partial_keys_give_a_row_the_same_bits() -> None:
-    """As policy infinigen attends, and as it selects."""
+    """Both are what policy infinigen computes: attention over tokens of blocks, selection by partial keys."""
     pages, columns = 120, 8
     keys, values = normal(pages, HEADS, 32, DIM), normal(pages, HEADS, 32, DIM, seed=1)
     partial = PartialKeys([torch.eye(DIM).expand(HEADS, -1, -1)], columns, torch.bfloat16)

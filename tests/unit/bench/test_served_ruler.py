@@ -1,4 +1,4 @@
-"""bench/served_ruler.py without servers: what is served, and how scores become bars."""
+"""bench/served_ruler.py without servers: which servers run, and which scores meet the bar of a budget."""
 
 from __future__ import annotations
 

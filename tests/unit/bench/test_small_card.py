@@ -1,4 +1,4 @@
-"""bench/small_card.py without servers: what fits in 24 GB, flags, what is recorded of a server that refuses."""
+"""bench/small_card.py without servers: requests that fit in 24 GB, flags, and the record of a refusal."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_shape_is_qwen3_8bs_and_holds_256k() -> None:
 
 
 class FakeServer:
-    """Hybrid does not start at its first attempt. Stock starts."""
+    """Stand-in for a server. The hybrid server fails at its first start; stock starts."""
 
     started: list[list[str]] = []  # noqa: RUF012
     start_seconds, url, command = 1.0, "http://nowhere", ["python", "-m", "x"]
@@ -113,7 +113,7 @@ def test_a_refusal_is_recorded_and_a_server_that_does_not_start_is_tried_with_le
     found = json.loads((tmp_path / "out.json").read_text())
     assert "exceeds the maximum" in found["points"][0]["refused"]
     stock, *_ = FakeServer.started
-    assert stock[stock.index("--max-total-tokens") + 1] == str(small_card.CPU_TOKENS)  # not all of a host's memory
+    assert stock[stock.index("--max-total-tokens") + 1] == str(small_card.CPU_TOKENS)  # a part of host memory
     assert "CUDA out of memory" in found["servers"][1]["error"]
     measured = found["points"][1]
     assert (measured["requests"], measured["first_token_s"], measured["tokens_per_s"]) == (1, [1.0], 15.0)

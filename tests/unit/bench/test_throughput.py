@@ -1,4 +1,4 @@
-"""bench/throughput.py without servers: capacity, statistics, traces, metrics, tables, the synthetic model."""
+"""bench/throughput.py without servers: capacity, statistics, traces, metrics, tables, and the synthetic model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_stock_holds_what_its_pool_has_tokens_for(length: int, rows: int) -> Non
 def test_hybrid_holds_what_a_server_takes_for_rows_digests_and_prefill_in_the_same_memory() -> None:
     no_cap = Limits(LIMITS.gpu_bytes, host_bytes=10**15, most_rows=None)
     capacity = hybrid_capacity(QWEN3_14B_10_LAYERS, no_cap, DEFAULTS, 32768, "cuda")
-    slots = 10 * 8 * 64 * (16384 + 4)  # blocks and their positions
+    slots = 10 * 8 * 64 * (16384 + 4)  # bytes of the slots: blocks and their positions
     scores = 10 * 8 * 4096 * 4
     digests = 10 * 8 * 1024 * (224 + 512)
     row, more = slots + scores + digests, STAGING + slots + scores
@@ -105,7 +105,7 @@ def arriving(first: float, every: float, tokens: int, interval: int = 1) -> Arri
 
 
 def test_throughput_counts_the_time_in_which_all_rows_decode() -> None:
-    # the second row comes a second later, and both make 100 tokens a second
+    # the second row starts a second later, and each row makes 100 tokens per second
     slices = steady_slices([arriving(0, 0.01, 300, 8), arriving(1, 0.01, 300, 8)], warm_tokens=8, slices=4)
     assert [one.rate for one in slices] == pytest.approx([200] * 4)
     assert sum(one.seconds for one in slices) == pytest.approx(2.96 - 1.08)
@@ -151,7 +151,10 @@ def kernel(name: str, begin: float, duration: float, stream: int = 7) -> dict[st
 
 
 def two_steps() -> list[dict[str, Any]]:
-    """Each: 100 us of GEMM, 50 of attention, 20 of waiting; 60 of scores beside the GEMM; 30 of nothing."""
+    """Return a trace of two steps, each with 100 us of GEMM, 50 of attention, 20 of waiting and 30 idle.
+
+    60 us of scoring run on another stream during the GEMM.
+    """
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}, {"ph": "X", "cat": "cpu_op", "name": "x"}]
     for begin in (1000.0, 1200.0):
         events += [
@@ -170,7 +173,7 @@ def test_a_trace_is_summed_by_what_kernels_are_for() -> None:
     assert busy["scout lane"] == (0.06, 0.0)
     assert busy["attention"] == (0.05, 0.05)
     assert busy["wait"] == (0.02, 0.02)
-    assert found["idle_ms"] == 0.015  # what follows the last kernel of the last step is not in the trace
+    assert found["idle_ms"] == 0.015  # the trace ends with the last kernel: only one of two pauses of 30 us counts
     assert found["step_ms"] == 0.185
     assert found["categories"]["scout lane"]["streams"] == 1
 
@@ -254,7 +257,7 @@ def test_stock_with_a_cache_of_one_byte_holds_twice_the_rows(tmp_path: Path, tin
     args = throughput.parsed(["--quick", "--model", str(tiny), "--most-rows", "1000"])
     benchmark = throughput.Benchmark(args, tmp_path)
     plain, fp8 = configurations.stock("flashinfer"), configurations.stock_fp8("flashinfer")
-    # of float32, as a CPU has it
+    # four times: stock's cache on a CPU is float32
     assert benchmark._capacity(fp8, 256).rows == pytest.approx(4 * benchmark._capacity(plain, 256).rows, abs=3)
     assert benchmark._flags(fp8, {256: [2]})[-2:] == ["--kv-cache-dtype", "fp8_e4m3"]
     assert "--kv-cache-dtype" not in benchmark._flags(plain, {256: [2]})
@@ -366,7 +369,7 @@ def test_what_is_not_measured_again_is_taken_over_from_an_earlier_run(tmp_path: 
     result = benchmark("--runs", "hybrid", "--with", str(tmp_path / "old.json")).result
     assert [one["configuration"] for one in result["points"]] == ["stock"]
     result = benchmark("--lengths", "256", "--with", str(tmp_path / "old.json")).result
-    assert [one["configuration"] for one in result["points"]] == ["stock", "hybrid"]  # of another length
+    assert [one["configuration"] for one in result["points"]] == ["stock", "hybrid"]  # both have another length
     with pytest.raises(SystemExit, match="limits"):
         benchmark("--gpu-limit", "1", "--with", str(tmp_path / "old.json"))
 
@@ -417,7 +420,7 @@ def test_rows_that_share_a_prompt_differ_in_their_last_tokens(tiny: Path) -> Non
 def test_queries_drift_slowly_from_step_to_step_and_layer_to_layer() -> None:
     shape = Shape(layers=3, hidden=256, heads=4, kv_heads=2, head_dim=128, intermediate=512, vocabulary=1024)
     found = check(shape, Character(), seed=0, tokens=4096, steps=4)
-    assert 0 < found["block_change_in_steps"][1] < 0.3  # 100 % with random weights; --check has the numbers
+    assert 0 < found["block_change_in_steps"][1] < 0.3  # 1.0 with random weights; --check prints the numbers
     assert found["raw_prediction_cosine"] > 0.85
     assert found["steps_on_the_walk"] == "4 of 4"
 

@@ -1,4 +1,4 @@
-"""Models and machines of the tests of ``sglang-hybrid size``."""
+"""Models and machines that the tests of ``sglang-hybrid size`` share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sizing(
 
 
 def write_safetensors_header(file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """A file without values: nobody who sizes reads them."""
+    """Write a safetensors file with a header and no values: ``size`` reads headers only."""
     entries = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in tensors.items()}
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text)

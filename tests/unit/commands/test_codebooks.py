@@ -1,4 +1,4 @@
-"""Codebooks of keys: what is clustered, what is asked for, and what is refused."""
+"""Codebooks of keys: clustering, the plan that is asked for, and refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def first_points(points: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def some_keys(tokens: int, kinds: int = 4) -> list[torch.Tensor]:
-    """Of each layer, ``[KV heads, tokens, head_dim]``: keys of a few kinds, and a little noise."""
+    """Return keys ``[KV heads, tokens, head_dim]`` of each layer: ``kinds`` different keys with a little noise."""
     random = seeded(0)
     centres = 5 * torch.randn(LAYERS, HEADS, kinds, DIM, generator=random)
     which = torch.arange(tokens) % kinds
@@ -79,7 +79,7 @@ def test_codebooks_say_what_they_are_of_and_how_far_off_unseen_keys_are() -> Non
 
 
 def test_scikit_learn_finds_the_kinds_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(sys.prefix) / "apart")  # requirements/apart.txt
+    monkeypatch.syspath_prepend(Path(sys.prefix) / "apart")  # installed apart: requirements/apart.txt
     pytest.importorskip("sklearn")
     keys = some_keys(400)
     plan = CodebookPlan(groups=2, centroids=4, shared=False)

@@ -1,4 +1,4 @@
-"""The package's own command line, without SGLang."""
+"""The command line of sglang-hybrid, without SGLang."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_command_that_does_not_exist_is_answered_with_those_that_do(
 
 
 HEAVY = ("torch", "sglang", "transformers", "numpy")
-# SGLang's parser answers the one, a process of its own the other
+# SGLang's parser answers --help of serve, a separate process answers --help of chaos.
 OWN_HELP = [[name, "--help"] for name in cli.COMMANDS if name not in ("serve", "chaos")]
 
 
@@ -87,7 +87,7 @@ def test_help_and_config_answer_without_loading_torch_or_sglang(arguments: list[
         "import sys\nfrom sglang_hybrid import cli\ntry:\n    cli.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         f"print('LOADED', *({set(HEAVY)!r} & sys.modules.keys()))"
     )
-    # generous: a busy machine takes several times as long as a quiet one
+    # a generous timeout: a busy machine takes several times as long as an idle one
     done = subprocess.run(
         [sys.executable, "-c", look, *arguments], capture_output=True, text=True, check=True, timeout=20
     )
@@ -162,7 +162,7 @@ def test_the_name_of_a_known_model_may_stand_in_sglangs_config_file(default_mode
     file = tmp_path / "server.yaml"
     file.write_text("model-path: qwen2.5-coder-1.5b\nserved-model-name: coder\n")
     given = ["--config", str(file)]
-    # the command line comes after the file, and wins
+    # the command line is read after the file and overrides it
     assert defaults.with_model(given) == [*given, "--model-path", "/models/qwen2.5-coder-1.5b"]
 
 

@@ -1,4 +1,4 @@
-"""The default model: finding it, converting it, and keeping exactly one complete copy."""
+"""The default model is found, converted, and kept in exactly one complete copy."""
 
 import json
 import shutil
@@ -60,19 +60,19 @@ def test_quantised_weights_come_back_within_half_a_quantisation_step(tmp_path: P
     converted = converted_weights(prepare_gguf(path, tmp_path / "hf"))["model.layers.0.self_attn.v_proj.weight"]
     blocks, original = converted.reshape(-1, 32), tiny_tensors()[name].reshape(-1, 32)
     step = (original.max(axis=1) - original.min(axis=1)) / 15  # Q4_1: 16 levels for 32 weights
-    # scale and minimum are stored as float16, hence a little more than half
+    # scale and minimum are stored as float16, so errors are a little above half a step
     assert (np.abs(blocks - original).max(axis=1) <= 0.51 * step + 2e-3).all()
     assert not np.array_equal(blocks, original)
 
 
 def rotate_neighbours(head: np.ndarray, angles: np.ndarray) -> np.ndarray:
-    """llama.cpp's rotary embedding: channels (0,1), (2,3), ... turn together."""
+    """Apply llama.cpp's rotary embedding, which rotates the channel pairs (0,1), (2,3), ..."""
     turned = (head[0::2] + 1j * head[1::2]) * np.exp(1j * angles)
     return np.stack([turned.real, turned.imag], axis=1).reshape(-1)
 
 
 def rotate_halves(head: np.ndarray, angles: np.ndarray) -> np.ndarray:
-    """Hugging Face's rotary embedding: channels (0,D/2), (1,D/2+1), ... turn together."""
+    """Apply Hugging Face's rotary embedding, which rotates the channel pairs (0,D/2), (1,D/2+1), ..."""
     half = len(head) // 2
     turned = (head[:half] + 1j * head[half:]) * np.exp(1j * angles)
     return np.concatenate([turned.real, turned.imag])
@@ -100,7 +100,7 @@ def test_undoing_the_rotary_permutation_keeps_every_attention_score(tiny_gguf: P
     hf_k = converted["model.layers.0.self_attn.k_proj.weight"]
     expected = scores(q, k, rotate_neighbours)
     np.testing.assert_allclose(scores(hf_q, hf_k, rotate_halves), expected, rtol=1e-9)
-    assert not np.allclose(scores(q, k, rotate_halves), expected)  # the permutation is not a formality
+    assert not np.allclose(scores(q, k, rotate_halves), expected)  # without the permutation scores would differ
 
 
 def test_config_says_what_the_gguf_says(tiny_gguf: Path, tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_of_two_builders_at_once_one_builds_and_the_other_waits_for_it(tmp_path:
         built_by.append("first")
         write(directory / "weights", "whole")
 
-    # flock belongs to the open file, so two threads exclude each other just as two processes do
+    # flock locks belong to the open file, so two threads exclude each other as two processes do
     first = threading.Thread(target=build_once, args=(target, {}, build_first, silent))
     first.start()
     assert first_is_building.wait(timeout=30)
@@ -372,7 +372,7 @@ def test_the_real_model_knows_the_capital_of_france_and_when_to_stop(real_model:
     question = [{"role": "user", "content": "What is 2+2? Answer briefly."}]
     prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     assert prompt.endswith("<|im_start|>user\nWhat is 2+2? Answer briefly.<|im_end|>\n<|im_start|>assistant\n")
-    assert continuation(prompt, 20).endswith("4.<|im_end|>")  # ends by itself: the EOS is the chat's
+    assert continuation(prompt, 20).endswith("4.<|im_end|>")  # the answer ends by itself, with the chat's EOS
 
 
 def test_the_real_tokenizer_round_trips_text_and_takes_digits_one_by_one(real_model: Path) -> None:

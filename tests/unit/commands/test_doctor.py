@@ -1,4 +1,4 @@
-"""``sglang-hybrid doctor``: the report, the order of checks, and the command itself."""
+"""``sglang-hybrid doctor``: its report, the order of its checks, and the command."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_check_comes_after_those_that_it_needs() -> None:
 
 
 def test_an_empty_machine_is_examined_without_an_error_of_a_check(tmp_path: Path) -> None:
-    """Neither /proc nor /sys nor /dev, as in a sandbox."""
+    """The machine has neither /proc nor /sys nor /dev, as in a sandbox."""
     report = examine(machine(tmp_path, "GPU-1, GPU, 1, [N/A], 0:0:0.0, [N/A], [N/A], [N/A], [N/A]"), quick=True)
     assert [found for finding in report.findings.values() if "check failed" in (found := finding.found)] == []
 

@@ -1,4 +1,4 @@
-"""``sglang-hybrid doctor`` about GPUs, as nvidia-smi and /sys describe them to a test."""
+"""``sglang-hybrid doctor`` about GPUs, with output of nvidia-smi and files of /sys that a test provides."""
 
 from __future__ import annotations
 
@@ -180,5 +180,5 @@ def test_kernels_are_found_in_the_cache_and_not_compiled(tmp_path: Path, monkeyp
     elsewhere = tmp_path / "cuda" / f"{source_hash()}-sm90-nvcc13.0.88.so"
     write(tmp_path, {f"cuda/{elsewhere.name}": ""})
     assert build.find_built(90) == elsewhere == build.built(90)
-    monkeypatch.setattr(build, "find_nvcc", lambda: Nvcc(Path("nvcc"), "12.8.1"))  # compiles its own
+    monkeypatch.setattr(build, "find_nvcc", lambda: Nvcc(Path("nvcc"), "12.8.1"))  # needs its own library
     assert build.find_built(90) is None

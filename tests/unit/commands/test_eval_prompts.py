@@ -1,4 +1,4 @@
-"""Prompts of ``sglang-hybrid eval``: length, depth, what is hidden and what is asked."""
+"""Prompts of ``sglang-hybrid eval``: their lengths, depths, hidden answers and questions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BEGIN = 0
 
 
 class Characters:
-    """A token for each character. Token 0 begins a text, where the model wants that."""
+    """Tokenizer with one token per character. With ``begins``, special token 0 begins a text."""
 
     def __init__(self, begins: bool = False) -> None:
         self._begin = [BEGIN] if begins else []
@@ -38,7 +38,7 @@ class Characters:
 
 
 class Words:
-    """A token for each word and mark, with the space before it."""
+    """Tokenizer with one token per word or punctuation mark, with the white space before it."""
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}

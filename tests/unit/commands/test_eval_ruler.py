@@ -1,4 +1,4 @@
-"""RULER: prompts by NVIDIA's programs, their file, their cache, their scores."""
+"""RULER: prompts made by NVIDIA's programs, the file and the cache of prompts, and scores."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def make(request: Request, tokenizer: ModelTokenizer) -> list[RetrievalPrompt]:
 
 
 def real_package(monkeypatch: pytest.MonkeyPatch) -> package.Package:
-    """NVIDIA's, in place of the one that tests write. Not imported: the next test would find it too."""
+    """Return NVIDIA's installed package instead of the one that tests write; skip the test if there is none.
+
+    The package is not imported, because the import would stay for later tests.
+    """
     monkeypatch.undo()
     try:
         return package.installed()
@@ -122,8 +125,8 @@ def test_without_a_chat_template_the_task_stands_alone(tmp_path: Path) -> None:
 def test_programs_get_stand_ins_and_leave_tokens_for_the_chat_and_the_answer(tokenizer: ModelTokenizer) -> None:
     red, _, blue, _ = (facts_in(tokenizer.decode(one.ids)) for one in make(ask(), tokenizer))
     assert tokenizer.chat == ChatTemplate("<s><u>", "</u><a>")
-    spare = 4 + 16  # tokens of the chat, and of borders
-    # below 4096 the one makes another task, so its answer is longer; the other leaves nothing for an answer
+    spare = 4 + 16  # tokens of the chat template, and reserved for merges at the borders
+    # "red" would make another task below 4096, so its answer gets longer; "blue" reserves nothing for an answer
     assert red[:4] == ["red", 4096, 7 + spare, 7]
     assert blue[:4] == ["blue", 4096 - 7 - spare, 7, 7]
     tokens, sentences, names = red[4:]
@@ -227,7 +230,7 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
         (gzip.compress(b'{"tokenizer":"a","package":"b","seed":1,"format":9}\n'), "has format 9"),
         (gzip.compress(b'{"tokenizer":"a","package":"b","seed":1}\n'), "has no prompts"),
     ],
-    ids=["plain", "cut", "empty", "task", "format", "no prompts"],  # compressed bytes hold the time
+    ids=["plain", "cut", "empty", "task", "format", "no prompts"],  # named, because gzip bytes contain the time
 )
 def test_a_file_that_is_no_file_of_prompts_is_named(tmp_path: Path, content: bytes, why: str) -> None:
     (tmp_path / "bad.gz").write_bytes(content)

@@ -1,4 +1,4 @@
-"""Answers that are decoded in this process: they end where a server's would."""
+"""Answers that are decoded in this process end where a server would end them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ END = 9
 
 
 class Counting:
-    """Every row counts on from its own number, up to 9, which ends an answer, and then from 0 again."""
+    """Stand-in session: each row counts up from its first token. Token 9 ends an answer; 0 follows 9."""
 
     end_tokens = frozenset({END})
 

@@ -1,4 +1,4 @@
-"""From what a model said to numbers, and from two runs to a difference."""
+"""Scores of answers, and differences between two runs."""
 
 from __future__ import annotations
 

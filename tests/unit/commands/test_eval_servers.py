@@ -22,7 +22,7 @@ from sglang_hybrid.commands.eval.servers.server import Server, servers_of
 
 
 def right(asked: dict[str, Any]) -> Reply:
-    """The answer to a prompt is its first token."""
+    """Answer a prompt correctly: the expected answer is the number of its first token."""
     return 200, {"text": f"it is {asked['input_ids'][0]}", "output_ids": [1], "meta_info": {}}
 
 
@@ -32,7 +32,7 @@ def wrong(_asked: dict[str, Any]) -> Reply:
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    """Six prompts, of two tasks."""
+    """Return a file of six prompts of two tasks."""
     made = [
         RetrievalPrompt(f"ruler:{task}", (n, 7), (str(n),), 4096, None, 30, "string_match_all")
         for task, numbers in (("vt", (100, 101, 102)), ("fwe", (103, 104, 105)))

@@ -1,4 +1,4 @@
-"""Settings of the runs of an evaluation: what they share is passed on, and must not differ."""
+"""Runs of an evaluation share one prefill: settings that prefill depends on are passed on and must not differ."""
 
 import pytest
 

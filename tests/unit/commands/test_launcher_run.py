@@ -1,4 +1,4 @@
-"""What a launcher's processes leave behind, by every kind of end: small stand-ins for a server, in real processes."""
+"""A launcher leaves nothing behind, however it ends. Small programs in real processes stand in for a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 from sglang_hybrid.commands import shared_memory
 
-# Makes what a server makes: a semaphore, temporary files, a process in a session of its own; and ignores SIGTERM.
+# Creates what a server creates (a semaphore, a temporary file, a process in its own session) and ignores SIGTERM.
 SERVER = """
 import multiprocessing, pathlib, signal, subprocess, sys, tempfile, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -76,12 +76,12 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.05)  # no event to wait for: other processes
+        time.sleep(0.05)  # other processes change it: there is no event to wait for
 
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    temporary = Path(tempfile.mkdtemp(prefix="t-"))  # short: sockets have short names
+    temporary = Path(tempfile.mkdtemp(prefix="t-"))  # short: paths of Unix sockets are limited
     running = Launcher(temporary, tmp_path)
     try:
         running.wait_until_it_serves()
@@ -129,7 +129,7 @@ def test_nothing_is_left_when_the_guard_is_killed_first(launcher: Launcher) -> N
 
 def test_the_next_start_removes_what_a_double_kill_left(launcher: Launcher, tmp_path: Path) -> None:
     guard = launcher.guard()
-    guard.suspend()  # it must not be quicker than this test
+    guard.suspend()  # so that the guard does not clean up before it is killed
     launcher.process.kill()
     launcher.process.wait()
     guard.kill()

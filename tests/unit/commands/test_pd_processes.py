@@ -1,4 +1,4 @@
-"""What environment the processes have that `sglang-hybrid pd` and the benchmarks start."""
+"""The environment of processes that `sglang-hybrid pd` and the benchmarks start."""
 
 from __future__ import annotations
 

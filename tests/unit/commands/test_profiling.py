@@ -1,4 +1,4 @@
-"""Profiling without a model: recordings, the simulation against plain Python and the policy, what is chosen by it."""
+"""Profiling without a model: recordings, the simulation against plain Python and the policy, and what it chooses."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ SEEDS = st.integers(0, 2**32 - 1)
 def some_record(
     seed: int, steps: int, rows: int, heads: int, wobble: float, first: int = 6, opens: float = 0.2
 ) -> LayerRecord:
-    """Blocks with scores that wobble around their means, and rows that open blocks now and then.
+    """Return a record of scores that vary around their means by ``wobble``; a row opens a block with chance ``opens``.
 
-    Attention follows the scores of another query than the one that was asked for.
+    Attention shares come from another draw of the scores, as if from another query.
     """
     random = seeded(seed)
     counts = torch.randint(1, first + 1, (rows,), generator=random) + torch.cat(
@@ -88,7 +88,7 @@ def best(scores: dict[int, float], room: int) -> set[int]:
 
 
 def simulated_in_plain_python(record: LayerRecord, choice: Choice, budget: Budget) -> list[tuple[float, float, float]]:
-    """Ratio, attention missed and change at every step: one row and one head at a time, with sets."""
+    """Return CPU ratio, attention missed and change of blocks per step, computed for one row and head at a time."""
     steps, rows, heads, blocks = record.scores.shape
     limit = min(budget.blocks, blocks)
     slots = budget.blocks - budget.sink - budget.recent - 1
@@ -136,7 +136,7 @@ def test_the_simulation_is_what_plain_python_finds_for_every_choice_at_once(
         expected = torch.tensor(simulated_in_plain_python(record, choice, budget))
         torch.testing.assert_close(simulated.ratio[number], expected[:, 0], rtol=0, atol=1e-5)
         torch.testing.assert_close(simulated.missed[number], expected[:, 1], rtol=0, atol=1e-5)
-        # at the first step everything is new
+        # without the first of several steps, at which all blocks are new
         torch.testing.assert_close(simulated.change[number], expected[min(1, steps - 1) :, 2], rtol=0, atol=1e-5)
 
 
@@ -152,7 +152,7 @@ def test_nothing_is_missed_of_rows_within_the_budget(record: LayerRecord, budget
 @settings(max_examples=60)
 @given(RECORDS, BUDGETS)
 def test_without_recall_a_larger_bonus_never_misses_more_blocks(record: LayerRecord, budget: Budget) -> None:
-    # what is resident does not depend on the bonus then: only whether something else is worth fetching
+    # without recall residents do not depend on the bonus, which decides only whether other blocks are selected
     ratios = simulate(record, [Choice(bonus, 0) for bonus in BONUSES], budget).ratio
     assert (ratios[1:] <= ratios[:-1] + 1e-6).all()
     assert not simulate(record, [Choice(1e6, interval) for interval in (0, 1, 8)], budget).ratio.any()
@@ -170,7 +170,7 @@ class Watched(ScoutPolicy):
 
 
 SHAPE = Shape(heads=2, group=2, dim=8, value_dim=8)
-PLAN = [Life(0, 9 * T - 3, 0, 40), Life(1, 3 * T - 20, 0, 40)]  # both open a block, at different steps
+PLAN = [Life(0, 9 * T - 3, 0, 40), Life(1, 3 * T - 20, 0, 40)]  # both rows open a block, at different steps
 
 
 def recorded(predicted: bool, seed: int) -> tuple[LayerRecord, Decoding, list[Step]]:
@@ -196,7 +196,7 @@ def test_a_recording_decodes_exactly_and_notes_scores_of_the_prediction_and_true
             keys, values = (tokens[row][:, :length] for tokens in (requests.row_keys, requests.row_values))
             exact, _ = softmax_attention(step.queries[row], keys, values, SHAPE.scale)
             torch.testing.assert_close(step.out[row].double(), exact, **CLOSE[torch.float32])
-            full = (length - 1) // T  # blocks before the tail, whose shares are told
+            full = (length - 1) // T  # full blocks before the tail: only they have scores
             for head in range(SHAPE.heads):
                 own = slice(2 * head, 2 * head + 2)
                 weights = torch.softmax(step.queries[row, own].double() @ keys[head].double().T * SHAPE.scale, dim=1)
@@ -270,7 +270,7 @@ def test_costs_of_shares_are_what_the_policy_misses_and_how_far_its_output_is_of
     exact: list[Step] = []
     Decoding(PLAN, SHAPE, seed=2).run(recorder, exact.append, lambda _: predicted, shuffled=False)
     cost = costs.of(0)
-    # a share of 1 leaves all misses out, so that the policy's output has nothing of a predicted query in it
+    # a share of 1 leaves out all misses, so that the predicted query does not influence the policy's output
     for number, share in [*enumerate(SHARES)][-6:]:
         options = ScoutOptions(resident_bonus=0.0, recall_interval=8, min_miss_attention=share)
         config = base.with_section(options)
@@ -299,7 +299,7 @@ def test_costs_of_shares_are_what_the_policy_misses_and_how_far_its_output_is_of
 
 
 def some_cost(seed: int) -> LayerCost:
-    """The larger the share, the fewer misses and the larger the change."""
+    """Return random costs: with a larger share there are fewer misses and the output changes more."""
     less, more = torch.rand(2, len(SHARES), generator=seeded(seed)).unbind(0)
     ratio = less.flip(0).cumsum(0).flip(0) / len(SHARES) * 0.5
     ratio[-1] = 0.0
@@ -316,7 +316,7 @@ def test_shares_leave_no_more_misses_than_allowed_and_no_layer_could_swap_with_a
     moved = sum(float(cost.moved[n]) / norm for cost, norm, n in zip(costs, norms, chosen, strict=True))
     assert ratio <= allowed + 1e-6
     if len(costs) > 3:
-        return  # too many to try all of them
+        return  # too many combinations to try
     for other in itertools.product(range(len(SHARES)), repeat=len(costs)):
         if sum(float(cost.ratio[n]) for cost, n in zip(costs, other, strict=True)) <= ratio - 1e-6:
             less = sum(float(cost.moved[n]) / norm for cost, norm, n in zip(costs, norms, other, strict=True))
@@ -329,7 +329,7 @@ def test_a_layer_whose_output_hardly_moves_has_the_larger_share() -> None:
     moving = LayerCost(steady.ratio, 100 * steady.moved, steady.not_sticky)
     shares = choose_shares([steady, moving], [1.0, 1.0])
     assert shares[0] > shares[1]
-    # and so has one that is added to much more
+    # so has a layer whose output is added to a residual stream of a larger norm
     shares = choose_shares([steady, steady], [100.0, 1.0])
     assert shares[0] > shares[1]
 
@@ -443,14 +443,14 @@ def weights_of_layers(layers: int) -> dict[int, QueryWeights]:
 
 
 def reflection(rank: int, seed: int = 21) -> torch.Tensor:
-    """An orthogonal matrix that differs from the identity by this rank: it keeps the rms, so that errors are linear."""
+    """Return an orthogonal matrix that flips ``rank`` directions. It keeps the rms, so errors are linear."""
     basis = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=seeded(seed))).Q[:, :rank]
     reflection: torch.Tensor = torch.eye(HIDDEN) - 2 * basis @ basis.T
     return reflection
 
 
 def inputs_of_layers(seed: int, ranks: Sequence[int], noise: float = 0.0, tokens: int = 600) -> LayerInputs:
-    """Layer i + 1 sees layer i's input with ``ranks[i]`` directions turned around."""
+    """Return inputs ``[tokens, HIDDEN]`` by layer: layer i + 1 gets layer i's, with ``ranks[i]`` directions flipped."""
     random = seeded(seed)
     inputs = {0: torch.randn(tokens, HIDDEN, generator=random)}
     for layer, rank in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""Bars over long work, and the lines that take their place where no terminal is."""
+"""Progress bars of long work, and the lines that replace them where output is no terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RecordedBar:
 
 
 class FakeSession:
-    """Prefills in four parts and always says token 1."""
+    """Stand-in session: prefill reports four parts, and every step answers token 1."""
 
     logits = torch.eye(4)[[1, 1]]
     end_tokens: frozenset[int] = frozenset()

@@ -1,4 +1,4 @@
-"""A GGUF of Qwen2 as a Hugging Face directory: biases, rows as they are, an output projection of its own, tokenizer."""
+"""Conversion of a Qwen2 GGUF to a Hugging Face directory: biases, order of rows, output projection, tokenizer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def as_float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
 
 
 def weights_of(directory: Path) -> dict[str, npt.NDArray[np.float32]]:
-    """Read without the library that would refuse bfloat16 in numpy."""
+    """Return the weights by name in float32. The file is parsed here: safetensors refuses bfloat16 in numpy."""
     content = (directory / "model.safetensors").read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:begin])
@@ -105,7 +105,7 @@ def test_a_tensor_of_several_pieces_is_the_same_as_one_of_one_piece(
 def test_bfloat16_is_rounded_to_nearest_and_ties_to_even() -> None:
     from sglang_hybrid.commands.model.gguf_weights import to_bfloat16
 
-    step = 2.0**-7  # between neighbours above 1
+    step = 2.0**-7  # distance of neighbouring bfloat16 numbers above 1
     values = np.array([1, 1 + step / 2, 1 + 1.5 * step, 1 + 0.51 * step, -1 - 0.49 * step, 0], np.float32)
     expected = np.array([1, 1, 1 + 2 * step, 1 + step, -1, 0], np.float32)
     np.testing.assert_array_equal(as_float32(to_bfloat16(values)), expected)
@@ -121,7 +121,7 @@ def test_config_says_what_the_gguf_says(converted: Path) -> None:
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "dtype": "bfloat16", "torch_dtype": "bfloat16",
     }  # fmt: skip
     assert {key: config[key] for key in expected} == expected
-    assert config["transformers_version"]  # or transformers warns that a large tokenizer is a broken one of Mistral's
+    assert config["transformers_version"]  # else transformers takes a large tokenizer for a broken one of Mistral
     generation = json.loads((converted / "generation_config.json").read_text())
     assert generation == {"bos_token_id": 1, "eos_token_id": [2, 0], "pad_token_id": 0}
 
@@ -149,8 +149,8 @@ def test_the_tokenizer_cuts_text_as_qwen2_does(converted: Path) -> None:
     assert tokenizer.encode("he<|fim_prefix|><tool_call>").tokens == ["he", "<|fim_prefix|>", "<tool_call>"]
     for text in ["naïve 日本語 🙂 1234", "def f(x):\n\treturn x  # 10\n\n\n", "<tool_call> x"]:
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
-    assert tokenizer.encode("e\u0301").ids == tokenizer.encode("\u00e9").ids  # one character, written in two ways
-    # only control tokens disappear, and what fills up the table is no token
+    assert tokenizer.encode("e\u0301").ids == tokenizer.encode("\u00e9").ids  # the same character in two encodings
+    # only control tokens are skipped, and entries that pad the table are no tokens
     assert tokenizer.decode(tokenizer.encode("<tool_call>he<|im_end|>").ids) == "<tool_call>he"
     assert tokenizer.get_vocab_size() == ROWS - 2
     assert tokenizer.token_to_id("[PAD0]") is None
@@ -186,7 +186,7 @@ def test_a_tensor_that_qwen2_does_not_have_is_refused(tmp_path: Path) -> None:
 
 
 def test_logits_are_those_of_the_model_that_the_gguf_was_made_from(converted: Path) -> None:
-    """The original is a model of transformers that gets the GGUF's tensors by hand."""
+    """The original is a transformers model into which the test copies the GGUF's tensors."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen2Config(

@@ -1,4 +1,4 @@
-"""The command line of ``sglang-hybrid report``, its sizes and what it gives to SGLang."""
+"""The command line of ``sglang-hybrid report``, its sizes, and the flags that it gives to SGLang."""
 
 from __future__ import annotations
 

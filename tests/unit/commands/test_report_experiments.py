@@ -1,4 +1,4 @@
-"""Experiments of ``sglang-hybrid report`` on made-up measurements: what is asked, what is drawn, what is skipped."""
+"""Experiments of ``sglang-hybrid report`` on made-up measurements: what they measure, draw and skip."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_hybrid.commands.report.experiments.base import Experiment, settings_
 from sglang_hybrid.commands.report.running import run_all, run_one
 from sglang_hybrid.policies import registry
 
-# registered by other branches of the code: the report takes what there is
+# policies that a registry may lack: the report uses those that are registered
 ABSENT = ("hgca", "hcattention", "infinigen")
 
 
@@ -34,7 +34,7 @@ class Quiet:
 
 @pytest.fixture
 def with_all_policies(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """All policies that a report knows are registered; those that are not there look like scout."""
+    """Register all policies that a report knows; absent ones are copies of scoutattention. Return their names."""
     registry.policy_names()
     for name in ABSENT:
         if not registry.has_policy(name):
@@ -129,7 +129,7 @@ def test_a_model_that_is_loaded_already_is_asked_again(tmp_path: Path) -> None:
     for name in ("scout-ratio", "scout-accuracy", "scout-cosines"):
         run_one(named(name), context, ["report"])
     assert len(sessions.started) == 1
-    sessions.started[0].is_alive = False  # it crashed
+    sessions.started[0].is_alive = False  # the session crashed
     run_one(named("scout-ablation"), context, ["report"])
     assert len(sessions.started) == 2
 

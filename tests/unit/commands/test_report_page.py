@@ -1,4 +1,4 @@
-"""The page and the Markdown file of a report."""
+"""The HTML page and the Markdown file of a report."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def section(**changes: object) -> Section:
 
 
 class Tags(HTMLParser):
-    """Elements, their attributes and whether all are closed."""
+    """Parser that collects elements with their attributes and checks that every element is closed."""
 
     VOID = frozenset({"meta", "br", "img", "path", "use", "rect"})
 
@@ -148,7 +148,7 @@ def test_markdown_has_no_markup_of_measurements() -> None:
     text = markdown.text_of(report_of(section(elements=(Note(NASTY),))))
     assert "<script" not in text.replace("\\<script", "")
     failed = markdown.text_of(report_of(section(status="failed", elements=(Note("it\n```\nfailed"),))))
-    assert failed.count("```") == 4  # of the failure and of the settings
+    assert failed.count("```") == 4  # two around the failure, two around the settings
 
 
 def test_links_of_the_markdown_table_are_those_of_its_headings() -> None:

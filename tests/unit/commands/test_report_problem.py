@@ -1,4 +1,4 @@
-"""``sglang-hybrid report-problem``: what is in the archive, and what must not be."""
+"""``sglang-hybrid report-problem``: what the archive contains and what it must not contain."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def unpacked(path: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A report of this machine, made where secrets are in the environment and in the log."""
+    """Return path and files of a report, made while environment and log contain secrets."""
     folder = tmp_path_factory.mktemp("report")
     log = folder / "server.log"
     log.write_text(f"server_args=ServerArgs(api_key='{OPENAI}')\nloading with {HUB}\nthe last line of the log\n")
@@ -180,7 +180,7 @@ def test_a_report_never_replaces_a_file(
     with pytest.raises(SystemExit) as ended:
         main(["--out", str(path)])
     assert ended.value.code == 2 and "there is a file already" in capsys.readouterr().err
-    with pytest.raises(FileExistsError):  # one that somebody made meanwhile
+    with pytest.raises(FileExistsError):  # a file that another process has made in the meantime
         archive.write(path, [])
     assert path.read_bytes() == before
 

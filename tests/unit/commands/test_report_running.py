@@ -1,4 +1,4 @@
-"""A report goes on where it stopped, and one failure does not cost the rest."""
+"""A report continues where it stopped, and one failed experiment does not stop the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be served is refused at once by a real ``sglang-hybrid serve``: status 2, few lines, no traceback."""
+"""A real ``sglang-hybrid serve`` refuses at once what it cannot serve: status 2, few lines, no traceback."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def busy_port() -> Iterator[int]:
 
 
 def refusal(*arguments: str) -> str:
-    """What it says. Processor time is checked, which does not depend on what else the machine does."""
+    """Return the output of a command that must refuse quickly.
+
+    CPU time is checked, because it does not depend on the load of the machine.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60

@@ -1,4 +1,4 @@
-"""The estimated decode rate against every committed result of a decode step."""
+"""The estimated decode rate is compared with every committed result of a decode step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Point = tuple[str, bool, int, int, str, float]  # file, hybrid, tokens, rows, va
 
 
 def committed_points() -> dict[Point, dict[str, Any]]:
-    """Every decode step that a committed result has."""
+    """Return all decode steps of the committed results."""
     found: dict[Point, dict[str, Any]] = {}
     for file in (STOCK_STEPS, HYBRID_STEPS, QWEN_STEPS):
         for point in json.loads((DIRECTORY / file).read_text())["points"]:
@@ -59,11 +59,11 @@ def test_what_is_left_out_was_measured_with_other_settings() -> None:
     points = committed_points()
     for one in LEFT_OUT:
         result = points[key_of(one)]
-        if one.hybrid:  # an ablation: neither the default nor what the README shows
+        if one.hybrid:  # an ablation: neither default settings nor shown in the README
             assert {"recall_interval=0", "cpu_share=1"} & set(result["settings"])
         else:
             assert result["different_prompts"] < result["rows"]
-            assert one.error > MOST_ERROR  # else it would have to be compared
+            assert one.error > MOST_ERROR  # a result within the error has to be compared
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_results_at_8k_32k_and_64k_are_among_them(file: str, hybrid: bool) -> No
 
 def test_results_that_scored_fewer_blocks_are_those_before_scoring_at_every_step() -> None:
     for one in RESULTS:
-        selects = one.hybrid and one.rows > 1  # a single request is whole in GPU memory, and nothing is scored
+        selects = one.hybrid and one.rows > 1  # a single request is kept whole in GPU memory: nothing is scored
         assert one.scores_all == (not selects or "score_interval=1" in one.variant)
 
 

@@ -1,4 +1,4 @@
-"""``sglang-hybrid size`` as a person calls it: JSON, errors, help."""
+"""``sglang-hybrid size`` from the command line: JSON, notes, errors."""
 
 from __future__ import annotations
 

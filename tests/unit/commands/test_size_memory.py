@@ -1,4 +1,4 @@
-"""Requests that fit: the numbers of a real server, what limits them, and what doubles them."""
+"""The number of requests that fit: it equals a real server's; what limits it, and what doubles it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_hybrid.memory.capacity import CapacityError
 
 
 def tokens_of_server(sized: Sizing, requests: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Tokens of the pool that a server with so many running requests makes on this machine."""
+    """Return the pool tokens of a server for ``requests`` running requests, by the server's code on a fake machine."""
     machine, model = sized.machine, sized.model
     monkeypatch.setattr(pools, "refuse_model", lambda *_: None)
     monkeypatch.setattr(pools, "config_from_environment", lambda: sized.config)

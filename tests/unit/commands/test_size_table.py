@@ -1,4 +1,4 @@
-"""The tables that a person sees."""
+"""The tables that ``sglang-hybrid size`` prints."""
 
 from __future__ import annotations
 

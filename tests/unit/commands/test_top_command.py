@@ -1,4 +1,4 @@
-"""``sglang-hybrid top`` from its command line: output for scripts, refusals, and the page's HTTP server."""
+"""``sglang-hybrid top`` from the command line: output for scripts, refusals, and the page's HTTP server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sglang_hybrid.commands.top import web
 from sglang_hybrid.commands.top.server import Server
 from sglang_hybrid.commands.top.watch import Watch
 
-SECONDS = 60  # for anything: a busy machine takes long
+SECONDS = 60  # timeout of every wait: a busy machine is slow
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_busy_port_is_refused(fake: FakeServer, capsys: pytest.CaptureFixture[
 
 @pytest.fixture
 def page(fake: FakeServer) -> Iterator[str]:
-    """URL of a page server in this process, whose watch has taken two readings."""
+    """Yield the URL of a page server in this process. Its watch has taken two readings."""
     watch = Watch(Server.at(fake.url), 2.0)
     for _ in range(2):
         fake.engine.advance(1)
@@ -165,7 +165,7 @@ def test_nothing_else_is_served(page: str, path: str) -> None:
 
 
 def test_the_terminal_view_shows_the_server_and_ends_with_q(fake: FakeServer) -> None:
-    """In a real terminal of 120 columns, which is left as it was found."""
+    """The view runs in a real terminal of 120 columns and restores the terminal's screen."""
     leader, follower = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
     command = [sys.executable, "-m", "sglang_hybrid.cli", "top", "--interval", "0.1", "--url", fake.url]

@@ -14,7 +14,7 @@ from fake_metrics_server import FakeServer
 PROGRAM = find_browser()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=MISSING)
 
-# mean of the red, green and blue of the newest column of a heat map
+# JavaScript: mean red, green and blue of the newest column of a heat map
 NEWEST = """(() => { const canvas = document.querySelector("{map} canvas");
   const data = canvas.getContext("2d").getImageData(canvas.width - 1, 0, 1, canvas.height).data;
   return [0, 1, 2].map(part => { let sum = 0; for (let at = part; at < data.length; at += 4) sum += data[at];
@@ -30,7 +30,7 @@ def fake() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def page(fake: FakeServer) -> Iterator[str]:
-    """The URL of the page, served by the command itself."""
+    """Yield the URL of the page that ``sglang-hybrid top --web`` serves."""
     command = [sys.executable, "-m", "sglang_hybrid.cli", "top", "--web", "--port", "0", "--interval", "0.1"]
     with subprocess.Popen([*command, "--url", fake.url], stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -51,7 +51,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(started: Browser) -> Iterator[Browser]:
-    """A browser that has forgotten the page of the test before."""
+    """Yield the browser with an empty page, its default size and no records of the test before."""
     started.open("about:blank")
     started.resize(1280, 900)
     started.errors.clear()
@@ -114,7 +114,7 @@ def test_a_server_that_goes_away_is_waited_for(fake: FakeServer, page: str, brow
     fake.stop()
     shown = browser.wait_for("document.querySelector('#problem').innerText")
     assert re.search(r"No answer since \d\d:\d\d:\d\d .*; still asking", shown), shown
-    assert browser.text("#running") == "3"  # the last number that is known
+    assert browser.text("#running") == "3"  # the last known number stays
     fake.restart()
     browser.wait_for(
         "document.querySelector('#problem').hidden && document.querySelector('#status').innerText === 'serving'"

@@ -1,4 +1,4 @@
-"""``sglang-hybrid top`` against a server whose answers a test chooses: problems, restarts, a terminal."""
+"""``sglang-hybrid top`` against a fake server: problems, restarts, and the view in a terminal."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_stock_sglang_is_named_and_its_own_numbers_are_shown(fake: FakeServer) -
     fake.hybrid = False
     fake.info = {"attention_backend": "flashinfer", "served_model_name": "m"}
     watch = watching(fake)
-    assert polled(watch).problem is None  # not known before the server has told its backend
+    assert polled(watch).problem is None  # before /server_info names the backend, stock is not recognised
     watch.ask_info()
     state = polled(watch)
     assert state.problem is not None and state.problem.kind is Kind.STOCK
@@ -118,7 +118,7 @@ def test_a_restarted_server_is_watched_on_with_its_new_settings(fake: FakeServer
     fake.engine.advance(1)
     state = polled(watch)
     assert state.problem is None
-    assert state.model is None and state.settings is None  # those of the server before
+    assert state.model is None and state.settings is None  # the old server's are forgotten
     watch.ask_info()
     assert watch.state().model == "another"
     points = state.points
@@ -284,7 +284,7 @@ def test_a_layer_that_never_recalls_has_no_interval_in_the_map(fake: FakeServer)
 
 
 class Prepared(Server):
-    """Gives readings of one counter, at moments that a test chooses."""
+    """Server whose readings of one counter, with their times, a test prepares in READINGS."""
 
     def read(self) -> Reading:
         at, value = READINGS.pop(0)
@@ -295,7 +295,7 @@ READINGS: list[tuple[float, float]] = []
 
 
 def rates_of(*readings: tuple[float, float]) -> list[float | None]:
-    """GB/s at each of the readings: seconds and GB."""
+    """Return the rate in GB/s at each reading (seconds, GB)."""
     READINGS[:] = [(at, 1e9 * value) for at, value in readings]
     watch = Watch(Prepared("http://127.0.0.1:1"), interval=2.0)
     for _ in readings:
@@ -304,7 +304,7 @@ def rates_of(*readings: tuple[float, float]) -> list[float | None]:
 
 
 def test_rates_are_means_of_the_last_five_seconds() -> None:
-    steps = [(0, 0), (2, 0), (4, 6), (6, 6), (8, 6), (10, 6)]  # one long step, which counts at its end
+    steps = [(0, 0), (2, 0), (4, 6), (6, 6), (8, 6), (10, 6)]  # one long step, whose bytes count when it ends
     assert rates_of(*steps) == [None, 0, pytest.approx(1.5), pytest.approx(1), pytest.approx(1), 0]
 
 

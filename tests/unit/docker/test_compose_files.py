@@ -1,4 +1,4 @@
-"""Compose files: they refer to what exists, open nothing beyond loopback, and give up rights that are not needed."""
+"""Compose files refer to existing things, open ports on loopback only, and drop rights that are not needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from docker_files import COMPOSE_FILES, DOCKER, Dockerfile, compose
 
-ALONE = ("cpu", "gpu", "pd")  # the others are combined with one of these
+ALONE = ("cpu", "gpu", "pd")  # files that work alone; the others are combined with one of these
 SERVICES = [(path, name) for path in COMPOSE_FILES for name in compose(path)["services"]]
 
 each_service = pytest.mark.parametrize(("path", "name"), SERVICES, ids=lambda value: getattr(value, "stem", value))
@@ -20,7 +20,7 @@ def service(path: Path, name: str) -> dict[str, Any]:
 
 
 def is_addition(path: Path, name: str) -> bool:
-    """Whether the file only adds to a service of another file."""
+    """Return True if the file only adds to a service that another file defines."""
     return "image" not in service(path, name)
 
 
@@ -107,7 +107,7 @@ def test_what_is_written_goes_to_volumes_and_tmpfs(path: Path, name: str) -> Non
 @pytest.mark.parametrize(("file", "name"), [("cpu", "server"), ("gpu", "server"), ("pd", "prefill"), ("pd", "decode")])
 def test_servers_have_the_limits_that_they_need(file: str, name: str) -> None:
     given = service(DOCKER / f"compose.{file}.yaml", name)
-    assert given["shm_size"] in ("1gb", "8gb")  # Docker's own is 64 MB
+    assert given["shm_size"] in ("1gb", "8gb")  # Docker's default is 64 MB
     assert given["ulimits"]["core"] == 0 and given["ulimits"]["nofile"] >= 65536
     if file != "cpu":
         assert given["ulimits"]["memlock"] == -1

@@ -1,4 +1,4 @@
-"""Commands of images, compose files and manifests: every flag exists, every setting is one, every endpoint too."""
+"""Commands of images, compose files and manifests use flags, settings and endpoints that exist."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ ENDPOINTS_OF_OTHERS = {"prometheus": "/-/healthy", "grafana": "/api/health"}
 
 
 def of_image(image: str) -> Dockerfile | None:
-    """The Dockerfile of one of our images, by its tag."""
+    """Return the Dockerfile of a sglang-hybrid image by the image's tag; None for images of others."""
     name, _, tag = image.partition(":")
     return Dockerfile.read(DOCKER / f"Dockerfile.{tag}") if name == OURS else None
 
 
 def command_of(entrypoint: list[str] | None, arguments: list[str] | None, image: str) -> list[str]:
-    """What the container runs: what is given replaces what the image has."""
+    """Return the command line of a container: given parts replace the image's ENTRYPOINT and CMD."""
     file = of_image(image)
     if file is None:
         return list(arguments or [])
@@ -68,7 +68,10 @@ def flags_of(programs: tuple[list[str], ...]) -> list[tuple[str, list[str]]]:
 
 @pytest.fixture(scope="module")
 def servers_parser() -> argparse.ArgumentParser:
-    """SGLang's, with what our plugin adds; the plugin itself would stay loaded in this process."""
+    """Return SGLang's argument parser with the flags that the plugin adds.
+
+    The plugin is not loaded, because it would stay loaded in this process.
+    """
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
@@ -95,7 +98,7 @@ def test_every_setting_is_one() -> None:
     lines = [flags for _, flags in flags_of(SERVERS)]
     assert sum("--hybrid" in " ".join(flags) for flags in lines) >= 5
     for flags in lines:
-        config_of_arguments(flags)  # raises ConfigError
+        config_of_arguments(flags)  # raises ConfigError for an unknown setting
     worker = compose(DOCKER / "compose.worker.yaml", WORKER_PROVIDER="ipex")
     settings = STRINGS.parse(worker["services"]["server"]["environment"]["SGLANG_HYBRID_SET"])
     config, _ = config_of_arguments([part for setting in settings for part in ("--hybrid", setting)])
@@ -156,7 +159,7 @@ def endpoints_of_sglang() -> set[str]:
 
 
 def endpoint(words: list[str]) -> tuple[int, str]:
-    """Port and path of the URL that a health check asks."""
+    """Return port and path of the URL in a health check's command."""
     (found,) = re.findall(r"http://127\.0\.0\.1:(\d+)(/[\w/-]+)", " ".join(words))
     return int(found[0]), found[1]
 
@@ -168,13 +171,13 @@ def test_health_checks_ask_endpoints_that_exist() -> None:
     for path in COMPOSE_FILES:
         for name, service in compose(path)["services"].items():
             if "healthcheck" not in service:
-                assert "image" not in service or of_image(service["image"]), name  # which has one of its own
+                assert "image" not in service or of_image(service["image"]), name  # our images have their own
                 continue
             port, asked = endpoint(service["healthcheck"]["test"])
             if name in ENDPOINTS_OF_OTHERS:
                 assert asked == ENDPOINTS_OF_OTHERS[name] and service["ports"][0].endswith(f":{port}")
             elif name == "router":
-                assert (port, asked) == (PORT, "/readiness")  # which `sglang-hybrid pd` asks too
+                assert (port, asked) == (PORT, "/readiness")  # `sglang-hybrid pd` asks the same endpoint
                 assert "/readiness" in source_of("sglang_hybrid.commands.pd.main")
             else:
                 assert (port, asked) == (PORT, "/health")
@@ -196,7 +199,7 @@ def test_a_health_check_waits_longer_than_sglang_needs_to_say_that_it_is_ill() -
 
 
 def scraped() -> dict[str, int]:
-    """Service and port of everything that Prometheus asks for metrics."""
+    """Return the port by service name, for everything that Prometheus scrapes."""
     found = {}
     for job in yaml.safe_load((DOCKER / "monitoring" / "prometheus.yaml").read_text())["scrape_configs"]:
         assert job["metrics_path"] == "/metrics"

@@ -1,4 +1,4 @@
-"""Dockerfiles: what they copy exists, what they pin agrees with the package, what they run is a real command."""
+"""Dockerfiles copy files that exist, pin versions that agree with the package, and run commands that exist."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ each_file = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.n
 
 
 def is_sent(path: Path) -> bool:
-    """Whether .dockerignore leaves a file of the checkout in the build context. The last pattern that matches wins."""
+    """Return True if .dockerignore leaves ``path`` in the build context. The last matching pattern decides."""
     sent = True
     name = path.relative_to(ROOT).as_posix()
     for line in (ROOT / ".dockerignore").read_text().splitlines():

@@ -1,7 +1,7 @@
-"""The steps of Dockerfiles, done: by a container builder, or in a chroot over a fresh Debian.
+"""Execute the steps of Dockerfiles with a container builder, or in a chroot over a fresh Debian.
 
-Without a builder, root and debootstrap are needed. ``SGLANG_HYBRID_CLEAN_ROOT`` names a directory that debootstrap
-made before: bookworm with python3, python3-pip, python3-venv and ca-certificates.
+Without a builder, the tests need root and debootstrap. ``SGLANG_HYBRID_CLEAN_ROOT`` may name a directory that
+debootstrap made earlier: bookworm with python3, python3-pip, python3-venv and ca-certificates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_hybrid import __version__
 
 BUILDERS = ("docker", "podman", "buildah")
 PACKAGES = "python3,python3-pip,python3-venv,ca-certificates"
-CHECKS = {  # what the finished image runs, as its user
+CHECKS = {  # Python code that the finished image runs as its user
     "cpu": "import torch, sglang, sglang_router, mooncake; from sglang_hybrid.ops.cpu.library import variants; "
     "print(variants(), torch.version.cuda)",
     "worker": "from sglang_hybrid.ops.cpu.library import variants; import cpu_worker.main; print(variants(), None)",
@@ -31,7 +31,7 @@ CHECKS = {  # what the finished image runs, as its user
 
 @functools.cache
 def builder() -> list[str] | None:
-    """The command of a builder that works here."""
+    """Return the build command of a container builder that works on this machine, or None."""
     for name in BUILDERS:
         if shutil.which(name) and subprocess.run([name, "info"], capture_output=True, check=False).returncode == 0:
             return [name, "build"]
@@ -40,7 +40,7 @@ def builder() -> list[str] | None:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root directory that stands for the image python:3.11-slim-bookworm."""
+    """Return a root directory that replaces the image python:3.11-slim-bookworm."""
     if os.geteuid() != 0:
         pytest.skip("no docker, podman or buildah works here, and a chroot needs root")
     if given := os.environ.get("SGLANG_HYBRID_CLEAN_ROOT"):
@@ -58,7 +58,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class CleanRoot:
-    """One stage: an overlay over the base, in which the stage's steps run. Nothing is written to the base."""
+    """An overlay over the base, in which the steps of one stage run. The base is not written to."""
 
     def __init__(self, base: Path, work: Path, stage: Stage, arguments: dict[str, str]) -> None:
         self.path = work / "root"
@@ -68,7 +68,7 @@ class CleanRoot:
         layers = f"lowerdir={base},upperdir={work / 'upper'},workdir={work / 'scratch'}"
         self._mounted: list[Path] = []
         self._mount(self.path, "-t", "overlay", "overlay", "-o", layers)
-        # not binds of this machine's: whoever removes the directory must not remove more. debootstrap made /dev.
+        # No bind mounts of this machine: removing the directory must not remove their files. debootstrap made /dev.
         self._mount(self.path / "proc", "-t", "proc", "proc")
         self._mount(self.path / "sys", "-t", "sysfs", "sysfs", "-o", "ro")
         self._mount(self.path / "dev/shm", "-t", "tmpfs", "tmpfs")
@@ -84,7 +84,7 @@ class CleanRoot:
         self._mounted.append(at)
 
     def _take_network_settings(self) -> None:
-        """This machine's name server, certificates, apt and package index, as a builder's daemon would have them."""
+        """Copy this machine's settings of name server, certificates, apt and package index, as a builder uses them."""
         for file in ("/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt"):
             if Path(file).exists():
                 shutil.copy(file, self.path / file[1:])
@@ -98,12 +98,12 @@ class CleanRoot:
             [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
         ).stdout
         for place in {Path(word) for word in locations.replace("file://", "").replace("'", " ").split()}:
-            # what an index of files on this machine needs
+            # a package index of local files must be readable in the chroot
             above = place.parent if place.name == "simple" else place
             if place.is_absolute() and place.is_dir() and above not in map(Path, ("/", "/etc")):
                 self._mount(self.path / str(above)[1:], "-o", "bind,ro", str(above))
         for marker in self.path.glob("usr/lib/python3*/EXTERNALLY-MANAGED"):
-            marker.unlink()  # Debian's own; the image python has none
+            marker.unlink()  # only Debian has this file; the python image does not
 
     def do(self, stages: dict[str, CleanRoot]) -> None:
         for step in self._stage.instructions:
@@ -173,7 +173,7 @@ def test_an_image_is_built_by_a_builder_and_has_its_kernels(name: str) -> None:
     assert command is not None
     tag = f"sglang-hybrid-test:{name}"
     subprocess.run([*command, "--file", str(DOCKER / f"Dockerfile.{name}"), "--tag", tag, str(ROOT)], check=True)
-    if command[0] != "buildah":  # which has no run of this kind
+    if command[0] != "buildah":  # buildah cannot run an image like this
         asked = [command[0], "run", "--rm", "--read-only", "--entrypoint", "sglang-hybrid", tag, "--version"]
         assert subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip() == __version__
 
@@ -194,5 +194,5 @@ def test_the_steps_of_an_image_work_in_a_clean_root(
         stages[stage.name] = root
     user = file.final.last("USER").text
     said = root.run(["python3", "-c", CHECKS[name]], user=user)
-    assert said.strip().endswith("None")  # no CUDA
+    assert said.strip().endswith("None")  # torch.version.cuda: built without CUDA
     assert root.run(["sglang-hybrid", "--version"], user=user).strip() == __version__

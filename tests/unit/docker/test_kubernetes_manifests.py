@@ -1,4 +1,4 @@
-"""Kubernetes manifests: the fields that the API requires, names that refer to each other, no rights to spare."""
+"""Kubernetes manifests have the fields that the API requires, consistent names, and no unneeded rights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from docker_files import DOCKER, MANIFESTS, Dockerfile, manifest
 from sglang_hybrid.config_flags import config_of_arguments
 from sglang_hybrid.host import GIB
 
-# what the API server refuses an object without; "*" is every element of a list
+# Fields without which the API server refuses an object; "*" stands for every element of a list.
 REQUIRED = {
     ("apps/v1", "Deployment"): (
         "spec.selector.matchLabels",
@@ -38,7 +38,7 @@ POD = OBJECTS["Deployment"]["spec"]["template"]
 
 
 def values(content: Any, path: list[str]) -> list[Any]:
-    """What is at a path, None where nothing is."""
+    """Return the values at ``path``, whose part "*" stands for all elements of a list; None for each missing value."""
     if not path:
         return [content]
     head, *rest = path
@@ -80,7 +80,7 @@ def test_the_pod_runs_as_the_images_user_without_further_rights() -> None:
     context = POD["spec"]["securityContext"]
     assert context["runAsNonRoot"] is True
     assert (context["runAsUser"], context["runAsGroup"], context["fsGroup"]) == (int(user), int(group), int(group))
-    # otherwise every start makes files in the cache writable for the group, which trusted_file.py refuses
+    # with the default policy every start makes cache files group-writable, which trusted_file.py refuses
     assert context["fsGroupChangePolicy"] == "OnRootMismatch"
     own = CONTAINER["securityContext"]
     assert own["readOnlyRootFilesystem"] is True and own["allowPrivilegeEscalation"] is False

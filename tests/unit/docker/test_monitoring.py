@@ -1,4 +1,4 @@
-"""The dashboard and the alert rules: every metric is exported by somebody, every label is one of the metric's."""
+"""The dashboard and the alert rules use metrics that are exported, and labels that these metrics have."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ALERTS = [
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 OURS = {series: metric for metric in METRICS for series in metric.series}
 KEYWORDS = {"and", "or", "unless"}
-LABELS_OF_PROMETHEUS = {"job", "instance", "service", "le"}  # service: prometheus.yaml
+LABELS_OF_PROMETHEUS = {"job", "instance", "service", "le"}  # prometheus.yaml adds ``service``
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Where it stands, and the expression."""
+    """Yield (title of the panel or name of the alert, expression)."""
     for panel in PANELS:
         for target in panel["targets"]:
             yield panel["title"], target["expr"]
@@ -111,7 +111,7 @@ def test_prometheus_finds_its_rules_where_compose_puts_them() -> None:
     prometheus = compose(DOCKER / "compose.monitoring.yaml")["services"]["prometheus"]
     mounted = dict(volume.split(":")[1::-1] for volume in prometheus["volumes"])
     assert config["rule_files"] == ["alerts.yaml"]
-    for file in config["rule_files"]:  # relative to the configuration
+    for file in config["rule_files"]:  # paths are relative to the configuration
         assert mounted[f"/etc/prometheus/{file}"] == f"./monitoring/{file}"
     jobs = {job["job_name"] for job in config["scrape_configs"]}
     assert set(re.findall(r'job="(\w+)"', " ".join(rule["expr"] for rule in ALERTS))) <= jobs
