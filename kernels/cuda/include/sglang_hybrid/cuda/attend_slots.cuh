@@ -152,24 +152,8 @@ class WarpAttention {
     }
 
     __device__ void add_values(uint32_t tile) {
-        if constexpr (is_fp8) {
-            add_fp8_values(tile);
-            return;
-        }
-        const uint32_t lane = threadIdx.x % warp_size;
-        const uint32_t token = (lane & 7) + (lane >> 3 & 1) * 8, chunk = lane >> 4;
-#pragma unroll
-        for (uint32_t step = 0; step < block_tokens / 16; ++step) {
-            uint32_t weights[4];
-            pack_weights(weights, step);
-#pragma unroll
-            for (uint32_t pair = 0; pair < kDim / 16; ++pair) {
-                uint32_t values[4];
-                load_matrices_transposed(values, tile + BlockTile::place(step * 16 + token, 2 * pair + chunk));
-                Product::multiply_add(out_[2 * pair], weights, values[0], values[1]);
-                Product::multiply_add(out_[2 * pair + 1], weights, values[2], values[3]);
-            }
-        }
+        if constexpr (is_fp8) add_fp8_values(tile);
+        else add_16_bit_values(tile);
     }
 
     // Maximum and sum of each row to [16], where the output is weighted by that maximum.
@@ -197,12 +181,12 @@ class WarpAttention {
             const float weight = factor(row);
             if constexpr (is_fp8) {
                 write_fp8_row(out + row * OutRows<kDim>::stride, side, weight * Fp8::unit);
-                continue;
-            }
+            } else {
 #pragma unroll
-            for (uint32_t i = 0; i < kDim / 8; ++i) {
-                *reinterpret_cast<float2*>(out + row * OutRows<kDim>::stride + i * 8 + lane % 4 * 2) =
-                    make_float2(out_[i][2 * side] * weight, out_[i][2 * side + 1] * weight);
+                for (uint32_t i = 0; i < kDim / 8; ++i) {
+                    *reinterpret_cast<float2*>(out + row * OutRows<kDim>::stride + i * 8 + lane % 4 * 2) =
+                        make_float2(out_[i][2 * side] * weight, out_[i][2 * side + 1] * weight);
+                }
             }
         }
     }
@@ -228,6 +212,23 @@ class WarpAttention {
                 load_matrices(keys, tile + BlockTile::place(half * 16 + token, 2 * step + key_chunk));
                 Product::multiply_add(weights_[2 * half], query, keys[0], keys[1]);
                 Product::multiply_add(weights_[2 * half + 1], query, keys[2], keys[3]);
+            }
+        }
+    }
+
+    __device__ void add_16_bit_values(uint32_t tile) {
+        const uint32_t lane = threadIdx.x % warp_size;
+        const uint32_t token = (lane & 7) + (lane >> 3 & 1) * 8, chunk = lane >> 4;
+#pragma unroll
+        for (uint32_t step = 0; step < block_tokens / 16; ++step) {
+            uint32_t weights[4];
+            pack_weights(weights, step);
+#pragma unroll
+            for (uint32_t pair = 0; pair < kDim / 16; ++pair) {
+                uint32_t values[4];
+                load_matrices_transposed(values, tile + BlockTile::place(step * 16 + token, 2 * pair + chunk));
+                Product::multiply_add(out_[2 * pair], weights, values[0], values[1]);
+                Product::multiply_add(out_[2 * pair + 1], weights, values[2], values[3]);
             }
         }
     }
