@@ -1,6 +1,6 @@
-"""Plain softmax attention in float64, straight from its definition: what every operation is compared with.
+"""Softmax attention in float64, written from its definition. Tests compare every operation with it.
 
-Shapes as in ``sglang_hybrid.ops.reference``; keys and values are dense here, ``[H, n, D]``.
+Shapes are those of ``sglang_hybrid.ops.reference``, but keys and values are dense: ``[H, n, D]``.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch
 
 
 class Tolerance(TypedDict):
-    """How far a result may be from the definition: keyword arguments of ``torch.testing.assert_close``."""
+    """Largest accepted difference from the definition: keyword arguments of ``torch.testing.assert_close``."""
 
     rtol: float
     atol: float
@@ -19,7 +19,7 @@ class Tolerance(TypedDict):
 def softmax_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token, query ``[H * G, D]``, over n tokens -> output ``[H * G, Dv]`` and natural-log LSE ``[H * G]``."""
+    """Attend with one token's query ``[H * G, D]`` to n tokens: output ``[H * G, Dv]``, natural-log LSE ``[H * G]``."""
     group = query.shape[0] // keys.shape[0]
     outputs, sums = [], []
     for head, q in enumerate(query.double()):
@@ -30,7 +30,7 @@ def softmax_attention(
 
 
 def causal_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Query ``[q, H * G, D]`` of the last q of n tokens; each sees the tokens up to its own."""
+    """Attend with queries ``[q, H * G, D]`` of the last q of n tokens, each to its own token and all earlier ones."""
     before = keys.shape[1] - query.shape[0]
     rows = []
     for i, q in enumerate(query):
@@ -40,7 +40,7 @@ def causal_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tens
 
 
 def tokens_of_blocks(pool: torch.Tensor, head: int, blocks: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """The tokens of (page, tokens in it) pairs of one KV head of a pool, one after the other: ``[n, D]``."""
+    """Return the tokens ``[n, D]`` of one KV head in a pool, for (page, number of tokens) pairs, in their order."""
     return torch.cat([pool[page, head, :filled] for page, filled in blocks] + [pool[0, head, :0]])
 
 
@@ -51,7 +51,7 @@ def attention_over_blocks(
     blocks: Sequence[Sequence[Sequence[tuple[int, int]]]],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``attend_blocks`` by definition: ``blocks[row][head]`` lists (page, tokens in it)."""
+    """Compute ``attend_blocks`` by definition. ``blocks[row][head]`` lists (page, number of tokens) pairs."""
     rows, heads = len(blocks), keys.shape[1]
     grouped = query.reshape(rows, heads, -1, query.shape[-1])
     out = torch.zeros(*grouped.shape[:3], values.shape[-1], dtype=torch.float64)

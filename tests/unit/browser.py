@@ -1,4 +1,4 @@
-"""A real browser for tests of pages: Chromium without a window, spoken to by its DevTools protocol over two pipes."""
+"""A real browser for tests of pages: headless Chromium, driven by its DevTools protocol over two pipes."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ PROGRAMS = (
     "google-chrome",
 )  # fmt: skip
 MISSING = f"no Chromium: apt-get install chromium-headless-shell, or name a program in {CHOSEN}"
-SECONDS = 60.0  # for anything: a busy machine takes long
+SECONDS = 60.0  # limit of every call: a busy machine is slow
 
 
 def find_browser() -> str | None:
-    """A program that is installed here."""
+    """Return the path of an installed browser, or None."""
     chosen = os.environ.get(CHOSEN)
     return shutil.which(chosen) if chosen else next(filter(None, map(shutil.which, PROGRAMS)), None)
 
 
 class Browser:
-    """One page of one browser process. Use as a context. ``folder`` takes the profile."""
+    """One page of one browser process. Use it as a context manager. The browser writes its profile to ``folder``."""
 
     def __init__(self, program: str, folder: Path) -> None:
         self._identifier = 0
         self._session: str | None = None
         self._received = bytearray()
-        self.errors: list[str] = []  # exceptions of scripts, and what the page's rules forbade
-        self.requested: list[str] = []  # URLs
+        self.errors: list[str] = []  # exceptions of scripts, and what the page's security policy blocked
+        self.requested: list[str] = []  # URLs of all requests
         child_in, self._out = os.pipe()
         self._in, child_out = os.pipe()
-        # Chromium wants the numbers 3 and 4; the ends of the pipes must not have one of them already
+        # Chromium expects descriptors 3 and 4; the ends of the pipes must not have one of these numbers already
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (child_in, child_out)]
         flags = ["--headless", "--remote-debugging-pipe", "--disable-gpu", "--no-first-run", "--hide-scrollbars",
                  f"--user-data-dir={folder}", "--disable-background-networking", "--disable-dev-shm-usage"]  # fmt: skip
         if os.geteuid() == 0:
-            flags.append("--no-sandbox")  # root has none
+            flags.append("--no-sandbox")  # Chromium refuses to run as root in its sandbox
         shell = f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}'
         self._process = subprocess.Popen(
             ["bash", "-c", shell, "browser", program, *flags, "about:blank"],
@@ -88,18 +88,18 @@ class Browser:
         )
 
     def prefer(self, scheme: str) -> None:
-        """``scheme``: light or dark."""
+        """Set the color scheme that the user prefers: ``light`` or ``dark``."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression; of a promise what it becomes."""
+        """Return the value of a JavaScript expression; for a promise, the value that it resolves to."""
         answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def wait_for(self, condition: str) -> Any:
-        """Wait until a JavaScript expression is true, looked at before each frame that is drawn. Return its value."""
+        """Evaluate a JavaScript expression before each drawn frame until it is true. Return its value."""
         return self.evaluate(
             f"new Promise(done => {{ const look = () => {{ let found = false; try {{ found = ({condition}); }} "
             "catch (error) { found = false; } found ? done(found) : requestAnimationFrame(look); }; look(); })"
@@ -111,7 +111,7 @@ class Browser:
         return found
 
     def picture(self) -> bytes:
-        """A PNG of what is to be seen."""
+        """Return a PNG image of the visible part of the page."""
         answer = self.call("Page.captureScreenshot", format="png")
         return base64.b64decode(answer["data"])
 
@@ -153,7 +153,7 @@ class Browser:
 
 
 def main() -> None:
-    """Take a picture: ``python tests/unit/browser.py URL FILE``, such as of ``sglang-hybrid top --web``."""
+    """Take a picture of a page, such as ``sglang-hybrid top --web``: ``python tests/unit/browser.py URL FILE``."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("url")
     parser.add_argument("file", type=Path)

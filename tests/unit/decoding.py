@@ -1,4 +1,4 @@
-"""Requests over a paged host pool, decoded token by token in the order of SGLang's calls."""
+"""Test requests in a paged host pool, and a loop that decodes them token by token in the order of SGLang's calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_hybrid.memory.prompt_queries import PromptQueries
 from sglang_hybrid.policies.base import DecodePolicy
 
 T = 32  # tokens per block
-# computed in float32, rounded to the query's dtype at the end
+# results are computed in float32 and rounded to the query's dtype at the end
 CLOSE: dict[torch.dtype, Tolerance] = {
     torch.float32: {"rtol": 1e-4, "atol": 2e-5},
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
@@ -38,15 +38,14 @@ class Shape:
 
     @property
     def scale(self) -> float:
-        return float(1.2 * self.dim**-0.5)  # not what torch would take by default
+        return float(1.2 * self.dim**-0.5)  # differs from torch's default scale
 
 
 class Requests:
-    """Rows with random keys, values and queries, and a host pool that they are written to bit by bit.
+    """Rows with random keys, values and queries, and a host pool to which tests write the rows' tokens part by part.
 
-    Keys and values are numbers of the pool's dtype.
-    Everything that no token was written to is NaN: in the pool, and in the digests. Pages are
-    in random order, and a row's table goes on with other rows' pages beyond the row's end.
+    Keys and values are numbers that the pool's dtype can represent. In the pool and in the digests, everything that no
+    token was written to is NaN. Pages are in random order. Beyond a row's end, its page table lists other rows' pages.
     """
 
     def __init__(self, lengths: list[int], shape: Shape, seed: int) -> None:
@@ -77,13 +76,13 @@ class Requests:
         )
 
     def _as_part_of_qkv(self, normal: Callable[[int, int], torch.Tensor], tokens: int) -> torch.Tensor:
-        """Queries ``[n, H * G, D]`` as a model makes them: one slice of a wider projection."""
+        """Return queries ``[n, H * G, D]`` as a model makes them: a slice of a wider projection, so not contiguous."""
         width = self.shape.heads * self.shape.group * self.shape.dim
         queries: torch.Tensor = normal(tokens, width + 24)[:, :width].unflatten(1, (-1, self.shape.dim))
         return queries
 
     def write(self, row: int, first: int, last: int) -> None:
-        """Put the row's tokens ``first`` to ``last`` into the pool, as the KV pool does."""
+        """Write the row's tokens from ``first`` up to but not including ``last`` to the pool, as the KV pool does."""
         slots = self._req_to_token[row, first:last].to(torch.int64)
         keys = self.row_keys[row][:, first:last].transpose(0, 1)
         self.cache.keys[slots // T, :, slots % T] = keys.to(self.shape.pool)
@@ -101,7 +100,7 @@ class Requests:
     def decode_batch(
         self, rows: list[int] | None = None, lengths: list[int] | None = None, numbers: list[int] | None = None
     ) -> DecodeBatch:
-        """Of some rows, at some lengths, under some row numbers of SGLang's; all rows at their ends if not told."""
+        """Return a batch of ``rows`` at ``lengths``, under SGLang's row ``numbers``; by default of all rows in full."""
         rows = list(range(len(self.lengths))) if rows is None else rows
         lengths = [self.lengths[row] for row in rows] if lengths is None else lengths
         numbers = rows if numbers is None else numbers
@@ -112,7 +111,7 @@ class Requests:
         return torch.stack([queries[-1] for queries in self.row_queries])
 
     def full_attention(self) -> torch.Tensor:
-        """Of the last token of each row."""
+        """Return the full attention of each row's last token: ``[rows, H * G, Dv]`` in float64."""
         rows = zip(self.last_queries(), self.row_keys, self.row_values, strict=True)
         return torch.stack([softmax_attention(*row, self.shape.scale)[0] for row in rows])
 
@@ -123,7 +122,7 @@ class Requests:
 
 @dataclass(frozen=True)
 class Life:
-    """One request: under which row number of SGLang's, from which step on, for how long."""
+    """The plan of one request: its row number in SGLang, its first step, and its number of decode steps."""
 
     number: int
     prompt: int  # tokens
@@ -133,18 +132,18 @@ class Life:
 
 @dataclass(frozen=True)
 class Step:
-    """What one decode step was about."""
+    """Inputs and output of one decode step."""
 
-    requests: list[int]  # indices, as the rows of the batch
-    fresh: list[bool]
+    requests: list[int]  # indices of requests, in the order of the batch's rows
+    fresh: list[bool]  # whether this is the request's first step
     lengths: list[int]
     queries: torch.Tensor
-    guesses: torch.Tensor | None  # given to ahead, before the new token was written
+    guesses: torch.Tensor | None  # passed to ``ahead`` before the new token was written
     out: torch.Tensor
 
 
 class Decoding:
-    """Requests that live as planned, decoded by one policy in the order of SGLang's calls."""
+    """Requests that begin and end as planned, decoded by one policy in the order of SGLang's calls."""
 
     def __init__(self, plan: list[Life], shape: Shape, seed: int) -> None:
         self.plan = plan
@@ -153,7 +152,7 @@ class Decoding:
         self.last_step = max(life.first + life.steps for life in plan)
 
     def guess(self, real_queries: torch.Tensor) -> torch.Tensor:
-        """Some query that has nothing to do with the real one."""
+        """Return a random query that has nothing to do with the real one, to stand for a bad prediction."""
         return (3 * torch.randn(real_queries.shape, generator=self._random)).to(real_queries.dtype)
 
     def prompt_query(self, request: int) -> torch.Tensor:
@@ -167,7 +166,10 @@ class Decoding:
         prompts: PromptQueries | None = None,
         shuffled: bool = True,
     ) -> None:
-        """``predicted``: in which steps the layer is announced. ``prompts`` are told the prompts' last queries."""
+        """Decode all planned steps, and call ``check`` after each of them.
+
+        ``predicted`` says in which steps the policy's ``ahead`` is called. ``prompts`` gets each prompt's last query.
+        """
         requests, scale = self.requests, self.requests.shape.scale
         for now in range(self.last_step):
             alive = [r for r, life in enumerate(self.plan) if life.first <= now < life.first + life.steps]

@@ -1,4 +1,4 @@
-"""The files of ``docker/``, read for tests: Dockerfiles as stages of instructions, compose files with variables set."""
+"""Parsed files of ``docker/`` for tests: Dockerfiles as stages of instructions, compose files with variables set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DOCKER = ROOT / "docker"
 DOCKERFILES = sorted(DOCKER.glob("Dockerfile.*"))
 COMPOSE_FILES = sorted(DOCKER.glob("compose.*.yaml"))
 MANIFESTS = sorted((DOCKER / "kubernetes").glob("*.yaml"))
-GIVEN = {"MODEL": "/models/NAME", "GRAFANA_PASSWORD": "secret"}  # what a person must set for compose files
+GIVEN = {"MODEL": "/models/NAME", "GRAFANA_PASSWORD": "secret"}  # variables that a user of compose must set
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::([-?])([^}]*))?\})")
 _FLAG = re.compile(r"--([a-z-]+)=(\S+)\s+")
 
@@ -32,7 +32,7 @@ class Instruction:
         return dict(self.flags).get(name)
 
     def words(self) -> list[str]:
-        """The arguments: of a JSON list, or as a shell splits them."""
+        """Return the arguments: the items of a JSON list, or the words as a shell splits them."""
         return [str(word) for word in json.loads(self.text)] if self.text.startswith("[") else shlex.split(self.text)
 
 
@@ -49,11 +49,11 @@ class Stage:
         return self.all(name)[-1]
 
     def health_check(self) -> list[str]:
-        """The command."""
+        """Return the command of the health check, as a list of words."""
         return [str(word) for word in json.loads(self.last("HEALTHCHECK").text.removeprefix("CMD "))]
 
     def arguments(self) -> dict[str, str]:
-        """Defaults of build arguments, as far as they have one."""
+        """Return the defaults of the build arguments that have one, by name."""
         pairs = (one.text.partition("=") for one in self.all("ARG"))
         return {name: value for name, given, value in pairs if given}
 
@@ -64,7 +64,7 @@ class Stage:
 
 @dataclass
 class Dockerfile:
-    arguments: dict[str, str]  # of all stages
+    arguments: dict[str, str]  # build arguments before the first FROM, with their defaults
     stages: list[Stage]
 
     @classmethod
@@ -104,7 +104,7 @@ def _instructions(text: str) -> Iterator[Instruction]:
 
 
 def substitute(text: str, values: Mapping[str, str]) -> str:
-    """Variables as Docker and compose write them; one without a value must have a default."""
+    """Replace variables in Docker's and compose's syntax. A variable that is not in ``values`` must have a default."""
 
     def value(found: re.Match[str]) -> str:
         name, kind, default = found[1] or found[2], found[3], found[4]
@@ -117,7 +117,7 @@ def substitute(text: str, values: Mapping[str, str]) -> str:
 
 
 def compose(path: Path, **values: str) -> dict[str, Any]:
-    """A compose file as it is with these variables in the environment, beside GIVEN."""
+    """Load a compose file as if ``values`` and GIVEN were environment variables."""
     loaded: dict[str, Any] = yaml.safe_load(substitute(path.read_text(encoding="utf-8"), {**GIVEN, **values}))
     return loaded
 

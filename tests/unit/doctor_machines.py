@@ -1,4 +1,4 @@
-"""Machines for tests of ``sglang-hybrid doctor``: files of /proc and /sys in a folder, and answers of nvidia-smi."""
+"""Invented machines for tests of ``sglang-hybrid doctor``: a folder with /proc and /sys, and output of nvidia-smi."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 
 def write_cores(root: Path, nodes: Sequence[Sequence[int]]) -> None:
-    """Cores of one CPU each, by NUMA node."""
+    """Write the files of a CPU topology with one CPU per core. ``nodes`` lists the CPUs of each NUMA node."""
     for node, cpus in enumerate(nodes):
         (root / f"sys/devices/system/node/node{node}").mkdir(parents=True)
         for cpu in cpus:
@@ -30,7 +30,10 @@ def write_cores(root: Path, nodes: Sequence[Sequence[int]]) -> None:
 
 
 def write_memory(root: Path, total: int, available: int) -> None:
-    """A container that may use ``total`` bytes, ``available`` of them free. The real machine must have more."""
+    """Write the files of a container that may use ``total`` bytes of memory, of which ``available`` are free.
+
+    The real machine must have more memory than that.
+    """
     write(
         root,
         {
@@ -42,7 +45,10 @@ def write_memory(root: Path, total: int, available: int) -> None:
 
 
 def machine(root: Path, *gpus: str, cpus: int = 8, **others: Any) -> Machine:
-    """``gpus``: lines of nvidia-smi; without one nvidia-smi is not there. Other commands fail."""
+    """Return a machine whose files are in ``root``. All its commands fail, except nvidia-smi if there are ``gpus``.
+
+    ``gpus`` are the lines that nvidia-smi prints.
+    """
 
     def run(command: Sequence[str]) -> str:
         if tuple(command) == gpu_query.COMMAND and gpus:

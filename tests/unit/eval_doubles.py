@@ -1,4 +1,4 @@
-"""What tests of ``sglang-hybrid eval`` use in place of a model's tokenizer, NVIDIA's package and a server."""
+"""Stand-ins for tests of ``sglang-hybrid eval``: a tokenizer, a package like NVIDIA's, and an SGLang server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 CHAT = "{{ bos_token }}<u>{{ messages[0]['content'] }}</u><a>"
 
-# One generator, which says in its prompt all that it was given and found.
+# A generator of prompts. Each prompt lists all arguments that the generator got, and what it found in its environment.
 _GENERATOR = """
 import argparse, json, pathlib
 from nltk.tokenize import sent_tokenize
@@ -55,7 +55,7 @@ endless: {task: hangs, args: {}}
 
 
 def write_package(folder: Path) -> Path:
-    """A package laid out as NVIDIA's is, to be put on ``sys.path``."""
+    """Write a package with the layout of NVIDIA's. Return the folder, which belongs on ``sys.path``."""
     root = folder / "long_context_eval"
     files = {
         "__init__.py": "", "synthetic.yaml": _NAMED,
@@ -73,7 +73,7 @@ def write_package(folder: Path) -> Path:
 
 
 def write_tokenizer(folder: Path, chat: str | None = CHAT) -> Path:
-    """A token for each byte, and special tokens ``<s>``, ``<u>``, ``</u>`` and ``<a>``."""
+    """Write a tokenizer with one token per byte and the special tokens ``<s>``, ``<u>``, ``</u>`` and ``<a>``."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -92,7 +92,7 @@ Reply = tuple[int, Mapping[str, Any]] | None  # status and body; None: the conne
 
 
 class FakeServer:
-    """An SGLang server that answers what a function says."""
+    """An HTTP server with SGLang's endpoints, whose replies the function ``answer`` computes from the request."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], Reply], info: Mapping[str, Any]) -> None:
         self.answer, self.info = answer, info

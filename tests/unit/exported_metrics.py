@@ -1,4 +1,4 @@
-"""What this process exports of one rank."""
+"""Reads the metrics that this process exports for one rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY
 
 from sglang_hybrid.metrics import Rank
 
-_ranks = itertools.count(5000)  # one for each test: collectors are of the whole process
+_ranks = itertools.count(5000)  # a new rank for each test: all tests of a process share its collectors
 
 
 def new_rank() -> Rank:
@@ -16,12 +16,12 @@ def new_rank() -> Rank:
 
 
 def value(rank: Rank, name: str, **labels: str) -> float | None:
-    """None: not exported."""
+    """Return the exported value of a metric, or None if the metric is not exported."""
     return REGISTRY.get_sample_value(name, rank.labels | labels)
 
 
 def names(rank: Rank) -> set[str]:
-    """Of all metrics with a value of this rank."""
+    """Return the names of all metrics that have a value for this rank."""
     return {
         sample.name
         for family in REGISTRY.collect()

@@ -1,4 +1,4 @@
-"""Intel's extension for PyTorch as far as the worker uses it, on processors that it does not exist for."""
+"""Stand-in for the part of Intel's extension for PyTorch that the worker uses, on processors without the extension."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """The extension's operator, with torch's own attention behind it."""
+    """Make the extension's module and operator available. Torch's own attention serves the operator."""
     library = torch.library.Library("torch_ipex", "DEF")
     library.define(
         "flash_attention(Tensor query, Tensor key, Tensor value, float dropout_p=0.0, bool is_causal=False, *, "

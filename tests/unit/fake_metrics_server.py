@@ -1,7 +1,7 @@
 """A server for tests of ``sglang-hybrid top``: SGLang's endpoints with the numbers of an invented GPU server.
 
-Time passes only when ``Engine.advance`` is called, and the load is what a test sets. By hand, such as for a picture of
-the page: ``python tests/unit/fake_metrics_server.py --port 30000`` lets time pass and the load change.
+A test sets the load, and time passes only when the test calls ``Engine.advance``. Started by hand, as for a picture of
+the page, the server lets time pass and the load change: ``python tests/unit/fake_metrics_server.py --port 30000``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ class Histogram:
 
 @dataclass
 class Engine:
-    """``load``: share of its 32 rows that are busy. ``busy_layers``: those that leave more to the CPU than others."""
+    """State of an invented engine. ``load`` is the share of its 32 rows that are busy.
+
+    ``busy_layers`` are the layers that leave more misses to the CPU than others do.
+    """
 
     layers: int = 40
     load: float = 0.5
@@ -91,7 +94,7 @@ class Engine:
         return max(0.0, min(1.0, 0.3 * self.load * shape))
 
     def interval(self, layer: int) -> float:
-        """Decode steps between two recalls; 0: never."""
+        """Return the number of decode steps between two recalls of a layer, or 0 if the layer never recalls."""
         return max(1.0, round(12 - 40 * self.ratio(layer))) if self.recalls else 0.0
 
     def text(self) -> str:
@@ -184,14 +187,14 @@ INFO = {
 
 
 class FakeServer:
-    """Answers on a thread. What it answers may change at any time; it may stop and start again at its port."""
+    """Serves an engine's metrics on a thread. Answers may change at any time; the server may restart at its port."""
 
     def __init__(self, engine: Engine | None = None, port: int = 0) -> None:
         self.engine = engine or Engine()
-        self.answers: dict[str, tuple[int, str]] = {}  # by path, in place of the usual
+        self.answers: dict[str, tuple[int, str]] = {}  # status and body by path, in place of the usual answer
         self.info: dict[str, Any] = dict(INFO)
-        self.info_key: str | None = None  # which /server_info wants
-        self.asked: list[str] = []  # paths
+        self.info_key: str | None = None  # the API key that /server_info requires; None: no key
+        self.asked: list[str] = []  # paths of all requests
         self.hybrid = True
         self._http: ThreadingHTTPServer | None = None
         self.start(port)
@@ -251,7 +254,7 @@ class FakeServer:
 
 
 def main() -> None:
-    """Let time pass: load comes and goes in waves, and once a while the worker is away."""
+    """Serve for ever: time passes, the load rises and falls in waves, and the worker is gone now and then."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--speed", type=float, default=1.0, help="of the waves")

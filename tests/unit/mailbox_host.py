@@ -1,4 +1,4 @@
-"""A pool, and who attends to it in this process: the two sides of a mailbox without a worker process."""
+"""A host pool with both sides of a mailbox in this process, for tests that need no worker process."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Lists:
 
 
 class Host:
-    """A pool with random keys and values of two layers, and who attends to it here."""
+    """A host pool of two layers with random keys and values, and attention over it in this process."""
 
-    rows, max_blocks, layers, pages = 4, 5, 2, 12  # unless told otherwise
+    rows, max_blocks, layers, pages = 4, 5, 2, 12  # defaults, which ``otherwise`` replaces
     task_blocks = 2
     flags = 0
 
@@ -53,7 +53,7 @@ class Host:
         self.local = LocalAttention(self.pool.data_ptr(), self.geometry, self.task_blocks, threads=2)
 
     def random_lists(self, rows: int, listed: int, seed: int) -> Lists:
-        """Lists of every length from 0 on."""
+        """Return random queries and block lists of 0 to ``listed`` blocks, with a random fill of the last block."""
         random = seeded(seed)
         query = torch.randn(rows, self.kv_heads * self.group, self.head_dim, generator=random)
         counts = torch.randint(0, listed + 1, (rows, self.kv_heads, 1), generator=random)
@@ -66,7 +66,7 @@ class Host:
         return Lists(query.to(kind), ids.masked_fill(beyond, reference.NO_BLOCK), fill.masked_fill(beyond, 0))
 
     def masked_lists(self, rows: int, listed: int, seed: int) -> Lists:
-        """``random_lists`` of which some tokens count: all or none of some blocks, any of others."""
+        """Return ``random_lists`` with masks of tokens: all set, none set, or random bits."""
         lists, random = self.random_lists(rows, listed, seed), seeded(seed + 1)
         masks = torch.randint(-(2**31), 2**31, lists.ids.shape, generator=random)
         kind = torch.randint(0, 4, lists.ids.shape, generator=random)
@@ -74,7 +74,7 @@ class Host:
         return replace(lists, masks=masks.to(torch.int32))
 
     def full_lists(self, rows: int = 2, seed: int = 1) -> Lists:
-        """Lists of two blocks each: no row is empty."""
+        """Return lists of two full blocks each, so that no row is empty."""
         shape = (rows, self.kv_heads, 2)
         some = self.random_lists(rows, 2, seed)
         return Lists(some.query, torch.arange(2).expand(shape), torch.full(shape, BLOCK_TOKENS))
@@ -88,7 +88,10 @@ class Host:
         return computed
 
     def random_weights(self, lists: Lists, seed: int) -> torch.Tensor:
-        """Of the lists' tokens, one of three 0 for some heads; 0 behind a list's last token."""
+        """Return random weights ``[rows, KV heads, group, listed, 32]``, 0 behind a list's last token.
+
+        About 30 % of the tokens have weight 0 for all query heads, and 30 % of all weights are 0 for single heads.
+        """
         random, block = seeded(seed), (*lists.ids.shape, BLOCK_TOKENS)
         weights = torch.rand(self.group, *block, generator=random)
         weights[torch.rand(weights.shape, generator=random) < 0.3] = 0.0

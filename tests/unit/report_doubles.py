@@ -1,4 +1,4 @@
-"""What tests of ``sglang-hybrid report`` use in place of a process with a model."""
+"""Stand-ins for tests of ``sglang-hybrid report``: sessions that answer without a process and without a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODEL = Model(Path("/models/Tiny"), "LlamaForCausalLM", 3, 4, 2, 64, 2048, has_t
 
 
 class FakeSession:
-    """Answers every operation with numbers of the right form, and counts."""
+    """Answers every operation with invented numbers in the right format, and records the operations in ``asked``."""
 
     def __init__(self, load: Load, failing: frozenset[str] = frozenset()) -> None:
         self.load, self._failing = load, failing
@@ -97,7 +97,7 @@ def _run(name: str, settings: list[str], number: int, asked: dict[str, Any]) -> 
 
 
 class Sessions:
-    """Starts fake sessions, and remembers them."""
+    """Starts fake sessions, and keeps them in ``started``."""
 
     def __init__(self, failing: frozenset[str] = frozenset()) -> None:
         self.started: list[FakeSession] = []

@@ -1,4 +1,4 @@
-"""Configuration: sources and their order, what is refused, and what the refusal says."""
+"""Configuration: its sources and their order, values that are refused, and the messages of refusals."""
 
 import json
 import pickle
@@ -738,7 +738,7 @@ def create(context):
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Install a package with one policy, window; its module has the given source."""
+    """Return a function that installs a package with the policy ``window``, whose module has the given source."""
 
     def install(source: str) -> str:
         name = f"window_of_{tmp_path.name}".replace("-", "_")

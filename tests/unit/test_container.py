@@ -1,4 +1,4 @@
-"""Memory and CPU time within a container's limits: cgroups of both versions, as files that a test can write."""
+"""Memory and CPU time within a container's limits, read from cgroup files (versions 1 and 2) that a test writes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_without_a_limit_it_is_the_machines(tmp_path: Path) -> None:
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
-    """host_memory=auto took 70 % of the machine's memory in a container that was granted a tenth of it: killed."""
+    """If host_memory=auto takes 70 % of the machine's memory, a container that is granted a tenth of it is killed."""
     belongs_to(tmp_path, "0::/")
     stat = f"anon 5\nfile 9\ninactive_file {20 * MIB}\nactive_file 3\n"
     group(tmp_path, "", memory_max=f"{200 * MIB}\n", memory_current=f"{120 * MIB}\n", memory_stat=stat)

@@ -1,4 +1,4 @@
-"""README and docs: tables hold what the code has, links lead somewhere, results have readers, figures are right."""
+"""README and docs: tables match the code, links have targets, every result is linked, and figures are right."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_result_is_linked_from_a_document() -> None:
 
 
 def links(document: Path) -> Iterator[tuple[str, Path, str]]:
-    """Links to files of this repository: as written, the file, the anchor in it."""
+    """Yield (link as written, file, anchor) for each link to a file of this repository."""
     for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
         if "://" not in link:
             file, _, anchor = link.partition("#")
@@ -90,13 +90,13 @@ def test_tokens_per_gib_follow_from_the_shape_of_the_model(model: str) -> None:
 
 
 def feature_rows() -> list[tuple[str, str, str]]:
-    """(feature, state, test or sentence) of every row."""
+    """Return (feature, state, test or sentence) of every row of the table of features."""
     rows = re.findall(r"^\| (.+) \| ((?:tested|refused|not tried)[^|]*) \|(.*)\|$", FEATURES, re.MULTILINE)
     return [(feature, state, shown) for feature, state, shown in rows if state != shown]
 
 
 def named_tests(text: str) -> list[tuple[str, str, str]]:
-    """(file, function, name of a parameter or nothing) of every test id."""
+    """Return (file, function, parameter or an empty string) of every test id in a text."""
     return re.findall(r"`(tests/[\w/]+\.py)::(\w+)(?:\[([\w-]+)\])?`", text)
 
 

@@ -1,4 +1,4 @@
-"""Examples: short, and their instructions name what exists."""
+"""Examples are short, and their instructions name commands, settings and files that exist."""
 
 from __future__ import annotations
 

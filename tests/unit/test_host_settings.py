@@ -1,4 +1,4 @@
-"""What ``auto`` becomes on a host, and which values a host cannot have."""
+"""The value of each setting that is ``auto`` on a host, and values that a host refuses."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_cores_that_do_not_exist_are_refused_with_those_that_do() -> None:
 
 def test_more_memory_than_the_machine_has_is_refused_with_what_it_has() -> None:
     assert "has only 16.00 GiB of memory: must be less" in problem_of(LAPTOP, "host_memory=40GiB")
-    check(load_config(None, ["host_memory=12GiB"]), LAPTOP)  # not free now, but perhaps when the server starts
+    check(load_config(None, ["host_memory=12GiB"]), LAPTOP)  # not available now, but perhaps when the server starts
 
 
 def test_a_worker_started_by_hand_may_have_other_cores_than_this_process() -> None:

@@ -1,4 +1,4 @@
-"""``make test-ipex``, as far as it can be tried where Intel's extension does not exist."""
+"""``make test-ipex``, as far as it can be tested on machines for which Intel's extension does not exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY = "--pool 4MiB --threads 1 --blocks 8 --dtypes bfloat16 --variants portable
 
 @pytest.fixture
 def here(tmp_path: Path) -> Trial:
-    """Provider torch of this environment in place of ipex."""
+    """Return a trial of provider ``torch``, with this environment, in place of ``ipex``."""
     return Trial("torch", Path(sys.executable), tmp_path / "made" / "bench.json")
 
 
@@ -126,7 +126,7 @@ def test_a_provider_is_loaded_and_has_a_row_beside_native(here: Trial, monkeypat
 def test_a_torch_with_cuda_is_taken_only_where_the_user_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyPI has only that one for x86_64."""
+    """The torch on PyPI for x86_64 has CUDA."""
     asked: list[bool] = []
 
     def choose(python: Path, requirements: list[str], without_cuda: bool) -> tuple[Pip, str]:

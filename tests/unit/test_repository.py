@@ -1,4 +1,4 @@
-"""Files for GitHub and for those who cite: valid, and their commands, files and versions are those of the checkout."""
+"""Files for GitHub and for citations are valid, and name commands, files and versions of this checkout."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def test_ci_runs_what_a_person_runs_on_every_python_and_both_architectures() -> 
     (first, (major, end)) = PYTHONS
     pythons = [f"{major}.{minor}" for minor in range(first[1], end)]
     assert test["strategy"]["matrix"] == {"os": list(RUNNERS), "python": pythons}
-    assert {"push", "pull_request"} <= set(load(GITHUB / "workflows" / "ci.yml")[True])  # YAML 1.1 reads "on" so
+    # YAML 1.1 reads the key "on" as True
+    assert {"push", "pull_request"} <= set(load(GITHUB / "workflows" / "ci.yml")[True])
 
 
 @each_workflow
@@ -105,7 +106,7 @@ def test_a_workflow_may_read_and_nothing_else_and_has_no_secrets(path: Path) -> 
     for step in steps(path):
         if step.get("uses", "").startswith("actions/checkout@"):
             assert step["with"]["persist-credentials"] is False
-        # what a branch or a title is called would be run by the shell
+        # the shell would run what the name of a branch or a title contains
         assert "github." not in step.get("run", "")
 
 

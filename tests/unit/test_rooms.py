@@ -1,4 +1,4 @@
-"""Which room may import which: read from the sources, without importing anything."""
+"""Rules about which packages may import which. Imports are read from the sources, and nothing is imported."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = ("sglang_hybrid.protocol", "sglang_hybrid.ops.cpu")  # what the server's and the worker's process both import
-# what the shared rooms rest on: they know neither side
+SHARED = ("sglang_hybrid.protocol", "sglang_hybrid.ops.cpu")  # imported by the server and by the worker's process
+# modules that the shared packages may import, and that know neither side
 FOUNDATION = (
     "sglang_hybrid",
     *(f"sglang_hybrid.{name}" for name in ("blocks", "env", "trusted_file", "user_cache", "ops", "ops.reference")),
 )
-# beside integration/: SGLang's entry point, and launchers whose main module is SGLang's
+# modules outside integration/ that import SGLang: its entry point, and launchers whose main module is SGLang's
 SGLANG_OUTSIDE = {"sglang_hybrid.plugin", "sglang_hybrid.server"}
 
 
@@ -28,7 +28,7 @@ def modules() -> dict[str, Path]:
 
 
 def statements(body: list[ast.stmt], *, deferred: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Imports of a module; with ``deferred`` also those of functions. Not those for type checkers only."""
+    """Yield the imports in ``body``, without those under TYPE_CHECKING; with ``deferred`` also those in functions."""
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
@@ -43,7 +43,7 @@ def statements(body: list[ast.stmt], *, deferred: bool) -> Iterator[ast.Import |
 
 @functools.cache
 def imported_names(module: str, *, deferred: bool = True) -> frozenset[str]:
-    """Whatever a module imports: ours by module, others by the name that stands there."""
+    """Return all that a module imports: modules of this repository, and other modules as they are named there."""
     names = set()
     for node in statements(ast.parse(modules()[module].read_text()).body, deferred=deferred):
         if isinstance(node, ast.Import):
@@ -76,7 +76,7 @@ def test_no_module_imports_itself_through_others() -> None:
 def test_the_worker_imports_the_shared_rooms_only() -> None:
     for module in (name for name in modules() if is_in(name, ("cpu_worker",))):
         ours = {name for name in imported_names(module) if is_in(name, ("sglang_hybrid",))}
-        assert {name for name in ours if not is_in(name, SHARED)} <= {"sglang_hybrid"}, module  # its version
+        assert {name for name in ours if not is_in(name, SHARED)} <= {"sglang_hybrid"}, module  # only for the version
 
 
 def test_the_server_imports_nothing_of_the_worker() -> None:

@@ -1,4 +1,4 @@
-"""What `make serve` does before there is an environment: pip's settings for uv, the choice of an installer, steps."""
+"""Set-up by `make serve` before an environment exists: pip's settings for uv, the choice of an installer, steps."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_uv_gets_the_package_sources_that_pip_has(tmp_path: Path) -> None:
     assert given["UV_INSECURE_HOST"] == "own more"
     assert given["SSL_CERT_FILE"] == str(tmp_path)
     assert given["ALL_PROXY"] == "http://proxy:3128"
-    assert given["UV_INDEX_STRATEGY"] == "unsafe-best-match"  # pip's way
+    assert given["UV_INDEX_STRATEGY"] == "unsafe-best-match"  # how pip chooses among indexes
 
 
 def test_local_paths_that_do_not_exist_are_left_out(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_without_pip_its_variables_are_read() -> None:
 
 @pytest.fixture
 def with_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Put a uv and a pip in place that are these shell commands."""
+    """Return a function that replaces uv and pip by the given shell commands."""
 
     def put(uv: str, pip: str) -> None:
         monkeypatch.setattr(installers, "find_uv", lambda python: program(tmp_path / "uv", uv))
@@ -197,13 +197,13 @@ def test_parts_are_remembered_until_an_input_changes(tmp_path: Path) -> None:
     stamp.add(["test", "pd"])
     assert stamp.parts() == ["pd", "serve", "test"]
     assert install.Stamp(tmp_path / "stamp", "two").parts() == []
-    (tmp_path / "stamp").write_text("0123abcd")  # as older versions wrote it
+    (tmp_path / "stamp").write_text("0123abcd")  # the format of older versions
     assert stamp.parts() == []
 
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[Path]]:
-    """A source folder, and the list of builds that were made from it: the compiler is replaced."""
+    """Return a source folder and a list of build directories, to which a stand-in for the compiler adds each build."""
     folder = tmp_path / "kernels"
     folder.mkdir()
     (folder / "a.cpp").write_text("one")
@@ -322,5 +322,5 @@ def test_a_step_that_uv_cannot_do_is_done_by_pip_and_says_so(tmp_path: Path, mon
     setup = install.Setup(tmp_path, "cpu", NEWEST_TESTED, any_torch=False)
     setup._installer = Uv(uv, tmp_path / "bin" / "python", {})
     assert setup._install("sglang") == "by pip, because uv failed: error: connection reset"
-    assert setup._install("pytest") is None  # pip from then on
+    assert setup._install("pytest") is None  # pip is used from then on
     assert [line.split()[-1] for line in (tmp_path / "asked").read_text().splitlines()] == ["sglang", "pytest"]

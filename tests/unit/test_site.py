@@ -1,4 +1,4 @@
-"""The documentation site: every document is in it, and no link of it is broken."""
+"""The documentation site has every document and no broken link."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = build_site.ROOT
 
 
 class Page(HTMLParser):
-    """Targets of links and names of anchors."""
+    """Parses an HTML file into the targets of its links and the names of its anchors."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def test_the_built_site_has_no_broken_link_and_loads_nothing_from_elsewhere() ->
             if not file.exists() or (parts.fragment and known is not None and unquote(parts.fragment) not in known):
                 broken.append(f"{path.relative_to(site)} -> {target}")
     assert not broken
-    # what a browser would fetch by itself; a link that a reader may follow is not
+    # files that a browser fetches by itself, not links that a reader may follow
     fetched = [
         f"{path.relative_to(site)}: {line.strip()[:120]}"
         for path in pages

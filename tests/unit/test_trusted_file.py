@@ -1,4 +1,4 @@
-"""Compiled code is loaded only where nobody else could have put it."""
+"""Compiled code is loaded only from a file and directory that no other user can write."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ print(loaded.profile, *shipped.files(), sep="\\n")
 
 @pytest.fixture(scope="module")
 def wheel_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a source distribution, as ``make wheel`` does, with the library that set-up keeps in the cache."""
+    """Build a wheel from a source distribution, as ``make wheel`` does, with the library from set-up's cache."""
     source, wheel = build_wheel.build(tmp_path_factory.mktemp("dist"), Path(sys.executable))
     assert source.name == f"sglang_hybrid-{__version__}.tar.gz"
     return wheel
@@ -43,7 +43,7 @@ def wheel_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(wheel_file: Path) -> Path:
-    """What the wheel holds, as a directory."""
+    """Return a directory with the wheel's content."""
     folder = wheel_file.parent / "unpacked"
     with zipfile.ZipFile(wheel_file) as archive:
         archive.extractall(folder)
@@ -83,7 +83,7 @@ def test_a_library_that_does_not_load_is_compiled_from_the_sources_in_the_wheel(
 
 
 def ask(wheel: Path, program: str) -> list[str]:
-    # what the environment itself loads at start comes from there too
+    # modules that the environment itself loads at start come from the wheel too
     instead = os.environ | {"PYTHONPATH": str(wheel)}
     asked = subprocess.run(
         [sys.executable, "-c", program], env=instead, cwd=wheel, check=True, capture_output=True, text=True

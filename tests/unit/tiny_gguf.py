@@ -1,4 +1,4 @@
-"""GGUF files of the families that the converter knows, so small that they convert in milliseconds."""
+"""Tiny GGUF files of the model families that the converter knows, which convert in milliseconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 96, 4, 2, 16, 2
 CONTEXT, ROPE_THETA, RMS_EPSILON = 128, 100000.0, 1e-5
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of tokens
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens in GGUF
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}<|im_end|>{% endfor %}"
 
 Tensors = dict[str, npt.NDArray[np.float32]]
@@ -24,7 +24,7 @@ def tiny_vocabulary() -> list[str]:
 
 
 def tiny_tensors(rows: int | None = None, biases: bool = False, own_head: bool = False) -> Tensors:
-    """``rows``: of the embedding table, by default the vocabulary's."""
+    """Return random weights. ``rows`` is the length of the embedding table, by default the size of the vocabulary."""
     random = np.random.default_rng(7)
     per_layer: dict[str, tuple[int, ...]] = {
         "attn_norm.weight": (HIDDEN,),
@@ -61,7 +61,10 @@ def write_tiny_gguf(
     more_tokens: Mapping[str, int] | None = None,
     merges: Sequence[str] = ("h e",),
 ) -> Path:
-    """``quantised`` names one tensor in Q4_1; ``more_tokens`` come behind the others, each with its kind."""
+    """Write a GGUF file, and return its path.
+
+    ``quantised`` names a tensor that is stored in Q4_1. ``more_tokens`` follow the vocabulary, each with its type.
+    """
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)

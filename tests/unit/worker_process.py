@@ -31,16 +31,16 @@ from sglang_hybrid.worker.control_client import ControlClient
 
 ROOT = Path(__file__).resolve().parents[2]
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-PATIENCE_S = 30.0  # for what takes a moment and never this long: a test that waits for all of it has failed
+PATIENCE_S = 30.0  # limit of every wait, far longer than any of them takes: a test that reaches it fails
 BLOCK_TOKENS = 32
 QUERY_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-QUERY_DTYPES |= {f"fp8 {name}": dtype for name, dtype in QUERY_DTYPES.items()}  # of a pool of FP8
+QUERY_DTYPES |= {f"fp8 {name}": dtype for name, dtype in QUERY_DTYPES.items()}  # queries over a pool of FP8
 POOL_DTYPES = {name: FP8 if name.startswith("fp8") else dtype for name, dtype in QUERY_DTYPES.items()}
 
 
 @contextlib.contextmanager
 def short_directory() -> Iterator[Path]:
-    """pytest's own directories are too long for a Unix socket."""
+    """Provide a directory for Unix sockets: the paths of pytest's own directories are too long for them."""
     path = Path(tempfile.mkdtemp(prefix="shw-"))
     try:
         yield path
@@ -49,7 +49,10 @@ def short_directory() -> Iterator[Path]:
 
 
 class WorkerProcess:
-    """``python -m cpu_worker``, or ``code`` with the same arguments; killed at the end if it is still there."""
+    """A process of ``python -m cpu_worker``, or of the Python source ``code``, with the same arguments.
+
+    The process is killed at the end of the context if it still runs.
+    """
 
     def __init__(self, *arguments: str, directory: Path | None = None, code: str = "") -> None:
         given = [] if directory is None else ["--dir", str(directory)]
@@ -102,7 +105,7 @@ class WorkerProcess:
 
 
 def eventually(holds: Callable[[], bool]) -> bool:
-    """For what the kernel or ZMQ does in its own time, and tells nobody."""
+    """Poll until ``holds`` is true, and return whether it became true. For effects that no event announces."""
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         if time.monotonic() > deadline:
@@ -136,7 +139,7 @@ def new_token() -> str:
 
 
 def is_closed_by_worker(connection: socket.socket) -> bool:
-    """Waits for the end of the connection, and for nothing but that."""
+    """Wait for the end of the connection. Return False if the worker sent something instead."""
     connection.settimeout(PATIENCE_S)
     try:
         return connection.recv(1) == b""
@@ -146,7 +149,10 @@ def is_closed_by_worker(connection: socket.socket) -> bool:
 
 @dataclass
 class Regions:
-    """Mailbox and pool of a tiny model, with random keys and values; NaN in page 0, which nobody may read."""
+    """Mailbox and host pool of a tiny model, in shared memory, with a client's side of the mailbox.
+
+    Keys and values are random; page 0, which must not be read, is NaN.
+    """
 
     dtype: str = "float32"
     rows: int = 4
@@ -191,7 +197,7 @@ class Regions:
         return sequence.value
 
     def collect(self, lists: HostWork, sequence: int, timeout_s: float = PATIENCE_S) -> int:
-        """Rows that were not answered; the others are in ``lists``."""
+        """Wait for the answers to a post, and write them to ``lists``. Return the number of rows without an answer."""
         gone = ctypes.c_uint32()
         missing: int = library().sh_client_collect(
             self.client, sequence, int(timeout_s * 1e9), ctypes.byref(gone), *lists.results,

@@ -1,4 +1,4 @@
-"""A worker serves while its pool is still being mapped, and lets go of it when it is told to."""
+"""A worker serves requests while a thread still maps its pool, and ends that thread when asked to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cpu_worker.population import Population
 
 
 class LargeMapping:
-    """One that takes for ever to populate."""
+    """A mapping whose population never ends by itself, only when cancelled."""
 
     def __init__(self) -> None:
         self.begun, self.ended = threading.Event(), threading.Event()
@@ -25,7 +25,7 @@ class LargeMapping:
 
 
 def test_it_runs_beside_its_owner_until_it_is_told_to_stop() -> None:
-    """A replaced worker was not used before all of its pool was mapped: seconds, by the pool's size."""
+    """A new worker need not wait until its whole pool is mapped, which takes seconds for a large pool."""
     mapping = LargeMapping()
     running = Population(mapping)  # type: ignore[arg-type]
     assert mapping.begun.wait(PATIENCE_S) and not mapping.ended.is_set()

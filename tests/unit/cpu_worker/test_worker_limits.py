@@ -1,4 +1,4 @@
-"""Limits: of lists, whose tasks must all find room, and of threads, which a system may refuse."""
+"""Limits of lists, whose tasks all need space for results, and of threads, which a system may refuse to start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mailbox_host import Host, assert_same_bits, collected
 
 from sglang_hybrid.protocol.mailbox import SERVED, Mailbox
 
-# Runs in a process of its own, whose address space then has no room for another thread's stack.
+# Runs in a separate process, whose address space is limited until another thread's stack does not fit.
 WITHOUT_THREADS = """
 import resource
 from mailbox_host import Host, assert_same_bits, collected
@@ -62,7 +62,7 @@ for stacks in range(1, 20):  # so few that one engine gets some and takes them a
 def run_with_few_threads(body: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_THREADS.replace("{body}", body)],
-        cwd=Path(__file__).parents[1],  # where its helpers are
+        cwd=Path(__file__).parents[1],  # the directory of the helper modules
         capture_output=True,
         text=True,
         timeout=120,
@@ -73,10 +73,10 @@ def run_with_few_threads(body: str) -> str:
 
 @pytest.mark.parametrize(("max_blocks", "task_blocks"), [(65, 1), (513, 8), (625, 8)])
 def test_every_task_of_every_list_has_room_for_its_result(max_blocks: int, task_blocks: int) -> None:
-    """There was room for the tasks of the longest list, and shorter ones can have more.
+    """Shorter lists can have more tasks than the longest list: space for the longest list's tasks is not enough.
 
-    Seen with lists of up to 65 blocks and tasks of one: room for 33 tasks a head, and lists of 64 blocks made 64. 15 of
-    80 rows were wrong, all of them reported as served.
+    With lists of up to 65 blocks and one block per task, the longest list has 33 tasks per head, but lists of 64 blocks
+    have 64. With too little space, 15 of 80 rows were wrong, and all of them were reported as served.
     """
     host = Host(rows=80, max_blocks=max_blocks, task_blocks=task_blocks)
     mailbox = Mailbox(host.geometry)
@@ -90,12 +90,12 @@ def test_every_task_of_every_list_has_room_for_its_result(max_blocks: int, task_
 
 
 def test_the_server_computes_where_no_thread_can_be_started() -> None:
-    """A thread that could not be started left the others unjoined: ``std::terminate``, and the server was gone."""
+    """A thread that cannot be started must not leave the others unjoined: ``std::terminate`` would end the server."""
     assert "computed" in run_with_few_threads(IN_THE_SERVER)
 
 
 def test_the_worker_goes_on_with_the_threads_that_it_gets() -> None:
-    """Likewise in the engine's constructor."""
+    """If a thread cannot be started, the engine's constructor keeps those that it has started."""
     assert "threads" in run_with_few_threads(IN_THE_WORKER)
 
 

@@ -1,4 +1,4 @@
-"""The worker as a process: real ones, fed with what a server sends and with what nobody should."""
+"""Real worker processes, which get valid messages and regions from a server, and invalid ones."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[WorkerProcess]:
-    """Started by hand, shared by the tests of this module: each leaves it idle."""
+    """A worker that is started by hand and shared by this module's tests. Each test leaves the worker idle."""
     with short_directory() as path, WorkerProcess(directory=path) as process:
         yield process.ready()
 
@@ -95,7 +95,7 @@ def other_client(worker: WorkerProcess) -> Iterator[ControlClient]:
 
 @pytest.fixture
 def stranger(worker: WorkerProcess) -> Iterator[zmq.Socket[bytes]]:
-    """A socket that speaks ZMQ and nothing else."""
+    """A ZMQ socket that is connected to the worker but does not follow its protocol."""
     assert worker.directory is not None
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.setsockopt(zmq.LINGER, 0)
@@ -184,7 +184,7 @@ def test_bytes_that_are_not_even_zmq_disturb_nobody(worker: WorkerProcess, clien
     for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, bytes(range(256)) * 10):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
             peer.connect(f"{worker.directory}/control.sock")
-            with contextlib.suppress(ConnectionError):  # it may be thrown out before it has said everything
+            with contextlib.suppress(ConnectionError):  # the worker may end the connection before all is sent
                 peer.sendall(data)
         assert client.ask(Health(), PATIENCE_S).state == "idle"
 
@@ -339,9 +339,9 @@ def test_of_five_connections_that_wait_the_oldest_is_dropped(
     waiting = []
     for _ in range(5):
         waiting.append(connected(worker))
-        client.ask(Health(), PATIENCE_S)  # so that they come one after the other
+        client.ask(Health(), PATIENCE_S)  # the worker accepts this connection before the next one comes
     assert is_closed_by_worker(waiting[0])
-    # the newest is as good as ever
+    # the newest connection still works
     socket.send_fds(waiting[4], [regions.token.encode()], [regions.mailbox_fd, regions.pool_fd])
     client.ask(Attach(token=regions.token), PATIENCE_S)
     client.ask(Drain(), PATIENCE_S)
@@ -371,7 +371,7 @@ def test_while_one_server_is_attached_another_is_refused(
         with pytest.raises(ControlError, match="attached already"):
             client.ask(Attach(token=others.token), PATIENCE_S)
         client.ask(Drain(), PATIENCE_S)
-        # the regions that were refused before are still there for the taking
+        # the regions that were refused before can still be attached
         other_client.ask(Attach(token=others.token), PATIENCE_S)
         other_client.ask(Drain(), PATIENCE_S)
 
@@ -413,7 +413,7 @@ def test_a_client_waits_for_its_turn_to_hand_over_regions_but_not_for_ever(
     connections = []
     try:
         with pytest.raises(ControlTimeout, match="no worker takes regions"):
-            for _ in range(100):  # more than can wait to be accepted
+            for _ in range(100):  # more connections than can wait to be accepted
                 connections.append(client.send_regions(regions.token, regions.mailbox_fd, regions.pool_fd, 0.05))
     finally:
         os.kill(worker.pid, signal.SIGCONT)
@@ -471,7 +471,7 @@ def test_threads_run_on_the_cores_they_were_planned_for(
 
 
 def test_two_workers_know_of_each_others_cores(worker: WorkerProcess, client: ControlClient, regions: Regions) -> None:
-    """Both in processes of their own, as those of two servers."""
+    """Each worker is a separate process, like the workers of two servers."""
     core = max(os.sched_getaffinity(worker.pid))
     with short_directory() as path, WorkerProcess(directory=path) as other, Regions() as others:
         other.ready()
@@ -492,9 +492,9 @@ def test_two_workers_know_of_each_others_cores(worker: WorkerProcess, client: Co
 
 
 def random_lists(regions: Regions, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, pages and fill; lists of every length, an empty one and an empty row among them.
+    """Return query, pages and fill. Lists have random lengths; one list and one row are empty, one list is full.
 
-    The last block of a list is its own, so that there may be anything behind its last token.
+    No other list has the page of a list's last block, so the tokens behind the last one may have any value.
     """
     random = torch.Generator().manual_seed(seed)
     shape = (regions.rows, regions.kv_heads)
@@ -551,7 +551,7 @@ def test_posts_are_answered_as_the_reference_computes_them(
         assert_answers_are_exact(regions)
 
         stats = client.ask(Stats(), PATIENCE_S)
-        of_layer = 2 if flags else 1  # posts
+        of_layer = 2 if flags else 1  # posts per layer
         assert stats.posts == of_layer * regions.layers
         assert stats.rows + stats.refused_rows <= of_layer * regions.layers * regions.rows
         assert stats.blocks == of_layer * sum(

@@ -1,4 +1,4 @@
-"""The worker's providers and log, in this process."""
+"""The worker's providers and log, tested in this process."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_torch_sums_values_by_weights(dtype: torch.dtype) -> None:
     beyond = torch.arange(5) >= count[..., None]
     ids = pages.masked_fill(beyond, reference.NO_BLOCK)
     expected = reference_weights.sum_values(weights.masked_fill(beyond[:, :, None, :, None], 0.0), values, ids)
-    weights.masked_fill_(beyond[:, :, None, :, None], torch.nan)  # left over from another post
+    weights.masked_fill_(beyond[:, :, None, :, None], torch.nan)  # as if left over from another post
     out, lse = sum_values(weights, values, pages, count)
     torch.testing.assert_close(out.flatten(1, 2), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(lse, torch.where(count > 0, 0.0, -torch.inf)[..., None].expand(3, 2, 4))
@@ -131,7 +131,7 @@ def test_equal_lists_are_computed_together_and_each_gets_its_own_result(monkeypa
     one = torch.ones(4, 2, dtype=torch.long)
     together = attend(query, keys, keys, lists, one, one * 32, 1.0, counted)
     assert calls == [8]
-    # so small that every pair is a chunk of its own
+    # so small that a chunk has one (row, KV head) pair per thread
     monkeypatch.setattr("cpu_worker.providers.torch._CHUNK_BYTES", 1)
     apart = attend(query, keys, keys, lists, one, one * 32, 1.0, counted)
     assert calls == [8] + [torch.get_num_threads()] * (8 // torch.get_num_threads())
@@ -165,7 +165,7 @@ def test_without_the_extension_ipex_is_refused_with_what_to_do(
 
 
 def test_an_extension_for_another_torch_is_named_and_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """IPEX 2.8.0 beside another torch prints an error and fails with AttributeError: module 'os' has no ..."""
+    """Importing IPEX 2.8.0 beside another torch would fail with AttributeError: module 'os' has no ..."""
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.13.100+cpu")
     monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail("it was imported"))
     with pytest.raises(ProviderError, match=r"needs torch 1\.13, and the worker's environment has"):

@@ -1,4 +1,4 @@
-"""Native decode on a host without a GPU, against the reference operations and plain softmax in float64."""
+"""Native decode on a host without a GPU, against the reference operations and softmax attention in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_hybrid.ops.cpu.structs import Geometry
 from sglang_hybrid.protocol.region import SharedRegion
 
 T = 32
-NO_SLOTS = torch.empty(0, dtype=torch.int64)  # this engine reads them off its table
+NO_SLOTS = torch.empty(0, dtype=torch.int64)  # the native engine takes slots from its page table
 CLOSE: dict[torch.dtype, Tolerance] = {
     torch.float32: {"rtol": 1e-4, "atol": 2e-5},
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
@@ -30,7 +30,7 @@ CLOSE: dict[torch.dtype, Tolerance] = {
 
 
 class Rows:
-    """Requests in a pool of two layers, written and decoded by the engine alone."""
+    """Requests in a pool of two layers. Only the engine writes and decodes them."""
 
     def __init__(
         self,
@@ -47,12 +47,12 @@ class Rows:
     ) -> None:
         random = seeded(seed)
         self.lengths, self.dtype, self.scale = lengths, dtype, 1.2 * dim**-0.5
-        self.stored = stored = reference.FP8 if fp8 else dtype  # of the pool
+        self.stored = stored = reference.FP8 if fp8 else dtype  # dtype of the pool
 
         def normal(*size: int) -> torch.Tensor:
             return torch.randn(*size, generator=random).to(dtype)
 
-        # as a model makes them: slices of one wider projection
+        # queries, keys and values are slices of one wider projection, as in a model
         width = (group + 2) * heads * dim
         self.projected = [normal(length, width) * 1.5 for length in lengths]
         self.parts = (group * heads * dim, heads * dim, heads * dim)
@@ -83,7 +83,7 @@ class Rows:
             digests=SimpleNamespace(of_layer=self.digests.__getitem__),
             sketches=SimpleNamespace(of_layer=self.sketch) if channels else None,
         )  # fmt: skip
-        # token indices of rows as SGLang has them; the engine reads one of every page
+        # token indices of rows as in SGLang's table; the engine reads one index of every page
         self.req_to_token = (self.table.repeat_interleave(T, dim=1) * T).to(torch.int32)
         model = ModelFacts(self.req_to_token, group, dtype, self.scale, cuda_graphs=False)
         self.config = HybridConfig(**{"sketch_channels": channels, **settings})  # type: ignore[arg-type]
@@ -93,16 +93,16 @@ class Rows:
         return SimpleNamespace(codes=self.codes[layer], channels=self.channels)
 
     def of(self, row: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, keys and values of a row's tokens, ``[tokens, heads, dim]``; the last two as the pool has them."""
+        """Return query, keys and values of a row's tokens, ``[tokens, heads, dim]``, rounded as the pool does."""
         query, keys, values = (
             part.unflatten(1, (-1, self.dim)) for part in self.projected[row][first:last].split(self.parts, dim=1)
         )
-        if self.stored == self.dtype:  # then they are slices still
+        if self.stored == self.dtype:  # without rounding, keys and values stay slices
             return query, keys, values
         return query, *(part.to(self.stored).to(self.dtype) for part in (keys, values))
 
     def write(self, layer: int = 1) -> None:
-        """All tokens but the last of each row, without their attention: 16-bit torch takes minutes on some CPUs."""
+        """Store all tokens but the last of each row, without attention, which takes minutes in 16 bits on some CPUs."""
         which = [row for row, length in enumerate(self.lengths) if length > 1]
         before = torch.tensor([self.lengths[row] - 1 for row in which])
         self.engine.kernels.begin(self.table[which], before, before)
@@ -111,7 +111,7 @@ class Rows:
         self.engine.kernels.store(layer, keys.to(self.stored), values.to(self.stored))
 
     def prefill(self, layer: int = 1, chunks: int = 1) -> list[torch.Tensor]:
-        """All tokens but the last of each row, in some chunks. The last chunk's output of each row."""
+        """Prefill all tokens but the last of each row, in ``chunks``. Return the last chunk's output of each row."""
         out: list[torch.Tensor] = []
         for chunk in range(chunks):
             spans = [((n - 1) * chunk // chunks, (n - 1) * (chunk + 1) // chunks) for n in self.lengths]
@@ -125,7 +125,7 @@ class Rows:
         return out
 
     def decode(self, layer: int = 1, rows: list[int] | None = None) -> torch.Tensor:
-        """The last token of each row."""
+        """Decode the last token of each row, and return the output of its attention."""
         which = list(range(len(self.lengths))) if rows is None else rows
         lengths = torch.tensor([self.lengths[row] for row in which])
         self.engine.begin_step(StepBatch(torch.tensor(which), lengths, lengths, NO_SLOTS))
@@ -144,7 +144,7 @@ class Rows:
         return torch.stack(rows)
 
     def by_selection(self, layer: int = 1) -> torch.Tensor:
-        """What the reference operations select and attend to, from the pool as it is now."""
+        """Select and attend by the reference operations, over the present content of the pool. Return the output."""
         lengths, query = torch.tensor(self.lengths), self.query()
         counts = -(-lengths // T)
         digests = self.digests[layer][self.table]
@@ -253,7 +253,7 @@ def test_digests_and_sketches_are_the_reference_ones_to_the_bit(dtype: torch.dty
         digests = reference.minmax_digest(keys, filled)
         torch.testing.assert_close(rows.digests[1][pages].float(), digests.float(), rtol=0, atol=0)
         codes = reference.sketch_codes(keys, digests, rows.channels)
-        counted = torch.arange(T) < filled[:, None]  # behind the last token there may be anything
+        counted = torch.arange(T) < filled[:, None]  # codes behind the last token do not matter
         assert torch.equal(rows.codes[1][pages].transpose(1, 2)[counted], codes.transpose(1, 2)[counted])
     assert not rows.digests[0].float().any(), "another layer was written"
 

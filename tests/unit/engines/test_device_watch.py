@@ -1,4 +1,4 @@
-"""Numbers that a device has counted some steps ago: ratios, intervals, and who serves misses."""
+"""Watching numbers that a device counted some steps ago: miss ratios, recall intervals, and what served misses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYERS, PER_ROW = 2, 100
 
 
 class Scout:
-    """What a watch knows of the device."""
+    """Stand-in for the step program of policy scout, whose counters a watch reads and whose settings it changes."""
 
     block_bytes = 1000
 
@@ -26,7 +26,7 @@ class Scout:
         self.shares: list[list[float]] = []
 
     def count(self, of_layers: list[list[int]]) -> None:
-        """Add the first of the totals: misses and recalled blocks, then perhaps others."""
+        """Add to each layer's totals, in the order of TOTALS: misses, recalled blocks, then perhaps others."""
         new = torch.tensor(of_layers)
         self.counted[:, : new.shape[1]] += new
 
@@ -38,7 +38,7 @@ class Scout:
 
 
 class Late:
-    """Counters whose numbers arrive one look later."""
+    """Counters whose numbers arrive one look later, like a copy from a device."""
 
     def __init__(self, counted: torch.Tensor) -> None:
         self._counted = counted
@@ -68,9 +68,9 @@ def test_ratios_are_misses_over_what_rows_beyond_the_budget_may_hold() -> None:
     seen: list[tuple[int, float]] = []
     watch.on_ratio = lambda layer, ratio: seen.append((layer, ratio))
     for _ in range(32):
-        scout.count([[30, 0], [60, 0]])  # of 3 rows a step
+        scout.count([[30, 0], [60, 0]])  # misses of 3 rows in one step
         watch.step(3)
-    assert seen == [(0, 0.1), (1, 0.2)]  # of the first 16 steps; those of the others have not arrived
+    assert seen == [(0, 0.1), (1, 0.2)]  # ratios of the first 16 steps; later numbers have not arrived
 
 
 def test_a_ratio_above_the_band_shortens_an_interval() -> None:
@@ -143,7 +143,7 @@ def test_blocks_that_the_worker_does_not_serve_are_read_by_the_device() -> None:
 
 def test_as_much_is_gathered_as_pcie_hides_beside_recalls() -> None:
     rates = PathRates(gathers=50e9, computes=100e9)
-    # 0.35 ms of 1 ms: 17.5 MB
+    # in 0.35 ms of a layer of 1 ms, 17.5 MB are gathered
     assert rates.gather_share(missed=17.5e6, recalled=0, layer_seconds=1e-3) == 1.0
     assert rates.gather_share(missed=50e6, recalled=0, layer_seconds=1e-3) == pytest.approx(0.35)
     assert rates.gather_share(missed=50e6, recalled=7.5e6, layer_seconds=1e-3) == pytest.approx(0.2)
@@ -168,7 +168,7 @@ def test_recalls_that_fill_the_link_leave_nothing_to_gather() -> None:
 
 def test_a_share_follows_what_is_missed() -> None:
     scout = Scout()
-    watch = watch_of(scout, rates=PathRates(gathers=1.0, computes=1.0))  # slow: nothing is hidden
+    watch = watch_of(scout, rates=PathRates(gathers=1.0, computes=1.0))  # so slow that nothing is hidden
     for _ in range(32):
         scout.count([[100, 20], [100, 100]])
         watch.step(3)
@@ -177,7 +177,7 @@ def test_a_share_follows_what_is_missed() -> None:
 
 def test_recalls_aim_at_what_the_worker_computes_in_time() -> None:
     rates = PathRates(gathers=50e9, computes=100e9)
-    # 0.6 ms of 1 ms, 60 MB of it, of budgets of 600 MB
+    # in 0.6 ms of a layer of 1 ms, the worker computes 60 MB, of budgets of 600 MB
     assert rates.target_ratio(600e6, 1e-3) == pytest.approx(0.1)
     assert rates.target_ratio(1e12, 1e-3) == 0.03
     assert rates.target_ratio(1e6, 1e-3) == 0.25
@@ -205,5 +205,5 @@ def test_a_program_without_recalls_tells_its_ratios_alone() -> None:
     watch.on_ratio = lambda layer, ratio: told.append((layer, ratio))
     for _ in range(64):
         watch.step(longer_rows=2)
-        counted += torch.tensor([[PER_ROW], [PER_ROW // 2]])  # of both rows together
+        counted += torch.tensor([[PER_ROW], [PER_ROW // 2]])  # misses of both rows together
     assert {layer: ratio for layer, ratio in told} == {0: 0.5, 1: 0.25}

@@ -1,4 +1,4 @@
-"""What engines tell about themselves: slots in device memory, misses by path, hits and waits."""
+"""Readings of engines: slots in device memory, misses by path, hits and waits."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sglang_hybrid.worker.torch_attention import TorchMisses
 
 
 class Silent(Engine):
-    """Tells nothing, as the native CPU engine does."""
+    """An engine without readings, like the native CPU engine."""
 
     name = "silent"
     use = begin_prefill = prefill = begin_step = decode = reset_rows = lambda *_: None  # type: ignore[assignment]
 
 
 def cuda_engine(pages: int, lengths: list[int], *, is_dense: bool, may_hold: bool = True) -> Any:
-    """Slots for four rows, without a device."""
+    """Return an engine with slots for four rows, made without a device."""
     engine: Any = CudaEngine.__new__(CudaEngine)
     engine.watch, engine._lengths = None, lengths
     engine._shape = SimpleNamespace(rows=4)

@@ -1,4 +1,4 @@
-"""Rows in their first decode steps attend to everything, if they are long: who is sent where."""
+"""Long rows in their first decode steps attend to everything: how a step is split into these rows and the others."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def test_a_long_row_is_taken_in_its_first_steps() -> None:
     steps = FirstSteps()
     steps.begin(torch.tensor([3, 5]), steps=2)
     assert taken(steps, step([7, 3, 5], [90, 65, 64])) == ([1], [0, 2])
-    assert taken(steps, step([7, 3, 5], [91, 66, 65])) == ([1, 2], [0])  # the other one has become long
+    assert taken(steps, step([7, 3, 5], [91, 66, 65])) == ([1, 2], [0])  # row 5 has become long
     assert not steps.any_waits
     assert taken(steps, step([7, 3, 5], [92, 67, 66])) is None
 
 
 def test_rows_that_are_not_in_the_step_go_on_waiting() -> None:
-    """Such as one whose prompt is computed in chunks, between which the others decode."""
+    """For example, a row waits while its prompt is computed in chunks, between which other rows decode."""
     steps = FirstSteps()
     steps.begin(torch.tensor([3]), steps=1)
     assert taken(steps, step([1], [90])) is None
@@ -40,7 +40,7 @@ def test_rows_that_are_not_in_the_step_go_on_waiting() -> None:
 
 
 def test_nobody_is_waited_for_forever() -> None:
-    """A request that ends with its prompt never decodes, and one with its first token but once."""
+    """A request that ends with its prompt never decodes, and a request that ends with its first token decodes once."""
     steps = FirstSteps()
     steps.begin(torch.tensor([3]), steps=2)
     assert taken(steps, step([3], [90])) == ([0], [])
@@ -65,7 +65,7 @@ def test_a_row_that_begins_anew_is_taken_again() -> None:
 
 
 class Engine:
-    """Remembers what it is asked to compute."""
+    """An engine that records its batches, and marks the outputs of prefill and of decode."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

@@ -1,4 +1,4 @@
-"""Which rows of a prefill pass are staged together, and where: host arithmetic, no GPU."""
+"""Groups of rows that a prefill pass stages together, and their places in the staging: host arithmetic, no GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK_TOKENS = 32
 
 
 def tokens_of(group: RowGroup, row: int) -> list[tuple[int, int]]:
-    """(page, token of the page) of every token of a row, as attention reads them."""
+    """Return (page, token in the page) of every token of a row, in the order in which attention reads them."""
     first, last = group.page_starts[row : row + 2].tolist()
     slots = group.page_slots[first:last].tolist()
     length = BLOCK_TOKENS * (len(slots) - 1) + int(group.last_page_tokens[row])
@@ -37,7 +37,7 @@ def random_batch(seed: int, pool_pages: int) -> PrefillRows:
         own = int(torch.randint(0, 150, (), generator=random))
         length = BLOCK_TOKENS * len(prefix) + own
         blocks = -(-own // BLOCK_TOKENS)
-        tables.append([*prefix, *free[:blocks], 10**9])  # behind the end there is anything
+        tables.append([*prefix, *free[:blocks], 10**9])  # entries behind the end must not matter
         free = free[blocks:]
         lengths.append(length)
         new_tokens.append(int(torch.randint(0, own + 1, (), generator=random)))
@@ -83,7 +83,7 @@ def test_a_group_takes_as_many_rows_as_fit() -> None:
 
 
 def test_slots_are_in_the_order_of_pages_within_their_kind() -> None:
-    # pages 9 and 3 are read, 12 and 5 get tokens behind old ones, 8, 7 and 6 new tokens only
+    # pages 9 and 3 are only read; 12 and 5 get new tokens behind old ones; 8, 7 and 6 get new tokens only
     batch = PrefillRows([[9, 12, 8, 7], [3, 5, 6, 0]], [128, 96], [64 + 10, 32 + 1])
     (group,) = group_rows(batch, 10, 13)
     assert group.pages.tolist() == [6, 7, 8, 5, 12, 3, 9]

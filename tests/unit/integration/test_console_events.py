@@ -1,4 +1,4 @@
-"""The lines between a server and its launcher's console: they never disturb the server, and say what runs."""
+"""Events that a server sends to its launcher's console: they never block the server, and become readable lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page allocator for hosts without a GPU against a plain-Python model of one."""
+"""The page allocator for hosts without a GPU, compared with a plain-Python model of an allocator."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ Make = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def make_allocator() -> Make:
-    # in a fixture, because importing SGLang takes long: other tests are collected without it
+    # imported in a fixture, because importing SGLang takes long, and other tests are collected without it
     from sglang_hybrid.integration.cpu_allocator import CpuPagedAllocator
 
     def make(pages: int, page_size: int, need_sort: bool = False) -> CpuPagedAllocator:
@@ -32,7 +32,7 @@ def make_allocator() -> Make:
 
 @dataclass
 class Host:
-    """An allocator and the slots it gave to each live request, every rule checked at each step."""
+    """An allocator and the slots that it gave to each live request. Every step checks all rules of allocation."""
 
     allocator: Any
     pages: int
@@ -40,7 +40,7 @@ class Host:
     requests: dict[int, list[int]] = field(default_factory=dict)
 
     def live_pages(self) -> list[int]:
-        """Pages of all requests: each one once per request that has it."""
+        """Return the pages of all requests; a page that several requests have is listed for each of them."""
         return [page for slots in self.requests.values() for page in {slot // self.page_size for slot in slots}]
 
     def free_pages(self) -> list[int]:
@@ -60,7 +60,7 @@ class Host:
         )
 
     def decode(self, names: list[int]) -> None:
-        """One more token for each."""
+        """Allocate one more token for each named request."""
         seq_lens = torch.tensor([len(self.requests[name]) + 1 for name in names])
         last = torch.tensor([self.requests[name][-1] for name in names])
         self.account(dict.fromkeys(names, 1), lambda: self.allocator.alloc_decode(seq_lens, seq_lens.clone(), last))
@@ -81,7 +81,7 @@ class Host:
         self.check()
 
     def take(self, new_tokens: dict[int, int], slots: list[int]) -> None:
-        """Hand the slots out in order; a page starts at its first slot and is filled one by one."""
+        """Give slots to requests in order. Check that a page starts at its first slot and is filled slot by slot."""
         assert len(slots) == sum(new_tokens.values())
         started = []
         for name, new in new_tokens.items():
@@ -102,7 +102,7 @@ class Host:
         self.check()
 
     def free_from(self, name: int, first_page: int) -> None:
-        """The request keeps its first pages only, as when it is retracted to a cached prefix."""
+        """Free all but the first pages of a request, as when SGLang retracts a request to its cached prefix."""
         keep = first_page * self.page_size
         own = self.requests[name]
         self.allocator.free(torch.tensor(own[keep:], dtype=torch.int64))
@@ -147,7 +147,7 @@ def test_the_last_page_can_be_had_and_then_there_is_none(make_allocator: Make, n
     host = Host(make_allocator(3, 4, need_sort), 3, 4)
     host.extend({0: 9})
     assert host.allocator.available_size() == 0
-    host.decode([0])  # its tail has room
+    host.decode([0])  # the request's last page is not full
     host.extend({0: 2})
     assert len(host.requests[0]) == 12
     host.decode([0])
@@ -174,7 +174,7 @@ def test_pages_freed_in_any_order_are_handed_out_sorted_when_transfers_want_it(m
 
 
 def test_slot_0_is_never_handed_out(make_allocator: Make) -> None:
-    # SGLang lets padding tokens write there
+    # SGLang writes padding tokens to slot 0
     host = Host(make_allocator(5, 4), 5, 4)
     host.extend({0: 20})
     assert min(host.requests[0]) == 4

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.integration.cpu_host import kernel_stand_in
 
-Spans: TypeAlias = tuple[list[int], list[int], list[int]]  # rows; the first token of each span, and the last + 1
+Spans: TypeAlias = tuple[list[int], list[int], list[int]]  # rows, first token of each span, last token of each span + 1
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -25,7 +25,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @st.composite
 def spans(draw: st.DrawFn) -> Spans:
-    """Rows, each once and in any order, and a span of tokens in each; some spans are empty."""
+    """Draw distinct rows in any order, and one span of tokens in each row; some spans are empty."""
     rows = draw(st.lists(st.integers(0, 7), max_size=5, unique=True))
     edges = [sorted((draw(st.integers(0, 20)), draw(st.integers(0, 20)))) for _ in rows]
     return rows, [first for first, _ in edges], [last for _, last in edges]
@@ -72,7 +72,7 @@ def test_slots_of_each_rows_span_are_collected_one_row_after_the_other(
 
 
 def murmur3_x86_32(key: bytes) -> int:
-    """MurmurHash3 of a key of whole words, seed 0, as published by Austin Appleby."""
+    """Return MurmurHash3 with seed 0, as Austin Appleby published it, of a key whose length is a multiple of 4."""
 
     def rotate(x: int, bits: int) -> int:
         return (x << bits | x >> (32 - bits)) % 2**32
@@ -121,7 +121,7 @@ def test_sglang_finds_the_hash_among_torchs_operators() -> None:
     assert torch.equal(found, kernel_stand_in.murmur_hash32(seed, position, columns))
 
 
-# What there is not
+# Kernels that the stand-in lacks
 
 
 def test_any_other_kernel_can_be_imported_and_says_so_when_it_is_called() -> None:
@@ -145,7 +145,7 @@ def test_initialising_takes_back_the_promise_of_a_shared_memory_all_reduce(monke
     monkeypatch.setenv("LOCAL_SIZE", "2")
     torch.ops.sgl_kernel.initialize(2, 0)
     assert "LOCAL_SIZE" not in os.environ
-    torch.ops.sgl_kernel.initialize(2, 0)  # and it need not be there
+    torch.ops.sgl_kernel.initialize(2, 0)  # works also without the variable
 
 
 # Where SGLang finds it

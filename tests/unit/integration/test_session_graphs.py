@@ -1,4 +1,4 @@
-"""The session of ``sglang-hybrid eval`` on a GPU: by the graphs that serve, recorded anew for other settings."""
+"""The session of ``sglang-hybrid eval`` on a GPU uses a server's CUDA graphs, recorded anew for new settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_hybrid.integration.session_flags import add_model_flags, session_fla
 
 
 def session(by_graphs: bool) -> tuple[ModelSession, list[str]]:
-    """Without a model: what it would do to SGLang's model runner."""
+    """Return a session without a model, and a list that records what the session does to SGLang's model runner."""
     done: list[str] = []
     made: Any = ModelSession.__new__(ModelSession)
     made._by_graphs = by_graphs

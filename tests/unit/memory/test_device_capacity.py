@@ -1,4 +1,4 @@
-"""GPU memory of rows and pages: what the engines allocate, and what is left for pages."""
+"""GPU memory of rows and pages: the plan equals what the engines allocate, and pages get the rest."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_pages_get_what_rows_and_staging_leave_and_not_a_page_more() -> None:
 
 def test_the_torch_engine_takes_memory_for_pages_only() -> None:
     assert plan(GIB, rows=5, cuda_graphs=False).taken.resident == 0
-    assert plan(GIB, rows=5, config=HybridConfig(sketch_channels=16)).taken.resident == 0  # no such kernels
+    assert plan(GIB, rows=5, config=HybridConfig(sketch_channels=16)).taken.resident == 0  # the CUDA kernels lack it
 
 
 def test_memory_for_less_than_one_budget_is_refused_with_every_number() -> None:

@@ -1,4 +1,4 @@
-"""Codes of single keys follow what is written, and their memory is counted."""
+"""Codes of single keys are updated when keys are written, and a page's memory includes them."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ PAGES, HEADS, DIM = 5, 2, 8
 
 
 class FirstChannels:
-    """Keeps the first two channels of each key, float16, and the layer that asked."""
+    """An encoder whose code is the first two channels of a key in float16, plus the number of the layer."""
 
     def encode(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
         return (keys[..., :2] + layer).half().contiguous().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Host memory: the shared region, page arithmetic, digests kept up to date, and capacity."""
+"""Host memory: the shared region, page arithmetic, updates of digests, and capacity."""
 
 import ctypes
 import errno
@@ -30,7 +30,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def open_descriptors() -> set[str]:
-    """What this process has open, as the targets of its descriptors: a number may be used again."""
+    """Return the numbers and targets of this process's open descriptors; a number alone may be used again."""
     targets = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -132,11 +132,11 @@ def test_a_region_is_not_in_core_files(side: str) -> None:
         flags = smaps_flags(address)
         if mapped:
             mapped.close()
-    assert "dd" in flags  # do not dump
+    assert "dd" in flags  # "dd": do not include in core dumps
 
 
 def smaps_flags(address: int) -> list[str]:
-    """Of the mapping that begins there."""
+    """Return the kernel's flags of the mapping that begins at an address."""
     _, _, mapping = Path("/proc/self/smaps").read_text().partition(f"{address:x}-")
     flags = re.search("VmFlags: (.*)", mapping)
     assert flags is not None
@@ -152,7 +152,7 @@ def test_a_tensor_outlives_its_closed_region() -> None:
     region = SharedRegion(2 * MIB)
     piece = region.take((1000,), torch.int64)
     region.close()
-    region.close()  # twice is fine
+    region.close()  # a second call does nothing
     del region
     gc.collect()
     piece.copy_(torch.arange(1000))
@@ -201,7 +201,7 @@ def test_an_impossible_size_is_refused_with_the_number_and_leaves_nothing_open(s
 
 
 class NoRoom:
-    """A C library on a host that has no memory left, or an old kernel."""
+    """Stand-in for the C library whose ``madvise`` fails: on a host without free memory, or with an old kernel."""
 
     def __init__(self, error: int) -> None:
         self._error = error
@@ -260,7 +260,7 @@ def test_padding_tokens_that_share_slot_0_touch_page_0_once() -> None:
 
 
 def request_table(rows: list[list[int]], page_tokens: int, width: int) -> torch.Tensor:
-    """SGLang's req_to_token: the slot of each token of each request, int32."""
+    """Return a table like SGLang's req_to_token: int32, the slot of each token of each request."""
     table = torch.zeros(len(rows), width, dtype=torch.int32)
     for row, pages in enumerate(rows):
         for position, page in enumerate(pages):
@@ -294,7 +294,7 @@ def test_a_page_table_is_a_copy(rows: list[int], dtype: torch.dtype, page_tokens
 
 
 def assert_digest(table: torch.Tensor, page: int, keys: torch.Tensor) -> None:
-    """keys ``[H, n, D]`` of one page."""
+    """Check the digest of one page against its keys ``[H, n, D]``."""
     assert torch.equal(table[page], torch.stack((keys.amax(dim=1), keys.amin(dim=1)), dim=1))
 
 
@@ -324,7 +324,7 @@ def test_writing_token_by_token_ends_at_the_same_digests_as_writing_at_once(
     pages = torch.randperm(10, generator=random)[:5]
     slots = (pages[:, None] * page_tokens + torch.arange(page_tokens)).flatten()[:tokens]
     new_keys = torch.randn(tokens, heads, 16, generator=random).to(dtype)
-    keys = torch.full((10, heads, page_tokens, 16), float("nan"), dtype=dtype)  # nobody cleaned the pages
+    keys = torch.full((10, heads, page_tokens, 16), float("nan"), dtype=dtype)  # pages are not cleared before use
 
     digests = Digests(layers=1, pages=10, heads=heads, head_dim=16, dtype=dtype, device="cpu")
     for slot, key in zip(slots, new_keys, strict=True):
@@ -344,7 +344,7 @@ def test_the_next_user_of_a_page_starts_its_digest_anew() -> None:
     keys = torch.full((2, 1, 4, 8), 100.0)
     digests = Digests(layers=1, pages=2, heads=1, head_dim=8, dtype=torch.float32, device="cpu")
     digests.refresh(0, keys, torch.tensor([1]), torch.tensor([4]))
-    keys[1, :, 0] = 2.0  # the other three keys are the old ones
+    keys[1, :, 0] = 2.0  # the other three keys are those of the page's last user
     digests.refresh(0, keys, *touched_pages(torch.tensor([4]), 4))
     assert (digests.of_layer(0)[1] == 2.0).all()
 
@@ -378,7 +378,7 @@ def test_ranks_share_the_host_memory_evenly(host_memory: str, share: int) -> Non
 @pytest.mark.parametrize(("host_memory", "share"), [("auto", 7 * GIB // 2), ("4GiB", 2 * GIB)])
 def test_a_rank_that_comes_later_gets_the_share_of_what_was_there_at_the_start(host_memory: str, share: int) -> None:
     config = HybridConfig(host_memory=host_memory)
-    left = 10 * GIB - share  # by the rank that was first
+    left = 10 * GIB - share  # the first rank has taken its share
     assert host_pool_bytes(config, SMALL_MODEL, available=left, ranks=2, at_start=10 * GIB) == share - OVERHEAD
 
 

@@ -1,4 +1,4 @@
-"""Sketches: which channels they hold, that they follow the keys, and what selection sees through them."""
+"""Sketches: the channels that they hold, their updates when keys are written, and estimates computed from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEADS, TOKENS, DIM, PAGES = 2, 4, 16, 6
 
 
 def bytes_of_page(layers: int, channels: int) -> PageBytes:
-    """Of pages of TOKENS tokens, as those here are; a server's have BLOCK_TOKENS."""
+    """Return the bytes of a page of TOKENS tokens, as used in these tests; a server's pages have BLOCK_TOKENS."""
     config = HybridConfig(sketch_channels=channels, digest_dtype="auto" if channels % 8 else "int8")
     page = page_bytes(config, KVShape(layers, HEADS, 64, 64, 2), "cuda")
     return PageBytes(page.digests, page.sketches * TOKENS // BLOCK_TOKENS)
@@ -88,7 +88,7 @@ def test_who_holds_a_layers_channels_sees_those_that_are_chosen_later() -> None:
 
 def test_writing_token_by_token_ends_at_the_same_sketch_as_writing_at_once() -> None:
     keys, slots = random_keys(), torch.arange(2 * TOKENS, 4 * TOKENS - 1)
-    keys[3, :, TOKENS - 1] = float("nan")  # behind the last token there may be anything
+    keys[3, :, TOKENS - 1] = float("nan")  # values behind the last token must not matter
     written = []
     for steps in (slots.split(1), (slots,)):
         digests = Digests(1, PAGES, HEADS, DIM, torch.float32, "cpu")
@@ -112,7 +112,7 @@ def test_a_sketch_of_all_channels_nearly_tells_the_blocks_true_attention() -> No
         for group in range(3):
             for place, page in enumerate((4, 0, 2)):
                 logits = keys[page, head] @ query[0, 3 * head + group] * scale
-                # half a sixteenth of each channel's range, at most
+                # a code is off by at most half a sixteenth of its channel's range
                 off = float(
                     (query[0, 3 * head + group].abs() * (keys[page, head].amax(0) - keys[page, head].amin(0))).sum()
                 )
@@ -135,7 +135,7 @@ def test_pages_may_differ_between_kv_heads() -> None:
 
 
 def test_a_partial_sketch_finds_one_key_among_many_that_extremes_hide() -> None:
-    """Two blocks with equal extremes: only one has a key that is large in both channels of the query at once."""
+    """Two blocks have equal extremes, but only one has a key that is large in both channels of the query at once."""
     keys = torch.zeros(2, 1, TOKENS, DIM)
     keys[0, 0, 0, 0], keys[0, 0, 1, 1] = 6.0, 6.0
     keys[1, 0, 0, :2] = 6.0
@@ -160,7 +160,7 @@ def test_the_memory_of_a_page_is_what_is_taken() -> None:
 
 
 def wide_keys(seed: int = 0) -> torch.Tensor:
-    """Blocks that differ, and a channel that is larger than all others."""
+    """Return keys of blocks that differ from each other, with one channel that is larger than all others."""
     random = torch.Generator().manual_seed(seed)
     keys = torch.randn(PAGES, HEADS, TOKENS, 64, generator=random)
     keys += 2 * torch.randn(PAGES, HEADS, 1, 64, generator=random)
@@ -215,7 +215,7 @@ def test_estimates_by_compact_digests_are_nearly_those_by_the_whole_ones() -> No
 def test_codes_tell_every_token_its_part_of_the_range() -> None:
     random, most, count = torch.Generator().manual_seed(5), 15, 6
     places = torch.randint(0, most + 1, (PAGES, HEADS, TOKENS, 64), generator=random)
-    places[:, :, 0], places[:, :, 1] = 0, most  # so that the range is known: from 0 to most + 1
+    places[:, :, 0], places[:, :, 1] = 0, most  # so that the range is known: 0 to most + 1
     keys = places + torch.where(places == 0, 0.0, torch.where(places == most, 1.0, 0.6))
     channels = torch.stack([torch.randperm(64, generator=random)[:count] for _ in range(HEADS)])
     codes = reference.sketch_codes(keys, extremes(keys), channels)

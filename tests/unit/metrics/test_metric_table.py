@@ -1,4 +1,4 @@
-"""The table of metrics: collectors follow it, and so do the buckets of the CUDA kernels."""
+"""The table of metrics agrees with the collectors and with the buckets of the CUDA kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks are processes that write to one directory, as SGLang has it: another process reads all of them."""
+"""Metrics of several ranks: each rank is a process that writes to one directory, and another process reads them all."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_ranks_are_told_apart_and_gauges_show_their_last_value(tmp_path: Path) -
         assert value("worker_up", rank) == 1 == value("worker_starts_total", rank)
         assert value("miss_rows_total", rank, by="worker") == 10 * (int(rank) + 1)
         assert value("miss_bytes_total", rank, path="worker") == 2 * (5 + int(rank))
-        assert value("decode_rows", rank) == 0  # they rest
+        assert value("decode_rows", rank) == 0  # both ranks are idle
         assert value("decode_step_seconds_count", rank) == 2 == value("decode_step_seconds_sum", rank)
         assert value("host_pool_used_bytes", rank) == int(rank)
     exported = {sample.name for family in registry.collect() for sample in family.samples}

@@ -1,4 +1,4 @@
-"""What a scheduler process publishes: rarely, only what its engine can tell, and at once when the server rests."""
+"""Metrics of a scheduler process: published rarely, only those that its engine has, and at once when it is idle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 1 << 30
 
 
 class Server:
-    """Metrics with a clock and an engine that a test sets."""
+    """A server's metrics, with a clock and an engine's readings that a test sets."""
 
     def __init__(self) -> None:
         self.rank = new_rank()
@@ -69,7 +69,7 @@ def test_many_steps_are_published_together() -> None:
     server.rest(after=0.002)
     assert server.value("decode_step_seconds_count") == 1000
     assert server.value("decode_step_seconds_sum") == pytest.approx(2.0)
-    # each of 2 ms, give or take what a float of the clock is off
+    # each step takes 2 ms, up to rounding of the clock's float
     assert server.value("decode_step_seconds_bucket", le="0.001") == 0
     assert server.value("decode_step_seconds_bucket", le="0.003") == 1000
 
@@ -144,12 +144,12 @@ def test_the_hit_ratio_is_that_of_recent_selections() -> None:
     server = Server()
     server.readings = Readings(selected_blocks=0, resident_blocks=0)
     server.batch(1)
-    assert server.value("resident_hit_ratio") is None  # of nothing
+    assert server.value("resident_hit_ratio") is None  # nothing was selected yet
     for step in range(1, 60):
         server.readings = Readings(selected_blocks=100 * step, resident_blocks=80 * step)
         server.batch(1)
     assert server.value("resident_hit_ratio") == pytest.approx(0.8)
-    server.batch(1)  # nothing new
+    server.batch(1)  # no new selections
     for step in range(1, 60):
         server.readings = Readings(selected_blocks=5900 + 100 * step, resident_blocks=4720 + 50 * step)
         server.batch(1)

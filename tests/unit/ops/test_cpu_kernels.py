@@ -20,8 +20,8 @@ from sglang_hybrid.ops.reference import FP8, to_stored
 
 T = 32
 PAGES = 24
-# Relative error of an output vector, and absolute error of its LSE. Where logits are large, float32 itself rounds them
-# by more than that: both bars then grow by ROUNDING times the sum of a logit's absolute terms.
+# Accepted relative error of an output vector, and accepted absolute error of its LSE. Float32 rounds large logits by
+# more than that: both limits then grow by ROUNDING times the sum of a logit's absolute terms.
 RELATIVE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 LSE = 1e-3
 ROUNDING = 2e-6
@@ -29,7 +29,7 @@ ROUNDING = 2e-6
 
 @dataclass(frozen=True)
 class Case:
-    dtype: torch.dtype  # of the query, and of the pool
+    dtype: torch.dtype  # of the query, and of the pool unless ``fp8``
     dim: int
     group: int
     heads: int
@@ -37,7 +37,7 @@ class Case:
     last_fill: int
     magnitude: float  # of keys
     seed: int
-    fp8: bool = False  # the pool is
+    fp8: bool = False  # whether the pool is FP8
 
     @property
     def pool(self) -> torch.dtype:
@@ -59,7 +59,7 @@ CASES = st.builds(
 
 
 class Problem:
-    """One KV head's list in a pool of which everything that must not be read is NaN."""
+    """A block list of one KV head, and a pool in which everything that must not be read is NaN."""
 
     def __init__(self, case: Case) -> None:
         random, self.case = seeded(case.seed), case
@@ -73,7 +73,7 @@ class Problem:
         self.keys = to_stored(normal(PAGES, case.heads, T, case.dim) * case.magnitude, case.pool)
         self.values = to_stored(normal(PAGES, case.heads, T, case.dim), case.pool)
         if case.count:
-            self.pages[-1] = PAGES - 1  # its rest is NaN, so it can only be the last one
+            self.pages[-1] = PAGES - 1  # the page's rest is NaN, so only the last block may be there
             self.pages[:-1] %= PAGES - 1
         unused = [page for page in range(PAGES) if page not in self.pages.tolist()]
         for pool in (self.keys, self.values):
@@ -91,7 +91,7 @@ class Problem:
         return logits.softmax(dim=1) @ self.tokens(self.values), logits.logsumexp(dim=1)
 
     def largest_sum_of_terms(self) -> float:
-        """Of all logits, the absolute values of the products it is the sum of: what its rounding is relative to."""
+        """Return the largest sum of absolute products of any logit: rounding errors of logits are relative to that."""
         terms = self.query.double().abs() @ self.tokens(self.keys).abs().T * self.scale
         return float(terms.max())
 
@@ -143,7 +143,7 @@ def test_attention_over_blocks_equals_softmax_attention(variant: str, case: Case
 @given(case=CASES, whole=st.floats(0, 1))
 @settings(max_examples=60, deadline=None)
 def test_only_tokens_whose_bit_is_set_are_attended(variant: str, case: Case, whole: float) -> None:
-    """Everything else is NaN, also between tokens that count. ``whole``: share of blocks of which all tokens do."""
+    """Tokens without a bit are NaN, also between tokens with one. In a share ``whole`` of blocks all bits are set."""
     case = replace(case, magnitude=1.0)
     problem, random = Problem(case), seeded(case.seed + 1)
     masks = torch.randint(0, 2**32, (PAGES,), generator=random)
@@ -166,14 +166,14 @@ def test_only_tokens_whose_bit_is_set_are_attended(variant: str, case: Case, who
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_number_of_fp8_is_read_as_torch_reads_it(variant: str, dtype: torch.dtype) -> None:
-    """One token has all of the attention: the output is its value."""
+    """The list has a single token, so the output is that token's value."""
     problem = Problem(Case(dtype, 128, 2, 1, 1, 1, 1.0, 5, fp8=True))
     for first in (0, 128):
         numbers = torch.arange(first, first + 128, dtype=torch.uint8).view(FP8)
         problem.values[problem.pages[0], 0, 0] = numbers
         out, _ = problem.attend(variant)
         expected = numbers.float().expand_as(out)
-        if variant == "amx":  # NaN makes its neighbour NaN there
+        if variant == "amx":  # with AMX a NaN makes its neighbour NaN
             out, expected = out[:, :126], expected[:, :126]
         torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
         problem.values[problem.pages[0], 0, 0] = 0.0

@@ -1,4 +1,4 @@
-"""Where the CPU library comes from: the package, or the cache where the package's does not load."""
+"""The CPU library is loaded from the package, or built in the cache if the package's file does not load."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from sglang_hybrid import env
 from sglang_hybrid.ops.cpu import NativeError, build
 
-library = importlib.import_module("sglang_hybrid.ops.cpu.library")  # the package has a function of that name
+library = importlib.import_module("sglang_hybrid.ops.cpu.library")  # the package has a function ``library``
 LOADED = library.FILE
 
 
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The package's library is damaged; the list of builds, of which each is a copy of a good one."""
+    """Damage the package's library. Return a list that records builds; a build copies a good library."""
     damaged = tmp_path / "damaged.so"
     damaged.write_bytes(b"for another processor")
     monkeypatch.setattr(library, "FILE", damaged)
@@ -34,7 +34,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return builds
 
 
-load: Callable[[], object] = library.library.__wrapped__  # without the cache of this process
+load: Callable[[], object] = library.library.__wrapped__  # without functools' cache, so that each call loads
 
 
 def test_a_library_that_does_not_load_is_built_once_and_kept(broken: list[Path], tmp_path: Path) -> None:

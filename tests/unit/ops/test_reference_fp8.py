@@ -1,4 +1,4 @@
-"""Reference operations over a pool of FP8: as over the numbers that its bytes stand for."""
+"""Reference operations over an FP8 pool compute what they compute over the numbers that its bytes stand for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_attention_over_fp8_blocks_equals_softmax_over_what_they_stand_for(dtype
     fill = torch.tensor([[[T, 7, 0], [T, T, 1]], [[20, 0, 0], [0, 0, 0]]])
     listed = [[[(4, T), (1, 7)], [(2, T), (0, T), (5, 1)]], [[(3, 20)], []]]
     for pool in (keys, values):
-        pool.view(torch.uint8)[1, 0, 7:] = 0x7F  # NaN, behind the last token
+        pool.view(torch.uint8)[1, 0, 7:] = 0x7F  # NaN behind the last token
     out, lse = reference.attend_blocks(query, keys, values, ids, fill, 0.2)
     expected = attention_over_blocks(query, keys.double(), values.double(), listed, 0.2)
     torch.testing.assert_close(out.double(), expected[0], rtol=1e-4, atol=1e-5)

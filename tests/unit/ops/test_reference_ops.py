@@ -24,9 +24,9 @@ BLOCK_TOKENS = st.sampled_from([1, 4, 8, 32])
 BLOCKS = st.integers(1, 12)
 SCALES = st.sampled_from([0.125, 0.3, 0.5])
 
-# Inputs of any dtype, computation in float32: only its rounding is left against float64.
+# For inputs of any dtype and computation in float32: only float32's rounding differs from float64.
 CLOSE: Tolerance = {"rtol": 1e-4, "atol": 2e-5}
-# Where the result itself is rounded to the input's dtype.
+# For results that are rounded to the input's dtype.
 ROUNDED: dict[torch.dtype, Tolerance] = {
     torch.float32: CLOSE,
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
@@ -56,7 +56,7 @@ def test_rms_unit_divides_by_the_root_of_the_mean_square(
 
 def test_rms_unit_of_zeros_is_zero_and_of_large_half_precision_inputs_is_finite() -> None:
     assert not reference.rms_unit(torch.zeros(2, 8), 1e-6).any()
-    # their squares are beyond float16
+    # squares of these inputs exceed float16
     assert torch.equal(reference.rms_unit(torch.full((1, 8), 6e4, dtype=torch.float16), 1e-6), torch.ones(1, 8))
 
 
@@ -77,7 +77,7 @@ class Rotation:
 @st.composite
 def rotations(draw: st.DrawFn, dtypes: st.SearchStrategy[torch.dtype] = DTYPES) -> Rotation:
     tokens, heads, dim, random = draw(ROWS), draw(HEADS), draw(DIM), seeded(draw(SEEDS))
-    pairs = draw(st.sampled_from([1, dim // 4, dim // 2]))  # a part of the channels, or all of them
+    pairs = draw(st.sampled_from([1, dim // 4, dim // 2]))  # some of the channels rotate, or all of them
     content = torch.randn(tokens, heads, dim, generator=random).to(draw(dtypes))
     return Rotation(content, 10 * torch.randn(tokens, pairs, generator=random), draw(st.booleans()))
 
@@ -121,7 +121,7 @@ class Pages:
     filled: torch.Tensor  # [n]
 
     def of(self, page: int) -> torch.Tensor:
-        """The keys that count, ``[H, filled, D]``."""
+        """Return the keys of a page up to its fill, ``[H, filled, D]``."""
         return self.keys[page, :, : int(self.filled[page])]
 
 
@@ -154,7 +154,7 @@ class Scored:
         return built
 
     def each_query_and_block(self) -> Iterator[tuple[tuple[int, int, int], torch.Tensor, torch.Tensor]]:
-        """(row, KV head, block), the head's G queries, the block's keys; all in float64."""
+        """Yield (row, KV head, block), the head's G queries and the block's keys, in float64."""
         rows, blocks, heads, _, dim = self.keys.shape
         queries = self.query.double().reshape(rows, heads, -1, dim)
         for row in range(rows):
@@ -206,7 +206,7 @@ def some_channels(heads: int, dim: int, part: float, seed: int) -> torch.Tensor:
 
 
 def sketched(block: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
-    """What a block's digest and sketch tell of its keys ``[tokens, D]``, in float64."""
+    """Return a block's keys ``[tokens, D]`` as its digest and sketch represent them, in float64."""
     told = ((block.amax(dim=0) + block.amin(dim=0)) / 2).repeat(block.shape[0], 1)
     for channel in channels.tolist():
         keys = block[:, channel].tolist()
@@ -245,7 +245,7 @@ def test_codes_of_a_channel_without_a_range_and_of_what_no_token_was_written_to_
     keys = torch.randn(1, 1, 4, 6, generator=seeded(3))
     keys[..., 2] = 0.7
     digests = reference.minmax_digest(keys, torch.tensor([3]))
-    keys[:, :, 3] = float("nan")  # behind the last token there may be anything
+    keys[:, :, 3] = float("nan")  # values behind the last token must not matter
     channels = torch.tensor([[2, 5, 0, 1]])
     codes = reference.sketch_codes(keys, digests, channels)
     query = torch.randn(1, 2, 6, generator=seeded(4))
@@ -280,7 +280,7 @@ def test_a_shift_is_the_difference_of_the_estimated_masses_of_the_list(case: Sco
 
 
 def test_a_shift_makes_up_for_a_predicted_query_of_the_wrong_length() -> None:
-    """Two halves of a row, one attended with a query that is too long: its weight is wrong until it is shifted."""
+    """One half of a row is attended with a query that is too long: the shift corrects the weight of that half."""
     keys, values = (torch.randn(2, 1, 8, 16, generator=seeded(seed)) for seed in (5, 6))
     query = torch.randn(1, 2, 16, generator=seeded(7))
     ids = torch.tensor([[[0], [1]]]).transpose(0, 1).unsqueeze(2)  # two lists of one block
@@ -346,7 +346,7 @@ class Selection:
         return reference.select_blocks(self.scores, self.counts, self.limit, self.sink, self.recent)
 
     def forced(self, row: int) -> set[int]:
-        """Tail, the recent blocks before it, sink: spelled out."""
+        """Return the blocks of a row that are always selected: the tail, the recent blocks before it, and the sink."""
         tail = int(self.counts[row]) - 1
         return {p for p in range(tail + 1) if p == tail or tail - self.recent <= p < tail or p < self.sink}
 
@@ -421,7 +421,7 @@ def test_a_limit_that_holds_the_row_takes_every_block(case: Selection) -> None:
 
 
 def scores_with_odd_pages(value: float, pages: list[int]) -> torch.Tensor:
-    """Scores of one row of 8 blocks and one KV head; one key of each of these pages is all ``value``."""
+    """Return scores of one row of 8 blocks and one KV head. One key of each page in ``pages`` is all ``value``."""
     random = seeded(3)
     keys = torch.randn(8, 1, 4, 8, generator=random)
     keys[pages, :, 1] = value
@@ -431,7 +431,7 @@ def scores_with_odd_pages(value: float, pages: list[int]) -> torch.Tensor:
 
 
 def test_a_page_with_a_nan_is_not_selected_while_there_are_others() -> None:
-    for page in range(7):  # the tail, number 7, is always in
+    for page in range(7):  # block 7, the tail, is always selected
         scores = scores_with_odd_pages(float("nan"), [page])
         chosen = reference.select_blocks(scores, torch.tensor([8]), limit=7, sink=0, recent=0)
         assert real(chosen[0, 0]) == [p for p in range(8) if p != page]
@@ -557,7 +557,7 @@ class BlockAttention:
 
 @st.composite
 def block_attentions(draw: st.DrawFn) -> BlockAttention:
-    """Lists with holes and partly filled blocks; each row has pages of its own, shuffled per KV head."""
+    """Draw lists with holes and partly filled blocks. Each row has pages of its own, shuffled per KV head."""
     rows, heads, group, dim, tokens = (draw(s) for s in (ROWS, HEADS, GROUP, DIM, BLOCK_TOKENS))
     value_dim, listed, dtype, garbage = draw(DIM), draw(BLOCKS), draw(DTYPES), draw(GARBAGE)
     presence, random = draw(st.sampled_from([0.0, 0.3, 0.9, 1.0])), seeded(draw(SEEDS))
@@ -640,7 +640,7 @@ class Partial:
 
 @st.composite
 def partials(draw: st.DrawFn) -> tuple[Partial, Partial, torch.Tensor]:
-    """Two sides, and a mask where exactly one of them is to be empty."""
+    """Draw two sides of a merge, and a mask of entries; tests use the mask to choose which side is empty."""
     rows, heads, dim, random = draw(ROWS), draw(HEADS), draw(DIM), seeded(draw(SEEDS))
     sides = [
         Partial(
@@ -724,7 +724,7 @@ def assert_prefill_is_causal_softmax(
     query = torch.randn(new, heads * group, dims[0], generator=random).to(dtype)
     key = torch.randn(heads, total, dims[0], generator=random).to(dtype)
     value = torch.randn(heads, total, dims[1], generator=random).to(dtype)
-    scale = 0.3  # not the default of torch's own function
+    scale = 0.3  # differs from the default of torch's function
     out = reference.attend_prefill(query, key, value, scale, tile)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), causal_attention(query, key, value, scale), **ROUNDED[dtype])

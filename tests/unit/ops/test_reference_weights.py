@@ -15,7 +15,7 @@ TOKENS, HEADS, GROUP, DIM, PAGES, LISTED, SCALE = 32, 2, 3, 16, 9, 4, 0.25
 
 
 class Lists:
-    """Two rows with lists of blocks, the last one partial, and some tokens of each masked out."""
+    """Two rows with lists of blocks. The last block of a list is partial, and random tokens of each are masked out."""
 
     def __init__(self, seed: int) -> None:
         rng = seeded(seed)
@@ -31,7 +31,7 @@ class Lists:
         self.masks = (bits << torch.arange(TOKENS)).sum(dim=3).to(torch.int32)  # bit 31 is the sign
 
     def counted(self, row: int, head: int) -> list[tuple[int, int]]:
-        """(Place in the list, token) of everything that counts."""
+        """Return (position in the list, token) of every token that is neither masked out nor beyond the fill."""
         return [
             (n, t) for n in range(LISTED) for t in range(int(self.fill[row, head, n])) if self.bits[row, head, n, t]
         ]

@@ -1,4 +1,4 @@
-"""Kernels, mailbox and engine under the address and the thread sanitizer."""
+"""The C++ kernels, the mailbox and the worker's engine under the address and the thread sanitizer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[3] / "kernels" / "cpu"
-# Behind the options of every file, whose -O3 takes the compiler minutes under a sanitizer. What is looked for (memory
-# beyond an end, accesses without order) is there without optimization too.
+# -O0 follows the options of every file: with their -O3 the compiler takes minutes under a sanitizer. The errors that
+# the sanitizers look for (memory beyond an end, accesses without order) exist without optimization too.
 COMPILE = "<CMAKE_CXX_COMPILER> <DEFINES> <INCLUDES> <FLAGS> -O0 -o <OBJECT> -c <SOURCE>"
-# Of the kernels' thousands, one in so many. Prime, so that all group sizes and list lengths stay among them.
+# One in this many of the kernels' thousands of shapes is tested. The number is prime, so that all group sizes and list
+# lengths are among them.
 SHAPES = "17"
 ENVIRONMENT = {
     **os.environ,
-    # the CMake of the environment that runs this, if it has one, before the machine's
+    # the CMake of this Python environment, if it has one, is found before the machine's
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
     "ASAN_OPTIONS": "detect_leaks=1:halt_on_error=1",
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=66",
@@ -27,7 +28,7 @@ PATIENCE_S = 600
 
 
 def run(*command: str | Path, timeout_s: float = PATIENCE_S) -> str:
-    """What it printed. Fails with that when its status is not 0."""
+    """Run a command and return what it printed. Fail the test with that output if the exit status is not 0."""
     done = subprocess.run(
         [str(part) for part in command],
         env=ENVIRONMENT,
@@ -42,7 +43,7 @@ def run(*command: str | Path, timeout_s: float = PATIENCE_S) -> str:
 
 
 def build(sanitizer: str, *programs: str) -> Path:
-    """The directory of the built programs, kept for the next run. Skips where the machine has no such sanitizer."""
+    """Build programs, and return their directory, which is kept for the next run. Skip without a working sanitizer."""
     directory = SOURCE.parents[1] / "build" / f"sanitizer-{sanitizer}"
     directory.mkdir(parents=True, exist_ok=True)
     configure = ("cmake", "-S", SOURCE, "-B", directory, "-DCMAKE_BUILD_TYPE=None", "-DSGLANG_HYBRID_TESTS=ON")
@@ -53,7 +54,10 @@ def build(sanitizer: str, *programs: str) -> Path:
 
 
 def _skip_unless_it_runs(directory: Path, sanitizer: str) -> None:
-    """Of the compiler that CMake found: a library may be missing, and some kernels' address space is not for TSan."""
+    """Skip unless the compiler that CMake found builds a program that runs under the sanitizer.
+
+    The sanitizer's library may be missing, and TSan does not support the address space of some Linux kernels.
+    """
     cache = (directory / "CMakeCache.txt").read_text().splitlines()
     (compiler,) = (line.split("=", 1)[1] for line in cache if line.startswith("CMAKE_CXX_COMPILER:"))
     source, program = directory / "probe.cpp", directory / "probe"
@@ -79,8 +83,8 @@ def test_mailbox_and_engine_read_and_write_only_what_is_theirs(under_address_san
     assert "posts" in run(under_address_sanitizer / "engine_check", "0.5")
 
 
-# The long run has another seed each time. The program prints its seed, and the round where one fails; both can be given
-# to it again: mailbox_fuzz SEED SECONDS FIRST_ROUND.
+# The long run has another seed each time. The program prints its seed, and the round that fails. To repeat that round:
+# mailbox_fuzz SEED SECONDS FIRST_ROUND.
 @pytest.mark.parametrize(
     ("seed", "seconds"), [(1, 15), pytest.param(None, 600, marks=pytest.mark.full)], ids=["short", "long"]
 )

@@ -12,7 +12,7 @@ from sglang_hybrid.ops import reference, reference_weights
 
 
 def both(host: Host, lists: Lists, lse: torch.Tensor, layer: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """By the kernel, by the reference."""
+    """Return the weights that the kernel computes, and those that the reference computes."""
     arguments = lists.query, host.pool[0, layer], lists.ids, lists.fill, SCALE, lse, lists.masks
     return host.local.token_weights(*arguments), reference_weights.token_weights(*arguments)
 

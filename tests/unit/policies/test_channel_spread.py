@@ -1,4 +1,4 @@
-"""Which channels of keys a sketch takes."""
+"""The order in which a sketch takes channels of keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_channel_that_no_query_uses_is_worth_less() -> None:
 
 
 def test_tokens_without_attention_do_not_count() -> None:
-    """Channel 6 varies most, among keys that no query attends to."""
+    """Channel 6 varies most, but only among keys that no query attends to."""
     keys, queries = random_text()
     queries[..., 0] = 30.0
     attended = torch.rand(TOKENS, generator=torch.Generator().manual_seed(3)) < 0.25

@@ -52,7 +52,7 @@ def some_codebooks(
     facts = CodebookFacts(model=identity(shape, layers), groups=groups, centroids=centroids, shared=shared)
     size = (shape.heads, 1 if shared else groups, centroids, shape.dim // groups)
     random = seeded(seed)
-    # on a grid, so that no key is as near to one centroid as to another but for rounding
+    # on a grid, so that rounding does not decide which of two centroids is nearer to a key
     return Codebooks(facts, [(4 * torch.randn(size, generator=random)).round().half() / 4 for _ in range(layers)])
 
 
@@ -60,7 +60,7 @@ def some_codebooks(
 
 
 def quantised(keys: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
-    """Q(K): each part of keys ``[n, D]`` replaced by the nearest centroid of ``[groups, C, D / groups]``."""
+    """Return Q(K): each part of keys ``[n, D]`` is replaced by the nearest centroid of ``[groups, C, D / groups]``."""
     parts = keys.double().unflatten(1, (codebook.shape[0], -1)).unbind(1)
     nearest = [
         table.double()[(part[:, None] - table.double()).square().sum(dim=2).argmin(dim=1)]
@@ -70,7 +70,7 @@ def quantised(keys: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
 
 
 def evicted(weights: list[float], tau: float) -> list[float]:
-    """Equation 4: the k* largest weights, as few as have ``tau`` together; 0 for the others."""
+    """Apply equation 4: keep the k* largest weights, the fewest that sum to ``tau``, and set the others to 0."""
     order = sorted(range(len(weights)), key=lambda token: -weights[token])
     kept, total = set(), 0.0
     for token in order:
@@ -84,7 +84,7 @@ def evicted(weights: list[float], tau: float) -> list[float]:
 def attention_of_paper(
     requests: Requests, codebooks: Codebooks | None, tau: float, renormalise: bool = True
 ) -> torch.Tensor:
-    """Equations 2 to 5, one row, query head and token at a time."""
+    """Compute the paper's equations 2 to 5, one row, query head and token at a time."""
     shape, rows = requests.shape, []
     for query, keys, values in zip(requests.last_queries(), requests.row_keys, requests.row_values, strict=True):
         heads = []
@@ -104,7 +104,7 @@ def attention_of_paper(
 
 
 class Decoded:
-    """One decode step of all rows, by the policy that settings name, over a pool as a server writes it."""
+    """One decode step of all rows by policy hcattention, over a pool with codes as a server writes them."""
 
     def __init__(self, requests: Requests, codebook: Path | None, tau: float, renormalise: bool = True) -> None:
         options = HCAttentionOptions(tau=tau, codebook=str(codebook or "none"), renormalise=renormalise)
@@ -177,7 +177,7 @@ def test_equal_weights_are_kept_in_the_order_of_their_tokens() -> None:
 @pytest.mark.parametrize(("centroids", "index"), [(256, torch.uint8), (257, torch.int16), (8192, torch.int16)])
 def test_an_index_takes_one_byte_up_to_256_centroids_and_two_above(centroids: int, index: torch.dtype) -> None:
     codebooks = some_codebooks(SHAPE, 4, centroids, shared=True)
-    codebooks.layers[0][:, 0, -1] = 100.0  # far from all others
+    codebooks.layers[0][:, 0, -1] = 100.0  # this centroid is far from all others
     keys = codebooks.part(slice(None), "cpu")
     codes = keys.encode(0, torch.full((1, SHAPE.heads, 1, SHAPE.dim), 90.0))
     assert codes.dtype == torch.uint8 and codes.shape == (1, SHAPE.heads, 1, codebooks.facts.code_bytes)
@@ -267,7 +267,7 @@ def test_a_pool_without_codes_is_refused() -> None:
 def test_the_device_holds_the_percentage_of_the_kv_cache_that_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head_dim: int, groups: int | None, centroids: int, percent: float
 ) -> None:
-    """Table 1a: 50 % with whole keys, 25 % and 12.5 % with 64 and 32 groups of 128 channels."""
+    """Table 1a of the paper: 50 % with whole keys, 25 % and 12.5 % with 64 and 32 groups of 128 channels."""
     from sglang_hybrid.integration.host_kv_pool import HostKVPool
 
     shape = Shape(heads=2, group=1, dim=head_dim, value_dim=head_dim, dtype=torch.bfloat16)

@@ -50,7 +50,7 @@ class RecordedMisses(TorchMisses):
 
 @dataclass
 class Cache:
-    """What Algorithm 1 keeps for one KV head of one request. Tokens are numbers in the request."""
+    """State that Algorithm 1 keeps for one KV head of one request. A token is its index in the request."""
 
     window: list[int] = field(default_factory=list)  # KV_gpu
     host: list[int] = field(default_factory=list)  # KV_cpu
@@ -59,19 +59,19 @@ class Cache:
 
 
 class PlainHgca:
-    """From the text of the paper, with l_max for a window that may grow with the request."""
+    """The algorithms as the paper's text describes them, with an l_max that may grow with the request."""
 
     def __init__(self, options: HgcaOptions, decoding: Decoding) -> None:
         self._options, self._decoding = options, decoding
         self._caches: dict[tuple[int, int], Cache] = {}
 
     def longest_window(self, tokens: int) -> int:
-        """l_max: blocks of the window times the size of a block."""
+        """Return l_max: the window's number of blocks times the size of a block."""
         blocks = math.ceil(Fraction(str(self._options.window_ratio)) * math.ceil(Fraction(tokens, T)))
         return T * max(self._options.window_tokens // T, blocks)
 
     def _evicted(self, cache: Cache) -> list[int]:
-        """Line 11, for a window that has room for one more token afterwards."""
+        """Evict by line 11 until one more token fits in the window. Return the evicted tokens."""
         total = len(cache.host) + len(cache.window)
         over = len(cache.window) + 1 - self.longest_window(total + 1)
         count = max(0, math.ceil(over / T)) * T
@@ -79,14 +79,14 @@ class PlainHgca:
         return evicted
 
     def weights(self, request: int, head: int, query: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-        """Softmax over these tokens, for each query head of the group: ``[group, tokens]``."""
+        """Return the softmax over these tokens for each query head of the group: ``[group, tokens]``."""
         shape = self._decoding.requests.shape
         keys = self._decoding.requests.row_keys[request][head, tokens].double()
         group = query.unflatten(0, (shape.heads, shape.group))[head].double()
         return torch.softmax(group @ keys.T * shape.scale, dim=1)
 
     def append(self, request: int, head: int, prompt: int, query: torch.Tensor) -> None:
-        """A prompt of so many tokens: what is evicted is re-evaluated with the whole host side (lines 19 to 22)."""
+        """Add ``prompt`` tokens. Evicted tokens are re-evaluated with the whole host side (lines 19 to 22)."""
         cache = self._caches[request, head] = Cache(window=list(range(prompt)))
         cache.host = self._evicted(cache)
         if cache.host:
@@ -95,7 +95,7 @@ class PlainHgca:
         cache.maw = self.weights(request, head, query, cache.window).amax(dim=0)
 
     def decode(self, request: int, head: int, token: int, query: torch.Tensor) -> tuple[set[int], set[int]]:
-        """One step: the tokens of the window and of the contextual set that are attended."""
+        """Decode one token. Return the attended tokens of the window, and those of the contextual set."""
         cache = self._caches[request, head]
         cache.window.append(token)
         attended = set(cache.window), set(cache.contextual)
@@ -110,19 +110,19 @@ class PlainHgca:
         return attended
 
     def _select(self, cache: Cache, tokens: list[int], weights: torch.Tensor, least: float) -> None:
-        # the policy computes in float32: a test that depended on the last bits would test nothing
+        # the policy computes in float32: its rounding must not decide whether a token is selected
         assert least == 0 or (weights / least - 1).abs().min() > 1e-5
         cache.contextual |= {one for one, weight in zip(tokens, weights, strict=True) if weight > least}
 
     def output(self, request: int, head: int, query: torch.Tensor, tokens: set[int]) -> torch.Tensor:
-        """One softmax over the window and the contextual set."""
+        """Attend with one softmax over the tokens of the window and of the contextual set."""
         listed = sorted(tokens)
         values = self._decoding.requests.row_values[request][head, listed].double()
         return self.weights(request, head, query, listed) @ values
 
 
 def posted_tokens(decoding: Decoding, misses: RecordedMisses, step: Step, row: int, head: int) -> set[int]:
-    """Tokens of a posted list, as numbers in their request."""
+    """Return the tokens of a posted list, as indices in their request."""
     assert misses.blocks is not None and misses.blocks.masks is not None
     table = decoding.requests.table([step.requests[row]], step.lengths[row])[0].tolist()
     ids, masks = misses.blocks.ids[row, head].tolist(), misses.blocks.masks[row, head].tolist()
@@ -237,7 +237,7 @@ def test_a_beta_of_0_takes_tokens_whose_weight_is_too_small_for_float32() -> Non
 
 
 def outputs_of(policy: HgcaPolicy, requests: Requests, rows: list[tuple[int, int]], lengths: list[int]) -> torch.Tensor:
-    """One step of (request, row number) pairs at these lengths."""
+    """Decode one step of (request, row number) pairs at these lengths. Return the outputs."""
     which, numbers = [request for request, _ in rows], [number for _, number in rows]
     batch = requests.decode_batch(which, lengths, numbers)
     queries = torch.stack([requests.row_queries[r][n - 1] for r, n in zip(which, lengths, strict=True)])
@@ -278,7 +278,7 @@ def test_a_row_that_starts_anew_decodes_as_if_it_had_never_been_there(how: str) 
 
 def test_state_is_kept_for_rows_that_run_and_not_for_all_row_numbers() -> None:
     entries = RowEntries()
-    for step in range(5000):  # two rows at a time; each leaves after ten steps, and leaves its number for long
+    for step in range(5000):  # two rows run at a time; after ten steps, rows with other numbers follow
         number = step // 10
         taken, fresh = entries.take([2 * number, 2 * number + 1], [step, step])
         assert len(set(taken)) == 2 and bool(fresh) == (step % 10 == 0)
@@ -322,7 +322,7 @@ def test_every_bit_of_a_mask_stands_for_its_token() -> None:
     masks = reference_salience.salient_masks(weights, torch.tensor([0.4]))
     assert masks.dtype == torch.int32
     assert [mask & 0xFFFFFFFF for mask in masks[0, 0].tolist()] == [1 << t for t in range(T)]
-    assert (reference_salience.salient_masks(weights, torch.tensor([0.5])) == 0).all()  # more than, not as much as
+    assert (reference_salience.salient_masks(weights, torch.tensor([0.5])) == 0).all()  # weights must exceed 0.5
 
 
 def test_blocks_without_salient_tokens_are_not_listed() -> None:

@@ -48,7 +48,7 @@ def configured(budget: int = 2048, **options: object) -> HybridConfig:
 
 
 class CodedRequests(Requests):
-    """Requests whose partial keys are kept too, in a random basis. What was not written is NaN there as well."""
+    """Requests with partial keys in a random basis. Partial keys of tokens that were not written are NaN too."""
 
     def __init__(self, lengths: list[int], shape: Shape, seed: int, ratio: float = 0.5) -> None:
         super().__init__(lengths, shape, seed)
@@ -70,7 +70,7 @@ class CodedRequests(Requests):
         return policy
 
     def speculated(self, row: int, query: torch.Tensor, length: int) -> torch.Tensor:
-        """Logits ``[KV heads, group, length - 1]`` in float64, from the paper's equation."""
+        """Return logits ``[KV heads, group, length - 1]`` in float64, from the paper's equation."""
         slots = self._req_to_token[row, : length - 1].long()
         keys = self.partial.decode(self.codes.of_layer(0))[slots // T, :, slots % T].double().transpose(0, 1)
         queries = query.double().unflatten(0, (self.shape.heads, -1)) @ self.basis[:, :, : self.columns].double()
@@ -79,9 +79,9 @@ class CodedRequests(Requests):
 
 
 def selected(logits: torch.Tensor, alpha: float, limit: int) -> list[list[int]]:
-    """Of each KV head the tokens that the paper selects, from logits ``[KV heads, group, n]``, without the newest.
+    """Return the tokens that the paper selects for each KV head, without the newest token.
 
-    Logits that float32 cannot tell apart are no case.
+    ``logits`` is ``[KV heads, group, n]``. Cases with logits that float32 cannot tell apart are discarded.
     """
     if logits.shape[2] == 0:
         return [[] for _ in logits]
@@ -95,7 +95,7 @@ def selected(logits: torch.Tensor, alpha: float, limit: int) -> list[list[int]]:
 
 
 def tokens_of(listed: BlockList, batch: DecodeBatch, row: int, head: int) -> list[int]:
-    """Positions of the listed tokens in the row."""
+    """Return the positions in the row of the tokens that are listed for a KV head."""
     counted = reference.is_counted(listed.fill, T, listed.masks)[row, head]
     blocks = -(-batch.lengths_on_host[row] // T)
     place = {int(page): number for number, page in enumerate(batch.page_table[row, :blocks].tolist())}
@@ -135,7 +135,7 @@ def test_the_skew_has_the_singular_vectors_of_the_queries_in_the_order_of_their_
 
 def test_few_columns_of_skewed_keys_tell_more_than_as_many_channels() -> None:
     random = seeded(3)
-    # queries of a few directions, as those of trained models are
+    # queries have a few directions, as in trained models
     directions = torch.randn(4, 32, generator=random)
     queries = torch.randn(300, 2, 4, generator=random) @ directions + 0.1 * torch.randn(300, 2, 32, generator=random)
     keys = torch.randn(300, 1, 32, generator=random)
@@ -188,10 +188,11 @@ def test_all_columns_have_the_products_of_queries_and_keys() -> None:
 
 
 def test_all_heads_get_as_many_tokens_as_they_want_on_average() -> None:
-    logits = torch.tensor([[[0.0, -1.0, -9.0, -9.5]], [[3.0, 2.9, 2.8, 2.7]]])[None]  # two heads of one query head
+    # two KV heads with one query head each
+    logits = torch.tensor([[[0.0, -1.0, -9.0, -9.5]], [[3.0, 2.9, 2.8, 2.7]]])[None]
     below = selection.below_best(torch.nn.functional.pad(logits, (0, 1)), torch.tensor([5]))
     chosen = selection.choose(below, torch.tensor([5]), alpha=4.0, limit=100)
-    # 2 and 4 tokens are wanted, so that each gets 3: the best ones; and the newest
+    # the heads want 2 and 4 tokens, so that each gets its best 3, and the newest
     assert chosen[0].tolist() == [[True, True, True, False, True], [True, True, True, False, True]]
     limited = selection.choose(below, torch.tensor([5]), alpha=4.0, limit=2)
     assert limited[0].tolist() == [[True, False, False, False, True]] * 2

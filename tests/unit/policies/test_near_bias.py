@@ -1,4 +1,4 @@
-"""What was selected stands for all that could have been: blocks that are always in weigh less."""
+"""Selected blocks stand for all blocks that could be selected, so always attended blocks get less weight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCALE, SINK, RECENT = DIM**-0.5, 1, 2
 
 
 def random_logits(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Estimates, which blocks are attended, and how many there are."""
+    """Return estimates, a mask of attended blocks, and the number of blocks of each row."""
     random = torch.Generator().manual_seed(seed)
     counts = torch.tensor([BLOCKS, 9, 1])
     logits = torch.randn(3, HEADS, GROUP, BLOCKS, generator=random) * 4
@@ -53,7 +53,7 @@ def test_there_is_none_where_everything_is_attended_or_nothing_can_be_told() -> 
 
 
 class OneLayer:
-    """A row whose keys and values are random, with sketches of all channels. The newest values are large."""
+    """One layer of a row with random keys and values and sketches of all channels. The newest values are large."""
 
     def __init__(self, tokens: int) -> None:
         random = torch.Generator().manual_seed(5)

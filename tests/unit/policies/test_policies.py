@@ -40,7 +40,7 @@ SHAPES = st.builds(Shape, heads=HEADS, group=GROUP, dim=DIM, value_dim=DIM, dtyp
 
 
 def decode_once(policy: DecodePolicy, requests: Requests) -> torch.Tensor:
-    """The last token of every row, as the first that is decoded."""
+    """Decode the last token of every row, as the first decode step of its request."""
     batch = requests.decode_batch()
     policy.reset_rows(batch.rows_on_host)
     policy.begin_step(batch)
@@ -80,13 +80,13 @@ def test_a_budget_that_holds_the_context_gives_full_attention(
 
 
 def best_positions(requests: Requests, config: HybridConfig, row: int, head: int) -> tuple[set[int], set[int]]:
-    """Blocks that are always in, and those that earned it, from the row's tokens: no digest, no table."""
+    """Return the always attended blocks and the best others, from the row's tokens, without digests and tables."""
     group, blocks = requests.shape.group, requests.row_keys[row][head].double().split(T)
     queries = requests.last_queries()[row, head * group : (head + 1) * group].double()
     middles = torch.stack([(b.amax(dim=0) + b.amin(dim=0)) / 2 for b in blocks])
     radii = torch.stack([(b.amax(dim=0) - b.amin(dim=0)) / 2 for b in blocks])
     estimates = queries @ middles.T + DIGEST_SPREAD * queries.abs() @ radii.T
-    shares = torch.softmax(estimates[:, :-1] * requests.shape.scale, dim=1).sum(dim=0)  # the tail's are not looked at
+    shares = torch.softmax(estimates[:, :-1] * requests.shape.scale, dim=1).sum(dim=0)  # without the tail
     newest = len(blocks) - 1 - config.recent_blocks
     always = {p for p in range(len(blocks)) if p >= newest or p < config.sink_blocks}
     others = sorted(set(range(len(blocks))) - always, key=lambda p: float(shares[p]), reverse=True)
@@ -107,7 +107,7 @@ def small_budgets(draw: st.DrawFn) -> HybridConfig:
 
 @st.composite
 def overflowing_requests(draw: st.DrawFn) -> tuple[HybridConfig, Requests]:
-    """At least one row is longer than the budget; short ones may be beside it."""
+    """Draw requests of which at least one is longer than the budget; others may be short."""
     config = draw(small_budgets())
     lengths = [config.budget_tokens + draw(st.integers(1, 6 * T)), *draw(st.lists(LENGTHS, max_size=3))]
     requests = Requests(draw(st.permutations(lengths)), draw(SHAPES), draw(SEEDS))
@@ -128,13 +128,13 @@ def test_scout_is_softmax_over_exactly_the_blocks_within_the_budget(case: tuple[
     expected, _ = attention_over_blocks(
         requests.last_queries(), requests.cache.keys, requests.cache.values, blocks, requests.shape.scale
     )
-    # with the first query that is decoded, what scores best is resident: there is nothing beside it
+    # the first decoded query makes the best blocks resident, so there are no misses
     rules = dataclasses.replace(rules_of_scout(config), stands_for_all=False)
     requests.assert_close(decode_once(Watched(config, len(blocks), rules=rules), requests), expected)
 
 
 def real(positions: torch.Tensor) -> list[int]:
-    """A list without its empty places, which must come last."""
+    """Return the positions in a list. Its empty places, NO_BLOCK, must come last."""
     listed = [p for p in positions.tolist() if p != NO_BLOCK]
     assert positions.tolist() == listed + [NO_BLOCK] * (len(positions) - len(listed))
     return listed
@@ -157,20 +157,20 @@ def test_scout_tells_the_blocks_that_are_always_in_from_those_that_earned_it(
             assert real(chosen.misses[row, head]) == []
 
 
-# Decode step by step: rows grow, come and go, and leave their numbers to others
+# Decode step by step: rows grow, begin and end, and their numbers are used again
 
 
 @st.composite
 def lives(draw: st.DrawFn, longest: int) -> list[Life]:
-    """Of up to three row numbers, each taken by one or two requests in turn; nobody exceeds ``longest`` tokens."""
-    choice = random.Random(draw(SEEDS))  # evenly: what is interesting here is long rows that cross boundaries
+    """Draw requests of at most ``longest`` tokens: up to three row numbers, each with one or two requests in turn."""
+    choice = random.Random(draw(SEEDS))  # evenly, because long rows that cross boundaries matter most here
     drawn = []
     for number in choice.choice([[0], [1, 0], [2, 0, 1]]):
         first = choice.randint(0, 3)
         for _ in range(choice.randint(1, 2)):
             steps = choice.choice([1, 5, 12, 20, 38])
             prompt = choice.randint(1, longest - steps)
-            if choice.random() < 0.5:  # a new block within the first few steps
+            if choice.random() < 0.5:  # a new block begins within the first few steps
                 prompt = max(1, prompt // T * T - choice.randint(0, 3))
             drawn.append(Life(number, prompt, first, steps))
             first += steps + choice.randint(0, 2)
@@ -192,7 +192,7 @@ class RecordedMisses(TorchMisses):
 
 
 class Watched(ScoutPolicy):
-    """Keeps what it selected last, and what it was told to report."""
+    """Policy scout that records its last selection, and the ratios that it reports."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ def test_a_budget_that_holds_the_context_gives_full_attention_at_every_step(
 
 
 class PlainScout:
-    """Policy scout from its description, in plain Python: sets of positions, one (request, KV head) at a time."""
+    """Policy scout written from its description: sets of block positions, for one (request, KV head) at a time."""
 
     def __init__(self, config: HybridConfig, rules: ScoutRules, decoding: Decoding, from_prompts: bool) -> None:
         self.config, self._rules = config, rules
@@ -281,7 +281,7 @@ class PlainScout:
         }
 
     def scores(self, request: int, head: int, query: torch.Tensor, length: int) -> dict[int, float]:
-        """Of the blocks that are not always in: shares of all but the tail."""
+        """Return the scores of blocks that are not always attended. Their shares are of all blocks but the tail."""
         requests = self._decoding.requests
         full = (length - 1) // T
         if full == 0:
@@ -299,9 +299,9 @@ class PlainScout:
     def attend(
         self, request: int, head: int, length: int, fresh: bool, query: torch.Tensor, real_query: torch.Tensor
     ) -> tuple[set[int], set[int]]:
-        """What is near and what is missed in this step; recall, if its time has come, is for the steps after it.
+        """Return the near blocks and the misses of this step. A recall that is due takes effect after this step.
 
-        ``query`` selects; what becomes resident may be told by ``real_query`` instead.
+        ``query`` selects blocks. If the rules recall by the real query, ``real_query`` decides what becomes resident.
         """
         config, bonus, interval = self.config, self.config.scout.resident_bonus, self.config.scout.recall_interval
         assert bonus != "auto" and interval != "auto"
@@ -352,8 +352,11 @@ class PlainScout:
 def attention_by_two_queries(
     decoding: Decoding, shifts: bool, step: Step, row: int, head: int, near: set[int], misses: set[int]
 ) -> torch.Tensor:
-    """One softmax over all tokens of both sets; those of the misses have logits by the predicted query, shifted by
-    what the middles of their blocks tell of the mass that the real query gives them."""
+    """Attend with one softmax over all tokens of both sets. Logits of the misses are by the predicted query.
+
+    With ``shifts`` these logits are shifted: the middles of the blocks estimate the mass that each query gives to the
+    misses, and the shift is the difference.
+    """
     requests, request, length = decoding.requests, step.requests[row], step.lengths[row]
     group = requests.shape.group
     own = slice(head * group, (head + 1) * group)
@@ -422,7 +425,7 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
         recalls_by_real_query=by_real_query, early_recalls=early, stands_for_all=False,
     )  # fmt: skip
     plain = PlainScout(config, rules, decoding, from_prompts)
-    # a profile that says so has shares
+    # only profiles with shares ask for any_block
     plain.any_block = any_block = any_block and not only_selected and plain.miss_share > 0
     policy = Watched(config, rows=3, prompts=prompts, any_block=any_block, rules=rules)
 
@@ -433,7 +436,7 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
             for head in range(shape.heads):
                 near, misses = plain.attend(request, head, length, step.fresh[row], query[row], step.queries[row])
                 missed += len(misses)
-                # lists, not sets: a block that is listed twice would count twice
+                # compared as lists, not as sets: a block that is listed twice would count twice
                 assert sorted(real(policy.chosen.near[row, head])) == sorted(near)
                 assert sorted(real(policy.chosen.misses[row, head])) == sorted(misses)
                 assert near.isdisjoint(misses)
@@ -448,14 +451,14 @@ def test_each_step_attends_to_what_plain_python_says_each_block_once_and_with_it
     decoding.run(policy, check, lambda now: bool(predicted_one_in) and now % predicted_one_in == 0, prompts)
 
 
-# Parts of the same, one by one
+# Rules of policy scout, one by one
 
 SMALL = Shape(heads=2, group=2, dim=8, value_dim=8)
 
 
 @dataclass
 class Run:
-    """One request that is decoded for long, and what the policy chose at each step."""
+    """One request that is decoded for many steps, and the policy's selection at each step."""
 
     config: HybridConfig
     decoding: Decoding
@@ -472,7 +475,7 @@ class Run:
         return set(real(self.chosen[step].near[0, head])) - self.always(step)
 
     def selected(self, step: int, head: int) -> set[int]:
-        """As recall would take it over: all of it, because there are as many slots."""
+        """Return the blocks that a recall would make resident: the whole selection, because slots suffice."""
         return set(real(self.chosen[step].recalled[0, head]))
 
     def opens_a_block(self, step: int) -> bool:
@@ -530,13 +533,13 @@ def test_between_two_recalls_the_resident_blocks_stay() -> None:
                 changed[head].append(step)
     for steps in changed.values():
         assert steps
-        # the fourth step recalls for the one after it, and so on; so do the first ones
+        # every fourth step recalls for the steps after it, and so do the first steps
         assert all(step % 4 == 0 or step <= FIRST_STEPS for step in steps)
 
 
 @pytest.mark.parametrize("tokens", [5 * T, 6 * T])
 def test_recalled_blocks_keep_their_order_whether_some_find_no_slot_or_not(tokens: int) -> None:
-    """Otherwise a row's sums were rounded by how many blocks the longest row beside it selects."""
+    """Otherwise the rounding of a row's sums would depend on how many blocks the longest row of the batch selects."""
     run = long_run(recall_interval=1, resident_tokens=tokens)
     for chosen in run.chosen:
         for head in range(SMALL.heads):
@@ -552,7 +555,7 @@ def test_interval_0_never_recalls() -> None:
             break
         assert run.resident(step, 0) == first
     assert step > 10
-    # beyond that, only what leaves the recent window comes in
+    # later, only blocks that leave the recent window become resident
     for step in range(1, len(run.chosen)):
         came = run.resident(step, 0) - run.resident(step - 1, 0)
         assert came == ({run.lengths[step] // T - 2} if run.opens_a_block(step) else set())
@@ -576,7 +579,7 @@ def test_a_block_that_leaves_the_recent_window_is_resident_at_once(interval: int
     opened = [step for step in range(1, len(run.chosen)) if run.opens_a_block(step)]
     assert len(opened) > 1
     for step in opened:
-        left = run.lengths[step] // T - 2  # the tail, and the one recent block before it
+        left = run.lengths[step] // T - 2  # the block before the tail and the one recent block
         assert left in run.always(step - 1)
         for head in range(SMALL.heads):
             assert left in run.resident(step, head)
@@ -656,7 +659,7 @@ def test_attending_to_what_is_selected_bounds_what_is_attended_by_the_budget() -
             near, misses = real(chosen.near[0, head]), real(chosen.misses[0, head])
             assert set(near) | set(misses) == bounded.always(step) | bounded.selected(step, head)
             assert len(near) + len(misses) == 6
-            # what is resident, and recalled, does not depend on it
+            # resident and recalled blocks are the same in both runs
             assert torch.equal(chosen.recalled, other.recalled)
             assert misses == real(other.misses[0, head])
             more += len(real(other.near[0, head])) - len(near)
@@ -673,7 +676,7 @@ def test_residents_are_as_many_as_asked_for_and_the_rest_of_the_selection_is_mis
             resident, misses = run.resident(step, head), real(chosen.misses[0, head])
             assert len(resident) <= slots
             assert len(misses) >= 3 - slots, "three blocks are selected beside those that are always in"
-    if slots > 3:  # what leaves the recent window finds room beside what was recalled
+    if slots > 3:  # blocks that leave the recent window find slots beside the recalled ones
         opened = [step for step in range(1, len(run.chosen)) if run.opens_a_block(step)]
         assert all(run.resident(step, 0) > run.selected(step - 1, 0) for step in opened)
 
@@ -713,11 +716,11 @@ def test_heads_that_share_a_selection_choose_the_same_blocks_and_heads_that_do_n
 
 @pytest.mark.parametrize("computed_here", [True, False])
 def test_the_first_resident_blocks_are_the_best_for_the_last_token_of_the_prompt(computed_here: bool) -> None:
-    # of a prompt that was computed elsewhere there is no query: the first one that is decoded has to do
+    # a prompt that was computed elsewhere has no query here: the first decoded query takes its place
     config = scouting_by(recall_interval=0, resident_bonus=0.0)
     decoding = Decoding([Life(2, 20 * T, 0, 1)], SMALL, seed=7)
     prompts = PromptQueries(3)
-    prompts.store(0, torch.tensor([1]), torch.ones(1, 4, 8))  # somebody else's
+    prompts.store(0, torch.tensor([1]), torch.ones(1, 4, 8))  # the query of another row
     policy = Watched(config, rows=3, prompts=prompts)
     plain = PlainScout(config, rules_of_scout(config), decoding, from_prompts=True)
     length = 20 * T + 1
@@ -743,7 +746,7 @@ def decode_one(requests: Requests, policy: Watched, query: torch.Tensor, cache: 
 
 
 def begun(**settings: object) -> tuple[Requests, Watched]:
-    """One long request whose resident blocks were chosen for zero queries: what is asked for later is missed."""
+    """Return a long request and its policy. Resident blocks were chosen by zero queries, so later queries miss."""
     requests = Requests([12 * T], SMALL, seed=3)
     requests.write_all()
     config = scouting_by(resident_bonus=0.0, **settings)
@@ -759,7 +762,7 @@ def test_an_announcement_is_not_used_in_a_later_step() -> None:
     policy.begin_step(batch)
     policy.ahead(guess, requests.cache, batch, SMALL.scale)
     assert torch.equal(policy.misses.query, guess)
-    # that step was never finished
+    # this step is never finished
     decode_one(requests, policy, query)
     assert torch.equal(policy.misses.query, query)
 
@@ -856,7 +859,7 @@ def test_settings_that_change_start_the_rows_anew_from_their_prompts() -> None:
 
 @st.composite
 def chunks(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
-    """The row's tokens cut at arbitrary points."""
+    """Draw spans of a row's tokens, cut at arbitrary points."""
     cuts = draw(st.sets(st.integers(1, length), max_size=3))
     edges = sorted(cuts | {0, length})
     return list(itertools.pairwise(edges))
@@ -866,7 +869,7 @@ SHORT_LENGTHS = st.lists(st.one_of(st.sampled_from([1, 32, 33, 64]), st.integers
 
 
 def prefill(requests: Requests, attention: TorchAttention, spans: dict[int, tuple[int, int]]) -> list[torch.Tensor]:
-    """One step: write the spans' tokens, then attend with their queries. The outputs of each row."""
+    """Do one prefill step: write the spans' tokens, then attend with their queries. Return the output of each row."""
     for row, span in spans.items():
         requests.write(row, *span)
     lengths, new = [last for _, last in spans.values()], [last - first for first, last in spans.values()]
@@ -890,7 +893,7 @@ def test_prefill_in_chunks_is_causal_softmax_over_the_whole_row(
     left = [data.draw(chunks(length)) for length in lengths]
     outputs: list[list[torch.Tensor]] = [[] for _ in lengths]
     while any(left):
-        # rows come in any combination, some pause while others go on
+        # a step has any combination of rows; the others pause
         waiting = [row for row, spans in enumerate(left) if spans]
         chosen = data.draw(st.lists(st.sampled_from(waiting), min_size=1, unique=True))
         parts = prefill(requests, attention, {row: left[row].pop(0) for row in chosen})

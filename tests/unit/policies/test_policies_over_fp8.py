@@ -1,4 +1,4 @@
-"""Every policy over a pool of FP8, with a budget above the context: softmax over what the pool stands for."""
+"""Policies over an FP8 pool, against softmax attention over the numbers that the pool's bytes stand for."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def test_a_policy_decodes_over_fp8_as_over_dequantised_keys_and_values(policy: s
 
 
 def test_selection_sees_the_keys_that_attention_sees() -> None:
-    """One block has all of the attention by its FP8 keys: a budget of few blocks finds it."""
+    """By its FP8 keys one block has all of the attention, so a budget of few blocks must include that block."""
     shape = Shape(heads=1, group=2, dim=64, value_dim=64, pool_dtype=FP8)
     requests = Requests([T * 40 for T in (32,)], shape, seed=5)
-    requests.row_queries[0][-1] = requests.row_queries[0][-1, :1]  # both heads ask for the same
+    requests.row_queries[0][-1] = requests.row_queries[0][-1, :1]  # both query heads are equal
     requests.row_keys[0][0, 11 * 32 + 3] = (requests.row_queries[0][-1, 0] * 4).to(FP8).float()
     requests.write_all()
     config = load_config(None, ["budget_tokens=256", "prediction=none", "worker=none"])

@@ -38,8 +38,8 @@ EXAMPLE = Path(__file__).parents[3] / "examples/streaming_llm"
 
 @pytest.fixture(autouse=True)
 def registry_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is gone after it."""
-    policy_names()  # the built-in ones are there
+    """Give each test its own registry, so that the policies that the test registers are gone after it."""
+    policy_names()  # registers the built-in policies
     monkeypatch.setattr(registry, "_policies", dict(registry._policies))
 
 

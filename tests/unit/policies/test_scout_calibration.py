@@ -1,4 +1,4 @@
-"""Calibration without a model: its text, its file, and which settings ask for it."""
+"""Calibration without a model: its text, its file, and the settings that ask for it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_model_without_a_tokenizer_gets_its_own_tokens() -> None:
     tokens = [token for window in text.fit for token in window]
     assert set(tokens) <= set(range(100))
     most = max(tokens.count(token) for token in range(100))
-    assert most > 3 * len(tokens) / 100  # some are frequent, as in a text
+    assert most > 3 * len(tokens) / 100  # some tokens are frequent, as in a text
 
 
 # -- file --------------------------------------------------------------------------------------------------------------

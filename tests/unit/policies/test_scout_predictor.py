@@ -62,7 +62,7 @@ def norm_by_definition(x: torch.Tensor, eps: float) -> torch.Tensor:
 def query_by_definition(
     weights: QueryWeights, correction: Correction | None, token: torch.Tensor, position: int
 ) -> torch.Tensor:
-    """One token's query in float64, channel by channel where channels turn: ``[heads, head_dim]``."""
+    """Return one token's predicted query in float64, rotated pair by pair of channels: ``[heads, head_dim]``."""
     unit = norm_by_definition(token.double(), weights.norm_eps)
     query = weights.projection.double() @ (unit * weights.norm.double())
     if weights.bias is not None:
@@ -111,7 +111,7 @@ def test_a_full_correction_that_is_merged_into_the_projection_equals_one_that_is
     random = seeded(seed)
     weights = some_weights(random, bias=bias)
     full = some_correction(random, None)
-    # the same matrix as the product of itself and the identity takes the path of thin ones
+    # the product of the matrix and the identity takes the path of low-rank corrections
     unmerged = Correction(full.left, torch.eye(HIDDEN), full.bias)
     inputs = torch.randn(4, HIDDEN, generator=random)
     torch.testing.assert_close(
@@ -172,7 +172,7 @@ def test_a_correction_moves_as_a_whole(rank: int | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Inputs of a layer and of the one before it; the latter's rms is 1 up to the norm's epsilon."""
+    """Inputs of a layer (``own``) and of the layer before it (``before``) for the same tokens, ``[tokens, HIDDEN]``."""
 
     weights: QueryWeights
     before: torch.Tensor
@@ -182,7 +182,7 @@ class Text:
         return reference.rms_unit(self.before, self.weights.norm_eps).double()
 
     def wrong(self) -> torch.Tensor:
-        """What the raw prediction gets wrong."""
+        """Return the error of the raw prediction, real minus predicted, in float64."""
         raw = QueryPredictor(self.weights)
         return (raw.project(self.own) - raw.project(self.before)).double()
 
@@ -193,13 +193,13 @@ class Text:
         return fit
 
     def left(self, correction: Correction | None) -> float:
-        """Mean square of what a prediction gets wrong."""
+        """Return the mean square of a prediction's error."""
         real, predicted = QueryPredictor(self.weights), QueryPredictor(self.weights, correction)
         return float((real.project(self.own) - predicted.project(self.before)).double().square().mean())
 
 
 def some_text(seed: int, tokens: int = 400) -> Text:
-    """Inputs with channels of very different sizes, and a layer that adds something linear and something random."""
+    """Return inputs with channels of very different sizes, and a layer that adds a linear and a random part."""
     random = seeded(seed)
     weights = some_weights(random)
     mixing = torch.randn(HIDDEN, HIDDEN, generator=random)
@@ -209,7 +209,7 @@ def some_text(seed: int, tokens: int = 400) -> Text:
 
 
 def known_linear_text(seed: int, tokens: int = 400) -> tuple[Text, torch.Tensor]:
-    """A text whose raw error is exactly linear in the unit inputs, and the matrix that makes it."""
+    """Return a text whose raw error is exactly linear in the unit inputs, and the matrix of that linear map."""
     random = seeded(seed)
     weights = dataclasses.replace(some_weights(random), norm_eps=0.0)
     # an orthogonal change leaves the rms as it is, so that the layer's own norm is linear too
@@ -233,7 +233,7 @@ def test_a_fit_recovers_a_known_linear_map(seed: int) -> None:
 def test_a_fit_is_ridge_regression_of_the_raw_error(seed: int, penalty: float) -> None:
     text = some_text(seed)
     found = text.fit().solve(penalty)
-    # by gradient: at the minimum of |error|^2 + lambda |matrix|^2 nothing pulls in any direction
+    # at the minimum of |error|^2 + lambda |matrix|^2 the gradient is 0
     unit, left = text.unit(), text.wrong() - text.unit() @ found.matrix.double().T - found.bias.double()
     strength = penalty * float(unit.square().sum(dim=0).mean())
     pull = left.T @ unit - strength * found.matrix.double()
@@ -280,7 +280,7 @@ def test_full_rank_is_the_full_correction(seed: int) -> None:
 
 
 def mean_square_on(inputs: torch.Tensor, matrix: torch.Tensor) -> float:
-    """Of matrix @ x over inputs x with this second moment."""
+    """Return the mean square of matrix @ x over inputs x whose second moment is ``inputs``."""
     return float((matrix.double() @ inputs @ matrix.double().T).trace())
 
 
@@ -298,7 +298,7 @@ def test_a_low_rank_is_the_best_of_its_rank_on_the_inputs(seed: int, rank: int) 
     least = float(values[rank:].square().sum())
     assert lost <= least * (1 + 1e-4) + 1e-7
 
-    # and what approximates the matrix best loses more, because it does not know the inputs
+    # the best approximation of the matrix alone loses more, because it ignores the inputs
     left, sizes, right = torch.linalg.svd(found.matrix.double(), full_matrices=False)
     of_matrix = left[:, :rank] * sizes[:rank] @ right[:rank]
     assert lost <= mean_square_on(found.inputs, found.matrix - of_matrix) * (1 + 1e-4)

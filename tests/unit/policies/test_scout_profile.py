@@ -1,4 +1,4 @@
-"""Profiles as files: they come back as they were saved, and what does not fit or is damaged is refused with reasons."""
+"""Profiles as files load as they were saved, and files that do not fit or are damaged are refused with reasons."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ FACTS = ProfileFacts(
 
 
 def some_profile() -> Profile:
-    """A full correction for one layer, a thin one for another."""
+    """Return a profile with a full correction for one layer and a low-rank correction for another."""
     rows = torch.arange(100.0)
     full = Correction(rows[: WIDTH * HIDDEN].view(WIDTH, HIDDEN).half(), None, rows[:WIDTH].half())
     # a slice, as reduced-rank regression gives it: not contiguous
@@ -75,7 +75,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def refusal(path: Path) -> str:
-    """What loading says, after the name of the file."""
+    """Load a file that must be refused. Return the message after the name of the file."""
     with pytest.raises(ProfileError) as caught:
         load_profile(path)
     message = str(caught.value)
@@ -232,14 +232,14 @@ def test_a_file_without_permission_cannot_be_read(path: Path, monkeypatch: pytes
     def refused(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(profile_module, "safe_open", refused)  # root may read everything
+    monkeypatch.setattr(profile_module, "safe_open", refused)  # simulated, because root may read everything
     assert refusal(path) == "cannot be read: [Errno 13] Permission denied"
 
 
 def save_raw(
     path: Path, change: Callable[[dict[str, Any]], Any], tensors: dict[str, torch.Tensor] | None = None
 ) -> None:
-    """A profile whose facts were changed by hand."""
+    """Save a profile whose facts ``change`` has modified, as if by hand."""
     facts = json.loads(msgspec.json.encode(FACTS))
     change(facts)
     save_file(tensors or {}, path, metadata={KEY: json.dumps(facts)})
@@ -344,7 +344,7 @@ def test_any_damage_is_either_harmless_or_refused_by_name(
     except ProfileError as error:
         assert str(error).startswith(f"profile {path}: ")
     else:
-        # a number within the facts or a matrix: nobody can tell
+        # a changed number within the facts or a matrix cannot be detected
         assert len(loaded.intervals) == loaded.facts.model.layers
 
 

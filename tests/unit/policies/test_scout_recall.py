@@ -1,4 +1,4 @@
-"""When layers recall: fixed intervals, staggered beginnings, and the controller that follows live traffic."""
+"""The steps in which layers recall: fixed intervals, staggered starts, and the controller that follows live traffic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RATIOS = st.floats(0, 1)
 
 
 def due(schedule: RecallSchedule, layer: int, steps: int) -> list[int]:
-    """Of a row's first so many steps, those in which the layer recalls."""
+    """Return those of a row's first ``steps`` steps in which the layer recalls."""
     counted = torch.arange(1, steps + 1)
     return counted[schedule.due(layer, counted)].tolist()
 
@@ -97,7 +97,7 @@ def test_a_ratio_above_beta_shortens_the_interval_down_to_every_step(interval: i
 @given(st.integers(1, LONGEST), st.floats(0, 0.49))
 def test_a_ratio_far_below_beta_lengthens_the_interval_up_to_what_it_was(interval: int, times: float) -> None:
     schedule = RecallSchedule([interval], BETA, adapt=True)
-    schedule.intervals[0] = 1  # much was missed for a while
+    schedule.intervals[0] = 1  # as after a while with many misses
     seen = [1]
     for _ in range(120):
         observe(schedule, times * BETA, 40)
@@ -126,7 +126,7 @@ def test_an_interval_is_judged_after_a_while_and_after_at_least_two_recalls(inte
 def test_what_is_held_against_beta_is_the_mean_and_what_was_judged_is_forgotten() -> None:
     schedule = RecallSchedule([4], BETA, adapt=True)
     for _ in range(8):
-        for ratio in (0.0, 0.1, 0.11, 0.35):  # 0.14 in the mean; most of them are below beta
+        for ratio in (0.0, 0.1, 0.11, 0.35):  # their mean is 0.14; most of them are below beta
             observe(schedule, ratio, 1)
     assert schedule.intervals == [2]
     observe(schedule, 0.11, 32)
@@ -147,7 +147,7 @@ def test_layers_that_all_never_recall_need_no_ratios() -> None:
     assert not RecallSchedule([0, 0], BETA, adapt=True).adapts
 
 
-# What settings and a profile say about it
+# Tuning of recalls and misses by settings and by a profile
 
 
 def scouting(**options: object) -> HybridConfig:

@@ -1,4 +1,4 @@
-"""Workers that share a host agree on cores, by locks that end with them."""
+"""Workers on one host agree on cores by file locks, which end with their process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_listed_cores_are_had_and_whoever_has_them_too_is_told(tmp_path: Path) -
     placed, taken = second.claim(SIXTEEN, "4-11", 0, 0)
     assert placed.cores == tuple(range(4, 12))
     assert taken.intersection(placed.cores) == {4, 5, 6, 7}
-    # each in its own cores
+    # now each worker has cores of its own
     assert second.claim(SIXTEEN, "8-15", 0, 0)[0].cores == tuple(range(8, 16))
     assert taken_cpus(range(16), tmp_path / "claims") == frozenset(range(16))
 

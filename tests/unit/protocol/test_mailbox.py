@@ -1,4 +1,4 @@
-"""The mailbox: its layout, and both of its ends in this process."""
+"""The mailbox: its layout, and its client and its engine together in this process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WORDS = {4: ctypes.c_uint32, 8: ctypes.c_uint64}
 
 
 class Behind:
-    """The words of a mailbox, read and written behind its back."""
+    """Direct access to the words of a mailbox in memory, past client and worker."""
 
     def __init__(self, mailbox: Mailbox, geometry: Geometry) -> None:
         self._rows, self._heads, self._max_blocks = geometry.rows, geometry.kv_heads, geometry.max_blocks
@@ -48,7 +48,7 @@ class Behind:
         self._fields = mailbox_fields()
 
     def word(self, array: str, record: str, name: str, index: int = 0) -> Any:
-        """A field of a record, as a ctypes integer in the mailbox itself."""
+        """Return a field of a record as a ctypes integer whose memory is the mailbox."""
         offset, size = self._fields[record][name]
         _, stride = self._fields[record][""]
         return WORDS[size].from_address(self._start + getattr(self._layout, array) + index * stride + offset)
@@ -57,7 +57,7 @@ class Behind:
         return self.word("replies", "Reply", name, sequence % SLOTS * self._rows + row)
 
     def write_reply(self, sequence: int, row: int, generation: int, status: int = 0) -> None:
-        """Fields first, sequence last, as a worker does."""
+        """Write a reply as a worker does: the sequence number last, after all other fields."""
         self.check(sequence, row).value = self.check_of_request(sequence, row)
         self.reply(sequence, row, "generation").value = generation
         self.reply(sequence, row, "status").value = status
@@ -78,7 +78,7 @@ class Behind:
         return self.word("lists", "List", name, (sequence % SLOTS * self._rows + row) * self._heads + head)
 
     def check_of_request(self, sequence: int, row: int) -> int:
-        """By its definition, of what is in the mailbox now; 0 where nothing was posted to the row."""
+        """Compute the checksum of a row's request in the mailbox by its definition; 0 if the row has no blocks."""
         layer, scale, kind = (
             self.word("posts", "Post", name, sequence % SLOTS).value for name in ("layer", "scale", "kind")
         )
@@ -127,7 +127,7 @@ def behind(mailbox: Mailbox, host: Host) -> Behind:
 
 
 def test_records_are_where_the_header_says() -> None:
-    """A change of this table is a new mailbox version: processes of two versions must not meet."""
+    """A change of this table needs a new MAILBOX_VERSION: processes with different layouts must refuse each other."""
     assert MAILBOX_VERSION == 4
     fields = {record: {name: place for name, place in names.items() if name} for record, names in _fields()}
     assert fields == {
@@ -191,7 +191,7 @@ def test_parts_of_a_mailbox_do_not_overlap(flags: int) -> None:
     ]
     for (start, size), (following, _) in itertools.pairwise(parts):
         assert start + size <= following
-    for start in (layout.bell, layout.worker, layout.client):  # lines that two processes write
+    for start in (layout.bell, layout.worker, layout.client):  # cache lines that both processes use
         assert start % 128 == 0
 
 
@@ -281,7 +281,7 @@ def test_a_geometry_out_of_range_is_refused_by_both_sides(
     setattr(wrong, field, value)
     with pytest.raises(NativeError, match=sentence):
         Mailbox(wrong)
-    # what a damaged or hostile client could write itself
+    # a damaged or hostile client could write this itself
     offset, size = mailbox_fields()["Header"]["geometry"]
     ctypes.memmove(mailbox.region.address + offset, ctypes.byref(wrong), size)
     with pytest.raises(NativeError, match=sentence):
@@ -334,7 +334,7 @@ def test_replies_have_the_bits_of_this_process_and_the_values_of_the_reference(
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_only_tokens_whose_bit_is_set_are_attended(dtype: str, threads: int) -> None:
     host = Host(dtype, flags=MASKS)
-    host.pool[:, :, :, :, 7] = torch.nan  # which no mask has
+    host.pool[:, :, :, :, 7] = torch.nan  # no mask has token 7
     mailbox = Mailbox(host.geometry)
     with mailbox.region, host.engine(mailbox, threads):
         for seed in range(8):
@@ -394,7 +394,7 @@ def test_values_are_summed_by_the_weights_of_the_post(dtype: str, threads: int) 
             weights = host.random_weights(lists, seed)
             weights[..., 5] = 0.0
             values = host.pool[1, 1]
-            values[:, :, 5] = torch.nan  # nor a value without a weight
+            values[:, :, 5] = torch.nan  # no value with weight 0 is read
             replied = host.sums(weights, lists, layer=1)
             assert collected(mailbox, replied, mailbox.post(replied, seed)) == 0
             assert_same_bits(replied, host.sums_computed_here(weights, lists, layer=1))
@@ -523,8 +523,8 @@ ANSWERED, REFUSED = 0, 2  # ReplyStatus
 @pytest.mark.parametrize(
     ("ahead", "generation", "status", "outcome"),
     [
-        (0, 7, ANSWERED, SERVED),  # or the others would prove nothing
-        (2, 7, ANSWERED, DAMAGED),  # of the post after the next one, which has the same slot
+        (0, 7, ANSWERED, SERVED),  # without this case the others would prove nothing
+        (2, 7, ANSWERED, DAMAGED),  # the reply is to the post after the next one, in the same slot
         (1 << 40, 7, ANSWERED, DAMAGED),
         (-2, 7, ANSWERED, LATE),
         (0, 6, ANSWERED, DAMAGED),
@@ -536,14 +536,14 @@ ANSWERED, REFUSED = 0, 2  # ReplyStatus
 def test_a_reply_counts_only_with_the_sequence_and_the_generation_of_its_request(
     mailbox: Mailbox, behind: Behind, host: Host, ahead: int, generation: int, status: int, outcome: int
 ) -> None:
-    for _ in range(2):  # so that there is a past
+    for _ in range(2):  # so that both slots have been used before
         mailbox.post(host.on_host(host.full_lists()), 7)
     lists = host.on_host(host.full_lists())
     lists.lse.fill_(5.0)
     sequence = mailbox.post(lists, 7)
     behind.write_reply(sequence, 0, 7)
     behind.write_reply(sequence + ahead, 1, generation, status)
-    # nothing else will come: only damage and completeness end the wait, so a late row must cost its time
+    # no other reply comes: only damage or completeness ends the wait early, so a late row costs the whole timeout
     missing = collected(mailbox, lists, sequence, timeout_s=0.05 if outcome == LATE else PATIENCE_S)
     assert lists.outcome.tolist() == [SERVED, outcome]
     assert missing == (outcome != SERVED)
@@ -554,7 +554,7 @@ def test_a_reply_counts_only_with_the_sequence_and_the_generation_of_its_request
 def test_an_answer_to_something_else_than_was_asked_is_never_merged(
     mailbox: Mailbox, behind: Behind, host: Host, damage: str
 ) -> None:
-    """A flipped bit that is still within all bounds: the worker cannot know, and computes."""
+    """The changed word is still within all bounds, so the worker cannot notice the change and computes."""
     lists = host.on_host(host.full_lists(rows=1))
     sequence = mailbox.post(lists, 1)
     word = {
@@ -566,7 +566,7 @@ def test_an_answer_to_something_else_than_was_asked_is_never_merged(
         "page": lambda: behind.pages(sequence, 0, 1)[1],
     }[damage]()
     if damage == "blocks":
-        word.value = 0  # as if there were none
+        word.value = 0  # as if the row had no blocks
     elif damage == "count":
         word.value -= 1
         behind.word("requests", "Request", "blocks", sequence % SLOTS * host.rows).value -= 1
@@ -589,7 +589,7 @@ def test_a_worker_that_saw_a_wrong_number_at_the_bell_answers_the_next_post(
             sequence = mailbox.post(lists, 1)
             assert collected(mailbox, lists, sequence) == 0
         behind.word("bell", "Bell", "posted").value ^= 1 << bit
-        time.sleep(0.05)  # the worker looks
+        time.sleep(0.05)  # the worker reads the wrong number
         for _ in range(4):
             lists = host.on_host(host.full_lists())
             assert collected(mailbox, lists, mailbox.post(lists, 1)) == 0
@@ -622,7 +622,7 @@ def test_a_reply_to_the_post_before_in_the_same_slot_is_never_taken_for_a_new_on
         for _ in range(SLOTS):
             lists = host.on_host(host.full_lists())
             assert collected(mailbox, lists, mailbox.post(lists, 1)) == 0
-    lists = host.on_host(host.full_lists())  # nobody is there any more, but both slots hold complete replies
+    lists = host.on_host(host.full_lists())  # no worker runs any more, but both slots hold complete replies
     assert collected(mailbox, lists, mailbox.post(lists, 1), timeout_s=0.01) == lists.rows
     assert (lists.outcome == LATE).all()
 
@@ -630,7 +630,7 @@ def test_a_reply_to_the_post_before_in_the_same_slot_is_never_taken_for_a_new_on
 def test_a_reply_that_is_there_before_its_post_is_never_taken(mailbox: Mailbox, behind: Behind, host: Host) -> None:
     first = mailbox.post(host.on_host(host.full_lists()), 1)
     for row in range(2):
-        behind.write_reply(first + SLOTS, row, generation=1)  # damage that comes true two posts later
+        behind.write_reply(first + SLOTS, row, generation=1)  # this damage looks right two posts later
     mailbox.post(host.on_host(host.full_lists()), 1)
     lists = host.on_host(host.full_lists())
     assert mailbox.post(lists, 1) == first + SLOTS
@@ -650,7 +650,7 @@ def test_collecting_a_post_that_was_overwritten_serves_nothing(mailbox: Mailbox,
 def test_a_worker_that_answers_late_is_not_believed_once_its_slot_is_used_again(mailbox: Mailbox, host: Host) -> None:
     slow = host.full_lists(seed=3)
     job = Job()
-    with host.engine(mailbox, threads=0) as engine:  # we answer ourselves, when we like
+    with host.engine(mailbox, threads=0) as engine:  # the test answers in place of the engine's threads
         given_up = host.on_host(slow)
         first = mailbox.post(given_up, 1)
         assert library().sh_engine_take(engine, int(PATIENCE_S * 1e6), ctypes.byref(job)) == 1
@@ -658,7 +658,7 @@ def test_a_worker_that_answers_late_is_not_believed_once_its_slot_is_used_again(
 
         mailbox.post(host.on_host(slow), 1)
         waiting = host.on_host(host.full_lists(seed=4))
-        third = mailbox.post(waiting, 2)  # the slot of the first one
+        third = mailbox.post(waiting, 2)  # has the slot of the first post
         wrong = host.computed_here(slow)
         library().sh_engine_answer(engine, *wrong.results)
         assert collected(mailbox, waiting, third, timeout_s=0.01) == waiting.rows
@@ -679,7 +679,7 @@ def test_what_was_not_served_can_be_computed_here_without_touching_what_was(
     sent = host.full_lists(rows=3)
     lists = host.on_host(sent)
     sequence = mailbox.post(lists, 9)
-    behind.write_reply(sequence, 1, generation=9)  # of zeros, by which it can be told
+    behind.write_reply(sequence, 1, generation=9)  # its results are zeros, which no computed row has
     assert collected(mailbox, lists, sequence, timeout_s=0.01) == 2
     host.local.attend(lists, lists.outcome)
     expected = host.computed_here(sent)
@@ -718,7 +718,7 @@ def test_a_wait_ends_early_when_the_worker_is_gone(mailbox: Mailbox, behind: Beh
 def test_what_a_worker_answered_before_it_went_still_counts(mailbox: Mailbox, behind: Behind, host: Host) -> None:
     lists = host.on_host(host.full_lists(rows=3))
     sequence = mailbox.post(lists, 4)
-    behind.write_reply(sequence, 2, generation=4)  # not the first: rows are answered in any order
+    behind.write_reply(sequence, 2, generation=4)  # the last row, because rows are answered in any order
     assert mailbox.collect(sequence, lists, PATIENCE_S, ctypes.c_uint32(1)) == 2
     assert lists.outcome.tolist() == [LATE, LATE, SERVED]
 
@@ -732,7 +732,7 @@ def test_a_worker_has_caught_up_when_everything_posted_is_completed(
     assert not mailbox.caught_up
     behind.word("worker", "WorkerLine", "completed").value = sequences[0]
     assert not mailbox.caught_up, "one of two"
-    with host.engine(mailbox):  # takes up where the one before was
+    with host.engine(mailbox):  # continues after the last completed post
         assert collected(mailbox, lists[1], sequences[1]) == 0
         assert eventually(lambda: mailbox.caught_up)
     mailbox.post(lists[0], 0)

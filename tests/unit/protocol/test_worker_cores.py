@@ -1,4 +1,4 @@
-"""Which cores the worker chooses, on machines that are not here."""
+"""The cores that a worker chooses, on invented machines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sglang_hybrid.protocol.cores import (
 
 
 def machine(nodes: int, cores: int, hyperthreads: bool = True, quota: float | None = None) -> Topology:
-    """CPUs as Linux numbers them: first hardware threads of all cores, then the second ones."""
+    """Return a topology with Linux's CPU numbers: the first hardware threads of all cores, then the second ones."""
     total = nodes * cores
     siblings = (0, total) if hyperthreads else (0,)
     return Topology(
@@ -75,7 +75,7 @@ def test_cores_of_other_workers_are_left_alone_unless_they_are_listed() -> None:
     assert place(sixteen, "auto", 0, 0) == Placement(6, 4, tuple(range(9, 15)))
     assert place(sixteen, "0-3", 0, 0).cores == (0, 1, 2, 3)
     assert place(replace(sixteen, taken=sixteen.cpus), "auto", 0, 0) == Placement(1, 1)
-    # a hardware thread that is taken takes its core
+    # a core counts as taken if one of its hardware threads is taken
     assert 1 not in place(replace(machine(1, 8), taken=frozenset({9})), "auto", 0, 0).cores
 
 
@@ -124,7 +124,7 @@ def test_a_placement_is_consistent_and_whole_groups_stay_on_one_node(
         for first in range(0, len(placed.cores), placed.group_threads)
     ]
     crossing = [len(group) > 1 for group in groups]
-    # left-over cores come last, fewer than a group of each node
+    # only the last groups may cross nodes: they take the cores left over on each node, fewer than a group per node
     assert not any(crossing[: len(crossing) - nodes])
 
 

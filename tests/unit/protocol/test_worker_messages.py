@@ -1,4 +1,4 @@
-"""Control messages: what is sent is what arrives, and anything else is refused."""
+"""Control messages arrive as they were sent, and anything else is refused."""
 
 from __future__ import annotations
 

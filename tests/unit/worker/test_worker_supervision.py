@@ -1,4 +1,4 @@
-"""The scheduler's side of real worker processes: started, joined, killed, replaced, and always answered for."""
+"""The scheduler's side of real worker processes: started, attached, killed, replaced, without lost misses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from sglang_hybrid.worker.supervisor import Supervisor, WorkerError, WorkerSetti
 
 ROWS, KV_HEADS, GROUP, HEAD_DIM, MAX_BLOCKS, LAYERS, PAGES = 4, 2, 3, 64, 6, 2, 16
 SCALE = 0.125
-# one thread: these tests are not about speed. It may be silent for as long as a test may take, unless that is the test.
+# One thread, because these tests are not about speed. The worker may be silent for as long as a test may take, except
+# in tests of silence.
 SETTINGS = WorkerSettings(None, ThreadPlan(threads=1, cores="none"), longest_pause_s=0.2, silence_s=PATIENCE_S)
 
 
@@ -73,9 +74,9 @@ def pool() -> Iterator[Pool]:
 
 
 class Server:
-    """What a scheduler has: a supervisor, and misses that it serves with it."""
+    """The part of a scheduler under test: a supervisor, and a miss server that uses its worker."""
 
-    _ranks = iter(range(1000, 2000))  # one for each server: metrics are of the whole process
+    _ranks = iter(range(1000, 2000))  # a new rank for each server: all servers share the metrics of this process
 
     def __init__(self, pool: Pool, settings: WorkerSettings = SETTINGS, deadline_s: float = PATIENCE_S) -> None:
         self._pool = pool
@@ -120,7 +121,7 @@ class Server:
         return self.metric("miss_rows_total", by=whom)
 
     def post(self) -> Callable[[], None]:
-        """Post a random layer, of any kind; what is returned collects it and compares it with the reference."""
+        """Post a random layer of one of three kinds. Return a function that collects the result and checks it."""
         self._step += 1
         layer = self._step % LAYERS
         random = seeded(self._step)
@@ -147,7 +148,7 @@ class Server:
         return collect
 
     def serve(self) -> str:
-        """One layer, right; "worker" if it served all of it, else why it did not."""
+        """Post and collect one layer. Return "worker" if the worker served all rows, else the reason why it did not."""
         before = {whom: self.served_by(whom) for whom in WHOM}
         self.post()()
         return [whom for whom in WHOM if self.served_by(whom) > before[whom]][-1]
@@ -178,7 +179,7 @@ def test_results_are_right_before_during_and_after_a_kill(pool: Pool, log: pytes
         first = server.pid
         assert server.serve() == "worker"
 
-        os.kill(first, signal.SIGSTOP)  # so that it dies in the middle of a layer
+        os.kill(first, signal.SIGSTOP)  # so that the worker dies with an unanswered post
         assert eventually(lambda: is_stopped(first))
         collect = server.post()
         os.kill(first, signal.SIGKILL)
@@ -211,13 +212,16 @@ def test_blocks_are_counted_by_who_attended_to_them_and_waits_by_step(pool: Pool
         before = dict(counts)
         assert server.serve() == "process-no-worker"
         assert counts["process"] > 0 and counts["worker"] == before["worker"]
-        assert sum(server.misses.waits.counts) == 1  # nobody was waited for
+        assert sum(server.misses.waits.counts) == 1  # without a worker nothing is waited for
         assert server.misses.describe_worker() == {"attached": False, "restarts": 0}
-        server.supervisor.link = link  # to be stopped
+        server.supervisor.link = link  # so that the supervisor stops its worker
 
 
 def test_a_worker_is_given_up_the_moment_it_dies(pool: Pool) -> None:
-    """Not when the end of its connection is seen: a killed process gives back all its memory before. Nobody watches."""
+    """The end of its connection comes later, because the kernel frees a killed process's memory first.
+
+    No supervisor's thread watches the worker in this test.
+    """
     supervisor = Supervisor(SETTINGS, pool.geometry, pool.region.fd)
     link = supervisor._connect()
     try:
@@ -246,7 +250,7 @@ def test_while_there_is_no_worker_this_process_computes(pool: Pool) -> None:
         assert server.supervisor.link is None
         assert [server.serve() for _ in range(3)] == ["process-no-worker"] * 3
         assert (server.metric("worker_up"), server.metric("degraded")) == (0, 1)
-        server.misses.wake()  # nobody to wake, and no harm
+        server.misses.wake()  # there is no worker to wake, and no error
         may_restart.set()
         server.expect(up=True)
         assert server.serve() == "worker"
@@ -357,7 +361,7 @@ def at_most(descriptors: int) -> Iterator[None]:
 
 
 def test_a_signal_without_a_name_does_not_end_the_watch(pool: Pool, log: pytest.LogCaptureFixture) -> None:
-    """Python names two of the real-time signals. The name of another was asked for, and the watch was over."""
+    """Python has names for two of the real-time signals only. Asking for another one's name must not end the watch."""
     number = signal.SIGRTMIN + 3
     with Server(pool) as server:
         os.kill(server.pid, number)
@@ -368,13 +372,13 @@ def test_a_signal_without_a_name_does_not_end_the_watch(pool: Pool, log: pytest.
 
 
 def test_descriptors_that_have_run_out_do_not_end_the_watch(pool: Pool, log: pytest.LogCaptureFixture) -> None:
-    """What could not be opened for a new worker is opened later. Meanwhile this process computes."""
+    """A new worker is started later, when descriptors are free again. Until then this process computes."""
     with Server(pool) as server:
         used = max(map(int, os.listdir("/proc/self/fd")))
         with contextlib.ExitStack() as taken, at_most(used + 1):
 
             def take_all() -> None:
-                """Also what the lost worker leaves."""
+                """Take all free descriptors, in the second call also those that the lost worker's connection used."""
                 with contextlib.suppress(OSError):
                     while True:
                         taken.enter_context(open(os.devnull))
@@ -391,7 +395,7 @@ def test_descriptors_that_have_run_out_do_not_end_the_watch(pool: Pool, log: pyt
 
 
 def test_descriptors_above_what_select_takes_are_watched(pool: Pool) -> None:
-    """A scheduler with a thousand connections: select raised ValueError for its numbers."""
+    """A scheduler with a thousand connections has descriptors for which ``select`` raises ValueError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2048:
         pytest.skip(f"a process may have {hard} descriptors here")
@@ -446,23 +450,23 @@ def test_workers_that_die_all_the_time_are_not_replaced_for_ever(
 
 
 def descriptors() -> list[str]:
-    """What they lead to: numbers are used again, and pipes and sockets are told apart by theirs."""
+    """Return the targets of all open descriptors, which unlike their numbers are not used again."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
             found.append(os.readlink(f"/proc/self/fd/{name}"))
-        except OSError:  # the one that lists
+        except OSError:  # the descriptor that lists the directory
             continue
     return sorted(found)
 
 
 def test_after_stop_nothing_is_left(pool: Pool) -> None:
-    zmq.Context.instance().socket(zmq.DEALER).close()  # its threads stay for the next client
+    zmq.Context.instance().socket(zmq.DEALER).close()  # ZMQ's threads stay for the next client
     gc.collect()
     files, threads, tasks = descriptors(), set(threading.enumerate()), len(os.listdir("/proc/self/task"))
     with Server(pool) as server:
         assert server.serve() == "worker"
-        os.kill(server.pid, signal.SIGKILL)  # a life that ended badly leaves nothing either
+        os.kill(server.pid, signal.SIGKILL)  # a killed worker leaves nothing either
         server.expect(up=False)
         server.expect(up=True)
         assert server.serve() == "worker"
@@ -549,7 +553,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def dead() -> int:
-    """The id of a process that is no more."""
+    """Return the id of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
@@ -569,11 +573,11 @@ def test_directories_of_dead_servers_are_removed_and_no_others(temporary: Path, 
         for name in (
             f"sglang-hybrid-{os.getpid()}-abc",
             f"sglang-hybrid-{os.getppid()}-abc",
-            f"sglang-hybrid-{dead}",  # of a worker started by hand: those have no owner
+            f"sglang-hybrid-{dead}",  # of a worker started by hand, which has no owner
             "sglang-hybrid-k2j4-x",
             f"sglang-hybrid-{dead}x-y",
             f"sglang-{dead}-abc",
-            f"sglang-hybrid-{'9' * 30}-abc",  # no process was ever called that
+            f"sglang-hybrid-{'9' * 30}-abc",  # no process ever had such an id
         )
     ]
     link = temporary / f"sglang-hybrid-{dead}-link"
@@ -586,7 +590,7 @@ def test_directories_of_dead_servers_are_removed_and_no_others(temporary: Path, 
 def test_a_directory_in_which_a_worker_lives_is_kept_whatever_its_owner(
     dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Servers in other containers have process ids that mean nothing here."""
+    """The owner may be a server in another container, whose process id means nothing here."""
     with short_directory() as temporary:
         directory = temporary / f"sglang-hybrid-{dead}-abc"
         directory.mkdir(mode=0o700)
