@@ -1,4 +1,4 @@
-"""The C++ engine of ``kernels/cpu``: reads posts from the mailbox, and answers them or lets a provider do it."""
+"""The C++ engine of ``kernels/cpu``, which reads posts from the mailbox, and computes them or lets a provider do so."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from sglang_hybrid.ops.cpu.structs import EngineOptions, EngineStats, Geometry, 
 from sglang_hybrid.protocol.cores import Placement
 from sglang_hybrid.protocol.messages import StatsReport, ThreadPlan
 
-_MOST = (1 << 63) - 1  # what a message can carry
+_MOST = (1 << 63) - 1  # the largest integer that a message can carry
 _DRAIN_LOOK_S = 0.001
 
 
 @dataclass(frozen=True)
 class Regions:
-    """What a client attached: its mailbox (we write replies to it) and its pool (we only read it)."""
+    """The regions that a client attached: its mailbox, which receives replies, and its pool, which is only read."""
 
     mailbox: Mapping
     pool: Mapping
-    geometry: Geometry  # a copy that was checked against both sizes: the one in the mailbox may change at any time
+    geometry: Geometry  # a checked copy, since the geometry in the mailbox may change at any time
 
     @property
     def posted(self) -> int:
-        """Number of the newest post; 0 before the first."""
+        """Sequence number of the newest post; 0 before the first post."""
         return self._word("bell", "Bell", "posted")
 
     @property
     def completed(self) -> int:
-        """Every post up to this one is answered or was given up."""
+        """Sequence number up to which every post is answered or was given up."""
         return self._word("worker", "WorkerLine", "completed")
 
     def _word(self, place: str, record: str, field: str) -> int:
@@ -44,12 +44,12 @@ class Regions:
 
 
 class Engine:
-    """Threads of the engine on attached regions, from construction to ``stop``."""
+    """An engine that serves attached regions from construction to ``stop``."""
 
     def __init__(self, regions: Regions, plan: ThreadPlan, placement: Placement) -> None:
-        """``placement.threads`` 0: no threads that compute, the owner calls ``take`` and ``answer``.
+        """Start the engine. With ``placement.threads`` 0 no thread computes: the owner calls ``take`` and ``answer``.
 
-        Raises NativeError; nothing runs then.
+        Raise NativeError if the engine cannot be started; then no thread runs.
         """
         self._regions = regions
         cores = (c_int32 * len(placement.cores))(*placement.cores) if placement.cores else None
@@ -59,7 +59,7 @@ class Engine:
             task_blocks=plan.task_blocks,
             spin_us=plan.spin_us,
             cores=cores,
-            variant=None,  # the fastest, or what SGLANG_HYBRID_CPU_VARIANT names
+            variant=None,  # the fastest variant, or the one that SGLANG_HYBRID_CPU_VARIANT names
         )
         self._engine: int | None = checked(
             library().sh_engine_start,
@@ -71,7 +71,7 @@ class Engine:
 
     @property
     def threads(self) -> int:
-        """Those that compute: fewer than asked for where a limit did not allow more."""
+        """Number of threads that compute. It is lower than requested if the system did not allow more threads."""
         return int(library().sh_engine_threads(self._engine))
 
     def stats(self) -> StatsReport:
@@ -80,16 +80,22 @@ class Engine:
         return StatsReport(**{name: min(getattr(raw, name), _MOST) for name, *_ in EngineStats._fields_})
 
     def take(self, timeout_us: int) -> Job | None:
-        """The next post. Its arrays are valid until ``answer``, which must follow."""
+        """Wait for the next post and return it, or None after ``timeout_us``. One thread at a time.
+
+        The arrays of the job are valid until ``answer``, which the caller must call next.
+        """
         job = Job()
         return job if library().sh_engine_take(self._engine, timeout_us, ctypes.byref(job)) else None
 
     def answer(self, out: int, lse: int) -> None:
-        """Addresses of float arrays: out [rows][KV head][group][head_dim], lse [rows][KV head][group]."""
+        """Reply to the job taken last. ``out`` and ``lse`` are addresses of float arrays.
+
+        out: [rows][KV head][group][head_dim], lse: [rows][KV head][group].
+        """
         library().sh_engine_answer(self._engine, out, lse)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until what is posted now is answered. False: it was not in time."""
+        """Wait until all current posts are completed. Return False if this takes longer than ``timeout_s``."""
         posted = self._regions.posted
         deadline = time.monotonic() + timeout_s
         while self._regions.completed < posted:
@@ -99,7 +105,7 @@ class Engine:
         return True
 
     def stop(self) -> None:
-        """End all threads, after the post they are at. Idempotent."""
+        """End all threads after the current posts. Further calls do nothing."""
         if self._engine is not None:
             library().sh_engine_stop(self._engine)
             self._engine = None

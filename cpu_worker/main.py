@@ -35,12 +35,12 @@ machine and as the same user. SIGTERM or Ctrl-C ends it.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 when it was told to end or has nobody to serve, 1 when it could not serve."""
+    """Run the worker and return its exit status: 0 if told to end or if its server is gone, 1 if it cannot serve."""
     options = _parser().parse_args(argv)
     logs.set_up(options.log_level)
     set_process_name("hybrid-worker")
     with contextlib.ExitStack() as stack:
-        wakes = stack.enter_context(Wakes())  # first: a signal must not find something half made
+        wakes = stack.enter_context(Wakes())  # first: a signal during startup must not skip cleanup
         parent = None
         if options.parent is not None:
             parent = stack.enter_context(contextlib.closing(Parent(options.parent)))
@@ -61,16 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _directory(given: Path | None, ours: bool) -> Iterator[WorkerDirectory]:
-    """The directory to serve, made if it does not exist; what was made is removed afterwards. Raises DirectoryError.
+    """Yield the worker's directory, and remove the directory at the end if this call created it or ``ours`` is True.
 
-    ``ours``: a server made it for this worker alone, and may be gone when it is to be removed.
+    ``given``: the directory, created if it does not exist; None: create one in XDG_RUNTIME_DIR or /tmp.
+    ``ours``: the server created the directory for this worker alone; the server may be gone when the worker ends.
+    Raise DirectoryError if the directory cannot be used or created.
     """
     made = given is None or not given.exists()
     try:
         if given is None:
             given = Path(tempfile.mkdtemp(prefix="sglang-hybrid-", dir=os.environ.get("XDG_RUNTIME_DIR") or "/tmp"))
         elif made:
-            WorkerDirectory.at(given)  # before there is something to remove
+            WorkerDirectory.at(given)  # check the path before creating anything
             given.mkdir(mode=0o700)
     except OSError as error:
         raise DirectoryError(f"directory {given or ''} cannot be made: {error.strerror}") from error
@@ -78,7 +80,7 @@ def _directory(given: Path | None, ours: bool) -> Iterator[WorkerDirectory]:
         yield WorkerDirectory.at(given)
     finally:
         if made or ours:
-            with contextlib.suppress(OSError):  # somebody else put something there, or removed it
+            with contextlib.suppress(OSError):  # another process put something there, or removed it
                 given.rmdir()
 
 

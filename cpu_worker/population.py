@@ -1,7 +1,7 @@
-"""Enters a large mapping into this process's page table while it is in use already.
+"""Population of this process's page table with a large mapping, in the background.
 
-A worker that takes another's place serves at once: pages that nobody has touched yet cost a fault each until this is
-through, instead of keeping all of them waiting for as long as the pool is large.
+A worker that replaces another one can so answer posts at once. Until the population has finished, each page not touched
+yet costs a page fault. Populating the whole pool first would make all posts wait, the longer the larger the pool is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Population:
-    """Begins at once, in a thread of its own. ``stop`` it before the mapping is closed."""
+    """A thread that populates ``mapping`` from construction on. Call ``stop`` before the mapping is closed."""
 
     def __init__(self, mapping: Mapping) -> None:
         self._stopping = threading.Event()
@@ -27,12 +27,12 @@ class Population:
         )
         try:
             self._thread.start()
-        except RuntimeError as error:  # no thread to be had: faults do it, one by one
+        except RuntimeError as error:  # no thread can be started: page faults map the pages one by one
             log.warning("the pool's pages are mapped when they are first read: %s", error)
             self._thread = None
 
     def stop(self) -> None:
-        """Idempotent."""
+        """End the thread and wait for it. Further calls do nothing."""
         self._stopping.set()
         if self._thread:
             self._thread.join()

@@ -1,7 +1,7 @@
-"""Settings on one host: what ``auto`` becomes there, and values that the host cannot have.
+"""Settings on one host: what ``auto`` becomes there, and which values are impossible there.
 
-A configuration file may be written for another host, so ``sglang_hybrid.config`` accepts every value that some host
-can have. The functions here are for where the host is known: ``sglang-hybrid config`` and the start of a server. They
+A configuration file may be written for another host, so ``sglang_hybrid.config`` accepts every value that is possible
+on some host. The functions here are for a known host: for ``sglang-hybrid config`` and for the start of a server. They
 import neither torch nor SGLang.
 """
 
@@ -30,9 +30,9 @@ _NO_GPU = "unused: no GPU"
 
 
 def resolved(config: HybridConfig, host: Host) -> dict[str, str]:
-    """For each setting whose value leaves a choice: what is chosen on this host, in words. One rank is assumed.
+    """Return, for each setting whose value leaves a choice, what is chosen on this host, in words, for one rank.
 
-    Call ``check`` first: settings that the host cannot have cannot be resolved.
+    Call ``check`` first: values that are impossible on this host cannot be resolved.
     """
     values, texts = config.by_key(), {}
     for key, choice in _CHOICES.items():
@@ -44,7 +44,7 @@ def resolved(config: HybridConfig, host: Host) -> dict[str, str]:
 
 
 def _uses(config: HybridConfig, key: str) -> bool:
-    """Whether the chosen policy looks at a setting: its own, or one of step programs, prediction or workers."""
+    """Return True if the chosen policy uses a setting: one of its own, or of step programs, prediction or workers."""
     section, dot, _ = key.partition(".")
     if dot:
         return section == config.policy
@@ -115,7 +115,8 @@ def _cores(config: HybridConfig, host: Host) -> str:
     return format_cpus(cores) if cores else "none (threads are not bound here)"
 
 
-# Of every setting that can be "auto"; host_memory, which every policy has, has its own line above.
+# Functions that say what "auto" or "default" becomes, for every setting that can have this value except host_memory,
+# which ``resolved`` handles itself, since every policy uses it.
 _CHOICES: dict[str, Callable[[HybridConfig, Host], str]] = {
     "scout.resident_tokens": lambda config, _host: str(resident_tokens_of(config)),
     "digest_dtype": _digest_dtype,
@@ -135,13 +136,14 @@ _CHOICES: dict[str, Callable[[HybridConfig, Host], str]] = {
 }
 
 
-# -- what the host cannot have -----------------------------------------------------------------------------------------
+# -- values that are impossible on the host ----------------------------------------------------------------------------
 
 
 def check(config: HybridConfig, host: Host, sources: Mapping[str, str] | None = None, ranks: int = 1) -> None:
-    """Raise ConfigError, with the legal range, for every value that is impossible on this host.
+    """Raise ConfigError, with the legal ranges, if values are impossible on this host.
 
-    ``ranks``: server processes on this host, each with a worker of its own.
+    ``sources``: where each setting comes from, for messages. ``ranks``: number of server processes on this host, each
+    with a worker of its own.
     """
     problems = list(_problems(config, host, sources or {}, ranks))
     if problems:
@@ -160,7 +162,7 @@ def _problems(config: HybridConfig, host: Host, sources: Mapping[str, str], rank
             f"{given('host_memory')}: asks for {asked / GIB:.2f} GiB, but this machine has only "
             f"{host.memory / GIB:.2f} GiB of memory: must be less, or a percentage of what is available"
         )
-    if "/" in config.worker:  # started by hand, perhaps with other cores than ours: the worker itself refuses
+    if "/" in config.worker:  # a worker started by hand may have other cores, and refuses impossible values itself
         return problems
     threads, most = config.worker_threads, host.cpus // ranks
     if threads != "auto" and threads > most:
@@ -178,7 +180,7 @@ def _problems(config: HybridConfig, host: Host, sources: Mapping[str, str], rank
 
 
 def _placement(config: HybridConfig, host: Host) -> Placement:
-    """Raises CoresError."""
+    """Return the placement of the worker's threads on this host. Raise CoresError if it is impossible."""
     threads = 0 if config.worker_threads == "auto" else config.worker_threads
     return place(host.topology, config.worker_cores, threads, group_threads=0)
 

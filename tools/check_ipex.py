@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Try provider ipex of the CPU worker, in an environment of the worker's own: ``make test-ipex``.
+"""Test provider ipex of the CPU worker, in a Python environment of the worker's own: ``make test-ipex``.
 
     python tools/check_ipex.py [--venv .venv-ipex] [--out build/ipex/bench-worker.json] [--any-torch]
 
-Runs in the environment of the server (.venv). Sets up the worker's environment with Intel's extension for PyTorch
-(requirements/ipex.txt), compares answers of a server that uses a worker from there with stock SGLang's, and measures
-the provider beside the native kernels and torch. The extension exists for x86_64 only: elsewhere this says so and ends
-well. SGLANG_HYBRID_TEST_IPEX_PROVIDER=torch uses provider torch of this environment in place of ipex, for tests of this
-program.
+Run this program in the environment of the server (.venv). It sets up the worker's environment with Intel's extension
+for PyTorch (requirements/ipex.txt), compares the answers of a server that uses a worker from that environment with
+those of stock SGLang, and measures the provider beside the native kernels and torch. The extension exists for x86_64
+only: on other machines the program says so and ends with status 0. SGLANG_HYBRID_TEST_IPEX_PROVIDER=torch tests
+provider torch of the current environment instead of ipex, for tests of this program.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from steps import Step, run_steps
 ROOT = Path(__file__).resolve().parent.parent
 STAND_IN = "SGLANG_HYBRID_TEST_IPEX_PROVIDER"
 _REQUIREMENTS = ROOT / "requirements" / "ipex.txt"
-# the worker's dependencies, and what the benchmark needs beside them
+# the worker's dependencies, and the benchmark's other dependencies
 _SMALL = ("msgspec", "pyzmq", "pyyaml", "psutil", "packaging", "rich", "numpy")
 _NETWORK = "a package index with intel-extension-for-pytorch 2.8.0 and torch 2.8.0 for this Python"
-_PYTHONS = ((3, 11), (3, 12))  # which the extension has wheels for, of those that we take
+_PYTHONS = ((3, 11), (3, 12))  # versions for which the extension has wheels, of those that this project supports
 
 
 def unsupported(machine: str, python: tuple[int, int]) -> str | None:
-    """Why the extension cannot be installed here; None if it can."""
+    """Return why the extension cannot be installed here; None if it can."""
     if machine != "x86_64":
         return f"Intel's extension for PyTorch exists for x86_64 only, and this machine is {machine}"
     if python not in _PYTHONS:
@@ -45,15 +45,18 @@ def unsupported(machine: str, python: tuple[int, int]) -> str | None:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: which provider, and the Python of the worker's environment."""
+    """One run of this program: the provider, the Python of the worker's environment, and the result file."""
 
     provider: str
     python: Path
     out: Path
-    any_torch: bool = False  # with CUDA too, where no index has a CPU build
+    any_torch: bool = False  # allow a torch with CUDA, for when no package index has a CPU build
 
     def set_up(self) -> str | None:
-        """Install torch, the extension and this package. Raises InstallError."""
+        """Install torch, the extension and this package in the worker's environment. Raise InstallError on failure.
+
+        Return the installer's remark for the step's line, or None.
+        """
         folder = self.python.parent.parent
         if not self.python.exists():
             venv.create(folder, with_pip=False, symlinks=True)
@@ -68,16 +71,22 @@ class Trial:
         return remark
 
     def load(self) -> str:
-        """Import the extension and create the provider. Raises InstallError, with the provider's own words."""
+        """Import the extension and create the provider. Return torch's version.
+
+        Raise InstallError, with the provider's own message, on failure.
+        """
         program = (
             "import sys; from cpu_worker import providers; import torch\n"
             "providers.create(sys.argv[1]).kernel(); print('torch', torch.__version__)"
         )
-        # outside the checkout, so that the installed package is what is imported
+        # run outside the checkout, so that Python imports the installed package
         return run([str(self.python), "-c", program, self.provider], cwd=self.python.parent).strip().splitlines()[-1]
 
     def compare(self) -> str:
-        """Answers with a worker from that environment, against stock. Raises InstallError."""
+        """Test that a server with a worker from the worker's environment answers like stock SGLang.
+
+        Return pytest's summary line. Raise InstallError on failure.
+        """
         environment = {
             "SGLANG_HYBRID_TEST_WORKER_PYTHON": str(self.python),
             "SGLANG_HYBRID_TEST_WORKER_PROVIDER": self.provider,
@@ -87,7 +96,10 @@ class Trial:
         return said.strip().splitlines()[-1]
 
     def measure(self) -> str:
-        """A row of this provider beside the native kernels and torch. Raises InstallError."""
+        """Run the benchmark with this provider, the native kernels and torch. Return the best rate, in words.
+
+        Raise InstallError on failure, or if the benchmark has no result for the provider.
+        """
         self.out.parent.mkdir(parents=True, exist_ok=True)
         providers = ",".join(dict.fromkeys(("torch", self.provider)))
         command = [str(self.python), "-m", "bench.worker", "--quick", "--providers", providers, "--out", str(self.out)]

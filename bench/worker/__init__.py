@@ -1,1 +1,1 @@
-"""``python -m bench.worker``: what block attention gets out of this host's memory."""
+"""``python -m bench.worker``: benchmark of the CPU worker's block attention against this host's memory bandwidth."""

@@ -1,4 +1,4 @@
-"""``python -m bench.worker``: the measurements, one after the other."""
+"""``python -m bench.worker``: run all measurements, print the table and write the JSON file."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from sglang_hybrid import __version__
 from sglang_hybrid.ops.cpu import NativeError, library
 from sglang_hybrid.protocol.cores import Placement, Topology, place, read_topology
 
-if TYPE_CHECKING:  # these need torch, which takes seconds to import and is not needed to say what is wrong
+if TYPE_CHECKING:  # these need torch, which takes seconds to import; errors in arguments are reported without it
     from bench.worker.pool import Pool, Posts
     from bench.worker.results import Results
 
-_POOL_PER_CACHE = 4  # a smaller pool is partly read from the cache
-_PROVIDER_BLOCKS = 8  # where other providers are compared, if that is among those asked for
-_BUSY_LOAD = 0.5
+_POOL_PER_CACHE = 4  # pool size over cache size; a smaller pool is partly read from the cache
+_PROVIDER_BLOCKS = 8  # blocks per task at which other providers are compared, if this number is measured
+_BUSY_LOAD = 0.5  # load average above which a note warns
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Run the benchmark with the command line ``argv`` and return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     topology = read_topology()
     progress = Progress()
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.name != "torch":
             raise
         return _failed(progress, f"the pool is made with torch, so this needs torch ({error}): install it")
-    except (NativeError, OSError, RuntimeError) as error:  # what measurements and memory raise, with words in it
+    except (NativeError, OSError, RuntimeError) as error:  # raised by measurements and allocations
         return _failed(progress, str(error))
     return 0
 
@@ -84,7 +84,7 @@ class _Run:
         self._pool, self._results = pool, results
         self._reading = ReadBandwidth(pool)
         self._placements = [place(topology, "auto", threads, 0) for threads in settings.threads]
-        # a variant that has nothing for a dtype is another one under a wrong name
+        # a variant without a kernel for a dtype would measure another variant's kernel under a wrong name
         self._kernels = {
             dtype: list(dict.fromkeys(_kernel_of(dtype, settings.head_dim, name) for name in settings.variants))
             for dtype in settings.dtypes
@@ -146,7 +146,7 @@ class _Run:
         )
         try:
             rate = measure_provider(provider, self._pool, posts, dtype, placement, self._settings.seconds)
-        except (RuntimeError, AttributeError) as error:  # an operation that this torch lacks, for this dtype or at all
+        except (RuntimeError, AttributeError) as error:  # this torch lacks an operation, for this dtype or at all
             note = f"provider {provider} was not measured for {dtype}: {error}"
             if note not in self._results.notes:
                 self._results.notes.append(note)
@@ -175,7 +175,10 @@ def _host(topology: Topology) -> dict[str, Any]:
 
 
 def _shmem_huge_pages() -> str | None:
-    """The kernel's setting: the one in brackets of "always within_size advise [never] deny force"."""
+    """Return the kernel's setting of huge pages in shared memory; None if unknown.
+
+    It is the word in brackets, as in "always within_size advise [never] deny force".
+    """
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""What to measure, from the command line. Everything is checked here, before memory is taken."""
+"""Command line of the benchmark: what to measure. Arguments are checked here, before any memory is allocated."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ that has nothing to compute. Prints a table and writes everything to a JSON file
 
 The numbers mean something only on a host that does nothing else.
 """
-PROVIDERS = ("torch", "ipex")  # of the worker, beside native; ipex needs the environment of requirements/ipex.txt
-DTYPES = (*_QUERY_DTYPES, FP8_POOL)  # of pools
+PROVIDERS = ("torch", "ipex")  # the worker's providers beside native; ipex needs requirements/ipex.txt's environment
+DTYPES = (*_QUERY_DTYPES, FP8_POOL)  # dtypes of pools
 _MOST_BLOCKS = 4096
-_MOST_OF_AVAILABLE = 0.9  # the rest is for mailboxes, tensors and everybody else
+_MOST_OF_AVAILABLE = 0.9  # the rest is for mailboxes, tensors and other processes
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,22 @@ class Settings:
     dtypes: tuple[str, ...]
     variants: tuple[str, ...]
     threads: tuple[int, ...]  # ascending
-    blocks: tuple[int, ...]  # per task, ascending
+    blocks: tuple[int, ...]  # blocks per task, ascending
     pool_bytes: int
-    seconds: float  # of one measurement, after its warm-up
+    seconds: float  # duration of one measurement, after its warm-up
     out: Path
-    providers: tuple[str, ...] = ("torch",)  # beside the native kernels
+    providers: tuple[str, ...] = ("torch",)  # measured beside the native kernels
 
     def page_bytes(self, itemsize: int) -> int:
-        """Keys of one page; values take as much."""
+        """Return the bytes of the keys of one page. The values of a page take as many."""
         return self.kv_heads * 32 * self.head_dim * itemsize
 
 
 def parse(argv: Sequence[str], topology: Topology) -> Settings:
-    """Ends the process with a sentence where the arguments cannot be served on this host. Raises NativeError."""
+    """Parse the command line. End the process with a message if this host cannot do what the arguments ask for.
+
+    Raise NativeError if the CPU library cannot be loaded.
+    """
     parser = _parser()
     given = parser.parse_args(argv)
     here, most = variants(), _most_threads(topology)
@@ -75,23 +78,23 @@ def parse(argv: Sequence[str], topology: Topology) -> Settings:
             f"a pool of {chosen.pool_bytes >> 20} MiB has {pages} pages, too few for {chosen.blocks[-1]} different ones"
             f" in a list: raise --pool to {-(-2 * page * chosen.blocks[-1] >> 20)}MiB, or lower --blocks"
         )
-    if not chosen.out.resolve().parent.is_dir():  # found out now, not after minutes
+    if not chosen.out.resolve().parent.is_dir():  # check now, not after minutes of measuring
         parser.error(f"--out {chosen.out}: there is no directory {chosen.out.resolve().parent}")
     return chosen
 
 
 def query_dtype(dtype: str) -> str:
-    """Of queries that attend to a pool of ``dtype``."""
+    """Return the dtype of queries that attend to a pool of ``dtype``."""
     return "bfloat16" if dtype == FP8_POOL else dtype
 
 
 def kernel_dtype(dtype: str) -> int:
-    """The kernels' number for a pool of ``dtype`` and its queries."""
+    """Return the kernels' code for a pool of ``dtype`` and its queries (DType in block_attention.h)."""
     return dtype_code(dtype, query_dtype(dtype))
 
 
 def _most_threads(topology: Topology) -> int:
-    """One per physical core, and no more than the container's CPU time: the rest would wait for each other."""
+    """Return one thread per physical core, limited by the container's CPU quota: more threads would only wait."""
     cores = len(topology.cores)
     return cores if topology.quota is None else max(1, min(cores, int(topology.quota)))
 

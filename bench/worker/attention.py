@@ -1,4 +1,4 @@
-"""One measurement of block attention: posts of one shape through the mailbox, for a while."""
+"""One measurement of block attention: posts of one shape go through the mailbox for a given time."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from bench.worker.pool import Pool, Posts
 from bench.worker.running import BenchError, running
 from sglang_hybrid.protocol.cores import Placement, Topology
 
-LEAST_POSTS = 8
-_WINDOW = 8  # posts
-WARM_UP_POSTS = 4  # both slots of the mailbox, twice: what is touched first costs a page fault
+LEAST_POSTS = 8  # minimum number of posts of a measurement
+_WINDOW = 8  # posts whose times are added up for one rate
+WARM_UP_POSTS = 4  # rounds of two posts before measuring: the first access to each page of a slot is a page fault
 
 
 @dataclass(frozen=True)
 class Rate:
-    """GB/s of keys and values, 1 GB = 10^9 bytes."""
+    """Rate at which keys and values are attended to, in GB/s. 1 GB = 10^9 bytes."""
 
     median: float
     best: float
     posts: int
-    read: float = 0.0  # what the same threads read right before or after, whichever is more: machines drift
-    engine: float | None = None  # mean, of the time in which posts were under way
-    stolen: float | None = None  # share of the tasks that were computed outside their own group
+    read: float = 0.0  # read bandwidth of the same threads right before or after, the larger one: machines drift
+    engine: float | None = None  # mean rate over the time in which the engine had posts under way
+    stolen: float | None = None  # share of the tasks that another group's threads computed
 
 
 def rate_of(post_bytes: int, times_ns: list[int]) -> Rate:
@@ -36,7 +36,7 @@ def rate_of(post_bytes: int, times_ns: list[int]) -> Rate:
 
 
 def windows(times: list[int], size: int) -> list[list[int]]:
-    """Consecutive runs of ``size``; what is left over at the end is dropped."""
+    """Return consecutive windows of ``size`` times. A shorter rest at the end is dropped."""
     return [times[start : start + size] for start in range(0, len(times) - size + 1, size)]
 
 
@@ -50,9 +50,10 @@ def measure_attention(
     topology: Topology,
     seconds: float,
 ) -> Rate:
-    """From results to results, one post being computed while the next one is written: a server's layers.
+    """Measure the time from one post's results to the next post's results.
 
-    All lists are one task each.
+    The client writes a post while the engine computes the previous one, as a server does with layers. Each list is one
+    task. Raise BenchError if a result is not finite or a reply is missing.
     """
     geometry = pool.geometry(dtype, posts.rows, posts.blocks)
     before = reading.measure(placement)
@@ -80,7 +81,7 @@ def measure_attention(
         done = engine.stats()
     stolen = (done.stolen_tasks - first.stolen_tasks) / (done.tasks - first.tasks)
     busy = (done.busy_ns - first.busy_ns) / (done.posts - first.posts)
-    # of several posts in a row: the two on their way need not end in equal distances
+    # rates over several posts in a row: two posts are under way, and they need not end at equal distances
     rate = rate_of(_WINDOW * posts.post_bytes, [sum(window) for window in windows(times, _WINDOW)])
     rate = replace(rate, posts=len(times))
     read = max(before, reading.measure(placement))

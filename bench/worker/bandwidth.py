@@ -1,4 +1,4 @@
-"""What plain reading gets from the pool: the ceiling of block attention."""
+"""Plain read bandwidth of the pool: the upper bound for block attention."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from sglang_hybrid.ops.cpu import library
 from sglang_hybrid.protocol.cores import Placement
 
 _REPEATS = 3
-_MOST_BYTES = 4 * GIB  # of one repeat
+_MOST_BYTES = 4 * GIB  # read by one repeat
 _MOST_BYTES_PER_THREAD = GIB // 2  # read in less than a tenth of a second
 
 
 class ReadBandwidth:
-    """Reads through the whole pool before it reads any part twice, as the measurements of attention do: the last-level
-    cache of a server holds a good part of what is read again soon."""
+    """Measures plain reads. Consecutive measurements read through the whole pool before they read any part again.
+
+    The measurements of attention do so too: a server's last-level cache holds a good part of what is read again soon.
+    """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._position = 0
 
     def measure(self, placement: Placement) -> float:
-        """GB/s of the threads of ``placement`` together; median of several."""
+        """Return the GB/s that the threads of ``placement`` read together: the median of several repeats."""
         size = min(self._pool.size, _MOST_BYTES, placement.threads * _MOST_BYTES_PER_THREAD)
         return statistics.median(self._read(size, placement) for _ in itertools.repeat(None, _REPEATS)) / 1e9
 

@@ -1,4 +1,4 @@
-"""How much memory there is, and how much of it the benchmark takes."""
+"""Available memory, cache sizes, and the default size of the benchmark's pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LEAST_POOL = GIB // 4
 
 
 def available_memory() -> int:
-    """Bytes that this process could take: what the host has, within what its container grants."""
+    """Return the bytes that this process can allocate: the host's available memory, limited by the container."""
     available: int = psutil.virtual_memory().available
     try:
         granted = int((_CGROUP / "memory.max").read_text())
@@ -25,12 +25,15 @@ def available_memory() -> int:
 
 
 def default_pool(available: int, quick: bool) -> int:
-    """Far larger than any cache where memory allows; 0 where it does not allow for anything worth measuring."""
+    """Return the default size of the pool in bytes: far larger than any cache if memory allows.
+
+    0: too little memory is available for a useful measurement.
+    """
     size = min((4 if quick else 16) * GIB, max(available // 4, min(4 * GIB, available // 2)))
     return size if size >= _LEAST_POOL else 0
 
 
 def last_level_cache() -> int | None:
-    """Bytes of the largest cache of CPU 0, as far as the system tells."""
+    """Return the bytes of the largest cache of CPU 0; None if the system does not report caches."""
     sizes = [re.fullmatch(r"(\d+)([KM])", file.read_text().strip()) for file in _CACHE.glob("index*/size")]
     return max((int(size[1]) << (10 if size[2] == "K" else 20) for size in sizes if size), default=None)

@@ -1,9 +1,9 @@
-"""The memory that everything here reads: a host pool as a server makes it, mapped as a worker maps it.
+"""The memory that all measurements read: one layer of a host pool, created like a server's and mapped like a worker's.
 
     keys [page][KV head][32 tokens][head_dim] │ values, likewise
 
-of one layer. The same bytes serve every dtype: they are normal bfloat16 numbers, and those are also finite numbers,
-none of them subnormal, when they are read as float16 or, two at a time, as float32. Their bytes are finite in FP8.
+The same bytes serve every dtype. They are normal bfloat16 numbers; read as float16 or, two at a time, as float32, they
+are finite numbers too, none of them subnormal. Read as FP8, each byte is a finite number.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from sglang_hybrid.protocol.region import SharedRegion
 
 BLOCK_TOKENS = 32
 _PIECE = 64 << 20
-_POST_BYTES = 96 << 20  # so much that posting is small beside it
-_MOST_ROWS = 1 << 16  # of a mailbox
+_POST_BYTES = 96 << 20  # keys and values of a post: so much that writing the post takes little time beside it
+_MOST_ROWS = 1 << 16  # maximum number of rows of a mailbox
 
 
 class Pool:
-    """Raises RegionError or OSError where the memory cannot be had."""
+    """The benchmark's pool, allocated and filled at construction and freed by ``close``.
+
+    The constructor raises RegionError or OSError if the memory cannot be allocated.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -39,7 +42,7 @@ class Pool:
         self._bytes = self._region.take((self._region.size,), torch.uint8)
         self._half = self._region.size // 2
         _fill(self._bytes)
-        # a worker has a read-only mapping of its own, and with it page tables of its own
+        # like a worker, use a separate read-only mapping, which has page tables of its own
         self._mapping = Mapping(self._region.fd, self._region.size, writable=False)
         self._mapping.populate(os.cpu_count() or 1, lambda: False)
 
@@ -52,7 +55,7 @@ class Pool:
         return self._mapping.size
 
     def huge_page_share(self) -> float | None:
-        """How much of the worker's mapping is in huge pages; None where the system does not tell."""
+        """Return the share of the read-only mapping that is in huge pages; None if the system does not report it."""
         try:
             smaps = Path("/proc/self/smaps").read_text()
         except OSError:
@@ -81,7 +84,7 @@ class Pool:
         )
 
     def tensors(self, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[pages, KV heads, 32, head_dim]``, for torch."""
+        """Return the pool's keys and values as torch tensors ``[pages, KV heads, 32, head_dim]``."""
         shape = (self.pages(dtype), self._settings.kv_heads, BLOCK_TOKENS, self._settings.head_dim)
         size = self.pages(dtype) * self._settings.page_bytes(_itemsize(dtype))
         keys, values = (
@@ -96,16 +99,16 @@ class Pool:
 
 @dataclass(frozen=True)
 class Posts:
-    """Posts of equal size that together attend to every block of the pool at most once, in random order."""
+    """Page lists of equal posts that together attend to every block of the pool at most once, in random order."""
 
     rows: int
-    blocks: int  # of each list
+    blocks: int  # length of each list
     pages: torch.Tensor  # [posts, rows, KV heads, blocks]
     post_bytes: int  # keys and values that one post attends to
-    query: torch.Tensor  # [rows, query heads, head_dim]: the same for all
+    query: torch.Tensor  # [rows, query heads, head_dim], the same for all posts
 
     def walk(self) -> Iterator[torch.Tensor]:
-        """Page lists ``[rows, KV heads, blocks]``, without end."""
+        """Yield the page lists ``[rows, KV heads, blocks]`` of one post after another, without end."""
         return itertools.cycle(self.pages)
 
 
@@ -115,7 +118,7 @@ def posts_of(pool: Pool, settings: Settings, dtype: str, blocks: int) -> Posts:
     rows = max(1, min(_MOST_ROWS, _POST_BYTES // row_bytes, pages // blocks))
     posts = pages // (rows * blocks)
     random = torch.Generator().manual_seed(blocks)
-    # each KV head has its own order: heads of a page are selected independently of each other
+    # each KV head has an order of its own, since a server selects blocks of each KV head independently
     order = torch.stack([torch.randperm(pages, generator=random) for _ in range(heads)])
     lists = order[:, : posts * rows * blocks].view(heads, posts, rows, blocks).permute(1, 2, 0, 3).contiguous()
     query = torch.randn(rows, heads * settings.group, settings.head_dim, generator=random).to(
@@ -131,7 +134,7 @@ def _itemsize(dtype: str) -> int:
 
 def _fill(memory: torch.Tensor) -> None:
     piece = torch.randn(min(_PIECE, len(memory)) // 2, generator=torch.Generator().manual_seed(0)).bfloat16()
-    # zero has the one bit pattern that is subnormal in parts
+    # of these numbers, zero is the only one whose bits make subnormal numbers in another dtype
     piece[piece.abs() < 2.0**-20] = 1.0
     in_bytes = piece.view(torch.uint8)
     in_bytes[(in_bytes & 0x7F) == 0x7F] -= 1  # NaN in FP8

@@ -1,4 +1,4 @@
-"""One line that says how far the benchmark is. Nothing runs between the lines: that would disturb what is measured."""
+"""One line that shows the benchmark's progress. No thread updates it in between: that would disturb measurements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def counted(count: int, thing: str) -> str:
 
 
 class Progress:
-    """Rewrites its line on a terminal; elsewhere it prints a line every few seconds."""
+    """Progress on stderr: one line that is rewritten on a terminal, or else a new line every few seconds."""
 
     _PAUSE_S = 5.0
 
@@ -22,11 +22,11 @@ class Progress:
         self._steps = self._done = 0
 
     def begin(self, steps: int) -> None:
-        """From here on the time that is left can be told."""
+        """Set the number of steps. From now on, lines show an estimate of the time left."""
         self._start, self._steps = time.monotonic(), steps
 
     def step(self, text: str) -> None:
-        """``text`` is what is measured next."""
+        """Begin the next step and show ``text``, a description of it."""
         self._done += 1
         spent = time.monotonic() - self._start
         left = spent / (self._done - 1) * (self._steps - self._done + 1) if self._done > 1 else None

@@ -1,4 +1,4 @@
-"""Results for programs: a JSON file that says where it comes from, as those in ``bench/results`` do."""
+"""The JSON file of results, with its origin (commit, machine, command), like the files in ``bench/results``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured, as one object: the table and the JSON file are views of it."""
+"""All results of one benchmark run. The table and the JSON file are made from them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bench.worker.round_trip import RoundTrip
 
 @dataclass(frozen=True)
 class Point:
-    """One cell of the table."""
+    """One measurement of attention: one cell of the table."""
 
     dtype: str
-    variant: str  # of the kernel, or the name of another provider
+    variant: str  # variant of the kernel, or the name of another provider
     threads: int
-    blocks: int  # per task
+    blocks: int  # blocks per task
     rows: int
     post_bytes: int
     rate: Rate
@@ -28,7 +28,7 @@ class Point:
 
 @dataclass
 class Results:
-    # threads -> GB/s, before and after everything else: machines drift
+    # threads -> GB/s, measured before and after everything else, since machines drift
     read_before: dict[int, float] = field(default_factory=dict)
     read_after: dict[int, float] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
@@ -36,21 +36,24 @@ class Results:
     notes: list[str] = field(default_factory=list)
 
     def read(self, threads: int) -> float:
-        """What ``threads`` threads can read, in GB/s."""
+        """Return the highest read bandwidth measured with ``threads`` threads, in GB/s."""
         beside = [point.rate.read for point in self.points if point.threads == threads]
         return max(self.read_before.get(threads, 0.0), self.read_after.get(threads, 0.0), *beside)
 
     def read_beside(self, point: Point) -> float:
-        """What the point's threads read next to it in time, or at all where that was not measured, in GB/s."""
+        """Return the read bandwidth of the point's threads in GB/s, measured right before or after the point.
+
+        If there is no such measurement, return the highest one with as many threads.
+        """
         return point.rate.read or self.read(point.threads)
 
     @property
     def host_read(self) -> float:
-        """What any number of threads can read, in GB/s."""
+        """Return the highest read bandwidth measured with any number of threads, in GB/s."""
         return max(self.read(threads) for threads in self.read_before)
 
     def native_to(self, other: Point) -> float:
-        """How many times as fast as this measurement of another provider the fastest native variant is."""
+        """Return the median rate of the fastest native variant over that of ``other``, a point of another provider."""
         rivals = [
             point.rate.median
             for point in self.points

@@ -1,4 +1,4 @@
-"""How long a posted layer takes that has nothing to compute: what the mailbox itself costs."""
+"""Time of the round trip of a posted layer without blocks to compute: the cost of the mailbox itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WARM_UP = 200
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds"""
+    """Statistics of one action's durations, in microseconds."""
 
     median: float
     p99: float
@@ -35,14 +35,14 @@ class RoundTrip:
     trips: int
     threads: int
     collected: Times  # from before the post until its results are copied out
-    answered: Times  # until the worker is through with it: without collecting
-    python_call: float  # median of one call into the library that does nothing: two or more are in each trip
+    answered: Times  # from before the post until the worker has completed it, without collecting results
+    python_call: float  # median of one library call that does nothing; each trip has two or more calls
 
 
 def measure_round_trip(
     pool: Pool, settings: Settings, dtype: str, placement: Placement, topology: Topology
 ) -> RoundTrip:
-    """As a server's Python code sees it. Posts follow each other at once, so that the worker stays awake."""
+    """Measure round trips as a server's Python code sees them. Posts follow at once, so that the worker stays awake."""
     query = torch.zeros(
         ROWS, settings.kv_heads * settings.group, settings.head_dim, dtype=getattr(torch, query_dtype(dtype))
     )

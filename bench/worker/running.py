@@ -1,4 +1,4 @@
-"""A mailbox with the engine behind it and a client before it, in this process."""
+"""A mailbox with an engine and a client, all in this process."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _TIMEOUT_S = 60.0
 
 
 class BenchError(RuntimeError):
-    """A measurement that is none. The message says what happened."""
+    """A measurement that is not valid. The message says what happened."""
 
 
 @dataclass
 class Flight:
-    """One post on its way, with the tensors that it points into."""
+    """One post under way, with the tensors that its lists point into."""
 
     lists: HostLists
     pages: torch.Tensor
@@ -35,12 +35,12 @@ class Flight:
 
 
 class RunningEngine:
-    """Threads that answer posts, and statistics of them, until ``stop``."""
+    """An engine whose threads answer posts until ``stop``, and a client that posts to it."""
 
     def __init__(
         self, pool: Pool, geometry: Geometry, placement: Placement, task_blocks: int, variant: str | None
     ) -> None:
-        """Raises RegionError or NativeError; nothing runs then."""
+        """Start the engine. Raise RegionError or NativeError if that fails; then no thread runs."""
         self._mailbox = Mailbox(geometry)
         self._gone = ctypes.c_uint32(0)
         self._geometry = geometry
@@ -58,7 +58,10 @@ class RunningEngine:
         )  # fmt: skip
 
     def lists(self, query: torch.Tensor, pages: torch.Tensor) -> HostLists:
-        """query ``[rows, query heads, head_dim]``, pages ``[rows, KV heads, blocks]`` or -1; full blocks."""
+        """Return lists of full blocks: query ``[rows, query heads, head_dim]``, pages ``[rows, KV heads, blocks]``.
+
+        Page -1 marks the end of a shorter list.
+        """
         scale = float(query.shape[2] ** -0.5)
         return HostLists(query, pages, torch.full_like(pages, BLOCK_TOKENS), 0, scale, query.dtype)
 
@@ -66,17 +69,17 @@ class RunningEngine:
         return Flight(self.lists(query, pages), pages)
 
     def post(self, flight: Flight, pages: torch.Tensor) -> None:
-        """Post these blocks, of the same shape as the flight's first ones."""
+        """Post the flight's query with ``pages``, which have the shape of the flight's first pages."""
         flight.pages = pages
         flight.lists.struct.pages = pages.data_ptr()
         flight.sequence = self._mailbox.post(flight.lists, generation=1)
 
     def collect(self, flight: Flight) -> None:
-        """Raises BenchError where a reply does not come."""
+        """Wait for all replies of the flight's post. Raise BenchError if a reply is missing."""
         self._collect(flight.sequence, flight.lists)
 
     def round_trip(self, lists: HostLists) -> None:
-        """Post and wait for all replies. Raises BenchError where one does not come."""
+        """Post and wait for all replies. Raise BenchError if a reply is missing."""
         self._collect(self._mailbox.post(lists, generation=1), lists)
 
     def _collect(self, sequence: int, lists: HostLists) -> None:
@@ -84,15 +87,15 @@ class RunningEngine:
             raise BenchError(f"the engine did not answer {missing} of {lists.rows} rows within {_TIMEOUT_S:.0f} s")
 
     def answered(self, lists: HostLists) -> None:
-        """Post and wait until the engine is through with it, without looking at the replies."""
+        """Post and wait until the engine has completed the post, without reading the replies."""
         self._mailbox.post(lists, generation=1)
         while not self._mailbox.caught_up:
             pass
 
     def stats(self) -> EngineStats:
-        """Of all posts so far: the reply of a post is there a little before it is counted."""
+        """Return statistics of all posts so far. Waits until all posts are counted, a little after their replies."""
         while not self._mailbox.caught_up:
-            os.sched_yield()  # the thread that counts may be waiting for this core
+            os.sched_yield()  # the engine's thread may be waiting for this core
         stats = EngineStats()
         library().sh_engine_read_stats(self._engine, ctypes.byref(stats))
         return stats
@@ -116,7 +119,7 @@ def running(
     engine = RunningEngine(pool, geometry, placement, task_blocks, variant)
     allowed = os.sched_getaffinity(0)
     try:
-        # only now: threads start where the thread that makes them may run
+        # after the engine's start: new threads inherit the affinity of the thread that starts them
         if core := client_cpus(topology, placement):
             os.sched_setaffinity(0, core)
         yield engine
@@ -126,9 +129,10 @@ def running(
 
 
 def client_cpus(topology: Topology, placement: Placement) -> set[int]:
-    """Where the posting thread runs. Empty: wherever it may.
+    """Return the CPUs for the thread that posts. Empty: no restriction, since the engine's threads are not bound.
 
-    On a core without a worker thread, else with the last one: the first one opens the rows that all others wait for.
+    They are the CPUs of cores without an engine thread, or else the last engine thread's CPU, not the first one's: the
+    first thread opens the rows that all others wait for.
     """
     if not placement.cores:
         return set()

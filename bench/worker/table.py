@@ -1,4 +1,4 @@
-"""Results for people."""
+"""Prints results as tables for people."""
 
 from __future__ import annotations
 
@@ -37,14 +37,17 @@ def print_results(results: Results) -> None:
 
 
 def attention_table(results: Results, rate_of: Callable[[Rate], float | None]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: one column for each number of blocks per task."""
+    """Return header and rows of a table with one column for each number of blocks per task.
+
+    ``rate_of`` returns the GB/s to show, or None to leave the cell empty.
+    """
     columns = sorted({point.blocks for point in results.points})
     series: dict[tuple[str, str, int], dict[int, str]] = {}
     for point in results.points:
         if rate := rate_of(point.rate):
             cell = f"{rate:.1f} ({rate / results.read_beside(point):.0%})"
             series.setdefault((point.dtype, point.variant, point.threads), {})[point.blocks] = cell
-    # dtypes and variants in the order of measuring, the most threads at the end
+    # dtypes and variants in the order in which they were measured, then by number of threads
     order = [list(dict.fromkeys(key[part] for key in series)) for part in (0, 1)]
     rows = []
     for key in sorted(series, key=lambda key: (order[0].index(key[0]), order[1].index(key[1]), key[2])):
@@ -66,7 +69,7 @@ def provider_table(results: Results, provider: str) -> tuple[list[str], list[lis
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """With rich where it is installed, else as plain text."""
+    """Print a table with rich if rich is installed, else as plain text."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -78,7 +81,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         table.add_column(name, justify="left" if name in ("dtype", "variant") else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    # rich takes a file for a terminal of 80 columns
+    # without a width, rich assumes 80 columns for a file
     Console(width=None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL).print(table)
 
 

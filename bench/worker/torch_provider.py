@@ -1,4 +1,4 @@
-"""The same posts through the function of provider ``torch`` or ``ipex``: gather, then flash attention."""
+"""Measurement of provider ``torch`` or ``ipex`` with the same posts: gather the blocks, then flash attention."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ _WARM_UP_POSTS = 2
 
 
 def measure_provider(name: str, pool: Pool, posts: Posts, dtype: str, placement: Placement, seconds: float) -> Rate:
-    """Without mailbox. Raises RuntimeError where the provider is not installed or cannot do it."""
+    """Measure a provider's attention without a mailbox.
+
+    Raise RuntimeError if the provider is not installed or does not support the dtype or shape.
+    """
     provider = providers.create("ipex" if name == "ipex" else "torch")
     assert isinstance(provider, TorchProvider)
     kernel = provider.kernel()
 
     def run() -> Rate:
-        # as the provider's thread does it: torch's threads are made by this one, and run where it may
+        # like the provider's thread: torch's threads inherit the affinity of this thread, which starts them
         if placement.cores:
             os.sched_setaffinity(0, placement.cores)
         torch.set_num_threads(placement.threads)
         with torch.inference_mode():
             return _measure(pool, posts, dtype, seconds, kernel)
 
-    # a thread of its own: torch's threads belong to the one that made them, and end with it
+    # in a thread of its own: torch's threads belong to the thread that started them, and end with it
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(run).result()
 

@@ -1,4 +1,4 @@
-"""Provider that uses the flash attention of Intel's extension for PyTorch, and is otherwise like provider torch."""
+"""Provider ``ipex``: provider ``torch`` with the flash attention of Intel's extension for PyTorch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 from importlib import metadata
 
 from cpu_worker.providers.base import ProviderError
-from cpu_worker.providers.torch import Kernel, TorchProvider  # before torch: its error says what to do
+from cpu_worker.providers.torch import Kernel, TorchProvider  # before torch: this import's error says what to do
 
 import torch  # isort: skip
 
@@ -17,10 +17,10 @@ class IpexProvider(TorchProvider):
     def __init__(self) -> None:
         super().__init__()
         if reason := _built_for_another_torch():
-            raise ProviderError(reason)  # importing it would print and fail with something else
+            raise ProviderError(reason)  # importing the extension would print and fail with another error
         try:
             importlib.import_module("intel_extension_for_pytorch")  # registers torch.ops.torch_ipex
-        except Exception as error:  # the import fails in many ways with a torch that it was not built for
+        except Exception as error:  # built for another torch, the import fails in many ways
             raise ProviderError(
                 f"provider ipex cannot be loaded ({type(error).__name__}: {error}). It is an optional extra, for x86 "
                 "only, that needs torch 2.8 in an environment of the worker's own (requirements/ipex.txt has the "

@@ -10,7 +10,7 @@ from sglang_hybrid.protocol.cores import pci_node
 
 
 def gpu_node(device: Any) -> int | None:
-    """Node of a torch device; None for a CPU, and where the system or this torch does not tell."""
+    """Return the NUMA node of a torch device; None for a CPU, or if the system or torch does not report the node."""
     device = torch.device(device)
     if device.type != "cuda":
         return None

@@ -1,4 +1,4 @@
-"""Keeps this scheduler process off the cores that its worker is bound to."""
+"""CPU affinity that keeps the scheduler process off the cores that its worker is bound to."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ logger = logging.getLogger("sglang.srt.hybrid")
 
 
 class SchedulerCores:
-    """For GPU hosts: without a GPU SGLang computes on all cores, in this process.
+    """The cores of the scheduler process on a GPU host. Without a GPU, SGLang computes in this process, on all cores.
 
-    While there is no worker the process has all its cores back. So a new worker, which inherits them, has the choice of
-    all of them too.
+    While no worker runs, the process may use all its original cores. A new worker inherits this affinity, so that it
+    can choose among all of them too.
     """
 
     def __init__(self, move: Callable[[Iterable[int]], None] | None = None) -> None:
@@ -24,12 +24,12 @@ class SchedulerCores:
         self._move = move or move_threads
 
     def leave(self, bound: Iterable[int]) -> None:
-        """Run on cores without ``bound`` CPUs; on all where no other core is left."""
+        """Run only on cores without CPUs in ``bound``, or on all original cores if no other core is left."""
         self._move(other_cpus(read_topology(self._all), bound) or self._all)
 
 
 def move_threads(cpus: Iterable[int]) -> None:
-    """Every thread of this process; those that start later inherit it."""
+    """Set the affinity of every thread of this process to ``cpus``. Threads that start later inherit it."""
     cpus = set(cpus)
     for thread in map(int, os.listdir("/proc/self/task")):
         with contextlib.suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
-"""Workers of one user agree on cores: each holds a lock for every CPU that its threads are bound to.
+"""Claims to cores, by which workers of one user avoid each other's cores.
 
-A lock is one of the system's (flock) on an empty file of a directory of mode 0700, and ends with the process that holds
-it, however that ends. Workers that cannot see each other's temporary files, such as those of two containers, do not
-agree.
+Each worker holds a lock for every CPU that its threads are bound to. A lock is a flock on an empty file in a directory
+of mode 0700, and is freed by the kernel when the process that holds it ends for any reason. Workers that cannot see
+each other's temporary files, such as workers in two containers, do not see each other's claims.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from sglang_hybrid.protocol.cores import Placement, Topology, place
 
-_CHOOSING_SECONDS = 2.0  # that another worker may take to choose its cores
+_CHOOSING_SECONDS = 2.0  # most time to wait while another worker chooses its cores
 _NAP_SECONDS = 0.01
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def directory_of_user() -> Path:
 
 
 class CoreClaims:
-    """The locks of one worker: none before ``claim`` and after ``release``."""
+    """The locks of one worker. It holds none before ``claim`` and after ``release``."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory or directory_of_user()
@@ -40,10 +40,11 @@ class CoreClaims:
     def claim(
         self, topology: Topology, cores: str, threads: int, group_threads: int
     ) -> tuple[Placement, frozenset[int]]:
-        """``place``, where other workers left cores free, and the CPUs that they are bound to.
+        """Place threads (see ``place``) on cores that no other worker has claimed, and lock the CPUs of the placement.
 
-        Listed cores are had in any case. Where locks cannot be had, nothing is known of other workers. Raises
-        CoresError; then the locks are as before.
+        Return the placement and the CPUs that other workers are bound to. Listed cores are used even if another worker
+        has claimed them. If locks do not work, place as if there were no other worker. Raise CoresError if the request
+        is not possible; then the locks are as before.
         """
         place(topology, cores, threads, group_threads)
         self.release()
@@ -60,12 +61,12 @@ class CoreClaims:
         return placed, taken
 
     def release(self) -> None:
-        """Idempotent."""
+        """Free all locks. Further calls do nothing."""
         while self._locks:
             os.close(self._locks.popitem()[1])
 
     def _lock_all(self, folder: int, cpus: Iterable[int]) -> frozenset[int]:
-        """Lock what is free, return what is not. Raises OSError."""
+        """Lock all free CPUs of ``cpus`` and return those that another worker holds. Raise OSError if locks fail."""
         taken = set()
         for cpu in cpus:
             if (lock := _lock(folder, cpu)) is None:
@@ -76,7 +77,7 @@ class CoreClaims:
 
 
 def taken_cpus(cpus: Iterable[int], directory: Path | None = None) -> frozenset[int]:
-    """Those of ``cpus`` that a worker is bound to now. Makes no file."""
+    """Return those of ``cpus`` that a worker is bound to now. Create no file."""
     taken = set()
     with contextlib.suppress(OSError), _opened(directory or directory_of_user(), make=False) as folder:
         for cpu in cpus:
@@ -91,7 +92,10 @@ def taken_cpus(cpus: Iterable[int], directory: Path | None = None) -> frozenset[
 
 @contextlib.contextmanager
 def _opened(directory: Path, make: bool = True) -> Iterator[int]:
-    """Raises OSError unless the directory is this user's alone."""
+    """Open the directory of locks, created if ``make`` is True, and yield its descriptor.
+
+    Raise OSError if the directory does not exist, or unless it belongs to this user and has mode 0700.
+    """
     if make:
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode=0o700)
@@ -107,7 +111,11 @@ def _opened(directory: Path, make: bool = True) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _choosing(folder: int) -> Iterator[None]:
-    """One worker at a time: two that look at once would each find cores taken that the other lets go of."""
+    """Let only one worker at a time choose cores. Raise TimeoutError if another worker takes too long.
+
+    A choosing worker first locks all free cores, so two workers choosing at once would find cores taken that the other
+    one frees again.
+    """
     deadline = time.monotonic() + _CHOOSING_SECONDS
     while True:
         try:
@@ -121,9 +129,10 @@ def _choosing(folder: int) -> Iterator[None]:
 
 
 def _lock(folder: int, cpu: int, shared: bool = False) -> int | None:
-    """A descriptor that holds the lock of a CPU, None if a worker has it. Raises OSError.
+    """Lock a CPU. Return a descriptor that holds the lock, or None if a worker holds it. Raise OSError if locks fail.
 
-    ``shared``: only to look, which must not keep a worker from it for longer than that, nor make the file.
+    ``shared``: only test the lock. Create no file, and raise FileNotFoundError if the file does not exist. The caller
+    closes the descriptor at once, so that no worker is kept from the CPU.
     """
     flags = os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT
     lock = os.open(f"cpu{cpu}", flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)

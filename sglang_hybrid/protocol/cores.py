@@ -1,4 +1,4 @@
-"""Which cores the worker's threads run on. Pure functions of a topology, which ``read_topology`` reads from Linux."""
+"""Choice of cores for the worker's threads: pure functions of a topology, which ``read_topology`` reads from Linux."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _GROUP_THREADS = 4
-# SGLang's processes: scheduler, HTTP server, detokenizer, and one more for the system and clients on the same host. On
-# 16 cores and 64 rows of 8k tokens a server with threads on 15 of them had 16 % less throughput than with 12.
+# Cores for SGLang's processes: scheduler, HTTP server and detokenizer, and one more for the system and clients on the
+# same host. On 16 cores and 64 rows of 8k tokens a server with threads on 15 of them had 16 % less throughput than with
+# 12.
 _SERVING_CORES = 4
-_FEW_CORES = 2  # so few that the scheduler gets to where it is needed only if nobody is bound
-_MOST_CPUS = 1 << 16  # of any machine; bounds what a list is expanded to
+_FEW_CORES = 2  # with so few cores threads are not bound: the scheduler must be able to run on any of them
+_MOST_CPUS = 1 << 16  # more than any machine has; bounds the expansion of a list
 _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
 
 class CoresError(ValueError):
-    """Cores that cannot be had here. The message says which can."""
+    """The requested cores or threads cannot be used here. The message says what can."""
 
 
 @dataclass(frozen=True)
 class Core:
-    """A physical core: the hardware threads of it that this process may use, and its NUMA node."""
+    """A physical core: its hardware threads (CPUs) that this process may use, and its NUMA node."""
 
     cpus: tuple[int, ...]
     node: int = 0
@@ -31,11 +32,11 @@ class Core:
 
 @dataclass(frozen=True)
 class Topology:
-    """What this process may use: its physical cores, and the CPU time that its cgroup grants, in cores."""
+    """The physical cores that this process may use, and limits on their use."""
 
     cores: tuple[Core, ...]
-    quota: float | None = None
-    near: int | None = None  # the GPU's NUMA node, whose cores come first
+    quota: float | None = None  # CPU time that the cgroup grants, in cores; None: no limit
+    near: int | None = None  # the GPU's NUMA node, whose cores are taken first
     taken: frozenset[int] = frozenset()  # CPUs that other workers are bound to
 
     @property
@@ -45,7 +46,10 @@ class Topology:
 
 @dataclass(frozen=True)
 class Placement:
-    """``cores[i]`` is the CPU of thread i; empty: threads are not bound. Thread i is in group i // group_threads."""
+    """The worker's threads and their CPUs.
+
+    ``cores[i]`` is the CPU of thread i; empty: threads are not bound. Thread i is in group i // group_threads.
+    """
 
     threads: int
     group_threads: int
@@ -53,12 +57,13 @@ class Placement:
 
 
 def place(topology: Topology, cores: str, threads: int, group_threads: int, ranks: int = 1) -> Placement:
-    """Where to run ``threads`` threads in groups of ``group_threads``, each 0 for "choose".
+    """Return a placement of ``threads`` threads in groups of ``group_threads``. 0 lets this function choose a number.
 
-    cores "auto": one thread per physical core, but a quarter of the cores, four at most and one more for every further
-    rank, is left to SGLang's processes; not bound where that would do harm (few cores, or more threads than cores).
-    Cores of the GPU's node come first, and those that other workers are bound to are not there.
-    "none": not bound. A list such as "0-7,16": exactly these CPUs. Raises CoresError.
+    cores "auto": one thread per physical core, except for a quarter of the cores that is left to SGLang's processes:
+    at most four cores, and one more for every further rank. Threads are not bound where that would do harm (few cores,
+    or more threads than cores). Cores of the GPU's node come first; cores of other workers are not used.
+    "none": threads are not bound. A list such as "0-7,16": exactly these CPUs. Raise CoresError if the list is not
+    valid, has CPUs that this process may not use, or has fewer CPUs than ``threads``.
     """
     if cores not in ("auto", "none"):
         listed = _listed(topology, cores)
@@ -75,7 +80,7 @@ def place(topology: Topology, cores: str, threads: int, group_threads: int, rank
         return Placement(count, group)
     ordered = sorted(free, key=lambda core: (core.node, core.cpus))
     if count < len(ordered):
-        ordered = ordered[1:]  # to the scheduler the first one, which serves most interrupts too
+        ordered = ordered[1:]  # leave the first core, which also serves most interrupts, to the scheduler
     ordered.sort(key=lambda core: core.node != topology.near)
     return Placement(count, group, tuple(core.cpus[0] for core in _whole_groups_first(ordered, group)[:count]))
 
@@ -83,7 +88,7 @@ def place(topology: Topology, cores: str, threads: int, group_threads: int, rank
 def _default_threads(cores: int, quota: float | None, ranks: int) -> int:
     most = cores
     if quota is not None:
-        # threads beyond the quota spin away the CPU time of those that compute
+        # threads beyond the quota would spend, by spinning, CPU time that computing threads need
         most = min(most, max(1, int(quota)))
     left = min(most // 4, _SERVING_CORES + ranks - 1)
     return max(1, most - max(1, left))
@@ -94,7 +99,10 @@ def _group(group_threads: int, threads: int) -> int:
 
 
 def _whole_groups_first(cores: Sequence[Core], group: int) -> list[Core]:
-    """Node by node as many whole groups as it has, then what is left: only left-over cores may share across nodes."""
+    """Order cores so that groups stay on one node: first the whole groups of each node, then the cores left over.
+
+    So only groups of left-over cores may span nodes.
+    """
     whole: list[Core] = []
     rest: list[Core] = []
     for node in dict.fromkeys(core.node for core in cores):
@@ -106,14 +114,14 @@ def _whole_groups_first(cores: Sequence[Core], group: int) -> list[Core]:
 
 
 def cpus_of_node(topology: Topology, node: int | None) -> frozenset[int]:
-    """CPUs of a node that this process may use; none where there is only one node, and so nothing to choose."""
+    """Return the CPUs of a node that this process may use; empty if all usable cores are on one node."""
     if len({core.node for core in topology.cores}) < 2:
         return frozenset()
     return frozenset(cpu for core in topology.cores if core.node == node for cpu in core.cpus)
 
 
 def other_cpus(topology: Topology, bound: Iterable[int]) -> frozenset[int]:
-    """CPUs of cores that no thread is bound to."""
+    """Return the CPUs of cores of which no CPU is in ``bound``."""
     used = frozenset(bound)
     return frozenset(cpu for core in topology.cores if not used.intersection(core.cpus) for cpu in core.cpus)
 
@@ -132,7 +140,7 @@ def _listed(topology: Topology, text: str) -> list[int]:
 
 
 def parse_cpus(text: str) -> list[int]:
-    """CPUs of a list such as "0-7,16", in its order. Raises ValueError."""
+    """Return the CPUs of a list such as "0-7,16", in its order. Raise ValueError if the list is not valid."""
     cpus: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
@@ -150,7 +158,7 @@ def parse_cpus(text: str) -> list[int]:
 
 
 def format_cpus(cpus: Iterable[int]) -> str:
-    """The shortest list of the same CPUs: [0, 1, 2, 5] -> "0-2,5"."""
+    """Return the shortest list of these CPUs as text: [0, 1, 2, 5] -> "0-2,5"."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][1] + 1:
@@ -161,9 +169,9 @@ def format_cpus(cpus: Iterable[int]) -> str:
 
 
 def read_topology(allowed: Iterable[int] | None = None, sys: Path = Path("/sys")) -> Topology:
-    """The cores among the CPUs ``allowed`` (default: this process's affinity).
+    """Return the cores of the CPUs ``allowed`` (default: this process's affinity), and the CPU quota.
 
-    Where the system does not tell, every CPU counts as a core of node 0.
+    Without information from the system, every CPU counts as a core of its own on node 0.
     """
     usable = set(os.sched_getaffinity(0) if allowed is None else allowed)
     cores: list[Core] = []
@@ -184,16 +192,19 @@ def read_topology(allowed: Iterable[int] | None = None, sys: Path = Path("/sys")
 
 
 def pci_node(address: str, sys: Path = Path("/sys")) -> int | None:
-    """NUMA node of a PCI device such as "0000:3b:00.0"; None where the firmware does not tell."""
+    """Return the NUMA node of a PCI device such as "0000:3b:00.0"; None if the firmware does not report one."""
     try:
         text = (sys / "bus/pci/devices" / address / "numa_node").read_text().strip()
     except OSError:
         return None
-    return int(text) if text.isdecimal() else None  # -1: not told
+    return int(text) if text.isdecimal() else None  # -1: not reported
 
 
 def _read_quota(file: Path) -> float | None:
-    """CPU time of this process's cgroup (version 2, as a container sees it), in cores; None: no limit known."""
+    """Return the CPU time, in cores, that this process's cgroup grants; None: no limit is known.
+
+    ``file`` is cpu.max of cgroup version 2, as a container sees it.
+    """
     try:
         granted, period = file.read_text().split()
         return None if granted == "max" else int(granted) / int(period)

@@ -1,8 +1,7 @@
-"""The shared region: host memory that a worker process and a GPU can reach too.
+"""The shared region: host memory that a worker process and a GPU can access too.
 
-A memfd has no name in any file system: it lives exactly as long as some process has it
-open or mapped, so a killed server leaves nothing behind, and another process gets it by
-being handed the descriptor.
+The memory is a memfd, which has no name in any file system and exists exactly as long as some process has it open or
+mapped. So a killed server leaves nothing behind. Another process gets access by receiving the descriptor.
 """
 
 from __future__ import annotations
@@ -24,42 +23,43 @@ from sglang_hybrid.protocol.alignment import ALIGNMENT
 
 _PREFAULT_CHUNK = 64 << 20
 _MADV_POPULATE_WRITE = 23
-_F_SEAL_FUTURE_WRITE = 0x10  # mappings that exist stay writable, new ones cannot be
+_F_SEAL_FUTURE_WRITE = 0x10  # existing mappings stay writable, new ones cannot be writable
 _libc = ctypes.CDLL(None, use_errno=True)
 
 logger = logging.getLogger("sglang.srt.hybrid")
 
 
 class RegionError(RuntimeError):
-    """The region could not be had; the message says how much was asked for."""
+    """The region cannot be allocated or is used up. The message says how many bytes were requested."""
 
 
 class SharedRegion:
-    """One memfd, mapped once, handed out front to back as tensors.
+    """A memfd, mapped once, from which tensors are allocated front to back.
 
-    Memory is taken when the region is made, not when it is first written: what does not
-    fit fails here, with a number, and not under load.
+    All memory is allocated at construction, not at the first write. So a region that does not fit fails at the start,
+    with a number, and not under load.
     """
 
     def __init__(
         self, size: int, name: str = "sglang-hybrid", *, others_write: bool = False, cpus: Collection[int] = ()
     ) -> None:
-        """``others_write``: who is handed the descriptor may map it for writing.
+        """Allocate ``size`` bytes, rounded up. Raise RegionError if that fails.
 
-        ``cpus``: whose NUMA node the memory shall come from, as long as that has some; empty: any.
+        ``others_write``: a process that receives the descriptor may map it for writing.
+        ``cpus``: CPUs from whose NUMA node to allocate, as long as the node has free memory; empty: any node.
         """
         self.size = _round_up(size)
         self._used = 0
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, self.size)
-            # backing memory is chosen at first touch, so the advice has to come before it
+            # the kernel chooses the pages at the first access, so the advice must come before it
             self._map = mmap.mmap(self.fd, self.size)
             with contextlib.suppress(OSError):  # kernels without huge pages for shared memory
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-            self._map.madvise(mmap.MADV_DONTDUMP)  # what users asked is nothing for a core file, and it is large
+            self._map.madvise(mmap.MADV_DONTDUMP)  # a core file must not contain users' prompts, and would be large
             self._prefault(cpus)
-            # nobody can shrink it from here on, so no process that maps it can be killed by reading beyond its end
+            # from here on no process can shrink the region, which would kill processes that read beyond its new end
             self._seal(others_write)
         except (OSError, ValueError, OverflowError) as e:
             os.close(self.fd)
@@ -67,15 +67,15 @@ class SharedRegion:
 
     def _seal(self, others_write: bool) -> None:
         if not others_write:
-            with contextlib.suppress(OSError):  # a kernel before 5.1 does not know it
+            with contextlib.suppress(OSError):  # kernels before 5.1 do not have this seal
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
     def _prefault(self, cpus: Collection[int]) -> None:
-        """Allocate every page, in parallel: zeroing is bound by one core's store rate otherwise.
+        """Allocate every page, in parallel: one thread would be limited by one core's store rate while zeroing.
 
-        Memory comes from the node of the thread that touches it first. A policy (mbind) would do as well, but
-        containers forbid it.
+        A page comes from the NUMA node of the thread that accesses it first. A memory policy (mbind) would achieve the
+        same, but containers forbid it. Raise OSError if there is not enough memory.
         """
 
         def go_near() -> None:
@@ -86,10 +86,10 @@ class SharedRegion:
 
         def take(start: int) -> None:
             length = min(_PREFAULT_CHUNK, self.size - start)
-            # fallocate would do, but holds a lock of the whole file; faults do not
+            # not fallocate, which holds a lock on the whole file; page faults do not
             if _libc.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
                 error = ctypes.get_errno()
-                if error != errno.EINVAL:  # a kernel before 5.14 does not know the advice
+                if error != errno.EINVAL:  # kernels before 5.14 do not have this advice
                     raise OSError(error, os.strerror(error))
                 os.posix_fallocate(self.fd, start, length)
 
@@ -98,7 +98,7 @@ class SharedRegion:
             list(pool.map(take, range(0, self.size, _PREFAULT_CHUNK)))
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The next piece of the region as a zeroed tensor."""
+        """Allocate the next piece of the region and return it as a zeroed tensor. Raise RegionError if none is left."""
         count = 1
         for extent in shape:
             count *= extent
@@ -110,16 +110,16 @@ class SharedRegion:
 
     @property
     def address(self) -> int:
-        """Where the region is mapped in this process."""
+        """Address at which the region is mapped in this process."""
         return torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
 
     @staticmethod
     def size_for(*pieces: int) -> int:
-        """Bytes of a region that can hand out pieces of these sizes."""
+        """Return the bytes of a region from which pieces of these sizes, in bytes, can be allocated."""
         return sum(_round_up(piece) for piece in pieces)
 
     def close(self) -> None:
-        """Close the descriptor. The mapping stays as long as tensors of it do."""
+        """Close the descriptor. The mapping stays as long as tensors in it exist. Further calls do nothing."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -1,4 +1,4 @@
-"""A worker process that this process starts, in a directory of its own."""
+"""A worker process that the server starts, with a temporary directory of its own."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _STOP_SECONDS = 2.0
 
 
 class WorkerProcess:
-    """Starts at once; ``end`` must be called, also when the process has died by itself."""
+    """A worker process, started at construction. Call ``end`` even if the process has died by itself."""
 
     def __init__(self) -> None:
-        """Raises OSError when there is no room for a directory or no process to be had."""
-        # the socket's path has to be short, so the directory for temporary files it is; 0700 by mkdtemp
+        """Start the process. Raise OSError if the directory cannot be created or the process cannot be started."""
+        # in the directory for temporary files, since a socket's path must be short; mkdtemp sets mode 0700
         self.directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         try:
             self._process = subprocess.Popen(
-                # -P: nothing is imported from the directory that the server happens to be started in
+                # -P: import nothing from the server's current directory
                 [sys.executable, "-P", "-m", "cpu_worker", "--dir", str(self.directory), "--parent", str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the server, which ends its worker
+                start_new_session=True,  # Ctrl-C must reach only the server, which ends its worker
             )
         except BaseException:
             _remove(self.directory)
@@ -49,7 +49,10 @@ class WorkerProcess:
         return self._process.pid
 
     def end(self, patience_s: float = _STOP_SECONDS) -> str:
-        """End the process if it still runs, wait for it, remove its directory. How it ended, in words."""
+        """End the process if it still runs, wait for it and remove its directory. Return how it ended, in words.
+
+        The process is killed if it still runs ``patience_s`` after SIGTERM.
+        """
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -63,12 +66,12 @@ class WorkerProcess:
         return f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
 
     def kill(self) -> None:
-        """For a process that does not answer."""
+        """Kill a process that does not answer. ``end`` must still be called."""
         self._process.kill()
 
 
 def _remove(directory: Path) -> None:
-    """Also where no descriptor is left, which rmtree needs."""
+    """Remove a worker's directory, even if no file descriptor is left, which rmtree needs."""
     shutil.rmtree(directory, ignore_errors=True)
     with contextlib.suppress(OSError):
         place = WorkerDirectory(directory)
@@ -80,12 +83,12 @@ def _remove(directory: Path) -> None:
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # Python has names for the first and the last real-time signal only
+    except ValueError:  # of the real-time signals, Python names only the first and the last
         return f"signal {number}"
 
 
 def remove_leftovers() -> None:
-    """Remove directories of servers that were killed together with their workers and could not do it themselves."""
+    """Remove directories of servers that were killed together with their workers and could not remove them."""
     for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}[0-9]*-*"):
         owner = directory.name.removeprefix(PREFIX).split("-")[0]
         with contextlib.suppress(OSError, OverflowError):  # a number that no process can have
@@ -94,7 +97,7 @@ def remove_leftovers() -> None:
 
 
 def _remove_unlocked(directory: Path) -> None:
-    """A living worker holds a lock on its directory: its server may be one of another container. Raises OSError."""
+    """Remove a directory. Raise OSError if a living worker holds its lock: its server may run in another container."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

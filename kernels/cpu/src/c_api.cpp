@@ -41,7 +41,7 @@ int fail(char* error, const std::string& sentence) {
     return 1;
 }
 
-// Run what may throw (memory, threads that cannot be had) behind an interface that does not.
+// Call work(), and turn an exception (no memory, no threads) into a failure: the interface must not throw.
 template <class Work>
 int guarded(char* error, Work work) {
     try {
@@ -51,7 +51,7 @@ int guarded(char* error, Work work) {
     }
 }
 
-// Every shape that has a kernel has all of them.
+// Return the kernels of a shape: either both or, for an unsupported shape, none.
 Kernels kernels_of(const Geometry& g, const char* variant) {
     const auto dtype = static_cast<DType>(g.dtype);
     return {find_kernel(dtype, g.head_dim, variant), find_sum_kernel(dtype, g.head_dim, variant)};
@@ -64,7 +64,7 @@ std::string no_kernel(const Geometry& g, const char* variant) {
 }
 
 #define FIELD(record, name) {#record, #name, offsetof(record, name), sizeof(record::name)}
-#define WHOLE(record) {#record, "", 0, sizeof(record)}  // the field without a name is the record's size
+#define WHOLE(record) {#record, "", 0, sizeof(record)}  // a field without a name has the size of the whole struct
 constexpr sh_field fields[] = {
     WHOLE(Header),
     FIELD(Header, magic),
@@ -171,7 +171,7 @@ int sh_mailbox_create(void* mailbox, uint64_t bytes, const Geometry* geometry, c
 int sh_mailbox_check(const void* mailbox, uint64_t bytes, uint64_t pool_bytes, Geometry* geometry, char* error) {
     Header header;
     if (bytes < sizeof(header)) return fail(error, "too small for a mailbox");
-    std::memcpy(&header, mailbox, sizeof(header));  // looked at once: shared memory may change
+    std::memcpy(&header, mailbox, sizeof(header));  // read once: shared memory may change
     if (header.magic != mailbox_magic) return fail(error, "not a mailbox");
     if (header.version != mailbox_version) {
         return fail(error, "a mailbox of version " + std::to_string(header.version) + ", this side has version " +

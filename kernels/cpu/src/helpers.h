@@ -1,4 +1,4 @@
-// Threads that help the calling one, as many of them as the system lets us have.
+// Helper threads of a calling thread: up to a requested number, as many as the system allows.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@ namespace sglang_hybrid {
 
 class Helpers {
   public:
-    // Start `count` threads that run work(number), numbers from 1. A limit on threads or on memory means fewer of them, so
-    // what they do must be shared out as they take it, or counted by `started`.
+    // Start up to `count` threads that run work(number), with numbers from 1. Limits on threads or memory may allow fewer.
+    // So the threads must take their work from a shared counter, or the caller must divide it by started().
     template <class Work>
     Helpers(uint32_t count, Work work) {
         threads_.reserve(count);

@@ -1,7 +1,7 @@
-// Mailbox and engine under load, in one process, so that the sanitizers see both sides:
+// Check of mailbox and engine under load, in one process, so that sanitizers see both sides:
 //     engine_check [seconds]
-// Posts random layers, mostly two at a time, and compares every reply with sh_attend_local, bit by bit. Some requests
-// are out of bounds. Exits with 1 and a sentence when something is wrong.
+// Posts random layers, mostly two at a time, and compares every reply with sh_attend_local, bit by bit. Some requests are out
+// of bounds. Exits with 1 and a sentence if a check fails.
 #include <sys/mman.h>
 
 #include <cmath>
@@ -65,7 +65,7 @@ Layer random_layer(const Geometry& g) {
     for (float& weight : layer.weights) weight = below(3) ? float(below(1000)) / 1000 : 0;
     const bool masked = (g.flags & geometry_masks) && below(3);
     layer.masks.resize(masked ? layer.pages.size() : 0);
-    // all tokens, none, or any of them
+    // all tokens, none, or random ones
     for (int32_t& mask : layer.masks) mask = below(3) ? below(4) ? int32_t(random_bits()) : 0 : -1;
     layer.lists = {layer.query.data(),
                    layer.pages.data(),
@@ -93,8 +93,8 @@ void check_reply(const Geometry& g, const char* pool, const Layer& layer, sh_cli
     require(std::memcmp(lse.data(), want_lse.data(), lse.size() * sizeof(float)) == 0, "the worker's LSE has other bits");
 }
 
-// A client that gives up on posts reuses their slots while the worker computes them: what it posts last is answered all the
-// same, and nothing of the older posts gets into it.
+// Check a client that gives up on posts and reuses their slots while the worker computes them: the last posts must be answered
+// correctly, without anything from the older posts.
 [[maybe_unused]] void check_given_up(const Geometry& g, const char* pool, sh_client* client, uint32_t task_blocks) {
     for (int time = 0; time < 100; ++time) {
         const Layer layers[4] = {random_layer(g), random_layer(g), random_layer(g), random_layer(g)};
@@ -106,7 +106,8 @@ void check_reply(const Geometry& g, const char* pool, const Layer& layer, sh_cli
     }
 }
 
-// What a damaged or malicious client could write: counts, fills and pages out of bounds, straight into the mailbox.
+// Check that the worker refuses what a damaged or malicious client could write: counts, fills and pages out of bounds, written
+// directly into the mailbox.
 void check_bounds(const Geometry& g, char* mailbox, sh_client* client) {
     const MailboxView view(mailbox, g);
     Layer layer = random_layer(g);
@@ -115,7 +116,7 @@ void check_bounds(const Geometry& g, char* mailbox, sh_client* client) {
     for (const int damage : {0, 1, 2, 3}) {
         uint64_t sequence = 0;
         char error[sh_error_bytes];
-        // an empty post first, to learn the number of the next one and to have the worker idle
+        // an empty post first, to learn the next sequence number and to have the worker idle
         require(sh_client_post(client, &layer.lists, 1, &sequence, error) == 0, error);
         std::vector<float> out(view.output_row()), lse(view.lse_row());
         uint8_t served = 0;
@@ -142,7 +143,7 @@ void check_bounds(const Geometry& g, char* mailbox, sh_client* client) {
         while (load_acquire(view.reply(next, 0).sequence) != next) require(now_ns() < deadline, "no reply to a bad request");
         require(view.reply(next, 0).status == uint32_t(ReplyStatus::refused), "a request out of bounds was not refused");
         require(view.reply(next, 0).generation == 5, "a reply with another generation");
-        // the client did not make that post: bring its count up to date
+        // the client did not make that post: advance its sequence number
         require(sh_client_post(client, &layer.lists, 1, &sequence, error) == 0, error);
         require(sequence == next, "the client counts otherwise");
         require(sh_client_post(client, &layer.lists, 1, &sequence, error) == 0, error);
@@ -172,7 +173,7 @@ void run(Geometry g, uint32_t threads, uint32_t group_threads, uint32_t spin_us,
     require(client, error);
     const uint64_t end = now_ns() + uint64_t(seconds * 1e9);
     uint64_t posts = 0;
-    for (int life = 0; life < 3; ++life) {  // an engine may be stopped and another started on the same mailbox
+    for (int life = 0; life < 3; ++life) {  // another engine may be started on the mailbox of a stopped one
         sh_engine* const engine = sh_engine_start(mailbox, pool, &read, &options, error);
         require(engine, error);
         while (posts < 50 || now_ns() < end - uint64_t((2 - life) * seconds / 3 * 1e9)) {
@@ -187,7 +188,7 @@ void run(Geometry g, uint32_t threads, uint32_t group_threads, uint32_t spin_us,
         sh_engine_stats stats{};
         sh_engine_read_stats(engine, &stats);
         require(stats.abandoned_posts == 0, "posts were abandoned");
-#if !defined(__SANITIZE_THREAD__)  // queries are then read and written at the same time, on purpose
+#if !defined(__SANITIZE_THREAD__)  // this check reads and writes queries at the same time, on purpose
         if (life == 2) check_given_up(g, pool, client, task_blocks);
 #endif
         if (life == 2) check_bounds(g, mailbox, client);
@@ -212,13 +213,13 @@ int main(int argc, char** argv) {
     const Geometry masked{5, 2, 3, 64, uint32_t(DType::fp32), 9, 2, 40, 0, 0, 0, 0, geometry_masks | geometry_value_sums};
     run(masked, 1, 1, 0, seconds);
     run(masked, 4, 2, 50, seconds);
-    // so many tasks that threads take several at once, and those of the next post too
+    // enough tasks that threads claim several at once, and also tasks of the next post
     const Geometry many{60, 4, 3, 64, uint32_t(DType::fp32), 9, 2, 40, 0, 0, 0, 0, geometry_masks | geometry_value_sums};
     run(many, 4, 2, 50, seconds);
-    // lists that make the most tasks are not the longest ones: 64 blocks make more tasks than 65
+    // the longest lists do not make the most tasks: 64 blocks make more tasks than 65
     for (const auto [max_blocks, task_blocks] : {std::pair{65u, 1u}, std::pair{513u, 8u}, std::pair{625u, 8u}}) {
 #if defined(__SANITIZE_THREAD__)
-        if (max_blocks > 65) break;  // minutes, and the order of accesses does not depend on the length
+        if (max_blocks > 65) break;  // would take minutes, and the order of accesses does not depend on the length
 #endif
         const Geometry longest{2, 2, 1, 64, uint32_t(DType::fp32), max_blocks, 2, 40, 0, 0, 0, 0, 0};
         run(longest, 4, 2, 50, seconds / 2, task_blocks);

@@ -1,6 +1,6 @@
-// Memory for mailbox_fuzz, in which every access that nobody is entitled to ends the program: in front of and behind
-// each region are pages without access, what lies between arrays is poisoned for the address sanitizer, and what a side
-// only reads is read-only for it.
+// Memory for mailbox_fuzz in which every forbidden access ends the program: inaccessible pages lie in front of and behind each
+// region, gaps between arrays are poisoned for the address sanitizer, and arrays that a side only reads are mapped read-only
+// for that side.
 #pragma once
 
 #include <sys/mman.h>
@@ -23,9 +23,10 @@ namespace sglang_hybrid {
 
 using Range = std::pair<uint64_t, uint64_t>;  // first byte and end, from a region's start
 
+// A mapping between two inaccessible pages.
 class GuardedMapping {
   public:
-    // Of a file, or of memory of its own where `file` is -1. The region's end is the end of its last page.
+    // Map a file, or private memory if `file` is -1. Private memory ends at the end of its last page.
     GuardedMapping(int file, uint64_t bytes) : bytes_(bytes), page_(uint64_t(sysconf(_SC_PAGESIZE))) {
         const uint64_t mapped = (bytes + page_ - 1) / page_ * page_;
         reserved_ = mapped + 2 * page_;
@@ -45,7 +46,7 @@ class GuardedMapping {
     GuardedMapping(const GuardedMapping&) = delete;
 
     void make_read_only(Range range) {
-        // a machine with larger pages has no border there
+        // with larger pages, arrays do not begin at page borders
         if (mailbox_alignment % page_) return;
         if (mprotect(data + range.first, range.second - range.first, PROT_READ)) give_up();
     }
@@ -70,7 +71,7 @@ class GuardedMapping {
     char* base_;
 };
 
-// A mailbox as three processes would map it: the worker, the client, and somebody who writes where he likes.
+// A mailbox as three processes would map it: the worker, the client, and an intruder (`anybody`) that may write anywhere.
 class FuzzMailbox {
   public:
     explicit FuzzMailbox(const Geometry& g)
@@ -127,10 +128,11 @@ class FuzzMailbox {
     GuardedMapping worker, client, anybody;
 };
 
-// A read-only pool whose layers do not touch each other. A page behind the last one is behind the pool, or poisoned.
+// A read-only pool. Reads behind a layer's last page hit poisoned memory or the end of the pool.
 class FuzzPool {
   public:
-    // Sets where things are in the pool; `gap` pages are between layers, `offset` bytes in front of all.
+    // Return the geometry with its pool offsets filled in: `offset` bytes in front of all layers, `gap` pages between
+    // layers.
     static Geometry with_pool(Geometry g, uint32_t gap, uint64_t offset) {
         const uint64_t layer = layer_bytes(g);
         g.layer_stride = layer + gap * (layer / g.pages);
@@ -160,7 +162,7 @@ class FuzzPool {
 
     const char* data() const { return memory_.data; }
 
-    // The head_dim keys (or values) of one token.
+    // The head_dim numbers of one token's key (or value).
     const double* key(uint32_t layer, uint64_t page, uint32_t head, uint32_t token) const {
         return at(geometry_.keys, layer, page, head, token);
     }

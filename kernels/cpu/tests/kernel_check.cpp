@@ -1,7 +1,7 @@
-// Every variant of block attention that this machine can run, against attention in fp64.
+// Check of every variant of block attention that this machine can run, against attention in fp64.
 //
-//   kernel_check [--every N]            exit status 0, or a line that says what went wrong; N: only every Nth shape
-//   kernel_check --bench [threads] [group] [variant]   GB/s of keys and values, beside a plain read of the same memory
+//   kernel_check [--every N]            exit status 0, or lines that say what failed; N: check only every Nth shape
+//   kernel_check --bench [threads] [group] [variant]   GB/s of keys and values, and of a plain read of the same memory
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -60,7 +60,7 @@ void put_poison(DType dtype, char* to, uint32_t which) {
 
 // -- memory -----------------------------------------------------------------------------------------------------------
 
-// Ends right before a page that must not be touched, and begins behind bytes that must not change.
+// Memory that ends right before an inaccessible page and begins behind bytes that must not change.
 class Guarded {
   public:
     explicit Guarded(size_t bytes) : bytes_(bytes) {
@@ -92,7 +92,7 @@ class Guarded {
 
 // -- one case ---------------------------------------------------------------------------------------------------------
 
-enum class Masks { none, half, few, most, whole, empty };  // which tokens count
+enum class Masks { none, half, few, most, whole, empty };  // which tokens count; none: no masks
 
 struct Shape {
     DType dtype;
@@ -114,7 +114,8 @@ struct Result {
     std::vector<float> out, lse;
 };
 
-// Blocks of KV head 1 of 2, in pages in random order; everything that is not a listed token is NaN or infinite.
+// A list of blocks of KV head 1 of 2, in pages in random order, with its attention in fp64. All numbers of the pool that are
+// not of a token that counts are NaN or infinite.
 class Case {
   public:
     explicit Case(const Shape& shape)
@@ -158,7 +159,8 @@ class Case {
                 next};
     }
 
-    // With `announced`, the kernel is told of another call that comes next: of the same list, which ends at a guard.
+    // Run a kernel and set `problem` if it writes in front of its output. With `announced`, BlockAttention::next announces
+    // another call, with the same list, which ends at a guard.
     Result run(Kernel kernel, std::string& problem, bool announced = false) const {
         Guarded out(shape_.group * shape_.dim * 4), lse(shape_.group * 4);
         std::fill_n(reinterpret_cast<float*>(out.data()), shape_.group * shape_.dim, untouched);
@@ -177,7 +179,7 @@ class Case {
     }
 
     struct Errors {
-        double out = 0;  // relative, l2 of a head's vector
+        double out = 0;  // relative l2 error of a head's output
         double lse = 0;
     };
 
@@ -192,7 +194,7 @@ class Case {
                 norm += expected * expected;
             }
             const double error = std::sqrt(difference / norm);
-            // comparisons that NaN fails
+            // written so that NaN is kept as an error
             errors.out = error <= errors.out ? errors.out : error;
             const double lse = std::fabs(result.lse[head] - lse_[head]);
             errors.lse = lse <= errors.lse ? errors.lse : lse;
@@ -200,11 +202,12 @@ class Case {
         return errors;
     }
 
-    // what rounding the logits to fp32 can do, above what a dtype may cost
+    // The error that rounding the logits to fp32 may add to the error that the dtype allows.
     double logit_error() const { return logit_error_; }
 
     bool is_empty() const { return std::isinf(lse_[0]); }
 
+    // Return true if a kernel gave the result of an empty list: LSEs of -inf, and outputs not written.
     bool left_empty(const Result& result) const {
         const auto is_untouched = [](float value) { return bits_of(value) == bits_of(untouched); };
         const auto is_empty = [](float value) { return value == -std::numeric_limits<float>::infinity(); };
@@ -222,7 +225,7 @@ class Case {
     uint32_t random_mask(std::mt19937& random) const {
         if (shape_.masks == Masks::none || shape_.masks == Masks::whole) return ~0u;
         if (shape_.masks == Masks::empty || random() % 8 == 0) return 0;
-        if (random() % 8 == 0) return ~0u;  // neighbours that count differently
+        if (random() % 8 == 0) return ~0u;  // whole blocks beside others
         uint32_t mask = 0;
         for (uint32_t token = 0; token < block_tokens; ++token) {
             const uint32_t chance = shape_.masks == Masks::half ? 16 : shape_.masks == Masks::few ? 2 : 30;  // of 32
@@ -323,7 +326,7 @@ constexpr DType dtypes[] = {DType::bf16, DType::fp16, DType::fp32, DType::fp8_bf
 constexpr uint32_t head_dims[] = {64, 96, 128, 256};
 
 int failures = 0;
-uint32_t every = 1;  // how many shapes to go on by: sanitized builds are slow
+uint32_t every = 1;  // check only every Nth shape: sanitized builds are slow
 
 void fail(const std::string& variant, const std::string& what, const std::string& where) {
     std::printf("FAILED %s: %s: %s\n", variant.c_str(), what.c_str(), where.c_str());
@@ -341,7 +344,7 @@ bool same_bits(const Result& a, const Result& b) {
 }
 
 struct Worst {
-    std::map<std::string, Case::Errors> of;  // by "variant dtype"
+    std::map<std::string, Case::Errors> of;  // key: "variant dtype"
     uint32_t cases = 0;
 };
 
@@ -368,7 +371,7 @@ void check(const Shape& shape, const std::vector<std::string>& names, Worst& wor
             }
         } else {
             const Case::Errors errors = one.errors_of(result);
-            // when logits are so large that their rounding decides, what is left to check is that nothing overflows
+            // if logits are so large that their rounding decides, the check is only that nothing overflows
             const double slack = one.logit_error();
             const bool is_finite = std::isfinite(errors.out) && std::isfinite(errors.lse);
             if (!is_finite || !(errors.out <= allowed_error(shape.dtype) + 4 * slack) || !(errors.lse <= 1e-3 + 4 * slack)) {
@@ -425,7 +428,7 @@ void check_large_logits(const std::vector<std::string>& names, Worst& worst) {
     }
 }
 
-// Every kind of mask; lists so long that the tokens that count, or the whole blocks, are computed in several parts.
+// Check every kind of mask, also with lists so long that copied tokens or whole blocks are computed in several parts.
 void check_masks(const std::vector<std::string>& names, Worst& worst) {
     std::mt19937 random(3);
     uint32_t seed = 2000000;
@@ -447,7 +450,8 @@ void check_masks(const std::vector<std::string>& names, Worst& worst) {
 
 // -- weights, and sums by weights: the halves of attention -----------------------------------------------------------------
 
-// A pool of values (or keys) of one head, of which what must not be used is NaN or infinite.
+// Check sums and weights on one pool of one head that serves as keys and as values. Numbers that must not be used are NaN or
+// infinite.
 void check_halves(const std::vector<std::string>& names, Worst& worst) {
     std::mt19937 random(4);
     std::normal_distribution<float> normal;
@@ -458,7 +462,7 @@ void check_halves(const std::vector<std::string>& names, Worst& worst) {
                 const auto group = 1 + static_cast<uint32_t>(random() % max_group);
                 if (++seed % std::min(every, 5u) != 0) continue;
                 const uint32_t item = bytes_of(dtype), row = dim * item, tokens = count * block_tokens;
-                const uint64_t stride = tokens + 32;  // the kernel must not take heads for neighbours
+                const uint64_t stride = tokens + 32;  // larger than needed: the kernel must use the stride
                 Guarded pool(std::max(1u, tokens) * row), query(group * dim * query_bytes_of(dtype)), out(group * dim * 4);
                 std::vector<uint32_t> pages(count + 1), masks(count + 1);
                 std::iota(pages.begin(), pages.end(), 0u);
@@ -475,7 +479,7 @@ void check_halves(const std::vector<std::string>& names, Worst& worst) {
                 for (uint32_t token = 0; token < tokens; ++token) {
                     for (uint32_t d = 0; counts(token) && d < dim; ++d) put(dtype, at(token, d), normal(random));
                     for (uint32_t head = 0; head < group; ++head) {
-                        // some heads have no weight for a token that others have one for
+                        // a token may have a weight of 0 for some heads only
                         weights[head * stride + token] = counts(token) && random() % 4 ? normal(random) : 0.0f;
                     }
                 }
@@ -528,7 +532,7 @@ void check_halves(const std::vector<std::string>& names, Worst& worst) {
     }
 }
 
-// The same kernel from four threads at once, each of them new to it: bits must be those of one thread.
+// Check a kernel called from four new threads at once: the results must have the bits of a single thread's results.
 void check_threads(const std::vector<std::string>& names) {
     for (const std::string& variant : names) {
         for (DType dtype : dtypes) {
@@ -611,7 +615,8 @@ int check_everything() {
 
 double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-// body(thread) on all threads at once; the time from the first one's begin to the last one's end, best of a few
+// Run body(thread) on all threads at once. Returns the seconds from the first thread's begin to the last thread's end, the
+// best of five repetitions.
 template <class Body>
 double best_time(uint32_t threads, Body body) {
     double best = std::numeric_limits<double>::infinity();
@@ -652,7 +657,7 @@ class BenchPool {
         data_ = static_cast<char*>(memory);
         std::mt19937_64 random(3);
         for (size_t i = 0; i < size(); i += 8) {
-            // bf16 of either sign and of magnitude 0.5 to 2
+            // bf16 numbers of either sign with magnitudes from 0.5 to 2
             const uint64_t bits = (random() & 0x80ff80ff80ff80ff) | 0x3f003f003f003f00;
             std::memcpy(data_ + i, &bits, 8);
         }
@@ -668,8 +673,8 @@ class BenchPool {
 
     size_t size() const { return pages_ * page; }
 
-    // Every block once a pass, so that the pool must be in cache as a whole, or not at all.
-    // `mask`: of every block. Blocks count as a whole, however few tokens of them do.
+    // Attend to every block once per pass, so that the pool is in the cache as a whole or not at all. Returns GB/s. `mask`
+    // is the mask of every block; blocks count with all their bytes, however few of their tokens count.
     double attend(Kernel kernel, uint32_t group, uint32_t threads, uint32_t passes, uint32_t mask = ~0u) const {
         const std::vector<uint32_t> masks(list, mask);
         const uint32_t lists = static_cast<uint32_t>(order_.size()) / list;
@@ -709,6 +714,7 @@ class BenchPool {
         return static_cast<double>(lists) * list * 2 * block * passes / time / 1e9;
     }
 
+    // Read the pool front to back `passes` times. Returns GB/s.
     double read(uint32_t threads, uint32_t passes) const {
         std::atomic<uint64_t> sink = 0;
         const double time = best_time(threads, [&](uint32_t thread) {
@@ -752,7 +758,7 @@ int bench(uint32_t threads, uint32_t group, const std::string& only) {
     for (const std::string& variant : available_variants()) {
         if (only.empty() || only == variant) {
             Kernel kernel = find_kernel(DType::bf16, BenchPool::dim, variant.c_str());
-            // all tokens; all but one; every second one; one of eight
+            // all tokens; all but one; every second token; one of eight tokens
             for (const uint32_t mask : {~0u, ~0u - 1, 0x55555555u, 0x01010101u}) {
                 char name[40];
                 std::snprintf(name, sizeof name, mask == ~0u ? "%s" : "%s, %d of 32", variant.c_str(), std::popcount(mask));

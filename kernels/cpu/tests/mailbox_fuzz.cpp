@@ -1,9 +1,10 @@
-// An engine and a client on hostile mailboxes, while somebody else writes into their shared memory:
+// Fuzz test of an engine and a client while an intruder writes into their shared memory:
 //     mailbox_fuzz SEED SECONDS [FIRST_ROUND]
-// A round checks random geometries and headers, then runs an engine and a client of a random shape against random
-// writes, and last lets a fresh mailbox on the same pool answer posts, which are compared with softmax attention in
-// fp64. What a round does depends on the seed and its number alone, but not which thread is faster. Prints one line, or
-// exits with 1 and a sentence when something is wrong. The address sanitizer sees every access: see fuzz_memory.h.
+// A round first checks random geometries and headers. Then it runs an engine and a client of a random shape against random
+// writes. Last, an engine answers posts on a fresh mailbox with the same pool, and the answers are compared with softmax
+// attention in fp64. A round's actions depend only on the seed and the round's number, except for the timing of threads.
+// Prints one line, or exits with 1 and a sentence if a check fails. The address sanitizer sees every access: see
+// fuzz_memory.h.
 #include <unistd.h>
 
 #include <algorithm>
@@ -36,7 +37,7 @@ using namespace sglang_hybrid;
 namespace {
 
 constexpr float scale = 0.125f;
-constexpr uint64_t patience_ns = 30'000'000'000;  // what takes longer does not end: all of it should take a second
+constexpr uint64_t patience_ns = 30'000'000'000;  // an action that takes longer counts as hanging: all should take a second
 
 uint64_t seed = 0;
 std::atomic<uint64_t> round_number{0};
@@ -54,13 +55,13 @@ void require(bool holds, const std::string& sentence) {
 
 void sleep_us(uint32_t microseconds) { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); }
 
-// -- what must end ----------------------------------------------------------------------------------------------------
+// -- actions that must end --------------------------------------------------------------------------------------------
 
 struct Limit;
 std::mutex limits_lock;
 std::list<const Limit*> limits;
 
-// The program fails if such a thing lives for longer than patience allows.
+// The time limit of an action: the program fails if the object exists for longer than patience_ns.
 struct Limit {
     explicit Limit(const char* what) : what(what), deadline(now_ns() + patience_ns) {
         const std::lock_guard<std::mutex> lock(limits_lock);
@@ -103,7 +104,7 @@ class Random {
         return choices[below(n)];
     }
 
-    // What a field is least prepared for, in the place of `now`.
+    // Return a replacement for a field's value `now`: a value near a limit of integers or near `now`, or random bits.
     uint64_t hostile_word(uint64_t now) {
         switch (below(9)) {
             case 0: return below(4);
@@ -145,18 +146,18 @@ Geometry random_geometry(Random& random) {
 Setup random_setup(Random& random) {
     Setup setup{random_geometry(random), {}};
     sh_engine_options& options = setup.options;
-    options.threads = random.once_in(6) ? 0 : 1 + random.below(3);  // 0: posts are taken and answered by this program
+    options.threads = random.once_in(6) ? 0 : 1 + random.below(3);  // 0: this program takes and answers posts
     options.group_threads = 1 + random.below(std::max(options.threads, 1u));
     options.task_blocks = random.one_of({1u, 1u, 2u, 3u, 8u, 64u, ~0u});
     options.spin_us = random.one_of({0u, 50u, 1000u});
-    // a sanitizer does not see the loads of some vector instructions
+    // the sanitizer does not check the loads of some vector instructions, so half the rounds use `portable`
     options.variant = random.once_in(2) ? "portable" : nullptr;
     return setup;
 }
 
 // -- geometries and headers -------------------------------------------------------------------------------------------
 
-// What a geometry without a problem promises, in numbers that do not overflow.
+// Check what a geometry without problems guarantees, in integers that do not overflow.
 void require_servable(const Geometry& g) {
     using Wide = unsigned __int128;
     require(g.rows && g.kv_heads && g.group && g.head_dim, "a geometry with a zero");
@@ -198,7 +199,7 @@ Geometry hostile_geometry(Random& random) {
     Geometry g = random_geometry(random);
     uint32_t* const small[] = {&g.rows, &g.kv_heads, &g.group, &g.head_dim, &g.dtype, &g.max_blocks, &g.layers, &g.pages};
     uint64_t* const large[] = {&g.keys, &g.values, &g.layer_stride, &g.pool_bytes, &g.flags};
-    // a huge pool, or most of the other fields' values would be refused for that alone
+    // often a huge pool: most values of the other fields would be refused because of a small pool alone
     if (random.once_in(2)) g.pool_bytes = ~uint64_t{0} >> random.below(16);
     if (random.once_in(2)) g.layer_stride = uint64_t{64} << random.below(58);
     for (uint32_t changes = random.below(4); changes; --changes) {
@@ -223,7 +224,7 @@ void check_header(Random& random, const Geometry& g) {
                            : random.once_in(4) ? random.hostile_word(header.mailbox_bytes)
                                                : header.mailbox_bytes;
     const uint64_t pool_bytes = random.once_in(8) ? random.hostile_word(g.pool_bytes) : header.geometry.pool_bytes;
-    // memory of the right size, so that the sanitizer sees a look beyond it
+    // memory of exactly the right size, so that the sanitizer sees reads beyond it
     std::vector<char> mailbox(std::min<uint64_t>(bytes, sizeof(header)));
     std::copy_n(reinterpret_cast<char*>(&header), mailbox.size(), mailbox.begin());
     std::vector<char> error(sh_error_bytes, 'x');
@@ -250,13 +251,13 @@ void check_geometries(Random& random) {
     }
 }
 
-// -- posts and what they are answered with ----------------------------------------------------------------------------
+// -- posts and their answers ------------------------------------------------------------------------------------------
 
 struct Layer {
     std::vector<char> query;
     std::vector<int64_t> pages, fill;
-    std::vector<int32_t> masks;  // or none
-    std::vector<float> weights;  // or none
+    std::vector<int32_t> masks;  // may be empty
+    std::vector<float> weights;  // may be empty
     sh_lists lists;
 };
 
@@ -311,7 +312,7 @@ uint64_t post(sh_client* client, const Layer& layer, uint32_t generation) {
     return sequence;
 }
 
-// The number of rows that are not served.
+// Collect a post's answers. Returns the number of rows that are not served.
 uint32_t collect(sh_client* client, uint64_t sequence, uint64_t timeout_ns, Answer& answer) {
     const Limit limit("collecting");
     const uint32_t missing =
@@ -325,7 +326,7 @@ uint32_t collect(sh_client* client, uint64_t sequence, uint64_t timeout_ns, Answ
     return missing;
 }
 
-// One query head's sum of values.
+// Check the sum of values of one query head.
 void check_sum(const Geometry& g, const FuzzPool& pool, const Layer& layer, uint64_t list, uint32_t query_head,
                const Answer& answer) {
     const uint64_t index = list * g.group + query_head;
@@ -356,7 +357,7 @@ void check_sum(const Geometry& g, const FuzzPool& pool, const Layer& layer, uint
 
 double allowed_error(DType dtype) { return dtype == DType::bf16 ? 1e-2 : dtype == DType::fp16 ? 2e-3 : 1e-4; }
 
-// One query head, by the definition of softmax attention.
+// Check one query head's attention against the definition of softmax attention.
 void check_head(const Geometry& g, const FuzzPool& pool, const Layer& layer, uint64_t list, uint32_t query_head,
                 const Answer& answer) {
     const auto dtype = query_dtype(static_cast<DType>(g.dtype));
@@ -396,12 +397,13 @@ void check_head(const Geometry& g, const FuzzPool& pool, const Layer& layer, uin
         difference += (out[d] - expected) * (out[d] - expected);
         norm += expected * expected;
     }
-    // comparisons that NaN fails
+    // written so that NaN fails
     require(std::sqrt(difference / norm) <= allowed_error(dtype), "an output is not softmax attention");
     require(std::fabs(answer.lse[index] - largest - std::log(weights)) <= 2e-3, "an LSE is not that of the logits");
 }
 
-// False: rows are late, as they are where this thread was not run for long between the bell and its rows.
+// Check the answer of a post. Returns false if rows are late, as happens when this thread is not scheduled for long between
+// ringing the bell and writing its rows.
 bool check_answer(Random& random, const Geometry& g, const FuzzPool& pool, sh_client* client, const Layer& layer,
                   uint64_t sequence) {
     Answer answer(g, layer.lists.rows);
@@ -409,7 +411,7 @@ bool check_answer(Random& random, const Geometry& g, const FuzzPool& pool, sh_cl
         for (const uint8_t was : answer.served) require(was != sh_damaged, "a damaged reply on a fresh mailbox");
         return false;
     }
-    // one query head of each list: all of them would take most of a round's time
+    // one query head of each list: checking all heads would take most of a round's time
     for (uint64_t list = 0; list < uint64_t{layer.lists.rows} * g.kv_heads; ++list) {
         (layer.lists.weights ? check_sum : check_head)(g, pool, layer, list, random.below(g.group), answer);
     }
@@ -419,7 +421,7 @@ bool check_answer(Random& random, const Geometry& g, const FuzzPool& pool, sh_cl
 
 // -- the worker's side ------------------------------------------------------------------------------------------------
 
-// From construction, which is bounded too, to destruction, which must end whatever is in the mailbox.
+// An engine that runs from construction to destruction. Both must end in time, whatever is in the mailbox.
 class RunningEngine {
   public:
     RunningEngine(char* mailbox, const FuzzPool& pool, const Geometry& g, const sh_engine_options& options) : g_(g) {
@@ -441,7 +443,7 @@ class RunningEngine {
     RunningEngine(const RunningEngine&) = delete;
 
   private:
-    // In the place of a provider that computes elsewhere: takes what it gets at its word, as the C interface says.
+    // Stands in for a provider that computes elsewhere. Relies on the bounds of jobs that the C interface guarantees.
     void answer_posts() {
         const std::vector<float> lse(uint64_t{g_.rows} * g_.kv_heads * g_.group), out(lse.size() * g_.head_dim);
         while (!stop_.load()) {
@@ -461,7 +463,7 @@ class RunningEngine {
                         const uint64_t block = (list * g_.group + head) * g_.max_blocks + i;
                         masks_ += job.weights[block * block_tokens + block_tokens - 1] > 0;
                     }
-                    masks_ += job.masks ? job.masks[list * g_.max_blocks + i] : 0;  // the sanitizer sees whether they are there
+                    masks_ += job.masks ? job.masks[list * g_.max_blocks + i] : 0;  // read for the sanitizer
                 }
             }
             sh_engine_answer(engine_, out.data(), lse.data());
@@ -483,7 +485,7 @@ std::unique_ptr<sh_client, void (*)(sh_client*)> client_of(FuzzMailbox& mailbox,
     return {client, sh_client_close};
 }
 
-// A mailbox that nobody disturbs, two posts at a time.
+// Check the answers on a mailbox without an intruder, with two posts at a time.
 void well_formed_traffic(Random& random, const Setup& setup, const FuzzPool& pool) {
     const Geometry& g = setup.geometry;
     FuzzMailbox mailbox(g);
@@ -509,11 +511,12 @@ void well_formed_traffic(Random& random, const Setup& setup, const FuzzPool& poo
     }
 }
 
-// -- who writes where he likes ----------------------------------------------------------------------------------------
+// -- the intruder ------------------------------------------------------------------------------------------------------
 
+// Writes random and hostile data into a mailbox.
 class Intruder {
   public:
-    // Who keeps order leaves the numbers of posts alone, so that traffic goes on in spite of him.
+    // An intruder with `keeps_order` does not overwrite the sequence numbers of posts, so that traffic continues.
     Intruder(FuzzMailbox& mailbox, const Geometry& g, uint64_t number, uint32_t role, bool keeps_order)
         : random_(number, role), g_(g), layout_(mailbox.layout), base_(mailbox.anybody.data), view_(base_, g),
           keeps_order_(keeps_order) {
@@ -559,8 +562,9 @@ class Intruder {
         }
     }
 
-    // A whole post with lists in order, but for one field in `damage` (0: none), and with pauses between its rows where
-    // that is wanted. Without both the rows are there before the bell, so that none can be late.
+    // Write a whole post with valid lists, in which about one field in `damage` is hostile (0: no field), with pauses of
+    // up to `pause_us` between its rows. Without damage and pauses all rows are written before the bell, so that none can
+    // be late.
     void forge_post(uint64_t sequence, uint32_t rows, uint32_t damage, uint32_t pause_us = 0) {
         const auto sent = [&](uint64_t value) { return damage && random_.once_in(damage) ? hostile_word(value) : value; };
         Post& post = view_.post(sequence);
@@ -631,14 +635,15 @@ class Intruder {
         } else if (choice < 99) {
             forge_post(some_sequence(), 1 + random_.below(g_.rows), 0, 10'000);
         } else if (!keeps_order_) {
-            // back to where a client could be: an engine that is started next has something to do again
+            // back to numbers that a client could have reached, so that the next engine has posts to answer
             store_ordered(view_.worker().completed, random_.below(4));
             store_ordered(view_.bell().posted, random_.below(4));
         }
         ++hostile_writes;
     }
 
-    // A post in order of which one field is good and bad by turns: checks must be of what is used then.
+    // Write a valid post, and alternate one of its fields between a good and a bad value: the engine must check the same
+    // copy that it then uses.
     void flicker() {
         const uint64_t posted = load_acquire(view_.bell().posted), completed = load_acquire(view_.worker().completed);
         const uint64_t sequence = 1 + (keeps_order_ ? posted : std::max(posted, completed));
@@ -647,14 +652,14 @@ class Intruder {
         List& list = view_.lists(sequence, row)[head];
         Post& post = view_.post(sequence);
         const std::pair<uint32_t*, uint32_t> words[] = {
-            // each with the least number that is too large
+            // each field with the lowest value that is too large
             {&list.count, g_.max_blocks + 1},
             {&list.last_fill, block_tokens + 1},
             {view_.pages(sequence, row, head), g_.pages},
             {&post.rows, g_.rows + 1},
             {&post.layer, g_.layers},
             {&post.kind, 1 + uint32_t(PostKind::sum_values)},
-            // too large where the mailbox has no room for it
+            // invalid if the mailbox has no arrays for this kind
             {&post.kind, uint32_t(PostKind::attend_masked)},
             {&post.kind, uint32_t(PostKind::sum_values)},
         };
@@ -668,7 +673,7 @@ class Intruder {
         }
     }
 
-    // Often just beyond what is allowed somewhere.
+    // Return a hostile value for a field, often one just at or beyond a bound of the geometry.
     uint64_t hostile_word(uint64_t now) {
         if (!random_.once_in(3)) return random_.hostile_word(now);
         const uint32_t bounds[] = {g_.rows, g_.kv_heads, g_.layers, g_.pages, g_.max_blocks, block_tokens};
@@ -677,7 +682,7 @@ class Intruder {
 
     uint64_t some_sequence() {
         const uint64_t posted = load_acquire(view_.bell().posted), completed = load_acquire(view_.worker().completed);
-        if (keeps_order_) return posted + random_.below(2);  // soon the client's number, and it is its slot
+        if (keeps_order_) return posted + random_.below(2);  // the client's last or next post
         if (random_.once_in(2)) return completed + 1 + random_.below(3);
         return random_.hostile_word(random_.once_in(2) ? posted : completed);
     }
@@ -689,7 +694,7 @@ class Intruder {
             auto& word = *reinterpret_cast<uint64_t*>(place);
             store_release(word, hostile_word(load_acquire(word)));
         } else {
-            place += random_.below(target.bytes / sizeof(uint32_t)) * sizeof(uint32_t);  // a geometry has many
+            place += random_.below(target.bytes / sizeof(uint32_t)) * sizeof(uint32_t);  // a geometry has many words
             auto& word = *reinterpret_cast<uint32_t*>(place);
             store_release(word, hostile_word(load_acquire(word)));
         }
@@ -712,7 +717,7 @@ class Intruder {
     std::vector<Target> targets_;
 };
 
-// Well-formed posts, collected or given up. What comes back may be anything; that it comes back is what counts.
+// Post valid layers, and collect their answers or give up. Answers may have any content; the calls must return.
 void client_traffic(sh_client* client, const Geometry& g, Random random, const std::atomic<bool>& stop) {
     while (!stop.load()) {
         const uint32_t posts = 1 + random.below(3);
@@ -732,7 +737,7 @@ void client_traffic(sh_client* client, const Geometry& g, Random random, const s
     }
 }
 
-// What a scheduler's second thread does all the time.
+// Do what a scheduler's monitoring thread does all the time.
 void wait_for_ends(const sh_client* client, Random random, const std::atomic<bool>& stop) {
     while (!stop.load()) {
         const Limit limit("waiting for the worker's end");
@@ -755,7 +760,7 @@ void hostile_traffic(Random& random, uint64_t number, const Setup& setup, const 
     for (uint32_t lives = 1 + random.below(4); lives; --lives) {
         const RunningEngine engine(mailbox.worker.data, pool, g, setup.options);
         sleep_us(random.below(80'000));
-        // what is accepted can be served, whatever the header says by now
+        // an accepted geometry must be servable, whatever the intruder wrote into the header
         Geometry found{};
         if (sh_mailbox_check(mailbox.worker.data, mailbox.layout.bytes, g.pool_bytes, &found, nullptr) == 0) {
             require_servable(found);
@@ -766,14 +771,14 @@ void hostile_traffic(Random& random, uint64_t number, const Setup& setup, const 
     for (std::thread* thread : {&writing, &posting, &waiting}) thread->join();
 }
 
-// -- what random writes meet too rarely -------------------------------------------------------------------------------
+// -- cases that random writes produce too rarely ------------------------------------------------------------------------
 
 Setup plain_setup(uint32_t rows, uint32_t threads, uint32_t max_blocks, uint32_t task_blocks) {
     const Geometry g{rows, 2, 2, 64, uint32_t(DType::fp32), max_blocks, 1, 4, 0, 0, 0, 0, 0};
     return {FuzzPool::with_pool(g, 1, 64), {threads, 1, task_blocks, 50, nullptr, nullptr}};
 }
 
-// Posts whose numbers are at the end of what 64 bits hold, or 0, found by an engine when it starts or while it runs.
+// Check posts with sequence numbers near the limits of 64 bits, or 0, that arrive before an engine starts or while it runs.
 void check_sequences(Random& random) {
     const Setup setup = plain_setup(3, 2, 4, 1);
     const FuzzPool pool(setup.geometry, [&] { return random.value(); });
@@ -804,7 +809,7 @@ void check_sequences(Random& random) {
     }
 }
 
-// A bell that shows a number again which was there before: another post, answered like any other.
+// Check a bell that repeats an earlier number: the post is answered like any other.
 void check_repeated_numbers(Random& random) {
     const Setup setup = plain_setup(3, 1, 4, 1);
     const FuzzPool pool(setup.geometry, [&] { return random.value(); });
@@ -824,7 +829,8 @@ void check_repeated_numbers(Random& random) {
     }
 }
 
-// A client that writes its rows one by one, each just in time: an engine ends all the same, with and without threads.
+// Check a client that writes its rows one by one, each just in time: the engine must still stop in time, with and without
+// threads.
 void check_slow_rows(Random& random) {
     for (const uint32_t threads : {1u, 0u}) {
         const Setup setup = plain_setup(4096, threads, 1, 1);
@@ -854,7 +860,7 @@ void check_slow_rows(Random& random) {
     }
 }
 
-// A task may be larger than every list.
+// Check tasks that are larger than every list.
 void check_large_tasks(Random& random) {
     const Setup setup = plain_setup(3, 2, 4, ~0u);
     const FuzzPool pool(setup.geometry, [&] { return random.value(); });

@@ -1,4 +1,4 @@
-// Numbers of a dtype, for checks that compute in fp64.
+// Conversions between floats and the numbers of each dtype, for checks that compute in fp64.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +34,8 @@ inline double from_fp16(uint16_t half) {
     return half & 0x8000 ? -magnitude : magnitude;
 }
 
-// towards zero, to the largest finite number at most: any fp16 number will do as an input
+// Convert to fp16, rounding towards zero and clamping to the largest finite number. The exact rounding does not matter for
+// inputs of a check.
 inline uint16_t to_fp16(float value) {
     const uint16_t sign = value < 0 ? 0x8000 : 0;
     const double magnitude = std::min(std::fabs(static_cast<double>(value)), 65504.0);
@@ -56,7 +57,7 @@ inline double from_fp8(uint8_t byte) {
     return byte & 0x80 ? -number : number;
 }
 
-// towards zero, likewise
+// Convert to FP8, rounding towards zero and clamping to the largest finite number.
 inline uint8_t to_fp8(float value) {
     const uint8_t sign = value < 0 ? 0x80 : 0;
     const double magnitude = std::min(std::fabs(static_cast<double>(value)), 448.0);
@@ -67,7 +68,7 @@ inline uint8_t to_fp8(float value) {
     return static_cast<uint8_t>(sign | (steps < 8 ? steps : uint32_t(exponent + 7) << 3 | (steps - 8)));
 }
 
-// Of the pool. Queries are of query_dtype.
+// Write a number of the pool's dtype. For numbers of queries, pass query_dtype(dtype).
 inline void put(DType dtype, char* to, float value) {
     if (is_fp8(dtype)) {
         *to = static_cast<char>(to_fp8(value));
@@ -77,6 +78,7 @@ inline void put(DType dtype, char* to, float value) {
     std::memcpy(to, dtype == DType::fp32 ? static_cast<const void*>(&value) : &half, bytes_of(dtype));
 }
 
+// Read a number of the pool's dtype. For numbers of queries, pass query_dtype(dtype).
 inline double get(DType dtype, const char* from) {
     if (is_fp8(dtype)) {
         return from_fp8(static_cast<uint8_t>(*from));

@@ -21,16 +21,16 @@ _NEEDS = {
     "neon": frozenset({"asimd"}),
 }
 _HEAD_DIM = 128
-_FEW_CORES = 4  # with a GPU: SGLang's processes have one or more of them, and the worker the others
+_FEW_CORES = 4  # cores below which advice is given, with a GPU: SGLang's processes and the worker share the cores
 
 
 def offered_variants() -> list[str]:
-    """Variants that the CPU library can run here, fastest first."""
+    """Return the variants that the CPU library can run here, fastest first."""
     return variants()
 
 
 def chosen_variant() -> str | None:
-    """The variant for a bfloat16 cache; None where the environment asks for one that cannot run here."""
+    """Return the variant for a bfloat16 cache; None if the environment asks for a variant that cannot run here."""
     name: bytes | None = library().sh_variant_name(DTYPES["bfloat16"], _HEAD_DIM, None)
     return None if name is None else name.decode()
 
@@ -100,7 +100,7 @@ def _threads(count: int) -> str:
 
 
 def quota(machine: Machine) -> Finding:
-    """The container's limit of CPU time, which is something else than its set of CPUs."""
+    """Check the container's limit of CPU time, which is independent of its set of CPUs."""
     granted, cpus = container.cpu_quota(machine.root), len(machine.topology.cpus)
     if granted is None:
         return ok("no limit of CPU time")

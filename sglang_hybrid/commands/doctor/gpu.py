@@ -1,6 +1,7 @@
 """Checks of driver, compute capability, PCIe, the GPU's NUMA node and CUDA kernels.
 
-``examine`` runs all but ``driver`` only where there is a GPU. Several GPUs share a finding: the worst one is told.
+``examine`` runs these checks, except ``driver``, only on machines with a GPU. Several GPUs share one finding, that of
+the worst GPU.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from sglang_hybrid.protocol.cores import format_cpus
 
 NO_GPU = skipped("no GPU", "Nothing to do: this machine serves on its CPU.")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # vendor, and first byte of the class, of a PCI device
-_COPY_BYTES = 1 << 30  # half of them are copied
-_FAIR_SHARE = 0.6  # of what the link carries; a good host reaches 0.85
+_COPY_BYTES = 1 << 30  # size of the source; half of these bytes are copied
+_FAIR_SHARE = 0.6  # least share of the link's bandwidth that needs no advice; a good host reaches 0.85
 
 
 def driver(machine: Machine) -> Finding:
-    """The driver, or why there is no GPU."""
+    """Report GPUs and driver, or why there is no GPU."""
     if machine.gpus:
         names = ", ".join(gpu.name for gpu in machine.gpus)
         return ok(f"{names}; driver {machine.gpus[0].driver}")
@@ -60,7 +61,7 @@ def _answers(machine: Machine) -> bool:
 
 
 def torch_cuda() -> str | None:
-    """Version of CUDA that torch was built with, such as "13.0"; None without CUDA. Does not import torch."""
+    """Return the version of CUDA that torch was built with, such as "13.0"; None without CUDA. Do not import torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -70,7 +71,7 @@ def torch_cuda() -> str | None:
 
 
 def driver_cuda() -> str | None:
-    """Newest version of CUDA that the driver runs; None without a driver."""
+    """Return the newest version of CUDA that the driver supports; None without a driver."""
     version = ctypes.c_int()
     try:
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) != 0:
@@ -110,7 +111,7 @@ def capability(machine: Machine) -> Finding:
 
 
 def numa(machine: Machine) -> Finding:
-    """The node of each GPU against the nodes of the worker's cores."""
+    """Compare the NUMA nodes of the GPUs with those of the worker's cores."""
     nodes = {node for gpu in machine.gpus if (node := machine.node_of(gpu)) is not None}
     if not nodes:
         return ok("the system names no NUMA node for the GPU")
@@ -141,12 +142,12 @@ def link(machine: Machine) -> Finding:
             found,
             "Move the GPU to a slot with all lanes, or look for risers and bifurcation in the firmware's settings.",
         )
-    # a lower generation is no finding: an idle GPU lowers it and raises it with the first copies
+    # a lower generation needs no advice: an idle GPU lowers its generation, and raises it with the first copies
     return ok(found)
 
 
 def copy_rate() -> float | None:
-    """GB/s of copies from pinned memory to the GPU; None where torch sees no GPU."""
+    """Return the GB/s of copies from pinned memory to the GPU; None if torch sees no GPU."""
     import torch
 
     from sglang_hybrid.commands.profile.rates import transfer_rate
@@ -157,7 +158,7 @@ def copy_rate() -> float | None:
 
 
 def copies(machine: Machine) -> Finding:
-    """The rate at which blocks can be gathered, at most."""
+    """Measure the rate of copies to the GPU, which is an upper bound for gathering blocks."""
     rate = copy_rate()
     if rate is None:
         return problem(

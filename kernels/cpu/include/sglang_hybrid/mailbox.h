@@ -35,26 +35,26 @@ inline constexpr uint32_t mailbox_version = 4;
 inline constexpr uint32_t mailbox_slots = 2;
 inline constexpr uint64_t mailbox_alignment = 4096;  // of every array
 
-// What a mailbox has room for beside lists of whole blocks: bits of Geometry::flags.
+// Optional arrays of a mailbox, beside lists of whole blocks: bits of Geometry::flags.
 enum GeometryFlag : uint64_t {
-    geometry_masks = 1,       // masks of tokens
-    geometry_value_sums = 2,  // weights, of posts that ask for sums of values
+    geometry_masks = 1,       // masks of tokens, for posts of kind attend_masked
+    geometry_value_sums = 2,  // weights, for posts of kind sum_values
 };
 inline constexpr uint64_t known_geometry_flags = geometry_masks | geometry_value_sums;
 
-// What both sides must agree on. Bytes are offsets into the region of the host pool, for which every layer has one K and
-// one V piece: [page][KV head][32 tokens][head_dim].
+// The shape of pool and mailbox, which client and worker must agree on. Byte offsets are from the start of the host pool's
+// region, where every layer has one K piece and one V piece: [page][KV head][32 tokens][head_dim].
 struct Geometry {
     uint32_t rows;        // most rows of a post
     uint32_t kv_heads;    // of this rank
     uint32_t group;       // query heads per KV head
     uint32_t head_dim;
-    uint32_t dtype;       // DType, which tells both: of the pool, and of queries
+    uint32_t dtype;       // DType: the dtype of the pool and the dtype of queries
     uint32_t max_blocks;  // most blocks of one list
     uint32_t layers;
     uint32_t pages;       // of one layer
     uint64_t keys;        // bytes from the region's start to layer 0's keys
-    uint64_t values;
+    uint64_t values;      // bytes from the region's start to layer 0's values
     uint64_t layer_stride;  // bytes from a layer's keys to the next layer's, likewise for values
     uint64_t pool_bytes;    // of the region
     uint64_t flags;         // GeometryFlag
@@ -73,25 +73,25 @@ struct alignas(128) Bell {
 };
 
 struct alignas(128) WorkerLine {
-    uint64_t completed;  // every post up to this one is answered or was given up
+    uint64_t completed;  // every post up to this sequence number is answered or was given up
     uint64_t heartbeat;  // counts up several times a second while the worker waits for posts
     uint32_t parked;     // 1 while the worker sleeps on ClientLine.wake
-    uint32_t done;       // futex: changes after every post that is answered
+    uint32_t done;       // futex: changes when a post is completed while the client sleeps on it
     uint32_t life;       // robust futex that the worker's lead thread owns as long as it lives, see engine/life.h
 };
 
 struct alignas(128) ClientLine {
-    uint32_t wake;     // futex: changes when the client wants the worker awake
+    uint32_t wake;     // futex: the client changes it to wake the worker
     uint32_t waiting;  // 1 while the client sleeps on WorkerLine.done
-    uint64_t gone;     // 1 once the client's host has given the worker up: a GPU that waits for replies stops waiting
+    uint64_t gone;     // 1 once the server has given up the worker: a GPU that waits for replies stops waiting
 };
 
 enum class PostKind : uint32_t {
     attend = 0,         // attention over all tokens of the lists' blocks
-    attend_masked = 1,  // over those whose bit in the block's mask is set; only where the geometry has masks
-    // Sums of values by the client's weights, only where the geometry has value sums: instead of a query the client writes
-    // weights. The LSE of a list that has blocks is 0; queries and scale are not looked at. Weights are floats: rounded to
-    // 16 bits they would cost the sums their precision and save a few hundredths of the bytes that a sum reads.
+    attend_masked = 1,  // attention over tokens whose bit in the block's mask is set; only if the geometry has masks
+    // Sums of values by the client's weights; only if the geometry has value sums. The client writes weights instead of a
+    // query. The LSE of a list that has blocks is 0; queries and scale are ignored. Weights are floats: weights in 16 bits
+    // would cost the sums their precision and save only a few hundredths of the bytes that a sum reads.
     sum_values = 2,
 };
 
@@ -105,8 +105,8 @@ struct alignas(64) Post {
 
 struct alignas(16) Request {
     uint64_t sequence;
-    uint32_t generation;  // chosen by the client and given back; changes at least when the row gets another request
-    uint32_t blocks;      // in all lists of the row; 0: nothing else of the row is written or read
+    uint32_t generation;  // chosen by the client, repeated in the reply; changes when another request takes the row
+    uint32_t blocks;      // blocks in all lists of the row; 0: nothing else of the row is written or read
 };
 
 enum class ReplyStatus : uint32_t {
@@ -121,31 +121,32 @@ struct alignas(16) Reply {
     uint32_t status;  // ReplyStatus
 };
 
-// Of each (row, KV head)
+// Length of the block list of one (row, KV head).
 struct List {
     uint32_t count;      // blocks
-    uint32_t last_fill;  // tokens in the last one, 1 to 32
+    uint32_t last_fill;  // tokens in the last block, 1 to 32
 };
 
-// Where things are, in bytes from the mailbox's start. A pure function of the geometry: never stored in the mailbox.
+// Offset of each array in bytes from the mailbox's start. A pure function of the geometry: never stored in the mailbox.
 struct MailboxLayout {
     uint64_t bell, worker, client, posts;
     uint64_t requests;  // [slot][row] Request
     uint64_t replies;   // [slot][row] Reply
-    uint64_t checks;    // [slot][row] uint64_t: what an answered reply was computed from, see checks.h
+    uint64_t checks;    // [slot][row] uint64_t: checksum of what an answered reply was computed from, see checks.h
     uint64_t lists;     // [slot][row][KV head] List
     uint64_t pages;     // [slot][row][KV head][max_blocks] uint32_t
-    uint64_t masks;     // likewise, bit t: token t of the block counts; no bytes where the geometry has no masks
+    uint64_t masks;     // like pages, bit t: token t of the block counts; no bytes if the geometry has no masks
     uint64_t queries;   // [slot][row][KV head][group][head_dim] of query_dtype
     uint64_t weights;   // [slot][row][KV head][group][max_blocks][32] float, see sum_values; no bytes without value sums
     uint64_t outputs;   // [slot][row][KV head][group][head_dim] float; undefined where the LSE is -inf
     uint64_t lses;      // [slot][row][KV head][group] float
-    uint64_t bytes;
+    uint64_t bytes;     // of the whole mailbox
 };
 
+// Compute the layout for a geometry without problems.
 MailboxLayout layout_of(const Geometry& geometry);
 
-// Null if the geometry can be served from a region of that size; else what is wrong with it, in words.
+// Return null if a pool region of geometry.pool_bytes can serve the geometry; else a sentence that says what is wrong with it.
 const char* problem_of(const Geometry& geometry);
 
 }  // namespace sglang_hybrid

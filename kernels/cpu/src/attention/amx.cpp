@@ -1,15 +1,15 @@
 // Block attention on AMX tiles, for bf16 and for FP8 with queries in bf16.
 //
-// A block of FP8 is converted to bf16 in the first-level cache, which is exact, and tiles are loaded from there.
+// A block of FP8 is converted to bf16 in the first-level cache, which is exact, and tiles are loaded from the converted block.
 //
-// Logits: C[token][head] = K . Q^T. Keys are the left operand (16 tokens x 32 dimensions), loaded from the block as
-// they lie; queries are packed once as the right one.
+// Logits: C[token][head] = K . Q^T. Keys are the left operand (16 tokens x 32 dimensions), loaded from the block in place;
+// queries are packed once as the right operand.
 //
-// Output: a right operand wants pairs of tokens next to each other, which the values are not. But a tile of values as
-// they lie (16 tokens x 32 dimensions) is a right operand whose pairs are neighbouring *dimensions*. With the left
-// operand (weight, 0) for each token the product is the output's even dimensions, with (0, weight) its odd ones. Both
-// are rows of one left operand, of 2 * group rows, or two where the group is above 8. So values are not rearranged.
-// (An infinite value in the pool therefore makes its neighbour NaN, not only itself.)
+// Output: a right operand needs pairs of tokens next to each other, but values are stored token by token. A tile of values
+// loaded in place (16 tokens x 32 dimensions) is a right operand whose pairs are neighbouring *dimensions*. With the left
+// operand (weight, 0) for each token, the product is the output's even dimensions; with (0, weight), its odd dimensions. Both
+// kinds of rows form one left operand of 2 * group rows, or two operands if the group is above 8. So values need not be
+// rearranged. (An infinite value in the pool therefore also makes the output of the neighbouring dimension NaN.)
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
@@ -27,14 +27,15 @@ namespace {
 constexpr uint32_t tile_rows = 16;
 constexpr uint32_t tile_columns = 16;  // of 4 bytes
 constexpr uint32_t tile_dims = 32;     // of bf16
-constexpr uint32_t row_stride = 64;    // bytes, of tiles in scratch memory
+constexpr uint32_t row_stride = 64;    // bytes from row to row of tiles in scratch memory
 constexpr uint32_t quad = 4;           // heads in a 128-bit lane
 
-// A logit may be this much above the one whose weight is 1 before everything is scaled down. Weights of up to e^8 lose no
-// precision, in bf16 neither, and with lists of 8 blocks three of four blocks would raise the highest logit of some head.
+// A logit may be this much above the reference logit, whose weight is 1, before sums and output are scaled down. Weights of up
+// to e^8 lose no precision, in bf16 neither. Without this margin, with lists of 8 blocks, three of four blocks would raise the
+// highest logit of some head.
 constexpr float most_above_reference = 8.0f;
 
-// The compiler does not know that tile instructions read and write memory.
+// Barrier against reordering: the compiler does not know that tile instructions read and write memory.
 inline void settle_memory() { __asm__ volatile("" ::: "memory"); }
 
 struct alignas(64) TileConfiguration {
@@ -50,22 +51,22 @@ struct alignas(64) TileConfiguration {
     }
 };
 
-// Tiles, by the operand that they hold. Macros, since the instructions name them by literal.
+// Numbers of the tiles, named after the operands they hold. Macros, since the instructions need literals.
 #define LOGITS_LOW 0   // of tokens 0 to 15
 #define LOGITS_HIGH 1  // of tokens 16 to 31
 #define POOL_LOW 2     // keys or values of tokens 0 to 15
 #define POOL_HIGH 3    // keys or values of tokens 16 to 31
 #define QUERY 4
-// of a group up to 8: even and odd dimensions in one tile
+// for a group up to 8: even and odd dimensions in one tile
 #define WEIGHTS_LOW 5
 #define WEIGHTS_HIGH 6
 #define OUTPUT 7
-// of a larger group
+// for a larger group
 #define WEIGHTS 5
 #define OUTPUT_EVEN 6
 #define OUTPUT_ODD 7
 
-// 32 numbers of FP8 as bf16. Normal ones only have their exponent's bias moved; the eight denormals are looked up.
+// Convert 32 FP8 numbers to bf16. For normal numbers only the exponent's bias changes; the eight denormals are looked up.
 inline __m512i bf16_of(__m256i fp8) {
     const __m512i denormals = _mm512_castsi128_si512(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
     const __m512i bytes = _mm512_cvtepu8_epi16(fp8);
@@ -93,9 +94,10 @@ class AmxKernel {
         state.start(work, ahead);
         NearLines near(block.values);
         state.compute_logits(block, ahead, near);
-        // Between the weights of a block and the use of them are the logits of the next one, so that no step waits for
-        // the results of the one before it. Meanwhile lines are requested on two ways: those of the blocks ahead from
-        // memory, and those of the next step from the second level, where a few are missing and are asked for again.
+        // The logits of the next block are computed between the weights of a block and their use, so that no step
+        // waits for the results of the step before. Meanwhile lines are prefetched in two ways: those of the blocks
+        // ahead from memory, and those of the next step from the second-level cache, where a few are missing and are
+        // thereby requested again.
         for (uint32_t index = 0; index < work.count; ++index) {
             const bool more = index + 1 < work.count;
             const Block next = more ? block_of(work, index + 1) : Block{};
@@ -122,29 +124,30 @@ class AmxKernel {
     static constexpr uint32_t pool_row_bytes = dim * bytes_of(dtype);
     static constexpr uint32_t block_bytes = block_tokens * pool_row_bytes;
     static constexpr uint32_t block_lines = block_bytes / cache_line;
-    // Of the turns that a block takes, 3/8 are requested with its logits, 2/8 with its weights, 3/8 with its values;
-    // about a quarter of a block's each where a list begins and ends.
+    // Of the turns of a block, 3/8 are requested with its logits, 2/8 with its weights and 3/8 with its values. About a
+    // quarter of a block's turns is requested at the beginning and at the end of a list.
     static constexpr uint32_t block_turns = 2 * block_lines / RequestStream::lines_of_turn;
     static constexpr uint32_t turns_of_tile = block_turns * 3 / 8 / (2 * chunks);
     static constexpr uint32_t turns_of_weights = block_turns * 2 / 8;
     static constexpr uint32_t turns_between = block_turns / 4;
-    // FP8 has half the lines, and shares of these round down; so all of a block may be requested while it is converted.
+    // FP8 has half the lines, and shares of the turns round down; so up to all of a block's turns are requested during
+    // conversion.
     static constexpr uint32_t rows_of_conversion = 8;
     static constexpr uint32_t turns_of_conversion = block_turns / (2 * block_tokens / rows_of_conversion);
 
-    // All of it is uninitialised until start().
+    // Uninitialised until start().
     struct State {
         alignas(64) uint32_t query[chunks][tile_rows][tile_columns];     // pairs of dimensions x heads
-        alignas(64) float logits[block_tokens * max_group];              // of each token, unscaled
+        alignas(64) float logits[block_tokens * max_group];              // of each token and head, unscaled
         alignas(64) uint32_t weights[2][2 * max_group][tile_columns];    // halves of a block x rows x tokens
         alignas(64) float output[chunks][2 * max_group][tile_columns];   // rows: even dimensions of each head, then odd
-        alignas(64) float sums[max_group][tile_columns];                 // of weights, one for each lane
+        alignas(64) float sums[max_group][tile_columns];                 // sums of weights, one for each lane
         alignas(64) float reference[max_group];                          // logit whose weight is 1, unscaled
         alignas(64) char padded_values[block_tokens * row_bytes];        // of a block that is not full, or is converted
         alignas(64) char converted_keys[converts ? block_tokens * row_bytes : 64];
         uint32_t group;
-        float scale;             // not negative: the query's sign is changed instead
-        float highest_above;     // a reference, before there is a new one
+        float scale;             // absolute value: for a negative scale the query's sign is changed instead
+        float highest_above;     // most that an unscaled logit may be above the reference, see most_above_reference
 
         void start(const BlockAttention& work, RequestStream& ahead) {
             group = work.group;
@@ -154,7 +157,7 @@ class AmxKernel {
             for (uint32_t head = 0; head < group; ++head) {
                 _mm512_store_ps(sums[head], _mm512_setzero_ps());
             }
-            // not -inf: the difference of two of them must not be NaN
+            // not -inf: the difference of two references must not be NaN
             _mm512_store_ps(reference, _mm512_set1_ps(-__FLT_MAX__));
 
             TileConfiguration configuration;
@@ -177,7 +180,7 @@ class AmxKernel {
 
         uint32_t padded_group() const { return quads() * quad; }
 
-        // Rows of pairs become columns, a quad of heads at a time.
+        // Transpose the query: rows of dimension pairs become columns, a quad of heads at a time.
         void pack_query(const char* rows, bool negative, const char* first_keys, RequestStream& ahead) {
             NearLines near(first_keys);
             const __m512i sign = _mm512_set1_epi16(negative ? static_cast<short>(0x8000) : 0);
@@ -206,7 +209,7 @@ class AmxKernel {
             }
         }
 
-        // Lanes of `four` are pairs 0, 4, 8, 12 behind `first`; in each lane the four heads.
+        // 128-bit lane i of `four` holds dimension pair 4 * i behind `first`, of four heads.
         static void store_columns(uint32_t* first, __m512i four) {
             constexpr uint32_t stride = 4 * tile_columns;
             _mm_store_si128(reinterpret_cast<__m128i*>(first), _mm512_castsi512_si128(four));
@@ -215,7 +218,7 @@ class AmxKernel {
             _mm_store_si128(reinterpret_cast<__m128i*>(first + 3 * stride), _mm512_extracti32x4_epi32(four, 3));
         }
 
-        // The first `tokens` rows of a block.
+        // Convert the first `tokens` rows of a block to bf16.
         static void convert(const char* from, uint32_t tokens, char* to, RequestStream& ahead) {
             for (uint32_t row = 0; row < tokens; ++row) {
                 if (row % rows_of_conversion == 0) {
@@ -250,7 +253,7 @@ class AmxKernel {
                 near.request<block_lines / chunks>();
                 ahead.request(turns_of_tile);
             }
-            // without a gap between tokens
+            // store the logits without gaps between tokens
             _tile_stored(LOGITS_LOW, logits, padded_group() * 4);
             _tile_stored(LOGITS_HIGH, logits + tile_rows * padded_group(), padded_group() * 4);
             settle_memory();
@@ -276,7 +279,8 @@ class AmxKernel {
             });
         }
 
-        // Of a group up to 8. Lanes of `pair[i]` are tokens 2 * i and 2 * i + 1, eight heads of each. Requests eight times.
+        // Compute the weights of a group up to 8. pair[i] holds tokens 2 * i and 2 * i + 1, eight heads of each. Calls
+        // request() eight times.
         template <class Request>
         void compute_weights_of_eight(uint32_t tokens, bool first, Request request) {
             __m512 pair[16];
@@ -304,8 +308,8 @@ class AmxKernel {
             raise_reference(first, 0, _mm512_castps512_ps256(most[0]));
 
             request();
-            // tokens 0, 2, 4, 6 of a head, then of the head that is four further, then 1, 3, 5, 7 likewise: of each
-            // quarter of the block, and for each of four heads
+            // part[head][quarter]: for each quarter of the block, tokens 0, 2, 4, 6 of `head`, then of head + 4, then
+            // tokens 1, 3, 5, 7 of both
             __m512 part[4][4];
 #pragma GCC unroll 4
             for (uint32_t quarter = 0; quarter < 4; ++quarter) {
@@ -338,8 +342,8 @@ class AmxKernel {
             request();
         }
 
-        // Lanes of `part[half][i]` are tokens 16 * half + i, + 4, + 8, + 12; in each lane the four heads.
-        // Requests four times.
+        // Compute the weights of four heads. The 128-bit lanes of part[half][i] are tokens 16 * half + i, + 4, + 8 and
+        // + 12, each with four heads. Calls request() four times.
         template <class Request>
         void compute_weights_of_quad(uint32_t tokens, bool first, uint32_t head, Request request) {
             __m512 part[2][4];
@@ -370,7 +374,7 @@ class AmxKernel {
             raise_reference(first, head, _mm512_castps512_ps128(most));
 
             request();
-            __m512 x[2][4];  // by head, lanes are tokens in order
+            __m512 x[2][4];  // [half][head], lanes are tokens in order
 #pragma GCC unroll 2
             for (uint32_t half = 0; half < 2; ++half) {
                 const __m512d ab_low = _mm512_castps_pd(_mm512_unpacklo_ps(part[half][0], part[half][1]));
@@ -393,7 +397,8 @@ class AmxKernel {
             }
         }
 
-        // `most`: the highest logits of this block, of four or eight heads from `head` on.
+        // Raise the references of heads whose highest logit in this block is too far above them, and scale down these
+        // heads' sums and output. `most`: the highest logits of this block, of four or eight heads from `head` on.
         template <class Vector>
         void raise_reference(bool first, uint32_t head, Vector most) {
             constexpr uint32_t heads = sizeof(Vector) / sizeof(float);
@@ -423,6 +428,7 @@ class AmxKernel {
             }
         }
 
+        // Set the logits of tokens behind the block's last token to -inf.
         static void hide_missing(__m512 (&part)[2][4], uint32_t tokens) {
             const __m512i lanes = _mm512_set_epi32(12, 12, 12, 12, 8, 8, 8, 8, 4, 4, 4, 4, 0, 0, 0, 0);
 #pragma GCC unroll 8
@@ -434,13 +440,13 @@ class AmxKernel {
             }
         }
 
-        // exp(scale * (logit - reference)), as a power of two: relative error 2e-7 besides that of the product. Exactly 1
-        // at the reference; 0 where it would be denormal, at -inf and for NaN.
+        // Return exp(scale * (logit - reference)), computed as a power of two: relative error 2e-7 besides that of the
+        // product. Exactly 1 at the reference; 0 where the result would be denormal, at -inf and for NaN.
         __m512 weights_of(__m512 logit, uint32_t head) const {
             const auto constant = [](float value) { return _mm512_set1_ps(value); };
             const __m512 x = _mm512_sub_ps(logit, constant(reference[head]));
             const __m512 factor = constant(scale * 1.44269504f);
-            // adding this number rounds to an integer, which is then in the lowest bits
+            // adding this number rounds to an integer, which is left in the lowest bits
             const __m512 shift = constant(12582912.0f);
             const __m512 shifted = _mm512_fmadd_ps(x, factor, shift);
             const __m512 rest = _mm512_fmsub_ps(x, factor, _mm512_sub_ps(shifted, shift));
@@ -450,13 +456,13 @@ class AmxKernel {
             value = _mm512_fmadd_ps(value, rest, constant(0.24022242426872253f));
             value = _mm512_fmadd_ps(value, rest, constant(0.6931470036506653f));
             value = _mm512_fmadd_ps(value, rest, constant(1.0f));
-            // with powers below -125 it would be denormal
+            // with powers below -125 the result would be denormal
             const __mmask16 kept = _mm512_cmp_ps_mask(shifted, constant(12582912.0f - 125.0f), _CMP_GE_OQ);
             return _mm512_castsi512_ps(
                 _mm512_maskz_add_epi32(kept, _mm512_castps_si512(value), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
         }
 
-        // The sum is of the weights as they are, not as bf16 rounds them: LSE must not inherit that error.
+        // Sums add the exact weights, not the weights rounded to bf16: the LSE must not have the rounding error.
         void store_weights(uint32_t head, __m512 low_logits, __m512 high_logits) {
             const __m512 low = weights_of(low_logits, head);
             const __m512 high = weights_of(high_logits, head);
@@ -472,7 +478,7 @@ class AmxKernel {
             _mm512_store_si512(rows[group + head], odd);
         }
 
-        // What came before.
+        // Scale down the sums and the output of earlier blocks.
         void rescale(uint32_t head, float by) {
             const __m512 factor = _mm512_set1_ps(by);
             const auto scale_down = [&](float* numbers) {
@@ -485,7 +491,8 @@ class AmxKernel {
             }
         }
 
-        // `first`: nothing was added before.
+        // Add the block's weighted values to the output. `first`: this is the list's first block, and the output is
+        // undefined.
         void add_values(const Block& block, bool first, RequestStream& ahead) {
             const char* values = padded_values;
             if constexpr (converts) {
@@ -549,7 +556,7 @@ class AmxKernel {
         }
 
         void finish(const BlockAttention& work, RequestStream& ahead) {
-            _tile_release();  // a thread with tiles in use is slower to switch to
+            _tile_release();  // switching to a thread with tiles in use is slower
             const uint32_t turns = turns_between / group;
             for (uint32_t head = 0; head < group; ++head) {
                 ahead.request(turns);
@@ -582,7 +589,7 @@ Kernel amx_kernel_of(uint32_t head_dim) {
 
 }  // namespace
 
-// Tiles would round queries of other dtypes.
+// Only for queries in bf16: tiles would round queries of other dtypes.
 Kernel amx_kernel(DType dtype, uint32_t head_dim) {
     switch (dtype) {
         case DType::bf16: return amx_kernel_of<DType::bf16>(head_dim);

@@ -1,4 +1,4 @@
-// AVX2 with FMA and F16C as Lanes of vector_kernel.h.
+// The Lanes of vector_kernel.h for AVX2 with FMA and F16C.
 #pragma once
 
 #include <immintrin.h>
@@ -104,8 +104,8 @@ struct Avx2Lanes {
 
     static void store_halves(uint16_t* to, __m256i halves) { _mm256_store_si256(reinterpret_cast<__m256i*>(to), halves); }
 
-    // FP8 as fp16 of 2^-8 times the value: the exponent's bias is 15 there instead of 7. Denormals are denormals, and
-    // 480 is in the place of NaN.
+    // Convert FP8 to fp16 of 2^-8 times the value: bits only move, since the exponent's bias is 15 in fp16 and 7 in FP8.
+    // Denormals stay denormals. NaN becomes 480 (times 2^-8); with_nan turns it back into NaN.
     static __m256i finite_halves(__m128i fp8) {
         const __m256i moved = _mm256_slli_epi16(_mm256_cvtepi8_epi16(fp8), 7);
         return _mm256_and_si256(moved, _mm256_set1_epi16(static_cast<short>(0xbf80)));

@@ -1,7 +1,7 @@
-// AVX-512 (F, BW, DQ, VL) as Lanes of vector_kernel.h.
+// The Lanes of vector_kernel.h for AVX-512 (F, BW, DQ, VL).
 //
-// bf16 is computed in fp32 here too. On Sapphire Rapids VDPBF16PS takes two cycles where FMA takes half a one, so that
-// it has half the throughput of fp32 for the same sums, and it would round the weights.
+// bf16 is computed in fp32 here too. On Sapphire Rapids VDPBF16PS takes two cycles where FMA takes half a cycle, so VDPBF16PS
+// has half the throughput of fp32 for the same sums, and it would round the weights.
 #pragma once
 
 #include <immintrin.h>
@@ -41,7 +41,7 @@ struct Avx512Lanes {
     static float sum(Vector v) { return _mm512_reduce_add_ps(v); }
 
     static void store_sums(float* to, const Vector (&v)[logit_tokens]) {
-        // each step halves the vectors, and the partial sums that remain of each
+        // each step halves the number of vectors and the number of partial sums of each input vector
         const Vector low = sum_in_lanes(v), high = sum_in_lanes(v + 4);
         const Vector two = add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
         const Vector one = add(_mm512_shuffle_f32x4(two, two, 0x08), _mm512_shuffle_f32x4(two, two, 0x0d));
@@ -99,8 +99,8 @@ struct Avx512Lanes {
   private:
     static __m256i load_fp8(const char* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 
-    // FP8 as fp16 of 2^-8 times the value: the exponent's bias is 15 there instead of 7. Denormals are denormals, and
-    // 480 is in the place of NaN.
+    // Convert FP8 to fp16 of 2^-8 times the value: bits only move, since the exponent's bias is 15 in fp16 and 7 in FP8.
+    // Denormals stay denormals. NaN becomes 480 (times 2^-8); with_nan turns it back into NaN.
     static __m512i finite_halves(__m256i fp8) {
         const __m512i moved = _mm512_slli_epi16(_mm512_cvtepi8_epi16(fp8), 7);
         return _mm512_and_si512(moved, _mm512_set1_epi16(static_cast<short>(0xbf80)));
@@ -118,7 +118,7 @@ struct Avx512Lanes {
         }
     }
 
-    // 128-bit lanes of four partial sums, one of each vector
+    // Each 128-bit lane of the result holds four partial sums, one of each input vector.
     static Vector sum_in_lanes(const Vector* v) {
         const __m512d a = _mm512_castps_pd(add(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1])));
         const __m512d b = _mm512_castps_pd(add(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3])));

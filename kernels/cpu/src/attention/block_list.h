@@ -1,7 +1,7 @@
-// The blocks of one BlockAttention in the order in which they are attended.
+// The blocks of one BlockAttention in the order in which they are attended, and the prefetches of blocks ahead.
 //
-// Everything that a variant's file includes is in an unnamed namespace: the files are compiled for different
-// instruction sets, and a function they shared by name would be the linker's pick among them.
+// Everything that a variant's file includes is in an unnamed namespace. The files are compiled for different instruction sets;
+// if they shared a function by name, the linker would pick one copy of it for all of them.
 #pragma once
 
 #include <math.h>
@@ -27,7 +27,7 @@ inline Block block_of(const BlockAttention& work, uint32_t index) {
     return {work.keys + offset, work.values + offset, tokens};
 }
 
-// Block `index` of this list and of the caller's next one; without address where neither has it.
+// Return block `index` of this list continued by the caller's next list. Null pointers: neither list has such a block.
 inline Block block_ahead(const BlockAttention& work, uint32_t index) {
     if (index < work.count) {
         return block_of(work, index);
@@ -38,15 +38,15 @@ inline Block block_ahead(const BlockAttention& work, uint32_t index) {
     return {nullptr, nullptr, 0};
 }
 
-// Of an empty list: merging it changes nothing, so that there is no need for an output.
+// Answer an empty list: an LSE of -inf. No output is needed, since merging such a result changes nothing.
 inline void answer_empty(const BlockAttention& work) {
     for (uint32_t head = 0; head < work.group; ++head) {
         work.lse[head] = -INFINITY;
     }
 }
 
-// A whole block of values for kernels that multiply those behind the last token by 0, which silences neither NaN nor
-// infinity. `padded` has room for a block.
+// Return a whole block of values with zeros behind the last token. Kernels multiply values behind the last token by 0, which
+// would not remove NaN or infinity. `padded` holds a block.
 inline const char* values_or_zero(const Block& block, uint32_t row_bytes, char* padded) {
     if (block.tokens == block_tokens) {
         return block.values;
@@ -57,16 +57,16 @@ inline const char* values_or_zero(const Block& block, uint32_t row_bytes, char* 
     return padded;
 }
 
-// Where requested lines go, as __builtin_prefetch counts.
+// Cache levels that prefetched lines go to, as arguments of __builtin_prefetch.
 constexpr int first_level = 3;
 constexpr int second_level = 2;
 
-// A range of memory that is requested line by line while something else is computed. Blocks lie at random places and
-// hardware prefetchers stop at page borders, so a kernel has to ask for the next block itself.
+// A range of memory that a kernel prefetches line by line while it computes something else. Blocks have random addresses and
+// hardware prefetchers stop at page borders, so a kernel must prefetch the next block itself.
 //
-// It asks for the second-level cache: requests for the first level occupy its few fill buffers until memory answers.
-// Reading random 8 KiB with 16 threads (Xeon, Emerald Rapids) gets 132 GB/s like this and 100 GB/s by way of the first
-// level. Requesting only the beginnings of pages and leaving the rest to the hardware is slower (97 to 124 GB/s).
+// Lines go to the second-level cache: prefetches to the first level occupy its few fill buffers until memory answers.
+// Reading random 8 KiB with 16 threads (Xeon, Emerald Rapids) gets 132 GB/s by way of the second level and 100 GB/s by way of
+// the first. Prefetching only the beginnings of pages and leaving the rest to the hardware is slower (97 to 124 GB/s).
 template <int level>
 class LinesInto {
   public:
@@ -93,8 +93,8 @@ class LinesInto {
 
 using LineStream = LinesInto<second_level>;
 
-// A block that is in the second level already, requested into the first; no address: nothing. Exactly as many lines as
-// it has are to be asked for, in steps that the compiler knows: a loop would cost more than its requests.
+// Prefetches a block from the second-level cache into the first; does nothing if the address is null. The caller must request
+// exactly as many lines as the block has, in steps known at compile time: a loop would cost more than its prefetches.
 class NearLines {
   public:
     NearLines() = default;
@@ -116,27 +116,28 @@ class NearLines {
     const char* next_ = nullptr;
 };
 
-// Requests of the blocks ahead: a stream through a list and on into the caller's next one.
+// Prefetches the blocks ahead: a stream through a list and on into the caller's next list.
 //
-// The stream is made of units: unit u is the keys of block u + 1 and the values of block u, which are used at about the
-// same time, since logits are computed a block ahead. The keys of block 0 and unit 0 are asked for by the call before,
-// where it knew of this one (BlockAttention::next). Between two lists as within them, something has to be on its way from
-// memory all the time: a core can have only some 48 lines outstanding, which is 0.3 us of its share with 16 threads.
+// The stream consists of units. Unit u is the keys of block u + 1 and the values of block u, which are used at about the same
+// time, since logits are computed a block ahead. The previous call has already requested the keys of block 0 and unit 0 if it
+// knew of this call (BlockAttention::next). Lines must be on their way from memory all the time, between lists too: a core can
+// have only some 48 lines outstanding, which is 0.3 us of its share of the bandwidth with 16 threads.
 //
-// Within a unit lines are requested in turns: one of each half of the keys and of the values. With one thread that reads
-// 14.6 GB/s instead of 10.7 page by page, perhaps because hardware prefetchers have time to run ahead in each of four
-// pages; with 16 threads it makes no difference.
+// Within a unit, lines are requested in turns. A turn is four lines: one of each half of the keys and of the values. With one
+// thread this order reads 14.6 GB/s, page by page 10.7 GB/s, perhaps because hardware prefetchers have time to run ahead in
+// each of four pages; with 16 threads the order makes no difference.
 //
-// To be called often for a few turns each: requests that come faster than memory answers seem to get lost. Reading a
-// block 5 us after it was requested took 1600 to 2100 cycles if that was done at once (16 threads, same machine), 1070
-// to 1090 if it was done 16 lines at a time, and 870 to 900 when surely all of it was there.
+// Kernels call request() often, for a few turns each: requests that come faster than memory answers seem to get lost. Reading
+// a block 5 us after its request took 1600 to 2100 cycles if all lines were requested at once (16 threads, same machine), 1070
+// to 1090 if they were requested 16 at a time, and 870 to 900 when surely all of the block was in the cache.
 class RequestStream {
   public:
     static constexpr uint32_t lines_of_turn = 4;
 
     RequestStream(const BlockAttention& work, uint32_t bytes)
         : work_(work), bytes_(bytes), unit_turns_(2 * bytes / cache_line / lines_of_turn) {
-        // between lists of a single block the stream would have to see two lists ahead
+        // True if the previous call requested this list's beginning. Not for lists of a single block, for which the
+        // stream would have to look two lists ahead.
         const bool begun = last_.next == &work && last_.pages == work.pages;
         if (!begun) {
             LineStream(block_of(work, 0).keys, bytes).request_all();
@@ -146,14 +147,14 @@ class RequestStream {
         enter(turn_ / unit_turns_);
     }
 
-    // The work is a list's blocks and one step more, between lists. Requests are spread over all of it: up to the end of
-    // step `step` (0 is the one before the first block) they may be that far.
+    // Limit the turns requested until the end of step `step`. A list has one step before its first block (step 0) and one
+    // per block, and the requests are spread over all of these steps.
     void allow(uint32_t step) {
         const uint64_t turns = uint64_t{step + 1} * unit_turns_ * work_.count / (work_.count + 1);
         limit_ = unit_turns_ + static_cast<uint32_t>(turns);
     }
 
-    // A list has ended: what the next one begins with must be asked for now, what it needs later may be.
+    // Begin the next list: request the rest of what it begins with, and allow requests of what it needs later.
     void enter_next_list() {
         if (work_.count > 1) {
             request(limit_ - turn_);
@@ -178,7 +179,7 @@ class RequestStream {
         }
     }
 
-    // What the next call need not ask for.
+    // Record for the next call which of its lines this call has requested.
     void leave() {
         const BlockAttention* const next = work_.next;
         const uint32_t own = work_.count * unit_turns_;
@@ -208,21 +209,22 @@ class RequestStream {
     }
 
     const BlockAttention& work_;
-    const uint32_t bytes_;  // of a block's keys; of a block that is not full there is more than it needs
+    const uint32_t bytes_;  // bytes of a full block's keys; a block that is not full is requested in full too
     const uint32_t unit_turns_;
     uint32_t unit_;
-    uint32_t turn_;       // of the whole stream
-    uint32_t limit_ = 0;  // likewise
-    const char* ways_[lines_of_turn];
-    uint32_t at_;   // bytes into each way
-    uint32_t end_;  // 0: there is nothing ahead
+    uint32_t turn_;       // next turn of the whole stream
+    uint32_t limit_ = 0;  // turn of the whole stream at which requests stop
+    const char* ways_[lines_of_turn];  // the four ranges of the unit
+    uint32_t at_;   // offset into each range
+    uint32_t end_;  // bytes of each range; 0: no block is ahead
 
-    static inline thread_local Last last_{};  // call of this thread. If it is mistaken, that costs time and nothing else
+    static inline thread_local Last last_{};  // left by this thread's previous call. An error here costs only time
 };
 
-// Ask for one line of each page of a block that is requested as a whole a block later. Walking the page table takes as
-// long as reading memory; requests of a whole block would wait for the walk one after the other, and computing with
-// them. With 16 threads and small pages (same machine) attention gets 118 to 124 GB/s like this, 104 to 111 without.
+// Prefetch one line of each page of a block that is prefetched as a whole at least a block later. Walking the page table takes
+// as long as reading memory. Without this function the prefetches of a whole block would wait for the walks one after the
+// other, and computation with them. With 16 threads and small pages (same machine) attention gets 118 to 124 GB/s, without 104
+// to 111.
 inline void find_pages(const Block& block, uint32_t row_bytes) {
     constexpr uint32_t smallest_page = 4096;
     for (uint32_t offset = 0; offset < block.tokens * row_bytes; offset += smallest_page) {

@@ -23,8 +23,8 @@ uint32_t state_saved_by_system() {
     return low;
 }
 
-// Linux hands out the 8 KiB of tile state only to processes that ask for it, and refuses where a signal stack is too
-// small for it.
+// Ask Linux for the 8 KiB of tile state, which a process may use only after asking. Returns false if Linux refuses, for
+// example because a signal stack is too small for the state.
 bool request_tiles() {
     constexpr long arch_req_xcomp_perm = 0x1023;
     constexpr long tile_data = 18;

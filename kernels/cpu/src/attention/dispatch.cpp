@@ -13,7 +13,8 @@ struct Choice {
     const char* name = nullptr;
 };
 
-// `operation`: which of a variant's kernels
+// Return the kernel for a shape and the name of its variant, as find_kernel describes. `operation`: the member of Variant that
+// finds the kernel.
 template <class Kernel>
 Choice<Kernel> choose(Kernel (*Variant::*operation)(DType, uint32_t), DType dtype, uint32_t head_dim, const char* wanted) {
     if (wanted == nullptr) {

@@ -1,4 +1,5 @@
-// Numbers of heads that are known only at run time, as constants: sums of that many heads can then stay in registers.
+// Turns a number of heads known only at run time into compile-time constants, so that the sums of all these heads can stay in
+// registers.
 #pragma once
 
 #include <stdint.h>
@@ -11,7 +12,7 @@ struct Constant {
     static constexpr uint32_t value = number;
 };
 
-// body(Constant<number>) for a number between 1 and limit that is known only at run time
+// Call body(Constant<number>()) for a `number` from 1 to `limit` that is known only at run time.
 template <uint32_t limit, class Body>
 inline void with_constant(uint32_t number, Body body) {
     if constexpr (limit > 1) {
@@ -22,7 +23,7 @@ inline void with_constant(uint32_t number, Body body) {
     body(Constant<limit>());
 }
 
-// A number of heads in parts of nearly equal size, each at most `limit`.
+// A number of heads, divided into parts of nearly equal size, each of at most `limit` heads.
 template <uint32_t limit>
 class GroupParts {
   public:
@@ -31,7 +32,7 @@ class GroupParts {
 
     uint32_t count() const { return count_; }
 
-    // body(first head, Constant<heads>) for each part
+    // Call body(first head, Constant<heads>()) for each part.
     template <class Body>
     void each(Body body) const {
         uint32_t first = 0;

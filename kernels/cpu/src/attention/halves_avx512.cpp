@@ -1,4 +1,4 @@
-// The halves of attention on their own: weights, and sums by weights.
+// The two halves of attention as kernels of their own: token weights, and sums of values by given weights.
 #include "attention/avx512_lanes.h"
 #include "attention/variants.h"
 #include "attention/vector_sums.h"

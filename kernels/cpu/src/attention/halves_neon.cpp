@@ -1,4 +1,4 @@
-// The halves of attention on their own: weights, and sums by weights.
+// The two halves of attention as kernels of their own: token weights, and sums of values by given weights.
 #include <arm_neon.h>
 #include <stdint.h>
 
@@ -11,15 +11,15 @@
 namespace sglang_hybrid {
 namespace {
 
-// NEON as Lanes of vector_kernel.h. Attention has tiles of its own (neon.cpp); what is computed here is less and waits for
-// memory more.
+// The Lanes of vector_kernel.h for NEON. Attention uses tiles of its own instead (neon.cpp); the halves compute less and wait
+// for memory more.
 struct NeonVectorLanes : NeonLanes {
     static constexpr uint32_t logit_heads = 4;
     static constexpr uint32_t logit_tokens = 4;
     static constexpr uint32_t output_heads = 6;
     static constexpr uint32_t output_pairs = 2;
     static constexpr uint32_t weight_tokens = 1;
-    static constexpr bool halves_of_fp8 = false;  // only keys for weights: few of them
+    static constexpr bool halves_of_fp8 = false;  // few numbers are converted: only keys, for weights
 
     static Vector fma(Vector a, Vector b, Vector c) { return vfmaq_f32(c, a, b); }
 

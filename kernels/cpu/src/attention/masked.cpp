@@ -1,8 +1,9 @@
-// Attention over blocks of which only some tokens count.
+// Attention over blocks in which only the tokens of a mask count.
 //
-// No variant's kernel knows masks. Blocks of which every token counts go to the kernel where they lie. Of the others the
-// tokens that count are copied together into whole blocks, which the kernel gets instead. So all variants can do it; the
-// fewer tokens count the less is read and computed; and what lies between them (NaN, say) cannot get into a result.
+// No variant's attention kernel knows masks. Blocks in which every token counts are passed to the kernel in place. From other
+// blocks, the tokens that count are copied together into whole blocks in scratch memory, which are passed instead. So masks
+// work with all variants; fewer tokens mean less to read and compute; and values between the tokens (NaN, say) cannot affect
+// results.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -16,17 +17,19 @@ namespace sglang_hybrid {
 namespace {
 
 constexpr uint32_t cache_line = 64;
-constexpr uint32_t scratch_bytes = 64 * 1024;  // of keys, and of values: both are still in the second-level cache when used
+constexpr uint32_t scratch_bytes = 64 * 1024;  // of keys, and of values: both stay in the second-level cache until used
 constexpr uint32_t most_scratch_blocks = scratch_bytes / (block_tokens * 64);  // of the smallest head_dim, in FP8
-constexpr uint32_t most_whole_blocks = 64;  // that one call of the kernel gets
+constexpr uint32_t most_whole_blocks = 64;  // passed to one call of the kernel
 
+// Return a mask of a block's first `tokens` tokens.
 uint32_t first_tokens(uint32_t tokens) { return tokens == block_tokens ? ~0u : (1u << tokens) - 1; }
 
+// Return a mask of the tokens that block `index` of the list has.
 uint32_t filled(const BlockAttention& work, uint32_t index) {
     return first_tokens(index + 1 == work.count ? work.last_fill : block_tokens);
 }
 
-// body(first token, tokens) for every run of tokens that count
+// Call body(first token, number of tokens) for every run of tokens that count.
 template <class Body>
 void each_run(uint32_t counted, Body body) {
     for (uint32_t token = 0; counted != 0;) {
@@ -77,11 +80,12 @@ class MaskedAttention {
         });
     }
 
-    // Blocks lie at random places: those of which tokens will be copied are asked for while the one before is.
+    // Prefetch the rows of block `index` that will be copied, during the copy of the block before. Blocks have random
+    // addresses, so the hardware does not prefetch them.
     void request_rows(uint32_t index) const {
         if (index >= work_.count) return;
         const uint32_t tokens = filled(work_, index), counted = work_.masks[index] & tokens;
-        if (counted == tokens) return;  // the kernel asks for it
+        if (counted == tokens) return;  // the kernel prefetches the block
         const uint64_t offset = work_.pages[index] * work_.page_stride;
         each_run(counted, [&](uint32_t first, uint32_t run) {
             const uint64_t from = offset + uint64_t{first} * row_bytes_;
@@ -117,7 +121,7 @@ class MaskedAttention {
         tokens_ = 0;
     }
 
-    // The attention over a part, merged with what there is.
+    // Compute the attention over a part of the blocks, and merge it with the result so far.
     void add(BlockAttention& part) {
         part.masks = nullptr;
         part.next = nullptr;
@@ -136,7 +140,7 @@ class MaskedAttention {
 
     void merge(float* out, float& lse, const float* part, float part_lse) const {
         constexpr float nothing = -std::numeric_limits<float>::infinity();
-        if (part_lse == nothing) return;  // logits of -inf only: the output is none
+        if (part_lse == nothing) return;  // all logits are -inf: there is no output
         const float largest = std::max(lse, part_lse);
         const float before = lse == nothing ? 0.0f : std::exp(lse - largest), weight = std::exp(part_lse - largest);
         const float sum = before + weight, old_share = before / sum, share = weight / sum;
@@ -150,17 +154,17 @@ class MaskedAttention {
     const BlockAttention& work_;
     const uint32_t row_bytes_;
     const uint32_t most_tokens_;
-    bool is_empty_ = true;  // nothing was attended yet
+    bool is_empty_ = true;  // no part was attended yet
     uint32_t whole_[most_whole_blocks];
     uint32_t whole_count_ = 0;
-    uint32_t whole_fill_ = block_tokens;  // of the last of them
-    uint32_t tokens_ = 0;                 // in the scratch memory
+    uint32_t whole_fill_ = block_tokens;  // tokens of the last whole block
+    uint32_t tokens_ = 0;                 // number of tokens in the scratch memory
     alignas(64) char keys_[scratch_bytes];
     alignas(64) char values_[scratch_bytes];
     alignas(64) float out_[max_group * max_head_dim];
 };
 
-// A function of its own: calls without masks shall not touch the pages of its stack.
+// Not inlined, so that calls without masks do not touch the stack pages of this function's scratch memory.
 __attribute__((noinline)) void attend_masked(Kernel kernel, const BlockAttention& work) {
     MaskedAttention(kernel, work).attend();
 }

@@ -1,10 +1,10 @@
 // Block attention in fp32 vectors for every dtype, on any aarch64.
 //
-// Tiles are compiled for each dtype and number of heads. The head dimension is only the length of their loops and the
-// stride between rows, so all of them share one kernel.
+// Tiles are compiled for each dtype and number of heads. The head dimension is only the length of the tiles' loops and the
+// stride between rows, so all head dimensions share one kernel.
 //
-// A block of FP8 is converted to fp16 in the first-level cache, 16 numbers at a time, and tiles are those of fp16. In a tile,
-// four numbers at a time, conversion would take longer than the products.
+// A block of FP8 is converted to fp16 in the first-level cache, 16 numbers at a time, and computed with tiles of fp16.
+// Conversion inside the tiles, four numbers at a time, would take longer than the products.
 #include <arm_neon.h>
 #include <stdint.h>
 #include <string.h>
@@ -21,7 +21,7 @@
 namespace sglang_hybrid {
 namespace {
 
-constexpr uint32_t tile_heads = 8;  // at most: every key and value is converted once for a group up to this
+constexpr uint32_t tile_heads = 8;  // most heads of a tile: for groups up to 8 each key and value is converted only once
 
 template <DType dtype>
 class NeonKernel {
@@ -50,20 +50,20 @@ class NeonKernel {
     }
 
   private:
-    // All of it is uninitialised until start(). Query and output are in the order of the tiles: part after part of the
-    // group, and within a part as a tile wants it.
+    // Uninitialised until start(). Query and output are in the order of the tiles: one part of the group after another,
+    // and within a part in the order that a tile needs.
     struct State {
         static constexpr DType tile_dtype = is_fp8(dtype) ? DType::fp16 : dtype;
-        static constexpr float pool_scale = is_fp8(dtype) ? fp8_scale : 1.0f;  // of numbers in tiles
+        static constexpr float pool_scale = is_fp8(dtype) ? fp8_scale : 1.0f;  // factor from numbers in tiles to values
 
-        alignas(64) float query[max_group * max_head_dim];  // times the scale of the logits
+        alignas(64) float query[max_group * max_head_dim];  // the query times the scale of the logits
         alignas(64) float output[max_group * max_head_dim];
-        alignas(64) char padded_values[block_tokens * max_head_dim * bytes_of(tile_dtype)];  // or converted ones
+        alignas(64) char padded_values[block_tokens * max_head_dim * bytes_of(tile_dtype)];  // or converted values
         alignas(64) uint16_t converted_keys[is_fp8(dtype) ? block_tokens * max_head_dim : 1];
         OnlineSoftmax<NeonLanes> softmax;
         GroupParts<tile_heads> parts;
         uint32_t dim;
-        uint32_t row_bytes;  // of what tiles are loaded from
+        uint32_t row_bytes;  // of the rows that tiles are loaded from
 
         void start(const BlockAttention& work) {
             parts = GroupParts<tile_heads>(work.group);
@@ -81,7 +81,7 @@ class NeonKernel {
             });
         }
 
-        // To whole groups of tokens whose weights are in a register.
+        // Round up to a multiple of weight_tokens, the tokens whose weights fill a register.
         static uint32_t rounded_up(uint32_t tokens) { return (tokens + weight_tokens - 1) / weight_tokens * weight_tokens; }
 
         static float32x4_t query_four(const BlockAttention& work, uint32_t index) {
@@ -97,7 +97,7 @@ class NeonKernel {
             }
         }
 
-        // Tokens behind the last one of a block may be among those of a tile.
+        // A tile may include tokens behind the block's last token.
         void compute_logits(const Block& block, TwoLevelLines& ahead) {
             const char* keys = block.keys;
             if constexpr (is_fp8(dtype)) {

@@ -1,7 +1,7 @@
-// Block attention for bf16 with BFMMLA, which multiplies 2 x 4 by 4 x 2 into a 2 x 2 of fp32 in one register: rows of
-// both operands are four values along the dimension that is summed over.
+// Block attention for bf16 with BFMMLA, which multiplies a 2 x 4 matrix by a 4 x 2 matrix into a 2 x 2 matrix of fp32 in one
+// register. In both operands, four consecutive numbers of a register lie along the dimension that is summed over.
 //
-// Logits: two tokens by two heads, summed over dimensions; no sums across lanes remain. Output: two heads by two
+// Logits: two tokens by two heads, summed over dimensions, which leaves no sums across lanes. Output: two heads by two
 // dimensions, summed over tokens; values are transposed in registers, four tokens by eight dimensions at a time.
 #include <arm_neon.h>
 #include <stdint.h>
@@ -19,8 +19,8 @@ namespace {
 constexpr uint32_t max_head_pairs = max_group / 2;
 constexpr uint32_t head_pairs_at_once = 4;  // 16 sums in registers, in either product
 constexpr uint32_t step = 8;                // dimensions in a register
-constexpr uint32_t logit_tokens = 8;        // whose logits are summed at once
-constexpr uint32_t depth = 4;               // of a product
+constexpr uint32_t logit_tokens = 8;        // tokens whose logits are summed at once
+constexpr uint32_t depth = 4;               // numbers that one product sums over
 
 inline uint16x8_t load_row(const char* from) { return vreinterpretq_u16_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(from))); }
 
@@ -79,16 +79,16 @@ class NeonBf16Kernel {
     static constexpr uint32_t row_bytes = dim * 2;
     static constexpr uint32_t block_lines = block_tokens * row_bytes / cache_line;
 
-    // Heads are in pairs; of an odd group the last one is with a head of zeros, whose results are dropped. All of it is
-    // uninitialised until start().
+    // Heads are stored in pairs. The last head of an odd group is paired with a head of zeros, whose results are dropped.
+    // Uninitialised until start().
     struct State {
-        alignas(64) uint16_t query[dim / depth][max_head_pairs][2 * depth];  // four dims of one head, of the other
-        alignas(64) bfloat16_t weights[block_tokens / depth][max_head_pairs][2 * depth];  // four tokens, likewise
-        alignas(64) float output[max_head_pairs][dim / 2][4];  // two dimensions of one head, of the other
+        alignas(64) uint16_t query[dim / depth][max_head_pairs][2 * depth];  // four dimensions of both heads
+        alignas(64) bfloat16_t weights[block_tokens / depth][max_head_pairs][2 * depth];  // four tokens of both heads
+        alignas(64) float output[max_head_pairs][dim / 2][4];  // two dimensions of one head, then of the other
         alignas(64) char padded_values[block_tokens * row_bytes];
         OnlineSoftmax<NeonLanes> softmax;
         uint32_t head_pairs;
-        GroupParts<head_pairs_at_once> parts;  // of the pairs
+        GroupParts<head_pairs_at_once> parts;  // parts of the head pairs
         float scale;
 
         void start(const BlockAttention& work) {

@@ -1,5 +1,5 @@
-// FP8 as fp16 of 2^-8 times the value. The exponent's bias is 15 there instead of 7, so that bits only move: exact, and
-// denormals are denormals.
+// Conversion of FP8 to fp16 of 2^-8 times the value. Bits only move, since the exponent's bias is 15 in fp16 and 7 in FP8.
+// This is exact, and denormals stay denormals.
 #pragma once
 
 #include <arm_neon.h>
@@ -11,11 +11,11 @@ namespace sglang_hybrid {
 namespace {
 
 inline uint16x8_t with_nan(uint16x8_t halves) {
-    const uint16x8_t largest = vdupq_n_u16(0x3f80);  // in FP8 that is NaN
+    const uint16x8_t largest = vdupq_n_u16(0x3f80);  // the moved bits of NaN in FP8
     return vorrq_u16(halves, vandq_u16(vceqq_u16(vandq_u16(halves, largest), largest), vdupq_n_u16(0x7e00)));
 }
 
-// 480 in the place of NaN
+// Convert eight numbers; NaN becomes 480 (times 2^-8).
 inline uint16x8_t finite_halves(int8x8_t eight) {
     return vandq_u16(vreinterpretq_u16_s16(vshll_n_s8(eight, 7)), vdupq_n_u16(0xbf80));
 }
@@ -28,7 +28,8 @@ __attribute__((noinline)) inline void put_nan(uint16_t* halves, uint32_t count) 
     }
 }
 
-// `count` is a multiple of 16. Looks for NaN on the way, since there is hardly ever one.
+// Convert `count` numbers, a multiple of 16. NaN is detected on the way and written in a second pass, since there is hardly
+// ever one.
 inline void to_scaled_halves(const char* from, uint32_t count, uint16_t* to) {
     uint8x16_t any_nan = vdupq_n_u8(0);
     for (uint32_t i = 0; i < count; i += 16) {

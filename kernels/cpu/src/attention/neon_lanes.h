@@ -1,4 +1,4 @@
-// NEON (any aarch64) as Lanes of online_softmax.h, with an exponential of its own.
+// The Lanes that online_softmax.h needs for NEON (any aarch64), with an exponential of their own.
 #pragma once
 
 #include <arm_neon.h>
@@ -25,18 +25,18 @@ struct NeonLanes {
     static float sum(Vector v) { return vaddvq_f32(v); }
 };
 
-// With fewer steps than for any Lanes, since weights are a tenth of a block's work: FRINTN and FCVTZS keep a unit of a
-// Neoverse N1 busy for two cycles, and with FMA one constant for ln 2 is enough. Relative error 4e-7.
+// exp with fewer steps than the general version, since weights are a tenth of a block's work: FRINTN and FCVTZS keep a unit of
+// a Neoverse N1 busy for two cycles, and with FMA one constant for ln 2 is enough. Relative error 4e-7.
 template <>
 inline float32x4_t exponential<NeonLanes>(float32x4_t x) {
     const auto constant = [](float value) { return vdupq_n_f32(value); };
 
-    // has no fraction bits left: adding it rounds, and leaves the integer in the lowest bits
+    // this number has no fraction bits left: adding it rounds, and leaves the integer in the lowest bits
     const float32x4_t big = constant(0x1.8p23f);
     const float32x4_t rounded = vfmaq_f32(big, x, constant(1.44269504f));
     const float32x4_t rest = vfmsq_f32(x, vsubq_f32(rounded, big), constant(0.693147181f));
 
-    // minimax in relative error over +-ln(2)/2 with the first two coefficients held at 1
+    // minimax polynomial for the relative error over +-ln(2)/2, with the first two coefficients held at 1
     float32x4_t value = constant(0.008312525227665901f);
     value = vfmaq_f32(constant(0.041890114545822144f), value, rest);
     value = vfmaq_f32(constant(0.16667114198207855f), value, rest);

@@ -1,4 +1,4 @@
-// Logits of some heads and tokens at once: a tile of dot products, all of whose sums stay in registers.
+// Computes the logits of several heads and tokens at once: a tile of dot products whose sums all stay in registers.
 #pragma once
 
 #include <arm_neon.h>
@@ -11,7 +11,7 @@
 namespace sglang_hybrid {
 namespace {
 
-// Of a tile. Beside the sums, registers hold the keys of this step and of the next one.
+// Tokens of a tile. Beside the sums, registers hold the keys of this step and of the next one.
 template <uint32_t heads>
 constexpr uint32_t logit_tokens = heads <= 5 ? 4 : 2;
 
@@ -33,8 +33,8 @@ inline void store_sums(float* to, const float32x4_t (&v)[4]) {
     vst1q_f32(to, vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3])));
 }
 
-// `query` is [head_dim / 4][heads][4]; `logits` of a head are `block_tokens` behind those of the one before it. A
-// function of its own for each number of heads: inlined next to each other, they would keep their sums in memory.
+// Write the logits of a tile. `query` is [head_dim / 4][heads][4]; the logits of consecutive heads are `block_tokens` floats
+// apart. Not inlined: versions for different numbers of heads, inlined side by side, would keep their sums in memory.
 template <DType dtype, uint32_t heads>
 __attribute__((noinline)) void compute_logits_of(const float* query, const char* keys, uint64_t row_bytes, float* logits,
                                                  TwoLevelLines& lines_ahead) {

@@ -1,4 +1,4 @@
-// Weighted values for some heads and dimensions at once: a tile of the output, which stays in registers for a block.
+// Adds weighted values for several heads and dimensions at once: a tile of the output that stays in registers for a block.
 #pragma once
 
 #include <arm_neon.h>
@@ -11,8 +11,8 @@
 namespace sglang_hybrid {
 namespace {
 
-// Vectors of dimensions in a tile, and tokens whose values are in registers at a time. With a register of weights for
-// each head that makes 17 to 28 registers.
+// Vectors of dimensions in a tile, and number of tokens whose values are in registers at a time. With a register of weights
+// for each head, a tile takes 17 to 28 registers.
 template <uint32_t heads>
 constexpr uint32_t output_vectors = heads == 1   ? 8
                                     : heads <= 3 ? 4
@@ -20,10 +20,11 @@ constexpr uint32_t output_vectors = heads == 1   ? 8
 template <uint32_t heads>
 constexpr uint32_t value_tokens = (heads <= 6 ? 8 : 4) / output_vectors<heads>;
 
-constexpr uint32_t weight_tokens = 4;  // whose weights are in a register
+constexpr uint32_t weight_tokens = 4;  // tokens whose weights of one head are in a register
 
-// `output` is [heads][output_vectors][4]; `weights` of a head are `block_tokens` behind those of the one before it.
-// `tokens` is a multiple of `weight_tokens`. A function of its own for the same reason as compute_logits_of.
+// Scale a tile of the output by `rescale` and add a block's weighted values. `output` is [heads][output_vectors][4]; the
+// weights of consecutive heads are `block_tokens` floats apart. `tokens` is a multiple of `weight_tokens`. Not inlined for the
+// same reason as compute_logits_of.
 template <DType dtype, uint32_t heads>
 __attribute__((noinline)) void add_values_to(float* output, const float* rescale, const float* weights, uint32_t tokens,
                                              const char* values, uint64_t row_bytes, TwoLevelLines& lines_ahead) {

@@ -1,4 +1,4 @@
-// Lines that are requested while a block is computed.
+// Prefetches of lines during the computation of a block.
 #pragma once
 
 #include <stdint.h>
@@ -8,19 +8,19 @@
 namespace sglang_hybrid {
 namespace {
 
-// Two ranges of a block's size: a far one, from memory into the second-level cache, and a near one, from there into
-// the first. In fp32 the first level (64 KiB on a Neoverse N1) has no room for a whole block ahead, and tiles that find
-// their lines in the second level wait for them: 7.6 GB/s with one thread in fp32, 8.8 with both. Without address:
-// nothing.
+// Prefetches two ranges of a block's size: the far one from memory into the second-level cache, the near one from the second
+// level into the first. In fp32 the first level (64 KiB on a Neoverse N1) cannot hold a whole block ahead, and tiles that find
+// their lines in the second level wait for them: 7.6 GB/s with one thread in fp32, 8.8 with both ranges. If one address is
+// null, the other range is prefetched into both levels; if both are null, nothing is.
 //
-// In assembler, since GCC takes a prefetch for something that may be done before it is known to be wanted, and a
-// request of what is no address costs a walk through the page table.
+// Written in assembler: GCC may move __builtin_prefetch before the check that the range exists, and a prefetch of an invalid
+// address costs a walk through the page table.
 class TwoLevelLines {
   public:
     TwoLevelLines(const char* far, const char* near, uint32_t bytes)
         : far_(far ? far : near), near_(near ? near : far), left_(near_ ? bytes : 0) {}
 
-    // So many lines of each, by which the size must be divisible.
+    // Prefetch `lines` lines of each range. The size must be divisible by them.
     template <uint32_t lines>
     void request() {
         if (left_ == 0) {
@@ -45,7 +45,7 @@ class TwoLevelLines {
   private:
     const char* far_;
     const char* near_;
-    uint64_t left_;  // bytes of each
+    uint64_t left_;  // bytes left of each range
 };
 
 }  // namespace

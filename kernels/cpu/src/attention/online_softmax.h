@@ -1,5 +1,5 @@
-// Softmax over blocks as they come: weights are relative to the highest logit so far, and when a block raises that,
-// what came before is scaled down.
+// Softmax over one block after another. Weights are relative to the highest logit so far; when a block raises the highest
+// logit, sums of earlier blocks are scaled down.
 #pragma once
 
 #include <math.h>
@@ -16,22 +16,23 @@ struct OnlineSoftmax {
     using Vector = typename Lanes::Vector;
     static constexpr uint32_t width = Lanes::width;
 
-    alignas(64) float weights[max_group][block_tokens];  // of the current block; its logits at first
-    alignas(64) float rescale[max_group];                // factors for what is summed over the earlier blocks
-    alignas(64) float highest[max_group];                // logit so far
-    alignas(64) float sums[max_group][width];            // of weights, one for each lane
+    alignas(64) float weights[max_group][block_tokens];  // weights of the current block; before that its logits
+    alignas(64) float rescale[max_group];                // factors for sums over the earlier blocks
+    alignas(64) float highest[max_group];                // highest logit so far
+    alignas(64) float sums[max_group][width];            // sums of weights, one for each lane
 
     void start(uint32_t group) {
         for (uint32_t head = 0; head < group; ++head) {
             Lanes::store(sums[head], Lanes::zero());
         }
         for (uint32_t head = 0; head < max_group; ++head) {
-            highest[head] = -__FLT_MAX__;  // not -inf: the difference of two of them must not be NaN
+            highest[head] = -__FLT_MAX__;  // not -inf: the difference of two highest logits must not be NaN
             rescale[head] = 0.0f;
         }
     }
 
-    // Tokens behind the block's last one get weight 0, whatever their logits.
+    // Replace the block's logits in `weights` by weights. Tokens behind the block's last token get weight 0, whatever
+    // their logits.
     void logits_to_weights(uint32_t group, uint32_t tokens) {
         for (uint32_t head = 0; head < group; ++head) {
             for (uint32_t token = tokens; token < block_tokens; ++token) {

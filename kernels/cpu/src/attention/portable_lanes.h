@@ -1,5 +1,5 @@
-// The compiler's own vectors of four as Lanes of vector_kernel.h: SSE2 on any x86-64, NEON on any aarch64, scalars
-// elsewhere. Little-endian.
+// The Lanes of vector_kernel.h in the compiler's own vectors of four: SSE2 on any x86-64, NEON on any aarch64, scalars
+// elsewhere. Little-endian only.
 #pragma once
 
 #include <stdint.h>
@@ -32,13 +32,13 @@ struct PortableLanes {
     static Vector max(Vector a, Vector b) { return a > b ? a : b; }
 
     static Vector round(Vector x) {
-        const Vector big = broadcast(0x1.8p23f);  // has no fraction bits left; right for |x| < 2^22
+        const Vector big = broadcast(0x1.8p23f);  // adding it rounds: it has no fraction bits left. For |x| < 2^22
         return (x + big) - big;
     }
 
     static Vector scaled_where_at_least(Vector value, Vector power, Vector x, float threshold) {
         const Integers kept = x >= broadcast(threshold);
-        // where it is not kept, the power may be too large for an integer
+        // where the value is not kept, the power may be too large for an integer
         const Vector used = reinterpret_cast<Vector>(reinterpret_cast<Integers>(power) & kept);
         const Integers exponent = __builtin_convertvector(used, Integers) * (1 << 23);
         return reinterpret_cast<Vector>((reinterpret_cast<Integers>(value) + exponent) & kept);
@@ -101,7 +101,7 @@ struct PortableLanes {
         return to;
     }
 
-    // Denormals have no exponent to move: they are the integers 0 to 7, in steps of 2^-9.
+    // Denormals have no exponent to move: their magnitudes are the integers 0 to 7 in steps of 2^-9.
     static Vector from_fp8(Bits eighth) {
         const Bits magnitude = eighth & 0x7fu;
         const Bits normal = (magnitude << 20) + (120u << 23);

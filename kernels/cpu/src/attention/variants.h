@@ -1,4 +1,4 @@
-// The variants of block attention, and what each one has.
+// The variants of block attention (one per instruction set), and the kernels of each variant.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 
 namespace sglang_hybrid {
 
-// What a variant has for a shape, null for nothing. Only to be called on a machine that can run the variant.
+// Return the variant's kernel for a shape, or null if the variant has none. Call these functions only on a machine that can
+// run the variant.
 Kernel amx_kernel(DType dtype, uint32_t head_dim);
 Kernel avx512_kernel(DType dtype, uint32_t head_dim);
 Kernel avx2_kernel(DType dtype, uint32_t head_dim);
@@ -26,9 +27,9 @@ WeightKernel portable_weight_kernel(DType dtype, uint32_t head_dim);
 struct Variant {
     const char* name;
     Kernel (*kernel)(DType dtype, uint32_t head_dim);
-    SumKernel (*sum_kernel)(DType dtype, uint32_t head_dim);  // null: that of the next simpler variant
-    WeightKernel (*weight_kernel)(DType dtype, uint32_t head_dim);  // likewise
-    bool available;  // processor and operating system can run it
+    SumKernel (*sum_kernel)(DType dtype, uint32_t head_dim);  // null: the next simpler variant's is used
+    WeightKernel (*weight_kernel)(DType dtype, uint32_t head_dim);  // as above
+    bool available;  // processor and operating system can run the variant
 };
 
 struct VariantList {
@@ -36,8 +37,8 @@ struct VariantList {
     uint32_t count;
 };
 
-// The variants of this processor architecture, fastest first; the last one runs everywhere and has every shape.
-// Looks at the machine on the first call only.
+// Return the variants of this processor architecture, fastest first. The last one runs everywhere and has every shape. Only
+// the first call examines the machine.
 VariantList known_variants();
 
 }  // namespace sglang_hybrid

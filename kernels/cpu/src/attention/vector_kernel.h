@@ -28,8 +28,8 @@
 namespace sglang_hybrid {
 namespace {
 
-// What is kept from block to block, and the steps that work on it in fp32 whatever the dtype of the pool. Dimensions
-// are in the order of load_pair everywhere in here. All of it is uninitialised until start().
+// The state of attention from block to block, and the steps that update it, in fp32 for any dtype of the pool. Dimensions are
+// in the order of load_pair in all arrays. Everything is uninitialised until start().
 template <class Lanes, uint32_t dim>
 class RunningAttention {
   public:
@@ -42,7 +42,8 @@ class RunningAttention {
     template <DType dtype>
     static constexpr uint32_t row_bytes = dim * bytes_of(dtype);
 
-    // Blocks of FP8 are converted to fp16 once. Its scale is in the query and in the output's factor.
+    // True if each FP8 block is converted to fp16 once. The scale of these fp16 numbers is multiplied into the query and
+    // into the output's factor.
     template <DType dtype>
     static constexpr bool converts = is_fp8(dtype) && Lanes::halves_of_fp8;
 
@@ -76,7 +77,8 @@ class RunningAttention {
         }
     }
 
-    // Works on keys in fp32, some tokens at a time. Tokens behind the last one of a block may be among them.
+    // Compute the block's logits from keys in fp32, tokens_at_once tokens at a time. These may include tokens behind the
+    // block's last token. Prefetches `next_keys` meanwhile.
     template <DType dtype>
     void compute_logits(const Block& block, LineStream& next_keys) {
         alignas(64) float converted[dtype == DType::fp32 ? 1 : tokens_at_once * dim];
@@ -100,16 +102,17 @@ class RunningAttention {
         next_keys.request_all();
     }
 
-    // What compute_logits gave; of tokens behind a block's last one, anything.
+    // The logits that compute_logits wrote. Logits of tokens behind the block's last token are undefined.
     const float (*logits() const)[block_tokens] { return softmax_.weights; }
 
     void logits_to_weights(uint32_t tokens) { softmax_.logits_to_weights(group_, tokens); }
 
+    // Scale down the output and add the block's weighted values. Prefetches `next_values` meanwhile.
     template <DType dtype>
     void add_values(const Block& block, LineStream& next_values) {
         if constexpr (converts<dtype>) {
             alignas(64) uint16_t halves[block_tokens * dim];
-            // an even number of tokens, which is a multiple of 64 numbers
+            // convert an even number of tokens, so that `count` is a multiple of 64 numbers
             Lanes::to_scaled_halves(block.values, (block.tokens + 1) / 2 * 2 * dim, halves);
             Block converted = block;
             converted.values = reinterpret_cast<const char*>(halves);
@@ -149,7 +152,7 @@ class RunningAttention {
     static constexpr uint32_t output_columns = Lanes::output_pairs * pair;
     static constexpr uint32_t value_tokens = 8;
 
-    // In the order of the pool's load_pair.
+    // Load numbers of the query in the order of the pool's load_pair.
     template <DType dtype>
     static void load_query(DType of_query, const char* from, Vector& a, Vector& b) {
         if constexpr (dtype != fp8) {
@@ -171,7 +174,7 @@ class RunningAttention {
         }
     }
 
-    // Some tokens' numbers as fp32.
+    // Convert the numbers of tokens_at_once tokens to fp32.
     template <DType dtype>
     static void store_numbers(const char* from, float* to) {
         for (uint32_t i = 0; i < tokens_at_once * dim; i += pair) {
@@ -224,7 +227,7 @@ class RunningAttention {
         });
     }
 
-    // Weights behind the block's last token are 0, but what lies there may be NaN: it must not be used at all.
+    // Weights behind the block's last token are 0, but the values there may be NaN, so they must not be used at all.
     template <DType dtype, uint32_t pairs, uint32_t heads>
     void add_columns_to(const Block& block, uint32_t column, uint32_t head, LineStream& next_values) {
         constexpr uint32_t value_bytes = row_bytes<dtype> / dim;
@@ -307,14 +310,14 @@ class RunningAttention {
         }
     }
 
-    alignas(64) float query_[max_group][dim];  // times the scale of the logits
+    alignas(64) float query_[max_group][dim];  // the query times the scale of the logits
     alignas(64) float output_[max_group][dim];
     OnlineSoftmax<Lanes> softmax_;
     uint32_t group_;
     GroupParts<Lanes::logit_heads> logit_parts_;
     GroupParts<Lanes::output_heads> output_parts_;
-    uint32_t key_lines_;    // to request with each part of the logits
-    uint32_t value_lines_;  // to request with each `value_tokens` of a part of the output
+    uint32_t key_lines_;    // lines to prefetch with each part of the logits
+    uint32_t value_lines_;  // lines to prefetch with each `value_tokens` of a part of the output
 };
 
 template <class Lanes, DType dtype, uint32_t dim>

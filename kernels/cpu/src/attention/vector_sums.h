@@ -1,5 +1,5 @@
-// Sums of values by given weights in fp32 vectors, for any Lanes of vector_kernel.h. Of these it needs Vector, width,
-// output_heads, output_pairs, zero, broadcast, load, store, fma, load_pair, splits and interleave.
+// Sums of values by given weights in fp32 vectors, for any Lanes of vector_kernel.h. The sums use Vector, width, output_heads,
+// output_pairs, zero, broadcast, load, store, fma, load_pair, splits and interleave of the Lanes.
 #pragma once
 
 #include <stdint.h>
@@ -11,20 +11,20 @@
 namespace sglang_hybrid {
 namespace {
 
-// The rows of a block that have a weight, and their weights. These are copied once: the caller's memory may be shared with
-// another process, which may change it at any time.
+// The rows (tokens) of a block whose weights are not all 0, and their weights. The weights are copied once: the caller's
+// memory may be shared with another process, which may change it at any time.
 struct WeightedRows {
-    alignas(64) float weights[max_group][block_tokens];  // of row i at place i
+    alignas(64) float weights[max_group][block_tokens];  // of rows[i] at index i
     const char* rows[block_tokens];
     uint32_t count;
 
-    // Asks for the rows too: they are used a block later.
+    // Read block `index` of the list, and prefetch its rows, which are used a block later.
     void read(const ValueSum& work, uint32_t index, uint32_t row_bytes) {
         uint32_t asked[block_tokens] = {};
         for (uint32_t head = 0; head < work.group; ++head) {
             memcpy(weights[head], work.weights + head * work.weight_stride + uint64_t{index} * block_tokens, sizeof weights[0]);
             for (uint32_t token = 0; token < block_tokens; ++token) {
-                asked[token] |= weights[head][token] != 0.0f;  // NaN is asked for
+                asked[token] |= weights[head][token] != 0.0f;  // true for NaN
             }
         }
         const char* const values = work.values + work.pages[index] * work.page_stride;

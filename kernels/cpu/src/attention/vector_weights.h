@@ -9,9 +9,10 @@
 namespace sglang_hybrid {
 namespace {
 
-constexpr float largest_exponent = 88.0f;  // e^88 is a float, e^89 is not
+constexpr float largest_exponent = 88.0f;  // e^88 is a finite float, e^89 is not
 
-// `logits` [group][32] of block `index` to weights; those of tokens that do not count may be anything.
+// Write the weights of block `index` from its `logits` [group][32]. Bit t of `counted`: token t counts. Logits of other tokens
+// may be anything.
 template <class Lanes>
 inline void store_weights(const BlockAttention& work, uint32_t index, uint32_t counted, const float (*logits)[block_tokens],
                           float* weights, uint64_t stride) {
@@ -33,6 +34,7 @@ inline void store_weights(const BlockAttention& work, uint32_t index, uint32_t c
     }
 }
 
+// Return the tokens of block `index` that count, as bits: those below `tokens` and in the block's mask.
 inline uint32_t counted_tokens(const BlockAttention& work, uint32_t index, uint32_t tokens) {
     const uint32_t filled = tokens == block_tokens ? ~0u : (1u << tokens) - 1;
     return work.masks ? work.masks[index] & filled : filled;

@@ -1,7 +1,8 @@
-// What a row's answer was computed from, as one number: the client knows what it should be.
+// The checksum of what a row's answer was computed from: layer, kind, scale, lists, page numbers and masks. The client
+// computes the same checksum from what it posted, and compares.
 //
-// The sum of every number times an odd one of its own, modulo 2^64: one flipped bit always changes it, and parts can be
-// added up in any order by any thread.
+// The checksum is the sum of every number times an odd factor for the number's position, modulo 2^64. One flipped bit always
+// changes the sum, and parts of it can be added up in any order by any thread.
 #pragma once
 
 #include <bit>
@@ -27,7 +28,7 @@ inline uint64_t check_of_page(const Geometry& g, uint32_t head, uint32_t place, 
     return check_of(page, 4 + uint64_t{head} * (uint64_t{g.max_blocks} + 2) + place);
 }
 
-// Behind all lists.
+// Masks have the positions behind those of all lists.
 inline uint64_t check_of_mask(const Geometry& g, uint32_t head, uint32_t place, uint32_t mask) {
     const uint64_t first = 2 + uint64_t{g.kv_heads} * (uint64_t{g.max_blocks} + 2);
     return check_of(mask, first + uint64_t{head} * g.max_blocks + place);

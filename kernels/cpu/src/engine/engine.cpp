@@ -18,15 +18,15 @@
 namespace sglang_hybrid {
 namespace {
 
-constexpr uint64_t nap_ns = 200'000'000;  // how late a sleeping thread may notice that it shall stop
+constexpr uint64_t nap_ns = 200'000'000;  // most time until a sleeping thread notices that it must stop
 constexpr uint32_t looks_per_clock = 64;
-// Tasks that are taken at once: so few that there are this many such batches left for each thread, or the last ones to be
-// computed would be those of one thread.
+// A batch has so few tasks that at least this many batches of its size remain for each thread. With larger batches, one thread
+// could be left computing the last tasks alone.
 constexpr uint32_t batches_left = 8;
 constexpr int32_t most_batch_tasks = 4;
 
-// Room behind each row's results that nobody may touch, where a sanitizer watches: rows lie side by side, and what is
-// written beyond one of them would be another's result.
+// Poisoned memory behind each row's partial results when AddressSanitizer is on. Rows lie side by side, so a write beyond one
+// row's results would otherwise change another row's results unnoticed.
 #if defined(__SANITIZE_ADDRESS__)
 constexpr uint32_t guard_tasks = 1;
 #else
@@ -40,7 +40,7 @@ void bind_to_core(int32_t core) {
     pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
 }
 
-// Of one writer. A locked instruction would wait until all that was written before it is in the cache.
+// Add to a sum that only one thread writes. A locked instruction would wait until all earlier stores are in the cache.
 void add_to(std::atomic<uint64_t>& sum, uint64_t number) {
     sum.store(sum.load(std::memory_order_relaxed) + number, std::memory_order_relaxed);
 }
@@ -52,7 +52,7 @@ Engine::Engine(void* mailbox, const char* pool, const Geometry& geometry, const 
       groups_((options.threads + options.group_threads - 1) / options.group_threads),
       tasks_per_row_(geometry.kv_heads * most_tasks_of(geometry.max_blocks, options.task_blocks) + guard_tasks),
       counts_(options.threads), lists_(geometry.kv_heads) {
-    // room for the most tasks there can be; only what is used is ever backed by memory
+    // large enough for the most tasks possible; only pages that are used are ever backed by memory
     const uint64_t tasks = uint64_t{geometry.rows} * tasks_per_row_;
     const uint64_t outs = tasks * partial_out_floats(geometry), lses = tasks * geometry.group;
     scratch_bytes_ = mailbox_slots * (outs + lses) * sizeof(float);
@@ -94,11 +94,12 @@ Engine::~Engine() {
     munmap(scratch_, scratch_bytes_);
 }
 
-// A limit on threads leaves fewer helpers, and rows of groups without any are taken by the others. The lead must be there.
+// A limit on threads may leave fewer helpers; other groups' threads steal the rows of a group without threads. Throws if the
+// lead cannot be started.
 void Engine::start_threads() {
     threads_.reserve(options_.threads);
     threads_.emplace_back([this] { lead(); });
-    while (!is_alive_.load()) sched_yield();  // who waits for its end must find it alive
+    while (!is_alive_.load()) sched_yield();  // a client that waits for the lead's end must first find the lead alive
     try {
         for (uint32_t thread = 1; thread < options_.threads; ++thread) {
             threads_.emplace_back([this, thread] { help(thread); });
@@ -133,7 +134,7 @@ void Engine::lead() {
         }
         const bool opened = open_what_is_there();
         if (compute_one(hands) || opened) continue;
-        // other threads work on the last tasks, or the client writes its rows
+        // other threads compute the last tasks, or the client is still writing rows
         pause();
         if (looks % looks_per_clock == 0) sched_yield();
     }
@@ -148,12 +149,12 @@ void Engine::begin(const OpenPost& post) {
     opening_ = &slot;
     next_row_ = 0;
     const std::lock_guard<std::mutex> lock(completing_);
-    // posts that were given up have no place in the order
+    // if all posts are complete, the order continues with this one: sequence numbers in between were given up
     if (oldest_.load(std::memory_order_relaxed) > newest_) oldest_.store(post.sequence, std::memory_order_release);
     newest_ = post.sequence;
 }
 
-// Open the rows of the current post as far as they have arrived, then those of the next one. True if there were any.
+// Open the arrived rows of the post being opened, or begin the next post and open its rows. Returns true if anything was done.
 bool Engine::open_what_is_there() {
     if (!opening_) {
         OpenPost post;
@@ -208,7 +209,8 @@ void Engine::open(Slot& slot, uint32_t index, const Request& request) {
     if (asleep_.load(std::memory_order_seq_cst)) rouse_helpers();
 }
 
-// One row less to reply to. The last one ends the post, and the post after it where that ended before.
+// Count one row less to reply to. The last row ends its post: complete the post if it is the oldest, and then the next post if
+// that has ended too.
 void Engine::close_row(Slot& slot) {
     if (slot.rows_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     const std::lock_guard<std::mutex> lock(completing_);
@@ -222,7 +224,7 @@ void Engine::close_row(Slot& slot) {
     }
 }
 
-// How many tasks a thread may take at once; 0: so few are left that it should not take any before it needs them.
+// Return how many tasks a thread may claim at once. 0: so few tasks are left that a thread should claim none ahead of need.
 int32_t Engine::share_of_unclaimed() const {
     const int32_t share = unclaimed_.load(std::memory_order_relaxed) / int32_t(batches_left * options_.threads);
     return std::min(share, most_batch_tasks);
@@ -237,7 +239,7 @@ bool Engine::take_batch(Hands& hands, Batch& batch) {
     return false;
 }
 
-// The rows of its own group first, then those of the other groups.
+// Claim a batch of a slot's tasks: from rows of the thread's own group first, then from rows of the other groups.
 bool Engine::take_batch_of(Slot& slot, Hands& hands, Batch& batch) {
     Hands::Search& search = hands.searches[&slot - slots_];
     const uint64_t serial = slot.serial.load(std::memory_order_acquire);
@@ -267,13 +269,13 @@ bool Engine::take_batch_of(Slot& slot, Hands& hands, Batch& batch) {
     return false;
 }
 
-// The lead wrote where the tasks of a row are, the client wrote the lists: ask for both a task before they are needed.
+// Prefetch the row's heads, which the lead wrote, and the lists, which the client wrote, one task before they are needed.
 void Engine::request_lists(const Batch& batch) const {
     constexpr uint64_t line = 64;
     const char* const heads = reinterpret_cast<const char*>(batch.slot->rows[batch.row].heads.get());
     for (uint64_t at = 0; at < geometry_.kv_heads * sizeof(Head); at += line) __builtin_prefetch(heads + at);
     const char* const lists = reinterpret_cast<const char*>(reader.view.pages(batch.slot->post.sequence, batch.row, 0));
-    // of a short list, all heads'; of a longer one the beginning, which the processor goes on from
+    // all heads' lists if they are short, else the beginning: hardware prefetchers continue from there
     constexpr uint64_t most_bytes = 1024;
     const uint64_t bytes = uint64_t{geometry_.kv_heads} * geometry_.max_blocks * sizeof(uint32_t);
     for (uint64_t at = 0; at < std::min(bytes, most_bytes); at += line) __builtin_prefetch(lists + at);
@@ -284,7 +286,7 @@ bool Engine::claim_next(Hands& hands, Claimed& claimed) {
     if (hands.batch.is_empty() && !take_batch(hands, hands.batch)) return false;
     prepare(hands.batch, claimed);
     ++hands.batch.next;
-    // before it is needed, so that nothing waits for the lines that it is made of
+    // claim the following batch before it is needed, so that its cache lines have arrived by then
     if (hands.batch.is_empty() && share_of_unclaimed() > 0 && take_batch(hands, hands.following)) {
         request_lists(hands.following);
     }
@@ -293,7 +295,8 @@ bool Engine::claim_next(Hands& hands, Claimed& claimed) {
 
 bool Engine::compute_one(Hands& hands) {
     if (!hands.claimed && !claim_next(hands, *hands.current)) return false;
-    // Claimed ahead, so that its blocks are requested from memory in time; but not when others would go without.
+    // Claim the next task ahead, so that its blocks are prefetched in time, but not when other threads would go without
+    // tasks.
     const bool plenty = !hands.batch.is_empty() || !hands.following.is_empty() ||
                         unclaimed_.load(std::memory_order_relaxed) > int32_t(options_.threads);
     const bool more = plenty && claim_next(hands, *hands.next);
@@ -321,7 +324,7 @@ void Engine::prepare(const Batch& batch, Claimed& claimed) const {
     claimed.whole = whole;
     claimed.finished = task + 1 == batch.end ? batch.end - batch.first : 0;
 
-    // checked on a private copy: shared memory may change between the check and the use
+    // check a private copy: shared memory may change between the check and the use
     const uint32_t* const shared = reader.view.pages(post.sequence, index, h) + first;
     claimed.pages.resize(count);
     claimed.in_bounds = true;
@@ -354,7 +357,7 @@ void Engine::prepare(const Batch& batch, Claimed& claimed) const {
         const float* const weights = reader.view.weights(post.sequence, index, h) + uint64_t{first} * block_tokens;
         claimed.sum = sum_of(attention, weights, reader.view.weight_stride());
     } else {
-        // the client's cache has both: it wrote this query, and read the output that was there before
+        // query and output are in the client's cache: the client wrote this query and read the previous output
         const uint64_t query_bytes = partial_out_floats(geometry_) * query_bytes_of(static_cast<DType>(geometry_.dtype));
         for (uint64_t at = 0; at < query_bytes; at += line) __builtin_prefetch(query + at);
     }
@@ -416,7 +419,7 @@ void Engine::help(uint32_t thread) {
             while (compute_one(hands)) look = 0;
             pause();
         }
-        sched_yield();  // the client may share this core, and all wait for its next post
+        sched_yield();  // the client, whose next post all threads wait for, may share this core
         if (now_ns() < reader.awake_until_ns()) continue;
         const uint32_t seen = load_acquire(rouse_);
         asleep_.fetch_add(1, std::memory_order_seq_cst);
@@ -425,7 +428,7 @@ void Engine::help(uint32_t thread) {
     }
 }
 
-// A thread that shares its core may be in the way of the one it waits for.
+// Wait a moment. A thread that is not bound to a core yields: it may share its core with the thread that it waits for.
 void Engine::pause() {
     if (options_.cores.empty()) sched_yield();
     pause_core();

@@ -1,12 +1,13 @@
-// The worker's threads. One of them, the lead, waits for posts and opens their rows; all of them compute.
+// The worker's threads. One thread, the lead, waits for posts and opens their rows, which splits them into tasks. All threads
+// compute tasks.
 //
-// Two posts can be under way, one in each slot of the mailbox: tasks of the newer one are taken when the older one has
-// none left, so that nobody waits for its last ones to be computed. A slot's next post is not begun before everything of
-// the one before is done, and posts become complete in their order.
+// Two posts can be under way, one in each slot of the mailbox. Threads take tasks of the newer post when the older post has
+// none left, so that no thread is idle while the last tasks of the older post are computed. A slot's next post is not begun
+// before the slot's previous post is completely done, and posts are completed in order.
 //
-// Threads form groups. Group n begins with row n, then n + groups, and so on: one sequence at a time, so that its blocks
-// share a cache. A thread that finds no task in the rows of its group takes one of any other row, so that one long
-// sequence does not hold up a layer. Rows are opened as they arrive, and replied to one by one as they finish.
+// Threads form groups. Group n begins with row n, then takes row n + groups, and so on: one row at a time, so that the row's
+// blocks share a cache. A thread that finds no task in its group's rows steals a task of another group's row, so that one long
+// row does not delay a layer. Rows are opened as they arrive and answered one by one as they finish.
 #pragma once
 
 #include <atomic>
@@ -26,7 +27,7 @@ struct EngineOptions {
     uint32_t group_threads;
     uint32_t task_blocks;
     uint32_t spin_us;
-    std::vector<int32_t> cores;  // of each thread; empty: not bound
+    std::vector<int32_t> cores;  // core of each thread; empty: not bound
 };
 
 class Engine {
@@ -35,65 +36,68 @@ class Engine {
     ~Engine();
     Engine(const Engine&) = delete;
 
-    // Of one thread, on a cache line of its own: written after every task.
+    // The counts of one thread, on a cache line of their own because the thread writes them after every task.
     struct alignas(128) Counts {
         std::atomic<uint64_t> blocks{0}, tasks{0}, stolen{0};
     };
     struct Sums {
         uint64_t blocks = 0, tasks = 0, stolen = 0;
     };
-    Sums sums() const;
-    uint32_t threads() const { return uint32_t(threads_.size()); }  // those that could be started
+    Sums sums() const;  // over all threads
+    uint32_t threads() const { return uint32_t(threads_.size()); }  // that could be started
 
     PostReader reader;
 
   private:
+    // The block list of one KV head of a row, and the list's tasks.
     struct Head {
         List list;
         Split split;
-        uint32_t first_task;
+        uint32_t first_task;  // index among the tasks of the row
         std::atomic<uint32_t> tasks_left;
     };
-    // Written by the lead before the ticket is, and then left alone until every task of the row is done.
+    // An opened row. The lead writes it before the ticket, and does not write it again until every task of the row is
+    // done.
     struct alignas(128) Row {
-        // Tasks to do in the upper half, tasks given out in the lower. Whoever adds to it owns as many tasks.
+        // Number of tasks in the upper half, tasks claimed so far in the lower. A thread that adds n to the ticket
+        // owns n tasks.
         std::atomic<uint64_t> ticket{0};
         std::atomic<uint32_t> tasks_left{0};
         std::atomic<bool> out_of_bounds{false};
-        std::atomic<uint64_t> check{0};  // of what was used so far
+        std::atomic<uint64_t> check{0};  // checksum of the inputs used so far, see checks.h
         uint32_t generation = 0;
         std::unique_ptr<Head[]> heads;
     };
     // The post in one slot of the mailbox.
     struct Slot {
-        OpenPost post;  // written by the lead while there are no tasks
+        OpenPost post;  // written by the lead while the slot has no tasks
         std::vector<Row> rows;
         Partials partials;
         bool answered = false;  // guarded by completing_
-        // counts the posts that were begun, from 1: a client's numbers may come again when its bell was damaged
+        // number of the slot's post, counted by the engine from 1: sequence numbers may repeat after a damaged bell
         alignas(128) std::atomic<uint64_t> serial{0};
-        std::atomic<uint32_t> open_rows{0};  // so many rows can be searched for tasks
-        alignas(128) std::atomic<uint32_t> rows_left{0};  // opened and not replied to; one more while rows are opened
+        std::atomic<uint32_t> open_rows{0};  // rows that can be searched for tasks
+        alignas(128) std::atomic<uint32_t> rows_left{0};  // opened and unanswered rows; plus one while rows are opened
     };
 
     // A task that a thread has claimed, ready to be computed.
     struct Claimed {
         Slot* slot;
         uint32_t row, head;
-        uint32_t finished;  // tasks of the row that are done with this one
-        bool in_bounds, whole;
-        uint64_t check;  // of its pages and masks
+        uint32_t finished;  // after a batch's last task, the number of the batch's tasks; else 0
+        bool in_bounds, whole;  // all pages are in the pool; the task is its whole list
+        uint64_t check;  // checksum of the task's pages and masks
         std::vector<uint32_t> pages, masks;
         BlockAttention attention;
-        ValueSum sum;  // instead, where values are summed
+        ValueSum sum;  // used instead of `attention` by posts of kind sum_values
     };
-    // Neighbouring tasks of one row, taken at once: what threads share is touched once for all of them.
+    // Consecutive tasks of one row, claimed at once, so that shared memory is touched once for all of them.
     struct Batch {
         Slot* slot = nullptr;
         uint32_t row = 0, first = 0, next = 0, end = 0;
         bool is_empty() const { return next == end; }
     };
-    // What one thread has to itself.
+    // The private state of one thread.
     struct Hands {
         Hands(const Engine& engine, uint32_t thread);
         const uint32_t thread, group;
@@ -101,8 +105,9 @@ class Engine {
         Claimed tasks[2];
         Claimed* current = &tasks[0];
         Claimed* next = &tasks[1];
-        bool claimed = false;  // `current` is
-        // Where it looks for tasks of a post: of each group, the rows before this one have none left.
+        bool claimed = false;  // `current` is a claimed task
+        // Where this thread searches a slot's post for tasks: rows[group] is the group's first row that may have tasks
+        // left.
         struct Search {
             uint64_t serial = 0;
             std::vector<uint32_t> rows;
@@ -133,27 +138,27 @@ class Engine {
     const EngineOptions options_;
     const Kernels kernels_;
     const uint32_t groups_;
-    const uint32_t tasks_per_row_;  // at most, with guards
+    const uint32_t tasks_per_row_;  // most tasks of a row, plus guard tasks
 
     Slot slots_[mailbox_slots];
     std::vector<Counts> counts_;  // of each thread
-    float* scratch_ = nullptr;
+    float* scratch_ = nullptr;    // partial results of tasks, for both slots
     uint64_t scratch_bytes_ = 0;
-    // the lead's
+    // used by the lead only
     std::vector<List> lists_;
-    Slot* opening_ = nullptr;  // its rows are being opened
-    uint32_t next_row_ = 0;    // of it
-    uint64_t begun_ = 0;       // posts
+    Slot* opening_ = nullptr;  // the slot whose rows are being opened, or null
+    uint32_t next_row_ = 0;    // of opening_
+    uint64_t begun_ = 0;       // number of posts begun
     std::mutex completing_;
-    uint64_t newest_ = 0;  // post that was begun; written by the lead, guarded by completing_ for the others
-    // what threads write, apart from what they only read and from each other
-    alignas(128) std::atomic<uint64_t> oldest_{1};     // post that is not complete; newest_ + 1 where all are
-    alignas(128) std::atomic<int32_t> unclaimed_{0};   // tasks that somebody could take
-    alignas(128) std::atomic<uint32_t> asleep_{0};     // helpers
-    uint32_t rouse_ = 0;                               // futex of sleeping helpers
+    uint64_t newest_ = 0;  // newest post begun; written by the lead, other threads read it under completing_
+    // Words that threads write, on cache lines apart from each other and from words that threads only read.
+    alignas(128) std::atomic<uint64_t> oldest_{1};     // oldest post that is not complete; newest_ + 1 if there is none
+    alignas(128) std::atomic<int32_t> unclaimed_{0};   // tasks that no thread has claimed yet
+    alignas(128) std::atomic<uint32_t> asleep_{0};     // number of sleeping helpers
+    uint32_t rouse_ = 0;                               // futex that helpers sleep on
 
     alignas(128) std::atomic<bool> stop_{false};
-    std::atomic<bool> is_alive_{false};  // the lead
+    std::atomic<bool> is_alive_{false};  // the lead has started
     std::vector<std::thread> threads_;
 };
 

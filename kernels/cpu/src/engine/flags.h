@@ -1,5 +1,5 @@
-// Flags in memory that two processes share, and sleeping on them. Plain words with atomic builtins, since the memory is
-// laid out by mailbox.h and may be written by a GPU.
+// Flags in memory that two processes share, and functions that sleep on them. Flags are plain words accessed by atomic
+// builtins, since mailbox.h defines the memory's layout and a GPU may write it.
 #pragma once
 
 #include <linux/futex.h>
@@ -24,7 +24,8 @@ void store_release(T& word, V value) {
     __atomic_store_n(&word, static_cast<T>(value), __ATOMIC_RELEASE);
 }
 
-// For Dekker's pattern: a store that must be seen before a load of another word.
+// load_ordered and store_ordered are sequentially consistent, for Dekker's pattern: the store of one word must be visible
+// before another word is loaded.
 template <class T>
 T load_ordered(const T& word) {
     return __atomic_load_n(&word, __ATOMIC_SEQ_CST);
@@ -43,10 +44,10 @@ inline void pause_core() {
 #endif
 }
 
-// Fetch a cache line that other cores have, to write to it.
+// Prefetch for writing a cache line that another core's cache may hold.
 inline void request_for_writing(const void* line) {
 #if defined(__x86_64__)
-    asm volatile("prefetchw %0" ::"m"(*static_cast<const char*>(line)));  // the builtin becomes a request for reading
+    asm volatile("prefetchw %0" ::"m"(*static_cast<const char*>(line)));  // the builtin becomes a prefetch for reading
 #else
     __builtin_prefetch(line, 1);
 #endif
@@ -58,7 +59,7 @@ inline uint64_t now_ns() {
     return uint64_t(time.tv_sec) * 1'000'000'000 + uint64_t(time.tv_nsec);
 }
 
-// Sleep while `word` is `seen`, at most `timeout_ns`. May return early; the caller looks at the world again.
+// Sleep while `word` is `seen`, at most `timeout_ns`. May return early: the caller must check its condition again.
 inline void sleep_on(uint32_t& word, uint32_t seen, uint64_t timeout_ns) {
     const timespec timeout{time_t(timeout_ns / 1'000'000'000), long(timeout_ns % 1'000'000'000)};
     syscall(SYS_futex, &word, FUTEX_WAIT, seen, &timeout, nullptr, 0);

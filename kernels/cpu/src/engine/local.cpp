@@ -1,4 +1,4 @@
-// The worker's computation in the calling process: for what the worker did not answer in time.
+// The worker's computation in the calling process, for rows that the worker did not answer in time.
 #include "engine/local.h"
 
 #include <atomic>
@@ -14,9 +14,9 @@
 namespace sglang_hybrid {
 namespace {
 
-constexpr uint32_t blocks_per_thread = 64;  // below that a thread costs more than it brings
+constexpr uint32_t blocks_per_thread = 64;  // with fewer blocks, starting a thread costs more time than it saves
 
-// One (row, KV head) with blocks.
+// One (row, KV head) that has blocks.
 struct Unit {
     uint32_t row, head;
     List list;
@@ -32,12 +32,12 @@ struct AlignedBytes {
     char* const data;
 };
 
-// The (row, KV head) pairs with blocks, of rows that are not served, in order; and what they add up to.
+// The (row, KV head) pairs with blocks, in order, of all rows that are not served, and their total tasks and blocks.
 struct Units {
     std::vector<Unit> units;
     uint64_t tasks = 0, blocks = 0;
 
-    // empty(index) for each pair without blocks
+    // Calls empty(index) for each pair without blocks, where index is row * KV heads + head.
     template <class Empty>
     Units(const sh_lists& lists, const Geometry& g, uint32_t task_blocks, const uint8_t* served, Empty empty) {
         for (uint32_t row = 0; row < lists.rows; ++row) {
@@ -55,29 +55,30 @@ struct Units {
         }
     }
 
-    // work() in up to so many threads, among them this one. It takes units until there are no more.
+    // Call work() in up to `threads` threads, the calling one included. work() takes units until none are left.
     template <class Work>
     void share(uint32_t threads, Work work) const {
         const uint64_t useful = std::min<uint64_t>({threads, units.size(), 1 + blocks / blocks_per_thread});
         const Helpers helpers(useful > 1 ? uint32_t(useful - 1) : 0, [&](uint32_t) {
             try {
                 work();
-            } catch (const std::bad_alloc&) {  // the others do it
+            } catch (const std::bad_alloc&) {  // the other threads take the units
             }
         });
         work();
     }
 };
 
-// Pages and masks of one unit, as kernels want them.
+// Pages and masks of one unit in the types that kernels take.
 class UnitLists {
   public:
-    // Before anything is taken: without memory nothing is lost.
+    // Allocates all memory before a thread takes its first unit, so that no unit is lost if memory runs out.
     explicit UnitLists(const sh_lists& lists) : lists_(lists) {
         pages_.reserve(lists.listed);
         if (lists.masks) masks_.reserve(lists.listed);
     }
 
+    // Copy the lists of unit row * KV heads + head = `index`.
     void read(uint64_t index, uint32_t count) {
         const int64_t* const pages = lists_.pages + index * lists_.listed;
         pages_.assign(pages, pages + count);
@@ -86,7 +87,7 @@ class UnitLists {
         masks_.assign(masks, masks + count);
     }
 
-    // Of a unit's blocks from `first` on.
+    // Point `attention` at the unit's blocks from `first` on.
     void give(BlockAttention& attention, uint32_t first) const {
         attention.pages = pages_.data() + first;
         attention.masks = lists_.masks ? masks_.data() + first : nullptr;
@@ -113,7 +114,7 @@ void attend_local(const char* pool, const Geometry& g, const sh_lists& lists, ui
         for (uint64_t u; (u = next.fetch_add(1)) < all.units.size();) {
             const Unit& unit = all.units[u];
             const uint64_t index = uint64_t{unit.row} * g.kv_heads + unit.head;
-            // the caller's query need not be aligned as kernels want it
+            // the caller's query may not have the alignment that kernels need
             char* const query = queries.data + u * query_bytes;
             if (!lists.weights) std::memcpy(query, static_cast<const char*>(lists.query) + index * query_bytes, query_bytes);
             const Partials parts{outs.data() + unit.first_task * partial_out_floats(g),
@@ -151,7 +152,7 @@ void attend_local(const char* pool, const Geometry& g, const sh_lists& lists, ui
 void token_weights(const char* pool, const Geometry& g, const sh_lists& lists, uint32_t threads, const float* lse,
                    float* weights, WeightKernel kernel) {
     const uint64_t query_bytes = partial_out_floats(g) * query_bytes_of(static_cast<DType>(g.dtype));
-    const uint64_t stride = uint64_t{lists.listed} * block_tokens;  // from a head's weights to the next one's
+    const uint64_t stride = uint64_t{lists.listed} * block_tokens;  // from a head's weights to the next head's
     const Units all(lists, g, std::max(1u, lists.listed), nullptr,
                     [&](uint64_t index) { std::fill_n(weights + index * g.group * stride, g.group * stride, 0.0f); });
     std::atomic<uint64_t> next{0};

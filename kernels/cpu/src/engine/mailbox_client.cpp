@@ -12,9 +12,9 @@
 namespace sglang_hybrid {
 namespace {
 
-constexpr uint64_t spin_ns = 100'000;    // then let others have the core: they may be what is waited for
-constexpr uint64_t short_spin_ns = 10'000;  // after a post that took longer than that: the next will be like it
-constexpr uint64_t doze_ns = 2'000'000;  // how late a sleeping client may notice that the worker is gone
+constexpr uint64_t spin_ns = 100'000;    // then sleep: the worker may need this core
+constexpr uint64_t short_spin_ns = 10'000;  // spin time after a post that took longer than spin_ns: the next may too
+constexpr uint64_t doze_ns = 2'000'000;  // most time until a sleeping client notices that the worker is gone
 constexpr uint32_t looks_per_clock = 64;
 
 uint64_t entry_of(const sh_lists& lists, const Geometry& g, uint32_t row, uint32_t head) {
@@ -74,7 +74,7 @@ uint64_t MailboxClient::post(const sh_lists& lists, uint32_t generation) {
     own.rows = lists.rows;
     own.generation = generation;
     own.checks.assign(lists.rows, 0);
-    // whatever is there now is no reply to this post, even if it says so
+    // what the reply holds now is no reply to this post, whatever its sequence number
     for (uint32_t row = 0; row < lists.rows; ++row) store_release(view.reply(sequence, row).sequence, 0);
     Post& post = view.post(sequence);
     store_release(post.layer, lists.layer);
@@ -82,7 +82,7 @@ uint64_t MailboxClient::post(const sh_lists& lists, uint32_t generation) {
     post.scale = lists.scale;
     store_release(post.kind, static_cast<uint32_t>(kind_of(lists)));
     store_release(post.sequence, sequence);
-    // the bell before the rows: the worker begins with the first row while the others are written
+    // ring the bell before writing rows: the worker computes the first row while the client writes the others
     store_ordered(view.bell().posted, sequence);
     if (load_ordered(view.worker().parked)) wake_all(view.client().wake);
     for (uint32_t row = 0; row < lists.rows; ++row) write_request(lists, sequence, row, generation);
@@ -138,13 +138,13 @@ void MailboxClient::write_weights(const sh_lists& lists, uint64_t sequence, uint
 }
 
 bool MailboxClient::is_settled(uint64_t sequence, uint32_t row) const {
-    // nobody answers a post that does not exist yet: a larger number is damage, and waiting would not repair it
+    // a larger number is damage, since a later post does not exist yet, and waiting would not repair the damage
     return load_acquire(view.reply(sequence, row).sequence) >= sequence;
 }
 
 bool MailboxClient::copy_row(uint64_t sequence, uint32_t row, float* out, float* lse) const {
-    // The worker's cores have the output. Copied line by line each one would be waited for; the next row is asked for
-    // meanwhile, once nobody writes to it any more.
+    // The output is in the caches of the worker's cores. A copy would wait for each line, so the next row is prefetched
+    // during this row's copy, if the worker has finished writing the next row.
     const bool next_is_there = row + 1 < posts_[sequence % mailbox_slots].rows && is_settled(sequence, row + 1);
     const char* const next = reinterpret_cast<const char*>(view.output(sequence, row, 0) + view.output_row());
     const uint64_t head_bytes = view.geometry.head_dim * sizeof(float);
@@ -177,16 +177,16 @@ bool MailboxClient::copy_row(uint64_t sequence, uint32_t row, float* out, float*
 uint32_t MailboxClient::collect(uint64_t sequence, uint64_t timeout_ns, const uint32_t* gone, float* out, float* lse,
                                 uint8_t* served) {
     const auto& post = posts_[sequence % mailbox_slots];
-    if (post.sequence != sequence) return 0;  // the caller's mistake: nothing of it is left
+    if (post.sequence != sequence) return 0;  // the caller's mistake: a newer post took the slot
     const uint64_t start = now_ns();
     uint32_t missing = 0;
     const auto settle = [&](uint32_t row) {
         served[row] = copy_row(sequence, row, out, lse) ? sh_served : sh_damaged;
         missing += served[row] != sh_served;
     };
-    // on a core that is shared with the worker, spinning holds up what is waited for
+    // on a core shared with the worker, spinning delays the worker
     const uint64_t spin = outlasted_spinning_ ? short_spin_ns : spin_ns;
-    uint32_t row = 0;  // all before it are settled and copied, while the worker computes the others
+    uint32_t row = 0;  // rows before this one are settled and copied, while the worker computes the others
     while (row < post.rows) {
         for (uint32_t look = 0; look < looks_per_clock && row < post.rows; ++look) {
             for (; row < post.rows && is_settled(sequence, row); ++row) settle(row);

@@ -1,4 +1,4 @@
-// The scheduler's side of the mailbox, for a scheduler whose tensors are in host memory.
+// The client's side of the mailbox, for a scheduler process whose tensors are in host memory. A GPU client has its own code.
 #pragma once
 
 #include <cstdint>
@@ -10,18 +10,19 @@
 
 namespace sglang_hybrid {
 
-// Empty if the lists fit the geometry, else what is wrong with them.
+// Return an empty string if the lists fit the geometry, else a sentence that says what is wrong with them.
 std::string problem_of(const sh_lists& lists, const Geometry& geometry);
 
-// Blocks of one (row, KV head), whose entries are a prefix of its `listed` places.
+// Return the length of the block list of one (row, KV head): its entries before the first page below 0.
 List list_of(const sh_lists& lists, const Geometry& geometry, uint32_t row, uint32_t head);
 
 class MailboxClient {
   public:
     MailboxClient(void* mailbox, const Geometry& geometry) : view(mailbox, geometry), lists_(geometry.kv_heads) {}
 
-    // The lists must have no problem. Returns the post's sequence number.
+    // Post lists that problem_of has checked. Returns the sequence number of the post.
     uint64_t post(const sh_lists& lists, uint32_t generation);
+    // See sh_client_collect and sh_client_wake in c_api.h.
     uint32_t collect(uint64_t sequence, uint64_t timeout_ns, const uint32_t* gone, float* out, float* lse, uint8_t* served);
     void wake();
 
@@ -33,14 +34,15 @@ class MailboxClient {
     bool is_settled(uint64_t sequence, uint32_t row) const;
     bool copy_row(uint64_t sequence, uint32_t row, float* out, float* lse) const;
 
-    std::vector<List> lists_;  // of the row that is written
-    uint64_t posted_ = 0;
-    bool outlasted_spinning_ = false;  // the last collect waited for longer than it is worth to spin
+    std::vector<List> lists_;  // of the row being written
+    uint64_t posted_ = 0;      // sequence number of the last post
+    bool outlasted_spinning_ = false;  // the last collect() waited for longer than spin_ns
+    // The last post in each slot of the mailbox.
     struct {
         uint64_t sequence = 0;
         uint32_t rows = 0;
         uint32_t generation = 0;
-        std::vector<uint64_t> checks;  // of each row; 0 where it has no blocks
+        std::vector<uint64_t> checks;  // expected checksum of each row; 0 if the row has no blocks
     } posts_[mailbox_slots];
 };
 

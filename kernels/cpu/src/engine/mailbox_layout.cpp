@@ -6,7 +6,7 @@
 namespace sglang_hybrid {
 namespace {
 
-// Far above every model, far below what overflows 64 bits when they are multiplied.
+// Limits far above every model, and far too small for their products to overflow 64 bits.
 constexpr uint32_t most_rows = 1 << 16;
 constexpr uint32_t most_heads = 1 << 8;
 constexpr uint32_t most_blocks = 1 << 20;

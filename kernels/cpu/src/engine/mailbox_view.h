@@ -22,12 +22,12 @@ class MailboxView {
     uint64_t& check(uint64_t sequence, uint32_t row) const { return at<uint64_t>(at_.checks, sequence, row, 1)[0]; }
     List* lists(uint64_t sequence, uint32_t row) const { return at<List>(at_.lists, sequence, row, geometry.kv_heads); }
     uint32_t* pages(uint64_t sequence, uint32_t row, uint32_t head) const { return of_list(at_.pages, sequence, row, head); }
-    // Only where the geometry has them.
+    // Only if the geometry has masks.
     uint32_t* masks(uint64_t sequence, uint32_t row, uint32_t head) const { return of_list(at_.masks, sequence, row, head); }
     char* query(uint64_t sequence, uint32_t row, uint32_t head) const {
         return at<char>(at_.queries, sequence, row, query_row_bytes()) + head * (query_row_bytes() / geometry.kv_heads);
     }
-    // [group][max_blocks][32]; only where the geometry has value sums.
+    // [group][max_blocks][32]; only if the geometry has value sums.
     float* weights(uint64_t sequence, uint32_t row, uint32_t head) const {
         const uint64_t per_head = geometry.group * weight_stride();
         return at<float>(at_.weights, sequence, row, geometry.kv_heads * per_head) + head * per_head;

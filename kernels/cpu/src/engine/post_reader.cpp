@@ -10,10 +10,10 @@
 namespace sglang_hybrid {
 namespace {
 
-constexpr uint64_t beat_ns = 100'000'000;         // twice as often as the mailbox promises, and more
-constexpr uint64_t row_timeout_ns = 100'000'000;  // a writer that fills its rows takes microseconds
-constexpr uint64_t rows_timeout_ns = 1'000'000'000;  // of all rows: an engine that shall stop ends its post first
-constexpr uint32_t looks_per_clock = 64;          // reading the clock costs more than looking at the bell
+constexpr uint64_t beat_ns = 100'000'000;         // more than twice as often as the mailbox promises
+constexpr uint64_t row_timeout_ns = 100'000'000;  // of one row: a client that works writes its rows in microseconds
+constexpr uint64_t rows_timeout_ns = 1'000'000'000;  // of all rows: an engine that must stop ends its post first
+constexpr uint32_t looks_per_clock = 64;          // reading the clock costs more than reading the bell
 
 }  // namespace
 
@@ -28,10 +28,11 @@ uint64_t PostReader::newest() const {
 
 bool PostReader::take(OpenPost& post) {
     const uint64_t posted = newest();
-    // Numbers only grow: one that has shrunk again was damage, and posts up to the damaged one would never be taken.
+    // Sequence numbers only grow. If the bell's number shrinks, the larger number was damage, and waiting for it would
+    // skip all posts below it.
     if (posted && posted + 1 < next_) next_ = posted;
     if (posted < next_) return false;
-    // what is more than one behind the newest has been overwritten: its client has given up on it
+    // posts more than one behind the newest are overwritten: the client has given up on them
     const uint64_t oldest = posted - (mailbox_slots - 1);
     if (posted >= mailbox_slots && oldest > next_) {
         abandoned.fetch_add(oldest - next_ - 1, std::memory_order_relaxed);
@@ -121,7 +122,7 @@ Arrival PostReader::look_for_row(const OpenPost& post, uint32_t row, Request& re
         const bool late =
             now > row_deadline_ns_ || now > post.arrived_ns + rows_timeout_ns || newest() >= post.sequence + mailbox_slots;
         if (!late) return Arrival::awaited;
-        // this thread may have been stopped between the two looks, for longer than the client took
+        // check again: this thread may have been stopped after the first check for longer than the client needed
         if (!is_there()) {
             row_deadline_ns_ = 0;
             return Arrival::late;

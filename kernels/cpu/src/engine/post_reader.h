@@ -1,5 +1,5 @@
-// The worker's side of the mailbox: waits for posts, hands them out checked, writes replies. One thread waits and opens;
-// replies may be written by any thread.
+// The worker's side of the mailbox: waits for posts, checks and returns them, writes replies. One thread waits for posts and
+// rows; any thread may write replies.
 #pragma once
 
 #include <atomic>
@@ -9,7 +9,7 @@
 
 namespace sglang_hybrid {
 
-// Posts are counted from 1: no client gets further than this, and sums with a few slots do not overflow below it.
+// The highest valid sequence number. Posts are counted from 1, so no client reaches it; adding a few slots cannot overflow.
 inline constexpr uint64_t last_sequence = UINT64_MAX / 2;
 
 // The fields of a post, copied out of shared memory.
@@ -23,43 +23,45 @@ struct OpenPost {
 };
 
 enum class Event {
-    post,   // there is one
-    near,   // the client says that there will be one soon
+    post,   // a post arrived
+    near,   // the client announced that a post follows soon
     none,
 };
 
+// The state of a row's request: arrived, not yet arrived, or given up.
 enum class Arrival { there, awaited, late };
 
 class PostReader {
   public:
     PostReader(void* mailbox, const Geometry& geometry, uint32_t spin_us);
 
-    // Wait for the next post, until `timeout_ns` are over or `stop` is set. Spins for as long as work was near recently,
-    // sleeps otherwise. All waiting yields now and then: the client, which is waited for, may share the core.
+    // Wait for the next post until `timeout_ns` have passed or `stop` is set. Spins for the spin time after the last post
+    // or wake, sleeps otherwise. Spinning yields regularly, since the client may share the core.
     Event wait(uint64_t timeout_ns, const std::atomic<bool>& stop, OpenPost& post);
 
-    // Take the post after the last one, if it is there already and nothing is wrong with it. Posts before it may still be
-    // under way: what is wrong is left to wait(), which is called when all of them are complete.
+    // Take the next post if it has arrived and is valid. Returns at once. Earlier posts may still be under way, so an
+    // invalid post is left to wait(), which is called when all earlier posts are complete.
     bool take_next(OpenPost& post);
 
-    // Row's request, if it is there. Late: it never came, or a newer post took its place.
+    // Read a row's request if it has arrived. Late: it did not arrive in time, or a newer post overwrote its slot.
     Arrival look_for_row(const OpenPost& post, uint32_t row, Request& request);
 
-    // Wait until row's request is there. False: it is late.
+    // Wait until a row's request has arrived. False: it is late.
     bool wait_for_row(const OpenPost& post, uint32_t row, Request& request);
 
-    // Copy a row's lists to `lists` [KV heads]. False: they are out of bounds.
+    // Copy the lengths of a row's lists to `lists` [KV heads]. False: they are out of bounds.
     bool read_lists(const OpenPost& post, uint32_t row, const Request& request, List* lists) const;
 
-    // `check`: of what an answered row was computed from
+    // Write the reply of a row. `check`: checksum of what an answered row was computed from.
     void reply(const OpenPost& post, uint32_t row, uint32_t generation, ReplyStatus status, uint64_t check = 0);
 
-    // Every row of the post is answered or given up, and every post before it is complete. One thread at a time.
+    // Mark the post as completed and wake the client. Every row of the post must be answered or given up, and every
+    // earlier post must be complete. One thread at a time.
     void complete(const OpenPost& post);
 
-    void beat();  // "the worker lives"
+    void beat();  // increment the heartbeat in the mailbox
 
-    // Spinning is worth it until then, for helper threads too.
+    // The time until which threads should spin rather than sleep, helper threads too.
     uint64_t awake_until_ns() const { return awake_until_.load(std::memory_order_relaxed); }
 
     const MailboxView view;
@@ -67,18 +69,18 @@ class PostReader {
 
   private:
     bool is_served(uint32_t kind) const;
-    uint64_t newest() const;  // post; 0 where the bell shows a number that no client gets to
+    uint64_t newest() const;  // sequence number on the bell; 0 if it is above last_sequence
     bool take(OpenPost& post);
     bool read(OpenPost& post);
     void abandon(uint64_t sequence);
     void stay_awake(uint64_t now) { awake_until_.store(now + spin_ns_, std::memory_order_relaxed); }
 
     const uint64_t spin_ns_;
-    uint64_t next_;
-    uint32_t wake_seen_;
+    uint64_t next_;       // sequence number of the next post to take
+    uint32_t wake_seen_;  // ClientLine.wake when last read
     uint64_t last_beat_ns_ = 0;
-    uint64_t row_deadline_ns_ = 0;  // of the row that is looked for; 0: it was not missed yet
-    uint64_t completed_ns_ = 0;     // when the last post was
+    uint64_t row_deadline_ns_ = 0;  // of the row being waited for; 0: the row has not been found missing yet
+    uint64_t completed_ns_ = 0;     // time at which the last post was completed
     std::atomic<uint64_t> awake_until_{0};
 };
 

@@ -1,4 +1,4 @@
-// What this host's memory gives: the ceiling that block attention is measured against.
+// Measurement of this host's memory bandwidth: the upper bound of what block attention can reach.
 #include "engine/read_bandwidth.h"
 
 #include <pthread.h>
@@ -15,7 +15,7 @@ namespace {
 // The widest vector the compiler splits well on any machine; eight sums hide the latency of adding.
 using Vector __attribute__((vector_size(64))) = uint64_t;
 constexpr uint64_t lanes = 8;
-constexpr uint64_t piece_bytes = 1 << 20;  // of one thread at a time: a thread that is held up does not hold up the result
+constexpr uint64_t piece_bytes = 1 << 20;  // taken one by one, so that a delayed thread does not delay the result
 
 inline __attribute__((always_inline)) uint64_t sum_with(const char* start, uint64_t bytes) {
     const Vector* const data = reinterpret_cast<const Vector*>(start);
@@ -28,7 +28,7 @@ inline __attribute__((always_inline)) uint64_t sum_with(const char* start, uint6
     return sum;
 }
 
-// Chosen by hand: the compiler's own dispatch runs before the thread sanitizer is ready for it.
+// Dispatched by hand: the compiler's own dispatch runs before the thread sanitizer is initialised.
 #if defined(__x86_64__)
 __attribute__((target("avx512f"))) uint64_t sum_avx512(const char* start, uint64_t bytes) { return sum_with(start, bytes); }
 __attribute__((target("avx2"))) uint64_t sum_avx2(const char* start, uint64_t bytes) { return sum_with(start, bytes); }

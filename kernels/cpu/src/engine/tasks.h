@@ -1,5 +1,5 @@
-// How one list of blocks becomes tasks, and tasks become one result. Depends on the list alone, never on threads or on
-// time, so that the worker and a process that computes by itself give the same bits.
+// How a block list is split into tasks, and how the tasks' partial results are merged. Both depend on the list alone, never on
+// threads or timing, so that the worker and the server compute the same bits.
 #pragma once
 
 #include <algorithm>
@@ -15,11 +15,11 @@ namespace sglang_hybrid {
 inline constexpr uint32_t most_tasks_per_list = 64;
 
 struct Split {
-    uint32_t size;   // blocks of each task but the last
+    uint32_t size;   // blocks of each task except the last, which may have fewer
     uint32_t tasks;
 };
 
-// Without a sum that overflows: a task may be larger than any list.
+// Return count / size, rounded up. Written without a sum, which could overflow: `size` may be larger than any list.
 inline uint32_t rounded_up(uint32_t count, uint32_t size) { return count / size + (count % size != 0); }
 
 inline Split split_list(uint32_t count, uint32_t task_blocks) {
@@ -27,13 +27,13 @@ inline Split split_list(uint32_t count, uint32_t task_blocks) {
     return {size, rounded_up(count, size)};
 }
 
-// The most tasks that a list of up to `most_blocks` can have. Not those of the longest one: 65 blocks make 33 tasks of
-// two, 64 make 64 of one.
+// Return the most tasks that a list of up to `most_blocks` blocks can have. The longest list need not have the most tasks:
+// with task_blocks = 1, 65 blocks make 33 tasks of two, 64 blocks make 64 tasks of one.
 inline uint32_t most_tasks_of(uint32_t most_blocks, uint32_t task_blocks) {
     return std::min(most_tasks_per_list, rounded_up(most_blocks, task_blocks));
 }
 
-// Results of a list's tasks, one after the other: [task][group][head_dim] and [task][group].
+// Partial results of a list's tasks: out [task][group][head_dim] and lse [task][group].
 struct Partials {
     float* out;
     float* lse;
@@ -41,8 +41,8 @@ struct Partials {
 
 inline uint64_t partial_out_floats(const Geometry& g) { return uint64_t{g.group} * g.head_dim; }
 
-// Attention over the union of the tasks' tokens. Where no task has any, all of whose LSEs are -inf then, that of the union
-// is too, and no output is written.
+// Merge the tasks' results into the attention over all their tokens: out [group][head_dim], lse [group]. If the LSEs of all
+// tasks are -inf (no tokens), the merged LSE is -inf and no output is written.
 inline void merge_partials(const Geometry& g, const Partials& parts, uint32_t tasks, float* out, float* lse) {
     for (uint32_t head = 0; head < g.group; ++head) {
         constexpr float nothing = -std::numeric_limits<float>::infinity();
@@ -51,7 +51,7 @@ inline void merge_partials(const Geometry& g, const Partials& parts, uint32_t ta
         for (uint32_t task = 0; task < tasks; ++task) {
             const float of_task = parts.lse[task * g.group + head];
             largest = std::max(largest, of_task);
-            has_tokens |= of_task != nothing;  // NaN is not nothing
+            has_tokens |= of_task != nothing;  // true for NaN
         }
         if (!has_tokens) {
             lse[head] = nothing;
@@ -61,7 +61,7 @@ inline void merge_partials(const Geometry& g, const Partials& parts, uint32_t ta
         std::fill_n(result, g.head_dim, 0.0f);
         float sum = 0;
         for (uint32_t task = 0; task < tasks; ++task) {
-            // masks may leave a task without tokens: its output was not written
+            // masks may leave a task without tokens, whose output is not written
             if (parts.lse[task * g.group + head] == nothing) continue;
             const float weight = std::exp(parts.lse[task * g.group + head] - largest);
             const float* const part = parts.out + task * partial_out_floats(g) + uint64_t{head} * g.head_dim;
@@ -74,7 +74,7 @@ inline void merge_partials(const Geometry& g, const Partials& parts, uint32_t ta
     }
 }
 
-// The same for sums of values: each task has a part of them. LSEs of sums are 0: there is something.
+// Add up the tasks' sums of values. The LSE of a sum is 0 by definition, so there is none to merge.
 inline void add_partial_sums(const Geometry& g, const Partials& parts, uint32_t tasks, float* out) {
     const uint64_t floats = partial_out_floats(g);
     std::copy_n(parts.out, floats, out);
@@ -83,19 +83,19 @@ inline void add_partial_sums(const Geometry& g, const Partials& parts, uint32_t 
     }
 }
 
-// What computes posts of every kind.
+// The kernels that compute posts of every kind.
 struct Kernels {
     Kernel attend;
     SumKernel sum;
 };
 
-// `attention` with weights in the place of query and keys.
+// Return the arguments of a value sum over the blocks of `attention`, with weights instead of query and keys.
 inline ValueSum sum_of(const BlockAttention& attention, const float* weights, uint64_t weight_stride) {
     return {weights,         weight_stride,   attention.values,   attention.page_stride, attention.pages,
             attention.count, attention.group, attention.head_dim, attention.dtype,       attention.out};
 }
 
-// The kernel's arguments for blocks of one (layer, KV head); the caller fills in the list and where results go.
+// Return the arguments of attention for one (layer, KV head). The caller sets the block list, `out` and `lse`.
 inline BlockAttention attention_of(const Geometry& g, const char* pool, uint32_t layer, uint32_t head, const void* query,
                                    float scale) {
     const uint64_t block = uint64_t{block_tokens} * g.head_dim * bytes_of(static_cast<DType>(g.dtype));

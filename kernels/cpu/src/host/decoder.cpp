@@ -11,11 +11,12 @@ namespace {
 
 constexpr uint32_t attend_blocks_of_task = 16;
 constexpr uint32_t score_blocks_of_task = 64;
-// Work for which a second thread pays, in blocks attended; scoring a block takes about as long as attending a fourth.
+// Work that justifies one more thread, in attended blocks; scoring four blocks takes about as long as attending one.
 constexpr uint64_t blocks_per_thread = 48;
 constexpr uint32_t scored_per_attended = 4;
 
-// For another thread's task, which that thread has begun already: tasks are taken in order, and wait for earlier ones.
+// Wait for another thread's task. That thread has already begun the task, since tasks are taken in order and wait only for
+// earlier ones.
 template <class Condition>
 void wait_until(Condition condition) {
     for (uint32_t spins = 0; !condition(); ++spins) {
@@ -71,7 +72,8 @@ std::string HostDecoder::begin(const int64_t* pages, uint32_t stride, const int6
     return {};
 }
 
-// Units and tasks depend on the rows' lengths alone, and so do results: not on threads, nor on who else is in a batch.
+// Divide the step into units and tasks. Both depend on the rows' lengths alone, so that results do not depend on the number of
+// threads or on the other rows of a batch.
 void HostDecoder::plan() {
     const Geometry& g = geometry;
     units_.clear();
@@ -145,7 +147,7 @@ void HostDecoder::summarise_block(uint32_t layer, uint64_t page, uint32_t head, 
     }
 }
 
-// The new tokens of one block, and its summary.
+// Store the new tokens of one block, and update the block's digest and sketch.
 void HostDecoder::store_block(uint32_t layer, uint32_t row, uint32_t block, uint32_t head, TensorRows keys, TensorRows values) {
     const uint32_t length = lengths_[row], before = length - new_tokens_[row];
     const uint32_t first = std::max(before, block * block_tokens), end = std::min(length, (block + 1) * block_tokens);
@@ -282,7 +284,7 @@ void HostDecoder::score(const Unit& unit, uint32_t part, const Layer& layer) {
     for (uint32_t block = part * score_blocks_of_task; block < end; ++block) {
         const uint64_t page = page_of(unit.row, block);
         loops_.estimate(prepared, digest_of(layer.number, page, unit.head), codes_of(layer.number, page, unit.head), estimates);
-        // of the tail nothing is told: see without_tail of the reference
+        // the tail gets no estimate: see without_tail in reference.py
         const bool is_tail = block + 1 == unit.blocks;
         for (uint32_t head = 0; head < g.group; ++head) {
             estimates_[unit.first_estimate + uint64_t{head} * unit.blocks + block] =

@@ -11,8 +11,8 @@ namespace {
 
 constexpr float lowest = std::numeric_limits<float>::lowest();
 
-// A head's estimates become logarithms of shares of its attention. What is not finite (a page that somebody filled with
-// NaN) must not win, nor poison the others.
+// Convert a head's estimates to logarithms of shares of the head's attention. Estimates that are not finite (of a page with
+// NaN) must neither win nor poison the others.
 void to_shares(float* estimates, uint32_t blocks) {
     float highest = lowest;
     for (uint32_t i = 0; i < blocks; ++i) {
@@ -29,7 +29,7 @@ void to_shares(float* estimates, uint32_t blocks) {
 
 void select_blocks(float* estimates, uint32_t group, uint32_t blocks, const SelectionRules& rules, uint32_t* positions) {
     for (uint32_t g = 0; g < group; ++g) to_shares(estimates + uint64_t{g} * blocks, blocks);
-    // blocks that are always in need no score
+    // blocks that are always selected need no score
     const uint32_t first = std::min(rules.sink, blocks), last = std::max(first, blocks - std::min(blocks, rules.recent + 1));
     thread_local std::vector<float> scores;
     thread_local std::vector<uint32_t> order;

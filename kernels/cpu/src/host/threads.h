@@ -1,4 +1,4 @@
-// Threads for work of a few hundred microseconds.
+// Threads for parallel work of a few hundred microseconds.
 #pragma once
 
 #include <cstdint>
@@ -7,18 +7,20 @@
 
 namespace sglang_hybrid {
 
-// GOMP_parallel of an OpenMP runtime that the process has loaded already: runs work(argument) in `threads` threads, the
-// calling one included. Threads of our own would compete with torch's, which wait for the next operation.
+// The function GOMP_parallel of an OpenMP runtime that the process has already loaded: runs work(argument) in `threads`
+// threads, the calling one included. Own threads would compete for cores with torch's threads, which wait for the next
+// operation.
 using OpenMP = void (*)(void (*work)(void*), void* argument, unsigned threads, unsigned flags);
 
 class Threads {
   public:
-    // `openmp` may be null: threads are started for each call then.
+    // If `openmp` is null, each call of run() starts threads.
     Threads(uint32_t count, OpenMP openmp) : count_(count), openmp_(openmp) {}
 
     uint32_t count() const { return count_; }
 
-    // Call work() in so many threads at the same time, or in fewer, and wait for all of them.
+    // Call work() in `threads` threads at the same time, or in fewer if the system does not allow so many, and wait for
+    // all.
     template <class Work>
     void run(uint32_t threads, Work& work) const {
         if (threads <= 1) {

@@ -1,5 +1,5 @@
-// HostLoops over any Lanes (see vector_kernel.h). Included by one file for each instruction set, and so without anything
-// of the standard library that another file could share.
+// HostLoops for any Lanes (see vector_kernel.h). One file per instruction set includes this header, so the header uses nothing
+// of the standard library that the linker could share between these files.
 #pragma once
 
 #include <math.h>
@@ -17,7 +17,7 @@ struct VectorLoops {
     using Vector = typename Lanes::Vector;
     static constexpr uint32_t width = Lanes::width;
     static constexpr float levels = 16;
-    // e to that power, and to its opposite, are numbers of float
+    // exp(reach) and exp(-reach) are normal floats
     static constexpr float reach = 126 * 0.69314718f;
 
     template <DType dtype>
@@ -33,7 +33,7 @@ struct VectorLoops {
         }
     }
 
-    // Exact: the value was a number of that dtype.
+    // Exact, since `value` was converted from this dtype.
     template <DType dtype>
     static void store_exactly(float value, char* to) {
         uint32_t bits;
@@ -46,7 +46,7 @@ struct VectorLoops {
             const float magnitude = fabsf(value);
             uint32_t byte = 0x7f;  // NaN
             if (magnitude < 0x1p-6f) {
-                byte = static_cast<uint32_t>(magnitude * 0x1p9f);  // a denormal: so many steps
+                byte = static_cast<uint32_t>(magnitude * 0x1p9f);  // a denormal: the number of its steps of 2^-9
             } else if (magnitude == magnitude) {
                 byte = (bits >> 20 & 0x7ff) - (120u << 3);
             }
@@ -83,7 +83,7 @@ struct VectorLoops {
                 const Vector opposite =
                     Lanes::max(Lanes::sub(Lanes::zero(), x), Lanes::sub(Lanes::zero(), Lanes::load(low + i)));
                 Lanes::store(low + i, Lanes::sub(Lanes::zero(), opposite));
-                // 0, but NaN from a key that is not finite on: maxima would drop it
+                // 0, or NaN once a key is not finite: the maxima would drop NaN
                 Lanes::store(poison + i, Lanes::fma(x, Lanes::zero(), Lanes::load(poison + i)));
             }
         }
@@ -118,7 +118,7 @@ struct VectorLoops {
             }
             for (uint32_t c = 0; c < channels; ++c) {
                 float value = (place[c] - bottom[c]) / step[c];
-                value = value > 0.0f ? value : 0.0f;  // NaN too: a channel without a range
+                value = value > 0.0f ? value : 0.0f;  // also for NaN, from a channel without a range
                 value = value < levels - 1 ? value : levels - 1;
                 code[c] = static_cast<int32_t>(value);
             }
@@ -153,7 +153,7 @@ struct VectorLoops {
         for (uint32_t c = 0; c < q.channels; ++c) {
             step[c] = (high[q.position[c]] - low[q.position[c]]) / levels;
         }
-        for (uint32_t i = 0; i < q.head_dim; i += width) {  // the middle of each range, in place of its top
+        for (uint32_t i = 0; i < q.head_dim; i += width) {  // the middle of each range replaces its maximum
             const Vector sum = Lanes::add(Lanes::load(high + i), Lanes::load(low + i));
             Lanes::store(high + i, Lanes::mul(sum, Lanes::broadcast(0.5f)));
         }
