@@ -1,4 +1,4 @@
-"""SGLang's attention interface: translates its batches for an engine."""
+"""SGLang's attention backend ``hybrid``: translates SGLang's batches and calls for an engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = logging.getLogger("sglang.srt.hybrid")
 
 
 class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
-    """One per model runner."""
+    """Implements SGLang's interface of attention backends by an ``Engine``. One instance per model runner."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
@@ -49,16 +49,16 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             )
         self._pool = pool
         self._model_runner = model_runner
-        self._started = config = config_from_environment()  # by which the pool was made
-        profile = read_profile(config, model_runner)  # what is wrong with it is said before a worker is started
-        self._calibration: Calibration | None = None  # that this server fitted, or an earlier one
+        self._started = config = config_from_environment()  # settings with which the pool was created
+        profile = read_profile(config, model_runner)  # refuses a bad profile before a worker is started
+        self._calibration: Calibration | None = None  # fitted by this server, or by an earlier one
         self.choose_channels(self._calibrated(config, profile))
         self._torch, self._fast = create_engines(config, profile, pool, model_runner)
-        self.engine: Engine = self._torch  # of the settings that are used now
+        self.engine: Engine = self._torch  # engine that serves the current settings
         self._first_steps = FirstSteps()
-        self._split: SplitStep | None = None  # of the step that runs, where some of its rows are in their first ones
+        self._split: SplitStep | None = None  # set during steps with rows in their first steps
         self._scouting = Scouting(model_runner, lambda: self._split)
-        self.metrics: ServerMetrics | None = None  # --enable-metrics
+        self.metrics: ServerMetrics | None = None  # None without --enable-metrics
         if model_runner.server_args.enable_metrics:
             self.metrics = ServerMetrics(rank_of(model_runner), lambda: self.engine.readings())
         self.use(config, profile)
@@ -70,10 +70,9 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
     # -- settings ----------------------------------------------------------------------------
 
     def use(self, config: HybridConfig, profile: Profile | None = None) -> None:
-        """Decode by these settings from now on, and by ``profile`` or the one that they name.
+        """Decode by these settings from now on, with ``profile`` or else the profile that the settings name.
 
-        CUDA graphs that were recorded before have to be recorded anew.
-        Raises Refusal for what this model cannot do.
+        CUDA graphs must be recorded again afterwards. Raise Refusal for settings that this model does not support.
         """
         profile = profile or read_profile(config, self._model_runner)
         self._refuse_other_codes(config)
@@ -99,7 +98,10 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             )
 
     def _calibrated(self, config: HybridConfig, profile: Profile | None) -> Calibrated | None:
-        """What predicts queries by these settings. Fits it where they ask for that and nobody has done so yet."""
+        """Return the profile or calibration for predictions with these settings, or None.
+
+        Fit a calibration if the settings ask for one and this server has none yet.
+        """
         on_gpu = torch.device(self._pool.device).type == "cuda"
         if profile is not None or not calibrates_at_start(config, on_gpu=on_gpu):
             return profile
@@ -108,7 +110,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         return self._calibration
 
     def labels(self) -> dict[str, str]:
-        """What serves, in a few words."""
+        """Return versions, policy, engine and prediction of this server, as labels for metrics and server info."""
         return {
             "version": __version__,
             "sglang": str(installed_sglang()),
@@ -119,7 +121,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     @property
     def config(self) -> HybridConfig:
-        """The settings that are used now."""
+        """Return the current settings."""
         return self._config
 
     @property
@@ -127,13 +129,13 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         return self._pool
 
     def expect_changes(self) -> None:
-        """Settings and policies will change: leave engines that cannot follow."""
+        """Prepare for changes of settings and policies: stop using a fast engine that cannot change its settings."""
         if self._fast is not None and not self._fast.may_change:
             self._fast = self._pool.kernels = None
             self.use(self._config)
 
     def use_policy(self, policy: DecodePolicy) -> None:
-        """Decode by a policy that no settings name, in torch, until settings change."""
+        """Decode by ``policy``, which no setting names, in the torch engine, until settings change."""
         self.engine = self._torch
         self._torch.attention.policy = policy
 
@@ -142,7 +144,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.engine.watch_ratio(watcher)
 
     def choose_channels(self, calibrated: Calibrated | None) -> None:
-        """Choose what sketches and partial keys hold. Those of keys that are written already become void."""
+        """Choose the channels of sketches and the bases of partial keys. Those of keys in the pool become void."""
         own, model = kv_heads_of(self._model_runner), self._model_runner.model
         if self._pool.sketches:
             choose_channels(self._pool.sketches, self._pool.start_layer, own, model, calibrated)
@@ -152,7 +154,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
     # -- weights -----------------------------------------------------------------------------
 
     def why_weights_must_stay(self) -> str | None:
-        """Why they cannot be replaced while this server runs."""
+        """Return why weights cannot be replaced while this server runs, in words; None if they can."""
         if self.engine.holds_weights and self._scouting.is_predicting:
             return (
                 "queries are predicted from copies of the weights, which recorded CUDA graphs hold: start the server "
@@ -161,12 +163,13 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         return None
 
     def weights_changed(self) -> None:
-        """Predictors are made anew. Without a profile that fits the new weights nothing is predicted.
+        """Create predictors anew after an update of weights. Rows that are decoding keep their state.
 
-        Rows that are decoding go on as they are.
+        Disable prediction if the profile does not fit the new weights, or if predictions were calibrated on the old
+        ones.
         """
         try:
-            # a skew stays a basis, if not the best one: without calibrated predictions nothing is wrong
+            # the bases of partial keys remain valid, if not the best: only calibrated predictions become wrong
             if self._calibration is not None and prediction_of(self._config, is_calibrated=True) == "calibrated":
                 raise Refusal("predictions were calibrated on the old weights, and are calibrated at the next start")
             self._scouting.use(self._config, read_profile(self._config, self._model_runner), self.engine)
@@ -178,13 +181,13 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
     # -- forward passes ----------------------------------------------------------------------
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Everything that a graph needs is there already, for all rows."""
+        """Do nothing: the engine has already allocated all buffers of graphs, for all rows."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Before the layers of a forward pass."""
+        """Prepare the engine for a forward pass. SGLang calls this before the layers of the pass."""
         self._split = None
         if forward_batch.forward_mode.is_decode_or_idle():
             count = forward_batch.batch_size
@@ -239,7 +242,10 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
     def _parts(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, more: dict[str, Any]
     ) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, float]:
-        """Raises Refusal for what a model wants of attention that we would leave out, such as sinks."""
+        """Return the arguments of an engine's call: layer, query, keys, values and scale of logits.
+
+        Raise Refusal if a model passes arguments of attention that are not supported, such as sinks.
+        """
         if asked := [name for name, value in more.items() if value is not None]:
             raise Refusal(
                 f"this model's attention wants {', '.join(asked)}, which is not supported: serve it with another "

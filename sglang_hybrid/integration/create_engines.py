@@ -1,4 +1,4 @@
-"""The engines of one model runner: the torch engine, and a faster one where settings, model and host allow it."""
+"""Creates the engines of a model runner: the torch engine, and a faster one if settings, model and host allow it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ logger = logging.getLogger("sglang.srt.hybrid")
 def create_engines(
     config: HybridConfig, profile: Profile | None, pool: HostKVPool, model_runner: Any
 ) -> tuple[TorchEngine, Engine | None]:
-    """The torch engine and the faster one, if there is one. Starts the worker that the serving one of them needs.
+    """Create the torch engine and, if possible, a faster one (else None). Start a worker if the engine in use needs it.
 
-    Raises Refusal where CUDA graphs are wanted and cannot be had, or a worker cannot be started.
+    Raise Refusal if CUDA graphs or an FP8 cache on a GPU need CUDA kernels that do not support these settings, or if a
+    worker cannot be started.
     """
     model = facts_of(model_runner)
     fast: Engine | None
@@ -109,7 +110,7 @@ def _cpu_engine(config: HybridConfig, pool: HostKVPool, model: ModelFacts, model
 
 
 def why_not_native(config: HybridConfig, pool: HostKVPool, model: ModelFacts, model_runner: Any) -> str | None:
-    """Why a server without a GPU computes in plain torch, in words; None where native kernels do it."""
+    """Return why the native CPU engine cannot serve on a host without a GPU, in words; None if it can."""
     try:
         library()
         geometry = geometry_of(config, pool, model_runner)

@@ -1,4 +1,4 @@
-"""SGLang's KV pool, with its buffers in the shared region."""
+"""The host pool: SGLang's KV pool, with its buffers in shared host memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglang_hybrid.policies.registry import policy_named
 from sglang_hybrid.protocol.cores import cpus_of_node, read_topology
 from sglang_hybrid.protocol.region import SharedRegion
 
-_PAGES_AT_A_TIME = 256  # of one layer are copied while pages that arrived are permuted
+_PAGES_AT_A_TIME = 256  # pages of one layer that are permuted together after arrival: bounds temporary memory
 
 LayerCopies = list[tuple[torch.Tensor, torch.Tensor]]  # K and V of some tokens, per layer
 
@@ -31,24 +31,24 @@ LayerCopies = list[tuple[torch.Tensor, torch.Tensor]]  # K and V of some tokens,
 class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
     """The KV cache of all requests, in host memory that other processes can map.
 
-    Per layer one K and one V buffer, page-major, head-major inside a page, so that a block
-    (one page, one KV head) is one contiguous run::
+    Each layer has one K and one V buffer, page-major, and head-major inside a page, so that a block
+    (one page, one KV head) is contiguous::
 
         k_buffer[layer]: [page][KV head][token of the page][head_dim]
 
     SGLang's token index is the host slot: slot // 32 is the page, slot % 32 the token.
-    Page 0 takes the writes of padding tokens. ``device`` stays the device of the model: keys
-    and values arrive there, and what is known of pages and keys (digests, sketches, codes) lives there.
+    Page 0 takes the writes of padding tokens. ``device`` remains the model's device: new keys and
+    values are on it, and so are digests, sketches and codes.
     """
 
-    in_this_process: ClassVar[bool] = False  # whether there is one
-    model_dtype: ClassVar[torch.dtype | None] = None  # of queries, told before SGLang makes the pool
+    in_this_process: ClassVar[bool] = False  # whether this process has created a host pool
+    model_dtype: ClassVar[torch.dtype | None] = None  # of queries, set before SGLang creates the pool
     region: SharedRegion
     digests: Digests | CompactDigests | None
     sketches: Sketches | None
     codes: KeyCodes | None
-    admission: PageAdmission | None = None  # by the GPU, where CUDA kernels decode
-    kernels: HostKernels | None = None  # that summarise pages, where native kernels decode
+    admission: PageAdmission | None = None  # set by the CUDA engine of a decode instance
+    kernels: HostKernels | None = None  # set by the native CPU engine; they digest pages
 
     def _create_buffers_normal(self) -> None:
         HostKVPool.in_this_process = True
@@ -85,18 +85,22 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
             self.digests = Digests(*shape, self._digest_dtype(), self.device)
 
     def _digest_dtype(self) -> torch.dtype:
-        """The extremes of FP8 numbers are numbers of any dtype. CUDA kernels multiply them by queries as they are."""
+        """Return the dtype of digests: that of keys, but the model's for FP8 on a GPU.
+
+        The extremes of FP8 keys are exact in the model's dtype, and CUDA kernels multiply them by queries directly.
+        """
         on_gpu = torch.device(self.device).type == "cuda"
         return self.model_dtype or self.dtype if on_gpu and self.dtype == reference.FP8 else self.dtype
 
     def _kv_tokens_per_row(self) -> int:
-        """The first dimension of every buffer is pages. SGLang before 0.5.22 reads that off the buffers' shapes."""
+        """Return the tokens per row of a buffer: a page. SGLang before 0.5.22 derives this number from shapes."""
         return int(self.page_size)
 
     def admit(self, pages: torch.Tensor, last_filled: int) -> None:
-        """Make pages that a prefill instance wrote ours: layout, digests, sketches. Once for every page that arrives.
+        """Convert pages that a prefill instance wrote to this pool's layout, and write digests, sketches and codes.
 
-        All of them are full, but for the last, which has ``last_filled`` tokens; behind those there may be anything.
+        Must be called exactly once for every page that arrives. All pages are full except the last, which has
+        ``last_filled`` valid tokens.
         """
         filled = torch.full_like(pages, self.page_size)
         filled[-1:] = last_filled
@@ -112,11 +116,11 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
                     self.codes.refresh(layer, keys, some)
 
     def store(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write K and V of new tokens, and summarise the pages they are in."""
+        """Write keys and values of new tokens to ``slots`` ``[T]``, and refresh the digests of their pages."""
         self._store_kv_layer(layer, slots, keys, values)
 
     def _store_kv_layer(self, layer_idx: int, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor) -> None:
-        """Write K and V of new tokens, their codes, and the digests of the pages they are in."""
+        """Write keys, values and codes of new tokens, and refresh the digests and sketches of their pages."""
         slots = loc.to("cpu", torch.int64)
         pages, offsets = slots // self.page_size, slots % self.page_size
         keys, values = self.k_buffer[layer_idx], self.v_buffer[layer_idx]
@@ -130,7 +134,7 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         self._summarise(layer_idx, *touched_pages(slots, self.page_size))
 
     def _summarise(self, layer: int, pages: torch.Tensor, filled: torch.Tensor) -> None:
-        """Digests and sketches of pages whose first ``filled`` keys are valid."""
+        """Write digests and sketches of ``pages`` ``[n]``, whose first ``filled`` ``[n]`` keys are valid."""
         if self.digests is None:
             return
         if self.kernels is not None:
@@ -141,8 +145,8 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         if self.sketches:
             self.sketches.refresh(layer, keys, self.digests.of_layer(layer), pages)
 
-    # SGLang takes a request's KV out of the pool and puts it back elsewhere when it retracts a
-    # request on a disaggregated decode instance.
+    # When SGLang retracts a request on a disaggregated decode instance, it copies the request's KV cache out of
+    # the pool, and back to other slots later.
 
     def get_cpu_copy(
         self, indices: torch.Tensor, *_args: Any, **_kwargs: Any
@@ -159,9 +163,9 @@ class HostKVPool(MHATokenToKVPool):  # type: ignore[misc]
         self.wait_for_device()
         for layer, (keys, values) in enumerate(kv_cache_cpu):
             self._store_kv_layer(layer, indices, keys, values)
-        self.wait_for_device()  # digests are written: steps on another stream read them
+        self.wait_for_device()  # until digests are written, which steps on another stream read
 
     def wait_for_device(self) -> None:
-        """The GPU writes new tokens to the pool by itself, and steps may be under way."""
+        """Wait for all work of the GPU: steps in flight write new tokens to the pool. Does nothing on a CPU."""
         if torch.device(self.device).type == "cuda":
             torch.cuda.synchronize(self.device)

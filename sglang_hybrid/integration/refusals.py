@@ -1,7 +1,7 @@
-"""What cannot be served, each with one sentence that says what to change.
+"""Flags, models and requests that cannot be served, each with a sentence that says what to change.
 
-A refusal is better than a wrong answer: every case here would otherwise read or write the
-KV cache in a way the host pool does not understand.
+A refusal is better than a wrong answer: most of these cases would read or write the KV cache in a way that the host
+pool does not support.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from sglang_hybrid.integration.kv_scales import FP8_FLAG, scales_of
 from sglang_hybrid.memory.capacity import CapacityError
 from sglang_hybrid.ops.reference import FP8
 
-# that write to host memory: nixl is told its kind, the others need not be
+# transfer backends that can write to host memory; only nixl has to know the kind of memory
 TRANSFER_BACKENDS = ("mooncake", "mooncake_tcp", "nixl", "fake")
 
 
 class Refusal(ValueError):
-    """The server must not start like this. The message is for the person who started it."""
+    """The server must not start, or not do what was asked. The message is for the user, and says what to change."""
 
 
 @contextlib.contextmanager
 def told() -> Iterator[None]:
-    """Tell the launcher's console of a refusal on its way up: SGLang only logs what ends a scheduler process."""
+    """Send a refusal that is raised within this context to the launcher's console, and raise it again.
+
+    SGLang itself only logs an exception that ends a scheduler process.
+    """
     try:
         yield
     except (ConfigError, Refusal, CapacityError) as error:
@@ -41,7 +44,7 @@ def told() -> Iterator[None]:
 
 
 def _is_set(variable: str) -> bool:
-    """As SGLang reads its switches."""
+    """Return True if an environment variable is set to a value that SGLang reads as true."""
     return os.environ.get(variable, "").lower() in ("1", "true", "yes", "y")
 
 
@@ -167,7 +170,7 @@ _FLAGS: tuple[tuple[Callable[[Any], bool], str], ...] = (
 
 
 def refuse_flags(args: Any, config: HybridConfig) -> None:
-    """Raise Refusal when the command line asks for something the backend cannot do."""
+    """Raise Refusal if the command line asks for something that the backend does not support."""
     for asked_for, sentence in _FLAGS:
         if asked_for(args):
             raise Refusal(f"--attention-backend {BACKEND_NAME}: {sentence}")
@@ -179,7 +182,7 @@ def refuse_flags(args: Any, config: HybridConfig) -> None:
 
 
 def refuse_on_cpu(args: Any, model_config: Any) -> None:
-    """Raise Refusal for what SGLang accepts on a CPU and cannot do there, whatever the attention backend."""
+    """Raise Refusal for flags and models that SGLang accepts on a CPU but cannot serve there with any backend."""
     from sglang.srt.utils import cpu_has_amx_support
 
     if (args.enable_lora or args.lora_paths) and not torch.cuda.is_available():
@@ -195,7 +198,7 @@ def refuse_on_cpu(args: Any, model_config: Any) -> None:
 
 
 def refuse_model_config(model_config: Any) -> None:
-    """Raise Refusal for models whose configuration already says that they do not fit."""
+    """Raise Refusal for models whose configuration shows that the backend cannot serve them."""
     from sglang.srt.configs.model_config import AttentionArch
 
     name = _architecture(model_config)
@@ -206,7 +209,10 @@ def refuse_model_config(model_config: Any) -> None:
 
 
 def refuse_quantised_cache(kv_dtype: str, device: str, policy: str, *, receives_pages: bool = False) -> None:
-    """Raise Refusal for an FP8 KV cache that is not served like that. ``kv_dtype``: a flag's value or a dtype."""
+    """Raise Refusal for an FP8 KV cache that this device or policy does not support.
+
+    ``kv_dtype``: value of ``--kv-cache-dtype``, or name of a dtype. ``receives_pages``: this is a decode instance.
+    """
     kind = device.partition(":")[0]
     if kv_dtype not in (FP8_FLAG, "float8_e4m3fn"):
         return
@@ -254,9 +260,9 @@ def refuse_model(model: Any, model_config: Any, kv_dtype: torch.dtype, device: s
 
 
 def refuse_request(manager: Any, request: Any) -> None:
-    """Before SGLang's tokenizer manager takes a request: raise Refusal for one that would end the scheduler process.
+    """Raise Refusal for a request that would end the scheduler process.
 
-    SGLang answers with status 400 and the sentence.
+    Hook before SGLang's tokenizer manager takes a request. SGLang answers with status 400 and the message.
     """
     if request.input_embeds is None or manager.server_args.attention_backend != BACKEND_NAME:
         return

@@ -1,4 +1,4 @@
-"""How many tokens the host pool can hold, and the numbers to show when that is too few."""
+"""Capacity of the host pool in tokens, and the refusal of a pool that does not fit or is too small."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ GIB = 1 << 30
 
 
 class CapacityError(ValueError):
-    """The pool does not fit; the message carries every number that led to that."""
+    """The KV cache does not fit in memory. The message has the numbers that show why, and what to change."""
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one token costs on this rank."""
+    """Shape of the KV cache on one rank, from which the bytes of a token follow."""
 
     layers: int
     kv_heads: int
     key_dim: int
     value_dim: int
     itemsize: int
-    group: int = 1  # query heads per KV head: what weights of a step's tokens take
+    group: int = 1  # query heads per KV head: determines the size of attention weights and last queries
 
     @property
     def bytes_per_token(self) -> int:
@@ -36,14 +36,15 @@ class KVShape:
 def host_pool_bytes(
     config: HybridConfig, shape: KVShape, available: int, ranks: int, at_start: int | None = None
 ) -> int:
-    """Bytes that tokens can take in this rank's pool.
+    """Return the bytes that tokens can take in this rank's host pool.
 
-    ``available``: memory of this host that is free now; ``at_start``: before any rank took its share, where that is
-    known; ``ranks``: processes that share it. Raises CapacityError when the configuration asks for more than there is,
-    or when what it gives is less than one attention budget.
+    ``available``: bytes of this host's memory that are free now. ``at_start``: bytes that were free before any rank
+    took its share; None: unknown. ``ranks``: number of processes that share the memory. Raise CapacityError if the
+    configuration asks for more than is free, or if the pool is smaller than one attention budget.
     """
     asked = config.host_memory_bytes(available if at_start is None else at_start)
-    # others may have taken theirs already; a percentage is never more than that of what is left, weights may be in it
+    # Other ranks may have taken their shares already. A percentage is limited to this percentage of what is free now,
+    # because weights may have taken memory since the start.
     taken = min(asked // ranks, config.host_memory_bytes(available))
     if (asked if at_start is None else taken) > available:
         raise CapacityError(

@@ -1,4 +1,4 @@
-"""What engines need of the KV pool."""
+"""Interface of the KV pool for engines."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sglang_hybrid.protocol.region import SharedRegion
 
 
 class KVPool(Protocol):
-    """Paged keys and values in shared host memory, and what is known of each page on the model's device."""
+    """Paged keys and values in shared host memory, with digests, sketches and codes on the model's device."""
 
     k_buffer: list[torch.Tensor]  # of each layer: [pages, KV heads, tokens of a page, head_dim]
     v_buffer: list[torch.Tensor]
     region: SharedRegion
-    digests: Digests | CompactDigests | None  # None: under policies that need none
+    digests: Digests | CompactDigests | None  # None: the policy needs no digests
     sketches: Sketches | None
     codes: KeyCodes | None
     head_num: int
@@ -29,4 +29,4 @@ class KVPool(Protocol):
     device: str  # of the model
 
     def store(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write K and V of new tokens, and summarise the pages they are in."""
+        """Write keys and values of new tokens to ``slots`` ``[T]``, and refresh the digests of their pages."""

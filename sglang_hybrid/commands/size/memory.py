@@ -1,6 +1,6 @@
-"""Requests that fit: for stock SGLang and for hybrid, what limits them, and what twice as many would need.
+"""Number of requests that fit in memory, with stock SGLang and with hybrid: the limit, and what twice as many need.
 
-Rows, pages and tokens come from the functions that a server calls: ``host_pool_bytes`` and ``plan_device``.
+Rows, pages and tokens are computed by the functions that a server calls: ``host_pool_bytes`` and ``plan_device``.
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ from sglang_hybrid.engines.cuda.settings import unsupported_model, unsupported_o
 from sglang_hybrid.memory.capacity import CapacityError, KVShape, host_pool_bytes
 from sglang_hybrid.memory.device_capacity import DevicePlan, plan_device, rows_of
 
-# Weights and KV cache over the GPU memory that is free before the model is loaded. SGLang chooses the fraction by the
-# size of the GPU and measures what is left after loading; here it is an assumption, and --mem-fraction-static sets it.
+# Share of weights and KV cache in the GPU memory that is free before the model is loaded. SGLang chooses the share by
+# the size of the GPU, and measures what is left after loading. Here the share is an assumption, which
+# --mem-fraction-static overrides.
 MEM_FRACTION_STATIC = 0.85
 GPU, HOST = "GPU memory", "host memory"
-_MOST_GB = 1 << 20  # of a purchase
+_MOST_GB = 1 << 20  # maximum size of a purchase
 
 
 @dataclass(frozen=True)
 class Machine:
     gpu_bytes: int  # of each GPU, free before the model is loaded
-    host_bytes: int  # available, for all ranks
+    host_bytes: int  # available, shared by all ranks
     gpus: int = 1
     mem_fraction_static: float = MEM_FRACTION_STATIC
 
 
 @dataclass(frozen=True)
 class Requests:
-    """Requests of one length that run at a time."""
+    """Maximum number of requests of one length that run at a time, and the memory that limits it."""
 
     count: int
     limited_by: str
     by_gpu: int
-    by_host: int | None  # None: host memory does not matter
+    by_host: int | None  # None: host memory does not limit the number
 
 
 @dataclass(frozen=True)
 class Purchase:
-    """Memory that must be added for ``requests``. 0: there is enough."""
+    """Memory that must be added for ``requests`` running requests. 0: enough memory is installed."""
 
     requests: int
     gpu_bytes: int  # on each GPU
@@ -54,10 +55,10 @@ class Purchase:
 
 
 class Sizing:
-    """One model, one machine, requests of one length."""
+    """Memory needs of one model on one machine, for requests of one length."""
 
     def __init__(self, model: ModelShape, machine: Machine, config: HybridConfig, tokens: int) -> None:
-        """``tokens``: prompt and answer. Raises SizeError for what the CUDA engine does not serve."""
+        """``tokens``: length of prompt and answer. Raise SizeError for what the CUDA engine does not support."""
         model.check_ranks(machine.gpus)
         self.model, self.machine, self.config, self.tokens = model, machine, config, tokens
         self.shape: KVShape = model.kv_shape(machine.gpus)
@@ -75,16 +76,19 @@ class Sizing:
 
     @property
     def padded_tokens(self) -> int:
-        """Of whole pages."""
+        """Return the length of a request, rounded up to whole pages."""
         return -(-self.tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
     @property
     def kv_bytes(self) -> int:
-        """Of one request, on all GPUs together."""
+        """Return the bytes of one request's KV cache, of all GPUs together."""
         return self.machine.gpus * self.tokens * self.shape.bytes_per_token
 
     def gpu_left(self, gpu_bytes: int | None = None) -> int:
-        """Bytes of each GPU that SGLang leaves for the KV cache, negative if the weights do not fit."""
+        """Return the bytes that SGLang leaves for the KV cache on each GPU; negative if the weights do not fit.
+
+        ``gpu_bytes``: memory of each GPU, if not that of this machine.
+        """
         memory = self.machine.gpu_bytes if gpu_bytes is None else gpu_bytes
         return int(memory * self.machine.mem_fraction_static) - self.weights_per_gpu
 
@@ -95,13 +99,13 @@ class Sizing:
         return Requests(count, GPU, count, None)
 
     def hybrid(self) -> Requests:
-        """Raises CapacityError for host memory that a server would refuse."""
+        """Return the requests that run with hybrid. Raise CapacityError for host memory that a server would refuse."""
         by_gpu = _largest(lambda requests: self._plan(requests, self.machine.gpu_bytes) is not None)
         by_host = self._host_pool(self.config, self.machine.host_bytes) // self._padded_bytes
         return Requests(min(by_gpu, by_host), GPU if by_gpu <= by_host else HOST, by_gpu, by_host)
 
     def plan(self, requests: int) -> DevicePlan | None:
-        """What becomes of GPU memory with so many requests; None if they do not fit."""
+        """Return how ``requests`` requests divide the GPU memory; None if they do not fit."""
         return self._plan(requests, self.machine.gpu_bytes)
 
     @property
@@ -142,7 +146,7 @@ class Sizing:
         return _more(self.machine.gpu_bytes, fits)
 
     def _host_fits(self, requests: int, host_bytes: int) -> bool:
-        """With a setting host_memory that takes as large a share of the memory as now."""
+        """Return True if ``requests`` requests fit in ``host_bytes``, with the present ratio of host pool to memory."""
         now = self.config.host_memory_bytes(self.machine.host_bytes)
         pool = now * host_bytes // self.machine.host_bytes
         try:
@@ -157,7 +161,7 @@ def _with_pool(config: HybridConfig, pool: int) -> HybridConfig:
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """The largest number from 0 on that fits, if all smaller ones do."""
+    """Return the largest number that fits, 0 if 1 does not. All smaller numbers must fit too."""
     above = 1
     while fits(above):
         above *= 2
@@ -169,6 +173,6 @@ def _largest(fits: Callable[[int], bool]) -> int:
 
 
 def _more(now: int, fits: Callable[[int], bool]) -> int:
-    """The fewest whole GB beyond ``now`` that fit."""
+    """Return the fewest bytes, in whole GB, by which ``now`` must grow to fit; 0 if it fits."""
     missing = _largest(lambda more: more <= _MOST_GB and not fits(now + more * GB))
     return 0 if fits(now) else (missing + 1) * GB

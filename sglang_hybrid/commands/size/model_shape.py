@@ -1,4 +1,4 @@
-"""A model's shapes and the bytes of its weights, from config.json and the headers of its safetensors files."""
+"""Shape of a model and bytes of its weights, read from config.json and the headers of its safetensors files."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ ARCHITECTURES = (
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
 )  # fmt: skip
 _HEAD_NORMS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-_FLOATS = ("F32", "F16", "BF16")  # become the model's dtype when they are loaded
+_FLOATS = ("F32", "F16", "BF16")  # are converted to the model's dtype when they are loaded
 _ITEMSIZE = 2  # SGLang serves bfloat16 and float16 as they are, and float32 as float16
 _STORED = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of the weights of all ranks together, by how often a decode step reads them."""
+    """Bytes of the weights of all ranks together, divided by how much of them a decode step reads."""
 
-    dense: int  # at every step: attention, MLP, norms, output
-    embedding: int = 0  # a few lines of it only. 0 where the output is the same matrix
-    experts: int = 0  # those that the batch's tokens are routed to
+    dense: int  # read at every step: attention, MLP, norms, output
+    embedding: int = 0  # only a few rows are read; 0 if the output is the same matrix
+    experts: int = 0  # only the experts are read to which tokens are routed
 
     @property
     def total(self) -> int:
@@ -44,12 +44,12 @@ class ModelShape:
     query_heads: int
     kv_heads: int
     head_dim: int
-    most_tokens: int | None  # context that the model was made for
+    most_tokens: int | None  # longest context that the model supports; None: unknown
     dtype: str
     quantisation: str | None
     weights: Weights
-    weights_from: str  # in words
-    experts: int = 0  # of a layer
+    weights_from: str  # source of ``weights``, in words
+    experts: int = 0  # number of experts per layer
     experts_per_token: int = 0
     kv_itemsize: int = _ITEMSIZE  # bytes of a number in the KV cache
 
@@ -58,13 +58,13 @@ class ModelShape:
         return self.kv_itemsize == 1
 
     def kv_shape(self, ranks: int) -> KVShape:
-        """What a token costs on one of ``ranks`` GPUs. Fewer KV heads than GPUs are copied, as SGLang does."""
+        """Return the KV cache's shape on one of ``ranks`` GPUs. KV heads are replicated if they are fewer than GPUs."""
         heads = max(1, self.kv_heads // ranks)
         group = self.query_heads // ranks // heads
         return KVShape(self.layers, heads, self.head_dim, self.head_dim, self.kv_itemsize, group)
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises SizeError for a number of GPUs that cannot share the heads."""
+        """Raise SizeError if this number of GPUs cannot share the heads."""
         if self.query_heads % ranks or max(self.kv_heads, ranks) % min(self.kv_heads, ranks):
             possible = [
                 count for count in range(1, self.query_heads + 1)
@@ -76,13 +76,16 @@ class ModelShape:
             )
 
     def weights_read(self, rows: int) -> int:
-        """Bytes that a decode step of ``rows`` tokens reads, if tokens choose their experts independently."""
+        """Return the bytes that a decode step of ``rows`` tokens reads of the weights.
+
+        Assumes that tokens choose their experts independently.
+        """
         touched = 1 - (1 - self.experts_per_token / self.experts) ** rows if self.experts else 0
         return int(self.weights.dense + touched * self.weights.experts)
 
 
 def read_model(path: Path) -> ModelShape:
-    """``path``: a model's directory, or its config.json. Raises SizeError."""
+    """Return the shape of a model. ``path``: its directory or config.json. Raise SizeError if it cannot be sized."""
     path = path.expanduser()
     directory = path.parent if path.is_file() else path
     if path.is_file() and path.suffix != ".json":
@@ -100,7 +103,11 @@ def read_model(path: Path) -> ModelShape:
 
 
 def shape_of(config: Mapping[str, Any], name: str, stored: Mapping[str, tuple[str, int]] | None = None) -> ModelShape:
-    """``stored``: dtype and number of values of each tensor in the model's files. Raises SizeError."""
+    """Return the shape of a model with this configuration. Raise SizeError if it cannot be sized.
+
+    ``stored``: dtype and number of values of each tensor in the model's files; without it weights are estimated from
+    the configuration.
+    """
     architecture = next(iter(config.get("architectures") or []), "none")
     if architecture not in ARCHITECTURES:
         raise SizeError(f"{name} has architecture {architecture}: only {', '.join(ARCHITECTURES)} can be sized")
@@ -156,7 +163,7 @@ def _head_dim(config: Mapping[str, Any]) -> int:
 @dataclass(frozen=True)
 class _Quantisation:
     method: str
-    linear_bytes: float | None  # of one weight of a projection, with its share of scales; None: not known
+    linear_bytes: float | None  # bytes of one weight of a projection, with its share of scales; None: unknown
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> _Quantisation | None:
@@ -183,7 +190,10 @@ class _Quantisation:
 
 
 def _by_arithmetic(config: Mapping[str, Any], architecture: str, linear_bytes: float) -> Weights:
-    """``linear_bytes``: of one weight of a projection. Embedding and output are never quantised."""
+    """Return the bytes of weights from the configuration alone. Embedding and output are never quantised.
+
+    ``linear_bytes``: bytes of one weight of a projection.
+    """
     hidden, layers, dim = _number(config, "hidden_size"), _number(config, "num_hidden_layers"), _head_dim(config)
     heads = _number(config, "num_attention_heads")
     queries, keys = heads * dim, _number(config, "num_key_value_heads", heads) * dim
@@ -229,15 +239,15 @@ def _is_tied(config: Mapping[str, Any]) -> bool:
 
 
 def _stored_tensors(directory: Path) -> dict[str, tuple[str, int]]:
-    """Dtype and number of values of every tensor in the safetensors files. Empty if there are none."""
+    """Return dtype and number of values of every tensor in the safetensors files; empty if files are missing."""
     files = sorted(directory.glob("*.safetensors"))
     index = directory / "model.safetensors.index.json"
     try:
         if index.is_file():
             files = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
             if not all(file.is_file() for file in files):
-                return {}  # an index without its files: the configuration says as much
-        elif len(files) > 1:  # Mistral's directories have the weights twice
+                return {}  # an index without its files says no more than the configuration
+        elif len(files) > 1:  # directories of Mistral models have the weights twice
             files = [file for file in files if not file.name.startswith("consolidated")]
         tensors = {}
         for file in files:

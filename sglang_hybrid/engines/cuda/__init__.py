@@ -1,4 +1,4 @@
-"""Policy ``scout`` on a GPU: the CUDA kernels in their order, on persistent buffers, so that a graph can hold a step.
+"""CUDA engine: launches the kernels of each policy in order, on persistent buffers, so that a CUDA graph holds a step.
 
-``engine`` is what SGLang's adapter calls. Nothing here knows SGLang.
+SGLang's adapter calls ``engine``. No module of this package depends on SGLang.
 """

@@ -1,10 +1,10 @@
-"""Pages that a prefill instance wrote become ours: the GPU turns them into the pool's layout and summarises them.
+"""Admission of pages that a prefill instance wrote: the GPU converts them to the pool's layout and digests them.
 
     as written  [token][KV head][head_dim]        SGLang's layout of a page
     as kept     [KV head][token][head_dim]        so that a block is one run
 
-Over PCIe and back, on a stream of its own: a prompt of 32k tokens takes tens of milliseconds like that, and seconds by
-torch on the host.
+The pages are copied over PCIe and back on a separate stream. A prompt of 32k tokens takes tens of milliseconds this
+way, and seconds by torch on the host.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.engines.cuda.layers import DeviceLayer
 from sglang_hybrid.ops.cuda.copies import gather_blocks, scatter_blocks
 
-_PAGES_AT_A_TIME = 256  # of one layer
+_PAGES_AT_A_TIME = 256  # pages of one layer that are converted together
 
 
 class PageAdmission:
     def __init__(
         self, layers: Sequence[DeviceLayer], heads: int, dim: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        """Takes four times ``_PAGES_AT_A_TIME`` pages of keys of device memory."""
+        """Allocate device memory for four times ``_PAGES_AT_A_TIME`` pages of one layer's keys."""
         self._layers, self._heads, self._dim, self._device = list(layers), heads, dim, torch.device(device)
         shape = (_PAGES_AT_A_TIME, heads, 1, BLOCK_TOKENS, dim)
         self._written = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)]
@@ -32,8 +32,11 @@ class PageAdmission:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
 
     def admit(self, pages: torch.Tensor, filled: torch.Tensor) -> None:
-        """``pages`` ``[n]``, of which the first ``filled`` ``[n]`` tokens are there; both on the host. Waits."""
-        # behind all steps that are under way: one of them may write the last token of the pages' previous owner
+        """Convert and digest ``pages`` ``[n]``, and wait until this is done.
+
+        Of each page the first ``filled`` ``[n]`` tokens are valid. Both tensors are in host memory.
+        """
+        # wait for all steps in flight: one of them may write the last token of the pages' previous owner
         torch.cuda.synchronize(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             for some, full in zip(pages.split(_PAGES_AT_A_TIME), filled.split(_PAGES_AT_A_TIME), strict=True):
@@ -47,12 +50,12 @@ class PageAdmission:
     def _admit_layer(self, layer: DeviceLayer, pages: torch.Tensor, listed: torch.Tensor, tokens: torch.Tensor) -> None:
         count, pool = len(pages), layer.pool
         written, kept = ([part[:count] for part in parts] for parts in (self._written, self._kept))
-        # a page is copied as it is, whatever the order inside
+        # copies whole pages, whatever the order of tokens and heads inside
         gather_blocks(pool.region, pool.keys, pool.values, listed, *written)
         for source, target in zip(written, kept, strict=True):
             as_written = source.view(count, BLOCK_TOKENS, self._heads, self._dim)
             as_kept = target.view(count, self._heads, BLOCK_TOKENS, self._dim)
-            # by eight bytes, whatever these are
+            # the transpose moves units of eight bytes, whatever the dtype
             as_kept.view(torch.int64).copy_(as_written.view(torch.int64).transpose(1, 2))
         layer.summarise(kept[0].squeeze(2), pages, tokens)
         scatter_blocks(pool.region, pool.keys, pool.values, listed, *kept)

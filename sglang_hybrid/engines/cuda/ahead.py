@@ -1,4 +1,4 @@
-"""Step programs that begin with a layer by its predicted query, on a lane of its own, while the layer before runs."""
+"""Base class of step programs that start work on a layer by its predicted query, while the layer before runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from sglang_hybrid.engines.cuda.program import QueryAhead, StepProgram
 
 
 class AheadProgram(StepProgram):
-    """Subclasses make the lane and the set."""
+    """Step program that runs predictions, and the work that follows them, on the scout lane.
+
+    Subclasses create ``_scout`` and ``_ahead``.
+    """
 
     _scout: Lane
-    _ahead: set[int]  # layers of this step that were begun with, by a predicted query
+    _ahead: set[int]  # layers of this step on which work was started by a predicted query
 
     @contextlib.contextmanager
     def scout_lane(self) -> Iterator[None]:
@@ -42,8 +45,8 @@ class AheadProgram(StepProgram):
 
     @abstractmethod
     def query_ahead(self, layer: int, count: int) -> torch.Tensor:
-        """Where the predicted query of a layer goes: ``[count, query heads, head_dim]``."""
+        """Return the buffer for the predicted query of a layer: ``[count, query heads, head_dim]``."""
 
     @abstractmethod
     def ahead(self, layer: int, count: int, scale: float) -> None:
-        """On the scout lane: begin with a layer whose predicted query is in its place."""
+        """Start work on a layer, on the scout lane. Its predicted query is in the buffer of ``query_ahead``."""

@@ -1,4 +1,4 @@
-"""The memory between the kernels of a layer: allocated once, for the largest batch, and cut for smaller ones."""
+"""Buffers between the kernels of a layer: allocated once for the largest batch; smaller batches use the first part."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sglang_hybrid.ops.cuda.scoring import ScoreWorkspace
 from sglang_hybrid.ops.cuda.selection import Misses, RecallPlan
 from sglang_hybrid.ops.cuda.tensors import bit_words
 
-MOST_GATHERED = 16  # misses of a (row, KV head) that are copied to the device in a step
+MOST_GATHERED = 16  # maximum number of misses of a (row, KV head) that one step copies to the device
 
 
 class LaneBuffers:
-    """Of one layer on its way: written one layer ahead, so there are two of them, for even and for odd layers."""
+    """Query, misses and gather plan of one layer. Written one layer ahead, so even and odd layers have one set each."""
 
     def __init__(
         self, shape: DeviceShape, budget: int, gathers: bool, dtype: torch.dtype, device: torch.device | str
@@ -33,7 +33,7 @@ class LaneBuffers:
         return self._query[:count]
 
     def held(self, count: int) -> torch.Tensor:
-        """Of rows that are whole: bits of the blocks in slots."""
+        """Return ``[count, KV heads, words]``: bits of blocks in slots, of rows in their ``WholeSteps``."""
         return self._held[:count]
 
     @functools.cache  # noqa: B019 (lives as long as the backend)
@@ -42,12 +42,12 @@ class LaneBuffers:
 
 
 class AttentionBuffers:
-    """Of the layer that is being attended: its result, and what CTAs leave for each other."""
+    """Result of the layer that is being attended, and the workspace in which CTAs exchange partial results."""
 
     def __init__(
         self, shape: DeviceShape, dtype: torch.dtype, pool_dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        """``dtype`` of the model; ``pool_dtype`` of keys and values."""
+        """Allocate the result. ``dtype``: of the model. ``pool_dtype``: of keys and values in the pool."""
         self._shape, self._pool_dtype, self._device = shape, pool_dtype, device
         self._out = torch.zeros(shape.max_batch, shape.heads * shape.group, shape.dim, dtype=dtype, device=device)
 
@@ -61,7 +61,7 @@ class AttentionBuffers:
 
 
 class PartialBuffers:
-    """Of a layer some of whose blocks others compute: both parts of its attention."""
+    """Both partial results of a layer whose attention the GPU shares with the CPU worker."""
 
     def __init__(self, shape: DeviceShape, device: torch.device | str) -> None:
         heads = shape.heads * shape.group
@@ -75,20 +75,20 @@ class PartialBuffers:
         return self._local[0][:count], self._local[1][:count]
 
     def replies(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the worker, on the device."""
+        """Return the worker's partial outputs and their LSE, in device memory."""
         return self._replies[0][:count], self._replies[1][:count]
 
     def served(self, count: int) -> torch.Tensor:
-        """Stays 0 where there is no worker."""
+        """Return ``[count]``: 1 for rows that the worker served. Stays 0 without a worker."""
         return self._served[:count]
 
     def full(self, count: int) -> torch.Tensor:
-        """Tokens in the last block of each list: others compute full blocks."""
+        """Return the tokens in the last block of each list: always 32, because the worker gets full blocks."""
         return self._full[:count]
 
 
 class MissBuffers(PartialBuffers):
-    """The same of a layer that selects, and the estimates of its blocks."""
+    """Partial results of a layer, and the workspace for estimates of its blocks, for policies that select blocks."""
 
     def __init__(self, shape: DeviceShape, device: torch.device | str) -> None:
         super().__init__(shape, device)

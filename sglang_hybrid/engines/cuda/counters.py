@@ -1,4 +1,4 @@
-"""What the device has counted, looked at without waiting for it."""
+"""Counters in device memory, read without waiting for the device."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 
 
 class Counters:
-    """Copies of a tensor in device memory that arrive some time later."""
+    """Reads a tensor of counters in device memory by asynchronous copies to pinned host memory."""
 
     def __init__(self, counted: torch.Tensor) -> None:
         self._counted = counted
         self._copy = torch.empty(counted.shape, dtype=counted.dtype).pin_memory()
         self._arrived: torch.cuda.Event | None = None
-        self._before: torch.cuda.Event | None = None  # when the look before the last one began
-        self.seconds: float | None = None  # on the device, between the beginnings of the last two looks
+        self._before: torch.cuda.Event | None = None  # of the copy that ``look`` returned last
+        self.seconds: float | None = None  # device time between the last two copies that arrived
 
     def look(self) -> torch.Tensor | None:
-        """What was counted when the last look began; None if it has not arrived yet."""
+        """Return the counters as of the last ``begin``; None if that copy has not arrived or was returned before."""
         if self._arrived is None or not self._arrived.query():
             return None
         if self._before is not None:
@@ -25,7 +25,7 @@ class Counters:
         return self._copy.clone()
 
     def begin(self) -> None:
-        """Begin to look, on the current stream."""
+        """Start a copy of the counters, on the current stream."""
         self._copy.copy_(self._counted, non_blocking=True)
         self._arrived = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, unused-ignore]
         self._arrived.record(torch.cuda.current_stream())

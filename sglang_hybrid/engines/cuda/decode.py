@@ -1,4 +1,4 @@
-"""Policy ``scout`` on a GPU, layer by layer: which kernel runs on which lane, and who waits for whom.
+"""Policy ``scout`` on a GPU, layer by layer: which kernel runs on which lane, and which lanes wait for each other.
 
     scout lane    predicted query -> scores -> selection -> post                          of the next layer
     gather lane   a share of its misses -> slots -> slot table
@@ -7,7 +7,7 @@
     plan lane     scores by the real query -> plan, for rows that recall                  beside attention
     recall lane   copies of the plan -> slot table                                        of the layer just attended
 
-Everything is launched with static shapes on persistent buffers, so a whole step can be recorded in a CUDA graph.
+All kernels are launched with static shapes on persistent buffers, so a whole step can be recorded in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from sglang_hybrid.policies.scout.recall import RecallSchedule
 
 
 class DeviceScout(AheadProgram, SlotProgram):
-    """The state of all rows and the order of kernels."""
+    """Step program of policy ``scout``: the state of all rows, and the order of kernels."""
 
     loads_initial_blocks: ClassVar[bool] = True
     reads_digests: ClassVar[bool] = True
-    # Of what a predicted query began, when the real one is there: whether the weight of replies is corrected, and what
-    # becomes resident chosen anew.
+    # Whether, once the real query of a layer with a predicted query is known, the LSE of replies is corrected and the
+    # blocks that become resident are selected anew.
     corrects: ClassVar[bool] = True
 
     def __init__(
@@ -63,20 +63,20 @@ class DeviceScout(AheadProgram, SlotProgram):
         mailbox: DeviceMailboxClient | None,
         handover: Handover | None = None,
     ) -> None:
-        """``mailbox``: of the worker that computes misses; None: this device reads them from the pool itself.
+        """``mailbox``: mailbox of the worker that computes misses; None: the GPU reads all misses from the host pool.
 
-        ``handover``: None where rows are never held as a whole.
+        ``intervals``: recall interval of each layer. ``handover``: None if whole rows are never held.
         """
         device, dtype, pool_dtype = layers[0].digests.digests.device, layers[0].digests.dtype, layers[0].pool.keys.dtype
         slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, pool_dtype, device)
         super().__init__(layers, shape, slots, whole=settings.whole, handover=handover)
         self._settings, self._mailbox = settings, mailbox
         self._tables = [self.slots.table(layer, settings.sink, settings.recent) for layer in range(len(layers))]
-        # by row, as slots are: who reads one reads the other
+        # indexed by row, like slots: a kernel that reads one reads the other
         of_scores = (shape.rows, shape.heads, shape.max_blocks)
         self._scores = [torch.full(of_scores, -math.inf, device=device) for _ in layers]
         of_heads = (shape.rows, shape.heads, shape.group)
-        self._near_bias = [torch.zeros(of_heads, device=device) for _ in layers]  # by row for the same reason
+        self._near_bias = [torch.zeros(of_heads, device=device) for _ in layers]  # indexed by row too
         gathers = settings.gather_share != 0
         self._lanes = [LaneBuffers(shape, settings.budget, gathers, dtype, device) for _ in range(2)]
         of_layers = (len(layers),)
@@ -84,23 +84,24 @@ class DeviceScout(AheadProgram, SlotProgram):
         self.gather_shares = torch.full(of_layers, first_share, device=device) if gathers else None
         self._main = MissBuffers(shape, device)
         self._receipts = [mailbox.new_receipt(shape.max_batch) for _ in range(2)] if mailbox else []
-        # one plan for each layer: copies of one may still be under way when the next but one is selected
+        # one plan per layer: copies of a plan may still be in flight when the layer after the next is selected
         self._plans = [plan_for(shape, settings.slots, device) for _ in layers]
         self.intervals = torch.tensor(list(intervals), dtype=torch.int32, device=device)
-        # blocks of each layer, added up over all steps
+        # blocks of each layer, summed over all steps
         self.counted = torch.zeros(len(layers), len(TOTALS), dtype=torch.int64, device=device)
-        # who recalls in this step, by layer, and what planning needs beside the scout lane, which scores another layer
+        # Per layer, which rows recall in this step. Planning has its own workspace, because the scout lane scores
+        # another layer at the same time.
         self._recalls = torch.zeros(len(layers), shape.max_batch, dtype=torch.int32, device=device)
         self._planning = ScoreWorkspace(shape.max_batch, shape.heads, shape.group, shape.max_blocks, device)
         self._everybody = torch.ones(shape.max_batch, dtype=torch.int32, device=device)
         self._scout, self._gather, self._recall = Lane(device), Lane(device), Lane(device)
-        # a few small CTAs that must not queue behind those of attention, beside which they wait
+        # a few small CTAs that wait beside attention, and must not queue behind its CTAs
         self._replies, self._plan_lane = Lane(device, urgent=True), Lane(device, urgent=True)
-        self._ahead: set[int] = set()  # layers of this step whose misses are on their way, by a predicted query
+        self._ahead: set[int] = set()  # layers of this step whose misses were selected by a predicted query
         self._posted = False  # whether this step has posted
-        # Whether somebody calls end_step: recalls go on behind the last layer's attention then.
+        # Whether end_step is called behind the logits: then recalls may continue after the last layer's attention.
         self.recall_joins_at_logits = False
-        self._unended: int | None = None  # the layer whose recall nobody has waited for
+        self._unended: int | None = None  # last layer of a step whose recalls were not waited for
 
     @classmethod
     def create(cls, context: ProgramContext) -> Self:
@@ -130,11 +131,11 @@ class DeviceScout(AheadProgram, SlotProgram):
     # -- settings that change while graphs are replayed ----------------------------------------
 
     def set_intervals(self, intervals: Sequence[int]) -> None:
-        """Steps between two recalls of each layer."""
+        """Set the number of steps between two recalls of each layer. Recorded graphs read the new numbers."""
         self.intervals.copy_(torch.tensor(list(intervals), dtype=torch.int32).pin_memory(), non_blocking=True)
 
     def set_gather_shares(self, shares: Sequence[float]) -> None:
-        """Of each layer's misses, that are copied to the device. Only where they did not begin as a fixed 0."""
+        """Set the share of each layer's misses that is copied to the device. Ignored if the setting is a fixed 0."""
         if self.gather_shares is not None:
             self.gather_shares.copy_(torch.tensor(list(shares)).pin_memory(), non_blocking=True)
 
@@ -173,7 +174,7 @@ class DeviceScout(AheadProgram, SlotProgram):
             scores=self._scores[layer], by_row=True, refused=self.refused,
         )  # fmt: skip
         if lane.gathered:
-            # append did not have to wait: the tail's slot is none that selection gives to others
+            # append need not wait for these copies: selection never gives the tail's slot to another block
             self._gather.wait_for(layer)
         local, served, out = self._main.local(count), self._main.served(count), self._attention.out(count)
         corrected = predicted and self.corrects
@@ -195,7 +196,7 @@ class DeviceScout(AheadProgram, SlotProgram):
         if replies is not None:
             self._replies.wait_for(layer)
             merge(local, replies, active_rows=step.active_rows, out=out)
-        # To rows that look at everything in this step it adds what is worth it and not in their slots.
+        # For rows in their first steps (``whole``) this adds blocks without a slot whose score is high enough.
         finish_late(
             query, of_layer.pool, step, misses.pages, misses.counts, scale, local, out,
             served=served, whole=self.step.whole(count), worth=self._worth(layer, count),
@@ -206,32 +207,33 @@ class DeviceScout(AheadProgram, SlotProgram):
         return out
 
     def _attended(self, layer: int) -> torch.Tensor:
-        """Which block each slot has that is attended to."""
+        """Return the attended block of each slot ``[rows, KV heads, slots]``, -1 for none."""
         return self._tables[layer].positions
 
     def _worth(self, layer: int, count: int) -> WorthBlocks:
-        """What rows that are whole attend to, by their real query."""
+        """Return which blocks rows in their first steps attend to, by their real query."""
         settings, held = self._settings, self._lanes[layer % 2].held(count)
         return WorthBlocks(
             self._scores[layer], self._near_bias[layer], settings.whole_score, settings.sink, settings.recent, held
         )
 
     def _end_layers(self, last: int) -> None:
-        """A step has to wait for its recalls, best at its very end."""
-        self.recall_joins_at_logits &= self._unended is None  # else nobody ended the step before
+        """Note that the step must wait for its recalls. Wait now unless ``end_step`` is called behind the logits."""
+        self.recall_joins_at_logits &= self._unended is None  # else end_step was not called for the step before
         self._unended = last
         if not self.recall_joins_at_logits:
             self.end_step()
 
     def end_step(self) -> None:
         if self._unended is not None:
-            self._recall.wait_for(self._unended)  # and so for all layers before it
+            self._recall.wait_for(self._unended)  # and thereby for all layers before it
             self._unended = None
 
     def _collect(self, layer: int, query: torch.Tensor, scale: float, corrected: bool) -> Partial | None:
-        """On the lane of replies: wait for the worker, bring its replies to the device, shift them. None without one.
+        """Wait for the worker on the reply lane, and copy its replies to the device. Return None without a worker.
 
-        Replies cross PCIe beside attention, and this is all that waits for the worker, whoever computes in the end.
+        ``corrected``: shift the replies' LSE by the real query. Replies cross PCIe beside attention. Nothing else waits
+        for the worker, even if the GPU computes its misses in the end.
         """
         if self._mailbox is None:
             return None
@@ -258,13 +260,16 @@ class DeviceScout(AheadProgram, SlotProgram):
     # -- rows that were held as a whole ------------------------------------------------------
 
     def hand_over(self, count: int, handover: Handover) -> None:
-        """Rows that go on have in their slots what their last query selects, but for the tail: that is `append`'s."""
+        """Fill the slots of rows that go on with the blocks that their last query selects, but not with the tail.
+
+        ``append`` gives the tail its slot.
+        """
         step, due, staged = self.step.of_batch(count), handover.goes_on(count), handover.borrow()
         for layer in range(len(self._layers)):
             self._plan(layer, step, *handover.query(layer), due, query_by_row=True)
             if staged is not None:
                 self.dense.move_to_slots(layer, self._plans[layer], staged)
-            self._make_resident(layer, self._plans[layer])  # what was not held, or found no room
+            self._make_resident(layer, self._plans[layer])  # blocks that were not held, or did not fit in the staging
 
     # -- kernels -----------------------------------------------------------------------------
 
@@ -287,7 +292,7 @@ class DeviceScout(AheadProgram, SlotProgram):
     def _select(
         self, layer: int, step: Step, query: torch.Tensor, scale: float, due: torch.Tensor, predicted: bool
     ) -> None:
-        """Misses of a step, and what rows want that recall. ``predicted``: that is left to the real query."""
+        """Select the misses of a step, and plan recalls. ``predicted``: only note which rows recall, for ``_plan``."""
         settings, lane, count = self._settings, self._lanes[layer % 2], step.batch
         scores = self._scores[layer]
         share = None if self.gather_shares is None else self.gather_shares[layer : layer + 1]
@@ -319,7 +324,7 @@ class DeviceScout(AheadProgram, SlotProgram):
         query_by_row: bool = False,
         totals: torch.Tensor | None = None,
     ) -> None:
-        """What the rows that are due want to have in their slots, by their real query."""
+        """Plan which blocks become resident in rows that are ``due`` ``[B]``, by their real query."""
         scores, workspace = self._scores[layer], self._planning.of_batch(step.batch)
         put_off = self._scored(
             score_blocks(
@@ -334,7 +339,7 @@ class DeviceScout(AheadProgram, SlotProgram):
         )  # fmt: skip
 
     def _scored(self, pending: PendingScores) -> PendingScores | None:
-        """What is left of scoring for selection."""
+        """Return the scores that ``select_blocks`` still has to write; None if all scores are written."""
         return pending
 
     def _make_resident(self, layer: int, plan: RecallPlan) -> None:

@@ -1,4 +1,4 @@
-"""Attention by CUDA graphs: a policy's step program, prefill by FlashInfer, and the worker that is posted to."""
+"""The CUDA engine: runs a policy's step program in CUDA graphs, prefill by FlashInfer, and posts to the CPU worker."""
 
 from __future__ import annotations
 
@@ -53,16 +53,17 @@ from sglang_hybrid.worker.supervisor import Supervisor
 logger = logging.getLogger("sglang.srt.hybrid")
 
 
-# A GPU cannot wake a worker that sleeps. The host does so before every step, which it launches a step ahead, so the
-# worker has to stay awake for two steps, long ones too: it would find the next post only 0.1 s later.
+# Time in which an idle worker polls before it sleeps. A GPU cannot wake a worker that sleeps. The host wakes it before
+# every step, which the host launches one step ahead. So the worker has to stay awake for two steps, even long ones: a
+# worker that sleeps finds the next post only 0.1 s later.
 WORKER_SPIN_US = 200_000
 
 
 def unsupported_reason(config: HybridConfig, pool: KVPool, model: ModelFacts) -> str | None:
-    """Return why the CUDA kernels cannot serve this, in words."""
+    """Return why the CUDA kernels cannot serve this model with these settings, in words; None if they can."""
     if torch.device(pool.device).type != "cuda":
         return "the model is not on a GPU"
-    if why := unsupported_settings(config):  # which turned CUDA graphs off: say why
+    if why := unsupported_settings(config):  # such settings also disabled CUDA graphs: return the cause
         return why
     if not model.cuda_graphs:
         return "CUDA graphs are off"
@@ -75,11 +76,11 @@ def unsupported_reason(config: HybridConfig, pool: KVPool, model: ModelFacts) ->
     return unsupported_model(pool.head_dim, pool.v_head_dim, model.group, pool.dtype.itemsize)
 
 
-_WHOLE_REQUESTS = "dense"  # the graph of steps that hold all of their rows in device memory
+_WHOLE_REQUESTS = "dense"  # graph variant of steps that hold all of their rows in device memory
 
 
 class CudaEngine(Engine):
-    """One per model runner on a GPU."""
+    """Engine that decodes with CUDA kernels. One instance per model runner on a GPU."""
 
     name: ClassVar[str] = "cuda"
     reports_ratio: ClassVar[bool] = True
@@ -96,8 +97,8 @@ class CudaEngine(Engine):
         model: ModelFacts,
         worker: tuple[Supervisor, WorkerMetrics, Geometry] | None,
     ) -> None:
-        """``worker``: attached, or None where the device reads misses from the pool itself."""
-        assert model.scale is not None  # unsupported_reason asks before
+        """``worker``: a worker that is attached; None: the GPU reads all misses from the host pool."""
+        assert model.scale is not None  # unsupported_reason checks this first
         self._req_to_token = model.req_to_token
         self._is_fp8 = pool.dtype == FP8
         self._shape = DeviceShape(
@@ -120,11 +121,11 @@ class CudaEngine(Engine):
         self.admission: PageAdmission | None = None
         if model.admits_pages:
             self.admission = PageAdmission(self._layers, pool.head_num, pool.head_dim, pool.dtype, pool.device)
-        self._arrived: list[torch.Tensor] = []  # rows that begin with the next step
-        self._lengths: list[int] = []  # of the rows of the last step
+        self._arrived: list[torch.Tensor] = []  # rows to reset at the beginning of the next step
+        self._lengths: list[int] = []  # tokens of each row of the last step
         self._supervisor: Supervisor | None = None
-        self._link: WorkerConnection | None = None  # whose mailbox the device posts to
-        self._followed: WorkerConnection | None = None  # the newest that was tried
+        self._link: WorkerConnection | None = None  # the worker to which the GPU posts
+        self._followed: WorkerConnection | None = None  # the newest worker whose mailbox was tried
         self._mailbox: DeviceMailboxClient | None = None
         self._metrics: WorkerMetrics | None = None
         if worker is not None:
@@ -133,8 +134,8 @@ class CudaEngine(Engine):
             self._follow_worker()
         self._used: tuple[HybridConfig, Tuning] | None = None
         self._rates = rates
-        self._one_batch = model.one_batch  # rows of other batches would lose their pages at every step
-        # logits are the last thing that a step computes; without any it ends with its last attention
+        self._one_batch = model.one_batch  # else rows of other batches would lose their pages at every step
+        # the logits module is the last that a step runs; without one the step ends with its last attention
         self._has_logits = model.logits is not None
         if model.logits is not None:
             model.logits.register_forward_hook(self._after_logits)
@@ -175,7 +176,7 @@ class CudaEngine(Engine):
         self.program: StepProgram = _program_of(config).create(context)
         self._used = config, tuning
         self._whole_requests: WholeRequestMode | None = None
-        if context.holds_whole_requests and self.program.dense.pages:  # some programs never hold a row
+        if context.holds_whole_requests and self.program.dense.pages:  # some programs never hold whole rows
             self._whole_requests = WholeRequestMode(self.program.dense.pages, self.program.dense.block_bytes)
             self.program.is_dense = self._whole_requests.is_dense
         self._near_tokens = self.program.near_tokens(config)
@@ -194,7 +195,7 @@ class CudaEngine(Engine):
         pages = self.program.dense.pages
         if not pages:  # whole requests are never held
             return read
-        # of every row the same number of slots, or one memory for whole rows
+        # either each row has the same number of slots, or all rows share one memory
         most = pages if self.program.is_dense else pages // self._shape.rows
         used = sum(min(-(-length // BLOCK_TOKENS), most) for length in self._lengths)
         holds = None if self._whole_requests is None else self.program.is_dense
@@ -209,7 +210,7 @@ class CudaEngine(Engine):
         self._predictors = {}
         if not predictions:
             return
-        # the queries of two layers can be on their way at a time
+        # queries of two layers can be predicted at the same time
         buffers = [_prediction_buffers(self._shape.max_batch, predictions) for _ in range(2)]
         for layer, given in predictions.items():
             predictor = DevicePredictor(
@@ -229,7 +230,7 @@ class CudaEngine(Engine):
         if not batch.is_recorded:
             self._begin_arrived_rows()
         rows, count = batch.rows, batch.rows.shape[0]
-        if batch.is_recorded or count == 0:  # nothing is decoded: a graph is recorded, or another rank has work
+        if batch.is_recorded or count == 0:  # no row decodes: a graph is recorded, or only another rank has work
             self.program.step.load_nothing()
             return
         active = count - batch.padding
@@ -282,7 +283,7 @@ class CudaEngine(Engine):
             self.program.is_dense = serving
 
     def _follow_worker(self) -> None:
-        """Post to the worker that is there now."""
+        """Attach the mailbox of the current worker, if the worker changed since the last call."""
         link = self._supervisor.link if self._supervisor else None
         if self._mailbox is None or link is self._followed:
             return
@@ -292,7 +293,7 @@ class CudaEngine(Engine):
             return
         try:
             self._mailbox.attach(link.mailbox)
-        except CudaError as error:  # such as a limit on locked memory
+        except CudaError as error:  # for example, because of a limit on locked memory
             logger.warning("CPU worker %d is not used, the GPU cannot have its mailbox: %s", link.pid, error)
             if self._metrics:
                 self._metrics.worker_is(False)
@@ -310,7 +311,7 @@ class CudaEngine(Engine):
         rows, lengths, new_tokens = batch.rows.to(torch.int64), batch.lengths, batch.new_tokens
         table = page_table(self._req_to_token, rows, max(lengths, default=0), BLOCK_TOKENS)
         self._prefill.begin(PrefillRows(table.cpu(), lengths, new_tokens), self._scale)
-        # where whole rows are held, their first decode step loads them
+        # if whole rows are held, their first decode step loads them
         self._settling = None
         settles = self.program.loads_initial_blocks and not self.program.is_dense
         self.program.reset_rows(rows, prefilled=settles)
@@ -319,7 +320,7 @@ class CudaEngine(Engine):
         device = rows.device
         pages = torch.zeros(len(lengths), self._shape.max_blocks, dtype=torch.int32, device=device)
         pages[:, : table.shape[1]] = table
-        # as the first decode step will see them
+        # rows as in their first decode step, one token longer
         longer = torch.tensor(lengths, dtype=torch.int32, device=device) + 1
         self._settling = Step(pages, longer, rows.to(torch.int32))
         self._last_tokens = torch.tensor(new_tokens, device=device).cumsum(0) - 1
@@ -327,7 +328,7 @@ class CudaEngine(Engine):
     def prefill(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attend, and choose and load the rows' first resident blocks beside the layers that follow."""
+        """Attend, and select and load the rows' first resident blocks while the following layers run."""
         out = self._prefill.attend(layer, query, keys, values, scale)
         if self._settling is not None:
             self._settle(layer, query[self._last_tokens], self._settling, scale)
@@ -356,7 +357,7 @@ class CudaEngine(Engine):
         if self._arrived:
             rows = torch.cat(self._arrived)
             for arrived in self._arrived:
-                if arrived.is_cuda:  # made on another stream, which must not use the memory again before this one has
+                if arrived.is_cuda:  # keeps the memory, allocated on another stream, until this one is done with it
                     arrived.record_stream(torch.cuda.current_stream())
             self._arrived = []
             self.program.reset_rows(rows)
@@ -364,7 +365,7 @@ class CudaEngine(Engine):
 
 def _program_of(config: HybridConfig) -> type[StepProgram]:
     program = policy_named(config.policy).cuda_program
-    assert program is not None  # unsupported_reason asks before
+    assert program is not None  # unsupported_reason checks this first
     return program()
 
 
@@ -377,7 +378,7 @@ def _prediction_buffers(max_batch: int, predictions: Mapping[int, LayerPredictio
 
 
 def _digests(pool: KVPool, layer: int, dtype: torch.dtype) -> LayerDigests:
-    """``dtype`` of the model."""
+    """Return the pool's digests of a layer, with sketches if the pool has them. ``dtype``: of the model."""
     if pool.digests is None:
         return LayerDigests.none(pool.k_buffer[layer], pool.device, dtype)
     if pool.sketches is None:

@@ -1,7 +1,7 @@
 """Policy ``full`` on a GPU: every row attends to its whole context.
 
-While all running rows fit in device memory they are held there. Otherwise nothing is held: every layer stores the new
-tokens in the host pool and reads all blocks of all rows from there, over PCIe. That is exact and slow.
+While all running rows fit in device memory, whole rows are held there. Otherwise no row is held: every layer stores the
+new tokens in the host pool and reads all blocks of all rows from the host pool, over PCIe. This is exact and slow.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from sglang_hybrid.ops.cuda.missed import attend_pool
 
 
 class DeviceFull(StepProgram):
-    """Neither selects nor recalls: it has no lanes beside the main one, and no buffers between its two kernels."""
+    """Step program without selection and recalls: two kernels per layer on the main lane, no buffers between them."""
 
     def __init__(self, layers: Sequence[DeviceLayer], shape: DeviceShape, blocks_per_row: int) -> None:
-        """``blocks_per_row``: device memory for whole rows, shared by all of them; 0: rows are never held."""
+        """Allocate device memory for ``blocks_per_row`` blocks per row, shared by all rows; 0: rows are never held."""
         first = layers[0]
         memory = BlockMemory(
             len(layers), shape.rows, shape.heads, blocks_per_row, shape.dim, first.pool.keys.dtype,
@@ -44,7 +44,7 @@ class DeviceFull(StepProgram):
     ) -> torch.Tensor:
         if self.is_dense:
             return self.dense.decode(layer, query, keys, values, scale)
-        self.dense.store(layer, keys, values)  # no row is held: to the pool only
+        self.dense.store(layer, keys, values)  # writes to the pool only, because no row is held
         count = query.shape[0]
         return attend_pool(
             query, self._layers[layer].pool, self.step.of_batch(count), scale,

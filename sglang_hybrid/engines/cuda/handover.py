@@ -1,8 +1,9 @@
-"""What whole rows leave behind for steps with slots: their last queries, and memory for blocks that change places.
+"""Handover of rows from steps that hold whole rows to steps with slots: last queries, and memory to move blocks.
 
-While rows are held as a whole, every layer keeps the query of each row's last step (``append`` copies it, so no launch
-is added). When they are held no longer, these queries select the blocks that get slots, which are on the device
-already. Pages and slots are the same memory, so blocks travel through the staging of prefill, idle between two passes.
+While whole rows are held, every layer keeps the query of each row's last step (``append`` copies the query, so no
+launch is added). When rows are no longer held, these queries select the blocks that get slots; the blocks are on the
+device already. Pages and slots are the same memory, so blocks are moved through the staging buffers of prefill, which
+are idle between two prefill passes.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class Handover:
         device: torch.device | str,
         borrow: Callable[[], StagedBlocks | None],
     ) -> None:
-        """``borrow`` returns memory that the main stream may use until somebody else needs it, if there is any now."""
+        """``borrow`` lends memory to the main stream until the next prefill pass; None if a pass is under way."""
         of_rows = (shape.rows, shape.heads * shape.group, shape.dim)
-        # the length of each row at its last query; 0: it has none
+        # length of each row at its last kept query; 0: no query is kept
         self.lengths = torch.zeros(shape.rows, dtype=torch.int32, device=device)
         self._kept = [
             LastQueries(torch.zeros(of_rows, dtype=dtype, device=device), self.lengths) for _ in range(layers)
@@ -37,18 +38,18 @@ class Handover:
         self.borrow = borrow
 
     def keeps(self, layer: int, scale: float) -> LastQueries:
-        """Return where a step that is launched, or recorded, leaves the layer's queries."""
+        """Return the buffer to which a step that is launched or recorded copies the layer's queries. Note ``scale``."""
         self._scales[layer] = scale
         return self._kept[layer]
 
     def query(self, layer: int) -> tuple[torch.Tensor, float]:
-        """``[rows, query heads, D]``, and the scale of its logits."""
+        """Return the layer's last queries ``[rows, query heads, D]``, and the scale of their logits."""
         return self._kept[layer].queries, self._scales[layer]
 
     def goes_on(self, count: int) -> torch.Tensor:
-        """``[count]`` of the step in which rows are held no longer: 1 for those that have a query."""
+        """Return ``[count]`` of the step in which rows stop being held: 1 for rows whose last query is kept."""
         return self._goes_on[:count]
 
     def reset_rows(self, rows: torch.Tensor) -> None:
-        """These rows ``[n]`` int64 are other requests from now on."""
+        """Forget the last queries of ``rows`` ``[n]`` int64: their requests changed."""
         self.lengths.index_fill_(0, rows, 0)

@@ -1,13 +1,13 @@
-"""Policy ``hcattention`` on a GPU: weights by codes in device memory, sums of values by the worker.
+"""Policy ``hcattention`` on a GPU: attention weights by codes in device memory, sums of values by the worker.
 
     main lane     store -> logits -> kept tokens -> post -> replies, when they are there -> what is late
 
-Nothing runs beside the worker: a layer's output is the worker's sums. A row that the worker does not serve is summed by
-the GPU, which reads the values of kept tokens from the host pool. The worker refuses rows one of whose lists is longer
-than the mailbox holds, so these are such rows, too. No row is ever held as a whole in device memory, and rows have no
-state. Everything is launched with static shapes on persistent buffers, so a whole step can be recorded in a CUDA graph.
+The GPU computes nothing while the worker sums: a layer's output is the worker's sums. If the worker does not serve a
+row, the GPU sums the row and reads the values of kept tokens from the host pool. This includes rows with a list longer
+than the mailbox holds, which the worker refuses. Whole rows are never held in device memory, and rows have no state.
+All kernels are launched with static shapes on persistent buffers, so a whole step can be recorded in a CUDA graph.
 
-The worker reads the value of a step's own token from the pool: it was written by a launch in front of the post.
+The worker reads the value of a step's own token from the pool: a launch before the post writes this value.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from sglang_hybrid.policies.registry import ModelPart, PolicyError
 
 @dataclass(frozen=True)
 class HCAttentionSettings:
-    """What the kernels are launched with."""
+    """Settings of policy ``hcattention`` as arguments of the kernels."""
 
     tau: float
     renormalises: bool
-    deadline_s: float  # how long a layer waits for the worker
+    deadline_s: float  # maximum time that a layer waits for the worker
 
     @classmethod
     def of(cls, config: HybridConfig) -> HCAttentionSettings:
@@ -59,7 +59,7 @@ class HCAttentionSettings:
 
 
 class DeviceHCAttention(StepProgram):
-    """The order of kernels, and the buffers between them."""
+    """Step program of policy ``hcattention``: the order of kernels, and the buffers between them."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class DeviceHCAttention(StepProgram):
         settings: HCAttentionSettings,
         mailbox: DeviceMailboxClient | None,
     ) -> None:
-        """``mailbox``: of the worker that sums values; None: this device reads them from the pool itself."""
+        """``mailbox``: mailbox of the worker that sums values; None: the GPU reads all values from the host pool."""
         device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
         super().__init__(layers, shape, BlockMemory(len(layers), shape.rows, shape.heads, 0, shape.dim, dtype, device))
         self._settings, self._mailbox, self._device = settings, mailbox, device
@@ -76,7 +76,7 @@ class DeviceHCAttention(StepProgram):
         self._kept = KeptTokens.zeros(shape.max_batch, shape.heads, shape.group, shape.max_blocks, device)
         self._partials = PartialBuffers(shape, device)
         self._receipt = mailbox.new_receipt(shape.max_batch) if mailbox else None
-        # shares of tokens that query heads keep in each layer, added up over all steps
+        # shares of tokens that query heads keep in each layer, summed over all steps and query heads
         self.counted = torch.zeros(len(layers), 1, dtype=torch.int64, device=device)
         self._posted = False  # whether this step has posted
 
@@ -86,8 +86,8 @@ class DeviceHCAttention(StepProgram):
 
     @classmethod
     def layer_codes(cls, config: HybridConfig, pool: KVPool, model: ModelPart | None) -> list[QuantisedCodes]:
-        """Raises PolicyError for a codebook that does not fit."""
-        assert pool.codes is not None  # the policy declares its code_bytes
+        """Return the codes of each layer's keys. Raise PolicyError for a codebook that does not fit the model."""
+        assert pool.codes is not None  # because the policy declares code_bytes
         keys = use_codebook(config.section(HCAttentionOptions).codebook, pool.codes, model)
         return [
             codes_of_layer(pool.codes.of_layer(layer), keys, layer, pool.dtype, pool.head_dim)
@@ -114,7 +114,7 @@ class DeviceHCAttention(StepProgram):
     ) -> torch.Tensor:
         count = query.shape[0]
         step, kept, out = self.step.of_batch(count), self._kept_of(count), self._attention.out(count)
-        self.dense.store(layer, keys, values)  # to the pool, and codes of the keys
+        self.dense.store(layer, keys, values)  # writes to the pool, and codes of the keys
         token_logits(query, self._codes[layer], step, scale, kept)
         keep_tokens(
             step, kept, self._settings.tau, renormalises=self._settings.renormalises,
@@ -129,7 +129,7 @@ class DeviceHCAttention(StepProgram):
         return out
 
     def _post(self, layer: int, kept: KeptTokens, step: Step) -> bool:
-        """Post the layer and wait for its sums. False without a worker."""
+        """Post the layer and make the stream wait for its sums. Return False if there is no worker to post to."""
         if self._mailbox is None or self._receipt is None:
             return False
         count = step.batch
@@ -156,7 +156,7 @@ class DeviceHCAttention(StepProgram):
 def codes_of_layer(
     codes: torch.Tensor, keys: QuantisedKeys | None, layer: int, dtype: torch.dtype, dim: int
 ) -> QuantisedCodes:
-    """``codes`` ``[pages, H, 32, code_bytes]`` by the layer's codebooks; None: of whole keys of ``dtype``."""
+    """Wrap ``codes`` ``[pages, H, 32, code_bytes]`` with the layer's codebooks; ``keys`` None: codes are whole keys."""
     if keys is None:
         return QuantisedCodes(codes, dtype, dim)
     return QuantisedCodes(codes, dtype, dim, keys.codebooks(layer), keys.groups, keys.index_bytes)

@@ -3,9 +3,9 @@
     main lane     contextual sets -> post -> append -> attention over slots -> averages -> merging -> what is late
     reply lane    replies of the worker, when they are there        beside attention
 
-The worker is posted to with the layer's real query and runs beside the window's attention. Averages of attention
-weights are kept beside the slots: when a block leaves the ring, its averages say which of its tokens are salient
-(``policies/hgca/policy.py`` has the rules). Everything is launched with static shapes on persistent buffers, so a
+The worker gets the layer's real query and computes beside the window's attention. Averages of attention weights are
+kept beside the slots: when a block leaves the ring, its averages determine which of its tokens are salient
+(``policies/hgca/policy.py`` has the rules). All kernels are launched with static shapes on persistent buffers, so a
 whole step can be recorded in a CUDA graph.
 """
 
@@ -37,12 +37,12 @@ from sglang_hybrid.policies.hgca.options import HgcaOptions
 
 @dataclass(frozen=True)
 class HgcaSettings:
-    """What the kernels are launched with."""
+    """Settings of policy ``hgca`` as arguments of the kernels."""
 
     slots: int  # blocks of the window
     alpha: float
     beta: float
-    deadline_s: float  # how long a layer waits for the worker
+    deadline_s: float  # maximum time that a layer waits for the worker
 
     @classmethod
     def of(cls, config: HybridConfig) -> HgcaSettings:
@@ -52,7 +52,7 @@ class HgcaSettings:
 
 
 class DeviceHgca(SlotProgram):
-    """The state of all rows and the order of kernels."""
+    """Step program of policy ``hgca``: the state of all rows, and the order of kernels."""
 
     loads_initial_blocks: ClassVar[bool] = True
 
@@ -63,7 +63,7 @@ class DeviceHgca(SlotProgram):
         settings: HgcaSettings,
         mailbox: DeviceMailboxClient | None,
     ) -> None:
-        """``mailbox``: of the worker that attends to sets; None: this device reads them from the pool itself."""
+        """``mailbox``: mailbox of the worker that attends to contextual sets; None: the GPU reads the pool."""
         device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
         slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, dtype, device)
         super().__init__(layers, shape, slots)
@@ -82,7 +82,7 @@ class DeviceHgca(SlotProgram):
         self._partials = PartialBuffers(shape, device)
         self._lists = MaskedLists(shape.max_batch, shape.heads, shape.max_blocks, device)
         self._receipt = mailbox.new_receipt(shape.max_batch) if mailbox else None
-        # tokens of contextual sets of each layer, added up over all steps
+        # tokens in contextual sets of each layer, summed over all steps
         self.counted = torch.zeros(len(layers), 1, dtype=torch.int64, device=device)
         self._replies = Lane(device, urgent=True)
         self._posted = False  # whether this step has posted
@@ -150,7 +150,7 @@ class DeviceHgca(SlotProgram):
         return out
 
     def _post(self, layer: int, query: torch.Tensor, lists: MaskedLists, step: Step, scale: float) -> Partial | None:
-        """Post the layer, and wait for replies on their own lane. None without a worker."""
+        """Post the layer, and wait for the replies on the reply lane. Return None if there is no worker to post to."""
         if self._mailbox is None or self._receipt is None:
             return None
         count = query.shape[0]

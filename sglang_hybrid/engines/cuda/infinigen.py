@@ -1,12 +1,12 @@
-"""Policy ``infinigen`` on a GPU: tokens that partial keys speculate to matter are fetched one layer ahead.
+"""Policy ``infinigen`` on a GPU: partial keys estimate which tokens matter, and these are fetched one layer ahead.
 
     scout lane    predicted query -> speculated ranks -> lists of tokens         of the next layer
     gather lane   its tokens: pool -> staged blocks in device memory
     main lane     append -> the new token to its staged block -> attention over staged blocks
 
-The GPU alone attends, with the real query, and to nothing but staged tokens (``policies/infinigen/policy.py`` has the
-rules). A layer whose query nobody predicted is fetched by its real query, and waited for. Everything is launched with
-static shapes on persistent buffers, so a whole step can be recorded in a CUDA graph.
+Only the GPU attends, with the real query, and only to staged tokens (``policies/infinigen/policy.py`` has the rules).
+The tokens of a layer without a predicted query are fetched by its real query, and the layer waits for the copies. All
+kernels are launched with static shapes on persistent buffers, so a whole step can be recorded in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from sglang_hybrid.policies.registry import ModelPart
 
 @dataclass(frozen=True)
 class InfinigenSettings:
-    """What the kernels are launched with."""
+    """Settings of policy ``infinigen`` as arguments of the kernels."""
 
     alpha: float
-    by_block: bool  # blocks are chosen, and not tokens
-    budget: int  # blocks that hold a (row, KV head)'s tokens
+    by_block: bool  # whether whole blocks are chosen instead of tokens
+    budget: int  # staged blocks that hold the chosen tokens of a (row, KV head)
 
     @classmethod
     def of(cls, config: HybridConfig) -> InfinigenSettings:
@@ -59,12 +59,12 @@ class InfinigenSettings:
 
     @property
     def limit(self) -> int:
-        """Items of a (row, KV head)."""
+        """Return the maximum number of items (blocks or tokens) that are chosen for a (row, KV head)."""
         return self.budget * (1 if self.by_block else BLOCK_TOKENS)
 
 
 class StagedTokens:
-    """Chosen tokens of one layer on its way: written one layer ahead, so there are two, for even and for odd layers."""
+    """Query and chosen tokens of one layer. Written one layer ahead, so even and odd layers have one instance each."""
 
     def __init__(
         self, shape: DeviceShape, settings: InfinigenSettings, dtype: torch.dtype, device: torch.device | str
@@ -73,14 +73,14 @@ class StagedTokens:
         self._lists = TokenLists(shape.max_batch, shape.heads, min(settings.limit, shape.max_blocks), device)
         self._blocks = settings.budget
         of_blocks = (shape.max_batch * settings.budget, shape.heads, BLOCK_TOKENS, shape.dim)
-        # zeros: what was never written is multiplied by a weight of 0, and garbage may be NaN
+        # zeros, because tokens that were never written are multiplied by a weight of 0, and garbage may be NaN
         self._keys, self._values = (torch.zeros(of_blocks, dtype=dtype, device=device) for _ in range(2))
 
     def query(self, count: int) -> torch.Tensor:
         return self._query[:count]
 
     def blocks(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of so many entries."""
+        """Return staged keys and values of the first ``count`` rows: ``[count * budget, KV heads, 32, head_dim]``."""
         return self._keys[: count * self._blocks], self._values[: count * self._blocks]
 
     @functools.cache  # noqa: B019 (lives as long as the backend)
@@ -89,36 +89,36 @@ class StagedTokens:
 
 
 class DeviceInfinigen(AheadProgram):
-    """The state of all rows and the order of kernels."""
+    """Step program of policy ``infinigen``: staged tokens of the rows, and the order of kernels."""
 
     def __init__(
         self, layers: Sequence[DeviceLayer], shape: DeviceShape, settings: InfinigenSettings, blocks_per_row: int
     ) -> None:
-        """``blocks_per_row``: device memory for whole rows, shared by all of them; 0: rows are never held.
+        """Allocate device memory for ``blocks_per_row`` blocks per row, shared by all rows; 0: rows are never held.
 
-        Raises ValueError where the pool keeps no partial keys.
+        Raise ValueError if the pool keeps no partial keys.
         """
         device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
         memory = BlockMemory(len(layers), shape.rows, shape.heads, blocks_per_row, shape.dim, dtype, device)
         super().__init__(layers, shape, memory)
-        # a budget above the context holds no more than the context
+        # a budget above the maximum context needs no more memory than the context
         settings = replace(settings, budget=min(settings.budget, shape.max_blocks))
         self._settings = settings
         self._partial = [_partial_keys(layer) for layer in layers]
         self._staged = [StagedTokens(shape, settings, dtype, device) for _ in range(2)]
-        # only the scout lane uses it, layer by layer
+        # one workspace for all layers, because only the scout lane uses it
         self._speculation = SpeculationWorkspace(
             shape.max_batch, shape.heads, shape.max_blocks, by_block=settings.by_block, device=device
         )
-        # staged blocks as rows of attend_pages: entry b has blocks b * budget and following
+        # staged blocks as rows of attend_pages: entry b has ``budget`` blocks from b * budget on
         pages = torch.arange(shape.max_batch * settings.budget, dtype=torch.int32, device=device)
         self._staged_pages = pages.view(shape.max_batch, settings.budget)
         self._entries = torch.arange(shape.max_batch, dtype=torch.int32, device=device)
         self._held = torch.full((shape.max_batch,), settings.budget, dtype=torch.int32, device=device)
-        # chosen tokens of each layer, added up over all steps and KV heads
+        # chosen tokens of each layer, summed over all steps and KV heads
         self.counted = torch.zeros(len(layers), 1, dtype=torch.int64, device=device)
         self._scout, self._gather = Lane(device), Lane(device)
-        self._ahead: set[int] = set()  # layers of this step whose tokens are on their way, by a predicted query
+        self._ahead: set[int] = set()  # layers of this step whose tokens are fetched by a predicted query
 
     @classmethod
     def create(cls, context: ProgramContext) -> Self:
@@ -127,7 +127,7 @@ class DeviceInfinigen(AheadProgram):
 
     @classmethod
     def layer_codes(cls, config: HybridConfig, pool: KVPool, model: ModelPart | None) -> list[PartialKeyCodes]:
-        assert pool.codes is not None and isinstance(pool.codes.encoder, PartialKeys)  # which the policy declares
+        assert pool.codes is not None and isinstance(pool.codes.encoder, PartialKeys)  # the policy declares them
         codes, encoder = pool.codes, pool.codes.encoder
         return [
             PartialKeyCodes(codes.of_layer(layer), encoder.basis(layer), encoder.dtype)
@@ -160,7 +160,7 @@ class DeviceInfinigen(AheadProgram):
         if layer not in self._ahead:
             with self.scout_lane():
                 self._fetch(layer, query, scale)
-        self.dense.store(layer, keys, values)  # no row is held: to the pool and to partial keys only
+        self.dense.store(layer, keys, values)  # writes to the pool and to partial keys only, because no row is held
         count, staged = query.shape[0], self._staged[layer % 2]
         lists, blocks = staged.lists(count), staged.blocks(count)
         self._gather.wait_for(layer)
@@ -171,7 +171,7 @@ class DeviceInfinigen(AheadProgram):
         )  # fmt: skip
 
     def _fetch(self, layer: int, query: torch.Tensor, scale: float) -> None:
-        """On the scout lane: choose a layer's tokens, and begin to copy them."""
+        """Choose a layer's tokens and start to copy them. The scout lane must be the current stream."""
         count, settings, of_layer = query.shape[0], self._settings, self._layers[layer]
         step, staged, workspace = self.step.of_batch(count), self._staged[layer % 2], self._workspace(count)
         lists = staged.lists(count)
@@ -194,7 +194,7 @@ class DeviceInfinigen(AheadProgram):
 
     @functools.cache  # noqa: B019
     def _staged_rows(self, parity: int, count: int) -> Step:
-        """Staged tokens of each entry as a row of their own; the page table is that of the pool, and not looked at."""
+        """Return a step whose rows are the staged tokens of each entry. Its page table, the pool's, is not read."""
         tokens = self._staged[parity].lists(count).tokens
         return Step(self.step.of_batch(count).page_table, tokens, self._entries[:count], self.step.active_rows)
 

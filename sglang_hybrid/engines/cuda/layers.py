@@ -1,4 +1,4 @@
-"""What one layer has in the pool and on the device."""
+"""Tensors of one layer in the host pool and on the device, and sizes that all layers share."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sglang_hybrid.ops.cuda.key_codes import LayerCodes
 class DeviceLayer:
     pool: HostPool
     digests: LayerDigests
-    codes: LayerCodes | None = None  # of single keys, under policies that keep them
+    codes: LayerCodes | None = None  # of single keys; None: the policy keeps none
 
     def summarise(self, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
-        """Digests, sketches and codes of ``pages`` ``[n]``: arguments as for ``digest_pages``."""
+        """Write digests, sketches and codes of ``pages`` ``[n]``. The arguments are those of ``digest_pages``."""
         digest_pages(self.digests, keys, pages, filled)
         if self.codes is not None:
             self.codes.encode_pages(keys, pages, filled)
@@ -27,10 +27,10 @@ class DeviceLayer:
 class DeviceShape:
     """Sizes that never change while a server runs."""
 
-    rows: int  # that SGLang knows, the one of padding included
-    max_batch: int  # rows of a step
-    max_blocks: int  # of a row
-    heads: int
-    group: int
+    rows: int  # rows of SGLang's ``req_to_token``, with the row of padding
+    max_batch: int  # maximum number of rows in one step
+    max_blocks: int  # maximum number of blocks of a row
+    heads: int  # KV heads
+    group: int  # query heads per KV head
     dim: int
     pool_pages: int

@@ -1,4 +1,4 @@
-"""Layer i+1's query from layer i's input on the device, in buffers that a CUDA graph can hold on to."""
+"""Prediction of layer i+1's query from layer i's input on the GPU, in persistent buffers, as CUDA graphs need them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from sglang_hybrid.policies.scout.predictor import Correction, QueryWeights, mer
 
 
 class PredictionBuffers:
-    """What lies between the parts of a prediction, for batches up to ``batch``.
+    """Intermediate results of a prediction, for batches of up to ``batch`` rows.
 
-    Predictors share it that do not run beside each other: ``prepare`` of one writes what ``finish`` of another reads.
+    Predictors may share them only if they do not run at the same time: ``prepare`` of one predictor overwrites what
+    ``finish`` of another reads.
     """
 
     def __init__(
         self, batch: int, hidden: int, width: int, rank: int, dtype: torch.dtype, device: torch.device | str = "cuda"
     ) -> None:
-        """``width``: query heads * head_dim. ``rank``: of the largest correction by thin matrices, 0 without."""
+        """``width``: query heads * head_dim. ``rank``: largest rank of the low-rank corrections, 0 without any."""
         self.unit, self.normed = torch.zeros(2, batch, hidden, dtype=dtype, device=device).unbind(0)
         self.projected = torch.zeros(batch, width, dtype=dtype, device=device)
         self.thin = torch.zeros(batch * rank, dtype=dtype, device=device)
 
 
 class DevicePredictor:
-    """``QueryPredictor`` on a GPU. It allocates nothing after its construction."""
+    """``QueryPredictor`` on a GPU. Allocates no memory after its construction."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class DevicePredictor:
         max_batch: int,
         buffers: PredictionBuffers | None = None,
     ) -> None:
-        """Weights and correction are on the device. Without ``buffers`` this predictor has its own."""
+        """Weights and correction must be on the device. Without ``buffers`` this predictor allocates its own."""
         dtype, device = weights.projection.dtype, weights.projection.device
         is_merged = correction is not None and correction.right is None
         thin = None if correction is None or correction.right is None else correction
@@ -62,14 +63,17 @@ class DevicePredictor:
         *,
         active_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """hidden and residual ``[n, hidden]`` of the layer before, positions ``[n]`` -> out ``[n, heads, dim]``."""
+        """Write the predicted query to ``out`` ``[n, query heads, head_dim]`` and return it.
+
+        ``hidden`` and ``residual`` ``[n, hidden size]``: input of the layer before. ``positions`` ``[n]``.
+        """
         self.prepare(hidden, residual, active_rows=active_rows)
         return self.finish(positions, out, active_rows=active_rows)
 
     def prepare(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, *, active_rows: torch.Tensor | None = None
     ) -> None:
-        """Take what the layer's input is. Before the layer's norm, which overwrites it, on the stream of that norm."""
+        """Read and normalise the layer's input. Call before the layer's norm overwrites it, on the same stream."""
         kept, batch = self._buffers, hidden.shape[0]
         needs_unit = self._gain is None or self._thin is not None
         unit_rms(
@@ -85,7 +89,7 @@ class DevicePredictor:
     def finish(
         self, positions: torch.Tensor, out: torch.Tensor, *, active_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The query of what ``prepare`` took, to ``out``. May run on a side stream."""
+        """Write the query of the input that ``prepare`` read to ``out``, and return it. May run on a side stream."""
         kept, batch, weights = self._buffers, out.shape[0], self._weights
         projected = kept.projected[:batch]
         torch.mm((kept.unit if self._gain is None else kept.normed)[:batch], self._projection.t(), out=projected)

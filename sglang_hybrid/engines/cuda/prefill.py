@@ -1,13 +1,13 @@
 """Exact prefill on the GPU, with the KV cache in host memory.
 
-FlashInfer attends over staged pages, of which there are two buffers that take turns. What happens in a turn, which is
-one group of rows in one layer (usually all rows)::
+FlashInfer attends over pages in two staging buffers, which take turns. A turn is one group of rows (usually all rows)
+in one layer::
 
     load stream        pages of prefixes: pool -> staging            one turn ahead
     main stream        new tokens -> staging, digests and codes of their pages, attention
     write-back stream  pages with new tokens: staging -> pool        beside attention and what follows it
 
-The host waits for nothing in ``attend``; all order is by events.
+The host never waits in ``attend``. Events order the work of the streams.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["DevicePrefill", "PrefillRows"]
 
 @dataclass(frozen=True)
 class _Group:
-    """A group of rows, what of it is on the device, and FlashInfer's plan for it."""
+    """A group of rows: its indices on the device, its transfers, and FlashInfer's plan for the group."""
 
     tokens: slice
     places: torch.Tensor
@@ -43,7 +43,7 @@ class _Group:
 
 
 class DevicePrefill:
-    """Begin a pass, attend layer by layer, finish. One for all layers of a model."""
+    """Prefill of all layers of a model: ``begin`` a pass, ``attend`` layer by layer, ``finish``."""
 
     def __init__(
         self,
@@ -56,9 +56,10 @@ class DevicePrefill:
         workspace: torch.Tensor | None = None,
         flashinfer_backend: str = "auto",
     ) -> None:
-        """``staging_pages`` hold at least the longest context. ``workspace``: FlashInfer's, if there is one.
+        """Allocate two stagings of ``staging_pages`` pages each, which must hold the longest context.
 
-        ``dtype`` of the model. Pages are staged in the pool's, and new tokens are attended as they are stored.
+        ``dtype``: of the model. Pages are staged in the pool's dtype, so new tokens are attended as they are stored.
+        ``workspace``: FlashInfer's workspace; None: allocate one. Raise ValueError if pools and model do not fit.
         """
         shape, pool_dtype = layers[0].pool.keys.shape, layers[0].pool.keys.dtype
         if dtype not in HALVES or pool_dtype not in pools_for(dtype):
@@ -90,20 +91,20 @@ class DevicePrefill:
         self._written = [torch.cuda.Event() for _ in layers]
         self._groups: list[_Group] = []
         self._next_layer = 0
-        self._scale = 0.0  # of the pass
+        self._scale = 0.0  # factor of attention logits in this pass
         self._refused = torch.zeros(1, dtype=torch.int64, device=device)
 
     def begin(self, batch: PrefillRows, scale: float) -> None:
-        """Plan a pass and begin to load what its first layer needs. Everything on the main stream so far comes before.
+        """Plan a pass and start to load the pages of its first layer, after everything launched on the current stream.
 
-        ``scale`` of logits, unless a layer has another one.
+        ``scale``: factor of the attention logits, unless a layer has another one.
 
-        Raises ValueError for rows that cannot be served; nothing has happened then.
+        Raise ValueError for rows that cannot be served, before any state has changed.
         """
         groups = group_rows(batch, self._staging_pages, self._pages)
-        self.finish()  # a pass that was left in the middle
-        # Plans travel through pinned memory of FlashInfer's: the last ones must have left it. They have, unless the
-        # host is a whole pass ahead.
+        self.finish()  # a pass that was abandoned in the middle
+        # FlashInfer copies plans to the device through its own pinned memory, so the copies of the last plans must be
+        # done. They are, unless the host is a whole pass ahead of the device.
         self._planned.synchronize()
         self._groups, self._scale = self._on_device(groups, scale), scale
         main = torch.cuda.current_stream()
@@ -115,10 +116,10 @@ class DevicePrefill:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None
     ) -> torch.Tensor:
-        """Attention of the new tokens, query ``[T, Hq, D]``, key and value ``[T, H, D]`` -> ``[T, Hq, D]``.
+        """Store and attend the new tokens: query ``[T, Hq, D]``, key and value ``[T, H, D]`` -> ``[T, Hq, D]``.
 
-        Layers come in their order. T may be more than the rows' new tokens; behind them the result is 0. ``scale``: of
-        this layer's logits, if it is not that of the pass.
+        Layers must be called in order. T may exceed the number of new tokens; the result is 0 for the excess.
+        ``scale``: factor of this layer's logits, if it differs from that of the pass.
         """
         if layer != self._next_layer:
             raise RuntimeError(f"layer {layer} is attended when it is layer {self._next_layer}'s turn")
@@ -137,24 +138,24 @@ class DevicePrefill:
         return out
 
     def written(self, layer: int) -> torch.cuda.Event:
-        """After it pool and digests of the layer's new tokens are complete. To be asked for after ``attend``."""
+        """Return the event after which pool and digests have the layer's new tokens. Call after ``attend``."""
         return self._written[layer]
 
     def finish(self) -> None:
-        """What follows on the main stream sees the pool with all new tokens."""
+        """Make the current stream wait until the pool has all new tokens."""
         main = torch.cuda.current_stream()
         main.wait_stream(self._load)
         main.wait_stream(self._write_back)
 
     def lend(self) -> StagedBlocks | None:
-        """Both buffers, for the main stream until the next pass begins. None in the middle of a pass."""
+        """Lend both stagings to the main stream until the next pass begins. Return None in the middle of a pass."""
         if self._groups and self._next_layer < len(self._layers):
             return None
         self.finish()
         return self._blocks
 
     def refused(self) -> int:
-        """Blocks and tokens that kernels left out, their numbers being out of bounds: 0. Waits for the device."""
+        """Return how many blocks and tokens kernels skipped as out of bounds; should be 0. Wait for the device."""
         return int(self._refused)
 
     def _load_turn(self, turn: int) -> None:
@@ -180,7 +181,7 @@ class DevicePrefill:
     ) -> None:
         layer, staging = self._layers[turn // len(self._groups)], self._staging[turn % 2]
         main = torch.cuda.current_stream()
-        # loading waits for the staging to be free, also where there is nothing to load
+        # loading waits until the staging is free, even if no page is loaded
         main.wait_event(staging.loaded)
         new_keys, new_values = (_tokens_contiguous(part[group.tokens]) for part in (key, value))
         place_tokens(new_keys, new_values, group.places, staging.keys, staging.values, refused=self._refused)
@@ -193,13 +194,13 @@ class DevicePrefill:
             group.write_backs.write_back(layer.pool, staging, self._refused)
         staging.returned.record(self._write_back)
 
-        # FlashInfer multiplies the scale that was planned with by that of keys
+        # FlashInfer multiplies the planned scale by the scale of keys
         of_keys = {} if scale in (None, self._scale) else {"k_scale": scale / self._scale}
         group.attention.run(query[group.tokens], (staging.keys, staging.values), out=out[group.tokens], **of_keys)
         staging.attended.record(main)
 
     def _on_device(self, groups: list[RowGroup], scale: float) -> list[_Group]:
-        """All numbers in one copy, then FlashInfer's plans."""
+        """Copy the indices of all groups to the device in one copy, then make FlashInfer's plans."""
         parts = [
             part
             for group in groups
@@ -246,7 +247,7 @@ class DevicePrefill:
         return Transfer(first, last, runs, pages[first:last], suits_engine(last - first, len(runs), page_bytes))
 
     def _wrapper(self, index: int) -> Any:
-        # imported here: this package can be looked at without FlashInfer
+        # imported here, so that this module can be imported without FlashInfer
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         while len(self._wrappers) <= index:
@@ -257,6 +258,6 @@ class DevicePrefill:
 
 
 def _tokens_contiguous(part: torch.Tensor) -> torch.Tensor:
-    """As ``place_tokens`` wants it: a fused projection's slice is fine, other views are copied."""
+    """Return ``part`` as ``place_tokens`` requires it: a slice of a fused projection as it is, other views copied."""
     is_fine = part.stride()[1:] == (part.shape[2], 1) and part.stride(0) % 8 == 0 and part.data_ptr() % 16 == 0
     return part if is_fine else part.contiguous()

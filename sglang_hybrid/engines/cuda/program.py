@@ -1,12 +1,12 @@
-"""What ``CudaEngine`` needs of a policy: a step program, which launches the kernels of a decode step layer by layer.
+"""Step programs: the part of a policy that ``CudaEngine`` runs. One launches a decode step's kernels layer by layer.
 
 A step is launched, or recorded in a CUDA graph, as::
 
     begin_step, then predict and decode for each layer, then end_step
 
 While all running rows fit in device memory, every program attends to whole rows there (``WholeRequests``). A subclass
-says what happens when they do not. Only what a policy has need be written: a program without prediction, resident
-blocks or counters keeps the defaults.
+defines what happens when they do not fit. A program without prediction, resident blocks or counters keeps the default
+methods.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sglang_hybrid.policies.scout.tuning import Tuning
 
 @dataclass(frozen=True)
 class ProgramContext:
-    """What step programs are made from."""
+    """The arguments from which a step program is created."""
 
     layers: Sequence[DeviceLayer]
     shape: DeviceShape
@@ -48,15 +48,15 @@ class ProgramContext:
     tuning: Tuning  # per layer, from a profile or from the settings
     holds_whole_requests: bool  # whether steps may hold all of their rows in device memory
     has_logits: bool  # whether `end_step` is called behind the logits
-    mailbox: DeviceMailboxClient | None = None  # of the worker; None: there is none
+    mailbox: DeviceMailboxClient | None = None  # of the worker; None: no worker
     worker_cores: int = 0
-    rates: HostRates | None = None  # of this host, where a profile measured them
-    borrow_staging: Callable[[], StagedBlocks | None] = lambda: None  # of prefill, while no pass is under way
+    rates: HostRates | None = None  # of this host; None: no profile measured them
+    borrow_staging: Callable[[], StagedBlocks | None] = lambda: None  # staging of prefill; None while a pass runs
 
 
 @dataclass(frozen=True)
 class QueryAhead:
-    """A layer whose query is predicted."""
+    """A layer whose query is predicted, and its predictor."""
 
     layer: int
     predictor: DevicePredictor
@@ -64,13 +64,13 @@ class QueryAhead:
 
 
 class StepProgram(ABC):
-    """Rows of a step, the memory of resident blocks, and what becomes of both.
+    """Launches the kernels of a policy's decode steps, and owns the rows of a step and the memory of resident blocks.
 
-    Everything is launched with static shapes on persistent buffers, so that a step can be recorded in a CUDA graph.
+    All kernels are launched with static shapes on persistent buffers, so that a step can be recorded in a CUDA graph.
     """
 
     loads_initial_blocks: ClassVar[bool] = False  # whether prefill ends with `load_initial_blocks`
-    reads_digests: ClassVar[bool] = False  # whether it needs a pool that has them
+    reads_digests: ClassVar[bool] = False  # whether the program needs a pool with digests
 
     def __init__(
         self,
@@ -81,42 +81,42 @@ class StepProgram(ABC):
         whole: WholeSteps | None = None,
         handover: Handover | None = None,
     ) -> None:
-        """``memory``: used as pages of whole rows while these fit. ``whole``: as for ``StepBuffers``.
+        """``memory``: used as pages of whole rows while all rows fit. ``whole``: as for ``StepBuffers``.
 
-        ``handover``: gets what rows leave behind that are held.
+        ``handover``: gets the last queries of whole rows; None: they are not kept.
         """
         device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
         self._layers, self._shape = list(layers), shape
         self.step = StepBuffers(shape.rows, shape.max_batch, shape.max_blocks, device, whole=whole)
         self._attention = AttentionBuffers(shape, dtype, layers[0].pool.keys.dtype, device)
-        self.refused = torch.zeros(1, dtype=torch.int64, device=device)  # numbers that were out of bounds
+        self.refused = torch.zeros(1, dtype=torch.int64, device=device)  # page and slot numbers that were out of bounds
         self.dense = WholeRequests(layers, shape, memory, self.step, self._attention, self.refused, handover)
-        self.is_dense = False  # whether steps are launched, or recorded, that hold whole rows
+        self.is_dense = False  # whether the steps that are launched or recorded hold whole rows
 
     @classmethod
     @abstractmethod
     def create(cls, context: ProgramContext) -> Self:
-        """Return the program for settings that the policy's ``cuda_unsupported`` has nothing against."""
+        """Create the program. The policy's ``cuda_unsupported`` must have returned None for the settings."""
 
     @classmethod
     def layer_codes(cls, config: HybridConfig, pool: KVPool, model: ModelPart | None) -> Sequence[LayerCodes] | None:
-        """Return where codes of each layer's keys are and how they are made; None: the policy keeps none.
+        """Return the codes of each layer's keys, with their encoder; None: the policy keeps no codes.
 
-        Asked once, for the policy that the pool was made for.
+        Called once, for the policy for which the pool was made.
         """
         return None
 
     @property
     @abstractmethod
     def without_whole_requests(self) -> str:
-        """What is attended to in steps that do not hold whole rows, for the log."""
+        """Return what steps attend to that do not hold whole rows, in words for the log."""
 
     def new_watch(self, context: ProgramContext) -> RatioWatch | None:
-        """Return what reads this program's counters while it runs; None where nothing is counted."""
+        """Return the watch that reads this program's counters while steps run; None: the program counts nothing."""
         return None
 
     def near_tokens(self, config: HybridConfig) -> int:
-        """Tokens up to which a row's attention needs nobody else."""
+        """Return the number of tokens up to which a row's attention needs neither the worker nor the host pool."""
         return config.budget_tokens
 
     # -- rows --------------------------------------------------------------------------------
@@ -124,31 +124,32 @@ class StepProgram(ABC):
     def reset_rows(self, rows: torch.Tensor, prefilled: bool = False) -> None:
         """Forget all state of ``rows`` ``[n]``: a new request took the row, or a request was rewound to its prompt.
 
-        ``prefilled``: their prompts are being computed here, and ``load_initial_blocks`` follows.
+        ``prefilled``: this server computes the prompts of the rows, and ``load_initial_blocks`` follows.
         """
         rows = rows.to(torch.int64)
         self.dense.reset_rows(rows)
         self.step.reset_rows(rows, PREFILLED if prefilled else ARRIVED)
 
     def hold_rows(self, whole: bool, count: int = 0) -> None:
-        """Hold whole rows from this step on, or no longer. What is in device memory becomes void.
+        """Start or stop holding whole rows, from this step on. All blocks in device memory become void.
 
-        ``count``: rows that are loaded for this step; they have to be loaded again. Never recorded.
+        ``count``: rows that ``step.load`` has loaded for this step; the caller has to load them again. Must not be
+        called while a CUDA graph is recorded.
         """
         self.is_dense = whole
         self.dense.forget_all()
 
     def load_initial_blocks(self, layer: int, step: Step, query: torch.Tensor, scale: float) -> None:  # noqa: B027
-        """Choose and load the first resident blocks of rows by the query of their last prompt token.
+        """Select and load the first resident blocks of rows, by ``query`` of their last prompt tokens.
 
-        step: these rows as their first decode step will see them, one token longer. query ``[B, query heads, D]``.
-        The layer's pages and digests are written.
+        ``step``: the rows as in their first decode step, one token longer. ``query``: ``[B, query heads, D]``.
+        Called when the layer's pages and digests are written.
         """
 
     # -- a step ------------------------------------------------------------------------------
 
     def begin_step(self) -> None:  # noqa: B027
-        """Before the layers of a step are launched or recorded."""
+        """Prepare for a step. Called before the layers of the step are launched or recorded."""
 
     def predict(  # noqa: B027
         self,
@@ -157,23 +158,23 @@ class StepProgram(ABC):
         residual: torch.Tensor | None,
         positions: torch.Tensor,
     ) -> None:
-        """Begin with layers whose queries the input of the layer that runs now predicts: see ``Engine.ahead``."""
+        """Predict queries from the input of the layer about to run, and start their layers: see ``Engine.ahead``."""
 
     @abstractmethod
     def decode(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """One token of each row: query ``[B, query heads, D]``, keys and values ``[B, KV heads, D]``.
+        """Store and attend one token of each row: query ``[B, query heads, D]``, keys and values ``[B, KV heads, D]``.
 
-        The result is in a buffer that the next layer overwrites.
+        The result, shaped like the query, is in a buffer that the next layer overwrites.
         """
 
     def end_step(self) -> None:  # noqa: B027
-        """Behind everything that a step computes."""
+        """End a step. Called after everything that the step computes was launched."""
 
 
 class SlotProgram(StepProgram):
-    """A step program whose rows have slots of their own while they are not held as a whole."""
+    """A step program in which each row has its own slots for resident blocks, while whole rows are not held."""
 
     def __init__(
         self,
@@ -184,16 +185,17 @@ class SlotProgram(StepProgram):
         whole: WholeSteps | None = None,
         handover: Handover | None = None,
     ) -> None:
-        """``slots``: as ``memory`` of ``StepProgram``.
+        """``slots``: also the ``memory`` of ``StepProgram``.
 
-        ``handover``: of programs that ``hand_over``; the rows of others begin anew when they are held no longer.
+        ``handover``: for programs that implement ``hand_over``. Without it, rows restart with empty slots when whole
+        rows are no longer held.
         """
         super().__init__(layers, shape, slots, whole=whole, handover=handover)
         self.slots, self.handover = slots, handover
 
     @property
     def block_bytes(self) -> int:
-        """Keys and values of a block."""
+        """Return the bytes of a block's keys and values, of one layer and KV head."""
         slots = self.slots.keys[0]
         return 2 * slots.shape[3] * slots.shape[4] * slots.itemsize
 
@@ -217,4 +219,4 @@ class SlotProgram(StepProgram):
         super().hold_rows(whole, count)
 
     def hand_over(self, count: int, handover: Handover) -> None:
-        """Fill the slots of those of the step's rows that go on, from what is held of them."""
+        """Fill the slots of the step's rows that go on, from their pages in device memory. Default: do nothing."""

@@ -1,4 +1,4 @@
-"""The rows of a prefill pass, and which staged page holds which page of the pool. Host arithmetic, once per pass."""
+"""Groups of rows for a prefill pass: which staged page holds which page of the pool. Host code, once per pass."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sglang_hybrid.blocks import BLOCK_TOKENS
 
 @dataclass(frozen=True)
 class PrefillRows:
-    """What each row has after the pass, and how much of it is new. New tokens of all rows follow each other.
+    """Rows of a prefill pass: their pages and lengths after the pass. New tokens of all rows follow each other.
 
-    No row may read what another row of the batch writes: rows share pages of their prefixes only.
+    No row may read what another row of the batch writes: rows share only pages of their prefixes.
     """
 
-    page_table: torch.Tensor | list[list[int]]  # [rows, blocks] in host memory; behind a row's end anything
-    lengths: list[int]  # tokens, the new ones with them
+    page_table: torch.Tensor | list[list[int]]  # [rows, blocks] in host memory; entries after a row's end are ignored
+    lengths: list[int]  # tokens of each row, with the new ones
     new_tokens: list[int]
 
     def pages_of(self, row: int) -> torch.Tensor:
@@ -32,28 +32,28 @@ class PrefillRows:
 class RowGroup:
     """Rows that are attended together, because the staging holds all their pages at once.
 
-    Slots of the staging, each kind in the order of the pool's pages, so that neighbours stay neighbours::
+    Slots of the staging. Each kind is in the order of the pool's pages, so that neighbouring pages stay neighbours::
 
         0 ... only new tokens ... loaded ... some of both ... written ... only tokens of prefixes ... len(pages)
     """
 
     first_token: int
-    last_token: int  # the one behind the last
-    query_starts: torch.Tensor  # [rows + 1], of the group's tokens
-    page_starts: torch.Tensor  # [rows + 1], of page_slots
-    page_slots: torch.Tensor  # the rows' page tables, in slots
-    last_page_tokens: torch.Tensor  # [rows]
-    places: torch.Tensor  # [tokens]: 32 * slot + token of the page
-    pages: torch.Tensor  # of the pool, for each slot
+    last_token: int  # exclusive
+    query_starts: torch.Tensor  # [rows + 1], indices of the group's tokens
+    page_starts: torch.Tensor  # [rows + 1], indices of page_slots
+    page_slots: torch.Tensor  # page tables of all rows, as slots of the staging
+    last_page_tokens: torch.Tensor  # [rows], tokens in the last page
+    places: torch.Tensor  # [tokens]: 32 * slot + token of the page, for each new token
+    pages: torch.Tensor  # page of the pool, for each slot
     loaded: int  # slots from here on are loaded from the pool
     written: int  # slots before this get new tokens
     filled: torch.Tensor  # [written] tokens of each page after the pass
 
 
 def group_rows(batch: PrefillRows, staging_pages: int, pool_pages: int) -> list[RowGroup]:
-    """Consecutive rows, as many together as the staging holds. Rows without new tokens are in no group.
+    """Group consecutive rows, as many together as the staging holds. Rows without new tokens are in no group.
 
-    Raises ValueError for a row that the staging does not hold, and for pages that are not in the pool.
+    Raise ValueError for a row that exceeds the staging, and for pages that are not in the pool.
     """
     groups: list[RowGroup] = []
     together: list[int] = []
@@ -88,7 +88,7 @@ def _group(batch: PrefillRows, rows: list[int], first_token: int) -> RowGroup:
     new = torch.tensor([batch.new_tokens[row] for row in rows])
     starts = blocks.cumsum(0) - blocks
 
-    # of each entry of the rows' page tables: its first token, and what lies behind
+    # of each entry of the rows' page tables: its first token, the row's old length, and tokens in the page
     start = (torch.arange(int(blocks.sum())) - starts.repeat_interleave(blocks)) * BLOCK_TOKENS
     old = (lengths - new).repeat_interleave(blocks)
     fill = (lengths.repeat_interleave(blocks) - start).clamp(max=BLOCK_TOKENS)
@@ -97,11 +97,11 @@ def _group(batch: PrefillRows, rows: list[int], first_token: int) -> RowGroup:
     loaded = torch.zeros(len(pages), dtype=torch.bool).index_put((which[start < old],), torch.tensor(True))
     written = torch.zeros_like(loaded).index_put((which[start + BLOCK_TOKENS > old],), torch.tensor(True))
     filled = torch.zeros_like(pages).scatter_reduce(0, which, fill, "amax")
-    order = (2 * ~written + loaded.long()).argsort(stable=True)  # pages that nobody loads or writes do not exist
+    order = (2 * ~written + loaded.long()).argsort(stable=True)  # every page is loaded, written or both
     slot_of = torch.empty_like(order).scatter(0, order, torch.arange(len(order)))
     slots = slot_of[which]
 
-    # of each new token: its position in the row, and the entry of the page table that it is in
+    # of each new token: its position in the row, and its entry of the page table
     behind = new.cumsum(0)
     position = torch.arange(int(behind[-1])) + (lengths - behind).repeat_interleave(new)
     entry = starts.repeat_interleave(new) + position // BLOCK_TOKENS

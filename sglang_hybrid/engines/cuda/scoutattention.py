@@ -1,11 +1,11 @@
-"""Policy ``scoutattention`` on a GPU: the lanes of ``scout``, with the paper's rules.
+"""Policy ``scoutattention`` on a GPU: the lanes of policy ``scout``, with the rules of the paper ScoutAttention.
 
     scout lane    predicted query -> scores, one for all KV heads -> selection and plan -> post      of the next layer
     main lane     append -> attention over selected slots -> merging with replies -> what is late
     reply lane    replies of the worker, when they are there                                         beside attention
     recall lane   copies of the plan -> slot table                                                   of this layer
 
-The worker computes all misses. What becomes resident was selected by the query that selected misses.
+The worker computes all misses. The query that selects the misses also selects the blocks that become resident.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DeviceScoutAttention(DeviceScout):
         handover: Handover | None = None,
     ) -> None:
         super().__init__(layers, shape, settings, intervals, mailbox, handover)
-        # the slot tables without blocks that are not selected in this step
+        # the slot tables, with -1 for blocks that are not selected in this step
         self._attended_slots = [torch.full_like(table.positions, NO_BLOCK) for table in self._tables]
 
     @classmethod

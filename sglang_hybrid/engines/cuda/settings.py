@@ -1,4 +1,4 @@
-"""Which settings the CUDA kernels can have, and what they are told about policy ``scout``."""
+"""Settings that the CUDA kernels support, and the settings of policy ``scout`` as arguments of the kernels."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from sglang_hybrid.policies.registry import policy_named
 from sglang_hybrid.policies.scout.paper import paper_resident_tokens
 from sglang_hybrid.policies.scout.tuning import FIRST_SHARE, FIRST_STEPS, Tuning, resident_tokens_of
 
-if TYPE_CHECKING:  # needs torch, which ``sglang-hybrid config`` does without
+if TYPE_CHECKING:  # this import needs torch, which ``sglang-hybrid config`` does not
     from sglang_hybrid.policies.scout.profile import HostRates
 
-_DIMS, _CHANNELS, _MOST_BLOCKS = (64, 128), (0, 32, 64), 256  # what the kernels are compiled for
-_MOST_WINDOW_BLOCKS = 1024  # of policy hgca: what is merged of a list of slots finds room in shared memory
+_DIMS, _CHANNELS, _MOST_BLOCKS = (64, 128), (0, 32, 64), 256  # shapes that the kernels support
+_MOST_WINDOW_BLOCKS = 1024  # of policy hgca: the partial results of a list of slots must fit in shared memory
 
 
 @dataclass(frozen=True)
 class WholeSteps:
-    """Which rows look at all of their blocks, and which steps: the first ones of longer rows."""
+    """The first decode steps of long rows, in which a row attends to all blocks that matter, resident or not."""
 
-    beyond: int  # tokens
-    steps: int
+    beyond: int  # tokens: only rows longer than this have such steps
+    steps: int  # number of such steps per row
 
 
 @dataclass(frozen=True)
@@ -34,43 +34,43 @@ class ScoutSettings:
     slots: int  # blocks of a (row, KV head) in device memory
     sink: int
     recent: int
-    bonus: tuple[float, ...]  # of each layer
-    min_miss_score: tuple[float, ...]  # the score that a miss of each layer must have
-    any_block: tuple[bool, ...]  # whether every block that has it is a miss, or only the selected ones
-    gather_share: float | None  # of the misses, that are copied to the device; None: it follows what is missed
+    bonus: tuple[float, ...]  # per layer, added to the score of resident blocks
+    min_miss_score: tuple[float, ...]  # per layer, minimum score of a miss
+    any_block: tuple[bool, ...]  # per layer, whether every block with this score is a miss, or only selected blocks
+    gather_share: float | None  # share of the misses that is copied to the device; None: adapts to traffic
     deadline_s: float
     early_recalls: int = FIRST_STEPS  # first steps of a row in which all layers recall
     whole: WholeSteps | None = None
-    whole_score: float = -math.inf  # that a block must have to be attended in these steps
+    whole_score: float = -math.inf  # minimum score of a block that is attended in these steps
 
 
-# Without a profile: what a gather gets out of PCIe 5, and a core out of memory (docs/measurements.md).
+# Rates without a profile: of a gather over PCIe 5, and of a core that reads memory (docs/measurements.md).
 _GATHER_GB_S, _CORE_GB_S = 50.0, 8.0
-_HIDDEN = 0.6  # of a layer's time: what the worker computes in that, nobody waits for
-# The same of copies, which have to be there when attention begins, and the worker's results only when it ends.
-# Not measured itself: with 48 rows of 30k tokens it comes to the shares that were fastest ("Who serves misses" in
-# docs/measurements.md).
+_HIDDEN = 0.6  # share of a layer's time in which the worker can compute without making the GPU wait
+# The same share for copies. It is smaller, because copies must be complete when attention begins, and the worker's
+# results only when attention ends. The value was not measured itself: with 48 rows of 30k tokens it results in the
+# gather shares that were fastest ("Who serves misses" in docs/measurements.md).
 _GATHER_HIDDEN = 0.35
-FIRST_GATHER_SHARE = 0.5  # until the first steps were counted
-# Of the CPU compute ratio. Below, recalls would take more than they save; above, intervals get so long that they follow
-# traffic too slowly.
+FIRST_GATHER_SHARE = 0.5  # initial value, until the counters of the first steps arrive
+# Bounds of the target CPU compute ratio. Below, recalls would cost more than they save; above, intervals get so long
+# that they follow traffic too slowly.
 _TARGETS = (0.03, 0.25)
 
 
 @dataclass(frozen=True)
 class PathRates:
-    """Two ways to serve a miss, in bytes a second: the device gathers its block, or the worker computes it."""
+    """Rates of both ways to serve a miss, in bytes per second: the GPU gathers the block, or the worker computes."""
 
     gathers: float
     computes: float
 
     def gather_share(self, missed: float, recalled: float, layer_seconds: float) -> float:
-        """Of what a layer misses, the part that is gathered. ``missed`` and ``recalled``: bytes of one layer.
+        """Return the share of a layer's misses to gather. ``missed`` and ``recalled``: bytes of the layer in one step.
 
-        As much as PCIe brings before it is waited for, beside recalls: gathered blocks are attended with the real
-        query, the worker has a predicted one. More only where the worker would not be done with the rest: then both
-        ways end at the same time. A share g takes (g missed + recalled) / gathers there and (1 - g) missed / computes
-        here.
+        Gather as much as PCIe can copy, beside recalls, before attention waits: gathered blocks are attended with the
+        real query, the worker's blocks with a predicted one. Gather more only if the worker could not compute the rest
+        in time: then both ways end at the same time. With a share g, copies take (g missed + recalled) / gathers, and
+        the worker takes (1 - g) missed / computes.
         """
         if missed <= 0:
             return 1.0
@@ -81,22 +81,22 @@ class PathRates:
         return min(1.0, max(0.0, share))
 
     def target_ratio(self, budget: float, layer_seconds: float) -> float:
-        """CPU compute ratio that costs no time. ``budget``: bytes of all rows' budgets in one layer."""
+        """Return the CPU compute ratio that costs no time. ``budget``: bytes of all rows' budgets in one layer."""
         low, high = _TARGETS
         return min(high, max(low, self.computes * layer_seconds * _HIDDEN / max(budget, 1.0)))
 
 
 def path_rates(rates: HostRates | None, cores: int) -> PathRates:
-    """As the profile measured them, on a host with a GPU."""
+    """Return the rates that a profile measured on a host with a GPU, or else estimates for ``cores`` cores."""
     if rates and rates.transfer_gb_s:
         return PathRates(1e9 * rates.transfer_gb_s, 1e9 * rates.attention_gb_s)
     return PathRates(1e9 * _GATHER_GB_S, 1e9 * max(1, cores) * _CORE_GB_S)
 
 
 def gather_share_of(config: HybridConfig) -> float | None:
-    """None: it follows what is missed, with ``PathRates``."""
+    """Return the fixed share of misses to gather. None: the share adapts to traffic, by ``PathRates``."""
     if config.worker == "none":
-        return 1.0  # the device attends to all of them
+        return 1.0  # the device attends to all misses
     return None if config.scout.cpu_share == "auto" else 1 - config.scout.cpu_share
 
 
@@ -121,17 +121,17 @@ def whole_steps_of(config: HybridConfig, tuning: Tuning) -> WholeSteps | None:
     steps = policy_named(config.policy).needs.thorough_steps
     if not steps:
         return None
-    # Blocks are scored by the real query where layers recall. Where they never do, one step attends to all of them.
+    # Layers that recall score blocks by the real query. If a layer never recalls, a single step attends to all blocks.
     return WholeSteps(config.budget_tokens, steps=1 if 0 in tuning.intervals else steps)
 
 
 def slots_of(config: HybridConfig) -> int:
-    """Blocks of a (row, KV head) in device memory."""
+    """Return the number of slots per (row, KV head): blocks that are in device memory."""
     return _slots_for(config, resident_tokens_of(config))
 
 
 def paper_slots_of(config: HybridConfig) -> int:
-    """The same under policy scoutattention."""
+    """Return the number of slots per (row, KV head) under policy scoutattention."""
     return _slots_for(config, paper_resident_tokens(config))
 
 
@@ -141,7 +141,7 @@ def _slots_for(config: HybridConfig, resident_tokens: int) -> int:
 
 
 def paper_settings_of(config: HybridConfig, tuning: Tuning) -> ScoutSettings:
-    """Of policy scoutattention: misses are the worker's, and where there is none, the device reads them."""
+    """Return the settings of policy scoutattention. The worker computes all misses; without one the GPU reads them."""
     layers = len(tuning.intervals)
     return ScoutSettings(
         budget=config.budget_tokens // BLOCK_TOKENS,
@@ -158,12 +158,12 @@ def paper_settings_of(config: HybridConfig, tuning: Tuning) -> ScoutSettings:
 
 
 def hgca_slots_of(config: HybridConfig) -> int:
-    """Blocks of a (row, KV head) in device memory under policy hgca: its window."""
+    """Return the number of slots per (row, KV head) under policy hgca: the blocks of its window."""
     return config.section(HgcaOptions).window_tokens // BLOCK_TOKENS
 
 
 def unsupported_settings(config: HybridConfig) -> str | None:
-    """What of these settings the kernels cannot do, in words; None if they can."""
+    """Return the settings that the kernels do not support, in words; None if they support all of them."""
     policy = policy_named(config.policy)
     if policy.cuda_program is None:
         return f"policy={config.policy}"
@@ -173,7 +173,7 @@ def unsupported_settings(config: HybridConfig) -> str | None:
 
 
 def unsupported_by_scout(config: HybridConfig) -> str | None:
-    """The same of the kernels that select."""
+    """Return the settings of policy scout that the kernels do not support, in words; None if they support all."""
     return _too_many_blocks(config, slots_of(config))
 
 
@@ -188,7 +188,10 @@ def _too_many_blocks(config: HybridConfig, slots: int) -> str | None:
 
 
 def unsupported_by_hgca(config: HybridConfig) -> str | None:
-    """The same of the kernels of a window: its ring has as many slots as there are tokens in the settings."""
+    """Return the settings of policy hgca that the kernels do not support, in words; None if they support all.
+
+    The kernels need a window of a fixed size, whose blocks are a ring of slots.
+    """
     options = config.section(HgcaOptions)
     if options.window_ratio:
         return f"hgca.window_ratio={options.window_ratio}"
@@ -197,18 +200,21 @@ def unsupported_by_hgca(config: HybridConfig) -> str | None:
     return None
 
 
-_FP8_POLICIES = ("scout", "scoutattention", "full")  # whose kernels read FP8
+_FP8_POLICIES = ("scout", "scoutattention", "full")  # their kernels read FP8
 
 
 def unsupported_over_fp8(policy: str) -> str | None:
-    """The same of a policy over an FP8 KV cache."""
+    """Return why the kernels cannot run this policy over an FP8 KV cache, in words; None if they can."""
     if policy in _FP8_POLICIES:
         return None
     return f"policy={policy} over an FP8 KV cache, which {', '.join(_FP8_POLICIES)} can have"
 
 
 def unsupported_model(head_dim: int, value_dim: int, group: int, itemsize: int) -> str | None:
-    """The same of a model. ``itemsize``: bytes of a number in its KV cache."""
+    """Return what of a model's shape the kernels do not support, in words; None if they support all.
+
+    ``itemsize``: bytes of a number in the KV cache.
+    """
     if head_dim not in _DIMS or value_dim != head_dim:
         return f"head_dim {head_dim} (values: {value_dim})"
     if group > 16:

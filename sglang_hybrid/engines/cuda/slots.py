@@ -1,4 +1,4 @@
-"""The blocks that are in device memory."""
+"""Device memory for blocks of all rows, and the table of resident blocks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class BlockMemory:
         self, layers: int, rows: int, heads: int, slots: int, dim: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         of_layer = (rows, heads, slots, BLOCK_TOKENS, dim)
-        # zeros: a slot that was never written is multiplied by a weight of 0, and garbage may be NaN
+        # zeros, because a slot that was never written is multiplied by a weight of 0, and garbage may be NaN
         self.keys = [torch.zeros(of_layer, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(of_layer, dtype=dtype, device=device) for _ in range(layers)]
 
 
 class ResidentSlots(BlockMemory):
-    """The same, and which blocks of their rows are in the slots."""
+    """Block memory divided into slots per row and KV head, and the block that each slot holds."""
 
     def __init__(
         self, layers: int, rows: int, heads: int, slots: int, dim: int, dtype: torch.dtype, device: torch.device | str
@@ -31,14 +31,14 @@ class ResidentSlots(BlockMemory):
         self.all_positions = torch.full((layers, rows, heads, slots), NO_BLOCK, dtype=torch.int32, device=device)
 
     def positions(self, layer: int) -> torch.Tensor:
-        """``[rows, KV heads, slots]``, -1 for an empty slot."""
+        """Return the block of its row that each slot holds: ``[rows, KV heads, slots]``, -1 for an empty slot."""
         return self.all_positions[layer]
 
     def table(self, layer: int, sink: int, recent: int) -> SlotTable:
         return SlotTable(self.all_positions[layer], sink, recent)
 
     def forget(self, rows: torch.Tensor) -> None:
-        """These rows have nothing resident."""
+        """Mark all slots of ``rows`` ``[n]`` int64 as empty."""
         self.all_positions.index_fill_(1, rows, NO_BLOCK)
 
     def forget_all(self) -> None:

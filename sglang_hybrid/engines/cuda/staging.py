@@ -1,4 +1,4 @@
-"""Pages in device memory that a layer's prefill attends over, and the copies between them and the host pool."""
+"""Staging: pages in device memory over which a layer's prefill attends, and copies between them and the host pool."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from sglang_hybrid.ops.cuda.copies import copy_runs, gather_blocks, scatter_bloc
 from sglang_hybrid.ops.cuda.digests import HostPool
 
 # An estimate, to be measured by bench/cuda_prefill.py: a copy engine's command takes one to two microseconds, in which
-# the link moves some 64 KiB. Longer runs are its business; a kernel copies shorter ones faster, at the price of the
-# processors that it takes from attention.
+# the link moves some 64 KiB. Copy engines get longer runs. A kernel copies shorter runs faster, but takes processors
+# from attention.
 ENGINE_RUN_BYTES = 128 << 10
 
 
 class Staging:
-    """Keys and values ``[pages, H, 32, D]``, the pool's layout, and events by which streams take turns with them."""
+    """Keys and values ``[pages, H, 32, D]`` in the pool's layout, and events by which streams take turns with them."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys, self.values = keys, values
-        self.loaded = torch.cuda.Event()  # prefixes are there
-        self.placed = torch.cuda.Event()  # new tokens too
-        self.attended = torch.cuda.Event()  # nobody reads it on the main stream any more
-        self.returned = torch.cuda.Event()  # new tokens are in the pool
+        self.loaded = torch.cuda.Event()  # cached prefixes are in the staging
+        self.placed = torch.cuda.Event()  # new tokens are in the staging too
+        self.attended = torch.cuda.Event()  # the main stream has finished reading
+        self.returned = torch.cuda.Event()  # new tokens are written back to the pool
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Staged pages ``first`` to ``last`` and the pages of the pool that they are."""
+    """A copy between slots ``first`` to ``last`` of a staging and their pages of the pool, in either direction."""
 
     first: int
-    last: int  # the one behind the last
-    runs: torch.Tensor  # [n, 3] in host memory: page, slot, how many
+    last: int  # exclusive
+    runs: torch.Tensor  # [n, 3] in host memory: first page, first slot, number of pages
     pages: torch.Tensor  # [last - first, H, 1] int32 on the device
-    by_engine: bool
+    by_engine: bool  # whether copy engines copy, or a kernel
 
     def load(self, pool: HostPool, to: Staging, refused: torch.Tensor) -> None:
-        """On the current stream."""
+        """Copy pages of the pool to the staging, on the current stream. ``refused`` counts blocks out of bounds."""
         if self.first == self.last:
             return
         if self.by_engine:
@@ -47,7 +47,7 @@ class Transfer:
             gather_blocks(pool.region, pool.keys, pool.values, self.pages, *slots, refused=refused)
 
     def write_back(self, pool: HostPool, staging: Staging, refused: torch.Tensor) -> None:
-        """On the current stream."""
+        """Copy staged pages to the pool, on the current stream. ``refused`` counts blocks out of bounds."""
         if self.first == self.last:
             return
         if self.by_engine:
@@ -61,7 +61,7 @@ class Transfer:
 
 
 def runs_of(pages: torch.Tensor, first_slot: int) -> torch.Tensor:
-    """Pages ``[n]`` of the slots from ``first_slot`` on, as runs ``[m, 3]`` of page, slot and how many."""
+    """Return ``pages`` ``[n]``, of the slots from ``first_slot`` on, as runs ``[m, 3]``: page, slot, page count."""
     if not len(pages):
         return torch.empty(0, 3, dtype=torch.int32)
     begins = torch.cat((torch.tensor([True]), pages[1:] != pages[:-1] + 1)).nonzero().flatten()
@@ -70,5 +70,5 @@ def runs_of(pages: torch.Tensor, first_slot: int) -> torch.Tensor:
 
 
 def suits_engine(pages: int, runs: int, page_bytes: int) -> bool:
-    """Whether the copy engine is the better one for that many pages in that many runs."""
+    """Return True if copy engines are expected to copy ``pages`` pages in ``runs`` runs better than a kernel."""
     return pages * page_bytes >= runs * ENGINE_RUN_BYTES

@@ -1,4 +1,4 @@
-"""What the kernels of a decode step read: persistent, so that a recorded graph finds it where it was."""
+"""Rows of a decode step, in persistent buffers from which the kernels of a recorded CUDA graph read."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from sglang_hybrid.engines.cuda.handover import Handover
 from sglang_hybrid.engines.cuda.settings import WholeSteps
 from sglang_hybrid.ops.cuda.step import Step, begin_step, let_rows_go
 
-# instead of a row's first length, before its first step: sh_first_length
-PREFILLED = -2  # its resident blocks were chosen when its prompt was computed
-ARRIVED = -1  # nothing of it is resident
+# values of ``first_lengths`` before a row's first step, see sh_first_length
+PREFILLED = -2  # the row's resident blocks were selected when its prompt was computed
+ARRIVED = -1  # the row has no resident blocks
 
 
 class StepBuffers:
-    """Rows of the current step. Written before its layers, on the stream that runs them."""
+    """Rows of the current step, and the state of all rows. Written before the step's layers, on the same stream."""
 
     def __init__(
         self, rows: int, most: int, max_blocks: int, device: torch.device | str, *, whole: WholeSteps | None = None
     ) -> None:
-        """``rows`` that SGLang knows, at most ``most`` of them in a step, of at most ``max_blocks`` blocks."""
+        """Allocate buffers for ``rows`` rows, at most ``most`` of them in a step, of at most ``max_blocks`` blocks.
+
+        ``whole``: the first steps of long rows; None: rows have no such steps.
+        """
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -33,7 +36,10 @@ class StepBuffers:
         self.first_lengths = torch.full((rows,), ARRIVED, dtype=torch.int32, device=device)
 
     def load(self, req_to_token: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, active: int) -> None:
-        """req_to_token ``[rows, tokens]``: SGLang's table; rows and lengths ``[n]``, the first ``active`` are real."""
+        """Write the rows of a step. Of ``rows`` and ``lengths`` ``[n]`` the first ``active`` are real, others padding.
+
+        ``req_to_token`` ``[rows, tokens]``: SGLang's table.
+        """
         begin_step(
             req_to_token, rows, lengths, active,
             step=self.of_batch(rows.numel()), begins=self.begins(rows.numel()),
@@ -42,7 +48,7 @@ class StepBuffers:
         )  # fmt: skip
 
     def load_nothing(self) -> None:
-        """A step without rows, for recording."""
+        """Make the step empty, for recording a graph and for steps without rows."""
         self.active_rows.fill_(0)
 
     @functools.cache  # noqa: B019 (lives as long as the backend)
@@ -50,18 +56,19 @@ class StepBuffers:
         return Step(self._page_table[:count], self._lengths[:count], self._row_of[:count], self.active_rows)
 
     def begins(self, count: int) -> torch.Tensor:
-        """``[count]``: 1 for rows of which nothing is resident yet."""
+        """Return ``[count]``: 1 for rows that have no resident blocks yet."""
         return self._begins[:count]
 
     def whole(self, count: int) -> torch.Tensor:
-        """``[count]``: 1 for rows that are in one of their ``WholeSteps``."""
+        """Return ``[count]``: 1 for rows that are in one of their ``WholeSteps``."""
         return self._whole[:count]
 
     def let_rows_go(self, count: int, handover: Handover | None) -> None:
-        """Mark rows as having no resident blocks, but for those of this step that go on, as ``handover`` gets to know.
+        """Mark all rows as having no resident blocks, except rows of this step that go on, which ``handover`` notes.
 
-        Rows that decoded before this step are marked as let go: their first steps count as over. Those that go on keep
-        theirs. Load the rows of the present step again afterwards.
+        A row goes on if ``handover`` has its query of the token before. It keeps the count of its first steps. Other
+        rows that decoded before this step are marked as let go: their first steps count as over. The caller must load
+        the rows of this step again afterwards.
         """
         let_rows_go(
             self.of_batch(count), lengths_by_row=self.lengths, first_lengths=self.first_lengths,

@@ -1,6 +1,6 @@
-"""What a GPU server tells about itself, and what follows it: recall intervals, and who serves misses.
+"""Counters of a GPU server for metrics and log, and controllers that adapt recall intervals and gather shares to them.
 
-Never waits for the device: numbers are those of some steps ago.
+Nothing here waits for the device, so the numbers are some steps old.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from sglang_hybrid.policies.scout.recall import RecallSchedule
 from sglang_hybrid.worker.fallback_log import FallbackLog
 
 _LOOK_STEPS = 16
-# what became of rows, as SGLang's metrics call it; those without misses are nobody's
+# outcome of a posted row -> label in SGLang's metrics; rows without misses are not reported
 _BY = {"late": "device-late", "damaged": "device-damaged", "refused": "device-damaged", "withheld": "device-no-worker"}
 _WHY = {"device-late": "late", "device-damaged": "damaged", "device-no-worker": "no-worker"}
 
 
 class Watched(Protocol):
-    """A step program that misses and recalls blocks."""
+    """Interface of a step program that misses and recalls blocks, for ``DeviceWatch``."""
 
     counted: torch.Tensor  # [layers, TOTALS]: blocks so far, in device memory
 
@@ -40,7 +40,7 @@ class Watched(Protocol):
 
 
 class RatioWatch:
-    """Tells CPU compute ratios and who served rows, from what a step program counts."""
+    """Reports CPU compute ratios and which side served rows, from the counters of a step program and the mailbox."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class RatioWatch:
         block_bytes: int = 0,
         counters: Callable[[torch.Tensor], Counters] = Counters,
     ) -> None:
-        """``counted`` ``[layers, n]``: what others computed so far, then what else is counted, in device memory.
+        """``counted`` ``[layers, n]``: counters in device memory; column 0 is the work whose ratio is reported.
 
-        ``per_row``: what a ratio of 1 would be, for a row, of all KV heads. ``mailbox``: its counts, in device memory.
-        ``block_bytes``: keys and values of a block.
+        ``per_row``: amount of this work, per row and step and over all KV heads, that makes a ratio of 1. ``mailbox``:
+        counts of the mailbox, in device memory; None: no worker. ``block_bytes``: bytes of a block's keys and values.
         """
         self._per_row, self._block_bytes = per_row, block_bytes
         self._counted = counters(counted)
@@ -63,10 +63,13 @@ class RatioWatch:
         self._steps = self._rows = self._looked_steps = self._looked_rows = 0
         self._log = FallbackLog("were read from host memory by the GPU")
         self.metrics: WorkerMetrics | None = None
-        self.on_ratio: Callable[[int, float], None] | None = None  # told every layer's CPU compute ratio
+        self.on_ratio: Callable[[int, float], None] | None = None  # gets a layer and its CPU compute ratio
 
     def step(self, longer_rows: int) -> None:
-        """Before a decode step, in which others may compute something for so many rows."""
+        """Count a decode step before it is launched, and process counters that arrived. Called before every step.
+
+        ``longer_rows``: rows that are long enough to need the worker or the host pool.
+        """
         self._steps += 1
         self._rows += longer_rows
         if self._steps % _LOOK_STEPS:
@@ -90,13 +93,13 @@ class RatioWatch:
             self._tell_outcomes({by: rows - before.rows[by] for by, rows in self._seen_mailbox.rows.items()})
 
     def readings(self) -> Readings:
-        """As of the last look."""
+        """Return the counters as of the last copy that arrived."""
         if not self._mailbox:
             return Readings()
         return Readings(miss_blocks=self._posted_blocks(), block_bytes=self._block_bytes, waits=self._waits())
 
     def _posted_blocks(self) -> dict[str, int]:
-        """Blocks of posts that the worker did not serve are read by the GPU."""
+        """Return the posted blocks by path. The GPU reads the blocks that the worker did not serve."""
         blocks = self._seen_mailbox.blocks
         return {"worker": blocks["served"], "device": sum(blocks.values()) - blocks["served"]}
 
@@ -104,7 +107,7 @@ class RatioWatch:
         return Distribution(self._seen_mailbox.waits, self._seen_mailbox.waited_s)
 
     def _observe(self, new: torch.Tensor, rows: int, steps: int) -> None:
-        """``new``: what was counted in so many steps of so many rows, all steps added up."""
+        """Process ``new`` counts of ``steps`` steps. ``rows``: sum of the rows of these steps."""
         self._tell_ratios((new[:, 0].double() / (rows * self._per_row)).tolist(), steps)
 
     def _tell_ratios(self, ratios: list[float], steps: int) -> None:
@@ -123,7 +126,7 @@ class RatioWatch:
 
 
 class DeviceWatch(RatioWatch):
-    """The same, and lets recalls and gathered shares follow."""
+    """Watch of policies with recalls: also adapts recall intervals and gather shares to the counters."""
 
     def __init__(
         self,
@@ -137,10 +140,10 @@ class DeviceWatch(RatioWatch):
         follows_host: bool = False,
         counters: Callable[[torch.Tensor], Counters] = Counters,
     ) -> None:
-        """``blocks_per_row``: of all KV heads, within the budget. ``mailbox``: its counts, in device memory.
+        """``blocks_per_row``: budget in blocks, over all KV heads. ``mailbox``: its counts, in device memory.
 
-        ``rates``: of this host, None where nothing follows them. With ``gathers`` the share of misses that is gathered
-        follows what is missed and recalled; with ``follows_host`` recalls aim at what the worker computes in time.
+        ``rates``: rates of this host; None: nothing adapts to them. ``gathers``: adapt the share of misses that is
+        gathered to the misses and recalls. ``follows_host``: aim recalls at what the worker computes in time.
         """
         super().__init__(scout.counted, blocks_per_row, mailbox, scout.block_bytes, counters)
         self._gathers, self._follows_host = gathers, follows_host
@@ -148,7 +151,7 @@ class DeviceWatch(RatioWatch):
 
     def readings(self) -> Readings:
         total = dict(zip(TOTALS, self._seen_counted.sum(dim=0).tolist(), strict=True))
-        # blocks that are neither gathered nor served by the worker are read by the GPU
+        # the GPU reads misses that are neither gathered nor served by the worker
         paths = {"gather": total["gathered"], "device": total["misses"] - total["gathered"]}
         if self._mailbox:
             paths |= self._posted_blocks()
@@ -176,15 +179,16 @@ class DeviceWatch(RatioWatch):
             self._scout.set_intervals(self._recall.intervals)
 
     def _aim(self, rows: float, steps: int) -> None:
-        """``rows`` of a step that may miss."""
+        """Set the target CPU compute ratio of recalls. ``rows``: mean number of rows per step that may miss."""
         seconds = self._counted.seconds
         if self._follows_host and self._rates and seconds is not None:
             layer_seconds = seconds / steps / len(self._recall.intervals)
             self._recall.beta = self._rates.target_ratio(rows * self._per_row * self._scout.block_bytes, layer_seconds)
 
     def _balance(self, blocks: torch.Tensor, steps: int) -> None:
-        """``blocks`` ``[layers, 2]`` that each layer misses and recalls in a step."""
-        # Time on the device: the host may run ahead of it. Pauses count too, a device that has time is left to itself.
+        """Set the gather shares. ``blocks`` ``[layers, 2]``: blocks that each layer misses and recalls per step."""
+        # Time on the device, because the host may run ahead of it. Pauses count too, so a device that has time gathers
+        # more blocks itself.
         seconds = self._counted.seconds
         if self._gathers and self._rates and blocks[:, 0].any() and seconds is not None:
             layer_seconds = seconds / steps / len(self._recall.intervals)

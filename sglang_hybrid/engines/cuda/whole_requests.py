@@ -1,7 +1,8 @@
 """Steps in which every running row is in device memory as a whole: exact attention, as fast as without a host pool.
 
-The memory of resident blocks is used as pages then. The host pool is written as always, and so are digests: rows that
-no longer fit go on in the way of their policy, with a ``Handover`` by what is on the device already.
+These steps use the memory of resident blocks as pages. The host pool and digests are written as in other steps. So rows
+that no longer fit continue with slots, as their policy decides; with a ``Handover``, slots get blocks that are on the
+device already.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ class WholeRequests:
         refused: torch.Tensor,
         handover: Handover | None = None,
     ) -> None:
-        """Shares ``memory`` and the buffers of ``step`` and ``attention`` with steps of the other kind.
+        """Share ``memory`` and the buffers of ``step`` and ``attention`` with steps that do not hold whole rows.
 
-        ``handover``: gets the queries of every step.
+        ``handover``: gets the queries of every step; None: queries are not kept.
         """
         device = memory.keys[0].device
         self._memory, self._handover = memory, handover
         self._layers, self._step, self._attention, self._refused = list(layers), step, attention, refused
         rows, _, slots = memory.keys[0].shape[:3]
-        self.pages = rows * slots  # none, where nothing is ever held
+        self.pages = rows * slots  # pages in device memory; 0: whole rows are never held
         self._keys, self._values = (
             [part.view(self.pages, shape.heads, BLOCK_TOKENS, shape.dim) for part in parts]
             for parts in (memory.keys, memory.values)
@@ -52,37 +53,37 @@ class WholeRequests:
         table = torch.full((shape.rows, shape.max_blocks), -1, dtype=torch.int32, device=device)
         held = torch.zeros(shape.rows, dtype=torch.int32, device=device)
         self._allocator = PageAllocator(DenseTable(table, held, self.pages), shape.heads)
-        self._something_new = True  # rows that have not been loaded
+        self._something_new = True  # whether some rows may not be loaded yet
         self._expected: list[int] = []  # lengths of the next step, if it has the same rows
 
     @property
     def block_bytes(self) -> int:
-        """Of a block of a row in all layers and KV heads."""
+        """Return the bytes of a page's keys and values, in all layers and KV heads."""
         return len(self._layers) * 2 * self._keys[0].shape[1:].numel() * self._keys[0].itemsize
 
     def forget_all(self) -> None:
-        """No row is held any more."""
+        """Free the pages of all rows: no row is held any more."""
         self._allocator.forget_all()
         self._something_new = True
 
     def reset_rows(self, rows: torch.Tensor) -> None:
-        """These rows ``[n]`` int64 are other requests from now on."""
+        """Forget what is held of ``rows`` ``[n]`` int64: their requests changed."""
         self._allocator.reset_rows(rows)
         self._something_new = True
 
     def begin_step(self, count: int, lengths: Sequence[int]) -> None:
-        """Before the layers, never recorded: rows that are new in this step are loaded. The step's rows are there.
+        """Allocate pages, and load rows that are not held yet. Called before the layers of a step, never recorded.
 
-        ``lengths`` of its real rows, on the host.
+        The step must be loaded. ``lengths``: tokens of its real rows, on the host.
         """
         step, pages = self._step.of_batch(count), self._allocator
-        # a row may join later than in the step after it began
+        # a row may join the batch later than in the step after its reset
         self._something_new |= list(lengths) != self._expected
         self._expected = [length + 1 for length in lengths]
-        # rows that left give their pages back when others need them
+        # rows that are no longer in the batch lose their pages when other rows need new ones
         if self._something_new or any(length % BLOCK_TOKENS == 1 for length in lengths):
             pages.hold_rows(step, self._refused)
-        if not self._something_new:  # a new tail has nothing to load
+        if not self._something_new:  # a page for a new tail needs no load
             return
         self._something_new = False
         for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
@@ -93,7 +94,10 @@ class WholeRequests:
             )  # fmt: skip
 
     def digest_tails(self, count: int) -> None:
-        """Before rows go on with slots: what was put off while nobody looked. The step's rows are there."""
+        """Digest the tails of the step's rows, before rows continue with slots. The step must be loaded.
+
+        While whole rows are held nothing reads digests of tails, so ``append`` digests a block only when it is full.
+        """
         step = self._step.of_batch(count)
         for number, layer in enumerate(self._layers):
             append(
@@ -102,9 +106,10 @@ class WholeRequests:
             )  # fmt: skip
 
     def move_to_slots(self, layer: int, plan: RecallPlan, staged: StagedBlocks) -> None:
-        """Blocks of a plan that are held, to their slots; the others keep their page in the plan. Then pages are void.
+        """Move the plan's blocks that are held to their slots. The layer's pages become void.
 
-        Forget them when all layers are through.
+        The plan keeps the pages of blocks that are not held or do not fit in ``staged``. The caller must call
+        ``forget_all`` when all layers are done.
         """
         self._allocator.move_to_slots(plan, self._memory.keys[layer], self._memory.values[layer], staged)
 
@@ -120,11 +125,11 @@ class WholeRequests:
     ) -> None:
         """Write the step's tokens to the host pool, to the tails' pages of rows that are held, and to codes of keys.
 
-        ``query`` and ``kept`` as for ``append``.
+        ``query``, ``kept`` and ``overlaps``: as for ``append``.
         """
         of_layer, step = self._layers[layer], self._step.of_batch(keys.shape[0])
         if of_layer.codes is not None:
-            of_layer.codes.encode_step(step, keys)  # in front: what overlaps with `append` comes right behind it
+            of_layer.codes.encode_step(step, keys)  # before `append`, because an overlapping launch follows `append`
         append(
             of_layer.digests, self._no_slots, step, keys, values, self._keys[layer], self._values[layer],
             of_layer.pool, dense=self._allocator.table, query=query, kept=kept, overlaps=overlaps,
@@ -134,7 +139,7 @@ class WholeRequests:
     def decode(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """One token of each row, as ``StepProgram.decode``: attention over the whole row."""
+        """Store and attend one token of each row, as ``StepProgram.decode``. Attention is over the whole row."""
         count = query.shape[0]
         kept = self._handover.keeps(layer, scale) if self._handover else None
         self.store(layer, keys, values, query=query if kept else None, kept=kept, overlaps=True)
