@@ -140,7 +140,8 @@ def test_tokens_very_far_from_the_middle_of_their_block_are_told_as_far_as_float
     case = replace(case, query=case.query * 60)
     logits = torch.einsum("hgd,htd->hgt", case.query[0].float().unflatten(0, (2, -1)), case.keys[0].float())
     assert float(logits.std(dim=2).max()) * case.shape.scale > 100  # e^100 is no float32
-    # a lane's estimate may be lower than a block's true sum by a factor of 8, and other scores are relative to it
+    # eight lanes each limit their part of a block's sum, so an estimate may be too low by a factor of 8; the scores of
+    # the row's other blocks are relative to it
     torch.testing.assert_close(scored(case), case.expected_scores(), atol=6.0, rtol=1e-2)
 
 

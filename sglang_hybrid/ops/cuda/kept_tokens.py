@@ -93,9 +93,9 @@ def keep_tokens(
     """Replace logits by weights of the fewest tokens that have share ``least`` of a query head's attention.
 
     Also list the blocks that have such tokens. The result equals softmax followed by
-    ``reference_weights.cumulative_share``, up to rounding at the edge of ``least``. NaN logits get weight 0. With
-    ``renormalises``, the weights of kept tokens add up to 1. For each query head, the kept share of the row's tokens is
-    added to ``counted`` (one int64), in units of 1 / ``SHARE_UNITS``.
+    ``reference_weights.cumulative_share``, up to rounding at the edge of ``least``. NaN and infinite logits get weight
+    0. With ``renormalises``, the weights of kept tokens add up to 1. For each query head, the kept share of the row's
+    tokens is added to ``counted`` (one int64), in units of 1 / ``SHARE_UNITS``.
     """
     batch, heads, group, max_blocks = kept.shape
     if step.batch != batch or step.max_blocks != max_blocks:

@@ -34,7 +34,7 @@ class MailboxCounts:
 
     rows: dict[str, int]  # posted rows by outcome
     blocks: dict[str, int]  # blocks of these rows, by outcome of the row
-    waits: tuple[int, ...]  # histogram of decode steps that posted, by their waiting time; bounds are WAIT_BOUNDS
+    waits: tuple[int, ...]  # histogram of the waiting times of steps that asked the worker; bounds are WAIT_BOUNDS
     waited_s: float  # total waiting time of these steps
 
     @classmethod
@@ -168,7 +168,7 @@ class DeviceMailboxClient:
         active_rows: torch.Tensor | None,
         **of_kind: Any,
     ) -> None:
-        """Launch a post. ``of_kind``: fields of ``sh_mailbox_post`` that only this kind of post has."""
+        """Launch a post. ``of_kind``: fields of ``sh_mailbox_post`` that depend on the kind of post."""
         g = self._geometry
         batch, _, listed = pages.shape
         launch(

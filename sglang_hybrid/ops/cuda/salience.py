@@ -79,7 +79,7 @@ def contextual_sets(
     all these tokens, is above ``beta / tokens``. With ``beta`` 0 all tokens are salient.
 
     ``lists`` get the blocks that have salient tokens. The number of listed tokens is added to ``counted`` (one int64),
-    and the number of skipped blocks, which are not in the pool, to ``refused`` (one int64).
+    and the number of window blocks that are not in the pool to ``refused`` (one int64).
     """
     batch, query_heads, dim = query.shape
     rows, heads, slots = window.positions.shape
