@@ -55,7 +55,7 @@ class RecallPlan:
     """
 
     def __init__(self, capacity: int, device: torch.device | str = "cuda") -> None:
-        """Allocate room for ``capacity`` blocks. B * H * S is always enough; gathers need B * H * ``most_gathered``."""
+        """Allocate ``capacity`` entries. B * H * S is always enough; a gather needs B * H * ``most_gathered``."""
         self.pages, self.destinations, self.positions = torch.zeros(
             3, capacity, dtype=torch.int32, device=device
         ).unbind(0)
@@ -120,9 +120,10 @@ def select_blocks(
     ``reference.select_blocks`` specifies the selection. ``by_row``: scores are ``[rows, H, max_blocks]``. ``put_off``:
     scores are not written yet, and are computed from these estimates first. budget: number of blocks, at most 256.
 
-    Misses need a score of at least ``min_miss_score``. With ``any_block`` every block with such a score that is not
-    resident is a miss (``reference.blocks_worth``), up to the budget; otherwise only selected blocks are. A tail that
-    this step opened gets its slot here; see ``digests``. Without ``misses`` no list of misses is written.
+    Misses need a score of at least ``min_miss_score``, except sink and recent blocks without a slot. With ``any_block``
+    every block with such a score that is not resident is a miss (``reference.blocks_worth``), up to the budget;
+    otherwise only selected blocks are. A tail that this step opened gets its slot here; see ``digests``. Without
+    ``misses`` no list of misses is written.
 
     With ``plan``, rows that recall add the blocks that they need in slots to the plan. ``recall`` says which rows do:
     ``[B]`` int32 or an interval; with an interval, rows in ``due`` recall too. ``recalls`` ``[B]`` int32 receives which
