@@ -1,23 +1,23 @@
-"""Gates 1 and 2 in one go: logits of the hybrid backend beside those of stock SGLang, in few processes, no server.
+"""Gates 1 and 2 in one run: compare logits of the hybrid backend with stock SGLang's, in a few processes, no server.
 
     python -m bench.gpu_gates --model DIR [--dtype float16] --out FILE
     python -m bench.gpu_gates --random qwen3 --out FILE           a small random model: heads of 128 channels
     python -m bench.gpu_gates --random llama --flag=--quantization=fp8 --out FILE
-    python -m bench.gpu_gates --model DIR --kv-cache-dtype fp8_e4m3 --out FILE        all of them over FP8
+    python -m bench.gpu_gates --model DIR --kv-cache-dtype fp8_e4m3 --out FILE        all backends with an FP8 KV cache
     python -m bench.gpu_gates --model DIR --device cpu --lengths 10,33,150 --steps 6 --out FILE
 
-One process for each of: stock (FlashInfer), a control (Triton, another stock kernel), hybrid. Stock decodes greedily;
-all others are fed its tokens, so that logits can be compared at every step. The log probability of stock's token may
-differ by 1.5 times what control differs by, and another arg max must be a near tie by the same measure
-(gates.comparing).
+There is one process for each of: stock (FlashInfer), a control (Triton, another stock kernel), hybrid. Stock decodes
+greedily; the others are fed stock's tokens, so that logits can be compared at every step. The log probability of
+stock's token may differ by 1.5 times the control's difference, and another best token must be a near tie by the same
+measure (gates.comparing).
 
     gate1-budget      the budget is above the context: everything is resident
-    gate2-worker      everything but sink and tail is computed by the CPU worker, with real queries; by nobody else
+    gate2-worker      everything but sink and tail is computed by the CPU worker alone, with real queries
     gate2-gather      the same, but the best 16 misses of a list are copied to the GPU (scout.cpu_share=0)
-    too-small         a budget of 128 tokens: must differ by more than rounding, or the comparison sees nothing
-    gate2-no-worker   gate2-gather without a worker: the rest is read from host memory by the GPU
+    too-small         a budget of 128 tokens: must differ by more than rounding, or the comparison detects nothing
+    gate2-no-worker   gate2-gather without a worker: the GPU reads the other misses from host memory
 
-Without a GPU stock is torch_native, there is no control, and TOLERANCE takes its place. Exit status 1: a gate is red.
+Without a GPU stock is torch_native, and TOLERANCE replaces the control. Exit status 1: a gate is red.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ NAME = "gpu-gates"
 
 
 def free_port() -> int:
-    """SGLang looks for one itself, but processes that look at the same time may find the same."""
+    """Return a free TCP port. SGLang would find one itself, but two processes that search at once may find the same."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Run:
-    """The processes of one model and dtype, and what they read."""
+    """Runs the processes of one model and dtype, and collects their results."""
 
     def __init__(self, args: argparse.Namespace, workspace: Path, model: Path) -> None:
         self._args, self._workspace, self._model = args, workspace, model
-        self._shown: dict[str, int] = {}  # lines of each log that were passed on
+        self._shown: dict[str, int] = {}  # number of marked lines of each log that were printed
         self.failures: dict[str, str] = {}
 
     def _flags(self, role: str) -> list[str]:
@@ -79,7 +79,7 @@ class Run:
         else:
             flags += ["--max-total-tokens", str(tokens + 4096), "--page-size", "1"]
         if args.device == "cuda":
-            # a batch that is padded, and one row alone; processes that load at the same time leave each other room
+            # graphs for one row and for a padded batch; each process leaves memory for others that load at once
             flags += ["--cuda-graph-bs-decode", "1", str(rows), "--cuda-graph-backend-prefill", "disabled"]
             flags += ["--mem-fraction-static", "0.4"]
         if args.kv_cache_dtype != "auto":
@@ -108,7 +108,7 @@ class Run:
         )
 
     def run(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """What each of them wrote, by role or variant."""
+        """Run all processes with the cases ``asked``, and return their results by role or variant."""
         write_whole(self._workspace / "cases.json", asked)
         roles = ["stock", *(["control"] if self._args.control else []), "hybrid"]
         groups = [[role] for role in roles] if self._args.one_by_one else [roles]
@@ -136,8 +136,8 @@ class Run:
                 if status != 0:
                     self._failed(member, "timed out" if status is None else f"ended with status {status}")
                     if member.name == "stock":
-                        return  # nobody can be compared with anything
-            time.sleep(0.3)  # no event to wait for: other programs work
+                        return  # without stock there is nothing to compare with
+            time.sleep(0.3)  # other programs work, so there is no event to wait for
 
     def _pass_on(self, member: ServerProcess) -> None:
         lines = [line for line in member.log.read_text(errors="replace").splitlines() if line.startswith(MARK)]
@@ -156,7 +156,7 @@ def readings(read: dict[str, Any]) -> list[Reading]:
 
 
 def judged(found: dict[str, Any], asked: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """The result, without where it comes from."""
+    """Judge the results of all processes; return the result file's content without its origin."""
     if "stock" not in found:
         return {"passed": False, "error": "stock read nothing"}
     stock = readings(found["stock"])
@@ -180,7 +180,7 @@ def judged(found: dict[str, Any], asked: dict[str, Any], args: argparse.Namespac
             shown["passed"] = shown["passed"] and shown["worker"]["passed"]
         variants[name] = shown
     return {
-        # a control that was asked for and failed leaves nothing to measure rounding by
+        # if a requested control failed, rounding was not measured
         "passed": all(one["passed"] for one in variants.values()) and bool(control) == bool(args.control),
         "highest_stock_logit": round(highest, 3),
         "control": control.summary() if control else None,
@@ -231,7 +231,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     args.variants = args.variants.split(",") if args.variants else [*(ON_CPU if on_cpu else VARIANTS)]
     if unknown := set(args.variants) - set(VARIANTS):
         parser.error(f"unknown variants: {', '.join(sorted(unknown))}")
-    # without a worker comes last: nothing brings it back
+    # the order of VARIANTS: the one without a worker comes last, because a worker cannot be attached again
     args.variants = [name for name in VARIANTS if name in args.variants]
     args.lengths = [int(one) for one in args.lengths.split(",")]
     args.alone = [int(one) for one in args.alone.split(",")] if args.alone else [n for n in ALONE if n in args.lengths]
@@ -247,7 +247,7 @@ def main() -> None:
         workspace = args.logs or temporary
         workspace.mkdir(parents=True, exist_ok=True)
         for old in workspace.glob("*.json"):
-            old.unlink()  # children would take them for new ones
+            old.unlink()  # otherwise children would read results of an earlier run
         model = args.model
         if args.random:
             model = write_random_model(temporary / f"random-{args.random}", args.random)

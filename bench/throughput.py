@@ -4,22 +4,22 @@
     python -m bench.throughput --quick                    a smoke test on a CPU, in a minute
     python -m bench.throughput --from FILE                tables and figures of a result
 
-Each configuration is one server, started here and spoken to over HTTP. For every input length its batch is what fits
-`--gpu-limit`, by arithmetic that the result repeats (`capacity`), and what the driver counts for each server is
-measured beside it (`gpu_bytes_measured`). `--batches 1,max` also measures a single row. All rows of a batch are sent
-at once, and throughput counts the time in which all of them decode: answers become longer than `--new-tokens` where
-that time would be under two seconds. Hybrid has the settings of a user who sets none, but for the size of its pool.
+For each configuration this program starts one server and sends it requests over HTTP. For every input length the batch
+is the largest that fits in `--gpu-limit`, by arithmetic that the result repeats (`capacity`). The result also has the
+GPU memory that the driver reports for each server (`gpu_bytes_measured`). `--batches 1,max` also measures a single row.
+All rows of a batch are sent at once, and throughput counts the time in which all of them decode. If this time would be
+under two seconds, answers become longer than `--new-tokens`. Hybrid has default settings, except for the pool's size.
 
     python -m bench.throughput --runs stock,stock-fp8 --out FILE          in one command of a GPU lease; hybrid-fp8 too
     python -m bench.throughput --runs hybrid --server-per-length --with FILE --out FILE       in the next one
 
-`--prompts N` lets rows share N prompts, for their prefill takes long: 64 rows of 32k are 2 million tokens. Rows that
-share a prompt share its pages in SGLang's radix cache: batches are still those that fit without sharing, and attention
-reads as much for every row, but caches help. That is little for stock (a layer of 32k tokens is 134 MB) and more for
-hybrid (digests and sketches of 1,024 pages are 8 MB, and the worker finds blocks of other rows in its caches). So the
-default is that no two rows share anything.
+`--prompts N` lets rows share N prompts, because prefill takes long: 64 rows of 32k are 2 million tokens. Rows that
+share a prompt share its pages in SGLang's radix cache. Batches are still those that fit without sharing, and attention
+reads as much for every row, but hardware caches help: stock a little (a layer of 32k tokens is 134 MB), hybrid more
+(digests and sketches of 1,024 pages are 8 MB, and the worker finds blocks of other rows in its caches). So by default
+no two rows share a prompt.
 
-The default model is synthetic (synthetic_model.py): Qwen3-14B's shape with 10 layers, made once in --model.
+The default model is synthetic (synthetic_model.py): Qwen3-14B's shape with 10 layers, written once to --model.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ from bench.synthetic_model import TINY, Shape, read_model
 
 NAME = "throughput"
 MAX = "max"
-START_SECONDS = 120  # that a lease must have left for a server and a first point
-POINT_SECONDS = 30  # and for each further point
+START_SECONDS = 120  # that a lease must have left to start a server and measure a first point
+POINT_SECONDS = 30  # that a lease must have left to measure each further point
 
 
 class Benchmark:
@@ -77,7 +77,7 @@ class Benchmark:
         self._kv = KVModel.of(self._model, itemsize=4 if args.device == "cpu" else 2)
         self._limits = Limits(int(args.gpu_limit * GB), int(args.host_limit * GB), args.most_rows or None)
         self._prompts = Prompts(self._model, seed=0)
-        self._memory: ServerMemory | None = None  # of the server that runs now
+        self._memory: ServerMemory | None = None  # GPU memory of the running server
         self._plan = MeasurementPlan(
             args.new_tokens,
             args.warm_tokens,
@@ -101,8 +101,8 @@ class Benchmark:
             self._take_over(json.loads(args.earlier.read_text()))
 
     def run(self) -> None:
-        """The result file is written after every point, so that a run that is cut off leaves what it has."""
-        self._save()  # asks for the GPU's name, which may take memory there: before that is measured
+        """Measure all runs. Write the result file after every point, so that an interrupted run leaves its points."""
+        self._save()  # asks for the GPU's name, which may take GPU memory, so do it before memory is measured
         given = self.args.hybrid
         known: dict[str, tuple[Configuration, list[int | str]]] = {
             "stock": (configurations.stock(self.args.stock_backend), self.args.batches),
@@ -124,11 +124,11 @@ class Benchmark:
         self._save()
 
     def _together(self) -> list[list[int]]:
-        """Lengths that one server serves."""
+        """Return the input lengths in groups; one server serves a group."""
         return [[length] for length in self.args.lengths] if self.args.server_per_length else [self.args.lengths]
 
     def _take_over(self, earlier: dict[str, Any]) -> None:
-        """Of a run with the same model and limits, what is not measured again now."""
+        """Copy points of an earlier run that this run does not measure again. Exit if model or limits differ."""
         for key in ("model", "limits"):
             if earlier[key] != self.result[key]:
                 sys.exit(f"--with: {key} was {earlier[key]}, now it is {self.result[key]}")
@@ -220,7 +220,10 @@ class Benchmark:
         server.flush_cache()
 
     def _measure_about(self, server: Server, configuration: Configuration, length: int, rows: int) -> dict[str, Any]:
-        """With one row less, or two, where SGLang does not run as many at once as there is room for."""
+        """Measure a batch of ``rows``, or of one or two rows less if SGLang does not run all of them at once.
+
+        Raises NotSteady if none of these batches runs at once.
+        """
         for fewer in range(min(3, rows)):
             try:
                 return measure(server, self._prompts, self._plan, length, rows - fewer)
@@ -239,7 +242,7 @@ class Benchmark:
         return replace(self._kv, itemsize=1) if configuration.kv_dtype == configurations.FP8 else self._kv
 
     def _gpu_bytes(self, configuration: Configuration, rows: dict[int, list[int]]) -> int:
-        """What the server takes by the same arithmetic, for the largest batch and the longest input at once."""
+        """Return the server's GPU memory by the same arithmetic, for the largest batch and the pool of all inputs."""
         kv = self._kv_of(configuration)
         if not configuration.is_hybrid:
             return stock_tokens(kv, self._limits) * kv.token_bytes
@@ -257,7 +260,7 @@ class Benchmark:
         ]  # fmt: skip
 
     def _pool_mib(self, rows: dict[int, list[int]], kv: KVModel) -> int:
-        """For the most that any length needs, and a little: SGLang keeps some pages free, and rounds up."""
+        """Return the pool's size in MiB: the most that any length needs, plus what SGLang keeps free and rounds up."""
         most = 0
         for length, batches in rows.items():
             for one in batches:
@@ -283,7 +286,7 @@ class Benchmark:
 
 
 def ablation_of(points: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
-    """Points of the same length and batch, from nothing on to everything on."""
+    """Return the ablation's points of one length and batch, in the order from no part to all parts of hybrid."""
     others = ("stock", "stock fp8", "hybrid", "hybrid fp8", "raw", *configurations.PAPERS)
     parts = [one for one in points if one["configuration"] not in others and one["length"] == length]
     if not parts:
@@ -299,13 +302,13 @@ def ablation_of(points: list[dict[str, Any]], length: int) -> list[dict[str, Any
 
 
 def _rows(batches: list[int | str], capacity: Capacity) -> list[int]:
-    """The largest first; batches that do not fit are left out."""
+    """Return the batch sizes that fit, the largest first."""
     wanted = {capacity.rows if one == MAX else int(one) for one in batches}
     return sorted((one for one in wanted if 0 < one <= capacity.rows), reverse=True)
 
 
 def notes(args: argparse.Namespace, synthetic: bool) -> list[str]:
-    """What a reader of the numbers must know."""
+    """Return sentences for the result that a reader needs to interpret the numbers."""
     found = [
         f"GPU memory for what grows with rows or tokens: {args.gpu_limit} GB on both sides. Batches follow from that "
         "by arithmetic (capacity). gpu_bytes_measured is what the driver counts, weights and graphs included.",
@@ -353,7 +356,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--from", dest="source", type=Path, help="a result file to show, without measuring")
     args = parser.parse_args(argv)
     if args.quick:
-        # 2 and 4 rows of stock
+        # these limits give stock 2 and 4 rows
         parser.set_defaults(
             lengths="256,512", gpu_limit=0.005, host_limit=0.1, most_rows=6, new_tokens=32, warm_tokens=8, repeats=1,
             ablation_length="512", stock_backend="torch_native", device="cpu", batches=MAX,
@@ -368,7 +371,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def show(result: dict[str, Any], path: Path) -> None:
-    """Tables and figures, as far as this host has what draws them; ``--from`` does it elsewhere."""
+    """Print tables and draw figures, as far as this host has the packages; ``--from`` does it on another host."""
     try:
         from rich.console import Console
 

@@ -1,1 +1,1 @@
-"""The design's gates 1 and 2 without servers: what bench/gpu_gates.py is made of."""
+"""Parts of bench/gpu_gates.py, which compares logits of hybrid with stock SGLang's (gates 1 and 2) without servers."""

@@ -1,4 +1,4 @@
-"""What all backends are asked: prompts that decode together, and some of them alone."""
+"""Prompts that all backends get: prompts that decode together in one batch, and some of them alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-# below a page, at its edges, a tail alone, many pages, longer than a chunk of prefill
+# tokens: less than a page, at a page's edges, only a tail beyond full pages, many pages, longer than a prefill chunk
 LENGTHS = (10, 31, 32, 33, 64, 97, 150, 333, 700, 1500, 3000, 6000)
 ALONE = (33, 700, 6000)
 
@@ -24,11 +24,14 @@ def cases(model: Path, lengths: Sequence[int], alone: Sequence[int]) -> Cases:
 
 
 def token_ids(model: Path, count: int) -> list[int]:
-    """English where there is a tokenizer, otherwise random."""
+    """Return ``count`` token ids: English text if the model has a tokenizer, otherwise random.
+
+    Raises ValueError if the text has fewer tokens.
+    """
     if not (model / "tokenizer_config.json").is_file():
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
         return random.Random(0).choices(range(vocabulary), k=count)
-    from pydoc_data.topics import topics  # every CPython has it
+    from pydoc_data.topics import topics  # English text that every CPython includes
 
     from transformers import AutoTokenizer
 

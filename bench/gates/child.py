@@ -1,10 +1,10 @@
-"""One process of gpu_gates.py: loads the model with one backend, then reads logits of every case and variant.
+"""One process of gpu_gates.py: loads the model with one backend, then records logits of every case and variant.
 
-    python -m bench.gates.child SPEC     what to do, as bench.gates.spec.Spec in JSON
+    python -m bench.gates.child SPEC     SPEC: a file with bench.gates.spec.Spec in JSON
 
-Stock goes first and writes the tokens that all others are fed. The others load meanwhile, wait for that file, and take
-turns: loading takes longest and can be done by all at once, but nobody shares the GPU or the cores while it computes.
-Lines that begin with MARK are for the parent's terminal.
+The stock process computes first and writes the tokens that all other processes are fed. The others load meanwhile, wait
+for this file, and compute in turns. Loading takes longest, so all processes load at once; but no process shares the GPU
+or the cores while it computes. Lines that begin with MARK are for the parent's terminal.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def say(text: str) -> None:
 
 
 def wait_for(path: Path, seconds: float) -> Any:
-    """Another process writes it."""
+    """Wait until another process has written the JSON file ``path``, and return the content. Raises TimeoutError."""
     deadline = time.monotonic() + seconds
     while not path.is_file():
         if time.monotonic() > deadline:
@@ -40,11 +40,15 @@ def wait_for(path: Path, seconds: float) -> Any:
 
 
 def read_case(session: Any, prompts: list[list[int]], steps: int, reference: Case | None) -> Case:
-    """Greedy where there is no reference, otherwise with its tokens."""
+    """Decode ``steps`` tokens and return what was read of their logits: lists ``[row][step]`` by name.
+
+    Without ``reference`` decoding is greedy; otherwise every step is fed the reference's tokens. ``logprob``, ``gap``
+    and ``logit`` are those of the reference's best token.
+    """
     prefilled = session.prefill(prompts)
     logits, columns = prefilled.logits, []
     for position in range(steps):
-        # everything is taken out of the logits at once: a recorded graph writes the next ones to the same place
+        # read all that is needed now: a CUDA graph overwrites the logits in the next step
         if reference is None:
             top = logits.topk(2, dim=1)
             token, second, best = top.indices[:, 0], top.indices[:, 1], top.indices[:, 0]
@@ -72,7 +76,7 @@ def read_cases(session: Any, spec: Spec, cases: dict[str, Any], reference: dict[
 
 
 def cuda_engine(session: Any) -> Any:
-    """The engine of recorded graphs, or None."""
+    """Return the session's CUDA engine, or None if it uses another engine."""
     from sglang_hybrid.engines.cuda.engine import CudaEngine
 
     fast = session.runner.attn_backend._fast
@@ -80,7 +84,7 @@ def cuda_engine(session: Any) -> Any:
 
 
 def rows_counter(session: Any) -> Callable[[], dict[str, int]]:
-    """Rows of which misses were served so far, by whom."""
+    """Return a function that counts rows with misses so far, by outcome or by who computed the misses."""
     engine = cuda_engine(session)
     if engine is not None:
         mailbox = engine._mailbox
@@ -105,7 +109,7 @@ def use_variant(session: Any, settings: list[str]) -> None:
     config = load_config(None, settings)
     engine = cuda_engine(session)
     if config.worker == "none" and engine is not None:
-        # settings alone do not take the worker away from a process that began with one; nothing brings it back
+        # settings alone do not detach the worker of a process that started with one; it cannot be attached again
         engine._mailbox = None
     session.use(config)
 
@@ -117,7 +121,7 @@ def read_variants(
     reference: dict[str, Case],
     write: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Writes what there is after every variant: the next one may take the process with it."""
+    """Record the cases of every variant. ``write`` gets all results after each: the next one may kill the process."""
     results: dict[str, Any] = {}
     for name, settings in spec.variants:
         begun = time.monotonic()
@@ -136,16 +140,17 @@ def read_variants(
             say(f"{name} failed: {type(error).__name__}: {str(error)[:300]}")
             results[name] = {"error": f"{type(error).__name__}: {str(error)[:1000]}"}
             if spec.device == "cuda":
-                torch.cuda.synchronize()  # raises where the device is lost, which ends this process
+                torch.cuda.synchronize()  # raises if the device is lost, which ends this process
         finally:
             write(results)
 
 
 def attend_to_prompts_as_stored(session: Any) -> None:
-    """Over an FP8 KV cache, as hybrid does, whose answers do not depend on chunks.
+    """Make a stock backend's prefill read all tokens from the FP8 KV cache, as hybrid does.
 
-    Prefill of stock reads prefixes from the cache, and a prompt's new tokens as they were before they are rounded. Its
-    kernels for deterministic inference read all tokens from the cache, and a backend asks this attribute which to use.
+    By default stock's prefill reads prefixes from the cache, but a prompt's new tokens before they are rounded to FP8,
+    so answers depend on prefill chunks. Stock's kernels for deterministic inference read all tokens from the cache, and
+    the backend's ``enable_deterministic`` selects them. Raises AttributeError if the backend has no such attribute.
     """
     backend = session.runner.attn_backend
     if not hasattr(backend, "enable_deterministic"):
@@ -159,7 +164,8 @@ def main() -> None:
     from sglang_hybrid.integration import activate
 
     if spec.role != "hybrid" and spec.device == "cuda":
-        activate.load_plugin = lambda: None  # stock is stock. Without a GPU it needs ours for its page allocator
+        # stock runs without the plugin; but on a CPU stock needs the plugin's page allocator
+        activate.load_plugin = lambda: None
     from sglang_hybrid.integration.model_session import ModelSession
 
     session = ModelSession(spec.flags)
@@ -179,7 +185,7 @@ def main() -> None:
             read_variants(session, spec, cases, reference, write)
         else:
             write({spec.role: {"cases": read_cases(session, spec, cases, reference)}})
-    # everything is written: no need to take a model and a GPU's state apart, which takes seconds and may fail
+    # all results are written: skip the teardown of model and GPU state, which takes seconds and may fail
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,7 +1,7 @@
-"""How far logits of two backends are apart that were fed the same tokens, and whether that is rounding.
+"""Compare logits of two backends that were fed the same tokens, and judge whether they differ only by rounding.
 
-Nobody knows how large rounding is in 16 bits behind thirty layers. So it is measured: two stock backends differ by
-rounding and nothing else, and ours may differ from stock by little more than they do from each other.
+The size of 16-bit rounding errors after thirty layers is not known in advance, so it is measured: two stock backends
+differ only by rounding, and hybrid may differ from stock by little more than these two differ from each other.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 Numbers = list[list[float]]  # [rows][positions]
-FACTOR = 1.5  # of what the control shows: the worst of some hundred positions is not the same in two runs
+FACTOR = 1.5  # times the control's difference is allowed: the worst of some hundred positions varies between runs
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-# where there is no control: what gate 1 allows in float32, and estimates for 16 bits
+# allowed differences without a control: what gate 1 allows in float32, and estimates for 16 bits
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.4}
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One case (prompts that decode together) with one backend. Position 0 is behind the prompt: that is prefill."""
+    """Logits of one case (prompts that decode together) with one backend. Position 0 is computed by prefill."""
 
     name: str
-    best: list[list[int]]  # the arg max
-    logprob: Numbers  # of stock's token
-    gap: Numbers  # between the logits of stock's token and of stock's second best
+    best: list[list[int]]  # token with the highest logit
+    logprob: Numbers  # log probability of stock's best token
+    gap: Numbers  # logit of stock's best token minus logit of stock's second best token
 
 
 @dataclass(frozen=True)
 class Flip:
-    """A position whose arg max is not stock's."""
+    """A position at which the best token is not stock's."""
 
     case: str
     row: int
     position: int
-    gap: float  # in stock: how far its two best are apart
-    gap_change: float
+    gap: float  # stock's gap between its two best tokens
+    gap_change: float  # absolute difference of the two backends' gaps
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Comparison:
     positions: int = 0
     equal_best: int = 0
     worst_logprob: float = 0.0
-    worst_prefill_logprob: float = 0.0  # of the positions behind prompts, which are in `worst_logprob` too
+    worst_prefill_logprob: float = 0.0  # over position 0 of all rows, which `worst_logprob` includes
     mean_logprob: float = 0.0
     worst_gap_change: float = 0.0
     not_finite: int = 0
@@ -88,9 +88,10 @@ def compare(stock: Sequence[Reading], other: Sequence[Reading]) -> Comparison:
 
 
 def judge(ours: Comparison, control: Comparison | None, dtype: str, highest_logit: float) -> dict[str, Any]:
-    """Whether ``ours`` is rounding: ``control`` is another stock backend against the same stock.
+    """Judge whether ``ours`` differs from stock only by rounding; ``passed`` of the result says so.
 
-    The floor is one rounding of the highest logit: what equal hidden states may make of it.
+    ``control`` compares another stock backend with the same stock; without it, ``TOLERANCE`` is allowed. A floor is
+    added to what is allowed: one rounding of the highest logit, by which even equal hidden states may differ.
     """
     floor = EPSILON[dtype] * highest_logit
     if control is None:
@@ -108,7 +109,10 @@ def judge(ours: Comparison, control: Comparison | None, dtype: str, highest_logi
 
 
 def served_by_worker(rows: dict[str, int], expected: int | None) -> dict[str, Any]:
-    """Of rows (one prompt in one layer in one step) with misses: whether the worker had all of them."""
+    """Judge whether the worker computed the misses of all ``rows`` with misses, counted by outcome.
+
+    A row is one prompt in one layer in one step. ``expected``: number of such rows by arithmetic, only shown.
+    """
     elsewhere = {name: count for name, count in rows.items() if count and name not in ("served", "empty", "worker")}
     served = rows.get("served", 0) + rows.get("worker", 0)
     shown = {"passed": served > 0 and not elsewhere, "served": served, "elsewhere": elsewhere}
@@ -116,7 +120,7 @@ def served_by_worker(rows: dict[str, int], expected: int | None) -> dict[str, An
 
 
 def rows_with_misses(lengths: Sequence[int], steps: int, layers: int, block: int = 32) -> int:
-    """With sink and tail resident and nothing else: rows in which some block lies between the two."""
+    """Return the number of rows with misses if only sink and tail are resident: rows with a block between the two."""
     behind = [length + step for length in lengths for step in range(1, steps + 1)]
     return layers * sum((tokens - 1) // block >= 2 for tokens in behind)
 

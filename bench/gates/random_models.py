@@ -1,7 +1,7 @@
-"""Small random models on disk, one for each architecture that people serve: what the default model does not have.
+"""Small random models on disk, to test common architectures that differ from the gates' default model.
 
-All have heads of 128 channels. Qwen3 norms queries and keys, Qwen2 has biases, Qwen3-MoE has experts. Dummy weights of
-SGLang's would depend on the order in which a backend's process draws them; files do not.
+All have heads of 128 channels. Qwen3 norms queries and keys, Qwen2 has biases, Qwen3-MoE has experts. SGLang's dummy
+weights would depend on the order in which a backend's process draws them; weights in files do not.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from bench.synthetic_model import CONFIG_KEY, SMALL, Character, Shape, config
 
 SHAPE = replace(SMALL, heads=8, intermediate=1536)  # 4 layers, hidden 512, 2 KV heads of 128, 4,096 tokens
-_SHARPNESS = 2.5  # standard deviation of attention logits, about: so that attention is neither flat nor one token
-_LOGITS = 4.0  # the same of the output: gaps between best tokens that rounding does not close often
+_SHARPNESS = 2.5  # approximate standard deviation of attention logits: attention is neither flat nor on one token
+_LOGITS = 4.0  # approximate standard deviation of output logits: rounding rarely changes the best token
 _EXPERTS, _EXPERTS_PER_TOKEN, _EXPERT_WIDTH = 8, 2, 512
 
 ARCHITECTURES: dict[str, dict[str, object]] = {
@@ -70,7 +70,7 @@ def write_random_model(target: Path, architecture: str, seed: int = 0, shape: Sh
         for expert in range(_EXPERTS):
             tensors |= _mlp(f"{name}.mlp.experts.{expert}", _EXPERT_WIDTH, shape, random)
     described = config(shape, Character(), torch.float32) | ARCHITECTURES[architecture]
-    del described[CONFIG_KEY]  # it is none of the synthetic ones
+    del described[CONFIG_KEY]  # this key marks synthetic models, and random models are none
     target.mkdir(parents=True, exist_ok=True)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text(json.dumps(described, indent=1))
@@ -81,7 +81,7 @@ def _attention(name: str, architecture: str, shape: Shape, random: _Random) -> d
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     has_norms = architecture.startswith("qwen3")
     tensors = {
-        # where heads are normed, the norm makes attention as sharp
+        # if heads are normed, the gain of the norm sets the sharpness of attention
         f"{name}.q_proj.weight": random.matrix(queries, shape.hidden, 1.0 if has_norms else _SHARPNESS),
         f"{name}.k_proj.weight": random.matrix(keys, shape.hidden),
         f"{name}.v_proj.weight": random.matrix(keys, shape.hidden),

@@ -1,4 +1,4 @@
-"""What the parent tells a child, and how files come and go between them."""
+"""Settings that gpu_gates.py passes to a child process, and an atomic write for files that they share."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ MARK = "gates: "
 class Spec:
     role: str  # stock, control or hybrid
     device: str
-    flags: list[str]  # SGLang's
-    variants: list[tuple[str, list[str]]]  # of hybrid
+    flags: list[str]  # SGLang's server flags
+    variants: list[tuple[str, list[str]]]  # name and settings of each variant of hybrid
     steps: int
-    cases: str  # files
-    reference: str
-    out: str
-    turn: str
-    timeout: float
-    is_fp8: bool = False  # the KV cache
+    cases: str  # file with the prompts
+    reference: str  # file that the stock process writes
+    out: str  # file for this process's results
+    turn: str  # file that a process locks while it computes
+    timeout: float  # seconds
+    is_fp8: bool = False  # dtype of the KV cache
 
 
 def write_whole(path: Path, content: Any) -> None:
-    """Nobody sees half of it."""
+    """Write ``content`` as JSON to ``path`` atomically, so that a reader never sees a part of the file."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(content))
     os.replace(part, path)

@@ -1,11 +1,11 @@
-"""What is compared with stock: settings of the hybrid backend, all behind one load of the model."""
+"""Variants of the hybrid backend's settings that are compared with stock. The model is loaded once for all of them."""
 
 from __future__ import annotations
 
-BUDGET = 8192  # above every prompt: everything is selected
-# Everything but sink and tail is missed, at every step, with real queries: nothing is resident, nothing is left out.
+BUDGET = 8192  # tokens; above every prompt, so all blocks are selected
+# All blocks but sink and tail are misses, at every step, by real queries: none is resident, none is left out.
 _ALL_MISSED = ("recent_blocks=0", "scout.resident_tokens=0", "prediction=none", "scout.min_miss_attention=0")
-# of the process: the worker's mailbox has room for this budget, and a busy host makes no row late
+# settings of the process: the worker's mailbox is sized for this budget, and no row is late on a busy host
 START = (f"budget_tokens={BUDGET}", "worker_deadline_ms=2000", "whole_requests=never")
 
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -16,9 +16,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "too-small": (*START, "budget_tokens=128", "prediction=none"),
     "gate2-no-worker": (*START, *_ALL_MISSED, "worker=none"),
 }
-# the one in which the worker must have served all there was
+# variant in which the worker must serve all rows with misses
 ALL_ON_WORKER = "gate2-worker"
-# the one that must differ by more than rounding: otherwise these cases would not see wrong attention either
+# variant that must differ by more than rounding: otherwise these cases would not detect wrong attention either
 MUST_DIFFER = "too-small"
-# without a GPU nothing is gathered, and who computes misses is decided when the process starts
+# without a GPU nothing is gathered, and the start of the process decides who computes misses
 ON_CPU = ("gate1-budget", "gate2-worker", "too-small")

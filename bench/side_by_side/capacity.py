@@ -1,8 +1,8 @@
-"""How many rows fit: what each side keeps in GPU memory for a row, against one limit for both.
+"""Number of rows that fit in GPU memory with stock and with hybrid, under the same limit.
 
 Stock keeps every token's keys and values on the GPU. Hybrid keeps resident slots for a row, digests and sketches for
-every block of it, two layers of one context while that is prefilled, and all keys and values in host memory. Bytes of
-hybrid come from the functions that a server calls. Model weights are the same on both sides and do not count.
+every block of the row, two layers of one context during prefill, and all keys and values in host memory. Bytes of
+hybrid come from the functions that a server calls. Model weights are the same on both sides and are not counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class KVModel:
-    """What a token's keys and values take."""
+    """Shape of a model's KV cache, from which its bytes are computed."""
 
     layers: int
     kv_heads: int
@@ -52,20 +52,20 @@ class KVModel:
 
 @dataclass(frozen=True)
 class Limits:
-    gpu_bytes: int  # for everything that grows with rows or tokens
-    host_bytes: int  # for hybrid's pool
-    most_rows: int | None  # None: as many as memory holds
+    gpu_bytes: int  # GPU memory for everything that grows with rows or tokens
+    host_bytes: int  # host memory for hybrid's pool
+    most_rows: int | None  # maximum number of rows; None: as many as memory holds
 
 
 @dataclass(frozen=True)
 class Capacity:
     rows: int
     limited_by: str
-    why: str  # the arithmetic, for a person
+    why: str  # the arithmetic, as text for a person
 
 
 def stock_capacity(model: KVModel, limits: Limits, tokens: int) -> Capacity:
-    """Rows of ``tokens`` tokens, prompt and answer, in SGLang's own pool."""
+    """Return how many rows of ``tokens`` tokens (prompt and answer) fit in SGLang's own pool."""
     total = stock_tokens(model, limits)
     return _least(
         {"GPU memory": total // tokens},
@@ -82,7 +82,7 @@ def hybrid_capacity(model: KVModel, limits: Limits, config: HybridConfig, tokens
     blocks = -(-tokens // BLOCK_TOKENS)
     one = _taken(model, config, 1, device)
     digests = blocks * page_bytes(config, model.shape, device).total
-    # the slots of one more row take what padding writes
+    # one more row of slots receives the writes of padding
     on_gpu = (limits.gpu_bytes - one.staging - one.resident) // (one.resident + digests)
     in_host = limits.host_bytes // (blocks * BLOCK_TOKENS * model.token_bytes)
     return _least(
@@ -95,7 +95,7 @@ def hybrid_capacity(model: KVModel, limits: Limits, config: HybridConfig, tokens
 
 
 def hybrid_server_bytes(model: KVModel, config: HybridConfig, rows: int, pool_tokens: int, device: str) -> int:
-    """What a server takes at its start, which has slots for ``rows`` and digests for its whole pool."""
+    """Return the GPU memory that a hybrid server allocates at its start: slots for ``rows``, digests for its pool."""
     taken = _taken(model, config, rows + 1, device)
     pages = pool_tokens // BLOCK_TOKENS
     return taken.resident + taken.staging + pages * page_bytes(config, model.shape, device).total

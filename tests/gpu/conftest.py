@@ -1,4 +1,4 @@
-"""GPU tests skip where there is no CUDA device."""
+"""Mark all tests in this directory as GPU tests, which are skipped on hosts without a CUDA device."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Random slots, pools and lists for the CUDA kernels' tests."""
+"""Random slots and partial attentions for the CUDA kernels' tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from sglang_hybrid.ops import reference
 
 BLOCK_TOKENS = 32
-DEVICE = "cpu" if "KERNELS_ON_CPU" in os.environ else "cuda"  # which is emulated, see tests/emulation
+DEVICE = "cpu" if "KERNELS_ON_CPU" in os.environ else "cuda"  # cpu: the GPU is emulated, see tests/emulation
 Result = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -26,8 +26,8 @@ class Shape:
     dim: int
     slots: int
     dtype: torch.dtype = torch.bfloat16
-    rows: int = 0  # of the slot pool; 0: a few more than the batch has
-    pool: torch.dtype | None = None  # of keys and values; None: `dtype`
+    rows: int = 0  # rows of the slot pool; 0: a few more than the batch has
+    pool: torch.dtype | None = None  # dtype of keys and values; None: `dtype`
 
     @property
     def pool_rows(self) -> int:
@@ -40,7 +40,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class BlockSlots:
-    """Blocks in device memory and where in their sequences they are."""
+    """Blocks in device memory, and the position of each block in its row."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -49,7 +49,7 @@ class BlockSlots:
 
 @dataclass(frozen=True)
 class SlotCase:
-    """What ``attend_slots`` gets. Tokens that do not count are NaN, in keys and in values."""
+    """Arguments of ``attend_slots``. Keys and values are NaN for tokens beyond the end of a row."""
 
     shape: Shape
     query: torch.Tensor
@@ -58,7 +58,7 @@ class SlotCase:
     row_of: torch.Tensor
 
     def expected(self, near_bias: torch.Tensor | None = None, sink: int = 0, recent: int = 0) -> Result:
-        """By the reference, on a pool that has the slots as its pages."""
+        """Compute output and LSE by the reference, on a pool whose pages are the slots."""
         kept, owner = self.resident, self.row_of.long()
         rows, _, slots = kept.positions.shape
         pages = torch.arange(rows * slots, device=DEVICE).view(rows, 1, slots)
@@ -70,7 +70,7 @@ class SlotCase:
         if near_bias is not None:
             always = reference.is_forced(positions, -(-lengths // BLOCK_TOKENS), sink, recent)
             bias = near_bias[owner][..., None] * always[:, :, None, :]
-        # NaN in keys of tokens that do not count is masked by the reference, after the product
+        # the reference masks invalid tokens after the product, so NaN in their keys does no harm
         return reference.attend_blocks(self.query, keys, values, ids, fill, self.shape.scale, bias)
 
 
@@ -85,7 +85,7 @@ def random_slots(shape: Shape, seed: int) -> SlotCase:
 
 
 def _random_blocks(shape: Shape, blocks: int, lengths: torch.Tensor, random: torch.Generator) -> BlockSlots:
-    """Different positions in each list, among them the tail's, some beyond the end, and empty slots."""
+    """Return random blocks with different positions in each list: the tail, some beyond the end, and empty slots."""
     rows, slots = shape.pool_rows, shape.slots
     order = torch.rand(rows, shape.heads, blocks, generator=random).argsort(dim=2)
     positions = order[..., :slots].clone()
@@ -104,7 +104,7 @@ def _random_blocks(shape: Shape, blocks: int, lengths: torch.Tensor, random: tor
 
 
 def random_partial(shape: tuple[int, int, int], seed: int, empty: float = 0.3) -> Result:
-    """Output and LSE of which some heads are empty, with NaN where nobody should look."""
+    """Return random outputs and LSEs. A share ``empty`` of the heads has LSE -inf and NaN as output."""
     random = seeded(seed)
     out, lse = torch.randn(shape, generator=random), torch.randn(shape[:2], generator=random) * 5
     nothing = torch.rand(shape[:2], generator=random) < empty

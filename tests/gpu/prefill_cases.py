@@ -1,4 +1,4 @@
-"""A model's pool, rows with prefixes in it, and what prefill must make of both."""
+"""A model with random keys and values in a host pool, to run prefill on rows with cached prefixes and check results."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Shape:
     layers: int = 3
     pages: int = 40
     channels: int = 32
-    compact: bool = False  # digests
-    pool: torch.dtype | None = None  # None: `dtype`
+    compact: bool = False  # whether digests are compact
+    pool: torch.dtype | None = None  # dtype of the pool; None: `dtype`
 
     @property
     def pool_dtype(self) -> torch.dtype:
@@ -47,22 +47,22 @@ class Row:
 
     @property
     def touched(self) -> list[int]:
-        """Blocks that get new tokens."""
+        """Positions of the row's blocks that get new tokens."""
         return list(range((self.length - self.new) // BLOCK_TOKENS, -(-self.length // BLOCK_TOKENS)))
 
 
 @dataclass(frozen=True)
 class Result:
     rows: list[Row]
-    queries: list[torch.Tensor]  # of each layer
+    queries: list[torch.Tensor]  # one for each layer, likewise below
     outs: list[torch.Tensor]
-    inputs: list[torch.Tensor]  # held until they are compared
+    inputs: list[torch.Tensor]  # referenced so that their memory is not reused before results are compared
 
 
 class Model:
-    """Keys and values of all pages are decided beforehand; a row's tokens are those of its pages.
+    """A model whose keys and values are fixed beforehand for every page; a row's tokens are those of its pages.
 
-    What is not in the pool yet is NaN there: whoever attends to it, or digests it, shows it.
+    Tokens that are not in the pool yet are NaN there, so results show whether a kernel attended to or digested them.
     """
 
     def __init__(self, shape: Shape, staging_pages: int, seed: int = 0) -> None:
@@ -75,7 +75,7 @@ class Model:
         self.layers: list[DeviceLayer] = []
         random = seeded(seed)
         for _ in range(shape.layers):
-            # numbers of FP8 are what they are in 16 bits: they are stored without rounding
+            # all FP8 numbers are exact in 16 bits, so values rounded to FP8 first are stored without rounding
             keys, values = torch.randn(2, *of_pool, generator=random).to(shape.pool_dtype).to(shape.dtype)
             self.truth.append((keys, values))
             pool = HostPool(region, *(memory.take(of_pool, shape.pool_dtype).fill_(torch.nan) for _ in range(2)))
@@ -94,7 +94,7 @@ class Model:
         self.prefill = DevicePrefill(self.layers, staging_pages, shape.heads * shape.group, shape.dtype, DEVICE)
 
     def have_prefixes(self, rows: list[Row]) -> None:
-        """In the pool, as an earlier pass left them."""
+        """Write the rows' prefixes to the pool, as an earlier pass would leave them."""
         for row in rows:
             position = torch.arange(row.length - row.new)
             pages = torch.tensor(row.pages, dtype=torch.int64)[position // BLOCK_TOKENS]
@@ -103,7 +103,10 @@ class Model:
                     part[pages, :, position % BLOCK_TOKENS] = kept[pages, :, position % BLOCK_TOKENS].to(part.dtype)
 
     def run(self, rows: list[Row], *, padding: int = 0, seed: int = 1, fused: bool = True) -> Result:
-        """One pass over all layers; the device may still be at work when it returns."""
+        """Run prefill of ``rows`` through all layers. The device may still be working when this returns.
+
+        ``padding``: tokens added to the batch. ``fused``: keys and values are slices of one projection.
+        """
         shape = self.shape
         longest = max(len(row.pages) for row in rows)
         table = [row.pages + [-1] * (longest - len(row.pages)) for row in rows]
@@ -115,7 +118,7 @@ class Model:
             keys, values = (torch.cat([self.new_tokens(row, part) for row in rows]) for part in self.truth[layer])
             together = torch.full((tokens, 2 * shape.heads, shape.dim), torch.nan, dtype=shape.dtype)
             together[: tokens - padding] = torch.cat((keys, values), dim=1)
-            if not fused:  # strides that no kernel takes
+            if not fused:  # strides that kernels do not support
                 together = together.transpose(0, 1).contiguous().transpose(0, 1)
             queries.append(query.to(DEVICE, shape.dtype))
             inputs.append(together.to(DEVICE))
@@ -134,7 +137,7 @@ class Model:
         return part[row.pages].transpose(1, 2).flatten(0, 1)[: row.length]
 
     def check(self, result: Result) -> None:
-        """Outputs, and of every token of the rows: that it is in the pool; digests and codes of pages with new ones."""
+        """Assert correct outputs, all tokens in the pool, and digests and codes of pages with new tokens."""
         torch.cuda.synchronize()
         assert self.prefill.refused() == 0
         for layer in range(self.shape.layers):
@@ -179,7 +182,7 @@ class Model:
                 assert torch.equal(found.masked_fill(absent, 0), codes.masked_fill(absent, 0))
 
     def untouched(self) -> list[torch.Tensor]:
-        """Of every layer the pages that nobody wrote, by what their digests and their keys say."""
+        """Return for every layer the pages that were not written. Digests and keys must agree about which these are."""
         torch.cuda.synchronize()
         found = []
         for layer in self.layers:

@@ -16,7 +16,7 @@ from sglang_hybrid.ops.cuda.step import Step
 
 
 def later(work: Callable[[], object]) -> None:
-    """In the order of the current stream: on a GPU torch does that by itself."""
+    """Run ``work`` in the order of the current stream. On a GPU torch ensures the order, so call ``work`` at once."""
     work()
 
 
@@ -29,7 +29,7 @@ class Shape:
     channels: int
     max_blocks: int
     dtype: torch.dtype = torch.bfloat16
-    compact: bool = False  # digests
+    compact: bool = False  # whether digests are compact
 
     @property
     def rows(self) -> int:
@@ -81,7 +81,7 @@ def random_layer(shape: Shape, seed: int, lengths: list[int] | None = None) -> L
     random = seeded(seed)
     pages = shape.batch * shape.max_blocks + 5
     keys = torch.randn(pages, shape.heads, BLOCK_TOKENS, shape.dim, generator=random)
-    # blocks that differ, as those of a text do: a middle of their own, and a width
+    # blocks differ from each other, as in a text: each has its own mean and width
     keys = keys * torch.rand(pages, shape.heads, 1, shape.dim, generator=random) * 1.5
     keys = (keys + torch.randn(pages, shape.heads, 1, shape.dim, generator=random)).to(shape.dtype)
     if lengths is None:
@@ -98,7 +98,7 @@ def random_layer(shape: Shape, seed: int, lengths: list[int] | None = None) -> L
 
 
 def summaries(keys: torch.Tensor, shape: Shape, seed: int) -> LayerDigests:
-    """By the reference, of full pages."""
+    """Compute digests and, if the shape has channels, sketches of full pages by the reference."""
     full = torch.full((keys.shape[0],), BLOCK_TOKENS)
     digests = reference.minmax_digest(keys, full)
     if shape.channels == 0:
@@ -114,7 +114,7 @@ def summaries(keys: torch.Tensor, shape: Shape, seed: int) -> LayerDigests:
 
 def random_table(shape: Shape, lengths: torch.Tensor, row_of: torch.Tensor, sink: int, recent: int, resident: int,
                  seed: int) -> SlotTable:  # fmt: skip
-    """Slots as they are in the middle of a decode: near blocks are in, some residents too, and not always the tail."""
+    """Return slots as in the middle of a decode: near blocks and some resident blocks have slots, tails not always."""
     random = seeded(seed)
     slots = sink + recent + 1 + resident
     positions = torch.full((shape.rows, shape.heads, slots), reference.NO_BLOCK)
@@ -122,7 +122,7 @@ def random_table(shape: Shape, lengths: torch.Tensor, row_of: torch.Tensor, sink
         length = int(lengths[entry])
         count = -(-length // BLOCK_TOKENS)
         opens = length % BLOCK_TOKENS == 1
-        before = count - opens  # blocks of the step before
+        before = count - opens  # number of blocks in the previous step
         near = [p for p in range(max(sink, before - 1 - recent), before) if p >= sink]
         middle = range(sink, max(sink, before - 1 - recent))
         for head in range(shape.heads):
@@ -130,7 +130,7 @@ def random_table(shape: Shape, lengths: torch.Tensor, row_of: torch.Tensor, sink
                 positions[row, head, p] = p
             some = torch.randperm(len(middle), generator=random)[:resident].tolist()
             if head % 2 and some:
-                some = some[: len(some) // 2]  # and empty slots
+                some = some[: len(some) // 2]  # leaves slots empty
             held = [middle[i] for i in some] + near
             places = (torch.randperm(slots - sink, generator=random)[: len(held)] + sink).tolist()
             for place, p in zip(places, held, strict=True):
@@ -139,6 +139,6 @@ def random_table(shape: Shape, lengths: torch.Tensor, row_of: torch.Tensor, sink
 
 
 def bits_of(words: torch.Tensor, blocks: int) -> torch.Tensor:
-    """``[..., words]`` -> ``[..., blocks]``: whether each block's bit is set."""
+    """Return whether each block's bit is set: ``[..., words]`` -> bool ``[..., blocks]``."""
     places = torch.arange(blocks, device=words.device)
     return (words[..., places // 32] >> places % 32 & 1).bool()

@@ -41,7 +41,7 @@ LARGE = [
 
 
 def large(shape: Shape) -> object:
-    """A case that takes minutes on an emulated device."""
+    """Mark ``shape`` as a case for the full tests, because it takes minutes on an emulated device."""
     return pytest.param(shape, marks=pytest.mark.full)
 
 
@@ -75,7 +75,7 @@ def test_groups_of_every_size_are_attended() -> None:
 def test_a_list_without_tokens_gives_zero_and_no_lse() -> None:
     case = random_slots(Shape(batch=4, heads=2, group=5, dim=128, slots=14), seed=1)
     case.resident.positions[case.row_of[1].long()] = reference.NO_BLOCK
-    case.resident.positions[case.row_of[2].long()] = 10_000  # beyond the end
+    case.resident.positions[case.row_of[2].long()] = 10_000  # beyond the end of the row
     out, lse = attended(case)
     assert torch.equal(out[1:3], torch.zeros_like(out[1:3]))
     assert torch.equal(lse[1:3], torch.full_like(lse[1:3], -torch.inf))
@@ -111,7 +111,7 @@ def test_entries_that_are_not_active_are_left_alone(shape: Shape, active: int) -
     assert (out[active:] == UNTOUCHED).all() and (lse[active:] == UNTOUCHED).all()
 
 
-# is split over CTAs
+# slots of one row are split over CTAs
 @pytest.mark.parametrize(
     ("shape", "times"),
     [
@@ -167,7 +167,7 @@ def _tensors(case: SlotCase) -> list[torch.Tensor]:
     return [case.query, case.lengths, case.row_of, kept.keys, kept.values, kept.positions]
 
 
-@pytest.mark.device  # the emulation has checks of its own
+@pytest.mark.device  # the emulation checks tensors itself
 def test_tensors_that_do_not_fit_are_refused_with_their_name() -> None:
     case = random_slots(Shape(batch=2, heads=2, group=3, dim=64, slots=4), seed=0)
     kept = case.resident

@@ -1,4 +1,4 @@
-"""New tokens to staged pages, and staged pages from and to the host pool."""
+"""Copies of new tokens to staged pages, and of staged pages from and to the host pool."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def random_pair(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 1) -> tu
 def test_tokens_are_placed_and_other_tokens_left_alone(heads: int, dim: int, dtype: torch.dtype, fused: bool) -> None:
     tokens, slots = 75, 6
     keys, values = random_pair((tokens, heads, dim), dtype)
-    if fused:  # slices of what one projection computes
+    if fused:  # slices of the output of one projection
         together = torch.cat((keys, values), dim=1)
         keys, values = together[:, :heads], together[:, heads:]
     places = torch.randperm(slots * BLOCK_TOKENS, generator=seeded(2))[:tokens].int()
@@ -67,7 +67,7 @@ def test_blocks_are_scattered_to_their_pages(heads: int, dim: int, dtype: torch.
     owners, slots, pages = 4, 2, 23
     pool = pool_of(pages, heads, dim, dtype)
     keys, values = random_pair((owners, heads, slots, BLOCK_TOKENS, dim), dtype)
-    # of every KV head other pages
+    # different pages for every KV head
     chosen = torch.rand(heads, pages, generator=seeded(3)).argsort(dim=1)[:, : owners * slots]
     ids = chosen.view(heads, owners, slots).transpose(0, 1).contiguous().int()
     ids[0, 0, 0], ids[1, 0, 0], ids[2, 0, 0] = -1, pages, -2
@@ -82,7 +82,7 @@ def test_blocks_are_scattered_to_their_pages(heads: int, dim: int, dtype: torch.
     scatter_blocks(pool.region, pool.keys, pool.values, ids.to(DEVICE), keys, values, refused=refused, ctas=ctas)
     torch.cuda.synchronize()
     assert torch.equal(pool.keys, expected[0]) and torch.equal(pool.values, expected[1])
-    assert int(refused) == 2  # a page of -1 is none, and no mistake
+    assert int(refused) == 2  # page -1 means no page, and is not counted
 
 
 def test_runs_of_pages_are_copied_both_ways() -> None:

@@ -1,4 +1,4 @@
-"""Whole rows in device memory: who holds which page, and attention over all of a row."""
+"""Whole rows in device memory: allocation of pages to rows, moves to slots, and attention over whole rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def table_of(pages: int, max_blocks: int = MAX_BLOCKS, rows: int = ROWS) -> Dens
 
 
 def step_of(lengths: dict[int, int], active: int | None = None, max_blocks: int = MAX_BLOCKS) -> Step:
-    """Row r has pages r * 100, r * 100 + 1, ... in the pool."""
+    """Return a step of rows with these lengths. Row r has pages r * 100, r * 100 + 1, ... in the pool."""
     rows = torch.tensor(list(lengths), dtype=torch.int32)
     table = rows[:, None] * 100 + torch.arange(max_blocks, dtype=torch.int32)
     of_step = torch.tensor(list(lengths.values()), dtype=torch.int32)
@@ -36,7 +36,7 @@ def held(allocator: PageAllocator) -> dict[int, list[int]]:
 
 
 def loaded(allocator: PageAllocator) -> set[tuple[int, int]]:
-    """Pages of the pool and where they go, of which every KV head must be listed."""
+    """Return which pool pages must be loaded to which device pages. Assert that all KV heads of a page are listed."""
     count = int(allocator.load_count)
     pages, destinations = allocator.load_pages[:count].tolist(), allocator.load_destinations[:count].tolist()
     heads: dict[tuple[int, int], list[int]] = {}
@@ -64,7 +64,7 @@ def test_rows_get_pages_when_they_come_and_give_them_back_when_they_leave() -> N
     torch.cuda.synchronize()
     check(allocator, first)
     where = held(allocator)
-    # a block whose only token is the newest has nothing to load
+    # row 1: its only token is the step's own, so there is nothing to load
     wanted = {(row * 100 + n, page) for row in (3, 5) for n, page in enumerate(where[row])}
     assert loaded(allocator) == wanted
 
@@ -133,7 +133,7 @@ def test_many_steps_of_random_traffic_lose_no_page() -> None:
 
 
 class Memory:
-    """Slots of a layer that are pages too, with random blocks in them, and a staging."""
+    """Memory of a layer that is used as slots and as pages, filled with random blocks, and a staging buffer."""
 
     def __init__(self, rows: int, slots: int, staged: int, dim: int = 64) -> None:
         self.rows, self.slots = rows, slots
@@ -146,7 +146,7 @@ class Memory:
         self.allocator = PageAllocator(table_of(rows * slots, rows=rows), HEADS)
 
     def plan(self, entries: list[tuple[int, int, int, int]], count: int | None = None) -> RecallPlan:
-        """``entries``: row, KV head, slot and position of each. Their pages are 1000 and following."""
+        """Return a plan. ``entries``: row, KV head, slot and position of each. Their pages are 1000 and following."""
         plan = RecallPlan(len(entries) + 5, DEVICE)
         listed = torch.tensor(entries, dtype=torch.int32)
         rows, heads, slots, positions = listed.unbind(1)
@@ -161,7 +161,7 @@ class Memory:
         torch.cuda.synchronize()
 
     def expected(self, moved: dict[tuple[int, int, int], tuple[int, int]]) -> torch.Tensor:
-        """``moved``: (row, KV head, slot) gets the block of this page and KV head."""
+        """Return the expected memory. ``moved``: (row, KV head, slot) gets the block of this (page, KV head)."""
         expected = self.before.clone()
         pages = self.before.view(2, self.rows * self.slots, HEADS, BLOCK_TOKENS, -1)
         for (row, head, slot), (page, of_head) in moved.items():
@@ -195,10 +195,10 @@ def test_blocks_that_are_not_held_keep_their_page_and_nothing_is_moved_for_them(
     memory = Memory(rows=6, slots=16, staged=50)
     allocator = memory.allocator
     allocator.hold_rows(step_of({4: 100, 1: 64, 3: 70, 2: 200}))
-    allocator.reset_rows(torch.tensor([1], device=DEVICE))  # is another request's
+    allocator.reset_rows(torch.tensor([1], device=DEVICE))  # a new request took row 1
     torch.cuda.synchronize()
     where = held(allocator)
-    allocator.table.pages[2, 0] = memory.rows * memory.slots  # out of bounds, as nobody writes them
+    allocator.table.pages[2, 0] = memory.rows * memory.slots  # out of bounds, which the allocator never writes
     allocator.table.pages[2, 1] = -5
     entries = [
         (4, 0, 5, 3),
@@ -210,7 +210,7 @@ def test_blocks_that_are_not_held_keep_their_page_and_nothing_is_moved_for_them(
         (2, 0, 1, 0),
         (2, 1, 1, 1),
     ]
-    plan = memory.plan([*entries, (3, 0, 9, 0)], count=len(entries))  # the last one is behind the end
+    plan = memory.plan([*entries, (3, 0, 9, 0)], count=len(entries))  # the last entry is beyond the plan's count
     memory.move(plan)
     moved = {(4, 0, 5): (where[4][3], 0), (3, 1, 2): (where[3][2], 1)}
     assert torch.equal(memory.parts, memory.expected(moved))
@@ -245,7 +245,7 @@ def test_rows_go_on_whose_query_of_the_token_before_was_kept_and_all_others_are_
     let_rows_go(step, lengths_by_row=lengths, first_lengths=first, kept_lengths=kept, goes_on=goes_on)
     torch.cuda.synchronize()
     assert goes_on.tolist() == [1, 0, 1, 0, 1, 0, 0]
-    # rows 1, 2 and 4 decoded before; row 6 in this step only
+    # rows 1, 2 and 4 decoded in earlier steps; row 6 has its first step now
     assert first.tolist() == [-1, -3, -3, 40, -3, 32, -1, 5, -3]
     let_rows_go(step, lengths_by_row=lengths, first_lengths=first)
     torch.cuda.synchronize()
@@ -296,7 +296,7 @@ def check_attention(
     step = Step(no_table, of_step, padded, torch.tensor([batch], dtype=torch.int32, device=DEVICE))
     out = torch.full_like(query, 7.0)
     workspace = AttendWorkspace(batch + 1, heads, group, dim, DEVICE, pool)
-    for _ in range(2):  # the workspace is as it was
+    for _ in range(2):  # a launch must leave the workspace as before
         attend_pages(query, keys, values, table, step, dim**-0.5, workspace=workspace, out=out)
     torch.cuda.synchronize()
     assert (out[batch] == 7.0).all()

@@ -37,7 +37,10 @@ def blank(like: LayerDigests) -> LayerDigests:
 def assert_summaries(
     found: LayerDigests, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor, untouched: torch.Tensor
 ) -> None:
-    """Of ``pages`` with their ``keys`` as the reference makes them, tokens that are not there aside."""
+    """Assert that ``pages`` have the reference's digests and codes of ``keys``, up to ``filled`` tokens.
+
+    Entries of ``untouched`` pages must not be written.
+    """
     expected = reference.minmax_digest(keys, filled)
     if found.compact_of is None:
         assert torch.equal(found.digests[pages].nan_to_num(nan=UNTOUCHED), expected.nan_to_num(nan=UNTOUCHED))
@@ -54,7 +57,7 @@ def assert_summaries(
 
 
 def assert_compact(found: torch.Tensor, expected: torch.Tensor, channels: torch.Tensor, dim: int) -> None:
-    """Equal, but for the bits of NaN."""
+    """Assert that compact digests are equal; NaN may have any bits."""
     plain = [reference.expand_digest(compact, channels, dim) for compact in (found, expected)]
     assert torch.equal(*(digests.nan_to_num(nan=UNTOUCHED) for digests in plain))
     finite = plain[1].isfinite().flatten(2).all(dim=2)
@@ -73,8 +76,8 @@ def test_pages_are_summarised_as_the_reference_does(shape: Shape, token_major: b
     keys = case.keys[pages]
     keys[0, 0, 0, 5] = torch.nan
     keys[-1, 0, 3, 7] = torch.inf
-    keys[:, :, :, 2] = 0.25  # no range
-    if token_major:  # as prefill has them
+    keys[:, :, :, 2] = 0.25  # maximum and minimum are equal
+    if token_major:  # the layout of prefill
         keys = keys.transpose(1, 2).contiguous().transpose(1, 2)
     found = blank(case.digests)
     digest_pages(found, keys, pages.int(), filled.int())
@@ -97,7 +100,7 @@ def test_pages_outside_the_pool_are_left_out() -> None:
 
 @dataclass
 class Device:
-    """A layer whose slots and pool hold the blocks of its rows, up to the new token."""
+    """A layer whose slots and pool hold the blocks of its rows, up to the step's new tokens."""
 
     case: LayerCase
     pool: HostPool
@@ -105,7 +108,7 @@ class Device:
     key_slots: torch.Tensor
     value_slots: torch.Tensor
     digests: LayerDigests
-    keys: torch.Tensor  # of the new tokens
+    keys: torch.Tensor  # keys of the new tokens
     values: torch.Tensor
 
     def append(self, *, scores: torch.Tensor | None = None, refused: torch.Tensor | None = None) -> None:
@@ -150,7 +153,7 @@ def device_layer(
 
 
 def assert_appended(layer: Device, entries: range) -> None:
-    """Tokens are in slots and pool, tails are summarised, and everything else is as it was."""
+    """Assert that new tokens are in slots and pool, that tails have digests, and that nothing else was written."""
     case, shape = layer.case, layer.case.shape
     expected_keys, expected_values = case.keys.clone(), -case.keys
     tails, fills = [], []
@@ -233,7 +236,7 @@ def test_pages_and_rows_that_do_not_exist_are_refused_and_counted() -> None:
 
 @pytest.mark.parametrize("resident", [0, 1, 5])
 def test_a_block_that_is_recent_no_more_stays_in_place_of_the_lowest_score(resident: int) -> None:
-    """As ``ResidentSet.admit``, by labels alone."""
+    """``ResidentSet.admit`` is the specification. The slots' positions are compared, not their contents."""
     shape, sink, recent = SHAPES[1], 1, 2
     lengths = [11 * 32 + 1, 6 * 32 + 1, 4 * 32 + 1, 32 + 1, 8 * 32 + 1]
     layer = device_layer(shape, 8, lengths, sink, recent, resident)
@@ -257,7 +260,7 @@ def test_a_block_that_is_recent_no_more_stays_in_place_of_the_lowest_score(resid
             found = [p for p in layer.table.positions[row, head].tolist() if p >= 0]
             assert set(found) == expected and len(found) == len(expected)
             changed = (layer.table.positions[row, head] != before[row, head]).nonzero().flatten().tolist()
-            assert len(changed) == 1  # nothing else moved
+            assert len(changed) == 1  # all other blocks keep their slots
 
 
 def test_a_graph_appends_one_token_after_the_other() -> None:

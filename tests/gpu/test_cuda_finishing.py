@@ -1,4 +1,4 @@
-"""The end of a layer on the GPU: replies are waited for, shifted and merged; misses that nobody computed."""
+"""The end of a layer on the GPU: wait for replies, shift LSEs, merge, and compute misses that the worker did not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNTOUCHED = 77.0
 
 
 def random_local(shape: tuple[int, int, int], seed: int, empty: float = 0.1) -> Partial:
-    """Output and LSE of which some heads are empty, with NaN where nobody should look."""
+    """Return random outputs and LSEs. A share ``empty`` of the heads has LSE -inf and NaN as output."""
     random = seeded(seed)
     out, lse = torch.randn(shape, generator=random), torch.randn(shape[:2], generator=random) + 4
     nothing = torch.rand(shape[:2], generator=random) < empty
@@ -49,7 +49,7 @@ class Shape:
     dim: int
     most: int
     dtype: torch.dtype = torch.bfloat16
-    pool: torch.dtype | None = None  # None: `dtype`
+    pool: torch.dtype | None = None  # dtype of the pool; None: `dtype`
 
 
 SHAPES = [
@@ -66,7 +66,7 @@ SHAPES = [
 
 
 def rows_of(batch: int, pages: int, longest: int, seed: int, active: torch.Tensor | None = None) -> Step:
-    """Of all lengths up to ``longest`` blocks, anywhere in a pool."""
+    """Return a step of rows with random lengths up to ``longest`` blocks, and random pages of a pool."""
     random = seeded(seed)
     table = torch.randint(0, pages, (batch, longest), generator=random).int().to(DEVICE)
     lengths = torch.randint(1, longest * BLOCK_TOKENS + 1, (batch,), generator=random).int().to(DEVICE)
@@ -74,7 +74,7 @@ def rows_of(batch: int, pages: int, longest: int, seed: int, active: torch.Tenso
 
 
 class Missed:
-    """Lists of full blocks in a pool, of which some were served."""
+    """Lists of full blocks in a pool; some batch entries were served by a worker."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
         random = seeded(seed)
@@ -95,7 +95,7 @@ class Missed:
         self.workspace = AttendWorkspace(shape.batch, shape.heads, shape.group, shape.dim, DEVICE)
 
     def finish(self, local: Partial | None = None, **more: Any) -> torch.Tensor:
-        """``local``: nothing, unless it is given."""
+        """Run ``finish_late`` and return its output. ``local``: by default an empty partial attention."""
         if local is None:
             local = torch.full(self.query.shape, torch.nan, device=DEVICE), torch.full(self.query.shape[:2], -torch.inf)
         out = torch.full(self.query.shape, UNTOUCHED, dtype=self.shape.dtype, device=DEVICE)
@@ -109,7 +109,7 @@ class Missed:
         return out
 
     def expected(self, masks: torch.Tensor | None = None) -> Partial:
-        """Of all entries, served or not."""
+        """Compute attention over the lists of all entries, served or not."""
         place = torch.arange(self.shape.most, device=DEVICE)
         absent = (place >= self.counts[..., None]) | (self.pages < 0) | (self.pages >= self.pool.keys.shape[0])
         ids = self.pages.long().masked_fill(absent, reference.NO_BLOCK)
@@ -117,7 +117,7 @@ class Missed:
         return reference.attend_blocks(self.query, self.pool.keys, self.pool.values, ids, fill, self.scale, masks=masks)
 
     def expected_of_rows(self, worth: WorthBlocks | None = None) -> torch.Tensor:
-        """Of all entries, if they attend to their rows."""
+        """Compute the outputs of all entries as if all of them attended to their rows."""
         return self.partial_of_rows(worth)[0]
 
     def partial_of_rows(self, worth: WorthBlocks | None) -> Partial:
@@ -159,13 +159,13 @@ def test_missed_blocks_are_attended_where_they_lie(shape: Shape) -> None:
 def test_of_missed_blocks_with_masks_only_tokens_whose_bit_is_set_are_attended(shape: Shape) -> None:
     case = Missed(shape, 5)
     masks = torch.randint(-(2**31), 2**31, case.pages.shape, generator=seeded(6))
-    kind = torch.randint(0, 4, masks.shape, generator=seeded(7))  # blocks of which no token counts, or all of them do
+    kind = torch.randint(0, 4, masks.shape, generator=seeded(7))  # 0: no token of the block is attended; 1: all are
     masks = torch.where(kind == 0, 0, torch.where(kind == 1, -1, masks)) & ~(1 << 11)
     masks[0, 0] = 0  # a list without tokens
     masks = masks.int().to(DEVICE)
     everybody = torch.ones_like(case.served)
     whole = case.finish(masks=masks, whole=everybody)
-    assert_rows(whole, case.expected_of_rows(), everybody.bool())  # masks are of the lists only
+    assert_rows(whole, case.expected_of_rows(), everybody.bool())  # masks apply to lists only
     expected = case.expected(masks)[0]
     for part in (case.pool.keys, case.pool.values):
         part[:, :, 11] = torch.nan
@@ -234,7 +234,7 @@ def test_entries_that_are_whole_leave_out_what_is_not_worth_it(shape: Shape) -> 
     assert_rows(case.finish(whole=whole, worth=worth), case.expected_of_rows(worth), whole.bool())
     assert_rows(
         case.finish(whole=nobody, worth=worth), case.expected()[0], ~case.served.bool()
-    )  # lists count as a whole
+    )  # lists are attended in full, regardless of scores
     every = replace(worth, least=-torch.inf, bias=torch.zeros_like(worth.bias))
     assert_rows(case.finish(whole=whole, worth=every), case.expected_of_rows(), whole.bool())
 
@@ -247,7 +247,7 @@ def test_what_whole_rows_hold_is_local_and_merged_with_what_else_is_worth_it(sha
     scores = torch.randn(shape.batch, shape.heads, 41, generator=random).to(DEVICE)
     bias = -torch.rand(shape.batch, shape.heads, shape.group, generator=random).to(DEVICE)
     held = torch.randint(-(2**31), 2**31, (shape.batch, shape.heads, 2), generator=random).int().to(DEVICE)
-    held[0, 0] = -1  # all of them: nothing is left to be read
+    held[0, 0] = -1  # all blocks are in slots: none is left to be read
     worth = WorthBlocks(scores, bias, 0.3, sink=1, recent=2, held=held)
     local = random_local((shape.batch, shape.heads * shape.group, shape.dim), 6)
     expected = reference.merge(*local, *case.partial_of_rows(worth))[0]
@@ -284,14 +284,14 @@ def test_a_workspace_for_others_is_refused() -> None:
 
 
 class WholeRows:
-    """Rows of all lengths in a pool, whose pages have NaN behind the last token."""
+    """Rows of random lengths in a pool whose pages have NaN beyond a row's last token."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
         random = seeded(seed)
         self.shape, pages = shape, shape.batch * shape.most
         self.pool = region_pool(pages, shape.heads, shape.dim, shape.dtype)
         most = shape.most * BLOCK_TOKENS
-        # the first rows: as long as can be, a block and its first token, a block to the end
+        # the first rows: maximum length; one block and the first token of the next; exactly one block
         self.lengths = torch.randint(1, most + 1, (shape.batch,), generator=random)
         self.lengths[: min(3, shape.batch)] = torch.tensor([most, BLOCK_TOKENS + 1, BLOCK_TOKENS])[: shape.batch]
         self.lengths.clamp_(max=most)
@@ -315,7 +315,7 @@ class WholeRows:
         return attend_pool(self.query, self.pool, self.step, self.scale, workspace=workspace, out=out)
 
     def expected(self) -> torch.Tensor:
-        """Softmax over the tokens of each row."""
+        """Compute softmax attention over the tokens of each row."""
         rows = []
         for entry, length in enumerate(self.lengths.tolist()):
             keys, values = (
@@ -345,7 +345,7 @@ def test_rows_of_every_length_within_two_blocks_are_attended() -> None:
 def test_rows_that_are_not_active_or_wrong_harm_nobody() -> None:
     case = WholeRows(Shape(5, 2, 3, 64, 4), 1)
     case.active.fill_(4)
-    case.step.lengths[0] = 1000  # longer than its list
+    case.step.lengths[0] = 1000  # more tokens than the row's pages hold
     case.step.lengths[1] = 0
     case.step.page_table[2] = -1
     case.step.page_table[3] = numbers(1 << 30, *[case.pool.keys.shape[0]] * 3)
@@ -359,7 +359,7 @@ def test_rows_that_are_not_active_or_wrong_harm_nobody() -> None:
 
 
 class Layer:
-    """One layer of a host with a mailbox: its digests, the local partial and both queries."""
+    """One layer of a host with a mailbox: digests, local partial attention, and the real and the predicted query."""
 
     number = 1
 
@@ -385,7 +385,7 @@ class Layer:
         return replace(lists, last_fill=torch.full_like(lists.last_fill, BLOCK_TOKENS))
 
     def begin(self, seed: int, shortest: int = 0) -> None:
-        """Other lists, queries and local partials, in the same memory."""
+        """Write new random lists, queries and local partial attentions to the same memory."""
         self.lists.copy_(self.new_lists(seed, shortest))
         wrong = torch.randn(self.shape, generator=seeded(seed)).to(DEVICE) * 0.3
         self.query.copy_(self.lists.query + wrong)
@@ -420,7 +420,7 @@ class Layer:
         return reference.attend_blocks(query, self.pool.keys, self.pool.values, ids, fill, SCALE)
 
     def expected(self, shifted: bool = True) -> torch.Tensor:
-        """Of rows that the worker serves."""
+        """Compute the outputs of rows that the worker serves."""
         out, lse = self.attended(self.lists.query)
         if shifted:
             codes, channels = self.digests.codes, self.digests.channels
@@ -478,7 +478,7 @@ def test_a_layer_is_finished_with_the_replies_of_the_worker(shape: tuple[str, in
             layer.assert_rows(layer.expected(shifted))
             finished = layer.out.clone()
             layer.finish_late()
-            assert torch.equal(layer.out, finished)  # nobody was late
+            assert torch.equal(layer.out, finished)  # no row was late
     outcomes = host.client.outcomes()
     assert outcomes["served"] + outcomes["empty"] == 4 * host.rows and outcomes["empty"] >= 4
     host.client.attach(None)
@@ -499,7 +499,7 @@ def test_a_worker_that_is_late_leaves_its_rows_to_the_gpu(layer: Layer) -> None:
     layer.lists.counts.zero_()
     layer.post()
     layer.finish(SHORT_S)
-    assert layer.served.all()  # there was nothing to do
+    assert layer.served.all()  # rows without blocks count as served
     assert torch.equal(layer.out, layer.expected_alone())
 
 
@@ -509,8 +509,8 @@ def test_only_a_reply_to_this_post_counts(layer: Layer) -> None:
     layer.post()
     torch.cuda.synchronize()
     generation = host.client.read_state().generation
-    host.write_reply(1, 0, claimed=3, generation=generation)  # of the future
-    host.write_reply(1, 1, claimed=1, generation=generation + 1)  # somebody else's row
+    host.write_reply(1, 0, claimed=3, generation=generation)  # reply to a later post
+    host.write_reply(1, 1, claimed=1, generation=generation + 1)  # reply of another decode step
     host.write_reply(1, 2, claimed=1, generation=generation, status=2)
     host.write_reply(1, 3, claimed=1, generation=generation)
     layer.finish(SHORT_S)
@@ -527,7 +527,7 @@ def test_only_a_reply_to_this_post_counts(layer: Layer) -> None:
 def test_rows_that_the_worker_refuses_are_finished_late(layer: Layer) -> None:
     layer.begin(3, shortest=1)
     pages = layer.lists.pages[1, 0, 0].item()
-    layer.lists.pages[1, 0, 0] = layer.host.pages  # for the worker out of bounds, here left out
+    layer.lists.pages[1, 0, 0] = layer.host.pages  # out of bounds: the worker refuses the row, the GPU skips the block
     with layer.host.engine():
         layer.post()
         layer.finish(shifted=False)
@@ -536,7 +536,7 @@ def test_rows_that_the_worker_refuses_are_finished_late(layer: Layer) -> None:
     layer.lists.pages[1, 0, 0] = pages
     layer.assert_rows(layer.expected(shifted=False), [0, 2, 3, 4, 5])
     tolerance = 2 * TOLERANCE[layer.out.dtype]
-    expected = layer.expected_late()[1, 3:]  # of the list that is as it should be
+    expected = layer.expected_late()[1, 3:]  # the query heads of the valid list
     torch.testing.assert_close(layer.out[1, 3:], expected, atol=tolerance, rtol=tolerance)
 
 

@@ -1,4 +1,4 @@
-"""What kernels store in a pool of FP8, and what they read from it: number by number, against the reference."""
+"""Numbers that kernels store in an FP8 pool and read from it, compared one by one with the reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYERS = [
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """The same bytes, of NaN any."""
+    """Assert that FP8 numbers have the same bytes; NaN may have any bytes."""
     nan = expected.float().isnan()
     assert torch.equal(found.float().isnan(), nan)
     assert torch.equal(found.view(torch.uint8)[~nan], expected.view(torch.uint8)[~nan])
@@ -56,7 +56,7 @@ def test_new_tokens_reach_slots_pool_and_digests_as_they_are_stored(shape: Shape
     of_slots = (*table.positions.shape, BLOCK_TOKENS, shape.dim)
     key_slots, value_slots = (torch.zeros(of_slots, dtype=FP8, device=DEVICE) for _ in range(2))
     keys, values = torch.randn(2, shape.batch, shape.heads, shape.dim, generator=seeded(2)).to(DEVICE, shape.dtype)
-    # beyond the last number, between the smallest ones, and none
+    # beyond the largest number, between the smallest ones, infinity and NaN
     odd = [1e4, -1e4, 448, 464, 480, 2**-9, 2**-10, 3 * 2**-10, -(2**-10), 2**-11, torch.inf, -torch.inf, torch.nan, 17]
     values[:, 0, : len(odd)] = torch.tensor(odd, device=DEVICE)
     keys[1, 0, : len(odd)] = torch.tensor(odd, device=DEVICE)
@@ -96,9 +96,9 @@ def test_pages_are_summarised_by_what_they_store(shape: Shape) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_every_number_of_fp8_is_read_as_what_it_is(dtype: torch.dtype) -> None:
-    """Of a row with one token the output is its value, and the LSE the key's product with the query."""
+    """For a row with one token, the output is the token's value and the LSE is the logit of its key."""
     rows, dim = 4, 64
-    of_slots = (rows, dim, 1, BLOCK_TOKENS, dim)  # KV head h asks for channel h
+    of_slots = (rows, dim, 1, BLOCK_TOKENS, dim)  # the query of KV head h selects channel h
     keys, values = (torch.full(of_slots, torch.nan, device=DEVICE).to(FP8) for _ in range(2))
     numbers_of_row = every_byte().view(rows, dim)
     keys[:, :, 0, 0] = torch.zeros(dim, dtype=FP8, device=DEVICE)
@@ -116,13 +116,13 @@ def test_every_number_of_fp8_is_read_as_what_it_is(dtype: torch.dtype) -> None:
     torch.testing.assert_close(lse[finite], expected[finite] * 0.5, rtol=1e-6, atol=1e-7)
     assert not lse[~finite].isfinite().any()
     for head in torch.tensor([0, 17, 63]).tolist():
-        whole = finite[:, head]  # rows whose key is a number
+        whole = finite[:, head]  # rows whose key is finite
         assert torch.equal(out[whole, head].nan_to_num(nan=777), expected[whole].nan_to_num(nan=777))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_queries_of_any_size_are_asked_as_they_are(dim: int) -> None:
-    """bfloat16 reaches far beyond float16, in which products over FP8 are computed."""
+    """Products over FP8 are computed in float16, but bfloat16 queries may be far beyond the range of float16."""
     batch, group, tokens = 3, 5, 3 * BLOCK_TOKENS
     random = seeded(dim)
     query = torch.randn(batch, group, dim, generator=random)

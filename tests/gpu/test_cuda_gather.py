@@ -1,4 +1,4 @@
-"""Blocks from the host pool to slots on the GPU."""
+"""Copies of blocks from the host pool to slots on the GPU."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_numbers_out_of_bounds_are_left_out_and_counted(pool: Pool) -> None:
         count=device(7),
         refused=refused,
     )
-    assert int(refused) == 5  # a page of -1 is no block, and no mistake
+    assert int(refused) == 5  # page -1 means no block, and is not counted
     assert torch.equal(keys.flatten(0, 2)[0].cpu(), pool.keys[1, 0])
     assert (keys.flatten(0, 2)[1:] == UNTOUCHED).all() and (values.flatten(0, 2)[1:] == UNTOUCHED).all()
 

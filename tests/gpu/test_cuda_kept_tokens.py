@@ -29,7 +29,7 @@ SCALE, LOG2_E = 0.125, math.log2(math.e)
 
 
 class Rows:
-    """Rows with random keys, their codes, and pages in random order; NaN behind each row's last token."""
+    """Rows with random keys in randomly ordered pages, and the keys' codes. Keys beyond a row's last token are NaN."""
 
     def __init__(
         self, lengths: list[int], codes: QuantisedCodes, group: int = 3, seed: int = 0, blocks: int | None = None
@@ -39,7 +39,7 @@ class Rows:
         counts = [-(-length // BLOCK_TOKENS) for length in lengths]
         self.blocks = max(counts) if blocks is None else blocks
         pages = sum(counts) + 1
-        self.table = torch.full((len(lengths), self.blocks), pages + 5)  # beyond a row: no page
+        self.table = torch.full((len(lengths), self.blocks), pages + 5)  # invalid pages beyond the end of a row
         free = torch.randperm(pages, generator=random)
         shape = (pages, HEADS, BLOCK_TOKENS, self.dim)
         self.keys = torch.randn(shape, generator=random).to(codes.dtype)
@@ -50,7 +50,7 @@ class Rows:
             filled[self.table[row, count - 1]] = length - (count - 1) * BLOCK_TOKENS
         behind = torch.arange(BLOCK_TOKENS) >= filled[:, None, None]
         self.keys.masked_fill_(behind[..., None], torch.nan)
-        made = torch.full((*shape[:3], codes.codes.shape[3]), 0xFF, dtype=torch.uint8, device=DEVICE)  # NaN, too
+        made = torch.full((*shape[:3], codes.codes.shape[3]), 0xFF, dtype=torch.uint8, device=DEVICE)  # NaN as keys
         self.codes = QuantisedCodes(made, codes.dtype, codes.dim, codes.centroids, codes.groups, codes.index_bytes)
         every = torch.arange(pages, dtype=torch.int32, device=DEVICE)
         self.codes.encode_pages(self.keys.to(DEVICE), every, filled.to(DEVICE))
@@ -66,7 +66,7 @@ class Rows:
         return Step(self.table.int().to(DEVICE), lengths, rows, real)
 
     def logits(self) -> list[torch.Tensor]:
-        """Of each row ``[H, G, tokens]``, in float64 from what the codes mean."""
+        """Compute the logits of each row, ``[H, G, tokens]``, in float64 from the decoded codes."""
         found = []
         for row, length in enumerate(self.lengths):
             count = -(-length // BLOCK_TOKENS)
@@ -84,7 +84,7 @@ class Rows:
         return found
 
     def weights(self, row: int) -> torch.Tensor:
-        """``[H, G, tokens]`` as the kernels wrote them, behind the last token too, as far as blocks go."""
+        """Return a row's weights as the kernels wrote them, up to the end of the last block: ``[H, G, tokens]``."""
         count = -(-self.lengths[row] // BLOCK_TOKENS)
         return self.kept.weights[row, :, :, :count].flatten(2).cpu()
 
@@ -93,7 +93,7 @@ KEYS = [
     ("whole", 0, 0, False, 64, torch.bfloat16),
     ("whole keys of 128 channels", 0, 0, False, 128, torch.float16),
     ("indices of a byte", 16, 256, False, 64, torch.bfloat16),
-    ("indices of two bytes", 8, 8192, True, 64, torch.float16),  # tables of several rounds
+    ("indices of two bytes", 8, 8192, True, 64, torch.float16),  # tables take several rounds
 ]
 
 
@@ -110,7 +110,7 @@ def test_logits_are_those_of_the_codes(name: str, group: int) -> None:
     for row, (length, expected) in enumerate(zip(rows.lengths, rows.logits(), strict=True)):
         found = rows.weights(row)
         torch.testing.assert_close(found[..., :length].double() / LOG2_E, expected, rtol=1e-3, atol=1e-3)
-        assert found[..., length:].isnan().all()  # left alone
+        assert found[..., length:].isnan().all()  # not written
 
 
 @pytest.mark.parametrize("name", ["whole", "indices of a byte"])
@@ -143,7 +143,7 @@ def test_tokens_of_a_page_that_is_not_there_are_never_kept(name: str) -> None:
 def kept_of(
     logits: list[torch.Tensor], tau: float, renormalises: bool = True
 ) -> tuple[KeptTokens, torch.Tensor, list[int]]:
-    """Of rows with given logits ``[H, G, tokens]``; the table, and what was counted."""
+    """Run ``keep_tokens`` on rows with logits ``[H, G, tokens]``. Return weights, page table and counted shares."""
     lengths = [row.shape[2] for row in logits]
     blocks = max(-(-length // BLOCK_TOKENS) for length in lengths)
     kept = KeptTokens.zeros(len(lengths), logits[0].shape[0], logits[0].shape[1], blocks, DEVICE)
@@ -180,7 +180,7 @@ def test_kept_weights_and_lists_are_the_policys(tau: float, renormalises: bool) 
             weights_of_policy(of_row, tau, renormalises), (0, blocks * BLOCK_TOKENS - length)
         ).view_as(found)
         differs = (found != 0) != (expected != 0)
-        assert differs.sum(dim=(2, 3)).max() <= 1  # at the edge, by rounding
+        assert differs.sum(dim=(2, 3)).max() <= 1  # one token at the edge, by rounding
         both = (found != 0) & (expected != 0)
         torch.testing.assert_close(found[both], expected[both], rtol=2e-2 if differs.any() else 1e-4, atol=1e-6)
         shares += float((found != 0).sum()) / length
@@ -224,7 +224,7 @@ def test_a_long_row_keeps_what_the_reference_keeps(groups: int) -> None:
         expected = weights_of_policy(logits.float(), 0.9, True)
         found = rows.weights(row)
         assert not found[..., rows.lengths[row] :].any()
-        # logits differ by rounding, and with them who is at the edge
+        # logits differ by rounding, so tokens at the edge differ
         torch.testing.assert_close(found[..., : rows.lengths[row]], expected, rtol=1e-2, atol=1e-4)
 
 
@@ -232,7 +232,7 @@ def test_a_long_row_keeps_what_the_reference_keeps(groups: int) -> None:
 
 
 class Sums:
-    """Lists with weights, and values in registered host memory; NaN where no weight is."""
+    """Lists with weights, and values in registered host memory. Values of a token that always has weight 0 are NaN."""
 
     def __init__(self, counts: list[list[int]], dtype: torch.dtype, dim: int, group: int, blocks: int) -> None:
         random = seeded(dim + group)
@@ -245,7 +245,7 @@ class Sums:
         self.kept = KeptTokens.zeros(batch, HEADS, group, blocks, DEVICE)
         weights = torch.rand(self.kept.weights.shape, generator=random)
         weights[torch.rand(weights.shape, generator=random) < 0.8] = 0
-        weights[..., 5] = 0  # a token that nobody keeps
+        weights[..., 5] = 0  # token 5 of a block is never kept
         self.values[:, :, 5] = torch.nan
         self.kept.weights.copy_(weights)
         order = torch.rand(batch, HEADS, blocks, generator=random).argsort(dim=2)
@@ -274,7 +274,7 @@ class Sums:
 @pytest.mark.parametrize(("dim", "group"), [(64, 1), (128, 4), (64, 7), (128, 16)])
 def test_values_of_listed_blocks_are_summed_by_their_weights(dim: int, group: int, dtype: torch.dtype) -> None:
     sums = Sums([[0, 1], [9, 4], [3, 0]], dtype, dim, group, blocks=9)
-    for _ in range(2):  # the workspace is as it was
+    for _ in range(2):  # a launch must leave the workspace as before
         torch.testing.assert_close(sums.finish(), sums.expected(), rtol=1e-2, atol=5e-2)
         sums.out.fill_(77.0)
     assert not sums.workspace.arrived.any()
@@ -295,7 +295,7 @@ def test_entries_that_are_served_get_their_replies() -> None:
     found = sums.finish(served=served, replies=replies, active_rows=active)
     assert torch.equal(found[[0, 2]], replies.cpu().bfloat16().float()[[0, 2]])
     torch.testing.assert_close(found[1], sums.expected()[1], rtol=1e-2, atol=5e-2)
-    assert (found[3] == 77.0).all()  # is not real
+    assert (found[3] == 77.0).all()  # the entry is padding
 
 
 def test_numbers_out_of_bounds_are_left_out() -> None:

@@ -1,4 +1,4 @@
-"""Codes of keys that the GPU writes, against the reference: quantised and whole keys, pages and new tokens."""
+"""Codes of keys that the GPU writes, against the reference: quantised and whole keys, of pages and of new tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNTOUCHED = 0xA5
 def some_codes(
     groups: int, centroids: int, shared: bool, dtype: torch.dtype, seed: int = 0, dim: int = DIM
 ) -> QuantisedCodes:
-    """Codebooks on a grid: nothing is as near to one centroid as to another but for rounding. No groups: whole keys."""
+    """Return codes with random codebooks on a grid of 0.25, or, with ``groups`` 0, codes that are whole keys."""
     index_bytes = 1 if centroids <= 256 else 2
     code_bytes = groups * index_bytes if groups else dim * dtype.itemsize
     codes = torch.full((PAGES, HEADS, BLOCK_TOKENS, code_bytes), UNTOUCHED, dtype=torch.uint8, device=DEVICE)
@@ -28,18 +28,18 @@ def some_codes(
 
 
 def indices_of(to: QuantisedCodes) -> torch.Tensor:
-    """``[pages, H, 32, groups]``"""
+    """Return the indices in codes: ``[pages, H, 32, groups]``."""
     return to.codes.cpu().view(torch.uint8 if to.index_bytes == 1 else torch.int16).long()
 
 
 def books_of(to: QuantisedCodes) -> torch.Tensor:
-    """``[H, groups, C, part]``"""
+    """Return the centroids of every group: ``[H, groups, C, part]``."""
     assert to.centroids is not None
     return to.centroids.cpu().expand(-1, to.groups, -1, -1)
 
 
 def distances(to: QuantisedCodes, keys: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Of parts of keys ``[n, H, T, D]`` from centroids ``[n, H, T, groups]``, in float64."""
+    """Return squared distances of parts of keys ``[n, H, T, D]`` from centroids ``[n, H, T, groups]``, in float64."""
     head, group = torch.arange(HEADS)[:, None, None], torch.arange(to.groups)
     found = books_of(to).double()[head, group, indices]
     apart: torch.Tensor = (keys.double().unflatten(3, (to.groups, -1)) - found).square().sum(dim=4)
@@ -48,7 +48,7 @@ def distances(to: QuantisedCodes, keys: torch.Tensor, indices: torch.Tensor) -> 
 
 def assert_nearest(to: QuantisedCodes, keys: torch.Tensor, indices: torch.Tensor) -> None:
     expected = reference_weights.nearest_centroids(keys.float(), books_of(to))
-    assert (indices == expected).float().mean() > 0.95  # but for centroids that are equally near
+    assert (indices == expected).float().mean() > 0.95  # some centroids are equally near
     torch.testing.assert_close(distances(to, keys, indices), distances(to, keys, expected), rtol=1e-4, atol=1e-4)
 
 
@@ -62,7 +62,7 @@ def test_parts_of_keys_become_the_indices_of_their_nearest_centroids(
 ) -> None:
     to = some_codes(groups, centroids, shared, dtype, seed=groups)
     keys = torch.randn(4, HEADS, BLOCK_TOKENS, DIM, generator=seeded(3)).to(dtype)
-    pages = torch.tensor([5, -1, 2, PAGES], dtype=torch.int32, device=DEVICE)  # two that are none
+    pages = torch.tensor([5, -1, 2, PAGES], dtype=torch.int32, device=DEVICE)  # two are outside the pool
     filled = torch.tensor([32, 32, 9, 32], dtype=torch.int32, device=DEVICE)
     to.encode_pages(keys.to(DEVICE), pages, filled)
     found = indices_of(to)
@@ -76,7 +76,7 @@ def test_parts_of_keys_become_the_indices_of_their_nearest_centroids(
 def test_whole_keys_are_their_own_codes() -> None:
     to = some_codes(0, 0, False, torch.bfloat16)
     together = torch.randn(2 * BLOCK_TOKENS, 3, HEADS, DIM, generator=seeded(1)).to(DEVICE, torch.bfloat16)
-    keys = together[:, 1].unflatten(0, (2, BLOCK_TOKENS)).transpose(1, 2)  # parts of a projection
+    keys = together[:, 1].unflatten(0, (2, BLOCK_TOKENS)).transpose(1, 2)  # slices of a projection
     pages = torch.tensor([3, 0], dtype=torch.int32, device=DEVICE)
     to.encode_pages(keys, pages, torch.tensor([32, 1], dtype=torch.int32, device=DEVICE))
     codes = to.codes.view(torch.bfloat16)
@@ -87,14 +87,14 @@ def test_whole_keys_are_their_own_codes() -> None:
 @pytest.mark.parametrize("groups", [0, 16])
 def test_a_steps_new_tokens_are_encoded_where_they_are_in_their_pages(groups: int) -> None:
     to = some_codes(groups, 50, False, torch.bfloat16)
-    lengths = [1, 33, 64, 0, 97, 50]  # the fourth has none, the fifth is beyond the table, the last is padding
+    lengths = [1, 33, 64, 0, 97, 50]  # the fourth has no tokens, the fifth is beyond the table, the last is padding
     table = torch.tensor([[4, 1, 9], [0, 2, 9], [9, 3, 9], [4, 4, 4], [4, 4, 4], [5, 5, 5]])
     step = Step(
         table.int().to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         torch.arange(6, dtype=torch.int32, device=DEVICE), torch.tensor([5], dtype=torch.int32, device=DEVICE),
     )  # fmt: skip
     together = torch.randn(6, HEADS + 1, DIM, generator=seeded(2)).to(DEVICE, torch.bfloat16)
-    keys = together[:, :HEADS]  # entries lie apart
+    keys = together[:, :HEADS]  # batch entries have a larger stride
     to.encode_step(step, keys)
     places = [(4, 0), (2, 0), (3, 31)]
     for entry, (page, token) in enumerate(places):

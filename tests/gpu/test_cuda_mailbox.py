@@ -1,4 +1,4 @@
-"""The GPU as the mailbox's client, with a real worker engine in this process."""
+"""Mailbox client on the GPU, with a real worker engine in this process."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ TASK_BLOCKS = 2
 SCALE = 0.125
 UNTOUCHED = 77.0
 PATIENCE_S, SHORT_S = 20.0, 0.002
-SPIN_US = 5_000_000  # the worker stays awake: these tests are about posts, not about parking
+SPIN_US = 5_000_000  # the worker stays awake: these tests check posts, not parking
 WORDS = {4: ctypes.c_uint32, 8: ctypes.c_uint64}
-TORCH_DTYPES = {  # of a pool and of queries
+TORCH_DTYPES = {  # dtypes of the pool and of queries
     "bfloat16": (torch.bfloat16, torch.bfloat16),
     "float16": (torch.float16, torch.float16),
     "float32": (torch.float32, torch.float32),
@@ -41,7 +41,7 @@ TORCH_DTYPES = {  # of a pool and of queries
 
 @dataclass(frozen=True)
 class Lists:
-    """One layer's misses, as the kernels take them."""
+    """One layer's misses, in the layout that kernels take."""
 
     query: torch.Tensor
     pages: torch.Tensor
@@ -53,7 +53,7 @@ class Lists:
             getattr(self, name).copy_(getattr(other, name))
 
     def as_reference(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids and fill ``[B, H, N]``."""
+        """Return the lists as the reference takes them: ids and fill ``[B, H, N]``."""
         pages, counts, last_fill = self.pages.cpu(), self.counts.cpu()[..., None], self.last_fill.cpu()[..., None]
         place = torch.arange(pages.shape[2])
         fill = torch.where(place == counts - 1, last_fill, BLOCK_TOKENS).masked_fill(place >= counts, 0)
@@ -68,7 +68,7 @@ class Results:
 
 
 class Host:
-    """A pool of two layers, a mailbox, the GPU's end of it, and who attends in this process."""
+    """A pool of two layers, a mailbox with its GPU client, and local attention that computes expected results."""
 
     rows, max_blocks, layers, pages = 6, 5, 2, 12
 
@@ -143,20 +143,20 @@ class Host:
         return computed
 
     def word(self, array: str, record: str, name: str, index: int = 0) -> Any:
-        """A field of a record, as a ctypes integer in the mailbox itself."""
+        """Return a field of a record in the mailbox, as a ctypes integer that can be read and written."""
         offset, size = mailbox_fields()[record][name]
         _, stride = mailbox_fields()[record][""]
         place = self.mailbox.region.address + getattr(self.mailbox.layout, array) + index * stride + offset
         return WORDS[size].from_address(place)
 
     def write_reply(self, sequence: int, row: int, claimed: int, generation: int, status: int = 0) -> None:
-        """To the slot of ``sequence`` a reply that claims to be one to ``claimed``."""
+        """Write a reply to the slot of ``sequence`` that claims to answer post ``claimed``."""
         for name, value in (("generation", generation), ("status", status), ("sequence", claimed)):
             self.word("replies", "Reply", name, sequence % SLOTS * self.rows + row).value = value
 
 
 def assert_same_bits(results: Results, expected: HostLists, rows: slice = slice(None)) -> None:
-    """What the worker computed is, to the bit, what this process computes with the same kernels."""
+    """Assert that the worker's results have the same bits as what this process computes with the same kernels."""
     assert torch.equal(results.lse[rows].cpu(), expected.lse[rows])
     assert torch.equal(results.out[rows].cpu(), expected.out[rows])
 
@@ -209,7 +209,7 @@ def test_the_worker_attends_to_tokens_whose_bit_is_set() -> None:
             results = host.wait()
             assert results.served.tolist() == [1] * host.rows
             assert_same_bits(results, host.expected(lists, masks=masks))
-            host.post(lists)  # and of a post without masks everything, though the mailbox still holds some
+            host.post(lists)  # without masks all tokens are attended, though the mailbox still holds masks
             assert_same_bits(host.wait(), host.expected(lists))
     host.client.attach(None)
 
@@ -222,7 +222,7 @@ def test_masks_are_refused_by_a_mailbox_that_has_no_room_for_them(host: Host) ->
 
 
 def test_a_replayed_graph_posts_new_layers_one_ahead(host: Host) -> None:
-    """As a decode step does: layer i + 1 is posted, on another stream, before layer i is waited for."""
+    """As in a decode step, layer i + 1 is posted on another stream before the wait for layer i."""
     layers, replays = 4, 200
     lists = [host.lists(seed) for seed in range(layers)]
     receipts = [host.client.new_receipt(host.rows) for _ in range(2)]
@@ -237,7 +237,7 @@ def test_a_replayed_graph_posts_new_layers_one_ahead(host: Host) -> None:
 
         def post(layer: int) -> None:
             if layer >= 2:
-                side.wait_event(waited[layer - 2])  # its receipt and its slot are free
+                side.wait_event(waited[layer - 2])  # frees the receipt and the mailbox slot
             with torch.cuda.stream(side):
                 host.post(
                     lists[layer], layer % host.layers, begins_step=layer == 0, receipt=receipts[layer % 2],
@@ -328,7 +328,7 @@ def test_a_stopped_worker_costs_one_deadline_and_serves_again(host: Host) -> Non
 
 
 def test_a_worker_that_the_host_gave_up_is_not_waited_for(host: Host) -> None:
-    """A killed worker cost a whole deadline, half a second, however soon the host knew."""
+    """Otherwise a killed worker costs a whole deadline, half a second, however soon the host knows."""
     host.post(host.lists(3, shortest=1))
     host.mailbox.give_up()
     begin = time.monotonic()
@@ -362,8 +362,8 @@ def test_only_a_reply_to_this_post_counts(host: Host) -> None:
     host.post(lists)
     torch.cuda.synchronize()
     generation = host.client.read_state().generation
-    host.write_reply(1, 0, claimed=3, generation=generation)  # of the future
-    host.write_reply(1, 1, claimed=1, generation=generation + 1)  # somebody else's row
+    host.write_reply(1, 0, claimed=3, generation=generation)  # reply to a later post
+    host.write_reply(1, 1, claimed=1, generation=generation + 1)  # reply of another decode step
     host.write_reply(1, 2, claimed=1, generation=generation, status=2)
     host.write_reply(1, 3, claimed=1, generation=generation)
     results = host.wait(SHORT_S)
@@ -430,13 +430,13 @@ def test_blocks_are_counted_by_what_became_of_their_rows(host: Host) -> None:
 
 def test_a_step_waits_for_the_sum_of_its_layers_and_is_counted_by_the_next(host: Host) -> None:
     lists, nobody = host.lists(1), [0] * (len(WAIT_BOUNDS) + 1)
-    for step in range(3):  # nobody answers, so the first layer waits for its deadline and others for nothing
+    for step in range(3):  # there is no worker: the first layer waits until its deadline, all others do not wait
         host.post(lists, 0, begins_step=True)
         host.wait(SHORT_S)
         host.post(lists, 1, begins_step=False)
         host.wait(SHORT_S)
         counted = counts_of(host)
-        assert sum(counted.waits) == min(step, 1)  # from the second step on the worker is behind and not asked
+        assert sum(counted.waits) == min(step, 1)  # from the second step on the worker is behind and gets no posts
     assert counted.waited_s >= SHORT_S
     bucket = next((number for number, bound in enumerate(WAIT_BOUNDS) if counted.waited_s <= bound), len(WAIT_BOUNDS))
     nobody[bucket] = 1

@@ -1,4 +1,4 @@
-"""What attended blocks stand for, on the GPU: told by selection, and taken in by attention."""
+"""The near bias on the GPU: selection computes it from the blocks left out, attention adds it to logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SINK, RECENT, BUDGET = 1, 2, 16
 
 
 def is_attended(case: LayerCase, table: SlotTable, misses: Misses) -> torch.Tensor:
-    """``[B, H, blocks]``: in slots when the layer is attended, or in a list."""
+    """Return which blocks are attended, in slots or from a list of misses: bool ``[B, H, blocks]``."""
     in_slots = table.positions[case.step.row_of.long()].long()
     return reference.is_listed(torch.cat((in_slots, misses.positions.long()), dim=2), case.shape.max_blocks)
 
@@ -58,7 +58,7 @@ def test_selection_tells_what_attended_blocks_have_of_all(
     attended = is_attended(case, table, misses)
     expected = reference.near_bias(case.logits(), attended, case.counts, shape.scale, SINK, RECENT)
     torch.testing.assert_close(bias[rows], expected, atol=0.02, rtol=1e-3)
-    # a long row, and one that is attended as a whole
+    # a long row has a bias; a row whose blocks are all attended has none
     assert (expected < -0.01).any() and (bias[rows] == 0).any()
     others = torch.ones(shape.rows, dtype=torch.bool, device=DEVICE).index_fill(0, rows, False)
     assert (bias[others] == 7.0).all()

@@ -1,4 +1,4 @@
-"""Sums of values that the GPU asks the worker for: weights in the mailbox, replies, and what is wrong with either."""
+"""Sums of values that the GPU posts to the worker: weights in the mailbox, replies, and invalid posts and replies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from test_cuda_mailbox import SHORT_S, Host, assert_nothing
 from sglang_hybrid.ops import reference, reference_weights
 from sglang_hybrid.ops.cpu.structs import VALUE_SUMS
 
-BLOCKS = 8  # of rows, more than the mailbox's lists hold
+BLOCKS = 8  # blocks of a row; more than the mailbox's lists hold
 
 
 @dataclass
@@ -146,7 +146,7 @@ def test_a_position_that_is_no_block_has_weights_of_zero(host: SumHost) -> None:
 
 
 def test_nothing_is_written_beyond_the_lists_of_a_post(host: SumHost) -> None:
-    """Weights of other rows and of places behind a list stay as they are in the mailbox."""
+    """In the mailbox, weights of other rows and beyond the end of a list are not written."""
     at, g = host.mailbox.layout.weights, host.geometry
     numbers = 2 * g.rows * g.kv_heads * g.group * g.max_blocks * BLOCK_TOKENS
     memory = (ctypes.c_float * numbers).from_address(host.mailbox.region.address + at)

@@ -16,7 +16,7 @@ from sglang_hybrid.policies.scout.predictor import Correction, QueryPredictor, Q
 
 UNTOUCHED = 77.0
 EPS = 1e-6
-STEP = {torch.bfloat16: 2**-7, torch.float16: 2**-10}  # of the last bit, relative to a value
+STEP = {torch.bfloat16: 2**-7, torch.float16: 2**-10}  # value of the last bit, relative to a number
 
 
 def random_values(*shape: int, seed: int, dtype: torch.dtype = torch.float32, size: float = 1.0) -> torch.Tensor:
@@ -24,7 +24,7 @@ def random_values(*shape: int, seed: int, dtype: torch.dtype = torch.float32, si
 
 
 def assert_rounded_alike(found: torch.Tensor, expected: torch.Tensor, steps: float = 1.0) -> None:
-    """Equal but for values that lie on the border of two, and of those not many."""
+    """Assert equality up to ``steps`` last bits; few values may differ, those on the border between two roundings."""
     step = STEP[found.dtype]
     torch.testing.assert_close(found.float(), expected.float(), rtol=steps * step, atol=steps * step / 16)
     assert int((found != expected).sum()) <= 1 + 0.02 * found.numel()
@@ -37,7 +37,7 @@ def assert_rounded_alike(found: torch.Tensor, expected: torch.Tensor, steps: flo
 @pytest.mark.parametrize("width", [8, 576, 4096, 5120, 16384])
 def test_rows_are_divided_by_their_root_mean_square(width: int, dtype: torch.dtype) -> None:
     batch = 3
-    hidden = random_values(batch, width + 8, seed=1, dtype=dtype)[:, :width]  # rows are apart
+    hidden = random_values(batch, width + 8, seed=1, dtype=dtype)[:, :width]  # gaps between rows
     residual = random_values(batch, width, seed=2, dtype=dtype, size=9.0)
     gain = random_values(width, seed=3, dtype=dtype)
     for added in (None, residual):
@@ -203,7 +203,7 @@ def test_a_predictor_gives_the_queries_of_the_reference(shape: Heads, bias: bool
                 expected = QueryPredictor(weights, correction).query(x, positions)
                 out = torch.full_like(expected, UNTOUCHED)
                 assert predictor.query(hidden, added, positions, out) is out
-                # values of about 3, which were rounded several times
+                # values are about 3 and were rounded several times
                 torch.testing.assert_close(out.float(), expected.float(), atol=6 * STEP[shape.dtype], rtol=0.02)
                 near = torch.nn.functional.cosine_similarity(out.float(), expected.float(), dim=-1)
                 assert (near > 1 - 1e-4).all()
@@ -211,7 +211,7 @@ def test_a_predictor_gives_the_queries_of_the_reference(shape: Heads, bias: bool
 
 def test_a_prediction_in_a_graph_is_split_between_two_streams() -> None:
     if DEVICE != "cuda":
-        return  # streams, and torch's products, are CUDA's own
+        return  # the emulation has no streams, and torch's GEMMs run only on CUDA
     shape, hidden_size, batch = HEADS[2], 640, 7
     weights = random_weights(shape, hidden_size, bias=True)
     correction = corrections(weights, 32)[1]
@@ -225,7 +225,7 @@ def test_a_prediction_in_a_graph_is_split_between_two_streams() -> None:
         main = torch.cuda.current_stream()
         predictor.prepare(hidden, residual, active_rows=active)
         side.wait_stream(main)
-        hidden.mul_(0)  # as the layer's norm does with its input
+        hidden.mul_(0)  # overwrites the input, as the layer's norm does
         with torch.cuda.stream(side):
             predictor.finish(positions, out, active_rows=active)
         main.wait_stream(side)

@@ -44,7 +44,7 @@ def test_averages_move_towards_the_largest_weight_of_the_group(shape: Shape, act
     weights = reference_weights.token_weights(case.query, pool, ids, fill, shape.scale, lse)
     for entry in range(shape.batch if active is None else active):
         row = int(owner[entry])
-        for head in range(shape.heads):  # the lists of heads differ here, unlike those of a window
+        for head in range(shape.heads):  # here KV heads have different positions, unlike in a window
             of_head = positions[entry, head]
             tokens = of_head[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=DEVICE)
             is_new = tokens == lengths[entry] - 1
@@ -60,7 +60,7 @@ def test_averages_move_towards_the_largest_weight_of_the_group(shape: Shape, act
 
 
 class Layer:
-    """A pool with random pages, rows of different lengths, and a window with nothing in it."""
+    """A pool with random pages, rows of different lengths, and an empty window."""
 
     def __init__(self, lengths: list[int], slots: int, group: int = 3, dim: int = 64, seed: int = 1) -> None:
         self.random, self.slots, self.lengths, heads = seeded(seed), slots, lengths, 2
@@ -72,11 +72,11 @@ class Layer:
         self.values.copy_(torch.randn(shape, generator=self.random))
         self.pool = HostPool(host_memory.RegisteredRegion(region), self.keys, self.values)
         order = torch.randperm(pages, generator=self.random)
-        self.table = torch.full((self.batch, max_blocks), -7, dtype=torch.int32)  # nobody looks behind a row's end
+        self.table = torch.full((self.batch, max_blocks), -7, dtype=torch.int32)  # never read beyond a row's end
         for row, length in enumerate(lengths):
             count = -(-length // BLOCK_TOKENS)
             self.table[row, :count], order = order[:count].int(), order[count:]
-            # the step's own token, and all behind it, are not there yet
+            # the step's own token, and all slots beyond it, are not written yet
             page, token = self.table[row, count - 1], (length - 1) % BLOCK_TOKENS
             self.keys[page, :, token:] = self.values[page, :, token:] = torch.nan
         self.row_of = torch.randperm(rows, generator=self.random)[: self.batch]
@@ -110,7 +110,10 @@ class Layer:
         return max(0, -(-self.lengths[entry] // BLOCK_TOKENS) - self.slots)
 
     def weights(self, entry: int, blocks: range) -> torch.Tensor:
-        """Of the query over the tokens before the step's in these blocks: ``[KV heads, blocks, 32]``, the largest."""
+        """Return the query's weights over these blocks, without the step's token: ``[KV heads, blocks, 32]``.
+
+        Of the query heads of a KV head, the largest weight counts.
+        """
         positions = torch.tensor(blocks).expand(1, self.keys.shape[1], -1)
         ids = reference.block_ids(positions, self.table[entry : entry + 1].long())
         fill = reference.block_fill(positions, torch.tensor([self.lengths[entry] - 1]), BLOCK_TOKENS)
@@ -119,7 +122,7 @@ class Layer:
         return reference_weights.token_weights(query, keys, ids, fill, self.scale, lse).amax(dim=2)[0]
 
     def listed(self, entry: int, head: int) -> dict[int, int]:
-        """Masks by page, in the order of the list."""
+        """Return the listed masks by page, in the order of the list."""
         count = int(self.lists.counts[entry, head])
         pages, masks = (part[entry, head, :count].tolist() for part in (self.lists.pages, self.lists.masks))
         return dict(zip(pages, masks, strict=True))
@@ -152,7 +155,7 @@ def test_rows_that_begin_are_loaded_and_evaluated_by_the_query(beta: float, grou
                 torch.testing.assert_close(found, expected[position - first, :fill], rtol=2e-3, atol=1e-6)
             listed = layer.listed(entry, head)
             pages = layer.table[entry, :first].tolist()
-            assert list(listed) == [page for page in pages if page in listed]  # in their order
+            assert list(listed) == [page for page in pages if page in listed]  # in the order of the row
             if not first:
                 assert not listed
                 continue
@@ -169,15 +172,15 @@ def test_rows_that_begin_are_loaded_and_evaluated_by_the_query(beta: float, grou
 
 def test_a_block_that_leaves_the_window_is_known_by_its_averages() -> None:
     beta, slots = 1.5, 5
-    lengths = [9 * 32 + 1, 9 * 32 + 2, 3 * 32 + 1, 5 * 32 + 1]  # the first and the last leave a block behind
+    lengths = [9 * 32 + 1, 9 * 32 + 2, 3 * 32 + 1, 5 * 32 + 1]  # a block of the first and of the last row leaves
     layer = Layer(lengths, slots)
     window = layer.window
     before = torch.zeros_like(window.masks)
-    before[:, :, 1], before[:, :, 3] = 0x0F0, -1  # what left earlier
+    before[:, :, 1], before[:, :, 3] = 0x0F0, -1  # masks of blocks that left earlier
     window.masks.copy_(before)
     averages = 3 * torch.rand(window.maw.shape, generator=layer.random) / (slots * 32)
     window.maw.copy_(averages)
-    for entry, length in enumerate(lengths):  # as the step before left them
+    for entry, length in enumerate(lengths):  # positions as the previous step left them
         count = -(-(length - 1) // BLOCK_TOKENS)
         for slot in range(slots):
             newest = [p for p in range(max(0, count - slots), count) if p % slots == slot]

@@ -15,7 +15,7 @@ from sglang_hybrid.ops.cuda.scoring import ScoreWorkspace, score_blocks, shift_l
 from sglang_hybrid.ops.cuda.selection import Misses, select_blocks
 
 UNTOUCHED = 77.0
-TOLERANCE = 0.02  # in attention logits: steps of codes are float16 there
+TOLERANCE = 0.02  # in attention logits; the kernel keeps the steps of codes in float16
 
 SHAPES = [
     Shape(batch=1, heads=1, group=1, dim=64, channels=32, max_blocks=1),
@@ -38,7 +38,7 @@ LARGE = Shape(batch=33, heads=4, group=5, dim=128, channels=32, max_blocks=120)
 
 
 def scored(case: LayerCase, *, by_row: bool = False, query_by_row: bool = False) -> torch.Tensor:
-    """Scores as selection writes them, whatever it selects."""
+    """Score the blocks and return the scores that selection writes; the selected blocks do not matter."""
     shape, query = case.shape, case.query
     if query_by_row:
         query = torch.full((shape.rows, *query.shape[1:]), torch.nan, dtype=query.dtype, device=DEVICE)
@@ -139,8 +139,9 @@ def test_tokens_very_far_from_the_middle_of_their_block_are_told_as_far_as_float
     case = random_layer(Shape(batch=2, heads=2, group=5, dim=128, channels=32, max_blocks=40, compact=compact), 6)
     case = replace(case, query=case.query * 60)
     logits = torch.einsum("hgd,htd->hgt", case.query[0].float().unflatten(0, (2, -1)), case.keys[0].float())
-    assert float(logits.std(dim=2).max()) * case.shape.scale > 100  # e^100 is none
-    # lanes tell up to a factor of 8 less than a block may have, and a row's other blocks are relative to that
+    assert float(logits.std(dim=2).max()) * case.shape.scale > 100  # e^100 is no float32
+    # eight lanes each limit their part of a block's sum, so an estimate may be too low by a factor of 8; the scores of
+    # the row's other blocks are relative to it
     torch.testing.assert_close(scored(case), case.expected_scores(), atol=6.0, rtol=1e-2)
 
 

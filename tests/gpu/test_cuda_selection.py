@@ -29,12 +29,12 @@ def layer_shape(batch: int, max_blocks: int, heads: int = 2) -> Shape:
 
 
 def random_scores(shape: Shape, seed: int) -> torch.Tensor:
-    """Log shares: most of them small."""
+    """Return random scores: logarithms of attention shares, most of which are small."""
     return (torch.randn(shape.batch, shape.heads, shape.max_blocks, generator=seeded(seed)) * 3 - 6).to(DEVICE)
 
 
 class Expected:
-    """What policy ``scout`` makes of scores and slots, for one (row, KV head), in plain Python."""
+    """Expected selection of policy ``scout`` by scores and slots of one (row, KV head), in plain Python."""
 
     def __init__(
         self,
@@ -72,12 +72,12 @@ class Expected:
         value = scores[0, 0].tolist()
         by_score = sorted(self.selected, key=lambda p: -value[p])
         self.recalled = set(by_score[:room])
-        # who gives up slots to gathered blocks, the first one first; and how many slots are empty
+        # resident blocks that give up slots to gathered blocks, in this order; and the number of empty slots
         victims = {p for p in self.residents - set(self.selected) if not (any_block and value[p] >= min_miss_score)}
         self.victims = sorted(victims, key=lambda p: value[p])
         near = {p for p in held if max(SINK, count - 1 - RECENT) <= p < count} | {count - 1} - set(range(SINK))
         self.empty = len(held) - SINK - len(near) - len(self.residents)
-        # near blocks that nobody put into a slot are misses too; the tail's slot is append's affair
+        # near blocks without a slot are misses too, except the tail, which gets a slot from append
         homeless = [p for p in self.always if p != count - 1 and p not in held]
         self.misses = sorted(self.misses + homeless)
         self.best_misses = homeless + sorted((p for p in self.misses if p not in homeless), key=lambda p: -value[p])
@@ -172,7 +172,7 @@ def test_every_block_that_is_worth_it_is_a_miss_where_the_score_decides_alone(
                       plan=plan, recall=numbers(*[1] * batch))  # fmt: skip
         assert_misses(case, misses, expected)
         beyond += sum(not set(one.misses) <= set(one.selected + one.always) for lists in expected for one in lists)
-        # what becomes resident is the selection all the same
+        # min_miss_score does not change which blocks become resident: the selected ones
         positions = plan.positions[: int(plan.count)].tolist()
         assert set(positions) <= {p for lists in expected for one in lists for p in (*one.recalled, *one.always)}
     assert beyond or max_blocks < budget or budget == ALWAYS
@@ -204,7 +204,7 @@ def test_damaged_blocks_are_selected_last() -> None:
     select_blocks(scores, table, case.step, 30 - 5, misses, pool_pages=case.keys.shape[0])
     for head in range(2):
         found = set(misses.positions[0, head].tolist()) - {-1}
-        # all but the damaged ones and the tail, and as many of those as there is room for
+        # all undamaged blocks except the tail, and as many damaged ones as fit in the budget
         assert set(range(29)) - set(range(10, 20)) <= found and len(found) == 24
 
 
@@ -253,7 +253,7 @@ def test_entries_that_are_not_active_and_rows_that_do_not_exist(active: int) -> 
     assert (misses.counts[active:] == 55).all() and int(plan.count) == 0
     if active:
         assert (misses.counts[0] == 0).all() and (misses.counts[1] < 55).all()
-        assert (table.positions != before).any()  # the second row has opened a block
+        assert (table.positions != before).any()  # the second row opened a block
     else:
         assert torch.equal(table.positions, before)
 
@@ -272,7 +272,7 @@ def test_more_than_a_selection_can_hold_is_refused() -> None:
 
 
 def phase_of(row: int, head: int, length: int) -> float:
-    """``rounding_phase`` of the kernel."""
+    """Return the kernel's ``rounding_phase``."""
     mask = 0xFFFFFFFF
     bits = (row * 0x9E3779B1 ^ head * 0x85EBCA77 ^ length * 0xC2B2AE3D) & mask
     bits = (bits ^ bits >> 15) * 0x2C1B3C6D & mask
@@ -299,7 +299,7 @@ def test_misses_are_shared_between_worker_and_gather(
     for seed, resident in ((0, 4), (1, 24), (2, 18)):
         case = random_layer(shape, seed, [60 * 32, 55 * 32 + 1, 40 * 32 - 3, 300, 20])
         table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, resident, seed)
-        if seed == 2:  # rows that nobody filled, and one without its sinks
+        if seed == 2:  # one row without its sinks, and one without any blocks in slots
             table.positions[case.step.row_of[0].long(), :, :SINK] = -1
             table.positions[case.step.row_of[1].long()] = -1
         scores = random_scores(shape, seed)
@@ -338,7 +338,7 @@ def test_misses_are_shared_between_worker_and_gather(
 
 
 def assert_gathered(one: Expected, gathered: list[int], before: list[int], positions: torch.Tensor) -> None:
-    """These blocks have slots, and nobody lost one but the worst that were not selected, nor they without need."""
+    """Assert that gathered blocks have slots, and that only as many blocks as needed lost theirs, the worst victims."""
     now = [p for p in positions.tolist() if p >= 0]
     assert len(now) == len(set(now))
     assert set(now) - set(before) == set(gathered)
@@ -401,7 +401,7 @@ def test_a_plan_makes_the_best_of_the_selection_resident(budget: int, resident: 
         expected = expected_lists(case, table, scores, budget, 1.0, -math.inf)
         plan, misses = RecallPlan(shape.batch * shape.heads * (ALWAYS + resident), DEVICE), Misses(6, 2, budget, DEVICE)
         due = numbers(1, 1, 1, 1, 0, 1)
-        for _ in range(2):  # planned twice without being applied is planned once
+        for _ in range(2):  # a second plan replaces one that was not applied
             select_blocks(
                 scores,
                 table,
@@ -427,7 +427,7 @@ def test_a_plan_makes_the_best_of_the_selection_resident(budget: int, resident: 
                     assert candidates == one.residents
                     continue
                 assert one.recalled <= candidates and set(one.always) - {count - 1} <= there
-                # who had to go had the lowest scores of those that were not selected
+                # blocks that lost their slots had the lowest scores of the resident blocks that were not selected
                 gone = one.residents - candidates
                 kept = candidates - one.recalled
                 assert kept <= one.residents
@@ -445,7 +445,7 @@ def test_a_plan_is_made_for_slots_that_have_the_gathered_blocks(budget: int, res
     for seed, share in enumerate((0.2, 0.5, 1.0)):
         case = random_layer(shape, seed, [80 * 32, 79 * 32 + 1, 500, 33 * 32 + 1, 7 * 32, 40])
         table = random_table(shape, case.step.lengths.cpu(), case.step.row_of.cpu(), SINK, RECENT, resident, seed)
-        table.positions[case.step.row_of[seed].long()] = -1  # a row that nobody filled
+        table.positions[case.step.row_of[seed].long()] = -1  # a row without blocks in slots
         alone = SlotTable(table.positions.clone(), SINK, RECENT)
         scores, due = random_scores(shape, seed + 50), numbers(1, 1, 1, 1, 0, 1)
         expected = expected_lists(case, table, scores, budget, 1.0, -8.0, any_block)
@@ -457,7 +457,7 @@ def test_a_plan_is_made_for_slots_that_have_the_gathered_blocks(budget: int, res
         }  # fmt: skip
         select_blocks(scores, alone, case.step, budget, misses, **options)
         apply_plan(plan, alone)
-        for _ in range(2):  # planned twice without being applied is planned once
+        for _ in range(2):  # a second plan replaces one that was not applied
             select_blocks(
                 scores, table, case.step, budget, misses, gathered=gathered, most_gathered=5,
                 gather_share=torch.full((1,), share, device=DEVICE), totals=totals.zero_(), **options,
@@ -484,13 +484,13 @@ def test_a_plan_is_made_for_slots_that_have_the_gathered_blocks(budget: int, res
                 ]
                 assert set(brought) <= now
                 if int(due[entry]) and set(brought) <= set(one.selected + one.always):
-                    assert now == other  # whoever brings them, the same blocks are resident
+                    assert now == other  # the same blocks are resident, gathered or planned
                     gathered_selected += len(brought)
     assert gathered_selected
 
 
 def assert_plan(case: LayerCase, plan: RecallPlan, before: torch.Tensor, table: SlotTable) -> None:
-    """Every entry changes one slot, of a page that holds its block; no other slot changes."""
+    """Assert that every entry of the plan has its block's page and changes one slot, and that no other slot changes."""
     count = int(plan.count)
     slots, heads = before.shape[2], before.shape[1]
     flat = before.flatten().clone()
@@ -549,7 +549,7 @@ def gather(layer: Device, plan: RecallPlan) -> None:
 
 
 def assert_contents(layer: Device) -> None:
-    """Every slot holds what the pool has of the block that it says it holds."""
+    """Assert that every slot has the same contents as the pool has for the block at the slot's position."""
     step = layer.case.step
     for entry, row in enumerate(step.row_of.tolist()):
         length = int(step.lengths[entry])
@@ -583,7 +583,7 @@ def test_slots_stay_those_of_policy_scout_over_many_steps() -> None:
             tail = (int(step.lengths[entry]) - 1) // BLOCK_TOKENS
             if int(step.page_table[entry, tail]) < 0:
                 step.page_table[entry, tail] = unused.pop()
-        if number == 0:  # by the prompt's query, before the first step
+        if number == 0:  # the prompt's query selects, before the first step
             scores = random_scores(shape, 1000)
             select_blocks(scores, layer.table, step, budget, misses, recall=everyone, **options)
             gather(layer, plan)
@@ -628,7 +628,7 @@ def test_slots_stay_those_of_policy_scout_over_many_steps() -> None:
         apply_plan(plan, layer.table)
 
 
-@pytest.mark.parametrize("appends_first", [False, True])  # beside each other on a GPU
+@pytest.mark.parametrize("appends_first", [False, True])  # on a GPU, append and gather run concurrently
 @pytest.mark.parametrize(("share", "min_miss_score", "any_block"), [(1.0, -math.inf, False), (0.6, -6.0, True)])
 def test_gathered_blocks_are_resident_from_their_step_on(
     share: float, min_miss_score: float, any_block: bool, appends_first: bool
@@ -675,7 +675,7 @@ def test_gathered_blocks_are_resident_from_their_step_on(
                 assert len(there) == len(set(there))
                 count = int(misses.counts[entry, head])
                 missed = misses.positions[entry, head, :count].tolist()
-                # every miss is in a slot now or in the list, and no block became one
+                # every miss is in a slot now or in the list, and no block in a slot is listed
                 assert set(one.misses) <= set(there + missed) and not set(there) & set(missed)
                 assert (one.residents & set(one.selected)) <= set(there)
                 found += len(one.misses) - count

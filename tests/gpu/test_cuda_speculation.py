@@ -38,7 +38,8 @@ LENGTHS = [1, 2, 31, 33, 64, 65, 300, 1000]
 class Layer:
     """A pool with random pages, their partial keys, and rows of different lengths.
 
-    Keys and queries are small whole numbers, and a basis takes single channels: logits are exact, and many are equal.
+    With ``exact``, keys and queries are small whole numbers and the basis selects single channels: logits are exact,
+    and many are equal.
     """
 
     def __init__(
@@ -65,13 +66,13 @@ class Layer:
             basis = torch.linalg.qr(torch.randn(heads, dim, dim, generator=random)).Q
         self.partial = PartialKeys([basis.contiguous()], columns, dtype)
         self.pool = HostPool(host_memory.RegisteredRegion(region), self.keys, self.values)
-        # nobody looks behind a row's end
+        # never read beyond a row's end
         self.table = torch.full((self.batch, self.max_blocks), -7, dtype=torch.int32)
         order = torch.randperm(shape[0], generator=random)
         for row, count in enumerate(counts):
             self.table[row, :count], order = order[:count].int(), order[count:]
         self.codes = self.partial.encode(0, self.keys)
-        # the step's own token, and all behind it, are not there yet
+        # the step's own token, and all slots beyond it, are not written yet
         for row, length in enumerate(lengths):
             page, token = self.table[row, counts[row] - 1], (length - 1) % BLOCK_TOKENS
             self.partial.decode(self.codes)[page, :, token:] = torch.nan
@@ -88,7 +89,7 @@ class Layer:
         by_block = options.unit == "blocks"
         limit = budget // BLOCK_TOKENS if by_block else budget
         workspace = SpeculationWorkspace(self.batch, self.heads, self.max_blocks, by_block=by_block, device=DEVICE)
-        # what a launch before left is garbage
+        # garbage, as earlier launches may leave it
         for part in (workspace.ranks, workspace.wanted, workspace.chosen):
             part.fill_(-1)
         lists = TokenLists(self.batch, self.heads, min(limit, self.max_blocks), DEVICE)
@@ -102,7 +103,7 @@ class Layer:
         return lists
 
     def expected(self, options: InfinigenOptions, budget: int) -> BlockList:
-        """What the torch policy lists."""
+        """Return the lists of the torch policy."""
         config = HybridConfig(policy="infinigen", budget_tokens=budget, sink_blocks=0, recent_blocks=0)
         policy = InfinigenPolicy(config.with_section(options), self.partial)
         lengths, rows = torch.tensor(self.lengths), list(range(self.batch))
@@ -112,7 +113,7 @@ class Layer:
         return policy.select(self.query, cache, batch, SCALE)
 
     def tokens(self, entry: int, lists: TokenLists, head: int) -> list[tuple[int, int]]:
-        """Page and token of all that is listed, in the order of the list."""
+        """Return page and token number of all listed tokens, in the order of the list."""
         count = int(lists.counts[entry, head])
         pages, masks = (part[entry, head, :count].tolist() for part in (lists.pages, lists.masks))
         return [
@@ -173,13 +174,13 @@ def test_rows_of_many_tokens_are_ranked_as_a_whole(unit: Unit) -> None:
     layer = Layer([32_001], heads=2, group=2, columns=4)
     lists = layer.check(InfinigenOptions(alpha=3.0, unit=unit), 2048)
     assert int(lists.tokens) > 1024
-    layer.check(InfinigenOptions(alpha=EVERYTHING, unit=unit), 2048)  # fewer than are wanted
+    layer.check(InfinigenOptions(alpha=EVERYTHING, unit=unit), 2048)  # the budget is smaller than what is wanted
 
 
 def test_pages_of_nan_are_worse_than_all_others_and_better_than_none() -> None:
     layer = Layer([300, 200])
     layer.partial.decode(layer.codes)[int(layer.table[0, 3]), 0] = torch.nan
-    layer.partial.decode(layer.codes)[layer.table[1, :7].long()] = torch.nan  # nothing is known of this row
+    layer.partial.decode(layer.codes)[layer.table[1, :7].long()] = torch.nan  # no partial key of this row is valid
     for alpha in (2.0, EVERYTHING):
         lists = layer.check(InfinigenOptions(alpha=alpha), 128)
         assert lists.tokens[0] > 1
@@ -232,7 +233,7 @@ def test_listed_tokens_are_staged_one_behind_the_other(unit: Unit, dim: int, bud
         by_head = found.cpu().view(layer.batch, blocks, layer.heads, BLOCK_TOKENS, dim).transpose(1, 2).flatten(2, 3)
         for entry in range(len(LENGTHS)):
             for head in range(layer.heads):
-                tokens = layer.tokens(entry, lists, head)[:-1]  # the last one is the step's own
+                tokens = layer.tokens(entry, lists, head)[:-1]  # without the step's own token, the last one
                 there = by_head[entry, head]
                 for place, (page, token) in enumerate(tokens):
                     assert torch.equal(there[place], pool[page, head, token])
@@ -281,7 +282,7 @@ def test_pages_and_tokens_are_encoded_as_partial_keys(dim: int, columns: int, dt
     assert not found[0, :, 5:].any() and not found[[1, 2]].any()
 
     kept.codes.zero_()
-    projected = torch.randn(3, 4, dim, generator=seeded(2)).to(dtype)  # keys lie between other parts of a projection
+    projected = torch.randn(3, 4, dim, generator=seeded(2)).to(dtype)  # keys are a slice of a projection
     keys = projected.to(DEVICE)[:, 1:3]
     layer.table[2, 0] = -1
     partial.encode_step(layer.step(), keys)
@@ -302,7 +303,7 @@ def test_summarised_pages_have_partial_keys() -> None:
     kept = layer.layer_keys()
     empty = torch.zeros(len(layer.keys), 2, 2, 64, dtype=layer.dtype, device=DEVICE)
     pages, filled = (torch.tensor([part], dtype=torch.int32, device=DEVICE) for part in (1, 32))
-    for digests in (LayerDigests(empty), LayerDigests.none(layer.keys, DEVICE)):  # with digests beside them or without
+    for digests in (LayerDigests(empty), LayerDigests.none(layer.keys, DEVICE)):  # with digests and without
         kept.codes.zero_()
         DeviceLayer(layer.pool, digests, kept).summarise(layer.keys[1:2].to(DEVICE), pages, filled)
         torch.cuda.synchronize()

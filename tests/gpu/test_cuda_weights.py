@@ -17,7 +17,7 @@ from sglang_hybrid.ops.cuda import weights as cuda
     [
         (2, 2, 3, 4, 256, 70, torch.uint8),
         (1, 1, 1, 1, 2, 1, torch.uint8),
-        (1, 2, 5, 32, 256, 1025, torch.uint8),  # tables of several rounds, tokens of two CTAs
+        (1, 2, 5, 32, 256, 1025, torch.uint8),  # tables take several rounds, tokens two CTAs
         (1, 1, 2, 5, 8192, 33, torch.int16),
         (3, 1, 1, 3, 300, 32, torch.int16),
     ],
@@ -40,7 +40,7 @@ def test_an_index_beyond_the_tables_reads_their_last_entry() -> None:
 
 
 def is_fewest(weights: list[float], kept: list[bool], least: float) -> bool:
-    """Whether ``kept`` has ``least`` of all weights and has less without its smallest, up to rounding."""
+    """Return True if kept weights add up to share ``least``, but not without the smallest of them, up to rounding."""
     total = math.fsum(weights)
     has = math.fsum(weight for weight, here in zip(weights, kept, strict=True) if here)
     smallest = min(weight for weight, here in zip(weights, kept, strict=True) if here)
@@ -61,7 +61,7 @@ def test_the_fewest_entries_that_have_the_share_are_kept(
     kept = cuda.cumulative_share(weights.to(DEVICE), least).cpu()
     for of_list, found in zip(weights.flatten(0, 1).tolist(), kept.flatten(0, 1).tolist(), strict=True):
         assert is_fewest(of_list, found, least)
-    # beyond rounding at the edge nothing differs from the reference
+    # up to one entry at the edge, by rounding, the result equals the reference's
     differs = kept != reference_weights.cumulative_share(weights, least)
     assert differs.sum(dim=2).max() <= 1
 

@@ -1,4 +1,4 @@
-"""Pages in SGLang's layout become pages of the pool, with their digests."""
+"""Admission of pages that a peer wrote in SGLang's layout: they get the pool's layout, and digests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_admitted_pages_have_the_pools_layout_and_digests(dtype: torch.dtype, mo
         original = [torch.randn(of.pages, *page, generator=random).to(dtype) for _ in range(2)]
         for part, true in zip((keys, values), original, strict=True):
             part.copy_(true)
-            # as a peer writes it: token by token
+            # SGLang's layout, in which a peer writes pages: token by token
             part.view(of.pages, -1)[pages] = true[pages].transpose(1, 2).reshape(len(pages), -1)
         digests = LayerDigests(
             torch.zeros(of.pages, of.heads, 2, of.dim, dtype=model_dtype, device=DEVICE),

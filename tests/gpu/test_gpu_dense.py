@@ -1,4 +1,4 @@
-"""Decoding while whole rows are in device memory, and what happens when they no longer fit."""
+"""Decoding while whole rows are in device memory, and the change to slots when they no longer fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def begin(decoding: Decoding) -> None:
     decoding.scout.dense.begin_step(decoding.query.shape[1], decoding.lengths.tolist())
 
 
-# slots of 6 rows hold 6 * slots blocks: 62 are needed at first
+# the slots of 6 rows hold 6 * slots blocks; at first 62 are needed
 @pytest.mark.parametrize("recorded", [False, True] if DEVICE == "cuda" else [False])
 def test_attention_is_exact_while_whole_rows_are_held(recorded: bool) -> None:
     decoding = Decoding(12, 0, slots=12)
@@ -74,7 +74,7 @@ def test_a_row_that_begins_anew_is_loaded_anew() -> None:
     begin(decoding)
     decoding.run(predicts=False)
     torch.cuda.synchronize()
-    # another request has the row now, of the same length: what the pool has of it is different
+    # a new request of the same length took the row: its blocks in the pool are different
     entry = 3
     row = list(LENGTHS)[entry]
     for part in (*decoding.keys, *decoding.values):
@@ -87,7 +87,7 @@ def test_a_row_that_begins_anew_is_loaded_anew() -> None:
 
 
 def test_a_row_that_joins_later_than_it_began_is_loaded() -> None:
-    """Of a step with fewer real rows: the last one waits, having begun with the others."""
+    """The last row is reset together with the others, but is not a real row of the first step."""
     decoding = Decoding(12, 0, slots=12)
     decoding.scout.reset_rows(decoding.rows)
     decoding.scout.hold_rows(whole=True)
@@ -97,7 +97,7 @@ def test_a_row_that_joins_later_than_it_began_is_loaded() -> None:
         torch.cuda.synchronize()
         decoding.scout.step.active_rows.fill_(len(LENGTHS) - waiting)
         decoding.scout.dense.begin_step(count, decoding.lengths[: len(LENGTHS) - waiting].tolist())
-        if waiting:  # its tokens so far are in the pool, by whoever computed them
+        if waiting:  # the last row decodes no token in this step; its tokens so far are in the pool
             decoding.lengths[-1] -= 1
         decoding.run(predicts=False)
         torch.cuda.synchronize()

@@ -1,7 +1,7 @@
 """A whole engine on the GPU: prompts and answers of two requests under every policy that has a CUDA program.
 
-Each policy is set so that it leaves out nothing, so attention must be plain softmax over everything. The parts have
-tests of their own; this one is about what puts them together.
+The settings of each policy leave out nothing, so attention must be plain softmax over all tokens. The parts of the
+engine have tests of their own; these tests check that the parts work together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sglang_hybrid.protocol.region import SharedRegion
 
 LAYERS, HEADS, GROUP, DIM, PAGES, CONTEXT = 2, 2, 2, 64, 24, 256
 SCALE = 0.9 * DIM**-0.5
-DTYPE = torch.bfloat16  # of the model
+DTYPE = torch.bfloat16  # the model's dtype
 PROMPTS, STEPS = [70, 33], 3
 LOSSLESS = {
     "full": [],
@@ -45,7 +45,7 @@ LOSSLESS = {
 
 
 class Pool:
-    """As SGLang's adapter makes it for a policy, with nothing of SGLang."""
+    """Stand-in for the pool that the adapter for SGLang creates for a policy; does not need SGLang."""
 
     def __init__(self, config: HybridConfig, dtype: torch.dtype) -> None:
         shape = (PAGES, HEADS, BLOCK_TOKENS, DIM)
@@ -78,10 +78,10 @@ class Pool:
 
 
 class Requests:
-    """Random queries, keys and values of requests in rows 1 and 2, whose pages are in no order."""
+    """Random queries, keys and values of requests in rows 1 and 2, with pages in random order."""
 
     def __init__(self, settings: list[str], pool_dtype: torch.dtype = DTYPE, key_scale: float = 1.0) -> None:
-        """``key_scale``: of layer 1, whose keys are stored divided by it."""
+        """Create an engine. ``key_scale``: factor of layer 1's scale, as if its keys were stored divided by it."""
         self.pool_dtype, self.scales = pool_dtype, [SCALE, SCALE * key_scale]
         config = load_config(None, settings)
         random = seeded(5)
@@ -118,7 +118,7 @@ class Requests:
                 self.compare(found, layer, row, 0)
 
     def decode(self) -> None:
-        """One token of each."""
+        """Decode one token of each request and compare the outputs with the reference."""
         self.lengths = [length + 1 for length in self.lengths]
         lengths = torch.tensor(self.lengths)
         slots = torch.cat([self.slots(row, length - 1, length) for row, length in enumerate(self.lengths)])
@@ -134,16 +134,16 @@ class Requests:
                 self.compare(out[row][None].cpu(), layer, row, length - 1)
 
     def hold(self, whole: bool) -> None:
-        """Whole rows from the next step on, or no longer, as if others had come or gone."""
+        """Hold whole rows from the next step on, or no longer, as if other requests had left or arrived."""
         mode, program = self.engine._whole_requests, self.engine.program
         assert mode is not None
         mode.pages, mode._left = program.dense.pages if whole else 0, float("-inf")
-        # what kernels read that are launched before it is forgotten
+        # in emulation, forget_all must run after the kernels that were launched before it
         allocator = program.dense._allocator
         allocator.forget_all = lambda: later(partial(type(allocator).forget_all, allocator))  # type: ignore[method-assign]
 
     def compare(self, found: torch.Tensor, layer: int, row: int, first: int) -> None:
-        """Of a row's tokens from ``first`` on."""
+        """Assert that ``found`` is exact attention of a row's tokens from ``first`` on."""
         length = self.lengths[row]
         keys, values = (
             reference.to_stored(part[layer, row, :length], self.pool_dtype).transpose(0, 1).float()
@@ -164,7 +164,7 @@ def test_requests_are_answered_by_plain_attention_where_nothing_is_left_out(poli
     assert int(requests.engine.program.refused) == 0
 
 
-@pytest.mark.parametrize("policy", [policy for policy in LOSSLESS if policy != "hcattention"])  # which holds no row
+@pytest.mark.parametrize("policy", [policy for policy in LOSSLESS if policy != "hcattention"])  # it holds no whole rows
 def test_answers_stay_the_same_when_whole_requests_end_and_come_back(policy: str) -> None:
     requests = Requests([f"policy={policy}", "whole_requests=auto", "worker=none", *LOSSLESS[policy]])
     program: Any = requests.engine.program
@@ -176,7 +176,8 @@ def test_answers_stay_the_same_when_whole_requests_end_and_come_back(policy: str
         assert program.is_dense == whole
         if not whole:
             begins = program.step.begins(2).cpu().tolist()
-            assert begins == [int(step % 4 == 2 and policy == "hgca")] * 2  # others go on, or have nothing resident
+            # only hgca loads its window anew; under other policies rows go on, or nothing is ever resident
+            assert begins == [int(step % 4 == 2 and policy == "hgca")] * 2
         if policy in ("scout", "scoutattention"):
             assert not program.counted[:, TOTALS.index("misses")].any()
     assert int(program.refused) == 0
@@ -192,7 +193,7 @@ def test_answers_stay_the_same_when_whole_requests_end_and_come_back(policy: str
     ],
 )
 def test_requests_over_fp8_are_answered_by_attention_to_what_is_stored(settings: list[str], whole: str) -> None:
-    """By prefill too, which has the new tokens as they were before."""
+    """Prefill must use the stored FP8 values too, though it gets new tokens before they are rounded."""
     requests = Requests([*settings, f"whole_requests={whole}", "worker=none"], reference.FP8, key_scale=2.0)
     requests.prefill()
     for _ in range(STEPS):

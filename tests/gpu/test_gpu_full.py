@@ -14,12 +14,12 @@ STEPS = 70 if DEVICE == "cuda" else 3  # on a GPU every row crosses two block bo
 
 
 class FullDecoding(Decoding):
-    """The prompts of policy scout's tests behind the other program."""
+    """``Decoding`` with the same prompts and the CUDA program of policy ``full``."""
 
     def __init__(self, blocks_per_row: int) -> None:
         self._blocks_per_row = blocks_per_row
         super().__init__(budget=9, interval=0)
-        # what a page has behind its row's last token must not be seen
+        # the content of pages beyond their row's last token must not be read
         for pages, length in zip(self.pages, self.lengths.tolist(), strict=True):
             for part in (*self.keys, *self.values):
                 part[pages[length // BLOCK_TOKENS], :, length % BLOCK_TOKENS :] = torch.nan
@@ -34,7 +34,7 @@ class FullDecoding(Decoding):
             self.scout.dense.begin_step(self.query.shape[1], self.lengths.tolist())
 
     def check(self) -> None:
-        """Against softmax in float64, straight from its definition; and the tokens are in the pool."""
+        """Compare outputs with softmax in float64, and assert that the step's tokens are in the pool."""
         torch.cuda.synchronize()
         for layer in range(LAYERS):
             for entry, length in enumerate(self.lengths.tolist()):
@@ -79,7 +79,7 @@ def test_rows_that_do_not_fit_are_attended_in_the_host_pool(blocks_per_row: int,
 
 @pytest.mark.parametrize("recorded", [False, True] if DEVICE == "cuda" else [False])
 def test_rows_move_to_the_host_pool_and_back(recorded: bool) -> None:
-    decoding = FullDecoding(12)  # 108 blocks, of which at most 64 are needed
+    decoding = FullDecoding(12)  # memory for 108 blocks, of which at most 64 are needed
     decoding.scout.reset_rows(decoding.rows)
     graphs = {}
     for whole in (True, False) if recorded else ():
@@ -119,10 +119,10 @@ def test_padding_is_neither_stored_nor_attended() -> None:
     before = [part.clone() for part in decoding.keys]
     decoding.run(predicts=False)
     decoding.check()
-    assert not decoding.out[:, -1].any()  # of the program's own buffer, which began as zeros
+    assert not decoding.out[:, -1].any()  # padding's output is the program's buffer, initially zeros
     for now, part in zip(decoding.keys, before, strict=True):
         changed = ((now != part) & ~(now.isnan() & part.isnan())).flatten(1).any(dim=1)
-        assert int(changed.sum()) == len(LENGTHS)  # one page of each row
+        assert int(changed.sum()) == len(LENGTHS)  # one page per row
 
 
 def test_nothing_is_allocated_for_selection() -> None:

@@ -1,4 +1,4 @@
-"""Rows that were held as a whole go on with slots: what their last queries select comes from the device."""
+"""Handover of whole rows to slots: blocks that the rows' last queries select are moved within device memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Held(Decoding):
     def __init__(
         self, budget: int, interval: int = 0, *, staged: int = PLENTY, paper: bool = False, **more: Any
     ) -> None:
-        """``staged``: blocks that the staging has room for; 0: somebody else has it."""
+        """Create rows that are held as a whole. ``staged``: size of the staging in blocks; 0: the staging is in use."""
         self.budget, self.paper = budget, paper
         self.staged = None
         if staged:
@@ -44,7 +44,7 @@ class Held(Decoding):
         self.req_to_token[rows[3], :of_prefix] = self.req_to_token[rows[0], :of_prefix]
         self.scout.reset_rows(self.rows)
         self.last_query = self.query.clone()
-        # kernels that need what is held are launched before it is forgotten
+        # in emulation, forget_all must run after the kernels that were launched before it
         allocator = self.scout.dense._allocator
         forget = allocator.forget_all
         allocator.forget_all = lambda: later(forget)
@@ -57,7 +57,7 @@ class Held(Decoding):
         return kind(layers, self.shape, settings, (interval,) * LAYERS, client, handover)
 
     def begin(self, whole: bool) -> None:
-        """A step of which the layers have not been launched. Nobody may read what is full from the host pool now."""
+        """Begin a step without launching its layers. Full blocks must not be read from the host pool here."""
         self.last_query.copy_(self.query)
         self.next_tokens()
         torch.cuda.synchronize()
@@ -70,7 +70,7 @@ class Held(Decoding):
         torch.cuda.synchronize()
 
     def hide_full_blocks(self) -> list[torch.Tensor]:
-        """Of the host pool, but for tails. What was there."""
+        """Overwrite the host pool except tails with NaN, and return its previous content."""
         tails = self.pages[torch.arange(len(LENGTHS)), (self.lengths - 1) // BLOCK_TOKENS]
         others = torch.ones(len(self.keys[0]), dtype=torch.bool)
         others[tails] = False
@@ -93,7 +93,7 @@ class Held(Decoding):
         self.lengths += 1
 
     def selected(self, layer: int) -> torch.Tensor:
-        """``[rows, KV heads, blocks]``: what the last query selects, without the tail."""
+        """Return which blocks the last query selects, without the tail: bool ``[rows, KV heads, blocks]``."""
         logits, counts = self.logits(layer, self.last_query[layer, :-1].cpu().float())
         scores = reference.block_scores(logits, counts, SCALE)
         if self.paper:
@@ -106,7 +106,7 @@ class Held(Decoding):
         return self.is_held(tails[:, None, None].expand(-1, HEADS, 1))
 
     def entries_of_plan(self, layer: int) -> tuple[int, int]:
-        """How many blocks got slots, and how many of them were read from the host pool."""
+        """Return how many blocks got slots, and how many of them were read from the host pool."""
         plan = self.scout._plans[layer]
         count = int(plan.count)
         return count, int((plan.pages[:count] >= 0).sum())
@@ -146,12 +146,12 @@ def test_what_the_last_query_selects_is_resident_and_comes_from_the_device_as_fa
         wanted, found = wanted + int(selected.sum()), found + int((selected & held).sum())
         count, gathered = decoding.entries_of_plan(layer)
         assert (count, gathered) == (int(held.sum()), max(0, count - staged))
-    assert found >= 0.99 * wanted > 0  # a block that is as good as another may be either
+    assert found >= 0.99 * wanted > 0  # of two blocks with equal scores, either may be selected
     assert decoding.begins() == [0] * len(LENGTHS)
     for _ in range(2):
         decoding.finish()
         decoding.check_slots()
-        if not paper:  # which attends to what is selected only
+        if not paper:  # the paper's policy attends to selected blocks only
             decoding.check_output()
         decoding.begin(whole=False)
     assert int(decoding.scout.refused) == 0
@@ -170,7 +170,7 @@ def test_of_more_selected_blocks_than_there_are_slots_the_best_are_resident() ->
     for layer in range(LAYERS):
         selected, held = decoding.selected(layer), decoding.is_held(decoding.held(layer)) & ~decoding.tails()
         assert (held <= selected).all()
-        wanted = selected.sum(dim=2).clamp(max=slots - 1)  # and the tail
+        wanted = selected.sum(dim=2).clamp(max=slots - 1)  # one slot is the tail's
         assert torch.equal(held.sum(dim=2), wanted)
     decoding.finish()
     decoding.check_slots()
@@ -182,11 +182,11 @@ def test_of_more_selected_blocks_than_there_are_slots_the_best_are_resident() ->
 def test_the_mode_ends_and_comes_back_while_requests_come_and_go(budget: int, predicts: bool) -> None:
     decoding = Held(budget, slots=max(budget, 12), staged=200 if budget == 36 else 40)
     rows = list(LENGTHS)
-    first_steps = set(range(len(rows)))  # of these rows, in the step that comes
+    first_steps = set(range(len(rows)))  # rows whose first step is the next one
     for whole, steps in itertools.islice(itertools.cycle([(True, 2), (False, 2), (True, 1), (False, 1)]), 6):
         for step in range(steps):
             entry = int(torch.randint(len(rows), (), generator=decoding.random))
-            if torch.rand((), generator=decoding.random) < 0.4:  # another request has this row from now on
+            if torch.rand((), generator=decoding.random) < 0.4:  # a new request takes this row
                 low = SHARED * BLOCK_TOKENS + 1 if entry in (0, 3) else 1
                 decoding.lengths[entry] = int(torch.randint(low, 700, (), generator=decoding.random))
                 decoding.scout.reset_rows(torch.tensor([rows[entry]], device=DEVICE))
@@ -199,7 +199,7 @@ def test_the_mode_ends_and_comes_back_while_requests_come_and_go(budget: int, pr
             decoding.finish(predicts)
             if whole:
                 check_exact(decoding)
-            elif not first_steps or budget == 36:  # a row that begins gets its slots in that step
+            elif not first_steps or budget == 36:  # a row without resident blocks gets its slots in this step
                 decoding.check_output()
             if not whole:
                 decoding.check_slots()
@@ -221,7 +221,7 @@ def test_a_row_that_another_request_took_begins_and_gets_nothing_of_what_was_hel
     decoding.check_tokens_so_far()
     decoding.finish()
     decoding.check_slots()
-    # the same length as before, as if the row's query had been kept in the step before
+    # the length is the same as before, so kept lengths alone do not show that a new request took the row
     decoding.begin(whole=True)
     decoding.finish()
     decoding.scout.reset_rows(decoding.rows[:1])
@@ -236,7 +236,7 @@ def test_rows_that_go_on_keep_the_count_of_their_first_steps() -> None:
     decoding = Held(9, 50, early=steps, slots=12, whole=WholeSteps(beyond=600, steps=steps), whole_score=-math.inf)
     decoding.begin(whole=True)
     decoding.finish()
-    decoding.scout.reset_rows(decoding.rows[3:])  # which begins a step later than the other long one
+    decoding.scout.reset_rows(decoding.rows[3:])  # this row has its first step later than the other long row
     decoding.begin(whole=True)
     decoding.finish()
     flags = []
@@ -256,7 +256,7 @@ def test_rows_that_go_on_keep_the_count_of_their_first_steps() -> None:
 
 def test_rows_that_go_on_recall_when_their_turn_comes() -> None:
     decoding = Held(9, 3, slots=9)
-    decoding.lengths = torch.tensor([500, 33, 96, 600])  # of which nine slots a row are enough
+    decoding.lengths = torch.tensor([500, 33, 96, 600])  # short enough that nine slots per row hold all whole rows
     first = decoding.lengths + 1
     for step in range(6):
         decoding.begin(whole=step < 2)

@@ -1,4 +1,4 @@
-"""Policy ``hcattention`` on the GPU, without SGLang: what the torch policy attends to, with a worker and without."""
+"""Policy ``hcattention`` on the GPU, without SGLang, compared with the torch policy, with and without a worker."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from sglang_hybrid.worker.torch_attention import TorchMisses
 ON_GPU = DEVICE == "cuda"
 STEPS = 70 if ON_GPU else 2  # on a GPU every row opens two blocks; here the third row opens one in its first step
 GROUPS, CENTROIDS = 16, 40
-PATIENCE_S = 20.0  # the worker shares its cores with other tests
+PATIENCE_S = 20.0  # long, because the worker shares its cores with other tests
 
 
 class HCAttentionDecoding(Decoding):
-    """The prompts of policy scout's tests behind the other program, and the torch policy beside it."""
+    """``Decoding`` with the same prompts, the CUDA program of policy ``hcattention``, and the torch policy."""
 
     def __init__(
         self, options: HCAttentionOptions | None = None, worker: bool = False, quantised: bool = False,
@@ -53,7 +53,7 @@ class HCAttentionDecoding(Decoding):
 
     def program(self, layers: list[DeviceLayer], *_of_scout: object) -> DeviceHCAttention:
         self._encode()
-        self._settled.append(layers)  # their digests may not be written yet
+        self._settled.append(layers)  # keeps digests alive, which may not be written yet
         layers = [
             replace(
                 layer,
@@ -64,7 +64,7 @@ class HCAttentionDecoding(Decoding):
         ]
         for number, layer in enumerate(layers):
             every = torch.arange(PAGES, dtype=torch.int32, device=DEVICE)
-            if self.quantised is not None:  # as the kernels would, sooner
+            if self.quantised is not None:  # the same codes as by the kernels, but in less time
                 self.codes.refresh(number, self.keys[number], every.long())
                 continue
             full, on_device = torch.full_like(every, BLOCK_TOKENS), self.keys[number].to(DEVICE)
@@ -82,7 +82,7 @@ class HCAttentionDecoding(Decoding):
         return DeviceHCAttention(layers, self.shape, replace(settings, deadline_s=PATIENCE_S), client)
 
     def _encode(self) -> None:
-        """What codes mean, and where they are."""
+        """Allocate codes and, with quantised keys, draw random codebooks."""
         self.quantised: QuantisedKeys | None = None
         if self._quantised:
             size = (HEADS, GROUPS, CENTROIDS, DIM // GROUPS)
@@ -98,7 +98,7 @@ class HCAttentionDecoding(Decoding):
         return DecodeBatch(self.pages, self.lengths.clone(), lengths, self.rows.cpu(), rows)
 
     def expected_of_policy(self, layer: int) -> torch.Tensor:
-        """What the torch policy gives by the codes that the GPU wrote; the step's tokens are in the pool."""
+        """Return the torch policy's output, by the codes that the GPU wrote. The step's tokens are in the pool."""
         keys = None
         if self.quantised is not None:
             keys = QuantisedKeys([self.quantised.codebooks(number).cpu() for number in range(LAYERS)], GROUPS, 1)
@@ -117,7 +117,7 @@ class HCAttentionDecoding(Decoding):
         assert int(self.scout.refused) == 0
 
     def check_codes(self, layer: int) -> None:
-        """Codes of the step's tokens are those of the keys that the pool has now."""
+        """Assert that the codes of the step's tokens are those of their keys in the pool."""
         tail = (self.lengths - 1) // BLOCK_TOKENS
         pages, offsets = self.pages[torch.arange(len(tail)), tail], (self.lengths - 1) % BLOCK_TOKENS
         keys = self.keys[layer][pages, :, offsets]
@@ -127,7 +127,7 @@ class HCAttentionDecoding(Decoding):
             assert torch.equal(codes.view(DTYPE), keys)
             return
         expected = self.quantised.encode(layer, keys.unsqueeze(2).to(DEVICE)).squeeze(2).cpu()
-        assert (codes == expected).float().mean() > 0.9  # but for centroids that are equally near
+        assert (codes == expected).float().mean() > 0.9  # some centroids are equally near
 
     def outcomes(self) -> dict[str, int]:
         assert self.client is not None
@@ -174,7 +174,7 @@ def test_a_list_longer_than_the_mailbox_holds_is_summed_by_the_gpu() -> None:
     with decoding.engine():
         steps_of(decoding)
     long = int((decoding.lengths > 10 * BLOCK_TOKENS).sum())
-    assert long == 2  # of four rows
+    assert long == 2  # the other two of the four rows are shorter
     outcomes = decoding.outcomes()
     assert (outcomes["refused"], outcomes["served"]) == (STEPS * LAYERS * 2,) * 2
 
@@ -182,15 +182,15 @@ def test_a_list_longer_than_the_mailbox_holds_is_summed_by_the_gpu() -> None:
 def test_a_worker_that_never_answers_costs_one_wait_and_no_accuracy() -> None:
     decoding = HCAttentionDecoding(worker=True)
     decoding.scout._settings = replace(decoding.scout._settings, deadline_s=0.001)
-    steps_of(decoding)  # no engine runs
+    steps_of(decoding)  # no worker engine runs
     outcomes, rows = decoding.outcomes(), len(decoding.lengths)
-    # the second post is on its way before anybody knows, and is not waited for
+    # the second layer is posted before the first is known to be late, and is not waited for
     assert (outcomes["served"], outcomes["late"]) == (0, 2 * rows)
     assert outcomes["withheld"] == (STEPS * LAYERS - 2) * rows
 
 
 def test_a_reply_that_does_not_match_is_dropped() -> None:
-    """Somebody writes replies of another generation as soon as a layer is posted."""
+    """As soon as a layer is posted, replies of another generation are written to the mailbox."""
     decoding = HCAttentionDecoding(worker=True)
     client, mailbox = decoding.client, decoding.mailbox
     assert client is not None and mailbox is not None
@@ -228,7 +228,7 @@ def test_every_token_may_need_the_worker_and_no_row_is_held() -> None:
     assert decoding.scout.dense.pages == 0
 
 
-@pytest.mark.device  # pinned memory
+@pytest.mark.device  # needs pinned memory
 def test_ratios_are_watched() -> None:
     decoding = HCAttentionDecoding(worker=True)
     config = HybridConfig(policy="hcattention")

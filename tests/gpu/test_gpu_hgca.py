@@ -1,4 +1,4 @@
-"""Policy ``hgca`` on the GPU, without SGLang: what the torch policy attends to, with a worker and without one."""
+"""Policy ``hgca`` on the GPU, without SGLang, compared with the torch policy, with and without a worker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = HgcaOptions(window_tokens=3 * BLOCK_TOKENS, alpha=0.3, beta=1.0)
 
 
 class HgcaDecoding(Decoding):
-    """The prompts of policy scout's tests behind the other program, and the torch policy beside it."""
+    """``Decoding`` with the same prompts, the CUDA program of policy ``hgca``, and the torch policy."""
 
     def __init__(self, options: HgcaOptions = OPTIONS, worker: bool = False) -> None:
         self.options, self._worker = options, worker
@@ -53,14 +53,14 @@ class HgcaDecoding(Decoding):
         torch.cuda.synchronize()
         for layer, kept in enumerate(self._settled[-LAYERS:]):
             assert isinstance(kept, tuple)
-            self.prompts.store(layer, self.rows.cpu(), kept[1].cpu().float())  # the step, and the query
+            self.prompts.store(layer, self.rows.cpu(), kept[1].cpu().float())  # kept: step and query
 
     def batch(self) -> DecodeBatch:
         lengths, rows = self.lengths.tolist(), self.rows.tolist()
         return DecodeBatch(self.pages, self.lengths.clone(), lengths, self.rows.cpu(), rows)
 
     def expected_of_policy(self) -> list[torch.Tensor]:
-        """What the torch policy gives for this step, whose tokens are in the pool."""
+        """Return the torch policy's outputs for this step, one for each layer. The step's tokens are in the pool."""
         batch = self.batch()
         self.policy.begin_step(batch)
         outputs = []
@@ -79,7 +79,7 @@ class HgcaDecoding(Decoding):
         assert int(self.scout.refused) == 0
 
     def check_state(self, layer: int) -> None:
-        """Averages and contextual sets are those of the torch policy, up to the precision of the products."""
+        """Assert that averages and contextual sets equal the torch policy's, up to the precision of the products."""
         window, state = self.scout.windows[layer], self.policy._layers[layer]
         for row, length in zip(self.rows.tolist(), self.lengths.tolist(), strict=True):
             count = -(-length // BLOCK_TOKENS)
@@ -93,7 +93,7 @@ class HgcaDecoding(Decoding):
             bits = torch.arange(BLOCK_TOKENS)
             found = window.masks[row, :, :first].cpu()[..., None] >> bits & 1
             expected = state.masks[at, :, :first][..., None] >> bits & 1
-            # products of bfloat16 in another order: a token at the threshold may fall to the other side
+            # bfloat16 products are summed in another order, so a token at the threshold may be on the other side
             assert int((found != expected).sum()) <= first * HEADS * BLOCK_TOKENS // 100
 
 
@@ -149,7 +149,7 @@ def test_a_window_above_the_context_or_a_beta_of_0_is_exact(options: HgcaOptions
 
 
 def test_rows_move_to_whole_requests_and_back() -> None:
-    decoding = HgcaDecoding(HgcaOptions(window_tokens=256))  # 72 blocks in all, of which 64 are needed
+    decoding = HgcaDecoding(HgcaOptions(window_tokens=256))  # memory for 72 blocks, of which 64 are needed
     decoding.scout.reset_rows(decoding.rows)
     for whole in (True, False, True, False):
         decoding.scout.hold_rows(whole, count=decoding.query.shape[1])
@@ -168,7 +168,7 @@ def test_rows_move_to_whole_requests_and_back() -> None:
                 torch.testing.assert_close(found, decoding.expected(layer, everything=True), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.device  # pinned memory
+@pytest.mark.device  # needs pinned memory
 def test_ratios_are_watched() -> None:
     decoding = HgcaDecoding(worker=True)
     config = HybridConfig(policy="hgca").with_section(OPTIONS)

@@ -1,4 +1,4 @@
-"""Policy ``infinigen`` on the GPU, without SGLang: what the torch policy attends to, with and without prediction."""
+"""Policy ``infinigen`` on the GPU, without SGLang, compared with the torch policy, with and without prediction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EVERYTHING = 1e9
 
 
 class InfinigenDecoding(Decoding):
-    """The prompts of policy scout's tests behind the other program, and the torch policy beside it."""
+    """``Decoding`` with the same prompts, the CUDA program of policy ``infinigen``, and the torch policy."""
 
     def __init__(self, options: InfinigenOptions, budget: int = 128, blocks_per_row: int = 0) -> None:
         self.blocks_per_row = blocks_per_row
@@ -64,7 +64,7 @@ class InfinigenDecoding(Decoding):
         return DecodeBatch(self.pages, self.lengths.clone(), lengths, self.rows.cpu(), rows)
 
     def expected_of_policy(self, layer: int, predicts: bool) -> torch.Tensor:
-        """What the torch policy gives for this step, whose tokens are in the pool."""
+        """Return the torch policy's output for this step. The step's tokens are in the pool."""
         batch, codes = self.batch(), self.codes[layer].cpu()
         cache = LayerCache(self.keys[layer].float(), self.values[layer].float(), None, layer, None, codes)
         self.policy.begin_step(batch)
@@ -88,7 +88,7 @@ class InfinigenDecoding(Decoding):
         self.check_codes()
 
     def check_codes(self) -> None:
-        """Every token in the pool has the code of its key."""
+        """Assert that the partial keys of all tokens in the pool are those of their keys."""
         for layer, keys in enumerate(self.keys):
             expected = self.partial.decode(self.partial.encode(layer, keys)).float()
             found = self.partial.decode(self.codes[layer].cpu()).float()
@@ -121,7 +121,7 @@ def test_a_budget_above_the_context_and_a_large_alpha_are_exact(unit: Unit) -> N
 def test_rows_move_to_whole_requests_and_back() -> None:
     decoding = InfinigenDecoding(
         InfinigenOptions(alpha=2.0), blocks_per_row=8
-    )  # 72 blocks in all, of which 64 are needed
+    )  # memory for 72 blocks, of which 64 are needed
     decoding.scout.reset_rows(decoding.rows)
     for whole in (True, False, True, False):
         decoding.scout.hold_rows(whole, count=decoding.query.shape[1])

@@ -15,7 +15,7 @@ from sglang_hybrid.engines.cuda.prefill import PrefillRows
 from sglang_hybrid.ops.cuda.copies import gather_blocks
 from sglang_hybrid.ops.reference import FP8
 
-SHAPES = [  # few kinds of (head_dim, dtype): FlashInfer compiles its kernels for each
+SHAPES = [  # few pairs of head_dim and dtype, because FlashInfer compiles kernels for each pair
     Shape(),
     Shape(heads=8, group=5, dim=128),
     Shape(heads=2, group=5, dim=128, compact=True),
@@ -25,19 +25,19 @@ SHAPES = [  # few kinds of (head_dim, dtype): FlashInfer compiles its kernels fo
     Shape(heads=2, group=5, dim=128, compact=True, pool=FP8),
 ]
 EMULATED = DEVICE == "cpu"
-LARGE = 1 if EMULATED else 16  # times as many pages a row
+LARGE = 1 if EMULATED else 16  # factor of the pages per row
 
 
 @pytest.fixture(params=["engine", "kernels"])
 def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Pages travel by the copy engine, or by kernels."""
+    """Let prefill copy pages by the copy engine, or by kernels."""
     name: str = request.param
     monkeypatch.setattr(staging, "ENGINE_RUN_BYTES", 0 if name == "engine" else 1 << 60)
     return name
 
 
 def random_rows(sizes: list[tuple[int, int]], pages: int, seed: int) -> list[Row]:
-    """Rows of (tokens before, new tokens), each with pages of its own, in no order, with a few neighbours."""
+    """Return rows of (cached tokens, new tokens). Each has its own pages, random pairs of neighbouring ones."""
     free = torch.arange(pages).view(-1, 2)[torch.randperm(pages // 2, generator=seeded(seed))].flatten().tolist()
     rows = []
     for old, new in sizes:
@@ -100,7 +100,7 @@ def test_what_follows_on_the_main_stream_finds_the_pool_written(copies: str) -> 
 
 
 def test_rows_share_the_pages_of_their_prefix(copies: str) -> None:
-    model = Model(Shape(), staging_pages=9)  # would not hold the prefix twice
+    model = Model(Shape(), staging_pages=9)  # too few to hold the prefix twice
     shared = [31, 4, 5, 6]
     rows = [Row([*shared, 9], 140, 12), Row([*shared, 20, 2], 128 + 50, 50), Row([*shared[:2], 11], 65, 1)]
     model.have_prefixes(rows)
@@ -124,7 +124,7 @@ def test_keys_with_any_strides() -> None:
 
 
 def test_streams_do_not_overtake_each_other(copies: str) -> None:
-    """Passes follow each other without the host waiting, with other rows each time, through the same two stagings."""
+    """Passes with different rows use the same two staging buffers, and the host does not wait between them."""
     shape = Shape(layers=4 if EMULATED else 8, pages=60 * LARGE)
     model = Model(shape, staging_pages=30 * LARGE)
     sizes = [(64, 60), (17, 45), (0, 100), (130, 7)]

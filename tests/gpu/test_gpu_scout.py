@@ -1,4 +1,4 @@
-"""A few layers of decoding on the GPU, without SGLang: slots hold what the pool holds, and attention what it should."""
+"""Decoding of two layers with policy ``scout`` on the GPU, without SGLang: contents of slots, selection and outputs."""
 
 from __future__ import annotations
 
@@ -32,25 +32,27 @@ from sglang_hybrid.ops.cuda.structs import TOTALS
 from sglang_hybrid.protocol.mailbox import Mailbox
 from sglang_hybrid.protocol.region import SharedRegion
 
-LAYERS, HEADS, GROUP, DIM, CHANNELS = 2, 2, 3, 64, 32  # two layers: the lanes' buffers still tell of both after a step
-ROWS, MAX_BLOCKS, PAGES = 9, 40, 150  # half of the rows, those with twice the budget, are four
+LAYERS, HEADS, GROUP, DIM, CHANNELS = 2, 2, 3, 64, 32  # two layers: after a step the lanes' buffers have data of both
+ROWS, MAX_BLOCKS, PAGES = 9, 40, 150
 LENGTHS = {3: 650, 1: 33, 4: 96, 2: 1000}  # tokens of each row's prompt
 DTYPE, SCALE = torch.bfloat16, DIM**-0.5
 SINK, RECENT = 1, 2
-STEPS = 40 if DEVICE == "cuda" else 4  # the third row opens a block at once
+STEPS = 40 if DEVICE == "cuda" else 4  # the third row opens a block in its first step
 
 
 class Decoding:
-    """A pool with prompts in it, their rows settled, and decode steps with random tokens."""
+    """A pool that holds prompts, rows for them, and decode steps with random tokens."""
 
     def __init__(
         self, budget: int, interval: int, slots: int | None = None, worker: bool = False, share: float = 0.0,
         min_miss_score: float | None = None, compact: bool = False, early: int = 0,
         whole: WholeSteps | None = None, whole_score: float = -math.inf, pool: torch.dtype = DTYPE,
     ) -> None:  # fmt: skip
-        """``min_miss_score``: with it, every block that has such a score is a miss. ``pool``: dtype of keys and values.
+        """Create pool, digests and the CUDA program.
 
-        ``compact``: digests. ``whole``: steps in which rows look at everything, and attend to what has ``whole_score``.
+        ``min_miss_score``: if given, all blocks with this score or more are misses. ``pool``: dtype of keys and values.
+        ``compact``: digests are compact. ``whole``: steps in which rows attend to all blocks with a score of at least
+        ``whole_score``.
         """
         self.random = seeded(3)
         self._settled: list[object] = []
@@ -106,12 +108,12 @@ class Decoding:
             tokens = pages[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
             self.req_to_token[row, : tokens.numel()] = tokens.flatten()
         self.req_to_token = self.req_to_token.to(DEVICE)
-        entries = (LAYERS, len(LENGTHS) + 1)  # and one that is padding
+        entries = (LAYERS, len(LENGTHS) + 1)  # the last entry is padding
         self.query = torch.zeros(*entries, HEADS * GROUP, DIM, dtype=DTYPE, device=DEVICE)
-        self.predicted = self.query  # unless a test has others
+        self.predicted = self.query  # tests may set other predicted queries
         self.new_keys, self.new_values = torch.zeros(2, *entries, HEADS, DIM, dtype=DTYPE, device=DEVICE)
         self.out = torch.zeros_like(self.query)
-        self.ends = False  # whether steps are ended behind their last layer
+        self.ends = False  # whether `run` calls end_step after the last layer
 
     def program(
         self, layers: list[DeviceLayer], settings: ScoutSettings, interval: int, client: DeviceMailboxClient | None
@@ -146,7 +148,7 @@ class Decoding:
         for layer in range(LAYERS):
             query = torch.randn(len(LENGTHS), HEADS * GROUP, DIM, generator=self.random).to(DEVICE, DTYPE)
             self.scout.load_initial_blocks(layer, step, query, SCALE)
-            self._settled.append((step, query))  # whoever runs this later than torch would, finds them
+            self._settled.append((step, query))  # keeps tensors alive: the emulation runs launches later than a GPU
 
     def next_tokens(self) -> None:
         for part, drift in ((self.query, 0.3), (self.new_keys, 1.0), (self.new_values, 1.0)):
@@ -164,7 +166,7 @@ class Decoding:
         self.scout.step.load(self.req_to_token, *of_step, count - 1)
 
     def run(self, predicts: bool) -> None:
-        """Launch, or record, the layers of a step."""
+        """Launch the layers of a step, or record them if the stream is captured."""
         scout, count = self.scout, self.query.shape[1]
         scout.begin_step()
         for layer in range(LAYERS):
@@ -179,11 +181,11 @@ class Decoding:
             scout.end_step()
 
     def steps(self, predicts: bool, recorded: bool) -> Iterator[None]:
-        """Decode steps, launched one by one or as a graph that is replayed. The caller looks at each behind it."""
+        """Run decode steps, launched one by one or as a replayed graph. Yield after each, for the caller's checks."""
         graph: torch.cuda.CUDAGraph | None = None
         if recorded:
             self.scout.step.load_nothing()
-            self.run(predicts)  # loads the kernels
+            self.run(predicts)  # CUDA loads the kernels at their first launch
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -198,7 +200,7 @@ class Decoding:
             yield
 
     def attended(self, layer: int, everything: bool) -> torch.Tensor:
-        """What each (row, KV head) attends to: positions, -1 for none."""
+        """Return the positions that each (row, KV head) attends to, -1 for none."""
         counts = -(-self.lengths // BLOCK_TOKENS)
         if everything:
             every = torch.arange(MAX_BLOCKS).expand(len(LENGTHS), HEADS, -1)
@@ -213,12 +215,12 @@ class Decoding:
         return reference.is_listed(positions, MAX_BLOCKS)
 
     def misses(self, layer: int) -> torch.Tensor:
-        """Of the worker, or read from the pool: positions ``[rows, KV heads, n]``."""
+        """Return the positions of misses, which worker or GPU attend to in the pool: ``[rows, KV heads, n]``."""
         positions: torch.Tensor = self.scout._lanes[layer % 2].misses(self.query.shape[1]).positions
         return positions[:-1].cpu().long()
 
     def gathered(self, layer: int) -> torch.Tensor:
-        """``[rows, KV heads, blocks]``: whether this step has gathered the block."""
+        """Return which blocks this step has gathered: bool ``[rows, KV heads, blocks]``."""
         plan, slots = self.scout._lanes[layer % 2].gathered, self.scout.slots.positions(layer).shape[2]
         found = torch.zeros(ROWS, HEADS, MAX_BLOCKS, dtype=torch.bool)
         if plan:
@@ -228,7 +230,7 @@ class Decoding:
         return found[self.rows.cpu()]
 
     def held(self, layer: int) -> torch.Tensor:
-        """Positions of the blocks in slots, ``[rows, KV heads, slots]``."""
+        """Return the positions of the blocks in slots: ``[rows, KV heads, slots]``."""
         held: torch.Tensor = self.scout.slots.positions(layer)[self.rows].cpu().long()
         counts = -(-self.lengths // BLOCK_TOKENS)
         return held.masked_fill(held >= counts[:, None, None], reference.NO_BLOCK)
@@ -243,11 +245,11 @@ class Decoding:
         return reference.attend_blocks(query, keys, values, ids, fill, SCALE, bias)[0]
 
     def expected_of_worth(self, layer: int, least: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of rows that attend to what they hold and what scores that much, and ``[rows, KV heads, blocks]``: what that
-        leaves out.
+        """Return expected outputs of rows that attend to blocks in slots and to blocks that score at least ``least``.
 
-        Who scores as much as that, but for rounding, is told by the kernel; what was held, and how much what is left
-        out weighs by the predicted query, too.
+        Also return which blocks are left out: bool ``[rows, KV heads, blocks]``. Scores, blocks in slots and the near
+        bias are read from the kernels' buffers, because rounding and the predicted query affect them. Scores are
+        compared with the reference first.
         """
         query = self.query[layer, :-1].cpu().float()
         logits, counts = self.logits(layer, query)
@@ -267,13 +269,13 @@ class Decoding:
         return reference.attend_blocks(query, keys, values, ids, fill, SCALE, bias)[0], left_out
 
     def bias(self, layer: int, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Of the listed blocks, ``[rows, KV heads, group, n]``: those that are always in have one."""
+        """Return the near bias of listed blocks ``[rows, KV heads, group, n]``: 0 except for sink, recent and tail."""
         logits, counts = self.logits(layer, query)
         bias = reference.near_bias(logits, self.is_held(positions), counts, SCALE, SINK, RECENT)
         return bias[..., None] * reference.is_forced(positions, counts, SINK, RECENT)[:, :, None, :]
 
     def logits(self, layer: int, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Estimates ``[rows, KV heads, group, blocks]``, and how many blocks there are."""
+        """Return estimates ``[rows, KV heads, group, blocks]`` without the tail, and each row's number of blocks."""
         counts, summaries = -(-self.lengths // BLOCK_TOKENS), self.scout._layers[layer].digests
         sketch = LayerSketch(summaries.codes.cpu(), summaries.channels.cpu())
         cache = LayerCache(self.keys[layer], self.values[layer], summaries.digests.cpu(), layer, sketch)
@@ -299,7 +301,7 @@ class Decoding:
                 assert not len(differs), f"layer {layer}: entry, head, slot, token {differs[:4].tolist()}"
 
     def check_digests(self, lengths: torch.Tensor) -> None:
-        """Of all blocks with tokens, if rows are that long."""
+        """Assert that digests of all blocks with tokens are correct, for rows of ``lengths`` tokens."""
         for digests, keys in zip(self.digests, self.keys, strict=True):
             for pages, length in zip(self.pages, lengths.tolist(), strict=True):
                 for block, page in enumerate(pages[: -(-length // BLOCK_TOKENS)].tolist()):
@@ -308,7 +310,7 @@ class Decoding:
                     assert torch.equal(digests[page].cpu(), expected), f"block {block} of a row with {length} tokens"
 
 
-# in the emulation, which is slow, some of all combinations
+# the emulation is slow, so it runs only some of the combinations
 ON_GPU = DEVICE == "cuda"
 WORKERS = [(False, 0.0), (True, 0.4), (False, 1.0), *([(True, 0.0), (True, 1.0)] if ON_GPU else [])]
 BUDGETS = [(36, None, 4), (36, 4, 0), (9, None, 0), (9, None, 3), (9, 6, 0), (6, 4, 2)]
@@ -321,7 +323,7 @@ BUDGETS = [(36, None, 4), (36, 4, 0), (9, None, 0), (9, None, 3), (9, 6, 0), (6,
 def test_decoding_attends_to_slots_and_misses(
     budget: int, slots: int | None, interval: int, worker: bool, share: float, predicts: bool, recorded: bool
 ) -> None:
-    # with a worker, so that shifts read compact digests too
+    # compact digests with a worker, so that LSE shifts read compact digests too
     decoding = Decoding(budget, interval, slots, worker, share, compact=worker and interval == 0)
     check_decoding(decoding, budget, interval, predicts, recorded)
 
@@ -376,14 +378,14 @@ def test_what_becomes_resident_is_told_by_the_real_query(interval: int, early: i
             found += int((chosen & held)[due].sum())
             tail = torch.nn.functional.one_hot(counts - 1, MAX_BLOCKS).bool()[:, None]
             assert not (held & ~before[layer] & ~tail)[~due].any(), "somebody recalled whose turn it was not"
-    # a block that is as good as another may be either
+    # of two blocks with equal scores, either may be selected
     assert found >= 0.99 * wanted > 0
     assert int(decoding.scout.counted[:, 1].sum()) > 0
 
 
 def test_steps_that_nobody_ends_end_with_their_last_layer() -> None:
     decoding = Decoding(9, 2, None, worker=False, share=0.0)
-    decoding.scout.recall_joins_at_logits = True  # which is not so
+    decoding.scout.recall_joins_at_logits = True  # wrong, because end_step is never called
     decoding.load_initial_blocks()
     for _ in range(STEPS):
         decoding.next_tokens()
@@ -425,7 +427,7 @@ def test_gathered_blocks_stay_in_their_slots(
                 expected = decoding.expected(layer, everything=False)
                 torch.testing.assert_close(decoding.out[layer, :-1].cpu().float(), expected, rtol=2e-2, atol=2e-2)
                 if share == 1.0 and min_miss_score is None:
-                    assert (decoding.misses(layer) < 0).all()  # as many slots as a selection has blocks
+                    assert (decoding.misses(layer) < 0).all()  # there are slots for all selected blocks
     total = dict(zip(TOTALS, decoding.scout.counted.sum(dim=0).tolist(), strict=True))
     misses, recalled = total["misses"], total["recalled"]
     assert total["gathered"] == gathered and 0 <= total["resident"] <= total["selected"]
@@ -467,7 +469,7 @@ def test_long_rows_attend_to_everything_in_their_first_step(worker: bool, predic
             decoding.run(predicts)
             torch.cuda.synchronize()
             decoding.check_slots()
-            for layer in range(LAYERS if not arrived or step else 0):  # a row that arrived gets its slots in that step
+            for layer in range(LAYERS if not arrived or step else 0):  # a row that arrived gets slots in its first step
                 expected = decoding.expected(layer, everything=False)
                 if step == 0:
                     expected[is_long] = decoding.expected(layer, everything=True)[is_long]
@@ -481,7 +483,7 @@ def test_long_rows_attend_to_everything_in_their_first_step(worker: bool, predic
 
 @pytest.mark.parametrize("predicts", [False, True])
 def test_in_their_first_steps_long_rows_attend_to_what_is_worth_it(predicts: bool) -> None:
-    steps, least = 2, math.log(GROUP / 28)  # of long rows, about half of the blocks
+    steps, least = 2, math.log(GROUP / 28)  # about half of the blocks of long rows score this much
     decoding = Decoding(9, 50, early=steps, whole=WholeSteps(beyond=700, steps=steps), whole_score=least)
     is_long = torch.tensor([length > 700 for length in LENGTHS.values()])
     decoding.predicted = torch.zeros_like(decoding.query)
@@ -508,10 +510,10 @@ def test_rows_that_are_let_go_begin_again_but_their_first_steps_are_over() -> No
     decoding.scout.reset_rows(decoding.rows[:2])
     decoding.next_tokens()
     torch.cuda.synchronize()
-    decoding.scout.reset_rows(decoding.rows[3:])  # another request took this row
+    decoding.scout.reset_rows(decoding.rows[3:])  # a new request took this row
     decoding.next_tokens()
     torch.cuda.synchronize()
-    decoding.scout.hold_rows(whole=False)  # as in the step in which they no longer fit
+    decoding.scout.hold_rows(whole=False)  # as in the step in which whole rows no longer fit
     decoding.load_rows()
     torch.cuda.synchronize()
     step, count = decoding.scout.step, len(LENGTHS)

@@ -1,4 +1,4 @@
-"""Policy scoutattention on the GPU, by the paper's rules: one selection for a layer, and nothing else is attended."""
+"""Policy scoutattention on the GPU, by the paper's rules: one selection for all KV heads, and only it is attended."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Paper(Decoding):
         self.predicted.copy_(self.query + 0.3 * noise)
 
     def selected(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """``[rows, KV heads, blocks]``: what this query selects, for all KV heads the same."""
+        """Return which blocks ``query`` selects, equal for all KV heads: bool ``[rows, KV heads, blocks]``."""
         logits, counts = self.logits(layer, query)
         scores = reference.block_scores(logits, counts, SCALE)
         shared = scores.logsumexp(dim=1, keepdim=True).expand_as(scores)
         return self.is_held(reference.select_blocks(shared, counts, self.budget, SINK, RECENT))
 
     def in_slots(self, layer: int) -> torch.Tensor:
-        """Positions of attended blocks in slots."""
+        """Return the positions of the blocks in slots that are attended: ``[rows, KV heads, slots]``, -1 for none."""
         attended: torch.Tensor = self.scout._attended(layer)[self.rows].cpu().long()
         return attended
 
@@ -69,7 +69,7 @@ class Paper(Decoding):
         assert not (self.is_held(slots) & self.is_held(misses)).any(), "a block is attended twice"
         found = self.is_held(torch.cat((slots, misses), dim=2))
         assert (found == found[:, :1]).all(), "KV heads attend to different blocks"
-        # the worker has nothing but the query that was there when it began
+        # with prediction, the worker attends with the predicted query
         missed = self.part(layer, ahead if predicts and self.mailbox else real, misses)
         expected, _ = reference.merge(*self.part(layer, real, slots), *missed)
         torch.testing.assert_close(self.out[layer, :-1].cpu().float(), expected, rtol=2e-2, atol=2e-2)
@@ -95,7 +95,7 @@ def test_exactly_the_selected_blocks_are_attended(
             for layer in range(LAYERS):
                 more, of_them = decoding.check(layer, predicts)
                 wanted, found = wanted + more, found + of_them
-    assert found >= 0.99 * wanted > 0  # a block that is as good as another may be either
+    assert found >= 0.99 * wanted > 0  # of two blocks with equal scores, either may be selected
     assert int(decoding.scout.refused) == 0
 
 

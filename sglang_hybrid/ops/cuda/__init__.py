@@ -1,4 +1,4 @@
-"""The GPU's side: CUDA kernels that know no framework, compiled when first used, and their operations in Python.
+"""Python wrappers of the CUDA kernels. The kernels depend on no framework and are compiled at first use.
 
 Importing this package needs neither a GPU nor a compiler.
 """

@@ -1,10 +1,10 @@
 """Attention over the blocks in device memory, and merging of partial attentions.
 
-    keys, values  [rows, H, S, 32, D]      slots belong to rows, whatever batch they are in
+    keys, values  [rows, H, S, 32, D]      slots belong to rows, not to batch entries
     positions     [rows, H, S]             block of the row's sequence, -1: empty
 
-Nothing here allocates or waits when results are passed in, so that all of it can be captured in a CUDA graph. Call each
-operation once before capturing: CUDA loads a kernel when it is first launched.
+If outputs and workspace are passed in, no function here allocates memory or waits, so each can be captured in a CUDA
+graph. Call each function once before capturing: CUDA loads a kernel when it is first launched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address, dtyp
 
 
 class AttendWorkspace:
-    """Partial results of ``attend_slots``. One for all launches that do not run beside each other.
+    """Device memory for partial results of ``attend_slots``. Launches that run concurrently need separate workspaces.
 
     ``pool``: dtype of keys and values.
     """
@@ -60,12 +60,12 @@ def attend_slots(
     sink: int = 0,
     recent: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``reference.attend_blocks`` over slots: output ``[B, H * G, D]`` and natural-log LSE ``[B, H * G]``, float32.
+    """Return ``reference.attend_blocks`` over slots: output ``[B, H * G, D]``, natural-log LSE ``[B, H * G]``, float32.
 
-    query ``[B, H * G, D]``; keys and values of its dtype or of FP8. lengths ``[rows]``: tokens of each row; row_of
-    ``[B]``: the row of each batch entry. A block at position p has ``min(32, length - 32 p)`` tokens that count. Batch
-    entries from ``active_rows`` on are left alone. ``near_bias`` ``[rows, H, G]`` is added to the logits of a row's
-    first ``sink`` blocks, of its tail and of ``recent`` blocks before it.
+    query ``[B, H * G, D]``; keys and values have the query's dtype or FP8. lengths ``[rows]``: tokens of each row;
+    row_of ``[B]``: the row of each batch entry. A block at position p has ``min(32, length - 32 p)`` valid tokens.
+    Outputs of batch entries from ``active_rows`` on are not written. ``near_bias`` ``[rows, H, G]`` is added to the
+    logits of a row's first ``sink`` blocks, of its tail and of the ``recent`` blocks before the tail.
     """
     batch, query_heads, dim = query.shape
     rows, heads, slots = positions.shape
@@ -120,9 +120,9 @@ def merge(
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``reference.merge(*first, *second)`` to ``out``, in its dtype.
+    """Write ``reference.merge(*first, *second)`` to ``out``, in the dtype of ``out``, and return ``out``.
 
-    ``lse`` gets the LSE of the union, if it is wanted.
+    ``lse``, if given, receives the LSE of the union.
     """
     batch, heads, dim = out.shape
     launch(

@@ -3,9 +3,9 @@
 In the cache directory (``SGLANG_HYBRID_CACHE``), under ``cuda``:
 
     .SOURCES-sm90.lock             held (flock) while a process compiles; the kernel frees it when that process dies
-    SOURCES-sm90-nvcc13.0.88.so    appears by rename, complete
+    SOURCES-sm90-nvcc13.0.88.so    renamed into place when it is complete
 
-A host without a compiler uses what was compiled for the same sources elsewhere and put there.
+A host without a compiler uses a library in this directory that another host compiled from the same sources.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ from sglang_hybrid.ops.cuda.toolchain import Nvcc, find_nvcc
 from sglang_hybrid.user_cache import default_cache_dir
 
 QUICK_FLAGS = ("-Xcicc", "-O1", "-Xptxas", "-O1")
-OLDEST = 80  # cp.async, bf16 products and system-scope release all begin with sm_80
+OLDEST = 80  # oldest compute capability with cp.async, bf16 products and system-scope release
 
 
 def find_built(architecture: int) -> Path | None:
-    """The library for ``architecture`` in the cache, None if it is yet to be compiled. Compiles nothing."""
+    """Return the cached library for ``architecture`` (90 is sm_90), or None if it is not compiled. Compiles nothing."""
     folder, name, nvcc = cache_folder(), _name(architecture), find_nvcc()
-    if nvcc is None:  # what was compiled elsewhere, by whichever compiler
+    if nvcc is None:  # take a library that another host compiled, with any compiler version
         return max(folder.glob(f"{name}-nvcc*.so"), default=None)
     target = folder / f"{name}-nvcc{nvcc.version}.so"
     return target if target.is_file() else None
 
 
 def built(architecture: int) -> Path:
-    """The library for ``architecture`` (90 is sm_90), compiled now if it is not there yet."""
+    """Return the library for ``architecture`` (90 is sm_90), after compiling it if it is not in the cache.
+
+    Raises CudaError if the architecture is too old, if there is no compiler, or if compiling or writing fails.
+    """
     if architecture < OLDEST:
         raise CudaError(f"the CUDA kernels need compute capability {OLDEST / 10} or newer, not {architecture / 10}")
     if found := find_built(architecture):
@@ -53,7 +56,7 @@ def built(architecture: int) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (folder / f".{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.is_file():  # else compiled by the process that held the lock
+            if not target.is_file():  # otherwise the process that held the lock has compiled the library
                 _compile(nvcc, architecture, target)
     except OSError as error:
         raise CudaError(
@@ -71,7 +74,7 @@ def _name(architecture: int) -> str:
 
 
 def _compile(nvcc: Nvcc, architecture: int, target: Path, *, quickly: bool = False) -> None:
-    """``quickly``: with little optimization, for who wants to know whether it compiles."""
+    """Compile the kernels to ``target``. ``quickly``: with little optimization, to check only that they compile."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.stem}-") as work:
         made = Path(work) / target.name
         command = [
@@ -84,7 +87,7 @@ def _compile(nvcc: Nvcc, architecture: int, target: Path, *, quickly: bool = Fal
         if done.returncode:
             said = (done.stdout + done.stderr).strip()[-4000:]
             raise CudaError(f"nvcc {nvcc.version} failed for sm_{architecture}:\n{said}\n{' '.join(command)}")
-        made.chmod(0o700)  # whatever the umask: nobody loads what others may write
+        made.chmod(0o700)  # regardless of the umask: files that others may write are refused when loaded
         made.rename(target)
 
 

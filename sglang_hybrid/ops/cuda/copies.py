@@ -1,8 +1,8 @@
-"""Copies of blocks: between the host pool and device memory over PCIe, and of new tokens to staged pages.
+"""Copies of blocks between the host pool and device memory over PCIe, and of new tokens to staged pages.
 
-Kernels copy single blocks. Copy engines copy runs of pages: an engine needs a command for every run, but takes no room
-from kernels. Attention on Hopper fills a processor's registers alone, so a kernel that copies beside it keeps whole
-processors from it.
+Single blocks are copied by kernels. Runs of pages are copied by the GPU's copy engines: an engine needs a command for
+every run, but takes no multiprocessors from kernels. On Hopper, attention uses all registers of a multiprocessor, so a
+copy kernel that runs at the same time takes whole multiprocessors away from attention.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ def gather_blocks(
 
     Two forms:
 
-    * ``pages`` ``[owners, H, N]`` int32, -1 for no block: each to the slot of the same place, as
-      ``reference.gather_blocks``; owners from ``active_rows`` on are left alone.
-    * ``pages`` and ``destinations`` ``[n]`` int32, of which ``count`` (one int32 in device memory) are there: to slot
-      ``(owner * H + head) * N + place``, which says what KV head it is.
+    * ``pages`` ``[owners, H, N]`` int32, -1 for no block: each block is copied to the slot with the same indices, as in
+      ``reference.gather_blocks``. Slots of owners from ``active_rows`` on are not written.
+    * ``pages`` and ``destinations`` ``[n]`` int32, of which the first ``count`` (one int32 in device memory) are valid:
+      block i is copied to slot ``destinations[i]`` = ``(owner * H + head) * N + slot``, which also gives the KV head.
 
-    Page and slot numbers are checked on the device. Entries out of bounds are left out and added to ``refused`` (one
-    int64).
-    ``ctas``: more do not make PCIe faster, and take room from what runs beside.
+    Page and slot numbers are checked on the device. Entries out of bounds are skipped, and their number is added to
+    ``refused`` (one int64). ``ctas``: more CTAs do not make PCIe faster, and slow down kernels that run concurrently.
     """
     owners, heads, slots = key_slots.shape[:3]
     _check_blocks(keys, values, key_slots)
@@ -90,9 +89,9 @@ def scatter_blocks(
 ) -> None:
     """Copy slots ``[owners, H, N, 32, D]`` to a layer of the pool, keys and values ``[pages, H, 32, D]`` in ``region``.
 
-    pages ``[owners, H, N]`` int32: where the block of the same place goes, -1 for nowhere. Page numbers are checked on
-    the device; those out of bounds are left out and added to ``refused`` (one int64). No page may be in the list twice
-    for a KV head.
+    pages ``[owners, H, N]`` int32: the page to which the slot with the same indices is copied, -1 for none. Page
+    numbers are checked on the device. Entries out of bounds are skipped, and their number is added to ``refused`` (one
+    int64). For a KV head, each page may be listed only once.
     """
     owners, heads, slots = key_slots.shape[:3]
     _check_blocks(keys, values, key_slots)
@@ -133,7 +132,8 @@ def copy_runs(
 ) -> None:
     """Copy pages of a layer, keys and values ``[pages, H, 32, D]`` in ``region``, to or from slots of that shape.
 
-    runs ``[n, 3]`` int32 in host memory: first page, first slot, how many. Raises CudaError when one is out of bounds.
+    runs ``[n, 3]`` int32 in host memory: first page, first slot, number of pages. ``to_pool`` copies slots to pages.
+    Raises CudaError if a run is out of bounds.
     """
     if keys.shape != values.shape or keys.shape[1:] != key_slots.shape[1:]:
         raise ValueError(
@@ -141,7 +141,7 @@ def copy_runs(
         )
     if runs.dtype != torch.int32 or runs.device.type != "cpu" or not runs.is_contiguous() or runs.shape[1:] != (3,):
         raise ValueError(f"runs are {tuple(runs.shape)} of {runs.dtype} on {runs.device}, must be [n, 3] int32 in host")
-    region.address_of("keys", keys)  # registered, or copies would wait for each other
+    region.address_of("keys", keys)  # checks that the memory is registered: otherwise copies would wait for each other
     region.address_of("values", values)
     launch(
         "copy_runs",
@@ -167,11 +167,11 @@ def place_tokens(
     *,
     refused: torch.Tensor | None = None,
 ) -> None:
-    """Copy keys and values ``[tokens, H, D]`` to slots ``[slots, H, 32, D]`` of their dtype or of FP8.
+    """Copy keys and values ``[tokens, H, D]`` to slots ``[slots, H, 32, D]`` of the same dtype or FP8.
 
-    places ``[tokens]`` int32: ``32 * slot + token of the page``, -1 for nowhere. They are checked on the device; those
-    out of bounds are left out and added to ``refused`` (one int64). Tokens may be any stride apart, as in a slice of
-    the output of a fused projection.
+    places ``[tokens]`` int32: destination ``32 * slot + token of the page``, -1 for none. Destinations are checked on
+    the device. Tokens with one out of bounds are skipped, and their number is added to ``refused`` (one int64). The
+    stride between tokens is free, so keys and values may be slices of the output of a fused projection.
     """
     tokens, heads, dim = keys.shape
     of_slots = (key_slots.shape[0], heads, BLOCK_TOKENS, dim)

@@ -1,16 +1,17 @@
-"""Keys and values of new tokens: to slots, to the host pool, and into digests and sketches.
+"""Store keys and values of new tokens in slots and in the host pool, and update digests and sketches.
 
-What the kernels of a layer share::
+Tensors that the kernels of a layer share::
 
     digests  [pages, H, 2, D]        maximum, minimum; or compact [pages, H, bytes], see reference.compact_digest
     codes    [pages, H, 32, C / 2]   of channels [H, C], see reference.sketch_codes
     slots    [rows, H, S, 32, D]     and positions [rows, H, S]: block of the row's sequence, -1 for none
 
 Slot s < sink holds block s and no other. All other slots hold recent blocks, the tail and resident blocks in any
-order: what a block is follows from its position. S = sink + recent + 1 + resident blocks. A new tail takes an empty
-slot or that of the resident with the lowest score; a block that is recent no more stays in its slot and is resident.
+order: the position of a block tells which of these it is. S = sink + recent + 1 + resident blocks. A new tail takes an
+empty slot, or the slot of the resident block with the lowest score. A block that leaves the recent window keeps its
+slot and is resident from then on.
 
-A row's positions must be -1 before its first step: whoever begins a row writes that.
+The caller must set a row's positions to -1 before the row's first step.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code
 
 @dataclass(frozen=True)
 class LayerDigests:
-    """One layer's digests and, if there are any, sketches: what is known of its pages."""
+    """Digests and, where the policy has them, sketches of all pages of one layer."""
 
     digests: torch.Tensor  # of the model's dtype, or compact; [pages, H, 0, D] under policies that need none
     codes: torch.Tensor | None = None
     channels: torch.Tensor | None = None  # int64
-    compact_of: tuple[torch.dtype, int] | None = None  # of compact digests: the model's dtype and head_dim
-    pool: torch.dtype | None = None  # of keys; None: the model's dtype
+    compact_of: tuple[torch.dtype, int] | None = None  # the model's dtype and head_dim, if digests are compact
+    pool: torch.dtype | None = None  # dtype of keys in the pool; None: the model's dtype
 
     @property
     def heads(self) -> int:
@@ -46,7 +47,7 @@ class LayerDigests:
     def none(
         cls, keys: torch.Tensor, device: torch.device | str, model_dtype: torch.dtype | None = None
     ) -> LayerDigests:
-        """Of a policy that needs none, over a pool of ``keys`` ``[pages, H, 32, D]``."""
+        """Return empty digests for a policy that needs none, over a pool of ``keys`` ``[pages, H, 32, D]``."""
         pages, heads, _, dim = keys.shape
         return cls(torch.empty(pages, heads, 0, dim, dtype=model_dtype or keys.dtype, device=device), pool=keys.dtype)
 
@@ -56,12 +57,12 @@ class LayerDigests:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model: of queries, and of keys as they come."""
+        """The model's dtype: the dtype of queries, and of new keys before they are stored."""
         return self.compact_of[0] if self.compact_of else self.digests.dtype
 
     @property
     def pool_dtype(self) -> torch.dtype:
-        """Of keys as they are kept."""
+        """The dtype in which the pool stores keys."""
         return self.pool or self.dtype
 
     @property
@@ -101,7 +102,7 @@ class LayerDigests:
 
 @dataclass(frozen=True)
 class SlotTable:
-    """Which block each slot of a layer holds, and how many blocks of a row are always in."""
+    """Table of the block that each slot of a layer holds, and numbers of a row's blocks that are always attended."""
 
     positions: torch.Tensor  # [rows, H, S] int32
     sink: int
@@ -123,11 +124,11 @@ class SlotTable:
 
 @dataclass(frozen=True)
 class DenseTable:
-    """Rows that are in device memory as a whole: which page holds which block."""
+    """Table of the device pages that hold the blocks of rows that are in device memory as a whole."""
 
-    pages: torch.Tensor  # [rows, max_blocks] int32
-    held: torch.Tensor  # [rows] int32: blocks that have one
-    device_pages: int  # that there are
+    pages: torch.Tensor  # [rows, max_blocks] int32: page of each block
+    held: torch.Tensor  # [rows] int32: number of the row's blocks that have a page
+    device_pages: int  # number of pages in device memory
 
     def arguments(self) -> KernelStruct:
         rows, max_blocks = self.pages.shape
@@ -143,7 +144,7 @@ class DenseTable:
 
 @dataclass(frozen=True)
 class HostPool:
-    """One layer of the pool in registered host memory, ``[pages, H, 32, D]`` each."""
+    """One layer of the host pool, keys and values ``[pages, H, 32, D]`` in registered memory."""
 
     region: RegisteredRegion
     keys: torch.Tensor
@@ -152,10 +153,13 @@ class HostPool:
 
 @dataclass(frozen=True)
 class LastQueries:
-    """The last query of each row that is held as a whole, of one layer: what it attends to most is told by that."""
+    """Last query of each row in one layer, kept while whole rows are in device memory.
+
+    When whole rows are given up, these queries select the blocks that get slots.
+    """
 
     queries: torch.Tensor  # [rows, H * G, D]
-    lengths: torch.Tensor  # [rows] int32: tokens of the row, the one of that query the last of them
+    lengths: torch.Tensor  # [rows] int32: tokens of the row up to and including the token of the query
 
 
 def append(
@@ -176,19 +180,20 @@ def append(
     overlaps: bool = False,
     refused: torch.Tensor | None = None,
 ) -> None:
-    """The step's new tokens, keys and values ``[B, H, D]``, to the tails' slots and to the host pool.
+    """Store the step's new tokens, keys and values ``[B, H, D]``, in the tails' slots and in the host pool.
 
-    Entries may lie apart. A pool of FP8 gets what ``reference.to_stored`` makes of them. None: there are no new tokens
-    yet, digests and codes of the tails are made of what the pool has of them.
+    The stride between batch entries is free. An FP8 pool stores ``reference.to_stored`` of keys and values. If they are
+    None, there are no new tokens yet: digests and codes of the tails are computed from the tokens in the pool.
 
-    The tails' digests and codes are made anew from the slots. Selection has given a slot to a tail that it saw opened;
-    a tail without one gets it here, by ``scores`` of the last selection
-    (``[B, H, max_blocks]``, or with ``by_row`` ``[rows, H, max_blocks]``), and what earlier tokens it has come from the
-    pool. With ``dense`` slots are pages ``[pages, H, 32, D]``, and tails are where it says; they are digested when they
-    are full, since nobody looks at them before. The step's ``query`` ``[B, H * G, D]`` is copied to those ``kept``. A
-    launch that ``overlaps`` may begin before those in front of it on the stream are done: of what is read here, they
-    may write the query, keys and values only. Rows whose page is not in the pool are left out and added to ``refused``
-    (one int64).
+    Digests and codes of the tails are computed again from the slots. A tail that was open at selection has a slot
+    already. A tail without a slot gets one here, by ``scores`` of the last selection (``[B, H, max_blocks]``, or with
+    ``by_row`` ``[rows, H, max_blocks]``), and its earlier tokens are copied from the pool.
+
+    With ``dense``, slots are pages ``[pages, H, 32, D]``, and ``dense`` gives the page of each tail. Such tails are
+    digested when they are full, because nothing reads their digests before. The step's ``query`` ``[B, H * G, D]`` is
+    copied to ``kept``. With ``overlaps``, the kernel may begin before earlier launches on the stream have finished:
+    of the tensors that are read here, these launches may write only query, keys and values. Rows whose page is not in
+    the pool are skipped, and their number is added to ``refused`` (one int64).
     """
     dtype, stored, heads, dim = digests.dtype, digests.pool_dtype, digests.heads, digests.dim
     of_slots = (*table.positions.shape, BLOCK_TOKENS, dim)
@@ -232,7 +237,7 @@ def append(
 
 
 def _entries(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int, int]) -> int:
-    """Of a tensor whose entries may lie apart, as parts of one projection do."""
+    """Return the address of a tensor whose batch entries have any stride, as slices of one projection have."""
     apart = tensor.stride(0)
     if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_cuda:
         raise ValueError(
@@ -244,7 +249,7 @@ def _entries(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[i
 
 
 def digest_pages(digests: LayerDigests, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
-    """Digests and codes of ``pages``, of which at least one token is there: ``keys_of_pages`` has the arguments."""
+    """Write digests and codes of ``pages``, each with at least one token. ``keys_of_pages`` explains the arguments."""
     if digests.is_none:
         return
     if keys.data_ptr() % 16 or any(stride % 8 for stride in keys.stride()[:3]):

@@ -1,4 +1,4 @@
-"""Host memory that the GPU reads and writes by itself."""
+"""Host memory that is registered with CUDA, so that kernels can read and write it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sglang_hybrid.protocol.region import SharedRegion
 
 
 class RegisteredRegion:
-    """A shared region, registered with CUDA for as long as this lives.
+    """A shared region that is registered with CUDA until this object is closed or collected.
 
-    Registering pins every page and takes time with the region's size: once per region, at start.
+    Registering pins every memory page, and takes time in proportion to the region's size: register once, at start.
     """
 
     def __init__(self, region: SharedRegion) -> None:
-        """Raises CudaError when CUDA cannot have the memory: it is limited by `ulimit -l` on some hosts."""
-        self._region = region  # keeps the mapping
+        """Register ``region``. Raises CudaError if CUDA cannot pin the memory: `ulimit -l` limits it on some hosts."""
+        self._region = region  # the reference keeps the region mapped
         self._start = region.address
         device = ctypes.c_void_p()
         checked(library().sh_cuda_register, self._start, region.size, ctypes.byref(device))
@@ -27,12 +27,12 @@ class RegisteredRegion:
         self._release = weakref.finalize(self, library().sh_cuda_unregister, self._start)
 
     def address_of(self, name: str, tensor: torch.Tensor) -> int:
-        """Where the device sees a tensor of the region."""
+        """Return the device address of a contiguous tensor of the region. Raises ValueError for any other tensor."""
         first, size = tensor.data_ptr() - self._start, tensor.numel() * tensor.itemsize
         if not tensor.is_contiguous() or first < 0 or first + size > self._region.size:
             raise ValueError(f"{name} is not a contiguous tensor of this region")
         return self.device_address + first
 
     def close(self) -> None:
-        """Unregister. No kernel may use the region any more."""
+        """Unregister the region. No kernel may use the region from now on."""
         self._release()

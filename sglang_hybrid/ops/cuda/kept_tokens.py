@@ -1,8 +1,8 @@
 """Attention by codes of keys on the GPU: weights of kept tokens, lists of their blocks, and sums of their values.
 
-Policy ``hcattention`` is the specification. Weights of a step are in one buffer ``[B, H, G, max_blocks, 32]``: logits
-at first, then weights, 0 for tokens that are not kept. Lists name blocks by their position in the row, so that nobody
-gathers weights before they are posted or used.
+Policy ``hcattention`` is the specification. The weights of a step are in one buffer ``[B, H, G, max_blocks, 32]``. The
+buffer holds logits at first, then weights, which are 0 for tokens that are not kept. Lists also hold each block's
+position in the row, so posts and kernels find a block's weights in the buffer, and weights need not be copied.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from sglang_hybrid.ops.cuda.library import launch
 from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address, dtype_code, scalar_address
 
-SHARE_UNITS = 1 << 20  # of ``counted``: kept_share_units of keep_tokens.cuh
-_CTAS = 256  # that a launch should have: enough are on their way for PCIe
+SHARE_UNITS = 1 << 20  # units of ``counted`` in a whole row; kept_share_units in keep_tokens.cuh
+_CTAS = 256  # desired CTAs of a launch: enough reads in flight to saturate PCIe
 _MOST_SPLITS = 32
 
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """Weights of all tokens of a step's rows, and lists of the blocks that have tokens with a weight."""
+    """Weights of all tokens of a step's rows, and lists of the blocks that have a token with a weight above 0."""
 
     weights: torch.Tensor  # [B, H, G, max_blocks, 32] float32
-    pages: torch.Tensor  # [B, H, max_blocks] int32, of which the first `counts` are there
-    positions: torch.Tensor  # likewise: which block of the row
+    pages: torch.Tensor  # [B, H, max_blocks] int32, of which the first `counts` are valid
+    positions: torch.Tensor  # same shape: position of the block in the row
     counts: torch.Tensor  # [B, H] int32
 
     @classmethod
@@ -46,13 +46,13 @@ class KeptTokens:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Batch, KV heads, group, blocks of the longest row."""
+        """Batch size, KV heads, query heads per KV head, and maximum number of blocks of a row."""
         batch, heads, group, max_blocks, _ = self.weights.shape
         return batch, heads, group, max_blocks
 
 
 class SumWorkspace:
-    """What CTAs that share a list leave for each other."""
+    """Device memory in which CTAs that share a list exchange partial sums."""
 
     def __init__(self, batch: int, heads: int, group: int, dim: int, device: torch.device | str) -> None:
         self.shape = (batch, heads, group, dim)
@@ -62,9 +62,10 @@ class SumWorkspace:
 
 
 def token_logits(query: torch.Tensor, codes: QuantisedCodes, step: Step, scale: float, kept: KeptTokens) -> None:
-    """Logits of all tokens of each row by their codes, in units of log2, to ``kept.weights``. query ``[B, H * G, D]``.
+    """Write logits of all tokens of each row, in units of log2, to ``kept.weights``. query ``[B, H * G, D]``.
 
-    Up to 24,576 centroids. Tokens whose page has no codes get -inf; what is behind a row's last token is not written.
+    Logits are computed from codes of up to 24,576 centroids. Tokens whose page is not in the pool get -inf. Entries
+    beyond a row's last token are not written.
     """
     batch, heads, group, max_blocks = kept.shape
     if step.batch != batch or step.max_blocks != max_blocks or codes.heads != heads:
@@ -89,11 +90,12 @@ def keep_tokens(
     pool_pages: int,
     counted: torch.Tensor | None = None,
 ) -> None:
-    """Turn logits into weights of the fewest tokens of each query head that have ``least`` of the attention, and lists.
+    """Replace logits by weights of the fewest tokens that have share ``least`` of a query head's attention.
 
-    As softmax and ``reference_weights.cumulative_share``, up to rounding at the edge of ``least``. Logits that are no
-    numbers weigh nothing. ``counted``, one int64, grows by the share of its row that each query head keeps, in units
-    of 1 / ``SHARE_UNITS``.
+    Also list the blocks that have such tokens. The result equals softmax followed by
+    ``reference_weights.cumulative_share``, up to rounding at the edge of ``least``. NaN and infinite logits get weight
+    0. With ``renormalises``, the weights of kept tokens add up to 1. For each query head, the kept share of the row's
+    tokens is added to ``counted`` (one int64), in units of 1 / ``SHARE_UNITS``.
     """
     batch, heads, group, max_blocks = kept.shape
     if step.batch != batch or step.max_blocks != max_blocks:
@@ -125,10 +127,10 @@ def finish_sums(
     replies: torch.Tensor | None = None,
     active_rows: torch.Tensor | None = None,
 ) -> None:
-    """``reference_weights.sum_values`` of the lists, to ``out`` ``[B, H * G, D]`` of the pool's dtype.
+    """Write ``reference_weights.sum_values`` of the lists to ``out`` ``[B, H * G, D]``, in the pool's dtype.
 
-    Entries that are ``served`` ``[B]`` int32 get their ``replies`` ``[B, H * G, D]`` float32; values of all others are
-    read from the pool. Pages that are not in the pool are left out.
+    Batch entries with ``served`` ``[B]`` int32 not 0 get the worker's ``replies`` ``[B, H * G, D]`` float32. For all
+    other entries values are read from the pool. Pages that are not in the pool are skipped.
     """
     batch, heads, group, max_blocks = kept.shape
     pages, _, _, dim = pool.values.shape

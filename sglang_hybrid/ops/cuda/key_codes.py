@@ -1,4 +1,4 @@
-"""Codes of a layer's keys in device memory, written by the GPU: what ``memory.key_codes.KeyCodes`` holds."""
+"""Codes of a layer's keys in device memory, encoded by GPU kernels; ``memory.key_codes.KeyCodes`` holds the codes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code
 
 
 class LayerCodes(ABC):
-    """One layer's codes of single keys. Whoever writes keys writes their codes, too."""
+    """One layer's codes, one for each key. Code that stores keys must store their codes too."""
 
-    encoder: ClassVar[str]  # the kernel that makes them
+    encoder: ClassVar[str]  # name of the kernel that encodes keys
     codes: torch.Tensor  # [pages, H, 32, code_bytes] uint8
     dtype: torch.dtype  # of keys
 
     @property
     @abstractmethod
     def dim(self) -> int:
-        """Of keys."""
+        """Number of channels of a key."""
 
     @property
     def heads(self) -> int:
@@ -34,14 +34,14 @@ class LayerCodes(ABC):
 
     @abstractmethod
     def arguments(self) -> KernelStruct:
-        """Return where they are and how they are made. Raises ValueError for what kernels cannot read."""
+        """Return addresses and layout of the codes for a launch. Raises ValueError if kernels do not support them."""
 
     def encode_pages(self, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
-        """Codes of the first tokens of pages: ``keys_of_pages`` has the arguments."""
+        """Write codes of the first ``filled`` tokens of pages. ``keys_of_pages`` explains the arguments."""
         self._encode(keys_of_pages(keys, pages, filled, self.heads, self.dim, self.dtype))
 
     def encode_step(self, step: Step, keys: torch.Tensor) -> None:
-        """Codes of the step's new tokens, keys ``[B, H, D]``, whose entries may lie apart."""
+        """Write codes of the step's new tokens. keys ``[B, H, D]``; the stride between batch entries is free."""
         self._encode(keys_of_step(step, keys, self.heads, self.dim, self.dtype))
 
     def _encode(self, keys: KernelStruct) -> None:
@@ -50,17 +50,17 @@ class LayerCodes(ABC):
 
 @dataclass(frozen=True)
 class QuantisedCodes(LayerCodes):
-    """Indices of the nearest centroids of each part of a key, or whole keys.
+    """Codes that hold the index of the nearest centroid for each part of a key, or the whole key.
 
-    Near-ties between centroids may fall to either of them: sums are in another order than the reference's.
+    Of two centroids that are almost equally near, either may be chosen: sums are in another order than the reference's.
     """
 
     encoder: ClassVar[str] = "encode_keys"
     codes: torch.Tensor
     dtype: torch.dtype
     key_dim: int
-    centroids: torch.Tensor | None = None  # [H, groups or 1, C, dim / groups] float32; None: codes are keys
-    groups: int = 0
+    centroids: torch.Tensor | None = None  # [H, groups or 1, C, dim / groups] float32; None: codes are whole keys
+    groups: int = 0  # parts of a key
     index_bytes: int = 0  # 1 or 2
 
     @property

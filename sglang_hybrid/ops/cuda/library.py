@@ -1,4 +1,4 @@
-"""Loads the library for the current device and gives its functions their types."""
+"""Load the CUDA library for the current device, declare the types of its functions, and launch its kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @functools.cache
 def library() -> Any:
-    """The library for the current device, compiled if need be, which takes a few seconds. Raises CudaError."""
+    """Return the library for the current device. Compiles it, if it is not cached, which takes a few seconds.
+
+    Raises CudaError if there is no CUDA device, or if the library cannot be built, trusted or loaded.
+    """
     if not torch.cuda.is_available():
         raise CudaError("the CUDA kernels need a CUDA device, and torch sees none")
     major, minor = torch.cuda.get_device_capability()
@@ -41,7 +44,10 @@ def library() -> Any:
 
 
 def load(path: Path) -> Any:
-    """The library in a file, its functions typed and its structs compared with Python's."""
+    """Load the library from a file and declare the types of its functions.
+
+    Raises CudaError if the file cannot be loaded, or if a struct has another size in C++ than in Python.
+    """
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
@@ -53,20 +59,20 @@ def load(path: Path) -> Any:
         if launcher := getattr(loaded, name.replace("sh_", "sh_cuda_", 1), None):
             launcher.restype, launcher.argtypes = c_int, [POINTER(kind), _STREAM]
         found = loaded.sh_cuda_bytes_of(name.encode())
-        if found not in (0, ctypes.sizeof(kind)):  # 0: it is only a part of others
+        if found not in (0, ctypes.sizeof(kind)):  # 0: the struct is only a part of other structs
             raise CudaError(f"{name} has {found} bytes in C++ and {ctypes.sizeof(kind)} in Python")
     return loaded
 
 
 def checked(function: Any, *arguments: Any) -> None:
-    """Call a function that returns a cudaError_t; raise CudaError with CUDA's sentence when it fails."""
+    """Call a function that returns a cudaError_t. Raise CudaError with CUDA's message if it fails."""
     error = function(*arguments)
     if error:
         raise CudaError(f"{function.__name__}: {library().sh_cuda_error(error).decode()} (CUDA error {error})")
 
 
 def launch(name: str, **fields: Any) -> KernelStruct:
-    """Launch kernel ``sh_cuda_<name>`` on torch's current stream, and return the ``sh_<name>`` that it was given."""
+    """Launch ``sh_cuda_<name>`` on torch's current stream and return the struct ``sh_<name>`` made of ``fields``."""
     arguments = struct(name, **fields)
     checked(getattr(library(), f"sh_cuda_{name}"), ctypes.byref(arguments), torch.cuda.current_stream().cuda_stream)
     return arguments

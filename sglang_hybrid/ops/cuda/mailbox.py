@@ -1,8 +1,8 @@
-"""The GPU as the mailbox's client: kernels post a layer and wait for its replies.
+"""Mailbox client on the GPU: kernels post the misses of a layer to the worker and wait for the replies.
 
-The host's part: make the mailbox and attach it (again for each life of a worker), and wake the worker before it
-launches work that posts, since a GPU can wake nobody. What changes from post to post is in device memory, so a CUDA
-graph with posts and waits can be replayed, across lives of workers too.
+The host creates the mailbox and attaches it, a new one for each worker process that it starts. A GPU cannot wake an
+idle worker, so the host wakes the worker before it launches kernels that post. All state that changes from post to post
+is in device memory, so a CUDA graph with posts and waits can be replayed, also after the worker was restarted.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from sglang_hybrid.protocol.mailbox import Mailbox, layout_of
 
 _STATE = STRUCTS["sh_mailbox_state"]
 _BUCKETS = len(WAIT_BOUNDS) + 1
-COUNTS = 2 * len(OUTCOMES) + _BUCKETS + 1  # numbers that the kernels count
+COUNTS = 2 * len(OUTCOMES) + _BUCKETS + 1  # number of counters that the kernels update
 
 
 @dataclass(frozen=True)
 class MailboxCounts:
-    """What was counted since the client was made."""
+    """Counters of posted rows and of waits since the client was created."""
 
-    rows: dict[str, int]  # by outcome
-    blocks: dict[str, int]  # of these rows
-    waits: tuple[int, ...]  # decode steps that asked the worker, by how long they waited: see WAIT_BOUNDS
-    waited_s: float  # by these steps
+    rows: dict[str, int]  # posted rows by outcome
+    blocks: dict[str, int]  # blocks of these rows, by outcome of the row
+    waits: tuple[int, ...]  # histogram of the waiting times of steps that asked the worker; bounds are WAIT_BOUNDS
+    waited_s: float  # total waiting time of these steps
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Self:
-        """``numbers``: of ``DeviceMailboxClient.counts``."""
+        """Return the counters in ``numbers``, a host copy of ``DeviceMailboxClient.counts``."""
         first, second = len(OUTCOMES), 2 * len(OUTCOMES)
         rows, blocks = (dict(zip(OUTCOMES, part, strict=True)) for part in (numbers[:first], numbers[first:second]))
         return cls(rows, blocks, tuple(numbers[second : second + _BUCKETS]), numbers[second + _BUCKETS] / 1e9)
 
 
 class DeviceMailboxClient:
-    """Posts and waits on one device, one post after the other; a wait may run beside the next post.
+    """Mailbox client of one device. Posts run one after the other; a wait may run concurrently with the next post.
 
-    All mailboxes that are attached must have the same geometry.
+    All mailboxes that are attached to a client must have the same geometry.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device | str = "cuda") -> None:
-        """Raises NativeError when the geometry cannot be served."""
+        """Allocate the client's state on ``device``. Raises NativeError if the geometry is not supported."""
         self._geometry = geometry
         self._layout = layout_of(geometry)
         self._state = torch.zeros(ctypes.sizeof(_STATE), dtype=torch.uint8, device=device)
@@ -62,12 +62,15 @@ class DeviceMailboxClient:
         self._dtype = query_dtype(geometry)
 
     def attach(self, mailbox: Mailbox | None) -> None:
-        """From the next launch on this mailbox, or nobody: then all rows are withheld. Waits for the current stream."""
+        """Use ``mailbox`` from the next launch on. None detaches: all rows are withheld, which means not posted.
+
+        If a mailbox was attached before, this waits for the current stream. Raises ValueError for another geometry.
+        """
         if mailbox is not None and bytes(mailbox.geometry) != bytes(self._geometry):
             raise ValueError("the mailbox has another geometry")
         if self._registered is not None:
             self._tell(0, 0)
-            torch.cuda.current_stream().synchronize()  # nothing that was launched before uses the old one any more
+            torch.cuda.current_stream().synchronize()  # launched kernels have finished with the old mailbox
             self._registered.close()
             self._registered = None
         if mailbox is not None:
@@ -79,11 +82,11 @@ class DeviceMailboxClient:
         checked(library().sh_cuda_mailbox_attach, self._state.data_ptr(), device_address, sequence, stream)
 
     def new_receipt(self, batch: int) -> torch.Tensor:
-        """Memory for what ``wait`` has to know about its ``post``. One for each post that can be on its way."""
+        """Allocate a receipt, which passes data from ``post`` to ``wait``. Each post in flight needs its own."""
         return torch.zeros(self._receipt_bytes(batch), dtype=torch.uint8, device=self._state.device)
 
     def receipt_of_batch(self, receipt: torch.Tensor, batch: int) -> torch.Tensor:
-        """The part of a receipt that a smaller batch needs."""
+        """Return the part of a receipt that a smaller batch needs, in the same memory."""
         return receipt[: self._receipt_bytes(batch)]
 
     def _receipt_bytes(self, batch: int) -> int:
@@ -106,9 +109,10 @@ class DeviceMailboxClient:
     ) -> None:
         """Post one layer. Lists: pages ``[B, H, N]``, counts and last_fill ``[B, H]``, int32; query ``[B, H * G, D]``.
 
-        ``last_fill``: tokens in a list's last block; all others are full. ``begins_step`` belongs to the first post
-        of a decode step. Lists are not checked here: the worker refuses rows that are out of bounds. ``masks`` ``[B, H,
-        N]``, int32: bit t says that token t of the block counts; only with a geometry that has masks.
+        ``last_fill``: tokens in a list's last block; all other blocks are full. ``begins_step`` must be set for the
+        first post of a decode step. Lists are not checked here: the worker refuses rows that are out of bounds.
+        ``masks`` ``[B, H, N]``, int32: token t of a block is attended only if bit t of the block's mask is set. Raises
+        ValueError if masks are given and the geometry has none.
         """
         g = self._geometry
         if masks is not None and not g.flags & MASKS:
@@ -135,11 +139,11 @@ class DeviceMailboxClient:
         begins_step: bool,
         active_rows: torch.Tensor | None = None,
     ) -> None:
-        """Post one layer whose values are summed by weights: block i of a list has those of block ``positions[i]``.
+        """Post one layer whose values the worker sums by given weights; block i uses the weights of ``positions[i]``.
 
         weights ``[B, H, G, blocks, 32]`` float32; positions and pages ``[B, H, N]``, counts ``[B, H]``, int32. The
-        worker refuses a row one of whose lists is longer than the mailbox holds. Replies have LSE 0 where a list has
-        blocks. Only with a geometry that has value sums.
+        worker refuses a row if one of its lists is longer than the mailbox allows. Replies have LSE 0 where a list has
+        blocks. Raises ValueError if the geometry has no value sums.
         """
         g = self._geometry
         if not g.flags & VALUE_SUMS:
@@ -164,7 +168,7 @@ class DeviceMailboxClient:
         active_rows: torch.Tensor | None,
         **of_kind: Any,
     ) -> None:
-        """``of_kind``: fields of ``sh_mailbox_post`` that are not the same for all kinds of posts."""
+        """Launch a post. ``of_kind``: fields of ``sh_mailbox_post`` that depend on the kind of post."""
         g = self._geometry
         batch, _, listed = pages.shape
         launch(
@@ -189,8 +193,9 @@ class DeviceMailboxClient:
     ) -> None:
         """Wait for the replies to a post: out ``[B, H * G, D]`` and lse ``[B, H * G]`` float32, served ``[B]`` int32.
 
-        A row that is not served by then has LSE -inf and ``served`` 0; what it misses is the caller's to get
-        otherwise. A row without blocks is served, with LSE -inf. Rows that were not active in the post are left alone.
+        A row without a reply at the deadline gets LSE -inf and ``served`` 0: the caller must compute its misses in
+        another way. A row without blocks counts as served, with LSE -inf. Rows that were not active in the post are not
+        written.
         """
         g = self._geometry
         batch = out.shape[0]
@@ -210,14 +215,14 @@ class DeviceMailboxClient:
 
     @property
     def counts(self) -> torch.Tensor:
-        """``[COUNTS]`` int64 in device memory, for ``MailboxCounts.of``. A step's wait is counted by the next step."""
+        """Counters ``[COUNTS]`` int64 in device memory, see ``MailboxCounts``. The next step counts a step's wait."""
         first = _STATE.outcomes.offset
         return self._state[first : first + 8 * COUNTS].view(torch.int64)
 
     def read_state(self) -> Any:
-        """A copy of what the kernels keep; waits for the current stream."""
+        """Return a host copy of the kernels' state (``sh_mailbox_state``). Waits for the current stream."""
         return _STATE.from_buffer_copy(self._state.cpu().numpy().tobytes())
 
     def outcomes(self) -> dict[str, int]:
-        """Rows so far, by what became of them; waits for the current stream."""
+        """Return the number of posted rows so far by outcome. Waits for the current stream."""
         return dict(zip(OUTCOMES, self.read_state().outcomes, strict=True))

@@ -1,4 +1,4 @@
-"""Attention over blocks in the host pool, read over PCIe: misses that the worker did not compute, or whole rows."""
+"""Attention over blocks that are read from the host pool over PCIe: misses without a worker's reply, or whole rows."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from sglang_hybrid.ops.cuda.library import launch
 from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.tensors import HALVES, address, bit_words, dtype_code, pools_for
 
-_EVERYTHING: dict[str, Any] = {"least_score": 0.0, "sink": 0, "recent": 0}  # is worth it
+_EVERYTHING: dict[str, Any] = {"least_score": 0.0, "sink": 0, "recent": 0}  # without scores, all blocks are attended
 
 
 @dataclass(frozen=True)
 class WorthBlocks:
-    """Blocks of whole rows that are attended: those with a score of at least ``least``, and those always in.
+    """Choice of the blocks that whole rows attend to: blocks that score at least ``least``, sink, recent and tail.
 
-    Those that are ``held`` are in ``local`` already, with which the others are merged.
+    Blocks whose bit in ``held`` is set are left out: the partial attention ``local`` of ``finish_late`` has them.
     """
 
     scores: torch.Tensor  # [rows, H, max_blocks]
-    bias: torch.Tensor  # [rows, H, G], added to the logits of blocks that are always in
+    bias: torch.Tensor  # [rows, H, G], added to the logits of sink, recent and tail blocks
     least: float
-    sink: int  # always in are these, as many recent blocks, and the tail
-    recent: int
+    sink: int  # number of sink blocks
+    recent: int  # number of recent blocks
     held: torch.Tensor | None = None  # [B, H, words of max_blocks bits]
 
 
@@ -48,13 +48,13 @@ def finish_late(
     worth: WorthBlocks | None = None,
     masks: torch.Tensor | None = None,
 ) -> None:
-    """``reference.attend_blocks`` of entries that are not ``served`` ``[B]``, merged with ``local`` to ``out``.
+    """Attend to the listed blocks for batch entries with ``served`` ``[B]`` 0, and write the merge with ``local``.
 
-    query and out ``[B, H * G, D]``; pages ``[B, H, N]`` of which the first ``counts`` ``[B, H]`` are there, full blocks
-    all of them. With ``masks`` ``[B, H, N]`` only tokens of these blocks count whose bit is set. Entries that are
-    ``whole`` ``[B]`` attend to their row instead, whoever served them: to all of its blocks, or to those that are
-    ``worth`` it. Pages that are not in the pool are left out. All other entries keep what they have, so this can follow
-    every wait for the mailbox in a CUDA graph.
+    query and out ``[B, H * G, D]``; pages ``[B, H, N]``, of which the first ``counts`` ``[B, H]`` are valid; all blocks
+    are full. With ``masks`` ``[B, H, N]``, only tokens whose bit is set are attended. Entries with ``whole`` ``[B]`` 1
+    attend to their row instead, served or not: to all blocks of the row, or to those that ``worth`` selects. Pages that
+    are not in the pool are skipped. Outputs of all other entries are not written, so this can follow every wait for the
+    mailbox in a CUDA graph. ``reference.attend_blocks`` is the specification.
     """
     batch, query_heads, dim = query.shape
     heads = pool.keys.shape[1]
@@ -75,10 +75,10 @@ def finish_late(
 def attend_pool(
     query: torch.Tensor, pool: HostPool, step: Step, scale: float, *, workspace: AttendWorkspace, out: torch.Tensor
 ) -> torch.Tensor:
-    """Attention over all tokens of each row of ``step``: query and ``out`` ``[B, H * G, D]``.
+    """Attend to all tokens of each row of ``step`` and return ``out``: query and ``out`` ``[B, H * G, D]``.
 
-    The step's own tokens are in the pool. Pages that are not in the pool are left out, and entries from the step's
-    ``active_rows`` on are left alone.
+    The step's own tokens must be in the pool. Pages that are not in the pool are skipped. Outputs of entries from the
+    step's ``active_rows`` on are not written.
     """
     launch("finish_late", most_blocks=0, **_EVERYTHING, **_common_arguments(query, pool, step, scale, workspace, out))
     return out

@@ -1,4 +1,4 @@
-"""Keys that are new in a layer, of whole pages or of a step's tokens: what kernels make digests and codes of."""
+"""Launch arguments that describe a layer's new keys, from which kernels compute digests and codes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sglang_hybrid.ops.cuda.tensors import address
 def keys_of_pages(
     keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor, heads: int, dim: int, dtype: torch.dtype
 ) -> KernelStruct:
-    """The first ``filled`` tokens of ``pages``, both ``[n]`` int32. Pages that are not in the pool are left out.
+    """Describe the first ``filled`` tokens of ``pages``, both ``[n]`` int32. Kernels skip pages outside the pool.
 
-    keys ``[n, H, 32, D]`` on the device, any strides: prefill's ``[tokens, H, D]`` can be viewed like that.
+    keys ``[n, H, 32, D]`` on the device, any strides: prefill's ``[tokens, H, D]`` can be viewed in this shape.
     """
     count = keys.shape[0]
     if tuple(keys.shape[1:]) != (heads, BLOCK_TOKENS, dim):
@@ -34,7 +34,7 @@ def keys_of_pages(
 
 
 def keys_of_step(step: Step, keys: torch.Tensor, heads: int, dim: int, dtype: torch.dtype) -> KernelStruct:
-    """The step's new tokens, keys ``[B, H, D]``, whose entries may lie apart."""
+    """Describe the step's new tokens. keys ``[B, H, D]``; the stride between batch entries is free."""
     if tuple(keys.shape) != (step.batch, heads, dim):
         raise ValueError(f"keys are {tuple(keys.shape)}, must be {(step.batch, heads, dim)}")
     _check(keys, dtype)

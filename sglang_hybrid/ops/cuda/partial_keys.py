@@ -1,4 +1,4 @@
-"""Partial keys on the device: the first columns of every key in a basis of its KV head, as ``memory/partial_keys.py``.
+"""Partial keys on the device: the first columns of every key in a basis of its KV head, see ``memory/partial_keys.py``.
 
 codes  [pages, H, 32, 2 * columns]   bytes: values of the keys' dtype
 basis  [H, D, columns]               float32
@@ -19,7 +19,7 @@ from sglang_hybrid.ops.cuda.tensors import address, dtype_code
 
 @dataclass(frozen=True)
 class PartialKeyCodes(LayerCodes):
-    """One layer's partial keys: what ``KeyCodes`` holds, encoded by ``PartialKeys``."""
+    """One layer's partial keys: the codes that ``KeyCodes`` holds if its encoder is ``PartialKeys``."""
 
     encoder: ClassVar[str] = "encode_partial_keys"
     codes: torch.Tensor

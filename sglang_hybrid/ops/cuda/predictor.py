@@ -1,4 +1,4 @@
-"""Before and behind the GEMMs of a predicted query: norms and rotation, with the roundings of ``QueryPredictor``."""
+"""Kernels before and after the GEMMs that predict a query: norms and rotation, rounded as in ``QueryPredictor``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def unit_rms(
     gain: torch.Tensor | None = None,
     active_rows: torch.Tensor | None = None,
 ) -> None:
-    """``reference.rms_unit`` of ``hidden + residual`` ``[B, N]`` to ``unit``, times ``gain`` ``[N]`` to ``normed``.
+    """Write ``reference.rms_unit`` of ``hidden + residual`` ``[B, N]`` to ``unit``, and times ``gain`` to ``normed``.
 
-    All of one 16-bit dtype; the sum, ``unit`` and ``normed`` are rounded to it one after the other. Rows of hidden
-    and residual may be apart from each other.
+    gain ``[N]``. All tensors have one 16-bit dtype; the sum, ``unit`` and ``normed`` are rounded to it one after the
+    other. The strides between rows of hidden and residual are free.
     """
     batch, width = hidden.shape
     dtype = hidden.dtype
@@ -72,11 +72,11 @@ def finish_queries(
     head_norm_eps: float = 0.0,
     active_rows: torch.Tensor | None = None,
 ) -> None:
-    """``QueryPredictor.finish`` of ``projected + addend + bias`` to ``out`` ``[B, query heads, D]``.
+    """Write ``QueryPredictor.finish`` of ``projected + addend + bias`` to ``out`` ``[B, query heads, D]``.
 
     projected and addend ``[B, query heads * D]``; bias ``[query heads * D]`` and head_norm ``[D]`` float32; rotary
-    ``[positions, R]``, cosines then sines, float32 or the dtype of the others; positions ``[B]`` int64, beyond the
-    table the last one. The sum is rounded once, then the norm of the heads, then the result.
+    ``[positions, R]``, cosines then sines, float32 or the dtype of ``out``; positions ``[B]`` int64. Positions beyond
+    ``rotary`` use its last row. The sum is rounded once, then the norm of the heads, then the result.
     """
     batch, heads, dim = out.shape
     dtype, rotary_dim = out.dtype, rotary.shape[1]

@@ -1,12 +1,12 @@
-"""Moving averages of attention weights (MAW) of the tokens in slots, and the salient tokens before them: policy hgca.
+"""Policy hgca on the GPU: moving averages of attention weights (MAW) of tokens in slots, and salient older tokens.
 
-A step of one layer::
+The newest blocks of a row are in slots: the window. A step of one layer::
 
-    contextual_sets -> post                   what left the window, and lists of salient tokens
-    append -> attend_slots -> move_averages   the window
+    contextual_sets -> post                   masks of blocks that left the window, lists of salient tokens
+    append -> attend_slots -> move_averages   attention over the window
     wait -> merge
 
-The slots of a (row, KV head) are a ring: block p of the row is in slot ``p % S``, and the newest S blocks are in::
+The slots of a (row, KV head) are a ring: block p of the row is in slot ``p % S``, and slots hold the newest S blocks::
 
     keys, values  [rows, H, S, 32, D]
     positions     [rows, H, S]             block of the row's sequence, -1: none
@@ -29,14 +29,14 @@ from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address, dtyp
 
 
 class MaskedLists:
-    """Pages and masks ``[B, H, most]`` of which the first ``counts`` ``[B, H]`` are there, int32. All full blocks."""
+    """Lists of full blocks: pages and masks ``[B, H, most]`` int32, the first ``counts`` ``[B, H]`` of them valid."""
 
     def __init__(self, batch: int, heads: int, most: int, device: torch.device | str = "cuda") -> None:
         self.pages, self.masks = torch.zeros(2, batch, heads, most, dtype=torch.int32, device=device).unbind(0)
         self.counts = torch.zeros(batch, heads, dtype=torch.int32, device=device)
 
     def of_batch(self, count: int) -> MaskedLists:
-        """The part that a smaller batch needs, in the same memory."""
+        """Return the part that a smaller batch needs, in the same memory."""
         part = copy.copy(self)
         part.pages, part.masks, part.counts = self.pages[:count], self.masks[:count], self.counts[:count]
         return part
@@ -44,7 +44,7 @@ class MaskedLists:
 
 @dataclass(frozen=True)
 class LayerWindow:
-    """One layer's window of all rows, and what is salient before it."""
+    """Windows of all rows in one layer, and masks of the salient tokens before the windows."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -69,13 +69,17 @@ def contextual_sets(
     counted: torch.Tensor | None = None,
     refused: torch.Tensor | None = None,
 ) -> None:
-    """Bring windows and contextual sets to the beginning of a step, whose tokens are not in the cache yet.
+    """Update windows and contextual sets at the beginning of a step, before the step's tokens are in the cache.
 
-    A row that opens a block: its oldest block leaves the window; the block's mask has the tokens whose MAW is above
-    ``beta / (32 * S)`` (``reference_salience.salient_masks``). A row that ``begins`` ``[B]`` (None: all of them): the
-    window is loaded from the pool; the query's weights over the window are the averages of its tokens, and those of
-    its weights over all tokens before the window that are above ``beta / tokens`` make the masks. ``beta`` 0 takes
-    all. ``lists`` get the blocks that have salient tokens. ``counted`` (one int64): listed tokens are added.
+    If a row opens a block, the row's oldest block leaves the window. The mask of the block that leaves gets the tokens
+    whose MAW is above ``beta / (32 * S)`` (``reference_salience.salient_masks``).
+
+    If a row ``begins`` ``[B]`` (None: all rows do), its window is loaded from the pool. The query's attention weights
+    over the window become the averages of its tokens. Tokens before the window are salient if the query's weight, over
+    all these tokens, is above ``beta / tokens``. With ``beta`` 0 all tokens are salient.
+
+    ``lists`` get the blocks that have salient tokens. The number of listed tokens is added to ``counted`` (one int64),
+    and the number of window blocks that are not in the pool to ``refused`` (one int64).
     """
     batch, query_heads, dim = query.shape
     rows, heads, slots = window.positions.shape
@@ -121,10 +125,10 @@ def move_averages(
     *,
     active_rows: torch.Tensor | None = None,
 ) -> None:
-    """``reference_salience.move_averages`` of all tokens in slots, by ``reference_weights.token_weights``.
+    """Update MAW of all tokens in slots by ``reference_salience.move_averages`` of their attention weights.
 
-    query ``[B, H * G, D]`` and its ``lse`` ``[B, H * G]`` over the slots, as ``attend_slots`` gives it; lengths
-    ``[rows]`` and row_of ``[B]`` as there.
+    query ``[B, H * G, D]`` and its ``lse`` ``[B, H * G]`` over the slots, as ``attend_slots`` returns it; lengths
+    ``[rows]`` and row_of ``[B]`` as for ``attend_slots``. Weights are ``reference_weights.token_weights``.
     """
     batch, query_heads, dim = query.shape
     rows, heads, slots = window.positions.shape

@@ -1,4 +1,4 @@
-"""Scores of all blocks of a batch by a query, and what the real query changes about a predicted one."""
+"""Scores of all blocks of a batch by a query, and correction of LSEs that a predicted query has computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_hybrid.ops.reference import DIGEST_SPREAD
 
 
 class ScoreWorkspace:
-    """Estimates of every query head. One for all launches that do not run beside each other."""
+    """Device memory for the estimates of all query heads. Launches that run concurrently need separate workspaces."""
 
     def __init__(
         self, batch: int, heads: int, group: int, max_blocks: int, device: torch.device | str = "cuda"
@@ -24,7 +24,7 @@ class ScoreWorkspace:
         self.estimates = torch.empty(batch, heads, group, max_blocks, dtype=torch.float32, device=device)
 
     def of_batch(self, count: int) -> ScoreWorkspace:
-        """The part that a smaller batch needs, in the same memory."""
+        """Return the part that a smaller batch needs, in the same memory."""
         part = copy.copy(self)
         part.estimates = self.estimates[:count]
         return part
@@ -32,7 +32,7 @@ class ScoreWorkspace:
 
 @dataclass(frozen=True)
 class PendingScores:
-    """Estimates that ``select_blocks`` makes scores of, in the same stream."""
+    """Computed estimates from which ``select_blocks`` or ``share_scores`` computes scores, on the same stream."""
 
     arguments: KernelStruct
     scores: torch.Tensor
@@ -42,7 +42,7 @@ _DIMS, _CHANNELS, _MOST_GROUP = (64, 128), (0, 32, 64), 16
 
 
 def _group_of(query: torch.Tensor, digests: LayerDigests) -> int:
-    """Query heads per KV head. Raises ValueError for shapes that the kernels do not have."""
+    """Return the number of query heads per KV head. Raises ValueError for shapes that the kernels do not support."""
     heads, dim = digests.heads, digests.dim
     channels = 0 if digests.codes is None else 2 * digests.codes.shape[3]
     group = query.shape[1] // heads
@@ -66,12 +66,12 @@ def score_blocks(
     query_by_row: bool = False,
     only: torch.Tensor | None = None,
 ) -> PendingScores:
-    """What ``block_scores`` of the reference has of query ``[B, H * G, D]``, for scores ``[B, H, max_blocks]`` float32.
+    """Estimate all blocks by query ``[B, H * G, D]``, for ``reference.block_scores`` ``[B, H, max_blocks]`` float32.
 
-    Estimates are computed now, by sketches, or by digests alone where there are none. ``select_blocks``
-    gets what is returned, and writes the scores. With ``by_row`` scores are ``[rows, H, max_blocks]``, and with
-    ``query_by_row`` queries are ``[rows, H * G, D]``. With ``only`` (``[B]`` int32) entries that have 0 there are left
-    alone, by ``select_blocks`` too.
+    Estimates are computed now, from sketches, or from digests alone if the layer has no sketches. ``scores`` are not
+    written yet: ``select_blocks`` writes them when it gets the returned object. With ``by_row`` scores are
+    ``[rows, H, max_blocks]``, and with ``query_by_row`` queries are ``[rows, H * G, D]``. With ``only`` (``[B]`` int32)
+    this and ``select_blocks`` skip entries that have 0 there.
     """
     if query_by_row and not by_row:
         raise ValueError("queries of rows make scores of rows")
@@ -99,9 +99,9 @@ def score_blocks(
 
 
 def share_scores(pending: PendingScores) -> None:
-    """Write the scores, and let all KV heads of an entry have the same: the logarithm of what theirs add up to.
+    """Write scores that are equal for all KV heads of an entry: the logarithm of the sum of the heads' shares.
 
-    ``select_blocks`` has nothing to write then. Entries that were left alone have the scores that they had.
+    ``select_blocks`` must then be called without ``put_off``. Scores of entries that ``only`` skips are not written.
     """
     launch("share_scores", scored=pending.arguments)
 
@@ -117,9 +117,9 @@ def shift_lse(
     *,
     active_rows: torch.Tensor | None = None,
 ) -> None:
-    """Add ``reference.lse_shift`` to ``lse`` ``[B, H * G]``, which ``query_ahead`` has computed for ``pages``.
+    """Add ``reference.lse_shift`` to ``lse`` ``[B, H * G]``: the LSE over ``pages`` of the predicted ``query_ahead``.
 
-    queries ``[B, H * G, D]``; pages ``[B, H, N]`` of which the first ``counts`` ``[B, H]`` are there.
+    queries ``[B, H * G, D]``; pages ``[B, H, N]``, of which the first ``counts`` ``[B, H]`` are valid.
     """
     batch, query_heads, dim = query.shape
     heads, dtype = digests.heads, digests.dtype

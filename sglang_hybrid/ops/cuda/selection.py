@@ -1,15 +1,15 @@
-"""Selection on the device: which blocks are misses, and what a recall makes resident.
+"""Selection on the device: finds the misses of a step, and the blocks that a recall makes resident.
 
 A step of one layer::
 
     score_blocks -> select_blocks -> post the misses ...          by the predicted query, before the layer
-                                  -> gather_blocks -> apply_plan  a share of them, before attend_slots
-    append -> attend_slots -> wait -> shift_lse -> merge          by the real one
-    score_blocks -> select_blocks                                 by the real one, the plan of rows that recall
+                                  -> gather_blocks -> apply_plan  a share of the misses, before attend_slots
+    append -> attend_slots -> wait -> shift_lse -> merge          by the real query
+    score_blocks -> select_blocks                                 by the real query, the plan of rows that recall
     gather_blocks -> apply_plan                                   the plan, before the layer's next selection
 
-Rows that begin to decode are planned the same way, with ``due`` set and the length of their first step: everything but
-the tail is gathered, which ``append`` brings along.
+The first resident blocks of a row are planned in the same way, with ``due`` set and the length of the row's first step.
+All planned blocks but the tail are gathered; ``append`` brings the tail.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.structs import TOTALS, KernelStruct, struct
 from sglang_hybrid.ops.cuda.tensors import address, bit_words, scalar_address
 
-_MOST = 256  # blocks of a selection, and slots of a (row, KV head): a thread has one of each
+_MOST = 256  # limit of the budget in blocks, and of slots of a (row, KV head): each thread handles one of each
 
 
 class Misses:
-    """Pages and positions ``[B, H, most]``, ascending, -1 behind the last, and counts ``[B, H]``, int32.
+    """Lists of misses: pages and positions ``[B, H, most]``, by ascending position, then -1; counts ``[B, H]``; int32.
 
-    All of them are full blocks.
+    All listed blocks are full.
     """
 
     def __init__(self, batch: int, heads: int, most: int, device: torch.device | str = "cuda") -> None:
@@ -42,20 +42,20 @@ class Misses:
         self.counts = torch.zeros(batch, heads, dtype=torch.int32, device=device)
 
     def of_batch(self, count: int) -> Misses:
-        """The part that a smaller batch needs, in the same memory."""
+        """Return the part that a smaller batch needs, in the same memory."""
         part = copy.copy(self)
         part.pages, part.positions, part.counts = self.pages[:count], self.positions[:count], self.counts[:count]
         return part
 
 
 class RecallPlan:
-    """What becomes resident: ``count`` blocks, their pages, slots ``(row * H + head) * S + slot`` and positions.
+    """List of ``count`` blocks to make resident: pages, destination slots ``(row * H + head) * S + slot``, positions.
 
-    ``gather_blocks`` takes pages, destinations and count; ``apply_plan`` writes the positions afterwards.
+    ``gather_blocks`` takes pages, destinations and count. Afterwards ``apply_plan`` writes positions to the slot table.
     """
 
     def __init__(self, capacity: int, device: torch.device | str = "cuda") -> None:
-        """``capacity``: B * H * S is always enough; of gathered blocks, B * H * ``most_gathered``."""
+        """Allocate ``capacity`` entries. B * H * S is always enough; a gather needs B * H * ``most_gathered``."""
         self.pages, self.destinations, self.positions = torch.zeros(
             3, capacity, dtype=torch.int32, device=device
         ).unbind(0)
@@ -77,12 +77,12 @@ class RecallPlan:
 
 @dataclass(frozen=True)
 class RecallInterval:
-    """Rows recall when ``steps + layer`` is a multiple of the interval, steps counted from each row's first one.
+    """Schedule of recalls: a row recalls when (its steps so far + ``layer``) is a multiple of the interval.
 
-    ``early``: and in so many of their first steps, unless the interval is 0.
+    Unless the interval is 0, a row also recalls in each of its first ``early`` steps.
     """
 
-    steps: torch.Tensor  # one int32: between two recalls, 0 for never
+    steps: torch.Tensor  # one int32: steps between two recalls; 0: never recall
     first_lengths: torch.Tensor  # [rows] int32: each row's length in its first step
     layer: int = 0
     early: int = 0
@@ -115,31 +115,37 @@ def select_blocks(
     held: torch.Tensor | None = None,
     attended: torch.Tensor | None = None,
 ) -> None:
-    """``reference.select_blocks`` of scores ``[B, H, max_blocks]``, split by residency, as policy ``scout`` does it.
+    """Select blocks by scores ``[B, H, max_blocks]`` and split them by residency, as policy ``scout`` does.
 
-    ``by_row``: scores are ``[rows, H, max_blocks]``. ``put_off``: they are not written yet, which is done first.
-    budget: blocks, at most 256. ``min_miss_score``: what a miss must have; with ``any_block`` every block that has it
-    is one (``reference.blocks_worth``), as many as a selection holds, otherwise those only that are selected. A tail
-    that was opened by this step gets its slot here; see ``digests``. With ``plan``, rows that are due (``recall``:
-    ``[B]`` int32 or an interval; ``due`` beside an interval: these rows too) add what they want to have in their slots.
-    ``recalls`` ``[B]`` int32 gets who is due, for another launch that makes the plan. Without ``misses`` nobody is told
-    what is missed.
+    ``reference.select_blocks`` specifies the selection. ``by_row``: scores are ``[rows, H, max_blocks]``. ``put_off``:
+    scores are not written yet, and are computed from these estimates first. budget: number of blocks, at most 256.
 
-    ``gather_share`` (one float32 in device memory) of each list's misses go to ``gathered``, those with the best
-    scores, rounded up or down so that it is that share on average. It also takes what ``misses`` has no room for. They
-    become resident before the layer is attended: in empty slots, then in those of residents that are not selected and,
-    with ``any_block``, would not be misses without them, lowest score first. At most ``most_gathered`` (or a budget) of
-    a list, and as many as there are such slots; the others are misses. ``plan`` is for slots that have these blocks.
+    Misses need a score of at least ``min_miss_score``, except sink and recent blocks without a slot. With ``any_block``
+    every block with such a score that is not resident is a miss (``reference.blocks_worth``), up to the budget;
+    otherwise only selected blocks are. A tail that this step opened gets its slot here; see ``digests``. Without
+    ``misses`` no list of misses is written.
 
-    ``near_bias`` ``[rows, H, G]`` gets ``reference.near_bias`` of what is then in slots or in a list, by what was
-    estimated for ``put_off``. Entries that are ``whole`` ``[B]`` miss nothing, since somebody attends to all of their
-    blocks that score at least ``whole_score``: these count as well. ``held`` ``[B, H, words]`` gets a bit for each
-    block that such an entry has in a slot. ``attended`` ``[rows, H, slots]`` int32 gets the slot table, as it is when
-    gathered blocks are there, with -1 for blocks that are not selected.
+    With ``plan``, rows that recall add the blocks that they need in slots to the plan. ``recall`` says which rows do:
+    ``[B]`` int32 or an interval; with an interval, rows in ``due`` recall too. ``recalls`` ``[B]`` int32 receives which
+    rows recall, for another launch that makes the plan.
 
-    To ``totals`` (int64, in the order of ``TOTALS``) are added the number of all misses, also of those that find no
-    room at all, of the plan's entries, of gathered blocks, of selected blocks that are not always in, and of those of
-    them that had a slot before.
+    ``gather_share`` (one float32 in device memory) is the share of each list's misses that go to ``gathered``: those
+    with the best scores, and their number is rounded up or down so that the share is right on average. ``gathered``
+    also takes misses that do not fit in ``misses``. Gathered blocks become resident before the layer is attended. They
+    get empty slots first, then slots of resident blocks that are not selected, lowest score first. (With ``any_block``,
+    resident blocks that would be misses without their slot keep the slot.) At most ``most_gathered`` (default: budget)
+    blocks of a list are gathered, and no more than there are such slots; the others are misses. ``plan`` assumes slots
+    that hold the gathered blocks.
+
+    ``near_bias`` ``[rows, H, G]`` receives ``reference.near_bias`` of the blocks that are then in slots or listed, by
+    the estimates of ``put_off``. Entries with ``whole`` ``[B]`` 1 have no misses: another kernel attends to all of
+    their blocks that score at least ``whole_score``, so the bias counts these blocks as attended. ``held``
+    ``[B, H, words]`` receives a bit for each block that such an entry has in a slot. ``attended`` ``[rows, H, slots]``
+    int32 receives the slot table, as it is after the gather, with -1 for blocks that are not selected.
+
+    These numbers of blocks are added to ``totals`` (int64, in the order of ``TOTALS``): all misses, including dropped
+    ones; entries of the plan; gathered blocks; selected blocks other than sink, recent and tail blocks; those of them
+    that had a slot before.
     """
     rows, heads, _ = table.positions.shape
     batch, most = step.batch, 0 if misses is None else misses.pages.shape[2]
@@ -210,7 +216,7 @@ def _addresses(misses: Misses | None, batch: int, heads: int) -> dict[str, int |
 
 
 def apply_plan(plan: RecallPlan, table: SlotTable) -> None:
-    """The plan's blocks are in their slots: the table says so from now on."""
+    """Write the plan's positions to the slot table. The plan's blocks must be in their slots already."""
     launch(
         "apply_plan",
         plan=plan.arguments(),

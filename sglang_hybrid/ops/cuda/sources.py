@@ -1,4 +1,4 @@
-"""The kernels' source files, and a number that changes with any of them."""
+"""Source files of the CUDA kernels, and a hash that changes when one of them or a compiler flag changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_hybrid.ops.cuda.errors import CudaError
 
 _IN_WHEELS = Path(__file__).resolve().parents[2] / "kernels"  # where setup.py puts them
 _KERNELS = _IN_WHEELS if _IN_WHEELS.is_dir() else Path(__file__).resolve().parents[3] / "kernels"
-# mailbox.h is the CPU library's: there is one definition of the layout
+# the CPU library's headers include mailbox.h, the only definition of the mailbox's layout
 INCLUDES = (_KERNELS / "cuda" / "include", _KERNELS / "cpu" / "include")
 FLAGS = ("-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-shared")
 
@@ -24,7 +24,7 @@ def translation_units() -> list[Path]:
 
 @functools.cache
 def source_hash() -> str:
-    """Of every file that can be included and of the flags: twelve hexadecimal digits."""
+    """Return a hash of the flags and of all source and header files: twelve hexadecimal digits."""
     digest = hashlib.sha256(" ".join(FLAGS).encode())
     folders = (_KERNELS / "cuda" / "src", *INCLUDES)
     for path in sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()):

@@ -1,13 +1,13 @@
-"""Tokens that partial keys speculate to matter, chosen and copied to device memory one layer ahead: policy infinigen.
+"""Policy infinigen on the GPU: choose tokens by partial keys and copy them to device memory one layer ahead.
 
-A layer's way::
+The kernels of a layer::
 
     speculate -> choose_tokens                 lists of blocks with masks of tokens
-    gather_tokens                              pool -> staged tokens, one behind the other
-    place_tokens, attend_pages                 the step's own token, and attention over what is staged
+    gather_tokens                              pool -> staged tokens, without gaps
+    place_tokens, attend_pages                 the step's own token, and attention over staged tokens
 
-What ``policies/infinigen/selection.py`` selects. All KV heads of a row get the same number of tokens, so staged tokens
-are rows of ``attend_pages``::
+``policies/infinigen/selection.py`` specifies the selection. All KV heads of a row get the same number of tokens, so
+``attend_pages`` can attend to the staged tokens as to the blocks of rows::
 
     staged keys, values  [B * blocks, H, 32, D]    entry b has blocks b * blocks and following
 """
@@ -27,17 +27,17 @@ from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address
 
 _MOST_SPLITS = 32  # sh_most_splits
-_CTAS = 1024  # that fill a device
+_CTAS = 1024  # enough CTAs to fill a device
 _QUERY_ROWS = 16
 
 
 class SpeculationWorkspace:
-    """What kernels of one layer leave for each other. ``ranks`` ``[B, H, items]``: larger ones for better items."""
+    """Intermediate results of one layer's kernels. ``ranks`` ``[B, H, items]`` are larger for better items."""
 
     def __init__(
         self, batch: int, heads: int, max_blocks: int, *, by_block: bool, device: torch.device | str = "cuda"
     ) -> None:
-        """``by_block``: items are blocks, and not tokens."""
+        """Allocate the workspace. ``by_block``: items are blocks; otherwise items are tokens."""
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -56,11 +56,12 @@ class SpeculationWorkspace:
 
 
 class TokenLists:
-    """Chosen tokens: blocks in the order of the row, ``pages`` and ``masks`` ``[B, H, most]``, int32.
+    """Lists of chosen tokens: blocks in the order of the row, ``pages`` and ``masks`` ``[B, H, most]``, int32.
 
-    Of a list the first ``counts`` ``[B, H]`` are there. Token i of a list, in the order of the row, is staged token i
-    of its (row, KV head); ``offsets`` ``[B, H, most]`` has the first of each block. ``tokens`` ``[B]``: how many a KV
-    head has; ``places`` ``[B]``: of the step's own token, the last one, for ``place_tokens``.
+    The first ``counts`` ``[B, H]`` blocks of a list are valid. Chosen token i of a list, in the order of the row, is
+    staged token i of the (row, KV head). ``offsets`` ``[B, H, most]``: index of each block's first chosen token.
+    ``tokens`` ``[B]``: number of chosen tokens of each KV head. ``places`` ``[B]``: destination for ``place_tokens`` of
+    the step's own token, which is the last one of a list.
     """
 
     def __init__(self, batch: int, heads: int, most: int, device: torch.device | str = "cuda") -> None:
@@ -86,9 +87,10 @@ def speculate(
     alpha: float,
     workspace: SpeculationWorkspace,
 ) -> None:
-    """``selection.below_best`` of the query ``[B, H * G, D]`` as ranks, and how many items each KV head wants.
+    """Write ``selection.below_best`` of the query ``[B, H * G, D]`` as ranks, and the number of items each head wants.
 
-    By blocks: ``selection.best_of_blocks`` of it. Tokens of pages that are not in the pool are below all others.
+    If items are blocks, ranks are those of ``selection.best_of_blocks``. Tokens of pages that are not in the pool rank
+    below all others.
     """
     batch, query_heads, dim = query.shape
     heads, group = partial.heads, query_heads // partial.heads
@@ -120,10 +122,11 @@ def choose_tokens(
     *,
     counted: torch.Tensor | None = None,
 ) -> None:
-    """``selection.choose`` by what ``speculate`` found, as ``list_of_tokens`` or ``list_of_blocks`` have it.
+    """Write the lists of ``selection.choose``, by the ranks and numbers that ``speculate`` has left in ``workspace``.
 
-    ``limit``: items of a KV head, with the last one. ``staged_blocks`` of an entry hold as many. ``counted`` (one
-    int64): chosen tokens of all KV heads are added.
+    Lists equal ``selection.list_of_tokens`` or ``list_of_blocks``. ``limit``: maximum number of items of a KV head,
+    including the last item of the row. ``staged_blocks``: blocks of an entry, which must hold ``limit`` items. The
+    number of chosen tokens of all KV heads is added to ``counted`` (one int64).
     """
     batch, heads, most = lists.pages.shape
     items, of_lists = workspace.ranks.shape[2], (step.batch, heads, most)
@@ -163,9 +166,10 @@ def gather_tokens(
     refused: torch.Tensor | None = None,
     ctas: int = GATHER_CTAS,
 ) -> None:
-    """Copy the listed tokens, but for the step's own ones, to staged keys and values ``[B * blocks, H, 32, D]``.
+    """Copy the listed tokens, except the step's own, to staged keys and values ``[B * blocks, H, 32, D]``.
 
-    Numbers are checked on the device. Blocks out of bounds are left out and added to ``refused`` (one int64).
+    Page numbers and offsets are checked on the device. Blocks out of bounds are skipped, and their number is added to
+    ``refused`` (one int64).
     """
     (batch, heads, most), (pages, _, tokens, dim) = lists.pages.shape, pool.keys.shape
     staged_blocks = staged_keys.shape[0] // batch

@@ -1,4 +1,4 @@
-"""The rows of a decode step, and its beginning: SGLang's tables become what the kernels read, in one launch."""
+"""The rows of a decode step, and the kernels at its beginning, which translate SGLang's tables in one launch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_hybrid.ops.cuda.tensors import active_address, address
 
 @dataclass(frozen=True)
 class Step:
-    """The rows of a decode step. Lengths count the token that is being computed: its block is the tail."""
+    """The rows of a decode step. Lengths include the token that is being computed, whose block is the tail."""
 
     page_table: torch.Tensor  # [B, max_blocks] int32
     lengths: torch.Tensor  # [B] int32
@@ -56,9 +56,9 @@ def begin_step(
 ) -> None:
     """Fill ``step`` with rows and lengths ``[B]``, int64 or int32, of which the first ``active`` are real.
 
-    req_to_token ``[rows, tokens]`` int32. begins ``[B]``: 1 for rows of which nothing is resident. whole ``[B]``: 1 for
-    rows of more than ``whole_beyond`` tokens in their first ``whole_steps`` steps. first_lengths ``[rows]``: gets a
-    row's length in its first step.
+    req_to_token ``[rows, tokens]`` int32 is SGLang's table. Outputs are int32. begins ``[B]``: 1 for rows without
+    resident blocks. whole ``[B]``: 1 for rows of more than ``whole_beyond`` tokens in their first ``whole_steps``
+    steps. lengths_by_row ``[rows]``: the row's length. first_lengths ``[rows]``: the row's length in its first step.
     """
     batch, known = step.batch, lengths_by_row.shape[0]
     if rows.dtype != lengths.dtype:
@@ -96,10 +96,11 @@ def let_rows_go(
     kept_lengths: torch.Tensor | None = None,
     goes_on: torch.Tensor | None = None,
 ) -> None:
-    """Whole rows are held no longer: ``first_lengths`` ``[rows]`` of ``begin_step`` says so of all that do not go on.
+    """Stop holding whole rows in device memory, and mark in ``first_lengths`` which rows have nothing resident.
 
-    ``kept_lengths`` ``[rows]`` int32: those of ``LastQueries``. Rows of the step go on if their query of the token
-    before was kept, and ``goes_on`` ``[B]`` int32 gets 1 for them. Without it no row goes on.
+    ``kept_lengths`` ``[rows]`` int32: lengths of ``LastQueries``. A row of the step goes on with slots if the query of
+    its previous token was kept; ``goes_on`` ``[B]`` int32 receives 1 for such rows. All other rows are marked in
+    ``first_lengths`` ``[rows]`` of ``begin_step``. Without ``kept_lengths`` no row goes on.
     """
     rows = first_lengths.shape[0]
     if (kept_lengths is None) != (goes_on is None):

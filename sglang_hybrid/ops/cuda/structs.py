@@ -1,4 +1,4 @@
-"""The structs that kernels are launched with, read from the C++ headers: no field can differ in name, type or place.
+"""Structs of launch arguments, read from the C++ headers, so that no field can differ in name, type or offset.
 
 The headers keep to a small part of C++: structs of pointers, numbers, arrays of numbers and other structs, and enums.
 """
@@ -13,14 +13,14 @@ from typing import Any
 from sglang_hybrid.ops.cpu.structs import Geometry, MailboxLayout
 from sglang_hybrid.ops.cuda.sources import INCLUDES
 
-# none before what it needs
+# each header after the headers whose structs it uses
 _HEADERS = (
     "c_api.h", "selection_api.h", "dense_api.h", "lanes_api.h", "prefill_api.h", "salience_api.h", "speculation_api.h",
     "weights_api.h", "kept_tokens_api.h",
 )  # fmt: skip
 _NUMBERS = {"float": c_float, "int32_t": c_int32, "uint32_t": c_uint32, "uint64_t": c_uint64}
 _SHARED = {"sglang_hybrid::Geometry": Geometry, "sglang_hybrid::MailboxLayout": MailboxLayout}
-_UNUSED = "unused"  # fields that only fill up
+_UNUSED = "unused"  # name of padding fields
 
 _COMMENT = re.compile(r"//.*")
 _DEFINITION = re.compile(r"\b(struct|enum) (sh_\w+)(?: : \w+)? \{(.*?)\};", re.S)
@@ -28,9 +28,13 @@ _FIELD = re.compile(r"(?:const )?([\w:]+)(\*?)\s+(\w+)(?:\[(\w+)\])?")
 
 
 class KernelStruct(ctypes.Structure):
-    """Made of zeros, or of all of its fields by name; pointers that are not given are null."""
+    """Base class of the headers' structs. Without arguments, all fields are 0.
 
-    _numbers: frozenset[str]  # fields that must be given
+    With arguments, all number fields must be given by name; other fields that are not given are null or 0. Raises
+    TypeError for unknown and for missing fields.
+    """
+
+    _numbers: frozenset[str]  # names of the number fields
 
     def __init__(self, **fields: Any) -> None:
         known = {name for name, _type in self._fields_}  # type: ignore[misc]
@@ -71,16 +75,16 @@ STRUCTS, _VALUES = _read_headers()
 
 
 def _names(prefix: str, count: int) -> tuple[str, ...]:
-    """Names of an enum without their prefix, in the order of their numbers."""
+    """Return the first ``count`` names of an enum without their prefix, in the order of their numbers."""
     numbers = {_VALUES[name]: name.removeprefix(prefix) for name in _VALUES if name.startswith(prefix)}
     return tuple(numbers[number] for number in range(count))
 
 
-# What can become of a posted row, in the order of the counters of sh_mailbox_state.
+# Possible outcomes of a posted row, in the order of the counters of sh_mailbox_state.
 OUTCOMES = _names("sh_row_", _VALUES["sh_row_outcomes"])
-# What a selection counts, in the order of sh_select_blocks.totals.
+# Numbers that a selection counts, in the order of sh_select_blocks.totals.
 TOTALS = _names("sh_total_", _VALUES["sh_select_totals"])
-# Upper bounds in seconds of all buckets of sh_mailbox_state.waits but the last, which has none.
+# Upper bounds in seconds of all buckets of sh_mailbox_state.waits except the last one, which has no upper bound.
 WAIT_BOUNDS = tuple(_VALUES["sh_wait_first_ns"] * 2**number / 1e9 for number in range(_VALUES["sh_wait_buckets"] - 1))
 
 

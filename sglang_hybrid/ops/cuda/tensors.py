@@ -1,4 +1,4 @@
-"""What launchers demand of tensors. A pointer that is wrong here would be wrong silently there."""
+"""Checks of tensors before a launch. Kernels get bare pointers and cannot detect a wrong dtype, shape or stride."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from sglang_hybrid.ops.cpu import structs
 from sglang_hybrid.ops.reference import FP8
 
 HALVES = (torch.bfloat16, torch.float16)
-_ALIGNMENT = 16  # bytes that kernels read or write of it at a time
+_ALIGNMENT = 16  # bytes; kernels read and write this many at a time
 
 
 def address(
     name: str, tensor: torch.Tensor | None, dtype: torch.dtype | tuple[torch.dtype, ...], shape: tuple[int, ...]
 ) -> int | None:
-    """Where a tensor lies in device memory, None where there is none. Raises ValueError if it is not what is needed."""
+    """Return the device address of ``tensor``, or None if it is None.
+
+    Raises ValueError unless the tensor has one of the dtypes and the shape, is on a CUDA device, and is contiguous and,
+    if it is of floating point, aligned to 16 bytes.
+    """
     if tensor is None:
         return None
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
@@ -33,7 +37,7 @@ def address(
 
 
 def scalar_address(name: str, number: torch.Tensor | None, dtype: torch.dtype) -> int | None:
-    """Of one number in device memory, any shape; it may lie between others."""
+    """Return the device address of a tensor of one number, or None. The tensor may be a view of a larger one."""
     if number is None:
         return None
     if number.dtype != dtype or number.numel() != 1 or not number.is_cuda:
@@ -43,20 +47,20 @@ def scalar_address(name: str, number: torch.Tensor | None, dtype: torch.dtype) -
 
 
 def dtype_code(dtype: torch.dtype, queries: torch.dtype | None = None) -> int:
-    """The kernels' DType: of a pool and of its queries, which have the pool's dtype unless it is FP8."""
+    """Return the kernels' DType for a pool's dtype and its queries' dtype. The two differ only if the pool is FP8."""
     return structs.dtype_code(*(str(one).removeprefix("torch.") for one in (dtype, queries or dtype)))
 
 
 def pools_for(queries: torch.dtype) -> tuple[torch.dtype, ...]:
-    """The dtypes of keys and values that such queries can attend to."""
+    """Return the dtypes of keys and values that queries of this dtype can attend to."""
     return (queries, FP8)
 
 
 def bit_words(blocks: int) -> int:
-    """Words of 32 bits that hold one for each block."""
+    """Return the number of 32-bit words that hold one bit for each block."""
     return -(-blocks // 32)
 
 
 def active_address(active_rows: torch.Tensor | None) -> int | None:
-    """The number of real batch entries: one int32 in device memory, any shape."""
+    """Return the address of the number of real batch entries, one int32 in device memory, or None if all are real."""
     return None if active_rows is None else address("active_rows", active_rows.view(-1), torch.int32, (1,))

@@ -1,4 +1,4 @@
-"""The compiler that this machine has."""
+"""Find the CUDA compiler of this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ class Nvcc:
 
 @functools.cache
 def find_nvcc() -> Nvcc | None:
-    """``$CUDA_HOME/bin/nvcc``, else the one on the path or where NVIDIA's packages put it; None without a compiler."""
+    """Return nvcc and its version, or None if there is no compiler. Raises CudaError if nvcc does not tell its version.
+
+    With ``$CUDA_HOME`` set, only ``$CUDA_HOME/bin/nvcc`` is tried; otherwise the one on the PATH, or, if there is none,
+    the location of NVIDIA's packages.
+    """
     home = os.environ.get("CUDA_HOME")
     if home:
         candidates = [Path(home) / "bin" / "nvcc"]

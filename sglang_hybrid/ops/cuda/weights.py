@@ -1,4 +1,4 @@
-"""Logits of quantised keys, and the tokens that have a share of the attention: ``reference_weights`` on the GPU."""
+"""GPU versions of ``reference_weights``: logits of quantised keys, and selection by cumulative share of attention."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ _INDICES = (torch.uint8, torch.int16)
 
 
 def lookup_logits(tables: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """As the reference: tables ``[B, H, G, groups, C]``, codes ``[B, H, N, groups]`` -> ``[B, H, G, N]``, float32.
+    """Return ``reference_weights.lookup_logits``: tables ``[B, H, G, groups, C]``, codes ``[B, H, N, groups]``.
 
-    Up to 24,576 centroids; codes are uint8 or int16. An index beyond the tables counts as the last.
+    The result is ``[B, H, G, N]``, float32. Up to 24,576 centroids; codes are uint8 or int16. An index beyond a table
+    uses the table's last entry.
     """
     rows, heads, group, groups, centroids = tables.shape
     tokens = codes.shape[2]
@@ -34,10 +35,10 @@ def lookup_logits(tables: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
 
 
 def cumulative_share(weights: torch.Tensor, least: float) -> torch.Tensor:
-    """As the reference: weights ``[..., N]``, not negative -> bool. NaN and what is below 0 are never kept.
+    """Return ``reference_weights.cumulative_share`` of weights ``[..., N]``, as bool.
 
-    Sums are whole numbers of 2^-40 of a list's largest weight: at the edge of ``least`` an entry more or less than the
-    reference, whose sums are float32.
+    NaN and weights below 0 are never kept. Sums are multiples of 2^-40 of a list's largest weight. The reference sums
+    in float32, so at the edge of ``least`` one entry more or less may be kept.
     """
     kept = torch.empty(weights.shape, dtype=torch.bool, device=weights.device)
     shape = tuple(weights.shape)

@@ -1,11 +1,11 @@
-"""Rows that are in device memory as a whole: which page holds which block, and attention over all of them.
+"""Whole rows in device memory: allocation of device pages to blocks, and attention over all blocks of a row.
 
     keys, values  [pages, H, 32, D]       of a layer; a page has the same number in all layers
-    table         [rows, max_blocks]      page of each block of a row, and how many blocks of it have one
+    table         [rows, max_blocks]      page of each block of a row, and number of its blocks that have one
 
-``hold_rows`` runs before every step and says what has to be loaded from the host pool; ``append`` writes the step's
-tokens to the tails' pages; ``attend_pages`` is exact attention. When rows are held no longer, ``move_to_slots`` makes
-slots of pages.
+``hold_rows`` runs before every step and lists the blocks to be loaded from the host pool. ``append`` writes the step's
+tokens to the tails' pages. ``attend_pages`` computes exact attention. When whole rows are given up, ``move_to_slots``
+moves blocks from pages to slots.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from sglang_hybrid.ops.cuda.selection import RecallPlan
 from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code, pools_for
 
-MOVE_CTAS = 1024  # both sides are in device memory: enough to fill every processor
+MOVE_CTAS = 1024  # source and destination are in device memory, so use all multiprocessors
 
 
 @dataclass(frozen=True)
 class StagedBlocks:
-    """Device memory for blocks on their way, ``[blocks, 32, D]`` each."""
+    """Device memory that holds blocks while they are moved, keys and values ``[blocks, 32, D]``."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
 
 class PageAllocator:
-    """Free pages, and what a step has to load: state between launches of ``hold_rows``."""
+    """State between launches of ``hold_rows``: the free device pages, and the blocks that a step must load."""
 
     def __init__(self, table: DenseTable, heads: int) -> None:
         device, pages = table.pages.device, table.device_pages
@@ -51,22 +51,22 @@ class PageAllocator:
         self.forget_all()
 
     def forget_all(self) -> None:
-        """Nothing is held."""
+        """Free all pages: no row is held from now on."""
         self.table.held.zero_()
         self._renewed.zero_()
         self._free_pages.copy_(self._all)
         self._free_count.fill_(self._all.numel())
 
     def reset_rows(self, rows: torch.Tensor) -> None:
-        """These rows ``[n]`` int64 are other requests from now on."""
+        """Mark ``rows`` ``[n]`` int64 as taken by new requests: the blocks that they hold are invalid."""
         self._renewed.index_fill_(0, rows, 1)
 
     def hold_rows(self, step: Step, refused: torch.Tensor | None = None) -> None:
-        """The rows of the step have pages for all their blocks, all other rows none.
+        """Give the rows of the step pages for all their blocks, and free the pages of all other rows.
 
-        ``load_pages`` and ``load_destinations``, the first ``load_count`` of them, are what the host pool has of pages
-        that are new: for ``gather_blocks`` into slots ``[pages, H, 1, 32, D]``. Rows that find no pages are added to
-        ``refused`` (one int64).
+        The first ``load_count`` entries of ``load_pages`` and ``load_destinations`` list the blocks in the host pool
+        that must be copied to new pages, by ``gather_blocks`` into slots ``[pages, H, 1, 32, D]``. The number of rows
+        for which there are too few pages is added to ``refused`` (one int64).
         """
         rows, capacity = self.table.pages.shape[0], self.load_pages.numel()
         launch(
@@ -93,11 +93,11 @@ class PageAllocator:
         *,
         ctas: int = MOVE_CTAS,
     ) -> None:
-        """Blocks of a plan that are held, to their slots: keys and values ``[rows, H, S, 32, D]`` of a layer.
+        """Move the plan's blocks from device pages to their slots: keys and values ``[rows, H, S, 32, D]`` of a layer.
 
-        Slots are the memory of the pages: from now on a layer's pages hold nothing. All blocks are copied to ``staged``
-        before the first slot is written. Those that were have page -1 in the plan. What is not held, and what finds no
-        room there, keeps its page, for ``gather_blocks``.
+        Slots and pages are the same memory, so the layer's pages are invalid afterwards. All blocks are copied to
+        ``staged`` before the first slot is written. A moved block gets page -1 in the plan. A block that no device page
+        holds, or for which ``staged`` is too small, keeps its page in the plan: copy it by ``gather_blocks``.
         """
         rows, heads, slots = keys.shape[:3]
         block = tuple(keys.shape[3:])
@@ -137,11 +137,11 @@ def attend_pages(
     out: torch.Tensor,
     overlaps: bool = False,
 ) -> torch.Tensor:
-    """Attention over all tokens of each row: query and ``out`` ``[B, H * G, D]``.
+    """Attend to all tokens of each row and return ``out``: query and ``out`` ``[B, H * G, D]``.
 
-    keys and values ``[pages, H, 32, D]``, of the query's dtype or of FP8. Blocks that have no page are left out. With
-    ``overlaps`` this is launched right after an ``append`` that overlaps, and begins with blocks that are full before
-    that is done.
+    keys and values ``[pages, H, 32, D]``, of the query's dtype or FP8. Blocks that have no page are skipped. With
+    ``overlaps`` the launch must directly follow an ``append`` with ``overlaps``: the kernel then attends to full blocks
+    before ``append`` has finished.
     """
     batch, query_heads, dim = query.shape
     pages, heads = keys.shape[:2]

@@ -1,4 +1,4 @@
-"""What CUDA step programs find in a layer: codes of keys, also where the pool has no digests."""
+"""Layers of CUDA step programs: codes of keys, also if the pool has no digests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYERS, PAGES, HEADS, DIM, COLUMNS = 2, 5, 2, 64, 16
 
 
 def pool_of(code_bytes: int) -> Any:
-    """As the policy's needs make it: these two need no digests."""
+    """Return a pool as created for policies that need codes of keys and no digests: infinigen and hcattention."""
     keys = [torch.zeros(PAGES, HEADS, BLOCK_TOKENS, DIM, dtype=torch.bfloat16) for _ in range(LAYERS)]
     codes = KeyCodes(code_bytes, LAYERS, PAGES, HEADS, BLOCK_TOKENS, "cpu")
     return SimpleNamespace(
@@ -41,7 +41,7 @@ def test_infinigen_has_the_partial_keys_of_a_pool_without_digests() -> None:
     for layer, one in enumerate(codes):
         assert isinstance(one, PartialKeyCodes) and (one.heads, one.dim) == (HEADS, DIM)
         assert one.codes.data_ptr() == pool.codes.of_layer(layer).data_ptr()
-        assert one.basis is pool.codes.encoder.basis(layer)  # so that bases that are chosen later are its own
+        assert one.basis is pool.codes.encoder.basis(layer)  # the same tensor, because bases are replaced in place
 
 
 def test_hcattention_without_a_codebook_keeps_whole_keys() -> None:

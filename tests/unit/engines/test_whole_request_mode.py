@@ -1,4 +1,4 @@
-"""When rows are held in device memory as a whole."""
+"""Decisions of ``WholeRequestMode``: when to hold whole rows in device memory."""
 
 from __future__ import annotations
 

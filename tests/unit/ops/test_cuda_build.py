@@ -1,4 +1,4 @@
-"""The CUDA kernels compile for every architecture that is served, are compiled once, and say what is missing."""
+"""Build of the CUDA kernels: compiles for every supported architecture, only once, and reports what is missing."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ def with_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
 def test_the_kernels_compile_and_python_has_the_same_structs() -> None:
-    """Quickly, for one architecture. In the user's cache: the same sources are compiled once on a machine."""
+    """Compile quickly, for one architecture, to the user's cache: the same sources are compiled once on a machine."""
     folder = default_cache_dir().expanduser() / "cuda"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     nvcc = find_nvcc()
     assert nvcc is not None
-    made = folder / f"{source_hash()}-sm90-checked.so"  # no name that a server would load
+    made = folder / f"{source_hash()}-sm90-checked.so"  # a name that servers do not look for
     if not made.is_file():
         build._compile(nvcc, 90, made, quickly=True)
-    load(made)  # compares them; needs no GPU
+    load(made)  # compares the structs; needs no GPU
 
 
 @pytest.mark.full
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_an_architecture_compiles_and_python_has_the_same_structs(architecture: int) -> None:
-    """In the user's own cache, so that the same sources are compiled once on a machine."""
+    """Compile to the user's own cache, so that the same sources are compiled once on a machine."""
     library = build.built(architecture)
-    load(library)  # compares them; needs no GPU
+    load(library)  # compares the structs; needs no GPU
     assert f"{source_hash()}-sm{architecture}-" in library.name
 
 
 def test_a_library_is_compiled_once_even_by_two(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # the last argument is where the library goes
+    # the fake compiler's last argument is the path of the library
     with_compiler(
         monkeypatch, tmp_path, f'echo compiled >> {tmp_path}/log; for last; do :; done; echo library > "$last"'
     )

@@ -1,4 +1,4 @@
-"""The tests of CUDA kernels and of what launches them pass on an emulated GPU too."""
+"""Run the tests of the CUDA kernels, and of the code that launches them, on an emulated GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kernels_on_cpu import built
 from sglang_hybrid.user_cache import default_cache_dir
 
 TESTS = Path(__file__).resolve().parents[2]
-# how many processes share the tests of a file
+# test files and the number of processes that share the tests of each file
 DEVICE_ALONE = {
     "test_cuda_attention.py": 2,
     "test_cuda_copies.py": 1,
@@ -48,11 +48,11 @@ WITH_STREAMS = {
     "test_gpu_scout.py": 2,
     "test_gpu_scoutattention.py": 1,
 }
-# of which every other test is enough here; the others run in make test-full
+# files of which every other test runs here; the other tests run in make test-full
 HALVED = ("test_gpu_scout.py", "test_cuda_selection.py")
-# what changes least: in make test-full
+# files whose kernels change least: they run in make test-full
 RARE = ("test_cuda_prediction.py", "test_gpu_dense.py", "test_gpu_prefill.py")
-# whose largest cases take minutes here: in make test-full
+# files whose largest cases take minutes in emulation: these cases run in make test-full
 LARGE = ("test_cuda_attention.py",)
 
 
