@@ -94,7 +94,7 @@ struct sh_gather_blocks {
 
 // -- mailbox -----------------------------------------------------------------------------------------------------------
 
-enum sh_mailbox_outcome : uint32_t {  // what became of a posted row
+enum sh_mailbox_outcome : uint32_t {  // what became of a row of a post
     sh_row_served = 0,
     sh_row_empty = 1,  // the row listed no blocks, so nothing waited for the worker
     sh_row_late = 2,

@@ -1,4 +1,5 @@
-// Moving averages of attention weights of the tokens in slots: `move_averages` of the reference, by a second look at the keys.
+// Moving averages of attention weights of the tokens in slots: `move_averages` of the reference, by a second pass over the
+// keys.
 #pragma once
 
 #include "sglang_hybrid/cuda/block_logits.cuh"
