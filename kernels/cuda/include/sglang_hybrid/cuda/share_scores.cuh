@@ -1,4 +1,4 @@
-// One score of a block for all KV heads, so that they select the same blocks, as in the paper ScoutAttention.
+// One score of a block for all KV heads, for one selection per layer, as in the paper ScoutAttention.
 #pragma once
 
 #include "sglang_hybrid/cuda/finish_scores.cuh"
