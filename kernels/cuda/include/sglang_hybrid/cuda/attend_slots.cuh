@@ -515,11 +515,11 @@ __device__ void attend_list(const void* queries, DType dtype, uint32_t group, fl
     constexpr uint32_t block_bytes = BlockTile::bytes;
     const uint32_t tiles = shared_address(shared + at.tiles) + warp * attend_tiles * block_bytes;
     uint32_t key_tile = tiles, value_tile = tiles + block_bytes, next_tile = tiles + 2 * block_bytes;
-    // lists and tables, which every layer reads, stay in the L2 cache
+    // keys and values leave the L2 cache first; lists and tables, which every layer reads, stay in it
     const uint64_t policy = read_once_policy();
     const auto request = [&](uint32_t tile, const char* block, const auto& of) {
         if (of.tokens) BlockTile::request(tile, block, CountedTokens(of), lane, policy);
-        commit_copies();  // an empty group too: waiting counts groups
+        commit_copies();  // also commits an empty group, since waiting counts groups
     };
     auto slot = mine.take(block_bytes);
     request(key_tile, slot.keys, slot);

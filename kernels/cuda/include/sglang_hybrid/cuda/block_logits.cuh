@@ -10,12 +10,12 @@
 namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t logit_warps = 4;
-inline constexpr uint32_t logit_tiles = 2;  // of a warp
+inline constexpr uint32_t logit_tiles = 2;  // tiles of a warp
 
 struct LogitMemory {
     uint32_t queries;  // [16][kDim] float
     uint32_t maxima;   // [warps][16] float
-    uint32_t sums;     // likewise
+    uint32_t sums;     // [warps][16] float
     uint32_t lses;     // [16] float
     uint32_t tiles;    // [warps][2]
     uint32_t bytes;
@@ -59,7 +59,7 @@ class BlockLogits {
             const uint32_t to = shared_address(tiles + tile * Tile<kDim>::bytes);
             if (block.tokens)
                 Tile<kDim>::request(to, block.keys, [&](uint32_t token) { return token < block.tokens; }, lane_, policy);
-            commit_copies();  // an empty group too: waiting counts groups
+            commit_copies();  // also commits an empty group, since waiting counts groups
             return block.tokens;
         };
         uint32_t tile = 0, tokens = request(warp_, tile);

@@ -6,7 +6,13 @@
 // number of real entries, in device memory (null: all entries are real). Kernels neither read nor write the entries behind
 // these. Arrays [rows] are indexed by row, whatever batch entry the row has.
 //
-// A block is 32 tokens of one layer and one KV head; `group` query heads share a KV head.
+// A block is 32 tokens of one layer and one KV head. Fields that many structs have:
+//   batch, rows     batch entries of the launch; rows that the arrays [rows] have
+//   kv_heads, group, head_dim   KV heads of this rank; query heads per KV head; channels of a head
+//   scale           factor of q . k: logits are scale * (q . k)
+//   max_blocks      most blocks of a row
+//   pool_pages      pages of a layer in the host pool; page numbers beyond it are out of bounds
+//   ctas            CTAs that the launcher launches, at most
 #pragma once
 
 #include <cstdint>

@@ -5,8 +5,8 @@
 // shifted for that: the bits of a code are the last bits of a float16 number, or stand before four zeros at its end, and the
 // exponent (1024 or 64) says which. So these numbers are too large by the number that they begin at, which is known, and by
 // half of the largest code, which is the middle of the range. Two products subtract both again, exactly: one of the weights of
-// pairs 0 and 1, one of the weights of pairs 2 and 3. Numbers from 1024 on cannot represent a half. Whoever has the sum of a
-// block's tokens adds this half of a step: it is the same for all tokens of the block.
+// pairs 0 and 1, one of the weights of pairs 2 and 3. Numbers from 1024 on cannot represent a half. This half of a step
+// is added to the sum of a block's tokens (`halves` of estimates.cuh), since it is the same for all tokens of the block.
 #pragma once
 
 #include "sglang_hybrid/cuda/halves.cuh"

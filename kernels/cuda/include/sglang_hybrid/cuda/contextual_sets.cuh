@@ -14,7 +14,7 @@ inline constexpr uint32_t set_threads = logit_warps * warp_size;
 struct WindowOfRow {
     uint32_t head;
     uint64_t list;  // number of the (row, KV head)
-    const int32_t* pages;  // of the row's blocks
+    const int32_t* pages;  // [max_blocks]: pages of the row's blocks
     int32_t* positions;  // [slots]
     float* maw;  // [slots][32]
     int32_t* masks;  // [max_blocks]

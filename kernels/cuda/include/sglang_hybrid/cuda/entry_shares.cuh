@@ -10,7 +10,7 @@ namespace sglang_hybrid::cuda {
 // then padded in the list to a whole number of CTAs' parts.
 class EntryShares {
   public:
-    static constexpr uint32_t least_blocks = 2;  // of a warp
+    static constexpr uint32_t least_blocks = 2;  // fewest blocks of a warp
 
     // Bytes of shared memory.
     static __host__ __device__ uint32_t bytes(uint32_t batch) { return (batch + 1) * sizeof(uint32_t); }

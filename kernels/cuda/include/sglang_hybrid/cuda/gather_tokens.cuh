@@ -40,7 +40,7 @@ __device__ inline void copy_tokens(const sh_gather_tokens& args, uint64_t block,
             else static_cast<uint4*>(args.staged_values)[to + (chunk - chunks)] = loaded[n];
         }
     }
-    __syncwarp();  // before the next block's tokens
+    __syncwarp();  // before `tokens` gets those of the next block
 }
 
 // All warps go through all lists and take blocks in turn. The turns continue from one list to the next, since most lists are

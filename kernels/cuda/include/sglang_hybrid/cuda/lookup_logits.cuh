@@ -14,7 +14,7 @@
 namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t lookup_threads = 256;
-inline constexpr uint32_t lookup_tokens = 4;  // of a thread
+inline constexpr uint32_t lookup_tokens = 4;  // tokens of a thread
 inline constexpr uint32_t lookup_tile = lookup_threads * lookup_tokens;
 inline constexpr uint32_t lookup_shared_bytes = 96 << 10;  // two CTAs fit on a processor
 

@@ -7,7 +7,7 @@
 
 namespace sglang_hybrid::cuda {
 
-inline constexpr uint32_t average_slots = 16;  // of a CTA
+inline constexpr uint32_t average_slots = 16;  // slots of a CTA
 
 // A CTA for each (batch entry, KV head) and `average_slots` of its slots.
 template <class Element, int kDim>

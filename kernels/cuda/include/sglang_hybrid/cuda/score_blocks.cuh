@@ -13,7 +13,7 @@ namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t score_warps = 4;
 inline constexpr uint32_t score_threads = score_warps * 32;
-inline constexpr uint32_t most_score_entries = 1024;  // of a batch: their octet counts are in shared memory
+inline constexpr uint32_t most_score_entries = 1024;  // most entries of a batch: their octet counts are in shared memory
 
 template <int kDim, int kChannels, Format kFormat>
 struct ScoreMemory {
@@ -154,7 +154,7 @@ __device__ void estimate_octets(const sh_score_blocks& args, char* shared, const
     const auto request = [&](uint32_t stage, uint32_t octet, const OctetBlocks& blocks) {
         const uint32_t to = shared_address(mine + stage * Here::bytes);
         if (octet < end) Here::request(to, args.digests, blocks.head, blocks.page, policy);
-        commit_copies();  // an empty group too: waiting counts groups
+        commit_copies();  // also commits an empty group, since waiting counts groups
     };
     static_assert(Memory::stages == 2);
     OctetBlocks blocks = next_blocks();

@@ -135,7 +135,7 @@ __device__ inline Missed write_misses(const sh_select_blocks& args, SelectionMem
         sinks = static_cast<uint32_t>(__syncthreads_count(is_miss && is_sink));  // they come first, and have slots of their own
         gathered = min(gathered, sinks + find_slots_to_gather(args, memory, row, mine, selected, scores));
     }
-    uint32_t better = gathered;  // misses before this one; if all misses are in one list, the number does not matter
+    uint32_t better = gathered;  // number of better misses; if all misses are in one list, it does not matter
     if (gathered || misses > args.most_misses) better = place_by_score<false>(memory, is_miss, missed.score);
     const bool is_listed = is_miss && better >= gathered && better - gathered < args.most_misses;
     write_list(memory, is_listed, missed, pair, args.most_misses, args.miss_pages, args.miss_positions, args.miss_counts);

@@ -11,9 +11,9 @@
 
 namespace sglang_hybrid::cuda {
 
-inline constexpr uint32_t logit_tile_blocks = 64;  // of a CTA
+inline constexpr uint32_t logit_tile_blocks = 64;  // blocks of a CTA
 inline constexpr uint32_t lookup_row_threads = 256;
-inline constexpr uint32_t lookup_row_tokens = 16;  // of a thread
+inline constexpr uint32_t lookup_row_tokens = 16;  // tokens of a thread
 inline constexpr uint32_t lookup_row_tile = lookup_row_threads * lookup_row_tokens;
 inline constexpr uint32_t lookup_row_bytes = 96 << 10;  // of tables: two CTAs fit on a processor
 
