@@ -11,7 +11,7 @@
 //   kv_heads, group, head_dim   KV heads of this rank; query heads per KV head; channels of a head
 //   scale           factor of q . k: logits are scale * (q . k)
 //   max_blocks      most blocks of a row
-//   pool_pages      pages of a layer in the host pool; page numbers beyond it are out of bounds
+//   pool_pages      pages of a layer in the host pool; page numbers from this on are out of bounds
 //   ctas            CTAs that the launcher launches, at most
 #pragma once
 
