@@ -1,4 +1,4 @@
-// How kernels that attend with the warps of attend_slots.cuh are launched.
+// Launch parameters of the kernels that attend with the warps of attend_slots.cuh.
 #pragma once
 
 #include <algorithm>
@@ -8,9 +8,9 @@
 #include "sglang_hybrid/block_attention.h"
 #include "sglang_hybrid/cuda/attend_slots.cuh"
 
-inline constexpr uint32_t most_entries = 4096;  // of a step, whose blocks are added up in shared memory
+inline constexpr uint32_t most_entries = 4096;  // of a step: shared memory adds up the blocks of all entries
 
-// On the current device.
+// Launch parameters on the current device.
 struct AttendPlan {
     cudaError_t error;
     uint32_t warps;
@@ -19,7 +19,8 @@ struct AttendPlan {
     uint32_t ctas;  // that the device runs at a time
 };
 
-// `of_value`: bytes of a number in keys and values. `more_bytes` of shared memory are for what the kernel has beside its warps.
+// Return the launch parameters of a kernel. `of_value`: bytes of a number in keys and values. `more_bytes`: shared memory that
+// the kernel needs besides that of its warps.
 inline AttendPlan plan_attend(uint32_t head_dim, uint32_t of_value, uint32_t most_warps = sglang_hybrid::cuda::attend_warps,
                               uint32_t more_bytes = 0) {
     using namespace sglang_hybrid::cuda;
@@ -36,14 +37,14 @@ inline AttendPlan plan_attend(uint32_t head_dim, uint32_t of_value, uint32_t mos
     while (plan.warps > 1 && shared_bytes(plan.warps) > uint32_t(of_cta)) plan.warps /= 2;
     plan.shared_bytes = shared_bytes(plan.warps);
     plan.processors = uint32_t(processors);
-    const uint32_t reserved = 1024;  // of every CTA, by CUDA
-    // over FP8 registers are what is short
+    const uint32_t reserved = 1024;  // bytes that CUDA reserves in every CTA's shared memory
+    // over FP8, registers limit the number of CTAs
     const uint32_t most = of_value == 1 ? std::max(1u, fp8_ctas * attend_warps / plan.warps) : 4;
     plan.ctas = processors * std::clamp(of_processor / (plan.shared_bytes + reserved), 1u, most);
     return plan;
 }
 
-// use(Element{}, head_dim) for shapes that these kernels have, known at compile time.
+// Call use(Element{}, head_dim), with head_dim as a constant of the compiler, for the values that these kernels support.
 template <class Element, class Use>
 cudaError_t for_head_dim(uint32_t head_dim, Use use) {
     switch (head_dim) {
@@ -55,7 +56,7 @@ cudaError_t for_head_dim(uint32_t head_dim, Use use) {
     }
 }
 
-// Keys and values have the dtype of queries.
+// Call `use` as for_head_dim does, for keys and values of the queries' dtype.
 template <class Use>
 cudaError_t for_heads(uint32_t dtype, uint32_t head_dim, uint32_t group, Use use) {
     using namespace sglang_hybrid;
@@ -67,14 +68,14 @@ cudaError_t for_heads(uint32_t dtype, uint32_t head_dim, uint32_t group, Use use
     }
 }
 
-// They may be FP8, too.
+// Call `use` as for_heads does, for keys and values that may also be FP8.
 template <class Use>
 cudaError_t for_pools(uint32_t dtype, uint32_t head_dim, uint32_t group, Use use) {
     using namespace sglang_hybrid;
     const auto both = static_cast<DType>(dtype);
     if (both != DType::fp8_bf16 && both != DType::fp8_fp16) return for_heads(dtype, head_dim, group, use);
     if (group < 1 || group > cuda::query_rows) return cudaErrorInvalidValue;
-    switch (head_dim) {  // those that the engine serves
+    switch (head_dim) {  // the values that the engine serves
         case 64: return use(cuda::Fp8{}, std::integral_constant<int, 64>{});
         case 128: return use(cuda::Fp8{}, std::integral_constant<int, 128>{});
         default: return cudaErrorInvalidValue;

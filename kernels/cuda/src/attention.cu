@@ -1,4 +1,4 @@
-// Attention over slots, merging and gathering: launchers.
+// Launchers of attention over slots, merging and gathering.
 #include <algorithm>
 
 #include "attend_launch.h"
@@ -19,7 +19,7 @@ cudaError_t launch_attend(const sh_attend_slots& args, cudaStream_t stream) {
     // a CTA takes at least one slot for each of its warps
     const uint64_t slots = uint64_t{args.batch} * args.kv_heads * spread.slots;
     if (slots > UINT32_MAX / 2 || spread.ctas == 0) return cudaErrorInvalidValue;
-    // what CTAs have of a list finds room when it is merged
+    // the partial results of a list must fit the memory in which they are merged
     if (spread.slots / plan.warps + 2 > most_parts(kDim, of_value, plan.warps, args.group)) return cudaErrorInvalidValue;
     const uint32_t ctas = uint32_t(std::min<uint64_t>(spread.ctas, (slots + plan.warps - 1) / plan.warps));
     const auto kernel = attend_slots<Element, kDim>;
@@ -31,8 +31,8 @@ cudaError_t launch_attend(const sh_attend_slots& args, cudaStream_t stream) {
 
 }  // namespace
 
-// Partial results that attend_slots wants room for: two of every CTA that the device runs at a time. `of_value`: bytes of a
-// number in keys and values.
+// Write the number of partial results for which attend_slots needs memory to `units`: two for every CTA that the device runs at
+// a time. `of_value`: bytes of a number in keys and values.
 SH_CUDA_API int sh_cuda_attend_units(uint32_t head_dim, uint32_t of_value, uint32_t* units) {
     const AttendPlan plan = plan_attend(head_dim, of_value);
     *units = 2 * plan.ctas;

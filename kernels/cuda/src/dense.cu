@@ -1,4 +1,4 @@
-// The beginning of a step, steps in which all rows are held as a whole, and the end of these: launchers.
+// Launchers for the beginning of a step, for steps in which whole rows are held, and for the end of such steps.
 #include <algorithm>
 
 #include "attend_launch.h"
@@ -13,7 +13,7 @@ using namespace sglang_hybrid::cuda;
 
 namespace {
 
-constexpr uint32_t most_rows = 1 << 18;  // a bit for each in shared memory
+constexpr uint32_t most_rows = 1 << 18;  // each row has a bit in shared memory
 
 uint32_t row_bits(uint32_t rows) { return (rows + 31) / 32 * uint32_t(sizeof(uint32_t)); }
 

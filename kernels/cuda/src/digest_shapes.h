@@ -1,4 +1,4 @@
-// From the shape of digests to a kernel that knows it.
+// Selection of the kernel that is compiled for a shape of digests.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +14,7 @@ using Number = std::integral_constant<int, kValue>;
 template <sglang_hybrid::cuda::Format kValue>
 using FormatOf = std::integral_constant<sglang_hybrid::cuda::Format, kValue>;
 
-// use(head_dim, channels, format) for what digests have, known at compile time.
+// Call use(head_dim, channels, format) with the values of `digests` as constants of the compiler.
 template <class Use>
 cudaError_t for_shape(const sh_digests& digests, Use use) {
     using sglang_hybrid::cuda::Format;
@@ -40,7 +40,7 @@ cudaError_t for_shape(const sh_digests& digests, Use use) {
     }
 }
 
-// use(Element{}) for the dtype of queries, which digests have too, unless they are compact.
+// Call use(Element{}) for the dtype of queries, which digests have too, unless they are compact.
 template <class Use>
 cudaError_t for_element(const sh_digests& digests, Use use) {
     switch (sglang_hybrid::query_dtype(static_cast<sglang_hybrid::DType>(digests.dtype))) {

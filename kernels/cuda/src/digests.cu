@@ -1,4 +1,4 @@
-// Keys of a step and of whole pages: launchers.
+// Launchers for the keys of a step and of whole pages.
 #include "launching.h"
 #include "sglang_hybrid/cuda/append.cuh"
 
@@ -7,7 +7,7 @@ using namespace sglang_hybrid::cuda;
 
 namespace {
 
-// use(Element{}, Stored{}) for digests that can be served: the model's dtype, and the pool's.
+// Call use(Element{}, Stored{}), the dtypes of model and pool, for digests that kernels support.
 template <class Use>
 cudaError_t for_keys(const sh_digests& digests, Use use) {
     if (digests.compact && (digests.head_dim % 32 || digests.channel_count % 8 || !digests.channel_count)) {

@@ -1,4 +1,4 @@
-// Codes of keys, attention weights by them, and sums of values: launchers.
+// Launchers for codes of keys, attention weights that are computed from codes, and sums of values.
 #include "attend_launch.h"
 #include "sglang_hybrid/cuda/finish_sums.cuh"
 #include "sglang_hybrid/cuda/keep_tokens.cuh"

@@ -1,4 +1,4 @@
-// What launchers share.
+// Functions that launchers share.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,14 +15,15 @@ inline cudaError_t first_error(std::initializer_list<cudaError_t> errors) {
     return cudaSuccess;
 }
 
-// Dynamic shared memory beyond what every kernel may have.
+// Allow a kernel `bytes` of dynamic shared memory, which may be more than every kernel may have.
 template <class Kernel>
 cudaError_t allow_shared(Kernel kernel, uint32_t bytes) {
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
 }
 
-// As kernel<<<ctas, threads, bytes, stream>>>(arguments). Where devices can do that, it begins before the kernel in front of it
-// is done; wait_for_launch_before() of memory.cuh says when that is.
+// Launch as kernel<<<ctas, threads, bytes, stream>>>(arguments) does. On devices that can do that (compute capability 9.0 or
+// newer) the kernel begins before the kernel in front of it is done, and calls wait_for_launch_before() of memory.cuh to wait
+// for it.
 template <class Arguments>
 cudaError_t launch_overlapping(void (*kernel)(Arguments), uint32_t ctas, uint32_t threads, uint32_t bytes, cudaStream_t stream,
                                const Arguments& arguments) {

@@ -1,4 +1,4 @@
-// What is no kernel: registered host memory, errors, and the sizes by which Python checks its structs.
+// Functions without kernels: registered host memory, errors, and the sizes by which Python checks its structs.
 #include <cstring>
 
 #include "launching.h"
@@ -12,11 +12,11 @@
 #include "sglang_hybrid/cuda/speculation_api.h"
 #include "sglang_hybrid/cuda/weights_api.h"
 
-// Make host memory readable and writable for the device, and say where the device sees it.
+// Make host memory readable and writable for the device, and write its device address to `device_address`.
 SH_CUDA_API int sh_cuda_register(void* memory, uint64_t bytes, void** device_address) {
     const cudaError_t error = cudaHostRegister(memory, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
     if (error) {
-        cudaGetLastError();  // or the next launch would report it
+        cudaGetLastError();  // clears the error, which the next launch would report
         return error;
     }
     return cudaHostGetDevicePointer(device_address, memory, 0);
@@ -30,7 +30,7 @@ SH_CUDA_API int sh_cuda_unregister(void* memory) {
 
 SH_CUDA_API const char* sh_cuda_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
-// Bytes of a struct of one of the headers above, 0 if there is none of that name.
+// Return the bytes of a struct of one of the headers above, 0 if there is none of that name.
 SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
     const struct {
         const char* name;

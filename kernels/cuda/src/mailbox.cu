@@ -1,4 +1,4 @@
-// Posting to the worker and waiting for it: launchers.
+// Launchers for posting to the worker and waiting for it.
 #include "launching.h"
 #include "sglang_hybrid/cuda/mailbox.cuh"
 

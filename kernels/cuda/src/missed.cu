@@ -1,4 +1,4 @@
-// Attention over blocks in the host pool: launcher.
+// Launcher of attention over blocks in the host pool.
 #include "attend_launch.h"
 #include "sglang_hybrid/cuda/finish_late.cuh"
 
@@ -13,7 +13,7 @@ SH_CUDA_API int sh_cuda_finish_late(const sh_finish_late* args, cudaStream_t str
         if (plan.error) return plan.error;
         const uint64_t longest = std::max(args->step.max_blocks, args->most_blocks);
         const uint64_t blocks = uint64_t{args->step.batch} * args->kv_heads * longest;
-        // one CTA of a processor has enough on its way for PCIe, and the fewer there are the sooner nothing is done
+        // one CTA of a processor has enough loads in flight for PCIe; with fewer CTAs, a launch without work ends sooner
         const uint32_t ctas = std::min(plan.processors, args->units / 2);
         if (blocks > UINT32_MAX / 2 || ctas == 0 || args->step.batch > most_entries) return cudaErrorInvalidValue;
         const auto kernel = finish_late<decltype(element), dim()>;

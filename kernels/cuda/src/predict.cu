@@ -1,4 +1,4 @@
-// Prediction: launchers.
+// Launchers of prediction.
 #include "launching.h"
 #include "sglang_hybrid/cuda/predict.cuh"
 

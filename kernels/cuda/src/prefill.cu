@@ -1,4 +1,4 @@
-// New tokens to staged pages, and staged pages from and to the pool: launchers.
+// Launchers of copies of new tokens to staged pages, and of staged pages from and to the pool.
 #include <algorithm>
 
 #include "launching.h"
@@ -17,7 +17,7 @@ SH_CUDA_API int sh_cuda_place_tokens(const sh_place_tokens* args, cudaStream_t s
     };
     switch (static_cast<DType>(args->dtype)) {
         case DType::bf16:
-        case DType::fp16: return place(place_tokens<Float16, Float16>);  // 16 bits, as they are
+        case DType::fp16: return place(place_tokens<Float16, Float16>);  // values of 16 bits are copied as they are
         case DType::fp8_bf16: return place(place_tokens<BFloat16, Fp8>);
         case DType::fp8_fp16: return place(place_tokens<Float16, Fp8>);
         default: return cudaErrorInvalidValue;
@@ -31,7 +31,7 @@ SH_CUDA_API int sh_cuda_scatter_blocks(const sh_scatter_blocks* args, cudaStream
     return cudaGetLastError();
 }
 
-// All runs are checked before the first is copied: a copy engine does not look at bounds.
+// All runs are checked before the first is copied: a copy engine does not check bounds.
 SH_CUDA_API int sh_cuda_copy_runs(const sh_copy_runs* args, cudaStream_t stream) {
     for (uint32_t i = 0; i < args->count; ++i) {
         const sh_copy_run& run = args->runs[i];

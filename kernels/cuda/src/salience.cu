@@ -1,4 +1,4 @@
-// Moving averages and contextual sets: launchers.
+// Launchers of moving averages and contextual sets.
 #include "attend_launch.h"
 #include "sglang_hybrid/cuda/contextual_sets.cuh"
 #include "sglang_hybrid/cuda/move_averages.cuh"

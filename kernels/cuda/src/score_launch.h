@@ -1,4 +1,5 @@
-// Scores of blocks, for one dtype: compiled apart for each, since these are the kernels that take longest to compile.
+// Launcher of score_blocks for one dtype. Each dtype is compiled in a file of its own, since these kernels take longest to
+// compile.
 #pragma once
 
 #include <algorithm>
@@ -6,8 +7,8 @@
 #include "digest_shapes.h"
 #include "sglang_hybrid/cuda/score_blocks.cuh"
 
-// CTAs on a processor. They stay as long as the launch takes, and the main lane's small kernels run beside them: a quarter of the
-// registers and of the shared memory is for those.
+// Most CTAs on a processor. They stay as long as the launch takes, and the main lane's small kernels run beside them: a quarter
+// of the registers and of the shared memory is left for these kernels.
 constexpr int most_resident = 3;
 
 template <class Element, int kDim, int kChannels, sglang_hybrid::cuda::Format kFormat, int kTiles>

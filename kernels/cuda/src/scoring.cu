@@ -1,4 +1,4 @@
-// Scores of blocks: launcher.
+// Launcher of score_blocks.
 #include "digest_shapes.h"
 #include "sglang_hybrid/cuda/score_blocks.cuh"
 

@@ -1,4 +1,4 @@
-// Selection and plans: launchers.
+// Launchers of selection and plans.
 #include <algorithm>
 
 #include "launching.h"
@@ -23,7 +23,7 @@ SH_CUDA_API int sh_cuda_select_blocks(const sh_select_blocks* args, cudaStream_t
     if (args->budget > most_selected || args->budget < always || args->table.slots > most_slots || args->table.slots < always) {
         return cudaErrorInvalidValue;
     }
-    // what is gathered is in no other list: it must find room in this one
+    // gathered blocks are in no other list, so this list must have room for all of them
     if (args->gather_share && args->gathered.capacity < uint64_t{ctas} * args->most_gathered) return cudaErrorInvalidValue;
     if (ctas == 0) return cudaSuccess;
     const uint32_t words = max_blocks + 2 * PositionSet::words(max_blocks);

@@ -1,4 +1,4 @@
-// The shift of an LSE: launcher.
+// Launcher of shift_lse.
 #include "digest_shapes.h"
 #include "sglang_hybrid/cuda/shift_lse.cuh"
 

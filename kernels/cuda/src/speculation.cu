@@ -1,4 +1,4 @@
-// Partial keys, speculated logits, and chosen tokens: launchers.
+// Launchers for partial keys, speculated logits, and chosen tokens.
 #include <algorithm>
 
 #include "launching.h"
@@ -11,7 +11,7 @@ using namespace sglang_hybrid::cuda;
 
 namespace {
 
-// use(Element{}) for shapes that these kernels have.
+// Call use(Element{}) for shapes that these kernels support.
 template <class Use>
 cudaError_t for_partial_keys(const sh_partial_keys& partial, Use use) {
     const bool fits = partial.head_dim <= most_key_dim && partial.columns <= partial.head_dim;

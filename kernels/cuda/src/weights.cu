@@ -1,4 +1,4 @@
-// Attention weights of single tokens: launchers.
+// Launchers for attention weights of single tokens.
 #include "launching.h"
 #include "sglang_hybrid/cuda/cumulative_share.cuh"
 #include "sglang_hybrid/cuda/lookup_logits.cuh"

@@ -1,4 +1,4 @@
-// The keys and values of one decode step: to their slots, to the host pool, and into digest and codes of the tail.
+// Stores the keys and values of one decode step in slots and in the host pool, and updates digests and codes of the tails.
 #pragma once
 
 #include "sglang_hybrid/cuda/digest_blocks.cuh"
@@ -7,11 +7,11 @@
 
 namespace sglang_hybrid::cuda {
 
-// Where a (row, KV head) has its tail in the slots, -1: nowhere. A tail without a slot gets one here: usually selection
-// gave it one, and else this is the first token of a block, or of a row whose slots nobody filled.
+// The slot of the tail of a (row, KV head). A tail without a slot gets one from tail_slot: usually selection gave it one;
+// otherwise this is the first token of a block, or of a row whose slots were never filled.
 struct TailSlot {
-    int32_t slot;
-    bool is_new;  // earlier tokens of the block are not in it yet
+    int32_t slot;  // -1: the tail has none
+    bool is_new;  // earlier tokens of the block are not in the slot yet
 };
 
 __device__ inline TailSlot tail_slot(const sh_append& args, uint32_t entry, uint32_t row, uint32_t head,
@@ -26,8 +26,8 @@ __device__ inline TailSlot tail_slot(const sh_append& args, uint32_t entry, uint
     return {slot, true};
 }
 
-// By a whole CTA: the queries of a (row, KV head) to where they are looked for when the row is held no longer. The last threads
-// begin, because the first ones have the new key and value to copy.
+// Copy the queries of a (row, KV head) to kept_queries, which are used once whole rows are no longer held. The last threads
+// begin, because the first ones have the new key and value to copy. Called by a whole CTA.
 __device__ inline void keep_queries(const sh_append& args, uint32_t entry, uint32_t row, uint32_t head) {
     if (!args.query || !args.kept_queries) return;
     const uint32_t heads = args.digests.kv_heads, chunks = args.group * args.digests.head_dim / 8;
@@ -37,7 +37,8 @@ __device__ inline void keep_queries(const sh_append& args, uint32_t entry, uint3
     if (threadIdx.x == digest_threads - 1 && head == 0) args.kept_lengths[row] = args.step.lengths[entry];
 }
 
-// A CTA for each (batch entry, KV head). Keys and values come as `Element` and are kept as `Stored`; digests are of what is kept.
+// A CTA for each (batch entry, KV head). Keys and values are `Element`s and are stored as `Stored`; digests are computed from
+// the stored keys.
 template <class Element, class Stored>
 __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_constant__ sh_append args) {
     using Chunk = Eight<Element, Stored>;
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
     const uint32_t heads = args.digests.kv_heads, dim = args.digests.head_dim, row_chunks = dim / 8;
     const uint32_t entry = blockIdx.x / heads, head = blockIdx.x % heads;
     let_next_begin();
-    // Only dense steps overlap, and what is looked up for them is as old as the step.
+    // Only dense steps overlap: the tables that are read for them before the wait do not change during a step.
     if (!args.dense.pages) wait_for_launch_before();
     if (entry >= active_of(args.step.active_rows, args.step.batch)) {
         wait_for_launch_before();
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
         if (threadIdx.x == 0) tail = {-1, false};
         __syncthreads();
     } else if (args.dense.pages) {
-        // the row is held as a whole: its tail has a page, and earlier tokens are in it
+        // the row is held as a whole: its tail has a page, which has the earlier tokens
         const int32_t held = args.dense.pages[uint64_t{static_cast<uint32_t>(row)} * args.dense.max_blocks + blocks.tail()];
         const bool has_page =
             blocks.tail() < args.dense.held[row] && held >= 0 && static_cast<uint32_t>(held) < args.dense.device_pages;
@@ -96,11 +97,11 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
     auto* const pool_keys = chunks_of(args.pool_keys, in_pool_block * block_chunks);
     auto* const pool_values = chunks_of(args.pool_values, in_pool_block * block_chunks);
 
-    // digests of tails are not looked at while whole rows are held: the block's last token is soon enough
+    // digests of tails are not read while whole rows are held: they are computed with the block's last token
     const bool is_due = !args.keys || !args.dense.pages || token + 1 == block_tokens;
     const bool digests = is_due && args.digests.digests;
     const uint32_t earlier = digests || (is_due && tail.slot >= 0) ? token : 0;
-    // the pool has them where the slot does not
+    // earlier tokens come from the pool if the slot does not have them
     const bool from_pool = tail.slot < 0 || tail.is_new;
     for (uint32_t i = threadIdx.x; i < earlier * row_chunks; i += digest_threads) {
         const Bits key = (from_pool ? pool_keys : key_slot)[i];

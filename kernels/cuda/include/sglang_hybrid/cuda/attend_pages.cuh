@@ -1,6 +1,6 @@
 // Attention of one token over all blocks of its row, which are in device memory as pages. The warps are those of
-// attend_slots.cuh; what is different is that rows are as long as they are, so that every CTA first adds up their lengths.
-// With few rows a launch is mostly latency, so whatever can be asked for at the same time is.
+// attend_slots.cuh. But rows have different lengths here, so every CTA first adds up the lengths. With few rows a launch is
+// mostly latency, so all loads that can be in flight at the same time are.
 #pragma once
 
 #include "sglang_hybrid/cuda/dense_api.h"
@@ -9,8 +9,8 @@
 
 namespace sglang_hybrid::cuda {
 
-// At most, of a CTA. One CTA that fills a processor leaves fewer partial results than two that share it: with 16-bit values
-// it is full of their tiles, and with FP8 of registers.
+// Most warps of a CTA. One CTA that fills a processor leaves fewer partial results than two CTAs that share it. With 16-bit
+// values the tiles fill its shared memory, with FP8 the warps fill its registers.
 template <class Element>
 inline constexpr uint32_t page_warps = value_bytes<Element> == 1 ? 12 : 8;
 
@@ -19,7 +19,7 @@ __device__ inline uint32_t page_blocks_of(const sh_attend_pages& args, int32_t l
     return static_cast<uint32_t>(min(max(blocks, 1), static_cast<int32_t>(args.table.max_blocks)));
 }
 
-// Rows and lengths of a step, which shares are made of, so that nobody asks for them twice.
+// Rows and lengths of a step in shared memory: EntryShares needs them first, so they are kept instead of loaded twice.
 struct PageRows {
     int32_t* rows;  // [batch] each, in shared memory
     int32_t* lengths;
@@ -28,7 +28,7 @@ struct PageRows {
 
     __device__ PageRows(char* shared, uint32_t batch) : rows(reinterpret_cast<int32_t*>(shared)), lengths(rows + batch) {}
 
-    // An entry without tokens counts as one block, for the results' sake.
+    // Keep row and length of an entry, and return its blocks: one for an entry without tokens, whose result is written, too.
     __device__ uint32_t note(const sh_attend_pages& args, uint32_t entry) const {
         const int32_t length = args.step.lengths[entry];
         rows[entry] = args.step.row_of[entry], lengths[entry] = length;
@@ -36,12 +36,12 @@ struct PageRows {
     }
 };
 
-// The blocks of a warp, one after the other. Lane i knows the page of the i-th of the next 32.
+// Iterates over the blocks of a warp. Lane i has the page of the i-th of the next 32 blocks.
 class WarpPages {
   public:
     using Slot = WarpSlots::Slot;
 
-    // The first `held` blocks of the row have pages. That is looked at last: it comes from memory like the pages.
+    // The first `held` blocks of the row have pages. `held` is used last: it is loaded from memory like the pages.
     __device__ WarpPages(const sh_attend_pages& args, const int32_t* pages, int32_t held, uint32_t head, int32_t length,
                          uint32_t first, uint32_t step, uint32_t end)
         : args_(args), pages_(pages), held_(held), length_(length), head_(head), next_(first), step_(step), end_(end) {}
@@ -58,7 +58,7 @@ class WarpPages {
             const bool is_held = static_cast<int32_t>(next_) < held_;
             next_ += step_;
             if (page < 0 || static_cast<uint32_t>(page) >= args_.table.device_pages || behind <= 0 || !is_held) continue;
-            if (behind <= static_cast<int32_t>(block_tokens)) wait_for_launch_before();  // the step's token is in this block
+            if (behind <= static_cast<int32_t>(block_tokens)) wait_for_launch_before();  // this block has the step's token
             const uint64_t at = (uint64_t{static_cast<uint32_t>(page)} * args_.kv_heads + head_) * block_bytes;
             const auto tokens = static_cast<uint32_t>(min(behind, static_cast<int32_t>(block_tokens)));
             return {static_cast<const char*>(args_.keys) + at, static_cast<const char*>(args_.values) + at, tokens};
@@ -76,7 +76,7 @@ class WarpPages {
     int32_t page_ = -1;
 };
 
-// Results in the dtype of the model.
+// For merge_warps and merge_ctas: stores results in the dtype of the model.
 template <class Element>
 struct RoundedResult {
     uint32_t* out;  // [group][kDim] of 16 bits
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(page_warps<Element>* warp_size) attend_pages(c
         number += numbers;
         __syncthreads();  // shared memory is free for the next pair
     }
-    wait_for_launch_before();  // for CTAs that had nothing to do: who comes next waits for this launch only
+    wait_for_launch_before();  // for CTAs that had nothing to do: the next launch waits for this launch only
 }
 
 }  // namespace sglang_hybrid::cuda

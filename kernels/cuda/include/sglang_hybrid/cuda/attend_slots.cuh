@@ -1,15 +1,17 @@
 // Attention of one token over the blocks that are in device memory.
 //
-// Reading keys and values is all that takes time, so everything is about having enough of it on its way:
+// The time goes into reading keys and values, so the kernel is built to keep enough loads in flight:
 //   share  Slots of all (batch entry, KV head) pairs are one long list, and every CTA that the device can run gets an
 //          equally long part of it, whatever the number of active rows. Parts begin and end within pairs, so CTAs change
 //          from pair to pair at different times, and others use the memory meanwhile.
-//   warp   takes every n-th slot of its CTA and is on its own until the end of a pair: no barrier in the loop. It has room
-//          for three tiles (32 tokens of keys or of values), and while it computes with one the other two are under way.
-//   group  the G query heads are the 16 rows of a tensor core product, zeros where there are fewer. The arithmetic that
-//          wastes is free here.
-// Partial results of warps are merged in shared memory; those of CTAs that share a pair by the one that is last, in the
-// order of the slots. So results depend on the number of active rows, but not on who comes when.
+//   warp   A warp takes every n-th slot of its CTA and waits for no other warp until the end of a pair: there is no barrier in
+//          the loop. It has three tiles (32 tokens of keys or of values), and while it computes with one, the other two are
+//          being loaded.
+//   group  The G query heads are the 16 rows of a tensor core product, with zeros if there are fewer heads. The wasted
+//          arithmetic costs no time here.
+// Partial results of warps are merged in shared memory. Partial results of CTAs that share a pair are merged by the CTA that
+// finishes last, in the order of the slots. So results depend on the number of active rows, but not on the order in which CTAs
+// finish.
 #pragma once
 
 #include "sglang_hybrid/cuda/attend_tiles.cuh"
@@ -22,17 +24,17 @@ namespace sglang_hybrid::cuda {
 
 // How a launch is spread over the device.
 struct Spread {
-    uint32_t slots;  // of each pair (batch entry, KV head); at least 1, for the results' sake
+    uint32_t slots;  // of each pair (batch entry, KV head); at least 1, so that every pair gets a result
     uint32_t ctas;   // that the device runs at a time
 };
 
-// What CTAs have to do with so many active pairs. Slot s of pair p is number p * slots + s.
+// Division of the slots of all active pairs among CTAs. Slot s of pair p is number p * slots + s.
 struct Shares {
     uint32_t slots, total, share;
 
     __device__ Shares(const Spread& spread, uint32_t pairs, uint32_t warps)
         : slots(spread.slots), total(pairs * spread.slots), share(max(warps, (total + spread.ctas - 1) / spread.ctas)) {
-        // a little more, if CTAs then begin and end with pairs: that saves merging
+        // CTAs take a little more if they then begin and end with pairs: that saves merging
         const uint32_t even = share < slots ? (slots + slots / share - 1) / (slots / share) : slots;
         if (even >= share && slots % even == 0 && even * 16 <= share * 17) share = even;
     }
@@ -40,19 +42,19 @@ struct Shares {
     __device__ uint32_t begin(uint32_t cta) const { return min(cta * share, total); }
     __device__ uint32_t first_cta(uint32_t pair) const { return pair * slots / share; }
     __device__ uint32_t last_cta(uint32_t pair) const { return (pair * slots + slots - 1) / share; }
-    // A CTA has at most two partial results: of the pair that it begins with, and of one that it begins and leaves to
-    // the next.
+    // Return the index of a CTA's partial result of a pair. A CTA has at most two partial results: one of the pair that its
+    // part begins within, and one of a pair that it begins and leaves to the next CTA.
     __device__ uint32_t partial(uint32_t pair, uint32_t cta) const { return 2 * cta + (cta == first_cta(pair)); }
 };
 
-// The slots of a warp that hold tokens, one after the other. Lane i knows the i-th of the next 32.
+// Iterates over the slots of a warp that hold tokens. Lane i has the i-th of the next 32 slots.
 class WarpSlots {
   public:
     struct Slot {
         const char* keys;
         const char* values;
         uint32_t tokens;  // 0: there is no slot left
-        bool is_near;     // always in
+        bool is_near;     // a sink, recent or tail block
     };
 
     __device__ WarpSlots(const sh_attend_slots& args, uint32_t row, uint32_t head, int32_t length, uint32_t first,
@@ -89,7 +91,7 @@ class WarpSlots {
     }
 
     const sh_attend_slots& args_;
-    const uint64_t list_;  // its first slot
+    const uint64_t list_;  // first slot of the (row, KV head)
     const int64_t length_, recent_;  // tokens, and the first block that is recent
     uint32_t next_, base_ = 0;
     const uint32_t step_, end_;
@@ -98,7 +100,7 @@ class WarpSlots {
 
 // -- computation of a warp ---------------------------------------------------------------------------------------------
 
-// What products are computed in.
+// The type in which products with an Element are computed.
 template <class Element>
 struct ProductOf {
     using type = Element;
@@ -108,7 +110,8 @@ struct ProductOf<Fp8> {
     using type = Float16;
 };
 
-// Online softmax over the tiles that were added. Logits are in units of log2. A lane has two rows of the product.
+// Attention of a warp by online softmax over the tiles that are added. Logits are in units of log2. A lane has two rows of the
+// product.
 template <class Element, int kDim>
 class WarpAttention {
     using Product = typename ProductOf<Element>::type;
@@ -119,7 +122,7 @@ class WarpAttention {
     static constexpr uint32_t dim_steps = kDim / 16;  // of a product over channels
     static constexpr uint32_t token_tiles = block_tokens / 8;
 
-    // `factors`: of the query's rows, as write_scaled_queries has them; with FP8 only.
+    // `factors`: of the query's rows, as write_scaled_queries writes them; used with FP8 only.
     __device__ WarpAttention(uint32_t query, float scale, const float* factors) : query_(query) {
         scales_[0] = scale * log2_e;
         if constexpr (is_fp8) {
@@ -129,7 +132,7 @@ class WarpAttention {
         }
     }
 
-    // [group], of keys that are added with it; null: there is none.
+    // Set the bias [group] that is added to logits of keys that are added `with_bias`; null: there is none.
     __device__ void set_bias(const float* bias, uint32_t group) {
         const uint32_t row = threadIdx.x % warp_size / 4;
         if (bias && row < group) bias_[0] = bias[row] * log2_e;
@@ -156,7 +159,7 @@ class WarpAttention {
         else add_16_bit_values(tile);
     }
 
-    // Maximum and sum of each row to [16], where the output is weighted by that maximum.
+    // Write maximum and sum of each row to arrays [16]. The output is relative to that maximum.
     __device__ void write_sums(float* maxima, float* sums) {
         const uint32_t lane = threadIdx.x % warp_size;
 #pragma unroll
@@ -170,7 +173,7 @@ class WarpAttention {
         }
     }
 
-    // To [rows][kDim], rows weighted by factor(row) and as far apart as OutRows says.
+    // Write the output [rows][kDim], each row multiplied by factor(row); rows are OutRows<kDim>::stride apart.
     template <class Factor>
     __device__ void write_out(float* out, uint32_t rows, Factor factor) const {
         const uint32_t lane = threadIdx.x % warp_size;
@@ -192,11 +195,11 @@ class WarpAttention {
     }
 
   private:
-    // 16 channels of all tokens.
+    // Add the products of 16 channels, for all tokens.
     __device__ void multiply_keys(const uint32_t (&query)[4], uint32_t tile, uint32_t step) {
         const uint32_t lane = threadIdx.x % warp_size;
         if constexpr (is_fp8) {
-            uint32_t words[token_tiles];  // four channels that follow each other, which is what the query is ordered for
+            uint32_t words[token_tiles];  // four consecutive channels, for which the query is ordered
             load_matrices(words, tile + BlockTile::place(lane, step));
 #pragma unroll
             for (uint32_t i = 0; i < token_tiles; ++i) {
@@ -233,8 +236,8 @@ class WarpAttention {
         }
     }
 
-    // A matrix that is turned by 16 bits has two channels of two tokens in a word: the products get the even channels of 16
-    // first, then the odd ones.
+    // A matrix that is transposed in units of 16 bits has two channels of two tokens in a word: the products get the even
+    // channels of 16 first, then the odd ones.
     __device__ void add_fp8_values(uint32_t tile) {
         uint32_t weights[2][4];
         pack_weights(weights[0], 0);
@@ -264,7 +267,7 @@ class WarpAttention {
         }
     }
 
-    // Of 16 tokens.
+    // Pack the weights of 16 tokens as an operand of the products.
     __device__ void pack_weights(uint32_t (&to)[4], uint32_t step) const {
         const float (&left)[4] = weights_[2 * step];
         const float (&right)[4] = weights_[2 * step + 1];
@@ -324,7 +327,7 @@ class WarpAttention {
 
 __device__ inline uint32_t first_tokens(uint32_t tokens) { return tokens >= block_tokens ? 0xFFFFFFFF : (1u << tokens) - 1; }
 
-// Which tokens of a block count: the first ones, or those in its mask where lists have masks.
+// Which tokens of a block count: the first ones, or those in the block's mask if lists have masks.
 template <class Slot>
 struct CountedTokens {
     uint32_t tokens;
@@ -339,7 +342,7 @@ struct CountedTokens<Slot> {
     __device__ bool operator()(uint32_t token) const { return mask >> token & 1; }
 };
 
-// Whether a block's logits get the bias: where lists do not tell, none does.
+// Return whether a block's logits get the bias. Without is_near in the type of slots, no block's logits do.
 template <class Slot>
 __device__ bool has_bias(const Slot& slot) {
     if constexpr (requires { slot.is_near; }) return slot.is_near;
@@ -348,7 +351,7 @@ __device__ bool has_bias(const Slot& slot) {
 
 // -- results -----------------------------------------------------------------------------------------------------------
 
-// The maxima and sums of several softmaxes over parts, seen as one.
+// Maximum and sum of the softmax over several parts, from the maxima and sums of the parts.
 struct Union {
     float maximum = -INFINITY, sum = 0;
 
@@ -361,7 +364,8 @@ struct Union {
     __device__ float lse() const { return sum > 0 ? (maximum + log2f(sum)) * ln_2 : -INFINITY; }
 };
 
-// What the warps of a CTA have: store(i, row, quad, all) for four channels of a row each, i counting quads of all rows.
+// Merge the results of a CTA's warps: call store(i, row, quad, all) for each four channels of a row. i counts quads over all
+// rows; `all` is the row's Union.
 template <int kDim, uint32_t kBytes, class Store>
 __device__ void merge_warps(char* shared, const SharedMemory& at, uint32_t warps, uint32_t group, Store store) {
     const auto* const maxima = reinterpret_cast<const float*>(shared + at.maxima);
@@ -378,7 +382,7 @@ __device__ void merge_warps(char* shared, const SharedMemory& at, uint32_t warps
     }
 }
 
-// For merge_warps and merge_ctas: output and LSE as they are.
+// For merge_warps and merge_ctas: stores output and LSE in float32.
 template <int kDim>
 struct PartialResult {
     float* out;  // [group][kDim]
@@ -393,15 +397,16 @@ struct PartialResult {
     }
 };
 
-// How many partial results of a pair merge_ctas has room for, where the tiles were.
+// Return how many partial results of a pair merge_ctas can merge in the memory of the tiles.
 __host__ __device__ inline uint32_t most_parts(uint32_t head_dim, uint32_t of_value, uint32_t warps, uint32_t group) {
     const uint32_t tiles = warps * attend_tiles * block_tokens * head_dim * of_value, sums = warps * group * head_dim * 4;
     return (tiles - sums) / (group * uint32_t(sizeof(float))) - 1;
 }
 
-// By the CTA that is last: the partial results of a pair, place(i) of the i-th of `count`; store(i, row, quad, lse) as in
-// merge_warps. Those of other CTAs are not in this one's L1 cache. Warps share the parts, and a lane has many loads under
-// way, the first of them before it knows the weights: the latency of one after the other would be most of a small launch.
+// Merge the partial results of a pair: place(i) is the place of the i-th of `count`, and store(i, row, quad, lse) is called as
+// in merge_warps. Called by the CTA that finishes last. Loads bypass its L1 cache, which does not have the results of other
+// CTAs. Warps share the parts, and a lane has many loads in flight, the first of them before it knows the weights: the latency
+// of one load after the other would be most of a small launch.
 template <int kDim, class Place, class Store>
 __device__ void merge_ctas(const float* partial_out, const float* partial_lse, uint32_t group, uint32_t count, Place place,
                            char* scratch, Store store) {
@@ -424,7 +429,7 @@ __device__ void merge_ctas(const float* partial_out, const float* partial_lse, u
             }
         }
     };
-    // LSEs first: they are few and wanted first
+    // LSEs are loaded first: they are few and needed first
     const auto load_lse = [&](uint32_t i) { return __ldcg(partial_lse + place(i / group) * group + i % group) * log2_e; };
     const float first_lse = threadIdx.x < count * group ? load_lse(threadIdx.x) : 0.0f;
     load(lane, warp);
@@ -481,7 +486,8 @@ __device__ void merge_ctas(const float* partial_out, const float* partial_lse, u
     }
 }
 
-// Whether this CTA is the last of `count` to come here; what the others wrote before can be read then.
+// Return whether this CTA is the last of `count` CTAs to call this; the last CTA can then read what the others wrote before.
+// Called by a whole CTA.
 __device__ inline bool is_last(uint32_t& arrived, uint32_t count) {
     __shared__ bool last;
     __threadfence();
@@ -497,9 +503,9 @@ __device__ inline bool is_last(uint32_t& arrived, uint32_t count) {
 
 // -- kernel ------------------------------------------------------------------------------------------------------------
 
-// Attention over the blocks of a list: what each warp has, weighted as parts of one softmax, to where its tiles were.
-// begin(warp, warps) gives the blocks of a warp, one after the other, by take().
-// `dtype`: of pool and queries. `bias`: [group], of the blocks that get one; or null.
+// Attend to the blocks of a list, and write the result of each warp, weighted as a part of one softmax, to the memory of its
+// tiles. begin(warp, warps) returns an iterator, whose take() returns the blocks of a warp one after the other. `dtype`: of
+// pool and queries. `bias`: [group], for the blocks that get one; or null. Called by a whole CTA.
 template <class Element, int kDim, class Begin>
 __device__ void attend_list(const void* queries, DType dtype, uint32_t group, float scale, const float* bias, char* shared,
                             const SharedMemory& at, Begin begin) {
@@ -509,11 +515,11 @@ __device__ void attend_list(const void* queries, DType dtype, uint32_t group, fl
     constexpr uint32_t block_bytes = BlockTile::bytes;
     const uint32_t tiles = shared_address(shared + at.tiles) + warp * attend_tiles * block_bytes;
     uint32_t key_tile = tiles, value_tile = tiles + block_bytes, next_tile = tiles + 2 * block_bytes;
-    // lists and tables, which every layer looks at, stay in the L2 cache
+    // keys and values leave the L2 cache first; lists and tables, which every layer reads, stay in it
     const uint64_t policy = read_once_policy();
     const auto request = [&](uint32_t tile, const char* block, const auto& of) {
         if (of.tokens) BlockTile::request(tile, block, CountedTokens(of), lane, policy);
-        commit_copies();  // an empty group too: waiting counts groups
+        commit_copies();  // also commits an empty group, since waiting counts groups
     };
     auto slot = mine.take(block_bytes);
     request(key_tile, slot.keys, slot);
@@ -521,7 +527,8 @@ __device__ void attend_list(const void* queries, DType dtype, uint32_t group, fl
     auto next = mine.take(block_bytes);
     request(next_tile, next.keys, next);
 
-    // the query's rows, zeros behind the last head; not by copies, which would be waited for behind those of the blocks
+    // load the query's rows, zeros behind the last head; not by asynchronous copies, for which the wait would come after the
+    // copies of the blocks
     wait_for_launch_before();
     auto* const factors = reinterpret_cast<float*>(shared + at.factors);
     if constexpr (value_bytes<Element> == 1) {
@@ -541,7 +548,7 @@ __device__ void attend_list(const void* queries, DType dtype, uint32_t group, fl
         wait_for_copies<2>();
         __syncwarp();
         attention.add_keys(key_tile, CountedTokens(slot), has_bias(slot));
-        __syncwarp();  // all lanes are through with the tile
+        __syncwarp();  // all lanes are done with the tile
         request(key_tile, next.values, next);
         wait_for_copies<2>();
         __syncwarp();
@@ -550,7 +557,7 @@ __device__ void attend_list(const void* queries, DType dtype, uint32_t group, fl
         slot = next;
         next = mine.take(block_bytes);
         request(value_tile, next.keys, next);
-        // the keys requested first are in next_tile, their values in what was key_tile
+        // of the block in `slot`, the keys are in next_tile and the values in what was key_tile
         const uint32_t freed = value_tile;
         value_tile = key_tile;
         key_tile = next_tile;
@@ -570,7 +577,7 @@ __device__ void attend_list(const void* queries, DType dtype, uint32_t group, fl
     __syncthreads();
 }
 
-// Slots `from` to `to` of a pair.
+// Attend to slots `from` to `to` of a pair. Called by a whole CTA.
 template <class Element, int kDim>
 __device__ void attend_part(const sh_attend_slots& args, char* shared, const SharedMemory& at, uint32_t pair, uint32_t from,
                             uint32_t to) {
@@ -587,7 +594,7 @@ __device__ void attend_part(const sh_attend_slots& args, char* shared, const Sha
     });
 }
 
-// CTAs of a processor over FP8: shared memory would hold four, registers hold three.
+// CTAs of a processor over FP8: its shared memory has room for four, its registers for three.
 inline constexpr uint32_t fp8_ctas = 3;
 
 template <class Element, int kDim>

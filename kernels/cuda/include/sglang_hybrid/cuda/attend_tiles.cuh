@@ -1,4 +1,4 @@
-// What attention has in shared memory: tiles of keys and values, queries, and results of warps where the tiles were.
+// Shared memory of attention: tiles of keys and values, queries, and results of warps in the memory of their tiles.
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
@@ -9,8 +9,8 @@
 namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t warp_size = 32;
-inline constexpr uint32_t attend_warps = 4;  // at most
-inline constexpr uint32_t attend_tiles = 3;  // of a warp
+inline constexpr uint32_t attend_warps = 4;  // most warps of a CTA
+inline constexpr uint32_t attend_tiles = 3;  // tiles of a warp
 inline constexpr uint32_t query_rows = 16;
 inline constexpr float lowest_logit = -3.0e38f;
 inline constexpr float log2_e = 1.4426950408889634f;
@@ -18,8 +18,8 @@ inline constexpr float ln_2 = 0.6931471805599453f;
 
 // -- tiles in shared memory --------------------------------------------------------------------------------------------
 
-// [rows][kDim] of values of kBytes, as chunks of 16 bytes. Chunks of a row change places, so that eight rows of one column
-// of chunks, which is what a matrix load reads, lie in different banks.
+// A tile [rows][kDim] of values of kBytes bytes, in chunks of 16 bytes. Chunks of a row are permuted, so that eight rows of one
+// column of chunks, which a matrix load reads, lie in different banks.
 template <int kDim, uint32_t kBytes = 2>
 struct Tile {
     static constexpr uint32_t row_bytes = kDim * kBytes;
@@ -27,13 +27,13 @@ struct Tile {
     static constexpr uint32_t bytes = block_tokens * row_bytes;
 
     static __device__ uint32_t place(uint32_t row, uint32_t chunk) {
-        // rows that are no whole number of 128 bytes begin at two or four different banks already, and have fewer chunks that
-        // could change places
+        // rows of bytes that are no multiple of 128 begin at two or four different banks already, and have fewer chunks that
+        // could be permuted
         const uint32_t turn = row_bytes % 128 == 0 ? row & 7 : row_bytes % 64 == 0 ? (row >> 1) & 3 : (row >> 2) & 1;
         return (row * row_chunks + (chunk ^ turn)) * 16;
     }
 
-    // A block from device memory, by one warp; tokens that do not count become zeros, whatever is there.
+    // Begin the copy of a block to a tile. Tokens that do not count become zeros, whatever memory holds. Called by one warp.
     template <class Counts>
     static __device__ void request(uint32_t tile, const void* block, Counts counts, uint32_t lane, uint64_t policy) {
 #pragma unroll
@@ -46,13 +46,14 @@ struct Tile {
     }
 };
 
-// What a warp has at the end of a pair, where its tiles were: [query rows][kDim] of float. Rows begin at different banks.
+// Output of a warp at the end of a pair, in the memory of its tiles: [query rows][kDim] of float. Rows begin at different
+// banks.
 template <int kDim>
 struct OutRows {
     static constexpr uint32_t stride = kDim + 8;
     static_assert(query_rows * stride * sizeof(float) <= attend_tiles * Tile<kDim, 1>::bytes);
 
-    // Four channels of a row; `quad` counts those of all rows.
+    // Load four channels of a row; `quad` counts groups of four channels over all rows.
     static __device__ float4 load(const char* of_warp, uint32_t quad) {
         constexpr uint32_t of_row = kDim / 4;
         return reinterpret_cast<const float4*>(of_warp)[quad / of_row * (stride / 4) + quad % of_row];

@@ -1,4 +1,4 @@
-// The rows of a step, from SGLang's tables.
+// Converts SGLang's tables to the arrays that the kernels of a step read.
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"

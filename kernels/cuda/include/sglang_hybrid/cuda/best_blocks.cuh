@@ -1,4 +1,4 @@
-// The best of many scores, by one CTA: radix selection in shared memory, 11 bits at a time.
+// Selection of the best of many scores by one CTA: radix selection in shared memory, 11 bits at a time.
 #pragma once
 
 #include "sglang_hybrid/cuda/halves.cuh"
@@ -11,7 +11,7 @@ inline constexpr uint32_t select_threads = 256;
 inline constexpr uint32_t select_warps = select_threads / 32;
 inline constexpr uint32_t radix_bins = 2048;
 
-// Larger numbers for better scores. What is no number is worse than all that are.
+// Return the rank of a score: larger for better scores. NaN and infinities have the rank of the lowest number.
 __device__ inline uint32_t rank_of(float score) {
     const uint32_t bits = __float_as_uint(or_lowest(score));
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -23,7 +23,7 @@ struct SelectMemory {
     uint32_t found[2];
 };
 
-// By a whole CTA: the sum of `value` over the threads before this one; the sum over all to `total`.
+// Return the sum of `value` over the threads before this one, and write the sum over all to `total`. Called by a whole CTA.
 __device__ inline uint32_t sum_before(uint32_t value, SelectMemory& memory, uint32_t& total) {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t sum = value;
@@ -32,7 +32,7 @@ __device__ inline uint32_t sum_before(uint32_t value, SelectMemory& memory, uint
         const uint32_t other = __shfl_up_sync(0xFFFFFFFF, sum, step);
         if (lane >= step) sum += other;
     }
-    __syncthreads();  // nobody reads what an earlier call left
+    __syncthreads();  // all threads have read what an earlier call left
     if (lane == 31) memory.totals[warp] = sum;
     __syncthreads();
     uint32_t before = 0;
@@ -45,11 +45,11 @@ __device__ inline uint32_t sum_before(uint32_t value, SelectMemory& memory, uint
 }
 
 struct Threshold {
-    uint32_t rank;  // all larger ones are among the best
-    uint32_t ties;  // and so many of those that equal it
+    uint32_t rank;  // all larger ranks are among the best
+    uint32_t ties;  // and this number of equal ranks
 };
 
-// By a whole CTA: what the `wanted` largest of `count` ranks have; 1 <= wanted <= count.
+// Return the threshold of the `wanted` largest of `count` ranks; 1 <= wanted <= count. Called by a whole CTA.
 __device__ inline Threshold best_ranks(const uint32_t* ranks, uint32_t count, uint32_t wanted, SelectMemory& memory) {
     uint32_t decided = 0, mask = 0;
 #pragma unroll
@@ -88,12 +88,12 @@ __device__ inline Threshold best_ranks(const uint32_t* ranks, uint32_t count, ui
     return {decided, wanted};
 }
 
-// By a whole CTA: take(n, index) for the n-th of the best, in the order of their indices. Of equal ones the first are
-// taken.
+// Call take(n, index) for the n-th of the best ranks, in the order of their indices. Of equal ranks the first are taken. Called
+// by a whole CTA.
 template <class Take>
 __device__ void take_best(const uint32_t* ranks, uint32_t count, const Threshold& threshold, SelectMemory& memory, Take take) {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, before = (1u << lane) - 1;
-    const uint32_t each = (count + select_threads - 1) / select_threads * 32;  // of a warp, one after the other
+    const uint32_t each = (count + select_threads - 1) / select_threads * 32;  // consecutive ranks of a warp
     const uint32_t from = min(warp * each, count), to = min(from + each, count);
     uint32_t larger = 0, equal = 0;
     for (uint32_t base = from; base < to; base += 32) {

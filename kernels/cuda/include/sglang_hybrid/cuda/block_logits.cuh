@@ -1,7 +1,7 @@
-// Logits of single tokens: what attention weights are made of where somebody wants the weights themselves.
+// Logits of single tokens, for kernels that need the attention weights themselves.
 //
-// A warp takes a block at a time and a lane one of its tokens, for all query heads of the group. The next block is on its way
-// meanwhile. Keys are read once in order, by whole lines, into shared memory: they may lie in host memory.
+// A warp takes a block at a time and a lane one of its tokens, for all query heads of the group. The next block is loaded
+// meanwhile. Keys are read once, in order and by whole cache lines, into shared memory: they may lie in host memory.
 #pragma once
 
 #include "sglang_hybrid/cuda/attend_slots.cuh"
@@ -10,12 +10,12 @@
 namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t logit_warps = 4;
-inline constexpr uint32_t logit_tiles = 2;  // of a warp
+inline constexpr uint32_t logit_tiles = 2;  // tiles of a warp
 
 struct LogitMemory {
     uint32_t queries;  // [16][kDim] float
     uint32_t maxima;   // [warps][16] float
-    uint32_t sums;     // likewise
+    uint32_t sums;     // [warps][16] float
     uint32_t lses;     // [16] float
     uint32_t tiles;    // [warps][2]
     uint32_t bytes;
@@ -32,14 +32,14 @@ struct LogitMemory {
 
 struct KeyBlock {
     const char* keys;
-    uint32_t tokens;  // that count; 0: there is none
+    uint32_t tokens;  // that count; 0: there is no block
 };
 
-// Of one (batch entry, KV head), by all threads of a CTA. Logits are in units of log2.
+// Logits of one (batch entry, KV head), in units of log2. All threads of a CTA call the functions together.
 template <class Element, int kDim>
 class BlockLogits {
   public:
-    // `shared`: LogitMemory(kDim).bytes.
+    // `shared` has LogitMemory(kDim).bytes bytes.
     __device__ BlockLogits(char* shared, const void* queries, uint32_t group, float scale)
         : shared_(shared), at_(kDim), group_(group), warp_(threadIdx.x / warp_size), lane_(threadIdx.x % warp_size) {
         auto* const to = reinterpret_cast<float*>(shared + at_.queries);
@@ -49,7 +49,7 @@ class BlockLogits {
         __syncthreads();
     }
 
-    // use(i, tokens, logits) for block block_of(i) of each i < count, by the warp that takes it: all lanes together.
+    // Call use(i, tokens, logits) for block block_of(i) of each i < count, in all lanes of the warp that takes the block.
     template <class BlockOf, class Use>
     __device__ void for_each(uint32_t count, BlockOf block_of, Use use) const {
         const uint64_t policy = read_once_policy();
@@ -59,7 +59,7 @@ class BlockLogits {
             const uint32_t to = shared_address(tiles + tile * Tile<kDim>::bytes);
             if (block.tokens)
                 Tile<kDim>::request(to, block.keys, [&](uint32_t token) { return token < block.tokens; }, lane_, policy);
-            commit_copies();  // an empty group too: waiting counts groups
+            commit_copies();  // also commits an empty group, since waiting counts groups
             return block.tokens;
         };
         uint32_t tile = 0, tokens = request(warp_, tile);
@@ -70,7 +70,7 @@ class BlockLogits {
             float logits[query_rows];
             if (tokens) of_tile(tiles + tile * Tile<kDim>::bytes, logits);
             if (tokens) use(i, tokens, logits);
-            __syncwarp();  // all lanes are through with the tile
+            __syncwarp();  // all lanes are done with the tile
             tile ^= 1;
             tokens = next;
         }
@@ -78,7 +78,7 @@ class BlockLogits {
         __syncwarp();
     }
 
-    // The LSE of each query head over all tokens that count, in units of log2: [16] in shared memory.
+    // Return the LSE of each query head over all tokens that count, in units of log2: [16] in shared memory.
     template <class BlockOf>
     __device__ const float* log_sums(uint32_t count, BlockOf block_of) const {
         float maximum[query_rows], sum[query_rows];
@@ -114,7 +114,7 @@ class BlockLogits {
         return lses;
     }
 
-    // The largest weight that a query head gives to this lane's token. `lses` in units of log2.
+    // Return the largest weight that a query head gives to this lane's token. lse(g): LSE of query head g in units of log2.
     template <class Lse>
     __device__ float largest_weight(const float (&logits)[query_rows], Lse lse) const {
         float largest = 0;

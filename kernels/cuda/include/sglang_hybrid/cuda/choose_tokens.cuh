@@ -1,5 +1,5 @@
-// Which tokens are attended, by their ranks, and their way to device memory: `choose`, `list_of_tokens` and `list_of_blocks` of
-// policies/infinigen/selection.py.
+// Choice of the tokens that are attended, by their ranks, and of their places in staged blocks: `choose`, `list_of_tokens` and
+// `list_of_blocks` of policies/infinigen/selection.py.
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
@@ -8,7 +8,7 @@
 
 namespace sglang_hybrid::cuda {
 
-// By a whole CTA: masks of the blocks of a (batch entry, KV head) to `chosen`, [blocks].
+// Write the masks of chosen tokens of a (batch entry, KV head) to `chosen` [blocks]. Called by a whole CTA.
 __device__ inline void mark_chosen(const sh_choose_tokens& args, uint32_t entry, uint32_t pair, uint32_t length,
                                    uint32_t* chosen, SelectMemory& memory) {
     const uint32_t blocks = (length + block_tokens - 1) / block_tokens, items = (args.by_block ? blocks : length) - 1;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(select_threads) choose_tokens(const __grid_con
     if (threadIdx.x) return;
     args.counts[pair] = static_cast<int32_t>(min(listed, args.most_blocks));
     if (args.counted) atomicAdd(reinterpret_cast<unsigned long long*>(args.counted), static_cast<unsigned long long>(tokens));
-    if (head) return;  // tokens are as many for every KV head
+    if (head) return;  // every KV head has the same number of tokens
     const uint32_t staged = args.staged_blocks * block_tokens;
     args.tokens[entry] = static_cast<int32_t>(min(tokens, staged));
     args.places[entry] = tokens <= staged ? static_cast<int32_t>(entry * staged + tokens - 1) : -1;

@@ -1,11 +1,12 @@
-// Codes of four bits as operands of the tensor cores. In memory they are [token][C / 2 bytes], two channels of a token a byte.
+// Codes of four bits as operands of the tensor cores. In memory codes are [token][C / 2 bytes], with two channels of a token in
+// a byte.
 //
-// A lane has eight channels of four tokens, and makes pairs of float16 of them, each with two channels. No code is moved to
-// a place of its own for that: its bits are the end of a number, or stand before some zeros of one, and the exponent says
-// which. So numbers are too large by what they begin at, which is known, and by half of the largest code, which is the middle
-// of the range. Two products take that away again, exactly: of the weights of pairs 0 and 1, and of those of pairs 2 and 3.
-// Numbers from 1024 on leave no room for a half, which stays for those who have the sum of a block's tokens: it is the same
-// for all of them.
+// A lane has eight channels of four tokens, and makes pairs of float16 from them, with two channels in a pair. Codes are not
+// shifted for that: the bits of a code are the last bits of a float16 number, or stand before four zeros at its end, and the
+// exponent (1024 or 64) says which. So these numbers are too large by the number that they begin at, which is known, and by
+// half of the largest code, which is the middle of the range. Two products subtract both again, exactly: one of the weights of
+// pairs 0 and 1, one of the weights of pairs 2 and 3. Numbers from 1024 on cannot represent a half. This half of a step
+// is added to the sum of a block's tokens (`halves` of estimates.cuh), since it is the same for all tokens of the block.
 #pragma once
 
 #include "sglang_hybrid/cuda/halves.cuh"
@@ -13,14 +14,16 @@
 
 namespace sglang_hybrid::cuda {
 
-// Numbers from 1024 or 64 on, twice, whose last four bits, or those before four zeros, are zeros.
+// The float16 numbers 1024 and 64, twice in a word. A code becomes the last four bits of numbers from 1024 on, and the four
+// bits before the last four of numbers from 64 on.
 inline constexpr uint32_t from_1024 = 0x64006400, from_64 = 0x54005400;
 
-// load: this lane's words of two blocks that follow each other. widen: pairs [token i, i + 8, i + 16, i + 24][pair].
+// `load` loads this lane's words of two consecutive blocks. `widen` converts the words of a block to pairs of float16, [token
+// i, i + 8, i + 16, i + 24][pair].
 struct Codes {
-    static constexpr uint32_t words = 4;  // of a lane and a block, of 32 channels: one for each token
+    static constexpr uint32_t words = 4;  // of a lane, for a block and 32 channels: one for each of its tokens
 
-    // The first channel of a pair; the other one is four further on.
+    // Return the first channel of a pair; the second one is four channels further on.
     static constexpr __device__ uint32_t channel(uint32_t pair) { return pair % 2 * 2 + pair / 2; }
 
     template <uint32_t kParts>
@@ -47,7 +50,8 @@ struct Codes {
     }
 };
 
-// The rows of the matrices of the two products. From memory, since the compiler makes what it knows anew for every product.
+// The rows of the matrices of the two products. They are loaded from memory, since the compiler would make constants anew for
+// every product.
 static __device__ const uint4 code_offsets[2] = {
     {0xE408E408, 0xE408E408, 0xE408E408, 0xE408E408},  // -1032
     {0xD478D478, 0xD478D478, 0xD478D478, 0xD478D478},  // -71.5

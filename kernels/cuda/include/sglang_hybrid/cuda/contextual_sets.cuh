@@ -1,4 +1,5 @@
-// Which tokens before the window are attended: by the averages of blocks that leave the window, and by a query where a row begins.
+// Choice of the tokens before the window that are attended: by the moving averages of blocks that leave the window, and by the
+// query for rows that begin.
 #pragma once
 
 #include "sglang_hybrid/cuda/block_logits.cuh"
@@ -9,11 +10,11 @@ namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t set_threads = logit_warps * warp_size;
 
-// One (row, KV head).
+// The window of one (row, KV head).
 struct WindowOfRow {
     uint32_t head;
-    uint64_t list;  // (row, KV head)
-    const int32_t* pages;  // of the row's blocks
+    uint64_t list;  // number of the (row, KV head)
+    const int32_t* pages;  // [max_blocks]: pages of the row's blocks
     int32_t* positions;  // [slots]
     float* maw;  // [slots][32]
     int32_t* masks;  // [max_blocks]
@@ -35,7 +36,7 @@ struct WindowOfRow {
     }
 };
 
-// By warp 0: the oldest block leaves the slot of the one that opens.
+// Give the slot of the oldest block to the block that opens, and write the mask of the oldest block. Called by warp 0.
 __device__ inline void open_block(const sh_contextual_sets& args, const WindowOfRow& row) {
     const uint32_t lane = threadIdx.x % warp_size, slot = static_cast<uint32_t>(row.last) % args.table.slots;
     if (row.first > 0) {
@@ -49,7 +50,7 @@ __device__ inline void open_block(const sh_contextual_sets& args, const WindowOf
     if (lane == 0) row.positions[slot] = row.last;
 }
 
-// The newest blocks to their slots. Of the tail what the pool has.
+// Load the newest blocks into their slots; of the tail, the tokens that the pool has. Called by a whole CTA.
 template <int kDim>
 __device__ void load_window(const sh_contextual_sets& args, const WindowOfRow& row) {
     const uint32_t slots = args.table.slots;
@@ -76,7 +77,8 @@ __device__ void load_window(const sh_contextual_sets& args, const WindowOfRow& r
     __syncthreads();
 }
 
-// Averages of the window's tokens, and masks of all before it, by the weights that the query gives them.
+// Write the averages of the window's tokens, and the masks of all blocks before the window, by the weights that the query gives
+// to the tokens. Called by a whole CTA.
 template <class Element, int kDim>
 __device__ void evaluate_row(const sh_contextual_sets& args, const WindowOfRow& row, const void* query, char* shared) {
     const uint32_t slots = args.table.slots, lane = threadIdx.x % warp_size;
@@ -95,7 +97,7 @@ __device__ void evaluate_row(const sh_contextual_sets& args, const WindowOfRow& 
         const uint32_t slot = (static_cast<uint32_t>(row.first) + i) % slots;
         if (lane < tokens) row.maw[slot * block_tokens + lane] = logits_of.largest_weight(logits, lse_of);
     });
-    __syncthreads();  // sums are free for the next list
+    __syncthreads();  // the memory of sums is free for the next list
 
     const auto of_host = [&](uint32_t i) -> KeyBlock {
         if (!row.in_pool(args, static_cast<int32_t>(i))) return {nullptr, 0};
@@ -118,7 +120,7 @@ __device__ void evaluate_row(const sh_contextual_sets& args, const WindowOfRow& 
     __syncthreads();
 }
 
-// Blocks before the window that have salient tokens, in their order.
+// List the blocks before the window that have salient tokens, in their order. Called by a whole CTA.
 __device__ inline void list_blocks(const sh_contextual_sets& args, const WindowOfRow& row, uint64_t pair) {
     __shared__ uint32_t of_warp[logit_warps], tokens_of_warp[logit_warps];
     const uint32_t warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
@@ -142,7 +144,7 @@ __device__ inline void list_blocks(const sh_contextual_sets& args, const WindowO
             masks[place] = mask;
             tokens += static_cast<uint32_t>(__popc(static_cast<uint32_t>(mask)));
         }
-        __syncthreads();  // before others overwrite what this one still reads
+        __syncthreads();  // before other threads overwrite what this one still reads
     }
     for (uint32_t step = 16; step; step /= 2) tokens += __shfl_xor_sync(0xFFFFFFFF, tokens, step);
     if (lane == 0) tokens_of_warp[warp] = tokens;

@@ -1,4 +1,4 @@
-// A block, its keys and its values, from one place to another by a whole CTA.
+// Copy of one block's keys and values by a whole CTA.
 #pragma once
 
 #include "sglang_hybrid/cuda/memory.cuh"
@@ -6,16 +6,17 @@
 namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t copy_threads = 256;
-inline constexpr uint32_t copy_loads = 4;  // of one thread, before it stores the first
+inline constexpr uint32_t copy_loads = 4;  // of one thread before it stores the first
 
-// Keys and values of many blocks, one after the other.
+// Memory of many blocks: their keys one after the other, and their values.
 template <class Memory>
 struct Blocks {
     Memory* keys;
     Memory* values;
 };
 
-// Nobody writes block `from` while the kernel runs. `bytes` of keys or values: a multiple of 16.
+// Copy block `from` of `source` to block `to` of `target`. Nothing may write block `from` while the kernel runs. `bytes`: of a
+// block's keys, or of its values; a multiple of 16. Called by a whole CTA.
 __device__ inline void copy_block(const Blocks<const void>& source, uint64_t from, const Blocks<void>& target, uint64_t to,
                                   uint32_t bytes) {
     const uint32_t chunks = bytes / sizeof(uint4);

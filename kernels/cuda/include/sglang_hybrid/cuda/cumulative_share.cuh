@@ -1,4 +1,4 @@
-// Which entries of lists have a share of their weights: `cumulative_share` of the reference.
+// Marks the fewest entries of each list that have a share of its weights: `cumulative_share` of the reference.
 #pragma once
 
 #include "sglang_hybrid/cuda/weight_share.cuh"

@@ -1,4 +1,5 @@
-// The mailbox as a kernel sees it: where things are, and what a reply is. mailbox.h says what is written in which order.
+// The mailbox as kernels access it: addresses of its parts, waiting for a reply, and the reply's outcome. mailbox.h says what
+// is written in which order.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +10,8 @@
 
 namespace sglang_hybrid::cuda {
 
-inline constexpr uint32_t pause_ns = 100;  // between two looks at a reply; a look itself crosses PCIe
-inline constexpr uint32_t looks_per_gone = 16;  // at a reply, for one at whether the worker is no more
+inline constexpr uint32_t pause_ns = 100;  // between two polls of a reply; a poll itself crosses PCIe
+inline constexpr uint32_t looks_per_gone = 16;  // polls of a reply for one poll of whether the worker is gone
 
 // -- where things are --------------------------------------------------------------------------------------------------
 
@@ -35,11 +36,11 @@ class DeviceMailbox {
     __device__ uint32_t* pages(uint64_t sequence, uint32_t row, uint32_t head) const {
         return of_list(at_.pages, sequence, row, head);
     }
-    // Only where the geometry has them.
+    // Only if the geometry has masks.
     __device__ uint32_t* masks(uint64_t sequence, uint32_t row, uint32_t head) const {
         return of_list(at_.masks, sequence, row, head);
     }
-    // Of one query head, [max_blocks][32]; only where the geometry has value sums.
+    // Weights [max_blocks][32] of one query head; only if the geometry has value sums.
     __device__ float* weights(uint64_t sequence, uint32_t row, uint32_t head) const {
         const uint64_t per_head = uint64_t{geometry_.max_blocks} * block_tokens;
         return of_row<float>(at_.weights, sequence, row, heads() * per_head) + head * per_head;
@@ -77,7 +78,7 @@ class DeviceMailbox {
     char* const base_;
 };
 
-// Of a row, behind the receipt: blocks in all lists, then blocks of each list.
+// The numbers of a row that are stored behind the receipt: blocks in all lists, then blocks of each list.
 __device__ inline uint32_t* lists_of(sh_receipt* receipt, uint32_t row, uint32_t kv_heads) {
     return reinterpret_cast<uint32_t*>(receipt + 1) + uint64_t{row} * (1 + kv_heads);
 }
@@ -87,14 +88,14 @@ __device__ inline const uint32_t* lists_of(const sh_receipt* receipt, uint32_t r
 
 // -- replies -----------------------------------------------------------------------------------------------------------
 
-// By one thread: until there is a reply to this post, the time is over, or the host says that the worker is no more. What
-// the reply says is not looked at. `waited_ns` stays 0 where the reply is there already.
+// Wait until there is a reply to this post, the deadline has passed, or the host says that the worker is gone. Generation and
+// status of the reply are not checked here. `waited_ns` stays 0 if the reply is there already. Called by one thread.
 __device__ inline sh_mailbox_outcome wait_for_sequence(const sh_mailbox_wait& args, const DeviceMailbox& mailbox, uint32_t row,
                                                        uint64_t& waited_ns) {
     const uint64_t sequence = args.receipt->sequence;
     const Reply& reply = mailbox.reply(sequence, row);
     uint64_t found = load_acquire(reply.sequence);
-    // nobody answers a post that does not exist yet: a larger number is damage, and waiting would not repair it
+    // a post that does not exist yet has no reply: a larger number is damage, which waiting would not repair
     if (found < sequence) {
         auto* const late = reinterpret_cast<unsigned long long*>(&args.state->late);
         const uint64_t start = now_ns(), patience = atomicAdd(late, 0ull) ? 0 : args.deadline_ns;
@@ -112,7 +113,7 @@ __device__ inline sh_mailbox_outcome wait_for_sequence(const sh_mailbox_wait& ar
     return found == sequence ? sh_row_served : sh_row_damaged;
 }
 
-// Generation and status, which are next to each other, in one load.
+// Return generation and status, which are next to each other, with one load.
 __device__ inline uint2 load_fields(const Reply& reply) {
     static_assert(offsetof(Reply, generation) % sizeof(uint2) == 0);
     static_assert(offsetof(Reply, status) == offsetof(Reply, generation) + sizeof(uint32_t));

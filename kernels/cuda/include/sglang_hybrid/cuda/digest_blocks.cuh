@@ -16,21 +16,22 @@ struct SharedBlock {
     float lowest[max_head_dim];
 };
 
-// Which part of [lowest, highest] a value is in; 0 for NaN and where there is no range.
+// Return the step of [lowest, highest] that a value is in; 0 for NaN, and if there is no range.
 __device__ inline uint32_t code_of(float value, float highest, float lowest) {
     const float step = (highest - lowest) / float(compact_levels);
     return static_cast<uint32_t>(fminf(fmaxf((value - lowest) / step, 0.0f), float(compact_levels - 1)));
 }
 
-// By a whole CTA: the compact digest of a block whose extremes are known. They become what a reader will make of it: codes
-// are places in that range. head_dim is a multiple of 32, so that warps have no idle lanes.
+// Write the compact digest of a block whose extremes are known, and replace the extremes by those that a reader gets from the
+// digest: codes are positions in that range. head_dim is a multiple of 32, so that warps have no idle lanes. Called by a whole
+// CTA.
 __device__ inline void write_compact(SharedBlock& block, const sh_digests& to, uint64_t index, uint32_t head) {
     const uint32_t dim = to.head_dim, bytes = compact_bytes(dim, to.channel_count);
     auto* const compact = static_cast<uint8_t*>(to.digests) + index * bytes;
     auto* const steps = reinterpret_cast<uint16_t*>(compact + compact_steps(dim));
     auto* const scales = reinterpret_cast<uint16_t*>(compact + compact_scales(dim, to.channel_count));
     const int64_t* const channels = to.channels + uint64_t{head} * to.channel_count;
-    __syncthreads();  // the extremes are there
+    __syncthreads();  // the extremes are written
     for (uint32_t i = threadIdx.x; i < to.channel_count; i += blockDim.x) {
         const uint32_t channel = min(static_cast<uint32_t>(channels[i]), dim - 1);
         steps[step_place(i)] = to_half((block.highest[channel] - block.lowest[channel]) / float(compact_levels));
@@ -38,7 +39,7 @@ __device__ inline void write_compact(SharedBlock& block, const sh_digests& to, u
     __syncthreads();  // the extremes were read
     for (uint32_t channel = threadIdx.x; channel < dim; channel += blockDim.x) {
         const float highest = block.highest[channel], lowest = block.lowest[channel], middle = (highest + lowest) / 2;
-        // as bits, since NaN is larger than infinity there, and that than all numbers
+        // compared as bits: there NaN is larger than infinity, and infinity larger than all numbers
         uint32_t largest = __float_as_uint(fabsf(middle));
 #pragma unroll
         for (uint32_t step = compact_group / 2; step; step /= 2) {
@@ -59,12 +60,12 @@ __device__ inline void write_compact(SharedBlock& block, const sh_digests& to, u
     }
 }
 
-// By a whole CTA: the digest of block.keys [32][head_dim], of which `filled` tokens are there, and its codes.
+// Write the digest and the codes of block.keys [32][head_dim], of which the first `filled` tokens exist. Called by a whole CTA.
 template <class Element>
 __device__ void digest_block(SharedBlock& block, uint32_t filled, const sh_digests& to, uint32_t page, uint32_t head) {
     const uint32_t dim = to.head_dim;
     const uint64_t index = uint64_t{page} * to.kv_heads + head;
-    __syncthreads();  // the keys are there
+    __syncthreads();  // the keys are written
     auto* const digest = static_cast<uint16_t*>(to.digests) + index * 2 * dim;
     for (uint32_t channel = threadIdx.x; channel < dim; channel += blockDim.x) {
         uint16_t most = block.keys[channel], least = most;
@@ -72,7 +73,7 @@ __device__ void digest_block(SharedBlock& block, uint32_t filled, const sh_diges
         for (uint32_t token = 1; token < filled; ++token) {
             const uint16_t bits = block.keys[token * dim + channel];
             const float value = widened<Element>(bits);
-            // NaN stays, as torch's maximum has it: the page must be seen to be damaged
+            // NaN stays, as in torch's maximum: the digest must show that the page is damaged
             if (highest == highest && !(value <= highest)) highest = value, most = bits;
             if (lowest == lowest && !(value >= lowest)) lowest = value, least = bits;
         }
@@ -84,7 +85,7 @@ __device__ void digest_block(SharedBlock& block, uint32_t filled, const sh_diges
     if (to.compact) write_compact(block, to, index, head);
     __syncthreads();
     const int64_t* const channels = to.channels + uint64_t{head} * to.channel_count;
-    // Tokens that are not there yet are next to the middle of the range, on either side of it in turn.
+    // Tokens that do not exist yet get codes next to the middle of the range, on either side of it in turn.
     const auto code = [&](uint32_t token, uint32_t which) {
         if (token >= filled) return compact_levels / 2 - 1 + which % 2;
         const uint32_t channel = min(static_cast<uint32_t>(channels[which]), dim - 1);
@@ -99,7 +100,7 @@ __device__ void digest_block(SharedBlock& block, uint32_t filled, const sh_diges
     }
 }
 
-// A CTA for each (page of the list, KV head). Keys are `Stored`, digests are made of them as `Element`.
+// A CTA for each (page of the list, KV head). Keys are of type `Stored`; digests are computed from them as `Element`s.
 template <class Element, class Stored>
 __global__ void __launch_bounds__(digest_threads) digest_pages(const __grid_constant__ sh_digest_pages args) {
     __shared__ __align__(16) SharedBlock block;

@@ -10,7 +10,7 @@
 namespace sglang_hybrid::cuda {
 
 struct BFloat16 {
-    // `low` ends up in the lower half
+    // Round two numbers to a pair, with `low` in the lower half.
     static __device__ uint32_t pack(float low, float high) {
         uint32_t packed;
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));

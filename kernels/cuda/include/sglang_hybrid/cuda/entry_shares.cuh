@@ -1,29 +1,30 @@
-// Which CTA attends to which blocks where every batch entry has as many as it has.
+// Division of blocks among CTAs where batch entries have different numbers of blocks.
 #pragma once
 
 #include "sglang_hybrid/cuda/attend_slots.cuh"
 
 namespace sglang_hybrid::cuda {
 
-// The blocks of all (batch entry, KV head) pairs as one long list, of which every CTA gets an equal part. A CTA that goes on from
-// one pair to the next begins anew there, so if there are CTAs for that each has blocks of one pair only: pairs are as long
-// then as a whole number of CTAs takes.
+// The blocks of all (batch entry, KV head) pairs are one long list, of which every CTA gets an equal part. A CTA that goes on
+// from one pair to the next has to begin anew there. So, if there are enough CTAs, each has blocks of one pair only: pairs are
+// then padded in the list to a whole number of CTAs' parts.
 class EntryShares {
   public:
-    static constexpr uint32_t least_blocks = 2;  // of a warp
+    static constexpr uint32_t least_blocks = 2;  // fewest blocks of a warp
 
-    // In shared memory.
+    // Bytes of shared memory.
     static __host__ __device__ uint32_t bytes(uint32_t batch) { return (batch + 1) * sizeof(uint32_t); }
 
-    // By a whole CTA. blocks_of(entry): of each of its pairs, for all entries of the batch; those of entries that are not active
-    // do not count. Pairs have at most `longest`. `of_value`: bytes of a number in keys and values.
+    // blocks_of(entry): number of blocks of each of its pairs, for all entries of the batch; those of entries that are not
+    // active do not count. Pairs have at most `longest` blocks. `of_value`: bytes of a number in keys and values. Called by a
+    // whole CTA.
     template <class BlocksOf>
     __device__ EntryShares(uint32_t batch, uint32_t active, uint32_t heads, uint32_t head_dim, uint32_t of_value,
                            uint32_t group, uint32_t longest, char* shared, BlocksOf blocks_of)
         : ends_(reinterpret_cast<uint32_t*>(shared)), heads_(heads), active_(active) {
         uint32_t& share = ends_[batch];
         if (threadIdx.x < warp_size) {
-            // not too little: what CTAs have of a pair has to be merged, and there must be room for all of that
+            // parts must not be too short: the partial results of a pair have to be merged, and must fit shared memory together
             const uint32_t warps = blockDim.x / warp_size, parts = most_parts(head_dim, of_value, warps, group) - 2;
             const uint32_t least = max(least_blocks * warps, longest / parts + 1);
             uint32_t sum = 0, base = 0, blocks = 0;
@@ -55,13 +56,13 @@ class EntryShares {
         share_ = share;
     }
 
-    // Where the part of a CTA begins.
+    // Return where the part of a CTA begins in the list.
     __device__ uint32_t begin(uint32_t cta) const {
         return static_cast<uint32_t>(min(uint64_t{cta} * share_, uint64_t{total_}));
     }
 
     struct Part {
-        uint32_t entry, head, first, numbers;  // of the pair: the first in the list, and how many; at least its blocks
+        uint32_t entry, head, first, numbers;  // of the pair: its first number in the list, and how many; at least its blocks
     };
     __device__ Part part_at(uint32_t number) const {
         uint32_t low = 0, high = active_ - 1;
@@ -75,8 +76,9 @@ class EntryShares {
         return {low, head, before * heads_ + head * numbers, numbers};
     }
 
-    // What a CTA has of a pair, blocks [from, from + numbers) of it: stored if that is all of the pair, otherwise the
-    // CTA that is last stores what all of them have. `store` as for merge_warps and merge_ctas.
+    // Finish a CTA's part of a pair, `numbers` of its numbers: store the result if the part is all of the pair; otherwise the
+    // CTA that finishes last merges and stores the partial results of all of them. `store` is as for merge_warps and
+    // merge_ctas.
     template <int kDim, uint32_t kBytes, class Args, class Store>
     __device__ void finish(const Args& args, const Part& part, uint32_t numbers, char* shared, const SharedMemory& at,
                            Store store) const {
@@ -107,7 +109,7 @@ class EntryShares {
         return sum;
     }
 
-    uint32_t* const ends_;  // [batch]: numbers of a KV head up to and with this entry; behind them, what a CTA gets
+    uint32_t* const ends_;  // [batch]: numbers of a KV head up to and with this entry; behind them, the length of a CTA's part
     const uint32_t heads_, active_;
     uint32_t total_, share_;
 };

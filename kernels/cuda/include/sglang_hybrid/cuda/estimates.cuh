@@ -8,7 +8,7 @@
 //             B (C x 8)    the queries, times the block's steps in those channels
 //                          -> C: lane has tokens i, i + 8 of heads 2j, 2j + 1; twice for the 32 tokens of a block
 //
-// Of products that fill rows 0 to 7 only, the others are anything.
+// Where a product fills rows 0 to 7 only, its other rows may be anything.
 //
 // Each lane adds up the powers of its tokens. One more product adds the lanes of a block, and has block i where the product
 // with the digests has it:
@@ -22,8 +22,7 @@
 //             B (16 x 8)   the queries              -> C: lane has block i's products, which are scaled and added up
 //
 // Logits are in units of log2, the scale included. Tokens count relative to the middle of their block, without looking for
-// the largest one first: a block's mass is told between 2^-126 and 2^126 times that of its middle, and as the nearest of
-// these beyond.
+// the largest one first: a block's mass is limited to between 2^-126 and 2^126 times that of its middle.
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
@@ -39,7 +38,7 @@ namespace sglang_hybrid::cuda {
 inline constexpr uint32_t octet_blocks = 8;
 inline constexpr float log2_of_e = 1.4426950408889634f;
 
-// constants, twice
+// constants, twice in a word
 inline constexpr uint32_t bfloat16_ones = 0x3F803F80, bfloat16_2_to_123 = 0x7D007D00;
 inline constexpr uint32_t minus_1152 = 0xE480E480;
 
@@ -50,11 +49,11 @@ struct Octet {
     static constexpr bool is_compact = kFormat == Format::compact;
     static constexpr uint32_t row_bytes = kDim * 2;  // maxima or minima
     static constexpr uint32_t digest_bytes = is_compact ? compact_bytes(kDim, kChannels) : 2 * row_bytes;
-    // In shared memory. An odd number of 16-byte chunks, so that a matrix load finds those of eight blocks in different
-    // banks.
+    // Distance of digests in shared memory: an odd number of 16-byte chunks, so that a matrix load finds the chunks of eight
+    // blocks in different banks.
     static constexpr uint32_t digest_stride = digest_bytes + 16;
     static constexpr uint32_t code_bytes = block_tokens * kChannels / 2;
-    static constexpr uint32_t codes = octet_blocks * digest_stride;  // where they begin
+    static constexpr uint32_t codes = octet_blocks * digest_stride;  // where the codes begin
     static constexpr uint32_t bytes = codes + octet_blocks * code_bytes;
     static constexpr uint32_t step_bytes = is_compact ? 0 : octet_blocks * kChannels * 2;  // of a warp, beside its octets
     static constexpr uint32_t step_stride = is_compact ? digest_stride : kChannels * 2;    // from block to block
@@ -62,13 +61,13 @@ struct Octet {
 
     static __device__ uint32_t place(uint32_t block, uint32_t in_digest) { return block * digest_stride + in_digest; }
 
-    // Where the steps of the codes are: in the digests, or where `SketchSteps` writes them.
+    // Return the address of the codes' steps: in the digests, or where `SketchSteps` writes them.
     static __device__ const char* steps(const char* octet, const char* written) {
         return is_compact ? octet + compact_steps(kDim) : written;
     }
 
-    // By one warp. Lane b has the page of block b, -1: zeros. Eight lanes copy 128 bytes of a block at a time, whose address
-    // is found once.
+    // Begin the copies of an octet to shared memory. Lane b has the page of block b, -1: zeros are written. Eight lanes copy
+    // 128 bytes of a block at a time; the block's address is computed once. Called by one warp.
     static __device__ void request(uint32_t octet, const sh_digests& from, uint32_t head, int32_t page, uint64_t policy) {
         const uint32_t lane = threadIdx.x % 32, first = lane % 8 * 16;
 #pragma unroll
@@ -94,7 +93,7 @@ struct Octet {
 
 // -- steps of the codes ------------------------------------------------------------------------------------------------
 
-// The channels of a KV head's sketch; lane c has the c-th, and the c + 32-th.
+// The channels of a KV head's sketch; lane c has the c-th channel, and the c + 32-th.
 template <int kDim, int kChannels, Format kFormat>
 class SketchSteps {
   public:
@@ -110,7 +109,8 @@ class SketchSteps {
         }
     }
 
-    // Of an octet of min/max digests, in float16, in the order in which `add_tokens` reads them; both in shared memory.
+    // Write the steps of an octet of min/max digests in float16, in the order in which `load_steps` reads them. Octet and steps
+    // are in shared memory.
     template <class Element>
     __device__ void write(const char* octet, char* steps) const {
         if constexpr (kChannels > 0 && kFormat == Format::minmax) {
@@ -131,7 +131,7 @@ class SketchSteps {
 
   private:
     float factor_;
-    uint32_t offset_[kChannels > 0 ? kChannels / 32 : 1];  // in a row of the digest
+    uint32_t offset_[kChannels > 0 ? kChannels / 32 : 1];  // bytes from the beginning of a digest's row
 };
 
 // -- eight query heads -------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class HeadTile {
 
   public:
     HeadTile() = default;
-    // `query` of the tile's first head, of which there are `heads`, perhaps more than a tile takes.
+    // `query`: that of the tile's first head. `heads`: heads from there on, perhaps more than a tile takes.
     __device__ HeadTile(const void* query, uint32_t heads, const sh_digests& digests, uint32_t kv_head, float scale,
                         float spread)
         : scale_(scale * log2_of_e), toward_((1 + spread) / 2), away_((1 - spread) / 2) {
@@ -156,7 +156,7 @@ class HeadTile {
         for (uint32_t step = 0; step < dim_steps; ++step) {
 #pragma unroll
             for (uint32_t half = 0; half < 2; ++half) {
-                // a lane has four bytes of a group of middles in a row, so its products take channels in that order
+                // a lane has four consecutive bytes of a group of middles, so its products take channels in that order
                 const uint32_t word = words[step * 8 + (Here::is_compact ? 2 * j + half : half * 4 + j)];
                 query_[step][half] = !exists ? 0 : Here::is_compact ? as_float16(word) : word;
             }
@@ -170,7 +170,7 @@ class HeadTile {
         if constexpr (kChannels > 0) {
             load_code_offsets(offsets_);
             const int64_t* const channels = digests.channels + uint64_t{kv_head} * kChannels;
-            const float factor = Here::is_compact ? scale_ : 1.0f;  // other steps have it already
+            const float factor = Here::is_compact ? scale_ : 1.0f;  // steps of min/max digests include it already
             const auto value = [&](uint32_t index) {
                 const float wide = widened<Element>(row[static_cast<uint32_t>(channels[index]) & (kDim - 1)]);
                 return exists ? within_float16(wide * factor) : 0.0f;
@@ -186,7 +186,7 @@ class HeadTile {
         }
     }
 
-    // Of block i by heads 2j and 2j + 1. Not finite where digests are not.
+    // Return the estimates of block i by heads 2j and 2j + 1. An estimate is not finite if the digest is not.
     __device__ float2 estimate(uint32_t octet, const char* steps) const {
         if constexpr (kChannels == 0) {
             return by_digests(octet);
@@ -203,7 +203,7 @@ class HeadTile {
                              within_float16(widened<Element>(static_cast<uint16_t>(pair >> 16))));
     }
 
-    // maxima and minima of eight blocks, 16 channels
+    // Load maxima and minima of eight blocks, 16 channels.
     static __device__ void load_digests(uint32_t (&to)[4], uint32_t octet, uint32_t step) {
         const uint32_t lane = threadIdx.x % 32, block = lane & 7, kind = lane >> 3 & 1, half = lane >> 4;
         load_matrices(to, octet + Here::place(block, kind * Here::row_bytes + (2 * step + half) * 16));
@@ -221,7 +221,7 @@ class HeadTile {
         return make_float2((product[0] + product[2]) * 0.5f * scale_, (product[1] + product[3]) * 0.5f * scale_);
     }
 
-    // `steps` are in the same octet: what follows them are the scales.
+    // `steps` are in the same octet, and the scales follow them.
     __device__ float2 compact_middles(uint32_t octet, const char* steps) const {
         const uint32_t lane = threadIdx.x % 32;
         const char* const scales = steps + lane / 4 * Here::digest_stride + kChannels * 2;
@@ -246,7 +246,8 @@ class HeadTile {
         return make_float2(middle.x * scale_, middle.y * scale_);
     }
 
-    // As if all 32 tokens of a block had the estimate. Positive and negative parts of a query want opposite extremes.
+    // Estimate by digests, as if all 32 tokens of a block had the estimate. Positive and negative parts of a query need
+    // opposite extremes.
     __device__ float2 by_digests(uint32_t octet) const {
         float up[4] = {}, down[4] = {};
 #pragma unroll
@@ -265,8 +266,9 @@ class HeadTile {
         return make_float2(both(0), both(1));
     }
 
-    // The logarithms of the blocks' sums. Two blocks at a time: a product waits for the one before on its sum, so there are
-    // always some that wait for different ones, and those of the next two blocks begin before the powers of these.
+    // Return the logarithms of the blocks' sums. Two blocks are computed at a time: a product waits for the product before it
+    // on the same sum, so there are always products on different sums under way, and those of the next two blocks begin before
+    // the powers of these two.
     __device__ float2 by_codes(uint32_t octet, const char* steps) const {
         const uint32_t i = threadIdx.x % 32 / 4;
         float sums[4] = {};
@@ -289,7 +291,7 @@ class HeadTile {
         return make_float2(fmaxf(fast_log2(sums[0]), -126.0f), fmaxf(fast_log2(sums[1]), -126.0f));
     }
 
-    // Of a block's sketch: queries times steps, and what sums of tokens begin with.
+    // Operands of a block's sketch: queries times steps, and the values that sums of tokens begin with.
     struct Weights {
         uint32_t of[parts > 0 ? parts : 1][4];
         float begin[4];
@@ -355,8 +357,9 @@ class HeadTile {
         }
     }
 
-    // Of this lane's tokens of a block: the sum of their powers, two heads in bfloat16, which has the range of float32. At
-    // most 2^123, so that eight lanes have a sum, and a number: zeros times anything else would reach the other blocks.
+    // Return the sum of the powers of this lane's tokens of a block, for two heads in bfloat16, which has the range of float32.
+    // The sum is at most 2^123, so that the sum of eight lanes is finite. It is never NaN or infinite: zeros times these would
+    // reach the other blocks.
     static __device__ uint32_t powers(const float (&tokens)[2][4]) {
         const auto sum = [&](uint32_t head) {
             const float first = fast_exp2(tokens[0][head]) + fast_exp2(tokens[0][head + 2]);
@@ -366,7 +369,7 @@ class HeadTile {
         return lower_bfloat16(BFloat16::pack(sum(0), sum(1)), bfloat16_2_to_123);
     }
 
-    // The half of a step, in channels whose codes begin at 1024, that tokens of block i are lower by.
+    // Return by how much tokens of block i are too low: half of a step in channels whose codes begin at 1024.
     __device__ float2 halves(const char* steps) const {
         float product[4] = {};
 #pragma unroll
@@ -381,9 +384,9 @@ class HeadTile {
 
     float scale_, toward_, away_;
     uint32_t query_[dim_steps][2];
-    float zeros_[Here::is_compact ? dim_steps : 1][2];  // products with bytes of 128, which stand for 0
+    float zeros_[Here::is_compact ? dim_steps : 1][2];  // products with bytes of 128, which stand for 0, negated
     uint32_t sketch_[parts > 0 ? parts : 1][4];
-    uint32_t offsets_[2][4];  // what codes are too large by
+    uint32_t offsets_[2][4];  // by what codes are too large, negated
 };
 
 }  // namespace sglang_hybrid::cuda

@@ -1,5 +1,5 @@
-// Attention with the real query over blocks that are read where they lie, in registered host memory: misses that nobody
-// computed in time, or all blocks of a row. Limited by PCIe, so everybody takes part even if it is one row.
+// Attention with the real query over blocks that are read in place, from registered host memory: misses that the worker did
+// not compute in time, or blocks of a whole row. PCIe limits the kernel, so all CTAs take part even if there is one row only.
 #pragma once
 
 #include "sglang_hybrid/cuda/entry_shares.cuh"
@@ -10,18 +10,18 @@ namespace sglang_hybrid::cuda {
 
 __device__ inline uint32_t blocks_of_tokens(uint32_t tokens) { return (tokens + block_tokens - 1) / block_tokens; }
 
-// Whether an entry attends to the blocks of its row, whoever served it.
+// Return whether an entry attends to the blocks of its own row, served or not.
 __device__ inline bool is_whole(const sh_finish_late& args, uint32_t entry) {
     return !args.pages || (args.whole && args.whole[entry]);
 }
 
-// Tokens of a (batch entry, KV head) pair that are read, and from which blocks.
+// The tokens that a (batch entry, KV head) pair attends to, and the blocks that they are in.
 struct PoolList {
     const int32_t* pages;
     const int32_t* masks = nullptr;  // null: all tokens count
     const float* scores = nullptr;   // null: all blocks count
     const float* bias = nullptr;
-    const uint32_t* held = nullptr;  // null: no block is
+    const uint32_t* held = nullptr;  // null: no block is held
     uint32_t tokens;
 
     __device__ PoolList(const sh_finish_late& args, uint32_t entry, uint32_t head) {
@@ -42,7 +42,7 @@ struct PoolList {
         }
     }
 
-    // Of each pair of an entry: 0 where there is nothing to do. One at least where somebody waits for a result.
+    // Return the most blocks that a pair of an entry has: 0 if there is nothing to do, at least 1 if a result must be written.
     static __device__ uint32_t most_blocks(const sh_finish_late& args, uint32_t entry) {
         const bool whole = is_whole(args, entry), served = args.served && args.served[entry];
         if (served && !whole) return 0;
@@ -54,18 +54,18 @@ struct PoolList {
     }
 };
 
-// The blocks of a warp, one after the other. Lane i knows the i-th of the next 32.
+// Iterates over the blocks of a warp. Lane i has the i-th of the next 32 blocks.
 class PoolBlocks {
   public:
     struct Block {
         const char* keys;
         const char* values;
-        uint32_t tokens;  // 0: there is none left
+        uint32_t tokens;  // 0: there is no block left
         uint32_t mask;    // bit t: token t counts
-        bool is_near;     // always in
+        bool is_near;     // a sink, recent or tail block
     };
 
-    // Every step-th block from `first` on, before `end`.
+    // Iterate over every step-th block from `first` on, before `end`.
     __device__ PoolBlocks(const sh_finish_late& args, const PoolList& list, uint32_t head, uint32_t first, uint32_t step,
                           uint32_t end)
         : args_(args), list_(list), head_(head), end_(min(end, blocks_of_tokens(list.tokens))), next_(first), step_(step) {}
@@ -113,11 +113,11 @@ class PoolBlocks {
     int32_t page_ = -1;
 };
 
-// In the dtype of the model, merged with the local partial if there is one.
+// For EntryShares::finish: stores results in the dtype of the model, merged with the local partial if there is one.
 template <class Element, int kDim>
 struct FinishedResult {
     const sh_finish_late& args;
-    uint64_t first;  // query head of the batch
+    uint64_t first;  // query head of the pair, counted over the batch
     bool has_local;
 
     __device__ void operator()(uint32_t i, uint32_t row, float4 quad, float lse) const {
@@ -133,7 +133,7 @@ struct FinishedResult {
     }
 };
 
-// Behind a worker usually all that CTAs do is to see that everything was served.
+// With a worker, CTAs usually only find that all entries were served.
 template <class Element, int kDim>
 __global__ void __launch_bounds__(attend_warps* warp_size) finish_late(const __grid_constant__ sh_finish_late args) {
     extern __shared__ __align__(128) char shared[];

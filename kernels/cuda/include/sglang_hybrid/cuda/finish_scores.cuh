@@ -1,5 +1,5 @@
-// From estimates of blocks to scores: `block_scores` of the reference. A score is a share of the whole row, so this comes when
-// all blocks of a (batch entry, KV head) pair have their estimates.
+// Converts estimates of blocks to scores: `block_scores` of the reference. A score is a share of the whole row, so scores are
+// computed when all blocks of a (batch entry, KV head) pair have their estimates.
 #pragma once
 
 #include "sglang_hybrid/cuda/halves.cuh"
@@ -16,7 +16,7 @@ __device__ inline uint32_t blocks_of(const sh_step& step, uint32_t entry) {
     return min(static_cast<uint32_t>(max(step.lengths[entry], 0) + 31) / 32, step.max_blocks);
 }
 
-// Whether an entry is scored: with by_row, rows that have no scores are not; with `only`, those that it names.
+// Return whether an entry is scored. With by_row, entries whose row has no scores are not; nor are entries with 0 in `only`.
 __device__ inline bool has_scores(const sh_score_blocks& args, uint32_t entry) {
     if (args.only && !args.only[entry]) return false;
     if (!args.by_row) return true;
@@ -24,13 +24,13 @@ __device__ inline bool has_scores(const sh_score_blocks& args, uint32_t entry) {
     return row >= 0 && static_cast<uint32_t>(row) < args.by_row;
 }
 
-// Where the scores of a pair are, and its bias.
+// Return the index of a pair's list of scores, and of its bias: the (row, KV head) with by_row, else the pair itself.
 __device__ inline uint64_t owner_of(const sh_score_blocks& args, uint32_t entry, uint32_t pair) {
     const uint32_t heads = args.digests.kv_heads;
     return args.by_row ? uint64_t{static_cast<uint32_t>(args.step.row_of[entry])} * heads + pair % heads : pair;
 }
 
-// In shared memory, for finish_pair.
+// Shared memory of finish_pair.
 template <int kTiles>
 struct FinishScratch {
     Mass of_warps[finish_warps][kTiles * tile_heads];
@@ -49,7 +49,8 @@ struct Estimates {
     }
 };
 
-// Blocks that a thread asks for before it looks at any, since nothing else is read meanwhile; as far as registers go.
+// Blocks whose estimates a thread loads before it uses the first, since nothing else is read meanwhile. Registers limit the
+// number.
 template <int kTiles>
 inline constexpr uint32_t finish_at_once = kTiles == 1 ? 2 : 1;
 
@@ -57,7 +58,7 @@ struct Everything {
     __device__ bool operator()(int32_t) const { return true; }
 };
 
-// found[head][i]: of blocks first + i * finish_threads; -inf where there is none, or none that counts.
+// Load estimates: found[head][i] is that of block first + i * finish_threads, or -inf if there is none, or none that counts.
 template <uint32_t kMost, uint32_t kAtOnce, class Counts = Everything>
 __device__ void load_estimates(const Estimates& estimates, uint32_t blocks, uint32_t first, float (&found)[kMost][kAtOnce],
                                Counts counts = {}) {
@@ -72,7 +73,7 @@ __device__ void load_estimates(const Estimates& estimates, uint32_t blocks, uint
     }
 }
 
-// By a whole CTA: scratch.of_warps has the mass of a pair's blocks, each warp's part of it, for every head.
+// Write the mass of a pair's blocks to scratch.of_warps, for every head and by warps' parts. Called by a whole CTA.
 template <int kTiles, class Counts = Everything>
 __device__ void add_up(const Estimates& estimates, uint32_t blocks, FinishScratch<kTiles>& scratch, Counts counts = {}) {
     constexpr uint32_t most = kTiles * tile_heads, at_once = finish_at_once<kTiles>;
@@ -102,14 +103,14 @@ __device__ Mass mass_of(const FinishScratch<kTiles>& scratch, uint32_t head) {
     return all;
 }
 
-// By a whole CTA: the estimates of a pair become scores.
+// Write the scores of a pair from its estimates. Called by a whole CTA.
 template <int kTiles>
 __device__ void finish_pair(const sh_score_blocks& args, uint32_t entry, uint32_t pair, FinishScratch<kTiles>& scratch) {
     constexpr uint32_t most = kTiles * tile_heads, at_once = finish_at_once<kTiles>;
     const uint32_t blocks = blocks_of(args.step, entry), end = args.step.max_blocks;
     const Estimates estimates(args, pair);
     add_up(estimates, blocks, scratch);
-    float highest_of[most], rest_of[most];  // together the logarithm of the mass
+    float highest_of[most], rest_of[most];  // their sum is the logarithm of the mass
 #pragma unroll
     for (uint32_t head = 0; head < most; ++head) {
         const Mass all = mass_of(scratch, head);
@@ -137,7 +138,7 @@ __device__ void finish_pair(const sh_score_blocks& args, uint32_t entry, uint32_
             for (uint32_t head = 0; head < most; ++head) {
                 if (head < args.group) sum += fast_exp2(share[head] - highest);
             }
-            // a block that no head can estimate
+            // no head can estimate the block
             const float score = highest < -1e37f ? -FLT_MAX : (highest + fast_log2(sum)) * ln_of_2;
             scores[position] = position < blocks ? score : -INFINITY;
         }

@@ -1,8 +1,9 @@
-// Sums of values by weights in the model's dtype: the worker's, or by this device where the worker did not serve an entry.
+// Sums of values by weights in the model's dtype: the worker's sums, or sums of this device for entries that the worker did not
+// serve.
 //
-// Values are read where they lie, in registered host memory, and of those only tokens that a query head gives a weight to. A
-// warp takes a block at a time; its lanes have eight channels each of as many tokens as a load of the warp covers. CTAs that
-// share a list leave their sums in the workspace, and the last one adds them up in the order of the list.
+// Values are read in place, from registered host memory, and only those of tokens that a query head gives a weight to. A warp
+// takes a block at a time; its lanes have eight channels each, of as many tokens as a load of the warp covers. CTAs that share
+// a list leave their sums in the workspace, and the last one adds them up in the order of the list.
 #pragma once
 
 #include "sglang_hybrid/cuda/attend_slots.cuh"
@@ -14,7 +15,7 @@ namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t sum_warps = 4;
 inline constexpr uint32_t sum_threads = sum_warps * warp_size;
-inline constexpr uint32_t sum_loads = 8;  // of a lane on their way over PCIe, before it uses the first
+inline constexpr uint32_t sum_loads = 8;  // over PCIe that a lane has in flight before it uses the first
 
 template <int kDim>
 struct SumMemory {
@@ -22,7 +23,7 @@ struct SumMemory {
     float sums[sum_warps][kDim];
 };
 
-// By a warp: sums over every step-th block of a list, from `first` on and before `end`.
+// Add up every step-th block of a list, from `first` on and before `end`. Called by a warp.
 template <class Element, int kDim, int kGroup>
 __device__ void sum_blocks(const sh_finish_sums& args, uint32_t pair, uint32_t first, uint32_t step, uint32_t end,
                            float (&weights)[query_rows][block_tokens], float (&sums)[kGroup][8]) {
@@ -34,7 +35,7 @@ __device__ void sum_blocks(const sh_finish_sums& args, uint32_t pair, uint32_t f
         if (page < 0 || static_cast<uint32_t>(page) >= args.pool_pages) continue;
         if (position < 0 || static_cast<uint32_t>(position) >= args.max_blocks) continue;
         uint32_t asked = 0;
-        __syncwarp();  // the weights before these are done with
+        __syncwarp();  // all lanes are done with the weights before these
         for (uint32_t g = 0; g < args.group; ++g) {
             const uint64_t of_head = (uint64_t{pair} * args.group + g) * args.max_blocks + static_cast<uint32_t>(position);
             const float weight = args.weights[of_head * block_tokens + lane];
@@ -69,7 +70,7 @@ __device__ void sum_blocks(const sh_finish_sums& args, uint32_t pair, uint32_t f
             }
         }
     }
-    // lanes that have the same channels of other tokens
+    // add up the lanes that have the same channels of other tokens
 #pragma unroll
     for (uint32_t g = 0; g < kGroup; ++g) {
         if (g >= args.group) break;

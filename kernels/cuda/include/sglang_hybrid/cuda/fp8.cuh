@@ -1,6 +1,7 @@
 // FP8 of a quantised pool: e4m3, which has no infinities. Kernels store numbers as `to_stored` of the reference does, and
-// read them as float16, in which all of them are exact. So is a query of bfloat16, once a power of two has brought its
-// largest number into float16's range (scaled_queries.cuh): whatever the model's dtype is, products over FP8 are float16's.
+// read them as float16, in which all of them are exact. A query of bfloat16 becomes float16, too, once a power of two has
+// brought its largest number into float16's range (scaled_queries.cuh). So products over FP8 are float16 products, whatever the
+// model's dtype is.
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
@@ -9,16 +10,16 @@
 
 namespace sglang_hybrid::cuda {
 
-// Where kernels have a dtype: a pool of FP8, whatever its queries are.
+// Element type of kernels over a pool of FP8, whatever the dtype of the queries.
 struct Fp8 {
-    // What `widen` gives has to be multiplied by this, which whoever has the products does once.
+    // Factor that numbers from `widen` still have to be multiplied by. Kernels multiply the products by it instead, once.
 #if __CUDA_ARCH__ >= 890
     static constexpr float unit = 1.0f;
 #else
     static constexpr float unit = 256.0f;
 #endif
 
-    // The four numbers of a word as pairs of float16: bytes 0 and 1, and 2 and 3.
+    // Convert the four numbers of a word to two pairs of float16: bytes 0 and 1, and bytes 2 and 3.
     static __device__ void widen(uint32_t (&pairs)[2], uint32_t word) {
 #if __CUDA_ARCH__ >= 890
         pairs[0] = widen_pair(word), pairs[1] = widen_pair(word >> 16);
@@ -28,7 +29,7 @@ struct Fp8 {
 #endif
     }
 
-    // Likewise, bytes 0 and 2, and 1 and 3.
+    // As `widen`, with the pairs bytes 0 and 2, and bytes 1 and 3.
     static __device__ void widen_across(uint32_t (&pairs)[2], uint32_t word) {
 #if __CUDA_ARCH__ >= 890
         widen(pairs, __byte_perm(word, 0, 0x3120));
@@ -47,13 +48,14 @@ struct Fp8 {
     }
 #endif
 
-    // Exponent and mantissa moved to where float16 has them: that number is 2^8 times smaller, denormals too. NaN, which is
-    // the largest mantissa at the largest exponent, gets the one bit more that makes it NaN of float16.
+    // Exponent and mantissa of FP8 moved to the bits where float16 has them: the result is 2^8 times smaller than the number,
+    // also for denormals. NaN, which is the largest mantissa at the largest exponent, gets the one more bit that makes it NaN
+    // of float16.
     struct Placed {
-        uint32_t upper, lower;  // bytes of float16
+        uint32_t upper, lower;  // bytes of the four float16 numbers
 
         __device__ explicit Placed(uint32_t word) {
-            const uint32_t next = (word & 0x7F7F7F7F) + 0x01010101;  // the highest bit is set where there is NaN
+            const uint32_t next = (word & 0x7F7F7F7F) + 0x01010101;  // the highest bit of a byte is set if the byte is NaN
             const uint32_t magnitudes = (word & 0x7F7F7F7F) | (next & 0x80808080);
             upper = (word & 0x80808080) | (magnitudes >> 1 & 0x7F7F7F7F);
             lower = word << 7 & 0x80808080;
@@ -65,13 +67,13 @@ struct Fp8 {
     };
 };
 
-// Bytes of a number in a pool.
+// Bytes of one number in a pool of `Element`.
 template <class Element>
 inline constexpr uint32_t value_bytes = 2;
 template <>
 inline constexpr uint32_t value_bytes<Fp8> = 1;
 
-// The dtype of queries and results over a pool of Element. `dtype` tells both.
+// Return the dtype of queries and results over a pool of `Element`. `dtype` is that of pool and queries.
 template <class Element>
 __device__ DType model_dtype(DType dtype) {
     if constexpr (value_bytes<Element> == 1) return dtype == DType::fp8_bf16 ? DType::bf16 : DType::fp16;
@@ -80,7 +82,8 @@ __device__ DType model_dtype(DType dtype) {
 
 // -- eight numbers -----------------------------------------------------------------------------------------------------
 
-// Two numbers of FP8, the first in the low byte: rounded to the nearest, of two the even one, and 448 beyond that. NaN stays.
+// Convert two numbers to FP8, the first in the low byte. A number is rounded to the nearest, of two equally near ones to the
+// even one; numbers beyond 448 become 448. NaN stays NaN.
 __device__ inline uint32_t to_fp8(float first, float second) {
 #if __CUDA_ARCH__ >= 890
     uint16_t pair;
@@ -91,7 +94,7 @@ __device__ inline uint32_t to_fp8(float first, float second) {
         const uint32_t sign = __float_as_uint(value) >> 24 & 0x80;
         if (value != value) return sign | 0x7F;
         const float size = fminf(fabsf(value), 448.0f);
-        // a sum with 2^14 rounds to 2^-9, the distance of denormals
+        // the sum with 2^14 is rounded to a multiple of 2^-9, the distance of denormals
         if (size < 0.015625f) return sign | (__float_as_uint(size + 16384.0f) - 0x46800000);
         const uint32_t bits = __float_as_uint(size) - (120u << 23);  // exponents begin at -7 instead of -127
         return sign | (bits + 0x7FFFF + (bits >> 20 & 1)) >> 20;
@@ -106,7 +109,7 @@ __device__ inline float of_fp8(uint32_t byte) {
     return __uint_as_float((byte & 0x80) << 24 | size << 20) * 0x1p120f;
 }
 
-// Eight numbers as a model computes them, in a uint4 of 16-bit values, and as a pool has them.
+// Conversions of eight numbers between the model's dtype, a uint4 of 16-bit values, and the dtype of the pool.
 template <class Element, class Stored>
 struct Eight {
     using Bits = uint4;

@@ -1,7 +1,7 @@
-// Blocks from registered host memory to slots in device memory, read by the GPU itself over PCIe.
+// Copies of blocks from registered host memory to slots in device memory. The GPU itself reads over PCIe.
 //
 // A copy engine needs a command for every block, which costs more than a block of 8 KiB. Here a few CTAs keep enough
-// loads on their way to fill the link: one entry (keys and values) per CTA and turn, four loads of 16 bytes per thread.
+// loads in flight to fill the link: one entry (keys and values) per CTA and turn, four loads of 16 bytes per thread.
 #pragma once
 
 #include "sglang_hybrid/cuda/c_api.h"
@@ -17,8 +17,8 @@ __device__ inline uint32_t entries_of(const sh_gather_blocks& list) {
     return entries < 0 ? 0 : static_cast<uint32_t>(min(entries, static_cast<int64_t>(list.capacity)));
 }
 
-// Lists may be mostly empty: a CTA looks at as many entries as it has threads at once, every gridDim-th of the list, and
-// then copies those that are there.
+// Lists may be mostly empty: a CTA checks as many entries at once as it has threads, every gridDim-th entry of the list, and
+// then copies the blocks of those that have a page.
 __global__ void __launch_bounds__(gather_threads) gather_blocks(const __grid_constant__ sh_gather_blocks list) {
     __shared__ uint32_t found_pages[gather_threads];
     __shared__ uint64_t found_slots[gather_threads];
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(gather_threads) gather_blocks(const __grid_con
             copy_block({list.keys, list.values}, uint64_t{found_pages[i]} * list.kv_heads + head,
                        {list.key_slots, list.value_slots}, found_slots[i], list.block_bytes);
         }
-        __syncthreads();  // before others overwrite what this one still reads
+        __syncthreads();  // before other threads overwrite what this one still reads
     }
 }
 

@@ -1,4 +1,4 @@
-// Single tokens from registered host memory to staged blocks in device memory, read by the GPU itself over PCIe.
+// Copies of single tokens from registered host memory to staged blocks in device memory. The GPU itself reads over PCIe.
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
@@ -8,10 +8,10 @@
 namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t gather_token_warps = 8;
-inline constexpr uint32_t gather_token_loads = 4;  // of one thread, before it stores the first
+inline constexpr uint32_t gather_token_loads = 4;  // of one thread before it stores the first
 
-// By a whole warp: the first `count` tokens whose bit is set, one behind the other from staged token `offset` on. `tokens`: [32],
-// the warp's.
+// Copy the first `count` tokens whose bit is set in `mask`, one behind the other from staged token `offset` on. `tokens`: [32]
+// in shared memory, the warp's. Called by a whole warp.
 __device__ inline void copy_tokens(const sh_gather_tokens& args, uint64_t block, uint64_t first_block, uint32_t head,
                                    uint32_t mask, uint32_t count, uint32_t offset, uint32_t* tokens) {
     const uint32_t lane = threadIdx.x % 32, chunks = args.token_bytes / sizeof(uint4);
@@ -40,16 +40,17 @@ __device__ inline void copy_tokens(const sh_gather_tokens& args, uint64_t block,
             else static_cast<uint4*>(args.staged_values)[to + (chunk - chunks)] = loaded[n];
         }
     }
-    __syncwarp();  // before the next block's tokens
+    __syncwarp();  // before `tokens` gets those of the next block
 }
 
-// All warps go through all lists and take every so many-th block, beginning at another one in each list: most lists are short.
+// All warps go through all lists and take blocks in turn. The turns continue from one list to the next, since most lists are
+// short.
 __global__ void __launch_bounds__(gather_token_warps * 32) gather_tokens(const __grid_constant__ sh_gather_tokens args) {
     __shared__ uint32_t tokens[gather_token_warps][32];
     const uint32_t warp = threadIdx.x / 32, warps = gridDim.x * gather_token_warps;
     const uint32_t number = blockIdx.x * gather_token_warps + warp;
     const uint32_t pairs = active_of(args.active_rows, args.batch) * args.kv_heads, staged = args.staged_blocks * block_tokens;
-    uint32_t before = 0;  // blocks of the lists so far, which warps have taken in turn
+    uint32_t before = 0;  // blocks of the lists so far, modulo `warps`
     for (uint32_t pair = 0; pair < pairs; ++pair) {
         const uint32_t count = min(static_cast<uint32_t>(max(args.counts[pair], 0)), args.most_blocks);
         for (uint32_t i = (number + warps - before) % warps; i < count; i += warps) {

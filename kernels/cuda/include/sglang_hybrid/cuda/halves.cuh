@@ -1,4 +1,4 @@
-// 16-bit values as numbers, the hardware's approximations of exp2 and log2, and numbers that are none.
+// Conversions of 16-bit values, the hardware's approximations of exp2 and log2, and replacement of NaN and infinities.
 #pragma once
 
 #include <cfloat>
@@ -29,21 +29,21 @@ __device__ inline uint16_t to_half(float value) {
     return bits;
 }
 
-// Two float16 products.
+// Return the products of two pairs of float16.
 __device__ inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
     uint32_t product;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
     return product;
 }
 
-// Of two pairs of bfloat16 the lower ones; of NaN and a number the number.
+// Return the lower of two bfloat16 for each half of a pair; of NaN and a number, the number.
 __device__ inline uint32_t lower_bfloat16(uint32_t a, uint32_t b) {
     uint32_t lower;
     asm("min.bf16x2 %0, %1, %2;" : "=r"(lower) : "r"(a), "r"(b));
     return lower;
 }
 
-// Bytes `kFirst` and `kFirst` + 1 of a word as two float16, 1024 larger than they are: a byte is the end of such a number.
+// Return bytes `kFirst` and `kFirst` + 1 of a word, each plus 1024, as two float16: a byte is the last bits of such a number.
 template <uint32_t kFirst>
 __device__ inline uint32_t halves_of_bytes(uint32_t word) {
     uint32_t both;
@@ -51,14 +51,14 @@ __device__ inline uint32_t halves_of_bytes(uint32_t word) {
     return both;
 }
 
-// For what nobody looks at: no instruction.
+// Return an arbitrary value, for operands that do not matter. This takes no instruction.
 __device__ inline uint32_t any_value() {
     uint32_t value;
     asm volatile("" : "=r"(value));
     return value;
 }
 
-// (bits & mask) | with in one instruction, which the compiler does not make of it where both are constants.
+// Return (bits & mask) | with, by one instruction, which the compiler does not choose if `mask` and `with` are constants.
 __device__ inline uint32_t masked_with(uint32_t bits, uint32_t mask, uint32_t with) {
     uint32_t value;
     asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(value) : "r"(bits), "r"(mask), "r"(with));
@@ -77,7 +77,7 @@ __device__ inline float fast_log2(float x) {
     return value;
 }
 
-// Numbers as they are; NaN and infinities are lower than all of them.
+// Return a finite number as it is, and the lowest number for NaN and infinities.
 __device__ inline float or_lowest(float value) { return fabsf(value) <= FLT_MAX ? value : -FLT_MAX; }
 
 }  // namespace sglang_hybrid::cuda

@@ -1,5 +1,5 @@
-// Which pages of device memory hold which blocks, while whole rows are held: an allocator that runs on the device, because
-// the host does not know whose rows a batch has without waiting for the device.
+// Allocator of device pages for blocks, while whole rows are held. It runs on the device, because the host does not know whose
+// rows a batch has without waiting for the device.
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
@@ -15,7 +15,7 @@ struct HoldMemory {
     uint32_t loads;
 };
 
-// By a whole warp: the pages of a row that is not in the step, or is another request's now, are free.
+// Free the pages of a row that is not in the step, or belongs to another request now. Called by a whole warp.
 __device__ inline void give_back(const sh_hold_rows& args, HoldMemory& memory, uint32_t row) {
     const uint32_t lane = threadIdx.x % 32;
     const int32_t held = min(args.table.held[row], static_cast<int32_t>(args.table.max_blocks));
@@ -29,7 +29,7 @@ __device__ inline void give_back(const sh_hold_rows& args, HoldMemory& memory, u
     if (lane == 0) args.table.held[row] = 0;
 }
 
-// By a whole warp: pages for the blocks of a row that have none. False if there are too few.
+// Allocate pages for the blocks of a row that have none. Return false if too few pages are free. Called by a whole warp.
 __device__ inline bool take_pages(const sh_hold_rows& args, HoldMemory& memory, uint32_t entry, uint32_t row, int32_t length) {
     const uint32_t lane = threadIdx.x % 32;
     const int32_t blocks = min((length + 31) / 32, static_cast<int32_t>(args.table.max_blocks));
@@ -57,7 +57,7 @@ __device__ inline bool take_pages(const sh_hold_rows& args, HoldMemory& memory, 
     return true;
 }
 
-// One CTA. Which page a block gets depends on who comes first; what is computed does not depend on it.
+// One CTA. Which page a block gets depends on which warp comes first; results of attention do not depend on the page.
 __global__ void __launch_bounds__(hold_threads) hold_rows(const __grid_constant__ sh_hold_rows args) {
     extern __shared__ uint32_t in_step[];  // a bit for each row
     __shared__ HoldMemory memory;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(hold_threads) hold_rows(const __grid_constant_
         memory.loads = 0;
     }
     __syncthreads();
-    const auto row_at = [&](uint32_t entry) {  // row 0 is that of padding, which several entries have
+    const auto row_at = [&](uint32_t entry) {  // row 0 is the row of padding, which several entries have
         const int32_t row = args.step.row_of[entry];
         return row > 0 && static_cast<uint32_t>(row) < rows ? row : -1;
     };

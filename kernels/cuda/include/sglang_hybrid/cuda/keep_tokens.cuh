@@ -1,5 +1,5 @@
-// Softmax of the logits of a row, the fewest tokens of each query head that have a share of its attention, and the blocks that
-// such tokens are in.
+// Softmax of the logits of a row, choice of the fewest tokens of each query head that have a share of its attention, and lists
+// of the blocks that have such tokens.
 #pragma once
 
 #include "sglang_hybrid/cuda/key_codes.cuh"
@@ -11,12 +11,12 @@ inline constexpr uint32_t list_threads = 256;
 inline constexpr uint32_t list_warps = list_threads / 32;
 inline constexpr uint32_t kept_share_units = 1u << 20;  // of sh_keep_tokens.counted
 
-// By the whole CTA: a number of all threads, in an order that is always the same.
+// Combine a number of each thread, always in the same order, and return the result. Called by the whole CTA.
 template <class Combine>
 __device__ float of_all_threads(float mine, Combine combine) {
     __shared__ float of_warp[share_warps];
     for (uint32_t step = 16; step > 0; step /= 2) mine = combine(mine, __shfl_xor_sync(0xFFFFFFFF, mine, step));
-    __syncthreads();  // whoever used this memory before is through
+    __syncthreads();  // all threads are done with this memory
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = mine;
     __syncthreads();
     float all = of_warp[0];
@@ -46,12 +46,12 @@ __global__ void __launch_bounds__(share_threads) keep_tokens(const __grid_consta
         mine += weight;
     }
     const float total = of_all_threads(mine, sum);
-    __syncthreads();  // all weights are there
+    __syncthreads();  // all weights are written
 
     const auto weight_of = [&](uint32_t i) { return weights[i]; };
     const bool everything = args.least >= 1 || !(total > 0);
     const Share share = everything ? whole_share() : find_share(length, weight_of, __float_as_uint(1.0f), args.least);
-    // What kept weights are divided by is not known before all of them are.
+    // The divisor of kept weights is known only when all of them are.
     float kept = 0;
     uint32_t count = 0;
     for_each_entry(length, weight_of, share, [&](uint32_t i, float weight, bool is_kept) {
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(share_threads) keep_tokens(const __grid_consta
         if (is_kept) kept += weight, ++count;
     });
     const float divisor = args.renormalises ? of_all_threads(kept, sum) : total;
-    // by the thread that has just written them, and zeros behind the last token: lists are of whole blocks
+    // each thread divides the weights that it has just written; zeros behind the last token, since lists are of whole blocks
     for (uint32_t i = threadIdx.x; i < blocks * block_tokens; i += share_threads) {
         weights[i] = i < length && weights[i] > 0 ? weights[i] / divisor : 0.0f;
     }
@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(share_threads) keep_tokens(const __grid_consta
     }
 }
 
-// A CTA for each (batch entry, KV head): blocks of which a query head keeps a token, in their order. A warp looks at 32 blocks.
+// List the blocks of which a query head keeps a token, in their order. A CTA for each (batch entry, KV head); a warp checks 32
+// blocks at a time.
 __global__ void __launch_bounds__(list_threads) list_kept(const __grid_constant__ sh_keep_tokens args) {
     __shared__ uint32_t of_warp[list_warps];
     const sh_step& step = args.step;
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(list_threads) list_kept(const __grid_constant_
             pages[place] = table[begin + lane];
             positions[place] = static_cast<int32_t>(begin + lane);
         }
-        __syncthreads();  // before others overwrite what this one still reads
+        __syncthreads();  // before other threads overwrite what this one still reads
     }
     if (threadIdx.x == 0) args.counts[pair] = static_cast<int32_t>(listed);
 }

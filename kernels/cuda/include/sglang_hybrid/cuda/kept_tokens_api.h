@@ -1,7 +1,8 @@
-// What the CUDA library offers for policy hcattention: codes of keys in device memory, attention weights by them, the tokens
-// that are kept, and sums of their values. Conventions as in c_api.h.
+// C interface of the CUDA library for policy hcattention: codes of keys in device memory, attention weights that are computed
+// from codes, lists of the tokens that are kept, and weighted sums of their values. Conventions as in c_api.h.
 //
-// Weights of a step are [batch][KV head][group][max_blocks][32]: logits at first, then weights, 0 where a token is not kept.
+// The weights of a step are [batch][KV head][group][max_blocks][32]. The buffer holds logits at first, then weights, with 0
+// where a token is not kept.
 #pragma once
 
 #include <cstdint>
@@ -18,37 +19,38 @@ struct sh_key_codes {
     uint32_t dtype;  // DType of keys, 16 bits
     uint32_t code_bytes;
     uint32_t groups;  // parts of a key
-    uint32_t books;   // codebooks of a KV head: one for each group, or one for all
+    uint32_t books;   // codebooks of a KV head: one for each part, or one for all parts
     uint32_t count;   // centroids of a codebook
-    uint32_t index_bytes;  // 1 or 2
+    uint32_t index_bytes;  // bytes of a centroid's index: 1 or 2
     uint32_t unused;
 };
 
+// Compute the codes of new keys.
 struct sh_encode_keys {
     sh_key_codes to;
     sh_new_keys source;
 };
 
-// Logits of all tokens of each row, in units of log2, by codes. Tokens whose page is not in the pool have -inf, and what is
-// behind a row's last token is not written.
+// Compute the logits of all tokens of each row from their codes, in units of log2. Tokens whose page is not in the pool get
+// -inf. Elements behind a row's last token are not written.
 struct sh_token_logits {
     sh_key_codes codes;
-    sh_step step;       // row_of is not looked at
+    sh_step step;       // row_of is not read
     const void* query;  // [batch][KV head][group][head_dim]
-    float* weights;     // [batch][KV head][group][max_blocks][32]
+    float* weights;     // [batch][KV head][group][max_blocks][32]: gets the logits
     float scale;
     uint32_t group;
 };
 
-// From logits to weights of the fewest tokens of each query head that have `least` of its attention, and the blocks that have
-// such tokens. Two launches: one for each query head, one for each KV head.
+// Turn logits into weights of the fewest tokens of each query head that have share `least` of its attention, and list the
+// blocks that have such tokens. The launcher launches two kernels: a CTA for each query head, then a CTA for each KV head.
 struct sh_keep_tokens {
-    sh_step step;  // row_of is not looked at
-    float* weights;
+    sh_step step;  // row_of is not read
+    float* weights;      // [batch][KV head][group][max_blocks][32]
     int32_t* pages;      // [batch][KV head][max_blocks]: the list
-    int32_t* positions;  // likewise: which block of the row
-    int32_t* counts;     // [batch][KV head]
-    uint64_t* counted;   // shares of tokens that query heads keep, in units of 2^-20, added up; or null
+    int32_t* positions;  // [batch][KV head][max_blocks]: position of each listed block in its row
+    int32_t* counts;     // [batch][KV head]: blocks of a list
+    uint64_t* counted;   // the share of the row's tokens that each query head keeps is added, in units of 2^-20; or null
     float least;
     uint32_t renormalises;  // 1: weights of kept tokens add up to 1
     uint32_t kv_heads;
@@ -57,17 +59,17 @@ struct sh_keep_tokens {
     uint32_t unused;
 };
 
-// Sums of values by weights, in the model's dtype: what the worker replied, and of entries that it did not serve the sums of
-// listed blocks in the host pool.
+// Write sums of values by weights, in the model's dtype: the worker's replies, and for entries that the worker did not serve
+// the sums over listed blocks, read from the host pool.
 struct sh_finish_sums {
-    const void* values;  // a layer of the pool, as the device sees it: [page][KV head][32][head_dim]
-    const float* weights;
-    const int32_t* pages;      // [batch][KV head][max_blocks], those not in the pool are left out
-    const int32_t* positions;  // likewise, those that are no block of `weights` are left out
-    const int32_t* counts;     // [batch][KV head]
-    const int32_t* served;     // [batch]; null: nobody was
+    const void* values;  // a layer of the pool, at its device address: [page][KV head][32][head_dim]
+    const float* weights;      // [batch][KV head][group][max_blocks][32]
+    const int32_t* pages;      // [batch][KV head][max_blocks]; pages that are not in the pool are skipped
+    const int32_t* positions;  // [batch][KV head][max_blocks]; blocks at positions beyond `weights` are skipped
+    const int32_t* counts;     // [batch][KV head]: blocks of a list
+    const int32_t* served;     // [batch]: 1 for entries that the worker served; null: no entry was served
     const float* replies;      // [batch][KV head][group][head_dim], of entries that are served
-    void* out;                 // likewise, of `dtype`
+    void* out;                 // [batch][KV head][group][head_dim] of `dtype`
     // workspace: [batch][KV head][splits][group][head_dim], and [batch][KV head] words that are 0 before and after a launch
     float* partial_out;
     uint32_t* arrived;

@@ -1,4 +1,4 @@
-// Codes of keys in device memory: where they are, and how keys become codes (`nearest_centroids` of the reference).
+// Codes of keys in device memory: their addresses, and the encoding of keys (`nearest_centroids` of the reference).
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
@@ -10,7 +10,7 @@ namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t code_threads = 128;
 inline constexpr uint32_t code_warps = code_threads / 32;
-inline constexpr uint32_t tokens_at_once = 8;  // of a warp at a time, for which it reads a centroid once
+inline constexpr uint32_t tokens_at_once = 8;  // of a warp: it reads a centroid once for all of them
 inline constexpr uint32_t code_lanes = 32;
 
 __device__ inline bool is_page_of(const sh_key_codes& codes, int32_t page) {
@@ -22,14 +22,14 @@ __device__ inline uint8_t* block_codes(const sh_key_codes& codes, int32_t page, 
     return static_cast<uint8_t*>(codes.codes) + block * block_tokens * codes.code_bytes;
 }
 
-// The codebook of a part of keys: [count][part].
+// Return the codebook of a part of keys, [count][part].
 __device__ inline const float* codebook_of(const sh_key_codes& codes, uint32_t head, uint32_t group) {
     const uint64_t part = codes.head_dim / codes.groups, book = group < codes.books ? group : 0;
     return codes.centroids + (uint64_t{head} * codes.books + book) * codes.count * part;
 }
 
-// By a warp: the nearest centroid of one part of `tokens` keys, which are in shared memory as [token][head_dim] floats. Lanes
-// share the centroids. Of two that are equally near the first counts.
+// Write the nearest centroid of one part of `tokens` keys, which are in shared memory as [token][head_dim] floats. The lanes
+// share the centroids. Of two centroids that are equally near, the first counts. Called by a warp.
 __device__ inline void encode_part(const sh_key_codes& to, const float* keys, uint32_t tokens, uint32_t head, uint32_t group,
                                    uint8_t* codes) {
     const uint32_t part = to.head_dim / to.groups, lane = threadIdx.x % code_lanes;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(code_threads) encode_keys(const __grid_constan
     }
     for (uint32_t begin = 0; begin < tokens.count; begin += tokens_at_once) {
         const uint32_t count = min(tokens_at_once, tokens.count - begin);
-        __syncthreads();  // the keys before these are done with
+        __syncthreads();  // all threads are done with the keys before these
         for (uint32_t i = threadIdx.x; i < count * dim; i += code_threads) {
             keys[i] = widened<Element>(from[(begin + i / dim) * args.source.token_stride + i % dim]);
         }

@@ -1,4 +1,4 @@
-// Which rows go on when whole rows are held no longer, and what becomes of the others.
+// Marks which rows continue when whole rows are no longer held; all others have no resident block from then on.
 #pragma once
 
 #include "sglang_hybrid/cuda/dense_api.h"
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(let_go_threads) let_rows_go(const __grid_const
     for (uint32_t entry = threadIdx.x; args.kept_lengths && entry < args.step.batch; entry += let_go_threads) {
         const int32_t row = entry < active ? args.step.row_of[entry] : -1;
         const bool exists = row >= 0 && static_cast<uint32_t>(row) < args.rows;
-        // the kept query must be that of the token before, also where a row was elsewhere for a while
+        // the kept query must be that of the token before, also if the row was not in all steps
         const bool goes_on = exists && args.kept_lengths[row] > 0 && args.kept_lengths[row] == args.step.lengths[entry] - 1;
         args.goes_on[entry] = goes_on;
         if (goes_on) atomicOr(&going_on[row / 32], 1u << row % 32);

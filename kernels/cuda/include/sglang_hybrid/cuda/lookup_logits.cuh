@@ -2,7 +2,7 @@
 //
 // A CTA has one list and `lookup_tile` of its tokens, whose sums stay in registers. Tables are far larger than shared memory
 // (64 groups of 8,192 centroids take 2 MiB), so the CTA walks over as many groups at a time as fit. An index beyond the table
-// reads its last entry: codes of slots that hold no token are anything.
+// reads its last entry: codes of slots without a token may be anything.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,11 +14,11 @@
 namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t lookup_threads = 256;
-inline constexpr uint32_t lookup_tokens = 4;  // of a thread
+inline constexpr uint32_t lookup_tokens = 4;  // tokens of a thread
 inline constexpr uint32_t lookup_tile = lookup_threads * lookup_tokens;
-inline constexpr uint32_t lookup_shared_bytes = 96 << 10;  // two CTAs of a processor
+inline constexpr uint32_t lookup_shared_bytes = 96 << 10;  // two CTAs fit on a processor
 
-// Groups whose tables are in shared memory together.
+// Return the number of groups whose tables are in shared memory together.
 inline uint32_t lookup_groups(uint32_t groups, uint32_t centroids) {
     const uint32_t fit = lookup_shared_bytes / (centroids * uint32_t{sizeof(float)});
     return fit < groups ? fit : groups;
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(lookup_threads)
     float sums[lookup_tokens] = {};
     for (uint32_t begin = 0; begin < args.groups; begin += at_a_time) {
         const uint32_t count = min(at_a_time, args.groups - begin);
-        __syncthreads();  // the tables before these are done with
+        __syncthreads();  // all threads are done with the tables before these
         for (uint32_t i = threadIdx.x; i < count * args.centroids; i += lookup_threads) {
             entries[i] = table[uint64_t{begin} * args.centroids + i];
         }

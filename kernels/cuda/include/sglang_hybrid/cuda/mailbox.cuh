@@ -1,13 +1,14 @@
-// The GPU as the mailbox's client: posting a layer, and waiting for its replies. mailbox.h says what is written in which
-// order, and why.
+// The GPU as the client of the mailbox: kernels that post a layer, and wait for its replies. mailbox.h says what is written in
+// which order, and why.
 //
-// One CTA per row, so that the worker begins with the first row while others are written, and one more that announces
-// the post. Numbers that change from post to post (sequence, generation, the mailbox's address) are in device memory and
-// are advanced by the CTA that finishes last: a CUDA graph that is replayed posts new ones.
+// A post has one CTA per row, so that the worker begins with the first row while others are written, and one more CTA that
+// announces the post. Numbers that change from post to post (sequence, generation, the mailbox's address) are in device memory
+// and are advanced by the CTA that finishes last, so that a replayed CUDA graph posts with new numbers.
 //
-// A worker that is late once gets no new posts until it is through with all old ones, as with the CPU's client: otherwise
-// every layer of a step would wait for its whole deadline in vain. wait_for_replies says so in `late`; post_layer looks
-// at it at its end and decides about the next post. So all CTAs of a post see one decision, whatever runs beside them.
+// A worker that was late once gets no new posts until it has completed all old ones, as with the CPU's client: otherwise every
+// layer of a step would wait for its whole deadline in vain. wait_for_replies records a late post in `late`; post_layer reads
+// `late` at its end and decides whether the next post is withheld. So all CTAs of a post see the same decision, whatever runs
+// beside them.
 #pragma once
 
 #include "sglang_hybrid/cuda/device_mailbox.cuh"
@@ -16,13 +17,14 @@ namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t post_threads = 256;
 inline constexpr uint32_t wait_threads = 256;
-inline constexpr uint32_t wait_loads = 5;  // of one thread on their way over PCIe, before it stores the first
-inline constexpr uint32_t most_kv_heads = 256;  // as layout_of's geometry may have
-inline constexpr uint32_t impossible_blocks = UINT32_MAX;  // of a row: no lists add up to it, so the worker refuses it
+inline constexpr uint32_t wait_loads = 5;  // over PCIe that a thread has in flight before it stores the first
+inline constexpr uint32_t most_kv_heads = 256;  // that the geometry of a mailbox may have
+inline constexpr uint32_t impossible_blocks = UINT32_MAX;  // of a row: no lists add up to this number, so the worker refuses
 
 // -- post --------------------------------------------------------------------------------------------------------------
 
-// Blocks of a row; each list's count, made safe to follow, goes to `counts` and the receipt. By the whole CTA.
+// Return the number of blocks in all lists of a row, or impossible_blocks if the count of a list is out of bounds. Write the
+// count of each list, 0 if it is out of bounds, to `counts` and to the receipt. Called by the whole CTA.
 __device__ inline uint32_t count_blocks(const sh_mailbox_post& args, uint32_t row, uint32_t (&counts)[most_kv_heads]) {
     __shared__ uint32_t total;
     if (threadIdx.x == 0) total = 0;
@@ -42,7 +44,8 @@ __device__ inline uint32_t count_blocks(const sh_mailbox_post& args, uint32_t ro
     return blocks;
 }
 
-// Weights of listed blocks, of all query heads of the row; zeros for a position that is no block of theirs.
+// Write the weights of listed blocks, for all query heads of the row; zeros for positions that `weights` do not have. Called by
+// the whole CTA.
 __device__ inline void write_weights(const sh_mailbox_post& args, const DeviceMailbox& mailbox, uint64_t sequence, uint32_t row,
                                      const uint32_t (&counts)[most_kv_heads]) {
     constexpr uint32_t quads = block_tokens / 4;  // of a block
@@ -64,7 +67,7 @@ __device__ inline void write_weights(const sh_mailbox_post& args, const DeviceMa
 __device__ inline void write_request(const sh_mailbox_post& args, const DeviceMailbox& mailbox, uint64_t sequence,
                                      uint32_t generation, uint32_t row, uint32_t blocks,
                                      const uint32_t (&counts)[most_kv_heads]) {
-    // whatever is there now is no reply to this post, even if it says so
+    // what the mailbox has there now is no reply to this post, even if its sequence number says so
     if (threadIdx.x == 0) store_relaxed(mailbox.reply(sequence, row).sequence, 0);
     if (blocks) {
         const uint32_t kv_heads = args.geometry.kv_heads;
@@ -111,7 +114,7 @@ __device__ inline void announce(const sh_mailbox_post& args, const DeviceMailbox
     store_release(mailbox.bell().posted, sequence);
 }
 
-// By one thread of the CTA that finishes last: state for the next launch.
+// Set the state for the next launch. Called by one thread of the CTA that finishes last.
 __device__ inline void finish_post(sh_mailbox_state& state, const DeviceMailbox& mailbox, uint64_t newest,
                                    uint32_t generation) {
     state.finished = 0;
@@ -120,13 +123,13 @@ __device__ inline void finish_post(sh_mailbox_state& state, const DeviceMailbox&
     auto* const late = reinterpret_cast<unsigned long long*>(&state.late);
     const unsigned long long seen = atomicAdd(late, 0ull);
     if (!seen || !state.mailbox) return;
-    // if the word changed meanwhile, another post is late
+    // if `late` changed meanwhile, another post is late
     const bool through = load_acquire(mailbox.worker().completed) >= newest && atomicCAS(late, seen, 0ull) == seen;
     state.withheld = !through;
 }
 
-// By a whole CTA of the first post of a step: how long the step before waited for the worker. Its waits are over, and
-// those of this step have not begun.
+// Count how long the step before waited for the worker, and clear its waits. Called by a whole CTA of the first post of a step:
+// the waits of the step before are over, and those of this step have not begun.
 __device__ inline void count_waits(const sh_mailbox_post& args) {
     __shared__ unsigned long long waited;
     if (threadIdx.x == 0) waited = 0;
@@ -145,7 +148,7 @@ __device__ inline void count_waits(const sh_mailbox_post& args) {
     args.state->waited_ns += waited;
 }
 
-// A CTA for each batch entry behind the one that announces.
+// CTA 0 announces the post; each further CTA writes the request of one batch entry.
 __global__ void __launch_bounds__(post_threads) post_layer(const __grid_constant__ sh_mailbox_post args) {
     __shared__ uint32_t counts[most_kv_heads];
     sh_mailbox_state& state = *args.state;
@@ -175,11 +178,11 @@ __global__ void __launch_bounds__(post_threads) post_layer(const __grid_constant
 
 // -- wait --------------------------------------------------------------------------------------------------------------
 
-// A CTA for each batch entry. Everything of a reply is read in one round trip over PCIe, its fields and its arrays alike;
-// the fields decide afterwards whether the arrays count. These are plain loads, which a warp's threads make together: one
-// thread's acquire and the barrier behind it order them for all, and it emptied the L1 cache.
+// A CTA for each batch entry. Fields and arrays of a reply are read in one round trip over PCIe; the fields decide afterwards
+// whether the arrays count. These are plain loads, which a warp's threads make together: one thread's acquire and the barrier
+// behind it order the loads of all threads, and the acquire emptied the L1 cache.
 __global__ void __launch_bounds__(wait_threads) wait_for_replies(const __grid_constant__ sh_mailbox_wait args) {
-    extern __shared__ float lses[];  // of the row's heads
+    extern __shared__ float lses[];  // of the row's query heads
     __shared__ sh_mailbox_outcome outcome;
     const uint32_t row = blockIdx.x;
     if (row >= args.receipt->rows) return;
@@ -222,7 +225,7 @@ __global__ void __launch_bounds__(wait_threads) wait_for_replies(const __grid_co
         const bool holds = is_there && lists[1 + head / args.geometry.group];
         lses[head] = holds ? mailbox.lse(sequence, row)[head] : -INFINITY;
     }
-    __syncthreads();  // every thread knows is_there
+    __syncthreads();  // every thread has read `outcome`, which changes now
     if (threadIdx.x == 0) {
         if (is_there) outcome = outcome_of(fields, args.receipt->generation);
         args.served[row] = outcome == sh_row_served || outcome == sh_row_empty;
@@ -248,7 +251,7 @@ __global__ void __launch_bounds__(wait_threads) wait_for_replies(const __grid_co
         for (uint32_t i = 0; i < wait_loads; ++i) {
             const uint32_t quad = first + i * wait_threads;
             if (quad >= quads) continue;
-            const bool holds = served && lses[quad / head_quads] != -INFINITY;  // else the worker left it alone
+            const bool holds = served && lses[quad / head_quads] != -INFINITY;  // else the worker did not write it
             out[quad] = holds ? loaded[i] : make_float4(0, 0, 0, 0);
         }
     }
@@ -256,7 +259,7 @@ __global__ void __launch_bounds__(wait_threads) wait_for_replies(const __grid_co
 
 // -- attaching ---------------------------------------------------------------------------------------------------------
 
-// A worker's mailbox takes the place of the one before; steps and outcomes are counted on.
+// Replace the mailbox by that of another worker. The counts of steps and outcomes continue.
 __global__ void attach_mailbox(sh_mailbox_state* state, uint64_t mailbox, uint64_t sequence) {
     state->mailbox = mailbox;
     state->sequence = sequence;

@@ -1,4 +1,4 @@
-// The mass of some logits: a softmax's denominator.
+// The mass of a set of logits: the denominator of their softmax.
 #pragma once
 
 #include "sglang_hybrid/cuda/halves.cuh"
@@ -8,7 +8,7 @@ namespace sglang_hybrid::cuda {
 inline constexpr uint32_t tile_heads = 8;  // query heads that are estimated at a time
 inline constexpr float ln_of_2 = 0.6931471805599453f;
 
-// The maximum of some logits, and the sum of their powers relative to it.
+// The maximum of a set of logits, in units of log2, and the sum of 2^(logit - maximum).
 struct Mass {
     float maximum, sum;
 

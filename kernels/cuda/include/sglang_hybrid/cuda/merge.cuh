@@ -1,4 +1,4 @@
-// Two partial attentions become one, in the model's dtype.
+// Merges two partial attentions into one, in the model's dtype.
 #pragma once
 
 #include "sglang_hybrid/cuda/c_api.h"

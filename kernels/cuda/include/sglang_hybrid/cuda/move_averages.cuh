@@ -1,4 +1,5 @@
-// Moving averages of attention weights of the tokens in slots: `move_averages` of the reference, by a second look at the keys.
+// Moving averages of attention weights of the tokens in slots: `move_averages` of the reference, by a second pass over the
+// keys.
 #pragma once
 
 #include "sglang_hybrid/cuda/block_logits.cuh"
@@ -6,7 +7,7 @@
 
 namespace sglang_hybrid::cuda {
 
-inline constexpr uint32_t average_slots = 16;  // of a CTA
+inline constexpr uint32_t average_slots = 16;  // slots of a CTA
 
 // A CTA for each (batch entry, KV head) and `average_slots` of its slots.
 template <class Element, int kDim>

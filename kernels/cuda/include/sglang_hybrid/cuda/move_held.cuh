@@ -1,5 +1,5 @@
-// Blocks of rows that were held as a whole, from pages to the slots that a plan gives them. Pages and slots are the same
-// memory: a first launch copies what it finds in pages to a staging, and only a second one writes slots.
+// Moves blocks of rows that were held as a whole from pages to the slots that a plan gives them. Pages and slots are the same
+// memory: a first launch copies the blocks that it finds in pages to a staging, and only a second launch writes slots.
 #pragma once
 
 #include "sglang_hybrid/cuda/copy_block.cuh"
@@ -7,10 +7,10 @@
 
 namespace sglang_hybrid::cuda {
 
-// Where the entry of a plan lies in the pages, as a number of blocks; -1: its row is not held, or that block of it is not.
+// Return the number of the block in the pages that an entry of a plan has; -1: its row, or that block of it, is not held.
 __device__ inline int64_t held_block(const sh_move_held& args, uint64_t slot, int32_t position) {
     const uint64_t owner = slot / args.slots, row = owner / args.kv_heads, head = owner % args.kv_heads;
-    // what is held in the name of a row that is another request's now is not the row's
+    // a row that belongs to another request now still holds the blocks of the request before
     if (row >= args.table.rows || args.renewed[row]) return -1;
     if (position < 0 || position >= args.table.held[row] || static_cast<uint32_t>(position) >= args.table.max_blocks) return -1;
     const int32_t page = args.table.pages[row * args.table.max_blocks + static_cast<uint32_t>(position)];
@@ -18,7 +18,7 @@ __device__ inline int64_t held_block(const sh_move_held& args, uint64_t slot, in
     return static_cast<int64_t>(uint64_t{static_cast<uint32_t>(page)} * args.kv_heads + head);
 }
 
-// A CTA for each entry in turn. An entry that was staged has no page from then on: nobody gathers it from the host pool.
+// CTAs take entries in turn. A staged entry has page -1 from then on, so that it is not gathered from the host pool.
 __global__ void __launch_bounds__(copy_threads) move_held(const __grid_constant__ sh_move_held args) {
     const int32_t count = *args.plan.count;
     const uint64_t listed = count < 0 ? 0 : min(static_cast<uint64_t>(count), args.plan.capacity);

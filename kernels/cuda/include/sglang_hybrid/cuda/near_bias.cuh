@@ -1,4 +1,4 @@
-// What the attended blocks stand for: `near_bias` of the reference.
+// The bias of sink, recent and tail blocks, which makes up for blocks left out: `near_bias` of the reference.
 #pragma once
 
 #include "sglang_hybrid/cuda/finish_scores.cuh"
@@ -6,8 +6,8 @@
 
 namespace sglang_hybrid::cuda {
 
-// By a whole CTA, behind its selection. `attended`: what is in slots or in a list, or will be when the layer is attended. Whole
-// entries attend to all else, too, that is worth it.
+// Write the bias of a pair. `attended`: the blocks that are in slots or in a list, or will be when the layer is attended. Whole
+// entries also attend to all other blocks that score at least whole_score. Called by a whole CTA, after its selection.
 template <int kTiles>
 __device__ void write_bias(const sh_select_blocks& args, uint32_t entry, uint32_t pair, const RowBlocks& row,
                            const PositionSet& attended, char* shared) {
@@ -17,7 +17,7 @@ __device__ void write_bias(const sh_select_blocks& args, uint32_t entry, uint32_
     auto& scratch = *reinterpret_cast<FinishScratch<kTiles>*>(shared);
     const Estimates estimates(scored, pair);
     const uint32_t blocks = blocks_of(scored.step, entry), head = threadIdx.x;
-    // candidates are all but those that are always in
+    // candidates are all blocks but sink, recent and tail blocks
     add_up(estimates, blocks, scratch, [&](int32_t position) { return row.is_candidate(position); });
     const Mass candidates = head < scored.group ? mass_of(scratch, head) : Mass::none();
     __syncthreads();

@@ -7,14 +7,14 @@
 
 namespace sglang_hybrid::cuda {
 
-// Blocks of a row; 0 for a length that no row of the step can have.
+// Return the number of blocks of a row; 0 for a length that no row of the step can have.
 __device__ inline uint32_t row_blocks(const sh_step& step, uint32_t entry) {
     const int32_t length = step.lengths[entry];
     if (length < 1 || static_cast<uint32_t>(length) > step.max_blocks * block_tokens) return 0;
     return (static_cast<uint32_t>(length) + block_tokens - 1) / block_tokens;
 }
 
-// A page's first tokens, or the newest one of a batch entry.
+// The tokens to encode: the first tokens of a page, or the newest token of a batch entry.
 struct NewTokens {
     int32_t page = -1;
     uint32_t first = 0, count = 0;
@@ -35,10 +35,10 @@ struct NewTokens {
     }
 };
 
-// Whether each block has a page or an entry of the step: what launchers check.
+// Return whether each block has a page or an entry of the step. Launchers check this.
 inline bool has_tokens(const sh_new_keys& keys) { return keys.pages || keys.count <= keys.step.batch; }
 
-// Where block `index` of a KV head begins.
+// Return the address of block `index` of a KV head.
 template <class Value = uint16_t>
 __device__ const Value* block_of(const sh_new_keys& keys, uint32_t index, uint32_t head) {
     return static_cast<const Value*>(keys.keys) + index * keys.page_stride + head * keys.head_stride;

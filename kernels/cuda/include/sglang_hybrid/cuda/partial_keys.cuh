@@ -1,4 +1,4 @@
-// Partial keys: the first columns of keys in another basis, of new tokens and of whole pages.
+// Encoding of partial keys, the first columns of keys in another basis, for new tokens and for whole pages.
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
@@ -9,10 +9,11 @@
 namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t encode_threads = 128;
-inline constexpr uint32_t encode_tokens_each = 4;  // of a thread at a time: a value of the basis is read once for them
+inline constexpr uint32_t encode_tokens_each = 4;  // of a thread at a time: a value of the basis is read once for all of them
 inline constexpr uint32_t most_key_dim = 128;
 
-// By a whole CTA: vectors [count][head_dim] in shared memory times the basis of a KV head; write(vector, column, sum).
+// Multiply vectors [count][head_dim] in shared memory by the basis of a KV head, and call write(vector, column, sum) for each
+// result. Called by a whole CTA.
 template <class Write>
 __device__ void times_basis(const float* vectors, uint32_t count, const sh_partial_keys& partial, uint32_t head, Write write) {
     const uint32_t columns = partial.columns, dim = partial.head_dim;

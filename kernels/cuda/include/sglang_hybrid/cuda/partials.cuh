@@ -13,9 +13,9 @@ struct Partial {
 
 __device__ inline Partial empty_partial() { return {make_float4(0, 0, 0, 0), -INFINITY}; }
 
-// `merge` of the reference with its own roundings: products and sums are rounded one by one, not fused.
+// Merge as `merge` of the reference, with the same roundings: products and sums are rounded one by one, not fused.
 __device__ inline Partial merged(const Partial& a, const Partial& b) {
-    // chosen, not computed, where a side is empty: its output may be anything
+    // if a side is empty, the other one is returned unchanged: the output of an empty side may be anything
     if (b.lse == -INFINITY) return a.lse == -INFINITY ? empty_partial() : a;
     if (a.lse == -INFINITY) return b;
     const float lse = __fadd_rn(fmaxf(a.lse, b.lse), log1pf(expf(-fabsf(__fsub_rn(a.lse, b.lse)))));
@@ -24,7 +24,7 @@ __device__ inline Partial merged(const Partial& a, const Partial& b) {
     return {make_float4(both(a.out.x, b.out.x), both(a.out.y, b.out.y), both(a.out.z, b.out.z), both(a.out.w, b.out.w)), lse};
 }
 
-// Quad `index` of an output.
+// Write quad `index` of an output, which is four channels, in `dtype`.
 __device__ inline void write_quad(void* out, uint64_t index, float4 quad, DType dtype) {
     if (dtype == DType::fp32) {
         static_cast<float4*>(out)[index] = quad;

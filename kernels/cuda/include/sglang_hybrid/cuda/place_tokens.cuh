@@ -1,4 +1,4 @@
-// New tokens of prefill, as the model computes them (token by token), to staged pages (head by head).
+// Copies of the new tokens of prefill, which the model computes token by token, to staged pages, which are head by head.
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
@@ -7,9 +7,9 @@
 
 namespace sglang_hybrid::cuda {
 
-inline constexpr uint32_t place_threads = 256;  // a token of 8 KV heads of 128 channels has as many chunks
+inline constexpr uint32_t place_threads = 256;  // chunks of key and value of a token of 8 KV heads of 128 channels
 
-// A CTA for each token; a thread takes 16 bytes at a time. Tokens come as `Element` and are staged as `Stored`.
+// A CTA for each token; a thread copies 16 bytes at a time. Tokens are `Element`s, and are staged as `Stored`.
 template <class Element, class Stored>
 __global__ void __launch_bounds__(place_threads) place_tokens(const __grid_constant__ sh_place_tokens args) {
     const uint32_t token = blockIdx.x;

@@ -1,5 +1,5 @@
-// What is left of predicting a query when the GEMMs are somebody else's: norms before them, norms and rotation behind.
-// Every value that `QueryPredictor` rounds to the model's dtype is rounded here.
+// Prediction of queries without its GEMMs, which a library computes: norms before the GEMMs, norms and rotation behind them.
+// Every value that `QueryPredictor` rounds to the model's dtype is rounded here, too.
 #pragma once
 
 #include "sglang_hybrid/block_attention.h"
@@ -12,7 +12,7 @@ namespace sglang_hybrid::cuda {
 inline constexpr uint32_t rms_threads = 512;
 inline constexpr uint32_t rms_chunks = 4;  // of 16 bytes, that a thread keeps in registers
 inline constexpr uint32_t most_rms_width = rms_threads * rms_chunks * 8;
-inline constexpr uint32_t finish_warps = 4;  // with a head each
+inline constexpr uint32_t finish_warps = 4;  // each has a query head
 inline constexpr uint32_t finish_threads = finish_warps * 32;
 
 template <class Element>
@@ -24,7 +24,7 @@ __device__ float high_of(uint32_t pair) {
     return widened<Element>(static_cast<uint16_t>(pair >> 16));
 }
 
-// Two values by two, each result rounded to the dtype.
+// Apply an operation to two pairs of values, and round each result to the dtype.
 template <class Element, class Operation>
 __device__ uint32_t pairwise(uint32_t a, uint32_t b, Operation operation) {
     return Element::pack(operation(low_of<Element>(a), low_of<Element>(b)),
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(rms_threads) unit_rms(const __grid_constant__ 
 
 // -- behind it ---------------------------------------------------------------------------------------------------------
 
-// The row of a position, however it is stored.
+// The row of a position in the rotary table, whose values are float or the model's dtype.
 template <class Element>
 struct RotaryRow {
     const void* row;
@@ -106,13 +106,13 @@ struct RotaryRow {
 template <class Element>
 __device__ RotaryRow<Element> rotary_row(const sh_finish_queries& args, uint32_t entry) {
     const bool is_float = static_cast<DType>(args.rotary_dtype) == DType::fp32;
-    // a position that the table does not have belongs to nobody's query, but must not be read
+    // a position beyond the table belongs to no real query, but must not be read
     const int64_t position = min(max(args.positions[entry], int64_t{0}), static_cast<int64_t>(args.rotary_rows) - 1);
     const uint64_t bytes = static_cast<uint64_t>(position) * args.rotary_dim * (is_float ? 4 : 2);
     return {static_cast<const char*>(args.rotary) + bytes, is_float};
 }
 
-// Channel c of a head, turned. Products and sums are rounded one by one, as `rotate` of the reference does it.
+// Return channel c of a head after the rotation. Products and sums are rounded one by one, as in `rotate` of the reference.
 template <class Element>
 __device__ float turned(const float* head, uint32_t c, const RotaryRow<Element>& row, uint32_t rotary_dim, bool neox) {
     if (c >= rotary_dim) return head[c];

@@ -1,24 +1,26 @@
-// Queries for products over FP8, which are float16's: a power of two for each head brings a query of bfloat16 into range.
+// Queries for products over FP8, which are float16 products: a power of two for each query head brings a query of bfloat16 into
+// float16's range.
 #pragma once
 
 #include "sglang_hybrid/cuda/attend_tiles.cuh"
 
 namespace sglang_hybrid::cuda {
 
-// Powers of two as floats: what brings the largest exponent of a query to 14, and the opposite. bfloat16 has fewer bits than
+// The power of two that brings the largest exponent of a query to 14, and its inverse. bfloat16 has fewer mantissa bits than
 // float16, so numbers down to 2^-31 times the largest stay exact, and smaller ones nearly so. Infinities and NaN stay.
 struct QueryFactor {
-    uint32_t bits;  // of the exponent
+    uint32_t bits;  // exponent bits of into_range()
 
-    // `largest`: the bits of the largest number without its sign.
+    // `largest`: the bits of the largest number, without its sign.
     __device__ explicit QueryFactor(uint32_t largest) : bits(min(127 + 14 + 127 - (largest >> 7), 253u)) {}
     __device__ float into_range() const { return __uint_as_float(bits << 23); }
     __device__ float back() const { return __uint_as_float((254 - bits) << 23); }
 };
 
-// By a whole CTA: [query_rows][kDim] to shared memory, zeros behind the last head, and of each row what its products have to
-// be multiplied by. Of 16 channels a lane of the tensor cores has four that follow each other, since these are a word of keys:
-// channels 4j and 4j + 1 are its columns 2j and 2j + 1, and the next two are 2j + 8 and 2j + 9.
+// Write the queries [query_rows][kDim] to shared memory, zeros behind the last head, and for each row the factor that its
+// products have to be multiplied by. Of each 16 channels, a lane of the tensor cores has four consecutive ones, since these are
+// a word of keys: channels 4j and 4j + 1 are its columns 2j and 2j + 1, and the next two are 2j + 8 and 2j + 9. Called by a
+// whole CTA.
 template <int kDim>
 __device__ void write_scaled_queries(const void* queries, uint32_t group, bool is_bfloat16, char* to, float* factors) {
     constexpr uint32_t words = kDim / 2, of_lane = (words + warp_size - 1) / warp_size;

@@ -1,7 +1,7 @@
-// Blocks from device memory to registered host memory, written by the GPU itself over PCIe.
+// Copies of blocks from device memory to registered host memory. The GPU itself writes over PCIe.
 //
 // Writes are posted, so fewer CTAs than for gathering fill the link. The copy engine is better where blocks lie side by
-// side (sh_copy_runs): it takes no room from the kernels that run beside.
+// side (sh_copy_runs): it takes no registers or shared memory from the kernels that run beside.
 #pragma once
 
 #include "sglang_hybrid/cuda/prefill_api.h"
@@ -9,7 +9,7 @@
 namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t scatter_threads = 256;
-inline constexpr uint32_t scatter_loads = 4;  // of one thread, before it stores the first
+inline constexpr uint32_t scatter_loads = 4;  // of one thread before it stores the first
 
 __device__ inline void write_entry(const sh_scatter_blocks& list, uint64_t slot, uint64_t block) {
     const uint32_t chunks = list.block_bytes / sizeof(uint4);

@@ -1,8 +1,9 @@
-// Estimates of all blocks of a batch: `estimates` of a layer's cache. finish_scores.cuh makes scores of them.
+// Estimates of all blocks of a batch: `estimates` of a layer's cache. finish_scores.cuh computes scores from the estimates.
 //
-// Reading digests and codes is what takes time. All octets of all (batch entry, KV head) pairs are one long list, and
-// every CTA that the device can run gets an equally long part of it, whatever the rows' lengths. A warp takes every n-th
-// octet of its CTA; while it computes with one, the next is under way, also that of the next pair: nobody waits for anybody.
+// The time goes into reading digests and codes. All octets (eight blocks) of all (batch entry, KV head) pairs are one long
+// list, and every CTA that the device can run gets an equally long part of it, whatever the rows' lengths. A warp takes every
+// n-th octet of its CTA. While a warp computes with one octet, the next is being loaded, also if it is the next pair's: no warp
+// waits for another.
 #pragma once
 
 #include "sglang_hybrid/cuda/estimates.cuh"
@@ -12,7 +13,7 @@ namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t score_warps = 4;
 inline constexpr uint32_t score_threads = score_warps * 32;
-inline constexpr uint32_t most_score_entries = 1024;  // of a batch: their octet counts are in shared memory
+inline constexpr uint32_t most_score_entries = 1024;  // most entries of a batch: their octet counts are in shared memory
 
 template <int kDim, int kChannels, Format kFormat>
 struct ScoreMemory {
@@ -26,13 +27,14 @@ struct ScoreMemory {
 
 // -- which octets ------------------------------------------------------------------------------------------------------
 
-// Octets of one KV head of an entry that is scored.
+// Return the octets of one KV head of an entry; 0 if the entry is not scored.
 __device__ inline uint32_t octets_of(const sh_score_blocks& args, uint32_t entry) {
     if (!has_scores(args, entry)) return 0;
     return (blocks_of(args.step, entry) + octet_blocks - 1) / octet_blocks;
 }
 
-// By the first warp: before[e] = octets of one KV head of all entries before e, up to e = active.
+// Write before[e] = octets of one KV head of all entries before e, up to e = active. Called by a whole CTA, of which the first
+// warp counts.
 __device__ inline void count_octets(const sh_score_blocks& args, uint32_t active, uint32_t* before) {
     if (threadIdx.x < 32) {
         uint32_t total = 0;
@@ -52,16 +54,16 @@ __device__ inline void count_octets(const sh_score_blocks& args, uint32_t active
     __syncthreads();
 }
 
-// A place in the list of octets.
+// A position in the list of octets.
 class OctetCursor {
   public:
-    // At number `number`, which is in `entry`.
+    // Begin at octet `number` of the list, which belongs to `entry`.
     __device__ OctetCursor(const uint32_t* before, uint32_t heads, uint32_t entry, uint32_t number)
         : before_(before), heads_(heads), octets_(before[entry + 1] - before[entry]), entry(entry), head(0),
           octet(number - before[entry] * heads) {
         advance(0);
     }
-    // There must be that many octets left in the list.
+    // Move on by `octets`. There must be that many octets left in the list.
     __device__ void advance(uint32_t octets) {
         octet += octets;
         while (octet >= octets_) {
@@ -84,7 +86,7 @@ class OctetCursor {
     uint32_t entry, head, octet;  // octet: of the pair
 };
 
-// The blocks of an octet; lane b knows the b-th.
+// The blocks of an octet; lane b has the b-th.
 struct OctetBlocks {
     int32_t position, page;  // -1: there is none
     uint32_t entry, head;
@@ -103,7 +105,7 @@ struct OctetBlocks {
 
 // -- estimates ---------------------------------------------------------------------------------------------------------
 
-// What a warp has to know about a pair.
+// A warp's state of the pair that it estimates: the sketch's channels, and the queries.
 template <class Element, int kDim, int kChannels, Format kFormat, int kTiles>
 struct ScoredPair {
     uint32_t number = UINT32_MAX;
@@ -126,8 +128,8 @@ struct ScoredPair {
     }
 };
 
-// By each warp: every n-th octet from `first` to `end` of the list; `first` is in `entry`. A page that somebody filled with
-// NaN has estimates that are lower than all others.
+// Estimate every n-th octet of the list, n the number of warps, from `first` to `end`; `first` belongs to `entry`. A page that
+// is filled with NaN gets estimates that are lower than all others. Called by each warp.
 template <class Element, int kDim, int kChannels, Format kFormat, int kTiles>
 __device__ void estimate_octets(const sh_score_blocks& args, char* shared, const uint32_t* before, uint32_t entry,
                                 uint32_t first, uint32_t end) {
@@ -142,7 +144,7 @@ __device__ void estimate_octets(const sh_score_blocks& args, char* shared, const
     OctetCursor ahead(before, heads, entry, first);
     ahead.advance(warp);
     uint32_t asked = first + warp;
-    const auto next_blocks = [&] {  // of the octet at `ahead`, which goes on
+    const auto next_blocks = [&] {  // of the octet at `ahead`, which then moves on
         if (asked >= end) return OctetBlocks::none();
         const OctetBlocks found = OctetBlocks::at(args, ahead);
         asked += score_warps;
@@ -152,7 +154,7 @@ __device__ void estimate_octets(const sh_score_blocks& args, char* shared, const
     const auto request = [&](uint32_t stage, uint32_t octet, const OctetBlocks& blocks) {
         const uint32_t to = shared_address(mine + stage * Here::bytes);
         if (octet < end) Here::request(to, args.digests, blocks.head, blocks.page, policy);
-        commit_copies();  // an empty group too: waiting counts groups
+        commit_copies();  // also commits an empty group, since waiting counts groups
     };
     static_assert(Memory::stages == 2);
     OctetBlocks blocks = next_blocks();
@@ -176,7 +178,7 @@ __device__ void estimate_octets(const sh_score_blocks& args, char* shared, const
             __syncwarp();
         }
         const int32_t position = __shfl_sync(0xFFFFFFFF, blocks.position, lane / 4);
-        // of the tail nothing is told: see without_tail of the reference
+        // the tail has no estimate: see without_tail of the reference
         const bool is_tail = position + 1 == static_cast<int32_t>(blocks_of(args.step, blocks.entry));
         const bool readable = __shfl_sync(0xFFFFFFFF, blocks.page, lane / 4) >= 0 && !is_tail;
         float* const estimates = args.estimates + uint64_t{pair.number} * args.group * args.step.max_blocks;
@@ -189,7 +191,7 @@ __device__ void estimate_octets(const sh_score_blocks& args, char* shared, const
                 if (head < args.group) to[0] = readable ? or_lowest(found.x) : -FLT_MAX;
                 if (head + 1 < args.group) to[args.step.max_blocks] = readable ? or_lowest(found.y) : -FLT_MAX;
             }
-            __syncwarp();  // all lanes are through with the octet and its steps; tensor cores want them together
+            __syncwarp();  // all lanes are done with the octet and its steps; tensor cores need them together
         }
         blocks = requested;
         stage ^= 1;
@@ -198,8 +200,8 @@ __device__ void estimate_octets(const sh_score_blocks& args, char* shared, const
     __syncwarp();
 }
 
-// Registers as if there were four CTAs on a processor, of which launchers use three: the main lane's small kernels run beside
-// them, and attention waits for these.
+// Registers are limited as if a processor ran four CTAs, of which launchers use three: the main lane's small kernels run beside
+// them, and attention waits for these small kernels.
 template <class Element, int kDim, int kChannels, Format kFormat, int kTiles>
 __global__ void __launch_bounds__(score_threads, kTiles == 1 ? 4 : 2)
     score_blocks(const __grid_constant__ sh_score_blocks args) {
@@ -212,7 +214,7 @@ __global__ void __launch_bounds__(score_threads, kTiles == 1 ? 4 : 2)
     const uint32_t share = max(score_warps, (total + gridDim.x - 1) / gridDim.x);
     const uint32_t first = min(blockIdx.x * share, total), end = min(first + share, total);
     if (first == end) return;
-    uint32_t entry = 0;  // the last one that begins at `first` or before it has octets
+    uint32_t entry = 0;  // of `first`: the last entry that begins at `first` or before; this one has octets
     for (uint32_t upper = active; entry + 1 < upper;) {
         const uint32_t middle = (entry + upper) / 2;
         if (before[middle] * heads <= first) entry = middle;

@@ -1,5 +1,5 @@
-// Selection: which blocks of each (row, KV head) deserve attention, which blocks are misses, and what becomes resident.
-// `select_blocks` and `blocks_worth` of the reference and what policy `scout` makes of them.
+// Selection: which blocks of each (row, KV head) are attended, which of them are misses, and which become resident.
+// `select_blocks` and `blocks_worth` of the reference, used as policy `scout` uses them.
 #pragma once
 
 #include "sglang_hybrid/cuda/near_bias.cuh"
@@ -34,7 +34,8 @@ __device__ inline Entry entry_of(const sh_select_blocks& args, const SelectionMe
     return entry;
 }
 
-// From [0, 1), spread evenly over rows, heads and lengths: what a share leaves of a block is rounded up as often as it says.
+// Return a number in [0, 1), spread evenly over rows, heads and lengths: added before rounding down, it rounds a fraction f of
+// a block up in a share f of the cases.
 __device__ inline float rounding_phase(uint32_t row, uint32_t head, uint32_t length) {
     uint32_t bits = (row * 0x9E3779B1u) ^ (head * 0x85EBCA77u) ^ (length * 0xC2B2AE3Du);
     bits = (bits ^ bits >> 15) * 0x2C1B3C6Du;
@@ -42,18 +43,18 @@ __device__ inline float rounding_phase(uint32_t row, uint32_t head, uint32_t len
     return static_cast<float>((bits ^ bits >> 15) >> 8) * 0x1p-24f;
 }
 
-// How many of `misses` are gathered, if they all find slots.
+// Return how many of `misses` are gathered, if there are slots for all of them.
 __device__ inline uint32_t gathered_of(const sh_select_blocks& args, uint32_t misses, float phase) {
-    // whatever is in memory: NaN and negative numbers are no share at all
+    // memory may hold anything: NaN and negative numbers count as 0
     const float share = fminf(fmaxf(*args.gather_share, 0.0f), 1.0f);
     const uint32_t room = min(args.most_gathered, misses);
-    // rounded one by one, as the tests do it
+    // product and sum are rounded one by one, as in the tests
     const uint32_t wanted = min(static_cast<uint32_t>(__fadd_rn(__fmul_rn(static_cast<float>(misses), share), phase)), room);
     const uint32_t beyond = misses - wanted > args.most_misses ? misses - wanted - args.most_misses : 0;
     return min(wanted + beyond, room);
 }
 
-// By a whole CTA: a list of those that are in it, in the order of their threads, -1 behind the last.
+// Write a list of the entries of all threads with `is_in`, in thread order, with -1 behind the last. Called by a whole CTA.
 __device__ inline void write_list(SelectionMemory& memory, bool is_in, const Entry& entry, uint32_t pair, uint32_t most,
                                   int32_t* pages, int32_t* positions, int32_t* counts) {
     uint32_t count;
@@ -70,16 +71,17 @@ __device__ inline void write_list(SelectionMemory& memory, bool is_in, const Ent
     if (threadIdx.x == 0) counts[pair] = static_cast<int32_t>(count);
 }
 
-// By a whole CTA: the candidates that are worth it and in no slot to memory.chosen, of more than `most` the best; how many.
+// Write the candidates without a slot that score at least min_miss_score to memory.chosen, of more than `most` the best, and
+// return their number. Called by a whole CTA.
 __device__ inline uint32_t choose_worth(const sh_select_blocks& args, SelectionMemory& memory, const RowBlocks& row,
                                         const PositionSet& in_slots, const float* scores, uint32_t* ranks, uint32_t most) {
     const uint32_t candidates = static_cast<uint32_t>(row.last - row.first);
     uint32_t mine = 0, worth;
-    __syncthreads();  // everybody has taken what is in memory.chosen
+    __syncthreads();  // all threads have read memory.chosen
     for (uint32_t i = threadIdx.x; i < candidates; i += select_threads) {
         const int32_t position = row.first + static_cast<int32_t>(i);
         const bool counts = !in_slots.has(position) && or_lowest(scores[position]) >= args.min_miss_score;
-        ranks[i] = counts ? rank_of(scores[position]) : 0;  // below that of any score
+        ranks[i] = counts ? rank_of(scores[position]) : 0;  // lower than the rank of any score
         mine += counts;
     }
     sum_before(mine, memory.select, worth);
@@ -93,8 +95,8 @@ __device__ inline uint32_t choose_worth(const sh_select_blocks& args, SelectionM
     return wanted;
 }
 
-// By a whole CTA: slots for blocks that are gathered to memory.free_slots, and how many. `mine`: what is selected keeps its
-// slot. So does what would be a miss without one, where every block that is worth it is.
+// Write slots for gathered blocks to memory.free_slots, and return their number. Selected blocks (`mine` of each thread) keep
+// their slots. With any_block, so do blocks that would be misses without their slots. Called by a whole CTA.
 __device__ inline uint32_t find_slots_to_gather(const sh_select_blocks& args, SelectionMemory& memory, const RowBlocks& row,
                                                 const Entry& mine, PositionSet selected, const float* scores) {
     selected.clear(args.step.max_blocks);
@@ -104,19 +106,21 @@ __device__ inline uint32_t find_slots_to_gather(const sh_select_blocks& args, Se
     return find_free_slots(memory, args.table, row, selected, scores, args.any_block ? args.min_miss_score : INFINITY);
 }
 
-// By a whole CTA, which has found `blocks` together.
+// Add `blocks`, which the whole CTA found together, to a total. Called by a whole CTA.
 __device__ inline void add_to_total(const sh_select_blocks& args, sh_select_total total, uint32_t blocks) {
     if (!args.totals || !blocks || threadIdx.x) return;
     atomicAdd(reinterpret_cast<unsigned long long*>(&args.totals[total]), static_cast<unsigned long long>(blocks));
 }
 
-// By a whole CTA: what of `missed` is not in a slot and worth it, to the first list or to that of gathered blocks. A block
-// that is always in and has no slot is a miss whatever its score. Gathered blocks have slots from here on, as memory.slots
-// and `in_slots` say. An entry that is whole misses nothing.
+// What write_misses did.
 struct Missed {
-    bool gathers;  // anything of the pair
-    bool is_listed;  // this thread's block
+    bool gathers;  // blocks of the pair are gathered
+    bool is_listed;  // this thread's block is in the first list
 };
+
+// Write the misses among `missed` of each thread to the first list or to the plan of gathered blocks: blocks without a slot
+// that score at least min_miss_score. A sink or recent block without a slot is a miss whatever its score. Gathered blocks have
+// slots from here on, in memory.slots and `in_slots`. A whole entry has no misses. Called by a whole CTA.
 __device__ inline Missed write_misses(const sh_select_blocks& args, SelectionMemory& memory, const RowBlocks& row,
                                       const Entry& mine, const Entry& missed, PositionSet in_slots, PositionSet selected,
                                       const float* scores, uint32_t pair, uint64_t first_slot, float phase) {
@@ -128,10 +132,10 @@ __device__ inline Missed write_misses(const sh_select_blocks& args, SelectionMem
     add_to_total(args, sh_total_misses, misses);
     uint32_t gathered = args.gather_share ? gathered_of(args, misses, phase) : 0, sinks = 0;
     if (gathered) {
-        sinks = static_cast<uint32_t>(__syncthreads_count(is_miss && is_sink));  // the first of all, with slots of their own
+        sinks = static_cast<uint32_t>(__syncthreads_count(is_miss && is_sink));  // they come first, and have slots of their own
         gathered = min(gathered, sinks + find_slots_to_gather(args, memory, row, mine, selected, scores));
     }
-    uint32_t better = gathered;  // of the other misses; where all of them are in one list it does not matter
+    uint32_t better = gathered;  // number of better misses; if all misses are in one list, it does not matter
     if (gathered || misses > args.most_misses) better = place_by_score<false>(memory, is_miss, missed.score);
     const bool is_listed = is_miss && better >= gathered && better - gathered < args.most_misses;
     write_list(memory, is_listed, missed, pair, args.most_misses, args.miss_pages, args.miss_positions, args.miss_counts);
@@ -149,8 +153,9 @@ __device__ inline Missed write_misses(const sh_select_blocks& args, SelectionMem
     return {true, is_listed};
 }
 
-// The best candidates that were selected become resident, as many as there are slots. Those that have one keep it. The
-// others get empty slots, then those of blocks that were not selected, lowest score first; who is not overwritten stays.
+// Write the plan: the best of the selected candidates become resident, as many as there are slots. Candidates with a slot keep
+// it. The others get empty slots, then those of blocks that were not selected, lowest score first. Blocks that are not
+// overwritten stay. Called by a whole CTA.
 __device__ inline void write_plan(const sh_select_blocks& args, SelectionMemory& memory, const RowBlocks& row,
                                   const Entry& entry, PositionSet recalled, const float* scores, uint32_t chosen,
                                   uint64_t first_slot) {
@@ -175,7 +180,7 @@ __device__ inline void write_plan(const sh_select_blocks& args, SelectionMemory&
     add_to_plan(args.plan, memory, is_new && has_place, entry, first_slot + static_cast<uint32_t>(slot));
 }
 
-// By a whole CTA: slots whose block is selected, or the tail, which always is.
+// Write which slots are attended: those with a selected block, and that of the tail, which always is. Called by a whole CTA.
 __device__ inline void write_attended(const sh_select_blocks& args, const SelectionMemory& memory, const RowBlocks& row,
                                       const Entry& mine, PositionSet selected, uint64_t first_slot) {
     if (!args.attended) return;
@@ -190,7 +195,8 @@ __device__ inline void write_attended(const sh_select_blocks& args, const Select
     args.attended[first_slot + threadIdx.x] = is_attended ? held : -1;
 }
 
-// Returns what is attended, in slots or by somebody else.
+// Select blocks for one (row, KV head). Return the positions of the blocks that are attended: in slots, or in the list of
+// misses. Called by a whole CTA.
 __device__ inline PositionSet select_of_row(const sh_select_blocks& args, SelectionMemory& memory, uint32_t* ranks,
                                             uint32_t entry, uint32_t pair, int32_t row_index) {
     const sh_slot_table& table = args.table;
@@ -206,9 +212,9 @@ __device__ inline PositionSet select_of_row(const sh_select_blocks& args, Select
     recalled.clear(max_blocks);
     if (threadIdx.x < table.slots) memory.slots[threadIdx.x] = table.positions[first_slot + threadIdx.x];
     __syncthreads();
-    // The tail's slot: given now to a tail that this step opens. One that has none for another reason (a row whose slots
-    // nobody filled) gets the same one from `append`, which also loads its earlier tokens; nobody else may have it. It is the
-    // first empty one then, also for an `append` that finds others filled by the gather meanwhile.
+    // A tail that this step opens gets its slot now. A tail that has none for another reason (the row's slots were never
+    // filled) gets the same slot from `append`, which also loads its earlier tokens; no other block may have that slot. The
+    // slot is the first empty one then, also for an `append` that finds other slots filled by the gather meanwhile.
     if (threadIdx.x < 32 && find_slot(memory.slots, table, row.tail()) < 0) {
         const int32_t slot = slot_for_tail(memory.slots, table, row, scores);
         __syncwarp();
@@ -244,7 +250,7 @@ __device__ inline PositionSet select_of_row(const sh_select_blocks& args, Select
         missed = entry_of(args, memory, row, in_slots, scores, pages, worth);
     }
     const float phase = rounding_phase(static_cast<uint32_t>(row_index), pair % args.kv_heads, static_cast<uint32_t>(length));
-    const PositionSet selected(ranks);  // nobody needs the ranks any more
+    const PositionSet selected(ranks);  // the ranks are no longer needed
     Missed found{false, false};
     if (args.miss_counts) {
         if (args.totals) {
@@ -259,12 +265,12 @@ __device__ inline PositionSet select_of_row(const sh_select_blocks& args, Select
         args.recalls[entry] = is_due(args, entry, row_index, length);
     }
     if (args.plan.count && is_due(args, entry, row_index, length)) {
-        // the plan finds the slots as they are when the gathered blocks are there
+        // the plan is made for the slots as they are when the gathered blocks are there
         if (gathers && mine.position >= 0) mine.has_slot = in_slots.has(mine.position);
         write_plan(args, memory, row, mine, recalled, scores, chosen, first_slot);
     }
     write_attended(args, memory, row, mine, selected, first_slot);
-    // anew: gathered blocks have taken the slots of others
+    // the set is built anew: gathered blocks have taken the slots of others
     __syncthreads();
     in_slots.clear(max_blocks);
     __syncthreads();
@@ -277,14 +283,14 @@ __device__ inline PositionSet select_of_row(const sh_select_blocks& args, Select
     return in_slots;
 }
 
-// By a whole CTA: what is in slots, of an entry that misses nothing.
+// Write which blocks are in slots, for a whole entry. Called by a whole CTA.
 __device__ inline void write_held(const sh_select_blocks& args, uint32_t entry, uint32_t pair, const PositionSet& in_slots) {
     if (!args.held || !args.whole || !args.whole[entry]) return;
     const uint32_t words = PositionSet::words(args.step.max_blocks);
     for (uint32_t i = threadIdx.x; i < words; i += select_threads) args.held[uint64_t{pair} * words + i] = in_slots.word(i);
 }
 
-// By a whole CTA: scores that were put off.
+// Write the pending scores of a pair. Called by a whole CTA.
 template <int kTiles>
 __device__ void write_scores(const sh_score_blocks& args, uint32_t entry, uint32_t pair, char* shared) {
     static_assert(select_threads == finish_threads && sizeof(FinishScratch<kTiles>) <= sizeof(SelectionMemory));
@@ -320,7 +326,7 @@ __global__ void __launch_bounds__(select_threads, 4) select_blocks(const __grid_
     }
     __syncthreads();
     if (threadIdx.x) return;
-    // the last CTA alone counts entries of plans: launches of a layer follow each other
+    // only the last CTA adds to the totals of plans, without atomics: launches of a layer follow each other
     if (args.gather_share) {
         const uint32_t gathered = finish_plan(args.gathered);
         if (args.totals && gathered) args.totals[sh_total_gathered] += gathered;

@@ -1,4 +1,4 @@
-// What the threads of a CTA that selects blocks of one (row, KV head) share.
+// Shared memory of a CTA that selects blocks of one (row, KV head).
 #pragma once
 
 #include "sglang_hybrid/cuda/best_blocks.cuh"
@@ -6,10 +6,10 @@
 
 namespace sglang_hybrid::cuda {
 
-inline constexpr uint32_t most_selected = select_threads;  // a thread for each
+inline constexpr uint32_t most_selected = select_threads;  // one thread for each block
 inline constexpr uint32_t most_slots = select_threads;
 
-// Positions of a row, one bit each.
+// A set of positions of a row, one bit each.
 class PositionSet {
   public:
     __device__ explicit PositionSet(uint32_t* words) : words_(words) {}
@@ -25,20 +25,20 @@ class PositionSet {
     uint32_t* const words_;
 };
 
-// What the CTA of one (row, KV head) shares. Behind it in dynamic memory: ranks [max_blocks], and two sets of positions.
+// Memory of fixed size. Ranks [max_blocks] and two sets of positions follow it in dynamic shared memory.
 struct SelectionMemory {
     SelectMemory select;
-    int32_t slots[most_slots];         // positions of the blocks that they hold
-    int32_t chosen[most_selected];     // candidates that were selected, or are worth it, ascending
-    float scores[select_threads];      // that are ranked
-    uint32_t counted[select_threads];  // whether they take part
-    int32_t free_slots[most_slots];    // the first to overwrite first
+    int32_t slots[most_slots];         // position of the block in each slot
+    int32_t chosen[most_selected];     // positions of selected candidates, or of those that may be misses, ascending
+    float scores[select_threads];      // of place_by_score: score of each thread
+    uint32_t counted[select_threads];  // of place_by_score: whether the score counts
+    int32_t free_slots[most_slots];    // in the order in which to overwrite them
     uint32_t plan_first;
     uint32_t unused[3];
 };
 
-// By a whole CTA, each thread with an entry or none: how many of those that count are before this one, by score
-// (ascending or descending) and then by thread.
+// Return how many of the entries that count come before this thread's entry, ordered by score (ascending or descending) and
+// then by thread; 0 if this thread's entry does not count. Called by a whole CTA, in which each thread has an entry or none.
 template <bool kAscending>
 __device__ uint32_t place_by_score(SelectionMemory& memory, bool counts, float score) {
     __syncthreads();
@@ -56,8 +56,8 @@ __device__ uint32_t place_by_score(SelectionMemory& memory, bool counts, float s
     return before;
 }
 
-// A block that was selected, or is always in: one for each thread. The tail is not among them: it has its slot and is
-// attended there.
+// A block that was selected or is always attended; each thread has one. The tail is not among these blocks: it has a slot, and
+// is attended there.
 struct Entry {
     int32_t position;  // -1: this thread has none
     bool is_candidate;

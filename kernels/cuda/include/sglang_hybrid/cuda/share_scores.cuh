@@ -1,11 +1,11 @@
-// One score of a block for all KV heads: a layer's selection, as the paper ScoutAttention has it.
+// One score of a block for all KV heads, for one selection per layer, as in the paper ScoutAttention.
 #pragma once
 
 #include "sglang_hybrid/cuda/finish_scores.cuh"
 
 namespace sglang_hybrid::cuda {
 
-// A CTA for each batch entry. A thread writes the same positions of every KV head, so it finds its own scores.
+// A CTA for each batch entry. A thread writes the same positions of every KV head, so it reads only scores of its own.
 template <int kTiles>
 __global__ void __launch_bounds__(finish_threads) share_scores(const __grid_constant__ sh_share_scores args) {
     __shared__ FinishScratch<kTiles> scratch;

@@ -1,4 +1,5 @@
-// What a predicted query got wrong about the weight of the misses: `lse_shift` of the reference, added to the worker's LSE.
+// Correction of the worker's LSE for what a predicted query got wrong about the weight of the misses: `lse_shift` of the
+// reference.
 #pragma once
 
 #include "sglang_hybrid/cuda/estimates.cuh"
@@ -9,8 +10,8 @@ inline constexpr uint32_t shift_warps = 4;
 inline constexpr uint32_t shift_threads = shift_warps * 32;
 inline constexpr uint32_t shift_heads = 16;
 
-// A CTA for each (batch entry, KV head). Even warps ask with the real query, odd ones with the predicted one; two of them
-// take an octet of the list.
+// A CTA for each (batch entry, KV head). Even warps estimate with the real query, odd warps with the predicted one; a pair of
+// warps takes an octet of the list at a time.
 template <class Element, int kDim, int kChannels, Format kFormat>
 __global__ void __launch_bounds__(shift_threads, 3) shift_lse(const __grid_constant__ sh_shift_lse args) {
     using Here = Octet<kDim, kChannels, kFormat>;
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(shift_threads, 3) shift_lse(const __grid_const
                 mass[tile][0].add(found.x);
                 mass[tile][1].add(found.y);
             }
-            __syncwarp();  // tensor cores want all lanes together
+            __syncwarp();  // tensor core instructions need all lanes together
         }
     }
 #pragma unroll

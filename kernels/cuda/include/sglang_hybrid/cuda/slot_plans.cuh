@@ -1,12 +1,13 @@
-// Lists of blocks that get slots: which slots they overwrite, and when the slot table says so.
+// Plans, which are lists of blocks that get slots: the choice of the slots to overwrite, and the update of the slot table.
 #pragma once
 
 #include "sglang_hybrid/cuda/selection_memory.cuh"
 
 namespace sglang_hybrid::cuda {
 
-// By a whole CTA: slots that may be overwritten to memory.free_slots, the first to overwrite first, and how many. Empty
-// ones, then those of candidates that are not `kept` and have a score below `limit`, lowest first.
+// Write the slots that may be overwritten to memory.free_slots, in the order in which to overwrite them, and return their
+// number. Empty slots come first, then those of candidates that are not `kept` and have a score below `limit`, lowest score
+// first. Called by a whole CTA.
 __device__ inline uint32_t find_free_slots(SelectionMemory& memory, const sh_slot_table& table, const RowBlocks& row,
                                            const PositionSet& kept, const float* scores, float limit) {
     const uint32_t slot = threadIdx.x;
@@ -25,7 +26,7 @@ __device__ inline uint32_t find_free_slots(SelectionMemory& memory, const sh_slo
     return static_cast<uint32_t>(__syncthreads_count(is_free));
 }
 
-// By a whole CTA: entries of those that are in, each with the slot that it goes to.
+// Add the entries of all threads with `is_in` to a plan, each with the slot that it goes to. Called by a whole CTA.
 __device__ inline void add_to_plan(const sh_plan& plan, SelectionMemory& memory, bool is_in, const Entry& entry,
                                    uint64_t destination) {
     uint32_t added;
@@ -39,7 +40,8 @@ __device__ inline void add_to_plan(const sh_plan& plan, SelectionMemory& memory,
     plan.destinations[at] = static_cast<int32_t>(destination);
 }
 
-// By one thread of each CTA, when what it adds is there; the last one writes how many entries the plan has and returns it.
+// Count a CTA as done with the plan. The last CTA writes the plan's number of entries and returns it; all others return 0.
+// Called by one thread of each CTA, after the CTA has written its entries.
 __device__ inline uint32_t finish_plan(const sh_plan& plan) {
     __threadfence();
     if (atomicAdd(&plan.progress[1], 1u) != gridDim.x - 1) return 0;
@@ -49,7 +51,7 @@ __device__ inline uint32_t finish_plan(const sh_plan& plan) {
     return entries;
 }
 
-// After the blocks of a plan were copied: slots get their new positions.
+// Write the new positions of slots to the slot table, after the blocks of a plan were copied.
 __global__ void __launch_bounds__(select_threads) apply_plan(const __grid_constant__ sh_apply_plan args) {
     const int32_t count = *args.plan.count;
     const uint64_t entries = count < 0 ? 0 : min(static_cast<uint64_t>(count), args.plan.capacity);

@@ -25,7 +25,7 @@ __device__ inline bool row_exists(int32_t row, const sh_slot_table& table) {
     return row >= 0 && static_cast<uint32_t>(row) < table.rows;
 }
 
-// By a whole warp: the slot that holds a block, -1 without. `positions` of one (row, KV head).
+// Return the slot that holds a block, -1 if none does. `positions`: those of one (row, KV head). Called by a whole warp.
 __device__ inline int32_t find_slot(const int32_t* positions, const sh_slot_table& table, int32_t position) {
     for (uint32_t base = 0; base < table.slots; base += 32) {
         const uint32_t slot = base + threadIdx.x % 32;
@@ -35,8 +35,9 @@ __device__ inline int32_t find_slot(const int32_t* positions, const sh_slot_tabl
     return -1;
 }
 
-// By a whole warp: the slot for a tail that has none: an empty one, else that of the resident with the lowest score; -1
-// where near blocks have all of them. `scores` of the row's blocks, or null: any resident.
+// Return the slot for a tail that has none: an empty slot, else that of the resident block with the lowest score; -1 if near
+// blocks (recent blocks and the tail) have all slots. `scores`: those of the row's blocks; null: any resident block gives up
+// its slot. Called by a whole warp.
 __device__ inline int32_t slot_for_tail(const int32_t* positions, const sh_slot_table& table, const RowBlocks& row,
                                         const float* scores) {
     const int32_t tail = row.tail();
@@ -46,10 +47,10 @@ __device__ inline int32_t slot_for_tail(const int32_t* positions, const sh_slot_
     int32_t chosen = -1;
     for (uint32_t slot = table.sink + threadIdx.x % 32; slot < table.slots; slot += 32) {
         const int32_t position = positions[slot];
-        float value = -INFINITY;  // empty, or left by what was longer once
+        float value = -INFINITY;  // empty, or the slot of a block that the row no longer has
         if (row.is_near(position)) continue;
         if (row.is_candidate(position)) {
-            // what was recent until now stays, unless there are no slots but for near blocks
+            // the block that was recent until now stays, unless there are slots for near blocks only
             value = position == leaving ? FLT_MAX : scores ? fminf(scores[position], FLT_MAX / 2) : 0.0f;
         }
         if (chosen < 0 || value < lowest) lowest = value, chosen = static_cast<int32_t>(slot);

@@ -1,8 +1,9 @@
-// Speculated logits of all tokens of a row, and what they say of each token: `below_best` of policies/infinigen/selection.py.
+// Speculated logits of all tokens of a row, and how far each token is below the best one: `below_best` of
+// policies/infinigen/selection.py.
 //
 // A token is compared with the best one of each query head, so there are two passes over the partial keys: one for the best
-// logits, one for ranks. Keeping the logits of the first would take more memory than the pass saves. Both passes compute a logit
-// by the same operations in the same order: the best token is 0 below the best.
+// logits, one for ranks. Keeping the logits of the first pass would take more memory than the second pass saves. Both passes
+// compute a logit by the same operations in the same order, so the best token is exactly 0 below the best.
 //
 // A warp takes a block at a time, and a lane one of its tokens.
 #pragma once
@@ -15,7 +16,7 @@ namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t speculate_warps = encode_threads / warp_size;
 
-// One (batch entry, KV head), and the CTA's share of its blocks.
+// Speculated logits of one (batch entry, KV head), for the CTA's share of its blocks.
 template <class Element>
 class Speculation {
   public:
@@ -38,8 +39,8 @@ class Speculation {
         __syncthreads();
     }
 
-    // use(block, logits) for each block with earlier tokens, by the warp that takes it: all lanes together. Logits are numbers;
-    // those of tokens that are not earlier mean nothing.
+    // Call use(block, logits) for each block with earlier tokens, in all lanes of the warp that takes the block. Logits are
+    // never NaN or infinite; those of tokens that are not earlier have no meaning.
     template <class Use>
     __device__ void for_each_block(Use use) const {
         const uint32_t blocks = (earlier + block_tokens - 1) / block_tokens, lane = threadIdx.x % warp_size;
@@ -83,17 +84,17 @@ class Speculation {
   private:
     const sh_speculate& args_;
     const uint32_t entry_, head_, split_;
-    float* const queries_;  // partial ones, scaled
+    float* const queries_;  // partial queries, scaled
 };
 
-// A CTA for each share of a (batch entry, KV head): the best logit of each query head in it.
+// Find the best logit of each query head in a share of the blocks. A CTA for each share of a (batch entry, KV head).
 template <class Element>
 __global__ void __launch_bounds__(encode_threads) best_logits(const __grid_constant__ sh_speculate args) {
     __shared__ __align__(16) float shared[2 * query_rows * most_key_dim];
     __shared__ float of_warps[speculate_warps][query_rows];
     const uint32_t pair = blockIdx.x / args.splits, split = blockIdx.x % args.splits;
     if (pair / args.partial.kv_heads >= active_of(args.step.active_rows, args.step.batch)) return;
-    if (split == 0 && threadIdx.x == 0) args.wanted[pair] = 0;  // the next kernel adds
+    if (split == 0 && threadIdx.x == 0) args.wanted[pair] = 0;  // rank_items adds to it
     const Speculation<Element> row(args, pair, split, shared);
     float best[query_rows];
 #pragma unroll
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(encode_threads) best_logits(const __grid_const
     args.best[uint64_t{blockIdx.x} * query_rows + threadIdx.x] = highest;
 }
 
-// Likewise: ranks of the items in it, and how many of them are wanted.
+// Write the ranks of a share's items, and count the wanted items. A CTA for each share of a (batch entry, KV head).
 template <class Element>
 __global__ void __launch_bounds__(encode_threads) rank_items(const __grid_constant__ sh_speculate args) {
     __shared__ __align__(16) float shared[2 * query_rows * most_key_dim];
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(encode_threads) rank_items(const __grid_consta
         for (uint32_t other = 1; other < args.splits; ++other) highest = fmaxf(highest, of_splits[other * query_rows]);
         best[threadIdx.x] = highest;
     }
-    const Speculation<Element> row(args, pair, split, shared);  // waits for all threads
+    const Speculation<Element> row(args, pair, split, shared);  // its constructor waits for all threads
     const uint32_t tail = row.earlier / block_tokens;
     uint32_t* const ranks = args.ranks + uint64_t{pair} * args.step.max_blocks * (args.by_block ? 1 : block_tokens);
     uint32_t wanted = 0;
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(encode_threads) rank_items(const __grid_consta
         }
         if (!is_earlier) below = -FLT_MAX;
         for (uint32_t step = 16; step; step /= 2) below = fmaxf(below, __shfl_xor_sync(0xFFFFFFFF, below, step));
-        if (block == tail) return;  // it is in without being wanted
+        if (block == tail) return;  // the tail is always chosen
         if (lane == 0) ranks[block] = rank_of(below);
         wanted += below > -args.alpha;
     });

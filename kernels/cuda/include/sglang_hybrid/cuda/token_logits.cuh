@@ -1,7 +1,8 @@
-// Logits of all tokens of rows by the codes of their keys, which are found through the page table: no codes are gathered.
+// Logits of all tokens of rows, computed from the codes of their keys. Kernels find codes through the page table: no codes are
+// gathered.
 //
 // Quantised keys (HCAttention, equation 3): a CTA has one query head and `lookup_row_tile` tokens of its row. It computes the
-// products of the query's parts with the centroids of as many groups as find room in shared memory, adds up those that the
+// products of the query's parts with the centroids of as many groups as fit in shared memory, adds up the products that the
 // codes name, and goes on to the next groups. Tables of all groups and query heads would take gigabytes.
 #pragma once
 
@@ -10,11 +11,11 @@
 
 namespace sglang_hybrid::cuda {
 
-inline constexpr uint32_t logit_tile_blocks = 64;  // of a CTA
+inline constexpr uint32_t logit_tile_blocks = 64;  // blocks of a CTA
 inline constexpr uint32_t lookup_row_threads = 256;
-inline constexpr uint32_t lookup_row_tokens = 16;  // of a thread
+inline constexpr uint32_t lookup_row_tokens = 16;  // tokens of a thread
 inline constexpr uint32_t lookup_row_tile = lookup_row_threads * lookup_row_tokens;
-inline constexpr uint32_t lookup_row_bytes = 96 << 10;  // of tables: two CTAs of a processor
+inline constexpr uint32_t lookup_row_bytes = 96 << 10;  // of tables: two CTAs fit on a processor
 
 __device__ inline float* weights_of(float* weights, uint64_t query_head, uint32_t max_blocks) {
     return weights + query_head * max_blocks * block_tokens;
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(logit_warps* warp_size) whole_key_logits(const
     }
 }
 
-// Groups whose tables are in shared memory together; 0: not even one fits.
+// Return the number of groups whose tables are in shared memory together; 0: not even one fits.
 inline uint32_t row_groups(uint32_t groups, uint32_t centroids) {
     const uint32_t fit = centroids ? lookup_row_bytes / (centroids * uint32_t{sizeof(float)}) : 0;
     return fit < groups ? fit : groups;
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(lookup_row_threads)
     float sums[lookup_row_tokens] = {};
     for (uint32_t begin = 0; begin < codes.groups; begin += at_a_time) {
         const uint32_t count = min(at_a_time, codes.groups - begin);
-        __syncthreads();  // the tables before these are done with
+        __syncthreads();  // all threads are done with the tables before these
         for (uint32_t i = threadIdx.x; i < count * codes.count; i += lookup_row_threads) {
             const uint32_t group = begin + i / codes.count;
             const float* const centroid = codebook_of(codes, head, group) + uint64_t{i % codes.count} * part;

@@ -1,8 +1,8 @@
 // The fewest weights of a list that add up to a share of all (HCAttention, equation 4), without sorting.
 //
-// Weights that are not negative have the order of their bits. A CTA has one list and finds the bits of the smallest weight
+// Weights that are not negative are ordered like their bits. A CTA has one list and finds the bits of the smallest weight
 // that is kept, eight at a time from the highest: it adds up the weights of each value of the next eight bits, and walks from
-// the largest value down to where the share is reached. Of weights that are equal to the smallest the first are kept.
+// the largest value down to where the share is reached. Of the weights that are equal to the smallest, the first are kept.
 //
 // Weights are added up as whole numbers, in units of 2^-40 of the largest one: atomic additions in any order give the same
 // sum, and so the same entries at every launch.
@@ -16,15 +16,15 @@ namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t share_threads = 512;
 inline constexpr uint32_t share_warps = share_threads / 32;
-inline constexpr uint32_t share_most_entries = 1u << 23;  // whose sum is below 2^63
+inline constexpr uint32_t share_most_entries = 1u << 23;  // their sum, in units, is at most 2^63
 inline constexpr uint32_t share_buckets = 256;
 
 class WeightSums {
   public:
-    // In the body: the host's compiler, which knows no intrinsics, reads initialisers.
+    // unit_ is set in the body: the host's compiler, which knows no intrinsics, reads initialisers.
     __device__ explicit WeightSums(uint32_t largest_bits) { unit_ = 1099511627776.0 / __uint_as_float(largest_bits); }
 
-    // NaN and what is below 0 count as nothing.
+    // Return a weight in units. NaN and negative weights count as 0.
     __device__ unsigned long long of(float weight) const {
         return weight > 0 ? static_cast<unsigned long long>(static_cast<double>(weight) * unit_) : 0;
     }
@@ -36,13 +36,14 @@ class WeightSums {
 // Which entries of a list are kept: those above a weight, and the first ones that are equal to it.
 struct Share {
     uint32_t known = 0;  // bits of that weight
-    uint64_t equal = 0;  // how many of those that are equal
+    uint64_t equal = 0;  // number of entries with that weight that are kept
 };
 
-// All weights above 0.
+// Return the share that keeps all weights above 0.
 __device__ inline Share whole_share() { return {}; }
 
-// By the whole CTA: bits of the largest weight above 0, and 0 where there is none. WeightOf: float of an entry.
+// Return the bits of the largest weight above 0, or 0 if there is none. weight_of(i) is the weight of entry i. Called by the
+// whole CTA.
 template <class WeightOf>
 __device__ uint32_t largest_bits(uint32_t entries, WeightOf weight_of) {
     __shared__ uint32_t of_warp[share_warps];
@@ -52,18 +53,19 @@ __device__ uint32_t largest_bits(uint32_t entries, WeightOf weight_of) {
         if (weight > 0) largest = max(largest, __float_as_uint(weight));
     }
     for (uint32_t step = 16; step > 0; step /= 2) largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
-    __syncthreads();  // whoever used this memory before is through
+    __syncthreads();  // all threads are done with this memory
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = largest;
     __syncthreads();
     for (uint32_t warp = 0; warp < share_warps; ++warp) largest = max(largest, of_warp[warp]);
     return largest;
 }
 
-// By the whole CTA. `largest`: of largest_bits, above 0. `least` below 1.
+// Find the fewest entries that have share `least`, below 1, of all weights. `largest`: the result of largest_bits, above 0.
+// Called by the whole CTA.
 template <class WeightOf>
 __device__ Share find_share(uint32_t entries, WeightOf weight_of, uint32_t largest, float least) {
     __shared__ unsigned long long sums[share_buckets];
-    __shared__ unsigned long long wanted;  // of the entries with the bits that are known
+    __shared__ unsigned long long wanted;  // sum that the entries with the known bits still have to reach
     __shared__ uint32_t known;
     const WeightSums units(largest);
     __syncthreads();
@@ -94,18 +96,18 @@ __device__ Share find_share(uint32_t entries, WeightOf weight_of, uint32_t large
         }
         __syncthreads();
     }
-    // As many of the equal ones as it takes.
+    // as many of the equal entries as it takes to reach the sum
     const unsigned long long each = units.of(__uint_as_float(known));
     return {known, each ? (wanted + each - 1) / each : 0};
 }
 
-// By the whole CTA: use(i, weight, is kept) for all entries, each by one thread, rounds of share_threads in their order. An entry
-// may be overwritten by `use`.
+// Call use(i, weight, is_kept) for all entries, each in one thread, in ordered rounds of share_threads entries. `use` may
+// overwrite its entry. Called by the whole CTA.
 template <class WeightOf, class Use>
 __device__ void for_each_entry(uint32_t entries, WeightOf weight_of, const Share& share, Use use) {
     __shared__ uint32_t of_warp[share_warps];
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint64_t before = 0;  // equal ones in front of the entries of this round
+    uint64_t before = 0;  // equal entries in front of those of this round
     for (uint32_t first = 0; first < entries; first += share_threads) {
         const uint32_t i = first + threadIdx.x;
         const float weight = i < entries ? weight_of(i) : 0.0f;
