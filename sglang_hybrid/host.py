@@ -134,7 +134,7 @@ def _visible(gpus: Sequence[_G], variable: str | None) -> tuple[_G, ...]:
         text = entry.strip()
         if text.isdecimal() and int(text) < len(gpus):
             chosen.append(gpus[int(text)])
-        elif text.startswith(("GPU-", "MIG-")) and len(chosen) < len(gpus):  # a UUID: any GPU will do
+        elif text.startswith(("GPU-", "MIG-")) and len(chosen) < len(gpus):  # a UUID is not resolved
             chosen.append(gpus[len(chosen)])
         else:
             break
