@@ -3,7 +3,7 @@
 Gate 1 tests ``sglang-hybrid serve`` with a budget above the context, and policy full. Gate 2 tests policy scout with
 everything but the sink and the tail on the CPU worker.
 
-Stock is SGLang's ``torch_native`` backend. All servers get the same requests: prompts of 10 to 650 tokens (6,000 in
+Stock is SGLang's ``torch_native`` backend. All servers get the same requests: prompts of 10 to 650 tokens (3,000 in
 ``make test-full``) alone, prompts that continue cached ones, and six (eight) different ones at once. Only the hybrid
 servers split prefill into chunks.
 """
@@ -41,7 +41,7 @@ SHORT = Requests(
     new_tokens=8,
 )
 LONG = Requests(
-    alone=(20, 48, 64, 96, 200, 256, 300, 512, 700, 1000, 1500, 3000, 6000),
+    alone=(20, 48, 64, 96, 200, 256, 300, 512, 700, 1000, 1500, 3000),
     continued=(300, 700, 1500),
     together=(15, 31, 70, 150, 333, 600, 1000, 1500),
     new_tokens=16,
