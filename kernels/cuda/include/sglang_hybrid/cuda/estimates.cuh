@@ -42,6 +42,11 @@ inline constexpr float log2_of_e = 1.4426950408889634f;
 inline constexpr uint32_t bfloat16_ones = 0x3F803F80, bfloat16_2_to_123 = 0x7D007D00;
 inline constexpr uint32_t minus_1152 = 0xE480E480;
 
+// Return whether the pool has a page. Page tables and lists may hold any number.
+__device__ inline bool has_page(const sh_digests& digests, int32_t page) {
+    return page >= 0 && static_cast<uint32_t>(page) < digests.pages;
+}
+
 // -- eight blocks in shared memory -------------------------------------------------------------------------------------
 
 template <int kDim, int kChannels, Format kFormat>
@@ -66,25 +71,27 @@ struct Octet {
         return is_compact ? octet + compact_steps(kDim) : written;
     }
 
-    // Begin the copies of an octet to shared memory. Lane b has the page of block b, -1: zeros are written. Eight lanes copy
-    // 128 bytes of a block at a time; the block's address is computed once. Called by one warp.
+    // Begin the copies of an octet to shared memory. Lane b has the page of block b; where the pool has no such page, zeros are
+    // written. Eight lanes copy 128 bytes of a block at a time; the block's address is computed once. Called by one warp.
     static __device__ void request(uint32_t octet, const sh_digests& from, uint32_t head, int32_t page, uint64_t policy) {
         const uint32_t lane = threadIdx.x % 32, first = lane % 8 * 16;
 #pragma unroll
         for (uint32_t four = 0; four < octet_blocks; four += 4) {
             const uint32_t block = four + lane / 8;
             const int32_t of = __shfl_sync(0xFFFFFFFF, page, block);
-            const uint32_t index = static_cast<uint32_t>(max(of, 0)) * from.kv_heads + head;  // launchers check its range
+            const bool is_there = has_page(from, of);
+            // launchers check the range of such an index
+            const uint32_t index = (is_there ? static_cast<uint32_t>(of) : 0) * from.kv_heads + head;
             const auto* const digest = static_cast<const char*>(from.digests) + uint64_t{index} * digest_bytes + first;
 #pragma unroll
             for (uint32_t i = 0; i < digest_bytes; i += 128) {
-                if (i + first < digest_bytes) copy_async(octet + place(block, first) + i, digest + i, of >= 0, policy);
+                if (i + first < digest_bytes) copy_async(octet + place(block, first) + i, digest + i, is_there, policy);
             }
             if constexpr (code_bytes > 0) {
                 const uint8_t* const code = from.codes + uint64_t{index} * code_bytes + first;
 #pragma unroll
                 for (uint32_t i = 0; i < code_bytes; i += 128) {
-                    copy_async(octet + codes + block * code_bytes + first + i, code + i, of >= 0, policy);
+                    copy_async(octet + codes + block * code_bytes + first + i, code + i, is_there, policy);
                 }
             }
         }

@@ -2,8 +2,8 @@
 //
 // The time goes into reading digests and codes. All octets (eight blocks) of all (batch entry, KV head) pairs are one long
 // list, and every CTA that the device can run gets an equally long part of it, whatever the rows' lengths. A warp takes every
-// n-th octet of its CTA. While a warp computes with one octet, the next is being loaded, also if it is the next pair's: no warp
-// waits for another.
+// n-th octet of its CTA. While a warp computes with one octet, the next is being loaded, also if it is the next pair's, and so
+// is the page table of the one after the next: no warp waits for another, nor for a load that it has just begun.
 #pragma once
 
 #include "sglang_hybrid/cuda/estimates.cuh"
@@ -13,7 +13,7 @@ namespace sglang_hybrid::cuda {
 
 inline constexpr uint32_t score_warps = 4;
 inline constexpr uint32_t score_threads = score_warps * 32;
-inline constexpr uint32_t most_score_entries = 1024;  // most entries of a batch: their octet counts are in shared memory
+inline constexpr uint32_t most_score_entries = 1024;  // most entries of a batch: their block counts are in shared memory
 
 template <int kDim, int kChannels, Format kFormat>
 struct ScoreMemory {
@@ -21,46 +21,52 @@ struct ScoreMemory {
     static constexpr uint32_t stages = 2;
     static constexpr uint32_t warp_bytes = stages * Here::bytes + Here::step_bytes;
     static constexpr uint32_t octets = 0;
-    static constexpr uint32_t before = score_warps * warp_bytes;  // [batch + 1]
-    static __host__ __device__ uint32_t bytes(uint32_t batch) { return before + (batch + 1) * sizeof(uint32_t); }
+    static constexpr uint32_t list = score_warps * warp_bytes;  // OctetList
+    static __host__ __device__ uint32_t bytes(uint32_t batch) { return list + (2 * batch + 1) * sizeof(uint32_t); }
 };
 
 // -- which octets ------------------------------------------------------------------------------------------------------
 
-// Return the octets of one KV head of an entry; 0 if the entry is not scored.
-__device__ inline uint32_t octets_of(const sh_score_blocks& args, uint32_t entry) {
-    if (!has_scores(args, entry)) return 0;
-    return (blocks_of(args.step, entry) + octet_blocks - 1) / octet_blocks;
-}
+// The octets of all entries, in shared memory. An entry that is not scored has no blocks.
+struct OctetList {
+    uint32_t* before;  // [batch + 1]: number of octets of one KV head of all entries before an entry
+    uint32_t* blocks;  // [batch]: number of blocks of an entry
 
-// Write before[e] = octets of one KV head of all entries before e, up to e = active. Called by a whole CTA, of which the first
-// warp counts.
-__device__ inline void count_octets(const sh_score_blocks& args, uint32_t active, uint32_t* before) {
-    if (threadIdx.x < 32) {
-        uint32_t total = 0;
-        for (uint32_t base = 0; base < active; base += 32) {
-            const uint32_t entry = base + threadIdx.x;
-            uint32_t sum = entry < active ? octets_of(args, entry) : 0;
+    __device__ OctetList(char* shared, uint32_t batch)
+        : before(reinterpret_cast<uint32_t*>(shared)), blocks(before + batch + 1) {}
+
+    // Count the octets of `active` entries. Called by a whole CTA, of which the first warp counts.
+    __device__ void count(const sh_score_blocks& args, uint32_t active) {
+        if (threadIdx.x < 32) {
+            uint32_t total = 0;
+            for (uint32_t base = 0; base < active; base += 32) {
+                const uint32_t entry = base + threadIdx.x;
+                const uint32_t count = entry < active && has_scores(args, entry) ? blocks_of(args.step, entry) : 0;
+                uint32_t sum = (count + octet_blocks - 1) / octet_blocks;
 #pragma unroll
-            for (uint32_t step = 1; step < 32; step *= 2) {
-                const uint32_t other = __shfl_up_sync(0xFFFFFFFF, sum, step);
-                if (threadIdx.x >= step) sum += other;
+                for (uint32_t step = 1; step < 32; step *= 2) {
+                    const uint32_t other = __shfl_up_sync(0xFFFFFFFF, sum, step);
+                    if (threadIdx.x >= step) sum += other;
+                }
+                if (entry < active) {
+                    before[entry + 1] = total + sum;
+                    blocks[entry] = count;
+                }
+                total += __shfl_sync(0xFFFFFFFF, sum, 31);
             }
-            if (entry < active) before[entry + 1] = total + sum;
-            total += __shfl_sync(0xFFFFFFFF, sum, 31);
+            if (threadIdx.x == 0) before[0] = 0;
         }
-        if (threadIdx.x == 0) before[0] = 0;
+        __syncthreads();
     }
-    __syncthreads();
-}
+};
 
 // A position in the list of octets.
 class OctetCursor {
   public:
     // Begin at octet `number` of the list, which belongs to `entry`.
-    __device__ OctetCursor(const uint32_t* before, uint32_t heads, uint32_t entry, uint32_t number)
-        : before_(before), heads_(heads), octets_(before[entry + 1] - before[entry]), entry(entry), head(0),
-          octet(number - before[entry] * heads) {
+    __device__ OctetCursor(const OctetList& list, uint32_t heads, uint32_t entry, uint32_t number)
+        : before_(list.before), heads_(heads), octets_(before_[entry + 1] - before_[entry]), entry(entry), head(0),
+          octet(number - before_[entry] * heads) {
         advance(0);
     }
     // Move on by `octets`. There must be that many octets left in the list.
@@ -88,17 +94,22 @@ class OctetCursor {
 
 // The blocks of an octet; lane b has the b-th.
 struct OctetBlocks {
-    int32_t position, page;  // -1: there is none
+    int32_t position;  // -1: there is none
+    int32_t page;      // as the page table has it, which may be any number; -1 for the tail and where there is no block
     uint32_t entry, head;
 
     static __device__ OctetBlocks none() { return {-1, -1, 0, 0}; }
-    static __device__ OctetBlocks at(const sh_score_blocks& args, const OctetCursor& cursor) {
+    // Begin to load the pages. They are not looked at here, so that the warp does not wait for them.
+    static __device__ OctetBlocks at(const sh_score_blocks& args, const OctetList& list, const OctetCursor& cursor) {
         const uint32_t lane = threadIdx.x % 32, position = cursor.octet * octet_blocks + lane;
+        const uint32_t blocks = list.blocks[cursor.entry];
         OctetBlocks found{-1, -1, cursor.entry, cursor.head};
-        if (lane >= octet_blocks || position >= blocks_of(args.step, cursor.entry)) return found;
+        if (lane >= octet_blocks || position >= blocks) return found;
         found.position = static_cast<int32_t>(position);
-        const int32_t page = args.step.page_table[uint64_t{cursor.entry} * args.step.max_blocks + position];
-        if (page >= 0 && static_cast<uint32_t>(page) < args.digests.pages) found.page = page;
+        // the tail has no estimate: see without_tail of the reference
+        if (position + 1 < blocks) {
+            found.page = args.step.page_table[uint64_t{cursor.entry} * args.step.max_blocks + position];
+        }
         return found;
     }
 };
@@ -131,7 +142,7 @@ struct ScoredPair {
 // Estimate every n-th octet of the list, n the number of warps, from `first` to `end`; `first` belongs to `entry`. A page that
 // is filled with NaN gets estimates that are lower than all others. Called by each warp.
 template <class Element, int kDim, int kChannels, Format kFormat, int kTiles>
-__device__ void estimate_octets(const sh_score_blocks& args, char* shared, const uint32_t* before, uint32_t entry,
+__device__ void estimate_octets(const sh_score_blocks& args, char* shared, const OctetList& list, uint32_t entry,
                                 uint32_t first, uint32_t end) {
     using Memory = ScoreMemory<kDim, kChannels, kFormat>;
     using Here = Octet<kDim, kChannels, kFormat>;
@@ -141,12 +152,12 @@ __device__ void estimate_octets(const sh_score_blocks& args, char* shared, const
     char* const written = mine + Memory::stages * Here::bytes;
     const uint64_t policy = read_once_policy();
 
-    OctetCursor ahead(before, heads, entry, first);
+    OctetCursor ahead(list, heads, entry, first);
     ahead.advance(warp);
     uint32_t asked = first + warp;
     const auto next_blocks = [&] {  // of the octet at `ahead`, which then moves on
         if (asked >= end) return OctetBlocks::none();
-        const OctetBlocks found = OctetBlocks::at(args, ahead);
+        const OctetBlocks found = OctetBlocks::at(args, list, ahead);
         asked += score_warps;
         if (asked < end) ahead.advance(score_warps);
         return found;
@@ -178,9 +189,7 @@ __device__ void estimate_octets(const sh_score_blocks& args, char* shared, const
             __syncwarp();
         }
         const int32_t position = __shfl_sync(0xFFFFFFFF, blocks.position, lane / 4);
-        // the tail has no estimate: see without_tail of the reference
-        const bool is_tail = position + 1 == static_cast<int32_t>(blocks_of(args.step, blocks.entry));
-        const bool readable = __shfl_sync(0xFFFFFFFF, blocks.page, lane / 4) >= 0 && !is_tail;
+        const bool readable = has_page(args.digests, __shfl_sync(0xFFFFFFFF, blocks.page, lane / 4));
         float* const estimates = args.estimates + uint64_t{pair.number} * args.group * args.step.max_blocks;
 #pragma unroll
         for (uint32_t tile = 0; tile < kTiles; ++tile) {
@@ -208,19 +217,19 @@ __global__ void __launch_bounds__(score_threads, kTiles == 1 ? 4 : 2)
     using Memory = ScoreMemory<kDim, kChannels, kFormat>;
     extern __shared__ __align__(128) char shared[];
     const uint32_t heads = args.digests.kv_heads, active = active_of(args.step.active_rows, args.step.batch);
-    auto* const before = reinterpret_cast<uint32_t*>(shared + Memory::before);
-    count_octets(args, active, before);
-    const uint32_t total = active ? before[active] * heads : 0;
+    OctetList list(shared + Memory::list, args.step.batch);
+    list.count(args, active);
+    const uint32_t total = active ? list.before[active] * heads : 0;
     const uint32_t share = max(score_warps, (total + gridDim.x - 1) / gridDim.x);
     const uint32_t first = min(blockIdx.x * share, total), end = min(first + share, total);
     if (first == end) return;
     uint32_t entry = 0;  // of `first`: the last entry that begins at `first` or before; this one has octets
     for (uint32_t upper = active; entry + 1 < upper;) {
         const uint32_t middle = (entry + upper) / 2;
-        if (before[middle] * heads <= first) entry = middle;
+        if (list.before[middle] * heads <= first) entry = middle;
         else upper = middle;
     }
-    estimate_octets<Element, kDim, kChannels, kFormat, kTiles>(args, shared, before, entry, first, end);
+    estimate_octets<Element, kDim, kChannels, kFormat, kTiles>(args, shared, list, entry, first, end);
 }
 
 }  // namespace sglang_hybrid::cuda

@@ -33,15 +33,14 @@ __global__ void __launch_bounds__(shift_threads, 3) shift_lse(const __grid_const
 
     Mass mass[2][2] = {{Mass::none(), Mass::none()}, {Mass::none(), Mass::none()}};  // [tile][head 2j, 2j + 1]
     for (uint32_t first = warp / 2 * octet_blocks; first < count; first += shift_warps / 2 * octet_blocks) {
-        int32_t page = lane < octet_blocks && first + lane < count ? list[first + lane] : -1;
-        if (page >= 0 && static_cast<uint32_t>(page) >= args.digests.pages) page = -1;
+        const int32_t page = lane < octet_blocks && first + lane < count ? list[first + lane] : -1;
         Here::request(shared_address(octet), args.digests, head, page, read_once_policy());
         commit_copies();
         wait_for_copies<0>();
         __syncwarp();
         sketch.template write<Element>(octet, written);
         __syncwarp();
-        const bool listed = __shfl_sync(0xFFFFFFFF, page, lane / 4) >= 0;
+        const bool listed = has_page(args.digests, __shfl_sync(0xFFFFFFFF, page, lane / 4));
 #pragma unroll
         for (uint32_t tile = 0; tile < 2; ++tile) {
             if (tile * tile_heads >= args.group) break;
