@@ -1,6 +1,7 @@
 """Policy ``scout`` on a GPU, layer by layer: which kernel runs on which lane, and which lanes wait for each other.
 
-    scout lane    predicted query -> scores -> selection -> post                          of the next layer
+    scout lane    predicted query -> scores -> selection                                  of the next layer
+    post lane     its misses -> mailbox of the worker
     gather lane   a share of its misses -> slots -> slot table
     main lane     append -> attention over slots -> merging with replies -> what is late
     reply lane    replies of the worker, when they are there -> shifted                   beside attention
@@ -97,6 +98,7 @@ class DeviceScout(AheadProgram, SlotProgram):
         self._scout, self._gather, self._recall = Lane(device), Lane(device), Lane(device)
         # a few small CTAs that wait beside attention, and must not queue behind its CTAs
         self._replies, self._plan_lane = Lane(device, urgent=True), Lane(device, urgent=True)
+        self._posts = Lane(device, urgent=True)  # the worker's time begins with the post
         self._ahead: set[int] = set()  # layers of this step whose misses were selected by a predicted query
         self._posted = False  # whether this step has posted
         # Whether end_step is called behind the logits: then recalls may continue after the last layer's attention.
@@ -241,6 +243,7 @@ class DeviceScout(AheadProgram, SlotProgram):
         lane, step, served = self._lanes[layer % 2], self.step.of_batch(count), self._main.served(count)
         out, lse = self._main.replies(count)
         with self._replies.fork():
+            self._posts.wait_for(layer)
             self._mailbox.wait(self._receipt(layer, count), self._settings.deadline_s, out, lse, served)
             if corrected:
                 misses = lane.misses(count)
@@ -279,10 +282,12 @@ class DeviceScout(AheadProgram, SlotProgram):
         self._select(layer, step, query, scale, self.step.begins(count), predicted=predicted)
         if self._mailbox is not None:
             misses = lane.misses(count)
-            self._mailbox.post(
-                query, misses.pages, misses.counts, self._main.full(count), layer, scale,
-                self._receipt(layer, count), begins_step=not self._posted, active_rows=step.active_rows,
-            )  # fmt: skip
+            with self._posts.fork():
+                self._mailbox.post(
+                    query, misses.pages, misses.counts, self._main.full(count), layer, scale,
+                    self._receipt(layer, count), begins_step=not self._posted, active_rows=step.active_rows,
+                )  # fmt: skip
+                self._posts.mark(layer)
             self._posted = True
         if lane.gathered:
             with self._gather.fork():

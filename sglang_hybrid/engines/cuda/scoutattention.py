@@ -1,6 +1,7 @@
 """Policy ``scoutattention`` on a GPU: the lanes of policy ``scout``, with the rules of the paper ScoutAttention.
 
-    scout lane    predicted query -> scores, one for all KV heads -> selection and plan -> post      of the next layer
+    scout lane    predicted query -> scores, one for all KV heads -> selection and plan              of the next layer
+    post lane     its misses -> mailbox of the worker
     main lane     append -> attention over selected slots -> merging with replies -> what is late
     reply lane    replies of the worker, when they are there                                         beside attention
     recall lane   copies of the plan -> slot table                                                   of this layer
