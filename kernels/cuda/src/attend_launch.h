@@ -38,8 +38,7 @@ inline AttendPlan plan_attend(uint32_t head_dim, uint32_t of_value, uint32_t mos
     plan.shared_bytes = shared_bytes(plan.warps);
     plan.processors = uint32_t(processors);
     const uint32_t reserved = 1024;  // bytes that CUDA reserves in every CTA's shared memory
-    // over FP8, registers limit the number of CTAs
-    const uint32_t most = of_value == 1 ? std::max(1u, fp8_ctas * attend_warps / plan.warps) : 4;
+    const uint32_t most = std::max(1u, resident_warps / plan.warps);
     plan.ctas = processors * std::clamp(of_processor / (plan.shared_bytes + reserved), 1u, most);
     return plan;
 }

@@ -594,11 +594,11 @@ __device__ void attend_part(const sh_attend_slots& args, char* shared, const Sha
     });
 }
 
-// CTAs of a processor over FP8: its shared memory has room for four, its registers for three.
-inline constexpr uint32_t fp8_ctas = 3;
+// Warps that a processor has registers for. Small heads and FP8 need so little shared memory that it has room for more warps.
+inline constexpr uint32_t resident_warps = 12;
 
 template <class Element, int kDim>
-__global__ void __launch_bounds__(attend_warps* warp_size, value_bytes<Element> == 1 ? fp8_ctas : 0)
+__global__ void __launch_bounds__(attend_warps* warp_size, value_bytes<Element> == 1 ? resident_warps / attend_warps : 0)
     attend_slots(const __grid_constant__ sh_attend_slots args, const __grid_constant__ Spread spread) {
     extern __shared__ __align__(128) char shared[];
     const uint32_t warps = blockDim.x / warp_size;
