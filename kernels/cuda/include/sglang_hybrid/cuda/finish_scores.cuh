@@ -30,10 +30,11 @@ __device__ inline uint64_t owner_of(const sh_score_blocks& args, uint32_t entry,
     return args.by_row ? uint64_t{static_cast<uint32_t>(args.step.row_of[entry])} * heads + pair % heads : pair;
 }
 
-// Shared memory of finish_pair.
+// Shared memory of add_up.
 template <int kTiles>
 struct FinishScratch {
-    Mass of_warps[finish_warps][kTiles * tile_heads];
+    Mass of_warps[kTiles * tile_heads][finish_warps];
+    Mass of_heads[kTiles * tile_heads];  // the result
 };
 
 // Estimates of a pair, by query head and position.
@@ -73,7 +74,7 @@ __device__ void load_estimates(const Estimates& estimates, uint32_t blocks, uint
     }
 }
 
-// Write the mass of a pair's blocks to scratch.of_warps, for every head and by warps' parts. Called by a whole CTA.
+// Write the mass of a pair's blocks to scratch.of_heads, for every head. Called by a whole CTA.
 template <int kTiles, class Counts = Everything>
 __device__ void add_up(const Estimates& estimates, uint32_t blocks, FinishScratch<kTiles>& scratch, Counts counts = {}) {
     constexpr uint32_t most = kTiles * tile_heads, at_once = finish_at_once<kTiles>;
@@ -89,18 +90,17 @@ __device__ void add_up(const Estimates& estimates, uint32_t blocks, FinishScratc
     }
 #pragma unroll
     for (uint32_t head = 0; head < most; ++head) {
-#pragma unroll
-        for (uint32_t step = 16; step; step /= 2) row[head] = row[head].with_any(row[head].from_lane(step));
-        if (lane == 0) scratch.of_warps[warp][head] = row[head];
+        const Mass of_warp = head < estimates.group ? row[head].template over_lanes<1, 32>() : Mass::none();
+        if (lane == 0) scratch.of_warps[head][warp] = of_warp;
     }
     __syncthreads();
-}
-
-template <int kTiles>
-__device__ Mass mass_of(const FinishScratch<kTiles>& scratch, uint32_t head) {
-    Mass all = Mass::none();
-    for (uint32_t i = 0; i < finish_warps; ++i) all = all.with_any(scratch.of_warps[i][head]);
-    return all;
+    static_assert(32 % finish_warps == 0 && most * finish_warps % 32 == 0 && most * finish_warps <= finish_threads);
+    if (threadIdx.x < most * finish_warps) {
+        const uint32_t head = threadIdx.x / finish_warps, part = threadIdx.x % finish_warps;
+        const Mass whole = scratch.of_warps[head][part].template over_lanes<1, finish_warps>();
+        if (part == 0) scratch.of_heads[head] = whole;
+    }
+    __syncthreads();
 }
 
 // Write the scores of a pair from its estimates. Called by a whole CTA.
@@ -113,7 +113,7 @@ __device__ void finish_pair(const sh_score_blocks& args, uint32_t entry, uint32_
     float highest_of[most], rest_of[most];  // their sum is the logarithm of the mass
 #pragma unroll
     for (uint32_t head = 0; head < most; ++head) {
-        const Mass all = mass_of(scratch, head);
+        const Mass& all = scratch.of_heads[head];
         highest_of[head] = all.maximum;
         rest_of[head] = fast_log2(all.sum);
     }

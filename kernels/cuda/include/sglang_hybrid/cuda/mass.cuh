@@ -32,8 +32,19 @@ struct Mass {
         const float highest = fmaxf(maximum, other.maximum);
         return {highest, sum * relative(maximum, highest) + other.sum * relative(other.maximum, highest)};
     }
-    __device__ Mass from_lane(uint32_t step) const {
-        return {__shfl_xor_sync(0xFFFFFFFF, maximum, step), __shfl_xor_sync(0xFFFFFFFF, sum, step)};
+    // Return the mass of kEnd / kFirst lanes, whose numbers differ in the bits from kFirst up to kEnd. Each of them gets it.
+    // With the maximum first, a lane computes one power, however many lanes there are. Called by a whole warp.
+    template <uint32_t kFirst, uint32_t kEnd>
+    __device__ Mass over_lanes() const {
+        float highest = maximum;
+#pragma unroll
+        for (uint32_t step = kFirst; step < kEnd; step *= 2) {
+            highest = fmaxf(highest, __shfl_xor_sync(0xFFFFFFFF, highest, step));
+        }
+        float total = sum * relative(maximum, highest);
+#pragma unroll
+        for (uint32_t step = kFirst; step < kEnd; step *= 2) total += __shfl_xor_sync(0xFFFFFFFF, total, step);
+        return {highest, total};
     }
     __device__ float log2() const { return maximum + fast_log2(sum); }
 

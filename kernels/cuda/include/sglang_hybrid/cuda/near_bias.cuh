@@ -19,8 +19,7 @@ __device__ void write_bias(const sh_select_blocks& args, uint32_t entry, uint32_
     const uint32_t blocks = blocks_of(scored.step, entry), head = threadIdx.x;
     // candidates are all blocks but sink, recent and tail blocks
     add_up(estimates, blocks, scratch, [&](int32_t position) { return row.is_candidate(position); });
-    const Mass candidates = head < scored.group ? mass_of(scratch, head) : Mass::none();
-    __syncthreads();
+    const Mass candidates = head < scored.group ? scratch.of_heads[head] : Mass::none();
     const bool is_whole = args.whole && args.whole[entry];
     const float* const scores = args.scores + owner_of(scored, entry, pair) * args.step.max_blocks;
     add_up(estimates, blocks, scratch, [&](int32_t position) {
@@ -28,7 +27,7 @@ __device__ void write_bias(const sh_select_blocks& args, uint32_t entry, uint32_
         return row.is_candidate(position) && (is_worth || attended.has(position));
     });
     if (head >= scored.group) return;
-    const float bias = (mass_of(scratch, head).log2() - candidates.log2()) * ln_of_2;
+    const float bias = (scratch.of_heads[head].log2() - candidates.log2()) * ln_of_2;
     args.near_bias[owner_of(scored, entry, pair) * scored.group + head] = isfinite(bias) ? fminf(bias, 0.0f) : 0.0f;
 }
 

@@ -56,8 +56,7 @@ __global__ void __launch_bounds__(shift_threads, 3) shift_lse(const __grid_const
     }
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) {
-        Mass& one = mass[i / 2][i % 2];
-        for (uint32_t step = 4; step < 32; step *= 2) one = one.with_any(one.from_lane(step));
+        const Mass one = mass[i / 2][i % 2].over_lanes<4, 32>();
         if (lane < 4) masses[warp][i / 2 * tile_heads + lane * 2 + i % 2] = one;
     }
     __syncthreads();
