@@ -1,8 +1,8 @@
 """Clients notice no fault of the CPU worker: faults are injected into a real server under load.
 
-In every case the text is that of the undisturbed run, no stream waits two seconds longer than for a usual token, the
-server's processes leak nothing, and the log says what happened. All tests run in make test-full; make test runs chaos
-instead.
+In every case the text is that of the undisturbed run, no stream pauses for more than two seconds (or 1.5 seconds more
+than a usual step, where that is longer), the server's processes leak nothing, and the log says what happened. All tests
+run in make test-full; make test runs chaos instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from sglang_hybrid.protocol.messages import Health, Stats, ThreadPlan, encode
 from sglang_hybrid.worker.control_client import ControlClient
 
 PROFILE = Path(__file__).parents[2] / "configs/profiles/SmolLM2-135M-Instruct-2048.safetensors"
-LONGEST_PAUSE = 2.0  # seconds beyond a usual step, on an idle machine
+LONGEST_PAUSE = 2.0  # seconds, on an idle machine
+LONGEST_DELAY = 1.5  # seconds by which a fault may delay a step that takes long by itself, on an idle machine
 NEW_TOKENS = 28  # of which the worker computes misses
 # Budget above the context: everything is attended. The worker computes all blocks but sink and tail, one layer ahead by
 # calibrated prediction, so two posts are in flight. Budget below the context: blocks are selected and some are
@@ -95,8 +96,9 @@ class Faulty:
     def run(self, disturb: Callable[[], None] = lambda: None, longest_pause: float = LONGEST_PAUSE) -> None:
         """Stream all prompts at once and call ``disturb`` when each of them asks the worker.
 
-        Assert that texts equal the undisturbed ones and that no pause between tokens exceeds the median one by
-        ``longest_pause`` seconds, scaled by ``busy``. With the same bits in every batch, a step takes a second.
+        Assert that texts equal the undisturbed ones and that no pause between tokens exceeds ``longest_pause`` seconds,
+        scaled by ``busy``. A step without a fault takes more than a second on two cores if every batch must have the
+        same bits: then a pause may be LONGEST_DELAY longer than the median one.
         """
         begun = threading.Barrier(len(self.prompts) + 1)
         pauses: list[float] = []
@@ -118,8 +120,8 @@ class Faulty:
             disturb()
             texts = [answer.result() for answer in running]
         assert texts == self.texts
-        usual = statistics.median(pauses)
-        assert max(pauses) < usual + longest_pause * busy(), self.server.log_tail(20)
+        longest = max(longest_pause, statistics.median(pauses) + LONGEST_DELAY)
+        assert max(pauses) < longest * busy(), self.server.log_tail(20)
 
     def holdings(self) -> dict[str, int]:
         """Return counts of what a scheduler process could leak: threads, descriptors, mappings, children."""
