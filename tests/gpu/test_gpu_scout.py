@@ -165,10 +165,11 @@ class Decoding:
         self._settled.append(of_step)
         self.scout.step.load(self.req_to_token, *of_step, count - 1)
 
-    def run(self, predicts: bool) -> None:
-        """Launch the layers of a step, or record them if the stream is captured."""
+    def run(self, predicts: bool, begins: bool = True) -> None:
+        """Launch the layers of a step, or record them if the stream is captured. ``begins``: call begin_step first."""
         scout, count = self.scout, self.query.shape[1]
-        scout.begin_step()
+        if begins:
+            scout.begin_step()
         for layer in range(LAYERS):
             if predicts:
                 with scout.scout_lane():
@@ -189,7 +190,7 @@ class Decoding:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                self.run(predicts)
+                self.run(predicts, begins=False)  # SGLang announces one step, runs it and then records it
         for _ in range(STEPS):
             self.next_tokens()
             if graph is None:
@@ -348,6 +349,8 @@ def check_decoding(decoding: Decoding, budget: int, interval: int, predicts: boo
                     expected = decoding.expected(layer, everything)
                     torch.testing.assert_close(decoding.out[layer, :-1].cpu().float(), expected, rtol=2e-2, atol=2e-2)
     assert int(decoding.scout.refused) == 0
+    if client := decoding.scout._mailbox:
+        assert client.read_state().generation == STEPS + recorded  # recorded: kernels ran once before
 
 
 @pytest.mark.parametrize(("interval", "early"), [(1, 0), (3, 0), (7, 2)])

@@ -100,7 +100,6 @@ class DeviceScout(AheadProgram, SlotProgram):
         self._replies, self._plan_lane = Lane(device, urgent=True), Lane(device, urgent=True)
         self._posts = Lane(device, urgent=True)  # the worker's time begins with the post
         self._ahead: set[int] = set()  # layers of this step whose misses were selected by a predicted query
-        self._posted = False  # whether this step has posted
         # Whether end_step is called behind the logits: then recalls may continue after the last layer's attention.
         self.recall_joins_at_logits = False
         self._unended: int | None = None  # last layer of a step whose recalls were not waited for
@@ -145,7 +144,6 @@ class DeviceScout(AheadProgram, SlotProgram):
 
     def begin_step(self) -> None:
         self._ahead.clear()
-        self._posted = False
 
     # -- lanes -------------------------------------------------------------------------------
 
@@ -285,10 +283,9 @@ class DeviceScout(AheadProgram, SlotProgram):
             with self._posts.fork():
                 self._mailbox.post(
                     query, misses.pages, misses.counts, self._main.full(count), layer, scale,
-                    self._receipt(layer, count), begins_step=not self._posted, active_rows=step.active_rows,
+                    self._receipt(layer, count), begins_step=layer == 0, active_rows=step.active_rows,
                 )  # fmt: skip
                 self._posts.mark(layer)
-            self._posted = True
         if lane.gathered:
             with self._gather.fork():
                 self._make_resident(layer, lane.gathered)

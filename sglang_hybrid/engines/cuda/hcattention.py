@@ -78,7 +78,6 @@ class DeviceHCAttention(StepProgram):
         self._receipt = mailbox.new_receipt(shape.max_batch) if mailbox else None
         # shares of tokens that query heads keep in each layer, summed over all steps and query heads
         self.counted = torch.zeros(len(layers), 1, dtype=torch.int64, device=device)
-        self._posted = False  # whether this step has posted
 
     @classmethod
     def create(cls, context: ProgramContext) -> Self:
@@ -105,9 +104,6 @@ class DeviceHCAttention(StepProgram):
         per_row = self._shape.heads * self._shape.group * SHARE_UNITS
         block_bytes = BLOCK_TOKENS * self._shape.dim * self._layers[0].pool.values.itemsize  # no key is read
         return RatioWatch(self.counted, per_row, context.mailbox.counts if context.mailbox else None, block_bytes)
-
-    def begin_step(self) -> None:
-        self._posted = False
 
     def decode(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
@@ -136,9 +132,8 @@ class DeviceHCAttention(StepProgram):
         receipt = self._mailbox.receipt_of_batch(self._receipt, count)
         self._mailbox.post_sums(
             kept.weights, kept.positions, kept.pages, kept.counts, layer, receipt,
-            begins_step=not self._posted, active_rows=step.active_rows,
+            begins_step=layer == 0, active_rows=step.active_rows,
         )  # fmt: skip
-        self._posted = True
         out, lse = self._partials.replies(count)
         self._mailbox.wait(receipt, self._settings.deadline_s, out, lse, self._partials.served(count))
         return True

@@ -85,7 +85,6 @@ class DeviceHgca(SlotProgram):
         # tokens in contextual sets of each layer, summed over all steps
         self.counted = torch.zeros(len(layers), 1, dtype=torch.int64, device=device)
         self._replies = Lane(device, urgent=True)
-        self._posted = False  # whether this step has posted
 
     @classmethod
     def create(cls, context: ProgramContext) -> Self:
@@ -104,9 +103,6 @@ class DeviceHgca(SlotProgram):
         return RatioWatch(self.counted, window_tokens, mailbox, self.block_bytes)
 
     # -- steps and rows ----------------------------------------------------------------------
-
-    def begin_step(self) -> None:
-        self._posted = False
 
     def load_initial_blocks(self, layer: int, step: Step, query: torch.Tensor, scale: float) -> None:
         contextual_sets(
@@ -157,9 +153,8 @@ class DeviceHgca(SlotProgram):
         receipt = self._mailbox.receipt_of_batch(self._receipt, count)
         self._mailbox.post(
             query, lists.pages, lists.counts, self._partials.full(count), layer, scale, receipt,
-            begins_step=not self._posted, active_rows=step.active_rows, masks=lists.masks,
+            begins_step=layer == 0, active_rows=step.active_rows, masks=lists.masks,
         )  # fmt: skip
-        self._posted = True
         out, lse = self._partials.replies(count)
         with self._replies.fork():
             self._mailbox.wait(receipt, self._settings.deadline_s, out, lse, self._partials.served(count))

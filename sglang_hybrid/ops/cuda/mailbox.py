@@ -109,10 +109,10 @@ class DeviceMailboxClient:
     ) -> None:
         """Post one layer. Lists: pages ``[B, H, N]``, counts and last_fill ``[B, H]``, int32; query ``[B, H * G, D]``.
 
-        ``last_fill``: tokens in a list's last block; all other blocks are full. ``begins_step`` must be set for the
-        first post of a decode step. Lists are not checked here: the worker refuses rows that are out of bounds.
-        ``masks`` ``[B, H, N]``, int32: token t of a block is attended only if bit t of the block's mask is set. Raises
-        ValueError if masks are given and the geometry has none.
+        ``last_fill``: tokens in a list's last block; all other blocks are full. ``begins_step`` must be set for one
+        post of a decode step, which comes before all waits of the step. Lists are not checked here: the worker refuses
+        rows that are out of bounds. ``masks`` ``[B, H, N]``, int32: token t of a block is attended only if bit t of the
+        block's mask is set. Raises ValueError if masks are given and the geometry has none.
         """
         g = self._geometry
         if masks is not None and not g.flags & MASKS:
