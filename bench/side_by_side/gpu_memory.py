@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
+import time
+from typing import ClassVar
 
 
 def used_bytes() -> int | None:
@@ -21,10 +23,23 @@ def total_bytes() -> int | None:
 
 
 class ServerMemory:
-    """GPU memory that a server takes. Create the object before the server starts; read it while the server runs."""
+    """GPU memory that a server takes. Create the object before the server starts; read it while the server runs.
 
-    def __init__(self) -> None:
-        self._before = used_bytes()
+    The driver frees the memory of an earlier server some time after its end. So creation waits, for at most
+    ``seconds``, until the memory in use is back to the least that was ever seen, or nearly.
+    """
+
+    _NEARLY = 256 << 20
+    _least: ClassVar[int | None] = None  # that any object has seen
+
+    def __init__(self, seconds: float = 30.0) -> None:
+        end, used = time.monotonic() + seconds, used_bytes()
+        least = ServerMemory._least
+        while used is not None and least is not None and used > least + self._NEARLY and time.monotonic() < end:
+            time.sleep(0.5)
+            used = used_bytes()
+        ServerMemory._least = min((one for one in (least, used) if one is not None), default=None)
+        self._before = used
 
     def taken(self) -> int | None:
         """Return the bytes in use beyond those at creation: weights, graphs, context, KV cache. None without a GPU."""

@@ -37,9 +37,12 @@ def test_without_a_limit_a_lease_never_ends() -> None:
     assert Lease(None).left() == math.inf and Lease(None).allows(1e9)
 
 
-def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, used: str) -> None:
-    program = folder / "nvidia-smi"
-    program.write_text(f'#!/bin/sh\ncase "$1" in *total) echo 143771;; *) echo "{used}";; esac\n')
+def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, *used: str) -> None:
+    """Put a program on the PATH that says ``used`` in turn, the last again and again."""
+    program, answers = folder / "nvidia-smi", folder / "answers"
+    answers.write_text("".join(f"{one}\n" for one in used))
+    say = f'head -n 1 {answers}; [ "$(wc -l < {answers})" -eq 1 ] || sed -i 1d {answers}'
+    program.write_text(f'#!/bin/sh\ncase "$1" in *total) echo 143771;; *) {say};; esac\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
@@ -52,6 +55,16 @@ def test_gpu_memory_is_what_nvidia_smi_says(tmp_path: Path, monkeypatch: pytest.
     assert memory.taken() == 20000 << 20
     fake_nvidia_smi(tmp_path, monkeypatch, "[N/A]")
     assert memory.taken() is None
+
+
+def test_an_earlier_server_is_not_counted_while_the_driver_frees_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ServerMemory, "_least", None)
+    fake_nvidia_smi(tmp_path, monkeypatch, "1000", "21000", "21000", "1100", "3100")
+    ServerMemory()
+    assert ServerMemory().taken() == 2000 << 20
+    assert ServerMemory(seconds=0).taken() == 0  # waits no longer
 
 
 def test_without_nvidia_smi_no_gpu_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
