@@ -25,6 +25,7 @@ LAYERS = [
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Assert that FP8 numbers have the same bytes; NaN may have any bytes."""
+    found, expected = found.cpu(), expected.cpu()  # pools are in host memory
     nan = expected.float().isnan()
     assert torch.equal(found.float().isnan(), nan)
     assert torch.equal(found.view(torch.uint8)[~nan], expected.view(torch.uint8)[~nan])
@@ -76,7 +77,7 @@ def test_new_tokens_reach_slots_pool_and_digests_as_they_are_stored(shape: Shape
             for slots, part in ((key_slots, pool.keys), (value_slots, pool.values)):
                 assert_same(slots[row, head, slot, : last + 1], part[pages[entry], head, : last + 1])
     untouched = torch.ones(len(case.keys), dtype=torch.bool, device=DEVICE).index_fill(0, pages, False)
-    assert_summaries(digests, pool.keys[pages].to(shape.dtype), pages, filled, untouched)
+    assert_summaries(digests, pool.keys[pages.cpu()].to(DEVICE, shape.dtype), pages, filled, untouched)
 
 
 @pytest.mark.parametrize("shape", LAYERS, ids=str)
