@@ -33,7 +33,7 @@ from sglang_hybrid.engines.cuda.settings import (
     settings_of,
 )
 from sglang_hybrid.engines.cuda.slots import ResidentSlots
-from sglang_hybrid.engines.cuda.watch import DeviceWatch
+from sglang_hybrid.engines.cuda.watch import DeviceWatch, schedule_of
 from sglang_hybrid.ops.cuda.attention import Partial, attend_slots, merge
 from sglang_hybrid.ops.cuda.copies import gather_blocks
 from sglang_hybrid.ops.cuda.digests import append
@@ -43,7 +43,6 @@ from sglang_hybrid.ops.cuda.scoring import PendingScores, ScoreWorkspace, score_
 from sglang_hybrid.ops.cuda.selection import RecallInterval, RecallPlan, apply_plan, select_blocks
 from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.structs import TOTALS
-from sglang_hybrid.policies.scout.recall import RecallSchedule
 
 
 class DeviceScout(AheadProgram, SlotProgram):
@@ -117,7 +116,7 @@ class DeviceScout(AheadProgram, SlotProgram):
         tuning, mailbox = context.tuning, context.mailbox
         return DeviceWatch(
             self,
-            RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt),
+            schedule_of(tuning, gathers=self.gather_shares is not None),
             self._shape.heads * self._settings.budget,
             mailbox=mailbox.counts if mailbox else None,
             rates=path_rates(context.rates, context.worker_cores),

@@ -18,6 +18,7 @@ from sglang_hybrid.metrics.readings import Readings
 from sglang_hybrid.ops.cuda.mailbox import COUNTS, MailboxCounts
 from sglang_hybrid.ops.cuda.structs import TOTALS
 from sglang_hybrid.policies.scout.recall import RecallSchedule
+from sglang_hybrid.policies.scout.tuning import Tuning
 from sglang_hybrid.worker.fallback_log import FallbackLog
 
 _LOOK_STEPS = 16
@@ -123,6 +124,15 @@ class RatioWatch:
                 self._log.note(_WHY[by], rows[outcome])
                 if self.metrics:
                     self.metrics.served(by, rows[outcome])
+
+
+def schedule_of(tuning: Tuning, *, gathers: bool) -> RecallSchedule:
+    """Return the schedule of recalls. Where misses are gathered (``gathers``) its intervals do not adapt.
+
+    A gathered block becomes resident at once. Recalls at shorter intervals would take PCIe from the gathers, and leave
+    as many misses ("Recall intervals" in docs/measurements.md).
+    """
+    return RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt and not gathers)
 
 
 class DeviceWatch(RatioWatch):

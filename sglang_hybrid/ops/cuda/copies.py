@@ -14,7 +14,7 @@ from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.library import launch
 from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code, pools_for
 
-GATHER_CTAS = 32
+GATHER_CTAS = 16  # fill the link; a GEMM beside a gather gets the processors that are left
 SCATTER_CTAS = 16
 
 

@@ -19,7 +19,6 @@ import copy
 import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
-from sglang_hybrid.ops.cuda.copies import GATHER_CTAS
 from sglang_hybrid.ops.cuda.digests import HostPool
 from sglang_hybrid.ops.cuda.library import launch
 from sglang_hybrid.ops.cuda.partial_keys import PartialKeyCodes
@@ -28,6 +27,7 @@ from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address
 
 _MOST_SPLITS = 32  # sh_most_splits
 _CTAS = 1024  # enough CTAs to fill a device
+_GATHER_CTAS = 32
 _QUERY_ROWS = 16
 
 
@@ -164,7 +164,7 @@ def gather_tokens(
     *,
     active_rows: torch.Tensor | None = None,
     refused: torch.Tensor | None = None,
-    ctas: int = GATHER_CTAS,
+    ctas: int = _GATHER_CTAS,
 ) -> None:
     """Copy the listed tokens, except the step's own, to staged keys and values ``[B * blocks, H, 32, D]``.
 

@@ -61,8 +61,8 @@ class ScoutOptions(msgspec.Struct, frozen=True, kw_only=True):
     recall_adapt: Annotated[
         bool,
         Meta(
-            description="Whether recall intervals follow traffic, to keep the ratio below target_cpu_ratio. A "
-            "recall_interval that is set stays.",
+            description="Whether recall intervals follow traffic, to keep the ratio below target_cpu_ratio, where no "
+            "misses are copied to a GPU (cpu_share). A recall_interval that is set stays.",
         ),
     ] = True
 

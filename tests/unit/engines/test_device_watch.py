@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang_hybrid.config import load_config
 from sglang_hybrid.engines.cuda.settings import PathRates
-from sglang_hybrid.engines.cuda.watch import DeviceWatch, RatioWatch
+from sglang_hybrid.engines.cuda.watch import DeviceWatch, RatioWatch, schedule_of
 from sglang_hybrid.metrics.readings import Readings
 from sglang_hybrid.ops.cuda.mailbox import COUNTS
 from sglang_hybrid.ops.cuda.structs import OUTCOMES, TOTALS, WAIT_BOUNDS
 from sglang_hybrid.policies.scout.recall import RecallSchedule
+from sglang_hybrid.policies.scout.tuning import tuning_of
 
 LAYERS, PER_ROW = 2, 100
 
@@ -196,6 +198,15 @@ def test_a_fast_host_recalls_less_often(follows: bool) -> None:
     assert schedule.beta == (0.25 if follows else 0.12)
     assert scout.shares == []
     assert (scout.intervals == []) == follows  # 0.15 is within the band of 0.25 and above 0.12
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_intervals_stay_where_misses_are_gathered(gathers: bool) -> None:
+    schedule = schedule_of(tuning_of(load_config(None, ["scout.recall_adapt=true"]), 2), gathers=gathers)
+    intervals = list(schedule.intervals)
+    for _ in range(200):
+        schedule.observe(0, 1.0)
+    assert (schedule.intervals == intervals) == gathers
 
 
 def test_a_program_without_recalls_tells_its_ratios_alone() -> None:
