@@ -26,7 +26,6 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench.free_port import free_port
 from bench.gates.cases import ALONE, LENGTHS, cases
 from bench.gates.comparing import Comparison, Reading, compare, judge, rows_with_misses, served_by_worker
 from bench.gates.random_models import ARCHITECTURES, write_random_model
@@ -46,13 +46,6 @@ from sglang_hybrid.commands.pd.processes import ServerProcess, end_all
 from sglang_hybrid.origin import ROOT
 
 NAME = "gpu-gates"
-
-
-def free_port() -> int:
-    """Return a free TCP port. SGLang would find one itself, but two processes that search at once may find the same."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Run:

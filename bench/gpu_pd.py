@@ -27,8 +27,9 @@ from typing import Any
 
 import requests
 
+from bench.free_port import free_port
 from bench.gates.cases import token_ids
-from bench.pd.instances import DECODE, ENVIRONMENT, PREFILL, free_port, instance_flags
+from bench.pd.instances import DECODE, ENVIRONMENT, PREFILL, instance_flags
 from bench.pd.transfer import HELP, require_transfer
 from bench.record import write_result
 from bench.serving.killing import first_differences

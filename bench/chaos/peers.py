@@ -12,7 +12,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -27,6 +26,7 @@ from bench.chaos.comparing import wrong_tokens
 from bench.chaos.run import Findings, Tell
 from bench.chaos.target import START_SECONDS, TargetError
 from bench.chaos.workload import Request
+from bench.free_port import free_port
 from sglang_hybrid.commands.pd import command_lines
 
 _CLIENTS = 4
@@ -41,7 +41,7 @@ class Peers:
     def __init__(self, model: Path, layers: int, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        ports = command_lines.Ports(*(_free_port() for _ in range(5)))
+        ports = command_lines.Ports(*(free_port() for _ in range(5)))
         both = (
             "--model-path", str(model), "--dtype", "float32", "--random-seed", "1", "--max-running-requests", "8",
             "--chunked-prefill-size", "512", "--json-model-override-args", json.dumps({"num_hidden_layers": layers}),
@@ -234,12 +234,6 @@ class PeersPhase:
             if wrong := wrong_tokens(self._expected[request.number], answer, exact=False):
                 found.wrong_tokens += wrong
                 found.examples.append(f"{name}: {wrong} other tokens")
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind((command_lines.LOOPBACK, 0))
-        return int(free.getsockname()[1])
 
 
 def _is_well(url: str) -> bool:

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import psutil
 import requests
 
 from bench.chaos.switches import SAME_BITS, SPOIL_FREED_PAGES, TELL_STACKS, in_environment
+from bench.free_port import free_port
 from sglang_hybrid.origin import ROOT
 
 START_SECONDS = 600.0  # on a GPU kernels may have to be compiled
@@ -72,9 +72,7 @@ class Target:
         self.temporary = Path(tempfile.mkdtemp(prefix="chaos-"))  # a short path: sockets are created there
         self.own_file_systems = same_bits and may_mount()  # not with a GPU: kernels are compiled there
         prefix = ("unshare", "--mount", "sh", "-c", _OWN_FILE_SYSTEMS, "sh") if self.own_file_systems else ()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [
             *prefix, sys.executable, "-m", "bench.chaos.server", "--model-path", str(model),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
+from bench.free_port import free_port
 from bench.side_by_side.configurations import Configuration
 from bench.side_by_side.server import Server
 from sglang_hybrid.blocks import BLOCK_TOKENS
@@ -14,12 +14,6 @@ from sglang_hybrid.commands.pd.command_lines import WITHOUT_GPU
 # health checks must not generate tokens: with one a second, an instance would be busy generating
 ENVIRONMENT = PD_ENVIRONMENT | {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 PREFILL, DECODE = "prefill", "decode"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def instance_flags(mode: str, transfer: str, bootstrap: int) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 import urllib.request
@@ -12,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.free_port import free_port
 from bench.side_by_side import metrics
 from bench.side_by_side.configurations import Configuration
 from sglang_hybrid.commands.pd.processes import ServerProcess, answers, end_all, get, wait_until
@@ -35,9 +35,7 @@ class Server:
         trace_directory: Path,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log, self.trace_directory = log, trace_directory
         settings = [word for setting in configuration.settings for word in ("--hybrid", setting)]

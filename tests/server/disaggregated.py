@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import requests
-from real_server import CHUNK, Server, free_port
+from real_server import CHUNK, Server
 
+from bench.free_port import free_port
 from sglang_hybrid.commands.pd.command_lines import ENVIRONMENT
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ import forking_server
 import psutil
 import requests
 import torch
+
+from bench.free_port import free_port
 
 START_SECONDS = 300
 ANSWER_SECONDS = 600  # for the longest prompt, on shared cores
@@ -273,9 +274,3 @@ def run_module(module: str, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout[-3000:]
     return done.stdout
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

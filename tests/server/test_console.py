@@ -16,9 +16,10 @@ from typing import Any
 import psutil
 import pytest
 import requests
-from real_server import START_SECONDS, free_port
+from real_server import START_SECONDS
 from terminal import Terminal
 
+from bench.free_port import free_port
 from sglang_hybrid.commands import shared_memory
 
 ROOT = Path(__file__).parents[2]

@@ -19,8 +19,9 @@ import requests
 import tiny_models
 from in_process import greedy
 from openai import OpenAI
-from real_server import Server, free_port
+from real_server import Server
 
+from bench.free_port import free_port
 from sglang_hybrid.metrics.table import METRICS
 
 TOLERANCE = 1e-4  # of a logprob
