@@ -14,32 +14,23 @@ from kernels_on_cpu import built
 from sglang_hybrid.user_cache import default_cache_dir
 
 TESTS = Path(__file__).resolve().parents[2]
-# test files and the number of processes that share the tests of each file
+# Test files, and the number of processes that share the tests of each file. A line of several files has one process for
+# all of them, because a process takes seconds to start.
 DEVICE_ALONE = {
     "test_cuda_attention.py": 2,
-    "test_cuda_copies.py": 1,
-    "test_cuda_dense.py": 1,
-    "test_cuda_digests.py": 1,
+    "test_cuda_copies.py test_cuda_digests.py test_cuda_dense.py test_cuda_fp8.py": 1,
     "test_cuda_finishing.py": 1,
-    "test_cuda_fp8.py": 1,
-    "test_cuda_gather.py": 1,
+    "test_cuda_gather.py test_cuda_key_codes.py test_cuda_posted_sums.py test_cuda_near_bias.py": 1,
     "test_cuda_kept_tokens.py": 1,
-    "test_cuda_key_codes.py": 1,
-    "test_cuda_mailbox.py": 1,
-    "test_cuda_posted_sums.py": 1,
+    "test_cuda_mailbox.py test_cuda_salience.py test_cuda_weights.py test_gpu_admission.py": 1,
     "test_cuda_prediction.py": 1,
-    "test_cuda_near_bias.py": 1,
-    "test_cuda_salience.py": 1,
     "test_cuda_scoring.py": 1,
     "test_cuda_selection.py": 2,
     "test_cuda_speculation.py": 1,
-    "test_cuda_weights.py": 1,
-    "test_gpu_admission.py": 1,
 }
 WITH_STREAMS = {
     "test_gpu_dense.py": 1,
-    "test_gpu_engine.py": 1,
-    "test_gpu_full.py": 1,
+    "test_gpu_engine.py test_gpu_full.py": 1,
     "test_gpu_handover.py": 1,
     "test_gpu_hcattention.py": 1,
     "test_gpu_hgca.py": 1,
@@ -64,27 +55,28 @@ def library() -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "part", "chosen"),
+    ("names", "part", "chosen"),
     [
         pytest.param(
-            name,
+            names,
             f"{part}/{parts}",
             "not full",
-            id=f"{name} {part + 1} of {parts}",
-            marks=pytest.mark.full if name in RARE or (part and name in HALVED) else (),
+            id=f"{names} {part + 1} of {parts}",
+            marks=pytest.mark.full if names in RARE or (part and names in HALVED) else (),
         )
-        for name, parts in (WITH_STREAMS | DEVICE_ALONE).items()
+        for names, parts in (WITH_STREAMS | DEVICE_ALONE).items()
         for part in range(parts)
     ]
     + [pytest.param(name, "0/1", "full", id=f"{name} large", marks=pytest.mark.full) for name in LARGE],
 )
-def test_kernels_do_on_a_cpu_what_the_reference_does(name: str, part: str, chosen: str, library: Path) -> None:
+def test_kernels_do_on_a_cpu_what_the_reference_does(names: str, part: str, chosen: str, library: Path) -> None:
     paths = [TESTS / "emulation", TESTS / "gpu", TESTS.parent]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "KERNELS_ON_CPU": str(library)}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "emulated_device", "-p", "no:cacheprovider"]
-    streams = ["-p", "emulated_streams"] if name in WITH_STREAMS else []
+    streams = ["-p", "emulated_streams"] if names in WITH_STREAMS else []
+    files = [str(TESTS / "gpu" / name) for name in names.split()]
     done = subprocess.run(
-        [*command, *streams, "--noconftest", "-m", f"{chosen} and not device", str(TESTS / "gpu" / name)],
+        [*command, *streams, "--noconftest", "-m", f"{chosen} and not device", *files],
         env=environment | {"EMULATED_PART": part},
         capture_output=True,
         text=True,
