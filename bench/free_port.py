@@ -11,7 +11,7 @@ _TRIES = 100
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 where nobody listens. Processes that ask at the same time get different ports."""
+    """Return a port of 127.0.0.1 where nobody listens, chosen at random: others that ask now hardly get the same."""
     for port in random.SystemRandom().sample(range(_FIRST, _LAST + 1), _TRIES):
         with socket.socket() as probe:
             try:

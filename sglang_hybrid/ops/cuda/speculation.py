@@ -27,7 +27,7 @@ from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address
 
 _MOST_SPLITS = 32  # sh_most_splits
 _CTAS = 1024  # enough CTAs to fill a device
-_GATHER_CTAS = 32
+_GATHER_CTAS = 32  # fewer were not measured for tokens, as they were for blocks (copies.py)
 _QUERY_ROWS = 16
 
 

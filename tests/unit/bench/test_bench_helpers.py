@@ -39,6 +39,7 @@ def test_without_a_limit_a_lease_never_ends() -> None:
 
 def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, *used: str) -> None:
     """Put a program on the PATH that says ``used`` in turn, the last again and again."""
+    monkeypatch.setattr(ServerMemory, "_least", None)  # of the real GPU, or of another test
     program, answers = folder / "nvidia-smi", folder / "answers"
     answers.write_text("".join(f"{one}\n" for one in used))
     say = f'head -n 1 {answers}; [ "$(wc -l < {answers})" -eq 1 ] || sed -i 1d {answers}'
@@ -60,7 +61,6 @@ def test_gpu_memory_is_what_nvidia_smi_says(tmp_path: Path, monkeypatch: pytest.
 def test_an_earlier_server_is_not_counted_while_the_driver_frees_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ServerMemory, "_least", None)
     fake_nvidia_smi(tmp_path, monkeypatch, "1000", "21000", "21000", "1100", "3100")
     ServerMemory()
     assert ServerMemory().taken() == 2000 << 20
