@@ -11,9 +11,10 @@ namespace sglang_hybrid {
 namespace {
 
 constexpr uint64_t beat_ns = 100'000'000;         // more than twice as often as the mailbox promises
-constexpr uint64_t row_timeout_ns = 100'000'000;  // of one row: a client that works writes its rows in microseconds
-constexpr uint64_t rows_timeout_ns = 1'000'000'000;  // of all rows: an engine that must stop ends its post first
-constexpr uint32_t looks_per_clock = 64;          // reading the clock costs more than reading the bell
+// Of a post's rows. A client writes them in microseconds, but its thread may be stopped meanwhile. Not longer, because an engine
+// that must stop ends its post first.
+constexpr uint64_t rows_timeout_ns = 1'000'000'000;
+constexpr uint32_t looks_per_clock = 64;  // reading the clock costs more than reading the bell
 
 }  // namespace
 
@@ -117,18 +118,11 @@ Arrival PostReader::look_for_row(const OpenPost& post, uint32_t row, Request& re
     const Request& shared = view.request(post.sequence, row);
     const auto is_there = [&] { return load_acquire(shared.sequence) == post.sequence; };
     if (!is_there()) {
-        const uint64_t now = now_ns();
-        if (!row_deadline_ns_) row_deadline_ns_ = now + row_timeout_ns;
-        const bool late =
-            now > row_deadline_ns_ || now > post.arrived_ns + rows_timeout_ns || newest() >= post.sequence + mailbox_slots;
+        const bool late = now_ns() > post.arrived_ns + rows_timeout_ns || newest() >= post.sequence + mailbox_slots;
         if (!late) return Arrival::awaited;
         // check again: this thread may have been stopped after the first check for longer than the client needed
-        if (!is_there()) {
-            row_deadline_ns_ = 0;
-            return Arrival::late;
-        }
+        if (!is_there()) return Arrival::late;
     }
-    row_deadline_ns_ = 0;
     request.sequence = post.sequence;
     request.generation = load_acquire(shared.generation);
     request.blocks = load_acquire(shared.blocks);

@@ -79,8 +79,7 @@ class PostReader {
     uint64_t next_;       // sequence number of the next post to take
     uint32_t wake_seen_;  // ClientLine.wake when last read
     uint64_t last_beat_ns_ = 0;
-    uint64_t row_deadline_ns_ = 0;  // of the row being waited for; 0: the row has not been found missing yet
-    uint64_t completed_ns_ = 0;     // time at which the last post was completed
+    uint64_t completed_ns_ = 0;  // time at which the last post was completed
     std::atomic<uint64_t> awake_until_{0};
 };
 
