@@ -354,8 +354,13 @@ def test_another_norm_or_another_rotation_is_refused_with_its_class(monkeypatch:
 
 def main(directories: list[str]) -> None:
     """Report on each directory in a forked process, because importing SGLang again would take longest."""
-    import sglang_hybrid.integration.model_session  # noqa: F401
+    from sglang.benchmark import one_batch  # noqa: F401
+    from sglang.srt.models import registry  # noqa: F401
 
+    from sglang_hybrid.integration import automatic_calibration, calibrate, model_session  # noqa: F401
+    from sglang_hybrid.integration.activate import load_plugin
+
+    load_plugin()
     torch.set_num_threads(1)
     for directory in directories:
         child = os.fork()

@@ -34,7 +34,7 @@ UNITS = (
     "weights",
     "kept_tokens",
 )
-FLAGS = ("-std=c++20", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off")
+FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off")
 
 _LAUNCH = re.compile(r"(\w+)<<<(.*?), stream>>>\((.*?)\);")
 _SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
-import forking_server
+import forking
 import psutil
 import requests
 import torch
@@ -70,15 +70,18 @@ class Server:
         module: str = "sglang.launch_server",
     ) -> None:
         """Prepare a server without starting it. ``prefix`` is a command that finally executes the server's command."""
-        run = (forking_server.__file__, module) if DEVICE == "cpu" else ("-m", module)  # CUDA does not survive a fork
-        command = (*prefix, sys.executable, *run, "--model-path", str(model))
+        command = (*prefix, sys.executable, "-m", module, "--model-path", str(model))
         self._prepare([*command, "--attention-backend", backend, *_COMMON, *flags], log, environment or {})
+        if DEVICE == "cpu":  # CUDA does not survive a fork
+            self._environment |= forking.environment(self._environment)
 
     @classmethod
-    def of_command(cls, program: str, *arguments: str, log: Path) -> Server:
+    def of_command(
+        cls, program: str, *arguments: str, log: Path, environment: Mapping[str, str] | None = None
+    ) -> Server:
         """Return a server, not started yet, that ``program`` of this Python environment starts."""
         server = cls.__new__(cls)
-        server._prepare([str(Path(sys.executable).with_name(program)), *arguments], log, {})
+        server._prepare([str(Path(sys.executable).with_name(program)), *arguments], log, environment or {})
         return server
 
     def _prepare(self, command: list[str], log: Path, environment: Mapping[str, str]) -> None:

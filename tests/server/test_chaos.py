@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import build_native
+import forking
 import pytest
 
 from bench.chaos.switches import ROWS_NOT_RESET
@@ -56,7 +57,7 @@ def chaos(directory: Path, *arguments: str, minutes: float, **environment: str) 
     command = [sys.executable, "-m", "bench.chaos", "--minutes", str(minutes), "--json", str(summary)]
     done = subprocess.run(
         [*command, "--keep", str(directory), *arguments],
-        env=os.environ | environment, capture_output=True, text=True, check=False, timeout=1500,
+        env=os.environ | forking.environment() | environment, capture_output=True, text=True, check=False, timeout=1500,
     )  # fmt: skip
     print(done.stdout[-3000:], done.stderr[-3000:])
     return done.returncode, json.loads(summary.read_text())

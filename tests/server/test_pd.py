@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import forking
 import psutil
 import pytest
 from disaggregated import Answer, answers, long_prompts, needs_transfer_engine, prompts
@@ -27,7 +28,7 @@ def disaggregated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     command = Server.of_command(
         "sglang-hybrid", "pd", "--model-path", str(model), "--random-seed", "1", "--max-running-requests", "8",
         "--log-dir", str(logs), f"--prefill=--chunked-prefill-size {CHUNK} --max-total-tokens 10000", *hybrid,
-        log=logs / "pd.log",
+        log=logs / "pd.log", environment=forking.environment(),
     )  # fmt: skip
     with command as running:
         running.wait_for_log("sglang-hybrid is serving")
