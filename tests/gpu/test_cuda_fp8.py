@@ -85,7 +85,7 @@ def test_pages_are_summarised_by_what_they_store(shape: Shape) -> None:
     case = random_layer(shape, 3)
     pages = torch.tensor([5, 0, 9, 2], device=DEVICE)
     filled = torch.tensor([1, 32, 17, 31], device=DEVICE)
-    keys = (case.keys[pages] * 100).to(FP8)
+    keys = reference.to_stored(case.keys[pages] * 100, FP8)
     found = replace(blank(case.digests), pool=FP8)
     digest_pages(found, keys, pages.int(), filled.int())
     untouched = torch.ones(len(case.keys), dtype=torch.bool, device=DEVICE).index_fill(0, pages, False)

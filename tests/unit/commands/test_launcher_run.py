@@ -32,7 +32,8 @@ LAUNCHER = """
 import sys
 from sglang_hybrid.commands.interrupts import Interrupts
 from sglang_hybrid.commands.run import Run
-import select
+import select, signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup ignore it, and a launcher respects that
 interrupts = Interrupts()
 interrupts.watch()
 with Run() as run:
