@@ -35,6 +35,7 @@
     causal_forward         runs a text through the first layers of the model, without a KV cache
     channels               chooses the key channels that sketches store
     key_bases              chooses the bases of partial keys, for policy infinigen
+    slot_steps             a rank's steps of the 8-bit codes of keys and values in slots
     model_session          a loaded model without a server: one prefill, then decoding with various settings
     module_times           times of modules, for profiles
     session_flags          SGLang's command line, for commands that load a model themselves

@@ -27,7 +27,7 @@ from sglang_hybrid.memory.capacity import KVShape
 from sglang_hybrid.memory.device_capacity import code_bytes
 from sglang_hybrid.metrics.server import ServerMetrics
 from sglang_hybrid.policies.base import DecodePolicy
-from sglang_hybrid.policies.registry import calibrates_at_start, policy_named, prediction_of
+from sglang_hybrid.policies.registry import calibrates_at_start, keeps_codes_in_slots, policy_named, prediction_of
 from sglang_hybrid.policies.scout.calibration_file import Calibration
 from sglang_hybrid.policies.scout.corrections_file import Calibrated
 from sglang_hybrid.policies.scout.profile import Profile
@@ -52,8 +52,9 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._started = config = config_from_environment()  # settings with which the pool was created
         profile = read_profile(config, model_runner)  # refuses a bad profile before a worker is started
         self._calibration: Calibration | None = None  # fitted by this server, or by an earlier one
-        self.choose_channels(self._calibrated(config, profile))
-        self._torch, self._fast = create_engines(config, profile, pool, model_runner)
+        calibrated = self._calibrated(config, profile)
+        self.choose_channels(calibrated)
+        self._torch, self._fast = create_engines(config, profile, pool, model_runner, calibrated)
         self.engine: Engine = self._torch  # engine that serves the current settings
         self._first_steps = FirstSteps()
         self._split: SplitStep | None = None  # set during steps with rows in their first steps
@@ -159,6 +160,11 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             return (
                 "queries are predicted from copies of the weights, which recorded CUDA graphs hold: start the server "
                 "with --hybrid prediction=none to update weights while it runs"
+            )
+        if self.engine.holds_weights and keeps_codes_in_slots(self._config):
+            return (
+                "codes in slots have steps that were measured with these weights: start the server with "
+                "--hybrid scout.slot_dtype=model to update weights while it runs"
             )
         return None
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sglang_hybrid import container
-from sglang_hybrid.integration.causal_forward import run_text
+from sglang_hybrid.integration.causal_forward import Attended, run_text
 from sglang_hybrid.integration.decoder_layers import DecoderLayers, UnknownLayers
 from sglang_hybrid.integration.ranks import smallest_of_ranks
 from sglang_hybrid.policies.infinigen.skew import SkewSample
@@ -22,7 +22,8 @@ from sglang_hybrid.policies.scout.calibration import LayerFit
 from sglang_hybrid.policies.scout.calibration_file import Calibration
 from sglang_hybrid.policies.scout.calibration_text import CalibrationText, calibration_text, without_tokenizer
 from sglang_hybrid.policies.scout.channel_spread import ChannelSpread
-from sglang_hybrid.policies.scout.fit_predictor import Calibrator, LayerCalibration
+from sglang_hybrid.policies.scout.code_steps import CodeSteps
+from sglang_hybrid.policies.scout.fit_predictor import Calibrator
 from sglang_hybrid.policies.scout.predictor import QueryWeights
 
 logger = logging.getLogger("sglang.srt.hybrid")
@@ -60,18 +61,16 @@ def calibrate(
         raise UnknownLayers("with data-parallel attention the ranks compute different tokens")
     layers = DecoderLayers(model_runner.model)
     weights = {layer: layers.query_weights(layer) for layer in layers.ids}
-    fitted: dict[int, LayerCalibration] = {}
-    channels: dict[int, torch.Tensor] = {}
-    skews: dict[int, torch.Tensor] = {}
+    made = Calibration(layers={}, channels={})
     most = smallest_of_ranks(model_runner, _layers_at_a_time(weights, text, _free_bytes(model_runner.device)))
     groups = [layers.ids[start : start + most] for start in range(0, len(layers.ids), most)]
     with _exact_products():
         for group in groups:
-            _fit_group(model_runner, layers, weights, group, text, rank, fitted, channels, skews)
+            _fit_group(model_runner, layers, weights, group, text, rank, made)
             progress(1 / len(groups))
     if torch.device(model_runner.device).type == "cuda":
         torch.cuda.empty_cache()  # CUDA graphs are recorded next, in a memory pool of their own
-    return Calibration(fitted, channels, skews)
+    return made
 
 
 @contextlib.contextmanager
@@ -95,26 +94,29 @@ def _fit_group(
     group: Sequence[int],
     text: CalibrationText,
     rank: int | str,
-    fitted: dict[int, LayerCalibration],
-    channels: dict[int, torch.Tensor],
-    skews: dict[int, torch.Tensor],
+    made: Calibration,
 ) -> None:
-    """Add the layers of ``group`` to ``fitted``, ``channels`` and ``skews``."""
+    """Add the layers of ``group`` to ``made``."""
     calibrator = Calibrator(weights, [layer for layer in group if layer != layers.ids[0]])
     spreads = {layer: ChannelSpread(weights[layer].rotary.shape[-1], weights[layer].neox) for layer in group}
     samples = {layer: SkewSample() for layer in group}
+    sizes: dict[int, CodeSteps] = {}
 
-    def attended(layer: int, queries: torch.Tensor, keys: torch.Tensor) -> None:
+    def attended(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer in spreads:
             spreads[layer].add(queries, keys)
             samples[layer].add(queries, keys)
+            if keys.shape == values.shape:  # others have no slots in 8 bits: CUDA kernels want one width of both
+                rotated = weights[layer].rotary.shape[-1], weights[layer].neox
+                sizes.setdefault(layer, CodeSteps(*rotated)).add(keys, values)
 
     for window in text.fit:
         calibrator.add(_inputs(model_runner, layers, group, window, attended))
     unseen = [_inputs(model_runner, layers, group, window, lambda *_: None) for window in text.unseen]
-    fitted |= calibrator.calibrate(unseen, rank)
-    channels |= {layer: spread.order() for layer, spread in spreads.items()}
-    skews |= {layer: sample.skew() for layer, sample in samples.items()}
+    made.layers.update(calibrator.calibrate(unseen, rank))
+    made.channels.update({layer: spread.order() for layer, spread in spreads.items()})
+    made.skews.update({layer: sample.skew() for layer, sample in samples.items()})
+    made.steps.update({layer: size.steps() for layer, size in sizes.items()})
 
 
 class _Computed(Exception):
@@ -126,7 +128,7 @@ def _inputs(
     layers: DecoderLayers,
     group: Sequence[int],
     window: Sequence[int],
-    attended: Callable[[int, torch.Tensor, torch.Tensor], None],
+    attended: Attended,
 ) -> dict[int, torch.Tensor]:
     """Return the inputs ``[tokens, hidden]``, by layer id, of the layers of ``group`` and of the layer before them."""
     seen: dict[int, torch.Tensor] = {}

@@ -13,8 +13,9 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from sglang_hybrid.integration.decoder_layers import UnknownLayers
 
-# layer id, queries [tokens, query heads, dim] and keys [tokens, KV heads, dim] of this rank, after rotation
-Attended = Callable[[int, torch.Tensor, torch.Tensor], None]
+# layer id, queries [tokens, query heads, dim], keys and values [tokens, KV heads, dim] of this rank; queries and keys
+# are rotated
+Attended = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class CausalAttention(AttentionBackend):  # type: ignore[misc]
@@ -35,7 +36,7 @@ class CausalAttention(AttentionBackend):  # type: ignore[misc]
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         values = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        self._attended(layer.layer_id, queries, keys)
+        self._attended(layer.layer_id, queries, keys, values)
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (queries, keys, values))
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=layer.scaling, enable_gqa=True

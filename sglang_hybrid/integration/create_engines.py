@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +26,11 @@ from sglang_hybrid.integration.miss_server import (
 from sglang_hybrid.integration.predictor import identity
 from sglang_hybrid.integration.ranks import kv_heads_of
 from sglang_hybrid.integration.refusals import Refusal
+from sglang_hybrid.integration.slot_steps import rank_steps
 from sglang_hybrid.ops.cpu import NativeError, library
 from sglang_hybrid.ops.reference import FP8
-from sglang_hybrid.policies.registry import ModelPart, policy_named
+from sglang_hybrid.policies.registry import ModelPart, keeps_codes_in_slots, policy_named
+from sglang_hybrid.policies.scout.corrections_file import Calibrated
 from sglang_hybrid.policies.scout.profile import Profile
 from sglang_hybrid.policies.scout.tuning import tuning_of
 
@@ -35,14 +38,21 @@ logger = logging.getLogger("sglang.srt.hybrid")
 
 
 def create_engines(
-    config: HybridConfig, profile: Profile | None, pool: HostKVPool, model_runner: Any
+    config: HybridConfig,
+    profile: Profile | None,
+    pool: HostKVPool,
+    model_runner: Any,
+    calibrated: Calibrated | None = None,
 ) -> tuple[TorchEngine, Engine | None]:
     """Create the torch engine and, if possible, a faster one (else None). Start a worker if the engine in use needs it.
+
+    ``calibrated`` has the steps of codes, if slots keep codes.
 
     Raise Refusal if CUDA graphs or an FP8 cache on a GPU need CUDA kernels that do not support these settings, or if a
     worker cannot be started.
     """
-    model = facts_of(model_runner)
+    steps = rank_steps(calibrated, pool, kv_heads_of(model_runner))
+    model = replace(facts_of(model_runner), code_steps=steps)
     fast: Engine | None
     if torch.device(pool.device).type == "cuda":
         fast = _cuda_engine(config, profile, pool, model, model_runner)
@@ -84,6 +94,11 @@ def _cuda_engine(
             raise Refusal(f"the CUDA kernels do not do this ({why}): serve it in plain torch, --disable-cuda-graph")
         logger.warning("attention is computed in plain torch, which is slow: %s", why)
         return None
+    if keeps_codes_in_slots(config) and pool.dtype != FP8 and model.code_steps is None:
+        raise Refusal(
+            "scout.slot_dtype=int8 needs the range of every channel, which a calibration measures, and there is none: "
+            "serve with profile=auto, make the profile anew, or leave scout.slot_dtype=model"
+        )
     worker = None
     if config.worker != "none" and policy_named(config.policy).needs.worker:
         geometry = checked_geometry(config, pool, model_runner)

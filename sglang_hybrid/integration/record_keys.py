@@ -25,7 +25,7 @@ def record_keys(
     """
     seen: dict[int, list[torch.Tensor]] = {}
 
-    def attended(layer: int, _queries: torch.Tensor, keys: torch.Tensor) -> None:
+    def attended(layer: int, _queries: torch.Tensor, keys: torch.Tensor, _values: torch.Tensor) -> None:
         seen.setdefault(layer, []).append(keys.transpose(0, 1).to("cpu", torch.float16))
 
     for number, window in enumerate(windows):

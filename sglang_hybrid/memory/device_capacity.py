@@ -13,7 +13,7 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.cuda.settings import hgca_slots_of, paper_slots_of, slots_of, unsupported_settings
 from sglang_hybrid.memory.capacity import GIB, CapacityError, KVShape
 from sglang_hybrid.policies.infinigen.options import InfinigenOptions
-from sglang_hybrid.policies.registry import policy_named
+from sglang_hybrid.policies.registry import keeps_codes_in_slots, policy_named
 
 WORKSPACE_BYTES = 128 << 20  # for FlashInfer's split attention; FlashInfer's kernels for Hopper do not use it
 _POSITION_BYTES = _PAGE_BYTES = _MASK_BYTES = 4  # int32
@@ -119,8 +119,10 @@ def scout_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> Ro
     """Return the memory of a row of at most ``max_blocks`` blocks under policy scout."""
     slots, lists = slots_of(config), shape.layers * shape.kv_heads
     positions = lists * slots * _POSITION_BYTES
-    taken = _block_bytes(shape, slots) + positions + _last_query_bytes(config, shape)
-    return RowBytes(taken, lists * max_blocks * _SCORE_BYTES)
+    blocks = _block_bytes(shape, slots)
+    if keeps_codes_in_slots(config):
+        blocks //= shape.itemsize  # a code has one byte
+    return RowBytes(blocks + positions + _last_query_bytes(config, shape), lists * max_blocks * _SCORE_BYTES)
 
 
 def scoutattention_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:

@@ -57,14 +57,16 @@ def channel_order(importance: torch.Tensor, rotary_dim: int, neox: bool) -> torc
     Rotation mixes the two channels of a pair over positions, so neither says much without the other.
     """
     heads, dim = importance.shape
-    position = torch.arange(dim)
-    if neox:
-        half = rotary_dim // 2
-        pair = torch.where(position < rotary_dim, position % max(half, 1), position)
-    else:
-        pair = torch.where(position < rotary_dim, position // 2, position)
+    pair = rotated_pairs(dim, rotary_dim, neox)
     total = torch.zeros(heads, dim).index_add_(1, pair, importance.float().cpu())
     # a stable sort by the pair's sum, then by the pair, keeps partners side by side
     of_channel = total.gather(1, pair.expand(heads, -1))
     by_pair = pair.expand(heads, -1).argsort(dim=1, stable=True)
     return by_pair.gather(1, of_channel.gather(1, by_pair).argsort(dim=1, descending=True, stable=True))
+
+
+def rotated_pairs(dim: int, rotary_dim: int, neox: bool) -> torch.Tensor:
+    """Return a number ``[dim]`` for each channel: the two channels of a rotated pair share it, no others do."""
+    position = torch.arange(dim)
+    partner = position % max(rotary_dim // 2, 1) if neox else position // 2
+    return torch.where(position < rotary_dim, partner, position)

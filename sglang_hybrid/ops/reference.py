@@ -21,6 +21,8 @@ from sglang_hybrid.blocks import COMPACT_GROUP, compact_bytes
 
 NO_BLOCK = -1
 FP8 = torch.float8_e4m3fn  # dtype of a quantised pool: 4 bits of exponent, 3 of mantissa, no infinity
+CODE_MOST = 127  # largest code of a number in slots of 8 bits
+CODE_ZERO = 128  # the byte that stands for 0 there
 DIGEST_SPREAD = 0.5  # ``spread`` of digest_logits where blocks are selected by digests alone
 SKETCH_STEPS = 16  # steps that a channel's range in a block is divided into: a code of four bits names one
 SKETCH_REACH = 126 * math.log(2)  # exp(SKETCH_REACH) and exp(-SKETCH_REACH) are in the range of float32
@@ -65,6 +67,21 @@ def to_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return x.to(dtype)
     largest = torch.finfo(FP8).max
     return x.clamp(-largest, largest).to(FP8)
+
+
+def to_codes(x: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Convert keys or values ``[..., H, T, D]`` to the codes of slots, by the ``steps`` ``[H, D]`` of their channels.
+
+    A number is its code times its channel's step. Codes are whole numbers from -127 to 127, stored as 128 more (uint8).
+    Numbers beyond a channel's range get its last code, and NaN gets the lowest.
+    """
+    levels = (x.float() / steps[:, None]).nan_to_num(nan=-CODE_MOST)
+    return (levels.round().clamp(-CODE_MOST, CODE_MOST) + CODE_ZERO).to(torch.uint8)
+
+
+def of_codes(codes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Return the float32 numbers that ``codes`` ``[..., H, T, D]`` stand for."""
+    return (codes.float() - CODE_ZERO) * steps[:, None]
 
 
 # -- digests ---------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def create_full(_context: PolicyContext) -> DecodePolicy:
 @register_policy(
     "scout",
     description="the best-scoring blocks of a request are attended to",
-    needs=Needs(worker=True, prediction=True, thorough_steps=FIRST_STEPS),
+    needs=Needs(worker=True, prediction=True, thorough_steps=FIRST_STEPS, slot_codes=True),
     cuda_program=_device_scout,
     cuda_row_bytes=_scout_row_bytes,
     cuda_unsupported=_not_by_device_scout,

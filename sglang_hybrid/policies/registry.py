@@ -83,6 +83,7 @@ class Needs:
     skew: bool = False  # codes are partial keys, in a basis that a calibration or a profile has
     thorough_steps: int = 0  # first decode steps of a row longer than the budget, which attend to everything
     digests: bool = True  # digests and sketches of all blocks, on the model's device
+    slot_codes: bool = False  # slots in GPU memory can keep codes of 8 bits (``scout.slot_dtype``)
     # what prediction=auto means; None: calibrated if there is a profile or a calibration, otherwise none
     prediction_by_default: Literal["raw"] | None = None
 
@@ -198,11 +199,17 @@ def policy_named(name: str) -> Policy:
     return _policies[name]
 
 
+def keeps_codes_in_slots(config: HybridConfig) -> bool:
+    """Return True if slots in GPU memory keep codes of 8 bits, unless the KV cache has numbers of 8 bits already."""
+    return policy_named(config.policy).needs.slot_codes and config.scout.slot_dtype == "int8"
+
+
 def calibrates_at_start(config: HybridConfig, *, on_gpu: bool) -> bool:
-    """Return True if these settings need what a server fits at its start: a predictor, or the skew of keys."""
+    """Return True if these settings need what a server fits at its start: predictor, skew of keys, steps of codes."""
     needs = policy_named(config.policy).needs
     predicts = config.prediction == "calibrated" or (config.prediction == "auto" and not needs.prediction_by_default)
-    if not needs.skew and not (needs.prediction and predicts):
+    encodes = on_gpu and keeps_codes_in_slots(config)
+    if not needs.skew and not (needs.prediction and predicts) and not encodes:
         return False
     return config.profile == "auto" or (config.profile == "default" and (on_gpu or config.prediction == "calibrated"))
 

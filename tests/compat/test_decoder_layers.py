@@ -159,6 +159,7 @@ def test_calibration_is_fitted_once_and_found_again(found: dict[str, Any]) -> No
     assert found["found_again"]
     assert found["channels_are_orders"] == [True] * LAYERS
     assert found["skews_are_orthogonal"] == [True] * LAYERS
+    assert found["steps_cover_the_text"] == {str(layer): True for layer in range(LAYERS)}
 
 
 def test_fitting_a_few_layers_at_a_time_gives_the_same(found: dict[str, Any]) -> None:
@@ -546,8 +547,16 @@ def report_calibration(session: Any, layers: DecoderLayers) -> dict[str, Any]:
         torch.equal(found.corrections[n].left, fitted.corrections[n].left)
         and torch.equal(found.channels[n], fitted.channels[n])
         and torch.equal(found.skews[n], fitted.skews[n])
+        and torch.equal(found.steps[n], fitted.steps[n])
         for n in fitted.corrections
     ]
+    covered: dict[int, bool] = {}
+
+    def attended(layer: int, _queries: torch.Tensor, *stored: torch.Tensor) -> None:
+        covered[layer] = bool((torch.stack(stored).abs() <= 127 * fitted.steps[layer][:, None]).all())
+
+    # at other positions than in calibration: rotation divides the norms of pairs of key channels otherwise
+    run_text(session.runner, text.fit[0][:200], attended, first=97)
     probe = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(3))
     return {
         "input_differences": [float((in_prefill[n] - alone[n]).abs().max()) for n in layers.ids],
@@ -563,6 +572,7 @@ def report_calibration(session: Any, layers: DecoderLayers) -> dict[str, Any]:
             torch.allclose(skew.transpose(1, 2) @ skew, torch.eye(skew.shape[1]).expand_as(skew), atol=1e-4)
             for skew in fitted.skews.values()
         ],
+        "steps_cover_the_text": covered,
         "group_difference": max(
             float((corrected(fitted.corrections[n], probe) - corrected(one_by_one.corrections[n], probe)).abs().max())
             for n in fitted.corrections

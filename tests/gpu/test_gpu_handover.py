@@ -36,7 +36,7 @@ class Held(Decoding):
         self.staged = None
         if staged:
             empty = torch.full((2, staged, BLOCK_TOKENS, DIM), torch.nan, dtype=DTYPE, device=DEVICE)
-            self.staged = StagedBlocks(*empty)
+            self.staged = StagedBlocks(*empty.to(more.get("pool", DTYPE)))
         super().__init__(budget, interval, **more)
         self.pages[3, :SHARED] = self.pages[0, :SHARED]
         rows = list(LENGTHS)
@@ -76,7 +76,7 @@ class Held(Decoding):
         others[tails] = False
         before = [part.clone() for part in (*self.keys, *self.values)]
         for part in (*self.keys, *self.values):
-            part[others] = torch.nan
+            part.view(torch.uint8)[others] = 0xFF  # NaN, in 16 bits and in FP8
         return before
 
     def show(self, before: list[torch.Tensor]) -> None:
@@ -125,12 +125,17 @@ class Held(Decoding):
             torch.testing.assert_close(self.out[layer, :-1].cpu().float(), expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("paper", [False, True])
+@pytest.mark.parametrize(
+    "more",
+    # codes take half of the memory, in which whole rows of 16 bits have to fit too
+    [{"slots": 12}, {"slots": 12, "paper": True}, {"slots": 24, "coded": True}, {"slots": 12, "pool": reference.FP8}],
+    ids=["scout", "scoutattention", "codes", "fp8"],
+)
 @pytest.mark.parametrize("staged", [PLENTY, 30, 0])
 def test_what_the_last_query_selects_is_resident_and_comes_from_the_device_as_far_as_the_staging_goes(
-    staged: int, paper: bool
+    staged: int, more: dict[str, Any]
 ) -> None:
-    decoding = Held(9, staged=staged, paper=paper, slots=12)
+    decoding = Held(9, staged=staged, **more)
     for _ in range(2):
         decoding.begin(whole=True)
         decoding.finish()
@@ -151,7 +156,7 @@ def test_what_the_last_query_selects_is_resident_and_comes_from_the_device_as_fa
     for _ in range(2):
         decoding.finish()
         decoding.check_slots()
-        if not paper:  # the paper's policy attends to selected blocks only
+        if not decoding.paper:  # the paper's policy attends to selected blocks only
             decoding.check_output()
         decoding.begin(whole=False)
     assert int(decoding.scout.refused) == 0

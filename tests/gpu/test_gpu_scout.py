@@ -47,14 +47,17 @@ class Decoding:
         self, budget: int, interval: int, slots: int | None = None, worker: bool = False, share: float = 0.0,
         min_miss_score: float | None = None, compact: bool = False, early: int = 0,
         whole: WholeSteps | None = None, whole_score: float = -math.inf, pool: torch.dtype = DTYPE,
+        coded: bool = False,
     ) -> None:  # fmt: skip
         """Create pool, digests and the CUDA program.
 
         ``min_miss_score``: if given, all blocks with this score or more are misses. ``pool``: dtype of keys and values.
         ``compact``: digests are compact. ``whole``: steps in which rows attend to all blocks with a score of at least
-        ``whole_score``.
+        ``whole_score``. ``coded``: slots keep codes; all keys and values are numbers that codes stand for.
         """
         self.random = seeded(3)
+        exponents = torch.randint(-5, -2, (2, HEADS, DIM), generator=self.random)
+        self.code_steps = 2.0**exponents if coded else None
         self._settled: list[object] = []
         shape = (PAGES, HEADS, BLOCK_TOKENS, DIM)
         size = math.prod(shape) * pool.itemsize
@@ -66,8 +69,8 @@ class Decoding:
         channels = order[:, :CHANNELS].contiguous().to(DEVICE)
         layers = []
         for keys, values in zip(self.keys, self.values, strict=True):
-            keys.copy_(self.blocks(PAGES))
-            values.copy_(torch.randn(shape, generator=self.random))
+            keys.copy_(self.rounded(0, self.blocks(PAGES)))
+            values.copy_(self.rounded(1, torch.randn(shape, generator=self.random)))
             codes = torch.zeros(PAGES, HEADS, BLOCK_TOKENS, CHANNELS // 2, dtype=torch.uint8, device=DEVICE)
             if compact:
                 size = compact_bytes(DIM, CHANNELS)
@@ -80,7 +83,8 @@ class Decoding:
             full, on_device = torch.full_like(every, BLOCK_TOKENS), keys.to(DEVICE)
             self._settled.append((every, full, on_device))
             digest_pages(digests, on_device, every, full)
-            layers.append(DeviceLayer(HostPool(registered, keys, values), digests))
+            steps = None if self.code_steps is None else self.code_steps.to(DEVICE)
+            layers.append(DeviceLayer(HostPool(registered, keys, values), digests, steps=steps))
         self.geometry = Geometry(
             ROWS, HEADS, GROUP, DIM, code_of(pool, DTYPE), budget, LAYERS, PAGES,
             self.keys[0].data_ptr() - region.address,
@@ -95,7 +99,7 @@ class Decoding:
             min_miss_score=(-math.inf if min_miss_score is None else min_miss_score,) * LAYERS,
             any_block=(min_miss_score is not None,) * LAYERS,
             gather_share=share, deadline_s=20.0, early_recalls=early, whole=whole,
-            whole_score=whole_score,
+            whole_score=whole_score, has_codes=coded,
         )  # fmt: skip
         self.digests = [layer.digests.digests for layer in layers]
         self.shape = DeviceShape(ROWS, ROWS, MAX_BLOCKS, HEADS, GROUP, DIM, PAGES)
@@ -123,6 +127,13 @@ class Decoding:
     def blocks(self, pages: int) -> torch.Tensor:
         keys = torch.randn(pages, HEADS, BLOCK_TOKENS, DIM, generator=self.random)
         return (keys + 1.5 * torch.randn(pages, HEADS, 1, DIM, generator=self.random)).to(DTYPE)
+
+    def rounded(self, part: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Return keys (``part`` 0) or values (1) ``[..., KV heads, tokens, dim]``, rounded if slots keep codes."""
+        if self.code_steps is None:
+            return tokens
+        steps = self.code_steps[part]
+        return reference.of_codes(reference.to_codes(tokens, steps), steps).to(tokens.dtype)
 
     @contextlib.contextmanager
     def engine(self) -> Iterator[None]:
@@ -154,6 +165,8 @@ class Decoding:
         for part, drift in ((self.query, 0.3), (self.new_keys, 1.0), (self.new_values, 1.0)):
             noise = torch.randn(part.shape, generator=self.random).to(DEVICE, DTYPE)
             part.copy_(part * math.sqrt(1 - drift**2) + drift * noise)
+        for number, part in enumerate((self.new_keys, self.new_values)):
+            part.copy_(self.rounded(number, part.unsqueeze(3).cpu()).squeeze(3))
         self.lengths += 1
         self.load_rows()
 
@@ -296,8 +309,10 @@ class Decoding:
             valid = holds[..., None] & (token < tokens[..., None])
             pages = self.pages[entry, positions.clamp(0, self.pages.shape[1] - 1)]
             slots_of = self.scout.slots
-            for slots, pool in ((slots_of.keys, self.keys), (slots_of.values, self.values)):
+            for part, (slots, pool) in enumerate(((slots_of.keys, self.keys), (slots_of.values, self.values))):
                 held, there = slots[layer][self.rows].cpu(), pool[layer][pages, head]
+                if self.code_steps is not None:
+                    held = reference.of_codes(held, self.code_steps[part][:, None])
                 differs = ((held.float() != there.float()).any(dim=-1) & valid).nonzero()
                 assert not len(differs), f"layer {layer}: entry, head, slot, token {differs[:4].tolist()}"
 
@@ -333,6 +348,16 @@ def test_decoding_attends_to_slots_and_misses(
 def test_decoding_over_fp8_attends_to_slots_and_misses_as_they_are_stored(worker: bool, share: float) -> None:
     decoding = Decoding(9, 0, 6, worker, share, compact=worker, pool=reference.FP8)
     check_decoding(decoding, 9, 0, predicts=True, recorded=False)
+
+
+@pytest.mark.parametrize(("budget", "slots", "interval"), BUDGETS if ON_GPU else [(36, 4, 0), (9, None, 3), (9, 6, 0)])
+@pytest.mark.parametrize(("worker", "share"), [(True, 0.4), (False, 1.0)])
+def test_slots_of_codes_are_attended_as_what_they_stand_for(
+    budget: int, slots: int | None, interval: int, worker: bool, share: float
+) -> None:
+    decoding = Decoding(budget, interval, slots, worker, share, compact=worker, coded=True)
+    assert decoding.scout.slots.keys[0].dtype == torch.uint8
+    check_decoding(decoding, budget, interval, predicts=True, recorded=ON_GPU)
 
 
 def check_decoding(decoding: Decoding, budget: int, interval: int, predicts: bool, recorded: bool) -> None:

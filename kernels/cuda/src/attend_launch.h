@@ -80,3 +80,16 @@ cudaError_t for_pools(uint32_t dtype, uint32_t head_dim, uint32_t group, Use use
         default: return cudaErrorInvalidValue;
     }
 }
+
+// Call `use` as for_heads does, for keys and values that are codes. `dtype`: of the queries.
+template <class Use>
+cudaError_t for_codes(uint32_t dtype, uint32_t head_dim, uint32_t group, Use use) {
+    using namespace sglang_hybrid;
+    const auto query = static_cast<DType>(dtype);
+    if (group < 1 || group > cuda::query_rows || (query != DType::bf16 && query != DType::fp16)) return cudaErrorInvalidValue;
+    switch (head_dim) {  // the values that the engine serves
+        case 64: return use(cuda::Coded{}, std::integral_constant<int, 64>{});
+        case 128: return use(cuda::Coded{}, std::integral_constant<int, 128>{});
+        default: return cudaErrorInvalidValue;
+    }
+}

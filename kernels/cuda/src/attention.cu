@@ -4,6 +4,7 @@
 #include "attend_launch.h"
 #include "sglang_hybrid/cuda/gather_blocks.cuh"
 #include "sglang_hybrid/cuda/merge.cuh"
+#include "slot_launch.h"
 
 using namespace sglang_hybrid;
 using namespace sglang_hybrid::cuda;
@@ -41,8 +42,9 @@ SH_CUDA_API int sh_cuda_attend_units(uint32_t head_dim, uint32_t of_value, uint3
 
 SH_CUDA_API int sh_cuda_attend_slots(const sh_attend_slots* args, cudaStream_t stream) {
     if (args->batch == 0 || args->kv_heads == 0) return cudaSuccess;
-    return for_pools(args->dtype, args->head_dim, args->group,
-                     [&](auto element, auto dim) { return launch_attend<decltype(element), dim()>(*args, stream); });
+    const auto attend = [&](auto element, auto dim) { return launch_attend<decltype(element), dim()>(*args, stream); };
+    if (!args->steps) return for_pools(args->dtype, args->head_dim, args->group, attend);
+    return for_codes(args->dtype, args->head_dim, args->group, attend);
 }
 
 SH_CUDA_API int sh_cuda_merge(const sh_merge* args, cudaStream_t stream) {
@@ -56,6 +58,9 @@ SH_CUDA_API int sh_cuda_merge(const sh_merge* args, cudaStream_t stream) {
 SH_CUDA_API int sh_cuda_gather_blocks(const sh_gather_blocks* args, cudaStream_t stream) {
     if (args->block_bytes % 16 || args->slots == 0 || args->kv_heads == 0 || args->ctas == 0) return cudaErrorInvalidValue;
     if (args->capacity == 0) return cudaSuccess;
-    gather_blocks<<<std::min(args->ctas, args->capacity), gather_threads, 0, stream>>>(*args);
-    return cudaGetLastError();
+    return for_slots(args->steps, args->dtype, args->block_bytes, [&]<class Element>() {
+        const auto kernel = gather_blocks<Element>;
+        kernel<<<std::min(args->ctas, args->capacity), gather_threads, 0, stream>>>(*args);
+        return cudaGetLastError();
+    });
 }

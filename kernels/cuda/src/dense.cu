@@ -7,6 +7,7 @@
 #include "sglang_hybrid/cuda/hold_rows.cuh"
 #include "sglang_hybrid/cuda/let_rows_go.cuh"
 #include "sglang_hybrid/cuda/move_held.cuh"
+#include "slot_launch.h"
 
 using namespace sglang_hybrid;
 using namespace sglang_hybrid::cuda;
@@ -57,8 +58,11 @@ SH_CUDA_API int sh_cuda_move_held(const sh_move_held* args, cudaStream_t stream)
     if (args->block_bytes % 16 || args->slots == 0 || args->kv_heads == 0 || args->ctas == 0) return cudaErrorInvalidValue;
     const uint64_t entries = std::min<uint64_t>(args->plan.capacity, args->staged_blocks);
     if (entries == 0) return cudaSuccess;
-    move_held<<<uint32_t(std::min<uint64_t>(args->ctas, entries)), copy_threads, 0, stream>>>(*args);
-    return cudaGetLastError();
+    return for_slots(args->steps, args->dtype, args->block_bytes, [&]<class Element>() {
+        const auto kernel = move_held<Element>;
+        kernel<<<uint32_t(std::min<uint64_t>(args->ctas, entries)), copy_threads, 0, stream>>>(*args);
+        return cudaGetLastError();
+    });
 }
 
 SH_CUDA_API int sh_cuda_attend_pages(const sh_attend_pages* args, cudaStream_t stream) {

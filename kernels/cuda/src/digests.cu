@@ -31,7 +31,16 @@ SH_CUDA_API int sh_cuda_append(const sh_append* args, cudaStream_t stream) {
     return for_keys(args->digests, [&](auto element, auto stored) -> cudaError_t {
         const uint32_t ctas = args->step.batch * args->digests.kv_heads;
         if (ctas == 0) return cudaSuccess;
-        const auto kernel = append_tokens<decltype(element), decltype(stored)>;
+        using Element = decltype(element);
+        using Stored = decltype(stored);
+        if (args->steps) {
+            // codes are of 16-bit numbers, and whole rows are held as the pool has them
+            if (!std::is_same_v<Element, Stored> || args->dense.pages) return cudaErrorInvalidValue;
+            const auto encoding = append_tokens<Element, Element, true>;
+            encoding<<<ctas, digest_threads, 0, stream>>>(*args);
+            return cudaGetLastError();
+        }
+        const auto kernel = append_tokens<Element, Stored, false>;
         if (args->overlaps) return launch_overlapping(kernel, ctas, digest_threads, 0, stream, *args);
         kernel<<<ctas, digest_threads, 0, stream>>>(*args);
         return cudaGetLastError();

@@ -27,6 +27,7 @@ from sglang_hybrid.integration.decoder_layers import DecoderLayers, UnknownLayer
 from sglang_hybrid.integration.model_session import ModelSession, Prefilled
 from sglang_hybrid.integration.predictor import identity
 from sglang_hybrid.integration.session_flags import model_directory, session_flags
+from sglang_hybrid.policies.scout.calibration_file import Calibration
 from sglang_hybrid.policies.scout.calibration_text import CalibrationText
 from sglang_hybrid.policies.scout.fit_predictor import LayerCalibration
 from sglang_hybrid.policies.scout.profile import Curve, HostRates, ModelIdentity, Profile, ProfileFacts, load_profile
@@ -52,11 +53,11 @@ def make_profile(options: argparse.Namespace, notes: dict[str, object], console:
     decode_cost = options.prompts * (options.prompt_tokens + 3 * options.steps * DECODE_STEP_COST)
     with steps(console, fit_cost + decode_cost) as bar:
         if options.predictor_of:
-            fitted, channels, skews = _reuse(options.predictor_of, model)
+            fitted = _reuse(options.predictor_of, model)
         else:
-            fitted, channels, skews = _fit(session, texts, options.rank, fit_cost, bar)
-        corrections = {layer: one.correction for layer, one in fitted.items()}
-        draft = Profile(_facts(model, config, options.beta, fitted, notes), corrections, channels, skews)
+            fitted = _fit(session, texts, options.rank, fit_cost, bar)
+        facts = _facts(model, config, options.beta, fitted.layers, notes)
+        draft = Profile(facts, fitted.corrections, fitted.channels, fitted.skews, fitted.steps)
         profile = _decode(session, draft, config, _prompts(texts, options), options, bar)
     console.print("measuring this host")
     rates = measure_rates(
@@ -102,21 +103,16 @@ def _check_lengths(options: argparse.Namespace, session: ModelSession, config: H
 # -- the predictor -----------------------------------------------------------------------------------------------------
 
 
-# by layer: the fitted predictor, the order of the keys' channels, the skew of the keys
-Fitted = tuple[dict[int, LayerCalibration], dict[int, torch.Tensor], dict[int, torch.Tensor]]
-
-
-def _fit(session: ModelSession, texts: Sequence[Kind], rank: int | str, cost: float, bar: Steps) -> Fitted:
+def _fit(session: ModelSession, texts: Sequence[Kind], rank: int | str, cost: float, bar: Steps) -> Calibration:
     bar.say(f"fitting the predictor on {', '.join(kind.name for kind in texts)}")
     text = CalibrationText(tuple(window for kind in texts for window in kind.fit), tuple(kind.unseen for kind in texts))
     try:
-        fitted = calibrate(session.runner, text, rank, lambda part: bar.advance(part * cost))
+        return calibrate(session.runner, text, rank, lambda part: bar.advance(part * cost))
     except UnknownLayers as unknown:
         raise InputError(f"this model's queries cannot be predicted: {unknown}") from unknown
-    return fitted.layers, fitted.channels, fitted.skews
 
 
-def _reuse(path: Path, model: ModelIdentity) -> Fitted:
+def _reuse(path: Path, model: ModelIdentity) -> Calibration:
     other = load_profile(path)
     other.check(model, other.facts.block_tokens, other.facts.budget_tokens)
     facts = other.facts
@@ -124,7 +120,7 @@ def _reuse(path: Path, model: ModelIdentity) -> Fitted:
         layer: LayerCalibration(correction, facts.ranks[layer], facts.cosine_raw[layer], facts.cosine_calibrated[layer])
         for layer, correction in other.corrections.items()
     }
-    return fitted, other.channels, other.skews
+    return Calibration(fitted, other.channels, other.skews, other.steps)
 
 
 def _facts(

@@ -45,10 +45,10 @@ class AttentionBuffers:
     """Result of the layer that is being attended, and the workspace in which CTAs exchange partial results."""
 
     def __init__(
-        self, shape: DeviceShape, dtype: torch.dtype, pool_dtype: torch.dtype, device: torch.device | str
+        self, shape: DeviceShape, dtype: torch.dtype, kept_dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        """Allocate the result. ``dtype``: of the model. ``pool_dtype``: of keys and values in the pool."""
-        self._shape, self._pool_dtype, self._device = shape, pool_dtype, device
+        """Allocate the result. ``dtype``: of the model. ``kept_dtype``: of keys and values in device memory."""
+        self._shape, self._kept_dtype, self._device = shape, kept_dtype, device
         self._out = torch.zeros(shape.max_batch, shape.heads * shape.group, shape.dim, dtype=dtype, device=device)
 
     def out(self, count: int) -> torch.Tensor:
@@ -57,7 +57,7 @@ class AttentionBuffers:
     @functools.cache  # noqa: B019 (lives as long as the backend)
     def attending(self, count: int) -> AttendWorkspace:
         shape = self._shape
-        return AttendWorkspace(count, shape.heads, shape.group, shape.dim, self._device, self._pool_dtype)
+        return AttendWorkspace(count, shape.heads, shape.group, shape.dim, self._device, self._kept_dtype)
 
 
 class PartialBuffers:

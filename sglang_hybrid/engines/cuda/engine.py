@@ -114,7 +114,10 @@ class CudaEngine(Engine):
         codes = _program_of(config).layer_codes(config, pool, model.part)
         self._layers = [
             DeviceLayer(
-                HostPool(region, keys, values), _digests(pool, layer, model.dtype), codes[layer] if codes else None
+                HostPool(region, keys, values),
+                _digests(pool, layer, model.dtype),
+                codes[layer] if codes else None,
+                model.code_steps[layer] if model.code_steps else None,
             )
             for layer, (keys, values) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True))
         ]
@@ -196,10 +199,11 @@ class CudaEngine(Engine):
         if not pages:  # whole requests are never held
             return read
         # either each row has the same number of slots, or all rows share one memory
-        most = pages if self.program.is_dense else pages // self._shape.rows
+        most = pages if self.program.is_dense else self.program.blocks_per_row
+        total = pages if self.program.is_dense else most * self._shape.rows
         used = sum(min(-(-length // BLOCK_TOKENS), most) for length in self._lengths)
         holds = None if self._whole_requests is None else self.program.is_dense
-        return dataclasses.replace(read, slots=pages, slots_used=used, holds_whole_requests=holds)
+        return dataclasses.replace(read, slots=total, slots_used=used, holds_whole_requests=holds)
 
     def describe_worker(self) -> dict[str, Any] | None:
         return self._supervisor.describe() if self._supervisor else None

@@ -88,7 +88,7 @@ class StepProgram(ABC):
         device, dtype = layers[0].digests.digests.device, layers[0].digests.dtype
         self._layers, self._shape = list(layers), shape
         self.step = StepBuffers(shape.rows, shape.max_batch, shape.max_blocks, device, whole=whole)
-        self._attention = AttentionBuffers(shape, dtype, layers[0].pool.keys.dtype, device)
+        self._attention = AttentionBuffers(shape, dtype, memory.keys[0].dtype, device)
         self.refused = torch.zeros(1, dtype=torch.int64, device=device)  # page and slot numbers that were out of bounds
         self.dense = WholeRequests(layers, shape, memory, self.step, self._attention, self.refused, handover)
         self.is_dense = False  # whether the steps that are launched or recorded hold whole rows
@@ -118,6 +118,11 @@ class StepProgram(ABC):
     def near_tokens(self, config: HybridConfig) -> int:
         """Return the number of tokens up to which a row's attention needs neither the worker nor the host pool."""
         return config.budget_tokens
+
+    @property
+    def blocks_per_row(self) -> int:
+        """Return the blocks of a row that device memory holds while whole rows are not held."""
+        return self.dense.pages // self._shape.rows
 
     # -- rows --------------------------------------------------------------------------------
 
@@ -194,10 +199,14 @@ class SlotProgram(StepProgram):
         self.slots, self.handover = slots, handover
 
     @property
+    def blocks_per_row(self) -> int:
+        return self.slots.keys[0].shape[2]
+
+    @property
     def block_bytes(self) -> int:
-        """Return the bytes of a block's keys and values, of one layer and KV head."""
-        slots = self.slots.keys[0]
-        return 2 * slots.shape[3] * slots.shape[4] * slots.itemsize
+        """Return the bytes of a block's keys and values in the pool, of one layer and KV head."""
+        keys = self._layers[0].pool.keys
+        return 2 * keys[0, 0].numel() * keys.itemsize
 
     def reset_rows(self, rows: torch.Tensor, prefilled: bool = False) -> None:
         rows = rows.to(torch.int64)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.policies.hgca.options import HgcaOptions
-from sglang_hybrid.policies.registry import policy_named
+from sglang_hybrid.policies.registry import keeps_codes_in_slots, policy_named
 from sglang_hybrid.policies.scout.paper import paper_resident_tokens
 from sglang_hybrid.policies.scout.tuning import FIRST_SHARE, FIRST_STEPS, Tuning, resident_tokens_of
 
@@ -39,6 +39,7 @@ class ScoutSettings:
     any_block: tuple[bool, ...]  # per layer, whether every block with this score is a miss, or only selected blocks
     gather_share: float | None  # share of the misses that is copied to the device; None: adapts to traffic
     deadline_s: float
+    has_codes: bool = False  # whether slots keep codes of 8 bits, of which each layer has the steps
     early_recalls: int = FIRST_STEPS  # first steps of a row in which all layers recall
     whole: WholeSteps | None = None
     whole_score: float = -math.inf  # minimum score of a block that is attended in these steps
@@ -112,6 +113,7 @@ def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettin
         any_block=tuning.any_block,
         gather_share=gather_share_of(config),
         deadline_s=config.worker_deadline_ms / 1000,
+        has_codes=keeps_codes_in_slots(config),
         whole=whole,
         whole_score=-math.inf if 0 in tuning.intervals else math.log(FIRST_SHARE * group),
     )

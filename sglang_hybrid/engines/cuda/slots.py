@@ -10,7 +10,10 @@ from sglang_hybrid.ops.reference import NO_BLOCK
 
 
 class BlockMemory:
-    """Keys and values of ``slots`` blocks for every layer, row and KV head: ``[rows, KV heads, slots, 32, dim]``."""
+    """Keys and values of ``slots`` blocks for every layer, row and KV head: ``[rows, KV heads, slots, 32, dim]``.
+
+    ``dtype``: the pool's, or uint8 for codes of 8 bits.
+    """
 
     def __init__(
         self, layers: int, rows: int, heads: int, slots: int, dim: int, dtype: torch.dtype, device: torch.device | str

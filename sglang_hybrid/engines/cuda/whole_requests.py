@@ -7,6 +7,7 @@ device already.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -42,10 +43,11 @@ class WholeRequests:
         device = memory.keys[0].device
         self._memory, self._handover = memory, handover
         self._layers, self._step, self._attention, self._refused = list(layers), step, attention, refused
-        rows, _, slots = memory.keys[0].shape[:3]
-        self.pages = rows * slots  # pages in device memory; 0: whole rows are never held
+        # Pages in device memory; 0: whole rows are never held. Pages are of the pool's dtype, even if slots keep codes.
+        of_page, stored = (shape.heads, BLOCK_TOKENS, shape.dim), layers[0].pool.keys.dtype
+        self.pages = memory.keys[0].nbytes // (math.prod(of_page) * stored.itemsize)
         self._keys, self._values = (
-            [part.view(self.pages, shape.heads, BLOCK_TOKENS, shape.dim) for part in parts]
+            [part.view(-1).view(stored)[: self.pages * math.prod(of_page)].view(self.pages, *of_page) for part in parts]
             for parts in (memory.keys, memory.values)
         )
         no_positions = torch.full((shape.rows, shape.heads, 1), NO_BLOCK, dtype=torch.int32, device=device)
@@ -111,7 +113,9 @@ class WholeRequests:
         The plan keeps the pages of blocks that are not held or do not fit in ``staged``. The caller must call
         ``forget_all`` when all layers are done.
         """
-        self._allocator.move_to_slots(plan, self._memory.keys[layer], self._memory.values[layer], staged)
+        memory = self._memory
+        steps = self._layers[layer].steps if memory.keys[layer].dtype == torch.uint8 else None
+        self._allocator.move_to_slots(plan, memory.keys[layer], memory.values[layer], staged, steps=steps)
 
     def store(
         self,

@@ -1,6 +1,6 @@
 """Attention over the blocks in device memory, and merging of partial attentions.
 
-    keys, values  [rows, H, S, 32, D]      slots belong to rows, not to batch entries
+    keys, values  [rows, H, S, 32, D]      slots belong to rows, not to batch entries; numbers or codes of 8 bits
     positions     [rows, H, S]             block of the row's sequence, -1: empty
 
 If outputs and workspace are passed in, no function here allocates memory or waits, so each can be captured in a CUDA
@@ -22,7 +22,7 @@ from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address, dtyp
 class AttendWorkspace:
     """Device memory for partial results of ``attend_slots``. Launches that run concurrently need separate workspaces.
 
-    ``pool``: dtype of keys and values.
+    ``pool``: dtype of keys and values; uint8 for codes.
     """
 
     def __init__(
@@ -59,10 +59,12 @@ def attend_slots(
     near_bias: torch.Tensor | None = None,
     sink: int = 0,
     recent: int = 0,
+    steps: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``reference.attend_blocks`` over slots: output ``[B, H * G, D]``, natural-log LSE ``[B, H * G]``, float32.
 
-    query ``[B, H * G, D]``; keys and values have the query's dtype or FP8. lengths ``[rows]``: tokens of each row;
+    query ``[B, H * G, D]``; keys and values have the query's dtype or FP8, or are codes (``reference.to_codes``) of
+    ``steps`` ``[2, H, D]``, first those of keys. lengths ``[rows]``: tokens of each row;
     row_of ``[B]``: the row of each batch entry. A block at position p has ``min(32, length - 32 p)`` valid tokens.
     Outputs of batch entries from ``active_rows`` on are not written. ``near_bias`` ``[rows, H, G]`` is added to the
     logits of a row's first ``sink`` blocks, of its tail and of the ``recent`` blocks before the tail.
@@ -82,7 +84,7 @@ def attend_slots(
     launch(
         "attend_slots",
         query=address("query", query, HALVES, (batch, heads * group, dim)),
-        keys=address("keys of slots", keys, pools_for(query.dtype), of_slots),
+        keys=address("keys of slots", keys, pools_for(query.dtype) if steps is None else torch.uint8, of_slots),
         values=address("values of slots", values, keys.dtype, of_slots),
         positions=address("positions of slots", positions, torch.int32, (rows, heads, slots)),
         row_of=address("row_of", row_of, torch.int32, (batch,)),
@@ -90,6 +92,7 @@ def attend_slots(
         active_rows=active_address(active_rows),
         out=address("out", out, torch.float32, (batch, query_heads, dim)),
         lse=address("lse", lse, torch.float32, (batch, query_heads)),
+        steps=address("steps", steps, torch.float32, (2, heads, dim)),
         near_bias=address("near_bias", near_bias, torch.float32, (rows, heads, group)),
         sink=sink,
         recent=recent,
@@ -102,7 +105,7 @@ def attend_slots(
         kv_heads=heads,
         group=group,
         head_dim=dim,
-        dtype=dtype_code(keys.dtype, query.dtype),
+        dtype=dtype_code(keys.dtype if steps is None else query.dtype, query.dtype),
         units=workspace.units,
         slots=slots,
     )

@@ -30,6 +30,7 @@ def gather_blocks(
     count: torch.Tensor | None = None,
     active_rows: torch.Tensor | None = None,
     refused: torch.Tensor | None = None,
+    steps: torch.Tensor | None = None,
     ctas: int = GATHER_CTAS,
 ) -> None:
     """Copy blocks of a layer, keys and values ``[pages, H, 32, D]`` in ``region``, to slots ``[owners, H, N, 32, D]``.
@@ -42,9 +43,11 @@ def gather_blocks(
       block i is copied to slot ``destinations[i]`` = ``(owner * H + head) * N + slot``, which also gives the KV head.
 
     Page and slot numbers are checked on the device. Entries out of bounds are skipped, and their number is added to
-    ``refused`` (one int64). ``ctas``: more CTAs do not make PCIe faster, and slow down kernels that run concurrently.
+    ``refused`` (one int64). With ``steps`` ``[2, H, D]`` the slots get codes, as for ``attend_slots``. ``ctas``: more
+    CTAs do not make PCIe faster, and slow down kernels that run concurrently.
     """
-    owners, heads, slots = key_slots.shape[:3]
+    owners, heads, slots, _, dim = key_slots.shape
+    in_slots = keys.dtype if steps is None else torch.uint8
     _check_blocks(keys, values, key_slots)
     if (destinations is None) != (pages.dim() == 3):
         raise ValueError("pages are [owners, H, N], or a list with destinations")
@@ -59,8 +62,9 @@ def gather_blocks(
         "gather_blocks",
         keys=region.address_of("keys", keys),
         values=region.address_of("values", values),
-        key_slots=address("key_slots", key_slots, keys.dtype, tuple(key_slots.shape)),
-        value_slots=address("value_slots", value_slots, values.dtype, tuple(key_slots.shape)),
+        key_slots=address("key_slots", key_slots, in_slots, tuple(key_slots.shape)),
+        value_slots=address("value_slots", value_slots, in_slots, tuple(key_slots.shape)),
+        steps=address("steps", steps, torch.float32, (2, heads, dim)),
         pages=address("pages", pages, torch.int32, shape),
         destinations=address("destinations", destinations, torch.int32, shape),
         count=None if counted is None else address("the number of entries", counted.view(-1), torch.int32, (1,)),
@@ -73,6 +77,7 @@ def gather_blocks(
         slots=slots,
         block_bytes=keys[0, 0].numel() * keys.itemsize,
         ctas=ctas,
+        dtype=0 if steps is None else dtype_code(keys.dtype),
     )
 
 

@@ -21,6 +21,7 @@ from sglang_hybrid.ops.cuda.library import launch
 from sglang_hybrid.ops.cuda.selection import RecallPlan
 from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code, pools_for
+from sglang_hybrid.ops.reference import FP8
 
 MOVE_CTAS = 1024  # source and destination are in device memory, so use all multiprocessors
 
@@ -91,17 +92,21 @@ class PageAllocator:
         values: torch.Tensor,
         staged: StagedBlocks,
         *,
+        steps: torch.Tensor | None = None,
         ctas: int = MOVE_CTAS,
     ) -> None:
         """Move the plan's blocks from device pages to their slots: keys and values ``[rows, H, S, 32, D]`` of a layer.
 
         Slots and pages are the same memory, so the layer's pages are invalid afterwards. All blocks are copied to
         ``staged`` before the first slot is written. A moved block gets page -1 in the plan. A block that no device page
-        holds, or for which ``staged`` is too small, keeps its page in the plan: copy it by ``gather_blocks``.
+        holds, or for which ``staged`` is too small, keeps its page in the plan: copy it by ``gather_blocks``. With
+        ``steps`` ``[2, H, D]`` the slots get codes, as for ``attend_slots``; pages keep numbers.
         """
         rows, heads, slots = keys.shape[:3]
-        block = tuple(keys.shape[3:])
-        if heads != self.heads or rows * slots != self.table.device_pages or rows != self.table.pages.shape[0]:
+        block, stored = tuple(keys.shape[3:]), staged.keys.dtype
+        in_slots = stored if steps is None else torch.uint8
+        pages = rows * slots * keys.itemsize // stored.itemsize
+        if heads != self.heads or pages != self.table.device_pages or rows != self.table.pages.shape[0]:
             raise ValueError(
                 f"slots {tuple(keys.shape)} are not the memory of {self.table.device_pages} pages of {self.heads} heads"
             )
@@ -112,16 +117,19 @@ class PageAllocator:
                 plan=plan.arguments(),
                 table=self.table.arguments(),
                 renewed=address("renewed", self._renewed, torch.int32, (rows,)),
-                keys=address("keys", keys, HALVES, (rows, heads, slots, *block)),
-                values=address("values", values, keys.dtype, (rows, heads, slots, *block)),
-                staged_keys=address("staged keys", staged.keys, keys.dtype, of_staging),
-                staged_values=address("staged values", staged.values, keys.dtype, of_staging),
+                keys=address("keys", keys, in_slots, (rows, heads, slots, *block)),
+                values=address("values", values, in_slots, (rows, heads, slots, *block)),
+                staged_keys=address("staged keys", staged.keys, (*HALVES, FP8), of_staging),
+                staged_values=address("staged values", staged.values, stored, of_staging),
+                steps=address("steps", steps, torch.float32, (2, heads, block[1])),
+                slot_blocks=rows * heads * slots,
                 staged_blocks=staged.keys.shape[0],
                 kv_heads=heads,
                 slots=slots,
-                block_bytes=keys[0, 0, 0].numel() * keys.itemsize,
+                block_bytes=staged.keys[0].numel() * stored.itemsize,
                 ctas=ctas,
                 to_slots=to_slots,
+                dtype=0 if steps is None else dtype_code(stored),
             )
 
 

@@ -17,13 +17,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from sglang_hybrid.policies.scout.corrections_file import Shape, channels_of, corrections_of, skews_of, to_tensors
+from sglang_hybrid.policies.scout.corrections_file import (
+    Shape,
+    channels_of,
+    corrections_of,
+    skews_of,
+    steps_of,
+    to_tensors,
+)
 from sglang_hybrid.policies.scout.fit_predictor import LayerCalibration
 from sglang_hybrid.policies.scout.predictor import Correction
 from sglang_hybrid.policies.scout.profile_facts import ProfileError
 
 # Raise this number with every change of the file, of the text that is fitted on, or of the way of fitting.
-FORMAT = 3
+FORMAT = 4
 _METADATA_KEY = "sglang_hybrid_calibration"
 
 
@@ -54,11 +61,12 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Calibration:
-    """The predictor of all layers of one rank, the order of the keys' channels, and their skew."""
+    """The predictor of all layers of one rank, the order of the keys' channels, their skew, and steps of codes."""
 
     layers: dict[int, LayerCalibration]  # without the first layer, whose query is never predicted
     channels: dict[int, torch.Tensor]
     skews: dict[int, torch.Tensor] = field(default_factory=dict)
+    steps: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def corrections(self) -> dict[int, Correction]:
@@ -113,4 +121,6 @@ def load_calibration(path: Path, key: CalibrationKey) -> Calibration | None:
         layer: LayerCalibration(correction, facts.ranks[layer], facts.cosine_raw[layer], facts.cosine[layer])
         for layer, correction in corrections.items()
     }
-    return Calibration(layers, channels_of(tensors, key.shape), skews_of(tensors, key.shape))
+    return Calibration(
+        layers, channels_of(tensors, key.shape), skews_of(tensors, key.shape), steps_of(tensors, key.shape)
+    )

@@ -1,4 +1,4 @@
-"""Corrections, channel orders and skews as named tensors: the common part of profile and calibration files."""
+"""Corrections, channel orders, skews and steps as named tensors: the common part of profile and calibration files."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ class Calibrated(Protocol):
     @property
     def skews(self) -> Mapping[int, torch.Tensor]: ...  # by layer [KV heads, head_dim, head_dim], see infinigen.skew
 
+    @property
+    def steps(self) -> Mapping[int, torch.Tensor]: ...  # by layer [2, KV heads, head_dim], see code_steps
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -47,6 +50,7 @@ def to_tensors(calibrated: Calibrated) -> dict[str, torch.Tensor]:
     layers.N.left, .right, .bias    the correction of predicted queries; no right: left is the whole matrix
     layers.N.channels               [KV heads, head_dim] uint8, the most telling channel first
     layers.N.skew                   [KV heads, head_dim, head_dim] float32, the most telling column first
+    layers.N.steps                  [2, KV heads, head_dim] float32, of the 8-bit codes of keys and of values
     """
     tensors = {}
     for layer, correction in calibrated.corrections.items():
@@ -58,6 +62,8 @@ def to_tensors(calibrated: Calibrated) -> dict[str, torch.Tensor]:
         tensors[f"layers.{layer}.channels"] = order.to(torch.uint8).contiguous()
     for layer, skew in calibrated.skews.items():
         tensors[f"layers.{layer}.skew"] = skew.float().contiguous()
+    for layer, steps in calibrated.steps.items():
+        tensors[f"layers.{layer}.steps"] = steps.float().contiguous()
     return tensors
 
 
@@ -108,6 +114,28 @@ def skews_of(tensors: Mapping[str, torch.Tensor], shape: Shape) -> dict[int, tor
             )
         skews[layer] = skew.float()
     return skews
+
+
+def steps_of(tensors: Mapping[str, torch.Tensor], shape: Shape) -> dict[int, torch.Tensor]:
+    """Return the steps by layer. Raise ProfileError for steps by which nothing can be divided."""
+    found = {}
+    for layer in range(shape.layers):
+        steps = tensors.get(f"layers.{layer}.steps")
+        if steps is None:
+            continue
+        if steps.shape != (2, shape.kv_heads, shape.head_dim) or not _have_reciprocals(steps):
+            raise ProfileError(
+                f"damaged: the steps of layer {layer} must be positive and finite, for keys and values of "
+                f"{shape.head_dim} channels for each of {shape.kv_heads} KV heads"
+            )
+        found[layer] = steps.float()
+    return found
+
+
+def _have_reciprocals(steps: torch.Tensor) -> bool:
+    # 1 / tiny is finite, and smaller positive numbers may count as 0
+    numbers = steps.float()
+    return bool((numbers.isfinite() & (numbers >= torch.finfo(torch.float32).tiny)).all())
 
 
 def _is_orthogonal(skew: torch.Tensor) -> bool:

@@ -23,6 +23,14 @@ class ScoutOptions(msgspec.Struct, frozen=True, kw_only=True):
             "included. auto is budget_tokens; with 0 only those blocks stay.",
         ),
     ] = "auto"
+    slot_dtype: Annotated[
+        Literal["int8", "model"],
+        Meta(
+            description="Storage of resident blocks in GPU memory: that of the KV cache, or int8, which takes half of "
+            "the memory of a 16-bit cache and half of the time to read, and needs a calibration or a profile. Blocks "
+            "in host memory and whole requests are stored as ever.",
+        ),
+    ] = "model"
     resident_bonus: Annotated[
         _Bonus,
         Meta(

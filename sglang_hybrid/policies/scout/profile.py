@@ -15,7 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from sglang_hybrid.policies.scout.corrections_file import Shape, channels_of, corrections_of, skews_of, to_tensors
+from sglang_hybrid.policies.scout.corrections_file import (
+    Shape,
+    channels_of,
+    corrections_of,
+    skews_of,
+    steps_of,
+    to_tensors,
+)
 from sglang_hybrid.policies.scout.predictor import Correction
 from sglang_hybrid.policies.scout.profile_facts import (
     METADATA_KEY,
@@ -39,14 +46,17 @@ class Profile:
         corrections: dict[int, Correction],
         channels: dict[int, torch.Tensor] | None = None,
         skews: dict[int, torch.Tensor] | None = None,
+        steps: dict[int, torch.Tensor] | None = None,
     ) -> None:
         self.facts = facts
         self.corrections = corrections  # by layer; the first layer has none
         self.channels = channels or {}  # by layer [KV heads, head_dim]: channels of keys, most informative first
         self.skews = skews or {}  # by layer [KV heads, head_dim, head_dim]: see infinigen.skew; old profiles lack it
+        self.steps = steps or {}  # by layer [2, KV heads, head_dim]: see code_steps; old profiles lack them
 
     def with_facts(self, **changes: Any) -> Profile:
-        return Profile(msgspec.structs.replace(self.facts, **changes), self.corrections, self.channels, self.skews)
+        facts = msgspec.structs.replace(self.facts, **changes)
+        return Profile(facts, self.corrections, self.channels, self.skews, self.steps)
 
     @property
     def bonus(self) -> tuple[float, ...]:
@@ -102,4 +112,10 @@ def _load(path: Path) -> Profile:
         raise ProfileError(f"damaged: {', '.join(short)} must have one value for each of {layers} layers")
     model = facts.model
     shape = Shape(layers, model.hidden, model.query_heads, model.kv_heads, model.head_dim)
-    return Profile(facts, corrections_of(tensors, shape), channels_of(tensors, shape), skews_of(tensors, shape))
+    return Profile(
+        facts,
+        corrections_of(tensors, shape),
+        channels_of(tensors, shape),
+        skews_of(tensors, shape),
+        steps_of(tensors, shape),
+    )

@@ -42,10 +42,15 @@ def plan(available: int, rows: int, config: HybridConfig = SETTINGS, *, cuda_gra
     return plan_device(available, config, SHAPE, rows, context=4096, device="cuda", cuda_graphs=cuda_graphs)
 
 
+@pytest.mark.parametrize("slot_dtype", [torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("whole_requests", ["auto", "never"])
-def test_the_slots_of_a_row_take_what_the_engine_allocates_for_it(whole_requests: Literal["auto", "never"]) -> None:
+def test_the_slots_of_a_row_take_what_the_engine_allocates_for_it(
+    whole_requests: Literal["auto", "never"], slot_dtype: torch.dtype
+) -> None:
     config, shape = msgspec.structs.replace(SETTINGS, whole_requests=whole_requests), replace(SHAPE, group=4)
-    slots = ResidentSlots(3, 1, 2, slots_of(config), 64, torch.bfloat16, "cpu")
+    if slot_dtype == torch.uint8:
+        config = config.with_section(msgspec.structs.replace(config.scout, slot_dtype="int8"))
+    slots = ResidentSlots(3, 1, 2, slots_of(config), 64, slot_dtype, "cpu")
     taken = sum(part.nbytes for part in (*slots.keys, *slots.values, slots.all_positions))
     if whole_requests == "auto":
         of_device = DeviceShape(rows=1, max_batch=1, max_blocks=128, heads=2, group=4, dim=64, pool_pages=1)

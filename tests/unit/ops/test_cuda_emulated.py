@@ -18,7 +18,7 @@ TESTS = Path(__file__).resolve().parents[2]
 # all of them, because a process takes seconds to start.
 DEVICE_ALONE = {
     "test_cuda_attention.py": 2,
-    "test_cuda_copies.py test_cuda_digests.py test_cuda_dense.py test_cuda_fp8.py": 1,
+    "test_cuda_copies.py test_cuda_digests.py test_cuda_dense.py test_cuda_fp8.py test_cuda_slot_codes.py": 1,
     "test_cuda_finishing.py": 1,
     "test_cuda_gather.py test_cuda_key_codes.py test_cuda_posted_sums.py test_cuda_near_bias.py": 1,
     "test_cuda_kept_tokens.py": 1,

@@ -30,7 +30,8 @@ def some_calibration() -> Calibration:
     order = torch.stack([torch.randperm(4) for _ in range(2)])
     layers = {1: LayerCalibration(thin, 3, 0.5, 0.9), 2: LayerCalibration(full, 12, 0.6, 0.8)}
     skew = torch.linalg.qr(torch.randn(2, 4, 4)).Q
-    return Calibration(layers, dict.fromkeys(range(3), order), dict.fromkeys(range(3), skew))
+    steps = {layer: torch.rand(2, 2, 4) + 0.01 for layer in range(3)}
+    return Calibration(layers, dict.fromkeys(range(3), order), dict.fromkeys(range(3), skew), steps)
 
 
 def letters(text: str) -> Sequence[int]:
@@ -77,6 +78,8 @@ def test_a_calibration_comes_back_as_it_was_saved(tmp_path: Path) -> None:
         assert (found.layers[layer].rank, found.layers[layer].cosine) == (one.rank, one.cosine)
     assert all(torch.equal(found.channels[layer], order) for layer, order in made.channels.items())
     assert all(torch.equal(found.skews[layer], skew) for layer, skew in made.skews.items())
+    assert list(found.steps) == [0, 1, 2]
+    assert all(torch.equal(found.steps[layer], steps) for layer, steps in made.steps.items())
     assert "0.850" in made.summary()
 
 
@@ -121,6 +124,24 @@ def test_a_skew_that_changes_products_or_does_not_fit_is_refused(tmp_path: Path,
     made.skews[1] = skew
     made.save(tmp_path / "calibration")
     with pytest.raises(ProfileError, match="the skew of layer 1 must be an orthogonal matrix"):
+        load_calibration(tmp_path / "calibration", KEY)
+
+
+@pytest.mark.parametrize(
+    ("shape", "one"),
+    [
+        *(((2, 2, 4), one) for one in (0.0, -1.0, torch.nan, torch.inf, 1e-42)),
+        *((shape, 1.0) for shape in ((2, 3, 4), (2, 2, 5), (1, 2, 4), (2, 4))),
+    ],
+)
+def test_steps_that_do_not_fit_or_by_which_nothing_can_be_divided_are_refused(
+    tmp_path: Path, shape: tuple[int, ...], one: float
+) -> None:
+    made = some_calibration()
+    made.steps[1] = torch.ones(shape)
+    made.steps[1].view(-1)[-1] = one
+    made.save(tmp_path / "calibration")
+    with pytest.raises(ProfileError, match="the steps of layer 1 must be positive and finite"):
         load_calibration(tmp_path / "calibration", KEY)
 
 

@@ -104,6 +104,26 @@ def test_a_profile_comes_back_as_it_was_saved(path: Path) -> None:
                 assert torch.equal(before, after)
 
 
+def test_steps_come_back_as_they_were_saved_and_other_facts_leave_them(path: Path) -> None:
+    steps = {layer: torch.rand(2, MODEL.kv_heads, MODEL.head_dim) + 0.01 for layer in range(LAYERS)}
+    saved = Profile(FACTS, {}, steps=steps).with_facts(beta=0.5)
+    saved.save(path)
+    loaded = load_profile(path)
+    assert loaded.facts.beta == 0.5
+    assert list(loaded.steps) == list(steps)
+    assert all(torch.equal(loaded.steps[layer], of_layer) for layer, of_layer in steps.items())
+
+
+def test_a_profile_that_is_older_than_its_steps_has_none(path: Path) -> None:
+    some_profile().save(path)
+    assert load_profile(path).steps == {}
+
+
+def test_steps_that_do_not_fit_the_model_are_damage_of_their_layer(path: Path) -> None:
+    save_raw(path, lambda _: None, {"layers.2.steps": torch.zeros(2, MODEL.kv_heads, MODEL.head_dim)})
+    assert refusal(path).startswith("damaged: the steps of layer 2 must be positive and finite")
+
+
 def test_a_profile_without_corrections_is_a_profile(path: Path) -> None:
     Profile(FACTS, {}).save(path)
     assert load_profile(path).corrections == {}

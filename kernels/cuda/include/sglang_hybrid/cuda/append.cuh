@@ -3,6 +3,7 @@
 
 #include "sglang_hybrid/cuda/digest_blocks.cuh"
 #include "sglang_hybrid/cuda/memory.cuh"
+#include "sglang_hybrid/cuda/slot_codes.cuh"
 #include "sglang_hybrid/cuda/slot_table.cuh"
 
 namespace sglang_hybrid::cuda {
@@ -37,12 +38,12 @@ __device__ inline void keep_queries(const sh_append& args, uint32_t entry, uint3
     if (threadIdx.x == digest_threads - 1 && head == 0) args.kept_lengths[row] = args.step.lengths[entry];
 }
 
-// A CTA for each (batch entry, KV head). Keys and values are `Element`s and are stored as `Stored`; digests are computed from
-// the stored keys.
-template <class Element, class Stored>
+// A CTA for each (batch entry, KV head). Keys and values are `Element`s and are stored as `Stored`, in slots as codes if kCoded.
+// Digests are computed from the stored keys: from those in the slot, if the tail has one.
+template <class Element, class Stored, bool kCoded>
 __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_constant__ sh_append args) {
     using Chunk = Eight<Element, Stored>;
-    using Bits = typename Chunk::Bits;
+    using Slots = SlotEight<Element, Stored, kCoded>;
     __shared__ __align__(16) SharedBlock block;
     __shared__ TailSlot tail;
     const uint32_t heads = args.digests.kv_heads, dim = args.digests.head_dim, row_chunks = dim / 8;
@@ -90,12 +91,12 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
     const uint32_t token = static_cast<uint32_t>(length - 1) % block_tokens;
     const uint64_t in_pool_block = uint64_t{static_cast<uint32_t>(page)} * heads + head;
     const uint64_t block_chunks = uint64_t{block_tokens} * row_chunks;
-    const auto chunks_of = [](void* memory, uint64_t first) { return static_cast<Bits*>(memory) + first; };
     auto* const shared_keys = reinterpret_cast<uint4*>(block.keys);
-    auto* const key_slot = chunks_of(args.key_slots, in_slots * block_chunks);
-    auto* const value_slot = chunks_of(args.value_slots, in_slots * block_chunks);
-    auto* const pool_keys = chunks_of(args.pool_keys, in_pool_block * block_chunks);
-    auto* const pool_values = chunks_of(args.pool_values, in_pool_block * block_chunks);
+    auto* const key_slot = static_cast<typename Slots::Bits*>(args.key_slots) + in_slots * block_chunks;
+    auto* const value_slot = static_cast<typename Slots::Bits*>(args.value_slots) + in_slots * block_chunks;
+    auto* const pool_keys = static_cast<typename Chunk::Bits*>(args.pool_keys) + in_pool_block * block_chunks;
+    auto* const pool_values = static_cast<typename Chunk::Bits*>(args.pool_values) + in_pool_block * block_chunks;
+    const CodeSteps steps(args.steps, heads, dim, head);
 
     // digests of tails are not read while whole rows are held: they are computed with the block's last token
     const bool is_due = !args.keys || !args.dense.pages || token + 1 == block_tokens;
@@ -104,22 +105,31 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
     // earlier tokens come from the pool if the slot does not have them
     const bool from_pool = tail.slot < 0 || tail.is_new;
     for (uint32_t i = threadIdx.x; i < earlier * row_chunks; i += digest_threads) {
-        const Bits key = (from_pool ? pool_keys : key_slot)[i];
-        shared_keys[i] = Chunk::widened(key);
-        if (!from_pool || tail.slot < 0) continue;
-        key_slot[i] = key;
-        value_slot[i] = pool_values[i];
+        const uint32_t channel = i % row_chunks * 8;
+        if (tail.slot < 0) {
+            shared_keys[i] = Chunk::widened(pool_keys[i]);
+            continue;
+        }
+        if (from_pool) {
+            key_slot[i] = Slots::of_pool(pool_keys[i], steps.keys, channel);
+            value_slot[i] = Slots::of_pool(pool_values[i], steps.values, channel);
+        }
+        shared_keys[i] = Slots::widened(key_slot[i], steps.keys, channel);
     }
     for (uint32_t i = threadIdx.x; args.keys && i < row_chunks; i += digest_threads) {
         const uint32_t in_row = head * row_chunks + i, to = token * row_chunks + i;
-        const Bits key = Chunk::stored(static_cast<const uint4*>(args.keys)[entry * args.key_stride / 8 + in_row]);
-        const Bits value = Chunk::stored(static_cast<const uint4*>(args.values)[entry * args.value_stride / 8 + in_row]);
-        shared_keys[to] = Chunk::widened(key);
+        const auto key = Chunk::stored(static_cast<const uint4*>(args.keys)[entry * args.key_stride / 8 + in_row]);
+        const auto value = Chunk::stored(static_cast<const uint4*>(args.values)[entry * args.value_stride / 8 + in_row]);
         pool_keys[to] = key;
         pool_values[to] = value;
-        if (tail.slot < 0) continue;
-        key_slot[to] = key;
-        value_slot[to] = value;
+        if (tail.slot < 0) {
+            shared_keys[to] = Chunk::widened(key);
+            continue;
+        }
+        const auto in_slot = Slots::of_pool(key, steps.keys, i * 8);
+        shared_keys[to] = Slots::widened(in_slot, steps.keys, i * 8);
+        key_slot[to] = in_slot;
+        value_slot[to] = Slots::of_pool(value, steps.values, i * 8);
     }
     const uint32_t tokens = args.keys ? token + 1 : token;
     if (digests && tokens) digest_block<Element>(block, tokens, args.digests, static_cast<uint32_t>(page), head);

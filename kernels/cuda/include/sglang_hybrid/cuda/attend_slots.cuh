@@ -109,6 +109,10 @@ template <>
 struct ProductOf<Fp8> {
     using type = Float16;
 };
+template <>
+struct ProductOf<Coded> {
+    using type = Float16;
+};
 
 // Attention of a warp by online softmax over the tiles that are added. Logits are in units of log2. A lane has two rows of the
 // product.
@@ -116,19 +120,19 @@ template <class Element, int kDim>
 class WarpAttention {
     using Product = typename ProductOf<Element>::type;
     using BlockTile = Tile<kDim, value_bytes<Element>>;
-    static constexpr bool is_fp8 = value_bytes<Element> == 1;
+    static constexpr bool is_byte = value_bytes<Element> == 1;
 
   public:
     static constexpr uint32_t dim_steps = kDim / 16;  // of a product over channels
     static constexpr uint32_t token_tiles = block_tokens / 8;
 
-    // `factors`: of the query's rows, as write_scaled_queries writes them; used with FP8 only.
+    // `factors`: of the query's rows, as write_scaled_queries writes them; used with numbers of one byte only.
     __device__ WarpAttention(uint32_t query, float scale, const float* factors) : query_(query) {
         scales_[0] = scale * log2_e;
-        if constexpr (is_fp8) {
+        if constexpr (is_byte) {
             const uint32_t row = threadIdx.x % warp_size / 4;
-            scales_[1] = scales_[0] * factors[row + 8] * Fp8::unit;
-            scales_[0] *= factors[row] * Fp8::unit;
+            scales_[1] = scales_[0] * factors[row + 8] * Element::unit;
+            scales_[0] *= factors[row] * Element::unit;
         }
     }
 
@@ -155,7 +159,7 @@ class WarpAttention {
     }
 
     __device__ void add_values(uint32_t tile) {
-        if constexpr (is_fp8) add_fp8_values(tile);
+        if constexpr (is_byte) add_byte_values(tile);
         else add_16_bit_values(tile);
     }
 
@@ -173,17 +177,18 @@ class WarpAttention {
         }
     }
 
-    // Write the output [rows][kDim], each row multiplied by factor(row); rows are OutRows<kDim>::stride apart.
+    // Write the output [rows][kDim], each row multiplied by factor(row); rows are OutRows<kDim>::stride apart. `steps`: of the
+    // values' codes, [kDim]; not read if values are no codes.
     template <class Factor>
-    __device__ void write_out(float* out, uint32_t rows, Factor factor) const {
+    __device__ void write_out(float* out, uint32_t rows, const float* steps, Factor factor) const {
         const uint32_t lane = threadIdx.x % warp_size;
 #pragma unroll
         for (uint32_t side = 0; side < 2; ++side) {
             const uint32_t row = lane / 4 + 8 * side;
             if (row >= rows) continue;
             const float weight = factor(row);
-            if constexpr (is_fp8) {
-                write_fp8_row(out + row * OutRows<kDim>::stride, side, weight * Fp8::unit);
+            if constexpr (is_byte) {
+                write_byte_row(out + row * OutRows<kDim>::stride, side, weight * Element::unit, steps);
             } else {
 #pragma unroll
                 for (uint32_t i = 0; i < kDim / 8; ++i) {
@@ -198,13 +203,13 @@ class WarpAttention {
     // Add the products of 16 channels, for all tokens.
     __device__ void multiply_keys(const uint32_t (&query)[4], uint32_t tile, uint32_t step) {
         const uint32_t lane = threadIdx.x % warp_size;
-        if constexpr (is_fp8) {
+        if constexpr (is_byte) {
             uint32_t words[token_tiles];  // four consecutive channels, for which the query is ordered
             load_matrices(words, tile + BlockTile::place(lane, step));
 #pragma unroll
             for (uint32_t i = 0; i < token_tiles; ++i) {
                 uint32_t keys[2];
-                Fp8::widen(keys, words[i]);
+                Element::widen(keys, words[i]);
                 Product::multiply_add(weights_[i], query, keys[0], keys[1]);
             }
         } else {
@@ -238,7 +243,7 @@ class WarpAttention {
 
     // A matrix that is transposed in units of 16 bits has two channels of two tokens in a word: the products get the even
     // channels of 16 first, then the odd ones.
-    __device__ void add_fp8_values(uint32_t tile) {
+    __device__ void add_byte_values(uint32_t tile) {
         uint32_t weights[2][4];
         pack_weights(weights[0], 0);
         pack_weights(weights[1], 1);
@@ -249,21 +254,27 @@ class WarpAttention {
 #pragma unroll
             for (uint32_t step = 0; step < 2; ++step) {
                 uint32_t first[2], second[2];  // of 16 tokens
-                Fp8::widen_across(first, words[2 * step]);
-                Fp8::widen_across(second, words[2 * step + 1]);
+                Element::widen_across(first, words[2 * step]);
+                Element::widen_across(second, words[2 * step + 1]);
                 Product::multiply_add(out_[2 * chunk], weights[step], first[0], second[0]);
                 Product::multiply_add(out_[2 * chunk + 1], weights[step], first[1], second[1]);
             }
         }
     }
 
-    __device__ void write_fp8_row(float* row, uint32_t side, float weight) const {
+    __device__ void write_byte_row(float* row, uint32_t side, float weight, const float* steps) const {
 #pragma unroll
         for (uint32_t chunk = 0; chunk < kDim / 16; ++chunk) {
             const float (&even)[4] = out_[2 * chunk];
             const float (&odd)[4] = out_[2 * chunk + 1];
-            reinterpret_cast<float4*>(row)[chunk * 4 + threadIdx.x % 4] = make_float4(
-                even[2 * side] * weight, odd[2 * side] * weight, even[2 * side + 1] * weight, odd[2 * side + 1] * weight);
+            const uint32_t quad = chunk * 4 + threadIdx.x % 4;
+            float4 of = make_float4(weight, weight, weight, weight);
+            if constexpr (is_coded<Element>) {
+                const float4 step = reinterpret_cast<const float4*>(steps)[quad];
+                of.x *= step.x, of.y *= step.y, of.z *= step.z, of.w *= step.w;
+            }
+            reinterpret_cast<float4*>(row)[quad] = make_float4(even[2 * side] * of.x, odd[2 * side] * of.y,
+                                                               even[2 * side + 1] * of.z, odd[2 * side + 1] * of.w);
         }
     }
 
@@ -283,7 +294,7 @@ class WarpAttention {
 #pragma unroll
             for (uint32_t j = 0; j < 4; ++j) {
                 weights_[i][j] = counts(i * 8 + column + j % 2)
-                                     ? fmaf(weights_[i][j], scales_[is_fp8 ? j / 2 : 0], j / 2 ? lower_bias : upper_bias)
+                                     ? fmaf(weights_[i][j], scales_[is_byte ? j / 2 : 0], j / 2 ? lower_bias : upper_bias)
                                      : -INFINITY;
                 highest[j / 2] = fmaxf(highest[j / 2], weights_[i][j]);
             }
@@ -317,7 +328,7 @@ class WarpAttention {
     }
 
     const uint32_t query_;
-    float scales_[is_fp8 ? 2 : 1];  // of logits, of both rows
+    float scales_[is_byte ? 2 : 1];  // of logits, of both rows
     float weights_[token_tiles][4];
     float out_[kDim / 8][4] = {};
     float maximum_[2] = {-INFINITY, -INFINITY};
@@ -505,10 +516,11 @@ __device__ inline bool is_last(uint32_t& arrived, uint32_t count) {
 
 // Attend to the blocks of a list, and write the result of each warp, weighted as a part of one softmax, to the memory of its
 // tiles. begin(warp, warps) returns an iterator, whose take() returns the blocks of a warp one after the other. `dtype`: of
-// pool and queries. `bias`: [group], for the blocks that get one; or null. Called by a whole CTA.
+// pool and queries; of queries alone, if blocks are codes. `bias`: [group], for the blocks that get one; or null. `steps`: of
+// the codes. Called by a whole CTA.
 template <class Element, int kDim, class Begin>
 __device__ void attend_list(const void* queries, DType dtype, uint32_t group, float scale, const float* bias, char* shared,
-                            const SharedMemory& at, Begin begin) {
+                            const SharedMemory& at, Begin begin, const CodeSteps& steps = {}) {
     using BlockTile = Tile<kDim, value_bytes<Element>>;
     const uint32_t warps = blockDim.x / warp_size, warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
     auto mine = begin(warp, warps);
@@ -532,7 +544,8 @@ __device__ void attend_list(const void* queries, DType dtype, uint32_t group, fl
     wait_for_launch_before();
     auto* const factors = reinterpret_cast<float*>(shared + at.factors);
     if constexpr (value_bytes<Element> == 1) {
-        write_scaled_queries<kDim>(queries, group, dtype == DType::fp8_bf16, shared + at.query, factors);
+        const bool is_bfloat16 = model_dtype<Element>(dtype) == DType::bf16;
+        write_scaled_queries<kDim>(queries, group, is_bfloat16, steps.keys, shared + at.query, factors);
     } else {
         for (uint32_t i = threadIdx.x; i < query_rows * Tile<kDim>::row_chunks; i += blockDim.x) {
             const uint32_t query_row = i / Tile<kDim>::row_chunks;
@@ -572,7 +585,7 @@ __device__ void attend_list(const void* queries, DType dtype, uint32_t group, fl
     __syncthreads();
     // this warp's tiles are free
     attention.write_out(
-        reinterpret_cast<float*>(shared + at.tiles + warp * attend_tiles * block_bytes), group,
+        reinterpret_cast<float*>(shared + at.tiles + warp * attend_tiles * block_bytes), group, steps.values,
         [&](uint32_t r) { return Union(maxima + r, sums + r, warps, query_rows).weight(maxima[warp * query_rows + r]); });
     __syncthreads();
 }
@@ -588,13 +601,16 @@ __device__ void attend_part(const sh_attend_slots& args, char* shared, const Sha
     const uint64_t of_row = (uint64_t{exists ? static_cast<uint32_t>(row) : 0} * args.kv_heads + head) * args.group;
     const float* const bias = args.near_bias ? args.near_bias + of_row : nullptr;
     const auto dtype = static_cast<DType>(args.dtype);
-    attend_list<Element, kDim>(query, dtype, args.group, args.scale, bias, shared, at, [&](uint32_t warp, uint32_t warps) {
+    const auto begin = [&](uint32_t warp, uint32_t warps) {
         const uint32_t end = exists ? min(to, args.slots) : 0;
         return WarpSlots(args, exists ? row : 0, head, exists ? args.lengths[row] : 0, from + warp, warps, end);
-    });
+    };
+    const CodeSteps steps(args.steps, args.kv_heads, kDim, head);
+    attend_list<Element, kDim>(query, dtype, args.group, args.scale, bias, shared, at, begin, steps);
 }
 
-// Warps that a processor has registers for. Small heads and FP8 need so little shared memory that it has room for more warps.
+// Warps that a processor has registers for. Small heads and numbers of one byte need so little shared memory that it has room
+// for more warps.
 inline constexpr uint32_t resident_warps = 12;
 
 template <class Element, int kDim>

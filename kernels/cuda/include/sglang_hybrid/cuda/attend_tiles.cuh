@@ -5,6 +5,7 @@
 #include "sglang_hybrid/cuda/elements.cuh"
 #include "sglang_hybrid/cuda/fp8.cuh"
 #include "sglang_hybrid/cuda/memory.cuh"
+#include "sglang_hybrid/cuda/slot_codes.cuh"
 
 namespace sglang_hybrid::cuda {
 
@@ -62,7 +63,7 @@ struct OutRows {
 
 struct SharedMemory {
     uint32_t query;    // [16][kDim]
-    uint32_t factors;  // [16] float: what products of each row have to be multiplied by; only with FP8
+    uint32_t factors;  // [16] float: what products of each row have to be multiplied by; only with numbers of one byte
     uint32_t maxima;   // [warps][16] float
     uint32_t sums;     // [warps][16] float
     uint32_t tiles;    // [warps][3]

@@ -33,6 +33,8 @@ struct sh_attend_slots {
     const int32_t* active_rows;
     const float* near_bias;  // [rows][KV head][group], or null: added to the logits of sink, recent and tail blocks. Weights
     // and LSE include the bias
+    const float* steps;  // [2][KV head][head_dim], or null. Given: keys and values are codes of one byte (slot_codes.cuh), and
+    // `dtype` is the query's; first the steps of keys, then those of values
     float* out;  // [batch][KV head][group][head_dim]; 0 where there is no token to attend to
     float* lse;  // [batch][KV head][group], natural logarithm
     // Workspace: memory for `units` partial results, and [batch][KV head] words that are 0 before and after a launch.
@@ -84,6 +86,7 @@ struct sh_gather_blocks {
     const void* values;  // as keys
     void* key_slots;
     void* value_slots;
+    const float* steps;  // as for sh_attend_slots. Given: blocks of `dtype` become codes in the slots
     const int32_t* pages;
     const int32_t* destinations;  // null: entry i goes to slot i
     const int32_t* count;  // the list has *count * per_count entries, at most `capacity`; null: `capacity` entries
@@ -94,8 +97,9 @@ struct sh_gather_blocks {
     uint32_t pool_pages;
     uint32_t kv_heads;
     uint32_t slots;
-    uint32_t block_bytes;  // of a block's keys, or of its values; a multiple of 16
+    uint32_t block_bytes;  // of a block's keys in the pool, or of its values; a multiple of 16
     uint32_t ctas;  // few: more CTAs do not make PCIe faster
+    uint32_t dtype;  // DType of the pool, with steps
 };
 
 // -- mailbox -----------------------------------------------------------------------------------------------------------

@@ -70,7 +70,8 @@ struct sh_let_rows_go {
 
 // Move blocks of a plan from the pages of held rows to the staging; or from the staging to their slots. Pages and slots are the
 // same memory: block (page p, KV head h) is block p * kv_heads + h of it, slot s of (row r, KV head h) is block
-// (r * kv_heads + h) * slots + s. Entry i of the plan is staged in block i of the staging, and has page -1 from then on.
+// (r * kv_heads + h) * slots + s. Entry i of the plan is staged in block i of the staging, and has page -1 from then on. Blocks
+// of codes have half as many bytes as pages and staged blocks.
 struct sh_move_held {
     sh_plan plan;
     sh_dense_table table;
@@ -79,12 +80,16 @@ struct sh_move_held {
     void* values;            // as keys
     void* staged_keys;       // [staged_blocks] blocks
     void* staged_values;     // as staged_keys
+    const float* steps;      // as for sh_attend_slots. Given: slots are codes of numbers of `dtype`
+    uint64_t slot_blocks;    // blocks of all slots
     uint32_t staged_blocks;
     uint32_t kv_heads;
     uint32_t slots;
-    uint32_t block_bytes;  // of a block's keys, or of its values; a multiple of 16
+    uint32_t block_bytes;  // of a page's keys, or of its values; a multiple of 16
     uint32_t ctas;
     uint32_t to_slots;  // 1: from the staging to slots, 0: from pages to the staging
+    uint32_t dtype;     // DType of pages, with steps
+    uint32_t unused;
 };
 
 // Attention of one token for each (batch entry, KV head) over all blocks of its row.

@@ -4,6 +4,8 @@
 // model's dtype is.
 #pragma once
 
+#include <type_traits>
+
 #include "sglang_hybrid/block_attention.h"
 #include "sglang_hybrid/cuda/elements.cuh"
 #include "sglang_hybrid/cuda/halves.cuh"
@@ -76,7 +78,7 @@ inline constexpr uint32_t value_bytes<Fp8> = 1;
 // Return the dtype of queries and results over a pool of `Element`. `dtype` is that of pool and queries.
 template <class Element>
 __device__ DType model_dtype(DType dtype) {
-    if constexpr (value_bytes<Element> == 1) return dtype == DType::fp8_bf16 ? DType::bf16 : DType::fp16;
+    if constexpr (std::is_same_v<Element, Fp8>) return dtype == DType::fp8_bf16 ? DType::bf16 : DType::fp16;
     else return dtype;
 }
 

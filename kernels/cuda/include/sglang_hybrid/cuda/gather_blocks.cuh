@@ -5,7 +5,7 @@
 #pragma once
 
 #include "sglang_hybrid/cuda/c_api.h"
-#include "sglang_hybrid/cuda/copy_block.cuh"
+#include "sglang_hybrid/cuda/encode_block.cuh"
 
 namespace sglang_hybrid::cuda {
 
@@ -18,7 +18,8 @@ __device__ inline uint32_t entries_of(const sh_gather_blocks& list) {
 }
 
 // Lists may be mostly empty: a CTA checks as many entries at once as it has threads, every gridDim-th entry of the list, and
-// then copies the blocks of those that have a page.
+// then copies the blocks of those that have a page. Element: as for copy_to_slot.
+template <class Element>
 __global__ void __launch_bounds__(gather_threads) gather_blocks(const __grid_constant__ sh_gather_blocks list) {
     __shared__ uint32_t found_pages[gather_threads];
     __shared__ uint64_t found_slots[gather_threads];
@@ -43,9 +44,11 @@ __global__ void __launch_bounds__(gather_threads) gather_blocks(const __grid_con
         }
         __syncthreads();
         for (uint32_t i = 0; i < found; ++i) {
-            const uint64_t head = found_slots[i] / list.slots % list.kv_heads;
-            copy_block({list.keys, list.values}, uint64_t{found_pages[i]} * list.kv_heads + head,
-                       {list.key_slots, list.value_slots}, found_slots[i], list.block_bytes);
+            const uint32_t head = static_cast<uint32_t>(found_slots[i] / list.slots % list.kv_heads);
+            const uint32_t head_dim = list.block_bytes / (block_tokens * sizeof(uint16_t));  // with steps
+            copy_to_slot<Element>({list.keys, list.values}, uint64_t{found_pages[i]} * list.kv_heads + head,
+                                  {list.key_slots, list.value_slots}, found_slots[i], list.block_bytes,
+                                  CodeSteps(list.steps, list.kv_heads, head_dim, head));
         }
         __syncthreads();  // before other threads overwrite what this one still reads
     }

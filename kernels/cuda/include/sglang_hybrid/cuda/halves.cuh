@@ -36,6 +36,13 @@ __device__ inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
     return product;
 }
 
+// Return the differences of two pairs of float16.
+__device__ inline uint32_t subtract_halves(uint32_t a, uint32_t b) {
+    uint32_t difference;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+    return difference;
+}
+
 // Return the lower of two bfloat16 for each half of a pair; of NaN and a number, the number.
 __device__ inline uint32_t lower_bfloat16(uint32_t a, uint32_t b) {
     uint32_t lower;

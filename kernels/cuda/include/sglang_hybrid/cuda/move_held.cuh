@@ -2,8 +2,8 @@
 // memory: a first launch copies the blocks that it finds in pages to a staging, and only a second launch writes slots.
 #pragma once
 
-#include "sglang_hybrid/cuda/copy_block.cuh"
 #include "sglang_hybrid/cuda/dense_api.h"
+#include "sglang_hybrid/cuda/encode_block.cuh"
 
 namespace sglang_hybrid::cuda {
 
@@ -18,19 +18,23 @@ __device__ inline int64_t held_block(const sh_move_held& args, uint64_t slot, in
     return static_cast<int64_t>(uint64_t{static_cast<uint32_t>(page)} * args.kv_heads + head);
 }
 
-// CTAs take entries in turn. A staged entry has page -1 from then on, so that it is not gathered from the host pool.
+// CTAs take entries in turn. A staged entry has page -1 from then on, so that it is not gathered from the host pool. Element:
+// as for copy_to_slot.
+template <class Element>
 __global__ void __launch_bounds__(copy_threads) move_held(const __grid_constant__ sh_move_held args) {
     const int32_t count = *args.plan.count;
     const uint64_t listed = count < 0 ? 0 : min(static_cast<uint64_t>(count), args.plan.capacity);
     const uint64_t entries = min(listed, uint64_t{args.staged_blocks});
-    const uint64_t blocks = uint64_t{args.table.device_pages} * args.kv_heads;
     for (uint64_t i = blockIdx.x; i < entries; i += gridDim.x) {
         const int32_t slot = args.plan.destinations[i];
-        if (slot < 0 || static_cast<uint64_t>(slot) >= blocks) continue;
+        if (slot < 0 || static_cast<uint64_t>(slot) >= args.slot_blocks) continue;
         if (args.to_slots) {
             if (args.plan.pages[i] != -1) continue;
-            copy_block({args.staged_keys, args.staged_values}, i, {args.keys, args.values}, static_cast<uint64_t>(slot),
-                       args.block_bytes);
+            const uint32_t head = static_cast<uint32_t>(slot) / args.slots % args.kv_heads;
+            const uint32_t head_dim = args.block_bytes / (block_tokens * sizeof(uint16_t));  // with steps
+            copy_to_slot<Element>({args.staged_keys, args.staged_values}, i, {args.keys, args.values},
+                                  static_cast<uint64_t>(slot), args.block_bytes,
+                                  CodeSteps(args.steps, args.kv_heads, head_dim, head));
         } else {
             const int64_t from = held_block(args, static_cast<uint64_t>(slot), args.plan.positions[i]);
             if (from < 0) continue;

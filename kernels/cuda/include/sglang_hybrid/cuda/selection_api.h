@@ -71,6 +71,8 @@ struct sh_append {
     uint64_t value_stride;
     void* key_slots;  // [row][KV head][slots][32][head_dim]
     void* value_slots;  // as key_slots
+    const float* steps;  // as for sh_attend_slots. Given: slots are codes, and digests of a tail with a slot are computed from
+    // what the codes stand for; not with `dense`
     void* pool_keys;  // a layer of the pool, at its device address: [page][KV head][32][head_dim]
     void* pool_values;  // as pool_keys
     const float* scores;  // of the last selection, as for sh_select_blocks: they decide which resident block gives up its slot

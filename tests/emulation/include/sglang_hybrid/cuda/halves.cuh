@@ -21,6 +21,10 @@ inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
     const auto product = [](uint32_t x, uint32_t y) { return Float16Values::widen(x) * Float16Values::widen(y); };
     return Float16::pack(product(a & 0xFFFF, b & 0xFFFF), product(a >> 16, b >> 16));
 }
+inline uint32_t subtract_halves(uint32_t a, uint32_t b) {
+    const auto difference = [](uint32_t x, uint32_t y) { return Float16Values::widen(x) - Float16Values::widen(y); };
+    return Float16::pack(difference(a & 0xFFFF, b & 0xFFFF), difference(a >> 16, b >> 16));
+}
 inline uint32_t lower_bfloat16(uint32_t a, uint32_t b) {
     const auto value = [](uint32_t bits) { return BFloat16Values::widen(bits & 0xFFFF); };
     return BFloat16::pack(std::fmin(value(a), value(b)), std::fmin(value(a >> 16), value(b >> 16)));
