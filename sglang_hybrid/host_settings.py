@@ -12,7 +12,12 @@ from collections.abc import Callable, Mapping
 from sglang_hybrid.config import ConfigError, HybridConfig
 from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
 from sglang_hybrid.host import GIB, Host
-from sglang_hybrid.policies.registry import calibrates_at_start, policy_named, prediction_of
+from sglang_hybrid.policies.registry import (
+    calibrates_at_start,
+    keeps_codes_in_slots,
+    policy_named,
+    prediction_of,
+)
 from sglang_hybrid.policies.scout.tuning import (
     DEFAULT_BONUS,
     DEFAULT_INTERVAL,
@@ -80,6 +85,12 @@ def _digest_dtype(config: HybridConfig, host: Host) -> str:
     return "int8 (model, if the model's head_dim is no multiple of 32)"
 
 
+def _slot_dtype(config: HybridConfig, host: Host) -> str:
+    if not host.gpus:
+        return _NO_GPU
+    return "int8 (model, if the model cannot be calibrated)" if keeps_codes_in_slots(config) else "model"
+
+
 def _profile(config: HybridConfig, host: Host) -> str:
     if calibrates_at_start(config, on_gpu=bool(host.gpus)):
         return "what the server fits at its first start with a model"
@@ -120,6 +131,7 @@ def _cores(config: HybridConfig, host: Host) -> str:
 _CHOICES: dict[str, Callable[[HybridConfig, Host], str]] = {
     "scout.resident_tokens": lambda config, _host: str(resident_tokens_of(config)),
     "digest_dtype": _digest_dtype,
+    "scout.slot_dtype": _slot_dtype,
     "profile": _profile,
     "prediction": _prediction,
     "scout.resident_bonus": _with_profile(DEFAULT_BONUS),

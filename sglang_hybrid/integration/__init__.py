@@ -36,6 +36,7 @@
     channels               chooses the key channels that sketches store
     key_bases              chooses the bases of partial keys, for policy infinigen
     slot_steps             a rank's steps of the 8-bit codes of keys and values in slots
+    slot_dtype             whether slots keep such codes, once the model is known
     model_session          a loaded model without a server: one prefill, then decoding with various settings
     module_times           times of modules, for profiles
     session_flags          SGLang's command line, for commands that load a model themselves

@@ -22,6 +22,7 @@ from sglang_hybrid.integration.kv_scales import scales_of
 from sglang_hybrid.integration.predictor import Scouting, read_profile
 from sglang_hybrid.integration.ranks import kv_heads_of, rank_of
 from sglang_hybrid.integration.refusals import Refusal
+from sglang_hybrid.integration.slot_dtype import settled
 from sglang_hybrid.integration.versions import installed_sglang
 from sglang_hybrid.memory.capacity import KVShape
 from sglang_hybrid.memory.device_capacity import code_bytes
@@ -49,7 +50,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             )
         self._pool = pool
         self._model_runner = model_runner
-        self._started = config = config_from_environment()  # settings with which the pool was created
+        self._started = config = self._settled(config_from_environment())  # settings with which the pool was created
         profile = read_profile(config, model_runner)  # refuses a bad profile before a worker is started
         self._calibration: Calibration | None = None  # fitted by this server, or by an earlier one
         calibrated = self._calibrated(config, profile)
@@ -75,6 +76,7 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
 
         CUDA graphs must be recorded again afterwards. Raise Refusal for settings that this model does not support.
         """
+        config = self._settled(config)
         profile = profile or read_profile(config, self._model_runner)
         self._refuse_other_codes(config)
         fits = self._fast is not None and self._fast.unsupported_reason(config) is None
@@ -87,6 +89,10 @@ class HybridAttnBackend(AttentionBackend):  # type: ignore[misc]
             self.metrics.serves(self.labels())
             if calibrated is not None and self._scouting.prediction == "calibrated":
                 self.metrics.calibrated(calibrated.cosines)
+
+    def _settled(self, config: HybridConfig) -> HybridConfig:
+        runner, pool = self._model_runner, self._pool
+        return settled(config, runner.model, runner.server_args, str(pool.device), pool.dtype)
 
     def _refuse_other_codes(self, config: HybridConfig) -> None:
         pool = self._pool

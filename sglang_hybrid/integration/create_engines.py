@@ -97,7 +97,7 @@ def _cuda_engine(
     if keeps_codes_in_slots(config) and pool.dtype != FP8 and model.code_steps is None:
         raise Refusal(
             "scout.slot_dtype=int8 needs the range of every channel, which a calibration measures, and there is none: "
-            "serve with profile=auto, make the profile anew, or leave scout.slot_dtype=model"
+            "serve with profile=auto, make the profile anew, or serve with scout.slot_dtype=model"
         )
     worker = None
     if config.worker != "none" and policy_named(config.policy).needs.worker:

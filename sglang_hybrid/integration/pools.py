@@ -93,6 +93,9 @@ def available_bytes(original: Callable[[Any, int], int], configurator: Any, pre_
         config.policy,
     )
     args = configurator.server_args
+    from sglang_hybrid.integration.slot_dtype import settled  # imports parts of SGLang that load after this module
+
+    config = settled(config, configurator.model, args, str(configurator.device), configurator.kv_cache_dtype)
     shape = kv_shape(configurator.model_config, args.tp_size, configurator.kv_cache_dtype)
     ranks = ranks_on_this_host(args)
     free = container.memory().available

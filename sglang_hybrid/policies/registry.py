@@ -200,15 +200,21 @@ def policy_named(name: str) -> Policy:
 
 
 def keeps_codes_in_slots(config: HybridConfig) -> bool:
-    """Return True if slots in GPU memory keep codes of 8 bits, unless the KV cache has numbers of 8 bits already."""
-    return policy_named(config.policy).needs.slot_codes and config.scout.slot_dtype == "int8"
+    """Return True if slots in GPU memory keep codes of 8 bits.
+
+    They do not if the KV cache has numbers of 8 bits already, or, with ``auto``, if the model cannot be calibrated.
+    """
+    if not policy_named(config.policy).needs.slot_codes:
+        return False
+    dtype = config.scout.slot_dtype
+    return dtype == "int8" or (dtype == "auto" and calibrates_at_start(config, on_gpu=True))
 
 
 def calibrates_at_start(config: HybridConfig, *, on_gpu: bool) -> bool:
     """Return True if these settings need what a server fits at its start: predictor, skew of keys, steps of codes."""
     needs = policy_named(config.policy).needs
     predicts = config.prediction == "calibrated" or (config.prediction == "auto" and not needs.prediction_by_default)
-    encodes = on_gpu and keeps_codes_in_slots(config)
+    encodes = on_gpu and needs.slot_codes and config.scout.slot_dtype == "int8"
     if not needs.skew and not (needs.prediction and predicts) and not encodes:
         return False
     return config.profile == "auto" or (config.profile == "default" and (on_gpu or config.prediction == "calibrated"))

@@ -19,6 +19,7 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.cuda.settings import slots_of
 from sglang_hybrid.memory.capacity import KVShape
 from sglang_hybrid.memory.device_capacity import page_bytes, rows_of, whole_request_blocks
+from sglang_hybrid.policies.registry import keeps_codes_in_slots
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ def hybrid_step(
         over_pcie = rows * tokens * shape.bytes_per_token
         return _step(HYBRID, model, rows, rates, gpus=gpus, kv=0, pcie=over_pcie, server=server)
     attended = rows * min(tokens, slots * BLOCK_TOKENS) * shape.bytes_per_token
+    if keeps_codes_in_slots(config):
+        attended //= shape.itemsize  # a code has one byte
     digests = rows * blocks * page_bytes(config, shape, "cuda").total * scored_share
     return _step(
         HYBRID, model, rows, rates, gpus=gpus, kv=attended, digests=int(digests),

@@ -44,7 +44,7 @@ from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.tensors import HALVES, pools_for
 from sglang_hybrid.ops.reference import FP8
-from sglang_hybrid.policies.registry import PolicyError, policy_named
+from sglang_hybrid.policies.registry import PolicyError, keeps_codes_in_slots, policy_named
 from sglang_hybrid.policies.scout.profile import HostRates
 from sglang_hybrid.policies.scout.tuning import Tuning
 from sglang_hybrid.worker.connection import WorkerConnection
@@ -164,6 +164,8 @@ class CudaEngine(Engine):
                 f"policy={config.policy} reads digests of all pages, and this pool has none: start with the settings "
                 "that decode"
             )
+        if keeps_codes_in_slots(config) and not self._is_fp8 and self._layers[0].steps is None:
+            raise PolicyError("slots of 8 bits need ranges of channels: start with scout.slot_dtype=int8 too")
         context = ProgramContext(
             layers=self._layers,
             shape=self._shape,

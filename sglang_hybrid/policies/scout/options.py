@@ -24,11 +24,10 @@ class ScoutOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     slot_dtype: Annotated[
-        Literal["int8", "model"],
+        Literal["auto", "int8", "model"],
         Meta(
-            description="Storage of resident blocks in GPU memory: that of the KV cache, or int8, which takes half of "
-            "the memory of a 16-bit cache and half of the time to read, and needs a calibration or a profile. Blocks "
-            "in host memory and whole requests are stored as ever.",
+            description="Storage of resident blocks in GPU memory: that of the KV cache, or int8, in half of a 16-bit "
+            "cache's memory, by ranges that a calibration or profile has. auto is int8 where the server calibrates.",
         ),
     ] = "model"
     resident_bonus: Annotated[
