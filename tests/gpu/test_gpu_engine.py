@@ -6,6 +6,7 @@ engine have tests of their own; these tests check that the parts work together.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from sglang_hybrid.memory.partial_keys import PartialKeys
 from sglang_hybrid.memory.sketches import Sketches
 from sglang_hybrid.ops import reference
 from sglang_hybrid.ops.cuda.structs import TOTALS
-from sglang_hybrid.policies.registry import policy_named
+from sglang_hybrid.policies.registry import PolicyError, policy_named
 from sglang_hybrid.policies.scout.tuning import tuning_of
 from sglang_hybrid.protocol.region import SharedRegion
 
@@ -92,12 +93,14 @@ class Requests:
         self.req_to_token = torch.zeros(4, CONTEXT, dtype=torch.int32)
         self.req_to_token[1:3] = tokens
         self.req_to_token = self.req_to_token.to(DEVICE)
-        facts = ModelFacts(self.req_to_token, GROUP, DTYPE, SCALE, cuda_graphs=True)
-        pool: Any = Pool(config, pool_dtype)
-        self.engine = CudaEngine(config, tuning_of(config, LAYERS), None, pool, facts, None)
         of_tokens = (LAYERS, 2, CONTEXT)
         self.query = torch.randn(*of_tokens, HEADS * GROUP, DIM, generator=random).to(DTYPE)
         self.keys, self.values = torch.randn(2, *of_tokens, HEADS, DIM, generator=random).to(DTYPE)
+        largest = torch.stack([part.float().abs().amax(dim=(1, 2)) for part in (self.keys, self.values)], dim=1)
+        steps = [of_layer.to(DEVICE) for of_layer in largest / reference.CODE_MOST]
+        facts = ModelFacts(self.req_to_token, GROUP, DTYPE, SCALE, cuda_graphs=True, code_steps=steps)
+        pool: Any = Pool(config, pool_dtype)
+        self.engine = CudaEngine(config, tuning_of(config, LAYERS), None, pool, facts, None)
 
     def slots(self, row: int, first: int, last: int) -> torch.Tensor:
         return self.req_to_token[1 + row, first:last].to(torch.int64)
@@ -164,9 +167,19 @@ def test_requests_are_answered_by_plain_attention_where_nothing_is_left_out(poli
     assert int(requests.engine.program.refused) == 0
 
 
-@pytest.mark.parametrize("policy", [policy for policy in LOSSLESS if policy != "hcattention"])  # it holds no whole rows
-def test_answers_stay_the_same_when_whole_requests_end_and_come_back(policy: str) -> None:
-    requests = Requests([f"policy={policy}", "whole_requests=auto", "worker=none", *LOSSLESS[policy]])
+CODES = "scout.slot_dtype=int8"
+
+
+@pytest.mark.parametrize(
+    ("policy", "pool_dtype", "more"),
+    [(policy, DTYPE, []) for policy in LOSSLESS if policy != "hcattention"]  # it holds no whole rows
+    + [("scout", DTYPE, [CODES]), ("scout", reference.FP8, []), ("scout", reference.FP8, [CODES])],
+)
+def test_answers_stay_the_same_when_whole_requests_end_and_come_back(
+    policy: str, pool_dtype: torch.dtype, more: list[str]
+) -> None:
+    settings = [f"policy={policy}", "whole_requests=auto", "worker=none", *LOSSLESS[policy], *more]
+    requests = Requests(settings, pool_dtype)
     program: Any = requests.engine.program
     requests.prefill()
     for step in range(9):
@@ -201,6 +214,21 @@ def test_requests_over_fp8_are_answered_by_attention_to_what_is_stored(settings:
     assert int(requests.engine.program.refused) == 0
     hgca = requests.engine.unsupported_reason(load_config(None, ["policy=hgca"]))
     assert hgca is not None and "FP8" in hgca
+
+
+def test_slots_of_codes_show_in_the_readings_and_need_steps() -> None:
+    requests = Requests([f"budget_tokens={CONTEXT}", "worker=none", CODES])
+    program: Any = requests.engine.program
+    assert program.slots.keys[0].dtype == torch.uint8
+    row = CONTEXT // BLOCK_TOKENS
+    assert program.dense.pages == 4 * row // 2  # a page has 16 bits, so four rows of slots hold half as many pages
+    for whole, total in ((True, program.dense.pages), (False, 4 * row)):
+        program.is_dense = whole
+        assert requests.engine.readings().slots == total
+    requests.engine._layers = [replace(layer, steps=None) for layer in requests.engine._layers]
+    config = load_config(None, ["budget_tokens=128", "worker=none", CODES])
+    with pytest.raises(PolicyError, match="slot_dtype=int8"):
+        requests.engine.use(config, tuning_of(config, LAYERS))
 
 
 @pytest.mark.parametrize("policy", ["hgca", "hcattention", "infinigen"])
