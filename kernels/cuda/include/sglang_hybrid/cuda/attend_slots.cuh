@@ -273,8 +273,8 @@ class WarpAttention {
                 const float4 step = reinterpret_cast<const float4*>(steps)[quad];
                 of.x *= step.x, of.y *= step.y, of.z *= step.z, of.w *= step.w;
             }
-            reinterpret_cast<float4*>(row)[quad] = make_float4(even[2 * side] * of.x, odd[2 * side] * of.y,
-                                                               even[2 * side + 1] * of.z, odd[2 * side + 1] * of.w);
+            reinterpret_cast<float4*>(row)[quad] =
+                make_float4(even[2 * side] * of.x, odd[2 * side] * of.y, even[2 * side + 1] * of.z, odd[2 * side + 1] * of.w);
         }
     }
 

@@ -38,9 +38,7 @@ struct Coded {
     }
 
     // As `widen`, with the pairs bytes 0 and 2, and bytes 1 and 3.
-    static __device__ void widen_across(uint32_t (&pairs)[2], uint32_t word) {
-        widen(pairs, __byte_perm(word, 0, 0x3120));
-    }
+    static __device__ void widen_across(uint32_t (&pairs)[2], uint32_t word) { widen(pairs, __byte_perm(word, 0, 0x3120)); }
 
   private:
     static __device__ uint32_t around_zero(uint32_t pair) { return subtract_halves(pair, 0x64806480); }  // 1024 + 128
