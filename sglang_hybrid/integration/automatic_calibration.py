@@ -16,6 +16,7 @@ from sglang_hybrid.integration.calibrate import calibrate, refuse_inputs, text_f
 from sglang_hybrid.integration.decoder_layers import DecoderLayers, UnknownLayers
 from sglang_hybrid.integration.ranks import rank_of, smallest_of_ranks
 from sglang_hybrid.integration.refusals import Refusal
+from sglang_hybrid.policies.registry import keeps_codes_in_slots
 from sglang_hybrid.policies.scout.calibration_file import Calibration, CalibrationKey, load_calibration
 from sglang_hybrid.policies.scout.corrections_file import Shape
 from sglang_hybrid.policies.scout.profile_facts import ProfileError
@@ -36,6 +37,8 @@ def calibration_for(config: HybridConfig, model_runner: Any) -> Calibration | No
     Raise Refusal instead of returning None if the settings require a calibration, and if device memory is too small
     with several ranks.
     """
+    on_gpu = torch.device(model_runner.device).type == "cuda"
+    encodes = on_gpu and keeps_codes_in_slots(config)  # memory has been divided for slots of 8 bits
     try:
         refuse_inputs(model_runner.server_args)
         key = key_of(model_runner)
@@ -44,10 +47,13 @@ def calibration_for(config: HybridConfig, model_runner: Any) -> Calibration | No
     except UnknownLayers as unknown:
         if config.prediction == "calibrated":
             raise Refusal(f"prediction=calibrated: {unknown}; serve it with prediction=none") from unknown
+        if encodes:
+            raise Refusal(f"scout.slot_dtype=int8: {unknown}; serve it with scout.slot_dtype=model") from unknown
         logger.warning("this model cannot be calibrated (%s): %s", unknown, WITHOUT)
         return None
     except torch.OutOfMemoryError as error:
-        if model_runner.server_args.tp_size > 1 or config.prediction == "calibrated":  # other ranks would wait for ever
+        others_wait = model_runner.server_args.tp_size > 1  # for ever
+        if others_wait or encodes or config.prediction == "calibrated":
             raise Refusal(
                 "there is too little device memory for calibration: lower --mem-fraction-static, or serve with "
                 "--hybrid profile=none"

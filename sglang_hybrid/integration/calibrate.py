@@ -7,6 +7,7 @@ Each group runs the text again, up to the group's last layer.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from sglang_hybrid.policies.scout.channel_spread import ChannelSpread
 from sglang_hybrid.policies.scout.code_steps import CodeSteps
 from sglang_hybrid.policies.scout.fit_predictor import Calibrator
 from sglang_hybrid.policies.scout.predictor import QueryWeights
+from sglang_hybrid.policies.scout.special_tokens import special_windows
 
 logger = logging.getLogger("sglang.srt.hybrid")
 
@@ -102,17 +104,23 @@ def _fit_group(
     samples = {layer: SkewSample() for layer in group}
     sizes: dict[int, CodeSteps] = {}
 
+    def measured(layer: int, _queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        # keys and values of two widths have no slots in 8 bits: CUDA kernels want one width of both
+        if layer in spreads and keys.shape == values.shape:
+            rotated = weights[layer].rotary.shape[-1], weights[layer].neox
+            sizes.setdefault(layer, CodeSteps(*rotated)).add(keys, values)
+
     def attended(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        measured(layer, queries, keys, values)
         if layer in spreads:
             spreads[layer].add(queries, keys)
             samples[layer].add(queries, keys)
-            if keys.shape == values.shape:  # others have no slots in 8 bits: CUDA kernels want one width of both
-                rotated = weights[layer].rotary.shape[-1], weights[layer].neox
-                sizes.setdefault(layer, CodeSteps(*rotated)).add(keys, values)
 
     for window in text.fit:
         calibrator.add(_inputs(model_runner, layers, group, window, attended))
-    unseen = [_inputs(model_runner, layers, group, window, lambda *_: None) for window in text.unseen]
+    unseen = [_inputs(model_runner, layers, group, window, measured) for window in text.unseen]
+    for window in text.special:
+        _inputs(model_runner, layers, group, window, measured)
     made.layers.update(calibrator.calibrate(unseen, rank))
     made.channels.update({layer: spread.order() for layer, spread in spreads.items()})
     made.skews.update({layer: sample.skew() for layer, sample in samples.items()})
@@ -180,7 +188,8 @@ def text_for(model_runner: Any) -> CalibrationText:
             tokenizer_mode=args.tokenizer_mode,
             trust_remote_code=args.trust_remote_code,
         )
-        return calibration_text(lambda text: tokenizer.encode(text, add_special_tokens=False), hidden, longest)
+        text = calibration_text(lambda text: tokenizer.encode(text, add_special_tokens=False), hidden, longest)
+        return dataclasses.replace(text, special=special_windows(tokenizer, longest))
     except Exception as error:  # NoWords, or any error that Hugging Face's code raises without files
         logger.warning("calibrating on tokens at random, because the model has no tokenizer: %s", error)
         return without_tokenizer(config.vocab_size, hidden, longest)

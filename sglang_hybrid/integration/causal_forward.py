@@ -44,14 +44,20 @@ class CausalAttention(AttentionBackend):  # type: ignore[misc]
         return out.squeeze(0).transpose(0, 1).flatten(1)
 
 
+def decoder_of(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the part of ``model`` that has its decoder layers. Raise UnknownLayers if it is not where Llama's is."""
+    decoder = getattr(model, "model", None)
+    if not isinstance(decoder, torch.nn.Module) or not hasattr(decoder, "layers"):
+        raise UnknownLayers(f"{type(model).__name__} keeps its layers elsewhere than in model.layers")
+    return decoder
+
+
 def run_text(model_runner: Any, tokens: Sequence[int], attended: Attended, first: int = 0) -> None:
     """Compute the decoder layers over ``tokens``. Every rank has to call this function with the same tokens.
 
     ``first`` is the position of the first token. Raise UnknownLayers for a model that is not built like Llama.
     """
-    decoder = getattr(model_runner.model, "model", None)
-    if not isinstance(decoder, torch.nn.Module) or not hasattr(decoder, "layers"):
-        raise UnknownLayers(f"{type(model_runner.model).__name__} keeps its layers elsewhere than in model.layers")
+    decoder = decoder_of(model_runner.model)
     ids = torch.tensor(list(tokens), device=model_runner.device)
     positions = torch.arange(first, first + len(ids), device=ids.device)
     backend = CausalAttention(model_runner.token_to_kv_pool, attended)

@@ -9,6 +9,7 @@ import torch
 
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.integration.calibrate import refuse_inputs
+from sglang_hybrid.integration.causal_forward import decoder_of
 from sglang_hybrid.integration.decoder_layers import DecoderLayers, UnknownLayers
 from sglang_hybrid.policies.registry import keeps_codes_in_slots
 
@@ -16,26 +17,26 @@ from sglang_hybrid.policies.registry import keeps_codes_in_slots
 def settled(
     config: HybridConfig, model: torch.nn.Module, args: Any, device: str, kv_dtype: torch.dtype
 ) -> HybridConfig:
-    """Return the settings with what ``scout.slot_dtype=auto`` is for this model.
+    """Return the settings with what ``scout.slot_dtype`` is for this model and KV cache.
 
     Memory is divided before the model is calibrated, so this must be known before. ``args``: SGLang's.
     """
-    if config.scout.slot_dtype != "auto":
-        return config
-    encodes = (
-        torch.device(device).type == "cuda"
-        and kv_dtype.itemsize == 2
-        and keeps_codes_in_slots(config)
-        and _can_be_calibrated(model, args)
-    )
-    return config.with_section(msgspec.structs.replace(config.scout, slot_dtype="int8" if encodes else "model"))
+    dtype = config.scout.slot_dtype
+    if kv_dtype.itemsize == 1:
+        dtype = "model"  # its blocks have 8 bits a number already
+    elif dtype == "auto":
+        has_kernels = torch.device(device).type == "cuda" and kv_dtype.itemsize == 2
+        encodes = has_kernels and keeps_codes_in_slots(config) and _can_be_calibrated(model, args)
+        dtype = "int8" if encodes else "model"
+    return config.with_section(msgspec.structs.replace(config.scout, slot_dtype=dtype))
 
 
 def _can_be_calibrated(model: torch.nn.Module, args: Any) -> bool:
     try:
         refuse_inputs(args)
-        layers = DecoderLayers(model)
-        layers.query_weights(layers.ids[0])
+        decoder_of(model)
+        for layer in DecoderLayers(model).ids:
+            DecoderLayers(model).query_weights(layer)  # one at a time: matrices are computed from quantised weights
     except UnknownLayers:
         return False
     return not args.enable_dp_attention

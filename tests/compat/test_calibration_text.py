@@ -33,6 +33,7 @@ def test_text_is_in_the_tokens_of_the_model_unless_a_tokenizer_is_named(
     text = text_for(runner(named))
     assert asked == [read]
     assert b"statement" in bytes(text.fit[0])
+    assert bytes(text.special[0]).startswith(b"The ferry")
 
 
 @pytest.mark.parametrize("tokens", [[], [0]])

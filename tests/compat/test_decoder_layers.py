@@ -531,7 +531,7 @@ def report_calibration(session: Any, layers: DecoderLayers) -> dict[str, Any]:
     in_prefill = inputs(lambda: session.prefill(PROMPTS[:1]))
     alone = inputs(lambda: run_text(session.runner, PROMPTS[0], lambda *_: None))
     drawn = without_tokenizer(VOCABULARY, HIDDEN, 512)
-    text = CalibrationText(drawn.fit[:4], drawn.unseen[:1])
+    text = CalibrationText(drawn.fit[:4], drawn.unseen[:1], special=(tuple(range(VOCABULARY)),))
     automatic: Any = automatic_calibration
     automatic.text_for = lambda _runner: text
     with tempfile.TemporaryDirectory() as cache:
@@ -550,13 +550,15 @@ def report_calibration(session: Any, layers: DecoderLayers) -> dict[str, Any]:
         and torch.equal(found.steps[n], fitted.steps[n])
         for n in fitted.corrections
     ]
-    covered: dict[int, bool] = {}
+    covered = dict.fromkeys(layers.ids, True)
 
     def attended(layer: int, _queries: torch.Tensor, *stored: torch.Tensor) -> None:
-        covered[layer] = bool((torch.stack(stored).abs() <= 127 * fitted.steps[layer][:, None]).all())
+        covered[layer] &= bool((torch.stack(stored).abs() <= 127 * fitted.steps[layer][:, None]).all())
 
     # at other positions than in calibration: rotation divides the norms of pairs of key channels otherwise
     run_text(session.runner, text.fit[0][:200], attended, first=97)
+    for window in (*text.unseen, *text.special):
+        run_text(session.runner, window, attended)
     probe = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(3))
     return {
         "input_differences": [float((in_prefill[n] - alone[n]).abs().max()) for n in layers.ids],

@@ -31,6 +31,7 @@ from sglang_hybrid.policies.scout.calibration_file import Calibration
 from sglang_hybrid.policies.scout.calibration_text import CalibrationText
 from sglang_hybrid.policies.scout.fit_predictor import LayerCalibration
 from sglang_hybrid.policies.scout.profile import Curve, HostRates, ModelIdentity, Profile, ProfileFacts, load_profile
+from sglang_hybrid.policies.scout.special_tokens import special_windows
 from sglang_hybrid.progress import DECODE_STEP_COST, Steps, steps
 
 WITHOUT_RECALL, WITH_RECALL = "without recall", "with recall at the profiled intervals"
@@ -105,7 +106,11 @@ def _check_lengths(options: argparse.Namespace, session: ModelSession, config: H
 
 def _fit(session: ModelSession, texts: Sequence[Kind], rank: int | str, cost: float, bar: Steps) -> Calibration:
     bar.say(f"fitting the predictor on {', '.join(kind.name for kind in texts)}")
-    text = CalibrationText(tuple(window for kind in texts for window in kind.fit), tuple(kind.unseen for kind in texts))
+    text = CalibrationText(
+        tuple(window for kind in texts for window in kind.fit),
+        tuple(kind.unseen for kind in texts),
+        special_windows(session.tokenizer, session.model_config.context_len),
+    )
     try:
         return calibrate(session.runner, text, rank, lambda part: bar.advance(part * cost))
     except UnknownLayers as unknown:

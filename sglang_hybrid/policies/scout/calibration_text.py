@@ -47,14 +47,18 @@ _LANGUAGES = (
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """Windows of tokens to fit on, and other windows for the choice of penalty and rank."""
+    """Windows of tokens to fit on, and other windows for the choice of penalty and rank.
+
+    Ranges of channels are measured on all windows, and on ``special`` ones with tokens that texts do not have.
+    """
 
     fit: tuple[Window, ...]
     unseen: tuple[Window, ...]
+    special: tuple[Window, ...] = ()
 
     @property
     def tokens(self) -> int:
-        return sum(map(len, (*self.fit, *self.unseen)))
+        return sum(map(len, (*self.fit, *self.unseen, *self.special)))
 
 
 class NoWords(ValueError):

@@ -8,8 +8,10 @@ from sglang_hybrid.memory.sketches import rotated_pairs
 from sglang_hybrid.ops.reference import CODE_MOST
 
 _MARGIN = 1.25  # other texts have larger numbers than the calibration text; a number beyond the largest code is clipped
-# step of a channel that is 0 in all tokens. Its reciprocal is finite, so that 0 has code 0 in every kernel
-_LEAST_STEP = 1e-9
+# Least step of a channel, as a part of its head's largest: other texts may have numbers in a channel that is 0 in this
+# text, and so small a step makes no product of a query with a key less exact
+_LEAST_PART = 1e-3
+_LEAST_STEP = 1e-9  # of a head that is 0 everywhere. Its reciprocal is finite, so that 0 has code 0 in every kernel
 
 
 class CodeSteps:
@@ -35,8 +37,9 @@ class CodeSteps:
     def steps(self) -> torch.Tensor:
         """Return the steps ``[2, KV heads, dim]`` of keys and of values, float32, on the CPU. Call ``add`` before."""
         assert self._largest is not None, "no text was added"
-        steps = (self._largest * (_MARGIN / CODE_MOST)).clamp(min=_LEAST_STEP)
-        return steps.float()
+        steps = self._largest * (_MARGIN / CODE_MOST)
+        least = (steps.amax(dim=-1, keepdim=True) * _LEAST_PART).clamp(min=_LEAST_STEP)
+        return torch.maximum(steps, least).float()
 
 
 def _finite(numbers: torch.Tensor) -> torch.Tensor:

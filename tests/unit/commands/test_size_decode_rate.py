@@ -141,6 +141,14 @@ def test_requests_that_fit_in_the_slots_are_whole_and_as_fast_as_stock() -> None
     assert never.kv_bytes < whole.kv_bytes
 
 
+def test_slots_of_8_bits_have_memory_for_half_of_the_tokens_of_whole_requests() -> None:
+    codes = load_config(None, ["scout.slot_dtype=int8"])
+    for rows, whole in ((2, True), (4, False)):
+        step = hybrid_step(MODEL, codes, rows, 32768, RATES, most_rows=64)
+        assert (step == stock_step(MODEL, rows, 32768, RATES)) is whole
+    assert hybrid_step(MODEL, CONFIG, 4, 32768, RATES, most_rows=64) == stock_step(MODEL, 4, 32768, RATES)
+
+
 @pytest.mark.parametrize(
     ("rates", "bound"),
     [

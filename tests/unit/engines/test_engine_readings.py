@@ -23,12 +23,19 @@ class Silent(Engine):
     use = begin_prefill = prefill = begin_step = decode = reset_rows = lambda *_: None  # type: ignore[assignment]
 
 
-def cuda_engine(pages: int, lengths: list[int], *, is_dense: bool, may_hold: bool = True) -> Any:
-    """Return an engine with slots for four rows, made without a device."""
+def cuda_engine(
+    pages: int, lengths: list[int], *, is_dense: bool, may_hold: bool = True, per_row: int | None = None
+) -> Any:
+    """Return an engine with slots for four rows, made without a device.
+
+    ``pages``: blocks of whole requests; ``per_row``: slots of a row, if not a quarter of them.
+    """
     engine: Any = CudaEngine.__new__(CudaEngine)
     engine.watch, engine._lengths = None, lengths
     engine._shape = SimpleNamespace(rows=4)
-    engine.program = SimpleNamespace(dense=SimpleNamespace(pages=pages), is_dense=is_dense)
+    engine.program = SimpleNamespace(
+        dense=SimpleNamespace(pages=pages), is_dense=is_dense, blocks_per_row=per_row or pages // 4
+    )
     engine._whole_requests = object() if may_hold else None
     return engine
 
@@ -40,6 +47,13 @@ def test_an_engine_that_counts_nothing_tells_nothing() -> None:
 def test_a_row_can_fill_its_own_slots_and_no_others() -> None:
     read = cuda_engine(40, [64, 33, 5000], is_dense=False).readings()
     assert (read.slots, read.slots_used, read.holds_whole_requests) == (40, 2 + 2 + 10, False)
+
+
+def test_slots_of_codes_are_more_than_the_blocks_of_whole_requests_in_the_same_memory() -> None:
+    read = cuda_engine(20, [64, 33, 5000], is_dense=False, per_row=10).readings()
+    assert (read.slots, read.slots_used) == (40, 2 + 2 + 10)
+    whole = cuda_engine(20, [64, 33, 16 * 32], is_dense=True, per_row=10).readings()
+    assert (whole.slots, whole.slots_used) == (20, 2 + 2 + 16)
 
 
 def test_whole_requests_share_the_memory_of_all_slots() -> None:

@@ -19,15 +19,24 @@ class LikeLlama:
     ids = (0, 1)
 
     def __init__(self, model: object) -> None:
+        self._model = model
         if model == "unknown":
             raise UnknownLayers("its layers are elsewhere")
 
-    def query_weights(self, layer: int) -> None: ...
+    def query_weights(self, layer: int) -> None:
+        if self._model == "packed in its last layer" and layer == self.ids[-1]:
+            raise UnknownLayers(f"layer {layer}'s qkv_proj is packed")
+
+
+def decoder_of(model: object) -> None:
+    if model == "of another build":
+        raise UnknownLayers("it keeps its layers elsewhere")
 
 
 @pytest.fixture(autouse=True)
 def layers_of_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_dtype, "DecoderLayers", LikeLlama)
+    monkeypatch.setattr(slot_dtype, "decoder_of", decoder_of)
 
 
 def asked(dtype: Literal["auto", "int8", "model"] = "auto", **settings: Any) -> HybridConfig:
@@ -51,7 +60,10 @@ def test_auto_is_int8_where_the_server_calibrates() -> None:
     [
         {"device": "cpu"},
         {"kv_dtype": torch.float8_e4m3fn},
+        {"kv_dtype": torch.float32},
         {"model": "unknown"},
+        {"model": "packed in its last layer"},
+        {"model": "of another build"},
         {"enable_lora": True},
         {"enable_dp_attention": True},
     ],
@@ -59,6 +71,10 @@ def test_auto_is_int8_where_the_server_calibrates() -> None:
 )
 def test_auto_is_the_models_dtype_where_nothing_is_calibrated(case: dict[str, Any]) -> None:
     assert settled(asked(), **case) == "model"
+
+
+def test_codes_are_not_kept_of_numbers_of_8_bits() -> None:
+    assert settled(asked("int8"), kv_dtype=torch.float8_e4m3fn) == "model"
 
 
 @pytest.mark.parametrize("settings", [{"profile": "none"}, {"prediction": "none"}, {"policy": "full"}], ids=str)
