@@ -12,25 +12,12 @@ __device__ void encode_block(const Blocks<const void>& source, uint64_t from, co
                              uint32_t bytes, const CodeSteps& steps) {
     using Slots = SlotEight<Element, Element, true>;
     const uint32_t chunks = bytes / sizeof(uint4), row_chunks = chunks / block_tokens;
-    const auto* const keys = static_cast<const uint4*>(source.keys) + from * chunks;
-    const auto* const values = static_cast<const uint4*>(source.values) + from * chunks;
-    auto* const key_target = static_cast<uint2*>(target.keys) + to * chunks;
-    auto* const value_target = static_cast<uint2*>(target.values) + to * chunks;
-    for (uint32_t first = threadIdx.x; first < 2 * chunks; first += copy_loads * copy_threads) {
-        uint4 loaded[copy_loads];
-#pragma unroll
-        for (uint32_t i = 0; i < copy_loads; ++i) {
-            const uint32_t chunk = first + i * copy_threads;
-            if (chunk < 2 * chunks) loaded[i] = load_once(chunk < chunks ? keys + chunk : values + (chunk - chunks));
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < copy_loads; ++i) {
-            const uint32_t chunk = first + i * copy_threads, channel = chunk % row_chunks * 8;
-            if (chunk >= 2 * chunks) continue;
-            if (chunk < chunks) key_target[chunk] = Slots::of_pool(loaded[i], steps.keys, channel);
-            else value_target[chunk - chunks] = Slots::of_pool(loaded[i], steps.values, channel);
-        }
-    }
+    auto* const keys = static_cast<uint2*>(target.keys) + to * chunks;
+    auto* const values = static_cast<uint2*>(target.values) + to * chunks;
+    read_block(source, from, bytes, [=](bool is_value, uint32_t index, const uint4& chunk) {
+        const float* const of_channels = is_value ? steps.values : steps.keys;
+        (is_value ? values : keys)[index] = Slots::of_pool(chunk, of_channels, index % row_chunks * 8);
+    });
 }
 
 // Copy a block to a slot: as it is if Element is void, to codes if it is the dtype of the block. Called by a whole CTA.
