@@ -52,11 +52,11 @@ def calibration_for(config: HybridConfig, model_runner: Any) -> Calibration | No
         logger.warning("this model cannot be calibrated (%s): %s", unknown, WITHOUT)
         return None
     except torch.OutOfMemoryError as error:
-        others_wait = model_runner.server_args.tp_size > 1  # for ever
-        if others_wait or encodes or config.prediction == "calibrated":
+        has_other_ranks = model_runner.server_args.tp_size > 1  # they would wait for ever
+        if has_other_ranks or encodes or config.prediction == "calibrated":
             raise Refusal(
                 "there is too little device memory for calibration: lower --mem-fraction-static, or serve with "
-                "--hybrid profile=none"
+                f"--hybrid profile=none{' scout.slot_dtype=model' if encodes else ''}"
             ) from error
         logger.warning("there is too little device memory for calibration: %s", WITHOUT)
         return None

@@ -94,10 +94,10 @@ def _cuda_engine(
             raise Refusal(f"the CUDA kernels do not do this ({why}): serve it in plain torch, --disable-cuda-graph")
         logger.warning("attention is computed in plain torch, which is slow: %s", why)
         return None
-    if keeps_codes_in_slots(config) and pool.dtype != FP8 and model.code_steps is None:
+    if keeps_codes_in_slots(config) and model.code_steps is None:
         raise Refusal(
-            "scout.slot_dtype=int8 needs the range of every channel, which a calibration measures, and there is none: "
-            "serve with profile=auto, make the profile anew, or serve with scout.slot_dtype=model"
+            "scout.slot_dtype=int8 needs the range of every channel, from a calibration or a new profile, and there is "
+            "none: serve with profile=auto, make the profile anew, or serve with scout.slot_dtype=model"
         )
     worker = None
     if config.worker != "none" and policy_named(config.policy).needs.worker:

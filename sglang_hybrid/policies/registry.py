@@ -200,9 +200,9 @@ def policy_named(name: str) -> Policy:
 
 
 def keeps_codes_in_slots(config: HybridConfig) -> bool:
-    """Return True if slots in GPU memory keep codes of 8 bits.
+    """Return True if these settings ask for slots in GPU memory that keep codes of 8 bits.
 
-    They do not if the KV cache has numbers of 8 bits already, or, with ``auto``, if the model cannot be calibrated.
+    What ``scout.slot_dtype=auto`` asks for depends on the model, too: a server calls ``slot_dtype.settled`` first.
     """
     if not policy_named(config.policy).needs.slot_codes:
         return False

@@ -104,14 +104,14 @@ def hybrid_step(
     """
     shape = model.kv_shape(gpus)
     blocks, slots = -(-tokens // BLOCK_TOKENS), _slots(config)
-    # whole requests have the model's dtype: fewer of their blocks fit where slots keep codes, which have one byte
-    bytes_per_code = shape.itemsize if keeps_codes_in_slots(config) else 1
-    if config.whole_requests == "auto" and rows * blocks * bytes_per_code <= rows_of(most_rows or rows) * slots:
+    # a code has one byte, the numbers of whole requests have ``itemsize``: so many codes fit in a number's memory
+    codes_per_number = shape.itemsize if keeps_codes_in_slots(config) else 1
+    if config.whole_requests == "auto" and rows * blocks * codes_per_number <= rows_of(most_rows or rows) * slots:
         return stock_step(model, rows, tokens, rates, gpus=gpus, server=server)
     if config.policy == "full":
         over_pcie = rows * tokens * shape.bytes_per_token
         return _step(HYBRID, model, rows, rates, gpus=gpus, kv=0, pcie=over_pcie, server=server)
-    attended = rows * min(tokens, slots * BLOCK_TOKENS) * shape.bytes_per_token // bytes_per_code
+    attended = rows * min(tokens, slots * BLOCK_TOKENS) * shape.bytes_per_token // codes_per_number
     digests = rows * blocks * page_bytes(config, shape, "cuda").total * scored_share
     return _step(
         HYBRID, model, rows, rates, gpus=gpus, kv=attended, digests=int(digests),

@@ -47,9 +47,10 @@ _LANGUAGES = (
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """Windows of tokens to fit on, and other windows for the choice of penalty and rank.
+    """Windows of tokens to fit a predictor on, and ``unseen`` windows for the choice of its penalty and rank.
 
-    Ranges of channels are measured on all windows, and on ``special`` ones with tokens that texts do not have.
+    ``special``: windows with tokens that texts do not contain. No predictor is fitted on them. Ranges of channels are
+    measured on all windows.
     """
 
     fit: tuple[Window, ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,10 +86,7 @@ def corrections_of(tensors: Mapping[str, torch.Tensor], shape: Shape) -> dict[in
 def channels_of(tensors: Mapping[str, torch.Tensor], shape: Shape) -> dict[int, torch.Tensor]:
     """Return the channel orders by layer. Raise ProfileError for a tensor that is not an order of all channels."""
     channels = {}
-    for layer in range(shape.layers):
-        order = tensors.get(f"layers.{layer}.channels")
-        if order is None:
-            continue
+    for layer, order in _of_layers(tensors, "channels", shape):
         every = torch.arange(shape.head_dim).expand(shape.kv_heads, -1)
         if order.shape != every.shape or not torch.equal(order.to(torch.int64).sort(dim=1).values, every):
             raise ProfileError(
@@ -103,10 +100,7 @@ def channels_of(tensors: Mapping[str, torch.Tensor], shape: Shape) -> dict[int, 
 def skews_of(tensors: Mapping[str, torch.Tensor], shape: Shape) -> dict[int, torch.Tensor]:
     """Return the skews by layer. Raise ProfileError for a matrix that would change products of queries and keys."""
     skews = {}
-    for layer in range(shape.layers):
-        skew = tensors.get(f"layers.{layer}.skew")
-        if skew is None:
-            continue
+    for layer, skew in _of_layers(tensors, "skew", shape):
         if skew.shape != (shape.kv_heads, shape.head_dim, shape.head_dim) or not _is_orthogonal(skew):
             raise ProfileError(
                 f"damaged: the skew of layer {layer} must be an orthogonal matrix of {shape.head_dim} channels for "
@@ -119,10 +113,7 @@ def skews_of(tensors: Mapping[str, torch.Tensor], shape: Shape) -> dict[int, tor
 def steps_of(tensors: Mapping[str, torch.Tensor], shape: Shape) -> dict[int, torch.Tensor]:
     """Return the steps by layer. Raise ProfileError for steps by which nothing can be divided."""
     found = {}
-    for layer in range(shape.layers):
-        steps = tensors.get(f"layers.{layer}.steps")
-        if steps is None:
-            continue
+    for layer, steps in _of_layers(tensors, "steps", shape):
         if steps.shape != (2, shape.kv_heads, shape.head_dim) or not _have_reciprocals(steps):
             raise ProfileError(
                 f"damaged: the steps of layer {layer} must be positive and finite, for keys and values of "
@@ -136,6 +127,13 @@ def _have_reciprocals(steps: torch.Tensor) -> bool:
     # 1 / tiny is finite, and smaller positive numbers may count as 0
     numbers = steps.float()
     return bool((numbers.isfinite() & (numbers >= torch.finfo(torch.float32).tiny)).all())
+
+
+def _of_layers(tensors: Mapping[str, torch.Tensor], part: str, shape: Shape) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield each layer that has a tensor called ``part``, with the tensor."""
+    for layer in range(shape.layers):
+        if (found := tensors.get(f"layers.{layer}.{part}")) is not None:
+            yield layer, found
 
 
 def _is_orthogonal(skew: torch.Tensor) -> bool:
