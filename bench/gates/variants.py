@@ -5,8 +5,9 @@ from __future__ import annotations
 BUDGET = 8192  # tokens; above every prompt, so all blocks are selected
 # All blocks but sink and tail are misses, at every step, by real queries: none is resident, none is left out.
 _ALL_MISSED = ("recent_blocks=0", "scout.resident_tokens=0", "prediction=none", "scout.min_miss_attention=0")
-# settings of the process: the worker's mailbox is sized for this budget, and no row is late on a busy host
-START = (f"budget_tokens={BUDGET}", "worker_deadline_ms=2000", "whole_requests=never")
+# settings of the process: the worker's mailbox is sized for this budget, no row is late on a busy host, and resident
+# blocks are what stock attends over, not codes of 8 bits
+START = (f"budget_tokens={BUDGET}", "worker_deadline_ms=2000", "whole_requests=never", "scout.slot_dtype=model")
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "gate1-budget": START,

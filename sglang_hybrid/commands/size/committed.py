@@ -12,6 +12,7 @@ from typing import Any
 from sglang_hybrid.commands.size.decode_rate import Rates, hybrid_step, stock_step
 from sglang_hybrid.commands.size.model_shape import ModelShape, shape_of
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.policies.scout.options import ScoutOptions
 
 MACHINE = "one H200, 16 Xeon cores"
 STOCK_STEPS, HYBRID_STEPS = "decode-steps-stock.json", "decode-steps-hybrid.json"
@@ -53,8 +54,9 @@ class Measured:
             return stock_step(model, self.rows, self.tokens, Rates(), server=self.server).ms
         share = 1.0 if self.scores_all else 0.25 + 0.75 * min(1.0, _HOT_TOKENS / self.tokens)
         config = HybridConfig(budget_tokens=_BUDGET, whole_requests="never" if self.file == QWEN_STEPS else "auto")
+        plain = config.with_section(ScoutOptions(slot_dtype="model"))  # no result has slots of 8 bits yet
         return hybrid_step(
-            model, config, self.rows, self.tokens, Rates(),
+            model, plain, self.rows, self.tokens, Rates(),
             most_rows=self.most_rows, scored_share=share, server=self.server,
         ).ms  # fmt: skip
 

@@ -29,7 +29,7 @@ class ScoutOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="Storage of resident blocks in GPU memory: that of the KV cache, or int8, in half of a 16-bit "
             "cache's memory, by ranges that a calibration or profile has. auto is int8 where the server calibrates.",
         ),
-    ] = "model"
+    ] = "auto"
     resident_bonus: Annotated[
         _Bonus,
         Meta(

@@ -23,11 +23,11 @@ from sglang_hybrid.commands.size.committed import (
 )
 from sglang_hybrid.commands.size.decode_rate import Rates, hybrid_step, stock_step
 from sglang_hybrid.commands.size.model_shape import shape_of
-from sglang_hybrid.config import HybridConfig, load_config
+from sglang_hybrid.config import load_config
 
 DIRECTORY = Path(__file__).resolve().parents[3] / "bench" / "results"
 MOST_ERROR = 0.15
-MODEL, CONFIG, RATES = shape_of(LLAMA, "Llama"), HybridConfig(), Rates()
+MODEL, CONFIG, RATES = shape_of(LLAMA, "Llama"), load_config(None, ["scout.slot_dtype=model"]), Rates()
 
 Point = tuple[str, bool, int, int, str, float]  # file, hybrid, tokens, rows, variant, milliseconds
 
@@ -137,7 +137,8 @@ def test_stock_reads_the_whole_context_and_hybrid_its_slots_and_digests() -> Non
 def test_requests_that_fit_in_the_slots_are_whole_and_as_fast_as_stock() -> None:
     whole = hybrid_step(MODEL, CONFIG, 1, 32768, RATES, most_rows=64)
     assert whole == stock_step(MODEL, 1, 32768, RATES)
-    never = hybrid_step(MODEL, load_config(None, ["whole_requests=never"]), 1, 32768, RATES, most_rows=64)
+    settings = load_config(None, ["whole_requests=never", "scout.slot_dtype=model"])
+    never = hybrid_step(MODEL, settings, 1, 32768, RATES, most_rows=64)
     assert never.kv_bytes < whole.kv_bytes
 
 

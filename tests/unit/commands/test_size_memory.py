@@ -12,7 +12,7 @@ from sglang_hybrid import container, env
 from sglang_hybrid.commands.size.errors import SizeError
 from sglang_hybrid.commands.size.memory import GPU, HOST, Sizing
 from sglang_hybrid.commands.size.quantities import GB, bytes_of, format_bytes, tokens_of
-from sglang_hybrid.integration import pools
+from sglang_hybrid.integration import pools, slot_dtype
 from sglang_hybrid.memory.capacity import CapacityError
 
 
@@ -20,6 +20,7 @@ def tokens_of_server(sized: Sizing, requests: int, monkeypatch: pytest.MonkeyPat
     """Return the pool tokens of a server for ``requests`` running requests, by the server's code on a fake machine."""
     machine, model = sized.machine, sized.model
     monkeypatch.setattr(pools, "refuse_model", lambda *_: None)
+    monkeypatch.setattr(slot_dtype, "_can_be_calibrated", lambda *_: True)
     monkeypatch.setattr(pools, "config_from_environment", lambda: sized.config)
     monkeypatch.setattr(container, "memory", lambda: SimpleNamespace(available=machine.host_bytes))
     monkeypatch.setenv(env.MEMORY_AT_START.name, str(machine.host_bytes))

@@ -14,7 +14,7 @@ from sglang_hybrid.integration.automatic_calibration import calibration_for
 from sglang_hybrid.integration.decoder_layers import UnknownLayers
 from sglang_hybrid.integration.refusals import Refusal
 
-CODES = "scout.slot_dtype=int8"
+CODES, NO_CODES = "scout.slot_dtype=int8", "scout.slot_dtype=model"
 
 
 def calibrated(error: Exception, *settings: str, device: str = "cuda", ranks: int = 1) -> Any:
@@ -31,7 +31,7 @@ def calibrated(error: Exception, *settings: str, device: str = "cuda", ranks: in
         return calibration_for(config, runner)
 
 
-@pytest.mark.parametrize(("settings", "device"), [((), "cuda"), ((), "cpu"), ((CODES,), "cpu")])
+@pytest.mark.parametrize(("settings", "device"), [((NO_CODES,), "cuda"), ((), "cpu"), ((CODES,), "cpu")])
 @pytest.mark.parametrize("error", [UnknownLayers("layer 3 is packed"), torch.OutOfMemoryError()], ids=type)
 def test_without_a_calibration_a_server_predicts_nothing(
     error: Exception, settings: tuple[str, ...], device: str
@@ -47,7 +47,11 @@ def test_settings_that_need_a_calibration_are_refused_with_the_layer(setting: st
 
 @pytest.mark.parametrize(
     ("settings", "ranks", "instead"),
-    [(["prediction=calibrated"], 1, "profile=none"), ([], 2, "profile=none"), ([CODES], 1, "scout.slot_dtype=model")],
+    [
+        (["prediction=calibrated", NO_CODES], 1, "profile=none"),
+        ([NO_CODES], 2, "profile=none"),
+        ([CODES], 1, NO_CODES),
+    ],
 )
 def test_too_little_memory_is_refused_where_a_server_cannot_go_on(
     settings: list[str], ranks: int, instead: str

@@ -33,9 +33,10 @@ from sglang_hybrid.ops.cuda.kept_tokens import KeptTokens
 from sglang_hybrid.ops.cuda.speculation import SpeculationWorkspace
 from sglang_hybrid.policies.hgca.options import HgcaOptions
 from sglang_hybrid.policies.infinigen.options import InfinigenOptions
+from sglang_hybrid.policies.scout.options import ScoutOptions
 
 SHAPE = KVShape(layers=3, kv_heads=2, key_dim=64, value_dim=64, itemsize=2)
-SETTINGS = HybridConfig(budget_tokens=256)
+SETTINGS = HybridConfig(budget_tokens=256).with_section(ScoutOptions(slot_dtype="model"))
 
 
 def plan(available: int, rows: int, config: HybridConfig = SETTINGS, *, cuda_graphs: bool = True) -> DevicePlan:
