@@ -75,8 +75,13 @@ def to_codes(x: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     A number is its code times its channel's step. Codes are whole numbers from -127 to 127, stored as 128 more (uint8).
     Numbers beyond a channel's range get its last code, and NaN gets the lowest.
     """
-    levels = (x.float() / steps[:, None]).nan_to_num(nan=-CODE_MOST)
+    levels = (x.float() * steps.reciprocal()[:, None]).nan_to_num(nan=-CODE_MOST)
     return (levels.round().clamp(-CODE_MOST, CODE_MOST) + CODE_ZERO).to(torch.uint8)
+
+
+def with_reciprocals(steps: torch.Tensor) -> torch.Tensor:
+    """Return ``steps`` ``[2, H, D]`` of keys and values, and their reciprocals: ``[4, H, D]``, as CUDA kernels need."""
+    return torch.cat((steps, steps.reciprocal()))
 
 
 def of_codes(codes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:

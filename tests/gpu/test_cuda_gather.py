@@ -146,3 +146,15 @@ def test_tensors_outside_the_region_are_refused(pool: Pool) -> None:
     ids = torch.zeros(1, pool.keys.shape[1], 1, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="values is not a contiguous tensor of this region"):
         gather_blocks(pool.region, pool.keys, pool.values.clone(), ids, keys, values)
+
+
+def test_the_time_of_every_launch_is_added(pool: Pool) -> None:
+    pages = pool.keys.shape[0]
+    ids = torch.randint(0, pages, (4, pool.keys.shape[1], 6), generator=seeded(1)).int().to(DEVICE)
+    keys, values = pool.slots(4, 6)
+    taken = device(0, dtype=torch.int64)
+    times = []
+    for _ in range(2):
+        gather_blocks(pool.region, pool.keys, pool.values, ids, keys, values, taken_ns=taken, ctas=3)
+        times.append(int(taken))
+    assert 0 < times[0] < times[1] < 60e9  # on a busy machine, which emulates the GPU

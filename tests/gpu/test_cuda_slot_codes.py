@@ -47,7 +47,8 @@ def test_codes_are_attended_as_the_numbers_that_they_stand_for(shape: SlotShape)
     case = replace(case, query=(query / 30).to(shape.dtype))
     numbers_of_codes = BlockSlots(plain[0], plain[1], case.resident.positions)
     expected = replace(case, query=case.query.float(), resident=numbers_of_codes).expected()
-    found = attended(replace(case, resident=BlockSlots(codes[0], codes[1], case.resident.positions)), steps=steps)
+    coded = replace(case, resident=BlockSlots(codes[0], codes[1], case.resident.positions))
+    found = attended(coded, steps=reference.with_reciprocals(steps))
     torch.testing.assert_close(found[1], expected[1], atol=LSE_TOLERANCE, rtol=LSE_TOLERANCE)
     sizes = steps[1].repeat_interleave(shape.group, dim=0)  # errors are relative to the step of the channel
     torch.testing.assert_close(found[0] / sizes, expected[0] / sizes, atol=0.15, rtol=2e-3)
@@ -63,7 +64,7 @@ def test_queries_of_any_size_are_asked_as_they_are() -> None:
     numbers_of_codes = BlockSlots(plain[0], plain[1], case.resident.positions)
     expected = replace(case, query=query.float(), resident=numbers_of_codes).expected()
     coded = BlockSlots(codes[0], codes[1], case.resident.positions)
-    out, lse = attended(replace(case, query=query, resident=coded), steps=steps)
+    out, lse = attended(replace(case, query=query, resident=coded), steps=reference.with_reciprocals(steps))
     torch.testing.assert_close(lse, expected[1], atol=LSE_TOLERANCE, rtol=LSE_TOLERANCE)
     torch.testing.assert_close(out / steps[1], expected[0] / steps[1], atol=0.15, rtol=2e-3)
 
@@ -82,7 +83,8 @@ def test_blocks_of_the_pool_become_codes(dtype: torch.dtype) -> None:
     pool.values.copy_(tokens[1])
     pages = numbers(6, 3, 0, 5).view(2, 1, 2).expand(2, heads, 2).contiguous()
     slots = [torch.zeros(2, heads, 2, BLOCK_TOKENS, dim, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
-    gather_blocks(pool.region, pool.keys, pool.values, pages, slots[0], slots[1], steps=steps)
+    of_kernel = reference.with_reciprocals(steps)
+    gather_blocks(pool.region, pool.keys, pool.values, pages, slots[0], slots[1], steps=of_kernel)
     torch.cuda.synchronize()
     for part, kept, of in zip(slots, (pool.keys, pool.values), steps, strict=True):
         expected = reference.to_codes(kept[[6, 3, 0, 5]].to(DEVICE), of)
@@ -118,7 +120,8 @@ def test_new_tokens_reach_the_pool_as_they_are_and_slots_as_codes(shape: Shape, 
                 slots[row, :, 2] = reference.to_codes(part[pages[entry]].to(DEVICE), of)
     keys, values = torch.randn(2, shape.batch, shape.heads, shape.dim, generator=seeded(2)).to(DEVICE, shape.dtype)
     digests = blank(case.digests)
-    append(digests, table, case.step, keys, values, key_slots, value_slots, pool, steps=steps)
+    of_kernel = reference.with_reciprocals(steps)
+    append(digests, table, case.step, keys, values, key_slots, value_slots, pool, steps=of_kernel)
     torch.cuda.synchronize()
 
     filled = torch.tensor([(length - 1) % BLOCK_TOKENS + 1 for length in lengths], device=DEVICE)

@@ -97,7 +97,7 @@ class Requests:
         self.query = torch.randn(*of_tokens, HEADS * GROUP, DIM, generator=random).to(DTYPE)
         self.keys, self.values = torch.randn(2, *of_tokens, HEADS, DIM, generator=random).to(DTYPE)
         largest = torch.stack([part.float().abs().amax(dim=(1, 2)) for part in (self.keys, self.values)], dim=1)
-        steps = [of_layer.to(DEVICE) for of_layer in largest / reference.CODE_MOST]
+        steps = [reference.with_reciprocals(of_layer.to(DEVICE)) for of_layer in largest / reference.CODE_MOST]
         facts = ModelFacts(self.req_to_token, GROUP, DTYPE, SCALE, cuda_graphs=True, code_steps=steps)
         pool: Any = Pool(config, pool_dtype)
         self.engine = CudaEngine(config, tuning_of(config, LAYERS), None, pool, facts, None)

@@ -83,7 +83,7 @@ class Decoding:
             full, on_device = torch.full_like(every, BLOCK_TOKENS), keys.to(DEVICE)
             self._settled.append((every, full, on_device))
             digest_pages(digests, on_device, every, full)
-            steps = None if self.code_steps is None else self.code_steps.to(DEVICE)
+            steps = None if self.code_steps is None else reference.with_reciprocals(self.code_steps.to(DEVICE))
             layers.append(DeviceLayer(HostPool(registered, keys, values), digests, steps=steps))
         self.geometry = Geometry(
             ROWS, HEADS, GROUP, DIM, code_of(pool, DTYPE), budget, LAYERS, PAGES,

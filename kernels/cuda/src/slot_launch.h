@@ -6,7 +6,7 @@
 #include "sglang_hybrid/block_attention.h"
 #include "sglang_hybrid/cuda/elements.cuh"
 
-// Call use.template operator()<Element>(), with Element as for copy_to_slot. `dtype`: DType of blocks, of `block_bytes` bytes,
+// Call use.template operator()<Element>(), with Element as for copy_to_slots. `dtype`: DType of blocks, of `block_bytes` bytes,
 // that become codes if there are `steps`.
 template <class Use>
 cudaError_t for_slots(const float* steps, uint32_t dtype, uint32_t block_bytes, Use use) {

@@ -45,6 +45,8 @@ from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.structs import TOTALS
 from sglang_hybrid.ops.reference import FP8
 
+_GATHER_NS = TOTALS.index("gather_ns")
+
 
 class DeviceScout(AheadProgram, SlotProgram):
     """Step program of policy ``scout``: the state of all rows, and the order of kernels."""
@@ -296,7 +298,7 @@ class DeviceScout(AheadProgram, SlotProgram):
                 self._posts.mark(layer)
         if lane.gathered:
             with self._gather.fork():
-                self._make_resident(layer, lane.gathered)
+                self._make_resident(layer, lane.gathered, taken_ns=self.counted[layer, _GATHER_NS])
                 self._gather.mark(layer)
 
     def _select(
@@ -352,11 +354,12 @@ class DeviceScout(AheadProgram, SlotProgram):
         """Return the scores that ``select_blocks`` still has to write; None if all scores are written."""
         return pending
 
-    def _make_resident(self, layer: int, plan: RecallPlan) -> None:
+    def _make_resident(self, layer: int, plan: RecallPlan, taken_ns: torch.Tensor | None = None) -> None:
         pool, slots = self._layers[layer].pool, self.slots
         gather_blocks(
             pool.region, pool.keys, pool.values, plan.pages, slots.keys[layer], slots.values[layer],
             destinations=plan.destinations, count=plan.count, refused=self.refused, steps=self._steps(layer),
+            taken_ns=taken_ns,
         )  # fmt: skip
         apply_plan(plan, self._tables[layer])
 

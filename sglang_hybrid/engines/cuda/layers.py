@@ -15,7 +15,7 @@ class DeviceLayer:
     pool: HostPool
     digests: LayerDigests
     codes: LayerCodes | None = None  # of single keys; None: the policy keeps none
-    steps: torch.Tensor | None = None  # [2, KV heads, dim]: steps of codes in slots; None: slots keep numbers
+    steps: torch.Tensor | None = None  # [4, KV heads, dim]: of codes in slots; None: slots keep numbers
 
     def summarise(self, keys: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
         """Write digests, sketches and codes of ``pages`` ``[n]``. The arguments are those of ``digest_pages``."""

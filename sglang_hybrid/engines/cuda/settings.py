@@ -45,7 +45,8 @@ class ScoutSettings:
     whole_score: float = -math.inf  # minimum score of a block that is attended in these steps
 
 
-# Rates without a profile: of a gather over PCIe 5, and of a core that reads memory (docs/measurements.md).
+# Rates without a profile: of a gather over PCIe 5 while the GPU does nothing else, until decode steps have measured
+# theirs, and of a core that reads memory (docs/measurements.md).
 _GATHER_GB_S, _CORE_GB_S = 50.0, 8.0
 _HIDDEN = 0.6  # share of a layer's time in which the worker can compute without making the GPU wait
 # The same share for copies. It is smaller, because copies must be complete when attention begins, and the worker's

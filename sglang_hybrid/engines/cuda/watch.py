@@ -6,11 +6,13 @@ Nothing here waits for the device, so the numbers are some steps old.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from sglang_hybrid.engines.cuda.counters import Counters
+from sglang_hybrid.engines.cuda.gather_rate import GatherRate
 from sglang_hybrid.engines.cuda.settings import PathRates
 from sglang_hybrid.metrics import WorkerMetrics
 from sglang_hybrid.metrics.distribution import Distribution
@@ -157,6 +159,7 @@ class DeviceWatch(RatioWatch):
         """
         super().__init__(scout.counted, blocks_per_row, mailbox, scout.block_bytes, counters)
         self._gathers, self._follows_host = gathers, follows_host
+        self._gather_rate = GatherRate(rates.gathers if rates else 0.0)
         self._scout, self._recall, self._rates = scout, recall, rates
 
     def readings(self) -> Readings:
@@ -178,6 +181,7 @@ class DeviceWatch(RatioWatch):
     def _observe(self, new: torch.Tensor, rows: int, steps: int) -> None:
         self._aim(rows / steps, steps)
         super()._observe(new, rows, steps)
+        self._measure(new)
         self._balance(new[:, :2].double() / steps, steps)
 
     def _tell_ratios(self, ratios: list[float], steps: int) -> None:
@@ -195,6 +199,11 @@ class DeviceWatch(RatioWatch):
             layer_seconds = seconds / steps / len(self._recall.intervals)
             self._recall.beta = self._rates.target_ratio(rows * self._per_row * self._scout.block_bytes, layer_seconds)
 
+    def _measure(self, new: torch.Tensor) -> None:
+        """Measure the rate of gathers."""
+        total = dict(zip(TOTALS, new.sum(dim=0).tolist(), strict=True))
+        self._gather_rate.observe(total["gathered"] * self._scout.block_bytes, total["gather_ns"] / 1e9)
+
     def _balance(self, blocks: torch.Tensor, steps: int) -> None:
         """Set the gather shares. ``blocks`` ``[layers, 2]``: blocks that each layer misses and recalls per step."""
         # Time on the device, because the host may run ahead of it. Pauses count too, so a device that has time gathers
@@ -202,7 +211,10 @@ class DeviceWatch(RatioWatch):
         seconds = self._counted.seconds
         if self._gathers and self._rates and blocks[:, 0].any() and seconds is not None:
             layer_seconds = seconds / steps / len(self._recall.intervals)
-            moved = (blocks * self._scout.block_bytes).tolist()
+            rates = replace(self._rates, gathers=self._gather_rate.rate)
+            moved = blocks * self._scout.block_bytes
+            if self._gather_rate.is_measured:
+                moved[:, 1] = 0  # what recalls take from gathers is in the rate
             self._scout.set_gather_shares(
-                [self._rates.gather_share(missed, recalled, layer_seconds) for missed, recalled in moved]
+                [rates.gather_share(missed, recalled, layer_seconds) for missed, recalled in moved.tolist()]
             )

@@ -64,7 +64,7 @@ def attend_slots(
     """Return ``reference.attend_blocks`` over slots: output ``[B, H * G, D]``, natural-log LSE ``[B, H * G]``, float32.
 
     query ``[B, H * G, D]``; keys and values have the query's dtype or FP8, or are codes (``reference.to_codes``) of
-    ``steps`` ``[2, H, D]``, first those of keys. lengths ``[rows]``: tokens of each row;
+    ``steps`` ``[4, H, D]`` (``reference.with_reciprocals``). lengths ``[rows]``: tokens of each row;
     row_of ``[B]``: the row of each batch entry. A block at position p has ``min(32, length - 32 p)`` valid tokens.
     Outputs of batch entries from ``active_rows`` on are not written. ``near_bias`` ``[rows, H, G]`` is added to the
     logits of a row's first ``sink`` blocks, of its tail and of the ``recent`` blocks before the tail.
@@ -92,7 +92,7 @@ def attend_slots(
         active_rows=active_address(active_rows),
         out=address("out", out, torch.float32, (batch, query_heads, dim)),
         lse=address("lse", lse, torch.float32, (batch, query_heads)),
-        steps=address("steps", steps, torch.float32, (2, heads, dim)),
+        steps=address("steps", steps, torch.float32, (4, heads, dim)),
         near_bias=address("near_bias", near_bias, torch.float32, (rows, heads, group)),
         sink=sink,
         recent=recent,

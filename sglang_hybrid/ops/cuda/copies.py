@@ -31,6 +31,7 @@ def gather_blocks(
     active_rows: torch.Tensor | None = None,
     refused: torch.Tensor | None = None,
     steps: torch.Tensor | None = None,
+    taken_ns: torch.Tensor | None = None,
     ctas: int = GATHER_CTAS,
 ) -> None:
     """Copy blocks of a layer, keys and values ``[pages, H, 32, D]`` in ``region``, to slots ``[owners, H, N, 32, D]``.
@@ -43,8 +44,9 @@ def gather_blocks(
       block i is copied to slot ``destinations[i]`` = ``(owner * H + head) * N + slot``, which also gives the KV head.
 
     Page and slot numbers are checked on the device. Entries out of bounds are skipped, and their number is added to
-    ``refused`` (one int64). With ``steps`` ``[2, H, D]`` the slots get codes, as for ``attend_slots``. ``ctas``: more
-    CTAs do not make PCIe faster, and slow down kernels that run concurrently.
+    ``refused`` (one int64). With ``steps`` ``[4, H, D]`` the slots get codes, as for ``attend_slots``. The time of the
+    launch is added to ``taken_ns`` (one int64). ``ctas``: more CTAs do not make PCIe faster, and slow down kernels that
+    run concurrently.
     """
     owners, heads, slots, _, dim = key_slots.shape
     in_slots = keys.dtype if steps is None else torch.uint8
@@ -64,11 +66,12 @@ def gather_blocks(
         values=region.address_of("values", values),
         key_slots=address("key_slots", key_slots, in_slots, tuple(key_slots.shape)),
         value_slots=address("value_slots", value_slots, in_slots, tuple(key_slots.shape)),
-        steps=address("steps", steps, torch.float32, (2, heads, dim)),
+        steps=address("steps", steps, torch.float32, (4, heads, dim)),
         pages=address("pages", pages, torch.int32, shape),
         destinations=address("destinations", destinations, torch.int32, shape),
         count=None if counted is None else address("the number of entries", counted.view(-1), torch.int32, (1,)),
         refused=None if refused is None else address("refused", refused.view(-1), torch.int64, (1,)),
+        taken_ns=None if taken_ns is None else address("taken_ns", taken_ns.view(-1), torch.int64, (1,)),
         destination_slots=owners * heads * slots,
         per_count=per_count,
         capacity=pages.numel(),

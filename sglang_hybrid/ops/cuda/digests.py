@@ -194,7 +194,7 @@ def append(
     digested when they are full, because nothing reads their digests before. The step's ``query`` ``[B, H * G, D]`` is
     copied to ``kept``. With ``overlaps``, the kernel may begin before earlier launches on the stream have finished:
     of the tensors that are read here, these launches may write only query, keys and values. Rows whose page is not in
-    the pool are skipped, and their number is added to ``refused`` (one int64). With ``steps`` ``[2, H, D]``, not with
+    the pool are skipped, and their number is added to ``refused`` (one int64). With ``steps`` ``[4, H, D]``, not with
     ``dense``, slots get codes, as for ``attend_slots``; then digests are of what the codes stand for.
     """
     dtype, stored, heads, dim = digests.dtype, digests.pool_dtype, digests.heads, digests.dim
@@ -226,7 +226,7 @@ def append(
         value_stride=0 if values is None else values.stride(0),
         key_slots=address("key_slots", key_slots, in_slots, of_slots),
         value_slots=address("value_slots", value_slots, in_slots, of_slots),
-        steps=address("steps", steps, torch.float32, (2, heads, dim)),
+        steps=address("steps", steps, torch.float32, (4, heads, dim)),
         pool_keys=pool.region.address_of("keys of the pool", pool.keys),
         pool_values=pool.region.address_of("values of the pool", pool.values),
         scores=address("scores", scores, torch.float32, (owners, heads, step.max_blocks)),

@@ -82,7 +82,7 @@ def _names(prefix: str, count: int) -> tuple[str, ...]:
 
 # Possible outcomes of a posted row, in the order of the counters of sh_mailbox_state.
 OUTCOMES = _names("sh_row_", _VALUES["sh_row_outcomes"])
-# Numbers that a selection counts, in the order of sh_select_blocks.totals.
+# Numbers that selections and gathers count, in the order of sh_select_blocks.totals.
 TOTALS = _names("sh_total_", _VALUES["sh_select_totals"])
 # Upper bounds in seconds of all buckets of sh_mailbox_state.waits except the last one, which has no upper bound.
 WAIT_BOUNDS = tuple(_VALUES["sh_wait_first_ns"] * 2**number / 1e9 for number in range(_VALUES["sh_wait_buckets"] - 1))

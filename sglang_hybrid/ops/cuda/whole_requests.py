@@ -100,7 +100,7 @@ class PageAllocator:
         Slots and pages are the same memory, so the layer's pages are invalid afterwards. All blocks are copied to
         ``staged`` before the first slot is written. A moved block gets page -1 in the plan. A block that no device page
         holds, or for which ``staged`` is too small, keeps its page in the plan: copy it by ``gather_blocks``. With
-        ``steps`` ``[2, H, D]`` the slots get codes, as for ``attend_slots``; pages keep numbers.
+        ``steps`` ``[4, H, D]`` the slots get codes, as for ``attend_slots``; pages keep numbers.
         """
         rows, heads, slots = keys.shape[:3]
         block, stored = tuple(keys.shape[3:]), staged.keys.dtype
@@ -121,7 +121,7 @@ class PageAllocator:
                 values=address("values", values, in_slots, (rows, heads, slots, *block)),
                 staged_keys=address("staged keys", staged.keys, (*HALVES, FP8), of_staging),
                 staged_values=address("staged values", staged.values, stored, of_staging),
-                steps=address("steps", steps, torch.float32, (2, heads, block[1])),
+                steps=address("steps", steps, torch.float32, (4, heads, block[1])),
                 slot_blocks=rows * heads * slots,
                 staged_blocks=staged.keys.shape[0],
                 kv_heads=heads,

@@ -177,6 +177,16 @@ def test_a_share_follows_what_is_missed() -> None:
     assert scout.shares == [[0.4, 0.0]]  # 0.4 * 100 + 20 blocks over PCIe, 60 computed; 100 over PCIe, 100 computed
 
 
+def test_a_share_follows_the_rate_at_which_blocks_were_gathered() -> None:
+    scout = Scout()
+    watch = watch_of(scout, rates=PathRates(gathers=1e18, computes=1e18))
+    for _ in range(48):  # 100 kB of 200 kB missed in a layer, in 100 us: 1 GB/s
+        scout.count([[200, 50, 100, 0, 0, 100_000]] * LAYERS)
+        watch.step(3)
+    # a layer takes 1e-6 / 16 / 2 s, in 0.35 of which 1 GB/s brings 11 bytes; the worker computes the others in time
+    assert scout.shares[-1] == pytest.approx([0.35 * 1e-6 / 16 / LAYERS * 1e9 / 200e3] * LAYERS)
+
+
 def test_recalls_aim_at_what_the_worker_computes_in_time() -> None:
     rates = PathRates(gathers=50e9, computes=100e9)
     # in 0.6 ms of a layer of 1 ms, the worker computes 60 MB, of budgets of 600 MB

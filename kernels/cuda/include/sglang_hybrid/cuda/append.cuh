@@ -111,8 +111,8 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
             continue;
         }
         if (from_pool) {
-            key_slot[i] = Slots::of_pool(pool_keys[i], steps.keys, channel);
-            value_slot[i] = Slots::of_pool(pool_values[i], steps.values, channel);
+            key_slot[i] = Slots::of_pool(pool_keys[i], steps.per_key_step, channel);
+            value_slot[i] = Slots::of_pool(pool_values[i], steps.per_value_step, channel);
         }
         shared_keys[i] = Slots::widened(key_slot[i], steps.keys, channel);
     }
@@ -126,10 +126,10 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
             shared_keys[to] = Chunk::widened(key);
             continue;
         }
-        const auto in_slot = Slots::of_pool(key, steps.keys, i * 8);
+        const auto in_slot = Slots::of_pool(key, steps.per_key_step, i * 8);
         shared_keys[to] = Slots::widened(in_slot, steps.keys, i * 8);
         key_slot[to] = in_slot;
-        value_slot[to] = Slots::of_pool(value, steps.values, i * 8);
+        value_slot[to] = Slots::of_pool(value, steps.per_value_step, i * 8);
     }
     const uint32_t tokens = args.keys ? token + 1 : token;
     if (digests && tokens) digest_block<Element>(block, tokens, args.digests, static_cast<uint32_t>(page), head);

@@ -33,8 +33,8 @@ struct sh_attend_slots {
     const int32_t* active_rows;
     const float* near_bias;  // [rows][KV head][group], or null: added to the logits of sink, recent and tail blocks. Weights
     // and LSE include the bias
-    const float* steps;  // [2][KV head][head_dim], or null. Given: keys and values are codes of one byte (slot_codes.cuh), and
-    // `dtype` is the query's; first the steps of keys, then those of values
+    const float* steps;  // [4][KV head][head_dim], or null. Given: keys and values are codes of one byte (slot_codes.cuh), and
+    // `dtype` is the query's; steps of keys, those of values, reciprocals of both
     float* out;  // [batch][KV head][group][head_dim]; 0 where there is no token to attend to
     float* lse;  // [batch][KV head][group], natural logarithm
     // Workspace: memory for `units` partial results, and [batch][KV head] words that are 0 before and after a launch.
@@ -91,6 +91,7 @@ struct sh_gather_blocks {
     const int32_t* destinations;  // null: entry i goes to slot i
     const int32_t* count;  // the list has *count * per_count entries, at most `capacity`; null: `capacity` entries
     uint64_t* refused;  // the number of entries out of bounds is added; or null
+    uint64_t* taken_ns;  // the time of the launch is added, as the mean of its CTAs' times; or null
     uint64_t destination_slots;  // owners * KV heads * slots
     uint32_t per_count;
     uint32_t capacity;

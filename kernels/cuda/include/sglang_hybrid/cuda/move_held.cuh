@@ -19,7 +19,7 @@ __device__ inline int64_t held_block(const sh_move_held& args, uint64_t slot, in
 }
 
 // CTAs take entries in turn. A staged entry has page -1 from then on, so that it is not gathered from the host pool. Element:
-// as for copy_to_slot.
+// as for copy_to_slots.
 template <class Element>
 __global__ void __launch_bounds__(copy_threads) move_held(const __grid_constant__ sh_move_held args) {
     const int32_t count = *args.plan.count;
@@ -32,14 +32,16 @@ __global__ void __launch_bounds__(copy_threads) move_held(const __grid_constant_
             if (args.plan.pages[i] != -1) continue;
             const uint32_t head = static_cast<uint32_t>(slot) / args.slots % args.kv_heads;
             const uint32_t head_dim = args.block_bytes / (block_tokens * sizeof(uint16_t));  // with steps
-            copy_to_slot<Element>({args.staged_keys, args.staged_values}, i, {args.keys, args.values},
-                                  static_cast<uint64_t>(slot), args.block_bytes,
-                                  CodeSteps(args.steps, args.kv_heads, head_dim, head));
+            copy_to_slots<Element>(
+                {args.staged_keys, args.staged_values}, 1, args.block_bytes, [&](uint32_t) { return i; },
+                {args.keys, args.values}, [&](uint32_t) { return static_cast<uint64_t>(slot); },
+                [&](uint32_t) { return CodeSteps(args.steps, args.kv_heads, head_dim, head); });
         } else {
             const int64_t from = held_block(args, static_cast<uint64_t>(slot), args.plan.positions[i]);
             if (from < 0) continue;
-            copy_block({args.keys, args.values}, static_cast<uint64_t>(from), {args.staged_keys, args.staged_values}, i,
-                       args.block_bytes);
+            copy_blocks(
+                {args.keys, args.values}, 1, args.block_bytes, [&](uint32_t) { return static_cast<uint64_t>(from); },
+                {args.staged_keys, args.staged_values}, [&](uint32_t) { return i; });
             if (threadIdx.x == 0) args.plan.pages[i] = -1;
         }
     }

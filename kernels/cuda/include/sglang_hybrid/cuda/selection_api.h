@@ -150,7 +150,8 @@ enum sh_select_total : uint32_t {  // what sh_select_blocks.totals counts: block
     sh_total_gathered = 2,
     sh_total_selected = 3,  // counted with miss_counts: selected candidates,
     sh_total_resident = 4,  // and those of them that had a slot before
-    sh_select_totals = 5,
+    sh_total_gather_ns = 5,  // not a selection's: see sh_gather_blocks.taken_ns
+    sh_select_totals = 6,
 };
 
 // Select the blocks of each (row, KV head), and split them by residency: blocks without a slot are misses.

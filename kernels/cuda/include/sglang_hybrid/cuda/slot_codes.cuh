@@ -15,15 +15,25 @@ namespace sglang_hybrid::cuda {
 inline constexpr float most_code = 127;
 inline constexpr float code_zero = 128;  // the byte that stands for 0
 
-// Steps of one KV head, [head_dim]. Null: slots keep numbers as the pool does.
+// Steps of one KV head, [head_dim], and their reciprocals, because a division takes longer than everything else that makes a
+// number a code. Null: slots keep numbers as the pool does.
 struct CodeSteps {
     const float* keys;
     const float* values;
+    const float* per_key_step;
+    const float* per_value_step;
 
-    // `steps`: [2][kv_heads][head_dim], first those of keys; or null.
+    // `steps`: [4][kv_heads][head_dim], those of keys and of values, reciprocals of both; or null.
     __device__ CodeSteps(const float* steps, uint32_t kv_heads, uint32_t head_dim, uint32_t head)
-        : keys(steps ? steps + head * head_dim : nullptr), values(steps ? keys + kv_heads * head_dim : nullptr) {}
-    __device__ CodeSteps() : keys(nullptr), values(nullptr) {}
+        : keys(part(steps, 0, kv_heads, head_dim, head)), values(part(steps, 1, kv_heads, head_dim, head)),
+          per_key_step(part(steps, 2, kv_heads, head_dim, head)), per_value_step(part(steps, 3, kv_heads, head_dim, head)) {}
+    __device__ CodeSteps() : keys(nullptr), values(nullptr), per_key_step(nullptr), per_value_step(nullptr) {}
+
+  private:
+    static __device__ const float* part(const float* steps, uint32_t part, uint32_t kv_heads, uint32_t head_dim,
+                                        uint32_t head) {
+        return steps ? steps + (part * kv_heads + head) * head_dim : nullptr;
+    }
 };
 
 // -- reading -----------------------------------------------------------------------------------------------------------
@@ -52,11 +62,15 @@ inline constexpr bool is_coded = std::is_same_v<Element, Coded>;
 
 // -- writing -----------------------------------------------------------------------------------------------------------
 
-__device__ inline uint32_t byte_of(float value, float step) {
-    return static_cast<uint32_t>(fminf(fmaxf(rintf(value / step), -most_code), most_code) + code_zero);
+// Return a word whose lowest byte is the code of `value`: added to so large a float32, a number is rounded to a whole one, whose
+// bits are the lowest of the sum.
+__device__ inline uint32_t byte_of(float value, float per_step) {
+    constexpr float whole_numbers = 12582912;  // 1.5 * 2^23: sums with up to 2^22 more or less are whole numbers
+    return __float_as_uint(fminf(fmaxf(value * per_step, -most_code), most_code) + (whole_numbers + code_zero));
 }
 
-// Conversions of eight channels, the first of them `channel`, between the pool and slots. `steps`: of all channels of the head.
+// Conversions of eight channels, the first of them `channel`, between the pool and slots. `steps`: of all channels of the head;
+// `per_step`: reciprocals of the steps.
 template <class Element, class Stored, bool kCoded>
 struct SlotEight {
     using Bits = typename Eight<Element, Stored>::Bits;
@@ -68,10 +82,9 @@ template <class Element>
 struct SlotEight<Element, Element, true> {
     using Bits = uint2;
 
-    static __device__ Bits of_pool(uint4 numbers, const float* steps, uint32_t channel) {
-        steps += channel;
-        return {codes(numbers.x, steps) | codes(numbers.y, steps + 2) << 16,
-                codes(numbers.z, steps + 4) | codes(numbers.w, steps + 6) << 16};
+    static __device__ Bits of_pool(uint4 numbers, const float* per_step, uint32_t channel) {
+        const auto* const eight = reinterpret_cast<const float4*>(per_step + channel);
+        return {codes(numbers.x, numbers.y, eight[0]), codes(numbers.z, numbers.w, eight[1])};
     }
     static __device__ uint4 widened(Bits codes, const float* steps, uint32_t channel) {
         steps += channel;
@@ -80,9 +93,13 @@ struct SlotEight<Element, Element, true> {
     }
 
   private:
-    static __device__ uint32_t codes(uint32_t pair, const float* steps) {
-        return byte_of(cuda::widened<Element>(static_cast<uint16_t>(pair)), steps[0]) |
-               byte_of(cuda::widened<Element>(static_cast<uint16_t>(pair >> 16)), steps[1]) << 8;
+    static __device__ uint32_t codes(uint32_t first, uint32_t second, const float4& per_step) {
+        return __byte_perm(codes(first, per_step.x, per_step.y), codes(second, per_step.z, per_step.w), 0x5410);
+    }
+    // in the two lowest bytes
+    static __device__ uint32_t codes(uint32_t pair, float per_step, float next_per_step) {
+        return __byte_perm(byte_of(cuda::widened<Element>(static_cast<uint16_t>(pair)), per_step),
+                           byte_of(cuda::widened<Element>(static_cast<uint16_t>(pair >> 16)), next_per_step), 0x0040);
     }
     static __device__ uint32_t numbers(uint32_t bytes, const float* steps) {
         return Element::pack((float(bytes & 0xFF) - code_zero) * steps[0], (float(bytes >> 8 & 0xFF) - code_zero) * steps[1]);
