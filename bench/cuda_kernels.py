@@ -2,8 +2,9 @@
 
     python -m bench.cuda_kernels [--out FILE] [--pool 4] [--threads N]
 
-Shapes are those of a Qwen3-14B layer: 8 KV heads, 5 query heads each, head_dim 128, bfloat16; attention over FP8 too. A
-graph holds many launches. Each launch has its own buffers; together the buffers are several times the L2 cache, like
+Shapes are those of a Qwen3-14B layer: 8 KV heads, 5 query heads each, head_dim 128, bfloat16; attention over FP8 and
+over slots of 8-bit codes too, and gathers into such slots, also while attention runs on the same GPU. A graph holds
+many launches. Each launch has its own buffers; together the buffers are several times the L2 cache, like
 the layers of a step. Rates count each byte once.
 
 Two ceilings are measured too: copying device memory to device memory (read and written bytes), and copying registered
@@ -30,7 +31,7 @@ from sglang_hybrid.ops.cuda.attention import AttendWorkspace, attend_slots, merg
 from sglang_hybrid.ops.cuda.copies import gather_blocks
 from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
-from sglang_hybrid.ops.reference import FP8
+from sglang_hybrid.ops.reference import FP8, with_reciprocals
 from sglang_hybrid.protocol.mailbox import Mailbox
 from sglang_hybrid.protocol.region import SharedRegion
 
@@ -43,6 +44,7 @@ DTYPE = torch.bfloat16
 
 Row = dict[str, Any]
 Slots = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # keys, values, positions
+CODES = torch.uint8
 
 
 def timed(
@@ -103,16 +105,24 @@ def copy_rate() -> float:
 
 def random_slots(owners: int, dtype: torch.dtype = DTYPE) -> Slots:
     shape = (owners, HEADS, SLOTS, TOKENS, DIM)
-    keys, values = (torch.randn(shape, dtype=DTYPE, device="cuda").to(dtype) for _ in range(2))
+    if dtype == CODES:
+        keys, values = (torch.randint(1, 256, shape, dtype=CODES, device="cuda") for _ in range(2))
+    else:
+        keys, values = (torch.randn(shape, dtype=DTYPE, device="cuda").to(dtype) for _ in range(2))
     positions = torch.arange(SLOTS, dtype=torch.int32, device="cuda").expand(owners, HEADS, SLOTS)
     return keys, values, positions.contiguous()
 
 
-def attention(batch: int, active: int, ceiling: float, dtype: torch.dtype = DTYPE) -> Row:
-    """``dtype`` of keys and values."""
-    moved = active * HEADS * SLOTS * BLOCK_BYTES * dtype.itemsize // DTYPE.itemsize
+def steps_of(dtype: torch.dtype) -> torch.Tensor | None:
+    """Return steps of codes if slots have this dtype, else None."""
+    return with_reciprocals(0.01 + torch.rand(2, HEADS, DIM, device="cuda") / 20) if dtype == CODES else None
+
+
+def attention_launches(batch: int, active: int, moved: int, dtype: torch.dtype) -> list[Callable[[], None]]:
+    """Return launches over slots of their own, which read ``moved`` bytes each. ``dtype`` of keys and values."""
     layers = max(2, -(-COLD_BYTES // moved))
-    workspace = AttendWorkspace(batch, HEADS, GROUP, DIM, pool=dtype)
+    workspace = AttendWorkspace(batch, HEADS, GROUP, DIM, pool=DTYPE if dtype == CODES else dtype)
+    steps = steps_of(dtype)
     query = torch.randn(batch, HEADS * GROUP, DIM, dtype=DTYPE, device="cuda")
     out, lse = torch.empty(query.shape, device="cuda"), torch.empty(query.shape[:2], device="cuda")
     lengths = torch.full((batch,), SLOTS * TOKENS - 5, dtype=torch.int32, device="cuda")
@@ -121,13 +131,22 @@ def attention(batch: int, active: int, ceiling: float, dtype: torch.dtype = DTYP
 
     def launch_on(kept: Slots) -> Callable[[], None]:
         def launch() -> None:
-            attend_slots(query, *kept, lengths, row_of, SCALE, active_rows=count, workspace=workspace, out=out, lse=lse)
+            attend_slots(
+                query, *kept, lengths, row_of, SCALE,
+                active_rows=count, workspace=workspace, out=out, lse=lse, steps=steps,
+            )  # fmt: skip
 
         return launch
 
     launches = [launch_on(random_slots(batch, dtype)) for _ in range(layers)]
-    launches *= max(1, 16 // layers)  # launching a graph takes time too; each buffer is read again after all others
-    more = {} if dtype == DTYPE else {"kv": str(dtype).removeprefix("torch.")}
+    return launches * max(1, 16 // layers)  # launching a graph takes time too; a buffer is read again after all others
+
+
+def attention(batch: int, active: int, ceiling: float, dtype: torch.dtype = DTYPE) -> Row:
+    """``dtype`` of keys and values."""
+    moved = active * HEADS * SLOTS * BLOCK_BYTES * dtype.itemsize // DTYPE.itemsize
+    launches = attention_launches(batch, active, moved, dtype)
+    more = {} if dtype == DTYPE else {"kv": "codes" if dtype == CODES else str(dtype).removeprefix("torch.")}
     return row("attend_slots", timed(launches), moved, ceiling, batch=batch, active=active, slots=SLOTS, **more)
 
 
@@ -175,15 +194,46 @@ def host_copy_rate(pool: HostPool) -> float:
     return target.numel() * target.itemsize / sorted(times)[2]
 
 
-def gathering(pool: HostPool, batch: int, listed: int, ctas: int, ceiling: float) -> Row:
+def gathering(
+    pool: HostPool,
+    batch: int,
+    listed: int,
+    ctas: int,
+    ceiling: float,
+    dtype: torch.dtype = DTYPE,
+    beside: Callable[[], None] = lambda: None,
+) -> Row:
+    """``dtype`` of slots. ``beside`` launches work on another stream that takes longer than the gathers."""
     shape = (batch, HEADS, listed)
-    keys, values = (torch.empty(*shape, TOKENS, DIM, dtype=DTYPE, device="cuda") for _ in range(2))
+    keys, values = (torch.empty(*shape, TOKENS, DIM, dtype=dtype, device="cuda") for _ in range(2))
+    steps = steps_of(dtype)
     launches = []
     for _ in range(4):
         pages = torch.randint(0, pool.pages, shape, dtype=torch.int32, device="cuda")
-        launches.append(partial(gather_blocks, pool.region, pool.keys, pool.values, pages, keys, values, ctas=ctas))
+        launches.append(
+            partial(gather_blocks, pool.region, pool.keys, pool.values, pages, keys, values, ctas=ctas, steps=steps)
+        )
     moved = batch * HEADS * listed * BLOCK_BYTES
-    return row("gather_blocks", timed(launches, repeats=7), moved, ceiling, batch=batch, blocks=listed, ctas=ctas)
+    more = {"kv": "codes"} if dtype == CODES else {}
+    seconds = timed(launches, repeats=7, before=beside)
+    torch.cuda.synchronize()
+    return row("gather_blocks", seconds, moved, ceiling, batch=batch, blocks=listed, ctas=ctas, **more)
+
+
+def gathering_beside_attention(pool: HostPool, ceiling: float) -> list[Row]:
+    moved = 64 * HEADS * SLOTS * BLOCK_BYTES
+    attend, stream = attention_launches(64, 64, moved, DTYPE), torch.cuda.Stream()
+
+    def beside() -> None:
+        with torch.cuda.stream(stream):
+            for launch in attend * 4:  # about 130 us each
+                launch()
+
+    rows = []
+    for dtype in (DTYPE, CODES):
+        for ctas in (8, 16, 32):
+            rows.append(gathering(pool, 64, 2, ctas, ceiling, dtype, beside) | {"beside": "attend_slots"})
+    return rows
 
 
 # -- mailbox ---------------------------------------------------------------------------------
@@ -306,7 +356,7 @@ def main() -> None:
     print(f"device to device: {copied / 1e9:.0f} GB/s", flush=True)
     rows = [attention(batch, batch, copied) for batch in (64, 48, 40, 32, 24, 16, 8, 4, 1)]
     rows += [attention(64, 8, copied), attention(64, 1, copied)]
-    rows += [attention(batch, batch, copied, FP8) for batch in (64, 32, 8, 1)]
+    rows += [attention(batch, batch, copied, dtype) for dtype in (FP8, CODES) for batch in (64, 32, 8, 1)]
     rows += [merging(batch, copied) for batch in (64, 8)]
     torch.cuda.empty_cache()
 
@@ -315,6 +365,8 @@ def main() -> None:
     print(f"registered host memory to device, in one piece: {from_host / 1e9:.1f} GB/s", flush=True)
     rows += [gathering(pool, 64, 4, ctas, from_host) for ctas in (8, 16, 32, 64)]
     rows += [gathering(pool, batch, listed, 32, from_host) for batch, listed in ((64, 1), (8, 4), (1, 4))]
+    rows += [gathering(pool, 64, 4, ctas, from_host, CODES) for ctas in (8, 16, 32)]
+    rows += gathering_beside_attention(pool, from_host)
     for batch in (8, 32, 64):
         rows += round_trips(pool, batch, args.threads, from_host)
 

@@ -54,7 +54,7 @@ class Measured:
             return stock_step(model, self.rows, self.tokens, Rates(), server=self.server).ms
         share = 1.0 if self.scores_all else 0.25 + 0.75 * min(1.0, _HOT_TOKENS / self.tokens)
         config = HybridConfig(budget_tokens=_BUDGET, whole_requests="never" if self.file == QWEN_STEPS else "auto")
-        plain = config.with_section(ScoutOptions(slot_dtype="model"))  # no result has slots of 8 bits yet
+        plain = config.with_section(ScoutOptions(slot_dtype="model"))  # these results are of 16-bit slots
         return hybrid_step(
             model, plain, self.rows, self.tokens, Rates(),
             most_rows=self.most_rows, scored_share=share, server=self.server,
