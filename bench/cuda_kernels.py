@@ -121,7 +121,7 @@ def steps_of(dtype: torch.dtype) -> torch.Tensor | None:
 def attention_launches(batch: int, active: int, moved: int, dtype: torch.dtype) -> list[Callable[[], None]]:
     """Return launches over slots of their own, which read ``moved`` bytes each. ``dtype`` of keys and values."""
     layers = max(2, -(-COLD_BYTES // moved))
-    workspace = AttendWorkspace(batch, HEADS, GROUP, DIM, pool=DTYPE if dtype == CODES else dtype)
+    workspace = AttendWorkspace(batch, HEADS, GROUP, DIM, pool=dtype)
     steps = steps_of(dtype)
     query = torch.randn(batch, HEADS * GROUP, DIM, dtype=DTYPE, device="cuda")
     out, lse = torch.empty(query.shape, device="cuda"), torch.empty(query.shape[:2], device="cuda")
