@@ -89,7 +89,7 @@ def test_a_worker_is_started_for_policies_that_need_one(
     monkeypatch.setattr(create_engines, "checked_geometry", lambda *_: "geometry")
     monkeypatch.setattr(create_engines, "start_worker", lambda *_: ("supervisor", "metrics"))
     pool: Any = SimpleNamespace(layer_num=2)
-    model: Any = SimpleNamespace()
+    model: Any = SimpleNamespace(code_steps=[])
     made: Any = create_engines._cuda_engine(load_config(None, settings), None, pool, model, None)
     assert made.worker == (("supervisor", "metrics", "geometry") if starts else None)
 

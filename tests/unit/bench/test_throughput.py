@@ -266,7 +266,8 @@ def test_stock_with_a_cache_of_one_byte_holds_twice_the_rows(tmp_path: Path, tin
 def test_hybrid_with_a_cache_of_one_byte_holds_more_rows_in_a_smaller_pool(tmp_path: Path, tiny: Path) -> None:
     args = throughput.parsed(["--quick", "--model", str(tiny), "--most-rows", "1000"])
     benchmark = throughput.Benchmark(args, tmp_path)
-    plain, fp8 = configurations.hybrid([]), configurations.hybrid_fp8([])
+    settings = ["scout.slot_dtype=model"]  # slots of 8 bits are half as large already
+    plain, fp8 = configurations.hybrid(settings), configurations.hybrid_fp8(settings)
     assert benchmark._capacity(fp8, 256).rows > benchmark._capacity(plain, 256).rows
     flags, plain_flags = (benchmark._flags(one, {256: [8]}) for one in (fp8, plain))
     assert flags[-2:] == ["--kv-cache-dtype", "fp8_e4m3"] and "--kv-cache-dtype" not in plain_flags

@@ -83,7 +83,8 @@ def test_policy_full_takes_device_memory_for_whole_requests_only() -> None:
 
     assert resident(policy="full", budget_tokens=1024) == 5 * 1024 * shape.bytes_per_token
     assert resident(policy="full", whole_requests="never") == 0
-    assert resident(policy="scout", budget_tokens=1024) > 5 * 1024 * shape.bytes_per_token  # scores and positions
+    sixteen_bits = {"scout": {"slot_dtype": "model"}}
+    assert resident(sections=sixteen_bits, budget_tokens=1024) > 5 * 1024 * shape.bytes_per_token  # and scores
 
 
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
