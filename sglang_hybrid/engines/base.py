@@ -44,7 +44,7 @@ class ModelFacts:
     one_batch: bool = True  # no other batch runs between two steps of a batch
     admits_pages: bool = False  # a prefill instance of disaggregation writes pages into the pool
     part: ModelPart | None = None  # identity of the model, and KV heads of this rank; None: unknown
-    code_steps: Sequence[torch.Tensor] | None = None  # of each layer [2, KV heads, D]: steps of codes; None: unknown
+    code_steps: Sequence[torch.Tensor] | None = None  # of each layer [4, KV heads, D]: of codes in slots; None: unknown
 
 
 @dataclass(frozen=True)
