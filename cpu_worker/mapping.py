@@ -9,16 +9,12 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from sglang_hybrid.protocol.aligned_mapping import map_aligned, unmap
+
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 _CHUNK = 64 << 20  # bytes; small enough to notice soon that populating is cancelled
-_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
-]  # fmt: skip
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
@@ -31,13 +27,8 @@ class Mapping:
 
     def __init__(self, fd: int, size: int, *, writable: bool) -> None:
         """Map the file. Raise OSError if the system refuses."""
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, fd, 0)
-        if address is None or address == _FAILED:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-        _libc.madvise(address, size, mmap.MADV_DONTDUMP)
-        self.address: int = address
+        self.address = map_aligned(fd, size, writable=writable)
+        _libc.madvise(self.address, size, mmap.MADV_DONTDUMP)
         self.size = size
         self._populate_advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
 
@@ -68,5 +59,5 @@ class Mapping:
     def close(self) -> None:
         """Unmap the file. Further calls do nothing."""
         if self.address:
-            _libc.munmap(self.address, self.size)
+            unmap(self.address, self.size)
             self.address = 0

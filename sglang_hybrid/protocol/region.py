@@ -13,16 +13,18 @@ import fcntl
 import logging
 import mmap
 import os
+import weakref
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 import torch
 
+from sglang_hybrid.protocol.aligned_mapping import map_aligned, unmap
 from sglang_hybrid.protocol.alignment import ALIGNMENT
 
 _PREFAULT_CHUNK = 64 << 20
-_MADV_POPULATE_WRITE = 23
+_MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25  # Linux 5.14, 6.1
 _F_SEAL_FUTURE_WRITE = 0x10  # existing mappings stay writable, new ones cannot be writable
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -53,11 +55,13 @@ class SharedRegion:
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, self.size)
+            self.address = map_aligned(self.fd, self.size, writable=True)  # in this process
+            # tensors refer to this object, which therefore lives as long as the last of them
+            self._memory = (ctypes.c_char * self.size).from_address(self.address)
+            weakref.finalize(self._memory, unmap, self.address, self.size).atexit = False
             # the kernel chooses the pages at the first access, so the advice must come before it
-            self._map = mmap.mmap(self.fd, self.size)
-            with contextlib.suppress(OSError):  # kernels without huge pages for shared memory
-                self._map.madvise(mmap.MADV_HUGEPAGE)
-            self._map.madvise(mmap.MADV_DONTDUMP)  # a core file must not contain users' prompts, and would be large
+            self._advise(0, self.size, mmap.MADV_HUGEPAGE)  # refused by kernels without huge pages for shared memory
+            self._advise(0, self.size, mmap.MADV_DONTDUMP)  # no users' prompts in a core file, which would be large
             self._prefault(cpus)
             # from here on no process can shrink the region, which would kill processes that read beyond its new end
             self._seal(others_write)
@@ -84,14 +88,21 @@ class SharedRegion:
             except OSError as error:
                 logger.warning("host memory may be on another NUMA node than the GPU: %s", error)
 
-        def take(start: int) -> None:
-            length = min(_PREFAULT_CHUNK, self.size - start)
+        def populate(start: int, length: int) -> None:
             # not fallocate, which holds a lock on the whole file; page faults do not
-            if _libc.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
-                error = ctypes.get_errno()
+            if error := self._advise(start, length, _MADV_POPULATE_WRITE):
                 if error != errno.EINVAL:  # kernels before 5.14 do not have this advice
                     raise OSError(error, os.strerror(error))
                 os.posix_fallocate(self.fd, start, length)
+
+        def take(start: int) -> None:
+            length = min(_PREFAULT_CHUNK, self.size - start)
+            for first in range(start, start + length, ALIGNMENT):
+                populate(first, mmap.PAGESIZE)  # a huge page can only be made of a range that has some page
+            # Huge pages even where the system gives none to shared memory by itself. Without the advice, or if no huge
+            # page is free, the pages stay small.
+            self._advise(start, length, _MADV_COLLAPSE)
+            populate(start, length)
 
         threads = len(cpus) or os.cpu_count() or 1
         with ThreadPoolExecutor(threads, initializer=go_near if cpus else None) as pool:
@@ -106,12 +117,12 @@ class SharedRegion:
         if end > self.size:
             raise RegionError(f"the region of {self.size} bytes is used up: {end - self.size} bytes are missing")
         self._used = _round_up(end)
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(shape)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(shape)
 
-    @property
-    def address(self) -> int:
-        """Address at which the region is mapped in this process."""
-        return torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
+    def _advise(self, start: int, length: int, advice: int) -> int:
+        """Give ``advice`` about a part of the mapping. Return 0, or the error number of the system that refuses it."""
+        refused = _libc.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(length), advice)
+        return ctypes.get_errno() if refused else 0
 
     @staticmethod
     def size_for(*pieces: int) -> int:

@@ -67,6 +67,50 @@ def test_a_piece_starts_on_a_2_mib_boundary_of_the_file() -> None:
     assert marked == [0, 2 * MIB, 4 * MIB]
 
 
+def huge_bytes(name: str) -> list[int]:
+    """Bytes of huge pages in each mapping of a memory file of this process."""
+    found, inside = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            inside = f"memfd:{name}" in line
+        elif inside and first == "ShmemPmdMapped:":
+            found.append(int(rest[0]) << 10)
+    return found
+
+
+def test_a_region_has_huge_pages_for_server_and_worker_without_a_setting_of_root() -> None:
+    with SharedRegion(8 * MIB, name="test-huge") as region:
+        mapped = Mapping(region.fd, region.size, writable=False)
+        mapped.populate(1, lambda: False)
+        found = huge_bytes("test-huge")
+        assert region.address % (2 * MIB) == 0 and mapped.address % (2 * MIB) == 0
+        mapped.close()
+        if not any(found):  # pages of another size, no advice to collapse pages (before Linux 6.1), or none are free
+            pytest.skip("this kernel gives no huge pages to shared memory")
+        assert found == [8 * MIB, 8 * MIB]
+
+
+def test_a_region_whose_last_tensor_is_gone_is_unmapped() -> None:
+    region = SharedRegion(4 * MIB, name="test-unmapped")
+    piece = region.take((MIB,), torch.uint8)
+    region.close()
+    del region
+    gc.collect()
+    assert piece.fill_(5).sum() == 5 * MIB
+    del piece
+    gc.collect()
+    assert "test-unmapped" not in Path("/proc/self/maps").read_text()
+
+
+def test_a_mapping_that_the_system_refuses_leaves_no_address_space_behind(tmp_path: Path) -> None:
+    before = Path("/proc/self/maps").read_text().count("\n")
+    (tmp_path / "file").write_bytes(b"x" * 100)
+    with (tmp_path / "file").open("rb") as file, pytest.raises(PermissionError):
+        Mapping(file.fileno(), 512 * MIB, writable=True)
+    assert abs(Path("/proc/self/maps").read_text().count("\n") - before) <= 1
+
+
 def test_a_regions_memory_is_touched_first_on_the_cores_that_it_shall_be_near_to(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
