@@ -25,6 +25,7 @@ from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.scoring import ScoreWorkspace, score_blocks, shift_lse
 from sglang_hybrid.ops.cuda.selection import Misses, RecallPlan, select_blocks
 from sglang_hybrid.ops.cuda.step import Step
+from sglang_hybrid.ops.cuda.structs import TOTALS
 from sglang_hybrid.protocol.region import SharedRegion
 
 BUDGET, SINK, RECENT = 64, 1, 2
@@ -114,6 +115,26 @@ def selecting(batch: int, blocks: int, due: bool, most: int = 16) -> Row:
     return row("select_blocks", timed(launches), moved, None, batch=batch, blocks=blocks, recall=due)
 
 
+def selecting_in_a_step(batch: int, blocks: int, most: int = 64) -> Row:
+    """Time ``select_blocks`` as a decode step launches it: from estimates, with gathers, bias and counters."""
+    step, query = step_of(batch, blocks, batch * blocks), queries(batch)
+    digests, table = random_digests(batch * blocks, 32, compact=True), table_of(batch, blocks, RESIDENT)
+    workspace = ScoreWorkspace(batch, HEADS, GROUP, blocks)
+    misses, gathered = Misses(batch, HEADS, most), RecallPlan(batch * HEADS * 16)
+    scores = torch.empty(batch, HEADS, blocks, device="cuda")
+    put_off = score_blocks(query, digests, step, SCALE, workspace, scores, by_row=True)
+    share = torch.full((1,), 0.5, device="cuda")
+    bias = torch.zeros(batch, HEADS, GROUP, device="cuda")
+    totals = torch.zeros(len(TOTALS), dtype=torch.int64, device="cuda")
+    launch = partial(
+        select_blocks, scores, table, step, BUDGET, misses, pool_pages=batch * blocks, bonus=1.0,
+        min_miss_score=-3.0, gathered=gathered, gather_share=share, most_gathered=16, totals=totals, by_row=True,
+        put_off=put_off, near_bias=bias,
+    )  # fmt: skip
+    moved = batch * HEADS * blocks * GROUP * 4
+    return row("select_blocks in a step", timed([launch] * 8), moved, None, batch=batch, blocks=blocks)
+
+
 def appending(batch: int, blocks: int, channels: int, compact: bool = False) -> Row:
     pages = batch * blocks
     shape = (pages, HEADS, TOKENS, DIM)
@@ -174,6 +195,7 @@ def main() -> None:
     rows += [scoring(8, 8192, 32, copied, compact=True)]
     rows += [scoring(64, 1024, 0, copied), scoring(64, 1024, 64, copied), scoring(8, 8192, 32, copied)]
     rows += [selecting(64, 1024, due) for due in (False, True)] + [selecting(8, 8192, False), selecting(1, 1024, False)]
+    rows += [selecting_in_a_step(*shape) for shape in ((77, 1024), (64, 1024), (39, 2048), (8, 1024), (1, 1024))]
     rows += [appending(64, 32, 32), appending(8, 32, 32), appending(64, 32, 0)]
     rows += [appending(64, 32, 32, compact=True)]
     rows += [digesting(8192, 32, copied, compact) for compact in (False, True)]

@@ -215,6 +215,7 @@ def trace(rows: Rows, path: Path) -> None:
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         rows.steps(3)
+    path.parent.mkdir(parents=True, exist_ok=True)
     profiled.export_chrome_trace(str(path))
 
 

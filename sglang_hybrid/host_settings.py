@@ -19,6 +19,7 @@ from sglang_hybrid.policies.registry import (
     prediction_of,
 )
 from sglang_hybrid.policies.scout.tuning import (
+    COPYING_INTERVAL,
     DEFAULT_BONUS,
     DEFAULT_INTERVAL,
     DEFAULT_MISS_SHARE,
@@ -115,6 +116,11 @@ def _cpu_share(_config: HybridConfig, host: Host) -> str:
     return "chosen while serving, by what is missed" if host.gpus else _NO_GPU
 
 
+def _recall_interval(config: HybridConfig, host: Host) -> str:
+    copies = bool(host.gpus) and config.scout.cpu_share != 1
+    return _with_profile(COPYING_INTERVAL if copies else DEFAULT_INTERVAL)(config, host)
+
+
 def _threads(config: HybridConfig, host: Host) -> str:
     return str(_placement(config, host).threads) if _has_worker(config, host) else _NO_WORKER
 
@@ -138,7 +144,7 @@ _CHOICES: dict[str, Callable[[HybridConfig, Host], str]] = {
     "scout.min_miss_attention": _with_profile(DEFAULT_MISS_SHARE),
     "whole_requests": _whole_requests,
     "scout.cpu_share": _cpu_share,
-    "scout.recall_interval": _with_profile(DEFAULT_INTERVAL),
+    "scout.recall_interval": _recall_interval,
     "scout.target_cpu_ratio": _target_cpu_ratio,
     "scoutattention.resident_tokens": lambda config, _host: str(config.budget_tokens),
     "scoutattention.recall_interval": _with_profile(DEFAULT_INTERVAL),

@@ -45,6 +45,13 @@ def test_a_host_without_a_gpu_leaves_gpu_settings_unused() -> None:
     assert {name: here[f"scout.{name}"] for name in without_profile} == without_profile
 
 
+def test_recalls_are_rarer_where_misses_are_copied_to_a_gpu() -> None:
+    for settings, interval in (([], "32"), (["scout.cpu_share=1"], "8"), (["profile=/p"], "what the profile says")):
+        assert resolved(load_config(None, settings), GPU_SERVER)["scout.recall_interval"].startswith(interval)
+    paper = resolved(load_config(None, ["policy=scoutattention"]), GPU_SERVER)
+    assert paper["scoutattention.recall_interval"] == "8"
+
+
 def test_predictions_are_calibrated_on_a_gpu_host_and_elsewhere_when_asked_for() -> None:
     default, asked = HybridConfig(), HybridConfig(profile="auto")
     assert resolved(default, GPU_SERVER)["prediction"] == resolved(asked, LAPTOP)["prediction"] == "calibrated"

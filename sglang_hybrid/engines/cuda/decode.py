@@ -30,6 +30,7 @@ from sglang_hybrid.engines.cuda.settings import (
     FIRST_GATHER_SHARE,
     ScoutSettings,
     path_rates,
+    scout_tuning,
     settings_of,
 )
 from sglang_hybrid.engines.cuda.slots import ResidentSlots
@@ -44,6 +45,7 @@ from sglang_hybrid.ops.cuda.selection import RecallInterval, RecallPlan, apply_p
 from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.structs import TOTALS
 from sglang_hybrid.ops.reference import FP8
+from sglang_hybrid.policies.scout.tuning import Tuning
 
 _GATHER_NS = TOTALS.index("gather_ns")
 
@@ -112,15 +114,18 @@ class DeviceScout(AheadProgram, SlotProgram):
 
     @classmethod
     def create(cls, context: ProgramContext) -> Self:
-        settings = settings_of(context.config, context.tuning, context.shape.group)
-        made = cls(
-            context.layers, context.shape, settings, context.tuning.intervals, context.mailbox, handover_of(context)
-        )
+        tuning = cls.tuning_in(context)
+        settings = settings_of(context.config, tuning, context.shape.group)
+        made = cls(context.layers, context.shape, settings, tuning.intervals, context.mailbox, handover_of(context))
         made.recall_joins_at_logits = context.has_logits
         return made
 
+    @staticmethod
+    def tuning_in(context: ProgramContext) -> Tuning:
+        return scout_tuning(context.config, context.tuning, has_profile=context.rates is not None)
+
     def new_watch(self, context: ProgramContext) -> DeviceWatch:
-        tuning, mailbox = context.tuning, context.mailbox
+        tuning, mailbox = self.tuning_in(context), context.mailbox
         return DeviceWatch(
             self,
             schedule_of(tuning, gathers=self.gather_shares is not None),

@@ -12,7 +12,6 @@ The worker computes all misses. The query that selects the misses also selects t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import ClassVar, Self
 
 import torch
@@ -22,13 +21,13 @@ from sglang_hybrid.engines.cuda.handover import Handover
 from sglang_hybrid.engines.cuda.layers import DeviceLayer, DeviceShape
 from sglang_hybrid.engines.cuda.program import ProgramContext
 from sglang_hybrid.engines.cuda.settings import ScoutSettings, paper_settings_of
-from sglang_hybrid.engines.cuda.watch import DeviceWatch
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.ops.cuda.scoring import PendingScores, score_blocks, share_scores
 from sglang_hybrid.ops.cuda.selection import RecallInterval, select_blocks
 from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.reference import NO_BLOCK
 from sglang_hybrid.policies.scout.paper import paper_tuning
+from sglang_hybrid.policies.scout.tuning import Tuning
 
 
 class DeviceScoutAttention(DeviceScout):
@@ -49,14 +48,15 @@ class DeviceScoutAttention(DeviceScout):
 
     @classmethod
     def create(cls, context: ProgramContext) -> Self:
-        tuning = paper_tuning(context.config, context.tuning)
+        tuning = cls.tuning_in(context)
         settings = paper_settings_of(context.config, tuning)
         made = cls(context.layers, context.shape, settings, tuning.intervals, context.mailbox, handover_of(context))
         made.recall_joins_at_logits = context.has_logits
         return made
 
-    def new_watch(self, context: ProgramContext) -> DeviceWatch:
-        return super().new_watch(replace(context, tuning=paper_tuning(context.config, context.tuning)))
+    @staticmethod
+    def tuning_in(context: ProgramContext) -> Tuning:
+        return paper_tuning(context.config, context.tuning)
 
     def _attended(self, layer: int) -> torch.Tensor:
         return self._attended_slots[layer]

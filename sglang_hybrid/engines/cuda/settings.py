@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
@@ -11,7 +11,13 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.policies.hgca.options import HgcaOptions
 from sglang_hybrid.policies.registry import keeps_codes_in_slots, policy_named
 from sglang_hybrid.policies.scout.paper import paper_resident_tokens
-from sglang_hybrid.policies.scout.tuning import FIRST_SHARE, FIRST_STEPS, Tuning, resident_tokens_of
+from sglang_hybrid.policies.scout.tuning import (
+    COPYING_INTERVAL,
+    FIRST_SHARE,
+    FIRST_STEPS,
+    Tuning,
+    resident_tokens_of,
+)
 
 if TYPE_CHECKING:  # this import needs torch, which ``sglang-hybrid config`` does not
     from sglang_hybrid.policies.scout.profile import HostRates
@@ -100,6 +106,14 @@ def gather_share_of(config: HybridConfig) -> float | None:
     if config.worker == "none":
         return 1.0  # the device attends to all misses
     return None if config.scout.cpu_share == "auto" else 1 - config.scout.cpu_share
+
+
+def scout_tuning(config: HybridConfig, tuning: Tuning, has_profile: bool) -> Tuning:
+    """Return ``tuning`` with the recall interval that is the default where misses are copied to the device."""
+    is_default = config.scout.recall_interval == "auto" and not has_profile
+    if not is_default or gather_share_of(config) == 0:
+        return tuning
+    return replace(tuning, intervals=(COPYING_INTERVAL,) * len(tuning.intervals))
 
 
 def settings_of(config: HybridConfig, tuning: Tuning, group: int) -> ScoutSettings:

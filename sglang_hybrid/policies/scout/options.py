@@ -55,7 +55,8 @@ class ScoutOptions(msgspec.Struct, frozen=True, kw_only=True):
     recall_interval: Annotated[
         _Count,
         Meta(
-            description="Decode steps between two recalls of a layer. 0 is never; auto is the profile's, or 8.",
+            description="Decode steps between two recalls of a layer. 0 is never; auto is the profile's, or else 32 "
+            "where misses are copied to a GPU (cpu_share) and 8 elsewhere.",
         ),
     ] = "auto"
     target_cpu_ratio: Annotated[

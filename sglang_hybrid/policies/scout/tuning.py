@@ -15,6 +15,9 @@ if TYPE_CHECKING:  # which imports the policies, and so this module
 # interval is the one that ScoutAttention's own profiles have for most layers.
 DEFAULT_BONUS = 1.0
 DEFAULT_INTERVAL = 8
+# The interval where misses are copied to a GPU: a copied block is resident from then on, so recalls find little to do,
+# and take PCIe and attention's time ("Recall intervals" in docs/measurements.md).
+COPYING_INTERVAL = 32
 # First decode steps of a row, in which all layers recall and every block that matters is attended to: queries change
 # most right after the prompt, an answer depends on its beginning, and a short answer would end before each layer has
 # recalled once.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_hybrid.config import load_config
-from sglang_hybrid.engines.cuda.settings import PathRates
+from sglang_hybrid.engines.cuda.settings import PathRates, scout_tuning
 from sglang_hybrid.engines.cuda.watch import DeviceWatch, RatioWatch, schedule_of
 from sglang_hybrid.metrics.readings import Readings
 from sglang_hybrid.ops.cuda.mailbox import COUNTS
@@ -217,6 +217,23 @@ def test_intervals_stay_where_misses_are_gathered(gathers: bool) -> None:
     for _ in range(200):
         schedule.observe(0, 1.0)
     assert (schedule.intervals == intervals) == gathers
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_profile", "intervals"),
+    [
+        ([], False, (32, 32)),
+        (["scout.cpu_share=0.5"], False, (32, 32)),
+        (["scout.cpu_share=1"], False, (8, 8)),  # nothing is copied between recalls
+        (["scout.recall_interval=5"], False, (5, 5)),
+        ([], True, (8, 8)),  # what the profile says
+    ],
+)
+def test_recalls_are_rarer_where_misses_are_copied_to_the_device(
+    settings: list[str], has_profile: bool, intervals: tuple[int, ...]
+) -> None:
+    config = load_config(None, settings)
+    assert scout_tuning(config, tuning_of(config, 2), has_profile).intervals == intervals
 
 
 def test_a_program_without_recalls_tells_its_ratios_alone() -> None:

@@ -20,7 +20,7 @@ __device__ inline uint32_t rank_of(float score) {
 struct SelectMemory {
     uint32_t histogram[radix_bins];
     uint32_t totals[2 * select_warps];
-    uint32_t found[2];
+    uint32_t found[3];  // of best_ranks: the bin of the last rank that is wanted, how many of it, and of how many
 };
 
 // Return the sum of `value` over the threads before this one, and write the sum over all to `total`. Called by a whole CTA.
@@ -74,6 +74,7 @@ __device__ inline Threshold best_ranks(const uint32_t* ranks, uint32_t count, ui
                 if (wanted <= above + in_bin) {
                     memory.found[0] = highest - i;
                     memory.found[1] = wanted - above;
+                    memory.found[2] = in_bin;
                     break;
                 }
                 above += in_bin;
@@ -83,7 +84,9 @@ __device__ inline Threshold best_ranks(const uint32_t* ranks, uint32_t count, ui
         decided |= memory.found[0] << shift;
         mask |= (bins - 1) << shift;
         wanted = memory.found[1];
+        const bool takes_bin = wanted == memory.found[2];
         __syncthreads();
+        if (takes_bin && decided) return {decided - 1, 0};  // lower bits, which are 0 in `decided`, do not matter
     }
     return {decided, wanted};
 }

@@ -136,7 +136,7 @@ __device__ inline Missed write_misses(const sh_select_blocks& args, SelectionMem
         gathered = min(gathered, sinks + find_slots_to_gather(args, memory, row, mine, selected, scores));
     }
     uint32_t better = gathered;  // number of better misses; if all misses are in one list, it does not matter
-    if (gathered || misses > args.most_misses) better = place_by_score<false>(memory, is_miss, missed.score);
+    if (gathered || misses > args.most_misses) better = place_by_score<false>(memory, is_miss, missed.score, args.budget);
     const bool is_listed = is_miss && better >= gathered && better - gathered < args.most_misses;
     write_list(memory, is_listed, missed, pair, args.most_misses, args.miss_pages, args.miss_positions, args.miss_counts);
     if (!gathered) return {false, is_listed};
@@ -163,7 +163,7 @@ __device__ inline void write_plan(const sh_select_blocks& args, SelectionMemory&
     const uint32_t always = table.sink + table.recent + 1, room = table.slots > always ? table.slots - always : 0;
     bool stays = entry.position >= 0 && entry.is_candidate && entry.in_pool;
     if (chosen > room) {
-        const uint32_t better = place_by_score<false>(memory, stays, entry.score);
+        const uint32_t better = place_by_score<false>(memory, stays, entry.score, args.budget);
         stays = stays && better < room;
     }
     if (stays) recalled.add(entry.position);
@@ -298,9 +298,10 @@ __device__ void write_scores(const sh_score_blocks& args, uint32_t entry, uint32
     __syncthreads();
 }
 
-// A CTA for each (batch entry, KV head), four of them on a processor.
+// A CTA for each (batch entry, KV head), four or five of them on a processor: 77 rows with 8 KV heads run at once.
 template <int kTiles>
-__global__ void __launch_bounds__(select_threads, 4) select_blocks(const __grid_constant__ sh_select_blocks args) {
+__global__ void __launch_bounds__(select_threads, kTiles == 1 ? 5 : 4)
+    select_blocks(const __grid_constant__ sh_select_blocks args) {
     extern __shared__ __align__(16) char shared[];
     auto& memory = *reinterpret_cast<SelectionMemory*>(shared);
     const uint32_t pair = blockIdx.x, entry = pair / args.kv_heads;

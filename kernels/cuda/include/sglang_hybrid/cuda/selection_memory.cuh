@@ -30,27 +30,31 @@ struct SelectionMemory {
     SelectMemory select;
     int32_t slots[most_slots];         // position of the block in each slot
     int32_t chosen[most_selected];     // positions of selected candidates, or of those that may be misses, ascending
-    float scores[select_threads];      // of place_by_score: score of each thread
-    uint32_t counted[select_threads];  // of place_by_score: whether the score counts
+    alignas(16) float scores[select_threads];  // of place_by_score: score of each thread
     int32_t free_slots[most_slots];    // in the order in which to overwrite them
     uint32_t plan_first;
     uint32_t unused[3];
 };
 
 // Return how many of the entries that count come before this thread's entry, ordered by score (ascending or descending) and
-// then by thread; 0 if this thread's entry does not count. Called by a whole CTA, in which each thread has an entry or none.
+// then by thread; 0 if this thread's entry does not count. Only the first `end` threads may have an entry that counts, and no
+// score is NaN. Called by a whole CTA.
 template <bool kAscending>
-__device__ uint32_t place_by_score(SelectionMemory& memory, bool counts, float score) {
+__device__ uint32_t place_by_score(SelectionMemory& memory, bool counts, float score, uint32_t end) {
     __syncthreads();
-    memory.scores[threadIdx.x] = score;
-    memory.counted[threadIdx.x] = counts;
+    memory.scores[threadIdx.x] = counts ? score : __uint_as_float(0x7FFFFFFF);  // NaN: neither before nor equal to any score
     __syncthreads();
     uint32_t before = 0;
     if (counts) {
-        for (uint32_t i = 0; i < select_threads; ++i) {
-            const float other = memory.scores[i];
-            const bool better = kAscending ? other < score : other > score;
-            before += memory.counted[i] && (better || (other == score && i < threadIdx.x));
+        const auto* const quads = reinterpret_cast<const float4*>(memory.scores);
+        for (uint32_t quad = 0; quad < (end + 3) / 4; ++quad) {
+            const float4 four = quads[quad];
+            const float others[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (uint32_t i = 0; i < 4; ++i) {
+                const bool better = kAscending ? others[i] < score : others[i] > score;
+                before += better || (others[i] == score && quad * 4 + i < threadIdx.x);
+            }
         }
     }
     return before;

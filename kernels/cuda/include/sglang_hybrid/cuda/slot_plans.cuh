@@ -21,7 +21,7 @@ __device__ inline uint32_t find_free_slots(SelectionMemory& memory, const sh_slo
             is_free = !kept.has(held) && score < limit;
         }
     }
-    const uint32_t turn = place_by_score<true>(memory, is_free, score);
+    const uint32_t turn = place_by_score<true>(memory, is_free, score, table.slots);
     if (is_free) memory.free_slots[turn] = static_cast<int32_t>(slot);
     return static_cast<uint32_t>(__syncthreads_count(is_free));
 }
