@@ -124,6 +124,18 @@ class SharedRegion:
         refused = _libc.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(length), advice)
         return ctypes.get_errno() if refused else 0
 
+    def huge_bytes(self) -> int:
+        """Return how many bytes of the region are in huge pages."""
+        is_here = False
+        with open("/proc/self/smaps") as mappings:
+            for line in mappings:
+                name, value, *_ = line.split()
+                if not name.endswith(":"):  # the first line of a mapping
+                    is_here = int(name.split("-")[0], 16) == self.address
+                elif is_here and name == "ShmemPmdMapped:":
+                    return int(value) << 10
+        return 0
+
     @staticmethod
     def size_for(*pieces: int) -> int:
         """Return the bytes of a region from which pieces of these sizes, in bytes, can be allocated."""

@@ -16,6 +16,7 @@ from sglang_hybrid.commands.doctor import gpu_query
 from sglang_hybrid.commands.doctor.gpu_query import Gpu
 from sglang_hybrid.config import ConfigError, HybridConfig, load_with_sources
 from sglang_hybrid.host import Host
+from sglang_hybrid.protocol.alignment import ALIGNMENT
 from sglang_hybrid.protocol.core_claims import directory_of_user, taken_cpus
 from sglang_hybrid.protocol.cores import CoresError, Placement, Topology, pci_node, place, read_topology
 
@@ -54,6 +55,19 @@ def requirements_of(package: str) -> Sequence[str]:
         return ()
 
 
+def gives_huge_pages() -> bool:
+    """Return whether a small region of shared memory gets a huge page."""
+    try:
+        from sglang_hybrid.protocol import region  # which needs torch, and the doctor runs without it too
+    except ImportError:
+        return False
+    try:
+        with region.SharedRegion(ALIGNMENT, "sglang-hybrid-doctor") as small:
+            return small.huge_bytes() > 0
+    except (region.RegionError, OSError):  # there is no room, or no /proc
+        return False
+
+
 @dataclass(frozen=True)
 class Machine:
     """This machine, as this process sees it, unless a test gives other values."""
@@ -64,6 +78,7 @@ class Machine:
     run: Callable[[Sequence[str]], str] = run_command
     version: Callable[[str], str | None] = installed_version
     requirements: Callable[[str], Sequence[str]] = requirements_of
+    gives_huge_pages: Callable[[], bool] = gives_huge_pages
     claims: Path = field(default_factory=directory_of_user)  # directory of the workers' claims to cores
     # limit of locked memory in bytes; resource.RLIM_INFINITY: no limit
     memlock: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 
 import psutil
 
 from sglang_hybrid.commands.doctor.machine import Machine
-from sglang_hybrid.commands.doctor.report import Finding, advice, ok, problem, skipped
+from sglang_hybrid.commands.doctor.report import Finding, advice, ok, problem
 from sglang_hybrid.host import GIB
 
 _SMALL_POOL = GIB
 _SMALL_SHM = GIB
-_HUGE_PAGES = "sys/kernel/mm/transparent_hugepage"
+_HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
 _READ_BYTES = 512 << 20
 _READS = 3
 
@@ -56,31 +55,13 @@ def shared_memory(machine: Machine) -> Finding:
 
 
 def huge_pages(machine: Machine) -> Finding:
-    """Check that shared memory gets huge pages if a process asks for them, as the host pool does."""
-    common = _chosen(machine.read(f"{_HUGE_PAGES}/shmem_enabled"))
-    if common is None:
-        return skipped(
-            "the kernel does not tell", "Look whether this kernel has transparent huge pages for shared memory."
-        )
-    file = f"{_HUGE_PAGES}/shmem_enabled"
-    size = machine.read(f"{_HUGE_PAGES}/hpage_pmd_size")
-    if size and size.isdecimal():
-        # newer kernels have one setting for each size, which inherits the common one or replaces it
-        own_file = f"{_HUGE_PAGES}/hugepages-{int(size) >> 10}kB/shmem_enabled"
-        own = _chosen(machine.read(own_file))
-        if own not in (None, "inherit") and common not in ("deny", "force"):
-            common, file = own, own_file
-    if common in ("never", "deny"):
-        return advice(
-            f"shared memory gets none ({common})", f"Run as root before a server starts: echo advise > /{file}."
-        )
-    return ok(f"shared memory gets them ({common})")
-
-
-def _chosen(text: str | None) -> str | None:
-    """Return the word in brackets, such as "advise" in "always [advise] never", or None without one."""
-    word = re.search(r"\[(\w+)\]", text or "")
-    return word[1] if word else None
+    """Check that a region of shared memory, as the host pool is one, gets huge pages."""
+    if machine.gives_huge_pages():
+        return ok("shared memory gets them")
+    return advice(
+        "shared memory gets none",
+        f"Use Linux 6.1 or newer, or run as root before a server starts: echo advise > /{_HUGE_PAGES}.",
+    )
 
 
 def memlock(machine: Machine) -> Finding:

@@ -7,13 +7,14 @@ import resource
 from pathlib import Path
 
 import pytest
-from doctor_machines import H200, machine, write, write_memory
+from doctor_machines import H200, machine, write_memory
 
 from sglang_hybrid.commands.doctor import memory
+from sglang_hybrid.commands.doctor.machine import gives_huge_pages
 from sglang_hybrid.commands.doctor.report import Status
+from sglang_hybrid.protocol import region
 
 MIB = 1 << 20
-PAGES = "sys/kernel/mm/transparent_hugepage"
 
 
 @pytest.fixture(autouse=True)
@@ -81,36 +82,20 @@ def test_without_dev_shm_nothing_runs(tmp_path: Path) -> None:
 # -- huge pages --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("setting", "status"),
-    [
-        ("always within_size [advise] never deny force", "ok"),
-        ("always within_size advise [never] deny force", "advice"),
-    ],
-)
-def test_huge_pages_are_for_shared_memory_that_asks_for_them(setting: str, status: str, tmp_path: Path) -> None:
-    write(tmp_path, {f"{PAGES}/shmem_enabled": setting})
-    found = memory.huge_pages(machine(tmp_path))
-    assert found.status == status
-    assert (
-        found.status is Status.OK
-        or found.to_do == f"Run as root before a server starts: echo advise > /{PAGES}/shmem_enabled."
-    )
+def test_huge_pages_are_tried(tmp_path: Path) -> None:
+    assert memory.huge_pages(machine(tmp_path, gives_huge_pages=lambda: True)).status is Status.OK
+    found = memory.huge_pages(machine(tmp_path, gives_huge_pages=lambda: False))
+    assert found.status is Status.ADVICE
+    assert "Linux 6.1" in found.to_do
+    assert "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" in found.to_do
 
 
-def test_a_setting_for_the_size_of_huge_pages_comes_before_the_common_one(tmp_path: Path) -> None:
-    own = f"{PAGES}/hugepages-2048kB/shmem_enabled"
-    write(tmp_path, {f"{PAGES}/shmem_enabled": "[never] advise", f"{PAGES}/hpage_pmd_size": "2097152\n"})
-    write(tmp_path, {own: "always [inherit] within_size advise never"})
-    assert memory.huge_pages(machine(tmp_path)).status is Status.ADVICE
-    write(tmp_path, {own: "always inherit within_size [advise] never"})
-    assert memory.huge_pages(machine(tmp_path)).status is Status.OK
-    write(tmp_path, {f"{PAGES}/shmem_enabled": "never [advise]", own: "always inherit [never]"})
-    assert own in memory.huge_pages(machine(tmp_path)).to_do
+def test_a_machine_without_room_for_a_region_gives_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise region.RegionError("full")
 
-
-def test_a_kernel_without_huge_pages_is_skipped(tmp_path: Path) -> None:
-    assert memory.huge_pages(machine(tmp_path)).status is Status.SKIPPED
+    monkeypatch.setattr(region, "SharedRegion", refuse)
+    assert not gives_huge_pages()
 
 
 # -- locked memory -----------------------------------------------------------------------------------------------------

@@ -67,28 +67,17 @@ def test_a_piece_starts_on_a_2_mib_boundary_of_the_file() -> None:
     assert marked == [0, 2 * MIB, 4 * MIB]
 
 
-def huge_bytes(name: str) -> list[int]:
-    """Bytes of huge pages in each mapping of a memory file of this process."""
-    found, inside = [], False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *rest = line.split()
-        if not first.endswith(":"):
-            inside = f"memfd:{name}" in line
-        elif inside and first == "ShmemPmdMapped:":
-            found.append(int(rest[0]) << 10)
-    return found
-
-
 def test_a_region_has_huge_pages_for_server_and_worker_without_a_setting_of_root() -> None:
     with SharedRegion(8 * MIB, name="test-huge") as region:
         mapped = Mapping(region.fd, region.size, writable=False)
         mapped.populate(1, lambda: False)
-        found = huge_bytes("test-huge")
         assert region.address % (2 * MIB) == 0 and mapped.address % (2 * MIB) == 0
+        mappings = Path("/proc/self/smaps").read_text().split(f"{mapped.address:x}-")
         mapped.close()
-        if not any(found):  # pages of another size, no advice to collapse pages (before Linux 6.1), or none are free
+        if not region.huge_bytes():  # pages of another size, Linux before 6.1, or no huge page is free
             pytest.skip("this kernel gives no huge pages to shared memory")
-        assert found == [8 * MIB, 8 * MIB]
+        assert region.huge_bytes() == 8 * MIB
+        assert re.search(r"ShmemPmdMapped: +8192 kB", mappings[1])
 
 
 def test_a_region_whose_last_tensor_is_gone_is_unmapped() -> None:
