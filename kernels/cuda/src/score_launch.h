@@ -7,9 +7,11 @@
 #include "digest_shapes.h"
 #include "sglang_hybrid/cuda/score_blocks.cuh"
 
-// Most CTAs on a processor. They stay as long as the launch takes, and the main lane's small kernels run beside them: a quarter
-// of the registers and of the shared memory is left for these kernels.
-constexpr int most_resident = 3;
+// Most CTAs on a processor. They wait for the results of their own products most of the time, so more of them are faster.
+constexpr int most_resident = 4;
+// These CTAs stay as long as the launch takes. One of so many processors has one less, so that the main lane's small kernels
+// run there meanwhile.
+constexpr int processors_with_room = 4;
 
 template <class Element, int kDim, int kChannels, sglang_hybrid::cuda::Format kFormat, int kTiles>
 cudaError_t launch_score(const sh_score_blocks& args, cudaStream_t stream) {
@@ -25,8 +27,9 @@ cudaError_t launch_score(const sh_score_blocks& args, cudaStream_t stream) {
         cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, int(score_threads), bytes),
     });
     if (error) return error;
-    resident = std::clamp(std::min(resident, of_processor / 4 * 3 / int(bytes)), 1, most_resident);
-    kernel<<<uint32_t(processors * resident), score_threads, bytes, stream>>>(args);
+    resident = std::clamp(std::min(resident, of_processor / 8 * 7 / int(bytes)), 1, most_resident);
+    const int less = resident == most_resident ? processors / processors_with_room : 0;
+    kernel<<<uint32_t(processors * resident - less), score_threads, bytes, stream>>>(args);
     return cudaGetLastError();
 }
 

@@ -209,8 +209,6 @@ __device__ void estimate_octets(const sh_score_blocks& args, char* shared, const
     __syncwarp();
 }
 
-// Registers are limited as if a processor ran four CTAs, of which launchers use three: the main lane's small kernels run beside
-// them, and attention waits for these small kernels.
 template <class Element, int kDim, int kChannels, Format kFormat, int kTiles>
 __global__ void __launch_bounds__(score_threads, kTiles == 1 ? 4 : 2)
     score_blocks(const __grid_constant__ sh_score_blocks args) {
