@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from sglang_hybrid.commands.size.decode_rate import Rates, hybrid_step, stock_step
 from sglang_hybrid.commands.size.model_shape import ModelShape, shape_of
@@ -17,6 +17,7 @@ from sglang_hybrid.policies.scout.options import ScoutOptions
 MACHINE = "one H200, 16 Xeon cores"
 STOCK_STEPS, HYBRID_STEPS = "decode-steps-stock.json", "decode-steps-hybrid.json"
 QWEN_STEPS, SERVERS = "qwen-decode-steps.json", "throughput.json"
+CODE_SERVERS = "throughput-long.json"  # slots of 8-bit codes, where the other files have slots of 16 bits
 
 _SYNTHETIC: dict[str, Any] = {  # bench/synthetic_model.py
     "architectures": ["Qwen3ForCausalLM"], "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 10,
@@ -45,7 +46,7 @@ class Measured:
 
     @property
     def server(self) -> bool:
-        return self.file == SERVERS
+        return self.file in (SERVERS, CODE_SERVERS)
 
     @property
     def estimated_ms(self) -> float:
@@ -54,9 +55,9 @@ class Measured:
             return stock_step(model, self.rows, self.tokens, Rates(), server=self.server).ms
         share = 1.0 if self.scores_all else 0.25 + 0.75 * min(1.0, _HOT_TOKENS / self.tokens)
         config = HybridConfig(budget_tokens=_BUDGET, whole_requests="never" if self.file == QWEN_STEPS else "auto")
-        plain = config.with_section(ScoutOptions(slot_dtype="model"))  # these results are of 16-bit slots
+        slots: Literal["int8", "model"] = "int8" if self.file == CODE_SERVERS else "model"
         return hybrid_step(
-            model, plain, self.rows, self.tokens, Rates(),
+            model, config.with_section(ScoutOptions(slot_dtype=slots)), self.rows, self.tokens, Rates(),
             most_rows=self.most_rows, scored_share=share, server=self.server,
         ).ms  # fmt: skip
 
@@ -102,6 +103,13 @@ RESULTS = (
     Measured(SERVERS, 32768, 1, 2.415, hybrid=True),
     Measured(SERVERS, 65536, 31, 4.007, hybrid=True, scores_all=False),
     Measured(SERVERS, 65536, 1, 2.742, hybrid=True),
+    Measured(CODE_SERVERS, 32768, 8, 4.547),
+    Measured(CODE_SERVERS, 65536, 4, 4.564),
+    Measured(CODE_SERVERS, 65536, 1, 2.775),
+    Measured(CODE_SERVERS, 32768, 77, 6.337, hybrid=True, most_rows=77),
+    Measured(CODE_SERVERS, 32768, 1, 2.409, hybrid=True, most_rows=77),
+    Measured(CODE_SERVERS, 65536, 39, 5.263, hybrid=True, most_rows=77),
+    Measured(CODE_SERVERS, 65536, 1, 2.734, hybrid=True, most_rows=77),
     _qwen(5.803),
     _qwen(6.412, _NO_LATE),
     _qwen(5.431, _EVERY_STEP, "scout.cpu_share=0.5", _NO_LATE),
@@ -114,9 +122,11 @@ RESULTS = (
 
 _SHARED = "rows share 8 prompts, so caches help (the file's notes); 8 unshared rows of 32k, as many bytes, take 4.57 ms"
 _ABLATION = "a part of the backend was switched off"
-LEFT_OUT = {  # the estimate assumes that rows share no prompts and that no part of the backend is off
+_DISTURBED = "another program took the host's cores"
+LEFT_OUT = {  # estimates assume that nothing else runs, that rows share no prompts and that no part is switched off
     Measured(SERVERS, 8192, 32, 3.438): _SHARED,
     Measured(SERVERS, 16384, 16, 3.887): _SHARED,
+    Measured(CODE_SERVERS, 32768, 1, 3.07): _DISTURBED,
     Measured(SERVERS, 32768, 62, 13.595, hybrid=True, variant="no prediction"): _ABLATION,
     Measured(SERVERS, 32768, 62, 12.442, hybrid=True, variant="+ prediction"): _ABLATION,
     Measured(SERVERS, 32768, 62, 5.252, hybrid=True, variant="+ recall"): _ABLATION,

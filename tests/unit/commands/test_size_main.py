@@ -84,7 +84,7 @@ def test_rates_of_other_hardware_change_the_estimate_and_are_named(
         ({"--context": "256k"}, "the model was made for 131072"),
         ({"--gpu-memory": "12GB"}, "nothing is left for requests"),
         ({"--host-memory": "64GB"}, "host_memory=auto makes 44.8 of 64.0 GB the host pool"),
-        ({"--host-memory": "4TB", "--context": "4k"}, "at most 64 requests were measured"),
+        ({"--host-memory": "4TB", "--context": "4k"}, "at most 77 requests were measured"),
         ({"--tp": "2"}, "several GPUs were never measured"),
     ],
 )
