@@ -31,6 +31,7 @@ from sglang_hybrid.ops.cuda.attention import AttendWorkspace, attend_slots, merg
 from sglang_hybrid.ops.cuda.copies import gather_blocks
 from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
+from sglang_hybrid.ops.cuda.slot_codes import SlotCodes, no_factors
 from sglang_hybrid.ops.reference import FP8, with_reciprocals
 from sglang_hybrid.protocol.mailbox import Mailbox
 from sglang_hybrid.protocol.region import SharedRegion
@@ -113,16 +114,18 @@ def random_slots(owners: int, dtype: torch.dtype = DTYPE) -> Slots:
     return keys, values, positions.contiguous()
 
 
-def steps_of(dtype: torch.dtype) -> torch.Tensor | None:
-    """Return steps of codes if slots have this dtype, else None."""
-    return with_reciprocals(0.01 + torch.rand(2, HEADS, DIM, device="cuda") / 20) if dtype == CODES else None
+def codes_of(slots: torch.Tensor) -> SlotCodes | None:
+    """Return steps and factors if ``slots`` are of codes, else None."""
+    if slots.dtype != CODES:
+        return None
+    steps = with_reciprocals(0.01 + torch.rand(2, HEADS, DIM, device="cuda") / 20)
+    return SlotCodes(steps, no_factors(slots).fill_(0.5))
 
 
 def attention_launches(batch: int, active: int, moved: int, dtype: torch.dtype) -> list[Callable[[], None]]:
     """Return launches over slots of their own, which read ``moved`` bytes each. ``dtype`` of keys and values."""
     layers = max(2, -(-COLD_BYTES // moved))
     workspace = AttendWorkspace(batch, HEADS, GROUP, DIM, pool=dtype)
-    steps = steps_of(dtype)
     query = torch.randn(batch, HEADS * GROUP, DIM, dtype=DTYPE, device="cuda")
     out, lse = torch.empty(query.shape, device="cuda"), torch.empty(query.shape[:2], device="cuda")
     lengths = torch.full((batch,), SLOTS * TOKENS - 5, dtype=torch.int32, device="cuda")
@@ -130,10 +133,12 @@ def attention_launches(batch: int, active: int, moved: int, dtype: torch.dtype) 
     count = torch.tensor([active], dtype=torch.int32, device="cuda")
 
     def launch_on(kept: Slots) -> Callable[[], None]:
+        codes = codes_of(kept[0])
+
         def launch() -> None:
             attend_slots(
                 query, *kept, lengths, row_of, SCALE,
-                active_rows=count, workspace=workspace, out=out, lse=lse, steps=steps,
+                active_rows=count, workspace=workspace, out=out, lse=lse, codes=codes,
             )  # fmt: skip
 
         return launch
@@ -206,12 +211,12 @@ def gathering(
     """``dtype`` of slots. ``beside`` launches work on another stream that takes longer than the gathers."""
     shape = (batch, HEADS, listed)
     keys, values = (torch.empty(*shape, TOKENS, DIM, dtype=dtype, device="cuda") for _ in range(2))
-    steps = steps_of(dtype)
+    codes = codes_of(keys)
     launches = []
     for _ in range(4):
         pages = torch.randint(0, pool.pages, shape, dtype=torch.int32, device="cuda")
         launches.append(
-            partial(gather_blocks, pool.region, pool.keys, pool.values, pages, keys, values, ctas=ctas, steps=steps)
+            partial(gather_blocks, pool.region, pool.keys, pool.values, pages, keys, values, ctas=ctas, codes=codes)
         )
     moved = batch * HEADS * listed * BLOCK_BYTES
     more = {"kv": "codes"} if dtype == CODES else {}

@@ -22,6 +22,7 @@ from sglang_hybrid.blocks import COMPACT_GROUP, compact_bytes
 NO_BLOCK = -1
 FP8 = torch.float8_e4m3fn  # dtype of a quantised pool: 4 bits of exponent, 3 of mantissa, no infinity
 CODE_MOST = 127  # largest code of a number in slots of 8 bits
+LEAST_FACTOR, MOST_FACTOR = 2.0**-14, 4.0  # of a token's codes
 CODE_ZERO = 128  # the byte that stands for 0 there
 DIGEST_SPREAD = 0.5  # ``spread`` of digest_logits where blocks are selected by digests alone
 SKETCH_STEPS = 16  # steps that a channel's range in a block is divided into: a code of four bits names one
@@ -69,14 +70,20 @@ def to_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.clamp(-largest, largest).to(FP8)
 
 
-def to_codes(x: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+def to_codes(x: torch.Tensor, steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert keys or values ``[..., H, T, D]`` to the codes of slots, by the ``steps`` ``[H, D]`` of their channels.
 
-    A number is its code times its channel's step. Codes are whole numbers from -127 to 127, stored as 128 more (uint8).
-    Numbers beyond a channel's range get its last code, and NaN gets the lowest.
+    A number is its code times its channel's step times the factor of its token ``[..., H, T]`` (float16), by which the
+    token's largest code is 127. Codes are whole numbers from -127 to 127, stored as 128 more (uint8). A factor is at
+    most ``MOST_FACTOR``: numbers far beyond a channel's range get its last code, and NaN gets the lowest.
     """
-    levels = (x.float() * steps.reciprocal()[:, None]).nan_to_num(nan=-CODE_MOST)
-    return (levels.round().clamp(-CODE_MOST, CODE_MOST) + CODE_ZERO).to(torch.uint8)
+    levels = x.float() * steps.reciprocal()[:, None]
+    largest = levels.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=-1)
+    exact = (largest / CODE_MOST).clamp(LEAST_FACTOR, MOST_FACTOR)
+    # rounded up to float16, which has 13 bits less: a code of a smaller factor would be beyond 127
+    factors = ((exact.view(torch.int32) + 0x1FFF) & ~0x1FFF).view(torch.float32).half()
+    codes = (levels * factors.float().reciprocal()[..., None]).nan_to_num(nan=-CODE_MOST)
+    return (codes.round().clamp(-CODE_MOST, CODE_MOST) + CODE_ZERO).to(torch.uint8), factors
 
 
 def with_reciprocals(steps: torch.Tensor) -> torch.Tensor:
@@ -84,9 +91,9 @@ def with_reciprocals(steps: torch.Tensor) -> torch.Tensor:
     return torch.cat((steps, steps.reciprocal()))
 
 
-def of_codes(codes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Return the float32 numbers that ``codes`` ``[..., H, T, D]`` stand for."""
-    return (codes.float() - CODE_ZERO) * steps[:, None]
+def of_codes(codes: torch.Tensor, steps: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Return the float32 numbers that ``codes`` ``[..., H, T, D]`` stand for, with ``factors`` ``[..., H, T]``."""
+    return (codes.float() - CODE_ZERO) * steps[:, None] * factors.float()[..., None]
 
 
 # -- digests ---------------------------------------------------------------------------------

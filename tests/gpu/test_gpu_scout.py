@@ -132,8 +132,10 @@ class Decoding:
         """Return keys (``part`` 0) or values (1) ``[..., KV heads, tokens, dim]``, rounded if slots keep codes."""
         if self.code_steps is None:
             return tokens
-        steps = self.code_steps[part]
-        return reference.of_codes(reference.to_codes(tokens, steps), steps).to(tokens.dtype)
+        steps = self.code_steps[part][:, None]
+        levels = (tokens.float() / steps).round().clamp(-reference.CODE_MOST, reference.CODE_MOST)
+        levels[..., 0] = reference.CODE_MOST  # so every token has the factor 1
+        return (levels * steps).to(tokens.dtype)
 
     @contextlib.contextmanager
     def engine(self) -> Iterator[None]:
@@ -312,7 +314,10 @@ class Decoding:
             for part, (slots, pool) in enumerate(((slots_of.keys, self.keys), (slots_of.values, self.values))):
                 held, there = slots[layer][self.rows].cpu(), pool[layer][pages, head]
                 if self.code_steps is not None:
-                    held = reference.of_codes(held, self.code_steps[part][:, None])
+                    codes = slots_of.codes(layer, self.code_steps)
+                    assert codes is not None
+                    factors = codes.factors[self.rows, ..., part, :].cpu()
+                    held = reference.of_codes(held, self.code_steps[part][:, None], factors)
                 differs = ((held.float() != there.float()).any(dim=-1) & valid).nonzero()
                 assert not len(differs), f"layer {layer}: entry, head, slot, token {differs[:4].tolist()}"
 

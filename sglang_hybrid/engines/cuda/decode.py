@@ -42,6 +42,7 @@ from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.ops.cuda.missed import WorthBlocks, finish_late
 from sglang_hybrid.ops.cuda.scoring import PendingScores, ScoreWorkspace, score_blocks, shift_lse
 from sglang_hybrid.ops.cuda.selection import RecallInterval, RecallPlan, apply_plan, select_blocks
+from sglang_hybrid.ops.cuda.slot_codes import SlotCodes
 from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.structs import TOTALS
 from sglang_hybrid.ops.reference import FP8
@@ -79,7 +80,7 @@ class DeviceScout(AheadProgram, SlotProgram):
         kept = torch.uint8 if has_codes else pool_dtype
         slots = ResidentSlots(len(layers), shape.rows, shape.heads, settings.slots, shape.dim, kept, device)
         super().__init__(layers, shape, slots, whole=settings.whole, handover=handover)
-        self._settings, self._mailbox, self._has_codes = settings, mailbox, has_codes
+        self._settings, self._mailbox = settings, mailbox
         self._tables = [self.slots.table(layer, settings.sink, settings.recent) for layer in range(len(layers))]
         # indexed by row, like slots: a kernel that reads one reads the other
         of_scores = (shape.rows, shape.heads, shape.max_blocks)
@@ -182,7 +183,7 @@ class DeviceScout(AheadProgram, SlotProgram):
         key_slots, value_slots = self.slots.keys[layer], self.slots.values[layer]
         append(
             of_layer.digests, table, step, keys, values, key_slots, value_slots, of_layer.pool,
-            scores=self._scores[layer], by_row=True, refused=self.refused, steps=self._steps(layer),
+            scores=self._scores[layer], by_row=True, refused=self.refused, codes=self._codes(layer),
         )  # fmt: skip
         if lane.gathered:
             # append need not wait for these copies: selection never gives the tail's slot to another block
@@ -197,7 +198,7 @@ class DeviceScout(AheadProgram, SlotProgram):
         attend_slots(
             query, key_slots, value_slots, self._attended(layer), self.step.lengths, step.row_of, scale,
             active_rows=step.active_rows, workspace=self._attention.attending(count), out=local[0], lse=local[1],
-            near_bias=self._near_bias[layer], sink=table.sink, recent=table.recent, steps=self._steps(layer),
+            near_bias=self._near_bias[layer], sink=table.sink, recent=table.recent, codes=self._codes(layer),
         )  # fmt: skip
         if corrected:
             self._plan_lane.wait_for(layer)
@@ -217,9 +218,8 @@ class DeviceScout(AheadProgram, SlotProgram):
             self._end_layers(layer)
         return out
 
-    def _steps(self, layer: int) -> torch.Tensor | None:
-        """Return the steps of the codes in the layer's slots; None if slots keep numbers."""
-        return self._layers[layer].steps if self._has_codes else None
+    def _codes(self, layer: int) -> SlotCodes | None:
+        return self.slots.codes(layer, self._layers[layer].steps)
 
     def _attended(self, layer: int) -> torch.Tensor:
         """Return the attended block of each slot ``[rows, KV heads, slots]``, -1 for none."""
@@ -363,7 +363,7 @@ class DeviceScout(AheadProgram, SlotProgram):
         pool, slots = self._layers[layer].pool, self.slots
         gather_blocks(
             pool.region, pool.keys, pool.values, plan.pages, slots.keys[layer], slots.values[layer],
-            destinations=plan.destinations, count=plan.count, refused=self.refused, steps=self._steps(layer),
+            destinations=plan.destinations, count=plan.count, refused=self.refused, codes=self._codes(layer),
             taken_ns=taken_ns,
         )  # fmt: skip
         apply_plan(plan, self._tables[layer])

@@ -6,6 +6,7 @@ import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.ops.cuda.digests import SlotTable
+from sglang_hybrid.ops.cuda.slot_codes import SlotCodes, no_factors
 from sglang_hybrid.ops.reference import NO_BLOCK
 
 
@@ -22,6 +23,11 @@ class BlockMemory:
         # zeros, because a slot that was never written is multiplied by a weight of 0, and garbage may be NaN
         self.keys = [torch.zeros(of_layer, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(of_layer, dtype=dtype, device=device) for _ in range(layers)]
+        self._factors = [no_factors(keys) for keys in self.keys] if dtype == torch.uint8 else []
+
+    def codes(self, layer: int, steps: torch.Tensor | None) -> SlotCodes | None:
+        """Return what the layer's codes need, with the ``steps`` of their channels; None if slots keep numbers."""
+        return SlotCodes(steps, self._factors[layer]) if self._factors and steps is not None else None
 
 
 class ResidentSlots(BlockMemory):

@@ -114,8 +114,8 @@ class WholeRequests:
         ``forget_all`` when all layers are done.
         """
         memory = self._memory
-        steps = self._layers[layer].steps if memory.keys[layer].dtype == torch.uint8 else None
-        self._allocator.move_to_slots(plan, memory.keys[layer], memory.values[layer], staged, steps=steps)
+        codes = memory.codes(layer, self._layers[layer].steps)
+        self._allocator.move_to_slots(plan, memory.keys[layer], memory.values[layer], staged, codes=codes)
 
     def store(
         self,

@@ -15,6 +15,7 @@ import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.ops.cuda.library import checked, launch, library
+from sglang_hybrid.ops.cuda.slot_codes import SlotCodes, code_addresses
 from sglang_hybrid.ops.cuda.structs import KernelStruct, struct
 from sglang_hybrid.ops.cuda.tensors import HALVES, active_address, address, dtype_code, pools_for
 
@@ -59,12 +60,12 @@ def attend_slots(
     near_bias: torch.Tensor | None = None,
     sink: int = 0,
     recent: int = 0,
-    steps: torch.Tensor | None = None,
+    codes: SlotCodes | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``reference.attend_blocks`` over slots: output ``[B, H * G, D]``, natural-log LSE ``[B, H * G]``, float32.
 
-    query ``[B, H * G, D]``; keys and values have the query's dtype or FP8, or are codes (``reference.to_codes``) of
-    ``steps`` ``[4, H, D]`` (``reference.with_reciprocals``). lengths ``[rows]``: tokens of each row;
+    query ``[B, H * G, D]``; keys and values have the query's dtype or FP8, or are ``reference.to_codes`` of ``codes``.
+    lengths ``[rows]``: tokens of each row;
     row_of ``[B]``: the row of each batch entry. A block at position p has ``min(32, length - 32 p)`` valid tokens.
     Outputs of batch entries from ``active_rows`` on are not written. ``near_bias`` ``[rows, H, G]`` is added to the
     logits of a row's first ``sink`` blocks, of its tail and of the ``recent`` blocks before the tail.
@@ -84,7 +85,7 @@ def attend_slots(
     launch(
         "attend_slots",
         query=address("query", query, HALVES, (batch, heads * group, dim)),
-        keys=address("keys of slots", keys, pools_for(query.dtype) if steps is None else torch.uint8, of_slots),
+        keys=address("keys of slots", keys, pools_for(query.dtype) if codes is None else torch.uint8, of_slots),
         values=address("values of slots", values, keys.dtype, of_slots),
         positions=address("positions of slots", positions, torch.int32, (rows, heads, slots)),
         row_of=address("row_of", row_of, torch.int32, (batch,)),
@@ -92,7 +93,7 @@ def attend_slots(
         active_rows=active_address(active_rows),
         out=address("out", out, torch.float32, (batch, query_heads, dim)),
         lse=address("lse", lse, torch.float32, (batch, query_heads)),
-        steps=address("steps", steps, torch.float32, (4, heads, dim)),
+        **code_addresses(codes, keys),
         near_bias=address("near_bias", near_bias, torch.float32, (rows, heads, group)),
         sink=sink,
         recent=recent,
@@ -105,7 +106,7 @@ def attend_slots(
         kv_heads=heads,
         group=group,
         head_dim=dim,
-        dtype=dtype_code(keys.dtype if steps is None else query.dtype, query.dtype),
+        dtype=dtype_code(keys.dtype if codes is None else query.dtype, query.dtype),
         units=workspace.units,
         slots=slots,
     )

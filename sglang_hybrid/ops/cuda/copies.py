@@ -12,6 +12,7 @@ import torch
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.library import launch
+from sglang_hybrid.ops.cuda.slot_codes import SlotCodes, code_addresses
 from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code, pools_for
 
 GATHER_CTAS = 16  # fill the link; a GEMM beside a gather gets the processors that are left
@@ -30,7 +31,7 @@ def gather_blocks(
     count: torch.Tensor | None = None,
     active_rows: torch.Tensor | None = None,
     refused: torch.Tensor | None = None,
-    steps: torch.Tensor | None = None,
+    codes: SlotCodes | None = None,
     taken_ns: torch.Tensor | None = None,
     ctas: int = GATHER_CTAS,
 ) -> None:
@@ -44,12 +45,12 @@ def gather_blocks(
       block i is copied to slot ``destinations[i]`` = ``(owner * H + head) * N + slot``, which also gives the KV head.
 
     Page and slot numbers are checked on the device. Entries out of bounds are skipped, and their number is added to
-    ``refused`` (one int64). With ``steps`` ``[4, H, D]`` the slots get codes, as for ``attend_slots``. The time of the
+    ``refused`` (one int64). With ``codes`` the slots get codes, as for ``attend_slots``. The time of the
     launch is added to ``taken_ns`` (one int64). ``ctas``: more CTAs do not make PCIe faster, and slow down kernels that
     run concurrently.
     """
-    owners, heads, slots, _, dim = key_slots.shape
-    in_slots = keys.dtype if steps is None else torch.uint8
+    owners, heads, slots = key_slots.shape[:3]
+    in_slots = keys.dtype if codes is None else torch.uint8
     _check_blocks(keys, values, key_slots)
     if (destinations is None) != (pages.dim() == 3):
         raise ValueError("pages are [owners, H, N], or a list with destinations")
@@ -66,7 +67,7 @@ def gather_blocks(
         values=region.address_of("values", values),
         key_slots=address("key_slots", key_slots, in_slots, tuple(key_slots.shape)),
         value_slots=address("value_slots", value_slots, in_slots, tuple(key_slots.shape)),
-        steps=address("steps", steps, torch.float32, (4, heads, dim)),
+        **code_addresses(codes, key_slots),
         pages=address("pages", pages, torch.int32, shape),
         destinations=address("destinations", destinations, torch.int32, shape),
         count=None if counted is None else address("the number of entries", counted.view(-1), torch.int32, (1,)),
@@ -80,7 +81,7 @@ def gather_blocks(
         slots=slots,
         block_bytes=keys[0, 0].numel() * keys.itemsize,
         ctas=ctas,
-        dtype=0 if steps is None else dtype_code(keys.dtype),
+        dtype=0 if codes is None else dtype_code(keys.dtype),
     )
 
 

@@ -24,6 +24,7 @@ from sglang_hybrid.blocks import BLOCK_TOKENS, compact_bytes
 from sglang_hybrid.ops.cuda.host_memory import RegisteredRegion
 from sglang_hybrid.ops.cuda.library import launch
 from sglang_hybrid.ops.cuda.new_keys import keys_of_pages
+from sglang_hybrid.ops.cuda.slot_codes import SlotCodes, code_addresses
 from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.structs import KernelStruct, struct
 from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code
@@ -179,7 +180,7 @@ def append(
     kept: LastQueries | None = None,
     overlaps: bool = False,
     refused: torch.Tensor | None = None,
-    steps: torch.Tensor | None = None,
+    codes: SlotCodes | None = None,
 ) -> None:
     """Store the step's new tokens, keys and values ``[B, H, D]``, in the tails' slots and in the host pool.
 
@@ -194,7 +195,7 @@ def append(
     digested when they are full, because nothing reads their digests before. The step's ``query`` ``[B, H * G, D]`` is
     copied to ``kept``. With ``overlaps``, the kernel may begin before earlier launches on the stream have finished:
     of the tensors that are read here, these launches may write only query, keys and values. Rows whose page is not in
-    the pool are skipped, and their number is added to ``refused`` (one int64). With ``steps`` ``[4, H, D]``, not with
+    the pool are skipped, and their number is added to ``refused`` (one int64). With ``codes``, not with
     ``dense``, slots get codes, as for ``attend_slots``; then digests are of what the codes stand for.
     """
     dtype, stored, heads, dim = digests.dtype, digests.pool_dtype, digests.heads, digests.dim
@@ -208,7 +209,7 @@ def append(
     for name, part in (("keys", pool.keys), ("values", pool.values)):
         if tuple(part.shape) != of_pool or part.dtype != stored:
             raise ValueError(f"the pool's {name} are {tuple(part.shape)} of {part.dtype}, not {of_pool} of {stored}")
-    in_slots = stored if steps is None else torch.uint8
+    in_slots = stored if codes is None else torch.uint8
     if (query is None) != (kept is None):
         raise ValueError("a query needs a place to be kept, and a place a query")
     group = 0 if query is None else query.shape[1] // heads
@@ -226,7 +227,7 @@ def append(
         value_stride=0 if values is None else values.stride(0),
         key_slots=address("key_slots", key_slots, in_slots, of_slots),
         value_slots=address("value_slots", value_slots, in_slots, of_slots),
-        steps=address("steps", steps, torch.float32, (4, heads, dim)),
+        **code_addresses(codes, key_slots),
         pool_keys=pool.region.address_of("keys of the pool", pool.keys),
         pool_values=pool.region.address_of("values of the pool", pool.values),
         scores=address("scores", scores, torch.float32, (owners, heads, step.max_blocks)),

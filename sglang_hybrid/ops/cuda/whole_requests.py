@@ -19,6 +19,7 @@ from sglang_hybrid.ops.cuda.attention import AttendWorkspace
 from sglang_hybrid.ops.cuda.digests import DenseTable
 from sglang_hybrid.ops.cuda.library import launch
 from sglang_hybrid.ops.cuda.selection import RecallPlan
+from sglang_hybrid.ops.cuda.slot_codes import SlotCodes, code_addresses
 from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.tensors import HALVES, address, dtype_code, pools_for
 from sglang_hybrid.ops.reference import FP8
@@ -92,7 +93,7 @@ class PageAllocator:
         values: torch.Tensor,
         staged: StagedBlocks,
         *,
-        steps: torch.Tensor | None = None,
+        codes: SlotCodes | None = None,
         ctas: int = MOVE_CTAS,
     ) -> None:
         """Move the plan's blocks from device pages to their slots: keys and values ``[rows, H, S, 32, D]`` of a layer.
@@ -100,11 +101,11 @@ class PageAllocator:
         Slots and pages are the same memory, so the layer's pages are invalid afterwards. All blocks are copied to
         ``staged`` before the first slot is written. A moved block gets page -1 in the plan. A block that no device page
         holds, or for which ``staged`` is too small, keeps its page in the plan: copy it by ``gather_blocks``. With
-        ``steps`` ``[4, H, D]`` the slots get codes, as for ``attend_slots``; pages keep numbers.
+        ``codes`` the slots get codes, as for ``attend_slots``; pages keep numbers.
         """
         rows, heads, slots = keys.shape[:3]
         block, stored = tuple(keys.shape[3:]), staged.keys.dtype
-        in_slots = stored if steps is None else torch.uint8
+        in_slots = stored if codes is None else torch.uint8
         pages = rows * slots * keys.itemsize // stored.itemsize
         if heads != self.heads or pages != self.table.device_pages or rows != self.table.pages.shape[0]:
             raise ValueError(
@@ -121,7 +122,7 @@ class PageAllocator:
                 values=address("values", values, in_slots, (rows, heads, slots, *block)),
                 staged_keys=address("staged keys", staged.keys, (*HALVES, FP8), of_staging),
                 staged_values=address("staged values", staged.values, stored, of_staging),
-                steps=address("steps", steps, torch.float32, (4, heads, block[1])),
+                **code_addresses(codes, keys),
                 slot_blocks=rows * heads * slots,
                 staged_blocks=staged.keys.shape[0],
                 kv_heads=heads,
@@ -129,7 +130,7 @@ class PageAllocator:
                 block_bytes=staged.keys[0].numel() * stored.itemsize,
                 ctas=ctas,
                 to_slots=to_slots,
-                dtype=0 if steps is None else dtype_code(stored),
+                dtype=0 if codes is None else dtype_code(stored),
             )
 
 

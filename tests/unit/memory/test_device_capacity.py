@@ -53,6 +53,10 @@ def test_the_slots_of_a_row_take_what_the_engine_allocates_for_it(
         config = config.with_section(msgspec.structs.replace(config.scout, slot_dtype="int8"))
     slots = ResidentSlots(3, 1, 2, slots_of(config), 64, slot_dtype, "cpu")
     taken = sum(part.nbytes for part in (*slots.keys, *slots.values, slots.all_positions))
+    for layer in range(3):
+        codes = slots.codes(layer, torch.ones(4, 2, 64))
+        assert (codes is None) == (slot_dtype != torch.uint8)
+        taken += 0 if codes is None else codes.factors.nbytes
     if whole_requests == "auto":
         of_device = DeviceShape(rows=1, max_batch=1, max_blocks=128, heads=2, group=4, dim=64, pool_pages=1)
         handover = Handover(3, of_device, torch.bfloat16, "cpu", borrow=lambda: None)

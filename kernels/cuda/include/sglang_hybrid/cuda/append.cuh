@@ -97,6 +97,8 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
     auto* const pool_keys = static_cast<typename Chunk::Bits*>(args.pool_keys) + in_pool_block * block_chunks;
     auto* const pool_values = static_cast<typename Chunk::Bits*>(args.pool_values) + in_pool_block * block_chunks;
     const CodeSteps steps(args.steps, heads, dim, head);
+    uint16_t* const key_factors = args.factors ? args.factors + in_slots * slot_factors : nullptr;
+    const TokenLanes lanes{row_chunks};
 
     // digests of tails are not read while whole rows are held: they are computed with the block's last token
     const bool is_due = !args.keys || !args.dense.pages || token + 1 == block_tokens;
@@ -104,32 +106,48 @@ __global__ void __launch_bounds__(digest_threads) append_tokens(const __grid_con
     const uint32_t earlier = digests || (is_due && tail.slot >= 0) ? token : 0;
     // earlier tokens come from the pool if the slot does not have them
     const bool from_pool = tail.slot < 0 || tail.is_new;
-    for (uint32_t i = threadIdx.x; i < earlier * row_chunks; i += digest_threads) {
-        const uint32_t channel = i % row_chunks * 8;
+    // lanes of a warp stay together, since those of a token find its factor together
+    const uint32_t lane = threadIdx.x % 32;
+    for (uint32_t first = threadIdx.x - lane; first < earlier * row_chunks; first += digest_threads) {
+        const uint32_t i = first + lane;
+        const bool counts = i < earlier * row_chunks;
         if (tail.slot < 0) {
-            shared_keys[i] = Chunk::widened(pool_keys[i]);
+            if (counts) shared_keys[i] = Chunk::widened(pool_keys[i]);
             continue;
         }
+        uint16_t* const factor = counts ? key_factors + i / row_chunks : nullptr;  // used with codes only
         if (from_pool) {
-            key_slot[i] = Slots::of_pool(pool_keys[i], steps.per_key_step, channel);
-            value_slot[i] = Slots::of_pool(pool_values[i], steps.per_value_step, channel);
+            const auto key = Slots::of_pool(counts ? pool_keys[i] : typename Chunk::Bits{}, steps.per_key_step, lanes, factor);
+            const auto value = Slots::of_pool(counts ? pool_values[i] : typename Chunk::Bits{}, steps.per_value_step, lanes,
+                                              counts ? factor + block_tokens : nullptr);
+            if (counts) key_slot[i] = key, value_slot[i] = value;
+            __syncwarp();  // one lane of a token has written its factor
         }
-        shared_keys[i] = Slots::widened(key_slot[i], steps.keys, channel);
+        if (counts) shared_keys[i] = Slots::widened(key_slot[i], steps.keys, lanes, factor);
     }
-    for (uint32_t i = threadIdx.x; args.keys && i < row_chunks; i += digest_threads) {
-        const uint32_t in_row = head * row_chunks + i, to = token * row_chunks + i;
-        const auto key = Chunk::stored(static_cast<const uint4*>(args.keys)[entry * args.key_stride / 8 + in_row]);
-        const auto value = Chunk::stored(static_cast<const uint4*>(args.values)[entry * args.value_stride / 8 + in_row]);
-        pool_keys[to] = key;
-        pool_values[to] = value;
+    if (args.keys && threadIdx.x < 32) {
+        const bool counts = lane < row_chunks;
+        const uint32_t in_row = head * row_chunks + lane, to = token * row_chunks + lane;
+        const auto load = [&](const void* from, uint64_t stride) {
+            const auto* const chunks = static_cast<const uint4*>(from) + entry * stride / 8 + in_row;
+            return counts ? Chunk::stored(*chunks) : typename Chunk::Bits{};
+        };
+        const auto key = load(args.keys, args.key_stride), value = load(args.values, args.value_stride);
+        if (counts) pool_keys[to] = key, pool_values[to] = value;
         if (tail.slot < 0) {
-            shared_keys[to] = Chunk::widened(key);
-            continue;
+            if (counts) shared_keys[to] = Chunk::widened(key);
+        } else {
+            uint16_t* const factor = counts ? key_factors + token : nullptr;
+            const auto key_in_slot = Slots::of_pool(key, steps.per_key_step, lanes, factor);
+            const auto value_in_slot =
+                Slots::of_pool(value, steps.per_value_step, lanes, counts ? factor + block_tokens : nullptr);
+            __syncwarp();
+            if (counts) {
+                shared_keys[to] = Slots::widened(key_in_slot, steps.keys, lanes, factor);
+                key_slot[to] = key_in_slot;
+                value_slot[to] = value_in_slot;
+            }
         }
-        const auto in_slot = Slots::of_pool(key, steps.per_key_step, i * 8);
-        shared_keys[to] = Slots::widened(in_slot, steps.keys, i * 8);
-        key_slot[to] = in_slot;
-        value_slot[to] = Slots::of_pool(value, steps.per_value_step, i * 8);
     }
     const uint32_t tokens = args.keys ? token + 1 : token;
     if (digests && tokens) digest_block<Element>(block, tokens, args.digests, static_cast<uint32_t>(page), head);

@@ -277,13 +277,26 @@ __device__ inline bool is_last(uint32_t& arrived, uint32_t count) {
 
 // -- kernel ------------------------------------------------------------------------------------------------------------
 
+// Blocks of codes, one after the other, and the factors of their tokens.
+struct CodedBlocks {
+    const char* keys = nullptr;
+    const char* values = nullptr;
+    const uint16_t* factors = nullptr;  // [blocks][2][32]
+
+    // Return the factors of the keys, or of the values, that begin at `block`.
+    __device__ const char* factors_of(const char* block, bool is_value, uint32_t block_bytes) const {
+        const uint64_t number = static_cast<uint64_t>(block - (is_value ? values : keys)) / block_bytes;
+        return reinterpret_cast<const char*>(factors + number * slot_factors + is_value * block_tokens);
+    }
+};
+
 // Attend to the blocks of a list, and write the result of each warp, weighted as a part of one softmax, to the memory of its
 // tiles. begin(warp, warps) returns an iterator, whose take() returns the blocks of a warp one after the other. `dtype`: of
 // pool and queries; of queries alone, if blocks are codes. `bias`: [group], for the blocks that get one; or null. `steps`: of
-// the codes. Called by a whole CTA.
+// the codes; `coded`: those of a list of codes. Called by a whole CTA.
 template <class Element, int kDim, class Begin>
 __device__ void attend_list(const void* queries, DType dtype, uint32_t group, float scale, const float* bias, char* shared,
-                            const SharedMemory& at, Begin begin, const CodeSteps& steps = {}) {
+                            const SharedMemory& at, Begin begin, const CodeSteps& steps = {}, const CodedBlocks& coded = {}) {
     using BlockTile = Tile<kDim, value_bytes<Element>>;
     const uint32_t warps = blockDim.x / warp_size, warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
     auto mine = begin(warp, warps);
@@ -292,13 +305,24 @@ __device__ void attend_list(const void* queries, DType dtype, uint32_t group, fl
     uint32_t key_tile = tiles, value_tile = tiles + block_bytes, next_tile = tiles + 2 * block_bytes;
     // keys and values leave the L2 cache first; lists and tables, which every layer reads, stay in it
     const uint64_t policy = read_once_policy();
-    const auto request = [&](uint32_t tile, const char* block, const auto& of) {
-        if (of.tokens) BlockTile::request(tile, block, CountedTokens(of), lane, policy);
+    // tokens' factors of a tile
+    const auto factors_of = [&](uint32_t tile) {
+        return shared + at.tokens + (warp * attend_tiles + (tile - tiles) / block_bytes) * token_factor_bytes;
+    };
+    const auto request = [&](uint32_t tile, const char* block, const auto& of, bool is_value = false) {
+        if (of.tokens) {
+            BlockTile::request(tile, block, CountedTokens(of), lane, policy);
+            if constexpr (is_coded<Element>) {
+                const char* const from = coded.factors_of(block, is_value, block_bytes);
+                if (lane < token_factor_bytes / 16)
+                    copy_async(shared_address(factors_of(tile)) + lane * 16, from + lane * 16, true, policy);
+            }
+        }
         commit_copies();  // also commits an empty group, since waiting counts groups
     };
     auto slot = mine.take(block_bytes);
     request(key_tile, slot.keys, slot);
-    request(value_tile, slot.values, slot);
+    request(value_tile, slot.values, slot, true);
     auto next = mine.take(block_bytes);
     request(next_tile, next.keys, next);
 
@@ -323,12 +347,12 @@ __device__ void attend_list(const void* queries, DType dtype, uint32_t group, fl
     while (slot.tokens) {
         wait_for_copies<2>();
         __syncwarp();
-        attention.add_keys(key_tile, CountedTokens(slot), has_bias(slot));
+        attention.add_keys(key_tile, CountedTokens(slot), has_bias(slot), factors_of(key_tile));
         __syncwarp();  // all lanes are done with the tile
-        request(key_tile, next.values, next);
+        request(key_tile, next.values, next, true);
         wait_for_copies<2>();
         __syncwarp();
-        attention.add_values(value_tile);
+        attention.add_values(value_tile, factors_of(value_tile));
         __syncwarp();
         slot = next;
         next = mine.take(block_bytes);
@@ -369,7 +393,8 @@ __device__ void attend_part(const sh_attend_slots& args, char* shared, const Sha
         return WarpSlots(args, exists ? row : 0, head, exists ? args.lengths[row] : 0, from + warp, warps, end);
     };
     const CodeSteps steps(args.steps, args.kv_heads, kDim, head);
-    attend_list<Element, kDim>(query, dtype, args.group, args.scale, bias, shared, at, begin, steps);
+    const CodedBlocks coded{static_cast<const char*>(args.keys), static_cast<const char*>(args.values), args.factors};
+    attend_list<Element, kDim>(query, dtype, args.group, args.scale, bias, shared, at, begin, steps, coded);
 }
 
 // Warps that a processor has registers for. Small heads and numbers of one byte need so little shared memory that it has room

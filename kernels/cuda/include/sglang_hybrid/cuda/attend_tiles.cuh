@@ -13,6 +13,7 @@ inline constexpr uint32_t warp_size = 32;
 inline constexpr uint32_t attend_warps = 4;  // most warps of a CTA
 inline constexpr uint32_t attend_tiles = 3;  // tiles of a warp
 inline constexpr uint32_t query_rows = 16;
+inline constexpr uint32_t token_factor_bytes = block_tokens * sizeof(uint16_t);  // of a tile
 inline constexpr float lowest_logit = -3.0e38f;
 inline constexpr float log2_e = 1.4426950408889634f;
 inline constexpr float ln_2 = 0.6931471805599453f;
@@ -67,6 +68,7 @@ struct SharedMemory {
     uint32_t maxima;   // [warps][16] float
     uint32_t sums;     // [warps][16] float
     uint32_t tiles;    // [warps][3]
+    uint32_t tokens;   // [warps][3][32] float16: factors of the tokens of tiles of codes
     uint32_t bytes;
 
     // `of_value`: bytes of a number in keys and values.
@@ -76,7 +78,8 @@ struct SharedMemory {
         maxima = factors + (of_value == 1 ? query_rows * sizeof(float) : 0);
         sums = maxima + warps * query_rows * sizeof(float);
         tiles = sums + warps * query_rows * sizeof(float);
-        bytes = tiles + warps * attend_tiles * block_tokens * head_dim * of_value;
+        tokens = tiles + warps * attend_tiles * block_tokens * head_dim * of_value;
+        bytes = tokens + (of_value == 1 ? warps * attend_tiles * token_factor_bytes : 0);
     }
 };
 

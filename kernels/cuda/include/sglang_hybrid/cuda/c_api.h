@@ -35,6 +35,7 @@ struct sh_attend_slots {
     // and LSE include the bias
     const float* steps;  // [4][KV head][head_dim], or null. Given: keys and values are codes of one byte (slot_codes.cuh), and
     // `dtype` is the query's; steps of keys, those of values, reciprocals of both
+    const uint16_t* factors;  // [row][KV head][slots][2][32] float16, with steps: of the tokens' keys, and of their values
     float* out;  // [batch][KV head][group][head_dim]; 0 where there is no token to attend to
     float* lse;  // [batch][KV head][group], natural logarithm
     // Workspace: memory for `units` partial results, and [batch][KV head] words that are 0 before and after a launch.
@@ -87,6 +88,7 @@ struct sh_gather_blocks {
     void* key_slots;
     void* value_slots;
     const float* steps;  // as for sh_attend_slots. Given: blocks of `dtype` become codes in the slots
+    uint16_t* factors;  // [owner][KV head][slots][2][32], with steps
     const int32_t* pages;
     const int32_t* destinations;  // null: entry i goes to slot i
     const int32_t* count;  // the list has *count * per_count entries, at most `capacity`; null: `capacity` entries

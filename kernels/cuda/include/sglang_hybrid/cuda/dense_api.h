@@ -81,6 +81,7 @@ struct sh_move_held {
     void* staged_keys;       // [staged_blocks] blocks
     void* staged_values;     // as staged_keys
     const float* steps;      // as for sh_attend_slots. Given: slots are codes of numbers of `dtype`
+    uint16_t* factors;       // [row][KV head][slots][2][32], with steps
     uint64_t slot_blocks;    // blocks of all slots
     uint32_t staged_blocks;
     uint32_t kv_heads;

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(gather_threads) gather_blocks(const __grid_con
         copy_to_slots<Element>(
             {list.keys, list.values}, found, list.block_bytes,
             [&](uint32_t i) { return uint64_t{found_pages[i]} * list.kv_heads + head(i); }, {list.key_slots, list.value_slots},
-            [&](uint32_t i) { return found_slots[i]; },
+            [&](uint32_t i) { return found_slots[i]; }, list.factors,
             [&](uint32_t i) { return CodeSteps(list.steps, list.kv_heads, head_dim, head(i)); });
         __syncthreads();  // before other threads overwrite what this one still reads
     }

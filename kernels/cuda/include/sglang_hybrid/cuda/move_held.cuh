@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(copy_threads) move_held(const __grid_constant_
             const uint32_t head_dim = args.block_bytes / (block_tokens * sizeof(uint16_t));  // with steps
             copy_to_slots<Element>(
                 {args.staged_keys, args.staged_values}, 1, args.block_bytes, [&](uint32_t) { return i; },
-                {args.keys, args.values}, [&](uint32_t) { return static_cast<uint64_t>(slot); },
+                {args.keys, args.values}, [&](uint32_t) { return static_cast<uint64_t>(slot); }, args.factors,
                 [&](uint32_t) { return CodeSteps(args.steps, args.kv_heads, head_dim, head); });
         } else {
             const int64_t from = held_block(args, static_cast<uint64_t>(slot), args.plan.positions[i]);

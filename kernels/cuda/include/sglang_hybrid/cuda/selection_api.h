@@ -73,6 +73,7 @@ struct sh_append {
     void* value_slots;  // as key_slots
     const float* steps;  // as for sh_attend_slots. Given: slots are codes, and digests of a tail with a slot are computed from
     // what the codes stand for; not with `dense`
+    uint16_t* factors;  // [row][KV head][slots][2][32], with steps
     void* pool_keys;  // a layer of the pool, at its device address: [page][KV head][32][head_dim]
     void* pool_values;  // as pool_keys
     const float* scores;  // of the last selection, as for sh_select_blocks: they decide which resident block gives up its slot

@@ -49,8 +49,9 @@ class WarpAttention {
         if (bias && row + 8 < group) bias_[1] = bias[row + 8] * log2_e;
     }
 
+    // `factors`: of the tile's tokens, in shared memory; used with codes only.
     template <class Counts>
-    __device__ void add_keys(uint32_t tile, Counts counts, bool with_bias) {
+    __device__ void add_keys(uint32_t tile, Counts counts, bool with_bias, const char* factors) {
         const uint32_t lane = threadIdx.x % warp_size;
         const uint32_t query_row = (lane & 7) + (lane >> 3 & 1) * 8, query_chunk = lane >> 4;
 #pragma unroll
@@ -61,10 +62,12 @@ class WarpAttention {
             load_matrices(query, query_ + Tile<kDim>::place(query_row, 2 * step + query_chunk));
             multiply_keys(query, tile, step);
         }
+        if constexpr (is_coded<Element>) multiply_tokens(factors);
         to_weights(counts, lane % 4 * 2, with_bias ? bias_[0] : 0, with_bias ? bias_[1] : 0);
     }
 
-    __device__ void add_values(uint32_t tile) {
+    __device__ void add_values(uint32_t tile, const char* factors) {
+        if constexpr (is_coded<Element>) multiply_tokens(factors);
         if constexpr (is_byte) add_byte_values(tile);
         else add_16_bit_values(tile);
     }
@@ -106,6 +109,17 @@ class WarpAttention {
     }
 
   private:
+    // Multiply what each token has in weights_ by the token's factor.
+    __device__ void multiply_tokens(const char* factors) {
+#pragma unroll
+        for (uint32_t i = 0; i < token_tiles; ++i) {
+            const uint32_t pair = reinterpret_cast<const uint32_t*>(factors)[i * 4 + threadIdx.x % 4];
+            const float first = widened<Float16>(static_cast<uint16_t>(pair));
+            const float second = widened<Float16>(static_cast<uint16_t>(pair >> 16));
+            weights_[i][0] *= first, weights_[i][1] *= second, weights_[i][2] *= first, weights_[i][3] *= second;
+        }
+    }
+
     // Add the products of 16 channels, for all tokens.
     __device__ void multiply_keys(const uint32_t (&query)[4], uint32_t tile, uint32_t step) {
         const uint32_t lane = threadIdx.x % warp_size;
