@@ -46,7 +46,7 @@ def test_stock_holds_what_its_pool_has_tokens_for(length: int, rows: int) -> Non
 def test_hybrid_holds_what_a_server_takes_for_rows_digests_and_prefill_in_the_same_memory() -> None:
     no_cap = Limits(LIMITS.gpu_bytes, host_bytes=10**15, most_rows=None)
     capacity = hybrid_capacity(QWEN3_14B_10_LAYERS, no_cap, DEFAULTS, 32768, "cuda")
-    slots = 10 * 8 * 64 * (16384 // 2 + 4)  # bytes of the slots: codes of blocks and their positions
+    slots = 10 * 8 * 64 * (16384 // 2 + 2 * 32 * 2 + 4)  # bytes: codes of blocks, factors of tokens, and positions
     scores = 10 * 8 * 4096 * 4
     digests = 10 * 8 * 1024 * (224 + 512)
     row, more = slots + scores + digests, STAGING + slots + scores
