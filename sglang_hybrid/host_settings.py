@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from sglang_hybrid.config import ConfigError, HybridConfig
 from sglang_hybrid.engines.choice import unsupported_by_cpu_engine
+from sglang_hybrid.engines.cuda.settings import gather_share_of
 from sglang_hybrid.host import GIB, Host
 from sglang_hybrid.policies.registry import (
     calibrates_at_start,
@@ -117,7 +118,7 @@ def _cpu_share(_config: HybridConfig, host: Host) -> str:
 
 
 def _recall_interval(config: HybridConfig, host: Host) -> str:
-    copies = bool(host.gpus) and config.scout.cpu_share != 1
+    copies = bool(host.gpus) and gather_share_of(config) != 0
     return _with_profile(COPYING_INTERVAL if copies else DEFAULT_INTERVAL)(config, host)
 
 

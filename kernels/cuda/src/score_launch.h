@@ -9,8 +9,8 @@
 
 // Most CTAs on a processor. They wait for the results of their own products most of the time, so more of them are faster.
 constexpr int most_resident = 4;
-// These CTAs stay as long as the launch takes. One of so many processors has one less, so that the main lane's small kernels
-// run there meanwhile.
+// These CTAs stay as long as the launch takes. For each so many processors one CTA is left out, so that the main lane's small
+// kernels find room meanwhile.
 constexpr int processors_with_room = 4;
 
 template <class Element, int kDim, int kChannels, sglang_hybrid::cuda::Format kFormat, int kTiles>

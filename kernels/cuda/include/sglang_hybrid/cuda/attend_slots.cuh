@@ -293,7 +293,7 @@ struct CodedBlocks {
 // Attend to the blocks of a list, and write the result of each warp, weighted as a part of one softmax, to the memory of its
 // tiles. begin(warp, warps) returns an iterator, whose take() returns the blocks of a warp one after the other. `dtype`: of
 // pool and queries; of queries alone, if blocks are codes. `bias`: [group], for the blocks that get one; or null. `steps`: of
-// the codes; `coded`: those of a list of codes. Called by a whole CTA.
+// the codes; `coded`: where the blocks of a list of codes and their factors are. Called by a whole CTA.
 template <class Element, int kDim, class Begin>
 __device__ void attend_list(const void* queries, DType dtype, uint32_t group, float scale, const float* bias, char* shared,
                             const SharedMemory& at, Begin begin, const CodeSteps& steps = {}, const CodedBlocks& coded = {}) {
@@ -305,9 +305,9 @@ __device__ void attend_list(const void* queries, DType dtype, uint32_t group, fl
     uint32_t key_tile = tiles, value_tile = tiles + block_bytes, next_tile = tiles + 2 * block_bytes;
     // keys and values leave the L2 cache first; lists and tables, which every layer reads, stay in it
     const uint64_t policy = read_once_policy();
-    // tokens' factors of a tile
+    // where in shared memory the factors of a tile's tokens are
     const auto factors_of = [&](uint32_t tile) {
-        return shared + at.tokens + (warp * attend_tiles + (tile - tiles) / block_bytes) * token_factor_bytes;
+        return shared + at.token_factors + (warp * attend_tiles + (tile - tiles) / block_bytes) * token_factor_bytes;
     };
     const auto request = [&](uint32_t tile, const char* block, const auto& of, bool is_value = false) {
         if (of.tokens) {

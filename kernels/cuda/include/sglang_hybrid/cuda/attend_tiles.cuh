@@ -68,7 +68,7 @@ struct SharedMemory {
     uint32_t maxima;   // [warps][16] float
     uint32_t sums;     // [warps][16] float
     uint32_t tiles;    // [warps][3]
-    uint32_t tokens;   // [warps][3][32] float16: factors of the tokens of tiles of codes
+    uint32_t token_factors;  // [warps][3][32] float16: of the tokens of tiles of codes
     uint32_t bytes;
 
     // `of_value`: bytes of a number in keys and values.
@@ -78,8 +78,8 @@ struct SharedMemory {
         maxima = factors + (of_value == 1 ? query_rows * sizeof(float) : 0);
         sums = maxima + warps * query_rows * sizeof(float);
         tiles = sums + warps * query_rows * sizeof(float);
-        tokens = tiles + warps * attend_tiles * block_tokens * head_dim * of_value;
-        bytes = tokens + (of_value == 1 ? warps * attend_tiles * token_factor_bytes : 0);
+        token_factors = tiles + warps * attend_tiles * block_tokens * head_dim * of_value;
+        bytes = token_factors + (of_value == 1 ? warps * attend_tiles * token_factor_bytes : 0);
     }
 };
 

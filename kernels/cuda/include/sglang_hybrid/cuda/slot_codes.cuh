@@ -105,10 +105,10 @@ struct SlotEight<Element, Element, true> {
     static __device__ Bits of_pool(uint4 numbers, const float* per_step, TokenLanes lanes, uint16_t* factor) {
         const auto* const of_lane = reinterpret_cast<const float4*>(per_step + lanes.own() * 8);
         const float4 first = of_lane[0], second = of_lane[1];
-        const float levels[8] = {upper(numbers.x, 0) * first.x,  upper(numbers.x, 16) * first.y,
-                                 upper(numbers.y, 0) * first.z,  upper(numbers.y, 16) * first.w,
-                                 upper(numbers.z, 0) * second.x, upper(numbers.z, 16) * second.y,
-                                 upper(numbers.w, 0) * second.z, upper(numbers.w, 16) * second.w};
+        const float levels[8] = {half_of(numbers.x, 0) * first.x,  half_of(numbers.x, 16) * first.y,
+                                 half_of(numbers.y, 0) * first.z,  half_of(numbers.y, 16) * first.w,
+                                 half_of(numbers.z, 0) * second.x, half_of(numbers.z, 16) * second.y,
+                                 half_of(numbers.w, 0) * second.z, half_of(numbers.w, 16) * second.w};
         float largest = 0;
 #pragma unroll
         for (uint32_t i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(levels[i]));  // NaN does not count
@@ -129,10 +129,10 @@ struct SlotEight<Element, Element, true> {
     }
 
   private:
-    static __device__ float upper(uint32_t pair, uint32_t shift) {
+    static __device__ float half_of(uint32_t pair, uint32_t shift) {
         return cuda::widened<Element>(static_cast<uint16_t>(pair >> shift));
     }
-    // Return the next float16, which has 13 bits less. A code of a smaller factor would be beyond 127.
+    // Round up to a float16, which has 13 bits less: by a smaller factor the largest code would be beyond 127.
     static __device__ float rounded_up(float value) { return __uint_as_float((__float_as_uint(value) + 0x1FFF) & ~0x1FFFu); }
     // Return a word of the lowest bytes.
     static __device__ uint32_t word(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
