@@ -58,6 +58,12 @@ class DeviceScoutAttention(DeviceScout):
     def tuning_in(context: ProgramContext) -> Tuning:
         return paper_tuning(context.config, context.tuning)
 
+    def _left_out(self, layer: int, step: Step, query: torch.Tensor, scale: float) -> None:
+        """Nothing stands for blocks left out."""
+
+    def _sample(self, layer: int, step: Step, only: torch.Tensor) -> None:
+        """No means are needed."""
+
     def _attended(self, layer: int) -> torch.Tensor:
         return self._attended_slots[layer]
 

@@ -1,0 +1,54 @@
+// Launchers of what stands for blocks that are left out.
+#include <type_traits>
+
+#include "launching.h"
+#include "sglang_hybrid/cuda/near_lse.cuh"
+
+using namespace sglang_hybrid;
+using namespace sglang_hybrid::cuda;
+
+namespace {
+
+// Call use(Element{}, Stored{}), the dtypes of model and pool. Lanes of a warp share a token's channels, eight each.
+template <class Use>
+cudaError_t for_values(const sh_mean_values& args, Use use) {
+    if (args.head_dim % 8 || args.head_dim < 8 || args.head_dim > max_head_dim) return cudaErrorInvalidValue;
+    switch (static_cast<DType>(args.dtype)) {
+        case DType::bf16: return use(BFloat16{}, BFloat16{});
+        case DType::fp16: return use(Float16{}, Float16{});
+        case DType::fp8_bf16: return use(BFloat16{}, Fp8{});
+        case DType::fp8_fp16: return use(Float16{}, Fp8{});
+        default: return cudaErrorInvalidValue;
+    }
+}
+
+}  // namespace
+
+SH_CUDA_API int sh_cuda_mean_values(const sh_mean_values* args, cudaStream_t stream) {
+    return for_values(*args, [&](auto element, auto stored) -> cudaError_t {
+        const uint32_t ctas = args->step.batch * args->kv_heads;
+        if (ctas == 0) return cudaSuccess;
+        const auto kernel = mean_values<decltype(element), decltype(stored)>;
+        kernel<<<ctas, mean_threads, 0, stream>>>(*args);
+        return cudaGetLastError();
+    });
+}
+
+SH_CUDA_API int sh_cuda_near_lse(const sh_near_lse* args, cudaStream_t stream) {
+    return for_values(args->mean, [&](auto element, auto stored) -> cudaError_t {
+        using Element = decltype(element);
+        using Stored = decltype(stored);
+        const uint32_t ctas = args->mean.step.batch * args->mean.kv_heads;
+        if (args->mean.rows != args->table.rows) return cudaErrorInvalidValue;
+        if (ctas == 0) return cudaSuccess;
+        if (args->steps) {
+            if (!std::is_same_v<Element, Stored>) return cudaErrorInvalidValue;  // codes are of 16-bit numbers
+            const auto of_codes = near_lse<Element, Element, true>;
+            of_codes<<<ctas, mean_threads, 0, stream>>>(*args);
+            return cudaGetLastError();
+        }
+        const auto kernel = near_lse<Element, Stored, false>;
+        kernel<<<ctas, mean_threads, 0, stream>>>(*args);
+        return cudaGetLastError();
+    });
+}
