@@ -60,6 +60,8 @@ class DeviceScout(AheadProgram, SlotProgram):
     # Whether, once the real query of a layer with a predicted query is known, the LSE of replies is corrected and the
     # blocks that become resident are selected anew.
     corrects: ClassVar[bool] = True
+    # Whether something stands for candidates that are not attended, see reference.left_out.
+    makes_up: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -90,7 +92,8 @@ class DeviceScout(AheadProgram, SlotProgram):
         # what stands for blocks left out, indexed by row too
         self._near_bias = [torch.zeros(of_heads, device=device) for _ in layers]
         self._mean_weights = [torch.zeros(of_heads, device=device) for _ in layers]
-        self._means = [torch.zeros(shape.rows, shape.heads, shape.dim, device=device) for _ in layers]
+        of_means = (shape.rows, shape.heads, shape.dim if self.makes_up else 0)
+        self._means = [torch.zeros(of_means, device=device) for _ in layers]
         gathers = settings.gather_share != 0
         self._lanes = [LaneBuffers(shape, settings.budget, gathers, dtype, device) for _ in range(2)]
         of_layers = (len(layers),)
@@ -224,6 +227,8 @@ class DeviceScout(AheadProgram, SlotProgram):
 
     def _left_out(self, layer: int, step: Step, query: torch.Tensor, scale: float) -> LeftOut | None:
         """Return what stands for blocks left out, and begin to compute it."""
+        if not self.makes_up:
+            return None
         count = query.shape[0]
         means, lse = self._means[layer], self._main.near_lse(count)
         near_lse(
@@ -233,6 +238,8 @@ class DeviceScout(AheadProgram, SlotProgram):
         return LeftOut(lse, self._mean_weights[layer], means, step.row_of)
 
     def _sample(self, layer: int, step: Step, only: torch.Tensor) -> None:
+        if not self.makes_up:
+            return
         settings, of_layer = self._settings, self._layers[layer]
         mean_values(
             of_layer.pool, step, self._means[layer], of_layer.digests.dtype, sink=settings.sink, recent=settings.recent,

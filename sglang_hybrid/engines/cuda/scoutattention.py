@@ -32,6 +32,7 @@ from sglang_hybrid.policies.scout.tuning import Tuning
 
 class DeviceScoutAttention(DeviceScout):
     corrects: ClassVar[bool] = False
+    makes_up: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -57,12 +58,6 @@ class DeviceScoutAttention(DeviceScout):
     @staticmethod
     def tuning_in(context: ProgramContext) -> Tuning:
         return paper_tuning(context.config, context.tuning)
-
-    def _left_out(self, layer: int, step: Step, query: torch.Tensor, scale: float) -> None:
-        """Nothing stands for blocks left out."""
-
-    def _sample(self, layer: int, step: Step, only: torch.Tensor) -> None:
-        """No means are needed."""
 
     def _attended(self, layer: int) -> torch.Tensor:
         return self._attended_slots[layer]

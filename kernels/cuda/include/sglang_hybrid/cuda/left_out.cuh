@@ -17,6 +17,7 @@ __device__ inline float4 with_left_out(const sh_left_out& args, uint64_t head, u
     // the share of near blocks is what is not the candidates'
     const float candidates = fminf(fmaxf(1.0f - expf(args.near_lse[head] - all.lse), 0.0f), 1.0f);
     const float weight = args.weights[in_row] * candidates, part = 1.0f / (1.0f + weight);
+    if (!(weight > 0)) return all.out;  // whatever the mean is
     const float4 mean = reinterpret_cast<const float4*>(args.means)[in_row / args.group * quads + quad];
     const auto both = [&](float x, float y) { return (x + weight * y) * part; };
     return make_float4(both(all.out.x, mean.x), both(all.out.y, mean.y), both(all.out.z, mean.z), both(all.out.w, mean.w));

@@ -32,21 +32,33 @@ __device__ void write_mean(const sh_mean_values& args, MeanMemory& memory, uint3
     __syncthreads();
     const uint32_t row_chunks = args.head_dim / 8, of_token = threadIdx.x % row_chunks;
     const uint32_t tokens_at_once = mean_threads / row_chunks;
-    float sums[8] = {};
+    const auto* const values = static_cast<const typename Chunk::Bits*>(args.values);
+    const auto has_page = [&](uint32_t i) {
+        return i < samples && memory.pages[i] >= 0 && static_cast<uint32_t>(memory.pages[i]) < args.pool_pages;
+    };
     uint32_t counted = 0;
-    for (uint32_t i = 0; i < samples; ++i) {
-        const int32_t page = memory.pages[i];
-        if (page < 0 || static_cast<uint32_t>(page) >= args.pool_pages) continue;
-        ++counted;
-        if (threadIdx.x >= tokens_at_once * row_chunks) continue;
-        const uint64_t block = uint64_t{static_cast<uint32_t>(page)} * args.kv_heads + head;
-        const auto* const chunks = static_cast<const typename Chunk::Bits*>(args.values) + block * block_tokens * row_chunks;
-#pragma unroll 4
-        for (uint32_t token = threadIdx.x / row_chunks; token < block_tokens; token += tokens_at_once) {
-            const uint4 eight = Chunk::widened(chunks[token * row_chunks + of_token]);
-            const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+    for (uint32_t i = 0; i < samples; ++i) counted += has_page(i);
+    const uint32_t mine = threadIdx.x < tokens_at_once * row_chunks ? threadIdx.x / row_chunks : block_tokens;
+    float sums[8] = {};
+    for (uint32_t token = mine; token < block_tokens; token += tokens_at_once) {
+        constexpr uint32_t at_once = 8;  // loads over PCIe that a thread has in flight
+        for (uint32_t first = 0; first < samples; first += at_once) {
+            typename Chunk::Bits loaded[at_once];
 #pragma unroll
-            for (uint32_t c = 0; c < 8; ++c) sums[c] += widened<Element>(static_cast<uint16_t>(words[c / 2] >> c % 2 * 16));
+            for (uint32_t i = 0; i < at_once; ++i) {
+                const uint64_t page = has_page(first + i) ? static_cast<uint32_t>(memory.pages[first + i]) : 0;
+                const uint64_t in_block = token * row_chunks + of_token;
+                loaded[i] = {};
+                if (has_page(first + i))
+                    loaded[i] = values[(page * args.kv_heads + head) * block_tokens * row_chunks + in_block];
+            }
+#pragma unroll
+            for (uint32_t i = 0; i < at_once; ++i) {
+                const uint4 eight = Chunk::widened(loaded[i]);
+                const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+                for (uint32_t c = 0; c < 8; ++c) sums[c] += widened<Element>(static_cast<uint16_t>(words[c / 2] >> c % 2 * 16));
+            }
         }
     }
 #pragma unroll
