@@ -1,8 +1,8 @@
 // Launchers of what stands for blocks that are left out.
 #include <type_traits>
 
-#include "launching.h"
 #include "sglang_hybrid/cuda/near_lse.cuh"
+#include "stored_launch.h"
 
 using namespace sglang_hybrid;
 using namespace sglang_hybrid::cuda;
@@ -13,13 +13,7 @@ namespace {
 template <class Use>
 cudaError_t for_values(const sh_mean_values& args, Use use) {
     if (args.head_dim % 8 || args.head_dim < 8 || args.head_dim > max_head_dim) return cudaErrorInvalidValue;
-    switch (static_cast<DType>(args.dtype)) {
-        case DType::bf16: return use(BFloat16{}, BFloat16{});
-        case DType::fp16: return use(Float16{}, Float16{});
-        case DType::fp8_bf16: return use(BFloat16{}, Fp8{});
-        case DType::fp8_fp16: return use(Float16{}, Fp8{});
-        default: return cudaErrorInvalidValue;
-    }
+    return for_stored(args.dtype, use);
 }
 
 }  // namespace

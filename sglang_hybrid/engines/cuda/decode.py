@@ -5,7 +5,7 @@
     gather lane   a share of its misses -> slots -> slot table
     main lane     append -> attention over slots -> merging with replies -> what is late
     reply lane    replies of the worker, when they are there -> shifted                   beside attention
-    plan lane     scores by the real query -> plan, for rows that recall                  beside attention
+    plan lane     LSE of near blocks, for what is left out; scores by the real query -> plan, for rows that recall
     recall lane   copies of the plan -> slot table                                        of the layer just attended
 
 All kernels are launched with static shapes on persistent buffers, so a whole step can be recorded in a CUDA graph.
