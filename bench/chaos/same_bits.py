@@ -29,7 +29,7 @@ _attend_blocks = reference.attend_blocks
 _block_scores = reference.block_scores
 _lse_shift = reference.lse_shift
 _merge = reference.merge
-_attended_share = reference.attended_share
+_near_bias = reference.near_bias
 _estimates = LayerCache.estimates
 _speculate = InfinigenPolicy._speculate
 
@@ -41,7 +41,7 @@ def install() -> None:
     for place, replacements in (
         (torch.nn.functional, (linear,)),
         (torch, (matmul,)),
-        (reference, (attend_blocks, attend_prefill, block_scores, lse_shift, merge, attended_share)),
+        (reference, (attend_blocks, attend_prefill, block_scores, lse_shift, merge, near_bias)),
         (LayerCache, (estimates,)),
     ):
         for function in replacements:
@@ -138,11 +138,11 @@ def block_scores(logits: torch.Tensor, block_counts: torch.Tensor, scale: float)
     return _by_row(lambda e, counts: _block_scores(e, counts, scale), wide, block_counts)[..., : logits.shape[3]]
 
 
-def attended_share(
+def near_bias(
     logits: torch.Tensor, attended: torch.Tensor, block_counts: torch.Tensor, scale: float, sink: int, recent: int
 ) -> torch.Tensor:
     wide = _wider(logits, BLOCKS, 0.0), _wider(attended, BLOCKS, False), block_counts
-    return _by_row(lambda e, there, counts: _attended_share(e, there, counts, scale, sink, recent), *wide)
+    return _by_row(lambda e, there, counts: _near_bias(e, there, counts, scale, sink, recent), *wide)
 
 
 def lse_shift(real: torch.Tensor, ahead: torch.Tensor, listed: torch.Tensor, scale: float) -> torch.Tensor:

@@ -18,7 +18,7 @@ from sglang_hybrid.policies.registry import keeps_codes_in_slots, policy_named
 WORKSPACE_BYTES = 128 << 20  # for FlashInfer's split attention; FlashInfer's kernels for Hopper do not use it
 _POSITION_BYTES = _PAGE_BYTES = _MASK_BYTES = 4  # int32
 _FACTOR_BYTES = 2  # float16
-_SCORE_BYTES = _AVERAGE_BYTES = _WEIGHT_BYTES = _MEAN_BYTES = 4  # float32
+_SCORE_BYTES = _AVERAGE_BYTES = _WEIGHT_BYTES = 4  # float32
 _LANES = 2  # sets of buffers for blocks that are fetched one layer ahead: for even and for odd layers
 
 
@@ -124,8 +124,7 @@ def scout_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> Ro
     if keeps_codes_in_slots(config):
         blocks //= shape.itemsize  # a code has one byte
         blocks += lists * slots * 2 * BLOCK_TOKENS * _FACTOR_BYTES  # of each token's keys and values
-    means = lists * shape.value_dim * _MEAN_BYTES
-    return RowBytes(blocks + positions + means + _last_query_bytes(config, shape), lists * max_blocks * _SCORE_BYTES)
+    return RowBytes(blocks + positions + _last_query_bytes(config, shape), lists * max_blocks * _SCORE_BYTES)
 
 
 def scoutattention_row_bytes(config: HybridConfig, shape: KVShape, max_blocks: int) -> RowBytes:

@@ -27,10 +27,6 @@ CODE_ZERO = 128  # the byte that stands for 0 there
 DIGEST_SPREAD = 0.5  # ``spread`` of digest_logits where blocks are selected by digests alone
 SKETCH_STEPS = 16  # steps that a channel's range in a block is divided into: a code of four bits names one
 SKETCH_REACH = 126 * math.log(2)  # exp(SKETCH_REACH) and exp(-SKETCH_REACH) are in the range of float32
-MEAN_SHARE = 0.5  # of what is left out, for which the mean of all values stands
-SAMPLED_BLOCKS = 32  # of a row, for the mean of its values
-SAMPLED_AGAIN = 512  # least number of tokens for `is_sampled_again`
-_LEAST_SHARE = -30.0  # logarithm of a share of attention: with less, what is left out is all there is
 
 
 # -- prediction ------------------------------------------------------------------------------
@@ -288,13 +284,16 @@ def _estimates(logits: torch.Tensor, scale: float) -> torch.Tensor:
 # -- what is not attended --------------------------------------------------------------------
 
 
-def attended_share(
+def near_bias(
     logits: torch.Tensor, attended: torch.Tensor, block_counts: torch.Tensor, scale: float, sink: int, recent: int
 ) -> torch.Tensor:
-    """Return the logarithm of the attended candidates' share in the estimated attention of all candidates.
+    """Return the bias to add to the logits of sink, recent and tail blocks, which makes up for blocks left out.
 
     logits ``[B, H, G, N]`` as for ``block_scores``, attended ``[B, H, N]`` of bool -> ``[B, H, G]``, at most 0. The
-    candidates are all blocks but sink, recent and tail. The result is 0 if all candidates are attended to, or none.
+    candidates are all blocks but sink, recent and tail. The bias is the logarithm of the attended candidates' share in
+    the estimated attention of all candidates. Blocks left out get no attention. Without the bias, in a head that
+    attends everywhere, a few selected blocks would stand for the whole context, and the first and newest tokens would
+    weigh too much. The bias is 0 if all candidates are attended to, or none.
     """
     position = torch.arange(logits.shape[3], device=logits.device)
     candidates = ((position >= sink) & (block_counts[:, None] - 1 - position > recent))[:, None, :]
@@ -304,64 +303,6 @@ def attended_share(
         for part in (candidates & attended, candidates)
     )
     return (of_attended - of_all).nan_to_num(0.0, posinf=0.0, neginf=0.0).clamp(max=0.0)
-
-
-# -- blocks that are left out ----------------------------------------------------------------
-
-
-def left_out(share: torch.Tensor, mean_share: float = MEAN_SHARE) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what makes up for candidates that are not attended to: bias and weight, by ``attended_share``.
-
-    Without them, in a head that attends everywhere, a few selected blocks would stand for the whole context, and the
-    first and newest tokens would weigh too much. The blocks left out would get ``rest`` times the attention of the
-    attended candidates. Their values are taken to be the mean of all values in ``mean_share`` of that, and what the
-    attended candidates give in the other part. The bias is added to the logits of sink, recent and tail blocks, instead
-    of a larger weight of the candidates. The weight is the mean's, as a part of the attended candidates' mass.
-    """
-    rest = torch.expm1(-share.clamp(min=_LEAST_SHARE))
-    stand_for = 1 + (1 - mean_share) * rest
-    return -stand_for.log(), mean_share * rest / stand_for
-
-
-def with_left_out(
-    out: torch.Tensor, lse: torch.Tensor, near_lse: torch.Tensor, weight: torch.Tensor, means: torch.Tensor
-) -> torch.Tensor:
-    """Add the mean of all values to attention: out ``[B, H * G, D]``, its lse ``[B, H * G]``.
-
-    near_lse ``[B, H * G]``: of the sink, recent and tail blocks in it; the rest of it are candidates. weight
-    ``[B, H, G]`` of ``left_out``, means ``[B, H, D]`` of ``sampled_mean``.
-    """
-    candidates = (1 - (near_lse - lse).exp()).nan_to_num(0.0).clamp(0, 1)
-    part = (weight.flatten(1) * candidates)[..., None]
-    return (out + part * means.repeat_interleave(weight.shape[2], dim=1)) / (1 + part)
-
-
-def is_sampled_again(lengths: torch.Tensor) -> torch.Tensor:
-    """Return for which rows of ``lengths`` that decode the mean is computed again: where the row has doubled.
-
-    That is behind 512 tokens, 1,024, 2,048 and so on. A row that began short has no other mean of what it has written.
-    """
-    earlier = lengths - 1
-    return (earlier >= SAMPLED_AGAIN) & (earlier & (earlier - 1) == 0)
-
-
-def sampled_mean(
-    values: torch.Tensor, pages: torch.Tensor, block_counts: torch.Tensor, sink: int, recent: int
-) -> torch.Tensor:
-    """Return the mean of each row's values, by up to 32 blocks that are evenly spread over its candidates.
-
-    values ``[pages, H, T, D]``, pages ``[B, N]`` -> ``[B, H, D]`` float32, 0 in a row without candidates.
-    """
-    candidates = (block_counts - 1 - recent - sink).clamp(min=0)[:, None]
-    samples = candidates.clamp(max=SAMPLED_BLOCKS)
-    index = torch.arange(SAMPLED_BLOCKS, device=pages.device)
-    positions = sink + index * candidates // samples.clamp(min=1)
-    is_sample = index < samples
-    taken = pages.gather(1, positions.clamp(max=pages.shape[1] - 1).long()).masked_fill(~is_sample, 0).long()
-    of_heads = taken[:, None].expand(-1, values.shape[1], -1)
-    of_blocks = gather_blocks(values, of_heads, pages.device).float().mean(dim=3)  # [B, H, samples, D]
-    total = of_blocks.masked_fill(~is_sample[:, None, :, None], 0).sum(dim=2)
-    return total / samples.clamp(min=1)[..., None]
 
 
 # -- selection -------------------------------------------------------------------------------

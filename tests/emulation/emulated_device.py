@@ -25,7 +25,6 @@ from sglang_hybrid.ops.cuda import (
     host_memory,
     kept_tokens,
     key_codes,
-    left_out,
     mailbox,
     missed,
     new_keys,
@@ -136,8 +135,8 @@ class HostMemory(host_memory.RegisteredRegion):
 
 
 _LAUNCHING = (
-    attention, copies, digests, kept_tokens, key_codes, left_out, mailbox, missed, new_keys, partial_keys, predictor,
-    salience, scoring, selection, speculation, step, weights, whole_requests,
+    attention, copies, digests, kept_tokens, key_codes, mailbox, missed, new_keys, partial_keys, predictor, salience,
+    scoring, selection, speculation, step, weights, whole_requests,
 )  # fmt: skip
 for _module in _LAUNCHING:
     _module.launch, _module.address = launch, address

@@ -19,7 +19,6 @@ KERNELS = HERE.parents[1] / "kernels"
 UNITS = (
     "dense",
     "digests",
-    "left_out",
     "scoring",
     "scoring_bf16",
     "scoring_fp16",

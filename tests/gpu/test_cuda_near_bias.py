@@ -1,4 +1,4 @@
-"""What selection computes from the blocks left out: the near bias, which attention adds to logits, and a weight."""
+"""The near bias on the GPU: selection computes it from the blocks left out, attention adds it to logits."""
 
 from __future__ import annotations
 
@@ -46,25 +46,22 @@ def test_selection_tells_what_attended_blocks_have_of_all(
     put_off = score_blocks(case.query, case.digests, case.step, shape.scale, workspace, scores, by_row=True)
     misses = Misses(shape.batch, shape.heads, BUDGET, DEVICE)
     gathered = RecallPlan(shape.batch * shape.heads * BUDGET, DEVICE) if share else None
-    bias, weights = torch.full((2, shape.rows, shape.heads, group), 7.0, device=DEVICE)
+    bias = torch.full((shape.rows, shape.heads, group), 7.0, device=DEVICE)
     select_blocks(
         scores, table, case.step, BUDGET, misses, pool_pages=case.keys.shape[0], put_off=put_off, by_row=True,
-        near_bias=bias, mean_weights=weights,
-        gathered=gathered, gather_share=torch.tensor([share], device=DEVICE) if share else None,
+        near_bias=bias, gathered=gathered, gather_share=torch.tensor([share], device=DEVICE) if share else None,
     )  # fmt: skip
     if gathered is not None:
         assert int(gathered.count) > 0
         table = with_gathered(table, gathered)
     rows = case.step.row_of.long()
     attended = is_attended(case, table, misses)
-    told = reference.attended_share(case.logits(), attended, case.counts, shape.scale, SINK, RECENT)
-    expected, expected_weights = reference.left_out(told)
+    expected = reference.near_bias(case.logits(), attended, case.counts, shape.scale, SINK, RECENT)
     torch.testing.assert_close(bias[rows], expected, atol=0.02, rtol=1e-3)
-    torch.testing.assert_close(weights[rows], expected_weights, atol=0.02, rtol=1e-3)
     # a long row has a bias; a row whose blocks are all attended has none
     assert (expected < -0.01).any() and (bias[rows] == 0).any()
     others = torch.ones(shape.rows, dtype=torch.bool, device=DEVICE).index_fill(0, rows, False)
-    assert (bias[others] == 7.0).all() and (weights[others] == 7.0).all()
+    assert (bias[others] == 7.0).all()
 
 
 def test_whole_rows_miss_nothing_and_all_blocks_are_told_that_are_held_or_worth_it() -> None:
@@ -91,9 +88,8 @@ def test_whole_rows_miss_nothing_and_all_blocks_are_told_that_are_held_or_worth_
     assert (held[~is_whole] == 7).all()
     assert torch.equal(bits_of(held, shape.max_blocks)[is_whole], attended[is_whole])
     attended = attended | (is_worth & is_whole[:, None, None])
-    share = reference.attended_share(case.logits(), attended, case.counts, shape.scale, SINK, RECENT)
-    # without weights the attended candidates stand for all
-    torch.testing.assert_close(bias[rows], share, atol=0.02, rtol=1e-3)
+    expected = reference.near_bias(case.logits(), attended, case.counts, shape.scale, SINK, RECENT)
+    torch.testing.assert_close(bias[rows], expected, atol=0.02, rtol=1e-3)
 
 
 def test_without_estimates_nothing_is_told() -> None:

@@ -70,7 +70,7 @@ class Held(Decoding):
         torch.cuda.synchronize()
 
     def hide_full_blocks(self) -> list[torch.Tensor]:
-        """Overwrite the host pool except tails with NaN, and return its previous content, for `show`."""
+        """Overwrite the host pool except tails with NaN, and return its previous content."""
         tails = self.pages[torch.arange(len(LENGTHS)), (self.lengths - 1) // BLOCK_TOKENS]
         others = torch.ones(len(self.keys[0]), dtype=torch.bool)
         others[tails] = False
@@ -82,12 +82,6 @@ class Held(Decoding):
     def show(self, before: list[torch.Tensor]) -> None:
         for part, there in zip((*self.keys, *self.values), before, strict=True):
             part.copy_(there)
-        # the means of values are the one thing that a handover reads there
-        count = len(LENGTHS)
-        everybody = torch.ones(count, dtype=torch.int32, device=DEVICE)
-        for layer in range(LAYERS):
-            self.scout._sample(layer, self.scout.step.of_batch(count), everybody)
-        torch.cuda.synchronize()
 
     def finish(self, predicts: bool = False) -> None:
         self.run(predicts)

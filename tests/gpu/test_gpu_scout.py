@@ -163,13 +163,6 @@ class Decoding:
             self.scout.load_initial_blocks(layer, step, query, SCALE)
             self._settled.append((step, query))  # keeps tensors alive: the emulation runs launches later than a GPU
 
-    def check_means(self) -> None:
-        """Check the means of rows that begin with their next token."""
-        counts = -(-(self.lengths + 1) // BLOCK_TOKENS)
-        for values, means in zip(self.values, self.scout._means, strict=True):
-            expected = reference.sampled_mean(values, self.pages, counts, SINK, RECENT)
-            torch.testing.assert_close(means[self.rows].cpu(), expected, rtol=1e-3, atol=1e-3)
-
     def next_tokens(self) -> None:
         for part, drift in ((self.query, 0.3), (self.new_keys, 1.0), (self.new_values, 1.0)):
             noise = torch.randn(part.shape, generator=self.random).to(DEVICE, DTYPE)
@@ -264,29 +257,8 @@ class Decoding:
         fill = reference.block_fill(positions, self.lengths, BLOCK_TOKENS)
         query = self.query[layer, :-1].cpu().float()
         keys, values = self.keys[layer].float(), self.values[layer].float()
-        if everything:
-            return reference.attend_blocks(query, keys, values, ids, fill, SCALE)[0]
-        logits, counts = self.logits(layer, query)
-        share = reference.attended_share(logits, self.is_held(positions), counts, SCALE, SINK, RECENT)
-        return self.attention_with_left_out(layer, query, positions, *reference.left_out(share))
-
-    def attention_with_left_out(
-        self, layer: int, query: torch.Tensor, positions: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
-        counts = -(-self.lengths // BLOCK_TOKENS)
-        keys, values = self.keys[layer].float(), self.values[layer].float()
-        always = reference.is_forced(positions, counts, SINK, RECENT)
-        of_near = bias[..., None] * always[:, :, None, :]
-        near = positions.masked_fill(~always, reference.NO_BLOCK)
-        (out, lse), (_, near_lse) = (
-            reference.attend_blocks(
-                query, keys, values, reference.block_ids(listed, self.pages),
-                reference.block_fill(listed, self.lengths, BLOCK_TOKENS), SCALE, of_near,
-            )
-            for listed in (positions, near)
-        )  # fmt: skip
-        means = self.scout._means[layer][self.rows].cpu()
-        return reference.with_left_out(out, lse, near_lse, weight, means)
+        bias = None if everything else self.bias(layer, query, positions)
+        return reference.attend_blocks(query, keys, values, ids, fill, SCALE, bias)[0]
 
     def expected_of_worth(self, layer: int, least: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return expected outputs of rows that attend to blocks in slots and to blocks that score at least ``least``.
@@ -304,8 +276,19 @@ class Decoding:
         held = bits_of(self.scout._lanes[layer % 2].held(len(self.rows)), MAX_BLOCKS).cpu()
         left_out = ~always & ~held & (scores < least) & (every != reference.NO_BLOCK)
         positions = every.masked_fill(left_out, reference.NO_BLOCK)
-        bias, weight = (kept[layer][self.rows].cpu() for kept in (self.scout._near_bias, self.scout._mean_weights))
-        return self.attention_with_left_out(layer, query, positions, bias, weight), left_out
+        ids, fill = (
+            reference.block_ids(positions, self.pages),
+            reference.block_fill(positions, self.lengths, BLOCK_TOKENS),
+        )
+        keys, values = self.keys[layer].float(), self.values[layer].float()
+        bias = self.scout._near_bias[layer][self.rows].cpu()[..., None] * always[:, :, None, :]
+        return reference.attend_blocks(query, keys, values, ids, fill, SCALE, bias)[0], left_out
+
+    def bias(self, layer: int, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the near bias of listed blocks ``[rows, KV heads, group, n]``: 0 except for sink, recent and tail."""
+        logits, counts = self.logits(layer, query)
+        bias = reference.near_bias(logits, self.is_held(positions), counts, SCALE, SINK, RECENT)
+        return bias[..., None] * reference.is_forced(positions, counts, SINK, RECENT)[:, :, None, :]
 
     def logits(self, layer: int, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return estimates ``[rows, KV heads, group, blocks]`` without the tail, and each row's number of blocks."""
@@ -389,7 +372,6 @@ def check_decoding(decoding: Decoding, budget: int, interval: int, predicts: boo
         decoding.load_initial_blocks()
         torch.cuda.synchronize()
         decoding.check_slots()
-        decoding.check_means()
         for _ in decoding.steps(predicts, recorded):
             decoding.check_slots()
             for layer in range(LAYERS):

@@ -1,6 +1,6 @@
 // Launchers for the keys of a step and of whole pages.
+#include "launching.h"
 #include "sglang_hybrid/cuda/append.cuh"
-#include "stored_launch.h"
 
 using namespace sglang_hybrid;
 using namespace sglang_hybrid::cuda;
@@ -16,7 +16,13 @@ cudaError_t for_keys(const sh_digests& digests, Use use) {
     const bool is_served = digests.head_dim % 8 == 0 && digests.head_dim > 0 && digests.head_dim <= max_head_dim &&
                            digests.channel_count % 2 == 0 && digests.channel_count <= digests.head_dim;
     if (!is_served) return cudaErrorInvalidValue;
-    return for_stored(digests.dtype, use);
+    switch (static_cast<DType>(digests.dtype)) {
+        case DType::bf16: return use(BFloat16{}, BFloat16{});
+        case DType::fp16: return use(Float16{}, Float16{});
+        case DType::fp8_bf16: return use(BFloat16{}, Fp8{});
+        case DType::fp8_fp16: return use(Float16{}, Fp8{});
+        default: return cudaErrorInvalidValue;
+    }
 }
 
 }  // namespace

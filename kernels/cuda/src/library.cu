@@ -6,7 +6,6 @@
 #include "sglang_hybrid/cuda/dense_api.h"
 #include "sglang_hybrid/cuda/kept_tokens_api.h"
 #include "sglang_hybrid/cuda/lanes_api.h"
-#include "sglang_hybrid/cuda/left_out_api.h"
 #include "sglang_hybrid/cuda/prefill_api.h"
 #include "sglang_hybrid/cuda/salience_api.h"
 #include "sglang_hybrid/cuda/selection_api.h"
@@ -57,8 +56,6 @@ SH_CUDA_API uint64_t sh_cuda_bytes_of(const char* name) {
         {"sh_scatter_blocks", sizeof(sh_scatter_blocks)},
         {"sh_copy_runs", sizeof(sh_copy_runs)},
         {"sh_finish_late", sizeof(sh_finish_late)},
-        {"sh_mean_values", sizeof(sh_mean_values)},
-        {"sh_near_lse", sizeof(sh_near_lse)},
         {"sh_begin_step", sizeof(sh_begin_step)},
         {"sh_hold_rows", sizeof(sh_hold_rows)},
         {"sh_let_rows_go", sizeof(sh_let_rows_go)},

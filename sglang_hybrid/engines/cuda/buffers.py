@@ -68,7 +68,6 @@ class PartialBuffers:
         of_query = (shape.max_batch, heads, shape.dim)
         self._local = torch.zeros(of_query, device=device), torch.zeros(of_query[:2], device=device)
         self._replies = torch.zeros(of_query, device=device), torch.zeros(of_query[:2], device=device)
-        self._near_lse = torch.zeros(of_query[:2], device=device)
         self._served = torch.zeros(shape.max_batch, dtype=torch.int32, device=device)
         self._full = torch.full((shape.max_batch, shape.heads), BLOCK_TOKENS, dtype=torch.int32, device=device)
 
@@ -78,10 +77,6 @@ class PartialBuffers:
     def replies(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the worker's partial outputs and their LSE, in device memory."""
         return self._replies[0][:count], self._replies[1][:count]
-
-    def near_lse(self, count: int) -> torch.Tensor:
-        """Return ``[count, heads]``: LSE of sink, recent and tail blocks."""
-        return self._near_lse[:count]
 
     def served(self, count: int) -> torch.Tensor:
         """Return ``[count]``: 1 for rows that the worker served. Stays 0 without a worker."""

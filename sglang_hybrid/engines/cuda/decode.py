@@ -5,7 +5,7 @@
     gather lane   a share of its misses -> slots -> slot table
     main lane     append -> attention over slots -> merging with replies -> what is late
     reply lane    replies of the worker, when they are there -> shifted                   beside attention
-    plan lane     LSE of near blocks, for what is left out; scores by the real query -> plan, for rows that recall
+    plan lane     scores by the real query -> plan, for rows that recall                  beside attention
     recall lane   copies of the plan -> slot table                                        of the layer just attended
 
 All kernels are launched with static shapes on persistent buffers, so a whole step can be recorded in a CUDA graph.
@@ -38,7 +38,6 @@ from sglang_hybrid.engines.cuda.watch import DeviceWatch, schedule_of
 from sglang_hybrid.ops.cuda.attention import Partial, attend_slots, merge
 from sglang_hybrid.ops.cuda.copies import gather_blocks
 from sglang_hybrid.ops.cuda.digests import append
-from sglang_hybrid.ops.cuda.left_out import LeftOut, mean_values, near_lse
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient
 from sglang_hybrid.ops.cuda.missed import WorthBlocks, finish_late
 from sglang_hybrid.ops.cuda.scoring import PendingScores, ScoreWorkspace, score_blocks, shift_lse
@@ -60,8 +59,6 @@ class DeviceScout(AheadProgram, SlotProgram):
     # Whether, once the real query of a layer with a predicted query is known, the LSE of replies is corrected and the
     # blocks that become resident are selected anew.
     corrects: ClassVar[bool] = True
-    # Whether something stands for candidates that are not attended, see reference.left_out.
-    makes_up: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -89,11 +86,7 @@ class DeviceScout(AheadProgram, SlotProgram):
         of_scores = (shape.rows, shape.heads, shape.max_blocks)
         self._scores = [torch.full(of_scores, -math.inf, device=device) for _ in layers]
         of_heads = (shape.rows, shape.heads, shape.group)
-        # what stands for blocks left out, indexed by row too
-        self._near_bias = [torch.zeros(of_heads, device=device) for _ in layers]
-        self._mean_weights = [torch.zeros(of_heads, device=device) for _ in layers]
-        of_means = (shape.rows, shape.heads, shape.dim if self.makes_up else 0)
-        self._means = [torch.zeros(of_means, device=device) for _ in layers]
+        self._near_bias = [torch.zeros(of_heads, device=device) for _ in layers]  # indexed by row too
         gathers = settings.gather_share != 0
         self._lanes = [LaneBuffers(shape, settings.budget, gathers, dtype, device) for _ in range(2)]
         of_layers = (len(layers),)
@@ -198,53 +191,32 @@ class DeviceScout(AheadProgram, SlotProgram):
         local, served, out = self._main.local(count), self._main.served(count), self._attention.out(count)
         corrected = predicted and self.corrects
         replies = self._collect(layer, query, scale, corrected)
-        with self._plan_lane.fork():
-            left_out = self._left_out(layer, step, query, scale)
-            if corrected:
+        if corrected:
+            with self._plan_lane.fork():
                 self._plan(layer, step, query, scale, self._recalls[layer, :count], totals=self.counted[layer])
-            self._plan_lane.mark(layer)
+                self._plan_lane.mark(layer)
         attend_slots(
             query, key_slots, value_slots, self._attended(layer), self.step.lengths, step.row_of, scale,
             active_rows=step.active_rows, workspace=self._attention.attending(count), out=local[0], lse=local[1],
             near_bias=self._near_bias[layer], sink=table.sink, recent=table.recent, codes=self._codes(layer),
         )  # fmt: skip
-        self._plan_lane.wait_for(layer)
+        if corrected:
+            self._plan_lane.wait_for(layer)
         with self._recall.fork():
             self._make_resident(layer, self._plans[layer])
             self._recall.mark(layer)
         if replies is not None:
             self._replies.wait_for(layer)
-            merge(local, replies, active_rows=step.active_rows, out=out, left_out=left_out)
+            merge(local, replies, active_rows=step.active_rows, out=out)
         # For rows in their first steps (``whole``) this adds blocks without a slot whose score is high enough.
         finish_late(
             query, of_layer.pool, step, misses.pages, misses.counts, scale, local, out,
             served=served, whole=self.step.whole(count), worth=self._worth(layer, count),
-            workspace=self._attention.attending(count), left_out=left_out,
+            workspace=self._attention.attending(count),
         )  # fmt: skip
         if layer == len(self._layers) - 1:
             self._end_layers(layer)
         return out
-
-    def _left_out(self, layer: int, step: Step, query: torch.Tensor, scale: float) -> LeftOut | None:
-        """Return what stands for blocks left out, and begin to compute it."""
-        if not self.makes_up:
-            return None
-        count = query.shape[0]
-        means, lse = self._means[layer], self._main.near_lse(count)
-        near_lse(
-            query, self.slots.keys[layer], self._tables[layer], step, scale, self._near_bias[layer], lse,
-            pool=self._layers[layer].pool, means=means, begins=self.step.begins(count), codes=self._codes(layer),
-        )  # fmt: skip
-        return LeftOut(lse, self._mean_weights[layer], means, step.row_of)
-
-    def _sample(self, layer: int, step: Step, only: torch.Tensor) -> None:
-        if not self.makes_up:
-            return
-        settings, of_layer = self._settings, self._layers[layer]
-        mean_values(
-            of_layer.pool, step, self._means[layer], of_layer.digests.dtype, sink=settings.sink, recent=settings.recent,
-            only=only,
-        )  # fmt: skip
 
     def _codes(self, layer: int) -> SlotCodes | None:
         return self.slots.codes(layer, self._layers[layer].steps)
@@ -298,7 +270,6 @@ class DeviceScout(AheadProgram, SlotProgram):
     # -- prompts -----------------------------------------------------------------------------
 
     def load_initial_blocks(self, layer: int, step: Step, query: torch.Tensor, scale: float) -> None:
-        self._sample(layer, step, self._everybody[: step.batch])
         self._plan(layer, step, query, scale, self._everybody[: step.batch])
         self._make_resident(layer, self._plans[layer])
 
@@ -311,7 +282,6 @@ class DeviceScout(AheadProgram, SlotProgram):
         """
         step, due, staged = self.step.of_batch(count), handover.goes_on(count), handover.borrow()
         for layer in range(len(self._layers)):
-            self._sample(layer, step, due)
             self._plan(layer, step, *handover.query(layer), due, query_by_row=True)
             if staged is not None:
                 self.dense.move_to_slots(layer, self._plans[layer], staged)
@@ -357,8 +327,6 @@ class DeviceScout(AheadProgram, SlotProgram):
             recalls=self._recalls[layer, :count] if predicted else None,
             gathered=lane.gathered, gather_share=share, most_gathered=MOST_GATHERED, totals=self.counted[layer],
             by_row=True, put_off=put_off, near_bias=self._near_bias[layer],
-            # digests alone tell too little of what blocks have that are left out
-            mean_weights=None if self._layers[layer].digests.codes is None else self._mean_weights[layer],
             whole=self.step.whole(count), whole_score=settings.whole_score, held=lane.held(count),
         )  # fmt: skip
 

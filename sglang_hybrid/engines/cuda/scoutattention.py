@@ -32,7 +32,6 @@ from sglang_hybrid.policies.scout.tuning import Tuning
 
 class DeviceScoutAttention(DeviceScout):
     corrects: ClassVar[bool] = False
-    makes_up: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -14,7 +14,6 @@ import ctypes
 import torch
 
 from sglang_hybrid.blocks import BLOCK_TOKENS
-from sglang_hybrid.ops.cuda.left_out import LeftOut, left_out_arguments
 from sglang_hybrid.ops.cuda.library import checked, launch, library
 from sglang_hybrid.ops.cuda.slot_codes import SlotCodes, code_addresses
 from sglang_hybrid.ops.cuda.structs import KernelStruct, struct
@@ -124,18 +123,16 @@ def merge(
     active_rows: torch.Tensor | None = None,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
-    left_out: LeftOut | None = None,
 ) -> torch.Tensor:
     """Write ``reference.merge(*first, *second)`` to ``out``, in the dtype of ``out``, and return ``out``.
 
-    ``lse``, if given, receives the LSE of the union. ``left_out`` is added to ``out``: ``reference.with_left_out``.
+    ``lse``, if given, receives the LSE of the union.
     """
     batch, heads, dim = out.shape
     launch(
         "merge",
         first=side_arguments(first, (batch, heads, dim)),
         second=side_arguments(second, (batch, heads, dim)),
-        left_out=left_out_arguments(left_out, batch, heads, dim),
         out=address("out", out, (*HALVES, torch.float32), (batch, heads, dim)),
         lse=address("lse", lse, torch.float32, (batch, heads)),
         active_rows=active_address(active_rows),

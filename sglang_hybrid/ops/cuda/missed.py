@@ -10,7 +10,6 @@ import torch
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.ops.cuda.attention import AttendWorkspace, Partial, side_arguments
 from sglang_hybrid.ops.cuda.digests import HostPool
-from sglang_hybrid.ops.cuda.left_out import LeftOut, left_out_arguments
 from sglang_hybrid.ops.cuda.library import launch
 from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.tensors import HALVES, address, bit_words, dtype_code, pools_for
@@ -48,7 +47,6 @@ def finish_late(
     whole: torch.Tensor | None = None,
     worth: WorthBlocks | None = None,
     masks: torch.Tensor | None = None,
-    left_out: LeftOut | None = None,
 ) -> None:
     """Attend to the listed blocks for batch entries with ``served`` ``[B]`` 0, and write the merge with ``local``.
 
@@ -56,8 +54,7 @@ def finish_late(
     are full. With ``masks`` ``[B, H, N]``, only tokens whose bit is set are attended. Entries with ``whole`` ``[B]`` 1
     attend to their row instead, served or not: to all blocks of the row, or to those that ``worth`` selects. Pages that
     are not in the pool are skipped. Outputs of all other entries are not written, so this can follow every wait for the
-    mailbox in a CUDA graph. ``reference.attend_blocks`` is the specification. ``left_out`` is added to the merge, as
-    ``reference.with_left_out`` does.
+    mailbox in a CUDA graph. ``reference.attend_blocks`` is the specification.
     """
     batch, query_heads, dim = query.shape
     heads = pool.keys.shape[1]
@@ -69,7 +66,6 @@ def finish_late(
         served=address("served", served, torch.int32, (batch,)),
         whole=None if whole is None else address("whole", whole, torch.int32, (batch,)),
         local=side_arguments(local, (batch, query_heads, dim)),
-        left_out=left_out_arguments(left_out, batch, query_heads, dim),
         most_blocks=pages.shape[2],
         **_worth_arguments(worth, batch, heads, query_heads // heads, step.max_blocks),
         **_common_arguments(query, pool, step, scale, workspace, out),

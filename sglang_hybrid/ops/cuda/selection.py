@@ -26,7 +26,6 @@ from sglang_hybrid.ops.cuda.scoring import PendingScores
 from sglang_hybrid.ops.cuda.step import Step
 from sglang_hybrid.ops.cuda.structs import TOTALS, KernelStruct, struct
 from sglang_hybrid.ops.cuda.tensors import address, bit_words, scalar_address
-from sglang_hybrid.ops.reference import MEAN_SHARE
 
 _MOST = 256  # limit of the budget in blocks, and of slots of a (row, KV head): each thread handles one of each
 
@@ -110,7 +109,6 @@ def select_blocks(
     by_row: bool = False,
     put_off: PendingScores | None = None,
     near_bias: torch.Tensor | None = None,
-    mean_weights: torch.Tensor | None = None,
     recalls: torch.Tensor | None = None,
     whole: torch.Tensor | None = None,
     whole_score: float = -math.inf,
@@ -139,12 +137,11 @@ def select_blocks(
     blocks of a list are gathered, and no more than there are such slots; the others are misses. ``plan`` assumes slots
     that hold the gathered blocks.
 
-    ``near_bias`` and ``mean_weights`` ``[rows, H, G]`` receive ``reference.left_out`` of the blocks that are then in
-    slots or listed, by the estimates of ``put_off``; without ``mean_weights`` attended candidates stand for all that is
-    left out. Entries with ``whole`` ``[B]`` 1 have no misses: another kernel attends to all of their blocks that score
-    at least ``whole_score``, so the bias counts these blocks as attended. ``held`` ``[B, H, words]`` receives a bit for
-    each block that such an entry has in a slot. ``attended`` ``[rows, H, slots]`` int32 receives the slot table, as it
-    is after the gather, with -1 for blocks that are not selected.
+    ``near_bias`` ``[rows, H, G]`` receives ``reference.near_bias`` of the blocks that are then in slots or listed, by
+    the estimates of ``put_off``. Entries with ``whole`` ``[B]`` 1 have no misses: another kernel attends to all of
+    their blocks that score at least ``whole_score``, so the bias counts these blocks as attended. ``held``
+    ``[B, H, words]`` receives a bit for each block that such an entry has in a slot. ``attended`` ``[rows, H, slots]``
+    int32 receives the slot table, as it is after the gather, with -1 for blocks that are not selected.
 
     These numbers of blocks are added to ``totals`` (int64, in the order of ``TOTALS``): all misses, including dropped
     ones; entries of the plan; gathered blocks; selected blocks other than sink, recent and tail blocks; those of them
@@ -171,9 +168,6 @@ def select_blocks(
         raise ValueError("what was put off are other scores")
     if put_off is None and near_bias is not None:
         raise ValueError("nothing was estimated that a bias could be told by")
-    if mean_weights is not None and near_bias is None:
-        raise ValueError("the weight of the mean needs the bias beside it")
-    of_heads = (rows, heads, 0 if put_off is None else put_off.arguments.group)
     launch(
         "select_blocks",
         table=table.arguments(heads),
@@ -184,9 +178,9 @@ def select_blocks(
         **_addresses(misses, batch, heads),
         gather_share=scalar_address("gather_share", gather_share, torch.float32),
         gathered=struct("plan") if gathered is None else gathered.arguments(),
-        near_bias=address("near_bias", near_bias, torch.float32, of_heads),
-        mean_weights=address("mean_weights", mean_weights, torch.float32, of_heads),
-        mean_share=0.0 if mean_weights is None else MEAN_SHARE,
+        near_bias=None
+        if near_bias is None or put_off is None
+        else address("near_bias", near_bias, torch.float32, (rows, heads, put_off.arguments.group)),
         totals=address("totals", totals, torch.int64, (len(TOTALS),)),
         due=address("due", due, torch.int32, (batch,)),
         interval=None if recall is None else scalar_address("interval", recall.steps, torch.int32),

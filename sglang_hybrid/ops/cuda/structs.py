@@ -15,8 +15,8 @@ from sglang_hybrid.ops.cuda.sources import INCLUDES
 
 # each header after the headers whose structs it uses
 _HEADERS = (
-    "selection_api.h", "left_out_api.h", "c_api.h", "dense_api.h", "lanes_api.h", "prefill_api.h", "salience_api.h",
-    "speculation_api.h", "weights_api.h", "kept_tokens_api.h",
+    "c_api.h", "selection_api.h", "dense_api.h", "lanes_api.h", "prefill_api.h", "salience_api.h", "speculation_api.h",
+    "weights_api.h", "kept_tokens_api.h",
 )  # fmt: skip
 _NUMBERS = {"float": c_float, "int32_t": c_int32, "uint32_t": c_uint32, "uint64_t": c_uint64}
 _SHARED = {"sglang_hybrid::Geometry": Geometry, "sglang_hybrid::MailboxLayout": MailboxLayout}

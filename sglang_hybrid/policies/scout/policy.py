@@ -6,8 +6,8 @@ or get enough estimated attention. The miss server computes attention over them 
 the layer before still runs. When the real query is known, the estimated error of the misses' weight is corrected. From
 time to time a layer recalls: the blocks that the real query selects become resident, from the next step on.
 
-Attended blocks, and the mean of the row's values, stand for all blocks that could have been selected: see
-``reference.left_out``.
+Attended blocks stand for all blocks that could have been selected: the logits of sink, recent and tail blocks are
+lowered by the logarithm of the attended blocks' estimated share of the attention of all these candidates.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class Selection:
     near: torch.Tensor  # sink, recent, tail and resident blocks
     misses: torch.Tensor
     recalled: torch.Tensor  # blocks that become resident if the layer recalls: the best selected ones
-    # what makes up for blocks left out, [rows, KV heads, group]: see reference.left_out
-    near_bias: torch.Tensor | None = None
-    mean_weight: torch.Tensor | None = None
+    near_bias: torch.Tensor | None = None  # [rows, KV heads, group], added to logits of sink, recent and tail blocks
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,6 @@ class ScoutPolicy(DecodePolicy):
         self._prompts = prompts or PromptQueries(rows)
         self.recall = RecallSchedule(tuning.intervals, tuning.beta, tuning.adapt, rules.early_recalls)
         self._resident: dict[int, ResidentSet] = {}
-        self._means: dict[int, torch.Tensor] = {}  # of all values, by layer: [rows, KV heads, dim]
         self._ahead: dict[int, _Begun] = {}
         self._fresh: set[int] = set()  # rows that have not decoded yet
         self._first_length = torch.zeros(rows, dtype=torch.int64)  # of each row, at its first decode step
@@ -129,11 +126,7 @@ class ScoutPolicy(DecodePolicy):
         missed, lse = begun.posted.collect()
         if self._rules.shifts and begun.query is not query:
             lse = lse + self._shift(query, begun, cache, scale)
-        out, lse = reference.merge(*local, missed, lse)
-        if begun.selection.mean_weight is not None and begun.selection.mean_weight.any():
-            near_lse = self._near_lse(query, begun.selection, cache, batch, scale)
-            means = self._means[cache.layer][batch.rows]
-            out = reference.with_left_out(out, lse, near_lse, begun.selection.mean_weight, means)
+        out, _ = reference.merge(*local, missed, lse)
         due = self.recall.due(cache.layer, self._steps)
         if due.any():
             recalled = begun.selection.recalled[due]
@@ -147,20 +140,6 @@ class ScoutPolicy(DecodePolicy):
             return None
         always = reference.is_forced(selection.near, counts, self._sink, self._recent)
         return selection.near_bias[..., None] * always[:, :, None, :]
-
-    def _near_lse(
-        self, query: torch.Tensor, selection: Selection, cache: LayerCache, batch: DecodeBatch, scale: float
-    ) -> torch.Tensor:
-        """Return the LSE of sink, recent and tail blocks, with their bias: ``[rows, query heads]``."""
-        counts = batch.block_counts(cache.block_tokens)
-        forced = reference.is_forced(selection.near, counts, self._sink, self._recent)
-        near = self._block_list(_compact(reference.split(selection.near, forced)[0]), cache, batch)
-        bias = (
-            None
-            if selection.near_bias is None
-            else selection.near_bias[..., None].expand(-1, -1, -1, near.ids.shape[2])
-        )
-        return reference.attend_blocks(query, cache.keys, cache.values, near.ids, near.fill, scale, bias)[1]
 
     @staticmethod
     def _shift(query: torch.Tensor, begun: _Begun, cache: LayerCache, scale: float) -> torch.Tensor:
@@ -200,13 +179,11 @@ class ScoutPolicy(DecodePolicy):
         resident_part = both if self._rules.only_selected else listed
         recalled = self._best_for_slots(selected, scores)
         near, misses = _compact(torch.cat((always, resident_part), dim=2)), _compact(misses)
-        bias = weight = None
+        bias = None
         if self._rules.stands_for_all:
             attended = reference.is_listed(torch.cat((near, misses), dim=2), logits.shape[3])
-            share = reference.attended_share(logits, attended, counts, scale, self._sink, self._recent)
-            # digests alone tell too little of what blocks have that are left out
-            bias, weight = reference.left_out(share, reference.MEAN_SHARE if cache.sketch else 0.0)
-        return Selection(near, misses, recalled, bias, weight)
+            bias = reference.near_bias(logits, attended, counts, scale, self._sink, self._recent)
+        return Selection(near, misses, recalled, bias)
 
     def _listed(self, layer: int, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Return the resident blocks of these rows, without sink, recent and tail blocks."""
@@ -234,22 +211,12 @@ class ScoutPolicy(DecodePolicy):
             rows = batch.part(self._begin)
             asked = self._prompts.of(cache.layer, rows.rows, otherwise=query[self._begin])
             resident.forget(rows.rows)
-            self._sample(rows, cache)
             resident.replace(rows.rows, self._wanted(asked, cache, rows, scale))
-        if len(again := reference.is_sampled_again(batch.lengths).nonzero()[:, 0]):
-            self._sample(batch.part(again), cache)
         if len(self._leave):
             rows = batch.part(self._leave)
             left = rows.block_counts(cache.block_tokens) - 1 - self._recent - 1
             entering = left >= self._sink
             resident.admit(rows.rows[entering], left[entering], scores[self._leave][entering])
-
-    def _sample(self, rows: DecodeBatch, cache: LayerCache) -> None:
-        counts = rows.block_counts(cache.block_tokens)
-        means = reference.sampled_mean(cache.values, rows.page_table, counts, self._sink, self._recent)
-        if cache.layer not in self._means:
-            self._means[cache.layer] = means.new_zeros(self._rows, *means.shape[1:])
-        self._means[cache.layer][rows.rows] = means
 
     @staticmethod
     def _estimates(query: torch.Tensor, cache: LayerCache, batch: DecodeBatch, scale: float) -> torch.Tensor:

@@ -18,7 +18,7 @@ class ScoutRules:
     shifts: bool = True  # the weight of misses is corrected when the real query is known
     recalls_by_real_query: bool = True  # it chooses resident blocks; otherwise the query that selected misses
     early_recalls: int = FIRST_STEPS  # first steps of a row in which all layers recall
-    stands_for_all: bool = True  # something stands for candidates that are not attended: see reference.left_out
+    stands_for_all: bool = True  # selected blocks stand for all candidates: see reference.near_bias
 
 
 def rules_of_scout(config: HybridConfig) -> ScoutRules:

@@ -57,7 +57,6 @@ def test_the_slots_of_a_row_take_what_the_engine_allocates_for_it(
         codes = slots.codes(layer, torch.ones(4, 2, 64))
         assert (codes is None) == (slot_dtype != torch.uint8)
         taken += 0 if codes is None else codes.factors.nbytes
-        taken += torch.empty(2, 64, dtype=torch.float32).nbytes  # mean of the row's values
     if whole_requests == "auto":
         of_device = DeviceShape(rows=1, max_batch=1, max_blocks=128, heads=2, group=4, dim=64, pool_pages=1)
         handover = Handover(3, of_device, torch.bfloat16, "cpu", borrow=lambda: None)
@@ -70,8 +69,7 @@ def test_fp8_halves_slots_and_staging_and_leaves_digests_as_they_are() -> None:
     whole, half = (device_bytes(SETTINGS, shape, rows=3, context=4096) for shape in (SHAPE, quantised))
     positions = 3 * SHAPE.layers * SHAPE.kv_heads * slots_of(SETTINGS) * 4
     last_queries = 3 * SHAPE.layers * SHAPE.kv_heads * SHAPE.group * SHAPE.key_dim * 2  # of the model's dtype
-    means = 3 * SHAPE.layers * SHAPE.kv_heads * SHAPE.value_dim * 4
-    same = positions + last_queries + means
+    same = positions + last_queries
     assert half.slots - same == (whole.slots - same) // 2 and half.scores == whole.scores
     assert half.staging - WORKSPACE_BYTES == (whole.staging - WORKSPACE_BYTES) // 2
     for digest_dtype in ("auto", "model"):

@@ -32,7 +32,7 @@ def random_logits(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_the_bias_is_the_share_of_what_is_attended_among_what_could_be() -> None:
     logits, attended, counts = random_logits(1)
-    found = reference.attended_share(logits, attended, counts, SCALE, SINK, RECENT)
+    found = reference.near_bias(logits, attended, counts, SCALE, SINK, RECENT)
     for row, head, one in [(row, head, one) for row in range(2) for head in range(HEADS) for one in range(GROUP)]:
         weight = {
             block: math.exp(float(logits[row, head, one, block]) * SCALE)
@@ -44,8 +44,8 @@ def test_the_bias_is_the_share_of_what_is_attended_among_what_could_be() -> None
 
 def test_there_is_none_where_everything_is_attended_or_nothing_can_be_told() -> None:
     logits, attended, counts = random_logits(2)
-    everything = reference.attended_share(logits, torch.ones_like(attended), counts, SCALE, SINK, RECENT)
-    nothing = reference.attended_share(logits, torch.zeros_like(attended), counts, SCALE, SINK, RECENT)
+    everything = reference.near_bias(logits, torch.ones_like(attended), counts, SCALE, SINK, RECENT)
+    nothing = reference.near_bias(logits, torch.zeros_like(attended), counts, SCALE, SINK, RECENT)
     assert (everything == 0).all() and (nothing == 0).all()
 
 

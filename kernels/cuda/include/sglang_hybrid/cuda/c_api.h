@@ -17,7 +17,6 @@
 
 #include <cstdint>
 
-#include "sglang_hybrid/cuda/left_out_api.h"
 #include "sglang_hybrid/mailbox.h"
 
 // -- attention over slots ----------------------------------------------------------------------------------------------
@@ -69,7 +68,6 @@ struct sh_side {
 struct sh_merge {
     sh_side first;
     sh_side second;
-    sh_left_out left_out;  // is added to `out`, but not to `lse`
     void* out;  // [batch][heads][head_dim] of `dtype`
     float* lse;  // [batch][heads]: LSE of the union; or null
     const int32_t* active_rows;

@@ -4,7 +4,6 @@
 
 #include "sglang_hybrid/cuda/entry_shares.cuh"
 #include "sglang_hybrid/cuda/lanes_api.h"
-#include "sglang_hybrid/cuda/left_out.cuh"
 #include "sglang_hybrid/cuda/partials.cuh"
 
 namespace sglang_hybrid::cuda {
@@ -127,9 +126,7 @@ struct FinishedResult {
         if (has_local) {
             found = merged({reinterpret_cast<const float4*>(args.local.out)[index], args.local.lse[first + row]}, found);
         }
-        const uint32_t quads = kDim / 4;
-        const float4 out = with_left_out(args.left_out, first + row, args.kv_heads * args.group, i % quads, quads, found);
-        write_quad(args.out, index, out, model_dtype<Element>(static_cast<DType>(args.dtype)));
+        write_quad(args.out, index, found.out, model_dtype<Element>(static_cast<DType>(args.dtype)));
     }
     __device__ void operator()(uint32_t i, uint32_t row, float4 quad, const Union& all) const {
         (*this)(i, row, quad, all.lse());

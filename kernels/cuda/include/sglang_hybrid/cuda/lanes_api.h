@@ -68,7 +68,6 @@ struct sh_finish_late {
     // [batch][KV head][(max_blocks + 31) / 32], or null: bits of the blocks of whole entries that `local` includes already
     const uint32_t* held;
     sh_side local;  // partial attention to merge with, unless an entry is whole and `held` is null; null: there is none
-    sh_left_out left_out;  // is added to what is written
     void* out;  // [batch][KV head][group][head_dim] of the query's dtype
     // workspace, as for sh_attend_slots
     float* partial_out;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "sglang_hybrid/cuda/c_api.h"
-#include "sglang_hybrid/cuda/left_out.cuh"
 #include "sglang_hybrid/cuda/memory.cuh"
 #include "sglang_hybrid/cuda/partials.cuh"
 
@@ -21,8 +20,7 @@ __global__ void __launch_bounds__(merge_threads) merge_sides(const __grid_consta
         return {reinterpret_cast<const float4*>(from.out)[index], from.lse[head]};
     };
     const Partial all = merged(side(args.first), side(args.second));
-    const float4 out = with_left_out(args.left_out, head, args.heads, index % quads, quads, all);
-    write_quad(args.out, index, out, static_cast<DType>(args.dtype));
+    write_quad(args.out, index, all.out, static_cast<DType>(args.dtype));
     if (args.lse && index % quads == 0) args.lse[head] = all.lse;
 }
 

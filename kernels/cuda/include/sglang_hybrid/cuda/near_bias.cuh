@@ -1,5 +1,4 @@
-// The bias of sink, recent and tail blocks, and the weight of the mean value, which make up for blocks left out: `left_out` of
-// the reference.
+// The bias of sink, recent and tail blocks, which makes up for blocks left out: `near_bias` of the reference.
 #pragma once
 
 #include "sglang_hybrid/cuda/finish_scores.cuh"
@@ -7,9 +6,7 @@
 
 namespace sglang_hybrid::cuda {
 
-inline constexpr float least_share = -30;  // logarithm: with less, what is left out is all there is
-
-// Write bias and weight of a pair. `attended`: the blocks that are in slots or in a list, or will be when the layer is attended. Whole
+// Write the bias of a pair. `attended`: the blocks that are in slots or in a list, or will be when the layer is attended. Whole
 // entries also attend to all other blocks that score at least whole_score. Called by a whole CTA, after its selection.
 template <int kTiles>
 __device__ void write_bias(const sh_select_blocks& args, uint32_t entry, uint32_t pair, const RowBlocks& row,
@@ -30,12 +27,8 @@ __device__ void write_bias(const sh_select_blocks& args, uint32_t entry, uint32_
         return row.is_candidate(position) && (is_worth || attended.has(position));
     });
     if (head >= scored.group) return;
-    const float share = (scratch.of_heads[head].log2() - candidates.log2()) * ln_of_2;
-    const float rest = isfinite(share) ? fmaxf(expm1f(-fmaxf(share, least_share)), 0.0f) : 0.0f;  // over the attended
-    const float stand_for = 1 + (1 - args.mean_share) * rest;
-    const uint64_t to = owner_of(scored, entry, pair) * scored.group + head;
-    args.near_bias[to] = -logf(stand_for);
-    if (args.mean_weights) args.mean_weights[to] = args.mean_share * rest / stand_for;
+    const float bias = (scratch.of_heads[head].log2() - candidates.log2()) * ln_of_2;
+    args.near_bias[owner_of(scored, entry, pair) * scored.group + head] = isfinite(bias) ? fminf(bias, 0.0f) : 0.0f;
 }
 
 }  // namespace sglang_hybrid::cuda

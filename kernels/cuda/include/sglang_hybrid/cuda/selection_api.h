@@ -176,9 +176,8 @@ struct sh_select_blocks {
     int32_t* miss_counts;  // [batch][KV head]; null: misses are not listed
     const float* gather_share;  // one number; or null: all misses are in the first list
     sh_plan gathered;  // with a share: gets the gathered blocks; capacity is at least batch x KV heads x most_gathered
-    float* near_bias;  // [rows][KV head][group], or null: gets the bias of near blocks (left_out_api.h), by the estimates of
-    // this step. Attended are the blocks that are then in slots or in a list. Entries without scores in this step keep theirs
-    float* mean_weights;  // [rows][KV head][group], or null: gets the weight of the mean, with near_bias
+    float* near_bias;  // [rows][KV head][group], or null: gets `near_bias` of the reference, by the estimates of this step.
+    // Attended are the blocks that are then in slots or in a list. Entries without scores in this step keep their bias
     uint64_t* totals;  // [sh_select_totals], or null: the counts of this launch are added
     const int32_t* due;  // [batch]: 1 for rows that recall whatever the interval says; or null
     const int32_t* interval;  // steps between recalls, one number; or null. 0: never
@@ -201,8 +200,6 @@ struct sh_select_blocks {
     uint32_t scores_by_row;
     uint32_t any_block;  // 1: every block without a slot that scores at least min_miss_score is a miss, 0: only if selected
     float whole_score;
-    float mean_share;  // part of what is left out that the mean stands for; 0: the attended candidates stand for all of it
-    uint32_t unused;
 };
 
 // Write the positions of a plan's blocks to the slot table, once the blocks are copied.
