@@ -21,6 +21,7 @@ from sglang_hybrid.integration import BACKEND_NAME
 from sglang_hybrid.integration.kv_scales import FP8_FLAG, scales_of
 from sglang_hybrid.memory.capacity import CapacityError
 from sglang_hybrid.ops.reference import FP8
+from sglang_hybrid.policies.registry import policy_named
 
 # transfer backends that can write to host memory; only nixl has to know the kind of memory
 TRANSFER_BACKENDS = ("mooncake", "mooncake_tcp", "nixl", "fake")
@@ -252,10 +253,10 @@ def refuse_model(model: Any, model_config: Any, kv_dtype: torch.dtype, device: s
             raise Refusal(f"{name} caps its attention logits, which is not supported: {_OTHER_BACKEND}")
         if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
             raise Refusal(f"{name} has attention that is not causal self-attention: {_OTHER_BACKEND}")
-        if policy == "hcattention" and scales_of(layer, kv_dtype).keys != 1:
+        if policy_named(policy).needs.unscaled_keys and scales_of(layer, kv_dtype).keys != 1:
             raise Refusal(
-                f"{name} scales the keys of its FP8 KV cache, and codebooks of policy hcattention are of keys without "
-                "a scale: use another policy"
+                f"{name} scales the keys of its FP8 KV cache, and policy {policy} reads codes of keys without a scale: "
+                "use another policy"
             )
 
 

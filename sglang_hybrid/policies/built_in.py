@@ -139,6 +139,7 @@ def _describe_hcattention(config: HybridConfig) -> str:
     description="every token of a request is attended to",
     cuda_program=_device_full,
     cuda_row_bytes=_full_row_bytes,
+    cuda_reads_fp8=True,
     native_budget=_everything,
 )
 def create_full(_context: PolicyContext) -> DecodePolicy:
@@ -154,6 +155,7 @@ def create_full(_context: PolicyContext) -> DecodePolicy:
     cuda_program=_device_scout,
     cuda_row_bytes=_scout_row_bytes,
     cuda_unsupported=_not_by_device_scout,
+    cuda_reads_fp8=True,
     native_budget=_budget_blocks,
     settings=ScoutOptions,
 )
@@ -172,6 +174,7 @@ def create_scout(context: PolicyContext) -> DecodePolicy:
     cuda_program=_device_scoutattention,
     cuda_row_bytes=_scoutattention_row_bytes,
     cuda_unsupported=_not_by_device_scoutattention,
+    cuda_reads_fp8=True,
     settings=ScoutAttentionOptions,
 )
 def create_scoutattention(context: PolicyContext) -> DecodePolicy:
@@ -198,7 +201,7 @@ def create_hgca(context: PolicyContext) -> DecodePolicy:
 @register_policy(
     "hcattention",
     description="the tokens with most attention by quantised keys, as the paper HCAttention has it",
-    needs=Needs(worker=True, value_sums=True, long_lists=True, digests=False),
+    needs=Needs(worker=True, value_sums=True, long_lists=True, digests=False, unscaled_keys=True),
     cuda_program=_device_hcattention,
     cuda_row_bytes=_hcattention_row_bytes,
     code_bytes=_hcattention_code_bytes,

@@ -84,6 +84,7 @@ class Needs:
     thorough_steps: int = 0  # first decode steps of a row longer than the budget, which attend to everything
     digests: bool = True  # digests and sketches of all blocks, on the model's device
     slot_codes: bool = False  # slots in GPU memory can keep codes of 8 bits (``scout.slot_dtype``)
+    unscaled_keys: bool = False  # codes of keys would be wrong over an FP8 KV cache whose keys have a scale
     # what prediction=auto means; None: calibrated if there is a profile or a calibration, otherwise none
     prediction_by_default: Literal["raw"] | None = None
 
@@ -102,6 +103,7 @@ class Policy:
     cuda_row_bytes: Callable[[HybridConfig, KVShape, int], RowBytes] | None
     # returns the settings that the step program does not support, in words; without the function it supports all
     cuda_unsupported: Callable[[HybridConfig], str | None] | None
+    cuda_reads_fp8: bool  # whether the step program's kernels read an FP8 KV cache
     # returns the blocks that a row attends to in the native CPU engine, None: all; no function: the torch engine serves
     native_budget: Callable[[HybridConfig], int | None] | None
     # returns the bytes kept of every key of a KV head on the model's device, beside digests; no function: none
@@ -111,6 +113,10 @@ class Policy:
     settings: type[msgspec.Struct] | None  # the policy's section of the configuration; None: no section
     # returns what the settings result in, as a sentence for ``sglang-hybrid config``; raises PolicyError
     describe: Callable[[HybridConfig], str] | None
+
+    def attends_to_all(self, config: HybridConfig) -> bool:
+        """Return True if every block of a row is attended to, which only a policy with ``native_budget`` can say."""
+        return self.native_budget is not None and self.native_budget(config) is None
 
 
 class UnknownPolicy(ValueError):
@@ -128,6 +134,7 @@ def register_policy(
     cuda_program: Callable[[], type[StepProgram]] | None = None,
     cuda_row_bytes: Callable[[HybridConfig, KVShape, int], RowBytes] | None = None,
     cuda_unsupported: Callable[[HybridConfig], str | None] | None = None,
+    cuda_reads_fp8: bool = False,
     native_budget: Callable[[HybridConfig], int | None] | None = None,
     code_bytes: Callable[[HybridConfig, KVShape], int] | None = None,
     code_settings: tuple[str, ...] = (),
@@ -149,8 +156,8 @@ def register_policy(
         if settings is not None:
             _check_settings(name, settings)
         _policies[name] = Policy(
-            name, description, create, needs or Needs(), cuda_program, cuda_row_bytes, cuda_unsupported, native_budget,
-            code_bytes, code_settings, settings, describe,
+            name, description, create, needs or Needs(), cuda_program, cuda_row_bytes, cuda_unsupported,
+            cuda_reads_fp8, native_budget, code_bytes, code_settings, settings, describe,
         )  # fmt: skip
         return create
 
@@ -170,10 +177,15 @@ def _check_settings(name: str, settings: type[msgspec.Struct]) -> None:
         raise ValueError(f"{settings.__name__} has the settings of another policy: policy {name} needs its own struct")
 
 
-def policies_with_settings() -> list[Policy]:
-    """Return policies with a section in the configuration: built-in ones, and those of packages that are loaded."""
+def loaded_policies() -> list[Policy]:
+    """Return the built-in policies, and those of packages that are loaded."""
     import_module(_BUILT_IN)
-    return [policy for policy in _policies.values() if policy.settings is not None]
+    return list(_policies.values())
+
+
+def policies_with_settings() -> list[Policy]:
+    """Return the loaded policies with a section in the configuration."""
+    return [policy for policy in loaded_policies() if policy.settings is not None]
 
 
 def policy_names() -> list[str]:

@@ -123,7 +123,7 @@ DECODE = ("--disaggregation-mode", "decode", "--disaggregation-transfer-backend"
         (["--kv-cache-dtype", "fp8_e4m3", "--device", "xpu"], "use --kv-cache-dtype bfloat16 on xpu"),
         (
             ["--kv-cache-dtype", "fp8_e4m3", "--device", "cuda", "--hybrid", "policy=hgca"],
-            r"policy=hgca over an FP8 KV cache, which scout, scoutattention, full can have.*--kv-cache-dtype bfloat16",
+            r"policy=hgca over an FP8 KV cache, which full, scout, scoutattention can have.*--kv-cache-dtype bfloat16",
         ),
         (["--enable-hierarchical-cache"], "drop --enable-hierarchical-cache"),
         (["--enable-dp-attention"], "drop --enable-dp-attention"),

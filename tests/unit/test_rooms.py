@@ -1,4 +1,4 @@
-"""Rules about which packages may import which. Imports are read from the sources, and nothing is imported."""
+"""Rules about which packages may import which, and about policies' names. They are read from the sources."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ast
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+
+from sglang_hybrid.policies.registry import loaded_policies
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ("sglang_hybrid.protocol", "sglang_hybrid.ops.cpu")  # imported by the server and by the worker's process
@@ -94,3 +96,15 @@ def test_sglang_is_imported_by_its_adapter_only() -> None:
     for module in (name for name in modules() if not is_in(name, ("sglang_hybrid.integration",))):
         if any(is_in(name, ("sglang",)) for name in imported_names(module)):
             assert module in SGLANG_OUTSIDE or module.startswith("sglang_hybrid.bench_"), module
+
+
+def test_no_policy_is_compared_by_its_name() -> None:
+    """The registry declares what differs between policies. Only experiments of papers are about named ones."""
+    names = {policy.name for policy in loaded_policies()}
+    rooms = ("sglang_hybrid.policies", "sglang_hybrid.commands.report")
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())) if not is_in(module, rooms) else ():
+            if not isinstance(node, ast.Compare) or "policy" not in ast.unparse(node):
+                continue
+            compared = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+            assert not compared & names, f"{module}: {ast.unparse(node)}"

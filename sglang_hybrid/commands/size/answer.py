@@ -10,6 +10,7 @@ from sglang_hybrid.commands.size import committed, decode_rate
 from sglang_hybrid.commands.size.decode_rate import Rates, StepEstimate, hybrid_step, stock_step
 from sglang_hybrid.commands.size.memory import GPU, HOST, Purchase, Requests, Sizing
 from sglang_hybrid.memory.device_capacity import DevicePlan
+from sglang_hybrid.policies.registry import policy_named
 
 
 def answer_of(sizing: Sizing, rates: Rates, context: int, answer: int) -> dict[str, Any]:
@@ -205,10 +206,11 @@ def _notes(sizing: Sizing, hybrid: Requests, rates: Rates) -> list[str]:
         notes.append("several GPUs were never measured: weights are divided evenly, and all-reduces take no time here")
     if hybrid.limited_by == GPU and hybrid.count:
         notes.append("a smaller budget_tokens makes resident slots smaller and lets more requests run")
-    if sizing.config.policy not in ("full", "scout"):
-        notes.append(f"the decode rate is that of policy scout: {sizing.config.policy} was not measured")
-    if sizing.config.policy == "full":
-        notes.append("policy full reads all blocks over PCIe unless all requests fit in the slots: not measured")
+    policy = sizing.config.policy
+    if policy_named(policy).attends_to_all(sizing.config):
+        notes.append(f"policy {policy} reads all blocks over PCIe unless all requests fit in the slots: not measured")
+    elif policy != committed.POLICY:
+        notes.append(f"the decode rate is that of policy {committed.POLICY}: {policy} was not measured")
     if model.experts:
         notes.append("no mixture of experts was measured: tokens are taken to choose their experts independently")
     return notes

@@ -15,6 +15,7 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.policies.scout.options import ScoutOptions
 
 MACHINE = "one H200, 16 Xeon cores"
+POLICY = "scout"  # of all results
 STOCK_STEPS, HYBRID_STEPS = "decode-steps-stock.json", "decode-steps-hybrid.json"
 QWEN_STEPS, SERVERS = "qwen-decode-steps.json", "throughput.json"
 CODE_SERVERS = "throughput-long.json"  # slots of 8-bit codes, where the other files have slots of 16 bits

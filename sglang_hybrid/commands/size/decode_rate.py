@@ -19,7 +19,7 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.engines.cuda.settings import slots_of
 from sglang_hybrid.memory.capacity import KVShape
 from sglang_hybrid.memory.device_capacity import page_bytes, rows_of, whole_request_blocks
-from sglang_hybrid.policies.registry import keeps_codes_in_slots
+from sglang_hybrid.policies.registry import keeps_codes_in_slots, policy_named
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def hybrid_step(
     codes_per_number = shape.itemsize if keeps_codes_in_slots(config) else 1
     if config.whole_requests == "auto" and rows * blocks * codes_per_number <= rows_of(most_rows or rows) * slots:
         return stock_step(model, rows, tokens, rates, gpus=gpus, server=server)
-    if config.policy == "full":
+    if policy_named(config.policy).attends_to_all(config):
         over_pcie = rows * tokens * shape.bytes_per_token
         return _step(HYBRID, model, rows, rates, gpus=gpus, kv=0, pcie=over_pcie, server=server)
     attended = rows * min(tokens, slots * BLOCK_TOKENS) * shape.bytes_per_token // codes_per_number
@@ -121,7 +121,8 @@ def hybrid_step(
 
 
 def _slots(config: HybridConfig) -> int:
-    return whole_request_blocks(config) if config.policy == "full" else slots_of(config)
+    reads_all = policy_named(config.policy).attends_to_all(config)
+    return whole_request_blocks(config) if reads_all else slots_of(config)
 
 
 def _beyond(shape: KVShape, config: HybridConfig, rows: int, tokens: int, share: float) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sglang_hybrid.blocks import BLOCK_TOKENS
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.policies.hgca.options import HgcaOptions
-from sglang_hybrid.policies.registry import keeps_codes_in_slots, policy_named
+from sglang_hybrid.policies.registry import keeps_codes_in_slots, loaded_policies, policy_named
 from sglang_hybrid.policies.scout.paper import paper_resident_tokens
 from sglang_hybrid.policies.scout.tuning import (
     COPYING_INTERVAL,
@@ -217,14 +217,12 @@ def unsupported_by_hgca(config: HybridConfig) -> str | None:
     return None
 
 
-_FP8_POLICIES = ("scout", "scoutattention", "full")  # their kernels read FP8
-
-
 def unsupported_over_fp8(policy: str) -> str | None:
     """Return why the kernels cannot run this policy over an FP8 KV cache, in words; None if they can."""
-    if policy in _FP8_POLICIES:
+    if policy_named(policy).cuda_reads_fp8:
         return None
-    return f"policy={policy} over an FP8 KV cache, which {', '.join(_FP8_POLICIES)} can have"
+    able = ", ".join(one.name for one in loaded_policies() if one.cuda_reads_fp8)
+    return f"policy={policy} over an FP8 KV cache, which {able} can have"
 
 
 def unsupported_model(head_dim: int, value_dim: int, group: int, itemsize: int) -> str | None:
