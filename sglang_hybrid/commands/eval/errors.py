@@ -1,6 +1,8 @@
-"""The exception for mistakes that the user can correct."""
+"""How an evaluation ends other than well: by a mistake that the user can correct, or interrupted."""
 
 from __future__ import annotations
+
+INTERRUPTED = 130  # exit status, as shells have it
 
 
 class InputError(ValueError):

@@ -10,9 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from sglang_hybrid.commands.eval.asked_prompts import own_prompts, prompts_of_ruler
-from sglang_hybrid.commands.eval.errors import InputError
+from sglang_hybrid.commands.eval.errors import INTERRUPTED, InputError
 from sglang_hybrid.commands.eval.model_tokenizer import ModelTokenizer
-from sglang_hybrid.commands.eval.prompts import TextPrompt
 from sglang_hybrid.commands.eval.report import print_report, write_report
 from sglang_hybrid.commands.eval.running import Evaluation, Variant, batches, cost, new_tokens
 from sglang_hybrid.config import HybridConfig, load_config
@@ -29,7 +28,10 @@ _UNLESS_NAMED = ("whole_requests=never",)
 
 
 def evaluate_in_process(options: argparse.Namespace, command: str) -> int:
-    """Evaluate, print and write the report. Return exit status 0. Raise InputError or ConfigError for wrong flags."""
+    """Evaluate, print and write the report, also after an interruption. Return the exit status.
+
+    Raise InputError or ConfigError for wrong flags, and KeyboardInterrupt if nothing was measured before it.
+    """
     console = Console(stderr=True)
     variants = [Variant(_BASELINE, {"policy": "full"}, load_config(None, ["policy=full"]))]
     variants += [Variant(*_named(text)) for text in options.run or [""]]
@@ -63,16 +65,20 @@ def evaluate_in_process(options: argparse.Namespace, command: str) -> int:
             evaluation.check()
         except (Refusal, PolicyError) as refusal:
             raise InputError(str(refusal)) from refusal
-        for group in groups:
-            if isinstance(group[0], TextPrompt):
-                evaluation.texts([one for one in group if isinstance(one, TextPrompt)])
-            else:
-                evaluation.retrieval([one for one in group if not isinstance(one, TextPrompt)])
+        try:
+            for group in groups:
+                evaluation.measure(group)
+        except KeyboardInterrupt:
+            if not evaluation.measured:
+                raise
     runs = evaluation.runs()
     print_report(runs)
     for path in write_report(options.out, runs, command):
         print(path)
-    return 0
+    if evaluation.measured == len(prompts):
+        return 0
+    console.print(f"interrupted: the report is of the first {evaluation.measured} of {len(prompts)} prompts")
+    return INTERRUPTED
 
 
 def _load(options: argparse.Namespace, variants: Sequence[Variant]) -> ModelSession:

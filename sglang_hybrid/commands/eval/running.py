@@ -72,6 +72,13 @@ class Measurements:
         self.answered: list[Answered] = []
         self.ratios: list[float] = []  # CPU compute ratio of each layer at each step
 
+    def add(self, other: Measurements) -> None:
+        self.logprobs += other.logprobs
+        self.kl += other.kl
+        self.agrees += other.agrees
+        self.answered += other.answered
+        self.ratios += other.ratios
+
     def run(self, variant: Variant) -> Run:
         everything = [one for prompt in self.logprobs for one in prompt]
         kl = kl_summary(self.kl) if self.kl else None
@@ -98,6 +105,8 @@ class Evaluation:
         self._variants = variants
         self._bar = bar
         self._seen: dict[str, Measurements] = defaultdict(Measurements)
+        self._of_group: dict[str, Measurements] = defaultdict(Measurements)
+        self.measured = 0  # prompts, by all variants
 
     def runs(self) -> list[Run]:
         return [self._seen[variant.name].run(variant) for variant in self._variants]
@@ -107,7 +116,18 @@ class Evaluation:
         for variant in self._variants:
             self._session.use(variant.config)
 
-    def texts(self, prompts: Sequence[TextPrompt]) -> None:
+    def measure(self, group: Sequence[RetrievalPrompt | TextPrompt]) -> None:
+        """Measure prompts of one type with all variants. If this is interrupted, none of these prompts counts."""
+        self._of_group.clear()
+        if isinstance(group[0], TextPrompt):
+            self._texts([one for one in group if isinstance(one, TextPrompt)])
+        else:
+            self._retrieval([one for one in group if not isinstance(one, TextPrompt)])
+        for name, seen in self._of_group.items():
+            self._seen[name].add(seen)
+        self.measured += len(group)
+
+    def _texts(self, prompts: Sequence[TextPrompt]) -> None:
         """Measure perplexity, and KL to the first variant. The text itself is decoded, whatever a variant predicts."""
         prefilled = self._prefill("text", prompts)
         following = torch.tensor([prompt.following for prompt in prompts])
@@ -126,7 +146,7 @@ class Evaluation:
                 seen.agrees += (exact.argmax(dim=1) == predicted.argmax(dim=1)).float().tolist()
             seen.logprobs += torch.stack(logprobs, dim=1).tolist()
 
-    def retrieval(self, prompts: Sequence[RetrievalPrompt]) -> None:
+    def _retrieval(self, prompts: Sequence[RetrievalPrompt]) -> None:
         """Decode a greedy answer to each prompt, up to the token that ends the answer or to ``new_tokens``."""
         prefilled = self._prefill(prompts[0].task, prompts)
         longest = max(prompt.new_tokens for prompt in prompts)
@@ -162,7 +182,7 @@ class Evaluation:
 
     def _in_turn(self, task: str, prefilled: PrefilledPrompts) -> Iterator[tuple[Variant, Measurements]]:
         for variant in self._variants:
-            seen = self._seen[variant.name]
+            seen = self._of_group[variant.name]
             self._bar.say(f"{task}: {variant.name}")
             self._session.use(variant.config)
             self._session.watch_ratio(lambda _layer, ratio, seen=seen: seen.ratios.append(ratio))  # type: ignore[misc]

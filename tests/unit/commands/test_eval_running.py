@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 
 from sglang_hybrid.commands.eval.prompts import RetrievalPrompt
@@ -48,7 +49,7 @@ class NoBar:
 def answers(session: Counting, *new_tokens: int) -> list[str]:
     prompts = [RetrievalPrompt("needle", (0,), ("1",), 10, 0.5, new) for new in new_tokens]
     evaluation = Evaluation(session, [Variant("a", {}, HybridConfig())], NoBar())
-    evaluation.retrieval(prompts)
+    evaluation.measure(prompts)
     return [answer.text for answer in evaluation.runs()[0].answers]
 
 
@@ -60,3 +61,19 @@ def test_nothing_is_decoded_behind_the_end_of_the_last_answer() -> None:
     session = Counting(7, 8)
     assert answers(session, 50, 50) == ["7 8", "8"]
     assert session.steps == 2
+
+
+def test_a_group_that_is_interrupted_does_not_count() -> None:
+    class Interrupted(Counting):
+        def use(self, config: HybridConfig) -> None:
+            if self.steps and config.policy == "full":
+                raise KeyboardInterrupt
+
+    variants = [Variant("a", {}, HybridConfig()), Variant("b", {}, HybridConfig(policy="full"))]
+    session, bar = Interrupted(6), NoBar()
+    evaluation = Evaluation(session, variants, bar)
+    evaluation.measure([RetrievalPrompt("needle", (0,), ("1",), 10, 0.5, 1)])  # no step: prefill gives the only token
+    with pytest.raises(KeyboardInterrupt):
+        evaluation.measure([RetrievalPrompt("needle", (0,), ("1",), 10, 0.5, 3)])
+    assert evaluation.measured == 1
+    assert [[answer.text for answer in run.answers] for run in evaluation.runs()] == [["6"], ["6"]]

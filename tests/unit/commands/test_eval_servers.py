@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -163,6 +166,25 @@ def test_ctrl_c_keeps_what_was_answered() -> None:
     with serving(right) as server:
         (outcome,) = ask_all([Server("a", server.url)], asked, 1, interrupt)
     assert outcome.error == "interrupted" and list(outcome.replies) == [0]
+
+
+def test_a_program_that_is_told_to_end_writes_what_was_answered(
+    prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = count()
+
+    def terminates(asked: dict[str, Any]) -> Reply:
+        if next(numbers) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)  # no further answer meanwhile
+        return right(asked)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with serving(terminates) as server:
+        status, written = evaluate(prompts, "--url", f"ours={server.url}", "--concurrency", "1")
+    assert status == 1 and len(written["runs"][0]["answers"]) == 4
+    assert capsys.readouterr().err.endswith("interrupted; 4 of 6 answers of ours are kept\n")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_servers_have_the_names_that_they_are_given_or_their_addresses() -> None:

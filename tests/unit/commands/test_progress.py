@@ -83,7 +83,7 @@ def test_an_evaluation_advances_during_prefill_and_ends_at_what_it_was_to_cost(
     bar = RecordedBar()
     variants = [Variant("a", {}, HybridConfig()), Variant("b", {}, HybridConfig())]
     evaluation = Evaluation(FakeSession(bar), variants, bar)
-    evaluation.texts(TEXTS) if group is TEXTS else evaluation.retrieval(QUESTIONS)
+    evaluation.measure(group)
     tokens = sum(len(prompt.ids) for prompt in group)
     assert bar.during_prefill == [tokens * part / 4 for part in (1, 2, 3, 4)]
     assert bar.done == cost(group, len(variants))

@@ -47,10 +47,7 @@ def evaluate(
     groups = batches(prompts, session.model.capacity_tokens)
     evaluation = Evaluation(session, usable, _Bar(tell, sum(cost(group, len(usable)) for group in groups)))
     for group in groups:
-        if isinstance(group[0], TextPrompt):
-            evaluation.texts([one for one in group if isinstance(one, TextPrompt)])
-        else:
-            evaluation.retrieval([one for one in group if not isinstance(one, TextPrompt)])
+        evaluation.measure(group)
     runs = evaluation.runs()
     return {"runs": [_entry(runs[0], run) for run in runs], "refused": refused}
 
