@@ -31,7 +31,7 @@ DEVICE_ALONE = {
 WITH_STREAMS = {
     "test_gpu_dense.py": 1,
     "test_gpu_engine.py test_gpu_full.py": 1,
-    "test_gpu_handover.py": 1,
+    "test_gpu_handover.py": 2,
     "test_gpu_hcattention.py": 1,
     "test_gpu_hgca.py": 1,
     "test_gpu_infinigen.py": 1,
@@ -40,9 +40,12 @@ WITH_STREAMS = {
     "test_gpu_scoutattention.py": 1,
 }
 # files of which every other test runs here; the other tests run in make test-full
-HALVED = ("test_gpu_scout.py", "test_cuda_selection.py")
-# files whose kernels change least: they run in make test-full
-RARE = ("test_cuda_prediction.py", "test_gpu_dense.py", "test_gpu_prefill.py")
+HALVED = ("test_gpu_handover.py", "test_gpu_scout.py", "test_cuda_selection.py")
+# files whose kernels change least, or run in the engines' tests here too: they run in make test-full
+RARE = (
+    "test_cuda_kept_tokens.py", "test_cuda_prediction.py", "test_cuda_speculation.py", "test_gpu_dense.py",
+    "test_gpu_prefill.py",
+)  # fmt: skip
 # files whose largest cases take minutes in emulation: these cases run in make test-full
 LARGE = ("test_cuda_attention.py",)
 
