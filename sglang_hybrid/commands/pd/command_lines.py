@@ -21,6 +21,10 @@ ENVIRONMENT = {
     # died is detected by its missing heartbeat.
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "1800",
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "1800",
+    # seconds, 5 by default: an instance that closes an idle connection while the router sends a request on it loses the
+    # request, and the client gets status 502. The router itself closes connections that were idle for 50 s. It reads
+    # the prefill instance's answer only when decode has answered too, for which it waits up to 1800 s.
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "1900",
 }
 LOOPBACK = "127.0.0.1"
 # The other instance, the router and the worker need the core that an idle scheduler would spin on. A chunk of a long

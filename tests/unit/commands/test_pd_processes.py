@@ -24,3 +24,14 @@ def test_what_the_user_says_comes_before_our_settings_of_instances() -> None:
     users = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "7", "HOME": "/"}
     ours = command_lines.environment_beside(users)
     assert ours.keys() == command_lines.ENVIRONMENT.keys() - users.keys()
+
+
+def test_instances_keep_every_connection_on_which_the_router_may_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.environ import envs
+    from sglang_router.router_args import RouterArgs
+
+    name = "SGLANG_TIMEOUT_KEEP_ALIVE"
+    monkeypatch.setenv(name, command_lines.ENVIRONMENT[name])
+    # An instance counts from its answer. The router may read that answer a whole request later, when the other instance
+    # has answered, and reuses the connection until it was idle for 50 s (a constant in its program).
+    assert envs.SGLANG_TIMEOUT_KEEP_ALIVE.get() > RouterArgs().request_timeout_secs + 50
