@@ -35,7 +35,7 @@ with open(folder / (args.subset + ".jsonl"), "w") as file:
         file.write(json.dumps({"index": index, "input": text, "outputs": ["one", "two"], "length": 1}) + "\\n")
 """
 _FAILS = "import sys\nprint('preparing')\nsys.exit('no essays here')\n"
-_HANGS = "import time\nwhile True:\n    print('once more')\n    time.sleep(0.01)\n"
+_HANGS = "while True:\n    print('once more')\n    sum(range(100_000))\n"
 _ASKED = """
 ask = {"tokens_to_generate": 7, "template": "Look: {context}\\nWhat?", "answer_prefix": " Answer:"}
 TASKS = {"niah": ask, "freq_words_extraction": ask, "fails": ask, "hangs": ask}

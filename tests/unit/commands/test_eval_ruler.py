@@ -144,6 +144,14 @@ def test_a_program_that_tries_for_ever_is_ended(tokenizer: ModelTokenizer, monke
         make(ask(tasks=("endless",)), tokenizer)
 
 
+def test_a_program_that_waits_for_a_core_is_not_ended(
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generating, "_SILENT", 0.0)
+    monkeypatch.setattr(generating._Generator, "_computed", lambda _self: 0.0)  # its seconds pass without a core
+    assert len(make(ask(tasks=("red",)), tokenizer)) == 2
+
+
 def test_sentences_end_with_a_mark_and_white_space() -> None:
     assert sent_tokenize("It is 3.14.  Is it? Yes!\nGood") == ["It is 3.14.", "Is it?", "Yes!", "Good"]
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import psutil
 from rich.console import Console
 
 from sglang_hybrid.commands.eval.errors import InputError
@@ -30,7 +31,8 @@ from sglang_hybrid.progress import Steps, steps
 _BEFORE, _AFTER = "\ue000", " \ue001"
 _SPARE = 16  # tokens in reserve: at its borders text is split into other tokens than alone
 _LOOK_EVERY = 0.1  # seconds between two checks of the processes
-# A script whose task does not fit the length never ends: it prints nothing new for so many seconds, or far too much.
+# A script whose task does not fit the length never ends: it computes for so many seconds and prints nothing new, or it
+# prints far too much. Seconds that it waits for a core do not count: a busy machine would end scripts that work.
 _SILENT = 120.0
 _MOST_SAID = 16 << 20  # bytes
 # These scripts make an easier task if the length is below 4096. So space is reserved by a longer answer, and not by a
@@ -132,7 +134,7 @@ class _Generator:
     def start(self) -> None:
         self._folder.mkdir()
         self._log = self._folder / "log"
-        self._said, self._said_at = b"", time.monotonic()
+        self._said, self._said_at = b"", 0.0  # seconds that the process had computed when it printed this
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment
@@ -140,7 +142,7 @@ class _Generator:
 
     def has_ended(self) -> bool:
         """Return True if the process has ended successfully. Raise InputError if it failed or hangs."""
-        status, now = self._process.poll(), time.monotonic()
+        status, now = self._process.poll(), self._computed()
         if (said := self._last_words()) != self._said:
             self._said, self._said_at = said, now
         where = f"RULER's task {self.job.task.name} of {self.job.length} tokens"
@@ -150,6 +152,14 @@ class _Generator:
             why = said.decode(errors="replace") or "nothing was said"
             raise InputError(f"{where} cannot be made, its generator ended with status {status}: {why}")
         return status is not None
+
+    def _computed(self) -> float:
+        """Return the seconds for which a core has worked for the process; 0 if the process is gone."""
+        try:
+            times = psutil.Process(self._process.pid).cpu_times()
+        except psutil.NoSuchProcess:
+            return 0.0
+        return float(times.user + times.system)
 
     def new_samples(self) -> int:
         """Return the number of samples that were made since the last call."""
