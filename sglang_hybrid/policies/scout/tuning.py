@@ -22,7 +22,8 @@ COPYING_INTERVAL = 32
 # most right after the prompt, an answer depends on its beginning, and a short answer would end before each layer has
 # recalled once.
 FIRST_STEPS = 16
-# Minimum estimated attention, as a share of the KV head's, of a block that is attended to in these steps.
+# Minimum estimated attention, as a share of the KV head's, of a block that is attended to in these steps. With 0.0005,
+# three times as many of RULER's answers differ from those of full attention.
 FIRST_SHARE = 0.0002
 DEFAULT_MISS_SHARE = 0.001
 DEFAULT_TARGET = 0.12  # CPU compute ratio, as in ScoutAttention, until the host's speed is known
