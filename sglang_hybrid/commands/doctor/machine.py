@@ -103,7 +103,7 @@ class Machine:
     def topology(self) -> Topology:
         near = self.node_of(self.gpus[0]) if self.gpus else None
         taken = taken_cpus(self.cpus, self.claims)
-        return replace(read_topology(self.cpus, self.root / "sys"), near=near, taken=taken)
+        return replace(read_topology(self.cpus, self.root), near=near, taken=taken)
 
     def node_of(self, gpu: Gpu) -> int | None:
         return pci_node(gpu.bus_id, self.root / "sys")
