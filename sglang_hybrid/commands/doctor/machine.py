@@ -90,14 +90,26 @@ class Machine:
         except OSError:
             return None
 
-    @cached_property
+    @property
     def gpus(self) -> tuple[Gpu, ...]:
         """GPUs that CUDA_VISIBLE_DEVICES leaves to this process; empty if nvidia-smi does not answer."""
+        return self._gpus[0]
+
+    @property
+    def unknown_gpus(self) -> tuple[str, ...]:
+        """UUIDs in CUDA_VISIBLE_DEVICES that do not name exactly one GPU or MIG instance of this machine."""
+        return self._gpus[1]
+
+    @cached_property
+    def _gpus(self) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+        variable = self.environment.get("CUDA_VISIBLE_DEVICES")
         try:
             found = gpu_query.parse_gpus(self.run(gpu_query.COMMAND))
+            if variable and "MIG-" in variable:
+                found = gpu_query.with_instances(found, self.run(gpu_query.LIST))
         except (CommandError, ValueError):
-            return ()
-        return gpu_query.visible(found, self.environment.get("CUDA_VISIBLE_DEVICES"))
+            return (), ()
+        return gpu_query.visible(found, variable)
 
     @cached_property
     def topology(self) -> Topology:
