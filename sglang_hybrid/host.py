@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
+import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from sglang_hybrid import container
 from sglang_hybrid.protocol.core_claims import taken_cpus
 from sglang_hybrid.protocol.cores import Topology, format_cpus, pci_node, read_topology
+from sglang_hybrid.visible_devices import selected
 
-_G = TypeVar("_G")
+logger = logging.getLogger("sglang.srt.hybrid")
 
 GIB = 1 << 30
-_NAME_BYTES = 96  # NVML's limit for the length of a device's name
+_TEXT_BYTES = 96  # NVML's limit for the lengths of a device's name and UUID
 # Flags in /proc/cpuinfo of matrix instructions for 16-bit numbers. ARM's FEAT_FP16 (asimdhp) is not listed: with it
 # torch multiplies float16 matrices far more slowly than float32 matrices.
 _INSTRUCTIONS = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16"}}
@@ -45,6 +48,7 @@ class InstalledGpu(NamedTuple):
 
     name: str
     address: str  # on the PCI bus, such as 0000:3b:00.0; empty if unknown
+    uuids: tuple[str, ...] = ()  # its own, and those of its MIG instances
 
 
 class _PciInfo(ctypes.Structure):
@@ -113,29 +117,53 @@ def _installed_gpus() -> tuple[InstalledGpu, ...]:
         nvml.nvmlShutdown()
 
 
-def _gpu(nvml: ctypes.CDLL, index: int) -> InstalledGpu:
-    device, name, pci = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_BYTES), _PciInfo()
+def _gpu(nvml: Any, index: int) -> InstalledGpu:
+    device, name, pci = ctypes.c_void_p(), ctypes.create_string_buffer(_TEXT_BYTES), _PciInfo()
     if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) != 0:
         return InstalledGpu(f"GPU {index}", "")
-    named = nvml.nvmlDeviceGetName(device, name, ctypes.c_uint(_NAME_BYTES)) == 0
+    named = nvml.nvmlDeviceGetName(device, name, ctypes.c_uint(_TEXT_BYTES)) == 0
     located = nvml.nvmlDeviceGetPciInfo_v3(device, ctypes.byref(pci)) == 0
     return InstalledGpu(
         name.value.decode(errors="replace") if named else f"GPU {index}",
         f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0" if located else "",
+        tuple(uuid for handle in (device, *_mig_instances(nvml, device)) if (uuid := _uuid(nvml, handle))),
     )
 
 
-def _visible(gpus: Sequence[_G], variable: str | None) -> tuple[_G, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES selects. As in CUDA, the first unknown entry ends the list."""
-    if variable is None:
+def _mig_instances(nvml: Any, device: ctypes.c_void_p) -> Iterator[ctypes.c_void_p]:
+    count = ctypes.c_uint()
+    try:
+        if nvml.nvmlDeviceGetMaxMigDeviceCount(device, ctypes.byref(count)) != 0:
+            return
+    except AttributeError:  # a driver before R450, which knows no instances
+        return
+    for index in range(count.value):
+        instance = ctypes.c_void_p()
+        if nvml.nvmlDeviceGetMigDeviceHandleByIndex(device, ctypes.c_uint(index), ctypes.byref(instance)) == 0:
+            yield instance
+
+
+def _uuid(nvml: Any, device: ctypes.c_void_p) -> str:
+    text = ctypes.create_string_buffer(_TEXT_BYTES)
+    found = nvml.nvmlDeviceGetUUID(device, text, ctypes.c_uint(_TEXT_BYTES)) == 0
+    return text.value.decode(errors="replace") if found else ""
+
+
+def _visible(gpus: Sequence[InstalledGpu], variable: str | None) -> tuple[InstalledGpu, ...]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects. A UUID that is not resolved is a GPU of unknown address."""
+    if variable is None or not gpus:
         return tuple(gpus)
-    chosen: list[_G] = []
-    for entry in variable.split(","):
-        text = entry.strip()
-        if text.isdecimal() and int(text) < len(gpus):
-            chosen.append(gpus[int(text)])
-        elif text.startswith(("GPU-", "MIG-")) and len(chosen) < len(gpus):  # a UUID is not resolved
-            chosen.append(gpus[len(chosen)])
-        else:
-            break
+    chosen = []
+    for found in selected(variable, [gpu.uuids for gpu in gpus]):
+        if isinstance(found, str):
+            _warn_of_unresolved(found)
+        chosen.append(InstalledGpu(found, "") if isinstance(found, str) else gpus[found])
     return tuple(chosen)
+
+
+@functools.cache  # a warning for each UUID, although GPUs are listed several times
+def _warn_of_unresolved(uuid: str) -> None:
+    logger.warning(
+        "CUDA_VISIBLE_DEVICES names %s, which is not exactly one GPU or MIG instance that the driver lists: no core is "
+        "known to be near it. Write the UUID as nvidia-smi -L prints it.", uuid,
+    )  # fmt: skip

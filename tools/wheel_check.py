@@ -101,7 +101,7 @@ class Post:
         out, lse = (ctypes.c_float * len(self._query))(), (ctypes.c_float * (HEADS * GROUP))()
         served = ctypes.c_uint8()
         missing = library().sh_client_collect(
-            self._client, sequence, int(PATIENCE_S * 1e9), ctypes.byref(gone), out, lse, ctypes.byref(served)
+            self._client, sequence, 1, int(PATIENCE_S * 1e9), ctypes.byref(gone), out, lse, ctypes.byref(served)
         )
         assert missing == 0 and served.value == 1, "the worker did not answer"
         return list(out), list(lse)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.worker.arguments import Settings, kernel_dtype, parse
-from bench.worker.memory import GIB, available_memory, last_level_cache
+from bench.worker.memory import GIB, last_level_cache
 from bench.worker.progress import Progress, counted
-from sglang_hybrid import __version__
+from sglang_hybrid import __version__, container
 from sglang_hybrid.ops.cpu import NativeError, library
 from sglang_hybrid.protocol.cores import Placement, Topology, place, read_topology
 
@@ -168,7 +168,7 @@ def _host(topology: Topology) -> dict[str, Any]:
         "numa_nodes": len({core.node for core in topology.cores}),
         "cpu_quota": topology.quota,
         "last_level_cache_bytes": last_level_cache(),
-        "available_memory_bytes": available_memory(),
+        "available_memory_bytes": container.memory().available,
         "load_before": round(os.getloadavg()[0], 2),
         "shmem_huge_pages": _shmem_huge_pages(),
     }

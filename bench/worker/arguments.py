@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.worker.memory import GIB, available_memory, default_pool
+from bench.worker.memory import GIB, default_pool
+from sglang_hybrid import container
 from sglang_hybrid.config import ConfigError, HybridConfig
 from sglang_hybrid.ops.cpu import variants
 from sglang_hybrid.ops.cpu.structs import DTYPES as _QUERY_DTYPES
@@ -105,7 +106,7 @@ def _default_threads(most: int, quick: bool) -> tuple[int, ...]:
 
 
 def _pool_bytes(parser: argparse.ArgumentParser, text: str, quick: bool) -> int:
-    available = available_memory()
+    available = container.memory().available
     if text == "auto":
         size = default_pool(available, quick)
         if not size:

@@ -1,27 +1,13 @@
-"""Available memory, cache sizes, and the default size of the benchmark's pool."""
+"""Cache sizes, and the default size of the benchmark's pool."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-import psutil
-
 GIB = 1 << 30
 _CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
-_CGROUP = Path("/sys/fs/cgroup")
 _LEAST_POOL = GIB // 4
-
-
-def available_memory() -> int:
-    """Return the bytes that this process can allocate: the host's available memory, limited by the container."""
-    available: int = psutil.virtual_memory().available
-    try:
-        granted = int((_CGROUP / "memory.max").read_text())
-        used = int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
-        return available
-    return max(0, min(available, granted - used))
 
 
 def default_pool(available: int, quick: bool) -> int:

@@ -90,7 +90,7 @@ METRICS = (
     Metric(
         "sglang_hybrid_miss_rows_total", "counter",
         "rows of a layer whose misses were served; `by` is `worker`, or `process-` or `device-` with the reason: "
-        "`no-worker`, `late`, `behind`, `damaged`", _MISSES, ("by",), when="worker",
+        "`no-worker`, `late`, `behind`, `damaged`, `overwritten`", _MISSES, ("by",), when="worker",
     ),
     Metric(
         "sglang_hybrid_worker_wait_seconds", "histogram",

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_hybrid.protocol.cgroups import cpu_quota
+
 _GROUP_THREADS = 4
 # Cores for SGLang's processes: scheduler, HTTP server and detokenizer, and one more for the system and clients on the
 # same host. On 16 cores and 64 rows of 8k tokens a server with threads on 15 of them had 16 % less throughput than with
@@ -168,7 +170,7 @@ def format_cpus(cpus: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def read_topology(allowed: Iterable[int] | None = None, sys: Path = Path("/sys")) -> Topology:
+def read_topology(allowed: Iterable[int] | None = None, root: Path = Path("/")) -> Topology:
     """Return the cores of the CPUs ``allowed`` (default: this process's affinity), and the CPU quota.
 
     Without information from the system, every CPU counts as a core of its own on node 0.
@@ -179,7 +181,7 @@ def read_topology(allowed: Iterable[int] | None = None, sys: Path = Path("/sys")
     for cpu in sorted(usable):
         if cpu in seen:
             continue
-        directory = sys / "devices/system/cpu" / f"cpu{cpu}"
+        directory = root / "sys/devices/system/cpu" / f"cpu{cpu}"
         try:
             siblings = parse_cpus((directory / "topology/thread_siblings_list").read_text().strip())
         except (OSError, ValueError):
@@ -188,7 +190,7 @@ def read_topology(allowed: Iterable[int] | None = None, sys: Path = Path("/sys")
         nodes = [int(entry.name[4:]) for entry in directory.glob("node[0-9]*") if entry.name[4:].isdigit()]
         cores.append(Core(cpus, min(nodes, default=0)))
         seen.update(cpus)
-    return Topology(tuple(cores), _read_quota(sys / "fs/cgroup/cpu.max"))
+    return Topology(tuple(cores), cpu_quota(root))
 
 
 def pci_node(address: str, sys: Path = Path("/sys")) -> int | None:
@@ -198,15 +200,3 @@ def pci_node(address: str, sys: Path = Path("/sys")) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdecimal() else None  # -1: not reported
-
-
-def _read_quota(file: Path) -> float | None:
-    """Return the CPU time, in cores, that this process's cgroup grants; None: no limit is known.
-
-    ``file`` is cpu.max of cgroup version 2, as a container sees it.
-    """
-    try:
-        granted, period = file.read_text().split()
-        return None if granted == "max" else int(granted) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
-        return None

@@ -10,8 +10,7 @@ from sglang_hybrid.ops.cpu.lists import HostWork
 from sglang_hybrid.ops.cpu.structs import Geometry, MailboxLayout
 from sglang_hybrid.protocol.region import SharedRegion
 
-SLOTS = 2  # posts that can be under way at a time
-SERVED, DAMAGED = 1, 2  # sh_outcome of c_api.h; 0 is late
+SERVED, DAMAGED, OVERWRITTEN = 1, 2, 3  # sh_outcome of c_api.h; 0 is late
 
 
 def layout_of(geometry: Geometry) -> MailboxLayout:
@@ -52,13 +51,11 @@ class Mailbox:
     def collect(self, sequence: int, lists: HostWork, timeout_s: float, gone: ctypes.c_uint32) -> int:
         """Wait for the replies to a post, copy them to ``lists``, and return the number of rows that are not served.
 
-        The wait ends early when another thread sets ``gone``. ``lists.outcome`` gets the outcome of each row.
+        The wait ends early when another thread sets ``gone``. ``lists.outcome`` gets the outcome of each row. The two
+        newest posts can be collected; all rows of an older one are ``OVERWRITTEN``.
         """
-        if not 0 <= self.posted - sequence < SLOTS:  # newer posts have overwritten the slot
-            lists.outcome.fill_(DAMAGED)
-            return lists.rows
         missing: int = self._library.sh_client_collect(
-            self._client, sequence, int(timeout_s * 1e9), ctypes.byref(gone), *lists.results,
+            self._client, sequence, lists.rows, int(timeout_s * 1e9), ctypes.byref(gone), *lists.results,
             ctypes.c_void_p(lists.outcome.data_ptr()),
         )  # fmt: skip
         return missing

@@ -14,6 +14,7 @@ _WHY = {
     "late": "the worker did not answer in time",
     "behind": "the worker had not caught up and got nothing new",
     "damaged": "the worker's answer was refused or did not fit the request",
+    "overwritten": "the policy posted two more layers before it collected this one, and the mailbox holds two",
 }
 
 

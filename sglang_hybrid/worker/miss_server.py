@@ -40,7 +40,8 @@ class MissServer(ABC):
     ) -> PendingAttention:
         """Start one layer. Each list has its blocks first, then ``NO_BLOCK``; only the last block may be partial.
 
-        The caller must not change any argument before it has collected the result.
+        The caller must not change any argument before it has collected the result. A worker holds the newest two posts:
+        an older one that is collected after them is computed in this process.
         """
 
     def post_sum(self, weights: torch.Tensor, cache: LayerCache, ids: torch.Tensor, step: int) -> PendingSum:

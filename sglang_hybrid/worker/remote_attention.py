@@ -18,7 +18,7 @@ from sglang_hybrid.metrics.readings import ServedBlocks
 from sglang_hybrid.metrics.waits import StepWaits
 from sglang_hybrid.ops.cpu.lists import HostLists, HostSums, HostWork
 from sglang_hybrid.ops.cpu.local import LocalAttention
-from sglang_hybrid.protocol.mailbox import DAMAGED, SERVED
+from sglang_hybrid.protocol.mailbox import DAMAGED, OVERWRITTEN, SERVED
 from sglang_hybrid.worker.connection import WorkerConnection
 from sglang_hybrid.worker.fallback_log import FallbackLog
 from sglang_hybrid.worker.miss_server import MissServer, PendingAttention, PendingSum, Ready, ReadySum
@@ -83,7 +83,10 @@ class WorkerMisses(MissServer):
         self._count_blocks(lists)
         if not missing:
             return
-        damaged = int((lists.outcome == DAMAGED).sum())
+        damaged, overwritten = (int((lists.outcome == outcome).sum()) for outcome in (DAMAGED, OVERWRITTEN))
+        if overwritten:  # the policy's doing: it says nothing about the worker
+            self._compute(lists, "overwritten", missing)
+            return
         link.late = link.late or damaged < missing
         self._compute(lists, "damaged" if damaged else "no-worker" if link.gone.value else "late", missing)
 

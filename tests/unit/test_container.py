@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from sglang_hybrid import container
+from sglang_hybrid.protocol.cgroups import cpu_quota
 
 MIB = 1 << 20
 
@@ -72,21 +73,21 @@ def test_more_in_use_than_granted_leaves_nothing(tmp_path: Path, used: int) -> N
 
 
 def test_without_a_quota_cpu_time_is_not_limited(tmp_path: Path) -> None:
-    assert container.cpu_quota(tmp_path) is None
+    assert cpu_quota(tmp_path) is None
     belongs_to(tmp_path, "1:cpu,cpuacct:/", "0::/")
     group(tmp_path, "", cpu_max="max 100000\n")
     group(tmp_path, "cpu", cpu_cfs_quota_us="-1\n", cpu_cfs_period_us="100000\n")
-    assert container.cpu_quota(tmp_path) is None
+    assert cpu_quota(tmp_path) is None
 
 
 def test_the_smallest_quota_around_the_process_counts(tmp_path: Path) -> None:
     belongs_to(tmp_path, "0::/pods/server")
     group(tmp_path, "pods/server", cpu_max="800000 100000\n")
     group(tmp_path, "pods", cpu_max="350000 100000\n")
-    assert container.cpu_quota(tmp_path) == 3.5
+    assert cpu_quota(tmp_path) == 3.5
 
 
 def test_a_quota_of_the_first_version_of_cgroups_counts_too(tmp_path: Path) -> None:
     belongs_to(tmp_path, "1:cpu,cpuacct:/docker")
     group(tmp_path, "cpu/docker", cpu_cfs_quota_us="200000\n", cpu_cfs_period_us="100000\n")
-    assert container.cpu_quota(tmp_path) == 2.0
+    assert cpu_quota(tmp_path) == 2.0

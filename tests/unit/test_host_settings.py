@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -15,6 +16,10 @@ from sglang_hybrid.protocol.cores import Core, Topology
 TWO_CORES = Topology((Core((0,)), Core((1,))))
 LAPTOP = Host((), TWO_CORES, memory=16 * GIB, available=10 * GIB)
 SIXTEEN_CORES = Topology(tuple(Core((cpu,)) for cpu in range(16)))
+TWO_GPUS = (
+    host.InstalledGpu("A", "0000:3b:00.0", ("GPU-3a00",)),
+    host.InstalledGpu("B", "0000:af:00.0", ("GPU-3f21", "MIG-77")),
+)
 GPU_SERVER = Host(("NVIDIA H200",), SIXTEEN_CORES, memory=256 * GIB, available=200 * GIB)
 
 
@@ -151,11 +156,67 @@ def test_a_file_for_another_host_can_be_read_here() -> None:
         ("1", ("B",)),
         ("1,0", ("B", "A")),
         ("0,7,1", ("A",)),
-        ("GPU-3f", ("A",)),
+        ("GPU-3f", ("B",)),
+        ("GPU-3f21,GPU-3a", ("B", "A")),
+        ("MIG-77", ("B",)),
+        ("MIG-GPU-3f21/1/0", ("B",)),
+        ("GPU-3f,7,0", ("B",)),
     ],
 )
 def test_the_environment_hides_gpus_as_cuda_does(variable: str | None, left: tuple[str, ...]) -> None:
-    assert host._visible(["A", "B"], variable) == left
+    assert tuple(gpu.name for gpu in host._visible(TWO_GPUS, variable)) == left
+
+
+@pytest.mark.parametrize("uuid", ["GPU-3", "GPU-9", "MIG-7"], ids=["two GPUs", "none", "two instances"])
+def test_a_uuid_that_names_no_known_gpu_is_told_once_and_no_node_is_near_it(
+    uuid: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    host._warn_of_unresolved.cache_clear()
+    gpus = (*TWO_GPUS, host.InstalledGpu("C", "0000:d8:00.0", ("GPU-55", "MIG-78")))
+    for _ in range(2):
+        (found,) = host._visible(gpus, uuid)
+        assert found == host.InstalledGpu(uuid, "")
+    (message,) = caplog.messages
+    assert f"CUDA_VISIBLE_DEVICES names {uuid}," in message and "nvidia-smi -L" in message
+
+
+class OldNvml:
+    """NVML of one GPU, of a driver that knows no MIG instances. A handle is a number."""
+
+    UUIDS: ClassVar = {1: b"GPU-3f21", 2: b"MIG-77", 4: b"MIG-78"}  # by handle
+
+    def nvmlDeviceGetHandleByIndex_v2(self, _index: Any, device: Any) -> int:
+        device._obj.value = 1
+        return 0
+
+    def nvmlDeviceGetName(self, _device: Any, name: Any, _length: Any) -> int:
+        name.value = b"NVIDIA H200"
+        return 0
+
+    def nvmlDeviceGetPciInfo_v3(self, _device: Any, pci: Any) -> int:
+        pci._obj.bus = 0x3B
+        return 0
+
+    def nvmlDeviceGetUUID(self, device: Any, uuid: Any, _length: Any) -> int:
+        uuid.value = self.UUIDS[device.value]
+        return 0
+
+
+class Nvml(OldNvml):
+    """NVML of a GPU that has two of three possible MIG instances: instance 0 has handle 2, instance 2 has handle 4."""
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, _device: Any, count: Any) -> int:
+        count._obj.value = 3
+        return 0
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, _device: Any, index: Any, instance: Any) -> int:
+        instance._obj.value = index.value + 2
+        return 6 if index.value == 1 else 0  # 6: NVML_ERROR_NOT_FOUND
+
+
+@pytest.mark.parametrize(("nvml", "instances"), [(OldNvml(), ()), (Nvml(), ("MIG-77", "MIG-78"))], ids=["old", "new"])
+def test_a_gpu_has_its_uuid_and_those_of_its_instances(nvml: OldNvml, instances: tuple[str, ...]) -> None:
+    assert host._gpu(nvml, 0) == host.InstalledGpu("NVIDIA H200", "0000:3b:00.0", ("GPU-3f21", *instances))
 
 
 def test_the_gpus_found_without_torch_are_as_many_as_torch_finds() -> None:

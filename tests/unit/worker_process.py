@@ -200,7 +200,7 @@ class Regions:
         """Wait for the answers to a post, and write them to ``lists``. Return the number of rows without an answer."""
         gone = ctypes.c_uint32()
         missing: int = library().sh_client_collect(
-            self.client, sequence, int(timeout_s * 1e9), ctypes.byref(gone), *lists.results,
+            self.client, sequence, lists.rows, int(timeout_s * 1e9), ctypes.byref(gone), *lists.results,
             ctypes.c_void_p(lists.outcome.data_ptr()),
         )  # fmt: skip
         return missing

@@ -224,9 +224,9 @@ int sh_client_post(sh_client* client, const sh_lists* lists, uint32_t generation
     });
 }
 
-uint32_t sh_client_collect(sh_client* client, uint64_t sequence, uint64_t timeout_ns, const uint32_t* gone, float* out,
-                           float* lse, uint8_t* served) {
-    return client->mailbox.collect(sequence, timeout_ns, gone, out, lse, served);
+uint32_t sh_client_collect(sh_client* client, uint64_t sequence, uint32_t rows, uint64_t timeout_ns, const uint32_t* gone,
+                           float* out, float* lse, uint8_t* served) {
+    return client->mailbox.collect(sequence, rows, timeout_ns, gone, out, lse, served);
 }
 
 void sh_client_wake(sh_client* client) { client->mailbox.wake(); }

@@ -84,13 +84,27 @@ void check_reply(const Geometry& g, const char* pool, const Layer& layer, sh_cli
     const uint64_t lses = uint64_t{layer.lists.rows} * g.kv_heads * g.group;
     std::vector<float> out(lses * g.head_dim, 7.0f), lse(lses, 7.0f), want_out(out), want_lse(lse);
     std::vector<uint8_t> served(layer.lists.rows);
-    const uint32_t missing = sh_client_collect(client, sequence, patience_ns, nullptr, out.data(), lse.data(), served.data());
+    const uint32_t missing =
+        sh_client_collect(client, sequence, layer.lists.rows, patience_ns, nullptr, out.data(), lse.data(), served.data());
     require(missing == 0, "rows without a reply: " + std::to_string(missing));
     char error[sh_error_bytes];
     require(sh_attend_local(pool, &g, &layer.lists, task_blocks, 2, nullptr, want_out.data(), want_lse.data(), error) == 0,
             error);
     require(std::memcmp(out.data(), want_out.data(), out.size() * sizeof(float)) == 0, "the worker's output has other bits");
     require(std::memcmp(lse.data(), want_lse.data(), lse.size() * sizeof(float)) == 0, "the worker's LSE has other bits");
+}
+
+// Check that a post whose slot a newer one took is reported as overwritten, and that nothing else is written.
+void check_overwritten(const Geometry& g, const Layer& layer, sh_client* client, uint64_t sequence) {
+    const uint32_t rows = layer.lists.rows;
+    const uint64_t lses = uint64_t{rows} * g.kv_heads * g.group;
+    std::vector<float> out(lses * g.head_dim, 7.0f), lse(lses, 7.0f);
+    const std::vector<float> out_before(out), lse_before(lse);
+    std::vector<uint8_t> served(rows, sh_served);
+    require(sh_client_collect(client, sequence, rows, patience_ns, nullptr, out.data(), lse.data(), served.data()) == rows,
+            "an overwritten post was served");
+    require(served == std::vector<uint8_t>(rows, sh_overwritten), "an overwritten post has another outcome");
+    require(out == out_before && lse == lse_before, "something was written for an overwritten post");
 }
 
 // Check a client that gives up on posts and reuses their slots while the worker computes them: the last posts must be answered
@@ -102,6 +116,7 @@ void check_reply(const Geometry& g, const char* pool, const Layer& layer, sh_cli
         char error[sh_error_bytes];
         for (int i = 0; i < 4; ++i)
             require(sh_client_post(client, &layers[i].lists, uint32_t(time), &sequences[i], error) == 0, error);
+        for (int i = 0; i < 2; ++i) check_overwritten(g, layers[i], client, sequences[i]);
         for (int i = 2; i < 4; ++i) check_reply(g, pool, layers[i], client, sequences[i], task_blocks);
     }
 }
@@ -120,7 +135,7 @@ void check_bounds(const Geometry& g, char* mailbox, sh_client* client) {
         require(sh_client_post(client, &layer.lists, 1, &sequence, error) == 0, error);
         std::vector<float> out(view.output_row()), lse(view.lse_row());
         uint8_t served = 0;
-        require(sh_client_collect(client, sequence, patience_ns, nullptr, out.data(), lse.data(), &served) == 0, "no reply");
+        require(sh_client_collect(client, sequence, 1, patience_ns, nullptr, out.data(), lse.data(), &served) == 0, "no reply");
         const uint64_t next = sequence + 1;
         for (uint32_t head = 0; head < g.kv_heads; ++head) {
             view.lists(next, 0)[head] = {1, block_tokens};
@@ -147,7 +162,7 @@ void check_bounds(const Geometry& g, char* mailbox, sh_client* client) {
         require(sh_client_post(client, &layer.lists, 1, &sequence, error) == 0, error);
         require(sequence == next, "the client counts otherwise");
         require(sh_client_post(client, &layer.lists, 1, &sequence, error) == 0, error);
-        require(sh_client_collect(client, sequence, patience_ns, nullptr, out.data(), lse.data(), &served) == 0, "no reply");
+        require(sh_client_collect(client, sequence, 1, patience_ns, nullptr, out.data(), lse.data(), &served) == 0, "no reply");
     }
 }
 

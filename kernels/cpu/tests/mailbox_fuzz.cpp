@@ -315,11 +315,11 @@ uint64_t post(sh_client* client, const Layer& layer, uint32_t generation) {
 // Collect a post's answers. Returns the number of rows that are not served.
 uint32_t collect(sh_client* client, uint64_t sequence, uint64_t timeout_ns, Answer& answer) {
     const Limit limit("collecting");
-    const uint32_t missing =
-        sh_client_collect(client, sequence, timeout_ns, nullptr, answer.out.data(), answer.lse.data(), answer.served.data());
+    const uint32_t missing = sh_client_collect(client, sequence, uint32_t(answer.served.size()), timeout_ns, nullptr,
+                                               answer.out.data(), answer.lse.data(), answer.served.data());
     uint32_t counted = 0;
     for (const uint8_t outcome : answer.served) {
-        require(outcome <= sh_damaged, "an outcome that there is not");
+        require(outcome <= sh_overwritten, "an outcome that there is not");
         counted += outcome != sh_served;
     }
     require(counted == missing, "another number of missing rows than there are");
@@ -727,10 +727,13 @@ void client_traffic(sh_client* client, const Geometry& g, Random random, const s
             layers.push_back(random_layer(g, random));
             sequences.push_back(post(client, layers.back(), random.below(8)));
         }
-        for (uint32_t i = posts > mailbox_slots ? posts - mailbox_slots : 0; i < posts; ++i) {
+        for (uint32_t i = 0; i < posts; ++i) {
             Answer answer(g, layers[i].lists.rows);
             const uint64_t timeout_ns = random.one_of({0u, 200'000u, 3'000'000u, 20'000'000u});
             if (collect(client, sequences[i], timeout_ns, answer) == 0) ++answered_posts;
+            for (const uint8_t outcome : answer.served) {
+                require((outcome == sh_overwritten) == (i + mailbox_slots < posts), "overwritten, or not, by newer posts");
+            }
         }
         if (random.once_in(8)) sh_client_wake(client);
         if (random.once_in(4)) sleep_us(random.below(2000));

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from sglang_hybrid import container, env
+from sglang_hybrid import env
 from sglang_hybrid.commands.doctor.machine import Machine
 from sglang_hybrid.commands.doctor.report import Finding, advice, ok, problem
 from sglang_hybrid.ops.cpu import library, variants
@@ -101,7 +101,7 @@ def _threads(count: int) -> str:
 
 def quota(machine: Machine) -> Finding:
     """Check the container's limit of CPU time, which is independent of its set of CPUs."""
-    granted, cpus = container.cpu_quota(machine.root), len(machine.topology.cpus)
+    granted, cpus = machine.topology.quota, len(machine.topology.cpus)
     if granted is None:
         return ok("no limit of CPU time")
     found = f"CPU time of {granted:g} cores for {cpus} CPUs"

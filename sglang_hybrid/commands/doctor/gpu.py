@@ -11,6 +11,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+from sglang_hybrid.commands.doctor import gpu_query
 from sglang_hybrid.commands.doctor.machine import CommandError, Machine
 from sglang_hybrid.commands.doctor.report import Finding, advice, ok, problem, skipped
 from sglang_hybrid.ops.cuda.build import OLDEST, find_built
@@ -25,6 +26,11 @@ _FAIR_SHARE = 0.6  # least share of the link's bandwidth that needs no advice; a
 
 def driver(machine: Machine) -> Finding:
     """Report GPUs and driver, or why there is no GPU."""
+    if machine.unknown_gpus:
+        return problem(
+            f"CUDA_VISIBLE_DEVICES names {', '.join(machine.unknown_gpus)}: not exactly one GPU or MIG instance",
+            "Write UUIDs as nvidia-smi -L prints them, or numbers of GPUs.",
+        )
     if machine.gpus:
         names = ", ".join(gpu.name for gpu in machine.gpus)
         return ok(f"{names}; driver {machine.gpus[0].driver}")
@@ -55,7 +61,7 @@ def _pci_devices(machine: Machine) -> list[str]:
 
 def _answers(machine: Machine) -> bool:
     try:
-        return bool(machine.run(("nvidia-smi", "-L")).strip())
+        return bool(machine.run(gpu_query.LIST).strip())
     except CommandError:
         return False
 

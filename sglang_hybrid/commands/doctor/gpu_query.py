@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from sglang_hybrid.visible_devices import selected
 
 _FIELDS = (
     "uuid", "name", "driver_version", "compute_cap", "pci.bus_id", "pcie.link.gen.current", "pcie.link.gen.max",
     "pcie.link.width.current", "pcie.link.width.max",
 )  # fmt: skip
 COMMAND = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader")
+LIST = ("nvidia-smi", "-L")
 # GB/s of one lane in one direction, by PCIe generation, after line coding
 _LANE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
@@ -41,6 +45,7 @@ class Gpu:
     bus_id: str  # name of the GPU's folder in /sys/bus/pci/devices, such as 0000:3b:00.0
     link: Link | None  # current link: an idle GPU lowers the generation
     best_link: Link | None  # best link that GPU and slot allow
+    instances: tuple[str, ...] = ()  # UUIDs of its MIG instances, if CUDA_VISIBLE_DEVICES names instances
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
@@ -59,19 +64,25 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
-def visible(gpus: Sequence[Gpu], variable: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES (``variable``) leaves, in its order, up to the first unknown entry."""
+def with_instances(gpus: Sequence[Gpu], listing: str) -> tuple[Gpu, ...]:
+    """Return ``gpus`` with their MIG instances. ``listing`` is the output of ``LIST``: a GPU, then its instances."""
+    instances: dict[str, list[str]] = {}
+    gpu = ""
+    for uuid in re.findall(r"\(UUID: ([^)]+)\)", listing):
+        if uuid.startswith("GPU-"):
+            gpu = uuid
+        else:
+            instances.setdefault(gpu, []).append(uuid)
+    return tuple(replace(gpu, instances=tuple(instances.get(gpu.uuid, ()))) for gpu in gpus)
+
+
+def visible(gpus: Sequence[Gpu], variable: str | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES (``variable``) leaves, in its order, and its UUIDs of no known GPU."""
     if variable is None:
-        return tuple(gpus)
-    chosen = []
-    for entry in (part.strip() for part in variable.split(",")):
-        by_number = gpus[int(entry)] if entry.isdecimal() and int(entry) < len(gpus) else None
-        by_uuid = next((gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)), None)
-        gpu = by_number or by_uuid
-        if gpu is None:
-            break
-        chosen.append(gpu)
-    return tuple(chosen)
+        return tuple(gpus), ()
+    chosen = selected(variable, [(gpu.uuid, *gpu.instances) for gpu in gpus])
+    unknown = tuple(found for found in chosen if isinstance(found, str))
+    return tuple(gpus[found] for found in chosen if isinstance(found, int)), unknown
 
 
 def _capability(text: str) -> int | None:

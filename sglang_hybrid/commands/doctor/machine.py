@@ -90,20 +90,32 @@ class Machine:
         except OSError:
             return None
 
-    @cached_property
+    @property
     def gpus(self) -> tuple[Gpu, ...]:
         """GPUs that CUDA_VISIBLE_DEVICES leaves to this process; empty if nvidia-smi does not answer."""
+        return self._gpus[0]
+
+    @property
+    def unknown_gpus(self) -> tuple[str, ...]:
+        """UUIDs in CUDA_VISIBLE_DEVICES that do not name exactly one GPU or MIG instance of this machine."""
+        return self._gpus[1]
+
+    @cached_property
+    def _gpus(self) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+        variable = self.environment.get("CUDA_VISIBLE_DEVICES")
         try:
             found = gpu_query.parse_gpus(self.run(gpu_query.COMMAND))
+            if variable and "MIG-" in variable:
+                found = gpu_query.with_instances(found, self.run(gpu_query.LIST))
         except (CommandError, ValueError):
-            return ()
-        return gpu_query.visible(found, self.environment.get("CUDA_VISIBLE_DEVICES"))
+            return (), ()
+        return gpu_query.visible(found, variable)
 
     @cached_property
     def topology(self) -> Topology:
         near = self.node_of(self.gpus[0]) if self.gpus else None
         taken = taken_cpus(self.cpus, self.claims)
-        return replace(read_topology(self.cpus, self.root / "sys"), near=near, taken=taken)
+        return replace(read_topology(self.cpus, self.root), near=near, taken=taken)
 
     def node_of(self, gpu: Gpu) -> int | None:
         return pci_node(gpu.bus_id, self.root / "sys")

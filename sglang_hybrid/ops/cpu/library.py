@@ -26,7 +26,7 @@ from sglang_hybrid.ops.cpu.structs import (
 )
 
 FILE = Path(__file__).with_name(build.LIBRARY)
-INTERFACE = 7  # sh_interface of c_api.h
+INTERFACE = 8  # sh_interface of c_api.h
 _ERROR_BYTES = 256
 
 _ERROR = c_char_p
@@ -45,7 +45,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "sh_client_post": (c_int, [c_void_p, POINTER(Lists), c_uint32, POINTER(c_uint64), _ERROR]),
     "sh_client_collect": (
         c_uint32,
-        [c_void_p, c_uint64, c_uint64, POINTER(c_uint32), c_void_p, c_void_p, c_void_p],
+        [c_void_p, c_uint64, c_uint32, c_uint64, POINTER(c_uint32), c_void_p, c_void_p, c_void_p],
     ),
     "sh_client_wake": (None, [c_void_p]),
     "sh_client_completed": (c_uint64, [c_void_p]),

@@ -14,13 +14,14 @@ import fake_ipex
 import pytest
 import torch
 
-from bench.worker import arguments, memory
+from bench.worker import memory
 from bench.worker.__main__ import main
 from bench.worker.arguments import Settings, parse
 from bench.worker.memory import GIB, default_pool
 from bench.worker.pool import Pool, posts_of
 from bench.worker.running import client_cpus
 from bench.worker.table import plain_table, print_table
+from sglang_hybrid import container
 from sglang_hybrid.ops.cpu import variants
 from sglang_hybrid.protocol.cores import Core, Placement, Topology, place
 
@@ -38,7 +39,7 @@ def settings(tmp_path: Path, **changes: Any) -> Settings:
 
 @pytest.fixture
 def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "available_memory", lambda: 256 * GIB)
+    monkeypatch.setattr(container, "memory", lambda: container.Memory(256 * GIB, 256 * GIB))
 
 
 # -- a whole run -------------------------------------------------------------------------------------------------------
@@ -207,18 +208,10 @@ def test_the_pool_is_large_where_memory_allows() -> None:
 def test_too_little_memory_is_an_error_in_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(arguments, "available_memory", lambda: 100 << 20)
+    monkeypatch.setattr(container, "memory", lambda: container.Memory(GIB, 100 << 20))
     with pytest.raises(SystemExit):
         parse([], SIXTEEN)
     assert "0.10 GiB of memory are available, too little" in capsys.readouterr().err
-
-
-def test_a_container_limits_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    unlimited = memory.available_memory()
-    (tmp_path / "memory.max").write_text(f"{300 << 20}\n")
-    (tmp_path / "memory.current").write_text(f"{100 << 20}\n")
-    assert memory.available_memory() == 200 << 20 < unlimited
 
 
 # -- posts -------------------------------------------------------------------------------------------------------------

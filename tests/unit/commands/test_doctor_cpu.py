@@ -124,13 +124,14 @@ def test_a_worker_that_fits_into_its_cpu_time_may_still_be_stopped(tmp_path: Pat
     assert "worker_threads" not in found.to_do
 
 
-def test_a_quota_of_cgroups_version_1_which_the_worker_does_not_read_names_the_number_of_threads(
-    tmp_path: Path,
+def test_a_number_of_threads_beyond_the_cpu_time_is_told_with_one_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {"cpu.cfs_quota_us": "400000\n", "cpu.cfs_period_us": "100000\n"}
     write(tmp_path, {"proc/self/cgroup": "1:cpu:/\n"} | {f"sys/fs/cgroup/cpu/{k}": v for k, v in files.items()})
-    found = cpu.quota(machine(tmp_path, cpus=8))
-    assert "worker_threads=3" in found.to_do
+    assert machine(tmp_path, cpus=8).placement.threads == 3
+    monkeypatch.setenv("SGLANG_HYBRID_SET", '["worker_threads=6"]')
+    assert "worker_threads=3" in cpu.quota(machine(tmp_path, cpus=8)).to_do
 
 
 # -- NUMA --------------------------------------------------------------------------------------------------------------

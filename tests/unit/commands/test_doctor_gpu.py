@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from doctor_machines import A100, H200, V100, machine, write, write_cores
 
 from sglang_hybrid.commands.doctor import gpu
-from sglang_hybrid.commands.doctor.gpu_query import Link, parse_gpus, visible
+from sglang_hybrid.commands.doctor.gpu_query import LIST, Link, parse_gpus, visible
 from sglang_hybrid.commands.doctor.report import Status
 from sglang_hybrid.ops.cuda.sources import source_hash
 from sglang_hybrid.ops.cuda.toolchain import Nvcc
@@ -38,11 +39,31 @@ def test_a_message_of_nvidia_smi_is_no_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("variable", "chosen"),
-    [(None, "HAV"), ("", ""), ("2,0", "VH"), ("1,7,0", "A"), ("GPU-33,GPU-2", "VA"), ("-1", ""), ("GPU-9", "")],
+    [(None, "HAV"), ("", ""), ("2,0", "VH"), ("1,7,0", "A"), ("GPU-33,GPU-2", "VA"), ("-1", "")],
 )
 def test_cuda_visible_devices_chooses_gpus(variable: str | None, chosen: str) -> None:
     gpus = parse_gpus("\n".join((H200, A100, V100)))
-    assert "".join(found.name.removeprefix("NVIDIA ")[0] for found in visible(gpus, variable)) == chosen
+    assert "".join(found.name.removeprefix("NVIDIA ")[0] for found in visible(gpus, variable)[0]) == chosen
+
+
+def test_a_mig_instance_is_on_the_gpu_that_has_it(tmp_path: Path) -> None:
+    listing = (
+        "GPU 0: NVIDIA H200 (UUID: GPU-11)\nGPU 1: NVIDIA A100 (UUID: GPU-22)\n  MIG 1g.5gb Device 0: (UUID: MIG-7)\n"
+    )
+
+    def run(command: Sequence[str]) -> str:
+        return listing if tuple(command) == LIST else "\n".join((H200, A100))
+
+    found = machine(tmp_path, environment={"CUDA_VISIBLE_DEVICES": "MIG-7"}, run=run)
+    assert [gpu.name for gpu in found.gpus] == ["NVIDIA A100"]
+
+
+@pytest.mark.parametrize("variable", ["GPU-9", "GPU-", "0,GPU-9"])
+def test_a_uuid_that_names_no_gpu_or_several_is_a_problem(variable: str, tmp_path: Path) -> None:
+    found = gpu.driver(machine(tmp_path, H200, A100, environment={"CUDA_VISIBLE_DEVICES": variable}))
+    assert found.status is Status.PROBLEM
+    assert f"names {variable.removeprefix('0,')}: not exactly one GPU" in found.found
+    assert "nvidia-smi -L" in found.to_do
 
 
 # -- driver and CUDA ---------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from sglang_hybrid.ops.cpu.structs import (
     Job,
     MailboxLayout,
 )
-from sglang_hybrid.protocol.mailbox import DAMAGED, SERVED, Mailbox
+from sglang_hybrid.protocol.mailbox import DAMAGED, OVERWRITTEN, SERVED, Mailbox
 from sglang_hybrid.protocol.region import SharedRegion
 
 LATE = 0
@@ -638,13 +638,30 @@ def test_a_reply_that_is_there_before_its_post_is_never_taken(mailbox: Mailbox, 
     assert (lists.outcome == LATE).all()
 
 
-def test_collecting_a_post_that_was_overwritten_serves_nothing(mailbox: Mailbox, host: Host) -> None:
+def test_collecting_a_post_that_was_overwritten_serves_nothing_and_says_so(mailbox: Mailbox, host: Host) -> None:
     lists = host.on_host(host.full_lists())
-    first = mailbox.post(lists, 1)
-    for _ in range(SLOTS):
-        mailbox.post(host.on_host(host.full_lists()), 1)
-    assert collected(mailbox, lists, first) == lists.rows
-    assert (lists.outcome == DAMAGED).all()
+    lists.lse.fill_(5.0)
+    with host.engine(mailbox):  # so that the post that took the slot has an answer, which must not be merged
+        first = mailbox.post(lists, 1)
+        later = [host.on_host(host.full_lists(seed=seed)) for seed in (2, 3)]
+        for newer in later:
+            mailbox.post(newer, 1)
+        assert eventually(lambda: mailbox.caught_up)
+        lists.outcome.fill_(SERVED)  # as if these lists had been posted and served before
+        assert collected(mailbox, lists, first) == lists.rows
+        assert (lists.outcome == OVERWRITTEN).all()
+        assert not lists.out.any() and (lists.lse == 5.0).all()
+        for sequence, newer in enumerate(later, first + 1):
+            assert collected(mailbox, newer, sequence) == 0, "the newest two posts are still there"
+
+
+def test_a_post_of_another_number_or_size_than_the_slots_is_not_collected(mailbox: Mailbox, host: Host) -> None:
+    """A reply with more rows than the caller's arrays would be written behind their ends."""
+    sequence = mailbox.post(host.on_host(host.full_lists(rows=4)), 1)
+    for number, rows in ((sequence, 2), (sequence + SLOTS, 4), (0, 4)):
+        lists = host.on_host(host.full_lists(rows=rows))
+        assert collected(mailbox, lists, number) == rows
+        assert (lists.outcome == OVERWRITTEN).all()
 
 
 def test_a_worker_that_answers_late_is_not_believed_once_its_slot_is_used_again(mailbox: Mailbox, host: Host) -> None:

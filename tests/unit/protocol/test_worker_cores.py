@@ -170,15 +170,44 @@ def test_any_text_is_a_list_of_cpus_or_refused(text: str) -> None:
 
 def test_the_topology_is_read_from_sysfs_for_allowed_cpus_only(tmp_path: Path) -> None:
     for cpu in range(8):
-        directory = tmp_path / f"devices/system/cpu/cpu{cpu}"
+        directory = tmp_path / f"sys/devices/system/cpu/cpu{cpu}"
         (directory / "topology").mkdir(parents=True)
         (directory / "topology/thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
         (directory / f"node{cpu % 4 // 2}").mkdir()
-    (tmp_path / "fs/cgroup").mkdir(parents=True)
-    (tmp_path / "fs/cgroup/cpu.max").write_text("150000 100000\n")
     assert read_topology({0, 1, 3, 5, 6}, tmp_path) == Topology(
-        (Core((0,), 0), Core((1, 5), 0), Core((3,), 1), Core((6,), 1)), 1.5
+        (Core((0,), 0), Core((1, 5), 0), Core((3,), 1), Core((6,), 1))
     )
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files"),
+    [
+        ("0::/system.slice/server.service", {"system.slice/cpu.max": "150000 100000", "cpu.max": "max 100000"}),
+        (
+            "0::/kubepods/pod1/server",
+            {"kubepods/pod1/server/cpu.max": "150000 100000", "kubepods/cpu.max": "9000 1000"},
+        ),
+        ("0::/", {"cpu.max": "150000 100000"}),
+        (
+            "4:cpu,cpuacct:/docker/1",
+            {"cpu/docker/1/cpu.cfs_quota_us": "3000", "cpu/docker/1/cpu.cfs_period_us": "2000"},
+        ),
+    ],
+    ids=["slice", "pod", "container", "version 1"],
+)
+def test_the_quota_of_the_process_or_of_a_cgroup_around_it_bounds_the_threads(
+    cgroup: str, files: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"{cgroup}\n")
+    (tmp_path / "sys/fs/cgroup" / cgroup.split(":/")[1]).mkdir(parents=True)
+    for name, text in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+    topology = read_topology(range(8), tmp_path)
+    assert topology.quota == 1.5
+    assert place(topology, "auto", 0, 0).threads == 1
 
 
 def test_where_the_system_tells_nothing_every_cpu_counts_as_a_core(tmp_path: Path) -> None:

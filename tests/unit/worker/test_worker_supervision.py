@@ -154,7 +154,7 @@ class Server:
         return [whom for whom in WHOM if self.served_by(whom) > before[whom]][-1]
 
 
-WHOM = ("worker", "process-no-worker", "process-late", "process-behind", "process-damaged")
+WHOM = ("worker", "process-no-worker", "process-late", "process-behind", "process-damaged", "process-overwritten")
 
 
 @pytest.fixture
@@ -196,6 +196,22 @@ def test_results_are_right_before_during_and_after_a_kill(pool: Pool, log: pytes
     assert f"CPU worker {first} is gone (it was killed by SIGKILL): this process computes its attention" in log.text
     assert "serves again (restart 1): provider native" in log.text
     assert "rows were computed in the server process: " in log.text and "because there was no worker" in log.text
+
+
+def test_a_layer_that_two_newer_posts_overwrote_is_computed_here_and_the_log_says_why(
+    pool: Pool, log: pytest.LogCaptureFixture
+) -> None:
+    with Server(pool) as server:
+        collects = [server.post() for _ in range(3)]
+        for collect in collects:  # compares each result with the reference
+            collect()
+        assert server.served_by("process-overwritten") == ROWS
+        assert server.served_by("worker") == 2 * ROWS
+        assert server.supervisor.link is not None and not server.supervisor.link.late, "the worker answered in time"
+        assert server.serve() == "worker"
+    assert (
+        f"misses of {ROWS} rows were computed in the server process: {ROWS} because the policy posted two" in log.text
+    )
 
 
 def test_blocks_are_counted_by_who_attended_to_them_and_waits_by_step(pool: Pool) -> None:

@@ -11,7 +11,7 @@
 #define SH_API extern "C" __attribute__((visibility("default")))
 
 // Version of the interface: incremented whenever a function or struct of this file or of mailbox.h changes.
-inline constexpr uint32_t sh_interface = 7;
+inline constexpr uint32_t sh_interface = 8;
 inline constexpr uint32_t sh_error_bytes = 256;
 
 SH_API uint32_t sh_interface_version();
@@ -75,12 +75,15 @@ enum sh_outcome : uint8_t {
     sh_late = 0,     // no reply in time
     sh_served = 1,
     sh_damaged = 2,  // refused, or an invalid reply: a sequence number never posted, or a wrong generation or check
+    sh_overwritten = 3,  // a newer post took the slot, see sh_client_collect
 };
 // Wait until every row of the post is answered, `timeout_ns` have passed, or *gone is not 0 (another thread sets it when the
-// worker dies). Copies the answers to out [rows][KV head][group][head_dim] (not written where a list is empty) and to lse
-// [rows][KV head][group] (0 for sums), and sets served[row] to an sh_outcome. Returns how many rows are not sh_served.
-SH_API uint32_t sh_client_collect(sh_client* client, uint64_t sequence, uint64_t timeout_ns, const uint32_t* gone, float* out,
-                                  float* lse, uint8_t* served);
+// worker dies). `rows` is the number of rows that were posted. Copies the answers to out [rows][KV head][group][head_dim] (not
+// written where a list is empty) and to lse [rows][KV head][group] (0 for sums), and sets served[row] to an sh_outcome. Returns
+// how many rows are not sh_served. At most mailbox_slots posts can be outstanding: one more takes the slot of the oldest, which
+// nobody can collect any more. All rows of such a post are sh_overwritten, at once, and out and lse are left alone.
+SH_API uint32_t sh_client_collect(sh_client* client, uint64_t sequence, uint32_t rows, uint64_t timeout_ns,
+                                  const uint32_t* gone, float* out, float* lse, uint8_t* served);
 // Wake the worker, or keep it awake for its spin time, because a post follows soon.
 SH_API void sh_client_wake(sh_client* client);
 // See WorkerLine in mailbox.h.

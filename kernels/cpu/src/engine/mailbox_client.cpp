@@ -174,10 +174,14 @@ bool MailboxClient::copy_row(uint64_t sequence, uint32_t row, float* out, float*
     return true;
 }
 
-uint32_t MailboxClient::collect(uint64_t sequence, uint64_t timeout_ns, const uint32_t* gone, float* out, float* lse,
-                                uint8_t* served) {
+uint32_t MailboxClient::collect(uint64_t sequence, uint32_t rows, uint64_t timeout_ns, const uint32_t* gone, float* out,
+                                float* lse, uint8_t* served) {
     const auto& post = posts_[sequence % mailbox_slots];
-    if (post.sequence != sequence) return 0;  // the caller's mistake: a newer post took the slot
+    // the replies of the post that has the slot now are for other lists, and may have more rows than the caller's arrays
+    if (post.sequence != sequence || post.rows != rows) {
+        std::fill_n(served, rows, sh_overwritten);
+        return rows;
+    }
     const uint64_t start = now_ns();
     uint32_t missing = 0;
     const auto settle = [&](uint32_t row) {

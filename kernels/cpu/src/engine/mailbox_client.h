@@ -23,7 +23,8 @@ class MailboxClient {
     // Post lists that problem_of has checked. Returns the sequence number of the post.
     uint64_t post(const sh_lists& lists, uint32_t generation);
     // See sh_client_collect and sh_client_wake in c_api.h.
-    uint32_t collect(uint64_t sequence, uint64_t timeout_ns, const uint32_t* gone, float* out, float* lse, uint8_t* served);
+    uint32_t collect(uint64_t sequence, uint32_t rows, uint64_t timeout_ns, const uint32_t* gone, float* out, float* lse,
+                     uint8_t* served);
     void wake();
 
     const MailboxView view;

@@ -17,6 +17,7 @@ const REASONS = {
   late: "the worker missed its deadline",
   behind: "the worker had not caught up after it was late",
   damaged: "the worker's reply did not match what was asked",
+  overwritten: "the policy had more than two layers posted at a time",
 };
 const INFO = {
   policy: "What decides which blocks are attended, and where", engine: "What executes attention in the server",
