@@ -159,13 +159,22 @@ def test_a_server_that_is_not_there_is_told_before_anything_is_done(
 
 def test_ctrl_c_keeps_what_was_answered() -> None:
     asked = [RetrievalPrompt("needle", (n,), (str(n),), 10, None, 5) for n in range(3)]
+    numbers, third, over = count(), threading.Event(), threading.Event()
+
+    def waits_for_the_end(request: dict[str, Any]) -> Reply:
+        if next(numbers) == 2:  # asked behind the second reply, which nobody has looked at
+            third.set()
+            over.wait(30)
+        return right(request)
 
     def interrupt(_prompt: RetrievalPrompt) -> None:
+        assert third.wait(30)
         raise KeyboardInterrupt
 
-    with serving(right) as server:
+    with serving(waits_for_the_end) as server:
         (outcome,) = ask_all([Server("a", server.url)], asked, 1, interrupt)
-    assert outcome.error == "interrupted" and list(outcome.replies) == [0]
+        over.set()
+    assert outcome.error == "interrupted" and list(outcome.replies) == [0, 1]
 
 
 def test_a_program_that_is_told_to_end_writes_what_was_answered(

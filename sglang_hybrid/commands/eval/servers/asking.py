@@ -7,7 +7,7 @@ the state.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
@@ -57,12 +57,24 @@ def ask_all(
                 senders[event.server].stop()
                 outcomes[event.server].error = outcomes[event.server].error or str(event.reply)
     except KeyboardInterrupt:
+        for event in _arrived(events):
+            if event.prompt is not None and isinstance(event.reply, Reply):
+                outcomes[event.server].replies[event.prompt] = event.reply
         for outcome in outcomes:
             outcome.error = outcome.error or "interrupted"
     finally:
         for one in senders:
             one.stop()
     return outcomes
+
+
+def _arrived(events: SimpleQueue[_Event]) -> Iterator[_Event]:
+    """Take the events that are in the queue, and wait for no others."""
+    while True:
+        try:
+            yield events.get_nowait()
+        except Empty:
+            return
 
 
 class _Senders:
