@@ -22,10 +22,11 @@ from sglang_hybrid.ops.cpu.local import LocalAttention
 from sglang_hybrid.ops.cpu.structs import MASKS, EngineOptions, Geometry
 from sglang_hybrid.ops.cuda.mailbox import DeviceMailboxClient, MailboxCounts
 from sglang_hybrid.ops.cuda.structs import OUTCOMES, WAIT_BOUNDS
-from sglang_hybrid.protocol.mailbox import SLOTS, Mailbox
+from sglang_hybrid.protocol.mailbox import Mailbox
 from sglang_hybrid.protocol.region import SharedRegion
 
 TASK_BLOCKS = 2
+SLOTS = 2  # mailbox_slots of mailbox.h
 SCALE = 0.125
 UNTOUCHED = 77.0
 PATIENCE_S, SHORT_S = 20.0, 0.002
